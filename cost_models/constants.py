@@ -1,13 +1,14 @@
-"""The few global constants of the cost model: what whole steps add to the kernels and collectives they are made of.
+"""Global constants of the cost model: effects that only whole steps show, beyond their kernels and collectives.
 
     constants = Constants.shipped()                     # profiles/constants.json, fitted to published steps
     constants = Constants.load("mine.json")             # of `autoplan calibrate`
     constants.with_({"host_fused_s": 3e-5})
 
 Kernels and collectives have constants of their own, fitted to published timings of kernels and collectives
-(profiles/kernels, profiles/links). These here are what only whole training steps show: how much of a burst's speed a
-device keeps, what the host needs per operation, what overlaps. None is of a row, a campaign or a model. Each was fitted
-to steps of at least three campaigns, or is assumed; the file says which, with the error of leaving campaigns out.
+(profiles/kernels, profiles/links). The constants here can be seen only in whole training steps: the share of its burst
+speed that a device sustains, the host's time per operation, the share of traffic that overlaps. None belongs to a row,
+a campaign or a model. Each was fitted to steps of at least three campaigns, or is assumed; the file says which, with
+the error of leaving campaigns out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 from autoplan.errors import ProfileError
 
-# Families of accelerators and classes of precision with a share of a burst's speed of their own.
+# (family of accelerators, class of precision) -> the constant with its sustained share of burst speed.
 _SUSTAINED = {
     ("ampere", "half"): "sustained_ampere",
     ("hopper", "half"): "sustained_hopper",
@@ -33,15 +34,21 @@ _SUSTAINED = {
     ("blackwell", "fp4"): "sustained_blackwell_fp8",
 }
 
-# Waiting for the host beyond this share of a step makes a class of its own: hosts and versions of a framework differ by
+# Steps that wait for the host beyond this share form a class of their own: hosts and versions of a framework differ by
 # more than devices do.
 HOST_SHARE = 0.2
 OF_FAMILY = " of "
 
 
 def class_of_step(experts: bool, host_share: float, family: str = "") -> str:
-    """Steps that err alike: `host`, where the device waits for it, `experts` or `dense`; of one family of devices where
-    one is given (`dense of blackwell`: software for a new family changes faster), which matters to all but `host`."""
+    """Return the class of steps that err alike: `host` if the device waits for the host, else `experts` or `dense`.
+
+    With a family of devices the class is narrower (`dense of blackwell`), because software for a new family changes
+    faster. The class `host` has no families.
+
+    Args:
+        host_share: The share of the step that the device waits for the host.
+    """
     if host_share > HOST_SHARE:
         return "host"
     kind = "experts" if experts else "dense"
@@ -50,33 +57,33 @@ def class_of_step(experts: bool, host_share: float, family: str = "") -> str:
 
 @dataclass(frozen=True, eq=True)
 class Constants:
-    """All of them; shares without a unit.
+    """All global constants. Shares have no unit.
 
     Attributes:
-        sustained_*: share of the speed of short bursts of products and attention that long training keeps (power).
-        power_exponent: sustained speed grows with the power of a device to this, among devices of one family.
-        memory_share: share of the data sheet's bandwidth that memory-bound kernels reach.
-        attention_share: speed of attention in training over that of the fitted timings (of inference runtimes).
-        grouped_share: speed of products of experts over plain ones of the same sizes.
-        fused_grouped_share: the same where one kernel does products, activation and casts (`RunOptions.fused_experts`):
-            of the grouped products of DeepGEMM (README of its first release, 10 rows of 256 to 8192 rows per expert).
-        imbalance: rows of the fullest rank's experts over the mean: the one factor for uneven routing.
-        host_eager_s: seconds that the host needs per operation and pass, op by op (launch `async` or `blocking`).
-        host_fused_s: the same of fused modules of Megatron and Transformer Engine.
-        host_blocking_s: seconds per operation and pass where the host waits for every kernel (launch `blocking`).
-        host_comm_s: seconds per collective of tp, cp and ep inside a block.
-        host_experts_s: the same as `host_fused_s` of one call of experts (routing, sorting, waiting for the sizes).
-        host_expert_s: the same per expert of a rank, where each has products of its own.
-        host_fp8: factor on `host_fused_s` where products are 8 bits (amax, scales, casts).
-        overlap: share of ZeRO's traffic that hides behind compute.
-        contention: seconds that computing takes longer per second of ZeRO's traffic beside it: its kernels take
-            multiprocessors and bandwidth of the memory (DeepSeek-V3 sets 20 of 132 aside, arXiv 2412.19437, section
-            3.2.2).
-        tp_hidden, ep_hidden: share of the collectives of tp and ep that hides where the run overlaps them.
-        network_share: bandwidth of networks among other traffic over that of collective benchmarks.
-        step_intervals: by class of step (`class_of_step`): between which shares of the predicted step 9 of 10
-            measured ones are to lie, from campaigns that had no part in the fit; the file says what share of them
-            does. No constant of the model; () if not known.
+        sustained_*: Share of the burst speed of products and attention that long training sustains (limited by power).
+        power_exponent: Sustained speed grows with a device's power to this exponent, among devices of one family.
+        memory_share: Share of the data sheet's bandwidth that memory-bound kernels reach.
+        attention_share: Speed of attention in training over the speed in the fitted timings (of inference runtimes).
+        grouped_share: Speed of products of experts over plain products of the same sizes.
+        fused_grouped_share: As grouped_share, if one kernel does products, activation and casts
+            (`RunOptions.fused_experts`); from the grouped products of DeepGEMM (README of its first release, 10 rows of
+            256 to 8192 rows per expert).
+        imbalance: Rows of the fullest rank's experts over the mean: the only factor for uneven routing.
+        host_eager_s: Host seconds per operation and pass, one operation at a time (launch `async` or `blocking`).
+        host_fused_s: Host seconds per fused module of Megatron and Transformer Engine and pass.
+        host_blocking_s: Seconds per operation and pass if the host waits for every kernel (launch `blocking`).
+        host_comm_s: Host seconds per collective of tp, cp and ep inside a block.
+        host_experts_s: As `host_fused_s`, for one call of experts (routing, sorting, waiting for the sizes).
+        host_expert_s: Host seconds per expert of a rank, if each expert has products of its own.
+        host_fp8: Factor on `host_fused_s` for 8-bit products (amax, scales, casts).
+        overlap: Share of compute time behind which ZeRO's traffic can hide.
+        contention: Seconds that compute slows down per second of ZeRO's traffic beside it, whose kernels take
+            multiprocessors and memory bandwidth (DeepSeek-V3 reserves 20 of 132, arXiv 2412.19437, section 3.2.2).
+        tp_hidden, ep_hidden: Share of the collectives of tp and ep that hides if the run overlaps them.
+        network_share: Bandwidth of networks among other traffic over the bandwidth in collective benchmarks.
+        step_intervals: By class of step (`class_of_step`): the shares of the predicted step between which 9 of 10
+            measured steps should lie, from campaigns that had no part in the fit; the file says what share of them
+            does. Not a constant of the model; () if not known.
     """
 
     sustained_ampere: float = 0.96
@@ -125,12 +132,14 @@ class Constants:
 
     @property
     def values(self) -> dict[str, float]:
-        """By name."""
+        """The constants by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "step_intervals"}
 
     def step_interval(self, name: str) -> tuple[float, float] | None:
-        """Shares of a predicted step of this class between which a measured one lies: of its family of devices, else of
-        all; None if not known."""
+        """Return the shares of a predicted step of this class between which a measured step lies; None if not known.
+
+        The interval of the class within its family of devices is preferred over the interval of the class.
+        """
         for wanted in (name, name.partition(OF_FAMILY)[0]):
             for known, low, high in self.step_intervals:
                 if known == wanted:
@@ -138,12 +147,15 @@ class Constants:
         return None
 
     def sustained(self, family: str, kind: str) -> float:
-        """Share of a burst's speed; that of the family's 16-bit products where the class has none of its own."""
+        """Return the sustained share of burst speed.
+
+        It is the share of the family's 16-bit products if the class of precision has none of its own.
+        """
         name = _SUSTAINED.get((family, kind)) or _SUSTAINED.get((family, "half")) or _SUSTAINED["ampere", "half"]
         return float(getattr(self, name))
 
     def with_(self, values: Mapping[str, float]) -> Constants:
-        """Some of them replaced. ProfileError names an unknown one and the known ones."""
+        """Return a copy with some constants replaced. Raises ProfileError for an unknown name, with the known names."""
         known = self.values
         for name in values:
             if name not in known:
@@ -153,13 +165,16 @@ class Constants:
     @staticmethod
     @lru_cache(maxsize=1)
     def shipped() -> Constants:
-        """Those of this version."""
+        """Return the constants of this version."""
         text = files("autoplan.profiles").joinpath("constants.json").read_text(encoding="utf-8")
         return constants_of(json.loads(text), "profiles/constants.json", Constants())
 
     @staticmethod
     def load(path: str | Path) -> Constants:
-        """Of a file that `autoplan calibrate` wrote. ProfileError for a file that cannot be read or has other names."""
+        """Read the constants from a file that `autoplan calibrate` wrote.
+
+        Raises: ProfileError for a file that cannot be read or has unknown names.
+        """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -168,7 +183,10 @@ class Constants:
 
 
 def constants_of(data: Any, where: str, base: Constants) -> Constants:
-    """From the data of a file: `constants` by name, each a number or a mapping with `value`; the rest as in `base`."""
+    """Return the constants in the data of a file; constants that it lacks are as in `base`.
+
+    The data has `constants` by name, each a number or a mapping with `value`.
+    """
     if not isinstance(data, Mapping) or not isinstance(data.get("constants"), Mapping):
         raise ProfileError(f"{where}: a mapping with the key 'constants' is needed")
     values: dict[str, float] = {}

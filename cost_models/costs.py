@@ -1,7 +1,7 @@
-"""Costs: what one operation, collective or copy costs on this cluster. The search and `price` both ask here.
+"""The cost of one operation, collective or copy on a cluster. The search and `time.price` both ask here.
 
-A profile overrides the device's and links' figures op by op; what it lacks is interpolated or taken from the roofline,
-and every answer says which (`Quantity.tag`).
+A profile overrides the figures of the device and the links, one operation at a time. What it lacks is interpolated or
+taken from the roofline; every answer says which (`Quantity.tag`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from autoplan.cost_models.work import OpWork, TensorWork
 from autoplan.errors import PinError
 from autoplan.ops.table import op_record
 
-# bytes AdamW moves per element beside the state it keeps: reads gradient and parameter, writes the parameter
+# FLOPs of AdamW per element; see `_adamw_bytes` for its memory traffic
 _ADAMW_FLOPS_PER_ELEMENT = 12.0
-_WAIT_SPREAD = 0.5  # of the square root of two measured lengths; assumed
-_HOST_COPY_SPREAD = 0.5  # of copies to the host at the stated speed of its link; assumed
-# An AdamW step on a GPU's host, in times of moving its bytes once: one kernel does (torch's fused=True, DeepSpeed's
-# CPUAdam), an operation at a time, torch's default, takes 5 to 7 times as long (DeepSpeed's tutorial of ZeRO-Offload,
-# deepspeed.ai/tutorials/zero-offload). Assumed between the two.
+_WAIT_SPREAD = 0.5  # relative error of the difference of two square roots; assumed
+_HOST_COPY_SPREAD = 0.5  # relative error of copies to the host at the stated speed of the link; assumed
+# Time of an AdamW step on a GPU's host over the time of moving its bytes once. A single kernel takes about 1 (torch's
+# fused=True, DeepSpeed's CPUAdam); one operation at a time, torch's default, takes 5 to 7 times as long (DeepSpeed's
+# tutorial of ZeRO-Offload, deepspeed.ai/tutorials/zero-offload). Assumed in between.
 _HOST_STEP = Quantity(1.0, 2.5, 6.0, Tag.ASSUMED)
-_COPY_SPREAD = 0.15  # of the straight line through two measured sizes; assumed
+_COPY_SPREAD = 0.15  # relative error of the straight line through two measured sizes; assumed
 
 
 @lru_cache(maxsize=64)
@@ -40,7 +40,7 @@ def _with_peak(device: Device, dtype: str) -> Device:
 
 @dataclass(frozen=True)
 class Costs:
-    """Prices of one cluster in one mode, with or without a measured profile."""
+    """The prices of one cluster in one mode, with or without a measured profile."""
 
     cluster: Cluster
     profile: Profile | None = None
@@ -49,37 +49,40 @@ class Costs:
     constants: Constants = field(default_factory=Constants.shipped)
 
     def forward_s(self, work: OpWork) -> Quantity:
-        """Seconds of the forward pass of one operation."""
+        """Return the seconds of the forward pass of one operation."""
         return self._op_s(work, "forward")
 
     def backward_s(self, work: OpWork) -> Quantity:
-        """Seconds of its backward pass; nothing if no gradient flows through it."""
+        """Return the seconds of the backward pass of one operation; ZERO if no gradient flows through it."""
         if not work.has_backward:
             return ZERO
         return self._op_s(work, "backward")
 
     def _op_s(self, work: OpWork, phase: str) -> Quantity:
-        """Of the operation alone, and what it costs more among others where that was measured (eager only)."""
+        """Return the seconds of an operation, with its measured extra cost among other operations (eager only)."""
         alone = op_s(work, phase, self._device(work), self.profile, self.mode, self.options, self.constants)
         return alone + self.fixed_s(f"op_{phase}_s") if self.mode is Mode.EAGER else alone
 
     @property
     def measures_host(self) -> bool:
-        """True if the profile has the host's part of everything apart from the device's."""
+        """True if the profile has the host's times apart from the device's."""
         return self.profile is not None and self.profile.has_host
 
     def host_fixed_s(self, name: str) -> Quantity:
-        """The host's part of a measured constant of the runtime; nothing where it was not measured apart."""
+        """Return the host's part of a measured constant of the runtime; ZERO if it was not measured separately."""
         seconds = 0.0 if self.profile is None else self.profile.host_overheads.get(name, 0.0)
         return Quantity.spread(seconds, 0.0, Tag.MEASURED) if seconds else ZERO
 
     def zero_host_s(self, what: str, num_tensors: int, num_bytes: float) -> Quantity:
-        """Of the host for one gather or reduction (`what`) of a block, its collective with it; see `zero_copy_s`."""
+        """Return the host seconds of one gather or reduction (`what`) of a block, collective included.
+
+        See `zero_copy_s` for the device seconds around it.
+        """
         fixed, per_tensor, per_byte = (self.host_fixed_s(f"zero_{what}_{n}") for n in ("s", "tensor_s", "byte_s"))
         return fixed + per_tensor * num_tensors + per_byte * num_bytes
 
     def _device(self, work: OpWork) -> Device:
-        """The device with the peak of the dtype that this operation's products run in."""
+        """Return the device with the peak of the dtype in which this operation's products run."""
         device = self.cluster.device
         if not op_record(work.op).multiplies or not device.peak_flops_by_dtype:
             return device
@@ -87,11 +90,11 @@ class Costs:
         return _with_peak(device, dtype)
 
     def collective_s(self, kind: str, num_bytes: float, group: Group, top_k: int = 0) -> Quantity:
-        """Seconds of one collective over ranks `r0 + i * stride`; `top_k` of those made for experts."""
+        """Return the seconds of one collective over `group`. `top_k`: for collectives made for experts."""
         if group.size == 1 or num_bytes == 0:
             return ZERO
         seconds = group_collective_s(kind, num_bytes, group, self.cluster, self.profile, top_k)
-        # a profile's links were measured as they are used; a CPU's are no such network
+        # a profile measured its links as they are used; links between CPU processes are not such a network
         if self.profile is None and self.cluster.device_type != "cpu" and self._crosses_network(group):
             return seconds * (1.0 / self.constants.network_share)
         return seconds
@@ -100,7 +103,10 @@ class Costs:
         return (group.size - 1) * group.stride >= self.cluster.domain_size
 
     def optimizer_s(self, num_elements: float, dtype: str, state_bytes: float) -> Quantity:
-        """Seconds of one AdamW update of `num_elements`: gradient and parameter read, parameter written, state both."""
+        """Return the seconds of one AdamW update of `num_elements`.
+
+        It reads gradient and parameter, writes the parameter, and reads and writes the state.
+        """
         if num_elements < 1:
             return ZERO
         tensor = TensorWork((round(num_elements),), dtype)
@@ -110,8 +116,10 @@ class Costs:
         return self.forward_s(work)
 
     def host_optimizer_s(self, num_elements: float, dtype: str, state_bytes: float) -> Quantity:
-        """The same on the host, by the speed of its memory, and never less than on the device (which the search relies
-        on); on a CPU it is the same."""
+        """Return the seconds of one AdamW update on the host, from the speed of its memory.
+
+        It is never less than on the device, which the search relies on; on a CPU the two are equal.
+        """
         here = self.optimizer_s(num_elements, dtype, state_bytes)
         if self.cluster.device_type == "cpu" or num_elements < 1:
             return here
@@ -122,7 +130,7 @@ class Costs:
         return Quantity(low, mid, high, there.tag)
 
     def host_copy_s(self, num_bytes: float) -> Quantity:
-        """Seconds of copying to the memory of the host or back. PinError where the speed of the link is not known."""
+        """Return the seconds of copying to host memory or back. Raises PinError if the link's speed is not known."""
         speed = self.cluster.host_link_bytes_per_s
         if speed is None:
             raise PinError(
@@ -132,24 +140,24 @@ class Costs:
         return Quantity.spread(num_bytes / speed, _HOST_COPY_SPREAD, Tag.ASSUMED) if num_bytes else ZERO
 
     def accumulate_s(self, num_elements: float, dtype: str) -> Quantity:
-        """Seconds of adding a gradient to the one that is there: both read, one written.
+        """Return the seconds of adding a gradient to an existing one: both read, one written.
 
-        Megatron's fused kernels add while they write the gradient: it is read once more, that is all.
+        Megatron's fused kernels add while they write the gradient, so it is only read once more.
         """
         return ZERO if num_elements < 1 else self.forward_s(self.accumulate_work(num_elements, dtype))
 
     def accumulate_work(self, num_elements: float, dtype: str) -> OpWork:
-        """What that is as an operation."""
+        """Return the addition of a gradient to an existing one as an operation."""
         tensor = TensorWork((round(num_elements),), dtype)
         moved = (1.0 if self.mode is Mode.FUSED else 3.0) * tensor.num_bytes
         return OpWork("grad_accumulate", (tensor,), (), (), num_elements, moved)
 
     def zero_copy_s(self, what: str, num_bytes: float, num_tensors: int, num_ranks: int) -> Quantity:
-        """Seconds that fully_shard spends around one gather or reduction (`what`) of a block of `num_bytes`.
+        """Return the seconds that fully_shard spends around one gather or reduction (`what`) of a block of `num_bytes`.
 
-        It copies shards into one buffer and the gathered one into the parameters; gradients into one buffer
-        (torch.distributed.fsdp._fully_shard._fsdp_collectives). Measured where a profile has it. Megatron's
-        distributed optimizer works on buffers that lie in one piece, without copies.
+        It copies shards into one buffer and the gathered buffer into the parameters; gradients into one buffer
+        (torch.distributed.fsdp._fully_shard._fsdp_collectives). Measured if the profile has it. Megatron's distributed
+        optimizer works on contiguous buffers, without copies.
         """
         fixed, per_tensor, per_byte = (self.overhead_s(f"zero_{what}_{n}") for n in ("s", "tensor_s", "byte_s"))
         if fixed or per_tensor or per_byte:
@@ -161,19 +169,20 @@ class Costs:
         return self.forward_s(OpWork("clone", (TensorWork((round(moved / 4),), "float32"),), (), (), 0.0, moved))
 
     def wait_s(self, computed_s: float, count: int = 1) -> Quantity:
-        """Seconds that `count` collectives wait for slower ranks, each after `computed_s` of computing.
+        """Return the seconds that `count` collectives wait for slower ranks, each after `computed_s` of compute.
 
-        Disturbances are many and small, so that what two ranks differ by grows with the square root of the time. Where
-        it was measured; nothing else.
+        Disturbances are many and small, so the difference between two ranks grows with the square root of the time.
+        ZERO if it was not measured.
         """
         noise = self.overhead_s("straggler_sqrt_s")
         seconds = count * noise * (math.sqrt(computed_s) - math.sqrt(LINK_WORK_S))
         return Quantity.spread(seconds, _WAIT_SPREAD, Tag.FITTED) if seconds > 0 else ZERO
 
     def overlap_fraction(self) -> float | None:
-        """Share of computing that hides a collective of ZeRO: measured, else the device's; None: `Constants.overlap`.
+        """Return the share of compute that hides a collective of ZeRO: measured, else the device's.
 
-        Measured counts only where fully_shard has streams to overlap on: on CPUs it waits for every collective.
+        None stands for `Constants.overlap`. The measured share counts only if fully_shard has streams to overlap on: on
+        CPUs it waits for every collective.
         """
         if self.profile is not None and self.profile.device_type == "cuda":
             measured = self.profile.overheads.get("overlap_fraction")
@@ -182,15 +191,15 @@ class Costs:
         return self.cluster.device.overlap_fraction
 
     def overhead_s(self, name: str) -> float:
-        """A measured constant of the runtime (`step_s`, `zero_block_forward_s`, ...); 0 where it was not measured."""
+        """Return a measured constant of the runtime (`step_s`, `zero_block_forward_s`, ...); 0 if not measured."""
         return 0.0 if self.profile is None else self.profile.overheads.get(name, 0.0)
 
     def fixed_s(self, name: str) -> Quantity:
-        """The same with its evidence."""
+        """Return a measured constant of the runtime with its evidence; ZERO if it was not measured."""
         seconds = self.overhead_s(name)
         return Quantity.spread(seconds, 0.0, Tag.MEASURED) if seconds else ZERO
 
 
 def _adamw_bytes(tensor: TensorWork, num_elements: float, state_bytes: float) -> float:
-    """Gradient and parameter read, parameter written, state both."""
+    """Return the memory traffic of AdamW: gradient and parameter read, parameter written, state read and written."""
     return 3 * tensor.num_bytes + 2 * state_bytes * num_elements

@@ -1,4 +1,4 @@
-"""Reading JSON documents that people may edit: every error names the field and what was expected."""
+"""Reading JSON documents that people may edit: every error names the field and the expected value."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from autoplan.errors import ProfileError
 
 @dataclass(frozen=True)
 class JsonField:
-    """A place in a JSON document; every reader says where it stands and what it wanted."""
+    """A field of a JSON document, with its source and path for error messages."""
 
     source: str
     path: str
     value: Any
 
     def fail(self, expected: str) -> ProfileError:
-        """The error that says what was expected here."""
+        """Return the error that names this field and the expected value."""
         return ProfileError(
             f"{self.source}: {self.path or 'the file'} must be {expected}, got {json.dumps(self.value)[:80]}"
         )
 
     def get(self, name: str) -> JsonField:
-        """The field of this name."""
+        """Return the field of this name."""
         if not isinstance(self.value, dict):
             raise self.fail("an object")
         path = f"{self.path}.{name}" if self.path else name
@@ -37,7 +37,7 @@ class JsonField:
         return JsonField(self.source, path, self.value[name])
 
     def only(self, *names: str) -> JsonField:
-        """This object, if it has no other fields."""
+        """Return this object. Raises ProfileError if it has other fields than `names`."""
         if not isinstance(self.value, dict):
             raise self.fail("an object")
         for name in self.value:
@@ -47,38 +47,38 @@ class JsonField:
         return self
 
     def items(self) -> list[tuple[str, JsonField]]:
-        """All fields of an object."""
+        """Return all fields of an object."""
         if not isinstance(self.value, dict):
             raise self.fail("an object")
         return [(k, JsonField(self.source, f"{self.path}.{k}", v)) for k, v in self.value.items()]
 
     def each(self) -> list[JsonField]:
-        """The elements of a list."""
+        """Return the elements of a list."""
         if not isinstance(self.value, list):
             raise self.fail("a list")
         return [JsonField(self.source, f"{self.path}[{i}]", v) for i, v in enumerate(self.value)]
 
     def text(self, choices: tuple[str, ...] = ()) -> str:
-        """A text, one of the choices if there are any."""
+        """Return a text; one of `choices` if any are given."""
         if not isinstance(self.value, str) or (choices and self.value not in choices):
             raise self.fail(f"one of {', '.join(choices)}" if choices else "a text")
         return self.value
 
     def number(self, *, positive: bool = False) -> float:
-        """A finite number of at least 0, above it if `positive`."""
+        """Return a finite number of at least 0, or above 0 if `positive`."""
         good = isinstance(self.value, (int, float)) and not isinstance(self.value, bool) and math.isfinite(self.value)
         if not good or self.value < 0 or (positive and self.value == 0):
             raise self.fail("a positive number" if positive else "a number of at least 0")
         return float(self.value)
 
     def count(self) -> int:
-        """A whole number of at least 1."""
+        """Return a whole number of at least 1."""
         if not isinstance(self.value, int) or isinstance(self.value, bool) or self.value < 1:
             raise self.fail("a whole number of at least 1")
         return self.value
 
     def plain(self) -> Plain:
-        """A text, number, boolean, null, or a list of whole numbers."""
+        """Return a text, number, boolean, null, or a list of whole numbers."""
         if isinstance(self.value, list):
             return tuple(int(f.number()) for f in self.each())
         if self.value is not None and not isinstance(self.value, (str, int, float, bool)):

@@ -1,16 +1,16 @@
-"""Profile: what was measured on one kind of machine. Operations, collectives, overheads, and how well they interpolate.
+"""Measurements of one kind of machine: operations, collectives, overheads, and how well they interpolate.
 
     Profile.load("cpu-2core-gloo-w2")      a shipped profile, one of the user's cache, or a path
     profile.op_s(work, "forward")          a measured time, or None
     profile.collective_s("all_reduce", 2**20, group_size=2, stride=1)
 
-The text form is JSON, schema version 2. It is checked on reading: ProfileError names the field and what was expected.
+The text form is JSON, schema version 2. It is checked on reading: ProfileError names the field and the expected value.
 Times are seconds of one call on one rank while all ranks of the job run the same (co-running processes share memory
-bandwidth): the median, and the quartiles as its spread.
+bandwidth): the median, with the quartiles as its spread.
 
-A device that works off a queue (CUDA) has two times of everything: its own, by its events, and the host's, which fills
-the queue (`host_forward_s`, `host_backward_s`, `host_overheads`). A pass takes the longer of the two (`host.py`). On a
-CPU the one time holds both, and the host's are left out.
+A device that works off a queue (CUDA) has two times for everything: its own, measured by its events, and the time of
+the host, which fills the queue (`host_forward_s`, `host_backward_s`, `host_overheads`). A pass takes the longer of the
+two (`host.py`). On a CPU the one time includes both, and there are no host times.
 """
 
 from __future__ import annotations
@@ -38,43 +38,43 @@ PROFILE_SCHEMA_VERSION = 2
 DEVICE_TYPES = ("cpu", "cuda")
 PHASES = ("forward", "backward")
 MEASURED_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
-# On CPUs collectives are measured between computations of this length.
+# On CPUs collectives are measured between compute phases of this length, in seconds.
 LINK_WORK_S = 0.002
 OVERHEADS = (
-    "step_s",  # fixed cost of ParallelModel.step: a model of next to no work, one micro-batch
+    "step_s",  # fixed cost of ParallelModel.step: a model with next to no work, one micro-batch
     "micro_batch_s",  # fixed cost of one more micro-batch in the step
-    "op_forward_s",  # one more operation in a program, beside its time in a chain of its own
+    "op_forward_s",  # one more operation in a program, beyond its time in a chain of equal operations
     "op_backward_s",
-    "zero_block_forward_s",  # hooks of fully_shard around one block that has nothing to gather or reduce
+    "zero_block_forward_s",  # hooks of fully_shard around one block without anything to gather or reduce
     "zero_block_backward_s",
-    "zero_gather_s",  # gathering one block, beside the collective: copies, buffers
-    "zero_gather_tensor_s",  # and per parameter of it
-    "zero_gather_byte_s",  # and per byte gathered
-    "zero_reduce_s",  # reducing and scattering the gradients of one block, the same
+    "zero_gather_s",  # gathering one block, without the collective: copies, buffers
+    "zero_gather_tensor_s",  # per parameter of the block
+    "zero_gather_byte_s",  # per gathered byte
+    "zero_reduce_s",  # reduce-scatter of the gradients of one block, likewise
     "zero_reduce_tensor_s",
     "zero_reduce_byte_s",
-    # a rank waits at a collective for slower ones: this times the square root of the seconds computed since the last
-    # one (noise of many small disturbances), beyond what the links hold of it; in seconds ** 0.5
+    # a rank waits at a collective for slower ranks: this times the square root of the compute seconds since the last
+    # collective (noise of many small disturbances), beyond the wait that the link times include; seconds ** 0.5
     "straggler_sqrt_s",
     "all_reduce_byte_s",  # ZeRO 0: copies into flat buffers and back, per byte of gradients
-    "pipeline_action_s",  # one forward or backward of one micro-batch in a pipeline schedule, beside its sends
-    "split_layer_s",  # a backward in two parts, beside one in one: per layer and micro-batch (walks over the graph)
+    "pipeline_action_s",  # one forward or backward of one micro-batch in a pipeline schedule, without its sends
+    "split_layer_s",  # extra cost of a split backward, per layer and micro-batch (walks over the graph)
     "optimizer_step_s",  # fixed cost of optimizer.step() of AdamW
-    "optimizer_tensor_s",  # and of one more tensor in it, beside its elements
-    "zero_optimizer_tensor_s",  # the same of a shard that fully_shard made
-    "comm_s",  # starting one collective inside a block: of the host alone, the links have the rest
+    "optimizer_tensor_s",  # one more tensor in it, without its elements
+    "zero_optimizer_tensor_s",  # likewise, for a shard that fully_shard made
+    "comm_s",  # host time to start one collective inside a block; the link times include the rest
     "clip_s",  # fixed cost of clip_grad_norm_
-    "clip_tensor_s",  # and of one more tensor in it
-    # a collective beside products that take as long, no seconds: the share of the shorter that the other hid, and how
-    # many times as long as alone each took (at least 1)
+    "clip_tensor_s",  # one more tensor in it
+    # a collective beside products of the same length; no seconds: the share of the shorter that the other hid, and the
+    # slowdown of each over running alone (at least 1)
     "overlap_fraction",
     "overlap_compute_slowdown",
     "overlap_collective_slowdown",
 )
-# Seconds of one large product: in short bursts, as operations are measured, and in the last of many seconds without a
+# Seconds of one large product: in short bursts, as operations are measured, and at the end of many seconds without a
 # pause, when the device is as warm and as short of power as in training.
 CLOCK = ("burst_s", "sustained_s")
-_BANDWIDTH_BYTES = 1 << 20  # messages of this size tell a bandwidth
+_BANDWIDTH_BYTES = 1 << 20  # messages of at least this size reveal the bandwidth
 # The error of an interpolation that was never checked against held-out measurements.
 UNKNOWN_ERROR = 0.5
 
@@ -89,7 +89,7 @@ class Timing:
     repeats: int
 
     def quantity(self, tag: Tag = Tag.MEASURED) -> Quantity:
-        """As an interval."""
+        """Return the time as an interval."""
         return Quantity(self.low, self.median, self.high, tag)
 
 
@@ -97,7 +97,7 @@ class Timing:
 class MeasuredOp:
     """One measured operation. `backward_s` is None if no gradient flows through it.
 
-    `host_*`: what the host needs to queue it, where the device works off a queue; None elsewhere.
+    `host_*`: host seconds to queue it, if the device works off a queue; else None.
     """
 
     work: OpWork
@@ -107,7 +107,7 @@ class MeasuredOp:
     host_backward_s: Timing | None = None
 
     def host_s(self, phase: str) -> Timing | None:
-        """Of the host in one phase."""
+        """Return the host time of one phase."""
         return self.host_forward_s if phase == "forward" else self.host_backward_s
 
 
@@ -116,7 +116,7 @@ class LinkRecord:
     """One measured collective over ranks `r0 + i * stride`. `num_bytes` as in CommWork.
 
     `time_s`: all groups of the grid at once, as a mesh runs them. `alone_s`: the group of rank 0 while the others rest;
-    None where it was not measured.
+    None if it was not measured.
     """
 
     kind: str
@@ -128,11 +128,11 @@ class LinkRecord:
 
     @property
     def sharing(self) -> float | None:
-        """How many times as long it takes because the other groups use the same links and cards."""
+        """The slowdown because the other groups use the same links and cards; None if not measured."""
         return None if self.alone_s is None else self.time_s.median / self.alone_s.median
 
     def crosses_nodes(self, ranks_per_node: int) -> bool:
-        """Whether some group of the grid has ranks on two nodes of `ranks_per_node` consecutive ranks."""
+        """Return True if some group of the grid has ranks on two nodes of `ranks_per_node` consecutive ranks."""
         return bool(ranks_per_node % (self.group_size * self.stride))
 
 
@@ -147,7 +147,7 @@ class ErrorStats:
 
     @staticmethod
     def of(errors: Iterable[float]) -> ErrorStats:
-        """Statistics of relative errors; ProfileError for none."""
+        """Return the statistics of relative errors. Raises ProfileError if there are none."""
         found = sorted(errors)
         if not found:
             raise ProfileError("held-out error statistics need at least one shape")
@@ -159,11 +159,16 @@ class ErrorStats:
 class Profile:
     """Measurements of one kind of machine.
 
-    `host_overheads`: of the host alone, by the same names as `overheads`, which then are of the device (but for what
-    the host does before the first forward, when the device has nothing to do: `step_s`, `micro_batch_s`); `clock`: see
-    CLOCK; `held_out`: errors by op class or collective; `failed`: why an operation cannot be measured, by `OpWork.key`;
-    `notes`: how it was measured, and what there was no time for; `machine`: provenance that no price depends on, as the
-    profiler found it (topology, clocks before and after, nodes).
+    Attributes:
+        host_overheads: Overheads of the host alone, with the names of `overheads`; then `overheads` are of the device,
+            except for `step_s` and `micro_batch_s`, which the host spends before the first forward, while the device is
+            idle.
+        clock: See CLOCK.
+        held_out: Errors by op class or collective.
+        failed: The reason why an operation cannot be measured, by `OpWork.key`.
+        notes: How it was measured, and what there was no time for.
+        machine: Provenance that no price depends on, as the profiler found it (topology, clocks before and after,
+            nodes).
     """
 
     name: str
@@ -190,17 +195,17 @@ class Profile:
 
     @property
     def sustained(self) -> float:
-        """How many times as long as in short bursts a large product takes in training, at least 1; 1: not measured."""
+        """The time of a large product in training over its time in short bursts, at least 1; 1 if not measured."""
         return max(1.0, self.clock["sustained_s"] / self.clock["burst_s"]) if self.clock else 1.0
 
     @cached_property
     def by_key(self) -> dict[str, MeasuredOp]:
-        """Operations by `OpWork.key`."""
+        """The operations by `OpWork.key`."""
         return {r.work.key: r for r in self.ops}
 
     @cached_property
     def settled(self) -> frozenset[str]:
-        """Keys of operations that need no measuring: measured, or known not to be measurable."""
+        """The keys of operations that need no measurement: measured, or known not to be measurable."""
         return frozenset(self.by_key.keys() | self.failed.keys())
 
     @cached_property
@@ -211,7 +216,7 @@ class Profile:
         return {key: _Curve.of(records) for key, records in found.items()}
 
     def op_s(self, work: OpWork, phase: str) -> Quantity | None:
-        """The measured time of exactly this work, or None. ProfileError for an unknown phase."""
+        """Return the measured time of exactly this work, or None. Raises ProfileError for an unknown phase."""
         if phase not in PHASES:
             raise ProfileError(f"phase {phase!r} is not known; use {' or '.join(PHASES)}")
         record = self.by_key.get(work.key)
@@ -219,11 +224,13 @@ class Profile:
         return None if timing is None else timing.quantity()
 
     def collective_s(self, kind: str, num_bytes: float, group_size: int, stride: int) -> Quantity | None:
-        """Seconds of one collective, or None if this kind was not measured over such a group.
+        """Return the seconds of one collective, or None if this kind was not measured over such a group.
 
-        Linear in log-log between measured sizes, never less for more bytes, constant below the smallest size and at the
-        bandwidth of the largest one above it; None above it where only small messages were measured, which tell a
-        latency (`longest_s`) and no bandwidth. ProfileError for an unknown kind.
+        Between measured sizes the time is linear in log-log and never falls with the size. Below the smallest size it
+        is constant; above the largest size it grows with the bandwidth of that size. If only small messages were
+        measured, larger ones give None: small messages reveal a latency (`longest_s`) but no bandwidth.
+
+        Raises: ProfileError for an unknown kind.
         """
         if kind not in MEASURED_COLLECTIVES:
             raise ProfileError(f"unknown collective {kind!r}; known: {', '.join(MEASURED_COLLECTIVES)}")
@@ -239,7 +246,7 @@ class Profile:
         return Quantity(min(low, mid / (1 + error)), mid, max(high, mid * (1 + error)), Tag.FITTED)
 
     def longest_s(self, kind: str, group_size: int, stride: int) -> Quantity | None:
-        """Seconds of the largest message that was measured: a larger one takes no less."""
+        """Return the seconds of the largest measured message, a lower bound for larger ones; None if there is none."""
         curve = self._curves.get((kind, group_size, stride))
         if curve is None:
             return None
@@ -247,9 +254,9 @@ class Profile:
         return Quantity(low, mid, high, Tag.MEASURED)
 
     def merged(self, other: Profile) -> Profile:
-        """Both together; `other` wins where both measured the same thing. Its name, hardware and date are kept.
+        """Return both profiles together; `other` wins where both measured the same thing. Its name is kept.
 
-        Raises: ProfileError if the two are not of one machine kind, world size and thread count.
+        Raises: ProfileError if the two differ in machine kind, world size or thread count.
         """
         for what in ("device_type", "world_size", "num_threads"):
             mine, theirs = getattr(self, what), getattr(other, what)
@@ -286,7 +293,7 @@ class Profile:
     # -- text form ---------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """Text form, stable, one record per line."""
+        """Return the text form: stable, one record per line."""
         head: dict[str, Any] = {
             "schema": PROFILE_SCHEMA_VERSION,
             "name": self.name,
@@ -317,14 +324,14 @@ class Profile:
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     def save(self, path: Path | str) -> None:
-        """Write atomically; folders are made."""
+        """Write the profile atomically; missing folders are created."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, self.to_json())
 
     @staticmethod
     def from_json(text: str, source: str = "profile") -> Profile:
-        """Read and check. ProfileError names the field of `source` and what was expected there."""
+        """Read and check a profile. Raises ProfileError that names the field of `source` and the expected value."""
         try:
             data = json.loads(text)
         except json.JSONDecodeError as exc:
@@ -333,9 +340,9 @@ class Profile:
 
     @staticmethod
     def load(path_or_name: Path | str) -> Profile:
-        """A path (ends in `.json`), or the name of a shipped profile or one in the user's cache (which wins).
+        """Load a profile from a path (ends in `.json`), the user's cache or the shipped profiles; the cache wins.
 
-        Raises: ProfileError for an unknown name (lists the known ones), a missing or a bad file.
+        Raises: ProfileError for an unknown name (lists the known ones), or a missing or invalid file.
         """
         if str(path_or_name).endswith(".json"):
             path = Path(path_or_name)
@@ -355,13 +362,13 @@ class Profile:
 
 
 def user_folder() -> Path:
-    """Where measured profiles of this user's machines are kept: `profiles` in the cache folder of autoplan."""
+    """Return the folder of profiles that this user measured: `profiles` in the cache folder of autoplan."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(os.environ.get("AUTOPLAN_CACHE") or Path(base) / "autoplan") / "profiles"
 
 
 def known() -> tuple[str, ...]:
-    """Names of shipped profiles and of those in the user's cache."""
+    """Return the names of the shipped profiles and of the profiles in the user's cache."""
     names = {p.name for p in importlib.resources.files("autoplan.profiles").iterdir() if _is_profile(p)}
     if user_folder().is_dir():
         names |= {p.name for p in user_folder().iterdir() if _is_profile(p)}
@@ -377,10 +384,10 @@ def _is_profile(path: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Curve:
-    """Time over bytes, for the low, middle and high times: knots that never fall.
+    """Time over bytes, for the low, middle and high times, as knots that never fall.
 
     Isotonic regression of the logarithms by pooling adjacent violators (Barlow et al., Statistical Inference under
-    Order Restrictions, 1972): where a larger message was measured faster, both get their mean.
+    Order Restrictions, 1972): if a larger message was measured faster, both get their mean.
     """
 
     sizes: tuple[int, ...]
@@ -394,7 +401,7 @@ class _Curve:
         return _Curve(tuple(r.num_bytes for r in ordered), tuple(rows))
 
     def at(self, num_bytes: float, which: int) -> float:
-        """Time at any size; exact at the measured ones."""
+        """Return the time at any size; exact at the measured sizes."""
         sizes, times = self.sizes, self.times[which]
         if num_bytes <= sizes[0]:
             return times[0]
@@ -422,7 +429,7 @@ def _never_falling(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def _short(value: float) -> float:
-    """Four digits: more would be noise."""
+    """Round to four digits; more would be noise."""
     return float(f"{value:.4g}")
 
 

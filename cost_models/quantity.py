@@ -1,4 +1,4 @@
-"""Quantity: a number with its interval and where it comes from. Every term of an estimate is one.
+"""A number with its interval and its evidence. Every term of an estimate is a Quantity.
 
 Quantity(low, mid, high, Tag.MEASURED)
 a + b          intervals add (errors of one kind of term go the same way); the tag is the weaker of the two
@@ -12,7 +12,7 @@ from enum import IntEnum
 
 
 class Tag(IntEnum):
-    """Where a number comes from, strongest first. EXACT: it follows from the model and the plan."""
+    """The evidence for a number, strongest first. EXACT: it follows from the model and the plan."""
 
     EXACT = -1
     MEASURED = 0
@@ -25,7 +25,7 @@ class Tag(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """`low <= mid <= high`, in the unit of its context (seconds unless said otherwise)."""
+    """A number with an interval, `low <= mid <= high`, in the unit of its context (seconds unless stated otherwise)."""
 
     low: float
     mid: float
@@ -38,7 +38,7 @@ class Quantity:
         )
 
     def _weight(self) -> Tag:
-        return self.tag if self.high else Tag.EXACT  # nothing has no source
+        return self.tag if self.high else Tag.EXACT  # a zero weakens no sum
 
     def __mul__(self, factor: float) -> Quantity:
         return Quantity(self.low * factor, self.mid * factor, self.high * factor, self.tag)
@@ -46,7 +46,7 @@ class Quantity:
     __rmul__ = __mul__
 
     def less(self, other: Quantity) -> Quantity:
-        """What remains of this after hiding `other`, never below 0: the least remains if most is hidden."""
+        """Return the rest after hiding `other`, never below 0. The low end hides the most, the high end the least."""
         return Quantity(
             max(0.0, self.low - other.high),
             max(0.0, self.mid - other.mid),
@@ -55,13 +55,13 @@ class Quantity:
         )
 
     def beyond(self, part: Quantity) -> Quantity:
-        """What is left without `part`, each in its own scenario, never below 0."""
+        """Return the rest without `part`, never below 0; low, mid and high are each subtracted from their own."""
         low, mid, high = (max(0.0, getattr(self, w) - getattr(part, w)) for w in ("low", "mid", "high"))
         return Quantity(min(low, mid), mid, max(mid, high), self.tag)
 
     @staticmethod
     def spread(mid: float, relative: float, tag: Tag) -> Quantity:
-        """`mid` up to a factor of `1 + relative` either way."""
+        """Return `mid` with an interval of a factor of `1 + relative` either way."""
         return Quantity(mid / (1 + relative), mid, mid * (1 + relative), tag)
 
 
@@ -69,7 +69,7 @@ ZERO = Quantity(0.0, 0.0, 0.0, Tag.EXACT)
 
 
 def total(quantities: list[Quantity]) -> Quantity:
-    """Sum; ZERO of nothing."""
+    """Return the sum; ZERO for an empty list."""
     out = ZERO
     for q in quantities:
         out = out + q

@@ -1,11 +1,12 @@
-"""A whole training run from the time of one step: days, money, energy, and what failures add; plain arithmetic.
+"""A whole training run, from the time of one step: days, money, energy, and the cost of failures.
 
     run = whole_run(step_time_s, tokens_per_step, 15e12, cluster, state_bytes=5.6e12, busy=0.8)
     run.days, run.usd, run.kwh                                       # as if nothing ever failed
     run.goodput.share, run.days_with_failures, run.usd_with_failures
 
-What is not in model, plan or catalog is in FIGURES: a default with its source, always tagged assumed, and the range
-that an own value must be in (`Assumptions.of({"mtbf_device_days": 1500})`). What is not known stays None, with a note.
+Figures that are not in model, plan or catalog are in FIGURES: a default with its source, always tagged assumed, and the
+legal range of a value that replaces it (`Assumptions.of({"mtbf_device_days": 1500})`). Unknown results are None, with a
+note.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MAX_EXPONENT = 50.0  # of Daly's model: beyond it a failure practically always 
 
 @dataclass(frozen=True)
 class Figure:
-    """An assumption of a whole run: what it is, its default (None: not known), where that is from, what it may be."""
+    """An assumption of a whole run: its meaning, default (None: not known), source and legal range."""
 
     what: str
     default: Quantity | None
@@ -107,13 +108,16 @@ _STORAGE_PER_DEVICE = _assumed(2e12 / 16384 / 4, 2e12 / 16384, 7e12 / 16384)
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Values of FIGURES by name; those that are `given` replace the defaults."""
+    """Values of FIGURES by name; values in `given` replace the defaults."""
 
     given: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
     def of(given: Mapping[str, object] | None, where: str = "assume") -> Assumptions:
-        """PinError for a name that is not in FIGURES or a value out of its range; `where` leads its message."""
+        """Check and return the given values; `where` starts every error message.
+
+        Raises: PinError for a name that is not in FIGURES or a value out of its range.
+        """
         values: dict[str, float] = {}
         for name, value in (given or {}).items():
             if name not in FIGURES:
@@ -123,14 +127,14 @@ class Assumptions:
         return Assumptions(values)
 
     def get(self, name: str) -> Quantity | None:
-        """The value given, without a spread, else the default; None: not known here."""
+        """Return the given value, without a spread, else the default; None if there is no default."""
         if name in self.given:
             value = self.given[name]
             return _assumed(value, value, value)
         return FIGURES[name].default
 
     def value(self, name: str) -> Quantity:
-        """As `get`, of a figure that has a default."""
+        """Return the given value or the default. Raises PinError if there is neither."""
         found = self.get(name)
         if found is None:
             raise PinError(f"{name} has no default: {FIGURES[name].what} must be given")
@@ -139,12 +143,13 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Goodput:
-    """What failures leave of the time. `share` of the time is spent on steps that are kept.
+    """The effect of failures. `share` of the time is spent on steps that are kept.
 
     Attributes:
-        mtbf_s: of the whole job.
-        checkpoint_s: to write one.
-        interval_s: seconds of training between two checkpoints, the best by Daly (2006).
+        mtbf_s: Mean seconds between failures of the whole job.
+        checkpoint_s: Seconds to write a checkpoint.
+        restart_s: Seconds from a failure until training continues.
+        interval_s: Seconds of training between two checkpoints, the optimum by Daly (2006).
     """
 
     share: Quantity
@@ -156,13 +161,13 @@ class Goodput:
 
 @dataclass(frozen=True)
 class Run:
-    """A whole training run: days, US dollars where the cluster has a price, kWh where the power is known.
+    """A whole training run: days, US dollars if the cluster has a price, kWh if the power is known.
 
-    Without failures, and with them: those are None where `goodput` is.
+    `days`, `usd` and `kwh` are without failures; the values with failures are None if `goodput` is.
 
     Attributes:
-        usd_energy: price of the kWh, where one is given; not part of `usd`.
-        notes: what is not known, and why.
+        usd_energy: Price of the kWh, if one is given; not part of `usd`.
+        notes: The unknowns, with reasons.
     """
 
     tokens: float
@@ -182,7 +187,7 @@ class Run:
 
     @property
     def days_with_failures(self) -> Quantity | None:
-        """Days until the tokens are trained on, with what failures, restarts and checkpoints take."""
+        """Days until the tokens are trained on, including failures, restarts and checkpoints."""
         return self._with_failures(self.days)
 
     @property
@@ -192,12 +197,12 @@ class Run:
 
     @property
     def kwh_with_failures(self) -> Quantity | None:
-        """kWh of `days_with_failures`: lost time draws what training draws."""
+        """kWh of `days_with_failures`: lost time draws as much power as training."""
         return self._with_failures(self.kwh)
 
     @property
     def num_failures(self) -> float | None:
-        """Expected number of failures."""
+        """The expected number of failures."""
         days = self.days_with_failures
         return None if days is None or self.goodput is None else days.mid * DAY_S / self.goodput.mtbf_s.mid
 
@@ -212,11 +217,11 @@ def whole_run(
     busy: float = 1.0,
     assumptions: Assumptions | None = None,
 ) -> Run:
-    """Time, money and energy to train on `tokens` tokens at a constant step time.
+    """Return the time, money and energy to train on `tokens` tokens at a constant step time.
 
     Args:
-        state_bytes: of a checkpoint, all ranks together; None: not known, then nor is the goodput.
-        busy: share of a step in which devices compute; the rest they wait.
+        state_bytes: Bytes of a checkpoint, all ranks together; None: not known, and so the goodput is not known.
+        busy: Share of a step in which devices compute; in the rest they wait.
     """
     known = assumptions if assumptions is not None else Assumptions()
     days = step_time_s * (tokens / tokens_per_step / DAY_S)
@@ -259,15 +264,15 @@ def _unknown_goodput(cluster: Cluster, state_bytes: float | None) -> str:
 
 
 def times(a: Quantity, b: Quantity) -> Quantity:
-    """The product of what is not below 0, low with low and high with high."""
+    """Return the product of two quantities that are not below 0: low times low, high times high."""
     return Quantity(a.low * b.low, a.mid * b.mid, a.high * b.high, max(a.tag, b.tag))
 
 
 def device_watts(cluster: Cluster, busy: float, assumptions: Assumptions) -> Quantity | None:
-    """What one device draws on average, with its share of host, network and cooling; None if its power is unknown.
+    """Return the average power of one device, with its share of host, network and cooling; None if it is not known.
 
     Args:
-        busy: share of the time in which it computes.
+        busy: Share of the time in which it computes.
     """
     stated = assumptions.given.get("power_w", cluster.device.power_w)
     if stated is None:
@@ -277,8 +282,11 @@ def device_watts(cluster: Cluster, busy: float, assumptions: Assumptions) -> Qua
 
 
 def daly_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
-    """The time to train between checkpoints that loses least: Daly, A higher order estimate of the optimum checkpoint
-    interval for restart dumps, 2006, equation 37; to first order Young's sqrt(2 checkpoint mtbf)."""
+    """Return the seconds of training between checkpoints that lose the least time.
+
+    Source: Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, 2006, equation 37; to
+    first order Young's sqrt(2 checkpoint mtbf).
+    """
     if checkpoint_s >= 2 * mtbf_s:
         return mtbf_s
     x = checkpoint_s / (2 * mtbf_s)
@@ -286,8 +294,10 @@ def daly_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
 
 
 def useful_share(interval_s: float, checkpoint_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Share of the time that is kept when failures come at random, also during checkpoints and restarts: Daly 2006,
-    equation 20. 0 where failures practically always come first."""
+    """Return the share of the time that is kept when failures are random, also during checkpoints and restarts.
+
+    Source: Daly 2006, equation 20. 0 if failures practically always come before the next checkpoint.
+    """
     if restart_s / mtbf_s + (interval_s + checkpoint_s) / mtbf_s > _MAX_EXPONENT:
         return 0.0
     lost = math.exp(restart_s / mtbf_s) * math.expm1((interval_s + checkpoint_s) / mtbf_s)
@@ -295,9 +305,9 @@ def useful_share(interval_s: float, checkpoint_s: float, restart_s: float, mtbf_
 
 
 def goodput(cluster: Cluster, state_bytes: float | None, assumptions: Assumptions) -> Goodput | None:
-    """Share of useful time at the best checkpoint interval; None where the state or the failure rate is not known.
+    """Return the share of useful time at the best checkpoint interval; None if the state or failure rate is not known.
 
-    The low end takes frequent failures, slow storage and slow restarts together, the high end the opposite.
+    The low end combines frequent failures, slow storage and slow restarts; the high end the opposite.
     """
     if state_bytes is None or (cluster.device_type == "cpu" and "mtbf_device_days" not in assumptions.given):
         return None
@@ -333,11 +343,11 @@ CRITICAL_BATCH_SOURCE = "Kaplan et al. 2020, eq. 1.4 and 1.5"
 
 
 def critical_batch_tokens(num_params: float, tokens: float) -> float:
-    """Tokens per step beyond which larger batches save few steps: at it, training takes twice the least steps and twice
-    the least tokens (McCandlish et al., 2018).
+    """Return the critical batch, in tokens per step: beyond it, larger batches save few steps.
 
-    That of the last loss of the run, when it is largest. Only the order of magnitude: it is extrapolated far beyond the
-    models that the law was fitted to, and later work (Zhang et al., 2024) finds that it follows the tokens alone.
+    At it, training takes twice the least steps and twice the least tokens (McCandlish et al., 2018). It is computed at
+    the last loss of the run, where it is largest. Only the order of magnitude counts: it is extrapolated far beyond the
+    models that the law was fitted to, and later work (Zhang et al., 2024) finds that it depends on the tokens alone.
     """
     loss = ((_N_C / num_params) ** (_ALPHA_N / _ALPHA_D) + _D_C / tokens) ** _ALPHA_D
     return float(_B_STAR / loss ** (1 / _ALPHA_B))

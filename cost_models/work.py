@@ -1,9 +1,9 @@
-"""What one rank does, as plain data: operations, collectives, parameters and activations of every block.
+"""The work of one rank as plain data: operations, collectives, parameters and activations of every block.
 
-Derived from a ModelGraph and its layout by `autoplan.program.workload`; priced by `cost_models.time.price`. Sizes
-are those of one rank and one micro-batch.
+Derived from a ModelGraph and its layout by `autoplan.program.workload`; priced by `cost_models.time.price`. Sizes are
+those of one rank and one micro-batch.
 
-    Workload    the model: units (layers), which blocks they call, what crosses between them
+    Workload    the model: units (layers), the blocks they call, the activations that cross between them
     BlockWork   one call of one block
     OpWork      one operation: what a profile measures and the roofline prices
     CommWork    one collective
@@ -24,7 +24,7 @@ Plain = str | int | float | bool | None | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorWork:
-    """A local tensor: shape, dtype, whether a gradient flows through it."""
+    """A local tensor: shape, dtype, whether it needs a gradient."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -32,7 +32,7 @@ class TensorWork:
 
     @property
     def num_elements(self) -> int:
-        """Element count."""
+        """The element count."""
         out = 1
         for size in self.shape:
             out *= size
@@ -40,16 +40,21 @@ class TensorWork:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes."""
+        """The size in bytes."""
         return self.num_elements * dtype_bytes(self.dtype)
 
 
 @dataclass(frozen=True)
 class OpWork:
-    """One operation on one rank. `op` is a name of the rule table; `attrs` what else its time depends on, sorted.
+    """One operation on one rank.
 
-    `flops` and `moved_bytes` are those of the forward pass (0 bytes for a view). Two works with equal `key` take the
-    same time.
+    Attributes:
+        op: A name of the rule table.
+        attrs: Other attributes that its time depends on, sorted.
+        flops: FLOPs of the forward pass.
+        moved_bytes: Memory traffic of the forward pass (0 for a view).
+
+    Two works with equal `key` take the same time.
     """
 
     op: str
@@ -61,7 +66,7 @@ class OpWork:
 
     @property
     def key(self) -> str:
-        """`linear(bfloat16[2,128,64]*,bfloat16[256,64]*)`: a star marks what needs a gradient."""
+        """The work as text: `linear(bfloat16[2,128,64]*,bfloat16[256,64]*)`; a star marks inputs with a gradient."""
         args = [f"{t.dtype}[{','.join(map(str, t.shape))}]{'*' if t.requires_grad else ''}" for t in self.inputs]
         if not args:
             args = [f"->{t.dtype}[{','.join(map(str, t.shape))}]" for t in self.outputs]
@@ -69,7 +74,7 @@ class OpWork:
 
     @property
     def matmul_dtype(self) -> str | None:
-        """Dtype that its products run in, where that is not the dtype of its operands (8 and 4 bits)."""
+        """The dtype of its products, if it differs from the dtype of the operands (8 and 4 bits); else None."""
         given = dict(self.attrs).get("matmul_dtype")
         return given if isinstance(given, str) else None
 
@@ -81,12 +86,17 @@ class OpWork:
 
 @dataclass(frozen=True)
 class CommWork:
-    """One collective. `num_bytes`: the gathered or reduced tensor on one rank (all_to_all: the local one).
+    """One collective.
 
-    `top_k`: copies of each row in it, of collectives made for experts; 0 for all others.
-    `axis` is a sub-axis or a named product; `phase` forward or backward; `per` micro_batch or step.
-    `part`: (ranks, stride) where it is over a part of its axis; `behind_attention`: a step of a ring over that many
-    ranks, which attention over the keys that are there hides.
+    Attributes:
+        num_bytes: The gathered or reduced tensor on one rank (all_to_all: the local tensor).
+        axis: A sub-axis or a named product of sub-axes.
+        phase: forward or backward.
+        per: micro_batch or step.
+        top_k: Copies of each row in it, for collectives made for experts; 0 for all others.
+        part: (ranks, stride) if it runs over a part of its axis.
+        behind_attention: For a step of a ring: the ranks of the ring, where attention over the keys that have arrived
+            hides it.
     """
 
     what: str
@@ -113,7 +123,10 @@ class ParamWork:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What a call runs again in its backward: positions in its `ops`, operations beside those, and what they send."""
+    """The recomputation of a call in its backward.
+
+    `ops`: positions in the call's `ops`. `beside`: additional operations. `comms`: collectives.
+    """
 
     ops: frozenset[int]
     beside: tuple[OpWork, ...] = ()
@@ -121,22 +134,25 @@ class Recomputed:
 
 
 class Gathered(Enum):
-    """What becomes of the parameters that ZeRO 3 gathers for a forward."""
+    """What happens to the parameters that ZeRO 3 gathers for a forward."""
 
-    AGAIN = "again"  # dropped, and gathered again for the backward
-    LAST = "last"  # of the last block of the model: kept where its backward follows at once
-    DROP = "drop"  # the backward needs none
+    AGAIN = "again"  # freed, and gathered again for the backward
+    LAST = "last"  # of the last block of the model: kept if its backward follows directly
+    DROP = "drop"  # freed; the backward needs none
 
 
 @dataclass(frozen=True)
 class BlockWork:
-    """One call of a block on one rank and micro-batch; what it keeps is counted per unit in the Workload.
+    """One call of a block on one rank and micro-batch. The Workload counts the activations that it keeps, per unit.
 
-    `selective_ops`: positions in `ops` that selective recompute runs again; `joined_ops`: of those that hand-written
-    modules start together with another one (queries, keys and values of one input; a norm with the product after it);
-    `group_ops`: those that computing a group of regions again runs; `modules`: what the modules that are computed again
-    do, where some are; `freed_bytes`: what it does not keep under each choice of recompute beside `full` and
-    `selective`; `gathered`: whether ZeRO 3 gathers its parameters for the backward, too.
+    Attributes:
+        selective_ops: Positions in `ops` that selective recompute reruns.
+        joined_ops: Positions in `ops` that hand-written modules start together with another operation (queries, keys
+            and values of one input; a norm with the product after it).
+        group_ops: Positions in `ops` that recomputing a group of regions reruns, by group.
+        modules: The recomputation of modules, if any are recomputed.
+        freed_bytes: Bytes that it does not keep, by recompute choice other than `full` and `selective`.
+        gathered: Whether ZeRO 3 gathers its parameters for the backward, too.
     """
 
     name: str
@@ -152,18 +168,18 @@ class BlockWork:
 
     @property
     def offloaded_bytes(self) -> float:
-        """What it sends to the host and back if its activations wait there."""
+        """Bytes that it sends to the host and back if its activations are offloaded."""
         return self.freed_bytes.get(OFFLOAD, 0.0)
 
 
 @dataclass(frozen=True)
 class SharedValue:
-    """An activation that several calls keep, or that crosses more than one cut: a stage holds it once.
+    """An activation that several calls keep, or that crosses more than one cut. A stage holds it once.
 
     Attributes:
-        made, last: the unit that makes it, and the last one that takes it.
-        num_bytes: on one rank, of one micro-batch.
-        kept, kept_recomputed: the unit of every call that keeps it, without recompute and with all layers recomputed.
+        made, last: The unit that makes it, and the last unit that takes it.
+        num_bytes: Bytes on one rank, for one micro-batch.
+        kept, kept_recomputed: The units of the calls that keep it: without recompute, and with all layers recomputed.
     """
 
     made: int
@@ -173,22 +189,27 @@ class SharedValue:
     kept_recomputed: tuple[int, ...]
 
     def crosses(self, cut: int) -> bool:
-        """True if it goes from unit `cut` - 1 to unit `cut`."""
+        """Return True if it crosses from unit `cut` - 1 to unit `cut`."""
         return self.made < cut <= self.last
 
     def held(self, start: int, stop: int, sent: bool) -> bool:
-        """True if a stage of units start .. stop - 1 holds it. `sent`: also what it only makes and sends."""
+        """Return True if a stage of units start .. stop - 1 holds it.
+
+        `sent`: True to count it also if the stage only makes and sends it.
+        """
         used = any(start <= u < stop for u in (*self.kept, *self.kept_recomputed))
         return used or self.crosses(start) or (sent and self.crosses(stop))
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The model on one rank. A unit is what a pipeline may be cut between: one layer with the glue after it.
+    """The model on one rank. A unit, one layer with the glue after it, lies between possible cuts of a pipeline.
 
-    `units`: names of the blocks each calls, embedding in the first, head and loss in the last. `free`: blocks without
-    parameters that every stage computes for itself. `cut_bytes[i]`: what crosses from unit i to i + 1 per micro-batch.
-    `axes`: the sub-axes of tensor parallelism with their sizes, major to minor.
+    Attributes:
+        axes: The sub-axes of tensor parallelism with their sizes, major to minor.
+        units: Names of the blocks that each unit calls; embedding in the first unit, head and loss in the last.
+        free: Blocks without parameters that every stage computes for itself.
+        cut_bytes: Bytes that cross from unit i to i + 1, per micro-batch.
     """
 
     model: str
@@ -200,22 +221,24 @@ class Workload:
     is_layer: tuple[tuple[bool, ...], ...]  # per call, as `units`
     free: tuple[str, ...]
     cut_bytes: tuple[float, ...]
-    unit_saved: tuple[float, ...]  # bytes that autograd keeps of each unit, what several keep once, with the first
-    unit_selective: tuple[float, ...]  # the same if the attention core is computed again
-    unit_kept: tuple[float, ...]  # and under full recompute of its layers
-    # the most a unit needs while it runs beyond what it and the units before it keep, without and with recompute
+    # bytes that autograd keeps per unit; values that several units keep count once, in the first
+    unit_saved: tuple[float, ...]
+    unit_selective: tuple[float, ...]  # likewise, if the attention core is recomputed
+    unit_kept: tuple[float, ...]  # likewise, under full recompute of the layers
+    # the most bytes that a unit needs while it runs, beyond those that it and the units before it keep; without and
+    # with recompute
     unit_transient: tuple[float, ...]
     unit_recompute_transient: tuple[float, ...]
     tied: tuple[tuple[int, int, float], ...]  # first and last unit that use a parameter, bytes of its gradient
-    free_saved: float  # what the parameter-free blocks make, on every stage
+    free_saved: float  # bytes that the parameter-free blocks make, on every stage
     tokens: float  # of one micro-batch of one data-parallel rank, whole sequence
-    model_flops: float  # forward and backward of one such micro-batch, whole model, all ranks, without recompute
+    model_flops: float  # of forward and backward of one such micro-batch, whole model, all ranks, without recompute
     micro_batch_size: int
     seq_len: int
-    # of one call of each block, every number of bytes that what is kept and needed is added up from
+    # of one call of each block: the byte counts that kept and needed activations are summed from
     activation_bytes: Mapping[str, tuple[float, ...]] = field(default_factory=dict, compare=False)
-    # per unit: bytes kept under the other choices of recompute, if all of its layers make them
+    # per unit: bytes kept under the other recompute choices, if all layers of the unit make them
     unit_choices: tuple[Mapping[str, float], ...] = ()
-    # of these nothing is in the bytes of units above
+    # not included in the bytes of units above
     shared: tuple[SharedValue, ...] = ()
-    masked_flops: float = 0.0  # of model_flops what causal masks hide: the later half of each query's keys
+    masked_flops: float = 0.0  # of model_flops, the part that causal masks hide: the later half of each query's keys

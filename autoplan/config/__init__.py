@@ -1,1 +1,11 @@
-"""What can be chosen of a configuration and of a run."""
+"""Configurations: the choices of a plan and of a run, their values, and how they are written and read.
+
+`parallel`: `ParallelConfig` (degrees and settings of a plan), `RunOptions`, `Mode`, `Precision`.
+`choice`: `Choice`, the record of one choice.
+`choices`: reading and writing choices as data, command-line words and labels.
+`pins`: `Pins`, the choices that the user fixed.
+`recompute`: the kinds of recompute and how they are written.
+`offload`: what can be offloaded to the host.
+`context_methods`: the methods of context parallelism.
+`numbers`: reading numbers that people write, and formatting numbers for people.
+"""

@@ -1,8 +1,8 @@
-"""The record of a choice: all that commands, files and reports know of one degree, pin or option of a run.
+"""The record of a choice: everything that commands, files and reports know of one degree, pin or run option.
 
-It stands at the field of the dataclass that holds the choice (`ParallelConfig`, `RunOptions`). From the records follow
-the options of the command line, what JSON and YAML files hold, `whatif --vary`, labels and proposed commands
-(`autoplan.config.records`), so that a new choice is declared at its field and read where it is priced.
+The record is attached to the dataclass field that holds the choice (`ParallelConfig`, `RunOptions`). The command-line
+options, the keys of JSON and YAML files, `whatif --vary`, labels and proposed commands are derived from the records
+(`autoplan.config.choices`). A choice is therefore declared once, at its field, and read where it is priced.
 """
 
 from __future__ import annotations
@@ -30,27 +30,30 @@ class Choice:
     """One choice.
 
     Attributes:
-        name: of the field and the pin, in JSON and YAML, and with `-` for `_` on the command line.
-        default: of the field.
-        help: of the command line; empty: the command line has no such option.
-        about: what a pin of it does, in Markdown, for the README; empty: `help`.
-        written: how a value is written in text.
-        words: the enum whose words are legal, or the words themselves; none: `obstacle` decides.
-        flags: on the command line; none: `--name`, of a switch that is on by default also `--no-name`.
-        left_out: True if the command line has no default of its own: the value follows from the others.
-        obstacle: returns why a value is legal for no model and no cluster, beginning with `name=value`, or None.
-        least: the least number that is legal.
-        most: the largest number that can be varied.
-        may_be_open: None is no pin of it.
-        read: returns the value that a text of the command line names; the second argument: the model's layers.
-        text: writes a value as `read` reads it.
-        said: True for a configuration whose proposed command names the choice; None: where it is not the default.
-        said_as: a template that describes another value than the default in a report; `{}`: the value.
-        said_with: the switch without which `said_as` goes without saying.
-        label: returns the part of a plan's label, "" for none; the second argument: layers of the model, 0: unknown.
-        label_at: parts of a label are ordered by it.
-        reported: a plan in JSON has it.
-        executed: the runtime executes every value of it, or a rule of its own says which.
+        name: The name of the field and of the pin, in JSON and YAML; on the command line with `-` for `_`.
+        default: The default of the field.
+        help: The help text of the command line; empty if the command line has no such option.
+        about: The effect of a pin, in Markdown, for the README; empty: `help`.
+        written: How a value is written as text.
+        words: The enum of the legal words, or the words themselves; empty if `obstacle` decides.
+        flags: The flags on the command line. Empty: `--name`, and `--no-name` for a switch that is on by default.
+        left_out: True if the command line has no default of its own, because the value follows from other choices.
+        obstacle: Returns the reason why a value is illegal for every model and cluster, starting with `name=value`, or
+            None if it is legal for some.
+        least: The smallest legal number.
+        most: The largest number that can be varied.
+        may_be_open: True if None means that the choice is not pinned.
+        read: Parses the text of the command line. The second argument is the names of the model's layers.
+        text: Writes a value in the form that `read` parses.
+        said: Returns True for a configuration whose proposed command names the choice. None: the command names every
+            value other than the default.
+        said_as: A template by which a report describes a value other than the default; `{}` stands for the value.
+        said_with: A switch; if it is off, the report omits `said_as`.
+        label: Returns this choice's part of a plan's label, or "". The second argument is the number of layers of the
+            model, or 0 if unknown.
+        label_at: The sort key of the parts of a label.
+        reported: True if a plan in JSON contains the choice.
+        executed: True if the runtime executes every value, or if a separate rule says which.
     """
 
     name: str = ""
@@ -77,11 +80,11 @@ class Choice:
 
     @property
     def flag(self) -> str:
-        """The name on the command line that reports use."""
+        """The flag that reports use."""
         return self.flags[0] if self.flags else f"--{self.name.replace('_', '-')}"
 
     def reason(self, value: object) -> str | None:
-        """Return why a value is legal for no model and no cluster, or None."""
+        """Return the reason why `value` is illegal for every model and cluster, or None if it is legal for some."""
         if self.obstacle is not None:
             return self.obstacle(self.name, value)
         if self.written is Written.COUNT and not is_count(value, int(self.least)):
@@ -90,16 +93,16 @@ class Choice:
 
 
 def is_count(value: object, least: int = 1) -> bool:
-    """True for a whole number of at least `least`; booleans are no numbers."""
+    """Return True for a whole number of at least `least`. Booleans do not count as numbers."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def choice(default: Any, help: str = "", **record: Any) -> Any:
-    """A dataclass field with the record of the choice that it holds (see `Choice`)."""
+    """Return a dataclass field with the record of the choice that it holds (see `Choice`)."""
     return field(default=default, metadata={"choice": Choice(help=help, **record)})
 
 
 @lru_cache(maxsize=8)
 def choices_of(kind: type) -> tuple[Choice, ...]:
-    """Return the records of the fields of a dataclass, in their order."""
+    """Return the records of the fields of a dataclass, in field order."""
     return tuple(replace(f.metadata["choice"], name=f.name, default=f.default) for f in fields(kind))

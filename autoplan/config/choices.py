@@ -1,8 +1,8 @@
-"""What follows from the records of choices: reading and writing them as data, as words of a command, as a label.
+"""Reading and writing choices through their records: as data, as words of a command, as a label.
 
 `plan --pin`, `whatif --vary`, capacity files, `estimate` and calibration files take exactly the choices of
-`ParallelConfig`, the names of pins. Whether a value is legal for a model, a cluster and a run is said by
-`autoplan.program.legality`.
+`ParallelConfig`, under the names of the pins. `autoplan.program.legality` checks whether a value is legal for a given
+model, cluster and run.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ OPTIONS: tuple[str, ...] = tuple(c.name for c in choices_of(RunOptions))  # keys
 
 
 def check_values(values: Mapping[str, Any], known: Sequence[str] = PINS, what: str = "pin") -> None:
-    """Raise PinError for names and values that no cluster or model could make legal.
+    """Raise PinError for unknown names, and for values that no cluster or model could make legal.
 
     Args:
-        values: by name.
-        known: the names that are taken, of PINS.
-        what: the word for one of them in messages.
+        values: The values by name.
+        known: The accepted names, a subset of PINS.
+        what: The word for one choice in messages.
     """
     for name in values:
         if name not in known:
@@ -46,7 +46,7 @@ def check_values(values: Mapping[str, Any], known: Sequence[str] = PINS, what: s
 
 
 def plain_option(value: Any) -> Any:
-    """Return the value of a choice as JSON has it: lists, mappings, words and numbers."""
+    """Return the value of a choice as JSON data: lists, mappings, words and numbers."""
     if isinstance(value, StrEnum):
         return str(value)
     if isinstance(value, frozenset):
@@ -66,9 +66,11 @@ def option_data(options: RunOptions) -> dict[str, Any]:
 
 
 def options_of(data: object) -> RunOptions:
-    """Read the options of a run from a mapping by name, as a file or the command line holds it.
+    """Read run options from a mapping by name, as a file or the command line holds it.
 
-    None, and what is left out or None in it: the defaults. PinError names the key, its value and what works.
+    None, and keys that are missing or None, give the defaults.
+
+    Raises: PinError that names the key, its value and a value that works.
     """
     if data is None or isinstance(data, RunOptions):
         return RunOptions() if data is None else data
@@ -82,7 +84,7 @@ def options_of(data: object) -> RunOptions:
 
 
 def _value(record: Choice, value: Any) -> Any:
-    """Return the value of an option that a text or plain data stands for."""
+    """Convert a text or plain value to the value of the option `record`."""
     if record.written is Written.SWITCH and not isinstance(value, bool):
         raise PinError(f"{record.name}={value!r} must be true or false")
     if record.written is Written.WORD:
@@ -110,7 +112,7 @@ def text_of(record: Choice, value: Any, layers: Sequence[str] = ()) -> str:
 
 
 def choice_words(chosen: ParallelConfig | RunOptions, layers: Sequence[str] = ()) -> list[str]:
-    """Return the words of the command line that name what departs from the defaults, or follows from nothing else."""
+    """Return the command-line words for every choice that differs from its default or that must always be given."""
     words: list[str] = []
     for record in CHOICES if isinstance(chosen, ParallelConfig) else choices_of(RunOptions):
         value = getattr(chosen, record.name)
@@ -131,7 +133,7 @@ def _default_text(record: Choice) -> str | None:
 
 
 def option_texts(options: RunOptions) -> list[str]:
-    """Say in a few words each what departs from the defaults."""
+    """Return a short phrase for every option that differs from its default."""
     out = []
     for record in choices_of(RunOptions):
         value = getattr(options, record.name)
@@ -141,9 +143,9 @@ def option_texts(options: RunOptions) -> list[str]:
 
 
 def config_label(config: ParallelConfig, layers: int = 0) -> str:
-    """A plan in one line: `pp2 dp8 tp4 zero1 mbs1 x128 recompute 3/32`.
+    """Return a plan as one line: `pp2 dp8 tp4 zero1 mbs1 x128 recompute 3/32`.
 
-    Degrees above 1, then what is always there; 1F1B goes without saying. `layers`: of the model; 0: not known.
+    Degrees of 1 and the 1F1B schedule are omitted. `layers`: the number of layers of the model, or 0 if unknown.
     """
     labelled = sorted((c for c in CHOICES if c.label is not None), key=lambda c: c.label_at)
     return " ".join(filter(None, (c.label(config, layers) for c in labelled if c.label is not None)))

@@ -1,9 +1,9 @@
-"""Methods of context parallelism: how attention sees keys of a sequence that is cut over ranks.
+"""Methods of context parallelism: how attention reads the keys of a sequence that is sharded over ranks.
 
-gather            every rank gathers keys and values of the whole sequence
-ring              keys and values travel from rank to rank while attention works on those that are there
-ulysses           ranks exchange parts of the sequence for parts of the heads, and back behind attention
-ulysses2xring4    ulysses over 2 neighbours, a ring (or gather) over the 4 groups of them, with cp=8
+gather            every rank gathers the keys and values of the whole sequence
+ring              keys and values travel from rank to rank while attention works on the keys that have arrived
+ulysses           ranks exchange sequence shards for head shards before attention, and back after it
+ulysses2xring4    ulysses over 2 neighbours, ring (or gather) over the 4 groups of neighbours, with cp=8
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ INNER = ("gather", "ring")  # in the order in which they are tried
 
 @dataclass(frozen=True, slots=True)
 class ContextMethod:
-    """One method: `ulysses` ranks exchange heads; over `ranks` groups of them keys go by `inner` (ring or gather)."""
+    """One method of context parallelism.
+
+    Attributes:
+        ulysses: The number of neighbouring ranks that exchange heads.
+        inner: How keys reach the `ranks` groups of such neighbours: "ring", "gather", or "" for ulysses alone.
+        ranks: The number of groups.
+    """
 
     ulysses: int = 1
     inner: str = ""
@@ -27,20 +33,25 @@ class ContextMethod:
 
     @property
     def name(self) -> str:
-        """As it is pinned."""
+        """The name under which the method is pinned."""
         if self.ulysses == 1:
             return self.inner
         return f"ulysses{self.ulysses}x{self.inner}{self.ranks}" if self.inner else "ulysses"
 
     @property
     def is_product(self) -> bool:
-        """True if the axis of context parallelism is two: groups, and neighbours."""
+        """True if the context-parallel axis is a product of two: groups, and neighbours inside a group."""
         return self.ulysses > 1 and self.ranks > 1
 
     def heads_obstacle(self, heads: int, kv: int) -> str | None:
-        """Why local heads of queries and of keys cannot be spread over the ranks of ulysses, or None if they can.
+        """Return the reason why a rank's heads cannot be spread over the ranks of ulysses, or None if they can.
 
-        Fewer key-value heads are repeated, where that gives every rank the one that its query heads need.
+        Key-value heads fewer than the ulysses ranks are repeated if every rank then gets the one that its query heads
+        need.
+
+        Args:
+            heads: Query heads on the rank.
+            kv: Key-value heads on the rank.
         """
         u = self.ulysses
         if heads % u:
@@ -50,12 +61,12 @@ class ContextMethod:
         return None
 
     def repeats(self, kv: int) -> int:
-        """How often every key-value head is sent."""
+        """Return how many times each key-value head is sent."""
         return self.ulysses // kv if kv % self.ulysses else 1
 
 
 def methods(cp: int) -> tuple[ContextMethod, ...]:
-    """All methods over `cp` ranks."""
+    """Return all methods over `cp` ranks."""
     if cp == 1:
         return ()
     alone = (ContextMethod(1, inner, cp) for inner in INNER)
@@ -64,7 +75,7 @@ def methods(cp: int) -> tuple[ContextMethod, ...]:
 
 
 def read_method(name: object, cp: int) -> ContextMethod:
-    """The method of a name over `cp` ranks. PinError names those that there are."""
+    """Return the method with this name over `cp` ranks. Raises PinError that lists the known names."""
     inner = "|".join(INNER)
     if not isinstance(name, str) or not re.fullmatch(rf"{inner}|ulysses|ulysses\d+x({inner})\d+", name):
         raise PinError(
@@ -79,7 +90,7 @@ def read_method(name: object, cp: int) -> ContextMethod:
 
 
 def read_methods(text: str) -> str | dict[str, str]:
-    """Of context parallelism: `ring`, or by block `layer=ring,layer1=ulysses`."""
+    """Parse context-parallel methods: one name (`ring`), or one per block (`layer=ring,layer1=ulysses`)."""
     if "=" not in text:
         return text
     out: dict[str, str] = {}
@@ -92,7 +103,7 @@ def read_methods(text: str) -> str | dict[str, str]:
 
 
 def methods_text(given: str | Mapping[str, str]) -> str:
-    """`ring`, or by block `layer=ring,layer1=ulysses` where they differ."""
+    """Return the methods as text: one name if all blocks share it, else `layer=ring,layer1=ulysses`."""
     if isinstance(given, str):
         return given
     names = set(given.values())

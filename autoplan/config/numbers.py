@@ -1,4 +1,7 @@
-"""Numbers as people write and read them: `8k`, `300B`, `16..128`, `10,11,11` in; seconds, GB, days and dollars out."""
+"""Numbers as people write and read them.
+
+Reading: `8k`, `300B`, `16..128`, `10,11,11`. Writing: seconds, GB, days and dollars.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ _BINARY = {suffix: 1024**power for power, suffix in enumerate(_DECIMAL)}
 
 @dataclass(frozen=True)
 class Range:
-    """What a figure may be: a finite number from `least` to `most`, in `unit`; whole numbers only if `whole`.
+    """The legal values of a figure: a finite number from `least` to `most`, in `unit`; whole numbers only if `whole`.
 
-    The bounds are far beyond any hardware: they catch slips of units, and what would overflow.
+    The bounds lie far beyond any hardware. They catch mistaken units and values that would overflow.
     """
 
     least: float
@@ -30,11 +33,11 @@ class Range:
         return f"{kind} from {' to '.join(ends)}{' ' * bool(self.unit)}{self.unit}"
 
     def nearest(self, value: float) -> float:
-        """The value in the range that is nearest to `value`."""
+        """Return the value in the range that is nearest to `value`."""
         return min(max(value, self.least), self.most)
 
     def check(self, value: object, what: str) -> float:
-        """`value` as a number. PinError: `what`=value and the range."""
+        """Return `value` as a number. Raises PinError with `what`=value and the range if it is illegal."""
         known = int if self.whole else int | float
         if isinstance(value, bool) or not isinstance(value, known) or not self.least <= value <= self.most:
             raise PinError(f"{what}={value!r} must be {self}")
@@ -45,8 +48,8 @@ def read_number(text: str, what: str, *, binary: bool = False) -> float:
     """Return a positive number with an optional suffix k, M, B, T. PinError names `what`.
 
     Args:
-        binary: suffixes are powers of 1024, as in lengths and batches: 8k tokens of a sequence are 8,192, 1M are
-            1,048,576. Else powers of 1000, as in the size of a run: 300B tokens are 300,000,000,000.
+        binary: True if suffixes are powers of 1024, as in lengths and batches: 8k tokens of a sequence are 8,192, 1M
+            are 1,048,576. False if they are powers of 1000, as in the size of a run: 300B tokens are 300,000,000,000.
     """
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)([kKMBGT]?)", text.strip().replace("_", ""))
     if match is None or not 0 < float(match.group(1)) < 1e30:
@@ -56,7 +59,7 @@ def read_number(text: str, what: str, *, binary: bool = False) -> float:
 
 
 def read_count(text: str, what: str, *, binary: bool = True) -> int:
-    """As `read_number`, but whole."""
+    """Return a positive whole number, read as `read_number` does. PinError names `what`."""
     value = read_number(text, what, binary=binary)
     if value != int(value):
         raise PinError(f"{what} {text!r} must be a whole number")
@@ -64,9 +67,9 @@ def read_count(text: str, what: str, *, binary: bool = True) -> int:
 
 
 def read_series(text: str, what: str, *, whole: bool, binary: bool, within: Range | None = None) -> list[float]:
-    """Return the values of `8,16,32`, or of `100..1600`: doubled from the first to the last, which is included.
+    """Return the values of `8,16,32`, or of `100..1600`, which doubles the first value up to and including the last.
 
-    Raises: PinError for a value that is outside of `within`, before any range is written out.
+    Raises: PinError for a value outside of `within`, before any range is expanded.
     """
 
     def read(part: str) -> float:
@@ -106,7 +109,7 @@ def read_list(what: str, text: str) -> tuple[int, ...]:
 
 
 def scaled(value: float) -> str:
-    """`8.03 B`, `131 k`: three digits and a suffix."""
+    """Format a number as `8.03 B` or `131 k`: three digits and a suffix."""
     for suffix in ("T", "B", "M", "k"):
         if value >= 0.9995 * _DECIMAL[suffix]:
             return f"{value / _DECIMAL[suffix]:.3g} {suffix}"
@@ -114,7 +117,7 @@ def scaled(value: float) -> str:
 
 
 def digits(value: float) -> str:
-    """Three digits: `1.70`, `63.5`, `1,234`, `0.0123`."""
+    """Format a number with three digits: `1.70`, `63.5`, `1,234`, `0.0123`."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     places = 2 - math.floor(math.log10(abs(float(f"{value:.2e}"))))
@@ -122,24 +125,24 @@ def digits(value: float) -> str:
 
 
 def gigabytes(num_bytes: float) -> str:
-    """`63.5 GB`; GB is 1e9 bytes."""
+    """Format bytes as `63.5 GB`; GB is 1e9 bytes."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 5e7 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def percent(share: float) -> str:
-    """`47 %`, `0.3 %`."""
+    """Format a share as `47 %` or `0.3 %`."""
     value = 100 * share
     return f"{value:.0f} %" if value >= 9.95 or value == 0 else f"{value:.1f} %" if value >= 0.05 else "<0.1 %"
 
 
 def uptime(share: float) -> str:
-    """`92.6 %`, `99.96 %`: never rounded up to all."""
+    """Format a share as `92.6 %` or `99.96 %`; a share below 1 is never rounded up to 100 %."""
     places = next((n for n in (1, 2, 3, 4) if round(100 * share, n) < 100), 1)
     return f"{100 * share:.{places}f} %"
 
 
 def days(value: float) -> str:
-    """`26.6 d`, `5.1 h`."""
+    """Format days as `26.6 d` or `5.1 h`."""
     if value * 24 < 1:
         return f"{value * 1440:.2g} min"
     if value < 2:
@@ -148,7 +151,7 @@ def days(value: float) -> str:
 
 
 def energy(kwh: float) -> str:
-    """`812 kWh`, `12.3 MWh`, `1.21 GWh`."""
+    """Format energy in kWh as `812 kWh`, `12.3 MWh` or `1.21 GWh`."""
     for unit, factor in (("GWh", 1e6), ("MWh", 1e3)):
         if kwh >= 0.9995 * factor:
             return f"{digits(kwh / factor)} {unit}"
@@ -156,14 +159,14 @@ def energy(kwh: float) -> str:
 
 
 def dollars(value: float) -> str:
-    """`$562k`, `$1.24M`, `$87`."""
+    """Format US dollars as `$562k`, `$1.24M` or `$87`."""
     if value >= 999_500:
         return f"${value / 1e6:,.3g}M" if value < 999.5e6 else f"${value / 1e9:,.3g}B"
     return f"${value / 1e3:.3g}k" if value >= 9995 else f"${value:,.0f}" if value >= 10 else f"${value:.2f}"
 
 
 def plain(value: object) -> str:
-    """A value of a table: whole numbers without a point."""
+    """Format a value of a table: whole numbers without a decimal point."""
     if isinstance(value, float):
         return f"{value:,.0f}" if value == int(value) else f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -1,7 +1,7 @@
-"""What is offloaded to the host, as people pin it: `offload="activations+optimizer"`.
+"""Offloading to the host, as people pin it: `offload="activations+optimizer"`.
 
-`activations` is `recompute="offload"` of all layers; `optimizer` and `parameters` (which brings the optimizer's state
-with it) are those of `ParallelConfig.offload`. A pin says all that is offloaded: what it does not name stays.
+`activations` stands for `recompute="offload"` in all layers. `optimizer` and `parameters` (which includes the optimizer
+state) are values of `ParallelConfig.offload`. A pin is complete: whatever it does not name stays on the device.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from autoplan.errors import PinError
 
 @dataclass(frozen=True)
 class Offload:
-    """Something that may be in the memory of the host.
+    """A kind of data that may be kept in host memory.
 
     Attributes:
-        name: in pins and plans.
-        does: what is there.
-        state: it is state of the training; else what autograd keeps, which `ParallelConfig.recompute` says by layer.
-        brings: what goes there with it.
-        needs_shards: it is there as ZeRO's shards.
+        name: The name in pins and plans.
+        does: The data that is offloaded.
+        state: True for training state; False for activations, which `ParallelConfig.recompute` places per layer.
+        brings: The kinds that are offloaded with it.
+        needs_shards: True if it is offloaded as ZeRO's shards.
     """
 
     name: str
@@ -44,13 +44,17 @@ OFFLOAD_KINDS: Mapping[str, Offload] = {
 }
 OFFLOADS = tuple(OFFLOAD_KINDS)
 _STATES = tuple((kind.name,) for kind in OFFLOAD_KINDS.values() if kind.state)
-# What a search looks at beside nothing; activations as a step of recompute, of as many layers as it takes.
+# The offloads that a search tries besides none. Activations are tried as a step of recompute, for as many layers as
+# needed.
 SEARCHED_OFFLOADS = (*_STATES, (ACTIVATIONS,), *((ACTIVATIONS, *state) for state in _STATES))
 NEEDS_SHARDS = "parameters on the host need ZeRO 1 to 3 over several ranks"
 
 
 def read_offload(value: object) -> tuple[str, ...]:
-    """Names in their order, none of `none`; `parameters` goes without `optimizer`. PinError names the legal ones."""
+    """Return the offloaded kinds in canonical order; empty for `none`. `optimizer` is dropped if `parameters` is named.
+
+    Raises: PinError that names the legal kinds.
+    """
     parts: Sequence[Any] = value.split("+") if isinstance(value, str) else value if _is_list(value) else ()
     if list(parts) == ["none"]:
         return ()
@@ -67,7 +71,10 @@ def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
 
 
 def with_offload(pins: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same with what a pin of `offload` says of activations in the pin of `recompute`. PinError if both differ."""
+    """Return the pins with offloaded activations copied from the `offload` pin into the `recompute` pin.
+
+    Raises: PinError if the two pins contradict each other.
+    """
     if "offload" not in pins or ACTIVATIONS not in read_offload(pins["offload"]):
         return pins
     if pins.get("recompute", OFFLOAD) != OFFLOAD:
@@ -80,12 +87,15 @@ def with_offload(pins: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def state_offload(pins: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a pin says of state: `ParallelConfig.offload`."""
+    """Return the training state that the pins offload: the value of `ParallelConfig.offload`."""
     return tuple(name for name in read_offload(pins.get("offload", "none")) if OFFLOAD_KINDS[name].state)
 
 
 def searched_offload(pins: Mapping[str, Any], zero_stage: int, shards: int) -> tuple[tuple[str, ...], ...]:
-    """What a search looks at beside offloading nothing, under these pins. `shards`: ranks that ZeRO shards over."""
+    """Return the offloads that a search tries besides none, under these pins.
+
+    `shards`: the number of ranks that ZeRO shards over.
+    """
     if "offload" in pins:
         return ()
     legal = (kind for kind in SEARCHED_OFFLOADS if not lacks_shards(kind, zero_stage, shards))
@@ -93,10 +103,13 @@ def searched_offload(pins: Mapping[str, Any], zero_stage: int, shards: int) -> t
 
 
 def held_on_host(offload: tuple[str, ...]) -> frozenset[str]:
-    """All that is there, with what each brings."""
+    """Return all kinds that are on the host, including those that others bring."""
     return frozenset(offload).union(*(OFFLOAD_KINDS[name].brings for name in offload))
 
 
 def lacks_shards(offload: tuple[str, ...], zero_stage: int, shards: int) -> bool:
-    """True if what is to be on the host as shards is not sharded. `shards`: ranks that ZeRO shards over."""
+    """Return True if a kind that is offloaded as shards is not sharded.
+
+    `shards`: the number of ranks that ZeRO shards over.
+    """
     return any(OFFLOAD_KINDS[name].needs_shards for name in offload) and (zero_stage == 0 or shards < 2)

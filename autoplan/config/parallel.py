@@ -1,4 +1,4 @@
-"""ParallelConfig: the degrees and settings of one plan; Precision and Mode: how it computes."""
+"""Degrees and settings of a plan (`ParallelConfig`), setup of a run (`RunOptions`), execution mode and precision."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ class Mode(StrEnum):
 
 
 class Attention(StrEnum):
-    """Which kernel computes the core of attention.
+    """The kernel that computes the core of attention.
 
-    UNFUSED: two batched products and a fused softmax, scores in memory (before 2022). FLASH1 (Dao et al., 2022), FLASH2
-    (Dao, 2023; what PyTorch's scaled_dot_product_attention runs on most devices), FUSED: made for the device (cuDNN and
-    Transformer Engine, FlashAttention-3).
+    UNFUSED: two batched products and a fused softmax, with the scores in memory (before 2022).
+    FLASH1: Dao et al., 2022.
+    FLASH2: Dao, 2023; what PyTorch's scaled_dot_product_attention runs on most devices.
+    FUSED: made for the device (cuDNN and Transformer Engine, FlashAttention-3).
     """
 
     UNFUSED = "unfused"
@@ -44,9 +45,10 @@ class Attention(StrEnum):
 class Launch(StrEnum):
     """How the host starts kernels.
 
-    ASYNC: ahead of the device, which waits where the host is slower. GRAPHS: from CUDA graphs, at no cost, but for
-    experts whose numbers of rows the host has to know. FULL_GRAPHS: these too. BLOCKING: one at a time
-    (CUDA_LAUNCH_BLOCKING=1), so that host and device take turns.
+    ASYNC: ahead of the device, which waits if the host is slower.
+    GRAPHS: from CUDA graphs, at no cost, except for experts, whose row counts the host must know.
+    FULL_GRAPHS: from CUDA graphs, experts included.
+    BLOCKING: one kernel at a time (CUDA_LAUNCH_BLOCKING=1), so that host and device alternate.
     """
 
     ASYNC = "async"
@@ -56,11 +58,12 @@ class Launch(StrEnum):
 
 
 class Dispatcher(StrEnum):
-    """How rows travel to the experts of other ranks and back.
+    """How rows travel to the experts on other ranks and back (token dispatch).
 
-    ALL_TO_ALL: a copy per chosen expert (Megatron-Core `--moe-token-dispatcher-type alltoall`). FLEX: a row once to
-    each node and once to each device that has experts for it, summed on the way back (`flex` with DeepEP or HybridEP).
-    FLEX_FP8: the same, in 8 bits on the way to the experts (DeepSeek-V3, arXiv 2412.19437, section 3.3.2; Megatron
+    ALL_TO_ALL: one copy per chosen expert (Megatron-Core `--moe-token-dispatcher-type alltoall`).
+    FLEX: a row travels once to each node and once to each device with experts for it, and is summed on the way back
+    (`flex` with DeepEP or HybridEP).
+    FLEX_FP8: as FLEX, with 8 bits on the way to the experts (DeepSeek-V3, arXiv 2412.19437, section 3.3.2; Megatron
     sends 16 bits both ways).
     """
 
@@ -69,9 +72,9 @@ class Dispatcher(StrEnum):
     FLEX_FP8 = "flex_fp8"
 
 
-# What may run at the same time as computing: Megatron's user buffers or PyTorch's AsyncTP (tp), experts of one
-# micro-batch beside another one (ep), transfers between stages of an interleaved schedule (pp), keys and values that
-# travel around a ring while attention works on those that are there (cp; Megatron's cp-comm-type p2p, its default).
+# Communication that may run beside compute. tp: Megatron's user buffers or PyTorch's AsyncTP. ep: experts of one
+# micro-batch beside another micro-batch. pp: transfers between stages of an interleaved schedule. cp: keys and values
+# that travel around a ring while attention works (Megatron's cp-comm-type p2p, its default).
 OVERLAPS = ("tp", "ep", "pp", "cp")
 
 
@@ -86,12 +89,12 @@ def _document_len(name: str, value: object) -> str | None:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run is set up beyond its mode and degrees: what departs from it has a price of its own.
+    """How a run is set up beyond its mode and degrees. A value other than the default has a price of its own.
 
-    An option is declared here and read where it is priced; commands, files and reports follow from its record.
+    An option is declared here and read where it is priced; commands, files and reports are derived from its record.
     """
 
-    # None: the kernel that the mode brings
+    # None: the kernel of the mode
     attention: Attention | None = choice(
         None,
         "Kernel of attention: unfused, flash1, flash2 or fused; left out: the mode's.",
@@ -129,9 +132,9 @@ class RunOptions:
         said_as="no sequence parallelism",
         executed=True,
     )
-    # Grouped products with the activation and casts in one kernel (Transformer Engine's fused grouped MLP,
-    # Megatron-Bridge `cutedsl_fused_grouped_mlp`; DeepGEMM's products reach the same), else one product per expert over
-    # several streams, as Transformer Engine's GroupedLinear.
+    # True: one kernel computes grouped products, activation and casts (Transformer Engine's fused grouped MLP,
+    # Megatron-Bridge `cutedsl_fused_grouped_mlp`; DeepGEMM's products reach the same speed). False: one product per
+    # expert over several streams, as in Transformer Engine's GroupedLinear.
     fused_experts: bool = choice(
         False,
         "One kernel for products, activation and casts of experts.",
@@ -145,7 +148,7 @@ class RunOptions:
         written=Written.SWITCH,
         said_as="weights gathered in 8 bits",
     )
-    # One kernel reads the logits as the head's product left them, without a copy in 32 bits (flash-attention's
+    # One kernel reads the logits as the head's product wrote them, without a 32-bit copy (flash-attention's
     # CrossEntropyLoss, Transformer Engine's `te` cross entropy, Liger).
     fused_loss: bool = choice(
         False,
@@ -154,15 +157,15 @@ class RunOptions:
         said_as="fused loss",
     )
     # Megatron's --overlap-grad-reduce and --overlap-param-gather, which are off by default; fully_shard and the emitted
-    # programs always overlap. In fused modes the gradients of ZeRO 0, too (as torch's DistributedDataParallel; emitted
-    # programs reduce them at the end).
+    # programs always overlap. In fused modes this includes the gradients of ZeRO 0 (as torch's DistributedDataParallel
+    # does; emitted programs reduce them at the end).
     overlap_zero: bool = choice(
         True,
         "What ZeRO 1 and 2 (fused kernels: 0, too) move once per step hides behind computing, or does not.",
         written=Written.SWITCH,
         said_as="ZeRO not overlapped",
     )
-    # InternEvo's overlap_sync_param is off by default, while gradients are reduced beside the backward
+    # InternEvo's overlap_sync_param is off by default, although gradients are reduced during the backward
     overlap_gather: bool = choice(
         True,
         "Of that, what ZeRO 1 and 2 gather hides behind computing, or does not.",
@@ -170,8 +173,8 @@ class RunOptions:
         said_as="gathers of ZeRO not overlapped",
         said_with="overlap_zero",
     )
-    # Lists of a tensor per rank (DeepSpeed until the end of 2021: `_allgather_param` and `_reduce_scatter_gradient` of
-    # deepspeed/runtime/zero/partition_parameters.py; overlap_comm is off by default)
+    # A collective of a list of tensors, one per rank (DeepSpeed until the end of 2021: `_allgather_param` and
+    # `_reduce_scatter_gradient` of deepspeed/runtime/zero/partition_parameters.py; overlap_comm is off by default)
     zero_by_tensor: bool = choice(
         False,
         "ZeRO 3 gathers and reduces each parameter by itself, beside nothing (as DeepSpeed in 2021).",
@@ -195,23 +198,30 @@ class RunOptions:
                 raise PinError(reason)
 
     def attention_in(self, mode: Mode) -> Attention:
-        """Return the kernel of a mode: fused modes bring their own, else that of scaled_dot_product_attention."""
+        """Return the attention kernel of a run in `mode`.
+
+        It is the pinned kernel; else FUSED in the fused mode, and FLASH2 (scaled_dot_product_attention) in the others.
+        """
         if self.attention is not None:
             return self.attention
         return Attention.FUSED if mode is Mode.FUSED else Attention.FLASH2
 
 
-MASTER_BYTES = 4  # per element of what 16-bit parameters are copies of
+MASTER_BYTES = 4  # per element of the float32 master of a 16-bit parameter
 _SHORT = {None: "native", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes per parameter and what is computed in which dtype.
+    """The dtypes of computation and the bytes per parameter.
 
-    `compute` is the dtype of activations and weights in the forward, None: the model's own. `grad_bytes` per local
-    parameter element, None: those of the parameter. `state_bytes` of the optimizer (AdamW moments and master weights),
-    None: two moments in the parameter's dtype. `matmul` is the dtype of matrix products where it differs.
+    Attributes:
+        name: The name in plans and commands.
+        compute: The dtype of activations and weights in the forward. None: the model's own dtypes.
+        grad_bytes: Bytes of gradient per local parameter element. None: as the parameter.
+        state_bytes: Bytes of optimizer state (AdamW moments and master weights) per element. None: two moments in the
+            parameter's dtype.
+        matmul: The dtype of matrix products, if it differs from `compute`.
     """
 
     name: str
@@ -222,14 +232,14 @@ class Precision:
 
     @property
     def gradients(self) -> str | None:
-        """The dtype in which gradients are summed over micro-batches and ranks; None: that of the parameter."""
+        """The dtype in which gradients are summed over micro-batches and ranks. None: the dtype of the parameter."""
         if self.grad_bytes is None or self.compute is None:
             return None
         return self.compute if self.grad_bytes == DTYPE_BYTES[self.compute] else "float32"
 
     @property
     def has_masters(self) -> bool:
-        """True if parameters are computed with in 16 bits and kept in float32, which `state_bytes` counts."""
+        """True if parameters are used in 16 bits and stored in float32, which `state_bytes` counts."""
         return self.compute is not None and DTYPE_BYTES[self.compute] < MASTER_BYTES
 
     @property
@@ -248,8 +258,9 @@ PRECISIONS: dict[str, Precision] = {
     "fp8": Precision("fp8", "bfloat16", 4.0, 12.0, matmul="float8"),
     # MXFP8: a scale per 32 elements, along the dim that a product sums over (OCP Microscaling Formats, 2023)
     "mxfp8": Precision("mxfp8", "bfloat16", 4.0, 12.0, matmul="float8_block32"),
-    # NVFP4: operands of products in layers are 4 bits with a scale per 16 (NVIDIA, Pretraining LLMs with NVFP4, 2025;
-    # Megatron-Bridge's bf16_with_nvfp4_mixed: parameters stay bf16 and are gathered so, no layer is left out)
+    # NVFP4: operands of products in layers are 4 bits with a scale per 16 elements (NVIDIA, Pretraining LLMs with
+    # NVFP4, 2025; Megatron-Bridge's bf16_with_nvfp4_mixed: parameters stay bf16 and are gathered as bf16, and no layer
+    # is exempt)
     "fp4": Precision("fp4", "bfloat16", 4.0, 12.0, matmul="float4"),
 }
 
@@ -262,10 +273,11 @@ MOMENTS_16 = "-mom16"
 
 
 def precision_of(name: str) -> Precision:
-    """The precision of a name, or of a name with GRADIENTS_16, MOMENTS_16 or both (in this order) behind it where
-    gradients and moments are wider otherwise.
+    """Return the precision with this name.
 
-    PinError names the known ones.
+    The suffixes GRADIENTS_16 and MOMENTS_16, in this order, narrow gradients and moments that are otherwise wider.
+
+    Raises: PinError that names the known precisions.
     """
     short = name.endswith(MOMENTS_16)
     rest = name.removesuffix(MOMENTS_16)
@@ -282,7 +294,7 @@ def precision_of(name: str) -> Precision:
 
 
 def executed_precision(name: str) -> Precision:
-    """The precision of a name, of those that the runtime computes in. PinError for products in 8 and 4 bits."""
+    """Return the precision with this name if the runtime executes it. Raises PinError if it is only priced."""
     reason = precision_obstacle(name)
     if reason is not None:
         raise PinError(reason)
@@ -290,7 +302,7 @@ def executed_precision(name: str) -> Precision:
 
 
 def precision_obstacle(name: str) -> str | None:
-    """Why the runtime does not compute in the precision of a name, or None if it does."""
+    """Return the reason why the runtime does not execute the precision with this name, or None if it does."""
     found = precision_of(name)
     if found.matmul is not None:
         known = ", ".join(n for n, p in PRECISIONS.items() if p.matmul is None)
@@ -378,10 +390,10 @@ def _always(config: ParallelConfig) -> bool:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Degrees and settings of one plan.
+    """The degrees and settings of one plan.
 
-    The world is pp * dp * cp * tp; ep and etp fold into dp * cp * tp. A choice is declared here: commands, files and
-    reports follow from its record.
+    The world size is pp * dp * cp * tp; ep and etp fold into dp * cp * tp. A choice is declared here; commands, files
+    and reports are derived from its record.
     """
 
     dp: int = choice(
@@ -439,7 +451,7 @@ class ParallelConfig:
         label=lambda c, _: f"mbs{c.micro_batch_size}",
         label_at=8,
     )
-    # Not on the command line: what the batch leaves
+    # Not on the command line: it follows from the batch
     num_micro_batches: int = choice(
         1,
         label=lambda c, _: f"x{c.num_micro_batches}",
@@ -465,8 +477,8 @@ class ParallelConfig:
         label_at=10,
         about="stages per rank of the pipeline (2 in the V-shaped schedules)",
     )
-    # For all layers one of RECOMPUTE, GROUPS with `+`, or modules; a mapping from block call to one; or how many layers
-    # of each stage (chunk) are recomputed in full
+    # One of: a kind for all layers (RECOMPUTE, GROUPS joined by `+`, or modules); a mapping from block call to a kind;
+    # the number of layers of each stage (chunk) that are recomputed in full
     recompute: str | Mapping[str, str] | tuple[int, ...] = choice(
         "none",
         "none (the default), selective, full, offload, groups of regions (attention+norms), layers per stage "
@@ -501,8 +513,8 @@ class ParallelConfig:
         reported=False,
         about="stored state per device, as a multiple of the least that `tp` allows (1.02)",
     )
-    # One name of `config.context_methods` for all blocks with attention, a mapping from block to one, or None (with
-    # cp > 1: not decided). Which exist depends on cp and on the model.
+    # One name of `config.context_methods` for all blocks with attention, a mapping from block to name, or None (with cp
+    # > 1: undecided). The available methods depend on cp and on the model.
     context_method: str | Mapping[str, str] | None = choice(
         None,
         "How attention sees cut sequences: gather, ring, ulysses, ulysses2xring2, or BLOCK=METHOD,...",
@@ -517,7 +529,7 @@ class ParallelConfig:
             "fits"
         ),
     )
-    # How many copies of the sharded state there are: ZeRO shards over dp * cp / zero_replicas neighbours
+    # The number of copies of the sharded state: ZeRO shards over dp * cp / zero_replicas neighbours
     zero_replicas: int = choice(
         1,
         "Hybrid ZeRO: copies of what ZeRO shards.",
@@ -526,7 +538,7 @@ class ParallelConfig:
             " left out, 1 or as many as keep the shards inside one scale-up domain, node or rail group"
         ),
     )
-    offload: tuple[str, ...] = choice(  # of OFFLOADS without activations, which `recompute` says
+    offload: tuple[str, ...] = choice(  # OFFLOADS other than activations, which `recompute` places
         (),
         "What is on the host: some of activations, optimizer, parameters joined by +.",
         written=Written.WORD,
@@ -542,11 +554,11 @@ class ParallelConfig:
     )
 
     def __hash__(self) -> int:
-        # mappings by block have no hash, and few configurations differ in nothing else
+        # mappings are not hashable, and few configurations differ in mappings alone
         return hash(_DEGREES(self))
 
     def but(self, **changes: Any) -> ParallelConfig:
-        """Return the same with other values, as `dataclasses.replace`: a search makes some 100,000."""
+        """Return a copy with other values. Faster than `dataclasses.replace`: a search makes some 100,000 copies."""
         made = object.__new__(ParallelConfig)
         made.__dict__.update(self.__dict__)
         made.__dict__.update(changes)
@@ -559,27 +571,27 @@ class ParallelConfig:
 
     @property
     def num_shards(self) -> int:
-        """Ranks that ZeRO shards over."""
+        """The number of ranks that ZeRO shards over."""
         return self.dp * self.cp // self.zero_replicas
 
     @property
     def expert_tp(self) -> int:
-        """Ranks that each expert is split over: etp, or as tp."""
+        """The number of ranks that each expert is sharded over: etp, or tp if etp is None."""
         return self.tp if self.etp is None else self.etp
 
     @property
     def spreads_experts(self) -> bool:
-        """False if experts are where tensor parallelism has them; else they are laid out over ep x etp."""
+        """True if experts are laid out over ep x etp (the expert mesh); False if they follow tensor parallelism."""
         return self.ep > 1 or self.expert_tp != self.tp
 
     @property
     def methods(self) -> tuple[tuple[str, str], ...]:
-        """(block, its method of context parallelism) where that is decided by block, sorted; else nothing."""
+        """Sorted pairs (block, its context-parallel method) if the method is chosen per block; else empty."""
         return tuple(sorted(self.context_method.items())) if isinstance(self.context_method, Mapping) else ()
 
     @property
     def num_actions(self) -> int:
-        """About how many actions a simulation of the pipeline has."""
+        """The approximate number of actions in a simulation of the pipeline."""
         return 2 * self.pp * self.num_micro_batches * self.virtual_stages
 
 

@@ -1,4 +1,4 @@
-"""Pins: choices that are fixed. They are checked once, where they enter, and carried as one record from there on."""
+"""Pins: choices that are fixed. They are checked once, on entry, and passed on as one record."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from autoplan.schedules.schedule import SCHEDULES
 
 
 class Pins(Mapping[str, Any]):
-    """Fixed choices by name, as they were given; offloaded activations are pinned as `recompute`, too."""
+    """The fixed choices by name, as they were given. Offloaded activations are also pinned as `recompute`."""
 
     __slots__ = ("_values",)
 
     def __init__(self, given: Mapping[str, Any] | None = None) -> None:
-        """Raises: PinError for a name or a value that no model and no cluster makes legal."""
+        """Check and store the given pins.
+
+        Raises: PinError for a name or value that is illegal for every model and cluster.
+        """
         check_values(given or {})
         self._values = dict(with_offload(given or {}))
 
@@ -39,24 +42,24 @@ class Pins(Mapping[str, Any]):
 
     @property
     def recompute(self) -> str | dict[str, str] | None:
-        """What is recomputed, in one form; None: not pinned."""
+        """The recompute pin in canonical form; None if it is not pinned."""
         return read_recompute(self._values["recompute"]) if "recompute" in self._values else None
 
     @property
     def _recompute(self) -> str | dict[str, str] | tuple[int, ...]:
-        """As `recompute`, or the layers per stage: those are priced, and found by a search."""
+        """The recompute pin in canonical form, or the number of layers per stage."""
         given = self._values.get("recompute", "none")
         return given if isinstance(given, tuple) and isinstance(given[0], int) else read_recompute(given)
 
     @property
     def stages(self) -> tuple[int, ...] | None:
-        """Layers per stage; None: not pinned."""
+        """The number of layers per stage; None if it is not pinned."""
         stages = self._values.get("stages")
         return None if stages is None else tuple(stages)
 
     @property
     def schedule(self) -> tuple[str, int]:
-        """The schedule and the stages per rank; if only one is pinned, the other has the value that it requires."""
+        """(schedule, virtual stages per rank); if only one is pinned, the other has the value that it requires."""
         virtual_stages = self._values.get("virtual_stages", 1)
         schedule = self._values.get("schedule", "1F1B" if virtual_stages == 1 else "Interleaved1F1B")
         fewest = SCHEDULES[schedule].virtual_stages[0]
@@ -64,18 +67,19 @@ class Pins(Mapping[str, Any]):
 
     @property
     def config(self) -> ParallelConfig:
-        """The pinned choices, the others at their defaults."""
+        """The pinned choices, with defaults for the others."""
         forms = {"recompute": self._recompute, "stages": self.stages, "offload": state_offload(self._values)}
         return ParallelConfig(**{**self._values, **{name: forms[name] for name in forms if name in self._values}})
 
     def completed(self, num_devices: int, global_batch_size: int | None = None) -> ParallelConfig:
-        """Return the configuration of the pins, and of what follows from them.
+        """Return the configuration of the pins and of the choices that follow from them.
 
-        dp is all remaining devices, the schedule 1F1B (interleaved with virtual stages) with the stages per rank that
-        it needs, other degrees and ZeRO their defaults. Whether the whole is legal is not looked at.
+        dp defaults to all remaining devices; the schedule to 1F1B, or to the interleaved schedule with virtual stages;
+        the stages per rank to the fewest that the schedule needs; other degrees and ZeRO to their defaults. The result
+        may be illegal.
 
         Args:
-            global_batch_size: makes the number of micro-batches; None: 1 without a pipeline, and 2 * pp with one.
+            global_batch_size: Determines the number of micro-batches. None: 1 without a pipeline, 2 * pp with one.
         """
         pinned = self.config
         schedule, virtual_stages = self.schedule

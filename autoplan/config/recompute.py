@@ -1,4 +1,4 @@
-"""Recompute: what a layer keeps for its backward, computes again, or sends to the host, as people pin it."""
+"""Recompute: what a layer keeps, recomputes or sends to the host for its backward, and how people write it in a pin."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from autoplan.config.numbers import read_list
 from autoplan.errors import PinError
 
 NONE, SELECTIVE, FULL, OFFLOAD, REGIONS, MODULES_KIND = "none", "selective", "full", "offload", "regions", "modules"
-# Groups of regions that a block may compute again by itself, in the order of their names in a plan (`attention+norms`).
+# Groups of regions that a block can recompute separately, in the order of their names in a plan (`attention+norms`).
 GROUPS = ("attention", "mlp", "norms")
-# Modules that Megatron computes again (--recompute-modules), as a choice `modules:core_attn,mlp`. Priced, not executed.
+# Modules that Megatron recomputes (--recompute-modules), as a choice `modules:core_attn,mlp`. Priced, not executed.
 MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 _MODULES_PREFIX = "modules:"
 
 
 class Searched(Enum):
-    """When a search looks at a kind for single layers."""
+    """When a search tries a kind for single layers."""
 
     ALWAYS = "always"
     BY_OPERATION = "where operations are known one by one"
@@ -33,17 +33,18 @@ class Searched(Enum):
 
 @dataclass(frozen=True)
 class RecomputeKind:
-    """One way for a layer to keep less for its backward than autograd would.
+    """One way for a layer to keep fewer activations for its backward than autograd would.
 
     Attributes:
-        name: the choice; of a kind with parts, what these are.
-        does: what is kept, computed again or copied.
-        parts: what a choice of this kind names some of; none: its name is the choice.
-        recomputes: a backward runs something that the forward ran. on_host: what would be kept waits on the host.
-        of_all: chosen for all layers it is what all layers do, not a choice of single ones.
-        searched: when a search looks at it for single layers.
-        executed: by the runtime.
-        modes: the modes that it is priced in; none: all.
+        name: The choice; for a kind with parts, the word for the parts.
+        does: What is kept, recomputed or copied.
+        parts: The parts that a choice of this kind combines; empty if the name itself is the choice.
+        recomputes: True if the backward reruns some of the forward.
+        on_host: True if activations that would be kept wait on the host.
+        of_all: True if the kind, chosen for all layers, is one setting of the model rather than a choice per layer.
+        searched: When a search tries it for single layers.
+        executed: True if the runtime executes it.
+        modes: The modes in which it is priced; empty: all modes.
     """
 
     name: str
@@ -99,14 +100,14 @@ RECOMPUTE = tuple(kind.name for kind in _RECORDS if not kind.parts)
 
 
 def recompute_kind(how: str) -> RecomputeKind:
-    """The kind of a choice of recompute: `attention+norms` names regions."""
+    """Return the kind of a recompute choice; for example, `attention+norms` is of the kind regions."""
     if how in RECOMPUTE:
         return RECOMPUTE_KINDS[how]
     return RECOMPUTE_KINDS[MODULES_KIND if how.startswith(_MODULES_PREFIX) else REGIONS]
 
 
 def kinds_in(recompute: str | Mapping[str, str] | tuple[int, ...]) -> set[str]:
-    """Names of the kinds that a configuration uses; layers per stage are computed again in full."""
+    """Return the names of the kinds that a configuration uses. Layers per stage are recomputed in full."""
     if isinstance(recompute, tuple):
         return {FULL if any(recompute) else NONE}
     return {
@@ -115,9 +116,9 @@ def kinds_in(recompute: str | Mapping[str, str] | tuple[int, ...]) -> set[str]:
 
 
 def modules_of(how: object) -> tuple[str, ...]:
-    """The modules that a choice of recompute names, in the order of MODULES; none of any other choice.
+    """Return the modules that a recompute choice names, in the order of MODULES; empty for a choice of another kind.
 
-    PinError for an unknown one.
+    Raises: PinError for an unknown module.
     """
     if not isinstance(how, str) or not how.startswith(_MODULES_PREFIX):
         return ()
@@ -134,13 +135,13 @@ def modules_of(how: object) -> tuple[str, ...]:
 
 
 def modules_choice(modules: Iterable[str]) -> str:
-    """The choice of recompute that names these modules."""
+    """Return the recompute choice that names these modules."""
     named = set(modules)
     return _MODULES_PREFIX + ",".join(m for m in MODULES if m in named)
 
 
 def region_groups(how: str) -> tuple[str, ...]:
-    """The regions that a choice of recompute names: of `attention+norms` two, of `selective` attention."""
+    """Return the groups that a recompute choice names: two for `attention+norms`, attention for `selective`."""
     if how == SELECTIVE:
         return ("attention",)
     if how.startswith(_MODULES_PREFIX):
@@ -149,7 +150,10 @@ def region_groups(how: str) -> tuple[str, ...]:
 
 
 def check_choice(value: object) -> str:
-    """A choice of recompute for one block or all: its name, groups in their order. PinError names the legal ones."""
+    """Return a recompute choice for one block or all in canonical form: its name, or groups in the order of GROUPS.
+
+    Raises: PinError that names the legal choices.
+    """
     if isinstance(value, str) and value in RECOMPUTE:
         return value
     if named := modules_of(value):
@@ -168,7 +172,7 @@ def check_choice(value: object) -> str:
 
 
 def read_recompute(value: Any) -> str | dict[str, str]:
-    """The pin in one form: a choice for all layers, or one by block."""
+    """Return the pin in canonical form: one choice for all layers, or a mapping from block to choice."""
     if isinstance(value, Mapping):
         return {name: check_choice(v) for name, v in value.items()}
     return check_choice(value)
@@ -178,13 +182,14 @@ _LAYERS = re.compile(r"(\d+)(?:-(\d+))?")  # layers in model order, from 0: `4`,
 
 
 def recompute_of_text(text: str, layers: Sequence[str]) -> str | tuple[int, ...] | dict[str, str]:
-    """A choice of recompute for all layers; how many layers per stage are recomputed in full (`3,0`); or one by layer.
+    """Parse recompute from text: a choice for all layers, a number of layers per stage, or a choice per layer.
 
     Args:
-        text: by layer `0-3=full,4-31=attention+norms`, or with the names of blocks; what is not named keeps all.
-        layers: the names of the model's layers, in its order.
+        text: `full`; `3,0` (layers per stage to recompute in full); or per layer `0-3=full,4-31=attention+norms`, also
+            with names of blocks. Layers that are not named keep everything.
+        layers: The names of the model's layers, in model order.
 
-    Raises: PinError for a layer that the model does not have, or that is named twice.
+    Raises: PinError for a layer that the model does not have or that is named twice.
     """
     if re.fullmatch(r"\d+(,\d+)*", text):
         return read_list(f"--recompute {text}", text)
@@ -210,7 +215,7 @@ def recompute_of_text(text: str, layers: Sequence[str]) -> str | tuple[int, ...]
 
 
 def recompute_text(recompute: str | Mapping[str, str] | Sequence[int], layers: Sequence[str]) -> str:
-    """What `recompute_of_text` reads as `recompute`, or as what comes to the same."""
+    """Return a text that `recompute_of_text` reads as `recompute` or an equivalent of it."""
     if isinstance(recompute, str):
         return recompute
     if not isinstance(recompute, Mapping):
@@ -226,9 +231,9 @@ def recompute_text(recompute: str | Mapping[str, str] | Sequence[int], layers: S
 
 
 def recompute_label(recompute: str | Mapping[str, str] | tuple[int, ...], layers: int) -> str:
-    """`none`, `full`, `selective`, `3/32` of the layers in full, or of a mapping `mlp 22/32, full 3/32`.
+    """Return a label: `none`, `full`, `selective`, `3/32` (layers in full), or for a mapping `mlp 22/32, full 3/32`.
 
-    `layers`: of the model; 0: not known, and not said.
+    `layers`: the number of layers of the model; 0 if unknown, in which case the label omits it.
     """
     total = f"/{layers}" if layers else ""
     if isinstance(recompute, str):

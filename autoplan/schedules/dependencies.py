@@ -1,4 +1,4 @@
-"""What the actions of a schedule wait for, and an order of all of them in which each comes after what it waits for."""
+"""Dependencies between the actions of a schedule, and an order of all actions that respects them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoplan.schedules.orders import Action, B, F, I, W
 
 
 class ScheduleError(AutoplanError):
-    """Action lists that can never finish, or durations that do not fit them."""
+    """Raised for action lists that can never finish, and for durations that do not fit the lists."""
 
 
 # Durations differ by chunk and by these: kind, and whether it is the chunk's first forward or last backward.
@@ -28,39 +28,39 @@ class TimedAction(NamedTuple):
 
     rank: int
     dependency: int  # position of the step that must have ended, or -1
-    lag: int  # 0: none; 1 + c: chunk c to c + 1; 1 + num_chunks + c: chunk c + 1 back to c
+    lag: int  # the transfer; 0: none; 1 + c: chunk c to c + 1; 1 + num_chunks + c: chunk c + 1 back to c
     slot: int  # chunk * NUM_SLOTS + kind
 
 
 @dataclass(frozen=True)
 class VisitOrder:
-    """The actions of all ranks in one order in which every action comes after what it waits for."""
+    """The actions of all ranks in one order, in which every action comes after the action it waits for."""
 
     steps: tuple[TimedAction, ...]
     what: tuple[Action, ...]
     num_ranks: int
     num_chunks: int
-    slots: tuple[tuple[tuple[int, int], ...], ...]  # per rank: (slot, how often)
+    slots: tuple[tuple[tuple[int, int], ...], ...]  # per rank: (slot, number of actions)
 
 
 def visit_order(table: Sequence[Sequence[Action]]) -> VisitOrder:
-    """Put all actions into an order that respects what they wait for. ScheduleError if there is none."""
+    """Return an order of all actions that respects their dependencies. Raises ScheduleError if there is none."""
     return _Visit(table).run()
 
 
 class _Visit:
-    """Walks over the ranks; each goes on until it waits for another."""
+    """A walk over the ranks: each rank advances until it waits for another."""
 
     def __init__(self, table: Sequence[Sequence[Action]]) -> None:
         self.table = table
-        # by micro-batch too: in both directions, a chunk is on the rank that its direction visits
+        # keyed by micro-batch too: with both directions, the home of a chunk depends on the direction
         self.home = {(a.chunk, a.micro_batch): rank for rank, row in enumerate(table) for a in row}
         known = sorted({chunk for chunk, _ in self.home})
         self.num_chunks = len(known)
         if known != list(range(self.num_chunks)):
             raise ScheduleError(f"the chunks of a schedule are counted from 0 without a gap, not {known}")
-        # (rank, forward, chunk) -> positions of its first forward and of its last backward; gradients of a chunk are
-        # complete after its last weight gradient, wherever that was computed
+        # (rank, forward, chunk) -> positions of its first forward and of its last backward; the gradients of a chunk
+        # are complete after its last weight gradient, wherever that runs
         self.edges: dict[tuple[int, bool, int], int] = {}
         for rank, row in enumerate(table):
             for at, action in enumerate(row):
@@ -73,10 +73,11 @@ class _Visit:
         self.made: dict[ActionResult, int] = {}  # -> position of the step that makes it
         self.position = [0] * len(table)
         self.waiting: dict[ActionResult, int] = {}  # -> the rank that waits for it
-        self.joined: list[list[ActionResult]] = [[] for _ in table]  # made by actions whose end is that of the next one
+        self.joined: list[list[ActionResult]] = [[] for _ in table]  # made by actions that end with the next one
         self.ready = deque(range(len(table)))
 
     def run(self) -> VisitOrder:
+        """Visit all actions and return their order. Raises ScheduleError if some can never run."""
         while self.ready:
             rank = self.ready.popleft()
             while self.position[rank] < len(self.table[rank]) and self._advance(rank):
@@ -95,7 +96,7 @@ class _Visit:
         return VisitOrder(tuple(self.steps), tuple(self.what), len(self.table), self.num_chunks, slots)
 
     def _advance(self, rank: int) -> bool:
-        """Visit the next action of a rank; False if it has to wait."""
+        """Visit the next action of `rank`; return False if it has to wait."""
         at = self.position[rank]
         action = self.table[rank][at]
         needed = needed_by(action, self.num_chunks - 1)
@@ -119,7 +120,7 @@ class _Visit:
         return True
 
     def _lag(self, rank: int, action: Action, needed: ActionResult | None) -> int:
-        """Which transfer brings what an action needs; none if it was made on the same rank."""
+        """Return the index of the transfer that brings the needed result, or NO_LAG if it was made on the same rank."""
         if needed is None or needed[1] == action.chunk or self.home.get(needed[1:]) == rank:
             return NO_LAG
         return action.chunk if action.kind is F else 1 + self.num_chunks + action.chunk

@@ -1,4 +1,4 @@
-"""Actions of a schedule as a graph: which action waits for which, and why a schedule never finishes."""
+"""The actions of a schedule as a graph: which action waits for which, and why a schedule never finishes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from autoplan.schedules.orders import Action, F, W
 if TYPE_CHECKING:
     import networkx as nx
 
-ActionResult = tuple[bool, int, int]  # what an action makes: (activations, not gradients; chunk; micro-batch)
+ActionResult = tuple[bool, int, int]  # the result of an action: (activations, not gradients; chunk; micro-batch)
 ActionPlace = tuple[int, int]  # rank, position in its list
 
 
 def needed_by(action: Action, last_chunk: int) -> ActionResult | None:
-    """What an action waits for beside its rank; nothing if it is a forward of the first chunk."""
+    """Return the result that an action waits for (besides its rank); None for a forward of the first chunk."""
     kind, chunk, micro_batch, _ = action
     if kind is F:
         return (True, chunk - 1, micro_batch) if chunk else None
@@ -25,12 +25,14 @@ def needed_by(action: Action, last_chunk: int) -> ActionResult | None:
 
 
 def action_graph(table: Sequence[Sequence[Action]]) -> nx.DiGraph:
-    """The actions of all ranks by (rank, position), with an edge from each to those that wait for it.
+    """Return the actions of all ranks as a graph.
 
-    An edge is labelled `rank` between actions that follow each other on a rank, else by what is handed on. What joined
-    actions make is there when the last of them has ended. A node has `missing` if nothing makes what its action needs.
+    Nodes are (rank, position in the rank's list). An edge leads from an action to each action that waits for it. Its
+    label `waits` is `rank` between consecutive actions of a rank, else the result that is handed on. The result of
+    joined actions exists once the last of them has ended. A node has the attribute `missing` if no action makes the
+    result that it needs.
     """
-    import networkx as nx  # of errors and tests: a search never asks
+    import networkx as nx  # only errors and tests need it, a search does not
 
     graph = nx.DiGraph()
     makers: dict[ActionResult, ActionPlace] = {}
@@ -56,16 +58,16 @@ def action_graph(table: Sequence[Sequence[Action]]) -> nx.DiGraph:
 
 
 def shown(result: ActionResult) -> str:
-    """A result by the action that makes it, as torch writes actions."""
+    """Return the name of the action that makes a result, as torch writes actions."""
     forward, chunk, micro_batch = result
     return f"{chunk}{'F' if forward else 'B'}{micro_batch}"
 
 
 def deadlock(table: Sequence[Sequence[Action]]) -> str:
-    """Why a schedule never finishes: a result that no action makes, or the circle of actions that wait for each other.
+    """Explain why a schedule never finishes: a result that no action makes, or a cycle of waiting actions.
 
-    Returns: clauses such as `1B0 comes after 1F1 on rank 1, 1F1 of rank 1 waits for 0F1 of rank 0`; "" for a schedule
-        that finishes.
+    Returns: Clauses such as `1B0 comes after 1F1 on rank 1, 1F1 of rank 1 waits for 0F1 of rank 0`; "" if the schedule
+        finishes.
     """
     import networkx as nx
 

@@ -1,6 +1,6 @@
-"""Orders of the pipeline schedules: what one rank runs, forwards, backwards and their two parts, one after the other.
+"""The order of actions under each pipeline schedule: the forwards, backwards and split backwards that one rank runs.
 
-Every order is a function of (rank, number of ranks, number of micro-batches, the chunks of this rank in model order);
+Every order is a function of (rank, number of ranks, number of micro-batches, the chunks of this rank in model order).
 `autoplan.schedules.schedule.SCHEDULES` names them and says which chunks a rank holds.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class ActionKind(Enum):
-    """What is run for one micro-batch; the value is torch's letter. I and W are the two parts of a split B."""
+    """The kind of work for one micro-batch; the value is torch's letter. I and W are the two parts of a split B."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -26,7 +26,7 @@ F, B, I, W = ActionKind  # noqa: E741
 class Action(NamedTuple):
     """One action of one rank. `chunk` counts over the whole pipeline, in model order.
 
-    `joined`: run as one with the next action (torch's OVERLAP_F_B): what it gives is there when both have ended.
+    `joined`: run together with the next action (torch's OVERLAP_F_B): its result exists when both have ended.
     """
 
     kind: ActionKind
@@ -39,36 +39,45 @@ class Action(NamedTuple):
 
 
 def gpipe(rank: int, num_stages: int, num_micro_batches: int, chunks: tuple[int, ...]) -> list[Action]:
-    """All forwards, then all backwards (Huang et al., GPipe, 2019; torch's ScheduleGPipe)."""
+    """Return all forwards, then all backwards (Huang et al., GPipe, 2019; torch's ScheduleGPipe)."""
     (chunk,) = chunks
     return [Action(kind, chunk, m) for kind in (F, B) for m in range(num_micro_batches)]
 
 
 def one_f_one_b(rank: int, num_stages: int, num_micro_batches: int, chunks: tuple[int, ...]) -> list[Action]:
-    """Narayanan et al., PipeDream, 2019; torch's Schedule1F1B, which refuses fewer micro-batches than stages: the
-    runtime then runs GPipe."""
+    """Return the 1F1B order (Narayanan et al., PipeDream, 2019; torch's Schedule1F1B).
+
+    torch refuses fewer micro-batches than stages; the order is then GPipe's, which the runtime runs instead.
+    """
     if num_micro_batches < num_stages:
         return gpipe(rank, num_stages, num_micro_batches, chunks)
     return _warmed_up(num_stages, num_micro_batches, chunks, num_stages - 1 - rank)
 
 
 def interleaved(rank: int, num_stages: int, num_micro_batches: int, chunks: tuple[int, ...]) -> list[Action]:
-    """Narayanan et al., Megatron-LM, 2021, section 2.2, in the order of torch's ScheduleInterleaved1F1B."""
+    """Return the interleaved 1F1B order, as torch's ScheduleInterleaved1F1B has it.
+
+    Source: Narayanan et al., Megatron-LM, 2021, section 2.2.
+    """
     warmup = (len(chunks) - 1) * _round_size(num_stages, num_micro_batches) + 2 * (num_stages - 1 - rank)
     return _warmed_up(num_stages, num_micro_batches, chunks, warmup)
 
 
 def zero_bubble(rank: int, num_stages: int, num_micro_batches: int, chunks: tuple[int, ...]) -> list[Action]:
-    """ZB-H1 of Qi et al., Zero Bubble Pipeline Parallelism, 2023, as torch's ScheduleInterleavedZeroBubble orders it:
-    a weight gradient comes `rank` input gradients late."""
+    """Return the ZB-H1 order, as torch's ScheduleInterleavedZeroBubble has it.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023. A weight gradient follows its input gradient with a delay
+    of `rank` input gradients.
+    """
     warmup = (len(chunks) - 1) * _round_size(num_stages, num_micro_batches) + num_stages - 1 - rank
     return _warmed_up(num_stages, num_micro_batches, chunks, warmup, weights_behind=rank)
 
 
 def zero_bubble_v(rank: int, num_stages: int, num_micro_batches: int, chunks: tuple[int, ...]) -> list[Action]:
-    """ZB-V of Qi et al., Zero Bubble Pipeline Parallelism, 2023, section 6, as torch's ScheduleZBVZeroBubble orders it.
+    """Return the ZB-V order, as torch's ScheduleZBVZeroBubble has it.
 
-    With fewer than 2 num_stages - 1 micro-batches the order is that of so many, less those that do not exist.
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, section 6. With fewer than 2 num_stages - 1
+    micro-batches, it is the order for 2 num_stages - 1 without the actions of the missing micro-batches.
     """
     first, second = chunks
     out: list[Action] = []
@@ -104,11 +113,12 @@ def zero_bubble_v(rank: int, num_stages: int, num_micro_batches: int, chunks: tu
 
 
 def dual_pipe_v(rank: int, num_stages: int, num_micro_batches: int, chunks: tuple[int, ...]) -> list[Action]:
-    """DualPipe (DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 3.2.1) cut in half, so that no parameters are
-    held twice (Qi et al., DualPipe could be better without the Dual, 2025), as torch's ScheduleDualPipeV orders it.
+    """Return the order of DualPipeV, as torch's ScheduleDualPipeV has it.
 
-    Forwards are joined with a backward of the other chunk, except where nothing is gained, and backwards split where
-    that fills the bubble: the first ones of the second chunk, and the second half of the last ones.
+    It is DualPipe (DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 3.2.1) cut in half, so that no parameters
+    are held twice (Qi et al., DualPipe could be better without the Dual, 2025). A forward is joined with a backward of
+    the other chunk, except where nothing is gained. Backwards are split where that fills the bubble: the first ones of
+    the second chunk, and the second half of the last ones.
     """
     first, second = chunks
     behind = num_stages - 1 - rank  # ranks between this one and the turn of the V
@@ -155,12 +165,15 @@ def dual_pipe_v(rank: int, num_stages: int, num_micro_batches: int, chunks: tupl
 
 
 def dual_pipe(rank: int, num_stages: int, num_micro_batches: int, chunks: tuple[int, ...]) -> list[Action]:
-    """DualPipe (DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 3.2.1 and figure 5; the order is that of
-    `DualPipe.step` in github.com/deepseek-ai/DualPipe).
+    """Return the order of DualPipe.
 
-    Micro-batches of the first half enter at the first rank and visit the stages downwards, those of the second half
-    enter at the last rank and visit them upwards, so every rank holds its own stage and that of its mirror. To a rank
-    it is DualPipeV on half as many ranks: the direction that enters at its end of the pipeline is the first chunk.
+    Sources: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 3.2.1 and figure 5; `DualPipe.step` in
+    github.com/deepseek-ai/DualPipe.
+
+    Micro-batches of the first half enter at the first rank and visit the stages downwards. Those of the second half
+    enter at the last rank and visit the stages upwards, so every rank holds its own stage and the stage of its mirror
+    rank. To a rank it is DualPipeV on half as many ranks: the direction that enters at its end of the pipeline is the
+    first chunk.
     """
     near, far = chunks
     half = num_micro_batches // 2
@@ -169,7 +182,7 @@ def dual_pipe(rank: int, num_stages: int, num_micro_batches: int, chunks: tuple[
 
 
 def num_rounds(num_stages: int, num_micro_batches: int) -> int:
-    """Rounds of about num_stages micro-batches that schedules with chunks in turn run."""
+    """Return the number of rounds, of about num_stages micro-batches, in a schedule with several chunks per rank."""
     return max(1, num_micro_batches // num_stages)
 
 
@@ -180,17 +193,20 @@ def _round_size(num_stages: int, num_micro_batches: int) -> int:
 def _warmed_up(
     num_stages: int, num_micro_batches: int, chunks: tuple[int, ...], warmup: int, weights_behind: int | None = None
 ) -> list[Action]:
-    """Forwards alone, then one forward and one backward in turn, then backwards alone.
+    """Return forwards alone, then alternating forwards and backwards, then backwards alone.
 
     Chunks take turns after every round of micro-batches: forwards from the first chunk on, backwards from the last.
-    `weights_behind`: split backwards, the weight gradient that many micro-batches behind the input gradient.
+
+    Args:
+        warmup: The number of forwards before the first backward.
+        weights_behind: Splits the backwards; a weight gradient comes this many micro-batches after its input gradient.
     """
     size = _round_size(num_stages, num_micro_batches)
     total = num_micro_batches * len(chunks)
     warmup = min(warmup, total)
 
     def nth(step: int, backward: bool) -> tuple[int, int]:
-        """Chunk and micro-batch of the step-th forward or backward of this rank."""
+        """Return the chunk and micro-batch of the step-th forward or backward of this rank."""
         turn, place = divmod(step, size)
         round_, local = divmod(turn, len(chunks))
         return chunks[-1 - local if backward else local], round_ * size + place

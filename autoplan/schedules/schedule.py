@@ -3,15 +3,16 @@
     table = actions("1F1B", num_stages=4, num_micro_batches=8)      # per rank: Action(FORWARD, chunk, micro-batch), ...
     [num_held(row) for row in table]                                 # [4, 3, 2, 1] micro-batches
 
-A schedule is a record of SCHEDULES, with its order of actions in `autoplan.schedules.orders`; everything else that
-depends on the schedule reads the record. How long a step takes: `autoplan.cost_models.time.simulation`.
+A schedule is a record of SCHEDULES. Its order of actions is in `autoplan.schedules.orders`; everything else that
+depends on the schedule reads the record. `autoplan.cost_models.time.simulation` gives the time of a step.
 
 A chunk is a run of layers on one rank; chunks are counted in model order over the whole pipeline (torch: stage index).
-With virtual stages a rank holds several; which, the schedule's placement says (`chunks_of_ranks`).
+With virtual stages a rank holds several chunks, chosen by the schedule's placement (`chunks_of_ranks`).
 
-What the papers say of p equal stages and m micro-batches, and the simulation gives (test_schedule.py). F, B and W:
-seconds of a forward, of a whole backward and of the weight gradient in it, on all the layers of a stage (with v
-chunks per rank: of a rank); held: the most micro-batches' worth of a stage's activations on any rank.
+The table gives the papers' figures for p equal stages and m micro-batches; the simulation reproduces them
+(test_schedule.py). F, B and W are the seconds of a forward, of a whole backward and of the weight gradient in it, over
+all layers of a stage (with v chunks per rank: of a rank). "held" is the largest number of micro-batches whose stage
+activations a rank holds.
 
 | schedule | bubble of a rank | held | source |
 |---|---|---|---|
@@ -23,9 +24,9 @@ chunks per rank: of a rank); held: the most micro-batches' worth of a stage's ac
 | DualPipe | (p / 2 - 1) (F&B + B - 3 W) | p + 1, parameters twice | DeepSeek-V3 Technical Report, 2024, table 2 |
 | DualPipeV | (p - 1) (F&B + B - 3 W) / 2 | p + 1 / 2 | Qi et al., 2025: DualPipe of 2 p stages on p ranks |
 
-F&B: a forward and a backward that overlap; here F + B. The last two hold where F = B - W = W, which is what their order
-is made for; with a longer B - W the bubble is smaller than that, with a longer W or F it is larger. GPipe and 1F1B with
-fewer micro-batches than stages are the same.
+F&B is a forward and a backward that overlap; here F + B. The last two rows hold for F = B - W = W, the case that their
+order is made for; with a longer B - W the bubble is smaller, with a longer W or F it is larger. GPipe and 1F1B are the
+same with fewer micro-batches than stages.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ if TYPE_CHECKING:
 
 
 class Transfer(Enum):
-    """Who pays for what is sent between ranks.
+    """Which rank a transfer between ranks keeps busy.
 
-    OVERLAPPED: nobody is held up: it arrives `send` seconds after the sender finished (receives posted early).
-    RECEIVER: it starts when the sender has finished and the receiver is free: stock torch pipelines post a receive just
-        before they need it, and both gloo and NCCL move nothing before that.
-    SENDER: the sender is busy until it has arrived.
+    OVERLAPPED: none. The data arrives `send` seconds after the sender finished (receives are posted early).
+    RECEIVER: the receiver. The transfer starts when the sender has finished and the receiver is free: stock torch
+    pipelines post a receive just before they need it, and both gloo and NCCL move nothing before that.
+    SENDER: the sender, until the data has arrived.
     """
 
     OVERLAPPED = "overlapped"
@@ -63,10 +64,10 @@ class Transfer(Enum):
 class ChunkPlacement(Enum):
     """Which chunks a rank holds, by pass of the model through the ranks.
 
-    LOOP: every pass from the first rank to the last: rank r of p holds r, p + r, 2 p + r, ...
-    V: every second pass back from the last rank to the first: r, 2 p - 1 - r, ...
-    BOTH: one pass, but in both directions: micro-batches of the first half from the first rank to the last, those of
-        the second half from the last to the first, so that rank r holds copies of chunks r and p - 1 - r.
+    LOOP: every pass runs from the first rank to the last: rank r of p holds r, p + r, 2 p + r, ...
+    V: every second pass runs back from the last rank to the first: rank r holds r, 2 p - 1 - r, ...
+    BOTH: one pass in both directions: micro-batches of the first half run from the first rank to the last, those of the
+    second half from the last to the first, so that rank r holds copies of chunks r and p - 1 - r.
     """
 
     LOOP = "loop"
@@ -76,23 +77,26 @@ class ChunkPlacement(Enum):
 
 @dataclass(frozen=True)
 class Schedule:
-    """One schedule: everything that is known of it.
+    """One pipeline schedule, with everything that depends on it.
 
     Attributes:
-        name: in pins, reports and programs.
-        order: the actions of a rank; arguments: rank, num_stages, num_micro_batches, the chunks of the rank.
-        torch_class: the class of torch.distributed.pipelining that runs this order; None: priced, but not executed.
-        placement: which chunks a rank holds.
-        virtual_stages: the fewest and the most chunks per rank, copies not counted; None: any number.
-        split_backward: weight gradients are (partly) computed apart from input gradients.
-        backward_at_once: with one chunk per rank, the backward of the model's last block follows its forward at once.
-        windows: with one chunk per rank, every rank runs some forwards and then a backward and a forward in turn: what
-            the bounds of `autoplan.search.cuts` rest on. Of other schedules a few even cuts are simulated.
-        searched: stages per rank with which a search looks at the schedule beside 1F1B; none: only if it is pinned.
-        family: its kind, in the words of a search that says what it looked at.
-        rounds: micro-batches run in equal rounds of about num_stages.
-        least_rounds: the fewest micro-batches are this times num_stages.
-        transfer: who pays for what is sent between ranks; in stock torch the receiver.
+        name: The name in pins, reports and programs.
+        order: Returns the actions of a rank, given rank, num_stages, num_micro_batches and the chunks of the rank.
+        torch_class: The class of torch.distributed.pipelining that runs this order. None: priced, but not executed.
+        placement: Which chunks a rank holds.
+        virtual_stages: The fewest and the most chunks per rank, copies not counted; None: any number.
+        split_backward: True if some weight gradients are computed apart from input gradients.
+        backward_at_once: True if, with one chunk per rank, the backward of the model's last block follows its forward
+            directly.
+        windows: True if, with one chunk per rank, every rank runs some forwards and then alternates backwards and
+            forwards. The bounds of `autoplan.search.cuts` rely on it. For other schedules a search simulates a few even
+            cuts.
+        searched: The numbers of stages per rank with which a search tries the schedule besides 1F1B; empty: only if
+            pinned.
+        family: The word for the schedule in a report of what was searched.
+        rounds: True if micro-batches run in equal rounds of about num_stages.
+        least_rounds: The number of micro-batches is at least this times num_stages.
+        transfer: Which rank a transfer keeps busy; in stock torch the receiver.
     """
 
     name: str
@@ -110,18 +114,18 @@ class Schedule:
     transfer: Transfer = Transfer.RECEIVER
 
     def takes(self, virtual_stages: int) -> bool:
-        """True if a rank may hold that many chunks."""
+        """Return True if a rank may hold that many chunks."""
         fewest, most = self.virtual_stages
         return virtual_stages >= fewest and (most is None or virtual_stages <= most)
 
     @property
     def num_copies(self) -> int:
-        """Ranks that hold each chunk; each runs an equal share of the micro-batches on it."""
+        """The number of ranks that hold each chunk; each runs an equal share of the micro-batches on it."""
         return 2 if self.placement is ChunkPlacement.BOTH else 1
 
 
 _RECORDS = (
-    # Looked at only if pinned: never shorter than 1F1B.
+    # Searched only if pinned: it is never faster than 1F1B.
     Schedule("GPipe", orders.gpipe, "ScheduleGPipe", windows=True),
     Schedule("1F1B", orders.one_f_one_b, "Schedule1F1B", windows=True, backward_at_once=True),
     Schedule(
@@ -162,8 +166,8 @@ _RECORDS = (
         searched=(2,),
         family="zero-bubble",
     ),
-    # A forward and a backward that overlap hide each other's communication: DeepSeek-V3 Technical Report, 2024,
-    # section 3.2.1. Here only the transfers between ranks are hidden, not the collectives inside layers.
+    # A forward and a backward that overlap hide each other's communication (DeepSeek-V3 Technical Report, 2024, section
+    # 3.2.1). Here only the transfers between ranks are hidden, not the collectives inside layers.
     Schedule(
         "DualPipeV",
         orders.dual_pipe_v,
@@ -187,33 +191,36 @@ _RECORDS = (
     ),
 )
 SCHEDULES: Mapping[str, Schedule] = {schedule.name: schedule for schedule in _RECORDS}
-PLAIN_SCHEDULE = "1F1B"  # what runs where nothing else is asked for, and what a search compares the others with
+PLAIN_SCHEDULE = "1F1B"  # the default, with which a search compares the others
 SEARCHED_SCHEDULES = tuple(
     (s.name, count) for s in _RECORDS for count in s.searched
 )  # beside PLAIN: (name, stages per rank)
 
 
 def searched_words() -> str:
-    """What a search looks at beside 1F1B, in words."""
+    """Return the schedules that a search tries besides 1F1B, in words."""
     *families, last = dict.fromkeys(s.family for s in _RECORDS if s.searched)
     *counts, most = sorted({count for _, count in SEARCHED_SCHEDULES})
     return f"{', '.join(families)} and {last} with {', '.join(map(str, counts))} or {most} stages per rank"
 
 
 def backward_follows(schedule: str, num_stages: int) -> bool:
-    """True if the backward of the model's last block directly follows its forward."""
+    """Return True if the backward of the model's last block directly follows its forward."""
     return num_stages == 1 or SCHEDULES[schedule].backward_at_once
 
 
 def ranks_of_chunks(schedule: str, num_stages: int, virtual_stages: int) -> tuple[int, ...]:
-    """The rank of every chunk, in model order; of copies the first. Raises: PinError: unknown schedule."""
+    """Return the rank of every chunk in model order; for copies, the first.
+
+    Raises: PinError for an unknown schedule.
+    """
     turns = _rule(schedule).placement is ChunkPlacement.V
     ranks = range(num_stages)
     return tuple(r for turn in range(virtual_stages) for r in (reversed(ranks) if turns and turn % 2 else ranks))
 
 
 def chunks_of_ranks(schedule: str, num_stages: int, virtual_stages: int) -> tuple[tuple[int, ...], ...]:
-    """The chunks of every rank, in model order, copies too. Raises: PinError: unknown schedule."""
+    """Return the chunks of every rank in model order, copies included. Raises PinError for an unknown schedule."""
     held: list[list[int]] = [[] for _ in range(num_stages)]
     for chunk, rank in enumerate(ranks_of_chunks(schedule, num_stages, virtual_stages)):
         held[rank].append(chunk)
@@ -223,7 +230,7 @@ def chunks_of_ranks(schedule: str, num_stages: int, virtual_stages: int) -> tupl
 
 
 def num_copies(schedule: str) -> int:
-    """Ranks that hold each chunk (2: DualPipe). Raises: PinError: unknown schedule."""
+    """Return the number of ranks that hold each chunk (2 for DualPipe). Raises PinError for an unknown schedule."""
     return _rule(schedule).num_copies
 
 
@@ -234,7 +241,10 @@ def _rule(schedule: str) -> Schedule:
 
 
 class HeldRow(NamedTuple):
-    """Of every action of a rank: its chunk, 1 where a micro-batch is held from then on, 1 where it is given up."""
+    """Arrays over the actions of a rank.
+
+    `chunks`: the chunk. `begins`: 1 if the action starts to hold a micro-batch. `ends`: 1 if it releases one.
+    """
 
     chunks: NDArray[np.int64]
     begins: NDArray[np.float64]
@@ -242,21 +252,21 @@ class HeldRow(NamedTuple):
 
 
 class ActionLists(tuple[tuple[Action, ...], ...]):
-    """Per rank its actions: a plain tuple that remembers what was found out about them."""
+    """The actions of every rank: a tuple that caches what was derived from it."""
 
     @cached_property
     def visits(self) -> VisitOrder:
-        """An order in which each comes after what it waits for; it does not depend on durations."""
+        """An order in which every action comes after the action it waits for; it does not depend on durations."""
         return visit_order(self)
 
     @cached_property
     def flights(self) -> tuple[tuple[int, int], ...]:
-        """Per rank `held_at_backwards`."""
+        """`held_at_backwards` of every rank."""
         return tuple(held_at_backwards(row) for row in self)
 
     @cached_property
     def held(self) -> tuple[HeldRow, ...]:
-        """Per rank what its actions do to the number of micro-batches it holds."""
+        """The effect of every action on the number of held micro-batches, per rank."""
         import numpy as np  # the command line names schedules without it
 
         return tuple(
@@ -270,16 +280,16 @@ class ActionLists(tuple[tuple[Action, ...], ...]):
 
 
 def actions(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> ActionLists:
-    """Per rank the actions that `schedule` runs there, in order.
+    """Return the actions that every rank runs under `schedule`, in order.
 
-    Raises: PinError: unknown schedule, or degrees that it does not take (names the nearest legal ones).
+    Raises: PinError for an unknown schedule, or for degrees that it does not take (names the nearest legal ones).
     """
     _check(schedule, num_stages, num_micro_batches, virtual_stages)
     return _actions(schedule, num_stages, num_micro_batches, virtual_stages)
 
 
 def obstacle(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> str | None:
-    """Why a known schedule has no action lists for these degrees (each at least 1), or None if it has."""
+    """Return the reason why a known schedule does not take these degrees (each at least 1), or None if it does."""
     rule = SCHEDULES[schedule]
     if not rule.takes(virtual_stages):
         fewest, most = rule.virtual_stages
@@ -307,7 +317,7 @@ def obstacle(schedule: str, num_stages: int, num_micro_batches: int, virtual_sta
 
 
 def takes(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> bool:
-    """True if `actions` has lists for these degrees."""
+    """Return True if `actions` has lists for these degrees."""
     return obstacle(schedule, num_stages, num_micro_batches, virtual_stages) is None
 
 
@@ -326,8 +336,10 @@ def _check(schedule: str, num_stages: int, num_micro_batches: int, virtual_stage
 
 
 def _near(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> str:
-    """The nearest number of virtual stages, else of micro-batches, else of stages that the schedule takes, each tried;
-    and the schedules that take the degrees as they are."""
+    """Return a hint with the nearest legal value of one degree, and the schedules that take the degrees as they are.
+
+    The degrees are tried in turn: virtual stages, then micro-batches, then stages.
+    """
     given = {"virtual_stages": virtual_stages, "num_micro_batches": num_micro_batches, "num_stages": num_stages}
     for name, value in given.items():
 
@@ -344,7 +356,7 @@ def _near(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages
     return ""
 
 
-@lru_cache(maxsize=64)  # a search asks for the same few again and again
+@lru_cache(maxsize=64)  # a search asks for the same few many times
 def _actions(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> ActionLists:
     order = SCHEDULES[schedule].order
     held = chunks_of_ranks(schedule, num_stages, virtual_stages)
@@ -352,9 +364,9 @@ def _actions(schedule: str, num_stages: int, num_micro_batches: int, virtual_sta
 
 
 def held_at_backwards(row: Sequence[Action]) -> tuple[int, int]:
-    """Micro-batches a rank holds, over all its chunks: the most until its first backward ends, and the most afterwards.
+    """Return the most micro-batches that a rank holds: until its first backward ends, and afterwards.
 
-    The second is 0 if that backward is the only one.
+    Both count all chunks of the rank. The second number is 0 if that backward is the only one.
     """
     held, most = 0, [0, 0]
     begun = False
@@ -369,5 +381,5 @@ def held_at_backwards(row: Sequence[Action]) -> tuple[int, int]:
 
 
 def num_held(row: Sequence[Action]) -> int:
-    """The most micro-batches a rank holds at one time, over all its chunks."""
+    """Return the most micro-batches that a rank holds at one time, over all its chunks."""
     return max(held_at_backwards(row))

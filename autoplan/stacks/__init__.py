@@ -1,5 +1,6 @@
-"""Training stacks (Megatron-LM, NeMo, torchtitan, DeepSpeed ...): what each does where nobody says otherwise.
+"""Training stacks (Megatron-LM, NeMo, torchtitan, DeepSpeed ...): the defaults of each framework.
 
-`defaults`: precision of gradients, ZeRO stages, recompute, schedules, vocabularies, and how their words are read.
-`options`: kernels, launch and overlap, by year of the release.
+`defaults`: precision of gradients, ZeRO stages, recompute, schedules, vocabularies; how to read the words of rows and
+flags.
+`options`: attention kernels, launch and overlap, by year of the release.
 """

@@ -1,8 +1,8 @@
-"""What frameworks run by default, and how the words of their flags and of published rows are read.
+"""Defaults of training frameworks, and how to read the words of their flags and of published rows.
 
-One default per framework and field, never per row, campaign, model, or anything measured. Patterns are regular
-expressions, tried in order, case-insensitive; the first that is found counts. Where a source leaves a choice open, all
-`alternatives` are priced: the first is the prediction, the others widen its interval.
+There is one default per framework and field, never per row, campaign, model, or anything measured. Patterns are
+case-insensitive regular expressions, tried in order; the first match counts. If a source leaves a choice open, all
+alternatives are priced: the first is the prediction, the others widen its interval.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Found = TypeVar("Found")
 
 
 class Framework(StrEnum):
-    """What trained the model, as far as it changes how kernels, stages and blank fields are read."""
+    """The framework that trained the model, as far as it changes how kernels, stages and blank fields are read."""
 
     COMPOSER = "Composer FSDP"
     JAX = "MaxText, Pax"
@@ -37,7 +37,7 @@ class Framework(StrEnum):
 
 
 class Formula(StrEnum):
-    """Which arithmetic a quoted TFLOP/s figure counts."""
+    """The formula behind a quoted TFLOP/s figure."""
 
     FULL_ATTENTION = "6 N + 12 L h s per token"
     CAUSAL_ATTENTION = "6 N + 6 L h s per token"
@@ -47,7 +47,7 @@ class Formula(StrEnum):
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a framework does where a row is silent. The first of each is the prediction."""
+    """The choices of a framework for a row that does not state them. The first of each is the prediction."""
 
     modes: tuple[Mode, ...]
     recompute: tuple[str, ...]
@@ -56,9 +56,13 @@ class Defaults:
 
 @dataclass(frozen=True)
 class Memory:
-    """A kind of memory figure. `unit`: bytes. `last_stage`: of the last pipeline stage, else of the fullest.
+    """A kind of memory figure.
 
-    `comparable`: of live tensors, as the planner predicts; else it holds the allocator's cache and the context, too.
+    Attributes:
+        unit: Bytes per unit of the figure.
+        last_stage: True if it is of the last pipeline stage; False if of the fullest.
+        comparable: True if it counts live tensors, as the planner predicts; False if it includes the allocator's cache
+            and the context.
     """
 
     unit: float
@@ -66,7 +70,7 @@ class Memory:
     comparable: bool = True
 
 
-# Looked for in the source and the flags together.
+# Searched for in the source and the flags together.
 FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     (r"MaxText|PaxML|\bPAX\b|\bJAX\b", Framework.JAX),
     (r"Composer|llm-foundry", Framework.COMPOSER),
@@ -84,19 +88,19 @@ FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
 DEFAULTS: Mapping[Framework, Defaults] = {
     # torch.nn modules with a fused attention kernel (llm-foundry README: FSDP full shard unless said otherwise)
     Framework.COMPOSER: Defaults((Mode.EAGER,), ("none", "full"), (3,)),
-    # XLA; MaxText's default remat policy is full, its published runs choose their own
+    # XLA; MaxText's default remat policy is full, but its published runs choose their own
     Framework.JAX: Defaults((Mode.COMPILED,), ("full", "none"), (3,)),
     # Megatron's fused softmax, bias and gelu; --checkpoint-activations was usual before FlashAttention
     Framework.MEGATRON_DEEPSPEED: Defaults((Mode.FUSED,), ("full", "none"), (1, 0)),
     Framework.BIGSCIENCE: Defaults((Mode.FUSED,), ("full", "none"), (1, 0)),
-    # Transformer Engine; performance recipes compute at most the attention core again (NVIDIA NeMo performance guide)
+    # Transformer Engine; performance recipes recompute at most the attention core (NVIDIA NeMo performance guide)
     Framework.MEGATRON: Defaults((Mode.FUSED,), ("none", "selective"), (1,)),
     Framework.MEGATRON_TESTS: Defaults((Mode.FUSED,), ("none", "selective"), (1,)),
     # Transformer Engine's modules under fully_shard (examples/llm_benchmark: *_te_deepep.yaml)
     Framework.AUTOMODEL: Defaults((Mode.FUSED, Mode.EAGER), ("none", "full"), (3,)),
     Framework.NEMO: Defaults((Mode.FUSED,), ("none", "selective"), (1,)),
     Framework.BRIDGE_LIBRARY: Defaults((Mode.FUSED,), ("none", "selective"), (1,)),
-    # plain torch but for kernels of flash-attention and apex; norms take a copy of the residual in 32 bits
+    # plain torch except for kernels of flash-attention and apex; norms copy the residual in 32 bits
     # (internlm/model/modeling_internlm.py, modules/mlp.py, ops/norm.py)
     Framework.INTERNEVO: Defaults((Mode.EAGER, Mode.FUSED), ("none", "full"), (1,)),
     # torch.compile per block and selective activation checkpointing by operation are torchtitan's defaults
@@ -104,17 +108,17 @@ DEFAULTS: Mapping[Framework, Defaults] = {
     Framework.OTHER: Defaults((Mode.FUSED, Mode.EAGER, Mode.COMPILED), ("none", "full"), (1, 0, 3)),
 }
 
-# Whose performance recipes keep and reduce gradients in 16 bits (grad_reduce_in_fp32=False); InternEvo reduces them in
-# the dtype that they have (internlm/solver/optimizer/utils.py, reduce_tensor).
+# Frameworks whose performance recipes keep and reduce gradients in 16 bits (grad_reduce_in_fp32=False); InternEvo
+# reduces them in their own dtype (internlm/solver/optimizer/utils.py, reduce_tensor).
 FRAMEWORKS_OF_GRADIENTS_16 = frozenset((Framework.NEMO, Framework.BRIDGE_LIBRARY, Framework.INTERNEVO))
-# Who does so for fp16: --accumulate-allreduce-grads-in-fp32 of Megatron is off by default, and always on for bf16
-# (megatron/arguments.py); DeepSpeed's fp16 engine sums in fp16.
+# Frameworks that do so for fp16: Megatron's --accumulate-allreduce-grads-in-fp32 is off by default, and always on for
+# bf16 (megatron/arguments.py); DeepSpeed's fp16 engine sums in fp16.
 GRADIENTS_16_IN_FP16 = frozenset(
     (Framework.MEGATRON, Framework.MEGATRON_TESTS, Framework.MEGATRON_DEEPSPEED, Framework.BIGSCIENCE)
 )
 
-# Name of a planner's precision, or int8 (published_words). Of two that a source leaves open, the one that all of its
-# devices have.
+# Words -> name of a planner's precision, or int8 (published_words). If a source leaves two open: the one that all of
+# its devices have.
 PRECISION_WORDS: tuple[tuple[str, str], ...] = (
     (r"FP8 or NVFP4", "fp8"),
     (r"FP4|float4|e2m1", "fp4"),
@@ -125,13 +129,13 @@ PRECISION_WORDS: tuple[tuple[str, str], ...] = (
     (r"FP32|TF32|float32", "fp32"),
 )
 
-# Formats of 8 and 4 bits, by what rows call them: scales per block of 32 (MXFP8) or 128 elements, per tensor. The
-# planner tells blocks apart where the device multiplies by their scales. Sweeps are of one format.
+# Formats of 8 and 4 bits, by the words of rows: scales per block of 32 (MXFP8) or 128 elements, or per tensor. The
+# planner distinguishes blocks where the device multiplies by their scales. A sweep has one format.
 BLOCKS = "mxfp8"
 FORMATS: tuple[tuple[str, str], ...] = ((r"FP4", "fp4"), (r"MX|fine[- ]grained|block", BLOCKS), (r"FP8", "fp8"))
 
-# ZeRO stages: several where the words leave it open. A shard group smaller than dp is hybrid ZeRO; a smaller group of
-# FSDP is read as all of dp.
+# ZeRO stages; several if the words leave the stage open. A shard group smaller than dp is hybrid ZeRO; a smaller group
+# of FSDP is read as all of dp.
 ZERO_STAGE_WORDS: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"^0", (0,)),
     (r"^1|zero-?1", (1,)),
@@ -143,14 +147,15 @@ ZERO_STAGE_WORDS: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"(zero|stage)\W*(stage\W*)?0|^(none|no|off|false|ddp)\b", (0,)),
 )
 
-# fully_shard that keeps what it gathered until the step is over (reshard_after_forward=False), and reduces once,
-# sends what ZeRO 1 does: in pipelines (torchtitan, distributed/fsdp.py; Automodel, distributed/parallelizer.py), and
-# Automodel with experts (MoEParallelizerConfig, its examples/llm_benchmark; defer_fsdp_grad_sync).
+# If fully_shard keeps the gathered parameters until the end of the step (reshard_after_forward=False) and reduces once,
+# it sends as much as ZeRO 1. This holds in pipelines (torchtitan, distributed/fsdp.py; Automodel,
+# distributed/parallelizer.py), and for Automodel with experts (MoEParallelizerConfig, its examples/llm_benchmark;
+# defer_fsdp_grad_sync).
 KEPT_IN_PIPELINES = frozenset((Framework.TORCHTITAN, Framework.AUTOMODEL))
 KEPT_WITH_EXPERTS = frozenset((Framework.AUTOMODEL,))
 
-# What is offloaded to the host, in the words of a row. Megatron's and NeMo's cpu_offloading is of activations, FSDP's
-# CPUOffload of parameters with the optimizer, ZeRO-Offload of the optimizer, ZeRO-Infinity of parameters, too.
+# Words of a row -> offload. Megatron's and NeMo's cpu_offloading offloads activations, FSDP's CPUOffload parameters and
+# optimizer, ZeRO-Offload the optimizer, ZeRO-Infinity parameters as well.
 OFFLOADED: tuple[tuple[str, str], ...] = (
     (r"activation|cpu[-_]offloading|\bact\b", "activations"),
     (r"optim|CPU-?Adam|ZeRO-?Offload|\bstates?\b|moments", "optimizer"),
@@ -159,24 +164,24 @@ OFFLOADED: tuple[tuple[str, str], ...] = (
 
 SHARD_GROUP = r"^1.*group=(\d+)"  # ranks that share the optimizer's state
 
-# Everything is sharded over all devices: a row that says so and states no degree has no other.
+# Everything is sharded over all devices: a row that says so and states no degrees has no other parallelism.
 ALL_SHARDED = r"^(3\b|zero-?3|FSDP)(?!/)"
 
 RECOMPUTE_WORDS: tuple[tuple[str, str], ...] = (
     (r"^none|^(no|off|false|0|disabled)$|^off-?load", "none"),
     (r"^full|^(yes|on|true|1|all|uniform|block|enabled)$", "full"),
 )
-# torchtitan's selective recompute: every other layer, or within layers every other product, which costs about as much
+# torchtitan's selective recompute: every other layer, or every other product within layers, which costs about as much
 EVERY_OTHER = r"^selective \((op|every other layer|2)\)"
-CORE_ATTENTION = r"^selective( \(core_attn\))?$"  # what the planner's selective recompute is
+CORE_ATTENTION = r"^selective( \(core_attn\))?$"  # the planner's selective recompute
 _MODULE = f"(?:{'|'.join(MODULES)})"  # of Megatron's --recompute-modules
 MODULES_RECOMPUTED = rf"^selective \(({_MODULE}(?:, ?{_MODULE})*)\)$"
 
-# The planner's schedules for a row's words, by their letters and digits alone; several where they are not the planner's
-# own. ZBB (Qi et al., Zero Bubble Pipeline Parallelism, 2023) on chunks of one rank is interleaved; ZB-H2 and the
-# adaptive ones of that paper have the bubble of ZBV or less. V-half and V-min (Qi et al., Pipeline Parallelism with
-# Controllable Memory, 2024) hold fewer micro-batches than ZBV at the cost of a bubble, which is at most that of 1F1B.
-# Breadth-first (Lamy-Poirier, 2022) is GPipe over the chunks of Interleaved1F1B.
+# Words of a row (letters and digits only) -> the planner's schedules; several if the planner lacks the exact one. ZBB
+# (Qi et al., Zero Bubble Pipeline Parallelism, 2023) on chunks of one rank is interleaved; ZB-H2 and the adaptive
+# schedules of that paper have the bubble of ZBV or less. V-half and V-min (Qi et al., Pipeline Parallelism with
+# Controllable Memory, 2024) hold fewer micro-batches than ZBV at the cost of a bubble of at most 1F1B's. Breadth-first
+# (Lamy-Poirier, 2022) is GPipe over the chunks of Interleaved1F1B.
 SCHEDULE_WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"^(1f1b|1f1binterleaved|interleaved(1f1b|pipeline|1f1bpipeline)?|looped1f1b)$", ("1F1B",)),
     (r"^(vpp|virtualpipeline(parallel(ism)?)?|megatron(interleaved)?|pipedream(flush|2bw)?)$", ("1F1B",)),
@@ -191,15 +196,15 @@ SCHEDULE_WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"^(loopedbfs|bfs|breadthfirst)$", ("1F1B", "GPipe")),
 )
 UNKNOWN_SCHEDULE = ("1F1B", "ZB-H1")
-# One chunk per rank where the row does not say how many.
+# Schedules with one chunk per rank if the row does not state the number.
 ONE_CHUNK = r"^(1f1b|plain.*|non.*|1f1bnon.*|none|no|na|default|pipedream.*|zb(h1|h2|1p|2p)?|zerobubble(h1|h2)?)$"
-# Chunks per rank of an interleaved schedule unless a run says so (torchtitan, parallelisms/pipelining_utils.py).
+# Chunks per rank of an interleaved schedule if a run does not state it (torchtitan, parallelisms/pipelining_utils.py).
 DEFAULT_CHUNKS: Mapping[Framework, int] = {Framework.TORCHTITAN: 2}
-# with several chunks per rank
+# the schedule with several chunks per rank
 INTERLEAVED: Mapping[str, str] = {"1F1B": "Interleaved1F1B", "ZB-H1": "InterleavedZeroBubble"}
 
-# Entries of the tokenizer where a row is silent: GPT-2's byte pairs, which Megatron's examples, functional tests and
-# mock data use, made divisible by 128 tp (--make-vocab-size-divisible-by).
+# Vocabulary size if a row does not state it: GPT-2's byte pairs, which Megatron's examples, functional tests and mock
+# data use, padded to a multiple of 128 tp (--make-vocab-size-divisible-by).
 _MEGATRONS = (
     Framework.MEGATRON,
     Framework.MEGATRON_TESTS,
@@ -211,13 +216,14 @@ _MEGATRONS = (
 VOCAB: Mapping[Framework, int] = dict.fromkeys(_MEGATRONS, 50257)
 VOCAB_MULTIPLE = 128
 
-# Micro-batches where a row is silent and its schedule accumulates gradients; JAX's trainers run the batch of a device
-# at once. The first is the prediction.
+# Micro-batch sizes if a row does not state one and its schedule accumulates gradients; JAX's trainers run the whole
+# batch of a device at once. The first is the prediction.
 MICRO_BATCHES = (1, 2, 4)
-MICRO_BATCHES_GATHERED = (8, 4, 2, 1)  # ZeRO 3 without a pipeline: each gathers all parameters, so that few are run
+# ZeRO 3 without a pipeline gathers all parameters per micro-batch, so few are run
+MICRO_BATCHES_GATHERED = (8, 4, 2, 1)
 AT_ONCE = frozenset((Framework.JAX,))
-# As many micro-batches as stages, until then (torchtitan, parallelisms/pipelining_utils.py; its pull request 1073 made
-# the default one sequence each).
+# Frameworks that ran as many micro-batches as stages, until this year (torchtitan, parallelisms/pipelining_utils.py;
+# its pull request 1073 made one sequence each the default).
 AS_MANY_AS_STAGES: Mapping[Framework, float] = {Framework.TORCHTITAN: 2025.3}
 
 # (rank, layers) of adapters. NeMo's and Megatron-Bridge's performance recipes: target_modules = ["linear_qkv"], dim 16
@@ -227,23 +233,23 @@ ADAPTERS: Mapping[Framework, tuple[int, tuple[str, ...]]] = dict.fromkeys(
 )
 USUAL_ADAPTERS: tuple[int, tuple[str, ...]] = (8, ("q_proj", "v_proj"))
 
-# Gbit/s of the network: per device, or of the node as links times speed.
+# Gbit/s of the network: per device, or of the node as number of links times speed.
 NIC_PER_DEVICE = r"(\d+) Gb/s per GPU"
 NIC_PER_NODE = r"(\d+)\s*x\s*(?:[A-Z]+ )*(\d+) Gb/s (?:\w+ )?per node"
 
-# A layer that was measured by itself, without embedding, loss and optimizer.
+# A layer that was measured alone, without embedding, loss and optimizer.
 SINGLE_LAYER = r"\b(single|one|1)\b[\w -]*\blayer\b"
 
-# Share of a fabric's bandwidth that NCCL reaches, where its transport is not made for it: all-reduce between two nodes
+# Share of a fabric's bandwidth that NCCL reaches if it has no transport for the fabric: all-reduce between two nodes
 # with 4 x 100 Gb/s of Omni-Path, 135 Gb/s (bigscience-workshop/bigscience, experiments/README.md; less on more nodes,
 # experiments/bandwidth: "nccl ... doesn't fully utilize Intel OPA full bandwidth").
 REACHED: tuple[tuple[str, float], ...] = ((r"Omni-?Path|\bOPA\b", 0.34),)
 
 
-USUAL_NIC = 100.0  # where neither row nor catalog names a network: Ethernet of cloud hosts
+USUAL_NIC = 100.0  # if neither row nor catalog names a network: Ethernet of cloud hosts
 
-# Quoted TFLOP/s, used only where a row has neither seconds nor tokens. A bare `model` is that of NeMo and dgxc tables:
-# full attention (recomputed for the collection); anything else is not read.
+# Quoted TFLOP/s, used only if a row has neither seconds nor tokens. A bare `model` is the formula of NeMo and dgxc
+# tables: full attention (recomputed for the collection); other texts are not read.
 TFLOPS_FORMULAS: tuple[tuple[str, Formula], ...] = (
     (r"8 ?\*? ?N", Formula.HARDWARE_8N),
     (r"hardware.*96 ?BsL|hardware.*96Bls|SC21", Formula.HARDWARE),
@@ -259,44 +265,45 @@ MEMORY: tuple[tuple[str, Memory], ...] = (
     (r"reserved|nvidia-smi", Memory(1e9, comparable=False)),
 )
 
-# Projections of multi-head latent attention (DeepSeek-V3, arXiv 2412.19437, and its descendants): ranks and head sizes.
-# The rank of the queries is that, or they are projected in one step (DeepSeek-V2-Lite).
-# Experts that are many, with as many key-value heads as heads, have it since Megatron knows it: of Megatron-LM's tests
-# all that train 16 experts or more without grouped queries (tests/functional_tests/test_cases), as of Megatron Bridge's
-# recipes DeepSeek-V2 to V4, Moonlight and Kimi. (least number of experts, since)
-# Where the framework is not known: those whose heads would else be narrower than any usual (DeepSeek-V3: 7168 / 128).
+# Multi-head latent attention (DeepSeek-V3, arXiv 2412.19437, and its descendants): ranks of the projections and head
+# sizes. The queries have this rank, or are projected in one step (DeepSeek-V2-Lite). A model is taken to use it if it
+# has many experts and as many key-value heads as heads, since Megatron supports it: so do all of Megatron-LM's tests
+# that train 16 experts or more without grouped queries (tests/functional_tests/test_cases), and of Megatron Bridge's
+# recipes DeepSeek-V2 to V4, Moonlight and Kimi. (least number of experts, since) If the framework is not known: models
+# whose heads would otherwise be narrower than any usual (DeepSeek-V3: 7168 / 128).
 LATENT_EXPERTS: tuple[int, float] = (16, 2024.8)
-# Frameworks that know it; and those whose kernels are deterministic (NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 in every test),
-# with which latent attention has no fused kernel: "unfused attention since MLA with fused attention and deterministic
-# mode leads to NaN" (their model_config.yaml).
+# Frameworks that support it, and frameworks whose kernels are deterministic (NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 in
+# every test), for which latent attention has no fused kernel: "unfused attention since MLA with fused attention and
+# deterministic mode leads to NaN" (their model_config.yaml).
 LATENT_FRAMEWORKS = frozenset(_MEGATRONS)
 DETERMINISTIC = frozenset((Framework.MEGATRON_TESTS,))
-# Whose recipes of such models keep the optimizer's moments in 16 bits (exp_avg_dtype = bfloat16: DeepSeek-V3 and V4,
-# Moonlight, Kimi), as DeepSeek-V3 was trained (arXiv 2412.19437, section 3.3.3).
+# Frameworks whose recipes of such models keep the optimizer's moments in 16 bits (exp_avg_dtype = bfloat16: DeepSeek-V3
+# and V4, Moonlight, Kimi), as DeepSeek-V3 was trained (arXiv 2412.19437, section 3.3.3).
 FRAMEWORKS_OF_MOMENTS_16 = frozenset((Framework.NEMO, Framework.BRIDGE_LIBRARY))
 LATENT_Q_RANKS: tuple[int | None, ...] = (1536, None)
 LATENT: Mapping[str, int] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-# Where dimensions are blank. Key-value heads: 8 of grouped queries in Llama 2 from 34B on (arXiv 2307.09288, table 1)
-# and in all of Llama 3 (April 2024; arXiv 2407.21783, table 3), as many as heads before: (number, of all since, of at
-# least so many parameters, since). Others that models have, to look for the published number of parameters with.
+# Key-value heads if the row does not state them: 8 (grouped queries) in Llama 2 from 34B on (arXiv 2307.09288, table 1)
+# and in all of Llama 3 (April 2024; arXiv 2407.21783, table 3), as many as heads before. (number, all models since,
+# models with at least this many parameters, since) KV_HEADS: other numbers, tried to match the published number of
+# parameters.
 GROUPED: tuple[int, float, float, float] = (8, 2024.3, 30e9, 2023.0)
 KV_HEADS = (4, 2, 16, 1)
 LAYER_WEIGHTS = 12  # times hidden squared: parameters of a layer, roughly
 GATED_SINCE = 2023.1  # LLaMA: SwiGLU; GPTs before have 4 h
-# Entries of tokenizers: GPT-2's, LLaMA's, Llama 3's, and since when they are usual.
+# Vocabulary sizes of GPT-2, LLaMA and Llama 3, with the year since which each is usual.
 TOKENIZERS: tuple[tuple[float, int], ...] = ((0.0, 50257), (2023.1, 32000), (2024.3, 128256))
-# Experts per token of few and of many experts (Mixtral: 2 of 8; Qwen3 and DeepSeek-V3: 8 of 128 and 256).
+# Experts per token with few and with many experts (Mixtral: 2 of 8; Qwen3 and DeepSeek-V3: 8 of 128 and 256).
 MANY_EXPERTS = 64
 TOP_K_OF_EXPERTS: tuple[tuple[int, ...], tuple[int, ...]] = ((2, 4), (8, 4))
-HEAD_DIMS = (128, 64)  # usual ones beside hidden / heads
+HEAD_DIMS = (128, 64)  # usual head dims besides hidden / heads
 EXPERT_EVERY = (1, 2)  # experts in every layer, or in every second one
-# Published counts are rounded, and some leave out embeddings. The usual kind of decoder is taken if it gives the count
-# up to this (less with experts, where attention is a small part of all parameters), else the nearest one, up to the
-# last.
+# Published parameter counts are rounded, and some omit embeddings. The usual kind of decoder is taken if it matches the
+# count within the first share (within the second for experts, where attention is a small part of all parameters); else
+# the nearest kind, within the third share.
 USUAL, USUAL_WITH_EXPERTS, PARAMS_TOLERANCE = 0.05, 0.01, 0.1
-ROUNDED = 0.01  # candidates for blank dimensions that are this much further off than the best are as good
+ROUNDED = 0.01  # candidates for blank dimensions that are off by this much more than the best count as equally good
 
 
 def find(table: Sequence[tuple[str, Found]], text: str) -> Found | None:
-    """The entry of the first pattern that is found in `text`, or None."""
+    """Return the entry of the first pattern that matches in `text`, or None."""
     return next((value for pattern, value in table if re.search(pattern, text, re.IGNORECASE)), None)

@@ -1,8 +1,8 @@
-"""How published runs were set up beyond their degrees: kernels of attention, launch, overlap.
+"""Options of published runs beyond their degrees: attention kernel, launch, overlap.
 
-One default per (framework, era), never per row, campaign or model. The era is the date of the release that a row names
-(`container 26.04`, `release v25.02`, `NeMo 24.07`), else of its source (of a preprint some months before its number),
-else of the first year that its devices were used. What a row's flags say goes first.
+There is one default per (framework, era), never per row, campaign or model. The era is the date of the release that a
+row names (`container 26.04`, `release v25.02`, `NeMo 24.07`), else of its source (for a preprint some months before its
+number), else of the first year in which its devices were used. The flags of a row take precedence.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import replace
 from autoplan.config.parallel import Attention, Dispatcher, Launch, RunOptions
 from autoplan.stacks.defaults import Framework, find
 
-# Years with the part of the year that has passed: what was run was set up then, at the latest.
+# Years as decimals. The run was set up by then at the latest.
 _RELEASE = r"(?:container|release v?|NeMo |ngc)[ :]?(2\d)\.(\d\d)"
 _IN_NAME = r"[-_](20[12]\d)-?([01]\d)(?=[-_.])"  # llama3_h100_202412_torchtitan.md
 _PREPRINT = r"\b([12]\d)(0[1-9]|1[0-2])\.\d{4,5}\b"  # arXiv 2412.19437
-_BEFORE_PAPER = 0.3  # years from a run to the preprint about it, roughly: SC21's and Korthikanti's are 0.2 and 0.8
+_BEFORE_PAPER = 0.3  # years from a run to the preprint about it, roughly: 0.2 for SC21, 0.8 for Korthikanti
 _SOURCES: tuple[tuple[str, float], ...] = (
     (r"bigscience", 2022.2),
     (r"vTrain|llm-foundry|llama1|LLaMA paper|2302\.", 2023.4),
@@ -39,7 +39,7 @@ _DEVICES: tuple[tuple[str, float], ...] = (
     (r".", 2026.0),
 )
 
-# Not before a device was sold.
+# An era is never before the device was sold.
 _RELEASED: tuple[tuple[str, float], ...] = (
     (r"B300|MI35[05]X|TPU ?v?7", 2025.6),
     (r"B200", 2025.0),
@@ -51,8 +51,9 @@ _PLAIN, _OLD = RunOptions(), RunOptions(Attention.UNFUSED)
 _INTERLEAVED = frozenset({"pp", "cp"})
 _RECIPES = frozenset({"pp", "cp", "tp"})  # NeMo's performance recipes add user buffers for tensor parallelism
 
-# What ZeRO moves: until v2.2 (early 2021) the README's commands take --DDP-impl torch, which reduces beside the
-# backward; its own reduces at the end, and --overlap-grad-reduce and --overlap-param-gather are off by default.
+# ZeRO's overlap: until v2.2 (early 2021) the README's commands take --DDP-impl torch, which reduces during the
+# backward; Megatron's own implementation reduces at the end, and --overlap-grad-reduce and --overlap-param-gather are
+# off by default.
 _MEGATRON = tuple(
     (since, RunOptions(attention, overlap=_INTERLEAVED, overlap_zero=beside))
     for since, attention, beside in (
@@ -64,8 +65,8 @@ _MEGATRON = tuple(
     )
 )
 
-# (since, options), the last that applies. FlashAttention: 2022, in Megatron and PyTorch from 2023 on, FlashAttention-2
-# from the end of 2023; Transformer Engine brings cuDNN's own from 2024 on.
+# (since, options); the last that applies counts. FlashAttention: 2022, in Megatron and PyTorch from 2023 on;
+# FlashAttention-2 from the end of 2023; cuDNN's kernel through Transformer Engine from 2024 on.
 DEFAULT_OPTIONS: Mapping[Framework, Sequence[tuple[float, RunOptions]]] = {
     # MPT's loss_fn is "fused_crossentropy", flash-attention's (llmfoundry/models/mpt/modeling_mpt.py)
     Framework.COMPOSER: (
@@ -79,7 +80,7 @@ DEFAULT_OPTIONS: Mapping[Framework, Sequence[tuple[float, RunOptions]]] = {
         (2022.0, RunOptions(Attention.UNFUSED, overlap_zero=False)),
         (2023.8, RunOptions(Attention.FLASH2, overlap_zero=False)),
     ),
-    # the launch scripts of BLOOM, and those that follow it on the same machine, set CUDA_LAUNCH_BLOCKING=1
+    # the launch scripts of BLOOM, and of runs that follow it on the same machine, set CUDA_LAUNCH_BLOCKING=1
     Framework.BIGSCIENCE: (
         (0.0, RunOptions(Attention.UNFUSED, Launch.BLOCKING, overlap_zero=False)),
         (2023.8, RunOptions(Attention.FLASH2, Launch.BLOCKING, overlap_zero=False)),
@@ -90,7 +91,8 @@ DEFAULT_OPTIONS: Mapping[Framework, Sequence[tuple[float, RunOptions]]] = {
     Framework.NEMO: (
         (0.0, RunOptions(Attention.FLASH2, overlap=_RECIPES)),
         (2024.3, RunOptions(Attention.FUSED, overlap=_RECIPES)),
-        # recipes of Megatron Bridge (scripts/performance, its history) capture CUDA graphs of what has no dynamic sizes
+        # recipes of Megatron Bridge (scripts/performance, its history) capture CUDA graphs of the parts without dynamic
+        # sizes
         (2025.6, RunOptions(Attention.FUSED, Launch.GRAPHS, overlap=_RECIPES, narrow_gather=True)),
         (
             2026.0,
@@ -99,7 +101,7 @@ DEFAULT_OPTIONS: Mapping[Framework, Sequence[tuple[float, RunOptions]]] = {
             ),
         ),
     ),
-    # src/megatron/bridge/recipes: cuda_graph_impl = "none" nearly everywhere, tp_comm_overlap of dense ones
+    # src/megatron/bridge/recipes: cuda_graph_impl = "none" nearly everywhere, tp_comm_overlap in dense recipes
     Framework.BRIDGE_LIBRARY: ((0.0, RunOptions(Attention.FUSED, overlap=_RECIPES, narrow_gather=True)),),
     # its configs: overlap_sync_grad = True, overlap_sync_param = False; flash-attention's loss (losses/ce_loss.py)
     Framework.INTERNEVO: (
@@ -130,12 +132,12 @@ _RECIPE_CHANGES: tuple[tuple[float, str, Mapping[str, object]], ...] = (
 )
 EXPERTS_WHOLE_SINCE = 2025.6  # etp = 1 in every recipe with experts of Megatron Bridge
 
-# What flags say.
+# Words of flags -> options.
 _LAUNCH: tuple[tuple[str, Launch], ...] = (
     (r"CUDA_LAUNCH_BLOCKING=1", Launch.BLOCKING),
     (r"full[- ]iteration.{0,12}graph", Launch.FULL_GRAPHS),
     (r"CUDA[- ]?graph", Launch.GRAPHS),
-    (r"token[- ]?drop", Launch.FULL_GRAPHS),  # experts take a fixed number of rows: nothing waits for their sizes
+    (r"token[- ]?drop", Launch.FULL_GRAPHS),  # experts take a fixed number of rows, so nothing waits for their sizes
 )
 _ATTENTION: tuple[tuple[str, Attention], ...] = (
     (r"FlashAttention-?3|cuDNN", Attention.FUSED),
@@ -149,21 +151,21 @@ _DISPATCHERS: tuple[tuple[str, Dispatcher], ...] = (
 )
 _OVERLAPS: tuple[tuple[str, str], ...] = (
     (r"TP(?:/\w+)* (?:comm )?overlap|tp-comm-overlap=True|AsyncTP", "tp"),
-    # DualPipe was made to run the exchanges of one chunk beside another's computing (arXiv 2412.19437, section 3.2.1)
+    # DualPipe was made to overlap the exchanges of one chunk with another's compute (arXiv 2412.19437, section 3.2.1)
     (r"EP[- ](?:comm )?overlap|1f1b[- ]overlap|overlap-moe|Dual-?Pipe", "ep"),
     (r"TP/DP/PP overlap|overlap-p2p|PP overlap", "pp"),
 )
 _OVERLAPS_ZERO = r"overlap-(grad-reduce|param-gather)|\bDP\b[^;]*overlap|comm overlap"
 
-# Fine-tuning recipes of NeMo pack SQuAD (Rajpurkar et al., 2016) to the sequence length; with the prompt around it, a
-# paragraph with its question is about 200 tokens. Megatron Bridge, which came after it, takes mock data instead
+# Fine-tuning recipes of NeMo pack SQuAD (Rajpurkar et al., 2016) to the sequence length; a paragraph with its question
+# and the prompt around it is about 200 tokens. Megatron Bridge, NeMo's successor, takes mock data instead
 # (scripts/performance/argument_parser.py, --data). (framework, until, tokens)
 _FINE_TUNED = r"\b(SFT|LoRA|LORA)\b|[Ff]ine-?tun"
 _PACKED: tuple[tuple[Framework, float, int], ...] = ((Framework.NEMO, 2025.6, 200),)
 
 
 def era_of(source: str, notes: str, device: str) -> float:
-    """The year of a run, as far as its row says."""
+    """Return the year of a run, with decimals, as far as its row tells."""
     if (match := re.search(_RELEASE, f"{source} {notes}")) is not None:
         return 2000 + int(match.group(1)) + (int(match.group(2)) - 0.5) / 12
     if (match := re.search(_IN_NAME, source)) is not None:
@@ -181,7 +183,7 @@ def era_of(source: str, notes: str, device: str) -> float:
 def default_options(
     framework: Framework, era: float, flags: str, device: str, precision: str, notes: str = ""
 ) -> RunOptions:
-    """The options of a framework at a time, and what the flags of a run say of them."""
+    """Return the options of a framework at a time, changed by the flags of the run."""
     usual = next(options for since, options in reversed(DEFAULT_OPTIONS[framework]) if era >= since)
     if framework is Framework.NEMO:
         for since, pattern, changed in _RECIPE_CHANGES:

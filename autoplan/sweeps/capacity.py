@@ -2,13 +2,13 @@
 
     capacity(["llama-3.1-8b", "llama-3.1-70b"], ["8x8xh100-sxm5-80gb", "8x8xb200-sxm-180gb"], "1T", "8k", 512)
 
-or a YAML file (`autoplan capacity FILE.yaml`) with the same names:
+or a YAML file (`autoplan capacity FILE.yaml`) with the same names. `models` to `mode` take one value or a list:
 
-    models: [llama-3.1-8b, llama-3.1-70b]       # needed; as the others up to mode: one, or a list
-    clusters: 8x8xh100-sxm5-80gb                # needed; as on the command line
-    tokens: 1T                                  # needed; in powers of 1000
-    seq_len: 8k                                 # needed; in powers of 1024
-    global_batch_size: [256, 512]               # needed; sequences, in powers of 1024
+    models: [llama-3.1-8b, llama-3.1-70b]       # required
+    clusters: 8x8xh100-sxm5-80gb                # required; as on the command line
+    tokens: 1T                                  # required; in powers of 1000
+    seq_len: 8k                                 # required; in powers of 1024
+    global_batch_size: [256, 512]               # required; sequences, in powers of 1024
     precision: bf16
     mode: eager
     pins: {tp: 8}                               # of all rows
@@ -20,7 +20,7 @@ or a YAML file (`autoplan capacity FILE.yaml`) with the same names:
     assumptions: {mtbf_device_days: 2000}       # of a run: autoplan.cost_models.whole_run.FIGURES
     time_limit_s: 60                            # of one search
 
-Files that a file names are looked for beside it. Rows that do not fit or are illegal stay, with the reason.
+Paths in a file are relative to its folder. Rows that do not fit or are illegal stay, with the reason.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ _OPTIONAL = ("precision", "mode", "pins", *OPTIONS, "profile", "constants", "ass
 
 @dataclass(frozen=True)
 class CapacityTask:
-    """What a capacity table is asked for: rows are the product of the lists, tokens fastest.
+    """The request for a capacity table. Rows are the product of the lists; tokens vary fastest.
 
-    `models` and `clusters` are pairs of the name in the table and what it stands for; `constants_file` is where
-    constants were read from, None: those of this version, or given as such.
+    `models` and `clusters` are pairs of the name in the table and the object. `constants_file` is the file that the
+    constants were read from; None: the constants of this version, or given as an object.
     """
 
     models: tuple[tuple[str, ModelGraph], ...]
@@ -87,14 +87,14 @@ class CapacityTask:
 
     @property
     def num_searches(self) -> int:
-        """Plans that are searched; tokens need none of their own."""
+        """The number of searches; different tokens share one."""
         lists = (self.models, self.clusters, self.seq_len, self.global_batch_size, self.precision, self.mode)
         return math.prod(len(values) for values in lists)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One row: a model on a cluster, its plan or why there is none, and the tokens of its run."""
+    """One row: a model on a cluster, its plan or the reason why there is none, and the tokens of its run."""
 
     model: str
     cluster: str
@@ -103,13 +103,13 @@ class Cell:
 
 
 def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> CapacityTask:
-    """The task of a mapping as the file holds it; values may also be models, clusters and profiles themselves.
+    """Return the task of a mapping as the file holds it; values may also be model, cluster and profile objects.
 
     Args:
-        where: leads every message, for example the file.
-        folder: where files that are named lie; None: where Python runs.
+        where: The start of every error message, for example the file.
+        folder: The folder of relative paths; None: the working directory.
 
-    Raises: PinError naming `where`, the field, its value and what would work.
+    Raises: PinError that names `where`, the field, its value and what would work.
     """
     given = _given(data, where)
 
@@ -134,7 +134,7 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
     options = _read(where, options_of, {name: given[name] for name in OPTIONS if name in given})
     known, file = _read(f"{where}: constants", lambda v: _constants(v, folder), given.get("constants"))
     task = CapacityTask(
-        # what takes long is read last
+        # the slowest reads come last
         tokens=read("tokens", _tokens),
         seq_len=read("seq_len", lambda v: _count("seq_len", v)),
         global_batch_size=read("global_batch_size", lambda v: _count("global_batch_size", v)),
@@ -192,7 +192,7 @@ def _check_profile(task: CapacityTask, where: str) -> None:
 
 
 def read_task(path: str | Path) -> CapacityTask:
-    """The task of a YAML file. PinError names the file, the field and the value that is wrong."""
+    """Return the task of a YAML file. Raises PinError that names the file, the field and the wrong value."""
     where = f"capacity file {path}"
     data = read_yaml(path, where)
     if not isinstance(data, Mapping):
@@ -226,7 +226,7 @@ def _mode(value: object) -> Mode:
 
 
 def _beside(text: str, folder: Path | None, endings: tuple[str, ...]) -> str:
-    """A file that a file names lies beside it; what is no file stays as it is."""
+    """Return the path of a file that a task names, relative to `folder`; other texts are returned unchanged."""
     isfile = text.partition("@")[0].endswith(endings)
     return str(folder / text) if folder is not None and isfile else text
 
@@ -259,15 +259,15 @@ def _model(value: object, folder: Path | None) -> tuple[str, ModelGraph]:
     return value, load_model(_beside(value, folder, (".json",)))
 
 
-# What `sweep.points` varies, in the order of its product: tokens need no search of their own.
+# The order in which `whatif.points` varies the lists; tokens need no search of their own.
 _SEARCHED = ("cluster", "seq_len", "global_batch_size", "precision", "mode")
 
 
 def cells(task: CapacityTask, search: Callable[[PlanRequest], Any] = search_plan) -> Iterator[Cell]:
-    """The rows of the table. Ctrl-C during a search ends them with the row at hand (`Point.interrupted`).
+    """Yield the rows of the table. Ctrl-C during a search ends them with the current row (`Point.interrupted`).
 
     Args:
-        search: what plans one request, as `autoplan.search.planner.search_plan`.
+        search: Plans one request, as `autoplan.search.planner.search_plan` does.
     """
     labels = {id(cluster): label for label, cluster in task.clusters}
     clusters = [cluster for _, cluster in task.clusters]
@@ -294,7 +294,7 @@ def cells(task: CapacityTask, search: Callable[[PlanRequest], Any] = search_plan
 
 
 def cell_row(cell: Cell, assumptions: Assumptions | None = None) -> dict[str, object]:
-    """A cell as one flat row; None where there is no plan, and for what is not known."""
+    """Return a cell as one flat row, with None for unknown values and for cells without a plan."""
     out: dict[str, object] = {"model": cell.model, "cluster": cell.cluster, "tokens": cell.tokens}
     rest = row(cell.point, cell.tokens, assumptions)
     out |= {name: value for name, value in rest.items() if name != "cluster"}
@@ -324,25 +324,29 @@ def capacity(
     assumptions: Mapping[str, float] | None = None,
     time_limit_s: float = 60.0,
 ) -> pd.DataFrame:
-    """The best plan of every model on every cluster, and what its run takes, one row each; rows without a plan say why.
+    """Return the best plan of every model on every cluster, with the cost of its run, one row each.
+
+    A row without a plan states the reason.
 
     Args:
-        models: as `autoplan.load_model` reads them, or graphs; one or a list, as the next five.
-        clusters: as `Cluster.parse` reads them, or Clusters.
-        tokens: of the whole run; also as text, `1T`.
-        seq_len: tokens per sequence; also `8k` (8192).
-        global_batch_size: sequences per step.
-        pins: choices that all rows keep.
-        options: how all runs are set up, for example `RunOptions(launch=Launch.GRAPHS)` or `{"launch": "graphs"}`.
-        constants: of the cost model, or a file of `autoplan calibrate`; None: those of this version.
-        assumptions: of the run: failures, power, storage; by the names of `autoplan.cost_models.whole_run.FIGURES`.
-        time_limit_s: of one search.
+        models: Names for `autoplan.load_model`, or graphs; one or a list.
+        clusters: Texts for `Cluster.parse`, or Clusters; one or a list.
+        tokens: Tokens of the whole run; also as text, `1T`; one or a list.
+        seq_len: Tokens per sequence; also `8k` (8192); one or a list.
+        global_batch_size: Sequences per step; one or a list.
+        pins: Choices that are fixed in all rows.
+        precision: One or a list.
+        mode: One or a list.
+        options: How all runs are set up, for example `RunOptions(launch=Launch.GRAPHS)` or `{"launch": "graphs"}`.
+        constants: Constants of the cost model, or a file of `autoplan calibrate`; None: the constants of this version.
+        assumptions: Failures, power and storage of the run, by the names of `autoplan.cost_models.whole_run.FIGURES`.
+        time_limit_s: Seconds for one search.
 
     Returns: model, cluster, tokens, seq_len, global_batch_size, precision, mode, then the columns of
         `autoplan.sweeps.whatif` with tokens (seconds, bytes, days, US dollars, kWh; shares from 0 to 1), then
         critical_batch_tokens. After Ctrl-C: the rows so far.
 
-    Raises: AutoplanError for a model, cluster, name or value that is not known.
+    Raises: AutoplanError for an unknown model, cluster, name or value.
     """
     import pandas as pd
 

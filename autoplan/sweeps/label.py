@@ -1,4 +1,4 @@
-"""A plan in one line, with shares of its layers, and what its price rests on."""
+"""Labels: a plan in one line, with the shares of its recomputed layers, and the evidence behind its price."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from autoplan.schedules.schedule import num_copies
 
 
 def plan_label(config: ParallelConfig, estimate: Estimate | None = None) -> str:
-    """`pp2 dp8 tp4 zero1 mbs1 x128 recompute 3/32`: degrees above 1, then what is always there; 3 of 32 layers."""
+    """Return a plan as one line: `pp2 dp8 tp4 zero1 mbs1 x128 recompute 3/32` (3 of 32 layers recomputed).
+
+    Degrees of 1 are omitted.
+    """
     held = sum(stage.num_layers for stage in estimate.stages) if estimate is not None else 0
     return config_label(config, held // num_copies(config.schedule))
 
 
 def evidence_label(estimate: Estimate) -> str:
-    """`compute fitted, communication assumed, memory exact`: the weakest evidence of each."""
+    """Return the weakest evidence of each part: `compute fitted, communication assumed, memory exact`."""
     comm = [q.tag for name, q in estimate.breakdown.items() if name.endswith("_comm") and q.mid > 0]
     memory = max((q.tag for s in estimate.stages for q in s.memory.values()), default=Tag.EXACT)
     parts = [f"compute {estimate.breakdown['compute'].tag}"] if "compute" in estimate.breakdown else []

@@ -1,9 +1,9 @@
-"""What-if: the best plan at every point of a sweep over hardware and task, and what a whole run of it takes.
+"""What-if: the best plan at every point of a sweep over hardware and task, and the cost of a whole run with it.
 
     whatif("llama-3.1-8b", "8x8xh100-sxm5-80gb", 8192, 1024, vary={"nodes": [8, 16, 32], "nic": [100, 400]})
 
-Every point is planned anew: the best plan for 100 Gbit/s is not the best for 1600. A row says how its search ended and
-how far its plan may be from the best. Ctrl-C ends a sweep after the point at hand, whose row says so.
+Every point is planned by itself: the best plan for 100 Gbit/s is not the best for 1600. A row says how its search ended
+and how far its plan may be from the best. Ctrl-C ends a sweep after the current point, whose row says so.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from autoplan.units import dtype_bytes
 if TYPE_CHECKING:
     import pandas as pd
 
-# What can be varied, and what it is. A pin of the search (tp, zero_stage, ...) can be varied too.
+# The names that can be varied, with descriptions. Pins of the search (tp, zero_stage, ...) can be varied too.
 TASK = {
     "device": "catalog id of the device, in the same nodes with what was given for them",
     "cluster": "a whole cluster",
@@ -46,19 +46,19 @@ TASK = {
     "mode": "one of " + ", ".join(Mode),
 }
 VARIED: dict[str, str] = {**OVERRIDES, **TASK, **{name: "pinned" for name in PINS}}
-INTERRUPTED = "interrupted"  # status of a search that Ctrl-C ended, and of a point that it left without a plan
-# Beyond any task: what is larger is a slip, and would be simulated micro-batch by micro-batch.
+INTERRUPTED = "interrupted"  # the status of a search that Ctrl-C ended, and of a point left without a plan
+# Beyond any task: a larger value is a mistake, and would be simulated micro-batch by micro-batch.
 _TASK_RANGES = {"seq_len": Range(1, 10**9, whole=True), "global_batch_size": Range(1, 10**7, whole=True)}
 _MOST_TOKENS = 1e30
-_MOST_POINTS = 10_000  # of one sweep: each takes a search, of a tenth of a second at least
-# how values are written: words, lists of numbers, whole numbers; the others are numbers
+_MOST_POINTS = 10_000  # of one sweep; each takes a search of at least a tenth of a second
+# Types of values: words, lists of numbers, whole numbers; all others are numbers.
 TEXTS = ("device", "cluster", "precision", "mode", *(c.name for c in CHOICES if c.written is Written.WORD))
 LISTS = tuple(c.name for c in CHOICES if c.written is Written.LIST)
 WHOLE_NUMBERS = (
     *("nodes", "devices_per_node", "seq_len", "global_batch_size"),
     *(c.name for c in CHOICES if c.written is Written.COUNT),
 )
-# What the numbers may be, by name; a pin is checked further where its search begins.
+# The legal range of each number. The search checks pins further.
 RANGES: dict[str, Range] = {
     **{c.name: Range(c.least, c.most, whole=True) for c in CHOICES if c.written is Written.COUNT},
     **OVERRIDE_RANGES,
@@ -66,14 +66,14 @@ RANGES: dict[str, Range] = {
 }
 
 
-# Of a step: seconds in which a device computes. In the rest it waits, and draws less power.
+# Terms of a step during which a device computes. In the rest it waits, and draws less power.
 _BUSY = ("compute", "recompute", "accumulate", "optimizer")
 
 
 def run_of(
     estimate: Estimate, request: PlanRequest, tokens: float | None, assumptions: Assumptions | None = None
 ) -> Run | None:
-    """The whole run of one plan on `tokens` tokens; None without tokens."""
+    """Return the whole run of one plan on `tokens` tokens; None without tokens."""
     if tokens is None:
         return None
     busy = sum(q.mid for name, q in estimate.breakdown.items() if name in _BUSY)
@@ -89,7 +89,7 @@ def run_of(
 
 
 def checkpoint_bytes(graph: ModelGraph, precision: str) -> float:
-    """Parameters and AdamW's state, once: what all ranks together write."""
+    """Return the bytes of a checkpoint: parameters and AdamW's state, each once, over all ranks together."""
     p = precision_of(precision)
     out = 0.0
     for param in graph.params.values():
@@ -100,8 +100,10 @@ def checkpoint_bytes(graph: ModelGraph, precision: str) -> float:
 
 
 def batch_warning(request: PlanRequest, tokens: float | None) -> str | None:
-    """Where the global batch is beyond the critical one at the end of so many tokens; None also for sparse models, of
-    which no law is known here."""
+    """Return a warning if the global batch is beyond the critical batch at the end of so many tokens; else None.
+
+    None also for sparse models, for which no law is known here.
+    """
     critical = critical_batch(request.graph, tokens)
     batch = request.seq_len * request.global_batch_size
     if critical is None or tokens is None or batch <= critical:
@@ -113,7 +115,10 @@ def batch_warning(request: PlanRequest, tokens: float | None) -> str | None:
 
 
 def critical_batch(graph: ModelGraph, tokens: float | None) -> float | None:
-    """Tokens per step (`whole_run.critical_batch_tokens`); None without tokens, and for mixtures of experts."""
+    """Return the critical batch in tokens per step (`whole_run.critical_batch_tokens`).
+
+    None without tokens, and for mixtures of experts.
+    """
     if tokens is None or active_params(graph) != graph.num_params:
         return None
     return critical_batch_tokens(graph.num_params, tokens)
@@ -121,7 +126,7 @@ def critical_batch(graph: ModelGraph, tokens: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Point:
-    """One point of a what-if: what was varied, and the best plan there or why there is none."""
+    """One point of a what-if: the varied values, and the best plan or the reason why there is none."""
 
     varied: Mapping[str, object]
     request: PlanRequest | None
@@ -164,13 +169,13 @@ def check_points(counts: Mapping[str, int], what: str = "vary") -> None:
 
 
 def check_sweep(seq_len: object, global_batch_size: object) -> None:
-    """PinError for what is no count, or too large for any task."""
+    """Raise PinError unless both are whole numbers in the range of a task."""
     for name, value in (("seq_len", seq_len), ("global_batch_size", global_batch_size)):
         _TASK_RANGES[name].check(value, name)
 
 
 def check_tokens(tokens: object) -> None:
-    """PinError for what is no number of tokens; None is fine."""
+    """Raise PinError unless `tokens` is a number of tokens or None."""
     if tokens is None:
         return
     number = isinstance(tokens, int | float) and not isinstance(tokens, bool) and math.isfinite(tokens)
@@ -179,15 +184,19 @@ def check_tokens(tokens: object) -> None:
 
 
 def read_constants(given: Constants | Path | str | None) -> tuple[Constants, str | None]:
-    """The constants, and the file that they were read from; those of this version for None. ProfileError for a file
-    that cannot be read."""
+    """Return the constants and the file that they were read from (None if there is no file).
+
+    None stands for the constants of this version.
+
+    Raises: ProfileError for a file that cannot be read.
+    """
     if given is None or isinstance(given, Constants):
         return Constants.shipped() if given is None else given, None
     return Constants.load(given), str(given)
 
 
 def _at(base: PlanRequest, varied: Mapping[str, Any]) -> PlanRequest:
-    """The request at one point."""
+    """Return the request at one point of a sweep."""
     cluster = base.cluster
     if "cluster" in varied:
         given = varied["cluster"]
@@ -218,7 +227,10 @@ def _at(base: PlanRequest, varied: Mapping[str, Any]) -> PlanRequest:
 
 
 def _reached(cluster: Cluster, reach: int) -> tuple[tuple[object, ...], ...] | None:
-    """Figures of the levels that a group crosses whose last rank is `reach` beyond its first; None: of no cluster."""
+    """Return the figures of the levels that a group crosses whose last rank is `reach` ranks after its first.
+
+    None if no cluster level reaches that far.
+    """
     out: list[tuple[object, ...]] = []
     for level in cluster.levels:
         out.append((level.name, level.latency_s, level.bytes_per_s, level.p2p_bytes_per_s))
@@ -228,7 +240,7 @@ def _reached(cluster: Cluster, reach: int) -> tuple[tuple[object, ...], ...] | N
 
 
 def _check_profile(profile: Profile, base: Cluster, cluster: Cluster) -> None:
-    """PinError where measured times would silently stand for another device or other links than those of `base`."""
+    """Raise PinError if the profile of `base` does not apply to `cluster`: its device or its links are different."""
     figures = [replace(c.device, memory_bytes=1) for c in (base, cluster)]
     if figures[0] != figures[1] or base.device_type != cluster.device_type:
         raise PinError(
@@ -254,12 +266,14 @@ def points(
     vary: Mapping[str, Sequence[object]],
     search: Callable[[PlanRequest], Any] = search_plan,
 ) -> Iterator[Point]:
-    """The best plan at every point of the product of `vary`, in its order. PinError for what cannot be varied.
+    """Yield the best plan at every point of the product of `vary`, in its order.
 
-    Ctrl-C during a search ends them with the point at hand (`Point.interrupted`).
+    Ctrl-C during a search ends the sweep with the current point (`Point.interrupted`).
 
     Args:
-        search: what plans one request, as `autoplan.search.planner.search_plan`.
+        search: Plans one request, as `autoplan.search.planner.search_plan` does.
+
+    Raises: PinError for names and values that cannot be varied.
     """
     check_varied(vary)
     known: dict[object, Point] = {}
@@ -303,7 +317,7 @@ def _point(request: PlanRequest, search: Callable[[PlanRequest], Any]) -> Point:
 
 
 def row(point: Point, tokens: float | None = None, assumptions: Assumptions | None = None) -> dict[str, object]:
-    """Return a point as one flat row; None where there is no plan, and for what is not known."""
+    """Return a point as one flat row, with None for unknown values and for points without a plan."""
     out: dict[str, object] = {name: getattr(value, "value", value) for name, value in point.varied.items()}
     out |= {"status": point.status, "reason": point.reason}
     found = point.certificate
@@ -347,7 +361,7 @@ def columns(varied: Iterable[str], tokens: float | None = None) -> list[str]:
 
 
 def _priced(point: Point) -> str | None:
-    """What of a plan has a price, but is not executed."""
+    """Return the parts of the plan that are priced but not executed, as text."""
     if point.planned is None or point.request is None:
         return None
     return "; ".join(not_executed(point.planned.config, point.request.facts))
@@ -375,7 +389,7 @@ def _run_columns(run: Run | None) -> dict[str, object]:
 
 
 def notes(point: Point, tokens: float | None, assumptions: Assumptions | None = None) -> list[str]:
-    """What is not known of a planned point's run, and what speaks against its batch."""
+    """Return the unknowns of a planned point's run, and the warning about its batch if there is one."""
     if point.planned is None or point.request is None:
         return []
     run = run_of(point.planned.estimate, point.request, tokens, assumptions)
@@ -402,31 +416,30 @@ def whatif(
     assumptions: Mapping[str, float] | None = None,
     target_len: int | None = None,
 ) -> pd.DataFrame:
-    """The best plan at every point of a sweep, one row per point; points without a plan say why.
+    """Return the best plan at every point of a sweep, one row per point; a point without a plan states the reason.
 
     Args:
-        model: a name of the catalog, a path of a Hugging Face config.json, `package.module:factory`, or a graph.
-        cluster: as `Cluster.parse` reads it, or a Cluster.
-        vary: lists of values by name (`sweep.VARIED`); rows are their product, the last name fastest.
-        tokens: adds days, US dollars (where the cluster has a price), kWh and goodput for so many tokens.
-        profile: measured times, or their name or path.
-        options: how the run is set up, for example `RunOptions(launch=Launch.GRAPHS)` or `{"launch": "graphs"}`; None:
+        model: A name of the catalog, a path of a Hugging Face config.json, `package.module:factory`, or a graph.
+        cluster: A text for `Cluster.parse`, or a Cluster.
+        vary: Lists of values by name (keys of `VARIED`). Rows are their product; the last name varies fastest.
+        tokens: Adds days, US dollars (if the cluster has a price), kWh and goodput for so many tokens.
+        profile: Measured times, or their name or path.
+        options: How the run is set up, for example `RunOptions(launch=Launch.GRAPHS)` or `{"launch": "graphs"}`; None:
             the defaults.
-        constants: of the cost model, or a file of `autoplan calibrate`; None: those of this version.
-        time_limit_s: of one point.
-        assumptions: of the whole run, by the names of `cost_models.whole_run.FIGURES`.
-        target_len: tokens per target sequence of an encoder-decoder; None: as seq_len.
+        constants: Constants of the cost model, or a file of `autoplan calibrate`; None: the constants of this version.
+        time_limit_s: Seconds for the search of one point.
+        assumptions: Assumptions of the whole run, by the names of `cost_models.whole_run.FIGURES`.
+        target_len: Tokens per target sequence of an encoder-decoder; None: as seq_len.
 
-    Returns: columns of what is varied, then status, reason, search_status (`complete`, or why it stopped), gap (as
+    Returns: Columns: the varied names; status, reason, search_status (`complete`, or why the search stopped), gap (as
         `planner.Certificate` defines it), num_devices, step_time_s (and low, high), tokens_per_s,
-        tokens_per_s_per_device, mfu (attention counted in full), mfu_causal (as a causal mask leaves it),
-        peak_memory_bytes, memory_margin_bytes, [days, usd, kwh (without failures),
-        goodput, days_with_failures, usd_with_failures, kwh_with_failures (each also with _low, _high), usd_energy,
-        checkpoint_interval_s,] plan, evidence,
-        priced_not_executed [, notes]. After Ctrl-C: the rows so far, the last with `interrupted` as
-        its search_status, or as its status if it has no plan.
+        tokens_per_s_per_device, mfu (attention counted in full), mfu_causal (attention under a causal mask),
+        peak_memory_bytes, memory_margin_bytes; with `tokens` also days, usd, kwh (without failures), goodput,
+        days_with_failures, usd_with_failures, kwh_with_failures (each also with _low, _high), usd_energy,
+        checkpoint_interval_s; plan, evidence, priced_not_executed; with `tokens` also notes. After Ctrl-C: the rows so
+        far; the last has `interrupted` as its search_status, or as its status if it has no plan.
 
-    Raises: AutoplanError for a model, cluster or name that is not known.
+    Raises: AutoplanError for an unknown model, cluster or name.
     """
     import pandas as pd
 

@@ -1,1 +1,10 @@
-"""Devices, links, levels and clusters, from the catalog, a file or words; what is known of communication libraries."""
+"""Devices, links and clusters, from the catalog, a file or text; how communication libraries use links.
+
+`parts`: `Device`, `Link`, `Level`, `Price`, `Group`.
+`catalog`: the devices and cloud instances that ship with autoplan.
+`nodes`: `Nodes`, the data of a cluster. `cluster`: `Cluster`, nodes with levels, parsing and what-ifs.
+`cluster_file`: a cluster as a YAML file. `keys`: checked keys of mappings.
+`fabric_graph`: links as a graph, and the levels that follow from it.
+`fabric_routes`: shortest paths and load on links. `fabric_file`: a fabric in a cluster file.
+`nccl`: protocols and algorithms of collectives per kind of link.
+"""

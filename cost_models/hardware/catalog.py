@@ -1,11 +1,11 @@
-"""The hardware catalog: devices and cloud instances that ship with autoplan (profiles/hardware/*.csv), as plain data.
+"""The hardware catalog: devices and cloud instances that ship with autoplan (profiles/hardware/*.csv).
 
 device("h100-sxm5-80gb")   Device
 entry("h100-sxm5-80gb")    the whole row: Device, links, node shape, network, price
 devices(), instances()     everything, by id and by instance name
 
 Ids are exact; PinError names the nearest ones. Every row names its sources and the fields that no source confirms.
-Figures are those of one rank: the rows of MI250X and Trainium2 describe a package of several ranks and are divided.
+Figures are per rank: the rows of packages with several ranks (RANKS_PER_ROW) are divided.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from autoplan.cost_models.hardware.parts import Device, Level, Price
 from autoplan.errors import PinError
 from autoplan.units import GB, GIB, MIB, TERA
 
-# Ranks of one row: PyTorch sees both dies (GCD) of a MI250X and both TensorCores of a TPU7x; a Trainium2 chip is 4
-# logical NeuronCores (notes column).
+# Ranks per row: PyTorch sees both dies (GCD) of a MI250X and both TensorCores of a TPU7x; a Trainium2 chip is 4 logical
+# NeuronCores (notes column).
 RANKS_PER_ROW: dict[str, int] = {"mi250x-128gb": 2, "tpu-v7x": 2, "trainium2-96gb": 4}
 
 # Memory that the driver reports, in bytes; from the notes column of the same row (NVML, nvidia-smi, AWS).
@@ -36,12 +36,13 @@ _REPORTED_BYTES: dict[str, int] = {
     "gb200-nvl72": 189_471 * MIB,
     "gb300-nvl72": 275_040 * MIB,  # the same chip as B300
 }
-# Else assumed: vendors sell GiB as GB; HBM shows about 1.5 % less, GDDR with ECC a sixteenth less.
+# Usable share of the memory of all others, assumed: vendors sell GiB as GB; HBM shows about 1.5 % less, GDDR with ECC a
+# sixteenth less.
 _USABLE_FRACTION = {"HBM": 0.985, "GDDR": 0.9375}
 
-# link name in the catalog -> (fabric of collectives.FABRICS, seconds per step: what its hops are multiples of)
+# link name in the catalog -> (fabric of nccl.FABRICS, latency in seconds, which hops are multiples of)
 _FABRIC_OF_LINK: tuple[tuple[str, str, float], ...] = (
-    ("PCIe (no NVLink", "pcie_host", 1.5e-6),  # devices that reach each other through the memory of the host
+    ("PCIe (no NVLink", "pcie_host", 1.5e-6),  # devices that reach each other through host memory
     ("PCIe", "pcie", 1.5e-6),
     ("NVLink2 + NVSwitch", "nvlink2_switch", 0.75e-6),
     ("NVLink2", "nvlink2", 0.75e-6),
@@ -53,13 +54,13 @@ _FABRIC_OF_LINK: tuple[tuple[str, str, float], ...] = (
     ("ICI", "ici", 1e-6),
     ("NeuronLink", "ici", 2e-6),
 )
-# Fabrics of one host: a domain of theirs never reaches another node, however few devices a node has. NVLink (racks) and
-# ICI (pods) may: where their domain is larger than the usual node.
+# Fabrics inside one host: their domain never reaches another node, however few devices a node has. NVLink (racks) and
+# ICI (pods) may reach others, if their domain is larger than the usual node.
 _OF_ONE_HOST = frozenset(("pcie", "pcie_host"))
 _HOST_LATENCY_S = 2.5e-6
 NETWORK_LATENCY_S = 12.5e-6
 
-PEAK_COLUMNS: dict[str, str] = {  # of the catalog, by dtype
+PEAK_COLUMNS: dict[str, str] = {  # columns of the catalog, by dtype
     "bfloat16": "peak_tflops_bf16_dense",
     "float16": "peak_tflops_fp16_dense",
     "tf32": "peak_tflops_tf32_dense",
@@ -68,14 +69,15 @@ PEAK_COLUMNS: dict[str, str] = {  # of the catalog, by dtype
     "float4": "peak_tflops_fp4_dense",
     "int8": "peak_tops_int8_dense",
 }
-DTYPES = tuple(PEAK_COLUMNS)  # that have a peak
+DTYPES = tuple(PEAK_COLUMNS)  # the dtypes that have a peak
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the catalog: a device, the levels inside a node and beyond, its usual node, network and price.
+    """One row of the catalog: a device, its links, its usual node, network and price.
 
-    `host` connects the scale-up domains of one node; `nic_gbit_s` per device, None where no source names it.
+    `scaleup`: the innermost level. `host`: connects the scale-up domains of one node, if there are several.
+    `nic_gbit_s`: Gbit/s of the network per device; None if no source names it.
     """
 
     id: str
@@ -92,7 +94,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Instance:
-    """One rentable machine: what is in it, its network and its price (None where no source is dated)."""
+    """One rentable machine: its devices, network and price (None if no source is dated)."""
 
     name: str
     provider: str
@@ -201,24 +203,24 @@ def _entry(row: Mapping[str, str]) -> Entry:
 
 @lru_cache(maxsize=1)
 def entries() -> Mapping[str, Entry]:
-    """The whole catalog by id, in the order of the file."""
+    """Return the whole catalog by id, in file order."""
     return MappingProxyType({row["id"]: _entry(row) for row in _rows("devices.csv")})
 
 
 def devices() -> dict[str, Device]:
-    """All devices by id."""
+    """Return all devices by id."""
     return {name: e.device for name, e in entries().items()}
 
 
 def nearest_names(text: str, known: list[str]) -> list[str]:
-    """The names that contain `text`, else those spelt like it; at most four."""
+    """Return at most four names that contain `text`, or else at most three with a similar spelling."""
     plain = text.lower().replace("_", "-")
     inside = [name for name in known if plain in name.lower()]
     return inside[:4] or difflib.get_close_matches(plain, known, 3, 0.4)
 
 
 def entry(device_id: str) -> Entry:
-    """The row of `device_id`. PinError names the nearest ids."""
+    """Return the row of `device_id`. Raises PinError that names the nearest ids."""
     known = entries()
     if device_id not in known:
         near = nearest_names(device_id, list(known))
@@ -228,13 +230,13 @@ def entry(device_id: str) -> Entry:
 
 
 def device(device_id: str) -> Device:
-    """The device of `device_id`. PinError names the nearest ids."""
+    """Return the device of `device_id`. Raises PinError that names the nearest ids."""
     return entry(device_id).device
 
 
 @lru_cache(maxsize=1)
 def instances() -> Mapping[str, Instance]:
-    """Cloud instances by name. Their figures count ranks, as Device does."""
+    """Return cloud instances by name. Their figures count ranks, as Device does."""
     out = {}
     for row in _rows("instances.csv"):
         ranks = RANKS_PER_ROW.get(row["device_id"], 1)
@@ -257,7 +259,7 @@ def instances() -> Mapping[str, Instance]:
 
 
 def instance(name: str) -> Instance:
-    """The instance of that name. PinError names the nearest ones."""
+    """Return the instance of that name. Raises PinError that names the nearest ones."""
     known = instances()
     if name not in known:
         near = nearest_names(name, list(known))

@@ -1,14 +1,14 @@
-"""Cluster: what the program will run on, as plain data.
+"""The cluster that a program runs on, as plain data.
 
 Cluster.parse("16x8xh100-sxm5-80gb")            16 nodes of 8; network, price and links from the catalog
 Cluster.parse("16xp5.48xlarge")                 16 cloud instances: their own network and price
-Cluster.parse("4x8xmi355x-288gb@nic=400")       what the catalog does not know, or shall be otherwise
+Cluster.parse("4x8xmi355x-288gb@nic=400")       overrides of the catalog, or figures that it lacks
 Cluster.parse("cluster.yaml")                   see autoplan.cost_models.hardware.cluster_file
 cluster.on_fabric(FabricGraph(...))             links as a graph, see autoplan.cost_models.hardware.fabric_graph
 Cluster.parse("local:4")                        processes of this machine
-cluster.with_(nodes=32, nic=800)                what if
+cluster.with_(nodes=32, nic=800)                a what-if
 
-Devices are numbered node by node. Levels go from the inside out; the scale-up domain is not the node: GB200 has trays
+Devices are numbered node by node. Levels go from the inside out. The scale-up domain is not the node: GB200 has trays
 of 4 in a domain of 72, and two bridged cards are a domain inside a node.
 """
 
@@ -47,12 +47,12 @@ from autoplan.units import GB, GIB, MICRO, TERA
 __all__ = ["Cluster", "Device", "Group", "Level", "Link", "Price"]
 
 _LOCAL_LAUNCH_S = 5e-6
-# A device's share of its host, where nothing says more; assumed and unverified (no source of the catalog has them).
-# Servers of eight devices are sold with 1 to 2 TB for all; of two sockets with eight channels of DDR4-3200 each
-# (25.6 GB/s a channel) an eighth is 51 GB/s, of which copies reach about 80 %.
+# A device's share of its host by default; assumed and unverified (no source of the catalog has them). Servers of eight
+# devices are sold with 1 to 2 TB for all; with two sockets of eight channels of DDR4-3200 each (25.6 GB/s a channel) an
+# eighth is 51 GB/s, of which copies reach about 80 %.
 ASSUMED_HOST_MEMORY_BYTES = 128 * GB
 ASSUMED_HOST_BYTES_PER_S = 40.0 * GB
-# Columns of the catalog that an override takes the place of.
+# Columns of the catalog that an override replaces.
 _COLUMNS: Mapping[str, tuple[str, ...]] = {
     "nic": ("scaleout_gbit_s_per_device",),
     "scaleup": ("scaleup_gb_s_per_dir_per_device",),
@@ -60,7 +60,7 @@ _COLUMNS: Mapping[str, tuple[str, ...]] = {
     "memory_gb_s": ("mem_bw_gb_s",),
     "power": ("power_w",),
 }
-# name of an override -> what it is
+# name of an override -> its description
 OVERRIDES: dict[str, str] = {
     "nodes": "number of nodes",
     "devices_per_node": "devices per node",
@@ -97,13 +97,13 @@ _LINKS = ("nic", "scaleup")  # overrides of links
 
 @dataclass(frozen=True)
 class Cluster(Nodes):
-    """Nodes, with what is computed from their figures: levels, memory of the host, what-ifs."""
+    """Nodes, with figures derived from them: levels, host memory, what-ifs."""
 
     @property
     def host_memory_bytes(self) -> float:
-        """What a device may keep in the memory of its host: given, or assumed.
+        """A device's budget in host memory: given, or assumed.
 
-        A CPU process has one memory: what it offloads has no budget of its own, unless one is given.
+        A CPU process has only one memory: its offloaded data has no separate budget, unless one is given.
         """
         if self.device.host_memory_bytes is not None:
             return float(self.device.host_memory_bytes)
@@ -111,8 +111,10 @@ class Cluster(Nodes):
 
     @property
     def host_link_bytes_per_s(self) -> float | None:
-        """Between a device and the memory of its host, one direction; None: not known. On a CPU a copy reads and
-        writes the one memory there is."""
+        """Bandwidth between a device and host memory in one direction; None if not known.
+
+        On a CPU a copy reads and writes the same memory.
+        """
         given = self.device.host_bytes_per_s
         if given is None and self.device_type == "cpu":
             return self.device.memory_bytes_per_s / 2
@@ -120,7 +122,7 @@ class Cluster(Nodes):
 
     @property
     def offloads(self) -> bool:
-        """True if a search looks at offloading: there are two memories, and the speed between them is known."""
+        """True if a search tries offloading: there are two memories, and the speed between them is known."""
         apart = self.device_type != "cpu" or self.device.host_memory_bytes is not None
         return apart and self.host_link_bytes_per_s is not None
 
@@ -128,8 +130,8 @@ class Cluster(Nodes):
     def levels(self) -> tuple[Level, ...]:
         """The levels that exist at this size, inner to outer; the last spans the whole cluster.
 
-        `size` is that of the unit here: at most the node for a level within a node, at most the world. Nodes of one
-        device have no level within a node; a cluster of one device has one of size 1, which nothing crosses.
+        `size` is the size of a unit here: at most the node for a level within a node, at most the world. Nodes of one
+        device have no level within a node; a cluster of one device has one level of size 1, which nothing crosses.
         """
         inner = self.link
         declared = inner if isinstance(inner, Level) else Level(inner.latency_s, inner.bytes_per_s, inner.source)
@@ -151,17 +153,17 @@ class Cluster(Nodes):
         return tuple(out)
 
     def levels_of(self, group: Group, traffic: Traffic) -> tuple[Level, ...]:
-        """The levels as a group of this shape meets them: on a fabric with what all such groups get at once."""
+        """Return the levels for a group of this shape; on a fabric, with the bandwidth of all such groups at once."""
         return self.levels if self.fabric is None else self.fabric.levels_of(group, traffic, self.levels)
 
     @property
     def domain_size(self) -> int:
-        """Devices that reach each other without a network between nodes; 1 where every node has one device."""
+        """The number of devices that reach each other without a network between nodes; 1 for nodes of one device."""
         inner = self.levels[0]
         return 1 if inner.name in NETWORKS else inner.size
 
     def shared_level(self, here: int, there: int) -> tuple[Level, int]:
-        """The innermost level of which two ranks are in one unit, and the size of a unit below it (1: none)."""
+        """Return the innermost level with both ranks in one unit, and the size of a unit of the level below (or 1)."""
         below = 1
         for level in self.levels[:-1]:
             if here // level.size == there // level.size:
@@ -185,7 +187,7 @@ class Cluster(Nodes):
         power: float | None = None,
         price: float | None = None,
     ) -> Cluster:
-        """The same cluster with other figures, for what-ifs. Units: see OVERRIDES. PinError names what is illegal."""
+        """Return the cluster with other figures, for what-ifs. Units: see OVERRIDES. PinError names illegal values."""
         figures = {"nic": nic, "scaleup": scaleup, "memory_gb": memory_gb, "power": power, "price": price}
         figures |= {"host_memory_gb": host_memory_gb, "memory_gb_s": memory_gb_s}
         given = {name: value for name, value in figures.items() if value is not None}
@@ -215,14 +217,14 @@ class Cluster(Nodes):
 
     @property
     def unverified(self) -> tuple[str, ...]:
-        """Columns of the catalog that no source confirms, of those that count here: none of what is given instead."""
+        """Columns of the catalog that no source confirms, without those that given figures replace."""
         given = {column for name, _ in self.given for column in _COLUMNS.get(name, ())}
         return tuple(column for column in self.device.unverified if column not in given)
 
     def with_device(self, device_id: str) -> Cluster:
-        """The same nodes with another device of the catalog, its links and price; what was `given` stays.
+        """Return the same nodes with another device of the catalog, its links and price; `given` figures stay.
 
-        The given network belongs to the nodes and is kept whole. PinError names the nearest ids.
+        A given network belongs to the nodes and is kept whole. PinError names the nearest ids.
         """
         if device_id == self.device.name:
             return self
@@ -238,7 +240,10 @@ class Cluster(Nodes):
 
     @staticmethod
     def local(num_processes: int, device_type: str = "cpu") -> Cluster:
-        """Processes of this machine. Figures are assumed round numbers: a profile of the machine replaces them."""
+        """Return a cluster of processes of this machine.
+
+        Its figures are assumed round numbers; a profile of the machine replaces them.
+        """
         if num_processes < 1:
             raise PinError(f"a cluster needs at least 1 device, got {num_processes}")
         if device_type == "cuda":
@@ -249,7 +254,7 @@ class Cluster(Nodes):
                 64 * GIB,
                 "assumed",
                 overlap_fraction=None,
-                host_bytes_per_s=25 * GB,  # of PCIe 4 x16, 31.5
+                host_bytes_per_s=25 * GB,  # PCIe 4 x16 has 31.5
             )
             link = Link(10 * MICRO, 100.0 * GB, "assumed")
         elif device_type == "cpu":
@@ -261,35 +266,37 @@ class Cluster(Nodes):
 
     @classmethod
     def of_nodes(cls, nodes: Nodes) -> Cluster:
-        """The cluster of these nodes."""
+        """Return the cluster of these nodes."""
         return cls(**{f.name: getattr(nodes, f.name) for f in fields(nodes)})
 
     @classmethod
     def read(cls, path: str | Path) -> Cluster:
-        """The cluster of a YAML file. PinError names the file and the key that is wrong."""
+        """Return the cluster of a YAML file. PinError names the file and the wrong key."""
         return cls.of_nodes(read_nodes(path))
 
     @classmethod
     def of_mapping(cls, data: object, where: str = "cluster") -> Cluster:
-        """The cluster of a mapping with the keys of a YAML file; errors call it `where`."""
+        """Return the cluster of a mapping with the keys of a YAML file; errors call it `where`."""
         return cls.of_nodes(nodes_from_data(data, where))
 
     @staticmethod
     def parse(text: str, world_size: int = 1, device_type: str = "cpu") -> Cluster:
-        """`local` (all processes of this job), `local:N`, `NxMx<device id>`, `Nx<instance>` or the name of a YAML file.
+        """Parse `local` (all processes of this job), `local:N`, `NxMx<device id>`, `Nx<instance>` or a YAML file name.
 
-        All take overrides: `@nic=400,price=2.5` (see OVERRIDES). PinError names anything else.
+        All take overrides: `@nic=400,price=2.5` (see OVERRIDES).
+
+        Raises: PinError for any other text.
         """
         base, _, overrides = text.strip().partition("@")
         cluster = _parse_base(base.strip(), world_size, device_type)
         if overrides:
             cluster = cluster.with_(**_read_overrides(text, overrides))  # type: ignore[arg-type]
-        _ = cluster.levels  # a cluster without a network is an error now, not in the middle of a search
+        _ = cluster.levels  # raises now if there is no network, instead of in the middle of a search
         return cluster
 
 
 def _check_override(name: str, value: object) -> None:
-    """PinError for a value that the override cannot have."""
+    """Raise PinError for an illegal value of an override."""
     known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not known or value < 0 or (value == 0 and name != "price"):  # type: ignore[operator]
         least = "at least" if name == "price" else "above"
@@ -298,7 +305,7 @@ def _check_override(name: str, value: object) -> None:
 
 
 def _check_fabric_stays(changed: Sequence[str]) -> None:
-    """PinError for overrides of what a fabric says."""
+    """Raise PinError for overrides of figures that the fabric determines."""
     if changed:
         raise PinError(
             f"{changed[0]} cannot be overridden: the fabric of this cluster says it; change its links (what can be "
@@ -307,7 +314,7 @@ def _check_fabric_stays(changed: Sequence[str]) -> None:
 
 
 def _faster(link: Link, bytes_per_s: float) -> Link:
-    """The scale-up level at another speed; the links of a mesh get faster together."""
+    """Return the scale-up level at another speed; all links of a mesh scale together."""
     if not isinstance(link, Level) or link.p2p_bytes_per_s is None:
         return replace(link, bytes_per_s=bytes_per_s, source="given")
     peer = link.p2p_bytes_per_s * bytes_per_s / link.bytes_per_s
@@ -315,7 +322,7 @@ def _faster(link: Link, bytes_per_s: float) -> Link:
 
 
 def _networked(link: Link, outer: tuple[Level, ...], bytes_per_s: float) -> tuple[Level, tuple[Level, ...]]:
-    """The levels with cards of another speed; what is beyond a rail group keeps its share of that."""
+    """Return the levels with network cards of another speed; levels beyond a rail group keep their share of it."""
     networks = tuple(level for level in outer if level.name in NETWORKS)
     networks = networks or (Level(catalog.NETWORK_LATENCY_S, 1.0, "", name=NETWORK, fabric="network"),)
     if not isinstance(link, Level):

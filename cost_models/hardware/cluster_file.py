@@ -4,13 +4,13 @@
     instance: p5.48xlarge               # a cloud instance of the catalog; or without one
     devices_per_node: 8
     device: h100-sxm5-80gb              # a catalog id, or a mapping: name, peak_tflops (one number, or by dtype),
-                                        # memory_gb, memory_gb_s; and of the fields below what is known
+                                        # memory_gb, memory_gb_s, and known fields of those below
     device_overrides:                   # of a catalog id, or of the instance's device
       memory_gb: 79.6                   # usable, 1e9 bytes
       memory_gb_s: 3350
-      host_memory_gb: 256               # of the host, per device (128 assumed), its speed (40), and of the link to it
-      host_memory_gb_s: 60
-      host_gb_s: 63
+      host_memory_gb: 256               # host memory per device (default 128, assumed)
+      host_memory_gb_s: 60              # its speed (default 40, assumed)
+      host_gb_s: 63                     # speed of the link to it
       peak_tflops: {bfloat16: 989}
       achievable_fraction: 0.8
       power_w: 700
@@ -19,17 +19,17 @@
       source: data sheet
     nic_gbit_s: 400                     # per device and direction
     price_usd_per_device_hour: 2.5
-    price_source: our contract          # where the price is from, and of which day; for people
+    price_source: our contract          # source and date of the price, for people
     price_as_of: 2026-11-01
     levels:                             # overrides by name for a catalog id or instance; else a list, inner to outer
       scale-up: {gb_s: 450, latency_us: 0.75}
-      rails: {size: 256}                # devices that reach each other past one layer of switches, at the speed of
-                                        # their cards (a rail group: 8 rails of 32 nodes); not in the catalog
-      network: {latency_us: 10, oversubscription: 2}   # beyond
+      rails: {size: 256}                # a rail group (8 rails of 32 nodes): devices behind one layer of switches, at
+                                        # the speed of their cards; not in the catalog
+      network: {latency_us: 10, oversubscription: 2}   # beyond the rail group
 
-Levels of a list have the keys name, gb_s, latency_us, and if they are not the last: size (devices in one unit). All
-take p2p_gb_s (to one peer, in a mesh), oversubscription (3: the level carries a third of what all devices send; 1
-unless given) and fabric (a row of nccl.FABRICS).
+Levels of a list have the keys name, gb_s, latency_us, and, except for the last, size (devices in one unit). All take
+p2p_gb_s (to one peer, in a mesh), oversubscription (default 1; 3: the level carries a third of what all devices send)
+and fabric (a row of nccl.FABRICS).
 
 In place of levels and nic_gbit_s, `fabric` gives all links as a graph (`fabric_file`): rails, fat trees, tori, groups
 of switches, pairs of bridged devices.
@@ -68,7 +68,7 @@ _TOP = (
     "device_type",
 )
 _Table = Mapping[str, tuple[str, float, Range]]
-# key of the file -> (field of Device, factor, what it may be)
+# key of the file -> (field of Device, factor, legal range)
 _DEVICE: _Table = {
     "memory_gb": ("memory_bytes", GB, hardware.MEMORY_GB),
     "memory_gb_s": ("memory_bytes_per_s", GB, hardware.GB_S),
@@ -80,7 +80,7 @@ _DEVICE: _Table = {
     "launch_us": ("launch_s", MICRO, hardware.MICROSECONDS),
     "overlap_fraction": ("overlap_fraction", 1, hardware.SHARE),
 }
-# Columns of the catalog for these, where it has one.
+# The catalog's columns of these keys, if it has one.
 _COLUMNS: Mapping[str, str] = {
     "memory_gb": "mem_gb",
     "memory_gb_s": "mem_bw_gb_s",
@@ -97,7 +97,7 @@ _LEVEL: _Table = {
 
 
 def read_yaml(path: str | Path, where: str) -> Any:
-    """What a YAML file holds. PinError calls the file `where` if it cannot be read."""
+    """Return the content of a YAML file. Raises PinError that calls the file `where` if it cannot be read."""
     import yaml
 
     try:
@@ -109,13 +109,13 @@ def read_yaml(path: str | Path, where: str) -> Any:
 
 
 def read_nodes(path: str | Path) -> Nodes:
-    """The nodes of a YAML file. PinError names the file and the key that is wrong."""
+    """Return the nodes of a YAML file. Raises PinError that names the file and the wrong key."""
     where = f"cluster file {path}"
     return nodes_from_data(read_yaml(path, where), where)
 
 
 def nodes_from_data(data: object, where: str) -> Nodes:
-    """The nodes of a mapping, as a YAML file holds it."""
+    """Return the nodes of a mapping with the keys of a YAML file."""
     top = as_mapping(data, where, _TOP)
     for key in ("nodes",) if "instance" in top else ("nodes", "devices_per_node", "device"):
         if key not in top:
@@ -130,7 +130,7 @@ def nodes_from_data(data: object, where: str) -> Nodes:
 
 
 def _nodes(top: Mapping[str, Any], where: str) -> Nodes:
-    """The nodes of a file without its fabric."""
+    """Return the nodes of a file without its fabric."""
     nodes = int(as_number(top, "nodes", where, hardware.COUNT))
     given: dict[str, float] = {}
     nic = None
@@ -152,7 +152,7 @@ def _nodes(top: Mapping[str, Any], where: str) -> Nodes:
     if "device_overrides" in top:
         raise PinError(f"{where}: device_overrides is for a catalog id; write the fields into device")
     kind = top.get("device_type", "cuda")
-    # what whole steps show of accelerators holds for one made by hand, unless its file says otherwise
+    # a hand-made accelerator has the overlap that whole steps show, unless its file states another
     device = _device(top["device"], f"{where}, device", None if kind == "cuda" else 0.0)
     if "fabric" in top:
         return Nodes(nodes, per_node, device, Link(0.0, 1.0, "fabric"), kind, (), price, tuple(sorted(given.items())))
@@ -175,7 +175,7 @@ def _price(top: Mapping[str, Any], where: str) -> Price | None:
 
 
 def _overridden(cluster: Nodes, top: Mapping[str, Any], given: Mapping[str, float], where: str) -> Nodes:
-    """A cluster of the catalog with what its file says otherwise."""
+    """Return a cluster of the catalog with the overrides of its file."""
     if "device_overrides" in top:
         own = top["device_overrides"]
         fields = _device_fields(own, f"{where}, device_overrides", cluster.device)
@@ -220,7 +220,7 @@ def _device_fields(data: object, where: str, base: Device | None) -> dict[str, A
 
 
 def _columns(own: Mapping[str, Any]) -> frozenset[str]:
-    """Columns of the catalog that the fields of a file take the place of."""
+    """Return the columns of the catalog that the fields of a file replace."""
     out = {_COLUMNS[key] for key in own if key in _COLUMNS}
     peaks = own.get("peak_tflops")
     if isinstance(peaks, Mapping):
@@ -252,7 +252,7 @@ def _level_fields(data: object, where: str, known: tuple[str, ...]) -> dict[str,
 
 
 def _override_levels(cluster: Nodes, data: object, where: str) -> tuple[Nodes, dict[str, float]]:
-    """The cluster, and which of its figures the file gives, as `Nodes.given`."""
+    """Return the cluster with the overrides of its levels, and the given figures for `Nodes.given`."""
     figures: dict[str, float] = {}
     levels = [cluster.link, *cluster.outer]
     names = [level.name for level in levels if isinstance(level, Level)]
@@ -272,14 +272,16 @@ def _override_levels(cluster: Nodes, data: object, where: str) -> tuple[Nodes, d
     if RAILS in given:
         at = next(i for i, level in enumerate(outer) if level.name == NETWORK)
         rails = _rails(given[RAILS], cluster.outer[at], cluster, f"{where}, {RAILS}")
-        figures["nic"] = rails.bytes_per_s * 8 / GB  # of the cards
+        figures["nic"] = rails.bytes_per_s * 8 / GB  # speed of the cards
         outer.insert(at, rails)
     return replace(cluster, link=levels[0], outer=tuple(outer)), figures
 
 
 def _rails(data: object, network: Level, cluster: Nodes, where: str) -> Level:
-    """The nodes of one rail group: at the speed of the cards, which the network has without overrides, and not
-    oversubscribed unless it says so."""
+    """Return the level of the nodes of one rail group.
+
+    It has the speed of the cards, which the network has without overrides, and by default no oversubscription.
+    """
     fields = _level_fields(data, where, (*_LEVEL, "fabric", "source"))
     size, inner = fields.get("size"), cluster.link
     unit, of = cluster.devices_per_node, "nodes"

@@ -6,11 +6,12 @@
         - {for: {i: 128}, between: ["device{i}", "nvswitch{i // 8}"], gb_s: 450, latency_us: 0.375, kind: nvlink4}
         - {for: {i: 128}, between: ["device{i}", "leaf{i % 8}"], gb_s: 50, latency_us: 6.25}
         - {for: {i: 8, k: 4}, between: ["leaf{i}", "spine{k}"], gb_s: 100, latency_us: 6.25}
-      units: [8]                                      # sizes of the units of levels, inner to outer; may be left out
+      units: [8]                                      # sizes of the units of levels, inner to outer; optional
 
 Devices are device0, device1, ... node by node. An entry of `links` stands for one link per value of its variables in
-`for` (0 to n - 1, all combinations); `{}` holds a whole number made of them by + - * // % and parentheses. `kind` is a
-row of nccl.FABRICS (network unless given). Latencies of a step between two devices add up over its links.
+`for` (0 to n - 1, all combinations). `{}` holds an integer expression of the variables with + - * // % and parentheses.
+`kind` is a row of nccl.FABRICS (default network). The latency between two devices is the sum over the links of the
+path.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def fabric_of_mapping(data: object, num_devices: int, where: str) -> FabricGraph:
-    """The fabric of a mapping as a cluster file holds it. PinError names the key, link or device that is wrong."""
+    """Return the fabric of a mapping in a cluster file. Raises PinError that names the wrong key, link or device."""
     given = as_mapping(data, where, _KEYS)
     kinds = given.get("switches", {})
     if not isinstance(kinds, Mapping):
@@ -69,7 +70,7 @@ def fabric_of_mapping(data: object, num_devices: int, where: str) -> FabricGraph
 
 
 def _links(data: object, where: str) -> Iterator[FabricLink]:
-    """The links that an entry stands for."""
+    """Yield the links that an entry stands for."""
     given = as_mapping(data, where, _LINK_KEYS)
     for key in _NEEDED:
         if key not in given:
@@ -92,7 +93,7 @@ def _links(data: object, where: str) -> Iterator[FabricLink]:
 
 
 def _name(text: str, variables: tuple[str, ...], where: str) -> Callable[[Mapping[str, int]], str]:
-    """A function from values of the variables to a name, for a text as `leaf{i % 8}`."""
+    """Return a function from the values of the variables to a name, for a text such as `leaf{i % 8}`."""
     pieces = re.split(r"\{([^{}]*)\}", text)
     numbers = [_number(piece, variables, f"{where}: {text!r}") for piece in pieces[1::2]]
 
@@ -104,7 +105,7 @@ def _name(text: str, variables: tuple[str, ...], where: str) -> Callable[[Mappin
 
 
 def _number(text: str, variables: tuple[str, ...], where: str) -> Callable[[Mapping[str, int]], int]:
-    """A function from values of the variables to a whole number, for a text as `i // 8`."""
+    """Return a function from the values of the variables to a whole number, for a text such as `i // 8`."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except SyntaxError:

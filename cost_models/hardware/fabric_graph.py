@@ -1,23 +1,23 @@
-"""A fabric as a graph: devices, switches, and links with bandwidth and latency; and the levels that follow from it.
+"""A fabric as a graph of devices, switches and links, and the levels that follow from it.
 
 FabricGraph(16, ("switch0",), (FabricLink("device0", "switch0", 50e9, 2e-6), ...))
 graph.levels(devices_per_node)                  the levels of the whole cluster, inner to outer
-graph.levels_of(group, traffic, levels)         the same levels as the groups of one mesh axis meet them
+graph.levels_of(group, traffic, levels)         the same levels for the groups of one mesh axis
 
-Devices are `device0`, `device1`, ... in the order of the ranks. Links are full duplex. Devices forward what is for
-others, as those of a torus do, and as NCCL does between rails (PXN). Traffic takes the paths of least latency, then of
-the fewest links; between equal ones it divides by their bandwidth (`fabric_routes`).
+Devices are `device0`, `device1`, ... in the order of the ranks. Links are full duplex. Devices forward traffic of
+others, as in a torus, and as NCCL does between rails (PXN). Traffic takes the paths of least latency, then of the
+fewest links; equal paths share it in proportion to their bandwidth (`fabric_routes`).
 
-A level is found where ranks form units of equal size such that any two ranks of one unit are nearer to each other than
-any two ranks of different ones; `units` gives the sizes instead. What a device gets on a level is found by sending: of
-every group of the axis, all groups at once, each device of a unit sends to the device at its place in another unit.
+A level exists where ranks form units of equal size such that any two ranks of one unit are nearer to each other than
+any two ranks of different units; `units` gives the sizes instead. The bandwidth of a device on a level is found by
+sending: in all groups of the axis at once, each device of a unit sends to the device at its place in another unit.
 
     bytes_per_s = min over links of bandwidth / sum over flows of their share of the link
     latency_s   = the longest path of a flow to the next unit
 
 In a ring collective a library may use one ring, both directions, or rings of all strides at once (a mesh, where each
-stride has links of its own): the best of them counts. All-to-all traffic uses all strides. Of more than 16 strides, 16
-spread evenly stand for all.
+stride has links of its own): the fastest of them counts. All-to-all traffic uses all strides. With more than 16
+strides, 16 evenly spread ones stand for all.
 """
 
 from __future__ import annotations
@@ -39,25 +39,28 @@ from autoplan.cost_models.hardware.parts import NETWORK, RAILS, Group, Level
 from autoplan.errors import PinError
 from autoplan.units import GB
 
-MAX_DEVICES = 4096  # paths between all pairs of devices are kept
+MAX_DEVICES = 4096  # paths between all pairs of devices are stored
 _MAX_STRIDES = 16
 _BETWEEN_NODES = frozenset(("network", "efa"))  # rows of FABRICS
 _DEVICE = re.compile(r"device(\d+)")
 
 
 class Traffic(Enum):
-    """Who sends to whom in a group."""
+    """Which ranks send to which in a group."""
 
     RING = "ring"
     ALL_TO_ALL = "all to all"
-    NEIGHBOURS = "neighbours"  # one message each to the next rank
+    NEIGHBOURS = "neighbours"  # one message from each rank to the next
 
 
 @dataclass(frozen=True)
 class FabricLink:
-    """A link between two ends, full duplex.
+    """A full-duplex link between two ends.
 
-    bytes_per_s: in each direction. kind: the row of `nccl.FABRICS` that says how well collectives run on it.
+    Attributes:
+        bytes_per_s: Bandwidth in each direction.
+        latency_s: Latency.
+        kind: The row of `nccl.FABRICS` that says how well collectives run on it.
     """
 
     a: str
@@ -83,10 +86,11 @@ class FabricLink:
 
 @dataclass(frozen=True)
 class FabricGraph:
-    """`num_devices` devices (`device0` on), switches and links. `units`: sizes of the units of levels, inner to outer,
-    without that of the whole; found where None.
+    """A fabric of `num_devices` devices (from `device0` on), switches and links.
 
-    Raises: PinError for a link to something that is neither, a device that is not reached, units that do not nest.
+    `units`: sizes of the units of levels, inner to outer, without the whole; None: derived from the distances.
+
+    Raises: PinError for a link to an unknown end, a device that is not reached, or units that do not nest.
     """
 
     num_devices: int
@@ -126,7 +130,7 @@ class FabricGraph:
                 raise PinError(f"link {link}: {end} is no switch; declared: {_shortened(self.switches)}")
 
     def _check_reached(self) -> None:
-        import networkx as nx  # takes a fifth of a second: only clusters with a fabric pay for it
+        import networkx as nx  # takes a fifth of a second to import, so only clusters with a fabric do it
 
         graph = nx.Graph((link.a, link.b) for link in self.links)
         graph.add_nodes_from(self.devices)
@@ -140,7 +144,7 @@ class FabricGraph:
 
     @property
     def devices(self) -> list[str]:
-        """Names of the devices, by rank."""
+        """The names of the devices, by rank."""
         return [f"device{i}" for i in range(self.num_devices)]
 
     @cached_property
@@ -152,14 +156,14 @@ class FabricGraph:
 
     @cached_property
     def unit_sizes(self) -> tuple[int, ...]:
-        """Sizes of the units of the levels, inner to outer; the last is the whole."""
+        """The sizes of the units of the levels, inner to outer; the last is the whole."""
         if self.units is not None:
             return (*self.units, self.num_devices)
         sizes = [n for n in range(2, self.num_devices) if self.num_devices % n == 0 and self._are_units(n)]
         return (*sizes, self.num_devices)
 
     def _are_units(self, size: int) -> bool:
-        """True if ranks of one unit of this size are nearer to each other than ranks of different ones."""
+        """Return True if ranks in one unit of this size are nearer to each other than ranks of different units."""
         count = self.num_devices // size
         apart = self._routes.distance[: self.num_devices].reshape(count, size, count, size)
         farthest, nearest = apart.max(axis=(1, 3)), apart.min(axis=(1, 3))
@@ -167,9 +171,10 @@ class FabricGraph:
         return bool(farthest.diagonal().max() < nearest.min())
 
     def levels(self, devices_per_node: int) -> tuple[Level, ...]:
-        """The levels of a cluster on this fabric, inner to outer, as groups of whole units meet them.
+        """Return the levels of a cluster on this fabric, inner to outer, for groups of whole units.
 
-        Levels between nodes are `network` (the outermost) and `rails`, those inside `scale-up`, then `node`.
+        Levels between nodes are named `network` (the outermost) and `rails`, levels inside nodes `scale-up`, then
+        `node`.
         """
         out: list[Level] = []
         for size in self.unit_sizes:
@@ -185,10 +190,10 @@ class FabricGraph:
         return tuple(out)
 
     def levels_of(self, group: Group, traffic: Traffic, levels: tuple[Level, ...]) -> tuple[Level, ...]:
-        """`levels` with the bandwidth and latency that all groups of this shape get at once.
+        """Return `levels` with the bandwidth and latency that all groups of this shape get at once.
 
-        Of a kind of link whose groups were measured by their size (`nccl.Fabric.by_ranks`) the bandwidth stays that of
-        a whole unit, to which the measurements are relative.
+        If collectives on a kind of link were measured by group size (`nccl.Fabric.by_ranks`), its bandwidth stays that
+        of a whole unit, to which the measurements are relative.
         """
         out = list(levels)
         for i, inside, here in spans(group, levels):
@@ -203,18 +208,18 @@ class FabricGraph:
         return {}  # filled by _of_part
 
     def __getstate__(self) -> dict[str, Any]:
-        """The data alone: paths are found again where they are needed."""
+        """Return the data alone; paths are recomputed when needed."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def _of_part(self, group: Group, inside: int, here: int, traffic: Traffic) -> tuple[float, float]:
-        """`_found_of_part`, found once."""
+        """Return `_found_of_part`, cached."""
         key = (group, inside, here, traffic)
         if key not in self._parts:
             self._parts[key] = self._found_of_part(*key)
         return self._parts[key]
 
     def _found_of_part(self, group: Group, inside: int, here: int, traffic: Traffic) -> tuple[float, float]:
-        """Latency in seconds and bytes per second and device, between units of `inside` ranks in one of `here`."""
+        """Return (latency in seconds, bytes/s per device) between units of `inside` ranks in a unit of `here`."""
         if here == 1:
             return 0.0, min(link.bytes_per_s for link in self.links) if self.links else GB
         parts = max(2, math.ceil(here / inside))
@@ -232,16 +237,16 @@ class FabricGraph:
         return self._routes.send(sources, targets, 1.0 / len(set(strides)))
 
     def _kind(self, group: Group, inside: int) -> str:
-        """The kind of the slowest link between units."""
+        """Return the kind of the slowest link between units."""
         if group.size == 1:
             return "plain"
         return self.links[self._sent(group, inside, group.size, (1,)).slowest].kind
 
 
 def spans(group: Group, levels: tuple[Level, ...]) -> Iterator[tuple[int, int, int]]:
-    """Of the levels that a group crosses: index, its ranks in a unit of the level below, and in a unit of this one.
+    """Yield for each level that a group crosses: its index, the group's ranks in a unit below it, and in a unit of it.
 
-    Units are aligned: a group starts where one starts.
+    Units are aligned: a group starts where a unit starts.
     """
     inside = 1
     for i, level in enumerate(levels):
@@ -254,7 +259,10 @@ def spans(group: Group, levels: tuple[Level, ...]) -> Iterator[tuple[int, int, i
 def _flows(
     num_devices: int, group: Group, inside: int, here: int, strides: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sources and targets of what all groups of this shape send between units of `inside` ranks in one of `here`."""
+    """Return sources and targets of the flows of all groups of this shape.
+
+    They run between units of `inside` ranks in one unit of `here` ranks, for each stride.
+    """
     span = group.size * group.stride
     bases = np.arange(0, num_devices, span)[:, None] + np.arange(group.stride)[None, :]
     first = bases.ravel()

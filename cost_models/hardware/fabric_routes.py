@@ -1,6 +1,6 @@
 """Paths of least latency through a fabric, and the load that flows put on its links.
 
-Distances are whole numbers, picoseconds and then links, so that paths of equal length are equal. All of it works on
+Distances are whole numbers (picoseconds, then links), so that paths of equal length compare equal. All computations use
 arrays: a fabric of 1,024 devices has a million pairs.
 """
 
@@ -19,10 +19,12 @@ _FAR = np.iinfo(np.int64).max // 4
 
 @dataclass(frozen=True)
 class Load:
-    """What a set of flows gets from a fabric, all of them at once.
+    """The speed of a set of flows that a fabric carries at once.
 
     Attributes:
-        latency_s: of the longest path. bytes_per_s: of a flow of size 1. slowest: number of the slowest link used.
+        latency_s: Latency of the longest path.
+        bytes_per_s: Speed of a flow of size 1.
+        slowest: Number of the slowest link used.
     """
 
     latency_s: float
@@ -31,11 +33,12 @@ class Load:
 
 
 class Routes:
-    """Shortest paths to every device.
+    """The shortest paths to every device.
 
     Args:
-        num_devices: nodes 0 to num_devices - 1 are devices, the rest up to `num_nodes` switches.
-        ends, speeds, latencies: of the links, full duplex: nodes, bytes/s per direction, seconds.
+        num_devices: Nodes 0 to num_devices - 1 are devices.
+        num_nodes: The other nodes up to this number are switches.
+        ends, speeds, latencies: The links, full duplex: pairs of nodes, bytes/s per direction, seconds.
     """
 
     def __init__(
@@ -56,7 +59,10 @@ class Routes:
         self.distance = self._distances(num_devices, num_nodes)  # node -> device
 
     def _distances(self, num_devices: int, num_nodes: int) -> np.ndarray:
-        """Bellman-Ford for all devices at once: as many rounds as the longest path has links."""
+        """Return the distance from every node to every device (Bellman-Ford for all devices at once).
+
+        It takes as many rounds as the longest path has links.
+        """
         distance = np.full((num_nodes, num_devices), _FAR, dtype=np.int64)
         distance[np.arange(num_devices), np.arange(num_devices)] = 0
         linked = np.unique(self._source)
@@ -71,7 +77,7 @@ class Routes:
         return distance
 
     def send(self, sources: np.ndarray, targets: np.ndarray, size: float) -> Load:
-        """The load of one flow of `size` from each source to its target, all at once, none to itself."""
+        """Return the load of one flow of `size` from each source to its target, all at once, none to itself."""
         load = np.zeros(len(self._link))
         distance = self.distance
         flow, at, amount = np.arange(len(sources)), sources, np.full(len(sources), size)
@@ -91,12 +97,12 @@ class Routes:
         used = np.flatnonzero(load)
         seconds = (load[used] / self._speed[used]).max()
         latency = int(distance[sources, targets].max()) // _LINKS
-        speed = float(f"{1.0 / seconds:.{_DIGITS}g}")  # sums of shares are off by the rounding of floats
+        speed = float(f"{1.0 / seconds:.{_DIGITS}g}")  # sums of shares have rounding errors
         return Load(latency / _PICO, speed, int(self._link[used[self._speed[used].argmin()]]))
 
     def _merged(
         self, flow: np.ndarray, at: np.ndarray, amount: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Parts of one flow that meet at a node are one."""
+        """Merge parts of one flow that meet at a node."""
         keys, index = np.unique(flow * len(self._first) + at, return_inverse=True)
         return keys // len(self._first), keys % len(self._first), np.bincount(index, amount, len(keys))

@@ -1,4 +1,4 @@
-"""Keys of mappings that people write: an unknown key or an impossible value is an error that names what works."""
+"""Checked keys of mappings that people write: unknown keys and illegal values raise errors that name legal ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autoplan.errors import PinError
 
 
 def as_mapping(data: object, where: str, known: tuple[str, ...]) -> Mapping[str, Any]:
-    """`data` as a mapping with keys of `known`; PinError calls it `where`."""
+    """Return `data` as a mapping with keys of `known`. PinError calls it `where`."""
     if not isinstance(data, Mapping):
         raise PinError(f"{where} must be a mapping with the keys {', '.join(known)}; got {data!r}")
     for key in data:
@@ -20,5 +20,5 @@ def as_mapping(data: object, where: str, known: tuple[str, ...]) -> Mapping[str,
 
 
 def as_number(data: Mapping[str, Any], key: str, where: str, legal: Range) -> float:
-    """The number under a key. PinError if it is not in the range."""
+    """Return the number under a key. Raises PinError if it is not in the range."""
     return float(legal.check(data[key], f"{where}: {key}"))

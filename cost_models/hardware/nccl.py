@@ -2,10 +2,10 @@
 
 FABRICS["nvlink4"]       Fabric, from profiles/links/nccl.json
 
-NCCL sends by three protocols: LL (8-byte words with flags: the least latency, half the bandwidth at most), LL128 (128
-bytes) and Simple (chunks with fences: all of the bandwidth), along rings, trees, or by the switch itself (NVLS), and
-chooses by message size. A `Path` is one of these on one kind of link; which of them a group takes:
-`network.collectives`.
+NCCL has three protocols: LL (8-byte words with flags: the least latency, at most half the bandwidth), LL128 (128 bytes)
+and Simple (chunks with fences: the full bandwidth). It sends along rings or trees, or the switch itself reduces (NVLS),
+and it chooses by message size. A `Path` is one protocol of one algorithm on one kind of link; `network.collectives`
+chooses the path of a group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 DATA = "links/nccl.json"
-# ep_dispatch and ep_combine: kernels made for experts, as DeepEP's
+# ep_dispatch and ep_combine: kernels made for experts, such as DeepEP's
 NCCL_KINDS = (
     "all_reduce",
     "all_gather",
@@ -33,7 +33,7 @@ NCCL_KINDS = (
 
 
 class Protocol(StrEnum):
-    """How bytes and their arrival are told apart; Simple is the only one that other libraries have."""
+    """How a receiver knows that bytes have arrived. Simple is the only protocol that other libraries have."""
 
     LL = "LL"
     LL128 = "LL128"
@@ -44,8 +44,11 @@ class Protocol(StrEnum):
 class Path:
     """One protocol of one algorithm on one kind of link.
 
-    base_s: seconds of a collective whatever its size. hop: seconds of one hop over the latency of the level.
-    efficiency: share of the level's bandwidth that it reaches. chunk: factor c of the cost of chunks, c * sqrt(a * w).
+    Attributes:
+        base_s: Seconds of a collective regardless of its size.
+        hop: Seconds of one hop, as a multiple of the level's latency.
+        efficiency: Share of the level's bandwidth that it reaches.
+        chunk: Factor c of the cost of chunks, c * sqrt(a * w).
     """
 
     base_s: float
@@ -58,18 +61,24 @@ class Path:
 class Fabric:
     """Collectives on one kind of link.
 
-    flat: one ring through all ranks, as NCCL builds it; else one per level (a library that is not known).
-    ring, tree, p2p (messages between pairs), experts (kernels for experts): paths by protocol; a fabric without trees
-    does without. nvls: reductions inside the switch, for
-    groups of at least `nvls_ranks` on one level.
-    switch_bytes: a ring on this level alone leaves LL and LL128 when a rank's share of the tensor exceeds this, even
-    where that costs time; nvls_switch_bytes: NVLS begins at this size of the tensor. 0: whatever is fastest.
-    message_hop: hops that each peer beyond the unit below costs in an all_to_all: one after the other over one port.
-    efficiency: factor by kind. free_share: how much of what a rank keeps for itself costs nothing, by kind (1: all).
-    by_ranks: (ranks, factor of the bandwidth from this many on), where groups get in each other's way.
-    spread, latency_spread: the time lies within a factor of 1 + spread + latency_spread * T(0) / T(N), by kind; from
-    rows held out of the fit. Sources differ most where latency rules: in drivers, clocks and how they count.
-    fitted: kinds that measurements of this fabric hold; the others are assumed.
+    Attributes:
+        flat: True: one ring through all ranks, as NCCL builds it. False: one ring per level (an unknown library).
+        ring, tree: Paths by protocol; a fabric without trees uses rings instead.
+        p2p: Paths of messages between pairs, by protocol.
+        experts: Paths of kernels made for experts, by protocol.
+        nvls: Path of reductions inside the switch; None if there are none.
+        nvls_ranks: The fewest ranks, on one level, for nvls.
+        switch_bytes: A ring on this level alone leaves LL and LL128 when a rank's share of the tensor exceeds this,
+            even if that costs time. 0: the fastest path.
+        nvls_switch_bytes: NVLS begins at this tensor size. 0: the fastest path.
+        message_hop: Hops that each peer beyond the unit below costs in an all_to_all: messages share one port.
+        efficiency: Factor on the bandwidth, by kind.
+        free_share: Share of the rank's own part that costs nothing, by kind (1: all of it).
+        by_ranks: (ranks, factor of the bandwidth from this many ranks on), for groups that slow each other down.
+        spread, latency_spread: By kind, from rows held out of the fit: the time lies within a factor of 1 + spread +
+            latency_spread * T(0) / T(N). Sources differ most where latency dominates: in drivers, clocks and how they
+            count.
+        fitted: Kinds that measurements of this fabric cover; the others are assumed.
     """
 
     flat: bool
@@ -90,7 +99,7 @@ class Fabric:
     fitted: frozenset[str]
 
     def ranks_factor(self, ranks: int) -> float:
-        """Factor of the bandwidth in a group of `ranks` on this level."""
+        """Return the factor of the bandwidth in a group of `ranks` on this level."""
         return next((factor for least, factor in reversed(self.by_ranks) if ranks >= least), 1.0)
 
 
@@ -99,7 +108,7 @@ def _paths(data: Mapping[str, Mapping[str, float]]) -> Mapping[Protocol, Path]:
 
 
 def fabric_of(data: Mapping[str, Any], kinds: tuple[str, ...]) -> Fabric:
-    """The fabric that a row of the data describes; tables by kind may give a `default`.
+    """Return the fabric that a row of the data describes; tables by kind may have a `default`.
 
     Raises: KeyError for a field or kind that the row lacks, ValueError for an unknown protocol.
     """
@@ -116,13 +125,13 @@ def fabric_of(data: Mapping[str, Any], kinds: tuple[str, ...]) -> Fabric:
 
 
 def rows() -> dict[str, Any]:
-    """The rows of the data as they stand, by fabric."""
+    """Return the unparsed rows of the data, by fabric."""
     text = files("autoplan.profiles").joinpath(DATA).read_text(encoding="utf-8")
     return dict(json.loads(text)["fabrics"])
 
 
 def read_fabrics(kinds: tuple[str, ...]) -> Mapping[str, Fabric]:
-    """All fabrics by name, in the order of the data."""
+    """Return all fabrics by name, in the order of the data."""
     return MappingProxyType({name: fabric_of(row, kinds) for name, row in rows().items()})
 
 

@@ -1,4 +1,4 @@
-"""Nodes: the data of a cluster, as the catalog, a cloud instance or a file gives them; `Cluster` computes with them."""
+"""Nodes: the data of a cluster, from the catalog, a cloud instance or a file. `Cluster` computes with them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from autoplan.units import GB
 
 @dataclass(frozen=True)
 class Nodes:
-    """`num_nodes` nodes of `devices_per_node` equal devices. torch device type is `cpu` or `cuda`.
+    """`num_nodes` nodes of `devices_per_node` equal devices.
 
-    `link` is the innermost level; give a Level with its size if there are `outer` ones (inner to outer). `given`: which
-    figures are not the catalog's but the user's, by the names of OVERRIDES; they stay when the device is another.
-    `fabric`: the graph that the levels were found on (`on_fabric`), which says what a group gets; None: the levels do.
+    Attributes:
+        link: The innermost level; a Level with a size if there are `outer` levels.
+        device_type: The torch device type, `cpu` or `cuda`.
+        outer: The other levels, inner to outer.
+        given: Figures from the user instead of the catalog, by the names of OVERRIDES; they stay if the device changes.
+        fabric: The graph that the levels were derived from (`on_fabric`), which determines the bandwidth of a group.
+            None: the levels determine it.
     """
 
     num_nodes: int
@@ -59,11 +63,11 @@ class Nodes:
 
     @property
     def num_devices(self) -> int:
-        """World size."""
+        """The world size."""
         return self.num_nodes * self.devices_per_node
 
     def on_fabric(self, fabric: FabricGraph) -> Self:
-        """The same nodes, linked as a graph says; its levels take the place of theirs."""
+        """Return the same nodes with the links and levels of a graph."""
         link, *outer = fabric.levels(self.devices_per_node)
         return replace(self, link=link, outer=tuple(outer), fabric=fabric)
 
@@ -76,9 +80,9 @@ class Nodes:
         nic_gbit_s: float | None = None,
         price: Price | None = None,
     ) -> Self:
-        """Nodes of catalog devices. `nic_gbit_s` per device and `price`: None takes those of the catalog row.
+        """Return nodes of catalog devices. `nic_gbit_s` (per device) and `price` default to the catalog row.
 
-        The catalog's network is the usual one for the device; it belongs to the machine, so check it.
+        The catalog's network is the usual one for the device. It belongs to the machine, so check it.
         """
         entry = catalog.entry(device_id)
         outer: list[Level] = [entry.host] if entry.host is not None else []
@@ -101,7 +105,7 @@ class Nodes:
     def of_instances(
         cls, num_nodes: int, name: str, nic_gbit_s: float | None = None, price: Price | None = None
     ) -> Self:
-        """Nodes of a cloud instance of the catalog, with its network (`nic_gbit_s` per device) and price."""
+        """Return nodes of a cloud instance of the catalog, with its network (`nic_gbit_s` per device) and price."""
         machine = catalog.instance(name)
         if nic_gbit_s is None and machine.nic_gbit_s_per_node is not None:
             nic_gbit_s = machine.nic_gbit_s_per_node / machine.num_devices

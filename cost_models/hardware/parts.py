@@ -1,4 +1,4 @@
-"""Devices, links and prices as plain data: the parts that a Cluster is made of.
+"""Devices, links and prices as plain data: the parts of a Cluster.
 
 Units: bytes per second and FLOP per second are decimal; bandwidth is per device and per direction; FLOP figures are
 dense. One device is one rank of the program (a GCD of MI250X, a logical NeuronCore of Trainium2).
@@ -14,16 +14,16 @@ from autoplan.config.numbers import Range
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.errors import PinError
 
-# Where nobody measured a device: large matrix products reach 51 % (MI300X) to 87 % (A100) of the data sheet, the
-# devices of the catalog that were measured (MAMF of stas00/ml-engineering, compute/accelerator/README.md).
+# For devices without a measurement: large matrix products reach 51 % (MI300X) to 87 % (A100) of the data sheet on the
+# measured devices of the catalog (MAMF of stas00/ml-engineering, compute/accelerator/README.md).
 _ASSUMED_ACHIEVABLE = Quantity(0.5, 0.7, 0.88, Tag.ASSUMED)
-_ACHIEVABLE_SPREAD = 0.05  # of a published MAMF figure: other shapes, clocks and software
+_ACHIEVABLE_SPREAD = 0.05  # relative error of a published MAMF figure, for other shapes, clocks and software
 
 
-# Levels between nodes: those of one rail group (leaf switches) at the speed of their cards, and beyond.
+# Levels between nodes: inside a rail group (leaf switches), at the speed of the cards, and beyond it.
 NETWORKS = RAILS, NETWORK = "rails", "network"
 
-_LEAST = 1e-9  # of what must be above 0
+_LEAST = 1e-9  # lower bound of figures that must be above 0
 COUNT = Range(1, 10**6, whole=True)  # of nodes, or of devices in one
 GBIT_S = Range(_LEAST, 1e6, "Gbit/s")
 GB_S = Range(_LEAST, 1e6, "GB/s")
@@ -41,24 +41,25 @@ OVERSUBSCRIPTION = Range(1, 1000)
 class Device:
     """One accelerator (or CPU process).
 
-    `source` says where the figures come from; `assumed` ones only order choices.
+    `source` names the source of the figures; `assumed` figures are good enough only for ranking choices.
     """
 
     name: str
-    peak_flops: float  # dense, of the dtype that it trains in (bfloat16 where there is a choice), per second
+    peak_flops: float  # dense FLOP/s in its training dtype (bfloat16 if it has several)
     memory_bytes_per_s: float
     memory_bytes: int  # usable by a program
     source: str
     peak_flops_by_dtype: Mapping[str, float] = field(default_factory=dict, hash=False)
     achievable_fraction: float | None = None  # measured best bfloat16 matmul / peak; None: not measured
     power_w: float | None = None
-    launch_s: float | None = None  # of one op in eager mode; None: what `cost_models.kernels.operations` assumes
-    # of a collective of ZeRO that can hide behind compute; None: what whole steps show (`Constants.overlap`)
+    # seconds of one op in eager mode; None: the assumption of `cost_models.kernels.operations`
+    launch_s: float | None = None
+    # share of compute that hides a collective of ZeRO; None: as whole steps show (`Constants.overlap`)
     overlap_fraction: float | None = 0.0
     unverified: tuple[str, ...] = ()  # columns of the catalog that no source confirms
-    host_bytes_per_s: float | None = None  # to or from the memory of its host, one direction
-    host_memory_bytes: int | None = None  # its share of the host's memory; None: see Cluster.host_memory_bytes
-    host_memory_bytes_per_s: float | None = None  # its share of that memory's speed; None: assumed
+    host_bytes_per_s: float | None = None  # to or from host memory, one direction
+    host_memory_bytes: int | None = None  # its share of host memory; None: see Cluster.host_memory_bytes
+    host_memory_bytes_per_s: float | None = None  # its share of the speed of host memory; None: assumed
 
     def __post_init__(self) -> None:
         for name in ("peak_flops", "memory_bytes_per_s", "memory_bytes"):
@@ -77,10 +78,12 @@ class Device:
             raise PinError(f"device {self.name}: launch_s={self.launch_s!r} must be a finite number of at least 0")
 
     def flops(self, dtype: str) -> float:
-        """Dense peak FLOP/s of matrix products in `dtype` (bfloat16, float16, float32, tf32, float8, float4, int8;
-        formats of 8 bits with scales per block, as float8_block32, are float8).
+        """Return the dense peak FLOP/s of matrix products in `dtype`.
 
-        A device without a table (made by hand) has one figure for all. PinError names the dtypes that it has.
+        dtypes: bfloat16, float16, float32, tf32, float8, float4, int8. 8-bit formats with scales per block, such as
+        float8_block32, count as float8. A device without a table (made by hand) has one figure for all.
+
+        Raises: PinError that names the dtypes of the device.
         """
         if not self.peak_flops_by_dtype:
             return self.peak_flops
@@ -94,7 +97,7 @@ class Device:
 
     @property
     def achievable(self) -> Quantity:
-        """Share of the peak that a large matrix product reaches: fitted to a published figure, else assumed."""
+        """The share of the peak that a large matrix product reaches: fitted to a published figure, else assumed."""
         if self.achievable_fraction is None:
             return _ASSUMED_ACHIEVABLE
         return Quantity.spread(self.achievable_fraction, _ACHIEVABLE_SPREAD, Tag.FITTED)
@@ -102,7 +105,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """Alpha-beta of one level: seconds per step of a collective, and bytes per second per device and direction."""
+    """Alpha-beta model of one level: seconds per step of a collective; bytes per second per device and direction."""
 
     latency_s: float
     bytes_per_s: float
@@ -111,12 +114,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Level(Link):
-    """A level of the hierarchy: `size` devices share one unit (0: as many as there are), faster than the next level.
+    """A level of the hierarchy: `size` devices share one unit (0: all), and are connected faster than the next level.
 
-    `p2p_bytes_per_s` to a single peer where that is less (a mesh such as xGMI); `within_node`: a unit never crosses a
-    node, however few devices of the node are used; `fabric` names the row of `collectives.FABRICS` that says how well
-    collectives run on it. `oversubscription`: `bytes_per_s` is what a device may send, of which the level carries this
-    fraction's inverse when all of them send beyond the level below at once (3: a third; a rail-optimised fabric: 1).
+    Attributes:
+        p2p_bytes_per_s: Bandwidth to a single peer, if it is lower (a mesh such as xGMI).
+        within_node: True if a unit never crosses a node, however few devices of the node are used.
+        fabric: The row of `nccl.FABRICS` that says how well collectives run on it.
+        oversubscription: `bytes_per_s` is the rate at which a device can send. If all devices send beyond the level
+            below at once, the level carries 1 / oversubscription of it (3: a third; a rail-optimised fabric: 1).
     """
 
     name: str = "all"
@@ -127,7 +132,7 @@ class Level(Link):
     oversubscription: float = 1.0
 
     def group_bytes_per_s(self, members: int) -> float:
-        """What one device gets inside a group of `members`: in a mesh it has only the links to them."""
+        """Return the bandwidth of one device in a group of `members`; in a mesh it has only the links to them."""
         speed = self.bytes_per_s
         if self.p2p_bytes_per_s is not None:
             speed = min(speed, max(1, members - 1) * self.p2p_bytes_per_s)

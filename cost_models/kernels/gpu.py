@@ -1,18 +1,18 @@
-"""How long matrix products and attention take on a GPU: tiles, waves, loop, traffic. No torch.
+"""The time of matrix products and attention on a GPU: tiles, waves, loop, traffic. No torch.
 
     seconds = launch + (compute^4 + traffic^4)^(1/4)          of the best tile and number of splits of the loop
 
-    compute   waves of tiles over the device's units (streaming multiprocessors), a partly filled one counted in part;
-              2 * tile area * (depth + fill) operations per tile, where `fill` is what starting and ending the loop
-              costs in elements of depth; small tiles read more per operation (`reuse`)
+    compute   waves of tiles over the device's units (streaming multiprocessors), a partial wave counted in part;
+              2 * tile area * (depth + fill) operations per tile, where `fill` is the cost of starting and ending the
+              loop in elements of depth; small tiles read more per operation (`reuse`)
     traffic   operands and result once, at the share of the bandwidth that large kernels reach
     attention one tile is 128 queries of a head, its depth the keys that they see; short heads pay for the exponentials
 
 Constants are data (profiles/kernels): per family of devices and class of precision, fitted to published timings by
-experiments/kernels, with their number of rows and held-out error. A device that the data hold has its own
-factor and is FITTED; one of the same family takes the family's constants; any other accelerator those of the family
-whose 16-bit peak is nearest, scaled to what is said of it (`Device.achievable`): both ASSUMED, with wider intervals.
-A device below `_LEAST_ACCELERATOR_FLOPS` is none (a CPU): None.
+experiments/kernels, with their number of rows and held-out error. A device in the data has its own factor and is
+FITTED. A device of the same family takes the family's constants; any other accelerator takes those of the family with
+the nearest 16-bit peak, scaled to its stated figures (`Device.achievable`): both are ASSUMED, with wider intervals. A
+device below `_LEAST_ACCELERATOR_FLOPS` (a CPU) is not an accelerator and has no model: None.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.parts import Device
 from autoplan.cost_models.quantity import Tag
 
-# Splits of the loop over the contracted dimension that a library tries where there are few tiles (cuBLAS split-K).
+# Splits of the loop over the contracted dimension that a library tries if there are few tiles (cuBLAS split-K).
 SPLITS = (1, 2, 4, 8)
 QUERIES_PER_TILE = 128
-LARGEST_HEAD = 256  # to which the efficiency of attention belongs
+LARGEST_HEAD = 256  # the head size for which the efficiency of attention is given
 _LEAST_ACCELERATOR_FLOPS = 50e12
-# Rows of operands that are no multiple of 16 bytes cannot be loaded for matrix units at once: kernels of a third of the
-# speed or less (NVIDIA, "Matrix Multiplication Background User's Guide", Tensor Core requirements). Assumed.
+# Rows of operands that are not a multiple of 16 bytes cannot be loaded directly for matrix units: such kernels have a
+# third of the speed or less (NVIDIA, "Matrix Multiplication Background User's Guide", Tensor Core requirements).
+# Assumed.
 _ALIGNMENT_BITS = 128
 _MISALIGNED_SHARE = 0.33
 _MISALIGNED_ERROR = 1.0
-_NORM = 4.0  # how sharply arithmetic and traffic take turns; 4 fits a little better than their maximum
-# What a device made by hand reaches where nothing is said (cuBLAS on A100 and H100; NVIDIA, "Matrix Multiplication
+_NORM = 4.0  # exponent by which arithmetic and traffic combine; 4 fits slightly better than their maximum
+# Share of the peak of a hand-made device without a stated one (cuBLAS on A100 and H100; NVIDIA, "Matrix Multiplication
 # Background User's Guide").
 _SAID_NOTHING = 0.75
-# Added to the held-out error of a family where the data hold no row of the device, or none of the precision.
+# Added to the held-out error of a family if the data have no row of the device, or none of the precision.
 _SIBLING_ERROR = 0.15
 _INHERITED_ERROR = 0.4
 
@@ -63,9 +64,11 @@ _ELEMENT_BITS = {KernelKind.FP8: 8, KernelKind.FP4: 4}
 
 
 def is_aligned(kind: KernelKind, num_bytes: float, *sizes: float) -> bool:
-    """True if rows of all these sizes start where matrix units can load them. `num_bytes`: of a 16 or 32-bit element.
+    """Return True if rows of all these sizes start where matrix units can load them.
 
-    Sizes are those of the dims that tensors are contiguous in: features, never the number of tokens.
+    Args:
+        num_bytes: Bytes of a 16 or 32-bit element.
+        sizes: Sizes of the dims in which tensors are contiguous: features, never the number of tokens.
     """
     bits = _ELEMENT_BITS.get(kind, 8 * num_bytes)
     return all(size * bits % _ALIGNMENT_BITS == 0 for size in sizes)
@@ -79,7 +82,7 @@ OPERAND_BYTES: dict[KernelKind, float] = {
 
 
 def kernel_kind(dtype: str) -> KernelKind:
-    """The class of a dtype: 4 and 8-bit floats are their own, everything else counts as 16 bits."""
+    """Return the class of a dtype: 4 and 8-bit floats have their own, all others count as 16 bits."""
     return (
         KernelKind.FP8
         if dtype.startswith("float8")
@@ -91,11 +94,14 @@ def kernel_kind(dtype: str) -> KernelKind:
 
 @dataclass(frozen=True)
 class KernelConstants:
-    """Of one family and class of kernels.
+    """Constants of one family and class of kernels.
 
-    `efficiency`: share of the peak of the largest tile in whole waves with an endless loop. `fill_depth`: elements of
-    depth. `reuse`: elements of the tile's sides (attention: of the head). `wave_share`: of the idle part of the last
-    wave that is lost. `split_share`: cost of adding up partial results, in times of their traffic in 32 bits.
+    Attributes:
+        efficiency: Share of the peak, for the largest tile in whole waves with an endless loop.
+        fill_depth: Cost of starting and ending the loop, in elements of depth.
+        reuse: Elements of the tile's sides (attention: of the head).
+        wave_share: Share of the idle part of the last wave that is lost.
+        split_share: Cost of adding partial results, over their traffic in 32 bits.
     """
 
     efficiency: float
@@ -108,7 +114,7 @@ class KernelConstants:
 
 @dataclass(frozen=True)
 class Fit:
-    """Constants for one device, their relative error (90 % of held-out rows) and what they rest on."""
+    """The constants for one device, their relative error (90 % of held-out rows) and their evidence."""
 
     constants: KernelConstants
     error: float
@@ -117,7 +123,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Seconds:
-    """A modelled time with its relative error. `launch_s`: what of it is the least that such a kernel takes."""
+    """A modelled time with its relative error. `launch_s`: the part that any such kernel takes at least."""
 
     busy_s: float
     launch_s: float
@@ -127,7 +133,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class KernelTimings:
-    """What is known of the kernels of one device. `steps`: what whole steps add to bursts of one kernel."""
+    """The kernel timings of one device. `steps`: constants that only whole steps show."""
 
     family: str
     units: int
@@ -135,19 +141,19 @@ class KernelTimings:
     gemm: Mapping[KernelKind, Fit]
     attention: Fit
     backward: Fit
-    older: Mapping[Attention, float]  # speed of other attention kernels over the device's own
+    older: Mapping[Attention, float]  # speed of other attention kernels over the device's own kernel
     grouped_error: float
-    own_launch: bool  # True: the constants' launch times are those of such a device
-    power: float  # of the device over that of its family's usual one
+    own_launch: bool  # True if the launch times were fitted for this device
+    power: float  # of the device over the usual device of its family
     steps: Constants
 
     def sustained(self, kind: KernelKind) -> float:
-        """Share of a burst's speed that long training keeps; all of it where there is power enough."""
+        """Return the share of burst speed that long training sustains; at most 1."""
         return min(1.0, float(self.steps.sustained(self.family, kind) * self.power**self.steps.power_exponent))
 
     @property
     def memory_share(self) -> float:
-        """Share of the bandwidth that memory-bound kernels reach."""
+        """The share of the bandwidth that memory-bound kernels reach."""
         return self.steps.memory_share
 
     def product_s(
@@ -165,11 +171,15 @@ class KernelTimings:
         streams: int = 0,
         aligned: bool = True,
     ) -> Seconds:
-        """Seconds of `groups` products [rows, depth] x [depth, columns] in one kernel at `device.peak_flops`.
+        """Return the seconds of `groups` products [rows, depth] x [depth, columns] in one kernel.
 
-        `grouped`: of unlike operands (experts), in one kernel, or where `streams` is given as products of their own,
-        that many side by side. Bytes are per element; None: of the kind.
-        `aligned`: what `is_aligned` says of the dims that operands are contiguous in.
+        Args:
+            device: Its `peak_flops` is the peak of the products' dtype.
+            operand_bytes: Bytes per element; None: of the kind.
+            output_bytes: Bytes per element.
+            grouped: True for products with different operands (experts).
+            streams: Runs grouped products as kernels of their own, this many side by side; 0: as one kernel.
+            aligned: `is_aligned` of the dims in which operands are contiguous.
         """
         fit = self.gemm.get(kind) or self.gemm[KernelKind.HALF]
         width = OPERAND_BYTES[kind] if operand_bytes is None else operand_bytes
@@ -200,9 +210,13 @@ class KernelTimings:
         causal: bool,
         kernel: Attention = Attention.FUSED,
     ) -> Seconds:
-        """Seconds of the core of attention. `heads`: of all sequences; `head_dims`: of keys and values together.
+        """Return the seconds of the core of attention.
 
-        `flops` are those of the forward: they say how many keys a query sees on average. `moved` in bytes of the phase.
+        Args:
+            flops: FLOPs of the forward, which give the average number of keys per query.
+            heads: Heads of all sequences.
+            head_dims: Head dim of keys plus head dim of values.
+            moved: Memory traffic of the phase in bytes.
         """
         fit = self.attention if phase == "forward" else self.backward
         keys = flops / (2.0 * heads * queries * head_dims) + DIAGONAL * causal
@@ -218,34 +232,34 @@ class KernelTimings:
         return fit.constants.launch_s if self.own_launch else 0.0
 
 
-# Scores are computed again: five products instead of two (Dao, FlashAttention-2, 2023, section 4.1).
+# Scores are recomputed: five products instead of two (Dao, FlashAttention-2, 2023, section 4.1).
 BACKWARD_FLOPS = 2.5
-# Keys of the tile on the diagonal that a causal mask hides and a kernel computes all the same, on average.
+# Keys of the tile on the diagonal that a causal mask hides but a kernel computes, on average.
 DIAGONAL = QUERIES_PER_TILE / 2
 
 
 def tiles_s(
     c: KernelConstants, tiles_per_unit: Any, area: float, depth: Any, inverse_sides: float, unit_rate: Any
 ) -> Any:
-    """Seconds to work off tiles of `area` (elements) and `depth`; numbers, or arrays of them for a fit."""
-    busy = tiles_per_unit + (tiles_per_unit < 1) * (1 - tiles_per_unit)  # at least one unit works for one tile's time
+    """Return the seconds to process tiles of `area` (elements) and `depth`; numbers, or arrays of them for a fit."""
+    busy = tiles_per_unit + (tiles_per_unit < 1) * (1 - tiles_per_unit)  # at least the time of one tile on one unit
     whole = -(-tiles_per_unit // 1)
     waves = busy + c.wave_share * (whole - busy)
     return waves * 2.0 * area * (depth + c.fill_depth) * (1 + c.reuse * inverse_sides) / (unit_rate * c.efficiency)
 
 
 def inverse_head(head_dim: float) -> float:
-    """How much shorter a head is than the largest, as inverse sizes."""
+    """Return how much shorter a head is than the largest, as a difference of inverse sizes."""
     return max(0.0, 1.0 / head_dim - 1.0 / LARGEST_HEAD)
 
 
 def both_s(compute_s: Any, traffic_s: Any) -> Any:
-    """Arithmetic and traffic that overlap: the larger, and a little more where they are alike."""
+    """Return the time of arithmetic and traffic that overlap: the larger, or slightly more if they are similar."""
     return (compute_s**_NORM + traffic_s**_NORM) ** (1 / _NORM)
 
 
 def split_s(c: KernelConstants, split: int, elements: Any, bandwidth: Any) -> Any:
-    """Seconds to add up `split` partial results of `elements` in 32 bits: written and read."""
+    """Return the seconds to add `split` partial results of `elements` in 32 bits: written and read."""
     return c.split_share * split * elements * 8.0 / bandwidth if split > 1 else 0.0
 
 
@@ -270,13 +284,13 @@ def _product_compute_s(
         for split in SPLITS:
             seconds = tiles_s(c, count * split, high * wide, depth / split, inverse, unit_rate)
             best = min(best, seconds + split_s(c, split, groups * rows * columns, bandwidth))
-            if count * split >= 1:  # every unit has work: more splits only add cost
+            if count * split >= 1:  # every unit has work, so more splits only add cost
                 break
     return best
 
 
 def least_inverse(tiles: tuple[tuple[int, int], ...]) -> float:
-    """Of the largest tile, to which `efficiency` belongs: sum of its inverse sides."""
+    """Return the sum of inverse sides of the largest tile, for which `efficiency` is given."""
     return min(1 / high + 1 / wide for high, wide in tiles)
 
 
@@ -285,19 +299,19 @@ def least_inverse(tiles: tuple[tuple[int, int], ...]) -> float:
 
 @lru_cache(maxsize=8)
 def data(name: str) -> Mapping[str, Any]:
-    """profiles/kernels/`name`.json."""
+    """Return the content of profiles/kernels/`name`.json."""
     return MappingProxyType(
         json.loads(files("autoplan.profiles").joinpath(f"kernels/{name}.json").read_text(encoding="utf-8"))
     )
 
 
 def memory_ramp_s() -> float:
-    """What a memory-bound kernel pays beside its traffic: its share of the bandwidth grows with its size."""
+    """Return the seconds of a memory-bound kernel beyond its traffic: small kernels reach less of the bandwidth."""
     return float(data("devices")["memory"]["ramp_s"])
 
 
 def cast_bytes(dtype: str, family: str) -> float:
-    """Traffic per element that is cast to `dtype` before a product of training, in bytes; 0 for 16 bits."""
+    """Return the bytes of traffic per element that is cast to `dtype` before a product of training; 0 for 16 bits."""
     if kernel_kind(dtype) is KernelKind.HALF:
         return 0.0
     known = data("devices")["casts"]
@@ -310,13 +324,16 @@ def _constants(row: Mapping[str, Any]) -> KernelConstants:
 
 
 def half_peak(device: Device) -> float:
-    """Peak of 16-bit products, whatever peak the device is priced at."""
+    """Return the peak of 16-bit products, whatever peak the device is priced at."""
     by_dtype = device.peak_flops_by_dtype
     return next((by_dtype[d] for d in ("bfloat16", "float16") if d in by_dtype), device.peak_flops)
 
 
 def family_of(device: Device) -> str | None:
-    """The family of a device: its own, else the one whose 16-bit peak is nearest; None for what is no accelerator."""
+    """Return the family of a device: its own, else the family with the nearest 16-bit peak.
+
+    None if it is not an accelerator.
+    """
     known = data("devices")["devices"].get(device.name)
     if known is not None:
         return str(known["family"])
@@ -327,7 +344,10 @@ def family_of(device: Device) -> str | None:
 
 
 def _scale(device: Device, family_efficiency: float, recorded: float | None, alike: bool) -> float:
-    """Of the family's efficiency, by what is said of the device, unless the same was said when it was fitted."""
+    """Return the factor on the family's efficiency.
+
+    It follows from the stated figures of the device, unless the same were stated when it was fitted.
+    """
     said = device.achievable_fraction
     if alike:
         return 1.0 if said is None or said == recorded else said / (recorded or family_efficiency)
@@ -337,7 +357,7 @@ def _scale(device: Device, family_efficiency: float, recorded: float | None, ali
 
 
 def _fit(row: Mapping[str, Any], own: Mapping[str, Any] | None, scale: float, known: bool, spread: float) -> Fit:
-    """`row` of the family; `own` of the device, if the data hold it."""
+    """Return the fit of a device. `row`: of the family; `own`: of the device, if the data have it."""
     constants = _constants(row)
     factor = (1.0 if own is None else float(own["factor"])) * scale
     constants = replace(constants, efficiency=min(1.0, constants.efficiency * factor))
@@ -349,9 +369,9 @@ def _fit(row: Mapping[str, Any], own: Mapping[str, Any] | None, scale: float, kn
 
 @lru_cache(maxsize=64)
 def kernels_of(device: Device, steps: Constants | None = None) -> KernelTimings | None:
-    """What is known of the kernels of `device`, or of the nearest one; None for what is no accelerator.
+    """Return the kernel timings of `device`, or of the most similar device that has any.
 
-    `steps` None: the constants of this version.
+    None if it is not an accelerator. `steps` None: the constants of this version.
     """
     family = family_of(device)
     if family is None:

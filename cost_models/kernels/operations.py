@@ -1,17 +1,17 @@
-"""Time of one operation on one rank: measured, else interpolated between measured shapes, else the roofline.
+"""The time of one operation on one rank: measured, else interpolated between measured shapes, else the roofline.
 
     exact key in the profile       -> MEASURED, with its spread; products and attention, which draw most power, at the
                                       clock of sustained load, the interval reaching down to that of short bursts
     measured shapes of its class   -> FITTED: t = c0 + c1 flops + c2 bytes (c >= 0, least squares of the relative error)
                                       times the residual of the nearest measured shapes (inverse distance in log space);
                                       the interval is the held-out error
-    neither                        -> the device's own figures: on an accelerator the kernel model (kernels.py; FITTED
-                                      where published timings hold the device), else ASSUMED: a roofline with an
-                                      efficiency that saturates with size. Memory-bound operations are ASSUMED
+    neither                        -> the device's own figures: on an accelerator the kernel model (`gpu`; FITTED if
+                                      published timings hold the device), else ASSUMED: a roofline with an efficiency
+                                      that saturates with size. Memory-bound operations are ASSUMED
 
-The backward is 1x the forward's arithmetic per operand of a product that needs a gradient, 2.5x for attention (scores
-are computed again; Dao, FlashAttention-2, 2023, section 4.1), else twice the bytes (reads the gradient and what was
-saved, writes a gradient).
+The backward takes, of the forward's arithmetic, 1x per operand of a product that needs a gradient and 2.5x for
+attention (scores are recomputed; Dao, FlashAttention-2, 2023, section 4.1). All others move twice the bytes (they read
+the gradient and saved values, and write a gradient).
 """
 
 from __future__ import annotations
@@ -45,43 +45,43 @@ from autoplan.units import dtype_bytes
 
 # -- what is assumed where nothing was measured ------------------------------------------------------------------------
 
-# Share of the peak that large kernels reach on what is no accelerator (a CPU): products what is said of it, else 75 %,
-# attention half, memory-bound ones 80 % of the bandwidth.
+# Share of the peak that large kernels reach on a device that is not an accelerator (a CPU): products the stated share,
+# else 75 %; attention half; memory-bound kernels 80 % of the bandwidth.
 _PRODUCT_EFFICIENCY = 0.75
 _ATTENTION_EFFICIENCY = 0.5
 _MEMORY_EFFICIENCY = 0.8
-# There a product reaches half of that when it would take this long at the peak.
+# There a product that would take this long at the peak reaches half of that share.
 _HALF_S = 10e-6
-# Python, dispatch and launch of one op in eager mode, forward or backward, where the device does not say (`launch_s`).
-# What is no accelerator pays it; on one the host runs ahead (host.py).
+# Python, dispatch and launch of one op in eager mode, forward or backward, if the device does not state it
+# (`launch_s`). Only devices that are not accelerators pay it; on an accelerator the host runs ahead (time.host).
 _DEFAULT_LAUNCH_S = 6e-6
-# How much of it an op pays: a graph launch pays it once for all ops.
+# Share of it that an op pays: a graph launch pays it once for all ops.
 _LAUNCH_SHARE: dict[Mode, float] = {Mode.EAGER: 1.0, Mode.FUSED: 0.0, Mode.COMPILED: 0.0}
-# Share of the traffic of an element-wise op that is left when it is fused into its producer, where it is not known what
-# runs together (program.fusion): its input stays in registers, its output is written where a backward needs it.
+# Share of the traffic of an element-wise op that remains when it is fused into its producer, if `program.fusion` does
+# not tell what runs together: its input stays in registers, its output is written if a backward needs it.
 _FUSED_SHARE: dict[Mode, float] = {Mode.EAGER: 1.0, Mode.FUSED: 0.5, Mode.COMPILED: 0.4}
-# How often the kernels of a loss read or write all logits: log_softmax finds the maximum, adds up, and writes; the
-# vocabulary-parallel one of Megatron (core/tensor_parallel/cross_entropy.py, fused_cross_entropy.py) finds the maximum,
-# subtracts, exponentiates, adds up and divides in kernels of their own; a compiler reads twice. Backwards they are read
-# and written.
+# How often the kernels of a loss read or write all logits. log_softmax finds the maximum, adds up, and writes.
+# Megatron's vocabulary-parallel loss (core/tensor_parallel/cross_entropy.py, fused_cross_entropy.py) finds the maximum,
+# subtracts, exponentiates, adds up and divides in kernels of their own. A compiler reads twice. The backward reads and
+# writes them.
 _LOSS_PASSES: dict[Mode, dict[str, float]] = {
     Mode.EAGER: {"forward": 4.0, "backward": 3.0},
     Mode.FUSED: {"forward": 7.0, "backward": 2.0},
     Mode.COMPILED: {"forward": 2.0, "backward": 2.0},
 }
-# One kernel that keeps the maximum and the sum as it goes (`RunOptions.fused_loss`).
+# One kernel that updates maximum and sum in one pass (`RunOptions.fused_loss`).
 _FUSED_LOSS_PASSES = {"forward": 1.0, "backward": 2.0}
-# Intervals of the roofline: a factor of 1 + this either way.
+# Relative errors of the roofline: the interval is a factor of 1 + this either way.
 _ASSUMED_ERROR = 0.6
-_UNUSUAL_ERROR = 0.15  # added for products in 32 bits, which no published timing holds
-_BEYOND_ERROR = 0.25  # added per doubling away from the nearest measured shape, from the second on
-# The error of a group is that of this many shapes at least which have another one within so many doublings.
+_UNUSUAL_ERROR = 0.15  # added for products in 32 bits, which no published timing covers
+_BEYOND_ERROR = 0.25  # added per doubling of the distance to the nearest measured shape, from the second on
+# The error of a group is known if at least this many of its shapes have another one within this many doublings.
 _ENOUGH = 4
 _NEAR = 2.0
 
 
 def phase_flops(work: OpWork, phase: str) -> float:
-    """Arithmetic of one phase."""
+    """Return the FLOPs of one phase."""
     if phase == "forward":
         return work.flops
     what = op_kind(work.op)
@@ -91,13 +91,13 @@ def phase_flops(work: OpWork, phase: str) -> float:
 
 
 def phase_bytes(work: OpWork, phase: str) -> float:
-    """Memory traffic of one phase."""
+    """Return the memory traffic of one phase in bytes."""
     if phase == "forward":
         return work.moved_bytes
     what = op_kind(work.op)
     if what is OpKind.PRODUCT:
         return work.moved_bytes * sum(t.requires_grad for t in work.inputs[:2])
-    if what is OpKind.EMBEDDING:  # the gradient of the whole table is filled with zeros and added to
+    if what is OpKind.EMBEDDING:  # the gradient of the whole table is zeroed and added to
         table = sum(t.num_bytes for t in work.inputs if t.requires_grad)
         return 2.0 * table + 3.0 * sum(t.num_bytes for t in work.outputs)
     return 2.0 * work.moved_bytes
@@ -114,7 +114,11 @@ def roofline_s(
     options: RunOptions | None = None,
     constants: Constants | None = None,
 ) -> Quantity:
-    """Time from the device's figures alone: the kernel model, else the larger of arithmetic and traffic; the launch."""
+    """Return the time from the device's figures alone.
+
+    On an accelerator it is the kernel model if there is one for the operation. Otherwise it is the larger of arithmetic
+    and traffic, plus the launch.
+    """
     known = kernels_of(device, constants or Constants.shipped())
     launch = _LAUNCH_SHARE[mode] * (_DEFAULT_LAUNCH_S if device.launch_s is None else device.launch_s)
     op = op_record(work.op)
@@ -148,7 +152,7 @@ def _is_fused(kind: OpKind, mode: Mode) -> bool:
 
 
 def _model_of(kind: OpKind, kernel: Attention, options: RunOptions | None) -> _Model | None:
-    """The kernel model of an operation; None for those without one."""
+    """Return the kernel model of an operation; None if it has none."""
     if kind is OpKind.ATTENTION and kernel is Attention.UNFUSED:
         return _unfused_s
     if kind is OpKind.EXPERTS and options is not None and options.fused_experts:
@@ -161,17 +165,17 @@ def _loss_passes(mode: Mode, options: RunOptions | None) -> Mapping[str, float]:
 
 
 def _arithmetic_s(kind: OpKind, flops: float, device: Device) -> float:
-    """Seconds of the arithmetic of an operation at the share of the peak that its size reaches."""
+    """Return the seconds of the arithmetic of an operation, at the share of the peak that its size reaches."""
     said = device.achievable_fraction is not None or device.peak_flops_by_dtype
     product = device.achievable.mid if said else _PRODUCT_EFFICIENCY
     best = _ATTENTION_EFFICIENCY if kind is OpKind.ATTENTION else product
-    # flops / (peak * eff) with eff = best * flops / (flops + half) is a straight line in flops
+    # flops / (peak * eff) with eff = best * flops / (flops + half) is linear in flops
     half = device.peak_flops * _HALF_S if kind in (OpKind.ATTENTION, OpKind.PRODUCT) else 0.0
     return (flops + half) / (best * device.peak_flops)
 
 
 def _precision(work: OpWork) -> tuple[KernelKind, float, bool]:
-    """Of the products of an operation: class, bytes of an operand's element, whether published timings hold it."""
+    """Return (class, bytes per operand element, True if published timings cover it) of an operation's products."""
     dtype = work.matmul_dtype or _dtype(work)
     kind = kernel_kind(dtype)
     if kind is not KernelKind.HALF:
@@ -180,7 +184,7 @@ def _precision(work: OpWork) -> tuple[KernelKind, float, bool]:
 
 
 def _together(parts: Sequence[Seconds], extra_s: float, usual: bool) -> Seconds:
-    """Kernels one after the other, and traffic between them."""
+    """Return the time of kernels one after the other, with traffic between them."""
     return Seconds(
         sum(p.busy_s for p in parts) + extra_s,
         sum(p.launch_s for p in parts),
@@ -190,7 +194,7 @@ def _together(parts: Sequence[Seconds], extra_s: float, usual: bool) -> Seconds:
 
 
 def _sides(rows: float, columns: float, depth: float, phase: str, left: bool, right: bool) -> list[_Sizes]:
-    """The products of one phase: in the backward one for each operand (`left`, `right`) that needs a gradient."""
+    """Return the products of one phase; the backward has one per operand (`left`, `right`) that needs a gradient."""
     if phase == "forward":
         return [(rows, columns, depth)]
     return [(rows, depth, columns)] * left + [(columns, depth, rows)] * right
@@ -223,13 +227,14 @@ def _product_s(work: OpWork, phase: str, device: Device, known: KernelTimings, _
     return _together(parts, cast / (known.memory_share * device.memory_bytes_per_s), usual) if parts else None
 
 
-# Passes over the scores of attention outside of the products, elements of 16 bits read or written: scale, mask and
-# softmax in one kernel, dropout of its own with a mask of 8 bits; backwards the gradient beside each of them.
+# Passes over the scores of attention besides the products, in elements of 16 bits read or written: scale, mask and
+# softmax in one kernel, dropout in another one with a mask of 8 bits; in the backward also the gradient for each of
+# them.
 _SCORE_PASSES = {"forward": 4.5, "backward": 5.5}
 
 
 def _unfused_s(work: OpWork, phase: str, device: Device, known: KernelTimings, _: Attention) -> Seconds | None:
-    """Batched products of whole rows of scores (a causal mask saves nothing), and the passes over the scores."""
+    """Return the time of batched products of all scores (a causal mask saves nothing) and of the passes over them."""
     if len(work.inputs) < 3 or len(work.inputs[0].shape) < 3 or work.flops <= 0:
         return None
     query, key, value = work.inputs[:3]
@@ -255,14 +260,14 @@ def _unfused_s(work: OpWork, phase: str, device: Device, known: KernelTimings, _
     return _together(parts, moved / (known.memory_share * device.memory_bytes_per_s), True)
 
 
-# With context parallelism attention is computed for one part of the keys after the other, and what each part gives is
-# added to the sum: bytes per element and part. Forward: 16 bits read, 32 bits read and written; backward: of queries,
-# keys and values (as in context_parallel.py of Transformer Engine).
+# Context parallelism computes attention for one part of the keys after the other, and adds up the results: bytes per
+# element and part. Forward: 16 bits read, 32 bits read and written; backward: of queries, keys and values (as in
+# context_parallel.py of Transformer Engine).
 _JOIN_BYTES = {"forward": 10.0, "backward": 20.0}
 
 
 def _within_documents(work: OpWork, options: RunOptions | None) -> OpWork:
-    """Attention of a packed sequence: a query sees keys of its own document, other tiles are skipped."""
+    """Return attention of a packed sequence: a query sees keys of its own document, and other tiles are skipped."""
     document_len = None if options is None else options.document_len
     if document_len is None or len(work.inputs) < 2 or len(work.inputs[1].shape) < 3:
         return work
@@ -292,32 +297,33 @@ def _attention_s(work: OpWork, phase: str, device: Device, known: KernelTimings,
     return found
 
 
-# Products of experts in kernels of their own run on so many streams (Transformer Engine's GroupedLinear:
+# The number of streams for products of experts in kernels of their own (Transformer Engine's GroupedLinear:
 # nvte_multi_tensor_gemm of transformer_engine/common/gemm/cublaslt_gemm.cu, num_compute_streams).
 _STREAMS = 4
-# Rows read and written once on the way to the experts of the same rank, and once on the way back.
+# Rows are read and written once on the way to experts of the same rank, and once on the way back.
 _ROW_PASSES = 4.0
 
 
 def _experts_s(work: OpWork, phase: str, device: Device, known: KernelTimings, _: Attention) -> Seconds | None:
-    """Two grouped products and an activation between them, in kernels of their own."""
+    """Return the time of experts as two grouped products and an activation between them, in kernels of their own."""
     return _grouped_s(work, phase, device, known, fused=False)
 
 
 def _fused_experts_s(work: OpWork, phase: str, device: Device, known: KernelTimings, _: Attention) -> Seconds | None:
-    """The same in kernels that apply and cast the activation before they write it (cuDNN's in Transformer Engine)."""
+    """Return the time of experts in kernels that also apply and cast the activation (cuDNN's in Transformer Engine)."""
     steps = known.steps.with_({"grouped_share": known.steps.fused_grouped_share})
     return _grouped_s(work, phase, device, replace(known, steps=steps), fused=True)
 
 
 def _grouped_s(work: OpWork, phase: str, device: Device, known: KernelTimings, *, fused: bool) -> Seconds | None:
-    """Rows spread evenly over the experts of the fullest rank, put in order before and after."""
+    """Return the time of experts. Rows are sorted, and spread evenly over the experts of the fullest rank."""
     if len(work.inputs) < 5 or work.flops <= 0:
         return None
     hidden, first, last = work.inputs[0], work.inputs[3], work.inputs[4]
     experts, columns, depth = first.shape
     outer, inner = last.shape[1:]
-    rows = known.steps.imbalance * work.flops / (2.0 * (columns * depth + outer * inner))  # of all experts here
+    # rows of all experts of the rank
+    rows = known.steps.imbalance * work.flops / (2.0 * (columns * depth + outer * inner))
     kind, width, usual = _precision(work)
     parts = [
         known.product_s(
@@ -335,8 +341,8 @@ def _grouped_s(work: OpWork, phase: str, device: Device, known: KernelTimings, *
     ]
     if not parts:
         return None
-    # Rows are put in order before and after, in both phases alike. The activation reads what the first product wrote
-    # and writes what the second one reads; backwards it reads gradient and input and writes the gradient of the input.
+    # Rows are sorted before and after, in both phases alike. The activation reads the output of the first product and
+    # writes the input of the second; its backward reads gradient and input and writes the gradient of the input.
     passes = dict(work.attrs).get("row_passes", _ROW_PASSES)
     ordered = (passes if isinstance(passes, float) else _ROW_PASSES) * depth
     activated = columns + inner if phase == "forward" else 2 * columns + inner
@@ -369,7 +375,7 @@ def _size(sizes: Sequence[int]) -> int:
 
 
 def _features(work: OpWork) -> tuple[float, ...]:
-    """Where a shape stands among others of its class, in doublings."""
+    """Return the position of a shape among others of its class, in doublings."""
     what = op_kind(work.op)
     if what is OpKind.PRODUCT and len(work.inputs) >= 2 and work.inputs[0].shape:
         rows, contracted = _size(work.inputs[0].shape[:-1]), work.inputs[0].shape[-1]
@@ -386,13 +392,13 @@ def _features(work: OpWork) -> tuple[float, ...]:
 
 def _dtype(work: OpWork) -> str:
     if op_record(work.op).as_view:
-        return "any"  # nothing of it is touched
+        return "any"  # a view touches no data
     floats = [t.dtype for t in (*work.inputs, *work.outputs) if "float" in t.dtype]
     return floats[0] if floats else work.inputs[0].dtype if work.inputs else work.outputs[0].dtype
 
 
 def _group(work: OpWork) -> str:
-    """Within a class, what makes shapes comparable beside their size."""
+    """Return the group, within its class, of shapes that are comparable by size."""
     what = op_kind(work.op)
     if what is OpKind.PRODUCT:
         return "".join("*" if t.requires_grad else "." for t in work.inputs[:2])
@@ -411,7 +417,10 @@ class _Fit:
 
     @staticmethod
     def of(rows: Sequence[tuple[tuple[float, ...], float, float, float]], error: float | None) -> _Fit:
-        """rows: features, flops, bytes, seconds. `error` None: that of predicting each shape from others near to it."""
+        """Return the fit of rows (features, flops, bytes, seconds).
+
+        `error` None: the error of predicting each shape from others near it.
+        """
         coefficients = _least_squares([((1.0, flops, moved), t) for _, flops, moved, t in rows])
         points = tuple((f, math.log(t / _trend(coefficients, flops, moved))) for f, flops, moved, t in rows)
         if error is None:
@@ -424,7 +433,7 @@ class _Fit:
         return _Fit(coefficients, points, error)
 
     def residual(self, features: tuple[float, ...]) -> tuple[float, float]:
-        """Log residual at a place, and its distance from the nearest measured shape in doublings."""
+        """Return the log residual at a position, and its distance from the nearest measured shape in doublings."""
         near = sorted((sum((a - b) ** 2 for a, b in zip(features, f, strict=True)), r) for f, r in self.points)[:4]
         if near[0][0] == 0.0:
             same = [r for d, r in near if d == 0.0]
@@ -443,7 +452,7 @@ def _trend(coefficients: tuple[float, float, float], flops: float, moved: float)
 
 
 def _least_squares(rows: Sequence[tuple[tuple[float, float, float], float]]) -> tuple[float, float, float]:
-    """c >= 0 that minimises sum((c . x / t - 1)^2): the best of the solutions over every subset of columns."""
+    """Return c >= 0 that minimises sum((c . x / t - 1)^2): the best of the solutions over every subset of columns."""
     scaled = [tuple(x / t for x in xs) for xs, t in rows]
     best: tuple[float, tuple[float, float, float]] | None = None
     for chosen in range(1, 8):
@@ -467,7 +476,7 @@ def _least_squares(rows: Sequence[tuple[tuple[float, float, float], float]]) -> 
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
-    """Gauss elimination with scaling of columns; None if singular."""
+    """Solve by Gauss elimination with scaled columns; None if singular."""
     n = len(right)
     scale = [math.sqrt(matrix[i][i]) for i in range(n)]
     if min(scale) == 0.0:
@@ -487,7 +496,7 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
 
 @lru_cache(maxsize=8)
 def _fits(profile: Profile) -> dict[tuple[str, str, str, str], _Fit]:
-    """(phase, class, dtype, group) -> fit; group '' is the whole class."""
+    """Return (phase, class, dtype, group) -> fit; group '' is the whole class."""
     rows: dict[tuple[str, str, str, str], list[tuple[tuple[float, ...], float, float, float]]] = {}
     for record in profile.ops:
         for phase in PHASES:
@@ -514,16 +523,16 @@ def _add(
 
 
 def interpolated_s(work: OpWork, phase: str, profile: Profile) -> Quantity | None:
-    """From measured shapes of the same op (else of the same class) and dtype, as if this one had not been measured.
+    """Return the time from measured shapes of the same op (else of the same class) and dtype; None if there are none.
 
-    None if there are none.
+    `Profile.op_s` has the exact measurements.
     """
     fit = _fit_of(work, phase, profile)
     return None if fit is None else fit.at(_features(work), phase_flops(work, phase), phase_bytes(work, phase))
 
 
 def has_near(work: OpWork, phase: str, profile: Profile) -> bool:
-    """True if one of those shapes is within a few doublings of this one."""
+    """Return True if a measured shape of the same op or class lies within a few doublings of this one."""
     fit = _fit_of(work, phase, profile)
     return fit is not None and fit.residual(_features(work))[1] <= _NEAR
 
@@ -551,9 +560,10 @@ def op_s(
     options: RunOptions | None = None,
     constants: Constants | None = None,
 ) -> Quantity:
-    """Seconds of the forward or backward of one operation on one rank; nothing for a backward without a gradient.
+    """Return the seconds of the forward or backward of one operation on one rank.
 
-    A profile holds eager times: another mode scales those of element-wise ops by an assumed share.
+    ZERO for a backward without a gradient. A profile holds eager times; for other modes, times of element-wise ops are
+    scaled by an assumed share.
 
     Raises: ProfileError for an unknown phase.
     """
@@ -568,7 +578,7 @@ def op_s(
     if found is None or profile is None:
         return roofline_s(work, phase, device, mode, options, constants)
     op = op_record(work.op)
-    if op.multiplies:  # short of power a device lowers its clock, not that of its memory
+    if op.multiplies:  # under a power limit a device lowers its clock, but not the clock of its memory
         found = Quantity(found.low, found.mid * profile.sustained, found.high * profile.sustained, found.tag)
     if mode is not Mode.EAGER and (op.kind is OpKind.ELEMENTWISE or op.as_view):
         share = 0.0 if op.as_view else _FUSED_SHARE[mode]

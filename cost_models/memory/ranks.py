@@ -1,32 +1,38 @@
-"""Memory of every pipeline rank, by term. Activations come from the captured graph (what autograd saves).
+"""Memory of every pipeline rank, by term. Activations come from the captured graph (tensors that autograd saves).
 
-With P parameter bytes on a rank (after tp and ep), of which L is the largest block, and n data-parallel ranks:
+P: parameter bytes on a rank (after tp and ep). L: bytes of the largest block. G, O: bytes of the gradients and of the
+optimizer state. n: data-parallel ranks.
 
 | ZeRO | parameters | gathered parameters | gradients | optimizer |
 |---|---|---|---|---|
 | 0 | P | - | G | O |
 | 1 | P / n | P, from the first forward to the last backward | G | O / n |
 | 2 | P / n | P | G / n + one block's | O / n |
-| 3 | P / n | two blocks (one in use, one on its way) | G / n + one block's | O / n |
+| 3 | P / n | 2 L: two blocks (one in use, one on its way) | G / n + one block's | O / n |
 
-(autoplan.runtime.zero does it like this; Rajbhandari et al., ZeRO, 2020, keep P instead of P / n + P under 1 and 2.)
+autoplan.runtime.zero works like this; Rajbhandari et al., ZeRO, 2020, keep P instead of P / n + P under 1 and 2.
+
 With 16-bit parameters (autoplan.runtime.precision) fully_shard stores and shards the float32 master, 4 bytes per
-element, from which 16 bits are gathered, and gradients become float32 shards; without shards the 16-bit copy is stored
+element, from which 16 bits are gathered, and gradients become float32 shards. Without shards the 16-bit copy is stored
 beside the master. Megatron's distributed optimizer keeps 16-bit parameters beside sharded masters.
-Under `Mode.FUSED` it is as Megatron-LM has it: P under ZeRO 0 to 2; gradients in one buffer that is there from the
-start and is reduced in place (core/distributed/param_and_grad_buffer.py); and, since products add to that buffer
-themselves, tensors that nothing is written to stand for the gradients of weights, one for each shape in a layer
-(`get_dummy_wgrad` of Transformer Engine's pytorch/module/base.py).
-With `offload` of the optimizer its state is on the host, with a copy of parameters and gradients as it takes them;
-float32 masters without shards are there alone. With that of parameters the shards of both are there alone.
-Hybrid ZeRO (`zero_replicas`) has n / zero_replicas for n. Parameters of experts are sharded over their own replicas.
-Activations are held for every micro-batch in flight, which the schedule's own actions count. A schedule in both
-directions (DualPipe) has two stages on every rank, each of them on two ranks: twice the parameters and gradients, and
-twice as many replicas to shard over. What counts is the fullest moment:
+
+`Mode.FUSED` follows Megatron-LM: P under ZeRO 0 to 2; gradients in one buffer that exists from the start and is reduced
+in place (core/distributed/param_and_grad_buffer.py). Since products add to that buffer themselves, placeholder tensors,
+which nothing writes to, stand for the gradients of weights, one for each shape in a layer (`get_dummy_wgrad` of
+Transformer Engine's pytorch/module/base.py).
+
+With `offload` of the optimizer its state is on the host, with a copy of parameters and gradients as the optimizer takes
+them; float32 masters without shards are only there. With `offload` of the parameters the shards of parameters and
+gradients are only on the host.
+
+Hybrid ZeRO (`zero_replicas`) replaces n by n / zero_replicas. Parameters of experts are sharded over their own
+replicas. Activations are held for every micro-batch in flight, which the schedule's actions count. A schedule in both
+directions (DualPipe) has two stages on every rank, and each stage on two ranks: twice the parameters and gradients, and
+twice as many replicas to shard over. The memory of a rank is that of its fullest moment:
 
 | moment | micro-batches held | gradients |
 |---|---|---|
-| first backward | all that ran forward before it | only of the layers it has passed |
+| first backward | all whose forward ran before it | only of the layers it has passed |
 | a later backward | all in flight | all |
 | reduction at the end of the step (ZeRO 0) | none | all, and the buffers they are sent from |
 | optimizer step (ZeRO 0, 16-bit gradients) | none | all, in float32 |
@@ -55,20 +61,21 @@ from autoplan.ops.table import op_record
 from autoplan.schedules.schedule import HeldRow, actions, chunks_of_ranks, num_copies, num_held
 from autoplan.units import GIB, MIB, dtype_bytes
 
-# Flat buffers of the gradient all-reduce of ZeRO 0, two at a time: those of autoplan.runtime.zero, which a test holds.
+# Flat buffers of the gradient all-reduce of ZeRO 0, two at a time: as in autoplan.runtime.zero, which a test checks.
 BUCKET_BYTES = 25 * MIB
 # On a GPU: the CUDA context with its kernels, and the buffers of a communicator (NCCL_BUFFSIZE 4 MiB x channels x
 # peers comes to some hundred MiB per group; NCCL documentation, NCCL_BUFFSIZE). Assumed, not measured here.
 _CONTEXT_BYTES = 0.6 * GIB
 _GROUP_BYTES = 0.25 * GIB
-# Fragmentation of the caching allocator: reserved over allocated, of what changes within a step. Assumed.
+# Fragmentation of the caching allocator: reserved over allocated bytes, of memory that changes within a step. Assumed.
 _FRAGMENTATION = Quantity(0.0, 0.03, 0.10, Tag.ASSUMED)
-_ACTIVATION_SPREAD = 0.05  # of the liveness walk (autoplan.program.activations), held against measured peaks
+# relative error of the liveness walk (autoplan.program.activations), compared with measured peaks
+_ACTIVATION_SPREAD = 0.05
 
 
 NOTHING: Mapping[int, str] = MappingProxyType({})
 FIRST, LATER, REDUCTION, UPDATE = "first backward", "backward", "reduction", "optimizer step"
-# Terms that no tensor of the program accounts for: outside `torch.cuda.max_memory_allocated`.
+# Terms without a tensor of the program, which `torch.cuda.max_memory_allocated` does not count.
 NOT_ALLOCATED = CONTEXT, FRAGMENTATION = "context and communicators", "fragmentation"
 
 
@@ -76,8 +83,8 @@ NOT_ALLOCATED = CONTEXT, FRAGMENTATION = "context and communicators", "fragmenta
 class RankMemory:
     """One pipeline rank at its fullest moment: bytes by term.
 
-    `in_flight`: the most micro-batches it holds at one time, over all its chunks. `host`: bytes in the memory of the
-    host, by term.
+    `in_flight`: the most micro-batches it holds at one time, over all its chunks. `host`: bytes in host memory, by
+    term.
     """
 
     terms: dict[str, Quantity]
@@ -88,7 +95,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class _Moment:
-    """What differs between the moments of a step, in bytes."""
+    """The terms that differ between the moments of a step, in bytes."""
 
     name: str
     gradients: float
@@ -98,7 +105,7 @@ class _Moment:
 
     @property
     def num_bytes(self) -> float:
-        """Sum."""
+        """The sum of the terms."""
         return self.gradients + self.held + self.transient + self.buffers
 
 
@@ -106,7 +113,7 @@ class _Moment:
 class _Held:
     """Activations of one chunk, in bytes.
 
-    `one`: of a micro-batch. `running`: what is held of it, and the transient, while each of its units runs backward.
+    `one`: of a micro-batch. `running`: for each unit, the held bytes and the transient bytes while it runs backward.
     """
 
     one: float
@@ -114,19 +121,22 @@ class _Held:
 
     @property
     def transient(self) -> float:
-        """The most beyond `one`."""
+        """The most bytes beyond `one`."""
         return max(held + transient for held, transient in self.running) - self.one
 
 
 @dataclass(frozen=True)
 class States:
-    """Bytes that parameters and what belongs to them take on a rank.
+    """Bytes on a rank of parameters and their gradients and optimizer state.
 
     Attributes:
-        stored, gathered: the parameters between steps; and what ZeRO gathers of them.
-        gradients: that all backwards leave. first: that the first backward leaves. whole: one before it is scattered.
-        optimizer: its state.
-        host: of all this, what is in the memory of the host.
+        stored: Parameters between steps.
+        gathered: Parameters that ZeRO gathers.
+        gradients: Gradients after all backwards.
+        optimizer: Optimizer state.
+        whole: A gradient before it is scattered.
+        first: Gradients after the first backward.
+        host: The part of all this that is in host memory.
     """
 
     stored: float = 0.0
@@ -139,7 +149,7 @@ class States:
 
     @staticmethod
     def total(parts: Iterable[States]) -> States:
-        """Sum, term by term."""
+        """Return the sum, term by term."""
         columns = zip(*map(_TERMS, parts), strict=True)
         return States(*(sum(column, 0.0) for column in columns))
 
@@ -150,7 +160,7 @@ _NO_STATES = States()
 
 @dataclass(frozen=True)
 class TiedStates:
-    """A parameter that several units use and a rank holds once: the first and the last of them, and its bytes."""
+    """A parameter that several units use and a rank holds once: the first and last of these units, and its bytes."""
 
     first: int
     last: int
@@ -158,7 +168,7 @@ class TiedStates:
 
 
 class MemoryModel:
-    """Memory of any split of a workload into chunks, at the degrees of `config`."""
+    """The memory of any split of a workload into chunks, at the degrees of `config`."""
 
     def __init__(
         self,
@@ -184,14 +194,14 @@ class MemoryModel:
         self.fixed = _CONTEXT_BYTES + groups * _GROUP_BYTES if gpu else 0.0
         self.fragmentation = _FRAGMENTATION if gpu else Quantity(0.0, 0.0, 0.0, Tag.MEASURED)
         reduced = c.zero_stage == 0 and max(self.shares.values()) > 1
-        # the optimizer takes gradients as wide as the parameters that it changes: sums in 16 bits are copied once more
+        # the optimizer takes gradients as wide as its parameters: sums in 16 bits are copied once more
         grad_bytes = self.precision.grad_bytes or MASTER_BYTES
         widens = self.precision.has_masters and grad_bytes < MASTER_BYTES and not self.megatron
         self.widened = MASTER_BYTES / grad_bytes if widens else 0.0
         self.buckets = 2 * BUCKET_BYTES if reduced and not self.megatron else 0
 
     def _sum_states(self) -> None:
-        """Parameters and what belongs to them, by unit."""
+        """Sum the bytes of parameters, gradients and optimizer state by unit."""
         blocks = {name: self._states(name) for name in self.workload.blocks}
         units = [[blocks[name] for name in unit] for unit in self.workload.units]
         sums = [States.total(unit) for unit in units]
@@ -202,7 +212,7 @@ class MemoryModel:
         self.largest_grad = [max(b.whole for b in unit) for unit in units]
 
     def _sum_activations(self) -> None:
-        """What the forward leaves for the backward, by unit."""
+        """Collect the activations that the forward leaves for the backward, by unit."""
         w = self.workload
         self.offloaded = [
             sum(w.blocks[b].offloaded_bytes for b, layer in zip(unit, marks, strict=True) if layer)
@@ -213,9 +223,9 @@ class MemoryModel:
         self._kept_by_kind = {NONE: self.saved, SELECTIVE: w.unit_selective, FULL: self.kept}
         freed = [a - b for a, b in zip(self.saved, self.kept, strict=True)]
         self.frontier = RecomputeFrontier.full_only(w.layers, freed, [0.0] * len(freed))
-        # The pipeline holds what was received and what was sent until the backward has passed. Megatron lets go of what
-        # was sent (deallocate_output_tensor of core/pipeline_parallel/schedules.py), and what was received is what its
-        # first layer keeps.
+        # The pipeline holds received and sent activations until the backward has passed. Megatron frees sent
+        # activations (deallocate_output_tensor of core/pipeline_parallel/schedules.py), and received ones are those
+        # that its first layer keeps.
         self.cuts = (0.0,) * len(w.cut_bytes) if self.megatron else w.cut_bytes
         if w.shared and not self.megatron:
             self.cuts = tuple(
@@ -227,22 +237,22 @@ class MemoryModel:
         c = self.config
         self.table = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
         self.chunks_of = chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
-        # micro-batches held when gradients come into being, and the most afterwards
+        # micro-batches held in the first backward, and the most afterwards
         self.flights = self.table.flights
 
     def under(self, schedule: str, virtual_stages: int) -> MemoryModel:
-        """The same degrees under another schedule of as many copies."""
+        """Return the memory model under another schedule with as many copies."""
         out = copy.copy(self)
         out.config = replace(self.config, schedule=schedule, virtual_stages=virtual_stages)
         out._schedule()
         return out
 
     def _states(self, name: str) -> States:
-        """Of one block."""
+        """Return the states of one block."""
         return States.total([_NO_STATES, *map(self._param_states, self.workload.blocks[name].params)])
 
     def _param_states(self, p: ParamWork) -> States:
-        """Of one parameter."""
+        """Return the states of one parameter."""
         c, n, width = self.config, float(p.num_elements), dtype_bytes(p.dtype)
         share = self.shares[p.expert] if c.zero_stage else 1
         masters = self._has_master(p) and share > 1 and not self.megatron
@@ -251,7 +261,8 @@ class MemoryModel:
         found = States(stored, gathered)
         if p.trainable:
             grad = n * (width if self.precision.grad_bytes is None else self.precision.grad_bytes)
-            shard = (n * MASTER_BYTES if masters else grad) / share  # fully_shard's are as wide as its parameters
+            # gradient shards of fully_shard are as wide as its parameters
+            shard = (n * MASTER_BYTES if masters else grad) / share
             found = States(
                 stored,
                 gathered,
@@ -263,18 +274,18 @@ class MemoryModel:
         return self._offloaded_states(p, share, masters, found) if c.offload else found
 
     def _optimizer_bytes(self, p: ParamWork, sharded_masters: bool) -> float:
-        """Of a parameter before ZeRO, without masters that are stored as its shards."""
+        """Return the optimizer state of a parameter before ZeRO, without masters that are stored as its shards."""
         n = float(p.num_elements)
         state = n * (2 * dtype_bytes(p.dtype) if self.precision.state_bytes is None else self.precision.state_bytes)
         return state - n * MASTER_BYTES if sharded_masters else state
 
     def _offloaded_states(self, p: ParamWork, share: int, sharded_masters: bool, device: States) -> States:
-        """The same with what the configuration leaves on the host."""
-        by_policy = PARAMETERS in self.config.offload and share > 1  # fully_shard has its shards on the host
+        """Return the states of a parameter under the configuration's offload. `device`: the states without offload."""
+        by_policy = PARAMETERS in self.config.offload and share > 1  # fully_shard keeps its shards on the host
         stored = 0.0 if by_policy and not self._whole_always else device.stored
         if not p.trainable:
             return replace(device, stored=stored, host=device.stored - stored)
-        # parameters and gradients as the optimizer takes them, and its state (which counts masters that lie apart)
+        # parameters and gradients as the optimizer takes them, and its state (which includes separate masters)
         shown = MASTER_BYTES if self._has_master(p) else dtype_bytes(p.dtype)
         counted = self._has_master(p) and not sharded_masters
         state = self._optimizer_bytes(p, sharded_masters)
@@ -292,15 +303,15 @@ class MemoryModel:
 
     @property
     def _scatters_first(self) -> bool:
-        """True if the first backward of a step leaves shards of gradients."""
+        """True if the first backward of a step leaves sharded gradients."""
         return self.config.zero_stage >= 2 or (self.config.num_micro_batches == 1 and not self.megatron)
 
     def _has_master(self, p: ParamWork) -> bool:
-        """True for a 16-bit copy of a float32 parameter; what is not trained needs none (if it is given in 16 bits)."""
+        """Return True for a 16-bit copy of a float32 parameter. Untrained 16-bit parameters need no master."""
         return self.precision.has_masters and p.dtype == self.precision.compute and p.trainable
 
     def _tied_states(self) -> tuple[TiedStates, ...]:
-        """Parameters that several units use and a rank holds once.
+        """Return the parameters that several units use and a rank holds once.
 
         Under ZeRO 1 to 3 every block of `fully_shard` has parameters of its own (runtime.zero): two copies.
         """
@@ -315,35 +326,35 @@ class MemoryModel:
         return tuple(out)
 
     def held_once(self, start: int, stop: int) -> float:
-        """Bytes of what several units have to do with, in a stage of units start .. stop - 1."""
+        """Return the bytes of activations shared by several units, in a stage of units start .. stop - 1."""
         return sum(v.num_bytes for v in self.workload.shared if v.held(start, stop, sent=not self.megatron))
 
     def counted_twice(self, units: Sequence[int]) -> States:
-        """Of parameters that several of these units use: a rank holds them once."""
+        """Return the states of parameters that several of these units use, which a rank holds once."""
         shared = [t.states for t in self.tied if t.first in units and t.last in units]
         return States.total(shared) if shared else _NO_STATES
 
     def stages(
         self, chunks: Sequence[range], recompute: Sequence[int], pinned: Mapping[int, str] = NOTHING
     ) -> list[RankMemory]:
-        """Every pipeline rank.
+        """Return the memory of every pipeline rank.
 
         Args:
-            chunks: units of every chunk, in model order.
-            recompute: how many steps of the `ladder` each goes down: by itself, how many layers, its first ones, are
-                computed again in full.
-            pinned: what units compute again instead of that.
+            chunks: The units of every chunk, in model order.
+            recompute: The steps of each chunk on the recompute frontier; by default, the number of its first layers
+                that are recomputed in full.
+            pinned: The recompute choice of units, which replaces `recompute`.
         """
         return [self.rank(r, chunks, recompute, pinned) for r in range(self.config.pp)]
 
     def kept_bytes(self, unit: int, how: str) -> float:
-        """What a unit keeps under a choice of recompute."""
+        """Return the bytes that a unit keeps under a recompute choice."""
         kept = self._kept_by_kind.get(how)
         return self.workload.unit_choices[unit][how] if kept is None else kept[unit]
 
     def _chunk(self, units: range, again: Mapping[int, str], received: bool) -> _Held:
         w = self.workload
-        # a chunk after one of the same rank works on what that one holds
+        # a chunk after another one of the same rank uses the output that the other holds
         held = w.free_saved + (self.cuts[units.start - 1] if units.start and received else 0.0)
         held += self.cuts[units.stop - 1] if units.stop < len(w.units) else 0.0
         held += self.held_once(units.start, units.stop) if units else 0.0
@@ -353,15 +364,15 @@ class MemoryModel:
             kept = self.kept_bytes(u, how)
             held += kept
             waiting = sum(size for a, b, size in w.tied if a <= u < b and a >= units.start and b < units.stop)
-            # while a unit's backward runs, what later ones kept is gone already
-            back = w.unit_saved[u] - kept  # what regions make again
+            # while a unit's backward runs, later units have freed their activations
+            back = w.unit_saved[u] - kept  # recomputed by regions
             running.append((held, (self.recompute_transient[u] if how == FULL else self.transient[u] + back) + waiting))
         return _Held(held, tuple(running))
 
     def rank(
         self, rank: int, chunks: Sequence[range], recompute: Sequence[int], pinned: Mapping[int, str] = NOTHING
     ) -> RankMemory:
-        """One pipeline rank, by term; arguments as for `stages`."""
+        """Return the memory of one pipeline rank by term; arguments as for `stages`."""
         mine = self.chunks_of[rank]
         units = [u for k in mine for u in chunks[k]]
         held = {
@@ -396,14 +407,14 @@ class MemoryModel:
         return RankMemory(terms, in_flight, fullest.name, self._host(chunks, mine, recompute, pinned, in_flight))
 
     def _moments(self, rank: int, units: Sequence[int], held: dict[int, _Held], grads: float) -> list[_Moment]:
-        """The moments of a step at which a rank may be fullest. `grads`: bytes of all its gradients."""
+        """Return the moments of a step at which a rank may be fullest. `grads`: bytes of all its gradients."""
         first, later = self.flights[rank]
         reducing = max(self.largest_grad[u] for u in units) if self.config.zero_stage >= 2 else 0.0
         if len(held) > 1:
             moments = [_Moment(LATER, grads + reducing, *_fullest(self.table.held[rank], held))]
         else:
             (only,) = held.values()
-            if self.megatron and self.config.zero_stage < 2:  # all gradients are there from the start
+            if self.megatron and self.config.zero_stage < 2:  # all gradients exist from the start
                 moments = [_Moment(FIRST, grads, first * only.one, only.transient)]
             else:
                 moments = self._first_backward(units, first, only)
@@ -423,8 +434,10 @@ class MemoryModel:
         pinned: Mapping[int, str],
         in_flight: int,
     ) -> dict[str, Quantity]:
-        """What a rank has in the memory of its host. Activations of several chunks as if all in flight were of the
-        chunk with most."""
+        """Return the bytes of a rank in host memory by term.
+
+        With several chunks, activations count as if all micro-batches in flight were of the chunk with most.
+        """
         units = [u for k in mine for u in chunks[k]]
         state = sum(self.hosted[u] for u in units) - self.counted_twice(units).host
         most = 0.0
@@ -437,14 +450,17 @@ class MemoryModel:
         return out
 
     def _placeholders(self, units: Iterable[int]) -> float:
-        """Bytes that stand for gradients of weights: one per shape, as many of a shape as a layer has."""
+        """Return the bytes of placeholders for gradients of weights: per shape, as many as a layer has weights."""
         most: Counter[tuple[tuple[int, ...], str]] = Counter()
         for name in {name for u in units for name in self.workload.units[u]}:
             most |= Counter(_weights(self.workload.blocks[name]))
         return float(sum(count * prod(shape) * dtype_bytes(dtype) for (shape, dtype), count in most.items()))
 
     def _first_backward(self, units: Sequence[int], num_held: int, chunk: _Held) -> list[_Moment]:
-        """While each unit runs backward: later ones have left their gradients and given up their activations."""
+        """Return the moments of the first backward, one per unit.
+
+        While a unit runs backward, later units have left their gradients and freed their activations.
+        """
         out, gradients, reducing = [], 0.0, 0.0
         for u, (held, transient) in zip(reversed(units), reversed(chunk.running), strict=True):
             waiting = (num_held - 1) * chunk.one
@@ -456,20 +472,21 @@ class MemoryModel:
 
 
 def _weights(block: BlockWork) -> Iterable[tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes of the trained weights of products. Experts have one shape each."""
+    """Yield shapes and dtypes of the trained weights of products. Experts have one shape each."""
     for op in block.ops:
         trained = [op.inputs[i] for i in op_record(op.op).weights if op.inputs[i].requires_grad]
         yield from ((t.shape[-2:], t.dtype) for t in trained)
 
 
 def _fullest(row: HeldRow, held: dict[int, _Held]) -> tuple[float, float]:
-    """(held, transient) of several chunks when a backward makes them most."""
+    """Return the largest (held, transient) bytes of several chunks over the actions of a rank."""
     one, transient = (np.zeros(max(held) + 1) for _ in range(2))
     for chunk, h in held.items():
         one[chunk], transient[chunk] = h.one, h.transient
     moved, running = one[row.chunks], transient[row.chunks]
     given_up = np.cumsum(row.ends * moved)
-    now = np.cumsum(row.begins * moved) - given_up + row.ends * moved  # an action holds what it is about to give up
+    # an action still holds the activations that it frees
+    now = np.cumsum(row.begins * moved) - given_up + row.ends * moved
     most = int(np.argmax(now + running))
     return float(now[most]), float(running[most])
 

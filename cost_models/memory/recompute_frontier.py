@@ -1,11 +1,11 @@
-"""What a stage computes again, as one number: how many steps it goes down a ladder of choices.
+"""The recompute frontier: the recompute of a stage as one number, its steps on a sequence of choices.
 
-A layer may keep everything, compute some groups of regions again, or all of itself. Of these choices only those on the
-convex front of (seconds more, bytes freed) are on the ladder, from the cheapest byte to the dearest. A step takes one
-layer from its choice to the next on its front; steps go by seconds per byte freed, the same for all layers of one kind,
-first layers first. So of all ways to free that many bytes none costs less, but for the last step (a greedy knapsack:
-what is left of the last layer's step is at most one step of one layer). A ladder of `full` alone is the first layers in
-full.
+A layer may keep everything, recompute some groups of regions, or recompute all of itself. Of these choices, only those
+on the convex front of (additional seconds, freed bytes) are used, from the cheapest byte to the dearest. A step takes
+one layer from its choice to the next on its front. Steps are ordered by seconds per freed byte, which is the same for
+all layers of one kind, and first layers come first. Hence no other way to free that many bytes costs less, except for
+the last step (a greedy knapsack: the loss is at most one step of one layer). With `full` as the only choice, n steps
+recompute the first n layers in full.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autoplan.config.recompute import FULL, NONE
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """Of one unit: what it keeps and what it takes longer than `none`."""
+    """One choice of one unit: the bytes that it frees and the seconds that it adds, both relative to `none`."""
 
     name: str
     freed_bytes: float
@@ -27,9 +27,11 @@ class RecomputeChoice:
 
 @dataclass(frozen=True)
 class Rung:
-    """A step of all layers of one kind: from one choice of their front to the next.
+    """A step of all layers of one kind, from one choice of their front to the next.
 
-    `choices` by unit, None where the unit is of another kind; gains and seconds beyond the choice before.
+    `choices`: by unit, the choice after the step; None if the unit is of another kind. `freed_bytes` and `recompute_s`:
+    by
+    unit, relative to the choice before.
     """
 
     choices: tuple[str | None, ...]
@@ -38,18 +40,18 @@ class Rung:
 
 
 class RecomputeFrontier:
-    """Rungs, cheapest byte first."""
+    """The recompute frontier of a model: its steps, cheapest byte first."""
 
     def __init__(self, rungs: Sequence[Rung]) -> None:
         self.rungs = tuple(rungs)
 
     @classmethod
     def of(cls, options: Sequence[Sequence[RecomputeChoice]], kinds: Sequence[object]) -> RecomputeFrontier:
-        """That of a model.
+        """Return the frontier of a model.
 
         Args:
-            options: the choices of every unit beside `none`; empty for what is no layer.
-            kinds: units with equal kinds have the same front, that of the first of them.
+            options: The choices of every unit besides `none`; empty for a unit without a layer.
+            kinds: Units with equal kinds have the same front, which is found for the first of them.
         """
         first: dict[object, int] = {}
         for u, kind in enumerate(kinds):
@@ -69,7 +71,7 @@ class RecomputeFrontier:
     def full_only(
         cls, layers: Sequence[bool], freed: Sequence[float], recompute_s: Sequence[float]
     ) -> RecomputeFrontier:
-        """Layers in full or not at all."""
+        """Return the frontier with `full` as the only choice of every layer."""
         options = [
             [RecomputeChoice(FULL, size, seconds)] if layer else []
             for layer, size, seconds in zip(layers, freed, recompute_s, strict=True)
@@ -88,7 +90,7 @@ class RecomputeFrontier:
         return Rung(tuple(choices), tuple(freed), tuple(again))
 
     def choices(self, units: Sequence[int], level: int) -> dict[int, str]:
-        """What each of `units` computes again `level` steps down; those that keep everything are left out."""
+        """Return the choice of each of `units` after `level` steps, without units that keep everything."""
         out: dict[int, str] = {}
         for rung in self.rungs:
             for u in units:
@@ -100,12 +102,12 @@ class RecomputeFrontier:
         return out
 
     def height(self, units: Sequence[int]) -> int:
-        """How many steps there are."""
+        """Return the number of steps of these units."""
         return sum(rung.choices[u] is not None for rung in self.rungs for u in units)
 
 
 def front(options: Sequence[RecomputeChoice]) -> list[RecomputeChoice]:
-    """The convex front from `none` on: each next choice frees more, at no less per byte than the one before."""
+    """Return the convex front from `none` on: each choice frees more bytes, at no less per byte than the one before."""
     at, out = RecomputeChoice(NONE, 0.0, 0.0), list[RecomputeChoice]()
     while True:
         more = [c for c in options if c.freed_bytes > at.freed_bytes]
@@ -121,5 +123,5 @@ def _slope(before: RecomputeChoice, after: RecomputeChoice) -> float:
 
 
 def recompute_mapping(choices: Mapping[int, str], calls: Sequence[Sequence[str]]) -> dict[str, str]:
-    """By name of the call. `calls`: of every unit, those that are layers."""
+    """Return the recompute choices by name of the call. `calls`: the calls of every unit that are layers."""
     return {name: how for u, how in sorted(choices.items()) for name in calls[u]}

@@ -1,34 +1,38 @@
 """Bytes and time of collectives, per kind and over the levels of a cluster. An unknown collective is an error.
 
-A library runs a collective by one of several paths (`nccl`: a protocol of a ring, a tree, of the switch itself, or of
-messages between pairs). Over a group that spans levels, with n ranks, k_l of them in one unit of level l (k_0 = 1 below
-the innermost), and N bytes (the gathered or reduced tensor; all_to_all: the local one; send_recv: the message; experts:
-the local one with a copy of each token per chosen expert), a path takes
+A library runs a collective on one of several paths (`nccl`: a protocol of a ring, a tree, the switch itself, or
+messages between pairs). Consider a group over several levels, with n ranks, of which k_l are in one unit of level l
+(k_0 = 1 below the innermost), and N bytes. N is the gathered or reduced tensor; for all_to_all the local tensor; for
+send_recv the message; for experts the local tensor with a copy of each token per chosen expert. A path takes
 
     alpha = base + sum_l hops_l * hop * latency_l
     w     = max_l sent_l / (bandwidth_l / oversubscription_l * efficiency_l)
     T     = alpha + w + c * sqrt(alpha * w)
 
-Bandwidth terms take the maximum because the library works on all levels at once, in chunks; the root term is the cost
+Bandwidth terms take the maximum because the library works on all levels at once, in chunks. The root term is the cost
 of chunks: with s of them T = (1 + s) * alpha' + w / s ..., whose minimum grows as sqrt(alpha * w) (pipelined
-collectives: Thakur, Rabenseifner, Gropp, 2005). NCCL's ring visits all ranks: n / k_(l-1) - n / k_l hops of level l,
-twice for an all-reduce, and (n - 1) / n * N / k_(l-1) bytes per device and direction over it. Its trees have
-2 * log2(n / k_(l-1)) hops between nodes and the chain inside a node. Where the library is not known: one ring per level
-(`Fabric.flat`). all_to_all: a message of N / n to each peer, (n - k_(l-1)) / n * N bytes leave the unit below, all
-levels at once; over a network each message costs its share of a hop. send_recv: one message on the outermost level that
-the group reaches. A fabric with rails (a level whose units are the nodes behind one layer of switches, card i of each
-on switch i) has two levels between nodes: that of the rails at the speed of the cards, since NCCL moves what is for
-another rail inside the node first (PXN), and the network beyond, which may be oversubscribed.
+collectives: Thakur, Rabenseifner, Gropp, 2005).
 
-The fastest path is taken, with one exception: inside a node NCCL leaves LL128 at a given share per rank, measured to
-come too early on new devices. Time never falls with N: what a path took where it was left is the floor of the next one.
+NCCL's ring visits all ranks: n / k_(l-1) - n / k_l hops of level l, twice for an all-reduce, and (n - 1) / n * N /
+k_(l-1) bytes per device and direction over it. Its trees have 2 * log2(n / k_(l-1)) hops between nodes and the chain
+inside a node. For an unknown library there is one ring per level (`Fabric.flat` is False). all_to_all: a message of N /
+n to each peer; (n - k_(l-1)) / n * N bytes leave the unit below, on all levels at once; over a network each message
+costs its share of a hop. send_recv: one message on the outermost level that the group reaches.
+
+A fabric with rails (a level whose units are the nodes behind one layer of switches, card i of each on switch i) has two
+levels between nodes. The rails have the speed of the cards, since NCCL moves data for another rail inside the node
+first (PXN); the network beyond may be oversubscribed.
+
+The fastest path is taken, with one exception: inside a node NCCL leaves LL128 at a given share per rank, which is too
+early on new devices according to measurements. Time never falls with N: the time of a path at the size where it is left
+is the floor of the next path.
 
 Groups of one node share its network: `bytes_per_s` of a level is the share of one device, because a mesh runs all of
-its groups at once (8 groups with a rank per node load a node as much as one group over all of its devices). A fabric
-that carries less than that between its units says so by `Level.oversubscription`.
+its groups at once (8 groups with a rank per node load a node as much as one group over all of its devices).
+`Level.oversubscription` describes a fabric that carries less than that between its units.
 
-In a mesh (xGMI) a device has only the links to the members of its group: two MI300X exchange 64 GB/s of their 448, and
-a larger group is really faster (measured: 48 against 313). So are 8 devices with reductions in the switch against 4.
+In a mesh (xGMI) a device has only the links to the members of its group: two MI300X exchange 64 GB/s of their 448. A
+larger group is faster (measured: 48 against 313), and 8 devices with reductions in the switch are faster than 4.
 """
 
 from __future__ import annotations
@@ -46,13 +50,13 @@ from autoplan.cost_models.hardware.parts import Group, Level, Link
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
 from autoplan.errors import LayoutError
 
-# share of the full (gathered or reduced) tensor that each device sends over its link, times n/(n-1).
+# Share of the full (gathered or reduced) tensor that each device sends over its link, times n / (n - 1).
 # Ring algorithms: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
 _VOLUME: dict[str, float] = {**dict.fromkeys(NCCL_KINDS, 1.0), "all_reduce": 2.0}
-# of kernels made for experts (DeepEP): each token goes once to each node and once to each device that it is for
+# kernels made for experts (DeepEP): each token goes once to each node and once to each device with an expert for it
 EXPERT_KINDS = ("ep_dispatch", "ep_combine")
-TOP_K = 8  # experts per token in all measurements of them
-# Messages between pairs: who sends to whom; all others are rings or trees.
+TOP_K = 8  # experts per token in all measurements of these kernels
+# Kinds that send messages between pairs, with their traffic; all other kinds use rings or trees.
 _PAIRWISE = {
     **dict.fromkeys(("all_to_all", *EXPERT_KINDS), Traffic.ALL_TO_ALL),
     "send_recv": Traffic.NEIGHBOURS,
@@ -60,14 +64,14 @@ _PAIRWISE = {
 
 
 class CollectiveProfile(Interface):
-    """What is asked of a measured profile."""
+    """The part of a measured profile that is needed here."""
 
     def collective_s(self, kind: str, num_bytes: float, group_size: int, stride: int) -> Quantity | None:
-        """Seconds of one collective, or None if it was not measured."""
+        """Return the seconds of one collective, or None if it was not measured."""
         ...
 
     def longest_s(self, kind: str, group_size: int, stride: int) -> Quantity | None:
-        """Seconds of the largest message that was measured."""
+        """Return the seconds of the largest measured message, or None."""
         ...
 
 
@@ -77,7 +81,10 @@ def _known(kind: str) -> None:
 
 
 def wire_bytes(kind: str, full_bytes: float, group_size: int) -> float:
-    """Bytes each device sends. `full_bytes`: the gathered or reduced tensor (all_to_all, experts: the local tensor)."""
+    """Return the bytes that each device sends.
+
+    `full_bytes`: the gathered or reduced tensor (all_to_all, experts: the local tensor).
+    """
     _known(kind)
     if group_size == 1:
         return 0.0
@@ -87,7 +94,7 @@ def wire_bytes(kind: str, full_bytes: float, group_size: int) -> float:
 
 
 def collective_s(kind: str, full_bytes: float, group_size: int, link: Link) -> float:
-    """Seconds of one collective on one link: a latency per ring step plus the wire bytes over the link's bandwidth."""
+    """Return the seconds of one collective on one link: a latency per ring step, plus wire bytes over bandwidth."""
     if group_size == 1:
         return 0.0
     steps = 2 * (group_size - 1) if kind == "all_reduce" else 1 if kind == "send_recv" else group_size - 1
@@ -98,8 +105,10 @@ def collective_s(kind: str, full_bytes: float, group_size: int, link: Link) -> f
 class Curve:
     """Seconds of one collective by its bytes: the fastest of `small` up to `switch_bytes`, of `large` above it.
 
-    A path is (alpha in seconds, w in seconds per byte, chunk factor). `floor_s`: seconds of `small` at the switch.
-    `spread` and `spread_s`: how far off it may be, as a share of the time and in seconds.
+    Attributes:
+        small, large: Paths: (alpha in seconds, w in seconds per byte, chunk factor).
+        floor_s: Seconds of `small` at the switch.
+        spread, spread_s: The error, as a share of the time and in seconds.
     """
 
     small: tuple[tuple[float, float, float], ...]
@@ -111,13 +120,13 @@ class Curve:
     tag: Tag
 
     def seconds(self, num_bytes: float) -> float:
-        """Seconds of `num_bytes`; never less for more."""
+        """Return the seconds of `num_bytes`; they never fall with the size."""
         if num_bytes <= self.switch_bytes:
             return _fastest(self.small, num_bytes)
         return max(self.floor_s, _fastest(self.large, num_bytes))
 
     def quantity(self, num_bytes: float) -> Quantity:
-        """The same with its interval; no end of it falls with `num_bytes`."""
+        """Return the seconds of `num_bytes` with their interval, no end of which falls with the size."""
         mid = self.seconds(num_bytes)
         return Quantity.spread(mid, self.spread + (self.spread_s / mid if mid else 0.0), self.tag)
 
@@ -134,7 +143,10 @@ def _fastest(paths: tuple[tuple[float, float, float], ...], num_bytes: float) ->
 
 @dataclass(frozen=True)
 class _Part:
-    """What a group has of one level: `inside` ranks in a unit of the level below, `parts` such units in one of this."""
+    """A group's part of one level.
+
+    `inside`: its ranks in a unit of the level below. `parts`: such units in one unit of this level.
+    """
 
     level: Level
     fabric: Fabric
@@ -150,16 +162,17 @@ def _parts(group: Group, levels: tuple[Level, ...], fabrics: Mapping[str, Fabric
 
 
 def distinct_units(units: float, top_k: int) -> float:
-    """Expected number of units (nodes, devices) that hold the `top_k` experts of a token, spread evenly over `units`.
+    """Return the expected number of units (nodes, devices) with experts of a token.
 
-    units * (1 - (1 - 1 / units)^k): each expert is on a given unit with 1 / units. Drawing without replacement from E
-    experts, k / E of them on average no more, reaches a few per cent more (2 of 8 on 8 units: 2 instead of 1.88).
+    The `top_k` experts of a token are spread evenly over `units`: units * (1 - (1 - 1 / units)^k), since each expert is
+    on a given unit with probability 1 / units. Drawing without replacement from E experts reaches more, by a share of
+    at most k / E and usually a few per cent (2 of 8 on 8 units: 2 instead of 1.88).
     """
     return units * (1 - (1 - 1 / units) ** top_k)
 
 
 def _share(kind: str, part: _Part, ranks: int, top_k: int = TOP_K) -> float:
-    """Share of the tensor that a device sends over this level."""
+    """Return the share of the tensor that a device sends over this level."""
     if kind == "send_recv":
         return 1.0
     free = part.fabric.free_share[kind]
@@ -174,14 +187,17 @@ def _share(kind: str, part: _Part, ranks: int, top_k: int = TOP_K) -> float:
 
 
 def _ring_hops(kind: str, part: _Part, ranks: int) -> float:
-    """Hops of one level in a ring: one ring through all ranks, or one per level."""
+    """Return the hops of one level in a ring: one ring through all ranks, or one per level."""
     units = ranks / part.inside
     steps = units - units / part.parts if part.fabric.flat and units > part.parts else part.parts - 1.0
     return 2 * steps if kind == "all_reduce" else steps
 
 
 def _tree_hops(kind: str, part: _Part, ranks: int) -> float:
-    """A chain inside a node, a double tree between nodes, there and back; all-reduce alone has trees."""
+    """Return the hops of one level in an all-reduce by trees, there and back.
+
+    The tree is a chain inside a node and a double tree between nodes.
+    """
     return 2 * (math.log2(part.parts) if part.fabric.tree else part.parts - 1.0)
 
 
@@ -190,7 +206,7 @@ def _pair_hops(kind: str, part: _Part, ranks: int) -> float:
         return 1.0
     if not part.fabric.flat:
         return part.parts - 1.0
-    peers = min(ranks, part.inside * part.parts) - part.inside  # that are in this unit, but not in the one below
+    peers = min(ranks, part.inside * part.parts) - part.inside  # in this unit, but not in the unit below
     return 1.0 + (part.fabric.message_hop * peers if kind == "all_to_all" else 0.0)
 
 
@@ -198,7 +214,7 @@ _Hops = Callable[[str, _Part, int], float]
 
 
 def _speed(part: _Part, kind: str) -> float:
-    """What a device gets of a level's bandwidth: in a mesh by its links to the members, or as was measured of them."""
+    """Return a device's bandwidth on a level: in a mesh from its links to the members, or by measured factors."""
     alone = kind == "send_recv"
     if not part.fabric.by_ranks:
         return part.level.group_bytes_per_s(2 if alone else part.parts)
@@ -215,7 +231,7 @@ def _path(
     lanes: float = 1.0,
     top_k: int = TOP_K,
 ) -> tuple[float, float, float]:
-    """alpha, w and chunk factor of one path, given by its constants on each level; `lanes` carry the bytes at once."""
+    """Return alpha, w and chunk factor of a path from its constants per level; `lanes` carry the bytes in parallel."""
     alpha = w = base = chunk = 0.0
     for part, path in zip(parts, paths, strict=True):
         speed = _speed(part, kind) * path.efficiency * part.fabric.efficiency[kind]
@@ -228,13 +244,13 @@ def _path(
 def _of_protocols(
     tables: list[Mapping[Protocol, Path]], kind: str, ranks: int, parts: list[_Part], hops: _Hops, top_k: int = TOP_K
 ) -> Iterator[tuple[Protocol, tuple[float, float, float]]]:
-    """One path per protocol that all levels have."""
+    """Yield one path per protocol that all levels have."""
     for protocol in Protocol:
         if all(protocol in table for table in tables):
             paths = [table[protocol] for table in tables]
             lanes = 1.0
             if kind == "all_to_all" and protocol is not Protocol.SIMPLE:
-                # short messages to several peers take a channel each, long ones all channels
+                # short messages to several peers take one channel each, long ones all channels
                 lanes = min(ranks - 1.0, 1 / max(path.efficiency for path in paths))
             yield protocol, _path(kind, ranks, parts, paths, hops, lanes, top_k)
 
@@ -247,7 +263,7 @@ def _spreads(kind: str, parts: list[_Part]) -> tuple[float, float]:
 def curve(
     kind: str, group: Group, levels: tuple[Level, ...], fabrics: Mapping[str, Fabric] = FABRICS, top_k: int = TOP_K
 ) -> Curve:
-    """Seconds by bytes of one collective over a group of at least 2, on these levels; `top_k`: experts per token."""
+    """Return the seconds by bytes of one collective over a group of at least 2. `top_k`: experts per token."""
     parts = _parts(group, levels, fabrics)
     if kind == "send_recv":
         parts = parts[-1:]
@@ -263,7 +279,7 @@ _Paths = tuple[tuple[float, float, float], ...]  # alpha, w and chunk factor of 
 
 
 def _choice(kind: str, ranks: int, parts: list[_Part], top_k: int) -> tuple[_Paths, _Paths, float]:
-    """The paths up to a size in bytes, those beyond it, and this size."""
+    """Return the paths up to a size in bytes, the paths beyond it, and this size."""
     outer = parts[-1].fabric
     if kind in _PAIRWISE:
         pairs = [part.fabric.experts if kind in EXPERT_KINDS else part.fabric.p2p for part in parts]
@@ -278,7 +294,7 @@ def _choice(kind: str, ranks: int, parts: list[_Part], top_k: int) -> tuple[_Pat
     for protocol, path in _of_protocols([p.fabric.ring for p in parts], kind, ranks, parts, _ring_hops):
         (small if switch and protocol is not Protocol.SIMPLE else large).append(path)
     if kind == "all_reduce" and alone and outer.nvls is not None and ranks >= outer.nvls_ranks:
-        # the switch adds: a device sends its tensor once, and once more the part that it owns the sum of
+        # the switch reduces: a device sends its tensor once, and again the part whose sum it owns
         lanes = _share(kind, parts[0], ranks) / (1 + 1 / ranks)
         large.append(_path(kind, ranks, parts, [outer.nvls], lambda *_: 1.0, lanes))
         switch = outer.nvls_switch_bytes
@@ -298,11 +314,15 @@ def group_collective_s(
     profile: CollectiveProfile | None = None,
     top_k: int = 0,
 ) -> Quantity:
-    """Seconds of one collective over `group`, from the profile if it has it, else the model above.
+    """Return the seconds of one collective over `group`, from the profile if it has it, else from the model above.
 
-    `num_bytes` as for `wire_bytes`. `top_k`: copies of each token that they hold, of kinds for experts; 0: as measured
-    (8). LayoutError for an unknown kind, a negative size or a group beyond the cluster.
-    send_recv: the slowest hop between neighbours of the group; ask with `Group(2, stride)` for one hop.
+    For send_recv it is the slowest hop between neighbours of the group; use `Group(2, stride)` for one hop.
+
+    Args:
+        num_bytes: As for `wire_bytes`.
+        top_k: Copies of each token in the tensor, for kinds made for experts; 0: as measured (8).
+
+    Raises: LayoutError for an unknown kind, a negative size or a group beyond the cluster.
     """
     _known(kind)
     if num_bytes < 0:
@@ -314,7 +334,7 @@ def group_collective_s(
             f"a group of {group.size} ranks with stride {group.stride} does not fit the {cluster.num_devices} devices"
         )
     latency = ZERO
-    if profile is not None and kind not in EXPERT_KINDS:  # which no profile has
+    if profile is not None and kind not in EXPERT_KINDS:  # profiles have no such kernels
         measured = profile.collective_s(kind, num_bytes, group.size, group.stride)
         if measured is not None:
             return measured

@@ -1,4 +1,4 @@
-"""What one call of a block costs on one rank, by kind of work; the parts that `price` adds up over units and stages."""
+"""The cost of one call of a block on one rank, by kind of work. `price` adds the parts up over units and stages."""
 
 from __future__ import annotations
 
@@ -39,10 +39,14 @@ from autoplan.schedules.schedule import num_copies
 class OpTimes:
     """Seconds of the operations of one call of a block.
 
-    `weight`: the part of `backward` that gives gradients of weights; `selective`: what selective recompute runs again;
-    `host_*`: what the host needs to start them; `attention`: the part of its core, by phase; `groups`: what computing a
-    group of regions again runs; `modules`, `host_modules`: what computing modules again runs. `host_recompute`: of
-    groups and `selective`, where a profile has the host's part.
+    Attributes:
+        weight: The part of `backward` that computes gradients of weights.
+        selective: The operations that selective recompute reruns.
+        host_forward, host_backward: Host time to start the operations.
+        attention: The part of the attention core, by phase.
+        groups: Recomputing a group of regions, by group.
+        modules, host_modules: Recomputing modules, on the device and on the host.
+        host_recompute: Host time of recomputing groups and `selective`, if a profile has host times.
     """
 
     forward: Quantity
@@ -59,7 +63,10 @@ class OpTimes:
 
 
 def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
-    """By block. They do not depend on dp, pp, ZeRO or the number of micro-batches: found once for many Pricers."""
+    """Return the operation times by block.
+
+    They do not depend on dp, pp, ZeRO or the number of micro-batches, so many Pricers share them.
+    """
     out = {}
     for name, block in workload.blocks.items():
         forward = [costs.forward_s(op) for op in block.ops]
@@ -92,18 +99,19 @@ def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
 
 
 def _weight_share(op: OpWork) -> float:
-    """Share of a product's backward that is for its weights: a half, all of it if the data needs no gradient."""
+    """Return the share of a product's backward for its weights: a half, or all if the data needs no gradient."""
     if not any(op.inputs[i].requires_grad for i in op_record(op.op).weights):
         return 0.0
     return 0.5 if op.inputs[0].requires_grad else 1.0
 
 
 def mesh_groups(config: ParallelConfig, axes: Sequence[tuple[str, int]]) -> dict[str, Group]:
-    """Rank groups of every axis: pp, dp, cp and tp, major to minor; ep and etp fold into dp * cp * tp. `batch`: the
-    ranks of one stage that share a micro-batch.
+    """Return the rank group of every axis: pp, dp, cp and tp, major to minor; ep and etp fold into dp * cp * tp.
+
+    `batch`: the ranks of one stage that share a micro-batch index.
 
     Args:
-        axes: the sub-axes that tp is made of, major to minor.
+        axes: The sub-axes of tp, major to minor.
     """
     tp, cp, dp = config.tp, config.cp, config.dp
     etp = config.tp if config.etp is None else config.etp
@@ -129,9 +137,9 @@ def mesh_groups(config: ParallelConfig, axes: Sequence[tuple[str, int]]) -> dict
 
 
 def _replicas(size: int, stride: int, config: ParallelConfig) -> Group:
-    """Ranks with the same parameters: those of one stage, and where two ranks of a pipeline hold it (DualPipe) both's.
+    """Return the ranks with the same parameters: those of one stage, or of both ranks that hold it (DualPipe).
 
-    The two stages are priced as neighbours; a pair alone as the one farthest apart, first and last rank.
+    The two ranks are priced as neighbours; a pair alone as the one that is farthest apart, first and last rank.
     """
     copies = num_copies(config.schedule)
     if copies > 1 and size == 1:
@@ -143,61 +151,63 @@ def _replicas(size: int, stride: int, config: ParallelConfig) -> Group:
 class BlockCost:
     """Seconds of one call of a block on one rank and micro-batch, by kind of work.
 
-    `comm`: collectives inside the block by (family of their axis: tp, cp, ep or dp; phase); `reduced_bytes`: gradients
-    that ZeRO 0 reduces at the end of the step, by group.
+    `comm`: collectives inside the block by (family of their axis: tp, cp, ep or dp; phase). `reduced_bytes`: bytes of
+    gradients that ZeRO 0 reduces at the end of the step, by group.
     """
 
     forward: Quantity
     backward: Quantity
-    weight: Quantity  # the part of `backward` that may wait
+    weight: Quantity  # the part of `backward` that can be delayed
     comm: Mapping[tuple[str, str], Quantity]
-    accumulate: Quantity  # adding a gradient to what earlier micro-batches left, spread over all of them
-    selective: Quantity  # computing the attention core again
+    accumulate: Quantity  # adding a gradient to the sum over earlier micro-batches, averaged over all micro-batches
+    selective: Quantity  # recomputing the attention core
     zero_forward: Quantity  # exposed gathers of ZeRO 3
     zero_backward: Quantity  # exposed gathers and reductions in every backward (ZeRO 2 and 3)
     zero_first: Quantity  # exposed gather in the first forward (ZeRO 1 and 2)
-    zero_last: Quantity  # exposed reduction in the last backward (ZeRO 1), and sum over replicas of the shards
-    per_step: Quantity  # reductions that wait until the end of the step
+    zero_last: Quantity  # exposed reduction in the last backward (ZeRO 1), and sum of shards over their replicas
+    per_step: Quantity  # reductions at the end of the step
     optimizer: Quantity
     reduced_bytes: Mapping[str, float]
-    waited: Mapping[str, Quantity]  # for the host to start kernels, by phase
-    waited_once: Quantity  # for it to start what ZeRO 1 and 2 move once per step
-    slack: Mapping[str, Quantity]  # how long the host is idle, by phase, and in the update ("optimizer")
-    waited_split: Quantity  # for it to walk over the graph where the backward is in two parts
-    again: Quantity  # its forward once more, in a backward
-    hidden_recompute: Quantity  # of what ZeRO 3 moves in a backward, what hides behind computing the block again
-    gather: Quantity  # of ZeRO 1 and 2, once per step, whole
-    reduce: Quantity  # of ZeRO 1 (0, if beside the backward), and over replicas of the shards: once per step, whole
-    groups: Mapping[str, Quantity] = field(default_factory=dict)  # computing a group of regions again
-    modules: Quantity = ZERO  # computing modules again
-    offload: Quantity = ZERO  # what it keeps to the host and back, nothing hidden
-    moved: Quantity = ZERO  # gradients to an optimizer on the host, and what it wrote back, once per step
+    waited: Mapping[str, Quantity]  # waiting for the host to start kernels, by phase
+    waited_once: Quantity  # waiting for it to start the traffic of ZeRO 1 and 2, once per step
+    slack: Mapping[str, Quantity]  # idle time of the host, by phase, and in the update ("optimizer")
+    waited_split: Quantity  # waiting for it to walk over the graph in a split backward
+    again: Quantity  # recomputing its forward, in a backward
+    hidden_recompute: Quantity  # traffic of ZeRO 3 in a backward that hides behind recomputing the block
+    gather: Quantity  # gathers of ZeRO 1 and 2: once per step, nothing hidden
+    # reductions of ZeRO 1 (ZeRO 0: if beside the backward) and over replicas of the shards: once per step, nothing
+    # hidden
+    reduce: Quantity
+    groups: Mapping[str, Quantity] = field(default_factory=dict)  # recomputing a group of regions
+    modules: Quantity = ZERO  # recomputing modules
+    offload: Quantity = ZERO  # its activations to the host and back, nothing hidden
+    moved: Quantity = ZERO  # gradients to an optimizer on the host, and updated parameters back, once per step
 
     def comm_s(self, phase: str) -> Quantity:
-        """All collectives inside the block in one phase."""
+        """Return the seconds of all collectives inside the block in one phase."""
         return total([q for (_, when), q in self.comm.items() if when == phase])
 
     @property
     def forward_s(self) -> Quantity:
-        """A forward with everything that is in every forward."""
+        """The seconds of a forward, with all costs that every forward has."""
         return self.forward + self.comm_s("forward") + self.zero_forward + self.waited["forward"]
 
     @property
     def backward_s(self) -> Quantity:
-        """A backward with everything that is in every backward."""
+        """The seconds of a backward, with all costs that every backward has."""
         return self.backward + self.comm_s("backward") + self.zero_backward + self.accumulate + self.waited["backward"]
 
     @property
     def recompute_s(self) -> Quantity:
-        """Its forward once more, parameters at hand, less what it hides."""
+        """The seconds of recomputing its forward with parameters at hand, less the traffic of ZeRO 3 that it hides."""
         return self.again.beyond(self.hidden_recompute)
 
     def repeated(self, how: str) -> Quantity:
-        """What a choice of recompute adds to a backward."""
+        """Return the seconds that a recompute choice adds to a backward."""
         return _ADDED[recompute_kind(how).name](self, how)
 
 
-# Seconds that a kind of recompute adds to the backward of a block.
+# Seconds that each kind of recompute adds to the backward of a block.
 _ADDED: Mapping[str, Callable[[BlockCost, str], Quantity]] = {
     NONE: lambda b, how: ZERO,
     SELECTIVE: lambda b, how: b.selective,
@@ -210,12 +220,13 @@ _ADDED: Mapping[str, Callable[[BlockCost, str], Quantity]] = {
 
 @dataclass(frozen=True)
 class _HostSide:
-    """Seconds of the host for one block, and of the device meanwhile.
+    """Host seconds of one block, and device seconds meanwhile.
 
     Attributes:
-        needs: of the host in every forward and backward. busy: of the device.
-        once: of the host in the first forward and the last backward of a step beyond that.
-        update: of the host in the update of the block's parameters.
+        needs: Host seconds in every forward and backward.
+        busy: Device seconds in every forward and backward.
+        once: Additional host seconds in the first forward and the last backward of a step.
+        update: Host seconds in the update of the block's parameters.
     """
 
     launch: Launch
@@ -225,17 +236,17 @@ class _HostSide:
     update: Quantity
 
     def waited(self, phase: str) -> Quantity:
-        """How long the device waits for the host."""
+        """Return how long the device waits for the host."""
         return waited_s(self.needs[phase], self.busy[phase], self.launch)
 
     def adds(self, phase: str, host: Quantity, device: Quantity = ZERO) -> Quantity:
-        """What the host, and the device, add to a phase that do this beside the rest of it."""
+        """Return the seconds that additional work of the host and the device adds to a phase."""
         after = device + waited_s(self.needs[phase] + host, self.busy[phase] + device, self.launch)
         return after.beyond(self.waited(phase))
 
 
 class BlockPricer:
-    """Prices of the blocks of one workload at given degrees."""
+    """The prices of the blocks of one workload at given degrees."""
 
     def __init__(
         self,
@@ -253,7 +264,7 @@ class BlockPricer:
         self.states = StatePricer(config, costs, precision, self.groups)
 
     def cost(self, block: BlockWork, times: OpTimes) -> BlockCost:
-        """Of one call."""
+        """Return the cost of one call of a block."""
         comm, per_step = self._comm(block, times)
         sent = {phase: total([q for (_, when), q in comm.items() if when == phase]) for phase in PHASES}
         zero = self.states.terms(block, times.forward, times.backward, sent["backward"])
@@ -262,7 +273,7 @@ class BlockPricer:
         again = times.forward + sent["forward"]
 
         def repeated(name: str, seconds: Quantity) -> Quantity:
-            """What operations that run again add to a backward, which is there beside them."""
+            """Return the seconds that rerun operations add to a backward, in which they run beside its other work."""
             return host.adds("backward", times.host_recompute[name], seconds) if times.host_recompute else seconds
 
         return BlockCost(
@@ -299,13 +310,13 @@ class BlockPricer:
     # -- collectives inside the block --------------------------------------------------------------------------------
 
     def _comm(self, block: BlockWork, times: OpTimes) -> tuple[dict[tuple[str, str], Quantity], Quantity]:
-        """Collectives inside the block by (family, phase), as far as nothing hides them; and those once per step."""
+        """Return the exposed collectives inside the block by (family, phase), and the collectives once per step."""
         computed = {"forward": times.forward.mid, "backward": times.backward.mid}
         comms = [c for c in block.comms if self._is_sent(c)]
         inside = {phase: sum(c.phase == phase and c.per != "step" for c in comms) for phase in PHASES}
         plain: dict[tuple[str, str], Quantity] = {}
-        parts: dict[tuple[str, str], Quantity] = {}  # among some of the ranks of cp
-        rings: dict[tuple[str, int], Quantity] = {}  # by phase and steps of attention that they run beside
+        parts: dict[tuple[str, str], Quantity] = {}  # over a part of the ranks of cp
+        rings: dict[tuple[str, int], Quantity] = {}  # by phase and number of attention steps that they run beside
         per_step = ZERO
         for c in comms:
             seconds = self._sent_s(block, c)
@@ -320,7 +331,8 @@ class BlockPricer:
                 table, family = (plain, self.families.get(c.axis, "tp")) if c.part is None else (parts, "cp")
                 table[family, c.phase] = table.get((family, c.phase), ZERO) + seconds + waited
         out = {key: self._exposed(*key, seconds, times) for key, seconds in plain.items()}
-        for (phase, ranks), seconds in rings.items():  # of c steps of attention c - 1 hide what comes next
+        # of c steps of attention, c - 1 hide the transfer of the next keys
+        for (phase, ranks), seconds in rings.items():
             hidden = times.attention.get(phase, ZERO) * ((ranks - 1) / ranks)
             parts["cp", phase] = parts.get(("cp", phase), ZERO) + seconds.less(hidden)
         for key, seconds in parts.items():
@@ -328,18 +340,18 @@ class BlockPricer:
         return out, per_step
 
     def _is_sent(self, c: CommWork) -> bool:
-        """True if there is more than one rank to send to."""
+        """Return True if there is more than one rank to send to."""
         return c.part is not None or self.groups[c.axis].size > 1
 
     def _sent_s(self, block: BlockWork, c: CommWork) -> Quantity:
-        """Seconds of a collective by itself."""
+        """Return the seconds of a collective alone."""
         return self.costs.collective_s(c.kind, c.num_bytes * self._sent_share(block, c), self._group(c), c.top_k)
 
     def _exposed(self, family: str, phase: str, seconds: Quantity, times: OpTimes) -> Quantity:
-        """What of a family's collectives in a phase computing does not hide."""
+        """Return the part of a family's collectives in a phase that compute does not hide."""
         if family not in self.costs.options.overlap:
             return seconds
-        if family == "cp":  # every step of the ring behind attention on what the step before brought
+        if family == "cp":  # every step of the ring but the first computes attention on keys of the step before
             ring = (self.config.cp - 1) / self.config.cp
             return seconds.less(times.attention.get(phase, ZERO) * ring)
         return seconds.less(seconds * self.hidden.get(family, 0.0))
@@ -354,9 +366,9 @@ class BlockPricer:
         zero: ZeroTerms,
         accumulate: Quantity,
     ) -> _HostSide:
-        """What the host does for the block. `sent`: its collectives by phase."""
+        """Return the host's side of the block. `sent`: its collectives by phase."""
         busy = {"forward": times.forward + sent["forward"], "backward": times.backward + sent["backward"]}
-        if self.costs.measures_host:  # all that the device does; what is fitted was fitted without
+        if self.costs.measures_host:  # all work of the device; the fitted constants were fitted without it
             busy["forward"] += zero.forward
             busy["backward"] = busy["backward"] + zero.backward + accumulate
         needs = {"forward": times.host_forward, "backward": times.host_backward}
@@ -371,8 +383,7 @@ class BlockPricer:
         return _HostSide(launch, needs, busy, once, total(update))
 
     def _host_terms(self, block: BlockWork) -> Iterator[tuple[bool, str, Quantity]]:
-        """What the runtime adds to operations where a profile measured it: whether in every micro-batch (else once per
-        step), in which phase, seconds of the host."""
+        """Yield (in every micro-batch or once per step, phase, host seconds) of the runtime's measured costs."""
         stage = self.config.zero_stage
         for _, _, mine in self.states.sharded(block):
             for phase in PHASES:
@@ -392,26 +403,26 @@ class BlockPricer:
                 yield True, "backward", host_op_s(work, "forward", self.costs) * ((m - 1) / m)
 
     def _group(self, c: CommWork) -> Group:
-        """The ranks of a collective; of a message, those two neighbours of the ring that are farthest apart."""
+        """Return the ranks of a collective; for a message, the two neighbours of the ring that are farthest apart."""
         if c.part is None:
             return self.groups[c.axis]
         ranks, stride = c.part[0], c.part[1] * self.groups[c.axis].stride
         if c.kind != "send_recv":
             return Group(ranks, stride)
-        apart = (ranks - 1) * stride  # from the last one to the first; groups are aligned
+        apart = (ranks - 1) * stride  # from the last rank to the first; groups are aligned
         level, below = self.costs.cluster.shared_level(0, apart)
-        if below == 1:  # in one unit of the innermost level: as any two neighbours
+        if below == 1:  # all ranks in one unit of the innermost level: any two neighbours
             return Group(2, stride)
         return Group(2, apart if level is self.costs.cluster.levels[-1] else below)
 
     @staticmethod
     def _groups(times: OpTimes, comm: Mapping[tuple[str, str], Quantity]) -> dict[str, Quantity]:
-        """Attention over a cut sequence gathers its keys and values again."""
+        """Return the seconds of recomputing each group; attention over a sharded sequence includes its gathers."""
         gathers = {"attention": comm.get(("cp", "forward"), ZERO)}
         return {group: seconds + gathers.get(group, ZERO) for group, seconds in times.groups.items()}
 
     def _modules(self, block: BlockWork, times: OpTimes, host: _HostSide) -> Quantity:
-        """What they compute and send again, and what starting that adds to waiting for the host in the backward."""
+        """Return the seconds of recomputing modules: compute, collectives, and waiting for the host in the backward."""
         if block.modules is None:
             return ZERO
         sent = [ZERO]
@@ -424,11 +435,14 @@ class BlockPricer:
         return host.adds("backward", times.host_modules, times.modules + total(sent))
 
     def _offload(self, block: BlockWork) -> Quantity:
-        """To the host in the forward and back in the backward, at its link; nothing hides behind computing."""
+        """Return the seconds of copying activations to the host and, in the backward, back; nothing hides."""
         return self.costs.host_copy_s(2 * block.offloaded_bytes) if self.activations else ZERO
 
     def _sent_share(self, block: BlockWork, comm: CommWork) -> float:
-        """Of the bytes of a collective, what is sent: Transformer Engine gathers what 8-bit products take in 8 bits."""
+        """Return the share of a collective's bytes that is sent.
+
+        Transformer Engine gathers operands of 8-bit products in 8 bits.
+        """
         if comm.kind != "all_gather" or self.families.get(comm.axis) != "tp" or self.costs.mode is not Mode.FUSED:
             return 1.0
         return 0.5 if narrow(block) else 1.0

@@ -1,4 +1,4 @@
-"""Estimate: what the price of a plan consists of."""
+"""The price of a plan in parts: time by term, memory by stage and term."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoplan.cost_models.time.simulation import TimelineEvent
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """One pipeline rank: its units (one range per chunk), what a micro-batch costs it, and its memory by term."""
+    """One pipeline rank: its layers, the cost of a micro-batch, and its memory by term."""
 
     index: int
     num_layers: int
@@ -21,23 +21,23 @@ class StageEstimate:
     forward_s: Quantity
     backward_s: Quantity
     in_flight: int
-    memory: Mapping[str, Quantity]  # bytes by term, at the moment of the step when they are most
-    fullest: str = ""  # that moment
-    host_memory: Mapping[str, Quantity] = field(default_factory=dict)  # bytes in the memory of the host, by term
+    memory: Mapping[str, Quantity]  # bytes by term, at the fullest moment of the step
+    fullest: str = ""  # the name of that moment
+    host_memory: Mapping[str, Quantity] = field(default_factory=dict)  # bytes in host memory, by term
 
     @property
     def memory_bytes(self) -> Quantity:
-        """Sum of all terms."""
+        """The sum of all terms."""
         return total(list(self.memory.values()))
 
     @property
     def allocated_bytes(self) -> Quantity:
-        """Of tensors alone, as `torch.cuda.max_memory_allocated` counts."""
+        """Bytes of tensors alone, as `torch.cuda.max_memory_allocated` counts."""
         return total([size for name, size in self.memory.items() if name not in NOT_ALLOCATED])
 
     @property
     def host_bytes(self) -> Quantity:
-        """Sum of what is in the memory of the host."""
+        """The bytes in host memory."""
         return total(list(self.host_memory.values()))
 
 
@@ -59,24 +59,24 @@ class Estimate:
     mfu_causal: float
     memory_capacity_bytes: float
     events: tuple[TimelineEvent, ...] = field(default=(), repr=False)
-    host_capacity_bytes: float = math.inf  # of a device's share of its host
+    host_capacity_bytes: float = math.inf  # a device's share of its host
 
     @property
     def peak_memory_bytes(self) -> Quantity:
-        """Of the fullest stage."""
+        """The memory of the fullest stage."""
         return max((s.memory_bytes for s in self.stages), key=lambda q: q.mid)
 
     @property
     def fits(self) -> bool:
-        """True if every stage's expected memory is within the device's, and what it offloads within the host's."""
+        """True if every stage's expected memory fits the device, and its offloaded data its share of the host."""
         return self.peak_memory_bytes.mid <= self.memory_capacity_bytes and self.fits_host
 
     @property
     def peak_host_bytes(self) -> Quantity:
-        """In the memory of the host, of the stage with most there."""
+        """The host memory of the stage that uses most of it."""
         return max((s.host_bytes for s in self.stages), key=lambda q: q.mid)
 
     @property
     def fits_host(self) -> bool:
-        """True if what is offloaded is within a device's share of its host."""
+        """True if the offloaded data fits a device's share of its host."""
         return self.peak_host_bytes.mid <= self.host_capacity_bytes

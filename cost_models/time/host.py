@@ -1,24 +1,24 @@
-"""What the host needs to start the kernels of a pass, which a device that is faster has to wait for.
+"""The host's time to start the kernels of a pass, which a faster device has to wait for.
 
-Python, dispatch and launch of each operation; a device works off a queue that the host fills, so that a block takes the
-longer of both (launch `async`), the device's share alone (`full_graphs`; `graphs`: but for experts), or their sum
-(`blocking`). Views start no kernel; in fused and compiled programs neither do element-wise operations, unless the host
-waits for each kernel (where old fused kernels save few of them). Modules of Megatron and Transformer Engine start
-products of one input together, and a norm with the product after it (`BlockWork.joined_ops`): what such a module costs
-in Python is most of a layer of a small micro-batch, and every collective of tensor parallelism adds to it. A call of
-experts sorts rows by expert and, where the number of rows of each is not known beforehand, waits for the device to tell
-it: Megatron's dropless dispatch; then each expert of the rank has products of its own (Transformer Engine's
-GroupedLinear), unless they are fused.
+The host runs Python, dispatch and launch for each operation; a device works off a queue that the host fills. A block
+therefore takes the longer of both times (launch `async`), the device's time alone (`full_graphs`; `graphs`: except for
+experts), or their sum (`blocking`). Views start no kernel. In fused and compiled programs element-wise operations start
+none either, unless the host waits for each kernel (old fused kernels save few of them). Modules of Megatron and
+Transformer Engine start products of one input together, and a norm with the product after it (`BlockWork.joined_ops`).
+Such a module's time in Python is most of a layer with a small micro-batch, and every collective of tensor parallelism
+adds to it. A call of experts sorts rows by expert; if the number of rows of each is not known beforehand, the host
+waits for the device to report it (Megatron's dropless dispatch). Each expert of the rank then has products of its own
+(Transformer Engine's GroupedLinear), unless they are fused.
 
-A profile of a device with a queue has the host's part measured, operation by operation (`MeasuredOp.host_forward_s`)
-and of what the runtime adds (`Profile.host_overheads`: hooks, gathers, micro-batches, pipeline actions). What it lacks
-is the median of the same operation in other shapes, else of its class: the host hardly sees the shape; the interval
-goes from the tenth to the ninetieth percentile. Without such a profile the constants are fitted to whole steps of small
-micro-batches (`Constants.host_*`). A CPU pays for operations one at a time in `compute`; its profile has host and
-device in one time, and nothing is added.
+A profile of a device with a queue has measured host times, for each operation (`MeasuredOp.host_forward_s`) and for the
+runtime (`Profile.host_overheads`: hooks, gathers, micro-batches, pipeline actions). For a shape that it lacks, the
+median of the same operation in other shapes is used, else of its class, because the shape hardly affects the host; the
+interval goes from the tenth to the ninetieth percentile. Without such a profile the constants are fitted to whole steps
+with small micro-batches (`Constants.host_*`). A CPU pays for operations one at a time in `compute`; its profile has
+host and device in one time, and nothing is added.
 
-`waited_s` is where host and device meet: a block takes the longer of both. Costs of the host that belong to no block
-(the loop over micro-batches, an action of a pipeline, `optimizer.step()`) hide where blocks leave it time (`slack_s`).
+`waited_s` combines host and device: a block takes the longer of both. Host time that belongs to no block (the loop over
+micro-batches, an action of a pipeline, `optimizer.step()`) hides where blocks leave the host idle (`slack_s`).
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from autoplan.cost_models.work import BlockWork, CommWork, OpWork, Recomputed
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import op_kind, op_record
 
-# What a module of Megatron or Transformer Engine stands for. What else there is, is started one operation at a time.
+# Operations that a module of Megatron or Transformer Engine stands for. All others start one at a time.
 _MODULES = (OpKind.PRODUCT, OpKind.ATTENTION, OpKind.EMBEDDING, OpKind.LOSS, OpKind.NORM)
-_SPREAD = 0.5  # from host to host and from one version of a framework to the next
+_SPREAD = 0.5  # relative, between hosts and between versions of a framework
 
 
 def host_s(block: BlockWork, phase: str, costs: Costs, again: Recomputed | None = None) -> Quantity:
-    """Seconds of the host for one pass over a block, or over what it runs `again`; nothing where it costs nothing."""
+    """Return the host seconds of a pass over a block, or of rerunning `again` of it; ZERO if the host adds nothing."""
     if costs.options.launch is Launch.FULL_GRAPHS:
         return ZERO
     if costs.profile is not None and costs.profile.has_host:
         return _measured_s(block, phase, costs, again)
     if costs.profile is not None and costs.mode is Mode.EAGER and costs.profile.device_type == "cpu":
-        return ZERO  # measured as it runs, the host with it
+        return ZERO  # measured times include the host
     if kernels_of(costs.cluster.device, costs.constants) is None:
         return ZERO
     return _fitted_s(block, phase, costs, again)
 
 
 def _fitted_s(block: BlockWork, phase: str, costs: Costs, again: Recomputed | None) -> Quantity:
-    """The same from constants that were fitted to whole steps."""
+    """Return the host seconds of a pass from constants that were fitted to whole steps."""
     c, launch = costs.constants, costs.options.launch
     each, seconds = _each_s(costs), 0.0
     together = block.joined_ops if costs.mode is Mode.FUSED and launch is not Launch.BLOCKING else ()
@@ -69,8 +69,8 @@ def _fitted_s(block: BlockWork, phase: str, costs: Costs, again: Recomputed | No
 
 
 def _each_s(costs: Costs) -> float:
-    """Seconds to start one module, or one operation where there are none."""
-    c, given = costs.constants, costs.cluster.device.launch_s  # what the user says of one operation in eager mode
+    """Return the seconds to start one module, or one operation if there are no modules."""
+    c, given = costs.constants, costs.cluster.device.launch_s  # the user's figure for one operation in eager mode
     if costs.options.launch is Launch.BLOCKING:
         return c.host_blocking_s
     if costs.mode is Mode.FUSED:
@@ -79,13 +79,13 @@ def _each_s(costs: Costs) -> float:
 
 
 def _started_s(op: OpWork, costs: Costs, each_s: float) -> float:
-    """Seconds to start one operation that is no view."""
+    """Return the seconds to start one operation that is not a view."""
     c, launch = costs.constants, costs.options.launch
     kind = op_kind(op.op)
     if kind is OpKind.EXPERTS:
         num_local = op.inputs[3].shape[0] if len(op.inputs) > 3 and not costs.options.fused_experts else 0
         return c.host_experts_s + num_local * c.host_expert_s
-    # element-wise operations have kernels of their own where nothing fuses them
+    # element-wise operations have kernels of their own if nothing fuses them
     apart = costs.mode is Mode.EAGER or launch is Launch.BLOCKING
     if launch is Launch.GRAPHS or not (apart or kind is not OpKind.ELEMENTWISE):
         return 0.0
@@ -94,14 +94,14 @@ def _started_s(op: OpWork, costs: Costs, each_s: float) -> float:
 
 
 def _ops(block: BlockWork, phase: str, again: Recomputed | None) -> Iterator[tuple[int, OpWork]]:
-    """The operations of a pass over a block, or of what it runs `again`, with their positions."""
+    """Yield the operations of a pass over a block, or of rerunning `again` of it, with their positions."""
     for k, op in enumerate(block.ops):
         if (again is None or k in again.ops) and (phase != "backward" or op.has_backward):
             yield k, op
 
 
 def _comms(block: BlockWork, phase: str, costs: Costs, again: Recomputed | None) -> Iterator[CommWork]:
-    """The collectives that the host starts: those of experts have sizes that no graph knows beforehand."""
+    """Yield the collectives that the host starts. Those of experts have sizes that no graph knows beforehand."""
     graphs = costs.options.launch is Launch.GRAPHS
     for comm in block.comms if again is None else again.comms:
         if comm.per == "micro_batch" and comm.phase == phase and (comm.top_k or not graphs):
@@ -109,12 +109,12 @@ def _comms(block: BlockWork, phase: str, costs: Costs, again: Recomputed | None)
 
 
 def _inside_others(op: OpWork) -> bool:
-    """True for views and element-wise operations."""
+    """Return True for views and element-wise operations, which run inside other kernels when fused."""
     return op_record(op.op).as_view or op_kind(op.op) is OpKind.ELEMENTWISE
 
 
 def _measured_s(block: BlockWork, phase: str, costs: Costs, again: Recomputed | None) -> Quantity:
-    """The same from a profile. Outside of eager mode views and element-wise operations are inside other kernels."""
+    """Return the host seconds of a pass from a profile. Outside of eager mode, fused operations start no kernel."""
     graphs, apart = costs.options.launch is Launch.GRAPHS, costs.mode is Mode.EAGER
     found = [
         host_op_s(op, phase, costs) + costs.host_fixed_s(f"op_{phase}_s")
@@ -128,7 +128,7 @@ def _measured_s(block: BlockWork, phase: str, costs: Costs, again: Recomputed | 
 
 
 def host_op_s(work: OpWork, phase: str, costs: Costs) -> Quantity:
-    """Seconds of the host for one operation: measured, else the median of its kind; fitted where there is none."""
+    """Return the host seconds of one operation: measured, else the median of its kind, else fitted."""
     record = None if costs.profile is None else costs.profile.by_key.get(work.key)
     timing = None if record is None else record.host_s(phase)
     if timing is not None:
@@ -142,7 +142,7 @@ def host_op_s(work: OpWork, phase: str, costs: Costs) -> Quantity:
 
 @lru_cache(maxsize=8)
 def _host_medians(profile: Profile) -> dict[tuple[str, str], Quantity]:
-    """By phase and operation, class, or '' for all but views, which start no kernel."""
+    """Return host seconds by phase and operation, class, or '' for all but views, which start no kernel."""
     found: dict[tuple[str, str], list[float]] = {}
     for record in profile.ops:
         op = record.work.op
@@ -162,10 +162,10 @@ def _host_medians(profile: Profile) -> dict[tuple[str, str], Quantity]:
 
 
 def waited_s(host: Quantity, device: Quantity, launch: Launch) -> Quantity:
-    """What the host adds to a block that keeps the device busy for `device`."""
+    """Return the seconds that the host adds to a block that keeps the device busy for `device`."""
     return host if launch is Launch.BLOCKING else host.less(device)
 
 
 def slack_s(host: Quantity, device: Quantity, launch: Launch) -> Quantity:
-    """How long the host is done before the device is, and does something else."""
+    """Return how long the host finishes before the device, and can do other work."""
     return ZERO if launch is Launch.BLOCKING else device.less(host)

@@ -1,13 +1,14 @@
-"""price: the time and memory of one plan. The ONE evaluator: search, command line and experiments call it.
+"""The time and memory of one plan. This is the only evaluator: search, command line and experiments call it.
 
-    pricer = Pricer(workload, config, costs)          # prices of one layer class at these degrees, found once
-    pricer.step_s(chunks, recompute)                  # seconds of one step, fast: what a search asks
-    pricer.estimate(chunks, recompute) -> Estimate    # the same with intervals, memory by stage and term, breakdown
+    pricer = Pricer(workload, config, costs)          # prices of every block at these degrees, found once
+    pricer.step_s(chunks, recompute)                  # seconds of one step, fast: for a search
+    pricer.estimate(chunks, recompute) -> Estimate    # with intervals, memory by stage and term, breakdown
 
-`chunks` says how many units (layers) each stage holds, per virtual stage in model order; `recompute` how many of the
-layers of each chunk are computed again in the backward. The step is the event simulation of the schedule's actions; a
-rank's time per action is the sum of its operations, of the collectives inside blocks (never hidden: the next operation
-waits for them) and of what data parallelism exposes. What each of these costs is `Costs`' business.
+`chunks` is the number of units (layers) of each stage, or of each virtual stage in model order. `recompute` is the
+number of steps of each chunk on the recompute frontier: with `full` alone, the layers that are recomputed. The step is
+the event simulation of the schedule's actions. A rank's time per action is the sum of its operations, of the
+collectives inside blocks (never hidden: the next operation waits for them) and of the exposed traffic of data
+parallelism. `Costs` prices each of these.
 """
 
 from __future__ import annotations
@@ -37,19 +38,18 @@ from autoplan.schedules.orders import ActionKind
 from autoplan.schedules.schedule import SCHEDULES, Transfer, actions, chunks_of_ranks, num_copies, ranks_of_chunks
 from autoplan.streams import has_streams
 
-# What the parts do not explain of a step, either way. Priced from a profile: with it 37 to 40 of 40 measured plans lie
-# within their interval (experiments/plans/plan_accuracy.py). Priced from the catalog for a device that is in no
-# published timings: assumed.
+# Relative error of a step beyond its parts, either way. With a profile: 37 to 40 of 40 measured plans lie within their
+# interval (experiments/plans/plan_accuracy.py). From the catalog, for a device without published timings: assumed.
 _MODEL_ERROR, _UNPROFILED_ERROR = 0.05, 0.15
 
 
 def ranges_of(chunks: Sequence[int]) -> list[range]:
-    """Units of every chunk, from how many each holds."""
+    """Return the units of every chunk, from the number of units in each."""
     return [range(end - count, end) for count, end in zip(chunks, itertools.accumulate(chunks), strict=True)]
 
 
 class _Table:
-    """Seconds of every unit in one scenario, by kind of work: what a chunk adds up."""
+    """The seconds of every unit in one scenario, by kind of work. Chunks are sums over units."""
 
     def __init__(self, workload: Workload, blocks: Mapping[str, BlockCost], which: str) -> None:
         def mid(q: Quantity) -> float:
@@ -59,7 +59,7 @@ class _Table:
         marked = list(zip(workload.units, workload.is_layer, strict=True))
 
         def per_unit(of: Callable[[BlockCost], Quantity], again: bool = False) -> list[float]:
-            """Of every unit, the sum over its blocks, or over those that are layers; equal units are added up once."""
+            """Return the sum over every unit's blocks, or over its layers if `again`. Equal units are summed once."""
             each = {name: mid(of(block)) for name, block in blocks.items()}
             known = {(u, ls): sum(each[n] for n, layer in zip(u, ls, strict=True) if layer or not again)
                      for u, ls in set(marked)}  # fmt: skip
@@ -74,7 +74,7 @@ class _Table:
         self._layers = [[blocks[n] for n, layer in zip(unit, layers, strict=True) if layer] for unit, layers in marked]
         self._mid = mid
         self._names = [tuple(n for n, layer in zip(unit, layers, strict=True) if layer) for unit, layers in marked]
-        self._repeated: dict[tuple[tuple[str, ...], str], float] = {}  # layers are calls of few blocks
+        self._repeated: dict[tuple[tuple[str, ...], str], float] = {}  # cached, because layers are calls of few blocks
         self.gather = per_unit(lambda b: b.gather)
         self.reduce = per_unit(lambda b: b.reduce)
         self.first = per_unit(lambda b: b.zero_first)
@@ -86,13 +86,13 @@ class _Table:
         self.optimizer = per_unit(lambda b: b.optimizer + b.moved)
 
     def slack(self, units: Sequence[int], *phases: str) -> float:
-        """How long the host is idle in `phases` of units: the more, the shorter the step."""
+        """Return the host's idle seconds in `phases` of units: the more, the shorter the step."""
         which = {"low": "high", "mid": "mid", "high": "low"}[self._which]
         names = [n for u in units for n in self._units[u]]
         return sum(float(getattr(self._blocks[n].slack[phase], which)) for phase in phases for n in names)
 
     def repeated(self, unit: int, how: str) -> float:
-        """What a choice of recompute adds to the backward of a unit."""
+        """Return the seconds that a recompute choice adds to the backward of a unit."""
         key = self._names[unit], how
         if key not in self._repeated:
             self._repeated[key] = sum(self._mid(b.repeated(how)) for b in self._layers[unit])
@@ -100,14 +100,14 @@ class _Table:
 
 
 class Pricer:
-    """Prices of one workload at given degrees; every chunk is a sum over its units.
+    """The prices of one workload at given degrees; every chunk is a sum over its units.
 
     Args:
-        workload: of one rank at `config`'s tp, cp and ep, and micro-batch size.
-        config: its degrees, ZeRO stage, schedule and number of micro-batches are used, not its stages or recompute.
+        workload: The work of one rank at `config`'s tp, cp and ep, and micro-batch size.
+        config: Its degrees, ZeRO stage, schedule and number of micro-batches are used, but not its stages.
         times: `op_times` of this workload, if known.
-        searched: recompute is searched over every choice that the workload knows, not only layers in full.
-        activations: and so is leaving what layers keep on the host.
+        searched: True to search recompute over every choice that the workload knows, not only layers in full.
+        activations: True to also search offloading activations to the host.
     """
 
     def __init__(
@@ -128,33 +128,33 @@ class Pricer:
         self.blocks = {name: prices.cost(block, times[name]) for name, block in workload.blocks.items()}
         self.memory = MemoryModel(workload, config, self.precision, costs.cluster, costs.mode)
         self.num_units = len(workload.units)
-        # measured constants of a step of the runtime; clipping is not part of the step
+        # measured constants of a step of the runtime; a step does not include clipping
         self.fixed_s = costs.overhead_s("step_s") + costs.overhead_s("optimizer_step_s")
         self.fixed_s += (config.num_micro_batches - 1) * costs.overhead_s("micro_batch_s")
         self.action_s = costs.overhead_s("pipeline_action_s") if config.pp > 1 else 0.0
-        # of the host, where it was measured apart: a pass over a chunk, beside its blocks
+        # host time of a pass over a chunk beside its blocks, if it was measured separately
         each = costs.host_fixed_s("pipeline_action_s") if config.pp > 1 else costs.host_fixed_s("micro_batch_s") * 0.5
         self.host_pass_s, self.host_update_s = each.mid, costs.host_fixed_s("optimizer_step_s").mid
-        # What ZeRO gathers in the first forward and reduces in the last backward holds up the next stage where the
-        # stage's own thread does it (gloo). On GPUs it has a stream of its own: all ranks gather at the same time, and
-        # what a stage sends upstream does not wait for its reductions, so that a step pays for one rank's.
+        # ZeRO's gather in the first forward and its reduction in the last backward delay the next stage if the stage's
+        # own thread runs them (gloo). On GPUs they have a stream of their own: all ranks gather at the same time, and
+        # sends upstream do not wait for reductions, so a step pays for one rank's traffic only.
         self.chained = not has_streams(costs.cluster.device_type)
         self.pinned_recompute = self._pinned_recompute()
         self.free_forward = total([self.blocks[name].recompute_s for name in workload.free])
         self._tables = {"mid": _Table(workload, self.blocks, "mid")}
         self.contention = prices.states.contention
-        # of computing, for what moves once
+        # share of compute that hides traffic once per step
         self.hides_once = prices.states.hides if costs.options.overlap_zero else 0.0
         mid = self._tables["mid"]
         self.forward, self.backward, self.again = mid.forward, mid.backward, mid.again
         self.first, self.last, self.optimizer = mid.first, mid.last, mid.optimizer
-        # moved once per step, what may hide it, which share of that does
+        # (traffic once per step, compute that may hide it, share of the compute that hides)
         self.once_s = self._once(mid)
         self.frontier = self.memory.frontier = self._frontier(searched, activations)
         units = [[self.blocks[name] for name in unit] for unit in workload.units]
         groups = sorted({g for b in self.blocks.values() for g in b.reduced_bytes})
         self._reduced = {g: [sum(b.reduced_bytes.get(g, 0.0) for b in u) for u in units] for g in groups}
-        self.runs = config.num_micro_batches // num_copies(config.schedule)  # micro-batches of a rank's every chunk
+        self.runs = config.num_micro_batches // num_copies(config.schedule)  # micro-batches per chunk of a rank
         self._sends: dict[tuple[Group, str], list[float]] = {}
         self._hop_groups = self._hop_groups_of()
         self.hops = [self._send_s(group, "mid") for group in self._hop_groups]
@@ -166,7 +166,7 @@ class Pricer:
         self._boundaries = self._boundaries_of(self._hop_groups)
 
     def under(self, schedule: str, virtual_stages: int) -> Pricer:
-        """The same degrees under another schedule with as many copies of a stage: what operations cost is shared."""
+        """Return a Pricer for another schedule with as many copies of a stage. It shares the costs of operations."""
         if num_copies(schedule) != num_copies(self.config.schedule):
             raise ValueError(f"{schedule} and {self.config.schedule} differ in the copies of a stage")
         out = copy.copy(self)
@@ -183,9 +183,9 @@ class Pricer:
     # -- sends ------------------------------------------------------------------------------------------------------
 
     def _hop_groups_of(self) -> list[Group]:
-        """A pair of ranks with the links between pipeline ranks r and r + 1 (and from the last to the first).
+        """Return for each r a pair of ranks with the links from pipeline rank r to r + 1 (from the last to the first).
 
-        Ranks of one unit of a level (a node) may be neighbours in it or not, whatever the stride.
+        Two ranks in one unit of a level (a node) may be neighbours in it or not, whatever the stride.
         """
         pp, stride = self.config.pp, self.groups["pp"].stride
         if pp == 1:
@@ -194,25 +194,26 @@ class Pricer:
         for r in range(pp):
             level, below = cluster.shared_level(r * stride, (r + 1) % pp * stride)
             apart = max(stride, below)
-            fits = level is cluster.levels[-1] or level.size // apart > 1  # such a pair in one unit of the level
+            fits = level is cluster.levels[-1] or level.size // apart > 1  # such a pair exists in one unit of the level
             out.append(Group(2, apart if fits else below))
         return out
 
     def _boundaries_of(self, hops: Sequence[Group]) -> list[Group | None]:
-        """Per boundary between a chunk and the next one the pair of ranks it lies between; None: within one rank.
+        """Return the pair of ranks at every boundary between consecutive chunks; None within one rank.
 
-        Of a schedule in both directions that of the first: the mirrored pair has the same links in equal nodes.
+        For a schedule in both directions it is the pair of the first direction: the mirrored pair has the same links in
+        equal nodes.
         """
         c = self.config
         homes = ranks_of_chunks(c.schedule, c.pp, c.virtual_stages)
         out: list[Group | None] = []
         for here, there in itertools.pairwise(homes):
-            up = (here + 1) % c.pp == there  # else down, on the way back of a V
+            up = (here + 1) % c.pp == there  # else down, the second half of a V
             out.append(None if here == there else hops[here if up else there])
         return out
 
     def _send_s(self, group: Group, which: str) -> list[float]:
-        """Seconds of sending what crosses behind each unit."""
+        """Return the seconds of sending the activations that cross after each unit."""
         if (group, which) not in self._sends:
             costs, sizes = self.costs, self.workload.cut_bytes
             self._sends[group, which] = [getattr(costs.collective_s("send_recv", n, group), which) for n in sizes]
@@ -221,7 +222,7 @@ class Pricer:
     # -- one plan ---------------------------------------------------------------------------------------------------
 
     def step_s(self, chunks: Sequence[int], recompute: Sequence[int], which: str = "mid") -> float:
-        """Seconds of one step in one scenario (`low`, `mid`, `high`)."""
+        """Return the seconds of one step in one scenario (`low`, `mid`, `high`)."""
         timeline = self._timeline(chunks, self.chunk_times(chunks, recompute, which), which)
         table = self._table(which)
         ends, once, updates = [], [], []
@@ -232,27 +233,27 @@ class Pricer:
         return max(ends) + max(once) + max(updates) + self.fixed_s
 
     def _pass_wait_s(self, units: Sequence[int], table: _Table, phase: str) -> float:
-        """Seconds that the host adds to a pass over a chunk beyond its blocks: what these do not leave it time for."""
+        """Return the host seconds of a pass over a chunk that its blocks do not hide."""
         return max(0.0, self.host_pass_s - table.slack(units, phase)) if self.host_pass_s else 0.0
 
     def _update_wait_s(self, units: Sequence[int], table: _Table) -> float:
-        """The same of a call of `optimizer.step()`, which follows the last backward at once."""
+        """Return the exposed host seconds of a call of `optimizer.step()`, which directly follows the last backward."""
         slack = table.slack(units, "backward", "optimizer") if self.host_update_s else 0.0
         return max(0.0, self.host_update_s - slack)
 
     def _waits(self, ranges: Sequence[range], units: Sequence[int], mine: Sequence[int]) -> Quantity:
-        """What of the host's belongs to no block, over a step of a rank with the chunks `mine`."""
+        """Return the exposed host time that belongs to no block, over a step of a rank with the chunks `mine`."""
         table = self._tables["mid"]
         passes = sum(self._pass_wait_s(ranges[k], table, phase) for k in mine for phase in ("forward", "backward"))
         seconds = self.runs * passes + self._update_wait_s(units, table)
         return Quantity.spread(seconds, 0.0, Tag.MEASURED) if seconds else ZERO
 
     def _once_s(self, units: Sequence[int], table: _Table) -> float:
-        """Seconds of what ZeRO 1 and 2 move once per step that a rank's computing does not hide.
+        """Return the exposed seconds of the traffic of ZeRO 1 and 2 that moves once per step.
 
-        Gathers hide behind the forwards that come before the last chunk's first, reductions behind the backwards after
-        the first chunk's last: with v chunks per rank those of a round of micro-batches in the other v - 1, and one
-        micro-batch of its own. What comes first or last, of one unit, has nothing to hide behind.
+        Gathers hide behind the forwards before the last chunk's first forward, reductions behind the backwards after
+        the first chunk's last backward: with v chunks per rank these are a round of micro-batches in the other v - 1
+        chunks, and one micro-batch of its own. The traffic of the first or last unit has nothing to hide behind.
         """
         c = self.config
         v, behind = c.virtual_stages, min(c.pp, c.num_micro_batches)
@@ -270,7 +271,7 @@ class Pricer:
         return (table.gather, table.forward, gathers), (table.reduce, table.backward, self.hides_once)
 
     def chunk_times(self, chunks: Sequence[int], recompute: Sequence[int], which: str) -> list[ChunkTimes]:
-        """Durations of every chunk in one scenario (`low`, `mid`, `high`)."""
+        """Return the durations of every chunk in one scenario (`low`, `mid`, `high`)."""
         out, table = [], self._table(which)
         fixed = getattr(self.free_forward, which) + self.action_s
         split = self.costs.overhead_s("split_layer_s")
@@ -297,20 +298,20 @@ class Pricer:
         return out
 
     def _whole(self, units: Sequence[int], again: Collection[int]) -> Collection[int]:
-        """The units of which a split backward keeps the layers' together (`Block.whole_backward` of the runtime)."""
+        """Return the units whose layers a split schedule does not split (`Block.whole_backward` of the runtime)."""
         selective = self.config.recompute == SELECTIVE
         return units if selective or self.costs.mode is Mode.COMPILED else again
 
     def layer_blocks(self, unit: int) -> list[BlockCost]:
-        """Costs of the layers of a unit: what recompute applies to."""
+        """Return the costs of the layers of a unit, to which recompute applies."""
         marked = zip(self.workload.units[unit], self.workload.is_layer[unit], strict=True)
         return [self.blocks[name] for name, layer in marked if layer]
 
     def _pinned_recompute(self) -> dict[int, str]:
-        """What units compute again that a mapping from call to recompute, or one value for all layers, pins.
+        """Return the pinned recompute choice of each unit, from a mapping by call or one choice for all layers.
 
-        What a mapping says of calls that are no layers is not priced. `selective` for all layers is no such pin (it is
-        `saved` of the memory model), nor is `full` (all steps of the ladder).
+        Choices of calls that are not layers are not priced. `selective` for all layers is not such a pin (it is `saved`
+        of the memory model), nor is `full` (all steps of the recompute frontier).
         """
         pinned, w = self.config.recompute, self.workload
         if isinstance(pinned, tuple) or (isinstance(pinned, str) and recompute_kind(pinned).of_all):
@@ -321,20 +322,23 @@ class Pricer:
             found = [pinned if isinstance(pinned, str) else pinned.get(c, NONE) for c in layers]
             how = next((name for name in found if name != NONE), NONE)
             known = self.choices_of(u)
-            if how not in known:  # groups that the layer has
+            if how not in known:  # the groups that the layer has
                 how = "+".join(g for g in region_groups(how) if g in known)
             if how:
                 out[u] = how
         return out
 
     def choices_of(self, unit: int) -> list[str]:
-        """What a unit may compute again."""
+        """Return the recompute choices of a unit."""
         if not self.workload.layers[unit]:
             return []
         return [FULL, SELECTIVE, *(self.workload.unit_choices[unit] if self.workload.unit_choices else ())]
 
     def _frontier(self, searched: bool, activations: bool) -> RecomputeFrontier:
-        """Layers in full, or where it is `searched` all choices, by kind of layer; the host among them if it may."""
+        """Return the recompute frontier: layers in full, or with `searched` all choices, by kind of layer.
+
+        `activations`: include offloading activations to the host.
+        """
         w, memory, table = self.workload, self.memory, self._tables["mid"]
         freed = [a - b for a, b in zip(memory.saved, memory.kept, strict=True)]
         if not searched and not activations:
@@ -360,11 +364,11 @@ class Pricer:
         return RecomputeFrontier.of(options, kinds)
 
     def repeated_s(self, unit: int, how: str) -> float:
-        """What a choice of recompute adds to the backward of a unit."""
+        """Return the seconds that a recompute choice adds to the backward of a unit."""
         return self._tables["mid"].repeated(unit, how)
 
     def recomputed(self, units: Sequence[int], level: int) -> dict[int, str]:
-        """What units of a chunk compute again: `level` steps down the ladder, or what is pinned."""
+        """Return the recompute choices in a chunk: pinned, or after `level` steps on the recompute frontier."""
         if self.pinned_recompute:
             return {u: self.pinned_recompute[u] for u in units if u in self.pinned_recompute}
         return self.frontier.choices(units, level)
@@ -372,7 +376,7 @@ class Pricer:
     def _recomputed(
         self, mine: Sequence[int], ranges: Sequence[range], recompute: Sequence[int]
     ) -> list[tuple[int, str]]:
-        """The units of a rank's chunks that do not keep everything, and what they do instead."""
+        """Return the units of a rank's chunks that do not keep everything, with their recompute choices."""
         return [item for k in mine for item in self.recomputed(ranges[k], recompute[k]).items()]
 
     def _timeline(
@@ -391,7 +395,7 @@ class Pricer:
         return simulate(table, times, lag, lag, transfer=transfer, events=events)
 
     def _rank_units(self, chunks: Sequence[int]) -> list[list[int]]:
-        """Units of every pipeline rank, over all of its chunks."""
+        """Return the units of every pipeline rank, over all of its chunks."""
         ranges = ranges_of(chunks)
         return [[u for k in mine for u in ranges[k]] for mine in self.chunks_of]
 
@@ -399,9 +403,9 @@ class Pricer:
         return [self.blocks[b] for u in units for b in self.workload.units[u]]
 
     def _buckets(self, units: Sequence[int]) -> Iterator[tuple[str, float, int]]:
-        """Group, size of a bucket and their number of what a rank reduces after its last backward.
+        """Yield (group, bucket size in bytes, number of buckets) of the gradients reduced after the last backward.
 
-        Megatron's buffer of gradients is one bucket if it is not reduced beside the backward
+        Megatron's gradient buffer is one bucket if it is not reduced during the backward
         (core/distributed/distributed_data_parallel.py).
         """
         for group, sizes in self._reduced.items():
@@ -411,13 +415,13 @@ class Pricer:
                 yield group, size / count, count
 
     def _reductions_s(self, units: Sequence[int], which: str) -> float:
-        """Seconds of that, and of what else a rank reduces once per step."""
+        """Return the seconds of the reductions at the end of the step, and of the host's costs once per step."""
         table = self._table(which)
         once = sum(table.per_step[u] for u in units) + sum(table.waited_once[u] for u in units)
         return once + sum(float(getattr(q, which)) for q in self._all_reduces(units))
 
     def _all_reduces(self, units: Sequence[int]) -> list[Quantity]:
-        """The same by group, with the copies into buffers and back where they were measured."""
+        """Return the all-reduces of gradients after the last backward, with measured copies into buffers and back."""
         copy = self.costs.fixed_s("all_reduce_byte_s")
         out = [
             (self.costs.collective_s("all_reduce", size, self.groups[group]) + copy * size) * count
@@ -429,13 +433,13 @@ class Pricer:
         return out
 
     def estimate(self, chunks: Sequence[int], recompute: Sequence[int], *, events: bool = False) -> Estimate:
-        """Everything about one plan. `recompute`: layers per chunk that are computed again in full."""
+        """Return time and memory of one plan in all parts. `recompute`: steps on the recompute frontier, per chunk."""
         low, mid, high = (self.step_s(chunks, recompute, which) for which in ("low", "mid", "high"))
         times = self.chunk_times(chunks, recompute, "mid")
         breakdown = self._breakdown(chunks, recompute, times, mid)
         terms = low, high
         low, high = self._interval_s(low, mid, high, breakdown.get("launch", ZERO).mid / mid)
-        if "offload" in breakdown or self.config.offload:  # which no published step had
+        if "offload" in breakdown or self.config.offload:  # no published step had offloading
             low, high = min(low, terms[0]), max(high, terms[1])
         tag = max(q.tag for q in breakdown.values() if q.high)
         step = Quantity(min(low, mid), mid, max(mid, high), tag)
@@ -480,10 +484,10 @@ class Pricer:
         )
 
     def _interval_s(self, low: float, mid: float, high: float, host_share: float) -> tuple[float, float]:
-        """Between which seconds a step lies. `low`, `high`: all terms at their least and at their most.
+        """Return the seconds between which a step lies. `low`, `high`: all terms at their low and at their high end.
 
-        Where published timings hold the device, what such predictions were off for runs that had no part in any fit;
-        else all terms off in one direction, and what the parts do not explain.
+        If published timings hold the device, the interval is the error of such predictions for runs without a part in
+        any fit. Otherwise all terms err in one direction, plus an unexplained error.
         """
         known = kernels_of(self.device, self.costs.constants) if self.costs.profile is None else None
         if known is not None and known.own_launch:
@@ -499,7 +503,7 @@ class Pricer:
     def _breakdown(
         self, chunks: Sequence[int], recompute: Sequence[int], times: list[ChunkTimes], step_s: float
     ) -> dict[str, Quantity]:
-        """Where the step goes, on the rank that computes longest. What no other term explains is the bubble."""
+        """Return the seconds of a step by term, on the rank with most compute. The remainder is the bubble."""
         m, ranges, rank_units = self.runs, ranges_of(chunks), self._rank_units(chunks)
         timeline = self._timeline(chunks, times, "mid")
         rank = max(range(self.config.pp), key=lambda r: timeline.busy_s[r])
@@ -525,7 +529,7 @@ class Pricer:
         return {k: q for k, q in out.items() if q.mid > 0 or k in ("compute", "bubble")}
 
     def _repeated(self, blocks: Sequence[BlockCost], again: Sequence[tuple[int, str]]) -> dict[str, Quantity]:
-        """What a rank computes again in a step, and what it copies to the host and back instead."""
+        """Return the seconds that a rank spends in a step on recompute, and on copies to the host and back instead."""
         out = {}
         for name, on_host in (("recompute", False), ("offload", True)):
             chosen = [(u, how) for u, how in again if recompute_kind(how).on_host is on_host]
@@ -535,7 +539,7 @@ class Pricer:
         return out
 
     def _data_parallel(self, units: Sequence[int], blocks: Sequence[BlockCost]) -> Quantity:
-        """What a rank sends to others with the same parameters, or with parts of its micro-batches, in a step."""
+        """Return the seconds per step of a rank's traffic between ranks with the same parameters or micro-batch."""
         zero = total([b.zero_forward + b.zero_backward for b in blocks]) * self.runs
         reductions = self._all_reduces(units)
         once = [b.zero_first + b.zero_last for b in blocks]
@@ -546,7 +550,7 @@ class Pricer:
         return zero + coupled + total(once) + total([b.per_step for b in blocks]) + total(reductions)
 
     def _transfers(self, chunks: Sequence[int], times: list[ChunkTimes], timeline: Timeline, rank: int) -> Quantity:
-        """How much earlier a rank would be done if nothing were sent between stages."""
+        """Return how much earlier a rank would finish if stages sent nothing to each other."""
         unsent = self._timeline(chunks, times, "mid", sends=False)
         sent = max(0.0, timeline.rank_end_s[rank] - unsent.rank_end_s[rank])
         cuts = [self.workload.cut_bytes[r.stop - 1] for r in ranges_of(chunks)[:-1]]
@@ -555,7 +559,7 @@ class Pricer:
         return Quantity.spread(sent, 0.0, total(sends).tag)
 
     def _overhead(self, rank: int, units: Sequence[int], again: Sequence[int]) -> Quantity:
-        """Measured constants of a step, of actions of the pipeline and of backwards in two parts."""
+        """Return measured constants of a step, of actions of the pipeline and of split backwards."""
         c, m = self.config, self.runs
         row = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)[rank]
         split = sum(a.kind is ActionKind.BACKWARD_WEIGHT for a in row) / sum(a.kind is ActionKind.FORWARD for a in row)
@@ -566,12 +570,12 @@ class Pricer:
 
 
 def _sent(blocks: Sequence[BlockCost], family: str) -> Quantity:
-    """Seconds of the collectives of one family of axes, in one micro-batch."""
+    """Return the seconds of the collectives of one family of axes, in one micro-batch."""
     return total([q for b in blocks for (f, _), q in b.comm.items() if f == family])
 
 
 def _main_dtype(workload: Workload) -> str:
-    """The dtype most parameters have."""
+    """Return the dtype of most parameters."""
     counts: dict[str, int] = {}
     for unit in workload.units:
         for name in unit:

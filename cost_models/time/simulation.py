@@ -18,9 +18,9 @@ from autoplan.schedules.schedule import ActionLists, Transfer
 class ChunkTimes:
     """Seconds of one micro-batch on one chunk.
 
-    `backward_s` is the whole backward; where the schedule splits it, `weight_s` of it is the weight gradient, which
-    then takes `split_extra_s` more. The other extras are added to the chunk's first forward (e.g. gathering parameters)
-    and last backward (reducing gradients).
+    `backward_s` is the whole backward. If the schedule splits it, `weight_s` of it is the weight gradient, which then
+    takes `split_extra_s` more. The other extras are added to the chunk's first forward (for example, gathering
+    parameters) and last backward (reducing gradients).
     """
 
     forward_s: float
@@ -32,7 +32,7 @@ class ChunkTimes:
 
 
 class TimelineEvent(NamedTuple):
-    """One action in time; transfers are not part of it."""
+    """One action in time, without its transfers."""
 
     rank: int
     chunk: int
@@ -44,7 +44,7 @@ class TimelineEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step. `rank_end_s`: when each rank finishes; `busy_s`: how long each computes."""
+    """One step. `rank_end_s`: when each rank finishes. `busy_s`: how long each rank computes."""
 
     end_s: float
     rank_end_s: tuple[float, ...]
@@ -53,7 +53,7 @@ class Timeline:
 
     @property
     def bubble_s(self) -> tuple[float, ...]:
-        """Per rank: how long it waits."""
+        """How long each rank waits."""
         return tuple(self.end_s - busy for busy in self.busy_s)
 
 
@@ -66,16 +66,16 @@ def simulate(
     transfer: Transfer = Transfer.OVERLAPPED,
     events: bool = True,
 ) -> Timeline:
-    """Run the actions as soon as their rank is free and what they need has arrived.
+    """Run every action as soon as its rank is free and its inputs have arrived.
 
     Args:
-        table: what `actions` returns (then the order of visits is found once), or any lists of actions per rank.
-        chunks: durations of every chunk, in model order.
-        send_forward_s: seconds from chunk i to i + 1, one per boundary; none: 0. Nothing is sent within a rank.
-        send_backward_s: likewise from chunk i + 1 back to i.
-        events: False: do not record them (a search does not look at them).
+        table: The result of `actions` (the order of visits is then found once), or any lists of actions per rank.
+        chunks: The durations of every chunk, in model order.
+        send_forward_s: Seconds from chunk i to i + 1, one per boundary; empty: 0. Nothing is sent within a rank.
+        send_backward_s: Seconds from chunk i + 1 back to i, likewise.
+        events: False to record no events (a search does not look at them).
 
-    Raises: ScheduleError: a table that never finishes (says who waits for what), or durations that do not fit it.
+    Raises: ScheduleError for a table that never finishes (says who waits for what), or durations that do not fit it.
     """
     program = (table if isinstance(table, ActionLists) else ActionLists(tuple(row) for row in table)).visits
     durations = _durations(program, chunks)
@@ -138,7 +138,7 @@ def _lags(program: VisitOrder, send_forward_s: Sequence[float], send_backward_s:
 def _paid(
     program: VisitOrder, durations: list[float], lags: list[float], transfer: Transfer
 ) -> tuple[list[tuple[int, int, int, int]], list[float]]:
-    """Steps whose durations contain the transfers that they pay for: each gets a slot of its own."""
+    """Return the steps with durations that include the transfers they pay for; each step gets a slot of its own."""
     extra = [0.0] * len(program.steps)
     for index, step in enumerate(program.steps):
         if transfer is Transfer.RECEIVER:

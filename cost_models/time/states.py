@@ -1,4 +1,4 @@
-"""What parameters cost: ZeRO's traffic, sums of gradients over micro-batches and ranks, the optimizer."""
+"""The cost of parameters: ZeRO's traffic, sums of gradients over micro-batches and ranks, the optimizer."""
 
 from __future__ import annotations
 
@@ -15,17 +15,24 @@ from autoplan.schedules.schedule import backward_follows, num_copies
 from autoplan.streams import has_streams
 from autoplan.units import dtype_bytes
 
-# Parameters by who holds a copy of them: the groups that ZeRO shards over and gradients are reduced over.
+# False: other parameters, True: parameters of experts -> the group of ranks that hold copies, over which ZeRO shards
+# and gradients are reduced.
 REPLICAS = {False: "replicas", True: "expert_replicas"}
-# Seconds to start one of the copies that a collective of a list of tensors makes, one per rank, from C++: half of what
-# an operation from Python takes. Assumed.
+# Seconds to start one copy, from C++, of a collective over a list of tensors, which makes one copy per rank: half the
+# time of an operation from Python. Assumed.
 _LIST_COPY_S = 5e-6
 
 
 @dataclass(frozen=True)
 class ZeroTerms:
-    """What ZeRO adds to a block: in every forward and backward, in the first forward and the last backward; what moves
-    once per step, whole; and what hides behind computing the block again."""
+    """The seconds that ZeRO adds to a block.
+
+    Attributes:
+        forward, backward: Exposed, in every forward and backward.
+        first, last: Exposed, in the first forward and the last backward.
+        gather_once, reduce_once: Traffic once per step, nothing hidden.
+        hidden_recompute: Traffic that hides behind recomputing the block.
+    """
 
     forward: Quantity
     backward: Quantity
@@ -37,16 +44,17 @@ class ZeroTerms:
 
 
 def narrow(block: BlockWork) -> bool:
-    """True if its products take 8 or 4 bits."""
+    """Return True if its products take 8 or 4 bits."""
     return any(op.matmul_dtype is not None for op in block.ops)
 
 
 class StatePricer:
-    """Prices of the parameters of blocks at given degrees.
+    """The prices of the parameters of blocks at given degrees.
 
     Attributes:
-        hides: the share of computing behind which traffic of ZeRO hides. contention: of what hides, the share that it
-            costs the computing. reduces_beside: ZeRO 0 reduces gradients beside the backward.
+        hides: The share of compute behind which ZeRO's traffic hides.
+        contention: The share of hidden traffic by which compute slows down.
+        reduces_beside: True if ZeRO 0 reduces gradients during the backward.
     """
 
     def __init__(self, config: ParallelConfig, costs: Costs, precision: Precision, groups: Mapping[str, Group]) -> None:
@@ -58,18 +66,18 @@ class StatePricer:
         if self.by_tensor:
             self.hides = 0.0
         self.contention = c.contention if costs.profile is None and streams else 0.0
-        # Megatron's --overlap-grad-reduce without a distributed optimizer; emitted programs where there are streams.
-        # What others ran op by op is priced as reduced after the backward.
+        # Megatron's --overlap-grad-reduce without a distributed optimizer; emitted programs if there are streams. Other
+        # runs that execute one operation at a time are priced as reduced after the backward.
         emitted = costs.mode is Mode.FUSED or costs.profile is not None
         beside = emitted and costs.options.overlap_zero and streams
         self.reduces_beside = beside and config.zero_stage == 0
 
     def share(self, expert: bool) -> int:
-        """Ranks that ZeRO shards a parameter over; 1: it does not."""
+        """Return the number of ranks that ZeRO shards a parameter over; 1 if it does not."""
         return self.groups[REPLICAS[expert]].size if self.config.zero_stage else 1
 
     def sharded(self, block: BlockWork) -> Iterator[tuple[str, int, list[ParamWork]]]:
-        """The parameters that ZeRO shards by who holds a copy: the name of that group, its ranks, the parameters."""
+        """Yield (group that holds copies, its number of ranks, parameters) for the parameters that ZeRO shards."""
         for expert, name in REPLICAS.items():
             mine = [p for p in block.params if p.expert is expert]
             ranks = self.share(expert)
@@ -77,11 +85,11 @@ class StatePricer:
                 yield name, ranks, mine
 
     def terms(self, block: BlockWork, forward: Quantity, backward: Quantity, sent: Quantity) -> ZeroTerms:
-        """What ZeRO adds to a block.
+        """Return the seconds that ZeRO adds to a block.
 
         Args:
-            forward, backward: what its operations take.
-            sent: what collectives of its backward take, beside which ZeRO's may run too.
+            forward, backward: Seconds of its operations.
+            sent: Seconds of the collectives in its backward, beside which ZeRO's traffic may run too.
         """
         stage = self.config.zero_stage
         gather, reduce, sharded = self._zero(block)
@@ -99,7 +107,7 @@ class StatePricer:
             return ZeroTerms(
                 hooks["forward"], reducing + hooks["backward"], first, last if stage else ZERO, gather_once, reduce_once
             )
-        # a stream of its own: traffic hides behind all that a backward does, computing the block again included
+        # ZeRO has a stream of its own: traffic hides behind all work of a backward, including recomputing the block
         behind = backward + sent
         moved = (gather if self.gathers_again(block) else ZERO) + reduce
         wait = two if moved.mid > reduce.mid else one
@@ -111,8 +119,7 @@ class StatePricer:
         )
 
     def _zero(self, block: BlockWork) -> tuple[Quantity, Quantity, bool]:
-        """Gathering the block's parameters over their replicas, reducing and scattering their gradients, and whether
-        there is anything to gather."""
+        """Return the seconds of gathers and of reduce-scatters of a block, and whether ZeRO shards it."""
         gather, reduce = [], []
         for name, ranks, mine in self.sharded(block):
             size = self.gathered_bytes(mine)
@@ -125,7 +132,7 @@ class StatePricer:
             if grads:
                 reduce.append(self._moved_s("reduce_scatter", grads, trained, name))
                 reduce.append(self.costs.zero_copy_s("reduce", grads, len(trained), ranks))
-            # shards come from the host in the stream that gathers, and go there in the one that reduces
+            # the stream that gathers copies shards from the host, the stream that reduces copies them back
             # (torch.distributed.fsdp._fully_shard: FSDPParam.all_gather_inputs, foreach_reduce)
             there = [p for p in mine if self._by_policy(p)]
             if there:
@@ -136,8 +143,10 @@ class StatePricer:
         return total(gather), total(reduce), bool(gather)
 
     def _moved_s(self, kind: str, size: float, params: Sequence[ParamWork], name: str) -> Quantity:
-        """One collective of `size` bytes for all of a block's parameters, or one for each, with the copies between the
-        collective's buffer and a tensor per rank."""
+        """Return the seconds of one collective of `size` bytes for all parameters, or of one per parameter.
+
+        A collective per parameter includes the copies between its buffer and a tensor per rank.
+        """
         group = self.groups[name]
         if not self.by_tensor:
             return self.costs.collective_s(kind, size, group)
@@ -146,18 +155,18 @@ class StatePricer:
         return total([self.costs.collective_s(kind, size * p.num_elements / whole, group) + copies for p in params])
 
     def _beside(self, moved: Quantity, computed: Quantity) -> Quantity:
-        """What traffic beside computing costs: what the computing does not hide, and a share of what it does."""
+        """Return the cost of traffic beside compute: the exposed part, and a share of the hidden part."""
         exposed = moved.less(computed * self.hides)
         return exposed + moved.beyond(exposed) * self.contention
 
     def gathers_again(self, block: BlockWork) -> bool:
-        """True if ZeRO 3 gathers the parameters for the backward, too. By hand, all are."""
+        """Return True if ZeRO 3 gathers the parameters for the backward, too. Megatron gathers all of them."""
         if block.gathered is Gathered.AGAIN or self.costs.mode is Mode.FUSED:
             return True
         return block.gathered is Gathered.LAST and not backward_follows(self.config.schedule, self.config.pp)
 
     def _across_replicas(self, block: BlockWork) -> Quantity:
-        """Summing the gradients' shards over their replicas (hybrid ZeRO), in the last backward of the step."""
+        """Return the seconds of summing gradient shards over replicas (hybrid ZeRO), in the last backward of a step."""
         out = [ZERO]
         for expert in REPLICAS:
             mine = [p for p in block.params if p.trainable and p.expert is expert]
@@ -167,6 +176,7 @@ class StatePricer:
         return total(out)
 
     def reduced(self, block: BlockWork) -> dict[str, float]:
+        """Return the bytes of gradients that ZeRO 0 reduces, by group."""
         out = {}
         for expert, name in REPLICAS.items():
             if self.config.zero_stage == 0 and self.groups[name].size > 1:
@@ -175,23 +185,23 @@ class StatePricer:
         return {name: size for name, size in out.items() if size}
 
     def all_reduces(self, block: BlockWork) -> Quantity:
-        """Gradients that ZeRO 0 reduces beside the backward; else it does so at the end of the step."""
+        """Return the seconds of ZeRO 0's all-reduces during the backward; ZERO if they run at the end of the step."""
         sizes = self.reduced(block).items() if self.reduces_beside else ()
         return total([ZERO, *(self.costs.collective_s("all_reduce", size, self.groups[name]) for name, size in sizes)])
 
     def _by_policy(self, p: ParamWork) -> bool:
-        """True if `fully_shard` has the parameter and its gradient on the host."""
+        """Return True if `fully_shard` keeps the parameter and its gradient on the host."""
         return "parameters" in self.config.offload and self.share(p.expert) > 1
 
     def _shown_bytes(self, p: ParamWork) -> float:
-        """Per element of what the optimizer is given: a float32 master, or the parameter."""
+        """Return the bytes per element of the parameter that the optimizer updates: a float32 master, or itself."""
         master = self.precision.has_masters and p.dtype == self.precision.compute and p.trainable
         return MASTER_BYTES if master else dtype_bytes(p.dtype)
 
     def moved(self, block: BlockWork) -> Quantity:
-        """Shards of gradients to the host and of parameters back, once per step, beside nothing (runtime.offload).
+        """Return the seconds of copying gradient shards to the host and parameters back, once per step, nothing hidden.
 
-        A master without shards is copied in 16 bits: it is rounded on the host.
+        See `runtime.offload`. A master without shards is copied back in 16 bits: it is rounded on the host.
         """
         if not self.config.offload:
             return ZERO
@@ -204,8 +214,10 @@ class StatePricer:
         return self.costs.host_copy_s(size)
 
     def accumulate(self, block: BlockWork) -> Quantity:
-        """Every micro-batch but the first adds to gradients that are there: whole ones, or shards if every backward
-        reduces (ZeRO 2 and 3)."""
+        """Return the seconds of adding gradients in every micro-batch but the first, averaged over all.
+
+        Whole gradients are added, or shards if every backward reduces (ZeRO 2 and 3).
+        """
         m = self.config.num_micro_batches // num_copies(self.config.schedule)
         if m == 1:
             return ZERO
@@ -217,6 +229,7 @@ class StatePricer:
         return total(out) * ((m - 1) / m)
 
     def optimizer(self, block: BlockWork) -> Quantity:
+        """Return the seconds of the AdamW update of the block's parameters."""
         out = []
         for expert in REPLICAS:
             by_dtype: dict[str, float] = {}
@@ -231,21 +244,24 @@ class StatePricer:
         return total(out)
 
     def tensor_name(self, p: ParamWork) -> str:
-        """The constant of a parameter in the optimizer."""
+        """Return the name of the overhead of a parameter in the optimizer."""
         return "zero_optimizer_tensor_s" if self.share(p.expert) > 1 else "optimizer_tensor_s"
 
     @staticmethod
     def gathered_bytes(params: Sequence[ParamWork]) -> float:
+        """Return the bytes of the gathered parameters."""
         return float(sum(p.num_elements * dtype_bytes(p.dtype) for p in params))
 
     def reduced_bytes(self, params: Sequence[ParamWork]) -> float:
-        """Of the gradients of trained parameters."""
+        """Return the bytes of the gradients of trained parameters."""
         return sum(p.num_elements * self.grad_bytes(p.dtype) for p in params)
 
     def grad_bytes(self, dtype: str) -> float:
+        """Return the bytes per element of the gradient of a parameter in `dtype`."""
         return dtype_bytes(dtype) if self.precision.grad_bytes is None else self.precision.grad_bytes
 
     def grad_dtype(self, dtype: str) -> str:
+        """Return the dtype of the gradient of a parameter in `dtype`."""
         return dtype if self.grad_bytes(dtype) == dtype_bytes(dtype) else "float32"
 
     def _state_bytes(self, dtype: str) -> float:
