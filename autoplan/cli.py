@@ -51,7 +51,7 @@ EXIT_INTERRUPTED = 130
 
 
 class _Commands(TyperGroup):
-    """Turns the user's errors, and lost output, into one line on stderr and an exit code."""
+    """The commands: the user's errors, and lost output, become one line on stderr and an exit code."""
 
     def main(self, *args: Any, **settings: Any) -> Any:
         with written_output():

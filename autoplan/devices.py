@@ -269,9 +269,8 @@ def start(
 ) -> Placement:
     """Pick the device of this rank, make it current, and start or take over the process group. A collective.
 
-    The group is the caller's, or one made here: NCCL or gloo, by the variables of torchrun, or of one rank without
-    them.
-    It is watched for failures.
+    The group is the caller's, or one made here: NCCL or gloo, by the variables of torchrun, or of one rank if there
+    are none. It is watched for failures.
 
     Raises:
         DeviceError: the same on every rank.

@@ -82,14 +82,14 @@ class AxisMesh:
         self._groups: dict[str, dist.ProcessGroup] = {}  # by canonical name; only axes larger than 1
         self._alone: dist.ProcessGroup | None = None
         self._made: list[dist.ProcessGroup] = []
-        self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
+        self._meshes: dict[tuple[tuple[str, ...], bool], DeviceMesh] = {}
         first_with: dict[tuple[str, ...], str] = {}
         self._canonical = {n: first_with.setdefault(self._live(n), n) for n in self._members}
         wanted = {self._live(n) for n in (self._members if only is None else only)}
         for live, name in first_with.items():
             if live and live in wanted:
                 self._groups[name] = self._form(self._partition(live), name)
-                self._meshes[(name,)] = self._built((name,))
+                self.submesh(name)
         self._by_group_name = {group.group_name: name for name, group in self._groups.items()}
         self._by_ranks = {tuple(self._own_ranks(live)): name for live, name in first_with.items()}
         self._axis_types = {n: MeshAxis.of(self.group(n)) for n in names if self._canonical[n] in self._groups}
@@ -231,27 +231,29 @@ class AxisMesh:
                 return (self.group(name),)
         return tuple(self.group(a) for a in self._sizes if a in live)
 
-    def submesh(self, *axes: str) -> DeviceMesh:
+    def submesh(self, *axes: str, connected: bool = False) -> DeviceMesh:
         """Return a DeviceMesh with one dim per axis, in this order, over existing groups.
 
-        A single axis of size 1 has no group. The mesh is not a slice of a mesh of all axes: torch requires the dims of
-        slices in the order of the ranks.
+        The mesh is not a slice of a mesh of all axes: torch requires the dims of slices in the order of the ranks.
+
+        Args:
+            connected: a single axis of size 1 has a group, too; otherwise it has none.
 
         Raises:
             ValueError: an unknown name, or a sub-axis named twice.
         """
         self.atoms(axes)
-        key = tuple(self._canonical[a] for a in axes)
+        names = tuple(self._canonical[a] for a in axes)
+        grouped = connected or len(names) > 1 or bool(self._live(names))
+        key = (names, grouped)
         if key not in self._meshes:
-            self._meshes[key] = self._built(key)
+            if grouped:
+                ranks = torch.tensor(self._own_ranks(self.atoms(names))).reshape([self.size(a) for a in names])
+                groups = [self.group(a) for a in names]
+                self._meshes[key] = DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=names)
+            else:
+                self._meshes[key] = private.mesh_without_group(self.device_type, dist.get_rank(), names[0])
         return self._meshes[key]
-
-    def _built(self, axes: tuple[str, ...]) -> DeviceMesh:
-        if len(axes) == 1 and not self._live(axes):
-            return private.mesh_without_group(self.device_type, dist.get_rank(), axes[0])
-        ranks = torch.tensor(self._own_ranks(self.atoms(axes))).reshape([self.size(a) for a in axes])
-        groups = [self.group(a) for a in axes]
-        return DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=axes)
 
     def canonical(self, axis: str) -> str:
         """Return the name under which the ledger reports ``axis``: the first axis that spans the same ranks."""

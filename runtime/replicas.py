@@ -21,7 +21,9 @@ class Replicas:
         self._spec, self._mesh = spec, mesh
         self._hybrid = "rdp" in mesh.axes
         self.all = "replicas" if "replicas" in mesh.groups else "dp"
-        self.plain = spec.zero_stage == 0 or mesh.size(self.all) == 1
+        # of experts that tokens travel to there may be copies where there are none of the other parameters
+        self._only_experts = mesh.size(self.all) == 1 and mesh.has("edp") and mesh.size("edp") > 1
+        self.plain = spec.zero_stage == 0 or (mesh.size(self.all) == 1 and not self._only_experts)
         # the ranks that ZeRO shards over: all replicas, or neighbours among them; and the same for experts under token
         # dispatch
         self._shards, self._expert_shards = self.all, "edp"
@@ -30,7 +32,9 @@ class Replicas:
 
     def submesh(self) -> DeviceMesh:
         """Return the mesh of the ranks that ZeRO shards over; under hybrid ZeRO its first dim is the shards' copies."""
-        return self._mesh.submesh("rdp", self._shards) if self._hybrid else self._mesh.submesh(self._shards)
+        if self._hybrid:
+            return self._mesh.submesh("rdp", self._shards)
+        return self._mesh.submesh(self._shards, connected=self._only_experts)
 
     def submesh_of_experts(self) -> DeviceMesh | None:
         """Return the ranks over which ZeRO shards experts under token dispatch; None if there are none."""

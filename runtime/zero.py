@@ -123,7 +123,7 @@ class _AllReduce(GradientSync):
     def __init__(
         self,
         stage: nn.Module,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         bucket_bytes: int,
         apart: Sequence[nn.Parameter] = (),
         apart_group: dist.ProcessGroup | None = None,
@@ -200,16 +200,15 @@ class _AllReduce(GradientSync):
 
 def _by_replicas(
     parameters: Sequence[nn.Parameter],
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     apart: Sequence[nn.Parameter],
     apart_group: dist.ProcessGroup | None,
 ) -> list[tuple[dist.ProcessGroup, list[nn.Parameter]]]:
-    """Group the parameters by the ranks that hold copies of them."""
+    """Return the parameters by the ranks that hold copies of them; those that no other rank holds are left out."""
     others = {id(p) for p in apart}
-    out = [(group, [p for p in parameters if id(p) not in others])]
-    if apart_group is not None:
-        out.append((apart_group, [p for p in parameters if id(p) in others]))
-    return out
+    usual = [p for p in parameters if id(p) not in others]
+    rest = [p for p in parameters if id(p) in others]
+    return [(found, mine) for found, mine in ((group, usual), (apart_group, rest)) if found is not None]
 
 
 def _all_reduce(
@@ -357,7 +356,8 @@ def apply_zero(
         group = apart_mesh.get_group() if several and apart_mesh is not None else None
         # In a split backward, the weight gradients of one micro-batch may follow the input gradients of the last one.
         beside = None if splits else beside
-        return _AllReduce(stage, mesh.get_group(), bucket_bytes, apart, group, compression, beside)
+        usual = mesh.get_group() if mesh.size() > 1 else None
+        return _AllReduce(stage, usual, bucket_bytes, apart, group, compression, beside)
     _check_shardable(blocks)
     root = _shard(stage, blocks, mesh, zero, apart, apart_mesh, policies or {}, offload)
     return (_ShardedSplit if splits else _Sharded)(root, zero)

@@ -89,10 +89,9 @@ def stored(
 ) -> dict[str, Any]:
     """Return the data of a constants file (`Constants.load`), with the source of every value.
 
-    standard_error, prior_width: of the logarithm.
-    held_out_error: mean |log(predicted / measured)| of the groups that a constant depends on, each predicted by a fit
-    without it.
-    error, errors: over groups and by group.
+    Its figures: `standard_error` and `prior_width` are of the logarithm. `held_out_error` is the mean |log(predicted /
+    measured)| of the groups that determine a constant, each predicted by a fit without it. `error` is over groups,
+    `errors` by group.
     """
     by_group = {"before": group_errors(steps, fitted.before), "in_sample": group_errors(steps, fitted.after)}
     if held is not None:

@@ -77,7 +77,7 @@ def _scope_of(node: fx.Node) -> str:
 
 
 class Translator:
-    """Translates the ATen graph of one exported program into a Trace."""
+    """A translator of the ATen graph of one exported program into a Trace."""
 
     def __init__(
         self,

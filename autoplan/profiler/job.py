@@ -20,7 +20,7 @@ class Bar(Protocol):
 
 
 class Quiet:
-    """Shows nothing."""
+    """A bar that shows nothing."""
 
     def advance(self, what: str) -> None:
         """Do nothing."""

@@ -80,8 +80,7 @@ class MeasureTask:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Return the bytes of the last-level cache: the GPU's L2, or the CPU's largest; 32 MiB if the system does not
-    say."""
+    """Return the bytes of the last-level cache: the GPU's L2, or the CPU's largest; 32 MiB if it is not known."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = []
@@ -103,7 +102,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 class DeviceTimer:
-    """Measures the device's seconds of queued work by two events, with caches as stated, and the host's to queue it.
+    """A timer of a device with a queue: its seconds of work by two events, with caches as stated, and the host's.
 
     The host must be ahead, or its launches are what is timed: the L2 is overwritten repeatedly until that takes longer
     than queueing the work. A sample is late if its first event has passed before all work is queued; then the
@@ -177,11 +176,10 @@ def cuda_timer(device: torch.device) -> DeviceTimer:
 
 
 class Clock:
-    """Measures the seconds of a piece of work on this device.
+    """A clock for pieces of work on this device.
 
     On one CPU thread: the CPU time of that thread, so that the load of other programs does not count. On several
-    threads:
-    wall time. On CUDA: by `DeviceTimer`, `timer` if one is given.
+    threads: wall time. On CUDA: by `DeviceTimer`, `timer` if one is given.
     """
 
     def __init__(self, device: torch.device, timer: DeviceTimer | None = None) -> None:
@@ -224,8 +222,7 @@ class Clock:
 
     @cached_property
     def host_edges(self) -> tuple[float, float, float]:
-        """The same seconds of a host that fills a queue; on CUDA the engine has a thread of its own, which must wake
-        up."""
+        """The same seconds of a host that fills a queue. On CUDA the engine runs on its own thread, which must wake."""
         samples: dict[int, float] = {}
         for count in (1, _MAX_CHAIN):
             samples[count] = self._backward_s(self.issue, lambda a, _: a.neg(), 1, count)
@@ -383,7 +380,7 @@ class _Chain:
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
-    """Counts the operations of torch inside it."""
+    """A mode that counts the operations of torch inside it."""
 
     count: int
 

@@ -10,9 +10,8 @@ the collectives is subtracted, since the measured links contain it, too.
 A device with a queue has them twice (`measure_overheads(host=True)`): its own seconds, by events with the host ahead,
 less the measured links; and the host's, for queueing the same work including its collectives. A step waits for the
 device once, when it has counted its labels. The time before the first forward (`step_s`, `micro_batch_s`) is the
-host's;
-nothing hides it, so it is among the device's figures, which are added up. The loop over micro-batches and the actions
-of a pipeline start no considerable work on the device and are the host's alone.
+host's. Nothing hides it, so it is among the device's figures, which are added up. The loop over micro-batches and the
+actions of a pipeline start no considerable work on the device and are the host's alone.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _T = TypeVar("_T")
 
 
 class _Runs:
-    """Runs tiny programs on the ranks of a job. `host`: measure the host's seconds of a device with a queue."""
+    """A runner of tiny programs on the ranks of a job. `host`: it measures the seconds of the host, not the device."""
 
     def __init__(self, job: Job, links: Profile, host: bool) -> None:
         self.job, self.links, self.host = job, links, host

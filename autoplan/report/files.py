@@ -67,7 +67,7 @@ class CsvFile:
 
 
 class _NoRows:
-    """Takes the place of a CSV file where none is wanted."""
+    """The stand-in for a CSV file where none is wanted."""
 
     def add(self, row: Mapping[str, object]) -> None:
         """Drop the row."""

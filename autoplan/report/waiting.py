@@ -7,7 +7,7 @@ from typing import Any
 
 
 class _Quiet:
-    """Takes the place of a status line where nobody looks."""
+    """The stand-in for a status line where nobody looks."""
 
     def __enter__(self) -> _Quiet:
         return self

@@ -67,7 +67,7 @@ class Fingerprint:
 
 
 class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
-    """Records the floating tensors that the module makes, in order: path of the module, operation, fingerprint."""
+    """A record of the floating tensors that the module makes, in order: path of the module, operation, fingerprint."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -123,7 +123,7 @@ class _Value:
 
 
 class _Instrument(ast.NodeTransformer):
-    """Inserts a call of `_autoplan_seen` behind every assignment to a variable of the blocks."""
+    """A rewrite that adds a call of `_autoplan_seen` behind every assignment to a variable of the blocks."""
 
     def visit_Assign(self, node: ast.Assign) -> Any:
         """Add the calls behind one assignment."""

@@ -40,7 +40,7 @@ class _Use:
 
 @dataclass
 class _Uses:
-    """Follows the inputs through the graph to their uses."""
+    """The uses of a graph's inputs, found by following them through the graph."""
 
     graph: ModelGraph
     origin: dict[str, set[str]] = field(default_factory=dict)  # top-level value -> the inputs whose numbers it holds

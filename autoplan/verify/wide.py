@@ -28,13 +28,12 @@ _LIKE = frozenset((torch.full_like, torch.Tensor.new_full, torch.Tensor.new_tens
 
 
 def thinned(p: float) -> float:
-    """Return the factor that stands for dropout with probability `p`; no dropout, or another p, gives another
-    result."""
+    """Return the factor that stands for dropout with probability `p`; it differs from no dropout and from other p."""
     return 1.0 - p / 2
 
 
 class Wide(TorchFunctionMode):
-    """Makes every floating tensor inside the context float64.
+    """A mode that makes every floating tensor inside it float64.
 
     Args:
         shown: the dtype that code inside sees of float64 tensors: the model's, whose `finfo` and comparisons it was

@@ -15,7 +15,7 @@ import pytest
 import spmd_types
 import torch
 from harness import pool
-from parity import Case, Trained, compiled, trained, worst
+from parity import Case, Trained, assert_trains_as_one_device, compiled, trained, worst
 
 from autoplan.capture.export import capture
 from autoplan.codegen.check import check_program
@@ -273,3 +273,10 @@ def test_what_travelling_rows_keep_is_what_runs(world: int, inner: bool) -> None
     rows = 8 * 2
     table = etp * rows * (8 + 2 * 5 * 8)  # of all parts' rows the place and the first product
     assert pool(world).run(kept_job, inner) == [table + beside] * world
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("zero", range(4))
+def test_whole_experts_beside_split_layers_where_data_is_not_parallel(zero: int) -> None:
+    """Every tp rank has all experts for its own tokens: they have replicas, all other parameters have none."""
+    assert_trains_as_one_device(Case("mixtral", tp=2, ep=1, etp=1, zero=zero))

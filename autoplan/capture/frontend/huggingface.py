@@ -26,7 +26,7 @@ _HIDDEN = -1e30  # added to a score: its share becomes 0.0 in every dtype, and t
 
 
 def is_hf_model(model: nn.Module) -> bool:
-    """True for a transformers PreTrainedModel, without importing transformers."""
+    """Return True for a transformers PreTrainedModel, without importing transformers."""
     return any(
         c.__module__.startswith("transformers.") and c.__name__ == "PreTrainedModel" for c in type(model).__mro__
     )

@@ -205,7 +205,7 @@ class _FirstCall:
 
 @dataclass
 class LayerTracer:
-    """Wraps layer forwards during one export. `unproved` collects layers whose identity the trace disproved.
+    """A wrapper of layer forwards during one export. `unproved` collects layers whose identity the trace disproved.
 
     `recorded` returns the tensors that hooks inside the layers recorded (router logits); they leave a layer beside its
     result.

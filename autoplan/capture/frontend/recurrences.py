@@ -41,7 +41,7 @@ class _Found(Exception):
 
 
 class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations of the layer that runs, and stops at the limit of its kind."""
+    """A mode that counts the operations of the running layer, and stops it at the limit of its kind."""
 
     def __init__(self, limits: Mapping[_Kind, float]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -197,7 +197,7 @@ def _tables(nodes: list[Node], trace: Trace, pure: set[str]) -> list[_Segment]:
 
 
 class _Builder:
-    """Builds blocks and calls from the segments of a trace. `ok` turns False if a layer is not self-contained."""
+    """The builder of blocks and calls from the segments of a trace; not `ok` once a layer is not self-contained."""
 
     def __init__(self, trace: Trace, segments: list[_Segment], loss: _Loss, pure: set[str]) -> None:
         self.trace, self.segments, self.loss, self.pure = trace, segments, loss, pure

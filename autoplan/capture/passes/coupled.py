@@ -69,7 +69,7 @@ def _cone(trace: Trace, maker: dict[str, int], value: str) -> list[int]:
 
 @dataclass
 class _Term:
-    """Makes one term of the loss computable in parts of the tokens."""
+    """A term of the loss that is made computable in parts of the tokens."""
 
     trace: Trace
     cone: list[int]
