@@ -30,10 +30,10 @@ class Mode(StrEnum):
 class Attention(StrEnum):
     """The kernel that computes the core of attention.
 
-    UNFUSED: two batched products and a fused softmax, with the scores in memory (before 2022).
-    FLASH1: Dao et al., 2022.
-    FLASH2: Dao, 2023; the kernel of PyTorch's scaled_dot_product_attention on most devices.
-    FUSED: made for the device (cuDNN and Transformer Engine, FlashAttention-3).
+    UNFUSED: two batched products and a fused softmax, with the scores in memory (before 2022). FLASH1: Dao et al.,
+    2022.
+    FLASH2: Dao, 2023; the kernel of PyTorch's scaled_dot_product_attention on most devices. FUSED: made for the device
+    (cuDNN and Transformer Engine, FlashAttention-3).
     """
 
     UNFUSED = "unfused"
@@ -198,10 +198,7 @@ class RunOptions:
                 raise PinError(reason)
 
     def attention_in(self, mode: Mode) -> Attention:
-        """Return the attention kernel of a run in `mode`.
-
-        It is the pinned kernel; else FUSED in the fused mode, and FLASH2 (scaled_dot_product_attention) in the others.
-        """
+        """Return the kernel of `mode`: the pinned one, else FUSED in fused modes and FLASH2 in the others."""
         if self.attention is not None:
             return self.attention
         return Attention.FUSED if mode is Mode.FUSED else Attention.FLASH2
@@ -216,11 +213,9 @@ class Precision:
     """The dtypes of computation and the bytes per parameter.
 
     Attributes:
-        name: The name in plans and commands.
         compute: The dtype of activations and weights in the forward. None: the model's own dtypes.
         grad_bytes: Bytes of gradient per local parameter element. None: as the parameter.
-        state_bytes: Bytes of optimizer state (AdamW moments and master weights) per element. None: two moments in the
-            parameter's dtype.
+        state_bytes: Optimizer bytes per element (AdamW moments, masters). None: two moments in the parameter's dtype.
         matmul: The dtype of matrix products, if it differs from `compute`.
     """
 
