@@ -153,7 +153,7 @@ def refuse_separate_experts(model: nn.Module) -> None:
             raise CaptureError(
                 f"{type(module).__name__} at {path} holds its {len(module)} experts as modules of their own and loops "
                 "over those that were hit, so sizes depend on the data; stack their weights in one class and register "
-                "it with autoplan.capture.frontend.experts.experts"
+                "it with autoplan.capture.frontend.experts.experts_forward"
             )
 
 
