@@ -99,7 +99,7 @@ def test_a_shipped_model_loads_no_torch() -> None:
         "import sys\n"
         "from autoplan import catalog\n"
         "graph = catalog.load_model('llama-3.1-405b')\n"
-        "catalog.describe('mixtral-8x7b')\n"
+        "catalog.describe_model('mixtral-8x7b')\n"
         "assert graph.num_params == 405853388800\n"
         "print(sorted({'torch', 'transformers', 'numpy', 'pandas', 'networkx', 'pulp'} & set(sys.modules)))"
     )

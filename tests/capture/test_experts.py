@@ -25,7 +25,7 @@ from autoplan.ops.saved import kept as saved_names
 from autoplan.ops.strategies import Strategy, strategies
 from autoplan.ops.table import flops, rule_for, saved_rule
 from autoplan.program.statements import Op
-from autoplan.runtime.experts import experts_forward as runtime_experts
+from autoplan.runtime.experts import experts as runtime_experts
 
 
 def run_experts(

@@ -22,7 +22,7 @@ from autoplan.cost_models.quantity import ZERO
 from autoplan.plan import make_plan
 from autoplan.program.pins import read_pins
 from autoplan.program.problem import IntraSettings, build_problem
-from autoplan.program.problem import evaluate_terms as evaluate_cost
+from autoplan.program.problem import evaluate_selection as evaluate_cost
 from autoplan.runtime.spec import SPEC_VERSION, LedgerEntry, ProgramSpec, evaluate_terms
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")

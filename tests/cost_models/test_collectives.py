@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from autoplan.catalog import load_model
 from autoplan.config.parallel import ParallelConfig, precision_of
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Group, Level, Link
+from autoplan.cost_models.hardware.nccl import NCCL_KINDS as ALL_KINDS
 from autoplan.cost_models.hardware.nccl import Protocol, fabric_of, rows
 from autoplan.cost_models.network.collectives import (
     FABRICS,
@@ -21,7 +22,6 @@ from autoplan.cost_models.network.collectives import (
     group_collective_s,
     wire_bytes,
 )
-from autoplan.cost_models.network.collectives import KINDS as ALL_KINDS
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
 from autoplan.cost_models.time.blocks import BlockPricer
 from autoplan.cost_models.time.price import Pricer

@@ -26,7 +26,8 @@ from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph, check
 from autoplan.schedules.schedule import actions
 from autoplan.search.planner import search_plan
-from autoplan.verify.check import Task, verify_whole
+from autoplan.verify.check import verify_whole
+from autoplan.verify.runs import VerifyTask
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
@@ -42,7 +43,7 @@ def test_capture_finds_the_layers_once_and_keeps_the_loss() -> None:
 
 def test_the_captured_graph_computes_what_the_model_does() -> None:
     model, batch = models.make_llama(), models.token_batch(2, SEQ)
-    outcome = verify_whole(Task(model, graph_of("llama", 0.0), batch, None, None))
+    outcome = verify_whole(VerifyTask(model, graph_of("llama", 0.0), batch, None, None))
     assert outcome.done and "of the module" in outcome.text
 
 

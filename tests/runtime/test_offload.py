@@ -25,7 +25,7 @@ from parity import (
     trained,
 )
 
-from autoplan.config.offload import read_offload
+from autoplan.config.offload import read_offload, state_offload
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
@@ -167,8 +167,9 @@ def test_what_lies_where_is_what_the_memory_model_says(zero: int, offload: str, 
         precision=precision,
         executed=True,
     )
+    state = state_offload({"offload": offload})
     planned = LayoutCache(request).pricer(
-        ParallelConfig(dp=2, zero_stage=zero, micro_batch_size=3, num_micro_batches=2)
+        ParallelConfig(dp=2, zero_stage=zero, micro_batch_size=3, num_micro_batches=2, offload=state)
     )
     assert planned is not None
     model = planned.memory

@@ -121,9 +121,8 @@ def test_dropout_needs_the_whole_sequence() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut_says_why(kind: str, devices: int, seq_len: int, pins: dict[str, Any], why: str) -> None:
-    r = PlanRequest(graph(kind), cluster(devices), seq_len, 8, pins, precision="native", executed=True)
     with pytest.raises(PinError, match=why):
-        search_plan(r)
+        search_plan(PlanRequest(graph(kind), cluster(devices), seq_len, 8, pins, precision="native", executed=True))
 
 
 def test_a_pinned_program_cuts_once_and_gathers_keys() -> None:

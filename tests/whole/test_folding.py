@@ -63,7 +63,11 @@ def index_on(mesh: Mesh, name: str, rank: int) -> int:
     return index
 
 
-DEGREES = [d for d in itertools.product((1, 2, 4), (1, 2), (1, 2, 4, 6), (1, 2, 3, 4, 8), (1, 2, 4)) if folds(*d)]
+DEGREES = [
+    (dp, cp, tp, ep, etp)
+    for dp, cp, tp, ep, etp in itertools.product((1, 2, 4), (1, 2), (1, 2, 4, 6), (1, 2, 3, 4, 8), (1, 2, 4))
+    if folds(dp, cp, tp, ep, etp) and ParallelConfig(dp=dp, cp=cp, tp=tp, ep=ep, etp=etp).spreads_experts
+]
 
 
 @pytest.mark.parametrize("split", [False, True])
