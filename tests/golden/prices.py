@@ -13,8 +13,8 @@ pass whose difference has no explanation.
 `make quick` asks every 40th estimate again, `make test` every third, `make test-all` all of them and the plans.
 
 Frozen are all catalog models under the configurations of CONFIGURATIONS, and the plans of PLANS: step time, memory and
-a digest of every number of the answer. Left out are the certificate of a search and what is only repeated from the request. A
-configuration that is refused for a model is frozen as refused, without its words.
+a digest of every number of the answer. Left out are the certificate of a search and what is only repeated from the
+request. A configuration that is refused for a model is frozen as refused, without its words.
 """
 
 from __future__ import annotations
