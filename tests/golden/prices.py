@@ -10,7 +10,7 @@ models, modes and dimensions are on the list as a check of this), then `--write`
 with the correction and with the figures of experiments/README.md that follow from it. Never refreeze to make a test
 pass whose difference has no explanation.
 
-`make quick` asks every 40th estimate again, `make test` every third, `make test-all` all of them and the plans.
+`make quick` asks every 40th estimate again, `make test` every tenth, `make test-all` all of them and the plans.
 
 Frozen are all catalog models under the configurations of CONFIGURATIONS, and the plans of PLANS: step time, memory and
 a digest of every number of the answer. Left out are the certificate of a search and what is only repeated from the

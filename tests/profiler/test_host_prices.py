@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from fake_device import FakeDevice
 from models import make_llama, token_batch
-from parity import fake_group
+from parity import fake_group, spread_out
 
 from autoplan.api import plan_program
 from autoplan.capture.export import capture
@@ -116,7 +116,7 @@ def passes_s(profile: Profile, num_micro_batches: int, options: RunOptions | Non
 
 
 @pytest.mark.parametrize("kernel_s", [slow, fast])
-@pytest.mark.parametrize("num_micro_batches", [1, 4])
+@pytest.mark.parametrize("num_micro_batches", spread_out([1, 4], 2))
 def test_a_step_takes_the_longer_of_both(kernel_s: Kernels, num_micro_batches: int) -> None:
     profile, want = measured(kernel_s), simulated(kernel_s, num_micro_batches)
     assert passes_s(profile, num_micro_batches) == pytest.approx(want, rel=0.03)

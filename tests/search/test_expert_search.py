@@ -173,6 +173,7 @@ def test_split_experts_are_searched_where_they_are_few_or_pinned() -> None:
     assert search_plan(r).plans[0].estimate.step_time_s.mid == pytest.approx(plans[0][0], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_search_with_experts_and_cut_sequences_is_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
     """cp, tp, ep and etp together, on 4 devices."""
     monkeypatch.setattr("autoplan.search.space.LEAST_PART", 4)
