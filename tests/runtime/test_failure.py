@@ -44,7 +44,7 @@ TIMEOUT_S = 10.0
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("world", "bad"), [(2, 0), (3, 2)])
+@pytest.mark.parametrize(("world", "bad"), [(2, 0), pytest.param(3, 2, marks=pytest.mark.slow)])
 def test_a_rank_that_raises_is_named_with_its_reason_on_every_rank(world, bad):
     with Pool(world) as workers:
         for rank, (seconds, origin, message) in enumerate(workers.run(fail_in_step, bad, "raise", TIMEOUT_S)):
@@ -55,7 +55,7 @@ def test_a_rank_that_raises_is_named_with_its_reason_on_every_rank(world, bad):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("bad", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_rank_is_named_also_where_it_hosts_the_store(bad):
     with Pool(3) as workers:
         outcomes = workers.run_each(fail_in_step, bad, "die", TIMEOUT_S, timeout_s=30)
@@ -168,9 +168,8 @@ MORE = [
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "sample", [pytest.param(FEW, id="three"), pytest.param([FEW[0], *MORE], marks=pytest.mark.slow, id="others")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sample", [pytest.param(FEW, id="three"), pytest.param([FEW[0], *MORE], id="others")])
 def test_survivors_of_faults_at_every_point_of_a_job_name_the_rank(sample: list[tuple[str, str, int]]) -> None:
     results = faults.run_cells([Cell(*cell, timeout_s=4.0) for cell in sample], ROOT, at_once=2)
     for result in results:
