@@ -153,3 +153,6 @@ class Expr:
 def product(values: tuple[Expr, ...] | list[Expr]) -> Expr:
     """Return the product of sizes; 1 for none."""
     return reduce(lambda a, b: a * b, values, Expr.of(1))
+
+
+Shape = tuple[Expr, ...]  # the symbolic size of every dim

@@ -8,10 +8,10 @@ from fractions import Fraction
 
 from autoplan.errors import RuleError
 from autoplan.ir.graph import Node, Value
-from autoplan.ir.symbols import Expr
+from autoplan.ir.symbols import Expr, Shape
 from autoplan.ops.arguments import Args, IrOp, IrResult
 from autoplan.ops.language import Labels, OpRule, Role, bind, parse
-from autoplan.ops.record import OpKind, OpRecord, Shape, Trait
+from autoplan.ops.record import OpKind, OpRecord, Trait
 from autoplan.ops.saved import Form, OpFacts, SavedRule, TensorFacts, keeps, statistics_bytes
 from autoplan.ops.text import OpText
 from autoplan.units import DTYPE_BYTES

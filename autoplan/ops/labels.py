@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from autoplan.ir.graph import Node
-from autoplan.ir.symbols import Expr
+from autoplan.ir.symbols import Expr, Shape
 from autoplan.ops.language import Labels, OpRule, Role
 
-Shape = tuple[Expr, ...]
 _ONE = Expr.of(1)
 
 

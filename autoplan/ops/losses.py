@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from autoplan.errors import CaptureError
 from autoplan.ir.layout import I, P
 from autoplan.ops.arguments import Args, IrOp, IrResult
-from autoplan.ops.record import OpKind, OpRecord
+from autoplan.ops.record import IndexSizes, OpKind, OpRecord
 from autoplan.ops.saved import HALF, Form, OpFacts, SavedRule, keeps, statistics_bytes
 from autoplan.ops.text import OpText
 from autoplan.units import DTYPE_BYTES
-
-IndexSizes = Sequence[Sequence[int]]
 
 # -- embedding ---------------------------------------------------------------------------------------------------------
 

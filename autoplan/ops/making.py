@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from autoplan.errors import CaptureError, RuleError
 from autoplan.ir.graph import Node
-from autoplan.ir.symbols import Expr
+from autoplan.ir.symbols import Expr, Shape
 from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering, default, given
 from autoplan.ops.labels import dim_labels, linear_rule, whole_dim
 from autoplan.ops.language import OpRule, Role
-from autoplan.ops.record import Linear, OpKind, OpRecord, Shape, Trait, other
+from autoplan.ops.record import Linear, OpKind, OpRecord, Trait, other
 from autoplan.ops.saved import Form, Gradient, keeps
 from autoplan.ops.text import OpText, literal, shape_text
 

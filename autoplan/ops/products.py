@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from autoplan.errors import RuleError
 from autoplan.ir.graph import Node, Value
-from autoplan.ir.symbols import Expr, product
+from autoplan.ir.symbols import Expr, Shape, product
 from autoplan.ops.arguments import Args, IrOp, IrResult
 from autoplan.ops.labels import dim_labels
 from autoplan.ops.language import Labels, OpRule, Role
-from autoplan.ops.record import OpKind, OpRecord, Shape
+from autoplan.ops.record import OpKind, OpRecord
 from autoplan.ops.saved import Form, keeps
 from autoplan.ops.text import OpText
 

@@ -15,17 +15,17 @@ from typing import Any
 
 from autoplan.ir.graph import Node, Value
 from autoplan.ir.layout import AxisType
-from autoplan.ir.symbols import Expr
+from autoplan.ir.symbols import Expr, Shape
 from autoplan.ops.arguments import Lowering
 from autoplan.ops.language import OpRule, bind, parse
 from autoplan.ops.saved import Form, OpFacts, SavedRule, keeps
 from autoplan.ops.strides import ViewStrides
 from autoplan.ops.text import Emitter, TextTemplate
 
-Shape = tuple[Expr, ...]
+IndexSizes = Sequence[Sequence[int]]
 Builder = Callable[[Node, list[Shape], list[Shape]], OpRule]
 Flops = Callable[[Node, Sequence[Value], Value, OpRule], Expr]
-IndexLimits = Callable[[Mapping[str, Any], Sequence[Sequence[int]], Sequence[Sequence[int]]], dict[int, int]]
+IndexLimits = Callable[[Mapping[str, Any], IndexSizes, IndexSizes], dict[int, int]]
 
 
 class OpKind(Enum):

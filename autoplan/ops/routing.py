@@ -8,16 +8,14 @@ from typing import Any
 from autoplan.errors import CaptureError, RuleError
 from autoplan.ir.graph import Node, Value
 from autoplan.ir.layout import P
-from autoplan.ir.symbols import Expr
+from autoplan.ir.symbols import Expr, Shape
 from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering, default
 from autoplan.ops.labels import dim_labels
 from autoplan.ops.language import OpRule, Role, bind, parse
-from autoplan.ops.record import OpKind, OpRecord, Shape, Trait, other
+from autoplan.ops.record import IndexSizes, OpKind, OpRecord, Trait, other
 from autoplan.ops.saved import Form, Gradient, OpFacts, keeps
 from autoplan.ops.text import Emitter, OpText
 from autoplan.units import DTYPE_BYTES
-
-IndexSizes = Sequence[Sequence[int]]
 
 # -- choices -----------------------------------------------------------------------------------------------------------
 

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from autoplan.ir.symbols import Expr
-
-Shape = tuple[Expr, ...]
+from autoplan.ir.symbols import Expr, Shape
 
 
 @dataclass(frozen=True)

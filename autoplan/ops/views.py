@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoplan.ir.graph import Node
-from autoplan.ir.symbols import Expr
+from autoplan.ir.symbols import Expr, Shape
 from autoplan.ops.arguments import Alias, Args, IrOp, IrResult, Lowering, default, given, plain_value
 from autoplan.ops.labels import align, dim_labels, linear_rule
 from autoplan.ops.language import OpRule, Role
-from autoplan.ops.record import Builder, Linear, OpKind, OpRecord, Shape, Trait
+from autoplan.ops.record import Builder, Linear, OpKind, OpRecord, Trait
 from autoplan.ops.saved import Form, Gradient, SavedRule, keeps
 from autoplan.ops.strides import Ints, ViewStrides, broadcast, reshaped
 from autoplan.ops.text import Emitter, OpText, literal, py, shape_text

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from autoplan.ir.graph import Call
+from autoplan.ops.strides import Ints
 from autoplan.program.megatron_modules import Module
-
-Ints = tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from autoplan.ops.saved import (
     kept,
     workspace_bytes,
 )
-from autoplan.ops.strides import broadcast, contiguous, elementwise, reshaped
+from autoplan.ops.strides import Ints, broadcast, contiguous, elementwise, reshaped
 from autoplan.ops.table import op_kind, op_record, saved_rule
 from autoplan.program import megatron_kernels
 from autoplan.program.activation_bytes import Activations
@@ -46,8 +46,6 @@ from autoplan.program.megatron_modules import Module, modules
 from autoplan.program.regions import Region, attention_core, choices, logits, regions
 from autoplan.program.statements import Convert, LoweredBlock, Op
 from autoplan.units import DTYPE_BYTES
-
-Ints = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

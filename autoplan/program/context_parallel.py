@@ -1,6 +1,6 @@
 """Attention under a method of context parallelism: shapes, collectives, and bytes saved for the backward.
 
-The runtime is `autoplan.runtime.context` and `autoplan.runtime.ring`. Shapes are those of one rank: [b, h, s / c, d]
+The runtime is `autoplan.runtime.context` and `autoplan.runtime.ring`. Intss are those of one rank: [b, h, s / c, d]
 before and [b, h / u, s / r, d] after the exchange of Ulysses, with c = u r.
 """
 
@@ -14,14 +14,13 @@ from autoplan.errors import RuleError
 from autoplan.ir.symbols import Expr
 from autoplan.ops.record import OpKind
 from autoplan.ops.saved import Form, OpFacts, SavedRule, TensorFacts, extra_bytes, kept, workspace_bytes
+from autoplan.ops.strides import Ints
 from autoplan.ops.table import saved_rule
 from autoplan.program.statements import Collective, LoweredBlock, Op, Pass
 from autoplan.units import DTYPE_BYTES
 
-Shape = tuple[int, ...]
 
-
-def exchanged(shape: Shape, method: ContextMethod) -> Shape:
+def exchanged(shape: Ints, method: ContextMethod) -> Ints:
     """Return the local shape of queries, keys or values after the all-to-all."""
     b, heads, s, d = shape
     u = method.ulysses

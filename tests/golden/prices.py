@@ -35,8 +35,8 @@ from autoplan import catalog
 from autoplan.cli import app
 
 FROZEN = Path(__file__).with_name("prices.json.gz")
-_REPEATED = ("schema", "command", "model", "cluster", "request")  # said in the words that were asked
-_TIMES = ("certificate",)  # of a search: how far it came depends on the load of the machine
+# Repeated from the words that were asked; how far a search came depends on the load of the machine.
+_LEFT_OUT = ("schema", "command", "model", "cluster", "request", "certificate")
 
 CONFIGURATIONS: tuple[str, ...] = (
     "--cluster 8x8xh100-sxm5-80gb --seq 4k --gbs 128",
@@ -134,7 +134,7 @@ def answer(words: str) -> dict[str, Any]:
 def _without(data: Any) -> Any:
     """An answer without what is repeated from the request and what differs from run to run."""
     if isinstance(data, dict):
-        return {k: _without(v) for k, v in data.items() if k not in _REPEATED and k not in _TIMES}
+        return {k: _without(v) for k, v in data.items() if k not in _LEFT_OUT}
     return [_without(v) for v in data] if isinstance(data, list) else data
 
 

@@ -1,0 +1,35 @@
+"""ARCHITECTURE.md shows the rooms as the imports have them, and files that exist; the README the pins as declared."""
+
+import re
+
+import generated
+import pytest
+
+from autoplan.config.choice import choices_of
+from autoplan.config.parallel import ParallelConfig
+
+ROOT = generated.ROOT
+
+
+@pytest.mark.parametrize("table", generated.TABLES, ids=lambda table: table.name)
+def test_the_tables_are_what_the_code_says(table: generated.Table) -> None:
+    assert table.written() == table.made(), "python tests/house/generated.py --write"
+
+
+def test_every_pin_says_what_it_does() -> None:
+    assert all(record.about or record.help for record in choices_of(ParallelConfig))
+
+
+_PATH = re.compile(r"`((?:[\w.]+/)*[\w]*(?:\.(?:py|md|json)|/))`")
+
+
+def test_every_file_of_the_table_exists() -> None:
+    """A name without a folder is in the folder of the path before it."""
+    rows = [row for row in (ROOT / "ARCHITECTURE.md").read_text().splitlines() if row.startswith("| ") and "`" in row]
+    assert len(rows) > 60
+    for row in rows:
+        folder = ROOT
+        for path in _PATH.findall(row.split(" | ", 1)[1]):
+            if "/" in path:
+                folder = (ROOT / path).parent if not path.endswith("/") else ROOT / path
+            assert (ROOT / path).exists() or (folder / path).exists(), (path, row)
