@@ -10,36 +10,23 @@ from typing import TYPE_CHECKING
 from autoplan.versions import warn_if_not_tried
 
 if TYPE_CHECKING:
-    from autoplan.api import parallelize
-    from autoplan.catalog import load_model
-    from autoplan.config.parallel import ParallelConfig
-    from autoplan.cost_models.hardware.cluster import Cluster
-    from autoplan.cost_models.profile import Profile
-    from autoplan.plan import Plan
-    from autoplan.runtime.compression import PowerSGD
-    from autoplan.runtime.model import ParallelModel
-    from autoplan.search.planner import PlanRequest, estimate_config, search_plan
-    from autoplan.sweeps.capacity import capacity
-    from autoplan.sweeps.whatif import whatif
+    from autoplan.api import parallelize as parallelize
+    from autoplan.capture.frontend.experts import experts_forward as experts_forward
+    from autoplan.capture.rules import rule as rule
+    from autoplan.catalog import load_model as load_model
+    from autoplan.config.parallel import ParallelConfig as ParallelConfig
+    from autoplan.cost_models.hardware.cluster import Cluster as Cluster
+    from autoplan.cost_models.profile import Profile as Profile
+    from autoplan.plan import Plan as Plan
+    from autoplan.runtime.compression import PowerSGD as PowerSGD
+    from autoplan.runtime.model import ParallelModel as ParallelModel
+    from autoplan.search.planner import PlanRequest as PlanRequest
+    from autoplan.search.planner import estimate_config as estimate_config
+    from autoplan.search.planner import search_plan as search_plan
+    from autoplan.sweeps.capacity import capacity as capacity
+    from autoplan.sweeps.whatif import whatif as whatif
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "Cluster",
-    "ParallelConfig",
-    "ParallelModel",
-    "Plan",
-    "PlanRequest",
-    "PowerSGD",
-    "Profile",
-    "__version__",
-    "capacity",
-    "estimate_config",
-    "load_model",
-    "parallelize",
-    "search_plan",
-    "whatif",
-]
 
 _HOMES = {
     "Cluster": "autoplan.cost_models.hardware.cluster",
@@ -51,11 +38,14 @@ _HOMES = {
     "Profile": "autoplan.cost_models.profile",
     "capacity": "autoplan.sweeps.capacity",
     "estimate_config": "autoplan.search.planner",
+    "experts_forward": "autoplan.capture.frontend.experts",
     "load_model": "autoplan.catalog",
     "parallelize": "autoplan.api",
+    "rule": "autoplan.capture.rules",
     "search_plan": "autoplan.search.planner",
     "whatif": "autoplan.sweeps.whatif",
 }
+__all__ = sorted(("__version__", *_HOMES))
 
 
 warn_if_not_tried()

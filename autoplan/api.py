@@ -17,6 +17,7 @@ from torch import nn
 
 from autoplan import devices
 from autoplan.capture.export import capture
+from autoplan.capture.frontend.buffers import all_buffers
 from autoplan.capture.frontend.cache import cached
 from autoplan.capture.frontend.huggingface import default_example, is_hf_model
 from autoplan.capture.frontend.inputs import LossFn, check_arguments
@@ -24,12 +25,15 @@ from autoplan.capture.frontend.lengths import example_lengths
 from autoplan.capture.passes.cast import computing_in
 from autoplan.codegen.program import Program, compile_program
 from autoplan.config.parallel import Mode, executed_precision
+from autoplan.config.pins import Pins
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import AutoplanError, CaptureError, LayoutError, PinError
 from autoplan.files import write_whole
 from autoplan.ir.graph import ModelGraph
 from autoplan.plan import Plan, searched_plan
+from autoplan.program.facts import Facts
+from autoplan.program.legality import check_pins
 from autoplan.runtime.agree import agreed, different, fingerprint, first_difference
 from autoplan.runtime.compiled import compiles_by_itself
 from autoplan.runtime.compression import Compression, PowerSGD, check_compression
@@ -38,7 +42,6 @@ from autoplan.runtime.model import OptimizerFactory, ParallelModel
 from autoplan.runtime.spec import ProgramSpec
 from autoplan.runtime.whole import broadcast_whole
 from autoplan.search.planner import PlanRequest, search_plan
-from autoplan.search.refusals import check_pins
 from autoplan.search.space import space
 from autoplan.verify.door import check_verify, verify_capture
 from autoplan.verify.runs import VerifyTask
@@ -132,16 +135,14 @@ def parallelize(
     """
     measured = isinstance(cluster, str)
     cluster = _cluster_of_job(cluster, model, device)
-    pins = dict(pins or {})
-    check_pins(pins)
     verify = check_verify(verify)
     dtype = executed_precision(precision).compute
-    if gradient_compression is not None:
-        pins = _compressible(gradient_compression, pins, precision)
+    pins = {**({} if gradient_compression is None else {"zero_stage": 0}), **(pins or {})}
+    _check_run(cluster, pins, precision, gradient_compression, async_tp, compile)
     example_inputs = _examples(model, example_inputs)
     check_arguments(model, example_inputs, loss_fn)
     _check_optimizer(optimizer)
-    compile = _check_compile(compile, async_tp, cluster.device_type)
+    compile = async_tp or compile
     _check_values(model)
     known = Profile.load(profile) if isinstance(profile, str) else profile
     placement = devices.start(device, cluster.device_type, timeout_s, model)
@@ -220,7 +221,7 @@ def _examples(model: nn.Module, given: Mapping[str, torch.Tensor] | None) -> Map
 
 def _check_values(model: nn.Module) -> None:
     """Raise CaptureError for a parameter or buffer without values."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in (*model.named_parameters(), *all_buffers(model)):
         if tensor.is_meta:
             raise CaptureError(
                 f"{name!r} is on the meta device and has no values; build the model on the CPU (or load it) first"
@@ -253,34 +254,29 @@ def _check_optimizer(optimizer: Any) -> None:
     )
 
 
-def _check_compile(compile: bool | str, async_tp: bool, device_type: str) -> bool | str:
-    """Return what to compile with. Raises PinError if `async_tp` is asked for without inductor on CUDA."""
-    if not async_tp:
-        return compile
-    if device_type != "cuda":
-        raise PinError(f"async_tp=True hides collectives on CUDA, the cluster has {device_type} devices; leave it out")
-    if compile not in (True, AUTO, _BACKEND):
-        raise PinError(f"async_tp=True is done by inductor, compile is {compile!r}; nearest legal: compile=True")
-    return True
-
-
-def _compressible(compression: Compression, pins: Mapping[str, Any], precision: str) -> dict[str, Any]:
-    """Return the pins under which gradients can be compressed. Raises PinError if they cannot be compressed."""
-    try:
-        check_compression(compression)
-    except ValueError as exc:
-        raise PinError(str(exc)) from exc
-    if pins.get("zero_stage", 0) != 0:
-        raise PinError(
-            f"pin zero_stage={pins['zero_stage']} with gradient_compression: only the all-reduce of ZeRO 0 is "
-            "compressed; nearest legal: zero_stage=0"
-        )
-    if isinstance(compression, PowerSGD) and executed_precision(precision).compute == "float16":
-        raise PinError(
-            f"precision {precision!r} with PowerSGD: what it leaves out of one step is added to the next, whose loss "
-            "has another scale; nearest: precision='bf16'"
-        )
-    return {**pins, "zero_stage": 0}
+def _check_run(
+    cluster: Cluster,
+    pins: Mapping[str, Any],
+    precision: str,
+    compression: Compression | None,
+    async_tp: bool,
+    compile: bool | str,
+) -> None:
+    """Raise PinError for pins and arguments that cannot be, whatever the model is."""
+    if compression is not None:
+        try:
+            check_compression(compression)
+        except ValueError as exc:
+            raise PinError(str(exc)) from exc
+    facts = Facts(
+        cluster.num_devices,
+        precision=precision,
+        device_type=cluster.device_type,
+        gradient_compression="PowerSGD" if isinstance(compression, PowerSGD) else compression or "",
+        async_tp=async_tp,
+        compile=compile,
+    )
+    check_pins(Pins(pins), facts)
 
 
 def plan_program(
@@ -299,15 +295,7 @@ def plan_program(
     Args:
         compiled: True if blocks will run through torch.compile.
         precision: the precision that the graph was captured for.
-
-    Raises:
-        CaptureError: for a graph that leaves out a part of its model, which can only be priced.
     """
-    if graph.left_out:
-        raise CaptureError(
-            f"{graph.name}: this graph leaves out {' and '.join(graph.left_out)}: it is priced, not executed; capture "
-            "the model without it"
-        )
     request = PlanRequest(
         graph,
         cluster,
@@ -476,13 +464,13 @@ def _type_check(program: Program) -> None:
 def _tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     return (
         {n: p.detach() for n, p in model.named_parameters()},
-        {n: b.detach() for n, b in model.named_buffers()},
+        {n: b.detach() for n, b in all_buffers(model)},
     )
 
 
 def _check_same_model(model: nn.Module, device: torch.device) -> None:
     """Raise CaptureError, on all ranks, if their models differ in names, shapes or dtypes."""
-    everything = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    everything = {**dict(model.named_parameters(remove_duplicate=False)), **dict(all_buffers(model))}
     outlines = {n: f"{str(t.dtype)[6:]}{list(t.shape)}" for n, t in everything.items()}
     found = first_difference(outlines, device)
     if found is not None:
@@ -524,8 +512,8 @@ def _not_in(spec: ProgramSpec, model: nn.Module, values: Mapping[str, torch.Tens
     """
     params = {n: p for n, p in model.named_parameters(remove_duplicate=False)}
     used = {id(params[p.name]) for stage in spec.stages for p in stage.params}
-    named = {**params, **{n: b for n, b in model.named_buffers(remove_duplicate=False)}}
-    first = {id(t): n for n, t in reversed([*model.named_parameters(), *model.named_buffers()])}
+    named = {**params, **{n: b for n, b in all_buffers(model, remove_duplicate=False)}}
+    first = {id(t): n for n, t in reversed([*model.named_parameters(), *all_buffers(model)])}
     out: dict[str, Any] = {}
     for name, value in model.state_dict().items():
         if name in params and id(params[name]) in used:

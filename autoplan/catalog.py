@@ -1,6 +1,7 @@
 """Models by name, without torch: `load_model("llama-3.1-70b")` reads a graph that was captured before.
 
     load_model("llama-3.1-70b")              # shipped with the package; loads no torch
+    load_model("meta-llama/Llama-3.1-70B")   # the same, as people write it (`named`)
     load_model("path/to/config.json")        # a Hugging Face config: captured on fake tensors, then cached
     load_model("my_package.models:make_gpt") # a function that returns a module (and its example inputs, loss)
 
@@ -17,6 +18,8 @@ import difflib
 import gzip
 import hashlib
 import json
+import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,10 +30,14 @@ from typing import Any
 from autoplan.errors import AutoplanError, CaptureError, GraphError
 from autoplan.files import write_whole
 from autoplan.ir.graph import ModelGraph
+from autoplan.names import matching, one_of, plain
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import nodes_with
 
 _SUFFIX = ".json.gz"
+_HASH_SEED = "0"  # shipped graphs are captured with it: some forwards of transformers go through a set of names
+# Parts of a repository's name that say how the weights were trained or stored; the shapes are the same.
+_OF_THE_WEIGHTS = re.compile(r"^meta-|-(instruct|chat|hf|base|it|pt|0324|2507)(?=-|$)")
 
 
 @dataclass(frozen=True)
@@ -65,13 +72,13 @@ def load_model(text: str) -> ModelGraph:
     """Return the graph of a model.
 
     Args:
-        text: one of three forms. A name of the catalog (`names()`; loads no torch). The path of a Hugging Face
-            `config.json` or of its folder. Or `package.module:factory`, a function without arguments that returns a
-            module, `(module, example_inputs)` or `(module, example_inputs, loss_fn)`.
+        text: one of three forms. A name of the catalog as people write it (`named`; loads no torch). The path of a
+            Hugging Face `config.json` or of its folder. Or `package.module:factory`, a function without arguments that
+            returns a module, `(module, example_inputs)` or `(module, example_inputs, loss_fn)`.
 
     Raises:
-        AutoplanError: names the nearest names, the missing file, the problem of the factory, or the op that cannot be
-            captured.
+        AutoplanError: names the candidates, the nearest names, the missing file, the problem of the factory, or the op
+            that cannot be captured.
     """
     if text in names():
         return _shipped(text)[0]
@@ -87,13 +94,51 @@ def load_model(text: str) -> ModelGraph:
         from autoplan.capture.source import load_factory
 
         return load_factory(text)
-    raise _unknown(text)
+    return _shipped(named(text))[0]
 
 
-def describe_model(name: str) -> Description:
-    """Return the dimensions of a shipped model, read off its graph. AutoplanError names the nearest names."""
-    if name not in names():
-        raise _unknown(name)
+def named(text: str) -> str:
+    """Return the name of the shipped model that `text` means.
+
+    It may be a name in any case, a unique beginning of one (`llama-3.1-8`), or the name of its repository, with or
+    without the organisation and with ends that change no shape (`meta-llama/Llama-3.1-8B-Instruct`).
+
+    Raises:
+        AutoplanError: lists the candidates if it may mean several models, else the nearest names.
+    """
+    known = names()
+    written = plain(text.strip("/").rsplit("/", 1)[-1])
+    found = matching(text, known) or matching(written, known)
+    if not found:
+        bare = _without_weights(written)
+        found = [name for name, others in _written_forms().items() if bare in others]
+    if not found:
+        raise _unknown(text)
+    if len(found) > 1:
+        raise AutoplanError(f"model {text!r} {one_of(found)}")
+    return found[0]
+
+
+def _without_weights(written: str) -> str:
+    return _OF_THE_WEIGHTS.sub("", written)
+
+
+def _written_forms() -> dict[str, tuple[str, ...]]:
+    """Return, by shipped model, its name and that of the repository its config is from, without organisation."""
+    found = {}
+    for name, config in configs().items():
+        repository = re.match(r"https://huggingface\.co/[^/]+/([^/]+)", config["source"])
+        found[name] = (name, *([_without_weights(plain(repository.group(1)))] if repository else []))
+    return found
+
+
+def describe_model(text: str) -> Description:
+    """Return the dimensions of a shipped model, read off its graph.
+
+    Raises:
+        AutoplanError: for another name than `named` reads.
+    """
+    name = named(text)
     graph, source = _shipped(name)
     return description(graph, name, source)
 
@@ -217,6 +262,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    if os.environ.get("PYTHONHASHSEED") != _HASH_SEED:
+        os.environ["PYTHONHASHSEED"] = _HASH_SEED
+        os.execv(sys.executable, [sys.executable, "-m", "autoplan.catalog", *sys.argv[1:]])
     try:
         main(sys.argv[1:])
     except AutoplanError as exc:

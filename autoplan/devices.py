@@ -15,7 +15,6 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -113,7 +112,7 @@ def read(requested: torch.device | str | None) -> torch.device | None:
     try:
         device = torch.device(requested)
     except (RuntimeError, TypeError) as exc:
-        raise DeviceError(f"device={requested!r} is no device: use 'cpu', 'cuda' or 'cuda:1'") from exc
+        raise DeviceError(f"device={requested!r} is not a device; use 'cpu', 'cuda' or 'cuda:1'") from exc
     if device.type not in BACKENDS:
         raise DeviceError(f"device={str(device)!r}: programs run on the CPU or on CUDA; use 'cpu', 'cuda' or 'cuda:1'")
     return device
@@ -161,7 +160,7 @@ def pick(requested: torch.device | None, kind: str, seen: Sight) -> torch.device
     index = _index(requested, seen)
     if index >= seen.num_gpus:
         most = f"'cuda:{seen.num_gpus - 1}'" if seen.num_gpus > 1 else "'cuda:0'"
-        raise DeviceError(f"device 'cuda:{index}' is not there: {seen.shown}; the last is {most}")
+        raise DeviceError(f"device 'cuda:{index}' does not exist: {seen.shown}; the last is {most}")
     return torch.device("cuda", index)
 
 
@@ -279,19 +278,17 @@ def start(
     if dist.is_initialized():
         watch(timeout_s)  # also sets the timeout of later groups
         return device_place(requested, kind, timeout_s, model)
-    if "RANK" in os.environ:
-        store, rank, world = private.rendezvous(timeout_of(timeout_s))
-    else:
-        store, rank, world = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # torch's stubs lack it
-    placement = _meet(requested, kind, sight(model), store, rank, world, timeout_s)
+    alone = private.Meeting(dist.HashStore(), 0, 1)  # type: ignore[attr-defined]  # torch's stubs lack it
+    job = private.rendezvous(timeout_of(timeout_s)) if "RANK" in os.environ else alone
+    placement = _meet(requested, kind, sight(model), job, timeout_s)
     # bound to the GPU: the communicator forms here, and the mesh splits its own off it
     init_process_group(
         BACKENDS[kind],
         timeout_s=timeout_s,
         device_id=placement.device if kind == "cuda" else None,
-        store=store,
-        rank=rank,
-        world_size=world,
+        store=job.store,
+        rank=job.rank,
+        world_size=job.world,
     )
     give_back_at_exit()
     return placement
@@ -301,18 +298,12 @@ def device_place(
     requested: torch.device | str | None, kind: str, timeout_s: float | None = None, model: nn.Module | None = None
 ) -> Placement:
     """Pick this rank's device and make it current, for an existing process group. A collective; raises as `start`."""
-    store, rank, world = private.default_store(), dist.get_rank(), dist.get_world_size()
-    return _meet(requested, kind, sight(model), store, rank, world, timeout_s)
+    job = private.Meeting(private.default_store(), dist.get_rank(), dist.get_world_size())
+    return _meet(requested, kind, sight(model), job, timeout_s)
 
 
 def _meet(
-    requested: torch.device | str | None,
-    kind: str,
-    seen: Sight,
-    store: Any,
-    rank: int,
-    world: int,
-    timeout_s: float | None,
+    requested: torch.device | str | None, kind: str, seen: Sight, job: private.Meeting, timeout_s: float | None
 ) -> Placement:
     host = socket.gethostname()
     backend = (BACKENDS if seen.backends is None else seen.backends).get(kind, "")
@@ -324,9 +315,9 @@ def _meet(
     except DeviceError as error:
         mine = DevicePlace(kind, "", host, backend, str(error))
     places = [mine]
-    if world > 1:
-        turn = store.add(f"{_KEY}/calls/{rank}", 1)  # the first call of every rank meets the first calls of the others
+    if job.world > 1:
+        turn = job.store.add(f"{_KEY}/calls/{job.rank}", 1)  # the first call of every rank meets the others' first
         timeout = timeout_of(timeout_s).total_seconds()
-        texts = exchange(store, rank, world, f"{_KEY}/{turn}", json.dumps(vars(mine)), timeout)
+        texts = exchange(*job, f"{_KEY}/{turn}", json.dumps(vars(mine)), timeout)
         places = [DevicePlace(**json.loads(text)) for text in texts]
-    return settle(places, rank)
+    return settle(places, job.rank)

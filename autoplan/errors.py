@@ -3,6 +3,7 @@
 AutoplanError(ValueError)
   GraphError        a ModelGraph that breaks its own rules
   CaptureError      a model that cannot be captured (names node and source line)
+    FormError       a form of an op that its record does not cover
   RuleError         an op without a rule, or a rule that does not fit its operands
   LayoutError       a layout or conversion that cannot exist
   ProfileError      a measured profile that is unknown, broken, or of another machine
@@ -27,6 +28,10 @@ class GraphError(AutoplanError):
 
 class CaptureError(AutoplanError):
     """A model that cannot be captured."""
+
+
+class FormError(CaptureError):
+    """A form of an op that its record does not cover; PyTorch's decomposition of it may be covered."""
 
 
 class RuleError(AutoplanError):

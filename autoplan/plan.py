@@ -8,25 +8,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from autoplan.codegen.program import Layouts
-from autoplan.config.parallel import ParallelConfig, executed_precision
-from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.context_pins import chosen_methods
-from autoplan.program.facts import Facts, ModelFacts
-from autoplan.program.legality import Scope
+from autoplan.program.facts import layer_calls, pipeline_units, stage_calls
 from autoplan.program.parallel_dims import ParallelDims
-from autoplan.program.pins import (
-    layer_calls,
-    pipeline_units,
-    split_stages,
-    stage_calls,
-)
-from autoplan.program.problem import IntraSettings, build_problem
-from autoplan.program.token_dispatch_layouts import with_token_dispatch
-from autoplan.search.intra import IntraSolution, solve
-from autoplan.search.nearest import check_with_nearest
+from autoplan.search.intra import IntraSolution
 from autoplan.search.planner import Certificate, Planned
 
 PLAN_VERSION = 1
@@ -54,6 +43,7 @@ class Plan:
     version: int = PLAN_VERSION
     precision: str = "native"
     compiled: bool = False  # blocks run through torch.compile
+    notes: tuple[str, ...] = ()  # what a user may not expect of the graph
     capture: str = ""  # whether the captured graph is the module (autoplan.verify); empty for a given graph
 
     def to_json(self) -> str:
@@ -92,6 +82,7 @@ class Plan:
         stored = [(k.removeprefix("store "), v) for k, v in self.layout.items() if k.startswith("store ")]
         if any("S(" in v for _, v in stored):
             lines.append("  stored in shards: " + ", ".join(f"{k} {v}" for k, v in stored if "S(" in v))
+        lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -112,48 +103,6 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def make_plan(
-    graph: ModelGraph, cluster: Cluster, config: ParallelConfig, env: Mapping[str, int], precision: str = "native"
-) -> tuple[Plan, Layouts, IntraSolution]:
-    """Decide everything that the degrees leave open: sub-axes, stages, and the layout inside by the intra-op ILP.
-
-    Args:
-        config: the degrees.
-        env: the sizes that the layout is priced for: `b` (micro-batch per data-parallel rank) and `s`.
-        precision: the dtypes of a step; `graph` was captured in it.
-
-    Raises:
-        PinError: for degrees that the model cannot take.
-        InfeasibleError: if nothing satisfies the constraints.
-        StoppedError: if the solver was stopped.
-    """
-    if config.cp > 1 and config.context_method is None:
-        config = replace(config, context_method="gather")  # a stated default, like all in `autoplan.program.pins`
-    check_with_nearest(
-        config, Facts(config.num_devices, ModelFacts(graph), precision=precision), Scope.EXECUTED, "pin "
-    )
-    axes = ParallelDims.of(graph, config).layout_axes
-    settings = IntraSettings(
-        axes, cluster, env, config.num_micro_batches, config.state_slack, precision=executed_precision(precision)
-    )
-    problem = build_problem(graph, settings)
-    if axes and config.spreads_experts:
-        problem = with_token_dispatch(problem, graph, config.state_slack)
-    solution = solve(problem)
-    certificate = {
-        "status": solution.status,
-        "gap": solution.gap,
-        "solver": solution.solver,
-        "num_variables": solution.num_variables,
-        "build_time_s": solution.build_time_s,
-        "solve_time_s": solution.solve_time_s,
-        "restrictions": list(solution.restrictions),
-        "prices": f"{cluster.device.source} device and link figures",
-    }
-    stages = split_stages(graph, config, env)
-    return *_plan(graph, config, cluster.num_devices, solution, stages, certificate, precision=precision), solution
-
-
 def searched_plan(
     graph: ModelGraph, planned: Planned, certificate: Certificate, evidence: str, precision: str = "native"
 ) -> tuple[Plan, Layouts]:
@@ -161,13 +110,12 @@ def searched_plan(
     config, units = planned.config, pipeline_units(graph)
     stages = stage_calls(units, config.stages or (len(units),))
     proof = {**asdict(certificate), "prices": evidence}
-    return _plan(graph, config, config.num_devices, planned.point.solution, stages, proof, planned.estimate, precision)
+    return plan_of(graph, config, planned.point.solution, stages, proof, planned.estimate, precision)
 
 
-def _plan(
+def plan_of(
     graph: ModelGraph,
     config: ParallelConfig,
-    num_devices: int,
     solution: IntraSolution,
     stages: tuple[tuple[str, ...], ...],
     certificate: dict[str, Any],
@@ -194,7 +142,7 @@ def _plan(
         model=graph.name,
         graph_hash=graph.content_hash,
         config=config,
-        num_devices=num_devices,
+        num_devices=config.num_devices,
         axes=tuple((a.name, a.size) for a in dims.mesh.axes),
         stages=stages,
         recompute=recompute,
@@ -204,23 +152,23 @@ def _plan(
         certificate=certificate,
         estimate=estimate,
         precision=precision,
+        notes=graph.notes,
     )
     return plan, layouts
 
 
 def _recompute(graph: ModelGraph, config: ParallelConfig) -> dict[str, str]:
-    free = graph.free_calls()
-    calls = [c.name for c in graph.calls if c.name not in free]
+    calls = [call.name for call in graph.bound_calls()]
     layers = set(layer_calls(graph))
     if isinstance(config.recompute, str):
         return {n: config.recompute if n in layers else "none" for n in calls}
     if isinstance(config.recompute, tuple):  # the first layers of each stage
-        again: set[str] = set()
+        full: set[str] = set()
         units = pipeline_units(graph)
         at = 0
         for size, count in zip(config.stages or (len(units),), config.recompute, strict=True):
             mine = [unit for unit in units[at : at + size] if layers & set(unit)]
-            again |= {n for unit in mine[:count] for n in unit if n in layers}
+            full |= {n for unit in mine[:count] for n in unit if n in layers}
             at += size
-        return {n: "full" if n in again else "none" for n in calls}
+        return {n: "full" if n in full else "none" for n in calls}
     return {n: config.recompute.get(n, "none") for n in calls}

@@ -9,6 +9,8 @@ TERA = 10**12
 MICRO = 1e-6
 
 DTYPE_BYTES: dict[str, int] = {
+    "complex128": 16,
+    "complex64": 8,
     "float64": 8,
     "float32": 4,
     "bfloat16": 2,

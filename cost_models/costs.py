@@ -17,8 +17,9 @@ from autoplan.cost_models.kernels.operations import op_s
 from autoplan.cost_models.network.collectives import group_collective_s
 from autoplan.cost_models.profile import LINK_WORK_S, Profile
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
-from autoplan.cost_models.work import OpWork, TensorWork
+from autoplan.cost_models.work import OpWork
 from autoplan.errors import PinError
+from autoplan.ops.saved import TensorFacts
 from autoplan.ops.table import op_record
 
 # FLOPs of AdamW per element; see `_adamw_bytes` for its memory traffic
@@ -109,7 +110,7 @@ class Costs:
         """
         if num_elements < 1:
             return ZERO
-        tensor = TensorWork((round(num_elements),), dtype)
+        tensor = TensorFacts((round(num_elements),), dtype)
         moved = _adamw_bytes(tensor, num_elements, state_bytes)
         flops = _ADAMW_FLOPS_PER_ELEMENT * num_elements
         work = OpWork("optimizer_adamw", (tensor,), (), (), flops, moved)
@@ -124,7 +125,7 @@ class Costs:
         if self.cluster.device_type == "cpu" or num_elements < 1:
             return here
         given = self.cluster.device.host_memory_bytes_per_s
-        moved = _adamw_bytes(TensorWork((round(num_elements),), dtype), num_elements, state_bytes)
+        moved = _adamw_bytes(TensorFacts((round(num_elements),), dtype), num_elements, state_bytes)
         there = _HOST_STEP * (moved / (ASSUMED_HOST_BYTES_PER_S if given is None else given))
         low, mid, high = (max(getattr(here, w), getattr(there, w)) for w in ("low", "mid", "high"))
         return Quantity(low, mid, high, there.tag)
@@ -148,7 +149,7 @@ class Costs:
 
     def accumulate_work(self, num_elements: float, dtype: str) -> OpWork:
         """Return the addition of a gradient to an existing one as an operation."""
-        tensor = TensorWork((round(num_elements),), dtype)
+        tensor = TensorFacts((round(num_elements),), dtype)
         moved = (1.0 if self.mode is Mode.FUSED else 3.0) * tensor.num_bytes
         return OpWork("grad_accumulate", (tensor,), (), (), num_elements, moved)
 
@@ -166,7 +167,7 @@ class Costs:
         if self.mode is Mode.FUSED:
             return ZERO
         moved = 2.0 * num_bytes * (1 + 1 / num_ranks)
-        return self.forward_s(OpWork("clone", (TensorWork((round(moved / 4),), "float32"),), (), (), 0.0, moved))
+        return self.forward_s(OpWork("clone", (TensorFacts((round(moved / 4),), "float32"),), (), (), 0.0, moved))
 
     def wait_s(self, computed_s: float, count: int = 1) -> Quantity:
         """Return the seconds that `count` collectives wait for slower ranks, each after `computed_s` of compute.
@@ -200,6 +201,6 @@ class Costs:
         return Quantity.spread(seconds, 0.0, Tag.MEASURED) if seconds else ZERO
 
 
-def _adamw_bytes(tensor: TensorWork, num_elements: float, state_bytes: float) -> float:
+def _adamw_bytes(tensor: TensorFacts, num_elements: float, state_bytes: float) -> float:
     """Return the memory traffic of AdamW: gradient and parameter read, parameter written, state read and written."""
     return 3 * tensor.num_bytes + 2 * state_bytes * num_elements

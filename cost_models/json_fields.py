@@ -25,25 +25,24 @@ class JsonField:
             f"{self.source}: {self.path or 'the file'} must be {expected}, got {json.dumps(self.value)[:80]}"
         )
 
+    def _path(self, name: str) -> str:
+        return f"{self.path}.{name}" if self.path else name
+
     def get(self, name: str) -> JsonField:
         """Return the field of this name."""
         if not isinstance(self.value, dict):
             raise self.fail("an object")
-        path = f"{self.path}.{name}" if self.path else name
         if name not in self.value:
             raise ProfileError(
-                f"{self.source}: {path} is missing; {self.path or 'the file'} has {', '.join(self.value)}"
+                f"{self.source}: {self._path(name)} is missing; {self.path or 'the file'} has {', '.join(self.value)}"
             )
-        return JsonField(self.source, path, self.value[name])
+        return JsonField(self.source, self._path(name), self.value[name])
 
     def only(self, *names: str) -> JsonField:
         """Return this object. Raises ProfileError if it has other fields than `names`."""
-        if not isinstance(self.value, dict):
-            raise self.fail("an object")
-        for name in self.value:
+        for name, field in self.items():
             if name not in names:
-                path = f"{self.path}.{name}" if self.path else name
-                raise ProfileError(f"{self.source}: {path} is not known; known: {', '.join(names)}")
+                raise ProfileError(f"{self.source}: {field.path} is not known; known: {', '.join(names)}")
         return self
 
     def items(self) -> list[tuple[str, JsonField]]:

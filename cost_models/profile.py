@@ -22,16 +22,17 @@ import os
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from autoplan.cost_models.json_fields import JsonField
 from autoplan.cost_models.quantity import Quantity, Tag
-from autoplan.cost_models.work import OpWork, Plain, TensorWork
+from autoplan.cost_models.work import OpWork, Plain
 from autoplan.errors import ProfileError
 from autoplan.files import write_whole
+from autoplan.ops.saved import TensorFacts
 from autoplan.units import DTYPE_BYTES
 
 PROFILE_SCHEMA_VERSION = 2
@@ -271,22 +272,14 @@ class Profile:
                     names = f"profiles {self.name!r} and {other.name!r}"
                     raise ProfileError(f"{names} differ in {mapping}.{key}: {a[key]!r} and {b[key]!r}")
         links = {(r.kind, r.group_size, r.stride, r.num_bytes): r for r in (*self.links, *other.links)}
-        return Profile(
-            name=other.name,
-            device_type=self.device_type,
-            world_size=self.world_size,
-            num_threads=self.num_threads,
-            hardware={**self.hardware, **other.hardware},
-            software={**self.software, **other.software},
+        together = ("hardware", "software", "overheads", "held_out", "failed", "machine", "host_overheads")
+        return replace(
+            other,
+            **{name: {**getattr(self, name), **getattr(other, name)} for name in together},  # type: ignore[arg-type]
             date=max(self.date, other.date),
             ops=tuple({**self.by_key, **other.by_key}.values()),
             links=tuple(links[k] for k in sorted(links)),
-            overheads={**self.overheads, **other.overheads},
-            held_out={**self.held_out, **other.held_out},
-            failed={**self.failed, **other.failed},
             notes=tuple(dict.fromkeys((*self.notes, *other.notes))),
-            machine={**self.machine, **other.machine},
-            host_overheads={**self.host_overheads, **other.host_overheads},
             clock=dict(other.clock or self.clock),
         )
 
@@ -436,7 +429,7 @@ def _short(value: float) -> float:
 _TENSOR = re.compile(r"(\w+)\[([\d,]*)\](\*?)")
 
 
-def _tensor_json(t: TensorWork) -> str:
+def _tensor_json(t: TensorFacts) -> str:
     return f"{t.dtype}[{','.join(map(str, t.shape))}]{'*' if t.requires_grad else ''}"
 
 
@@ -469,12 +462,12 @@ def _link_json(r: LinkRecord) -> dict[str, Any]:
     }
 
 
-def _read_tensor(f: JsonField) -> TensorWork:
+def _read_tensor(f: JsonField) -> TensorFacts:
     match = _TENSOR.fullmatch(f.text())
     if match is None or match.group(1) not in DTYPE_BYTES:
         raise f.fail('a tensor such as "float32[2,128]*" (a star: needs a gradient)')
     shape = tuple(int(x) for x in match.group(2).split(",") if x)
-    return TensorWork(shape, match.group(1), match.group(3) == "*")
+    return TensorFacts(shape, match.group(1), match.group(3) == "*")
 
 
 def _read_timing(f: JsonField) -> Timing:

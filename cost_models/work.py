@@ -17,31 +17,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from autoplan.config.recompute import OFFLOAD
-from autoplan.units import dtype_bytes
+from autoplan.ops.saved import TensorFacts
 
 Plain = str | int | float | bool | None | tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorWork:
-    """A local tensor: shape, dtype, whether it needs a gradient."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    requires_grad: bool = False
-
-    @property
-    def num_elements(self) -> int:
-        """The element count."""
-        out = 1
-        for size in self.shape:
-            out *= size
-        return out
-
-    @property
-    def num_bytes(self) -> int:
-        """The size in bytes."""
-        return self.num_elements * dtype_bytes(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -58,8 +36,8 @@ class OpWork:
     """
 
     op: str
-    inputs: tuple[TensorWork, ...]
-    outputs: tuple[TensorWork, ...]
+    inputs: tuple[TensorFacts, ...]
+    outputs: tuple[TensorFacts, ...]
     attrs: tuple[tuple[str, Plain], ...]
     flops: float
     moved_bytes: float
@@ -77,6 +55,14 @@ class OpWork:
         """The dtype of its products, if it differs from the dtype of the operands (8 and 4 bits); else None."""
         given = dict(self.attrs).get("matmul_dtype")
         return given if isinstance(given, str) else None
+
+    def num_started(self, phase: str) -> int:
+        """Return how many operations of torch it is in a phase: one, or those that a function of its own consists of.
+
+        The backward of such a function has about two for each.
+        """
+        inside = dict(self.attrs).get("kernels")
+        return (2 if phase == "backward" else 1) * inside if isinstance(inside, int) else 1
 
     @property
     def has_backward(self) -> bool:
@@ -136,7 +122,7 @@ class Recomputed:
 class Gathered(Enum):
     """What happens to the parameters that ZeRO 3 gathers for a forward."""
 
-    AGAIN = "again"  # freed, and gathered again for the backward
+    TWICE = "twice"  # freed, and gathered a second time for the backward
     LAST = "last"  # of the last block of the model: kept if its backward follows directly
     DROP = "drop"  # freed; the backward needs none
 
@@ -164,7 +150,7 @@ class BlockWork:
     group_ops: Mapping[str, frozenset[int]] = field(default_factory=dict)
     modules: Recomputed | None = None
     freed_bytes: Mapping[str, float] = field(default_factory=dict)
-    gathered: Gathered = Gathered.AGAIN
+    gathered: Gathered = Gathered.TWICE
 
     @property
     def offloaded_bytes(self) -> float:
@@ -202,6 +188,15 @@ class SharedValue:
 
 
 @dataclass(frozen=True)
+class TiedParam:
+    """A parameter that several units use: its gradient, of `num_bytes`, waits in the last unit for the first one."""
+
+    first: int
+    last: int
+    num_bytes: float
+
+
+@dataclass(frozen=True)
 class Workload:
     """The model on one rank. A unit, one layer with the glue after it, lies between possible cuts of a pipeline.
 
@@ -229,7 +224,7 @@ class Workload:
     # with recompute
     unit_transient: tuple[float, ...]
     unit_recompute_transient: tuple[float, ...]
-    tied: tuple[tuple[int, int, float], ...]  # first and last unit that use a parameter, bytes of its gradient
+    tied: tuple[TiedParam, ...]
     free_saved: float  # bytes that the parameter-free blocks make, on every stage
     tokens: float  # of one micro-batch of one data-parallel rank, whole sequence
     model_flops: float  # of forward and backward of one such micro-batch, whole model, all ranks, without recompute

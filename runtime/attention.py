@@ -116,7 +116,7 @@ def _cut_axes(
 ) -> list[str]:
     """Return the axes over which the sequence is cut on this mesh. Raises ValueError for arguments that exclude it."""
     if ring is not None and gather is not None:
-        raise ValueError(f"attention: a ring over {ring!r} and a gather over {gather!r}; one of both")
+        raise ValueError(f"attention: give a ring over {ring!r} or a gather over {gather!r}, not both")
     cut = [a for a in (ulysses, ring, gather) if a is not None and current_mesh().size(a) > 1]
     if cut and (mask is not None or q.shape[2] != k.shape[2]):
         raise ValueError(f"attention: over {cut[0]!r} with a mask, or {k.shape[2]} keys for {q.shape[2]} queries")

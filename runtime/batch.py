@@ -9,6 +9,7 @@ and in every `CONTENTS_EVERY`-th step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,9 @@ from autoplan.runtime.spec import ProgramSpec, evaluate_terms
 CONTENTS_EVERY = 100  # steps
 
 
-def settled_bytes(num_data_ranks: int) -> int:
+def settled_bytes(num_data_ranks: int, num_counts: int = 1) -> int:
     """Return the bytes of the all-reduce in which all ranks agree on the batches of a step."""
-    return 8 * (1 + 4 * num_data_ranks)
+    return 8 * (1 + (3 + num_counts) * num_data_ranks)
 
 
 _LEAST = -(1 << 63)  # least int64: a rank's entry for other ranks' batches
@@ -33,10 +34,19 @@ _LEAST = -(1 << 63)  # least int64: a rank's entry for other ranks' batches
 
 @dataclass(frozen=True)
 class Counts:
-    """Totals over all ranks' batches: valid labels; samples, or None if data-parallel ranks have unequal numbers."""
+    """Totals over all ranks' batches: the loss denominators; samples, or None if ranks have unequal numbers."""
 
-    labels: int
+    labels: tuple[float, ...]
     samples: int | None
+
+
+def _as_integer(number: float | torch.Tensor) -> torch.Tensor:
+    """Return the bits of a float64 as an int64, so that it travels with fingerprints. Its inverse is `_as_number`."""
+    return torch.as_tensor(number, dtype=torch.float64).detach().view(torch.int64)
+
+
+def _as_number(bits: int) -> float:
+    return float(torch.tensor(bits, dtype=torch.int64).view(torch.float64))
 
 
 class Batches:
@@ -111,8 +121,8 @@ class Batches:
             if not low <= env[symbol] <= (env[symbol] if high is None else high):
                 allowed = f"{low} or more" if high is None else f"{low} to {high}"
                 return (
-                    f"sequences of {env[symbol]} tokens: the forward of {self._spec.model} asks for the length, and "
-                    f"this program is that of {allowed}; capture it with such an example"
+                    f"sequences of {env[symbol]} tokens: the forward of {self._spec.model} depends on the length, and "
+                    f"this program is valid for {allowed}; capture the model with an example of that length"
                 )
         return self._split(env)
 
@@ -152,15 +162,15 @@ class Batches:
     # -- over all ranks ---------------------------------------------------------------------------------------------
 
     def settle(
-        self, batch: Any, problem: str | None, count: Callable[[], int | torch.Tensor], *, data_rank: int, step: int
+        self, batch: Any, problem: str | None, count: Callable[[], float | torch.Tensor], *, data_rank: int, step: int
     ) -> Counts:
         """Agree with all ranks on this step's batches. Waits for the device once.
 
         Args:
             batch: this rank's batch.
             problem: its problem, or None.
-            count: counts its valid labels; called if there is no problem. Returns a number, or a tensor of shape [] on
-                the device.
+            count: counts its valid labels, or gives its part of another denominator; called if there is no problem.
+                Returns a number, or a tensor on the device, of shape [] or with one number per denominator.
             data_rank: index of its part of the global batch.
             step: the number of the step.
 
@@ -175,26 +185,29 @@ class Batches:
         if self._mesh.world_size == 1:
             if problem is not None:
                 raise AgreedValueError(problem)
-            return Counts(int(labels), samples)
+            return Counts(tuple(torch.as_tensor(labels, dtype=torch.float64).reshape(-1).tolist()), samples)
         mine = 0 if problem is not None else fingerprint(batch, None if contents else 0)
-        num = self._mesh.size("dp")
-        sent = torch.full((1 + 4 * num,), _LEAST, dtype=torch.int64)
+        num, width = self._mesh.size("dp"), 3 + len(self._spec.loss_counts)
+        sent, begin = torch.full((1 + width * num,), _LEAST, dtype=torch.int64), 1 + width * data_rank
         sent[0] = int(problem is not None)
         if problem is None:
-            sent[1 + 4 * data_rank : 5 + 4 * data_rank] = torch.tensor([mine, -mine, 0, samples])
+            sent[begin : begin + 3] = torch.tensor([mine, -mine, samples])
         sent = sent.to(self._device, non_blocking=True)
         if problem is None:
-            sent[3 + 4 * data_rank] = labels
+            sent[begin + 3 : begin + width] = _as_integer(labels)
         dist.all_reduce(sent, op=dist.ReduceOp.MAX)
         found = sent.tolist()
         if found[0]:
             raise_agreed(problem)
-        by_rank = [found[1 + 4 * d : 5 + 4 * d] for d in range(num)]
+        by_rank = [found[1 + width * d : 1 + width * (d + 1)] for d in range(num)]
         by_rank = [seen for seen in by_rank if seen[0] != _LEAST]  # a fake process group has only our own entry
-        if any(high != -low for high, low, _, _ in by_rank):
+        if any(high != -low for high, low, *_ in by_rank):
             raise AgreedValueError(self._who_differs(mine, data_rank, contents))
-        sizes = {size for *_, size in by_rank}
-        return Counts(sum(n for _, _, n, _ in by_rank), sum(s for *_, s in by_rank) if len(sizes) == 1 else None)
+        sizes = [size for _, _, size, *_ in by_rank]
+        totals = tuple(
+            math.fsum(map(_as_number, column)) for column in zip(*(seen[3:] for seen in by_rank), strict=True)
+        )
+        return Counts(totals, sum(sizes) if len(set(sizes)) == 1 else None)
 
     def _who_differs(self, mine: int, data_rank: int, contents: bool) -> str:
         """Describe the ranks whose batch differs from that of most ranks that must have the same. A collective."""

@@ -5,9 +5,10 @@ collectives, dropout, losses and the vocabulary-parallel embedding are nodes tha
 collectives, plain operations and our kernels, whose shapes depend on no value), so that a compiler fuses up to them.
 Operations that a graph cannot hold run between compiled parts, each with a graph break: experts (the host needs their
 counts), attention over a cut sequence (point-to-point transfers), all-to-alls (spmd_types calls them in place, on a
-process group that no graph can copy). Assertions of types, which only act while type-checking, are left out. Another
-batch size or sequence length compiles once more, then for all sizes. torch compiles nothing while a dispatch mode is
-active, such as `record_collectives`: then operations run one by one.
+process group that no graph can copy), updates of running statistics (not in a recompute). Assertions of types, which
+only act while type-checking, are left out. Another batch size or sequence length compiles once more, then for all
+sizes. torch compiles nothing while a dispatch mode is active, such as `record_collectives`: then operations run one by
+one.
 """
 
 from __future__ import annotations
@@ -25,14 +26,12 @@ from autoplan.runtime.fused import has_triton
 from autoplan.runtime.private import share_memory
 from autoplan.runtime.program import Block
 
-__all__ = ["compile_blocks", "compiles_by_itself"]
-
 # names of an emitted module: nodes of a graph, each with its own forward and backward
 _NODES = (
     "all_gather all_reduce cross_entropy_sum dropout reduce_scatter slice_ to_partial to_replicate "
     "vocab_parallel_cross_entropy_sum vocab_parallel_embedding"
 ).split()
-_APART = ("all_to_all", "context_part", "experts")
+_APART = ("all_to_all", "context_part", "experts", "running_statistics")
 _ASSERTIONS = ("typed", "vary")
 _CUTS = ("gather", "ring", "ulysses")  # arguments of attention: the axis over which the sequence is cut
 

@@ -123,9 +123,3 @@ class Compressor:
             self._hook(self._state, bucket).wait()
             for gradient, view in zip(gradients, bucket.gradients(), strict=True):
                 torch.mul(view, self.group.size(), out=gradient)
-
-    def sent_share(self) -> float:
-        """Return the share of numbers that PowerSGD sent since it began; 1 before it begins or if it is not used."""
-        if not isinstance(self._state, powerSGD_hook.PowerSGDState) or not self._state.total_numel_before_compression:
-            return 1.0
-        return float(self._state.total_numel_after_compression / self._state.total_numel_before_compression)

@@ -36,7 +36,7 @@ import spmd_types
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from spmd_types import I, P, PerMeshAxisLocalSpmdType, R, S, V
+from spmd_types import I, P, PerMeshAxisLocalSpmdType, R, S, Shard, V
 
 # Private torch APIs (see private.py): whether ranks are simulated, and the group behind a name.
 from torch.distributed._local_tensor import enabled_local_tensor_mode
@@ -47,25 +47,6 @@ from torch.utils._pytree import tree_leaves
 from autoplan.runtime import recompute
 from autoplan.runtime.mesh import AxisMesh, current_mesh
 from autoplan.runtime.private import mend_simulated_groups
-
-__all__ = [
-    "CollectiveRecord",
-    "I",
-    "P",
-    "R",
-    "V",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "as_constant_beside",
-    "record_collectives",
-    "reduce_scatter",
-    "slice_",
-    "to_partial",
-    "to_replicate",
-    "typed",
-    "vary",
-]
 
 Type = PerMeshAxisLocalSpmdType
 
@@ -118,17 +99,29 @@ def _dim(x: torch.Tensor, dim: int, what: str) -> int:
     return dim % x.ndim
 
 
-def _divisible(x: torch.Tensor, dim: int, parts: int, axis: str, what: str) -> int:
-    dim = _dim(x, dim, what)
+def _divisible(x: torch.Tensor, dim: int, axis: str, what: str) -> int:
+    dim, parts = _dim(x, dim, what), current_mesh().size(axis)
     if x.shape[dim] % parts != 0:
         raise ValueError(f"{what}: dim {dim} of shape {tuple(x.shape)} does not divide by the size {parts} of {axis!r}")
     return dim
 
 
-def _one_of(value: Type, name: str, allowed: tuple[Type, ...], what: str) -> Type:
-    if value not in allowed:
-        raise ValueError(f"{what}: {name} is {value!r}; it must be one of {allowed!r}")
-    return value
+def _check_type(value: Type, name: str, what: str) -> None:
+    if value not in (R, I):
+        raise ValueError(f"{what}: {name} is {value!r}; it must be one of {(R, I)!r}")
+
+
+def _converted(
+    conversion: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    axis: str,
+    src: Type | Shard,
+    dst: Type | Shard,
+    **options: bool,
+) -> torch.Tensor:
+    """Run a conversion of spmd_types over the axis; an axis of size 1 returns its argument."""
+    mesh = current_mesh()
+    return x if mesh.size(axis) == 1 else conversion(x, mesh.group(axis), src=src, dst=dst, **_options(x), **options)
 
 
 def all_reduce(x: torch.Tensor, axis: str, dst: Type) -> torch.Tensor:
@@ -142,11 +135,10 @@ def all_reduce(x: torch.Tensor, axis: str, dst: Type) -> torch.Tensor:
     Returns:
         The sum, of the shape of ``x``.
     """
-    _one_of(dst, "dst", (R, I), "all_reduce")
-    mesh = current_mesh()
-    if mesh.size(axis) == 1:
+    _check_type(dst, "dst", "all_reduce")
+    if current_mesh().size(axis) == 1:
         return x
-    out: torch.Tensor = spmd_types.all_reduce(_contiguous(x), mesh.group(axis), src=P, dst=dst, **_options(x))
+    out = _converted(spmd_types.all_reduce, _contiguous(x), axis, P, dst)
     return _contiguous_gradient(out) if dst is R else out
 
 
@@ -161,12 +153,8 @@ def reduce_scatter(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
     Returns:
         The chunk: ``x.shape`` with dim ``dim`` divided by the size of the axis.
     """
-    mesh = current_mesh()
-    dim = _divisible(x, dim, mesh.size(axis), axis, "reduce_scatter")
-    if mesh.size(axis) == 1:
-        return x
-    out: torch.Tensor = spmd_types.reduce_scatter(x, mesh.group(axis), src=P, dst=S(dim), **_options(x))
-    return out
+    dim = _divisible(x, dim, axis, "reduce_scatter")
+    return _converted(spmd_types.reduce_scatter, x, axis, P, S(dim))
 
 
 def all_gather(x: torch.Tensor, axis: str, dim: int, dst: Type) -> torch.Tensor:
@@ -181,13 +169,8 @@ def all_gather(x: torch.Tensor, axis: str, dim: int, dst: Type) -> torch.Tensor:
     Returns:
         The whole: ``x.shape`` with dim ``dim`` multiplied by the size of the axis.
     """
-    _one_of(dst, "dst", (R, I), "all_gather")
-    mesh = current_mesh()
-    dim = _dim(x, dim, "all_gather")
-    if mesh.size(axis) == 1:
-        return x
-    out: torch.Tensor = spmd_types.all_gather(x, mesh.group(axis), src=S(dim), dst=dst, **_options(x))
-    return out
+    _check_type(dst, "dst", "all_gather")
+    return _converted(spmd_types.all_gather, x, axis, S(_dim(x, dim, "all_gather")), dst)
 
 
 def slice_(x: torch.Tensor, axis: str, dim: int, src: Type) -> torch.Tensor:
@@ -202,13 +185,8 @@ def slice_(x: torch.Tensor, axis: str, dim: int, src: Type) -> torch.Tensor:
     Returns:
         The chunk, contiguous: ``x.shape`` with dim ``dim`` divided by the size of the axis.
     """
-    _one_of(src, "src", (R, I), "slice_")
-    mesh = current_mesh()
-    dim = _divisible(x, dim, mesh.size(axis), axis, "slice_")
-    if mesh.size(axis) == 1:
-        return x
-    out: torch.Tensor = spmd_types.convert(x, mesh.group(axis), src=src, dst=S(dim), **_options(x))
-    return out
+    _check_type(src, "src", "slice_")
+    return _converted(spmd_types.convert, x, axis, src, S(_divisible(x, dim, axis, "slice_")))
 
 
 def to_replicate(x: torch.Tensor, axis: str) -> torch.Tensor:
@@ -218,11 +196,9 @@ def to_replicate(x: torch.Tensor, axis: str) -> torch.Tensor:
         x: a value that is the same on every rank of the axis, any shape.
         axis: mesh axis or group.
     """
-    mesh = current_mesh()
-    if mesh.size(axis) == 1:
+    if current_mesh().size(axis) == 1:
         return x
-    out: torch.Tensor = spmd_types.convert(x, mesh.group(axis), src=I, dst=R, **_options(x))
-    return _contiguous_gradient(out)
+    return _contiguous_gradient(_converted(spmd_types.convert, x, axis, I, R))
 
 
 def all_to_all(x: torch.Tensor, axis: str, src_dim: int, dst_dim: int) -> torch.Tensor:
@@ -237,15 +213,10 @@ def all_to_all(x: torch.Tensor, axis: str, src_dim: int, dst_dim: int) -> torch.
     Returns:
         ``x.shape`` with dim ``src_dim`` multiplied and dim ``dst_dim`` divided by the size of the axis.
     """
-    mesh = current_mesh()
-    src_dim = _dim(x, src_dim, "all_to_all")
-    dst_dim = _divisible(x, dst_dim, mesh.size(axis), axis, "all_to_all")
+    src_dim, dst_dim = _dim(x, src_dim, "all_to_all"), _divisible(x, dst_dim, axis, "all_to_all")
     if src_dim == dst_dim:
         raise ValueError(f"all_to_all: src_dim and dst_dim are both {src_dim}")
-    if mesh.size(axis) == 1:
-        return x
-    out: torch.Tensor = spmd_types.all_to_all(x, mesh.group(axis), src=S(src_dim), dst=S(dst_dim), **_options(x))
-    return out
+    return _converted(spmd_types.all_to_all, x, axis, S(src_dim), S(dst_dim))
 
 
 def to_partial(x: torch.Tensor, axis: str, src: Type) -> torch.Tensor:
@@ -258,12 +229,8 @@ def to_partial(x: torch.Tensor, axis: str, src: Type) -> torch.Tensor:
         axis: mesh axis or group.
         src: the type of ``x``, R or I.
     """
-    _one_of(src, "src", (R, I), "to_partial")
-    mesh = current_mesh()
-    if mesh.size(axis) == 1:
-        return x
-    out: torch.Tensor = spmd_types.convert(x, mesh.group(axis), src=src, dst=P, expert_mode=True, **_options(x))
-    return out
+    _check_type(src, "src", "to_partial")
+    return _converted(spmd_types.convert, x, axis, src, P, expert_mode=True)
 
 
 def typed(x: torch.Tensor, default: Type | None = None, /, **types: Type) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """The experts of a mixture on local tensors: sort rows by expert, multiply, and sum back by token.
 
-The products of all experts are one kernel if there is one (:func:`grouped_kernel`), else one product per expert. Number
-of times the host waits for the device in a forward (never in the backward or in a recomputed forward):
+The products of all experts are one kernel if there is one (:mod:`autoplan.runtime.expert_products`), else one product
+per expert. Number of times the host waits for the device in a forward (never in the backward or in a recomputed
+forward):
 
 | experts | one kernel | a product each |
 |---|---|---|
@@ -15,8 +16,6 @@ choices of a token reads the rows in place and needs no further copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import spmd_types
@@ -26,6 +25,8 @@ from spmd_types import P, V, rules
 from torch.nn import functional
 
 from autoplan.runtime.convert import as_constant_beside
+from autoplan.runtime.expert_forms import ExpertForm
+from autoplan.runtime.expert_products import Groups, by_expert, in_one_product, of_sources
 from autoplan.runtime.host_copies import to_host
 from autoplan.runtime.mesh import Axes, AxisMesh, current_mesh
 
@@ -36,9 +37,16 @@ def experts(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
     *,
     activation: str,
     gated: bool,
+    interleaved: bool = False,
+    transposed: bool = False,
+    scales_inputs: bool = False,
+    alpha: float | None = None,
+    limit: float | None = None,
     axes: Axes | None = None,
     dispatch: str | None = None,
     inner: str | None = None,
@@ -46,9 +54,10 @@ def experts(
     """Apply the chosen experts of every token, weight and sum the results. Dropless: no token is left out or padded.
 
     ``out[t] = sum_j weights[t, j] * down[e] @ act(gate_up[e] @ hidden[t])`` with ``e = index[t, j]``; gated:
-    ``act(gate) * up`` of the two halves of the first product. This rank adds nothing for experts on other ranks of
-    ``axes``, so the result is P on ``axes``. It is also a pending sum where the inner rows of ``gate_up`` and the
-    columns of ``down`` are sharded.
+    ``act(gate) * up`` of the two halves of the first product. Biases are added to both products. Other forms:
+    :class:`autoplan.runtime.expert_forms.ExpertForm`. This rank adds nothing for experts on other ranks of ``axes``, so
+    the result is P on ``axes``. It is also a pending sum where the inner rows of ``gate_up`` and the columns of
+    ``down`` are sharded; each rank then gives its share of ``down_bias``.
 
     Args:
         hidden: [t, h].
@@ -56,8 +65,9 @@ def experts(
         weights: [t, k].
         gate_up: [e, 2 f, h] (``gated``; gate, then up) or [e, f, h]; e local experts, a contiguous part of all.
         down: [e, h, f].
-        activation: its name in ``torch.nn.functional``.
-        gated: True if the first product is a gate and the value it scales.
+        gate_up_bias: [e, 2 f] or [e, f]; given together with ``down_bias``, or both not.
+        down_bias: [e, h], or under ``inner`` the columns of it that this rank adds.
+        activation, gated, interleaved, transposed, scales_inputs, alpha, limit: the form of the experts.
         axes: the axis or axes (major to minor) that shard the experts and whose ranks have the same tokens; None if all
             experts are here.
         dispatch: the axis that shards the experts and whose ranks have different tokens (token dispatch): rows travel
@@ -72,36 +82,57 @@ def experts(
     Raises:
         ValueError: shapes that do not belong together, an index that is not int64, or an unknown activation.
     """
-    t, h, e, f = *hidden.shape[-2:], down.shape[0], down.shape[-1]
+    form = ExpertForm(activation, gated, interleaved, transposed, scales_inputs, alpha, limit)
+    biases = _checked(hidden, index, weights, gate_up, down, gate_up_bias, down_bias, form)
+    if dispatch is not None and axes is not None:
+        raise ValueError(f"experts: shard over {axes!r} or dispatch over {dispatch!r}, not both")
+    if inner is not None and dispatch is None:
+        raise ValueError(f"experts: split over {inner!r}, which needs token dispatch; give dispatch too")
+    apart = tuple(a for a in (dispatch, inner) if a is not None and current_mesh().size(a) > 1)
+    if apart and spmd_types.is_type_checking():
+        typed: torch.Tensor = _TypesOfDispatched.apply(  # type: ignore[no-untyped-call]
+            hidden, index, weights, gate_up, down, *(biases or (None, None)), current_mesh(), apart
+        )
+        return typed
+    if apart and dispatch is not None:
+        return _dispatched(hidden, index, weights, gate_up, down, biases, form, dispatch, inner)
+    mesh = None if axes is None else current_mesh()
+    out: torch.Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
+        hidden, index, weights, gate_up, down, *(biases or (None, None)), form, mesh, axes, None
+    )
+    return out
+
+
+def _checked(
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    form: ExpertForm,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the biases, if any. Raises ValueError for operands that do not belong together."""
+    t, h, e, f = *hidden.shape[-2:], down.shape[0], down.shape[1 if form.transposed else 2]
     if hidden.ndim != 2 or index.shape != weights.shape or index.ndim != 2 or index.shape[0] != t:
         raise ValueError(
             f"experts: hidden, index and weights have shapes {tuple(hidden.shape)}, {tuple(index.shape)} and "
             f"{tuple(weights.shape)}; they must be [t, h], [t, k] and [t, k]"
         )
-    want = ((e, (1 + gated) * f, h), (e, h, f))
+    want = form.shapes(e, f, h)
     if (tuple(gate_up.shape), tuple(down.shape)) != want:
         raise ValueError(
             f"experts: gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} must be {want[0]} and {want[1]} "
-            f"(gated={gated})"
+            f"(gated={form.gated}, transposed={form.transposed})"
         )
     if index.dtype != torch.int64:
         raise ValueError(f"experts: index has dtype {index.dtype}; it must be int64")
-    act = getattr(functional, activation, None)
-    if act is None:
-        raise ValueError(f"experts: torch.nn.functional has no activation {activation!r}")
-    if dispatch is not None and axes is not None:
-        raise ValueError(f"experts: sharded over {axes!r} and dispatched over {dispatch!r}; one of both")
-    if inner is not None and dispatch is None:
-        raise ValueError(f"experts: split over {inner!r}, but no token travels to them")
-    apart = tuple(a for a in (dispatch, inner) if a is not None and current_mesh().size(a) > 1)
-    if apart and spmd_types.is_type_checking():
-        typed: torch.Tensor = _TypesOfDispatched.apply(hidden, index, weights, gate_up, down, current_mesh(), apart)  # type: ignore[no-untyped-call]
-        return typed
-    if apart and dispatch is not None:
-        return _dispatched(hidden, index, weights, gate_up, down, act, gated, dispatch, inner)
-    mesh = None if axes is None else current_mesh()
-    out: torch.Tensor = _Experts.apply(hidden, index, weights, gate_up, down, act, gated, mesh, axes, None)  # type: ignore[no-untyped-call]
-    return out
+    if gate_up_bias is None and down_bias is None:
+        return None
+    if gate_up_bias is None or down_bias is None:
+        raise ValueError("experts: biases are added to both products; give gate_up_bias and down_bias")
+    return gate_up_bias, down_bias
 
 
 def _dispatched(
@@ -110,18 +141,23 @@ def _dispatched(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    act: Callable[[torch.Tensor], torch.Tensor],
-    gated: bool,
+    biases: tuple[torch.Tensor, torch.Tensor] | None,
+    form: ExpertForm,
     axis: str,
     inner: str | None,
 ) -> torch.Tensor:
     """Send each token once per chosen expert to the expert's rank, rows sorted by expert, and bring the results back.
 
     If experts are split over `inner`, the rows that arrive go to all parts, and their partial results come back and are
-    summed. All row counts are exchanged first and copied to the host once.
+    summed; each part adds its own columns of the second bias. All row counts are exchanged first and copied to the host
+    once.
     """
     mesh = current_mesh()
     ranks, ways = mesh.size(axis), 1 if inner is None else mesh.size(inner)
+    if biases is not None and inner is not None:
+        before = mesh.coordinate(inner) * biases[1].shape[1]
+        behind = hidden.shape[1] - before - biases[1].shape[1]
+        biases = (biases[0], functional.pad(biases[1], (before, behind)))
     num_local = gate_up.shape[0]
     total = ranks * num_local
     by_expert, chosen = index.flatten().sort(stable=True)
@@ -137,21 +173,24 @@ def _dispatched(
         raise ValueError(f"experts: an index is beyond the {total} experts of {ranks} ranks")
     sent, come = _sums(known[:total], num_local), _sums(known[total : 2 * total], num_local)
     parts = _sums(known[2 * total :], total)
-    rows: torch.Tensor = _Spread.apply(hidden, chosen, index.shape[1])  # type: ignore[no-untyped-call]
+    taken, given = (weights, None) if form.scales_inputs else (None, weights)
+    rows: torch.Tensor = _Spread.apply(hidden, taken, chosen, index.shape[1])  # type: ignore[no-untyped-call]
     if ranks > 1:
         rows = _Exchange.apply(rows, sent, come, mesh.group(axis))  # type: ignore[no-untyped-call]
     each, shape = [rows.shape[0]] * ways, rows.shape
     if inner is not None:
         rows = _Exchange.apply(rows.repeat(ways, 1), each, parts, mesh.group(inner))  # type: ignore[no-untyped-call]
     grouped = in_one_product(rows, gate_up, down)
-    order, groups = _of_sources(theirs, known[2 * total :], num_local, grouped)
-    rows = _Experts.apply(rows, order.unsqueeze(1), None, gate_up, down, act, gated, None, None, groups)  # type: ignore[no-untyped-call]
+    order, groups = of_sources(theirs, known[2 * total :], num_local, grouped)
+    rows = _Experts.apply(  # type: ignore[no-untyped-call]
+        rows, order.unsqueeze(1), None, gate_up, down, *(biases or (None, None)), form, None, None, groups
+    )
     if inner is not None:
         rows = _Exchange.apply(rows, parts, each, mesh.group(inner))  # type: ignore[no-untyped-call]
         rows = rows.view(ways, *shape).sum(0)
     if ranks > 1:
         rows = _Exchange.apply(rows, come, sent, mesh.group(axis))  # type: ignore[no-untyped-call]
-    out: torch.Tensor = _Combine.apply(rows, weights, chosen)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Combine.apply(rows, given, chosen, *index.shape)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -181,38 +220,52 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """[t, h] -> [t k, h]: one row per choice, in the order `chosen` of places in [t, k]."""
+    """[t, h] -> [t k, h]: one row per choice, in the order `chosen` of places in [t, k], scaled by weights [t, k]."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, chosen: torch.Tensor, k: int) -> torch.Tensor:
-        ctx.save_for_backward(chosen)
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weights: torch.Tensor | None, chosen: torch.Tensor, k: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden if weights is not None else None, weights, chosen)
         ctx.tokens, ctx.k = hidden.shape[0], k
-        return hidden.index_select(0, chosen // k)
+        return _of_tokens(hidden, chosen, k, weights)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (chosen,) = ctx.saved_tensors
-        return _by_token(grad, chosen, ctx.tokens, ctx.k), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        hidden, weights, chosen = ctx.saved_tensors
+        for_weights = None
+        if ctx.needs_input_grad[1]:
+            for_weights = _of_weights(grad, _of_tokens(hidden, chosen, ctx.k), weights, chosen)
+        return _by_token(grad, chosen, ctx.tokens, ctx.k, weights), for_weights, None, None
 
 
 class _Combine(torch.autograd.Function):
-    """Rows [t k, h] in the order `chosen` of places in [t, k], and weights [t, k] -> [t, h]."""
+    """Rows [t k, h] in the order `chosen` of places in [t, k], scaled by weights [t, k] -> [t, h]."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(rows, weights, chosen)
-        return _by_token(rows, chosen, weights.shape[0], weights.shape[1], weights)
+    def forward(
+        ctx: Any, rows: torch.Tensor, weights: torch.Tensor | None, chosen: torch.Tensor, t: int, k: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows if weights is not None else None, weights, chosen)
+        ctx.k = k
+        return _by_token(rows, chosen, t, k, weights)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
         rows, weights, chosen = ctx.saved_tensors
         for_rows = for_weights = None
-        arrived = grad.index_select(0, chosen // weights.shape[1])
+        arrived = _of_tokens(grad, chosen, ctx.k)
         if ctx.needs_input_grad[1]:
             for_weights = _of_weights(arrived, rows, weights, chosen)
         if ctx.needs_input_grad[0]:
-            for_rows = arrived.mul_(weights.flatten()[chosen].unsqueeze(1))
-        return for_rows, for_weights, None
+            for_rows = arrived if weights is None else arrived.mul_(weights.flatten()[chosen].unsqueeze(1))
+        return for_rows, for_weights, None, None, None
+
+
+def _of_tokens(hidden: torch.Tensor, chosen: torch.Tensor, k: int, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """[t, h] -> [rows, h]: the token of every row, scaled by the weight [t, k] at its place, in the token's dtype."""
+    rows = hidden.index_select(0, chosen // k)
+    return rows if weights is None else rows.mul_(weights.flatten()[chosen].unsqueeze(1))
 
 
 def _by_token(
@@ -242,133 +295,7 @@ def _of_weights(a: torch.Tensor, b: torch.Tensor, weights: torch.Tensor, chosen:
     return weights.new_zeros(weights.numel()).index_copy_(0, chosen, each).view_as(weights)
 
 
-# -- products ----------------------------------------------------------------------------------------------------------
-
-_GROUPED_BYTES = 16  # every row and every matrix starts at a multiple of this
-_MOST_GROUPS = 1023
-_GROUPED_ON_CUDA = (9, 10)  # compute capabilities with the kernel; others would wait for the host at each product
-
-
-def grouped_kernel(
-    device_type: str, dtype: torch.dtype, capability: int | None, sizes: Iterable[int], num_groups: int
-) -> bool:
-    """Return True if ``torch.nn.functional.grouped_mm`` can multiply the rows of all experts at once.
-
-    It takes row counts that only the device knows. Otherwise every expert has its own product, of a size that the host
-    has to know. The CUDA kernel takes bfloat16 on Hopper and Blackwell; in all other cases torch copies the sizes to
-    the host at every product (aten/native/cuda/GroupedBlas.cpp, `_grouped_mm_cuda`). On a CPU it is a loop over the
-    experts.
-
-    Args:
-        capability: major compute capability of a CUDA device, None if it is not known.
-        sizes: row lengths of all operands.
-    """
-    if device_type == "cuda":
-        fits = dtype == torch.bfloat16 and capability in _GROUPED_ON_CUDA
-    else:
-        fits = dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return fits and num_groups <= _MOST_GROUPS and all(n * dtype.itemsize % _GROUPED_BYTES == 0 for n in sizes)
-
-
-def in_one_product(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
-    """Apply `grouped_kernel` to these operands."""
-    capability = None
-    if x.device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability(x.device)[0]
-    begins = (int(m.storage_offset()) for m in (gate_up, down))
-    plain = gate_up.dtype == down.dtype == x.dtype and gate_up.is_contiguous() and down.is_contiguous()
-    sizes = (x.shape[1], gate_up.shape[1], down.shape[2], *begins)
-    return plain and grouped_kernel(x.device.type, x.dtype, capability, sizes, gate_up.shape[0])
-
-
-@dataclass(frozen=True)
-class _Groups:
-    """Rows sorted by expert.
-
-    Attributes:
-        ends: int32, index after the last row of each expert; None: one product per expert.
-        counts: rows of each expert, if the host knows them.
-    """
-
-    ends: torch.Tensor | None
-    counts: list[int] | None
-
-    def products(self, x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        """Multiply the rows of every expert by its matrix: [rows, i], [e, i, o] -> [rows, o]."""
-        if self.ends is not None and (x.device.type != "cuda" or x.shape[0]):
-            return functional.grouped_mm(x, matrices, offs=self.ends)
-        out = x.new_empty(x.shape[0], matrices.shape[2])
-        for rows, matrix, to in zip(self._split(x), matrices, self._split(out), strict=True):
-            torch.mm(rows, matrix, out=to)
-        return out
-
-    def outer(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Sum the outer products over the rows of every expert: [rows, i], [rows, o] -> [e, i, o]."""
-        if self.ends is not None and (a.device.type != "cuda" or a.shape[0]):
-            return self._without_garbage(functional.grouped_mm(a.T, b, offs=self.ends))
-        left, right = self._split(a), self._split(b)
-        out = a.new_empty(len(left), a.shape[1], b.shape[1])
-        for x, y, to in zip(left, right, out, strict=True):
-            torch.mm(x.T, y, out=to)  # zeros if it has no rows
-        return out
-
-    def _split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if self.counts is not None:
-            return torch.split(x, self.counts)
-        if self.ends is None:
-            raise RuntimeError("experts: rows of no known expert")
-        return (x,) * self.ends.shape[0]  # there are no rows
-
-    def _without_garbage(self, out: torch.Tensor) -> torch.Tensor:
-        """Zero the results of experts without rows, which Blackwell's kernel does not initialise (pytorch issue
-        172439).
-        """
-        if out.device.type != "cuda" or self.ends is None:
-            return out
-        if self.counts is None:
-            return out.masked_fill_((self.ends.diff(prepend=self.ends.new_zeros(1)) == 0)[:, None, None], 0.0)
-        for matrix, count in zip(out, self.counts, strict=True):
-            if count == 0:
-                matrix.zero_()
-        return out
-
-
-def _by_expert(
-    index: torch.Tensor, num_local: int, mesh: AxisMesh | None, axes: Axes | None, grouped: bool
-) -> tuple[torch.Tensor, _Groups]:
-    """Sort the places in [t, k] by local expert, then by token; places of experts on other ranks are left out.
-
-    If experts are sharded, the host waits for the number of rows even if one kernel does all products: otherwise every
-    rank would hold rows for all t k choices instead of for its share of them.
-    """
-    local = index.flatten()
-    if mesh is not None and axes is not None:
-        local = local - mesh.index_tensor(axes, index.device) * num_local
-    local = local.masked_fill((local < 0) | (local >= num_local), num_local)  # other ranks' experts sort last
-    by_expert, chosen = local.sort(stable=True)
-    ends = torch.searchsorted(by_expert, torch.arange(num_local, device=index.device), right=True, out_int32=True)
-    complaint = f"experts: an index is beyond the {num_local} experts"
-    if grouped and axes is None:
-        torch._assert_async(ends[-1] == index.numel(), complaint)  # without a host wait
-        return chosen, _Groups(ends, None)
-    counts = to_host(ends.diff(prepend=ends.new_zeros(1)))
-    if axes is None and sum(counts) != index.numel():
-        raise ValueError(complaint)
-    return chosen[: sum(counts)], _Groups(ends if grouped else None, counts)
-
-
-def _of_sources(counts: torch.Tensor, known: list[int], num_local: int, grouped: bool) -> tuple[torch.Tensor, _Groups]:
-    """Sort rows by expert that are already sorted by expert within each source.
-
-    Args:
-        counts: rows per (source, expert), the experts of one source after another.
-        known: `counts` on the host.
-    """
-    sources, num_rows = counts.numel() // num_local, sum(known)
-    experts_ = torch.arange(num_local, device=counts.device).repeat(sources)
-    order = experts_.repeat_interleave(counts, output_size=num_rows).argsort(stable=True)
-    ends = counts.view(sources, -1).sum(0).cumsum(0).to(torch.int32) if grouped else None
-    return order, _Groups(ends, [sum(known[e::num_local]) for e in range(num_local)])
+# -- computation -------------------------------------------------------------------------------------------------------
 
 
 class _Experts(torch.autograd.Function):
@@ -385,47 +312,63 @@ class _Experts(torch.autograd.Function):
         weights: torch.Tensor | None,
         gate_up: torch.Tensor,
         down: torch.Tensor,
-        act: Callable[[torch.Tensor], torch.Tensor],
-        gated: bool,
+        gate_up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
+        form: ExpertForm,
         mesh: AxisMesh | None,
         axes: Axes | None,
-        groups: _Groups | None,
+        groups: Groups | None,
     ) -> torch.Tensor:
         chosen, k = index.flatten(), index.shape[1]
         if groups is None:
-            chosen, groups = _by_expert(index, gate_up.shape[0], mesh, axes, in_one_product(hidden, gate_up, down))
-        first = groups.products(hidden.index_select(0, chosen // k), gate_up.mT)
-        rows = groups.products(_activated(first, act, gated), down.mT)
-        ctx.save_for_backward(hidden, weights, gate_up, down, chosen, first, groups.ends)
-        ctx.counts, ctx.act, ctx.gated, ctx.k = groups.counts, act, gated, k
-        return _by_token(rows, chosen, hidden.shape[0], k, weights)
+            chosen, groups = by_expert(index, gate_up.shape[0], mesh, axes, in_one_product(hidden, gate_up, down))
+        taken, given = (weights, None) if form.scales_inputs else (None, weights)
+        first = groups.products(_of_tokens(hidden, chosen, k, taken), form.forward_matrices(gate_up), gate_up_bias)
+        rows = groups.products(form.between(first), form.forward_matrices(down), down_bias)
+        ctx.save_for_backward(hidden, weights, gate_up, down, down_bias, chosen, first, groups.ends)
+        ctx.counts, ctx.form, ctx.k = groups.counts, form, k
+        return _by_token(rows, chosen, hidden.shape[0], k, given)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weights, gate_up, down, chosen, first, ends = ctx.saved_tensors
-        need_hidden, _, need_weights, need_first, need_down = ctx.needs_input_grad[:5]
-        groups, token = _Groups(ends, ctx.counts), chosen // ctx.k
-        share = None if weights is None else weights.flatten()[chosen].unsqueeze(1)
-        arrived = grad.index_select(0, token)
+        hidden, weights, gate_up, down, down_bias, chosen, first, ends = ctx.saved_tensors
+        need_hidden, _, need_weights, need_first, need_down, need_first_bias, need_down_bias = ctx.needs_input_grad[:7]
+        form, groups = ctx.form, Groups(ends, ctx.counts)
+        taken, given = (weights, None) if form.scales_inputs else (None, weights)
+        arrived = _of_tokens(grad, chosen, ctx.k)
         with torch.enable_grad():  # to differentiate the activation
-            given = first.detach().requires_grad_()
-            inner = _activated(given, ctx.act, ctx.gated)
-        behind = groups.products(arrived, down)  # gradient of the inner rows, before the routing weight
-        for_weights = for_down = for_first = for_hidden = None
-        if need_weights:  # <grad, down inner> = <down^T grad, inner>
+            made = first.detach().requires_grad_()
+            inner = form.between(made)
+        behind = groups.products(arrived, form.backward_matrices(down))  # of the inner rows, before the routing weight
+        for_weights = for_down = for_down_bias = None
+        if need_weights and given is not None:  # <grad, down inner + bias> = <down^T grad, inner> + <grad, bias>
             for_weights = _of_weights(behind, inner.detach(), weights, chosen)
-        if share is not None:
+            if down_bias is not None:
+                for_weights += _of_weights(arrived, groups.by_row(down_bias, arrived.shape[0]), weights, chosen)
+        if given is not None:
+            share = given.flatten()[chosen].unsqueeze(1)
             arrived, behind = arrived.mul_(share), behind.mul_(share)
         if need_down:
-            for_down = groups.outer(arrived, inner.detach())
+            for_down = _outer(groups, form, inner.detach(), arrived)
+        if need_down_bias:
+            for_down_bias = groups.sums(arrived)
         del arrived
-        if need_hidden or need_first:
-            (behind,) = torch.autograd.grad(inner, given, behind)
-            if need_first:
-                for_first = groups.outer(behind, hidden.index_select(0, token))
+        for_first = for_first_bias = for_hidden = None
+        needs_inputs = need_hidden or (need_weights and taken is not None)
+        if needs_inputs or need_first or need_first_bias:
+            (behind,) = torch.autograd.grad(inner, made, behind)
+        if need_first:
+            for_first = _outer(groups, form, _of_tokens(hidden, chosen, ctx.k, taken), behind)
+        if need_first_bias:
+            for_first_bias = groups.sums(behind)
+        if needs_inputs:
+            rows = groups.products(behind, form.backward_matrices(gate_up))
+            if need_weights and taken is not None:
+                for_weights = _of_weights(rows, _of_tokens(hidden, chosen, ctx.k), weights, chosen)
             if need_hidden:
-                for_hidden = _by_token(groups.products(behind, gate_up), chosen, hidden.shape[0], ctx.k)
-        return for_hidden, None, for_weights, for_first, for_down, None, None, None, None, None
+                for_hidden = _by_token(rows, chosen, hidden.shape[0], ctx.k, taken)
+        nothing = (None,) * 4
+        return for_hidden, None, for_weights, for_first, for_down, for_first_bias, for_down_bias, *nothing
 
     @staticmethod
     def spmd_typecheck(
@@ -435,10 +378,12 @@ class _Experts(torch.autograd.Function):
         weights: torch.Tensor,
         gate_up: torch.Tensor,
         down: torch.Tensor,
+        gate_up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
         mesh: AxisMesh | None,
         axes: Axes | None,
     ) -> Any:
-        out = rules.einsum("th,tk,tk,exh,ehf->th", hidden, as_constant_beside(index, hidden), weights, gate_up, down)
+        out = _type_of_result(hidden, index, weights, gate_up, down, gate_up_bias, down_bias)
         for key in () if mesh is None or axes is None else mesh.type_axes(axes):
             if spmd_types.get_local_type(hidden).get(key) is V:
                 raise spmd_types.SpmdTypeError(
@@ -448,11 +393,18 @@ class _Experts(torch.autograd.Function):
         return out
 
 
-def _activated(first: torch.Tensor, act: Callable[[torch.Tensor], torch.Tensor], gated: bool) -> torch.Tensor:
-    if not gated:
-        return act(first)
-    gate, up = first.chunk(2, -1)
-    return act(gate) * up
+def _outer(groups: Groups, form: ExpertForm, taken: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of weights from the rows that they took and the gradient of what they gave."""
+    return groups.outer(taken, grad) if form.transposed else groups.outer(grad, taken)
+
+
+def _type_of_result(
+    hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, *of_experts: torch.Tensor | None
+) -> Any:
+    """Return the type of a sum over choices and experts. Sizes of experts are letters of their own, whatever form."""
+    given = [x for x in of_experts if x is not None]
+    letters = ("eab", "ecd", "ef", "eg")[: len(given)]
+    return rules.einsum(f"th,tk,tk,{','.join(letters)}->th", hidden, as_constant_beside(index, hidden), weights, *given)
 
 
 class _TypesOfDispatched(torch.autograd.Function):
@@ -466,16 +418,18 @@ class _TypesOfDispatched(torch.autograd.Function):
         weights: torch.Tensor,
         gate_up: torch.Tensor,
         down: torch.Tensor,
+        gate_up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
         mesh: AxisMesh,
         apart: tuple[str, ...],
     ) -> torch.Tensor:
-        ctx.save_for_backward(hidden, weights, gate_up, down)
+        ctx.save_for_backward(hidden, weights, gate_up, down, gate_up_bias, down_bias)
         return torch.zeros_like(hidden)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weights, gate_up, down = map(torch.zeros_like, ctx.saved_tensors)
-        return hidden, None, weights, gate_up, down, None, None
+        hidden, *others = (None if x is None else torch.zeros_like(x) for x in ctx.saved_tensors)
+        return hidden, None, *others, None, None
 
     @staticmethod
     def spmd_typecheck(
@@ -485,6 +439,8 @@ class _TypesOfDispatched(torch.autograd.Function):
         weights: torch.Tensor,
         gate_up: torch.Tensor,
         down: torch.Tensor,
+        gate_up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
         mesh: AxisMesh,
         apart: tuple[str, ...],
     ) -> Any:
@@ -495,4 +451,4 @@ class _TypesOfDispatched(torch.autograd.Function):
                         f"experts: {name} are not V on {key}, over which experts are spread; ranks there would each "
                         "send the same rows"
                     )
-        return rules.einsum("th,tk,tk,exh,ehf->th", hidden, as_constant_beside(index, hidden), weights, gate_up, down)
+        return _type_of_result(hidden, index, weights, gate_up, down, gate_up_bias, down_bias)

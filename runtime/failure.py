@@ -365,12 +365,6 @@ def _uncaught(state: Ranks, exc: BaseException) -> None:
         state.tell()
 
 
-def report_failure(exc: BaseException) -> None:
-    """Tell the other ranks that ``exc`` ends this one. Never raises. The first report of all ranks counts."""
-    if _state is not None:
-        _note_raised(_state, exc)
-
-
 def _note_raised(state: Ranks, exc: BaseException) -> RankFailure:
     place = activity.of_traceback(exc.__traceback__)
     reason = f"{_describe(exc)} [{state.where(place)}]"
@@ -378,16 +372,6 @@ def _note_raised(state: Ranks, exc: BaseException) -> RankFailure:
     with contextlib.suppress(OSError):
         state.tell()
     return RankFailure(state.rank, reason)
-
-
-def failure_reason(grace_s: float | None = None) -> RankFailure | None:
-    """Return another rank's report, or the conclusion from which ranks answer within ``grace_s`` seconds (GRACE_S).
-
-    Call it when a collective broke. Returns None without ``init_process_group`` or ``watch``, and in a single process.
-    """
-    if _state is None or _state.world == 1:
-        return None
-    return _failure(_state.find_out(GRACE_S if grace_s is None else grace_s))
 
 
 def _failure(news: News) -> RankFailure:

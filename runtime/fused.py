@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["has_triton", "one_kernel"]
-
 _LIBRARY = torch.library.Library("autoplan_fused", "DEF")  # type: ignore[no-untyped-call]
 _SCHEMAS = (
     # x with the mask of autoplan.runtime.dropout, drawn at positions first + rng[2] * batch_stride + the sum of (digit

@@ -10,8 +10,6 @@ from contextvars import ContextVar, Token
 
 import torch
 
-__all__ = ["kept_copies", "to_host"]
-
 
 class _Kept:
     """Copies made in one forward, in order; each time it is entered they are returned from the first one on."""

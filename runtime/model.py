@@ -36,7 +36,8 @@ from autoplan.runtime.program import copy_beside_computing, load_module
 from autoplan.runtime.replicas import Replicas
 from autoplan.runtime.shards import Shards, show_states
 from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec, evaluate_terms
-from autoplan.runtime.state import IncompatibleKeys, check_state
+from autoplan.runtime.stages import Carried
+from autoplan.runtime.state import IncompatibleKeys, check_state, like, updated_buffers
 from autoplan.runtime.tied import TiedGradients, share_tied
 from autoplan.runtime.whole import CPU, broadcast_whole, of_shards, own_shard
 from autoplan.runtime.zero import GradientSync, apply_zero, reduces_beside
@@ -332,7 +333,7 @@ class ParallelModel:
         counts = self._batches.settle(
             batch, problem, lambda: self._count(parts), data_rank=self.data_rank, step=self._num_steps
         )
-        denominator = self._denominator(counts)
+        denominators = self._denominators(counts)
         self._follow_first_copies()
         for _, parameter in self._places():
             parameter.grad = None
@@ -346,9 +347,9 @@ class ParallelModel:
             numbers = [[self.seed, self._num_steps, first + i * size] for i in range(len(parts))]
             generators = torch.tensor(numbers).to(self.device, non_blocking=True)
             for part, generator in zip(parts, generators, strict=True):
-                part["loss_denominator"] = denominator
+                part |= denominators
                 if self.spec.loss_share:
-                    part["loss_share"] = torch.ones_like(denominator) / len(parts)
+                    part["loss_share"] = torch.ones((), dtype=self._loss_dtype, device=self.device) / len(parts)
                 part["rng"] = generator
             losses = self._run(parts)
             sent = self.precision.gradients if self.precision is not None else None
@@ -359,12 +360,12 @@ class ParallelModel:
         if self._host is not None:
             self._host.take_gradients()
         self._num_steps += 1
-        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device, dtype=denominator.dtype)
+        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device, dtype=self._loss_dtype)
         total = total.to(torch.float64).detach().clone()
         for axis in (self._replicas.all, "pp"):  # other stages add zero
             if self.mesh.size(axis) > 1:
                 dist.all_reduce(total, group=self.mesh.group(axis))
-        return total.to(denominator.dtype)
+        return total.to(self._loss_dtype)
 
     def _run(self, parts: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         """Run forward and backward, with the 16-bit copies in place if there are any."""
@@ -376,8 +377,8 @@ class ParallelModel:
         self._copies.collect()
         return losses
 
-    def _denominator(self, counts: Counts) -> torch.Tensor:
-        """Return the denominator of the loss mean: the number of valid labels over all ranks.
+    def _denominators(self, counts: Counts) -> dict[str, torch.Tensor]:
+        """Return the denominators of the loss over all ranks: the number of valid labels, of samples, or a total.
 
         Raises:
             AgreedValueError: (on all ranks) no label is valid, or the loss is also a mean over the samples of a
@@ -388,15 +389,16 @@ class ParallelModel:
                 f"the loss is a mean over samples, and the {self.mesh.size('dp')} data-parallel ranks have different "
                 "numbers of samples; give each the same number"
             )
-        if self.spec.loss_count == "none":
-            return torch.ones((), dtype=self._loss_dtype, device=self.device)
-        if counts.labels == 0:
-            raise AgreedValueError("no label of the global batch is valid, so the mean loss is not defined")
-        # full, not tensor: no copy from the host
-        return torch.full((), counts.labels, dtype=self._loss_dtype, device=self.device)
+        out = {}
+        for (name, what), number in zip(self.spec.loss_counts, counts.labels, strict=True):
+            if number == 0 and what not in ("none", "total"):
+                raise AgreedValueError("no label of the global batch is valid, so the mean loss is not defined")
+            full = 1.0 if what == "none" else number  # full, not tensor: no copy from the host
+            out[name] = torch.full((), full, dtype=self._loss_dtype, device=self.device)
+        return out
 
-    def _count(self, parts: list[dict[str, torch.Tensor]]) -> int | torch.Tensor:
-        """Return the number of valid labels in this rank's micro-batches."""
+    def _count(self, parts: list[dict[str, torch.Tensor]]) -> float | torch.Tensor:
+        """Return what this rank's micro-batches add to the denominator of the loss."""
         if self.spec.loss_count == "none":
             return 0
         count_valid: Any = self.stage.count
@@ -429,11 +431,11 @@ class ParallelModel:
             self._runner_shape = shape
         return self._runner
 
-    def _carried(self, c: CarriedSpec, env: Mapping[str, int]) -> tuple[tuple[int, ...], torch.dtype, bool]:
+    def _carried(self, c: CarriedSpec, env: Mapping[str, int]) -> Carried:
         dtype: torch.dtype = getattr(torch, c.dtype)
         if self._dtype is not None and dtype.is_floating_point and c.requires_grad:  # counts keep their dtype
             dtype = self._dtype
-        return tuple(evaluate_terms(s, env) for s in c.shape), dtype, c.requires_grad
+        return Carried(tuple(evaluate_terms(s, env) for s in c.shape), dtype, c.requires_grad)
 
     @guarded("grad_norm")
     def grad_norm(self) -> torch.Tensor:
@@ -524,7 +526,8 @@ class ParallelModel:
         for name, others in self._aliases.items():
             for other in others:
                 out[other] = out[name]
-        return {**out, **{n: v.to(CPU) if isinstance(v, torch.Tensor) else v for n, v in self._extra.items()}}
+        out |= {n: v.to(CPU) if isinstance(v, torch.Tensor) else v for n, v in self._extra.items()}
+        return {**out, **updated_buffers(self.spec, self.stages, self._extra, self.mesh, self._dtype, self.device)}
 
     @guarded("gradients")
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -553,12 +556,12 @@ class ParallelModel:
                     self._load(p, parameter, state[names[-1]])
             for name, old in self._extra.items():
                 if name in state:
-                    self._extra[name] = _like(state[name], old)
+                    self._extra[name] = like(state[name], old)
             for mine in self._specs.values():
                 for b in mine.buffers:
                     if b.name in state and b.name in self._extra:
                         held = getattr(buffer_owner(self.stages[mine.index], b), b.attr)
-                        held.copy_(_like(state[b.name], held))
+                        held.copy_(like(state[b.name], held))
         return keys
 
     def _state_shapes(self) -> dict[str, tuple[int, ...] | None]:
@@ -590,10 +593,3 @@ class ParallelModel:
 
 def _itself(parameter: nn.Parameter) -> nn.Parameter:
     return parameter
-
-
-def _like(value: Any, old: Any) -> Any:
-    """Return a loaded value in the shape, dtype and device of the model's value `old`."""
-    if not isinstance(old, torch.Tensor):
-        return value
-    return value.detach().reshape(old.shape).to(device=old.device, dtype=old.dtype, copy=True)

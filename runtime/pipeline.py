@@ -24,10 +24,9 @@ class PipelineStagePart:
         index: its place in the model, counted over the whole pipeline.
         module: called as ``module(*carried, **inputs)``, after ``apply_zero``.
         sync: the GradientSync that ``apply_zero`` returned for it.
-        carried_in, carried_out: (shape, dtype) of each tensor received from the previous stage and sent to the next,
-            for one micro-batch; none into the first stage and none out of the last. They are required: torch infers
-            them by running the stages once on uninitialised memory, with all collectives. Floating point tensors carry
-            a gradient back, except those with False after the dtype.
+        carried_in, carried_out: each tensor received from the previous stage and sent to the next, for one
+            micro-batch; none into the first stage and none out of the last. They are required: torch infers them by
+            running the stages once on uninitialised memory, with all collectives.
     """
 
     index: int

@@ -330,6 +330,6 @@ def check_precision(
         raise ValueError(f"dtype={dtype}: this program computes in {spec.compute_dtype} whatever its parameters are")
     if precision.scales_loss and isinstance(compression, PowerSGD):
         raise ValueError(
-            "PowerSGD with fp16: what it leaves out of one step is added to the next, whose loss has another "
-            "scale; use bf16"
+            "PowerSGD with fp16: the compression error of one step is added to the next, whose loss scale may "
+            "differ; use bf16"
         )

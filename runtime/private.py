@@ -18,7 +18,7 @@ RECEIVES_INTO_FRESH_BUFFERS, `end_of_backward`, `mend_simulated_groups`.
 | aten._scaled_dot_product_flash_attention, ..._for_cpu, and their backwards (in ring.py) | a part of a ring needs the log-sum-exp, which scaled_dot_product_attention does not return | |
 | aten._flash_attention_forward, _fused_sdp_choice (in sdpa.py) | windows, and causal masks that end with the keys, without a mask tensor; torch's choice of kernel | |
 | _c10d_functional.all_reduce, all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single, wait_tensor (in loss.py, convert.py) | the Python wrappers return an asynchronous tensor subclass | |
-| _C._current_graph_task_id, autograd.graph._engine_run_backward (in convert.py, autoplan/verify/wide.py) | recorded collectives are told apart by forward, backward and recompute; a backward under a TorchFunctionMode, which torch.autograd.backward leaves | |
+| _C._current_graph_task_id, autograd.graph._engine_run_backward (in convert.py, statistics.py, autoplan/verify/wide.py) | recorded collectives are told apart by forward, backward and recompute; a recompute updates no running statistics; a backward under a TorchFunctionMode, which torch.autograd.backward leaves | |
 | _foreach_norm, _foreach_mul_ (in norm.py) | a few kernels for the gradients of all parameters, as in torch.nn.utils.get_total_norm, which adds in the dtype of the gradients | |
 | _assert_async (in experts.py) | an index beyond the experts is refused without a wait for the device | |
 | UntypedStorage._cdata (in recompute.py) | tells views of an argument from other values | |
@@ -46,7 +46,7 @@ import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -142,13 +142,21 @@ def bound_device() -> torch.device | None:
     return found
 
 
-def rendezvous(timeout: timedelta) -> tuple[Store, int, int]:
-    """Return store, rank and number of ranks from torchrun's variables, as `init_process_group` makes them."""
+class Meeting(NamedTuple):
+    """Where the ranks of a job meet: their store, the rank of this process and the number of ranks."""
+
+    store: Store
+    rank: int
+    world: int
+
+
+def rendezvous(timeout: timedelta) -> Meeting:
+    """Return what torchrun's variables say, as `init_process_group` reads them."""
     from torch.distributed.rendezvous import rendezvous as handler
 
     store, rank, world = next(handler("env://", timeout=timeout))
     store.set_timeout(timeout)
-    return PrefixStore("default_pg", store), rank, world
+    return Meeting(PrefixStore("default_pg", store), rank, world)
 
 
 def gpu_id(device: torch.device) -> str:

@@ -16,15 +16,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from spmd_types import I, P, R
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoplan.runtime.attention import attention
 from autoplan.runtime.context import context_length, context_part
 from autoplan.runtime.convert import (
-    I,
-    P,
-    R,
     all_gather,
     all_reduce,
     all_to_all,
@@ -41,7 +39,9 @@ from autoplan.runtime.experts import experts
 from autoplan.runtime.host_copies import kept_copies
 from autoplan.runtime.loss import cross_entropy_sum, vocab_parallel_cross_entropy_sum
 from autoplan.runtime.recompute import OffloadedActivations, Offloads, Regions
+from autoplan.runtime.scans import scan
 from autoplan.runtime.side_stream import SideStream
+from autoplan.runtime.statistics import running_statistics
 
 __all__ = [
     "Block",
@@ -62,6 +62,8 @@ __all__ = [
     "nn",
     "parameter",
     "reduce_scatter",
+    "running_statistics",
+    "scan",
     "slice_",
     "to_partial",
     "to_replicate",

@@ -29,8 +29,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoplan.runtime.side_stream import SideStream, Waiting
 
-__all__ = ["OffloadedActivations", "Offloads", "Regions"]
-
 Outs = torch.Tensor | tuple[torch.Tensor, ...]
 
 
@@ -65,7 +63,7 @@ class _Slot:
         if self.value is None:
             self.region.run()
         if self.value is None:
-            raise RuntimeError("a recomputed region did not make a tensor that its forward made")
+            raise RuntimeError("a recomputed region did not compute a tensor that its forward computed")
         return self.value if self.view is None else self.value.as_strided(*self.view)
 
 
@@ -123,7 +121,7 @@ def _unpack(kept: Any) -> torch.Tensor:
 
 
 def _nothing(_: Any) -> torch.Tensor:
-    raise RuntimeError("what a region computed again is not differentiated")
+    raise RuntimeError("the results of a recomputed region are not differentiated")
 
 
 class Regions:

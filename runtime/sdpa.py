@@ -24,8 +24,6 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-__all__ = ["HALVES", "LARGEST_HEAD", "choose", "choose_for", "flash", "multiple_of_head", "padded", "sdpa"]
-
 HALVES = (torch.float16, torch.bfloat16)
 HEAD_MULTIPLE = 8  # CUDA's kernels take head dims that are multiples of this
 LARGEST_HEAD = 256

@@ -25,8 +25,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Event", "SideStream", "Stream", "Waiting"]
-
 Event = Any  # of torch.cuda, or of a test: only passed from one stream to another that waits for it
 
 

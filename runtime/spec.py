@@ -72,11 +72,12 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """A replicated buffer of one block of a stage."""
+    """A replicated buffer of one block of a stage. `updated`: every forward writes to it, alike on all ranks."""
 
     block: str
     attr: str
     name: str
+    updated: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,12 @@ class ProgramSpec:
     bounds: tuple[tuple[str, int, int | None], ...] = ()  # s or t, its least and largest value (None: unlimited)
     whole: tuple[Terms, ...] = ()  # local sizes, fractions of b, s and t, that must be whole numbers
     input_dtypes: tuple[tuple[str, str], ...] = ()  # input -> its dtype in the example
+    more_loss_counts: tuple[tuple[str, str], ...] = ()  # further denominators: input, and what it counts (loss_count)
+
+    @property
+    def loss_counts(self) -> tuple[tuple[str, str], ...]:
+        """Every denominator of the loss: the input, and what it counts."""
+        return (("loss_denominator", self.loss_count), *self.more_loss_counts)
 
     def stages_of(self, rank: int) -> tuple[StageSpec, ...]:
         """Return the stages that a rank of the pipeline holds, in model order."""
@@ -180,15 +187,6 @@ class ProgramSpec:
     def rank_of(self, stage: int) -> int:
         """Return the rank of the pipeline that holds a stage."""
         return self.stage_ranks[stage] if self.stage_ranks else stage
-
-    def axis_size(self, name: str) -> int:
-        """Return the size of an axis or group; 1 if the program has none of that name."""
-        sizes = dict(self.axes)
-        members = dict(self.groups).get(name, (name,))
-        total = 1
-        for member in members:
-            total *= sizes.get(member, 1)
-        return total
 
     def to_json(self) -> str:
         """Return the spec as JSON text."""

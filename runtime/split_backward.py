@@ -51,7 +51,7 @@ class Kept:
 
     def _get(self, slot: _Slot) -> torch.Tensor:
         if slot.tensor is None:
-            raise RuntimeError("a second part of a backward needs what its first part gave up")
+            raise RuntimeError("the second part of a backward needs a value that its first part has freed")
         if self._spent is not None and not self._branch:
             self._spent.append(slot)
         return slot.tensor
@@ -233,24 +233,37 @@ def _branches(
     """Find where parameters branch off the ways from `roots` to `inputs`.
 
     A parameter can wait if exactly one node of those ways reaches it. If several do, the second part would have to
-    repeat the ways between them. If none does, there is nothing to remember.
+    repeat the ways between them. If none does, there is nothing to remember. If a parameter beside the way cannot wait,
+    those that share operations with it cannot either.
 
     Returns:
         The deferred parameters, and the parameters that cannot wait.
     """
     walk = _walked(roots, inputs, leaves)
-    times = {n: 2 if id(p) in at_once else 0 for n, p in leaves.items()}
+    ways = [node for node in walk.followed if walk.on_way[node]]
+    waits = {n for n, times in _times(walk, roots, leaves).items() if times == 1 and id(leaves[n]) not in at_once}
+    now = {n for node in walk.followed for n in walk.reached[node]} - waits
+    for node in ways:
+        for beside in [walk.reached[n] for n in walk.followed[node] if not walk.on_way[n]]:
+            if beside & now:  # the first part frees what they share, as in a penalty on several parameters
+                now |= beside
+    deferred = []
+    for node in ways:
+        params = [leaves[n] for n in walk.reached[node] if n not in now]
+        if params:
+            deferred.append(Deferred(node, params))
+    return deferred, [p for n, p in leaves.items() if n in now]
+
+
+def _times(walk: _Walk, roots: Sequence[Node], leaves: Iterable[Node]) -> dict[Node, int]:
+    """Return how many nodes of the ways reach each leaf; 2 and more if a root reaches it that leads to no input."""
+    times = dict.fromkeys(leaves, 0)
     counted = [(node, 1) for node in walk.followed if walk.on_way[node]]
     counted += [(root, 2) for root in set(roots) if not walk.on_way[root]]
     for node, count in counted:
         for leaf in walk.reached[node]:
             times[leaf] += count
-    deferred = []
-    for node in walk.followed:
-        params = [leaves[n] for n in walk.reached[node] if times[n] == 1] if walk.on_way[node] else []
-        if params:
-            deferred.append(Deferred(node, params))
-    return deferred, [p for n, p in leaves.items() if times[n] > 1]
+    return times
 
 
 @dataclass
@@ -269,7 +282,10 @@ class _Walk:
 
 
 def _walked(roots: Sequence[Node], inputs: set[Node], leaves: Mapping[Node, nn.Parameter]) -> _Walk:
-    """Visit every node once, after all nodes that follow it. Uses its own stack: graphs are deeper than Python's."""
+    """Visit every node once, after all nodes that follow it. Uses its own stack: graphs are deeper than Python's.
+
+    Plain dicts for speed: the graph is that of autograd, a new one in every micro-batch.
+    """
     walk = _Walk()
     stack = list(roots)
     while stack:

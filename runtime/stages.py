@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,14 +15,19 @@ from autoplan.runtime.program import Block
 from autoplan.runtime.split_backward import Deferred, Kept, backward_input, backward_weight, backward_whole
 from autoplan.runtime.zero import GradientSync
 
-# Shape and dtype of one tensor sent from a stage to the next; a third entry False: no gradient comes back.
-Carried = tuple[Sequence[int], torch.dtype] | tuple[Sequence[int], torch.dtype, bool]
+
+class Carried(NamedTuple):
+    """One tensor sent from a stage to the next. A gradient comes back if it is of floating point and requires one."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = True
 
 
 def _examples(carried: Sequence[Carried]) -> tuple[torch.Tensor, ...]:
-    """Return stand-ins without memory, as PipelineStage needs them. Floating point tensors carry a gradient back."""
+    """Return stand-ins without memory, as PipelineStage needs them."""
     return tuple(
-        torch.empty(tuple(c[0]), dtype=c[1], device="meta", requires_grad=c[1].is_floating_point and c[2:] != (False,))
+        torch.empty(c.shape, dtype=c.dtype, device="meta", requires_grad=c.requires_grad and c.dtype.is_floating_point)
         for c in carried
     )
 
@@ -52,7 +57,7 @@ class SyncedStage(PipelineStage):
             outputs = (torch.empty((), device="meta"),)  # the loss: it is not sent, but an output must be declared
         super().__init__(nn.Module(), index, count, device, input_args=inputs, output_args=outputs, group=group)
         self._module, self._sync = module, sync
-        self._carried_out = [(tuple(c[0]), c[1]) for c in carried_out]
+        self._carried_out = [(c.shape, c.dtype) for c in carried_out]
         self._backward_chunk = -1
         self._kept = Kept() if splits else None
 

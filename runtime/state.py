@@ -10,9 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.runtime.agree import AgreedRuntimeError, AgreedValueError, agree, fingerprint, first_difference
+from autoplan.runtime.mesh import AxisMesh
+from autoplan.runtime.params import buffer_owner
+from autoplan.runtime.spec import ProgramSpec
+from autoplan.runtime.whole import broadcast_whole
 
 _SAMPLED = 4096  # elements of a tensor that ranks compare
 _MOST = 8  # names that one line of a message lists
@@ -87,3 +93,44 @@ def _check_alike(state: Mapping[str, Any], device: torch.device) -> None:
     found = first_difference(prints, device)
     if found is not None:
         raise AgreedValueError(f"rank {found.rank} was given another state than rank 0: {found.name} differs")
+
+
+def like(value: Any, old: Any) -> Any:
+    """Return a loaded value in the shape, dtype and device of the model's value `old`."""
+    if not isinstance(old, torch.Tensor):
+        return value
+    return value.detach().reshape(old.shape).to(device=old.device, dtype=old.dtype, copy=True)
+
+
+def updated_buffers(
+    spec: ProgramSpec,
+    stages: Mapping[int, nn.Module],
+    extra: Mapping[str, Any],
+    mesh: AxisMesh,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """Return the persistent buffers that forwards write to, on the host of every rank. A collective.
+
+    Args:
+        stages: this rank's stages by index.
+        extra: persistent buffers as they were given.
+        dtype: of floating buffers; None: as given.
+    """
+    out: dict[str, torch.Tensor] = {}
+    for stage in spec.stages:
+        for b in stage.buffers:
+            if not b.updated or b.name not in extra:
+                continue
+            given = extra[b.name]
+            if stage.index in stages:
+                held = getattr(buffer_owner(stages[stage.index], b), b.attr)
+                found = held.detach().to("cpu", copy=True).contiguous()
+            else:
+                kind = dtype if dtype is not None and given.is_floating_point() else given.dtype
+                found = torch.empty(given.shape, dtype=kind)
+            if mesh.size("pp") > 1:
+                group = mesh.group("pp")
+                broadcast_whole(found, dist.get_global_rank(group, spec.rank_of(stage.index)), device, group)
+            out[b.name] = found
+    return out

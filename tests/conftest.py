@@ -5,6 +5,7 @@ import os
 # two files run at a time, and processes beside each other: threads of one would wait for those of the other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import durations
 import harness
 import hypothesis
 import pytest
@@ -26,6 +27,17 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted = str(config.option.markexpr)
     if "gpu" not in wanted or "not gpu" in wanted:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch asks for devices; processes inherit it
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow the cases that make test has no time for (durations.py)."""
+    named = {"slow", "exhaustive", "alone", "gpu"}
+    plain = [item for item in items if not any(mark.name in named for mark in item.iter_markers())]
+    beyond = durations.too_many((item.nodeid for item in plain), durations.measured())
+    for item in plain:
+        if item.nodeid in beyond:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

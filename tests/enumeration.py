@@ -15,7 +15,7 @@ from autoplan.capture.export import capture
 from autoplan.config.offload import SEARCHED_OFFLOADS
 from autoplan.config.parallel import Mode, ParallelConfig, precision_of
 from autoplan.cost_models.costs import Costs
-from autoplan.cost_models.hardware.cluster import Cluster, Device, Link
+from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
 from autoplan.cost_models.memory.ranks import RankMemory
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.ir.graph import ModelGraph
@@ -36,7 +36,7 @@ def cluster(devices: int, memory_bytes: int, latency_s: float = 1e-6, host: tupl
     device = Device("made up", 1e12, 1e11, memory_bytes, "made up")
     if host is not None:
         device = replace(device, host_memory_bytes=host[0], host_bytes_per_s=host[1])
-    return Cluster(1, devices, device, Link(latency_s, 1e10, "made up"), "cpu")
+    return Cluster(1, devices, device, Level(latency_s, 1e10, "made up"), "cpu")
 
 
 def request(devices: int = 4, memory_bytes: int = 1 << 40, **kw: Any) -> PlanRequest:

@@ -19,31 +19,28 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import math
 import multiprocessing
 import os
 import pickle
 import signal
 import socket
 import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from autoplan.profiler.processes import GRACE_S, Outcome, answer, environment, outcomes, problems
+
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
 START_TIMEOUT_S = 120.0
 # Longer than any job: the parent's clock decides, a stuck collective must not be reported as something else.
 GROUP_TIMEOUT_S = 600.0
-# After the first failure the other ranks get this long to report theirs, which is often the more telling one.
-GRACE_S = 2.0
-
-
 # On a machine that is slower than the limits of the jobs were meant for: multiplies them.
 PATIENCE = float(os.environ.get("AUTOPLAN_TEST_PATIENCE", "1"))
 
@@ -56,14 +53,6 @@ class JobError(AssertionError):
     """A job failed on some rank; the message holds every traceback that came back."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a job on one rank. ``status``: "ok", "raised" (value: traceback), "died" or "hangs"."""
-
-    status: str
-    value: Any = None
-
-
 class Pool:
     """``world`` worker processes in one gloo process group. Also a context manager, for a pool of one's own."""
 
@@ -74,13 +63,13 @@ class Pool:
         context.set_forkserver_preload(PRELOADED)
         self._pipes: list[Connection] = []
         self._processes = []
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        inside = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         # The fork server, started here if it is not yet, finds modules by PYTHONPATH alone and must make no threads.
-        with _environment(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(sys.path)):
+        with environment(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(sys.path)):
             for rank in range(world):
                 here, there = context.Pipe()
                 process = context.Process(
-                    target=_worker, args=(rank, world, there, group_timeout_s, environment), daemon=True
+                    target=_worker, args=(rank, world, there, group_timeout_s, inside), daemon=True
                 )
                 process.start()
                 there.close()
@@ -100,14 +89,14 @@ class Pool:
             JobError: if any rank raised, died or took longer than ``timeout_s``. The pool is gone then.
         """
         timeout_s *= PATIENCE
-        outcomes = self.run_each(fn, *args, timeout_s=timeout_s, grace_s=GRACE_S)
-        if any(outcome.status != "ok" for outcome in outcomes):
+        found = self.run_each(fn, *args, timeout_s=timeout_s, grace_s=GRACE_S)
+        if any(outcome.status != "ok" for outcome in found):
             self.kill()
-            raise JobError(_report(fn, outcomes, timeout_s))
-        return [outcome.value for outcome in outcomes]
+            raise JobError(_report(fn, found, timeout_s))
+        return [outcome.value for outcome in found]
 
     def run_each(
-        self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0, grace_s: float | None = None
+        self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0, grace_s: float = math.inf
     ) -> list[Outcome]:
         """As ``run``, but says what became of each rank instead of raising. Only a rank that
         hangs ends the pool here.
@@ -121,29 +110,15 @@ class Pool:
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):  # a dead worker, which _collect reports
                 pipe.send_bytes(job)
-        outcomes = self._collect(range(self.world), timeout_s, None, grace_s)
-        if any(outcome.status == "hangs" for outcome in outcomes):
+        found = self._collect(range(self.world), timeout_s, None, grace_s)
+        if any(outcome.status == "hangs" for outcome in found):
             self.kill()  # its late answer would be taken for that of the next job
-        return outcomes
+        return found
 
     def _collect(
-        self, ranks: Sequence[int], timeout_s: float, must: str | None, grace_s: float | None = None
+        self, ranks: Sequence[int], timeout_s: float, must: str | None, grace_s: float = math.inf
     ) -> list[Outcome]:
-        deadline = time.monotonic() + timeout_s
-        outcomes = dict.fromkeys(ranks, Outcome("hangs"))
-        waiting = set(ranks)
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            # A dead worker's pipe reads as closed, so that the pipes alone are enough to wait on.
-            ready = wait([self._pipes[rank] for rank in waiting], left)
-            for rank in [rank for rank in waiting if self._pipes[rank] in ready]:
-                try:
-                    outcomes[rank] = Outcome(*pickle.loads(self._pipes[rank].recv_bytes()))
-                except (EOFError, ConnectionResetError):
-                    outcomes[rank] = Outcome("died")
-                waiting.remove(rank)
-                if outcomes[rank].status != "ok" and grace_s is not None:
-                    deadline = min(deadline, time.monotonic() + grace_s)
-        found = [outcomes[rank] for rank in ranks]
+        found = outcomes([self._pipes[rank] for rank in ranks], timeout_s, grace_s)
         if must and any(outcome.status != "ok" for outcome in found):
             self.kill()
             raise JobError(_report(must, found, timeout_s))
@@ -215,7 +190,7 @@ def worker_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def _worker(rank: int, world: int, pipe: Connection, group_timeout_s: float, environment: dict[str, str]) -> None:
+def _worker(rank: int, world: int, pipe: Connection, group_timeout_s: float, variables: dict[str, str]) -> None:
     # The kernel ends this process with the fork server, which ends with pytest, also when that is killed and this
     # process is stuck in a collective: the server waits for whoever holds this end of its pipe, so it is not held here.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -226,66 +201,40 @@ def _worker(rank: int, world: int, pipe: Connection, group_timeout_s: float, env
     if parent is None or not parent.is_alive():
         return
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(variables)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
 
-    try:
+    stores: list[dist.TCPStore] = []
+
+    def join() -> int:
+        """Rank 0 calls it twice: first it opens the store and returns its port, then it joins the group."""
         import torch
         import torch.distributed as dist
 
         torch.set_num_threads(1)
         timeout = timedelta(seconds=group_timeout_s)
-        if rank == 0:
-            store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, timeout=timeout, wait_for_workers=False)
-            _answer(pipe, "ok", store.port)
-        else:
-            port = pickle.loads(pipe.recv_bytes())
-            store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timeout, wait_for_workers=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-        _answer(pipe, "ok", None)
-    except BaseException:
-        _answer(pipe, "raised", traceback.format_exc())
-        return
+        if not stores:
+            port = 0 if rank == 0 else pickle.loads(pipe.recv_bytes())
+            stores.append(dist.TCPStore("127.0.0.1", port, None, rank == 0, timeout=timeout, wait_for_workers=False))
+            if rank == 0:
+                return stores[0].port
+        dist.init_process_group("gloo", store=stores[0], rank=rank, world_size=world, timeout=timeout)
+        return stores[0].port
+
+    def run(job: bytes) -> Any:
+        fn, args = pickle.loads(job)
+        return fn(rank, world, *args)
+
+    for _ in range(2 if rank == 0 else 1):
+        answer(pipe, join)
     while True:
         try:
             job = pipe.recv_bytes()
         except EOFError:
             os._exit(0)
-        try:
-            fn, args = pickle.loads(job)
-            _answer(pipe, "ok", fn(rank, world, *args))
-        except BaseException:
-            _answer(pipe, "raised", traceback.format_exc())
+        answer(pipe, run, job)
 
 
-def _answer(pipe: Connection, status: str, value: Any) -> None:
-    # Plain pickle: Connection.send would pass tensors as shared memory, which dies with this process.
-    pipe.send_bytes(pickle.dumps((status, value)))
-
-
-def _report(fn: Callable[..., Any] | str, outcomes: Sequence[Outcome], timeout_s: float) -> str:
+def _report(fn: Callable[..., Any] | str, found: Sequence[Outcome], timeout_s: float) -> str:
     name = fn if isinstance(fn, str) else f"{fn.__module__}.{fn.__qualname__}"
-    lines = [f"{name} failed"]
-    for rank, outcome in enumerate(outcomes):
-        if outcome.status == "hangs":
-            lines.append(f"rank {rank}: no answer (limit {timeout_s:g} s)")
-        elif outcome.status == "died":
-            lines.append(f"rank {rank}: the process died")
-        elif outcome.status == "raised":
-            lines.append(f"rank {rank}:\n{outcome.value}")
-    return "\n".join(lines)
-
-
-@contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    """Environment variables for the processes started inside."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return f"{name} failed\n{problems(found, timeout_s)}"

@@ -154,6 +154,12 @@ def given_in_16_bits(rank: int, world: int, zero: int) -> tuple[list[float], dic
     return losses, {n: str(t.dtype) for n, t in state.items()}
 
 
+def _sent_share(compressor: Any) -> float:
+    """The share of numbers that PowerSGD sent since it began; 1 before it begins, and without it."""
+    total = getattr(compressor._state, "total_numel_before_compression", 0)
+    return float(compressor._state.total_numel_after_compression / total) if total else 1.0
+
+
 def compressed(
     rank: int,
     world: int,
@@ -195,5 +201,5 @@ def compressed(
         "losses": losses,
         "gradients": gradients if rank == 0 else [],
         "same": case.ep > 1 or torch.equal(highest, lowest),
-        "share": compressors[0].sent_share() if compressors else 1.0,
+        "share": _sent_share(compressors[0]) if compressors else 1.0,
     }

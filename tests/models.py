@@ -105,6 +105,20 @@ def make_llama(seed: int = 0, **kwargs: object) -> nn.Module:
     return model
 
 
+def make_gemma2(seed: int = 0, **kwargs: Any) -> nn.Module:
+    """A small Gemma 2: soft-capped scores, a window of 5 tokens in every second layer."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = dict(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, sliding_window=5, attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0, attn_implementation="eager", initializer_range=0.2,
+    )  # fmt: skip
+    model: nn.Module = Gemma2ForCausalLM(Gemma2Config(**{**settings, **kwargs}))
+    return model
+
+
 def token_batch(batch: int, seq: int, seed: int = 1, vocab: int = 96, ignore: float = 0.0) -> dict[str, torch.Tensor]:
     """Random tokens and labels; a share `ignore` of the labels is -100."""
     g = torch.Generator().manual_seed(seed)

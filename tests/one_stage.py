@@ -11,13 +11,12 @@ from parity import SEQ, TARGET, Case, cluster_of, compiled, fake_group, full_ten
 
 from autoplan.codegen.program import Layouts
 from autoplan.ir.graph import ModelGraph
-from autoplan.plan import make_plan
 from autoplan.program.activation_bytes import Activations
 from autoplan.program.activations import activations
 from autoplan.program.lower import BlockLowering
-from autoplan.program.pins import read_pins
 from autoplan.runtime.mesh import use_mesh
 from autoplan.runtime.model import ParallelModel
+from experiments.shared.default_plans import make_plan, read_pins
 
 
 @functools.cache
@@ -28,7 +27,7 @@ def predicted(case: Case, batch: int) -> tuple[ModelGraph, Layouts, dict[str, Ac
     _, layouts, _ = make_plan(graph, cluster_of(case.world, case.prices), config, {"b": 2, "s": SEQ, "t": TARGET})
     lowered = {n: BlockLowering(graph, b, layouts.selection, layouts.axes).run() for n, b in graph.blocks.items()}
     env = {"b": batch, "s": SEQ, "t": TARGET}
-    return graph, layouts, {n: activations(low, graph.factors, layouts.axes, env) for n, low in lowered.items()}
+    return graph, layouts, {n: activations(low, env) for n, low in lowered.items()}
 
 
 @contextlib.contextmanager

@@ -8,38 +8,29 @@ tested by itself.
 from __future__ import annotations
 
 import functools
-import itertools
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import models
 import pytest
-import spmd_types
 import torch
-import torch.distributed as dist
 from harness import pool
-from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, rank_map
 
 from autoplan.api import _aliases, _not_in
 from autoplan.capture.export import capture
 from autoplan.capture.passes.cast import computing_in
 from autoplan.codegen.program import Program, compile_program
 from autoplan.config.parallel import executed_precision
-from autoplan.cost_models.hardware.cluster import Cluster, Device, Link
+from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
 from autoplan.ir.graph import ModelGraph
-from autoplan.plan import make_plan
-from autoplan.program.pins import read_pins
 from autoplan.runtime.convert import CollectiveRecord, record_collectives
-from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
-from autoplan.runtime.params import materialise
-from autoplan.runtime.program import load_module
 from autoplan.runtime.shards import ParameterShard, held_indices
-from autoplan.runtime.spec import ParamSpec, ProgramSpec
+from autoplan.runtime.spec import ProgramSpec
+from experiments.shared import simulated
+from experiments.shared.default_plans import make_plan, read_pins
+from experiments.shared.simulated import SimulatedStep, fake_group
 
 SEQ = 16
 TARGET = 12  # tokens of the target of an encoder-decoder
@@ -173,8 +164,10 @@ def make_model(family: str, dropout: float) -> torch.nn.Module:
         return models.make_balanced()
     if family in ("mistral", "mistral-padded", "mistral-packed", "qwen2-mixed"):
         return models.make_windowed(mixed=family == "qwen2-mixed")
+    if family == "gemma2":
+        return models.make_gemma2()
     if family.startswith("llama"):
-        model = models.make_llama(tie_word_embeddings=family == "llama-tied")
+        model = models.make_llama(tie_word_embeddings=family == "llama-tied", attention_dropout=dropout)
         if family == "llama-frozen":
             for name in ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"):
                 model.get_parameter(name).requires_grad_(False)
@@ -208,7 +201,7 @@ def names_of(family: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 def cluster_of(world: int, prices: str) -> Cluster:
-    link = Link(0.0 if prices == "bandwidth" else 1e-3, 1e9, "made up")
+    link = Level(0.0 if prices == "bandwidth" else 1e-3, 1e9, "made up")
     return Cluster(1, world, Device("made up", 1e12, 1e9, 1 << 30, "made up"), link, "cpu")
 
 
@@ -273,16 +266,6 @@ def one_device(case: Case) -> Case:
     return replace(single, num_micro_batches=case.num_micro_batches, micro_batches_of=case.dp)
 
 
-@contextmanager
-def fake_group(world: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        spmd_types._mesh_axis._reset()
-
-
 def reference(
     case: Case, dtype: torch.dtype = torch.float64, batch: Mapping[str, torch.Tensor] | None = None
 ) -> tuple[float, dict[str, torch.Tensor]]:
@@ -308,78 +291,10 @@ def run_simulated(
 
     `records` receives the collectives that really ran.
     """
-    program = compiled(case)
-    spec = program.spec
-    params, buffers = full_tensors(case, dtype)
-    world = case.dp * case.tp
-    axes = [(name, 1 if name == "pp" else size) for name, size in spec.axes]
     batch = global_batch(case)
-    with fake_group(world), tempfile.TemporaryDirectory() as folder:
-        mesh = AxisMesh(axes, dict(spec.groups), device_type="cpu")
-
-        def coordinate(rank: int, axis: str) -> int:
-            return mesh.coordinate(axis, rank)
-
-        stages = [load_stage(Path(folder), s.source, (sources or program.sources)[s.source]) for s in spec.stages]
-        per_rank = [{} for _ in range(world)]
-        for rank in range(world):
-            for s, stage in zip(spec.stages, stages, strict=True):
-                materialise(
-                    stage,
-                    s,
-                    params,
-                    buffers,
-                    mesh.size,
-                    functools.partial(coordinate, rank),
-                    torch.device("cpu"),
-                    dtype,
-                )
-                per_rank[rank][s.index] = {
-                    n: t.detach().clone() for n, t in itertools.chain(stage.named_parameters(), stage.named_buffers())
-                }
-        total = 0.0
-        with LocalTensorMode(world), use_mesh(mesh), record_collectives(mesh) as seen:
-            for s, stage in zip(spec.stages, stages, strict=True):
-                for p in s.params:
-                    block, name = stage.get_submodule(f"blocks.{p.block}"), f"blocks.{p.block}.{p.attr}"
-                    value = rank_map(lambda r, n=name, i=s.index: per_rank[r][i][n].clone())
-                    setattr(block, p.attr, torch.nn.Parameter(value, requires_grad=p.trainable))
-            for index in range(case.num_micro_batches):
-                inputs, first = local_inputs(case, batch, index, mesh)
-                denominator = float(sum((part["labels_valid"]) for part in count_parts(case, batch)))
-                rng = rank_map(lambda r, f=first: torch.tensor([0, 0, f[r]]))
-                if spec.loss_share:
-                    inputs["loss_share"] = rank_map(lambda _: torch.tensor(1.0 / case.num_micro_batches, dtype=dtype))
-                carried: tuple[torch.Tensor, ...] = ()
-                for stage in stages:
-                    out = stage(*carried, **inputs, loss_denominator=torch.tensor(denominator, dtype=dtype), rng=rng)
-                    carried = out if isinstance(out, tuple) else (out,)
-                loss = carried[0]
-                loss.backward()
-                locals_ = loss.detach()._local_tensors
-                total += sum(
-                    float(locals_[r])
-                    for r in range(world)
-                    if all(mesh.coordinate(a, r) == 0 for a, _ in axes if a != "dp")
-                )
-        if records is not None:
-            records += seen
-        gradients: dict[str, torch.Tensor] = {}
-        for s, stage in zip(spec.stages, stages, strict=True):
-            for p in s.params:
-                if not p.trainable:
-                    continue
-                grad = stage.get_submodule(f"blocks.{p.block}").get_parameter(p.attr).grad
-                full = assemble(grad, p, mesh, world)
-                gradients[p.name] = gradients[p.name] + full if p.name in gradients else full
-        return total, gradients
-
-
-def load_stage(folder: Path, name: str, text: str) -> torch.nn.Module:
-    path = folder / name
-    path.write_text(text)
-    module: torch.nn.Module = load_module(path, f"parity_{name.removesuffix('.py')}", text).Stage()
-    return module
+    denominator = float(sum(part["labels_valid"] for part in count_parts(case, batch)))
+    step = SimulatedStep(*full_tensors(case, dtype), batch, case.num_micro_batches, denominator, dtype)
+    return simulated.run_simulated(compiled(case), step, sources, records)
 
 
 def count_parts(case: Case, batch: Mapping[str, torch.Tensor]) -> list[dict[str, int]]:
@@ -388,53 +303,6 @@ def count_parts(case: Case, batch: Mapping[str, torch.Tensor]) -> list[dict[str,
     if is_hf(case.family) and case.family not in ENCODER_DECODER:
         labels = labels[:, 1:]
     return [{"labels_valid": int((labels != -100).sum())}]
-
-
-def local_inputs(
-    case: Case, batch: Mapping[str, torch.Tensor], index: int, mesh: AxisMesh
-) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """Micro-batch `index` of every rank as LocalTensors, and the global number of its first sample per rank."""
-    size = next(iter(batch.values())).shape[0] // case.dp // case.num_micro_batches
-    first = [(mesh.coordinate("dp", r) * case.num_micro_batches + index) * size for r in range(case.dp * case.tp)]
-    return {k: rank_map(lambda r, v=v: v[first[r] : first[r] + size].clone()) for k, v in batch.items()}, first
-
-
-def assemble(grad: torch.Tensor, p: ParamSpec, mesh: AxisMesh, world: int) -> torch.Tensor:
-    """Full gradient from every rank's local one: by sub-axis concatenated (sharded), summed (dp, deferred), or equal
-    (invariant)."""
-    assert isinstance(grad, LocalTensor)
-    parts = {r: grad._local_tensors[r] for r in range(world)}
-    shape = [f for dim in p.factor_shape for f in dim]
-    where = {}
-    for dim, factors in enumerate(p.factor_shape):
-        for position in range(len(factors)):
-            where[dim, position] = len(where)
-    for s in p.shards:
-        shape[where[s.dim, s.position]] //= mesh.size(s.axis)
-    parts = {r: t.reshape(shape) for r, t in parts.items()}
-    order = [a for a in mesh.axes if a != "pp"]
-    for axis in reversed(order):
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for r in parts:
-            groups.setdefault(tuple(mesh.coordinate(a, r) for a in mesh.axes if a != axis), []).append(r)
-        merged = {}
-        for members in groups.values():
-            members.sort(key=lambda r, axis=axis: mesh.coordinate(axis, r))
-            tensors = [parts[r] for r in members]
-            at = [where[s.dim, s.position] for s in p.shards if s.axis == axis]
-            if at:
-                merged[members[0]] = torch.cat(tensors, at[0])
-            elif axis == "dp" or axis in p.reduce_axes:
-                merged[members[0]] = torch.stack(tensors).sum(0)
-            else:
-                for t in tensors[1:]:
-                    assert torch.equal(t, tensors[0]), (
-                        f"{p.name} is invariant on {axis}, but its gradient differs between ranks"
-                    )
-                merged[members[0]] = tensors[0]
-        parts = merged
-    (full,) = parts.values()
-    return full.reshape(p.shape)
 
 
 def worst(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -> tuple[float, str]:

@@ -75,8 +75,8 @@ def share(rank: int, world: int) -> tuple[list[LinkRecord], list[str], list[str]
         for num_bytes in (4096, 8192)
     ]
     job = Job(torch.device("cpu"), time.monotonic() + 60.0)
-    found, left = measure_sharing(job, links, sizes=(4096,))
-    return found, left, measure_sharing(job.until(0.0), links, sizes=(4096,))[1]
+    shared = measure_sharing(job, links, sizes=(4096,))
+    return shared.links, shared.left_out, measure_sharing(job.until(0.0), links, sizes=(4096,)).left_out
 
 
 def interfere(rank: int, world: int) -> dict[str, float]:

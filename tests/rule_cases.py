@@ -1,156 +1,43 @@
-"""One small node per op and form for tests/ops/test_rules.py, each with what plain torch computes for it.
-
-Tensors are written by their factors: `"b, s, kv group head"` is [b, s, kv*group*head], `1` a dim of size 1, `[]` a
-scalar. A word before `:` says what is in it: `const` has no gradient, `pos` is positive, `int16` holds integers below
-16, `target16` also -100, `bool` and `f32` are dtypes.
-"""
+"""One small node per op and form for tests/ops/test_rules.py, each with what plain torch computes for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from function_cases import CONVOLUTIONS, GENERIC, RECURRENT, SCANS, STATISTICS
+from rule_case import Case, T, X, case, same
 
-from autoplan.ir.graph import Node, Value
-from autoplan.ir.symbols import Expr, product
-
-ENV = {"b": 2, "s": 8}
-FACTORS: dict[str, Expr] = {
-    "b": Expr.symbol("b"),
-    "s": Expr.symbol("s"),
-    "next": Expr.symbol("s") + 1,
-    "keys": Expr.of(4),
-    # two key-value heads: fewer than the four ranks
-    **{name: Expr.of(size) for name, size in dict(kv=2, group=4, head=4, value=8, heads=4).items()},
-    **{name: Expr.of(size) for name, size in dict(hidden=8, out=12, major=2, minor=8, vocab=16, two=2).items()},
-    **{name: Expr.of(size) for name, size in dict(three=3, six=6, nine=9, four=4, eight=8).items()},
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A node, and `ref`: the same in plain torch (None where only the runtime has the op)."""
-
-    op: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    ref: Callable[..., Any] | None
-    attrs: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        attrs = "".join(f" {k}={v}" for k, v in self.attrs.items())
-        return f"{self.op}({'; '.join(self.inputs)}){attrs}"
-
-    @property
-    def node(self) -> Node:
-        ins = tuple(f"x{i}" for i in range(len(self.inputs)))
-        return Node(
-            "node", self.op, ins, tuple(f"y{i}" for i in range(len(self.outputs))), self.attrs, source="case.py:1"
-        )
-
-    @property
-    def values(self) -> dict[str, Value]:
-        out = {}
-        grad = False
-        for i, text in enumerate(self.inputs):
-            mark, dims = _read(text)
-            mine = mark in ("", "pos", "f32")
-            grad |= mine
-            out[f"x{i}"] = _value(
-                f"x{i}", dims, _DTYPES.get(mark, "int64" if mark[:3] in ("int", "tar") else "float64"), mine
-            )
-        for i, text in enumerate(self.outputs):
-            mark, dims = _read(text)
-            dtype = _DTYPES.get(mark, "int64" if mark == "int" else "float64")
-            mine = grad and "float" in dtype and mark != "const"
-            out[f"y{i}"] = _value(f"y{i}", dims, dtype, mine)
-        return out
-
-    def make(self, seed: int = 0) -> list[torch.Tensor]:
-        """The inputs, whole: multiples of 1/16, so that casts to float32 and sums of parts are exact."""
-        out = []
-        for i, text in enumerate(self.inputs):
-            mark, _ = _read(text)
-            shape = [int(size.evaluate(ENV)) for size in self.values[f"x{i}"].shape]
-            g = torch.Generator().manual_seed(seed * 31 + i)
-            if mark.startswith("int"):
-                x = torch.randint(int(mark[3:]), shape, generator=g)
-            elif mark.startswith("target"):
-                x = torch.randint(int(mark[6:]), shape, generator=g)
-                x[torch.rand(shape, generator=g) < 0.2] = -100
-            elif mark == "bool":
-                x = torch.rand(shape, generator=g) < 0.6
-            else:
-                low = 1 if mark == "pos" else -40
-                x = (
-                    torch.randint(low, 41, shape, generator=g).to(torch.float32 if mark == "f32" else torch.float64)
-                    / 16
-                )
-            out.append(x)
-        return out
-
-
-_DTYPES = {"bool": "bool", "f32": "float32", "c32": "float32"}
-
-
-def _read(text: str) -> tuple[str, tuple[tuple[str, ...], ...]]:
-    mark, _, rest = text.rpartition(":")
-    words = [w.strip() for w in rest.split(",")] if rest.strip() != "[]" else []
-    return mark.strip(), tuple(() if w == "1" else tuple(w.split()) for w in words)
-
-
-def _value(name: str, dims: tuple[tuple[str, ...], ...], dtype: str, grad: bool) -> Value:
-    return Value(name, tuple(product([FACTORS[f] for f in dim]) for dim in dims), dtype, grad, dims)
-
-
-def case(op: str, inputs: list[str], outputs: list[str] | str, ref: Callable[..., Any] | None, **attrs: Any) -> Case:
-    return Case(op, tuple(inputs), (outputs,) if isinstance(outputs, str) else tuple(outputs), ref, attrs)
-
-
-X = "b, s, kv group head"  # what most cases work on
-T = torch
-
-
-def _same(op: str, ref: Callable[..., Any] | None, x: str = X, y: str = "", **attrs: Any) -> Case:
-    mark = f"{y}:" if y else ""
-    return case(op, [x], mark + _strip(x), ref, **attrs)
-
-
-def _strip(text: str) -> str:
-    return text.rpartition(":")[2]
-
+from autoplan.ir.symbols import Expr
 
 UNARY = [
-    *(_same(n, getattr(F, n)) for n in ("silu", "relu", "softplus")),
-    *(_same(n, getattr(T, n)) for n in ("tanh", "sigmoid", "exp", "cos", "sin", "abs", "erf", "square", "neg")),
-    *(_same(n, getattr(T, n), f"pos: {X}") for n in ("log", "rsqrt", "sqrt")),
-    _same("gelu", F.gelu, approximate="none"),
-    _same("gelu", lambda x: F.gelu(x, approximate="tanh"), approximate="tanh"),
-    _same("logical_not", T.logical_not, f"bool: {X}", "bool"),
-    _same("pow_scalar", lambda x: x**2, scalar=2),
-    _same("pow_scalar", lambda x: x**-0.5, f"pos: {X}", scalar=-0.5),
-    _same("add_scalar", lambda x: x + 0.5, scalar=0.5),
-    _same("add_scalar", lambda x: x + 8, scalar=Expr.symbol("s")),
-    _same("rsub_scalar", lambda x: 1.5 - x, scalar=1.5),
-    _same("mul_scalar", lambda x: x * -0.25, scalar=-0.25),
-    _same("div_scalar", lambda x: x / 8, scalar=Expr.symbol("s")),
+    *(same(n, getattr(F, n)) for n in ("silu", "relu", "softplus")),
+    *(same(n, getattr(T, n)) for n in ("tanh", "sigmoid", "exp", "cos", "sin", "abs", "erf", "square", "neg")),
+    *(same(n, getattr(T, n), f"pos: {X}") for n in ("log", "rsqrt", "sqrt")),
+    same("gelu", F.gelu, approximate="none"),
+    same("gelu", lambda x: F.gelu(x, approximate="tanh"), approximate="tanh"),
+    same("logical_not", T.logical_not, f"bool: {X}", "bool"),
+    same("pow_scalar", lambda x: x**2, scalar=2),
+    same("pow_scalar", lambda x: x**-0.5, f"pos: {X}", scalar=-0.5),
+    same("add_scalar", lambda x: x + 0.5, scalar=0.5),
+    same("add_scalar", lambda x: x + 8, scalar=Expr.symbol("s")),
+    same("rsub_scalar", lambda x: 1.5 - x, scalar=1.5),
+    same("mul_scalar", lambda x: x * -0.25, scalar=-0.25),
+    same("div_scalar", lambda x: x / 8, scalar=Expr.symbol("s")),
     *(
-        _same(f"{n}_scalar", lambda x, n=n: getattr(T, n)(x, 0.25), X, "bool", scalar=0.25)
+        same(f"{n}_scalar", lambda x, n=n: getattr(T, n)(x, 0.25), X, "bool", scalar=0.25)
         for n in ("ne", "eq", "lt", "gt", "le", "ge")
     ),
-    _same("clamp", lambda x: x.clamp(-1.0, None), min=-1.0, max=None),
-    _same("clamp", lambda x: x.clamp(None, 0.5), min=None, max=0.5),
-    _same("to", lambda x: x.double(), f"f32: {X}", dtype="float64"),
-    _same("to", lambda x: x.double(), f"bool: {X}", "const", dtype="float64"),
-    _same("to", lambda x: x.float(), X, "f32", dtype="float32"),
-    _same("detach", lambda x: x.detach(), X, "const"),
-    _same("clone", lambda x: x.clone()),
-    _same("dropout", None, p=0.4),
-    _same("dropout", None, "s, b, hidden", p=0.4),
+    same("clamp", lambda x: x.clamp(-1.0, None), min=-1.0, max=None),
+    same("clamp", lambda x: x.clamp(None, 0.5), min=None, max=0.5),
+    same("to", lambda x: x.double(), f"f32: {X}", dtype="float64"),
+    same("to", lambda x: x.double(), f"bool: {X}", "const", dtype="float64"),
+    same("to", lambda x: x.float(), X, "f32", dtype="float32"),
+    same("detach", lambda x: x.detach(), X, "const"),
+    same("clone", lambda x: x.clone()),
+    same("dropout", None, p=0.4),
+    same("dropout", None, "s, b, hidden", p=0.4),
 ]
 
 # the second operand: equal, a vector, a column, a scalar, a constant, an outer dim
@@ -492,4 +379,4 @@ VIEWS = [
     case("full", [], "bool: b, s", lambda: T.full((2, 8), True), scalar=1, dtype="bool"),
 ]
 
-CASES = [*UNARY, *BINARY, *PRODUCTS, *ATTENTION, *VIEWS]
+CASES = [*UNARY, *BINARY, *PRODUCTS, *ATTENTION, *VIEWS, *CONVOLUTIONS, *RECURRENT, *SCANS, *STATISTICS, *GENERIC]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autoplan.profiler.processes import run_ranks
 from experiments.by_hand.sharded_by_hand import RECIPES, make_trainer
 from experiments.shared.models import Size, make_llama, token_batch
-from experiments.shared.processes import run_ranks
 from experiments.shared.training import check, part_of, train_alone
 
 FAULTS = ("none", "data", "weights", "no step", "name")

@@ -1,10 +1,12 @@
-"""Stacks of linear layers: layers that read their number, return tuples, or are used twice."""
+"""Stacks of linear layers: layers that read their number, alternate, return tuples, or are used twice."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -42,6 +44,24 @@ class UnusedNumber(ScaledBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = x + self.linear(x)
         return out
+
+
+class Alternating(ScaledBlock):
+    """Two kinds of layers by turns, told apart by an attribute; every layer has its own equal activation."""
+
+    runs: ClassVar[list[int]] = []
+    wide = False  # for layers that do not set their own
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.act = functools.partial(F.gelu, approximate="tanh")
+        if index % 3 == 2:
+            self.wide = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Alternating.runs.append(1)
+        made: torch.Tensor = self.act(self.linear(x))
+        return x + made.cos() if self.wide else x + made * torch.tensor([float(i) for i in range(8)])
 
 
 class Tupled(UnusedNumber):

@@ -18,12 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from autoplan.codegen.schedules import schedule_spec
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
+from autoplan.runtime.stages import Carried
 from autoplan.runtime.zero import apply_zero
 from autoplan.schedules.schedule import chunks_of_ranks
 
 VOCAB, DIM, HIDDEN, BATCH, SEQUENCE = 13, 5, 7, 2, 6
 NUM_BLOCKS = 4
-Carried = tuple[torch.Tensor, ...]
 
 
 class Embed(nn.Module):
@@ -74,7 +74,7 @@ class Stage(nn.Module):
 
     def forward(
         self, *carried: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor, denominator: torch.Tensor
-    ) -> torch.Tensor | Carried:
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if "embed" in self.blocks:
             h = self.blocks["embed"](ids)
             embedded, touched = h, torch.zeros(ids.shape, dtype=torch.int64)
@@ -92,9 +92,9 @@ class Stage(nn.Module):
 
 
 CARRIED = (
-    ((BATCH, SEQUENCE, DIM), torch.float64),
-    ((BATCH, SEQUENCE, DIM), torch.float64),
-    ((BATCH, SEQUENCE), torch.int64),
+    Carried((BATCH, SEQUENCE, DIM), torch.float64),
+    Carried((BATCH, SEQUENCE, DIM), torch.float64),
+    Carried((BATCH, SEQUENCE), torch.int64),
 )
 
 

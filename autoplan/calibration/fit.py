@@ -39,7 +39,6 @@ SCALE = 0.1
 HUBER = 0.5  # in units of SCALE: smaller errors count squared
 LEAST_ELASTICITY = 0.02  # of a step's time to a constant: smaller ones do not determine the constant
 LEAST_GROUPS = 3
-FEW_STEPS = 20  # a group of fewer steps counts in an interval as that share of a group
 _DIFFERENCE = 0.04  # of a constant's logarithm: wide enough to see past a maximum of two times
 _RADIUS = 0.3  # of the trust region, in logarithms
 _LEAST_RADIUS = 0.02
@@ -360,7 +359,7 @@ def _names(names: Sequence[str], start: Constants) -> list[str]:
         if name not in known:
             raise ProfileError(f"constant {name!r} is not known; known are {', '.join(known)}")
         if not known[name]:
-            raise ProfileError(f"constant {name!r} is 0, and what is 0 is not fitted; start it above 0")
+            raise ProfileError(f"constant {name!r} is 0, which cannot be fitted; start it above 0")
     return [n for n in known if known[n] and (not names or n in names)]
 
 
@@ -374,7 +373,7 @@ def _constants(start: Constants, names: Sequence[str], z: Floats) -> Constants:
 def _logs(steps: Sequence[MeasuredStep], indices: Sequence[int], seconds: Sequence[float]) -> Floats:
     for i, value in zip(indices, seconds, strict=True):
         if not 0 < value < math.inf:
-            raise AutoplanError(f"step {steps[i].name}: its predicted time {value!r} is no positive number of seconds")
+            raise AutoplanError(f"step {steps[i].name}: the predicted time {value!r} is not above 0 s")
     return np.log(np.asarray(seconds, dtype=np.float64))
 
 
@@ -438,59 +437,3 @@ def group_errors(steps: Sequence[MeasuredStep], logs: Floats) -> dict[str, float
     for step, value in zip(steps, np.abs(logs), strict=True):
         found.setdefault(step.group, []).append(float(value))
     return {name: float(np.mean(found[name])) for name in sorted(found)}
-
-
-def macro(steps: Sequence[MeasuredStep], logs: Floats) -> float:
-    """Return the mean over groups of `group_errors`, each group counting once."""
-    return float(np.mean(list(group_errors(steps, logs).values())))
-
-
-@dataclass(frozen=True)
-class Interval:
-    """The factors `low` and `high` between which measured / predicted is to lie for the share `aimed` of steps.
-
-    `covered`: the share of steps inside, of groups that had no part in the quantiles, each group counting once.
-    """
-
-    aimed: float
-    low: float
-    high: float
-    covered: float
-
-    @property
-    def width(self) -> float:
-        """The width relative to the prediction."""
-        return self.high - self.low
-
-
-def interval(steps: Sequence[MeasuredStep], errors: Floats, aimed: float) -> Interval:
-    """Return the central interval of measured / predicted from held-out errors, each group counting once.
-
-    A group of few steps (under `FEW_STEPS`) counts by their share of these: a single step is not a tail. The coverage
-    is that of intervals from the other groups (leave-one-out conformal: Vovk, 2015).
-
-    Raises:
-        AutoplanError: for a single group or a share outside (0, 1).
-    """
-    if not 0 < aimed < 1:
-        raise AutoplanError(f"aimed={aimed!r} is a share of steps; it must lie in (0, 1)")
-    labels = sorted({s.group for s in steps})
-    if len(labels) < 2:
-        raise AutoplanError("an interval needs steps of at least two groups")
-    group = np.array([labels.index(s.group) for s in steps])
-    weights = 1.0 / np.maximum(FEW_STEPS, np.bincount(group))[group]
-    ratio = -errors  # log of measured / predicted
-    tail = (1 - aimed) / 2
-    shares = []
-    for g in range(len(labels)):
-        rest = group != g
-        low, high = (_quantile(ratio[rest], weights[rest], q) for q in (tail, 1 - tail))
-        shares.append(float(np.mean((ratio[~rest] >= low) & (ratio[~rest] <= high))))
-    low, high = (_quantile(ratio, weights, q) for q in (tail, 1 - tail))
-    return Interval(aimed, math.exp(low), math.exp(high), float(np.mean(shares)))
-
-
-def _quantile(values: Floats, weights: Floats, q: float) -> float:
-    order = np.argsort(values, kind="stable")
-    below = np.cumsum(weights[order]) / np.sum(weights)
-    return float(values[order][min(len(values) - 1, int(np.searchsorted(below, q)))])

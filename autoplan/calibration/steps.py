@@ -25,9 +25,9 @@ from typing import Any
 
 from autoplan.calibration.fit import MeasuredStep
 from autoplan.catalog import load_model
-from autoplan.config.choices import options_of
+from autoplan.config.choices import options_of, read_mode
 from autoplan.config.numbers import read_count
-from autoplan.config.parallel import Mode, ParallelConfig, precision_of
+from autoplan.config.parallel import ParallelConfig, precision_of
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.hardware.cluster_file import read_yaml
@@ -39,7 +39,8 @@ from autoplan.errors import AutoplanError, PinError
 from autoplan.report.degrees import checked_config
 from autoplan.search.estimate import ends_apart, estimate_config, recompute_counts, units_of
 from autoplan.search.layouts import PlanRequest
-from autoplan.sweeps.whatif import check_sweep
+from autoplan.sweeps.capacity import beside
+from autoplan.sweeps.whatif import check_measured_on, check_sweep
 
 _NEEDED = ("model", "cluster", "seq_len", "global_batch_size", "step_time_s")
 _OPTIONAL = ("name", "group", "precision", "mode", "options", "degrees")
@@ -93,7 +94,7 @@ def read_steps(path: str | Path, constants: Constants, profile: Profile | None =
     for i, item in enumerate(data):
         at = f"{where}: step {i + 1}"
         if not isinstance(item, Mapping):
-            raise PinError(f"{at}: {item!r} is no mapping with {', '.join(_NEEDED)}")
+            raise PinError(f"{at}: {item!r} must be a mapping with the keys {', '.join(_NEEDED)}")
         try:
             out.append(_measured(item, i, folder, models, constants, profile))
         except AutoplanError as error:
@@ -125,21 +126,15 @@ def _measured(
         raise PinError(f"step_time_s={seconds!r} must be a number of seconds above 0")
     seq_len, batch = _count("seq_len", given["seq_len"]), _count("global_batch_size", given["global_batch_size"])
     check_sweep(seq_len, batch)
-    cluster = Cluster.parse(_beside(_text("cluster", given["cluster"]), folder, (".yaml", ".yml")))
-    if profile is not None and profile.device_type != cluster.device_type:
-        raise PinError(
-            f"profile {profile.name} was measured on {profile.device_type} devices, the cluster {cluster} has "
-            f"{cluster.device_type} devices"
-        )
-    mode = given.get("mode", "eager")
-    if mode not in tuple(Mode):
-        raise PinError(f"mode {mode!r} is not known; use {', '.join(Mode)}")
+    cluster = Cluster.parse(beside(_text("cluster", given["cluster"]), folder, (".yaml", ".yml")))
+    check_measured_on(profile, cluster, f"the cluster {cluster}")
+    mode = read_mode(given.get("mode", "eager"))
     precision = precision_of(str(given.get("precision", "bf16"))).name
     degrees = given.get("degrees", {})
     if not isinstance(degrees, Mapping):
         raise PinError(f"degrees={degrees!r} must be a mapping, for example {{tp: 4, pp: 2}}")
     options = options_of(given.get("options"))
-    model = _beside(_text("model", given["model"]), folder, (".json",))
+    model = beside(_text("model", given["model"]), folder, (".json",))
     if model not in models:
         models[model] = load_model(model)
     request = PlanRequest(
@@ -148,7 +143,7 @@ def _measured(
         seq_len=seq_len,
         global_batch_size=batch,
         precision=precision,
-        mode=Mode(mode),
+        mode=mode,
         options=options,
         constants=constants,
         profile=profile,
@@ -167,11 +162,6 @@ def _text(name: str, value: object) -> str:
 
 def _count(name: str, value: object) -> Any:
     return read_count(value, name) if isinstance(value, str) else value
-
-
-def _beside(text: str, folder: Path, endings: tuple[str, ...]) -> str:
-    """Return the path of a file beside the steps file; text that does not name a file is returned as it is."""
-    return str(folder / text) if text.partition("@")[0].endswith(endings) else text
 
 
 def functions(measured: Sequence[Measured]) -> list[Callable[[Constants], float]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from autoplan.calibration.fit import Fitted, HeldOut, Interval, MeasuredStep, Row, group_errors, macro
+from autoplan.calibration.fit import Fitted, HeldOut, MeasuredStep, Row, group_errors
 from autoplan.cost_models.constants import Constants
 
 _DIGITS = 4  # of stored values: far finer than any error
@@ -56,35 +56,10 @@ def state(row: Row) -> str:
     return "fitted" if row.determined else "prior holds"
 
 
-def groups_table(steps: Sequence[MeasuredStep], fitted: Fitted, held: HeldOut | None, group: str) -> Table:
-    """Return a table of mean |log(predicted / measured)| by group, and the mean over groups."""
-    columns = {"before": fitted.before, "in sample": fitted.after} | ({"held out": held.errors} if held else {})
-    errors = [group_errors(steps, logs) for logs in columns.values()]
-    table = Table(title="Errors", title_justify="left")
-    for name in (group, "steps", *columns):
-        table.add_column(name, justify="left" if name == group else "right")
-    for label in errors[0]:
-        count = sum(s.group == label for s in steps)
-        table.add_row(label, str(count), *(f"{e[label]:.1%}" for e in errors))
-    table.add_section()
-    table.add_row(f"mean over {group}s", str(len(steps)), *(f"{macro(steps, logs):.1%}" for logs in columns.values()))
-    return table
-
-
-def interval_text(found: Interval) -> str:
-    """Return one line about an interval."""
-    return (
-        f"interval from held-out errors: measured / predicted in [{found.low:.2f}, {found.high:.2f}] aims at "
-        f"{found.aimed:.0%} of steps; of groups that had no part in it, it covers {found.covered:.0%}; its width is "
-        f"{found.width:.0%} of the prediction"
-    )
-
-
 def stored(
     steps: Sequence[MeasuredStep],
     fitted: Fitted,
     held: HeldOut | None = None,
-    intervals: Sequence[Interval] = (),
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the data of a constants file (`Constants.load`), with the source of every value.
@@ -110,28 +85,25 @@ def stored(
             "determined": row.determined,
             "groups": list(row.groups),
             "steps": row.num_steps,
-            "standard_error": _short(row.standard_error) if row.fitted else None,
+            "standard_error": short(row.standard_error) if row.fitted else None,
             "prior_width": row.prior_width,
         }
         if held is not None:
             out = [by_group["held_out"][g] for g in row.groups]
-            entry["held_out_error"] = _short(sum(out) / len(out)) if out else None
-            entry["without_one_group"] = [_short(v) for v in held.span[name]]
+            entry["held_out_error"] = short(sum(out) / len(out)) if out else None
+            entry["without_one_group"] = [short(v) for v in held.span[name]]
         constants[name] = entry
     return {
         "constants": constants,
-        "error": {name: _short(sum(e.values()) / len(e)) for name, e in by_group.items()},
+        "error": {name: short(sum(e.values()) / len(e)) for name, e in by_group.items()},
         "errors": {
-            g: {"steps": sum(s.group == g for s in steps)} | {n: _short(e[g]) for n, e in by_group.items()}
+            g: {"steps": sum(s.group == g for s in steps)} | {n: short(e[g]) for n, e in by_group.items()}
             for g in by_group["before"]
         },
-        "intervals": [
-            {n: _short(v) for n, v in (("aimed", i.aimed), ("low", i.low), ("high", i.high), ("covered", i.covered))}
-            for i in intervals
-        ],
         **(more or {}),
     }
 
 
-def _short(value: float) -> float | None:
+def short(value: float) -> float | None:
+    """Return the value in the digits that are stored; None if it is not finite."""
     return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None

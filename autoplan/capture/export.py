@@ -6,28 +6,43 @@ regions; translate ATen to IR ops; cut into blocks and merge identical ones; nor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from autoplan.capture.frontend.experts import capture_experts, capture_hf_experts, refuse_separate_experts
+from autoplan.capture.frontend.bags import CaptureBags
+from autoplan.capture.frontend.batch_norm import capture_batch_norm
+from autoplan.capture.frontend.buffers import all_buffers, attributes_restored
+from autoplan.capture.frontend.expert_loops import ExpertLoops
+from autoplan.capture.frontend.experts import capture_experts, capture_hf_experts
+from autoplan.capture.frontend.held import HeldParameters
 from autoplan.capture.frontend.host import examples_on_host, module_on_host
 from autoplan.capture.frontend.huggingface import (
     capture_attention,
     check_masks,
-    is_hf_model,
+    configured,
+    files_with_branches,
+    holds_hf_model,
     own_hooks,
     recorded_outputs,
 )
-from autoplan.capture.frontend.inputs import LossFn, LossModule, check_arguments
-from autoplan.capture.frontend.layer_tracer import LayerTracer
+from autoplan.capture.frontend.inplace import can_be_functional, without_mutation
+from autoplan.capture.frontend.inputs import LossFn, LossModule, check_arguments, uncompiled
+from autoplan.capture.frontend.layer_tracer import LayerTracer, layer_modules
+from autoplan.capture.frontend.lengths_held import Lengths
 from autoplan.capture.frontend.masks import Ledger
-from autoplan.capture.frontend.recurrences import refuse_loops
-from autoplan.capture.frontend.sizes import bounds_of, export_symbolic
+from autoplan.capture.frontend.own_backward import checked_backwards, refuse_gradient_hooks
+from autoplan.capture.frontend.recurrences import find_scans
+from autoplan.capture.frontend.recurrent import capture_recurrent
+from autoplan.capture.frontend.rehearsal import rehearse
+from autoplan.capture.frontend.scans import Scan, Scans
+from autoplan.capture.frontend.sizes import export_symbolic
+from autoplan.capture.frontend.torch_transformer import capture_transformers
 from autoplan.capture.layers.assemble import assemble
 from autoplan.capture.translate import Translator, dtype_name
 from autoplan.errors import CaptureError
@@ -59,43 +74,88 @@ def capture(
     _refuse_autocast()
     example_inputs = examples_on_host(example_inputs)
     check_masks(model, example_inputs)
-    with module_on_host(model):
-        if is_hf_model(model):
-            refuse_separate_experts(model)
-            refuse_loops(model, LossModule(model, tuple(example_inputs), loss_fn), example_inputs)
-        graph = _capture(model, example_inputs, loss_fn, merge=True)
-        if graph is None:  # a layer read an attribute in which it differs from the others: trace them one by one
-            graph = _capture(model, example_inputs, loss_fn, merge=False)
-    if graph is None:
-        raise CaptureError(f"{type(model).__name__}: layers could not be delimited")
+    refuse_gradient_hooks(model)
+    wrapped = partial(LossModule, model, tuple(example_inputs), loss_fn, HeldParameters(model))
+    with module_on_host(model), uncompiled(), attributes_restored(model):
+        found: tuple[Scan, ...] = ()
+        if holds_hf_model(model):
+            found = find_scans(model, wrapped(), example_inputs)
+        graph = _in_layers(wrapped, example_inputs, Scans(found))
     return infer_factors(graph).in_order()
 
 
+def _in_layers(
+    wrapped: Callable[[], LossModule], example_inputs: Mapping[str, torch.Tensor], scans: Scans
+) -> ModelGraph:
+    """Capture with the layers that `layer_modules` finds; of a list alone if those in sequences cannot be delimited."""
+    model = wrapped().model
+
+    def tried(lists_only: bool) -> ModelGraph:
+        graph = _capture(wrapped(), example_inputs, scans, merge=True, lists_only=lists_only)
+        if graph is None:  # a value enters or leaves a layer past its arguments: trace them one by one
+            graph = _capture(wrapped(), example_inputs, scans, merge=False, lists_only=lists_only)
+        if graph is None:
+            raise CaptureError(f"{type(model).__name__}: layers could not be delimited")
+        return graph
+
+    try:
+        return tried(lists_only=False)
+    except CaptureError:
+        if layer_modules(model).keys() == layer_modules(model, lists_only=True).keys():
+            raise
+        try:  # a block that changes what it is given in place is no layer
+            return tried(lists_only=True)
+        except CaptureError:
+            pass
+        raise
+
+
 def _capture(
-    model: nn.Module, example_inputs: Mapping[str, torch.Tensor], loss_fn: LossFn | None, *, merge: bool
+    wrapper: LossModule,
+    example_inputs: Mapping[str, torch.Tensor],
+    scans: Scans,
+    *,
+    merge: bool,
+    lists_only: bool = False,
 ) -> ModelGraph | None:
-    names = tuple(example_inputs)
-    wrapper = LossModule(model, names, loss_fn)
-    ledger, failure = Ledger(), None
+    names, model = tuple(example_inputs), wrapper.model
+    ledger, loops, failure = Ledger(), ExpertLoops(model), None
+    recorded = recorded_outputs if holds_hf_model(model) else dict
+    expected = _rehearsed(wrapper, example_inputs, LayerTracer(model, merge, recorded, lists_only), ledger, scans)
     while True:
-        tracer = LayerTracer(model, merge, recorded_outputs if is_hf_model(model) else dict)
+        tracer = LayerTracer(model, merge, recorded, lists_only, expected)
         try:
-            program, symbols = _exported(wrapper, example_inputs, tracer, ledger)
+            program, symbols = _exported(wrapper, example_inputs, tracer, ledger, loops, scans)
         except CaptureError as exc:
-            if ledger.again():
+            if tracer.hidden.read:
+                expected = frozenset()
+                continue
+            if ledger.again() or loops.again():
                 continue
             if failure is None and wrapper.gives_more():  # it may have missed an input that it looks up by name
                 failure = exc
                 continue
+            if not ledger.as_run and files_with_branches(model):  # a branch for torch.compile may lack something
+                ledger.as_run, failure = True, failure or exc
+                continue
             raise failure or exc from exc
-        if not ledger.again() and not wrapper.gives_more():
+        if tracer.hidden.read:  # and the model went on
+            expected = frozenset()
+        elif not ledger.again() and not wrapper.gives_more():
             break
-    bounds = bounds_of(program, symbols, type(model).__name__)
-    if tracer.unproved and merge:
-        return None
-    trace = Translator(program, wrapper, symbols, names).run()
+    lengths = Lengths(program, symbols, type(model).__name__)
+    try:
+        trace = Translator(program, wrapper, lengths, names).run()
+    except CaptureError:
+        if not can_be_functional(program):
+            raise
+        trace = Translator(without_mutation(program), wrapper, lengths, names).run()
     graph = assemble(trace, type(model).__name__, *_parameters(model))
-    return graph if graph is None else replace(graph, bounds=bounds)
+    if graph is None:
+        return None
+    return replace(
+        graph, bounds=lengths.bounds, notes=(*graph.notes, *loops.notes, *scans.notes, *sorted(ledger.notes))
+    )
 
 
 def _refuse_autocast() -> None:
@@ -109,18 +169,57 @@ def _refuse_autocast() -> None:
 
 
 def _exported(
-    wrapper: LossModule, example_inputs: Mapping[str, torch.Tensor], tracer: LayerTracer, ledger: Ledger
+    wrapper: LossModule,
+    example_inputs: Mapping[str, torch.Tensor],
+    tracer: LayerTracer,
+    ledger: Ledger,
+    loops: ExpertLoops,
+    scans: Scans,
 ) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
-    """Export once; `ledger` says which masks of a Hugging Face model are tensors in this trace."""
+    """Export once.
+
+    Args:
+        ledger: which masks of a Hugging Face model are tensors in this trace.
+        loops: which loops over experts were shown to be traceable, and what a user may not expect of the graph.
+        scans: the functions that go along the sequence.
+    """
+    with _patched(wrapper, tracer, ledger, loops, scans):
+        return export_symbolic(wrapper, example_inputs, tracer)
+
+
+def _rehearsed(
+    wrapper: LossModule, example_inputs: Mapping[str, torch.Tensor], tracer: LayerTracer, ledger: Ledger, scans: Scans
+) -> frozenset[str]:
+    """Return the layers that an export can expect to repeat others."""
+    if scans.found:  # they are tried on real tensors
+        return frozenset()
+    loops = ExpertLoops(wrapper.model)
+    return rehearse(wrapper, example_inputs, tracer, ledger, lambda: _patched(wrapper, tracer, ledger, loops, scans))
+
+
+@contextmanager
+def _patched(
+    wrapper: LossModule, tracer: LayerTracer, ledger: Ledger, loops: ExpertLoops, scans: Scans
+) -> Iterator[None]:
+    """Let the model run in the form that is traced."""
     model = wrapper.model
     with ExitStack() as stack:
         stack.enter_context(tracer.active())  # first: the patches below make layers differ from one another
+        stack.enter_context(checked_backwards())
         stack.enter_context(capture_experts(model))
-        if is_hf_model(model):
+        stack.enter_context(loops.active())
+        stack.enter_context(capture_recurrent())
+        stack.enter_context(scans.active())
+        stack.enter_context(CaptureBags())
+        stack.enter_context(capture_transformers())
+        stack.enter_context(capture_batch_norm(model))
+        if holds_hf_model(model):
+            stack.enter_context(configured(model, "use_cache", False))
             stack.enter_context(capture_attention(model, ledger))
-            stack.enter_context(capture_hf_experts(model))
+            stack.enter_context(capture_hf_experts(model, loops.notes))
             stack.enter_context(own_hooks(model))
-        return export_symbolic(wrapper, example_inputs, tracer)
+        wrapper.within = tracer.hidden.forward
+        yield
 
 
 def _parameters(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
@@ -142,5 +241,5 @@ def _parameters(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, Param
 
     return (
         collect(model.named_parameters(remove_duplicate=False)),
-        collect(model.named_buffers(remove_duplicate=False)),
+        collect(all_buffers(model, remove_duplicate=False)),
     )

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autoplan.capture.frontend.left_out import check_attention_dropout
-from autoplan.errors import CaptureError
+from autoplan.errors import FormError
 from autoplan.ops.arguments import Alias, IrResult, Lowering
 from autoplan.ops.record import Trait
 from autoplan.ops.table import ATEN, op_has
@@ -21,7 +20,11 @@ _SHOWN = frozenset(
     "size shape sizes chunks split_size split_sizes start_dim end_dim memory_format device layout pin_memory "
     "non_blocking copy implicit enable_gqa cudnn_enable".split()
 )
-_SHAPE_OF = {"aten.view_as.default": "other", **{f"aten.{f}_like.default": "self" for f in ("full", "ones", "zeros")}}
+_SHAPE_OF = {
+    "aten.view_as.default": "other",
+    "aten.squeeze.dims": "dim",
+    **{f"aten.{f}_like.default": "self" for f in ("full", "ones", "zeros")},
+}
 
 
 class Arguments(dict[str, Any]):
@@ -49,18 +52,12 @@ def lower(target: str, a: Arguments, defaults: Mapping[str, Any]) -> IrResult:
         defaults: the defaults of its arguments, by the schema.
 
     Raises:
-        CaptureError: also for an argument that the op's record does not read and that is not at its default.
+        FormError: for an argument that the op's record does not read and that is not at its default.
     """
     result = OPS[target](a)
     if isinstance(result, Alias):
         return result
     made = result if isinstance(result, list) else [result]
-    for item in made:
-        check_attention_dropout(
-            item.left_out,
-            target.split(".")[1],
-            "set it to 0 and use nn.Dropout on the residual branch",
-        )
     takes_dtype = any(op_has(item.op, Trait.TAKES_DTYPE) for item in made)
     for name in sorted(set(a) - a.read - _SHOWN):
         value = dict.__getitem__(a, name)
@@ -68,7 +65,9 @@ def lower(target: str, a: Arguments, defaults: Mapping[str, Any]) -> IrResult:
             continue
         if name == _SHAPE_OF.get(target):
             continue
-        raise CaptureError(f"{target.split('.')[1]} with {name}={value} is not supported")
+        raise FormError(f"{target.split('.')[1]} with {name}={value} is not supported")
+    if any(isinstance(value, complex) for item in made for value in item.attrs.values()):
+        raise FormError(f"{target.split('.')[1]} with a complex number is not supported; use a complex tensor")
     return result
 
 

@@ -9,7 +9,6 @@ import importlib
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from autoplan.capture.frontend.cache import cached
 from autoplan.capture.frontend.config_file import label_dims, model_from_config
 from autoplan.capture.frontend.huggingface import default_example, is_hf_model
 from autoplan.capture.frontend.inputs import LossFn, check_arguments
-from autoplan.capture.frontend.left_out import attention_dropout_left_out
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import ModelGraph
 
@@ -36,12 +34,44 @@ def graph_of_config(config: Mapping[str, Any], where: str) -> ModelGraph:
 
 
 def _example(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return fake tensors of the usual shapes for a language model, with labels of the shape that its class takes."""
+    """Return fake tensors of the usual shapes for a model, with labels of the shape that its class takes."""
     with FakeTensorMode(allow_non_fake_inputs=True):
+        main = getattr(model, "main_input_name", "input_ids")
+        if main == "pixel_values" and label_dims(model) == 1:
+            return _images(model)
+        if main == "input_features":
+            return _spectrograms(model)
         example = default_example(model)
         if label_dims(model) == 1:
             example["labels"] = example["labels"][:, 0].clone()
     return example
+
+
+def _images(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a batch of 2 images of the size in the config, with one label each."""
+    config: Any = model.config
+    size = getattr(config, "image_size", 224)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    pixels = torch.zeros(2, getattr(config, "num_channels", 3), height, width)
+    return {"pixel_values": pixels.to(config.dtype), "labels": torch.zeros(2, dtype=torch.long)}
+
+
+def _spectrograms(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a batch of 2 spectrograms of the size in the config, as in Whisper, and the tokens of their words.
+
+    Raises:
+        CaptureError: if the config does not give this size.
+    """
+    config: Any = model.config
+    names = ("num_mel_bins", "max_source_positions", "max_target_positions")
+    if not all(isinstance(getattr(config, name, None), int) for name in names):
+        raise CaptureError(
+            f"{type(model).__name__}: the shape of its input_features does not follow from its config; write a "
+            "function that returns (model, example_inputs) and give it as package.module:function"
+        )
+    bins, positions, tokens = (int(getattr(config, name)) for name in names)
+    features = torch.zeros(2, bins, 2 * positions)  # the first convolutions halve the number of frames
+    return {"input_features": features.to(config.dtype), "labels": torch.zeros(2, tokens, dtype=torch.long)}
 
 
 def load_config(path: Path) -> ModelGraph:
@@ -65,15 +95,10 @@ def load_config(path: Path) -> ModelGraph:
 
 
 def _priced(model: nn.Module, example: Mapping[str, torch.Tensor], loss_fn: LossFn | None = None) -> ModelGraph:
-    """Return the graph of a model that is priced and not executed. Its `left_out` names what the graph omits."""
-
-    def make() -> ModelGraph:
-        with attention_dropout_left_out() as found:
-            graph = capture(model, example, loss_fn)
-        said = ", ".join(f"p={p:g}" for p in sorted(found))
-        return replace(graph, left_out=(f"dropout {said} inside attention",)) if found else graph
-
-    return make() if loss_fn is not None else cached(model, example, make, how="priced")
+    """Return the graph of a model, from the cache if it brings its loss and is there."""
+    if loss_fn is not None:
+        return capture(model, example, loss_fn)
+    return cached(model, example, lambda: capture(model, example))
 
 
 def load_factory(text: str) -> ModelGraph:

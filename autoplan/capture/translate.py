@@ -5,19 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any, cast
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from autoplan.capture.decompose import Traces, decomposed, rewritten
 from autoplan.capture.frontend import inputs
+from autoplan.capture.frontend.buffers import plain_tensors
 from autoplan.capture.frontend.inplace import (
     ALLOCATIONS,
     FILLED,
     Assembly,
     Constant,
+    ConstantTensor,
     Window,
     fill,
     out_of_place,
@@ -25,14 +27,18 @@ from autoplan.capture.frontend.inplace import (
     window,
 )
 from autoplan.capture.frontend.inputs import LossModule
+from autoplan.capture.frontend.lengths_held import Lengths
+from autoplan.capture.generic import generic, is_pointwise, why_impure
 from autoplan.capture.ops import OPS, SKIP, Arguments, lower
 from autoplan.capture.trace import Repeat, Trace
-from autoplan.errors import CaptureError
+from autoplan.errors import CaptureError, FormError
 from autoplan.ir.graph import Node, Value
 from autoplan.ir.symbols import Expr
-from autoplan.ops.arguments import Alias, IrOp
-from autoplan.ops.record import Trait
+from autoplan.ops.arguments import Alias, IrOp, IrResult
+from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.table import op_has, op_record
+
+_MOST_CONSTANTS = 4096  # elements of a tensor that stands in the program as numbers
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -59,6 +65,14 @@ def _restore_users(module: fx.GraphModule) -> None:
     module.graph = whole
 
 
+def _overload(target: str) -> torch._ops.OpOverload | None:
+    """Return the op of this name: `aten.relu.default`."""
+    namespace, name, overload = target.split(".")
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    found = getattr(packet, overload, None)
+    return found if isinstance(found, torch._ops.OpOverload) else None
+
+
 def _source_within(module: fx.GraphModule, region: Any) -> str:
     """Return 'file:line' of the first line of the user's code that a region runs."""
     sub = cast(fx.GraphModule, module.get_submodule(str(region.target)))
@@ -83,14 +97,17 @@ class Translator:
         self,
         program: torch.export.ExportedProgram,
         wrapper: LossModule,
-        symbols: dict[str, str],
+        lengths: Lengths,
         names: tuple[str, ...],
     ) -> None:
-        self.program, self.wrapper, self.symbols, self.names = program, wrapper, symbols, names
+        self.program, self.wrapper, self.lengths, self.names = program, wrapper, lengths, names
         self.trace = Trace()
         self.env: dict[fx.Node, Any] = {}
         self.layer: list[str] = []
         self.counter: dict[str, int] = {}
+        self.refused: dict[str, CaptureError] = {}
+        self.traces: Traces = {}
+        self.made: dict[object, IrOp] = {}
 
     def run(self) -> Trace:
         """Translate the whole graph."""
@@ -101,16 +118,18 @@ class Translator:
         self._graph(module, module.graph)
         out = next(n for n in module.graph.nodes if n.op == "output").args[0]
         outputs = [n for n in out if isinstance(n, fx.Node)] if isinstance(out, (tuple, list)) else [out]
-        if self.program.graph_signature.buffers_to_mutate:
-            raise CaptureError(self._mutated(min(self.program.graph_signature.buffers_to_mutate.values())))
+        for name in sorted(self.program.graph_signature.buffers_to_mutate.values()):
+            self.refused.setdefault(self._mutated(name), CaptureError(self._mutated(name)))
+        if self.refused:
+            raise self._refusals()
         self.trace.output = self._name_of(outputs[-1])
         return self.trace
 
     @staticmethod
     def _mutated(name: str) -> str:
         return (
-            f"buffer {name!r} is changed in the forward (BatchNorm statistics?); its value would depend on the split: "
-            "use LayerNorm, GroupNorm or eval() mode for that module"
+            f"buffer {name!r} is changed in the forward; its value would depend on the split. Only the running "
+            "statistics of batch norm (F.batch_norm) are supported: call eval() on that module, or leave the change out"
         )
 
     def _placeholders(self) -> None:
@@ -119,6 +138,7 @@ class Translator:
         targets = {s.arg.name: (s.kind, s.target) for s in self.program.graph_signature.input_specs}
         params = {id(p): n for n, p in reversed(list(self.wrapper.model.named_parameters(remove_duplicate=False)))}
         buffers = {id(p): n for n, p in reversed(list(self.wrapper.model.named_buffers(remove_duplicate=False)))}
+        self.plain = plain_tensors(self.wrapper.model)
         users = iter(self.names)
         for node in self.program.graph.nodes:
             if node.op != "placeholder":
@@ -136,23 +156,70 @@ class Translator:
                 name = f"buffer:{full}"
                 self.trace.buffers[name] = full
             else:
-                self.env[node] = self._constant(str(target))
-                continue
+                found = self._constant(str(target), node)
+                self.env[node] = found
+                if not isinstance(found, str) or found not in self.trace.buffers:
+                    continue
+                name = found
             self.env[node] = name
             value = node.meta["val"]
             grad = kind is InputKind.PARAMETER and bool(self.wrapper.get_parameter(target).requires_grad)
             self.trace.values[name] = Value(name, self._shape(value), dtype_name(value.dtype), grad)
 
-    def _constant(self, target: str) -> Constant:
-        value = self.program.constants.get(target)
-        if not isinstance(value, torch.Tensor) or value.dim() > 0 or isinstance(value, FakeTensor):
-            raise CaptureError(f"the model makes a constant tensor ({target}) in its forward; register it as a buffer")
-        return Constant(value.item(), dtype_name(value.dtype))
+    def _constant(self, target: str, node: fx.Node) -> Constant | ConstantTensor | str:
+        """Return a tensor of the model that is no parameter and no buffer.
+
+        A tensor that is an attribute of a module is a buffer. A small tensor that the forward makes stands in the
+        program.
+        """
+        value, own = self.program.constants.get(target), target.removeprefix("model.")
+        if own in self.plain:
+            name = f"buffer:{own}"
+            self.trace.buffers[name] = own
+            return name
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+            raise CaptureError(f"the model makes a constant tensor ({own}) in its forward; register it as a buffer")
+        if value.dim() == 0:
+            return Constant(value.item(), dtype_name(value.dtype))
+        if value.numel() > _MOST_CONSTANTS:
+            raise CaptureError(
+                f"the model makes a constant tensor of {value.numel():,} elements ({own}) in its forward; register it "
+                "as a buffer"
+            )
+        return ConstantTensor(tuple(value.flatten().tolist()), node.meta["val"])
 
     def _graph(self, module: fx.GraphModule, graph: fx.Graph) -> None:
         for node in graph.nodes:
             if node.op == "call_function":
-                self._node(module, node)
+                try:
+                    self._node(module, node)
+                except CaptureError as exc:
+                    where = source_of(node)
+                    named = not where or where in str(exc)
+                    self._refused(node, exc if named else CaptureError(f"{where}: {exc}"))
+
+    def _refused(self, node: fx.Node, why: CaptureError) -> None:
+        """Note why a node cannot be captured, and go on as if it could be, to find all such nodes.
+
+        Raises:
+            CaptureError: for a node without tensors, behind which nothing could be translated.
+        """
+        self.refused.setdefault(str(why), why)
+        value: Any = node.meta.get("val")
+        values = list(value) if isinstance(value, (list, tuple)) else [value]
+        try:
+            outs = [Value(self._fresh("refused"), self._shape(v), dtype_name(v.dtype), False) for v in values]
+        except (AttributeError, CaptureError):
+            raise self._refusals() from why
+        self.trace.values |= {v.name: v for v in outs}
+        self.env[node] = [v.name for v in outs] if isinstance(value, (list, tuple)) else outs[0].name
+
+    def _refusals(self) -> CaptureError:
+        """Return one error that lists everything that cannot be captured."""
+        if len(self.refused) == 1:
+            return next(iter(self.refused.values()))
+        lines = [f"  {text}" for text in self.refused]
+        return CaptureError("\n".join([f"{len(lines)} operations cannot be captured:", *lines]))
 
     def _node(self, module: fx.GraphModule, node: fx.Node) -> None:
         target = str(node.target)
@@ -288,12 +355,12 @@ class Translator:
             raise CaptureError(f"{where or node.name}: {name} is no single operation and cannot be captured")
         if target not in OPS:
             target = self._out_of_place(target, node)
-        if target not in OPS:
-            raise self._refusal(target, node)
         try:
-            result = lower(target, *self._arguments(node))
+            result = self._lowered(target, node)
         except CaptureError as exc:
             raise CaptureError(f"{where or node.name}: {exc}") from exc
+        if result is None:
+            return
         meta = node.meta["val"]
         if isinstance(result, Alias) or self._is_noop(result, node):
             self.env[node] = result.of if isinstance(result, Alias) else self._name_of(node.all_input_nodes[0])
@@ -307,6 +374,55 @@ class Translator:
             previous = names[0]
             self.env[node] = names if isinstance(meta, (list, tuple)) else names[0]
 
+    def _lowered(self, target: str, node: fx.Node) -> IrResult | None:
+        """Return the IR of an op; None if its decomposition was translated instead."""
+        parts = rewritten(target, node, self.traces)
+        if parts is not None:
+            self._replace(node, parts)
+            return None
+        if target not in OPS:
+            return self._without_record(target, node)
+        try:
+            return lower(target, *self._arguments(node, _overload(target)))
+        except FormError as exc:
+            try:
+                return self._without_record(target, node)
+            except CaptureError:
+                raise exc from None
+
+    def _without_record(self, target: str, node: fx.Node) -> IrOp | None:
+        """Return the node of a pure op without a record; None if its decomposition was translated instead.
+
+        A pointwise op stays whole, for the sake of its derivative.
+        """
+        op = _overload(target)
+        if op is None or op._schema.is_mutable:
+            raise self._refusal(target, node)
+        if not is_pointwise(op):
+            parts = decomposed(node, op, self._known, self.traces)
+            if parts is not None:
+                self._replace(node, parts)
+                return None
+        impure = why_impure(op)
+        if impure:
+            raise CaptureError(f"{target} {impure}, so it cannot be captured")
+        return generic(op, node, self._arguments(node, op)[0], self._size, self.made)
+
+    @staticmethod
+    def _known(node: fx.Node) -> bool:
+        return str(node.target) in OPS or is_pointwise(node.target)
+
+    def _replace(self, node: fx.Node, parts: fx.GraphModule) -> None:
+        """Translate the parts of an op in its place."""
+        given = [n for n in parts.graph.nodes if n.op == "placeholder"]
+        for inner, actual in zip(given, node.all_input_nodes, strict=True):
+            self.env[inner] = self.env.get(actual)
+        self._graph(parts, parts.graph)
+        out: Any = next(n for n in parts.graph.nodes if n.op == "output").args[0]
+        many = isinstance(out, (tuple, list))
+        names = [self.env[o] if isinstance(o, fx.Node) else None for o in (out if many else [out])]
+        self.env[node] = names if many else names[0]
+
     def _out_of_place(self, target: str, node: fx.Node) -> str:
         """Return the op that makes a new tensor in place of one that changes a tensor nobody else sees."""
         changed = self.env.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
@@ -317,29 +433,29 @@ class Translator:
         return out_of_place(target, node, windows | whole) or target
 
     def _refusal(self, target: str, node: fx.Node) -> CaptureError:
-        """Return the error that says why an operation without a rule cannot be captured."""
-        where = source_of(node)
-        if target.split(".")[1].endswith("_"):
-            changed = self.env.get(self._first(node))
-            if changed in self.trace.buffers:
-                return CaptureError(self._mutated(self.trace.buffers[changed]))
-            return CaptureError(
-                f"in-place op {target} at {where} cannot be captured; write x = x + y instead of x += y"
-            )
-        return CaptureError(
-            f"op {target} at {where or node.name} is not supported; add its record to autoplan/ops (docs/how_to_add.md)"
-        )
+        """Return the error that says why an op that changes its argument cannot be captured."""
+        if not target.split(".")[1].endswith("_"):
+            return CaptureError(f"op {target} is not supported; add its record to autoplan/ops (docs/how_to_add.md)")
+        changed = self.env.get(self._first(node))
+        if changed in self.trace.buffers:
+            return CaptureError(self._mutated(self.trace.buffers[changed]))
+        return CaptureError(f"in-place op {target} cannot be captured; write x = x + y instead of x += y")
 
     def _is_noop(self, result: Any, node: fx.Node) -> bool:
-        """Return True for a cast to the same dtype, or a reshape or expand to the same shape."""
-        traits = op_record(result.op).traits if isinstance(result, IrOp) else frozenset()
-        if not isinstance(result, IrOp) or traits.isdisjoint((Trait.CAST, Trait.RESIZES)):
+        """Return True for a cast to the same dtype, or a view of the same shape that moves nothing."""
+        if not isinstance(result, IrOp):
+            return False
+        record, value = op_record(result.op), node.meta["val"]
+        if record.traits.isdisjoint((Trait.CAST, Trait.RESIZES)) and record.kind is not OpKind.VIEW:
             return False
         before = self.trace.values[str(result.tensors[0])]
-        value = node.meta["val"]
-        if Trait.CAST in traits:
+        if Trait.CAST in record.traits:
             return before.dtype == dtype_name(value.dtype)
-        return before.shape == self._shape(value)
+        if Trait.RESIZES in record.traits:
+            return before.shape == self._shape(value)
+        # PyTorch transposes and squeezes tensors without dims, too
+        whole = isinstance(value, torch.Tensor) and not value.dim() and not before.shape
+        return whole and Trait.STOPS_GRADIENT not in record.traits
 
     def _emit(self, item: IrOp, tensors: tuple[str | None, ...], metas: list[Any], where: str, scope: str) -> list[str]:
         base = self._fresh(item.op)
@@ -348,7 +464,7 @@ class Translator:
         passes = not op_has(item.op, Trait.STOPS_GRADIENT)
         for name, meta in zip(outs, metas, strict=True):
             dtype = dtype_name(meta.dtype)
-            grad = passes and any(v.requires_grad for v in inputs) and "float" in dtype
+            grad = passes and any(v.requires_grad for v in inputs) and ("float" in dtype or "complex" in dtype)
             self.trace.values[name] = Value(name, self._shape(meta), dtype, grad)
         attrs = {k: v for k, v in item.attrs.items()}
         if op_has(item.op, Trait.TAKES_DTYPE):
@@ -364,9 +480,13 @@ class Translator:
         self.counter[base] = count + 1
         return base if count == 0 else f"{base}_{count}"
 
-    def _arguments(self, node: fx.Node) -> tuple[Arguments, dict[str, Any]]:
-        """Return the given arguments and the defaults of all arguments."""
-        schema = node.target._schema.arguments  # type: ignore[union-attr]
+    def _arguments(self, node: fx.Node, op: torch._ops.OpOverload | None) -> tuple[Arguments, dict[str, Any]]:
+        """Return the given arguments and the defaults of all arguments.
+
+        Args:
+            op: the op that the node is, whose names of arguments count: `dropout_` has others than `dropout`.
+        """
+        schema = (op or node.target)._schema.arguments  # type: ignore[union-attr]
         out = Arguments()
         for argument, value in zip(schema, node.args, strict=False):
             out[argument.name] = self._plain(value)
@@ -395,6 +515,12 @@ class Translator:
             item = IrOp("full", (), {"scalar": found.value})
             self.env[node] = self._emit(item, (), [node.meta["val"]], source_of(node), _scope_of(node))[0]
             return cast(str, self.env[node])
+        if isinstance(found, ConstantTensor):
+            layer = self.layer[-1] if self.layer else ""
+            if layer not in found.names:  # every layer that uses it makes its own
+                item = IrOp("constant", (), {"values": found.values})
+                found.names[layer] = self._emit(item, (), [found.meta], source_of(node), _scope_of(node))[0]
+            return found.names[layer]
         if isinstance(found, Assembly):
             filler = FILLED.get(str(found.node.target))
             if not found.name and not found.parts and filler is not None:
@@ -417,31 +543,4 @@ class Translator:
         return tuple(self._size(d) for d in tensor.shape)
 
     def _size(self, size: Any) -> Expr:
-        if isinstance(size, int):
-            return Expr.of(size)
-        return self._sympy(size.node.expr)
-
-    def _sympy(self, expr: Any) -> Expr:
-        if expr.is_Integer:
-            return Expr.of(int(expr))
-        if expr.is_Rational:
-            return Expr.of(Fraction(int(expr.p), int(expr.q)))
-        if expr.is_Float:
-            return Expr.of(Fraction(float(expr)))
-        if type(expr).__name__ == "ToFloat":  # torch's float(size)
-            return self._sympy(expr.args[0])
-        if expr.is_Symbol:
-            if str(expr) not in self.symbols:
-                raise CaptureError(f"size {expr} depends on the data, not only on batch and sequence lengths")
-            return Expr.symbol(self.symbols[str(expr)])
-        if expr.is_Add or expr.is_Mul:
-            total = Expr.of(0 if expr.is_Add else 1)
-            for part in expr.args:
-                total = total + self._sympy(part) if expr.is_Add else total * self._sympy(part)
-            return total
-        if expr.is_Pow and expr.exp.is_Integer and int(expr.exp) > 0:
-            total = Expr.of(1)
-            for _ in range(int(expr.exp)):
-                total = total * self._sympy(expr.base)
-            return total
-        raise CaptureError(f"size {expr} is not a polynomial in batch and sequence")
+        return self.lengths.expr(size)

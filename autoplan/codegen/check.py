@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from spmd_types import I, P, R, V
 from torch import nn
 
-from autoplan.runtime.convert import I, P, R, V, typed
+from autoplan.runtime.convert import typed
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.params import buffer_owner, local_param_shape
 from autoplan.runtime.program import load_module
@@ -123,7 +124,8 @@ def _check_stage(stage: nn.Module, spec: ProgramSpec, this: StageSpec, mesh: Axi
 
     _fill(stage, this, mesh)
     inputs = {name: _input(name, spec, env) for name in spec.inputs}
-    inputs |= {"loss_denominator": torch.ones(()), "rng": torch.zeros(3, dtype=torch.int64)}
+    inputs |= {name: torch.ones(()) for name, _ in spec.loss_counts}
+    inputs |= {"rng": torch.zeros(3, dtype=torch.int64)}
     inputs |= {"loss_share": torch.ones(())} if spec.loss_share else {}
     carried = [_carried(c, env) for c in this.carried_in]
     names = [name for name in _tensor_axes(spec) if mesh.size(name) > 1]

@@ -6,18 +6,21 @@ The text of each op is in its record (`autoplan.ops`); its statement gives the a
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from autoplan.errors import RuleError
+from autoplan.ir.dataflow import last_uses
 from autoplan.ir.graph import Value
 from autoplan.ir.layout import Axis, AxisType, ConversionKind, Layout
 from autoplan.ir.symbols import SYMBOLS, Expr, product
 from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.table import op_has, op_kind, op_record
 from autoplan.ops.text import OpText, py, shape_text
-from autoplan.program.regions import Region, regions, variables_of
+from autoplan.program.lower import Names
+from autoplan.program.regions import Flow, Region, regions
 from autoplan.program.statements import Convert, LoweredBlock, Op, local_factors, local_shape
 
 _FLOATS = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
@@ -198,7 +201,8 @@ def block_source(
             describe_value(v, o, ctx) for v, o in zip(statement.values, statement.strategy.outputs, strict=True)
         )
         lines.append(_assign(", ".join(statement.targets), text, comment))
-    body = _body(lowered, lines, regions(lowered.statements, lowered.outputs, groups))
+    flow = Flow(lowered.statements)
+    body = _body(lowered, flow, lines, regions(flow, lowered.outputs, groups))
     joined = "\n".join(line.split("#")[0] for line in body)
     needs = {name: _mentions(joined, name) for name in (*SYMBOLS, "device", "rng")}
     extra = [
@@ -223,32 +227,27 @@ def block_source(
     return lines, needs
 
 
-# dead variables are released before these
-_HEAVY = (OpKind.PRODUCT, OpKind.ATTENTION, OpKind.LOSS, OpKind.EXPERTS)
-
-
-def _body(lowered: LoweredBlock, lines: Sequence[str], apart: Sequence[Region]) -> list[str]:
+def _body(lowered: LoweredBlock, flow: Flow, lines: Sequence[str], apart: Sequence[Region]) -> list[str]:
     """Return the lines of the statements, with `apart` as functions and `del` of dead variables."""
-    variables = variables_of(lowered.statements)
+    variables = flow.variables
     at = {region.statements[-1]: region for region in apart}
     inside = {i for region in apart for i in region.statements}
-    names = {v for pair in variables for side in pair for v in side} | {v for v, _, _ in lowered.inputs}
+    names = Names({v for pair in variables for side in pair for v in side} | {v for v, _, _ in lowered.inputs})
     order = [i for i in range(len(lines)) if i not in inside or i in at]
-    reads = {i: at[i].reads if i in at else variables[i][0] for i in order}
-    writes = {i: at[i].writes if i in at else variables[i][1] for i in order}
-    last_use = _last_uses(order, reads, writes, lowered.outputs)
+    steps = [(i, at[i].reads, at[i].writes) if i in at else (i, *variables[i]) for i in order]
+    last_use = last_uses(steps, lowered.outputs)
     body: list[str] = []
     dead: list[str] = []
     for before, i in zip([-1, *order], order, strict=False):
         dead += last_use.get(before, [])
         statement = lowered.statements[i]
-        if dead and (isinstance(statement, Convert) or op_kind(statement.node.op) in _HEAVY):
+        if dead and (isinstance(statement, Convert) or op_record(statement.node.op).heavy):
             body.append(f"del {', '.join(dead)}")  # the locals of a module would be gone here, too
             dead = []
         if i not in at:
             body.append(lines[i])
             continue
-        body += _region_lines(at[i], lines, _unused(f"{at[i].group}_region", names))
+        body += _region_lines(at[i], lines, names.fresh(f"{at[i].group}_region"))
     return body
 
 
@@ -266,35 +265,7 @@ def _returns(count: int) -> str:
     return "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
 
 
-def _unused(name: str, names: set[str]) -> str:
-    text, k = name, 1
-    while text in names:
-        text, k = f"{name}_{k}", k + 1
-    names.add(text)
-    return text
-
-
-def _last_uses(
-    order: Sequence[int], reads: Mapping[int, Sequence[str]], writes: Mapping[int, Sequence[str]], kept: Sequence[str]
-) -> dict[int, list[str]]:
-    """Return statement -> variables made in the block that are not needed after it."""
-    made: set[str] = set()
-    last: dict[str, int] = {}
-    for i in order:
-        for name in reads[i]:
-            if name in made:
-                last[name] = i
-        made.update(writes[i])
-    out: dict[int, list[str]] = {}
-    for name, i in last.items():
-        if name not in kept:
-            out.setdefault(i, []).append(name)
-    return out
-
-
 def _mentions(text: str, name: str) -> bool:
-    import re
-
     return re.search(rf"(?<![\w.'\"]){name}(?![\w'\"])", text) is not None
 
 

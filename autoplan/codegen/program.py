@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,10 +12,10 @@ from autoplan.config.context_methods import ContextMethod
 from autoplan.config.parallel import executed_precision
 from autoplan.config.recompute import recompute_kind, region_groups
 from autoplan.files import write_whole
-from autoplan.ir.graph import LOSS_SHARE, NOT_OF_THE_BATCH, Call, ModelGraph, Value
+from autoplan.ir.graph import LOSS_SHARE, Call, ModelGraph, Value, denominator, of_the_batch
 from autoplan.ir.layout import Axis, Layout, Mesh
 from autoplan.ir.symbols import SYMBOLS, Expr
-from autoplan.ops.table import backward_reads_params
+from autoplan.ops.table import backward_reads_params, updated_buffers
 from autoplan.ops.text import py
 from autoplan.program.expert_degrees import Spread
 from autoplan.program.lower import BlockLowering, identifier
@@ -99,6 +99,10 @@ class _Compiler:
         self.calls = {c.name: c for c in graph.calls}
         self.free_names = graph.free_calls()
         self.free = [c for c in graph.calls if c.name in self.free_names]
+        self.free_flow, self.spans = graph.flow([[c.name] for c in self.free]), graph.flow(layouts.stages).spans()
+        self.layout_of: dict[str, Layout] = {}  # of top-level values
+        for call in graph.calls:
+            self.layout_of |= zip(call.outputs, self.lowered[call.block].output_layouts, strict=True)
         self.stage_of = {name: i for i, names in enumerate(layouts.stages) for name in names}
         self.sites = self._sites()
 
@@ -112,35 +116,17 @@ class _Compiler:
 
     def _free_calls(self, stage: int) -> list[Call]:
         """Return the parameter-free calls that this stage needs (recomputed, not received)."""
-        needed = {v for name in self.layouts.stages[stage] for v in self.calls[name].inputs}
-        if self.graph.loss_target is not None:
-            needed.add(self.graph.loss_target)
-        out = []
-        for call in reversed(self.free):
-            if needed & set(call.outputs):
-                needed |= set(call.inputs)
-                out.append(call)
-        return out[::-1]
+        return self._free_for([v for name in self.layouts.stages[stage] for v in self.calls[name].inputs])
+
+    def _free_for(self, needed: Iterable[str]) -> list[Call]:
+        """Return the parameter-free calls that lead to these values, or to what the loss counts, in program order."""
+        flow, targets = self.free_flow, (count.target for count in self.graph.loss_counts)
+        makers = {flow.makes[v] for v in (*needed, *targets) if v in flow.makes}
+        return [self.free[i] for i in sorted(makers | flow.leading_to(makers))]
 
     def _carried(self, boundary: int) -> list[str]:
         """Return the values that cross from stage `boundary` to the next, in order of production."""
-        before = [v for s in range(boundary + 1) for name in self.layouts.stages[s] for v in self.calls[name].outputs]
-        after = {
-            v
-            for s in range(boundary + 1, len(self.layouts.stages))
-            for name in self.layouts.stages[s]
-            for v in self.calls[name].inputs
-        }
-        return [v for v in before if v in after]
-
-    def layout_of(self, value: str) -> Layout:
-        """Return the layout of a top-level value."""
-        for call in self.graph.calls:
-            lowered = self.lowered[call.block]
-            for name, layout in zip(call.outputs, lowered.output_layouts, strict=True):
-                if name == value:
-                    return layout
-        raise KeyError(value)
+        return [value for value, (made, last) in self.spans.items() if made <= boundary < last]
 
     def run(self) -> Program:
         stages, sources, ledger = [], {}, []
@@ -157,17 +143,16 @@ class _Compiler:
             groups=tuple((name, tuple(members)) for name, members in mesh.groups.items()),
             zero_stage=self.layouts.zero_stage,
             schedule=schedule_spec(self.layouts.schedule),
-            inputs=tuple(n for n in self.graph.inputs if n not in NOT_OF_THE_BATCH),
+            inputs=tuple(n for n in self.graph.inputs if of_the_batch(n)),
             sizes_from=self._sizes_from(),
             loss_count=self.graph.loss_count,
+            more_loss_counts=tuple((denominator(i), c.what) for i, c in enumerate(self.graph.loss_counts) if i),
             stages=tuple(stages),
             tied=self._tied(),
             recompute=tuple(sorted(self.layouts.recompute.items())),
             ledger=tuple(ledger),
             input_shapes=tuple(
-                (n, tuple(terms(s) for s in self.graph.values[n].shape))
-                for n in self.graph.inputs
-                if n not in NOT_OF_THE_BATCH
+                (n, tuple(terms(s) for s in self.graph.values[n].shape)) for n in self.graph.inputs if of_the_batch(n)
             ),
             compute_dtype=self.precision.compute,
             gradient_dtype=self.precision.gradients,
@@ -176,7 +161,7 @@ class _Compiler:
             offload=self.layouts.offload,
             bounds=tuple((symbol, *limits) for symbol, limits in sorted(self.graph.bounds.items())),
             whole=self._whole(),
-            input_dtypes=tuple((n, self.graph.values[n].dtype) for n in self.graph.inputs if n not in NOT_OF_THE_BATCH),
+            input_dtypes=tuple((n, self.graph.values[n].dtype) for n in self.graph.inputs if of_the_batch(n)),
         )
         return Program(program, sources)
 
@@ -235,27 +220,27 @@ class _Compiler:
                 used = tuple((a.name, u.kind_name) for a, u in zip(self.layouts.axes, p.used, strict=True))
                 if p.spread:
                     shards = tuple(ShardSpec(s.axis, s.dim, s.position) for s in p.spread)
-                    pending, used = (), self._used_by_own(p.spread)
+                    pending, used = (), self._expert_weight_types(p.spread)
                 params.append(
                     ParamSpec(
                         block, p.attr, full.name, full.shape, shape, full.dtype, full.trainable, shards, pending, used
                     )
                 )
+            updated = updated_buffers(self.graph.blocks[call.block])
             for attr, value in lowered.buffers:
-                buffers.append(BufferSpec(block, attr, call.buffers[value.name]))
-        last = len(self.layouts.stages) - 1
+                buffers.append(BufferSpec(block, attr, call.buffers[value.name], value.name in updated))
         return StageSpec(
             index,
             source,
             tuple(self.layouts.stages[index]),
             tuple(params),
             tuple(buffers),
-            tuple(self._carried_spec(v) for v in (self._carried(index - 1) if index else [])),
-            tuple(self._carried_spec(v) for v in (self._carried(index) if index < last else [])),
+            tuple(map(self._carried_spec, self._carried(index - 1))),
+            tuple(map(self._carried_spec, self._carried(index))),
         )
 
-    def _used_by_own(self, spread: Sequence[Spread]) -> tuple[tuple[str, str], ...]:
-        """Return the types of expert weights on the atoms of tp.
+    def _expert_weight_types(self, spread: Sequence[Spread]) -> tuple[tuple[str, str], ...]:
+        """Return the type of expert weights on every sub-axis of tp.
 
         Each rank has other weights (S), or a copy for its own tokens (R).
         """
@@ -271,7 +256,7 @@ class _Compiler:
         return value
 
     def _carried_spec(self, name: str) -> CarriedSpec:
-        value, layout = self.graph.values[name], self.layout_of(name)
+        value, layout = self.graph.values[name], self.layout_of[name]
         shape = tuple(terms(s) for s in local_shape(value, layout, self.graph.factors, self.layouts.axes))
         types = tuple((a.name, t.kind_name) for a, t in zip(self.layouts.axes, layout, strict=True))
         return CarriedSpec(name, shape, value.dtype, types, value.requires_grad)
@@ -290,7 +275,7 @@ class _Compiler:
         back = [v for v in self._carried(index - 1) if self.graph.values[v].requires_grad]
         sends += [(v, "backward") for v in back] if homes[index] != homes[max(index - 1, 0)] else []
         for value, phase in sends:
-            size = local_bytes(self.graph.values[value], self.layout_of(value), self.graph.factors, self.layouts.axes)
+            size = local_bytes(self.graph.values[value], self.layout_of[value], self.graph.factors, self.layouts.axes)
             out.append(LedgerEntry(index, "stage", value, "send_recv", "pp", terms(size), phase, "micro_batch"))
         return out
 
@@ -427,19 +412,19 @@ class _Compiler:
 
     def _count(self, needs: Mapping[str, Mapping[str, bool]]) -> list[str]:
         """Return the lines of `count`: the number of entries of this micro-batch in the mean of the loss."""
-        inputs = [n for n in self.graph.inputs if n not in NOT_OF_THE_BATCH]
+        inputs = [n for n in self.graph.inputs if of_the_batch(n)]
         lines = [f"    def count({', '.join(['self', '*', *(f'{n}: Tensor' for n in inputs)])}) -> Tensor:"]
         lines.append('        """Number of entries of this micro-batch that the mean of the loss runs over."""')
-        if self.graph.loss_count == "tokens" and self.graph.loss_target is not None:
-            wanted, chain = {self.graph.loss_target}, []
-            for call in reversed(self.free):
-                if wanted & set(call.outputs):
-                    wanted |= set(call.inputs)
-                    chain.append(call)
-            chain.reverse()
+        counts = [count for count in self.graph.loss_counts if count.what in ("tokens", "total")]
+        if counts:
+            chain = self._free_for([])
             lines += self._prologue(chain, needs)
             lines += [f"        {self._call_text(c, False, needs)}" for c in chain]
-            lines.append(f"        return ({identifier(self.graph.loss_target)} != {self.graph.ignore_index}).sum()")
+            targets = [identifier(count.target or "") for count in counts]
+            found = [target if count.what == "total" else f"({target} != {count.ignore_index}).sum()"
+                     for count, target in zip(counts, targets, strict=True)]  # fmt: skip
+            every = ", ".join(f"{text}.to(torch.float64)" for text in found)
+            lines.append(f"        return {found[0] if len(found) == 1 else f'torch.stack([{every}])'}")
         elif self.graph.loss_count == "samples":
             lines.append(f"        return torch.tensor({self._sizes_from()[0][1]}.shape[{self._sizes_from()[0][2]}])")
         else:

@@ -33,7 +33,7 @@ class Choice:
         name: The name of the field and of the pin, in JSON and YAML; on the command line with `-` for `_`.
         default: The default of the field.
         help: The help text of the command line; empty if the command line has no such option.
-        about: The effect of a pin, in Markdown, for the README; empty: `help`.
+        about: The effect of a pin, in Markdown, for docs/training.md; empty: `help`.
         written: How a value is written as text.
         words: The enum of the legal words, or the words themselves; empty if `obstacle` decides.
         flags: The flags on the command line. Empty: `--name`, and `--no-name` for a switch that is on by default.

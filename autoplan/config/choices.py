@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from autoplan.config.choice import Choice, Written, choices_of
-from autoplan.config.parallel import ParallelConfig, RunOptions
+from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
 from autoplan.errors import PinError
 
 CHOICES: tuple[Choice, ...] = choices_of(ParallelConfig)
@@ -81,6 +81,13 @@ def options_of(data: object) -> RunOptions:
             raise PinError(f"unknown option {key!r}; known: {', '.join(OPTIONS)}")
     given = {c: data[c.name] for c in choices_of(RunOptions) if data.get(c.name) is not None}
     return RunOptions(**{c.name: _value(c, value) for c, value in given.items()})
+
+
+def read_mode(name: object) -> Mode:
+    """Return the mode with this name. Raises PinError that names the known modes."""
+    if not isinstance(name, str) or name not in tuple(Mode):
+        raise PinError(f"mode {name!r} is not known; use {', '.join(Mode)}")
+    return Mode(name)
 
 
 def _value(record: Choice, value: Any) -> Any:

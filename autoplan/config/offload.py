@@ -37,8 +37,8 @@ ACTIVATIONS, OPTIMIZER, PARAMETERS = "activations", "optimizer", "parameters"
 OFFLOAD_KINDS: Mapping[str, Offload] = {
     kind.name: kind
     for kind in (
-        Offload(ACTIVATIONS, "what autograd keeps, of all layers (recompute 'offload')", state=False),
-        Offload(OPTIMIZER, "the optimizer's state, with a copy of parameters and gradients as it takes them"),
+        Offload(ACTIVATIONS, "the activations of all layers (recompute 'offload')", state=False),
+        Offload(OPTIMIZER, "the optimizer's state, with the copies of parameters and gradients that it updates"),
         Offload(PARAMETERS, "parameters and gradients", brings=(OPTIMIZER,), needs_shards=True),
     )
 }
@@ -79,8 +79,8 @@ def with_offload(pins: Mapping[str, Any]) -> Mapping[str, Any]:
         return pins
     if pins.get("recompute", OFFLOAD) != OFFLOAD:
         raise PinError(
-            f"offload={pins['offload']!r} with recompute={pins['recompute']!r}: activations that wait on the host are "
-            "not computed again",
+            f"offload={pins['offload']!r} with recompute={pins['recompute']!r}: activations that are copied to the "
+            "host cannot be recomputed too",
             ("recompute", "offload"),
         )
     return {**pins, "recompute": OFFLOAD}

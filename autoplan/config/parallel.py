@@ -97,7 +97,7 @@ class RunOptions:
     # None: the kernel of the mode
     attention: Attention | None = choice(
         None,
-        "Kernel of attention: unfused, flash1, flash2 or fused; left out: the mode's.",
+        "Attention kernel: unfused, flash1, flash2 or fused; default: that of the mode.",
         written=Written.WORD,
         words=Attention,
         said_as="{} attention",
@@ -105,14 +105,14 @@ class RunOptions:
     )
     launch: Launch = choice(
         Launch.ASYNC,
-        "How kernels are started: async, graphs, full_graphs or blocking.",
+        "How kernels are launched: async, graphs, full_graphs or blocking.",
         written=Written.WORD,
         words=Launch,
         said_as="{} launch",
     )
     overlap: frozenset[str] = choice(
         frozenset(),
-        f"What runs beside computing, by comma: {', '.join(OVERLAPS)}.",
+        f"Communication that overlaps with computing, separated by commas: {', '.join(OVERLAPS)}.",
         written=Written.WORDS,
         words=OVERLAPS,
         obstacle=_overlap,
@@ -120,14 +120,14 @@ class RunOptions:
     )
     dispatcher: Dispatcher = choice(
         Dispatcher.ALL_TO_ALL,
-        "How rows travel to experts: alltoall, flex or flex_fp8.",
+        "How tokens are sent to experts: alltoall, flex or flex_fp8.",
         written=Written.WORD,
         words=Dispatcher,
         said_as="{} dispatcher",
     )
     sequence_parallel: bool = choice(
         True,
-        "Tensor-parallel ranks may share norms and residuals, or each computes all of them.",
+        "Whether tensor-parallel ranks may split norms and residuals along the sequence, or each computes all of them.",
         written=Written.SWITCH,
         said_as="no sequence parallelism",
         executed=True,
@@ -137,7 +137,7 @@ class RunOptions:
     # expert over several streams, as in Transformer Engine's GroupedLinear.
     fused_experts: bool = choice(
         False,
-        "One kernel for products, activation and casts of experts.",
+        "One kernel computes the products, activation and casts of experts.",
         written=Written.SWITCH,
         said_as="fused experts",
     )
@@ -161,14 +161,14 @@ class RunOptions:
     # does; emitted programs reduce them at the end).
     overlap_zero: bool = choice(
         True,
-        "What ZeRO 1 and 2 (fused kernels: 0, too) move once per step hides behind computing, or does not.",
+        "Whether what ZeRO 1 and 2 (with fused kernels also ZeRO 0) send once per step overlaps with computing.",
         written=Written.SWITCH,
         said_as="ZeRO not overlapped",
     )
     # InternEvo's overlap_sync_param is off by default, although gradients are reduced during the backward
     overlap_gather: bool = choice(
         True,
-        "Of that, what ZeRO 1 and 2 gather hides behind computing, or does not.",
+        "Whether the parameter gathers of ZeRO 1 and 2 overlap with computing.",
         written=Written.SWITCH,
         said_as="gathers of ZeRO not overlapped",
         said_with="overlap_zero",
@@ -177,14 +177,14 @@ class RunOptions:
     # `_reduce_scatter_gradient` of deepspeed/runtime/zero/partition_parameters.py; overlap_comm is off by default)
     zero_by_tensor: bool = choice(
         False,
-        "ZeRO 3 gathers and reduces each parameter by itself, beside nothing (as DeepSpeed in 2021).",
+        "ZeRO 3 gathers and reduces each parameter by itself, without overlap (as DeepSpeed in 2021).",
         written=Written.SWITCH,
         said_as="ZeRO 3 by tensor",
     )
     # Krell et al., Efficient Sequence Packing without Cross-contamination, 2021; None: a sequence is one document
     document_len: int | None = choice(
         None,
-        "Tokens of a document, read as --seq-len, where sequences are packed: attention stays within it.",
+        "Tokens per document of packed sequences, read as --seq-len: attention stays within a document.",
         obstacle=_document_len,
         read=lambda text, _: read_count(text, "document_len"),
         said_as="documents of {} tokens",
@@ -379,10 +379,6 @@ def _recompute_label(c: ParallelConfig, layers: int) -> str:
     return "" if how == "none" else f"recompute {how}"
 
 
-def _always(config: ParallelConfig) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class ParallelConfig:
     """The degrees and settings of one plan.
@@ -393,22 +389,22 @@ class ParallelConfig:
 
     dp: int = choice(
         1,
-        "Data-parallel degree; left out: all remaining devices.",
+        "Data-parallel degree; default: all remaining devices.",
         left_out=True,
-        said=_always,
+        said=lambda _: True,
         label=_above_one("dp"),
         label_at=4,
     )
-    tp: int = choice(1, "Tensor-parallel degree.", said=_always, label=_above_one("tp"), label_at=1)
-    pp: int = choice(1, "Pipeline stages.", said=_always, label=_above_one("pp"), label_at=3)
+    tp: int = choice(1, "Tensor-parallel degree.", said=lambda _: True, label=_above_one("tp"), label_at=1)
+    pp: int = choice(1, "Pipeline stages.", said=lambda _: True, label=_above_one("pp"), label_at=3)
     cp: int = choice(
         1,
         "Context-parallel degree.",
         label=_cp_label,
         label_at=2,
         about=(
-            "over how many ranks every sequence is cut (zig-zag); searched where 8,192 tokens per rank are left, "
-            "otherwise 1"
+            "Number of ranks that every sequence is cut over (zig-zag); if left out, searched "
+            "where at least 8,192 tokens per rank remain, otherwise 1"
         ),
     )
     ep: int = choice(
@@ -416,11 +412,11 @@ class ParallelConfig:
         "Expert-parallel degree, folded into dp x cp x tp.",
         label=_above_one("ep"),
         label_at=5,
-        about="over how many ranks experts are spread: made of dp, cp and tp, with token dispatch",
+        about="Number of ranks that experts are spread over, with token dispatch; folded from dp, cp, tp",
     )
     etp: int | None = choice(  # None: as tp
         None,
-        "Tensor-parallel degree inside experts; left out: as tp.",
+        "Tensor-parallel degree inside experts; default: as tp.",
         left_out=True,
         said=lambda c: c.etp not in (None, c.tp),
         label=lambda c, _: f"etp{c.etp}" if c.ep > 1 and c.etp not in (None, c.tp) else "",
@@ -433,16 +429,16 @@ class ParallelConfig:
         obstacle=_zero_stage,
         least=0,
         most=3,
-        said=_always,
+        said=lambda _: True,
         label=_zero_label,
         label_at=7,
-        about="0 to 3: what data parallelism shards (nothing, optimizer state, + gradients, + parameters)",
+        about="ZeRO stage, 0 to 3: data parallelism shards nothing, the optimizer state, gradients too, parameters too",
     )
     micro_batch_size: int = choice(
         1,
-        "Sequences at a time.",
+        "Sequences per micro-batch.",
         flags=("--micro-batch-size", "--mbs"),
-        said=_always,
+        said=lambda _: True,
         label=lambda c, _: f"mbs{c.micro_batch_size}",
         label_at=8,
     )
@@ -451,7 +447,7 @@ class ParallelConfig:
         1,
         label=lambda c, _: f"x{c.num_micro_batches}",
         label_at=9,
-        about="micro-batches that a rank's batch is cut into",
+        about="Number of micro-batches that the batch of a data-parallel rank is cut into",
     )
     schedule: str = choice(
         "1F1B",
@@ -466,18 +462,18 @@ class ParallelConfig:
     )
     virtual_stages: int = choice(  # chunks per rank, which the schedule places
         1,
-        "Chunks of layers per pipeline stage; left out: as few as the schedule takes.",
+        "Pipeline stages per rank; default: the fewest that the schedule allows.",
         left_out=True,
         label=_above_one("virtual_stages", "vpp"),
         label_at=10,
-        about="stages per rank of the pipeline (2 in the V-shaped schedules)",
+        about="Pipeline stages per rank (2 in the V-shaped schedules)",
     )
     # One of: a kind for all layers (RECOMPUTE, GROUPS joined by `+`, or modules); a mapping from block call to a kind;
     # the number of layers of each stage (chunk) that are recomputed in full
     recompute: str | Mapping[str, str] | tuple[int, ...] = choice(
         "none",
-        "none (the default), selective, full, offload, groups of regions (attention+norms), layers per stage "
-        "(3,0,0,0), or by layer from 0: 0-3=full,4-31=mlp.",
+        "none (the default), selective, full, offload, groups of regions (attention+norms), recomputed layers "
+        "per stage (3,0,0,0), or a choice per layer, counted from 0: 0-3=full,4-31=mlp.",
         written=Written.WORD,
         left_out=True,
         obstacle=_recompute,
@@ -487,39 +483,39 @@ class ParallelConfig:
         label_at=11,
         about=(
             '`"none"`, `"full"`, `"selective"` (the attention core), regions (`"attention"`, `"mlp"`, `"norms"`, '
-            'joined by `+`), `"offload"` (activations wait on the host), or a mapping from block to one of these'
+            'joined by `+`), `"offload"` (activations are copied to the host), or a mapping from block to one of these'
         ),
     )
     stages: tuple[int, ...] | None = choice(  # per chunk with virtual stages, in model order; None: balanced
         None,
-        "Layers per stage: 10,11,11; left out: balanced.",
+        "Layers per stage: 10,11,11; default: balanced.",
         written=Written.LIST,
         obstacle=_stages,
         may_be_open=True,
         read=lambda text, _: read_list(f"--stages {text}", text),
         said=lambda c: c.stages is not None and c.pp * c.virtual_stages > 1,
-        about=("layers per pipeline stage, e.g. `[3, 5]`; with several stages per rank all of them, in model order"),
+        about=("Layers of every stage, e.g. `[3, 5]`; with several stages per rank all of them, in model order"),
     )
     state_slack: float = choice(
         1.02,
-        "Layouts may store this many times the least state, where that makes them faster.",
+        "Limit on the stored state of a layout, as a multiple of the least possible.",
         written=Written.NUMBER,
         obstacle=_state_slack,
         reported=False,
-        about="stored state per device, as a multiple of the least that `tp` allows (1.02)",
+        about="Limit on the stored state per device, as a multiple of the least that `tp` allows (1.02)",
     )
     # One name of `config.context_methods` for all blocks with attention, a mapping from block to name, or None (with cp
     # > 1: undecided). The available methods depend on cp and on the model.
     context_method: str | Mapping[str, str] | None = choice(
         None,
-        "How attention sees cut sequences: gather, ring, ulysses, ulysses2xring2, or BLOCK=METHOD,...",
+        "Attention over cut sequences: gather, ring, ulysses, ulysses2xring2, or BLOCK=METHOD,...",
         written=Written.WORD,
         obstacle=lambda name, value: None,
         may_be_open=True,
         read=lambda text, _: read_methods(text),
         text=lambda value, _: methods_text(value),
         about=(
-            'how attention sees a cut sequence: `"gather"`, `"ring"`, `"ulysses"` or a product such as '
+            'How attention over a cut sequence works: `"gather"`, `"ring"`, `"ulysses"` or a product such as '
             '`"ulysses2xring2"`, for all blocks or a mapping from block to one; if left out, the cheapest that '
             "fits"
         ),
@@ -527,24 +523,24 @@ class ParallelConfig:
     # The number of copies of the sharded state: ZeRO shards over dp * cp / zero_replicas neighbours
     zero_replicas: int = choice(
         1,
-        "Hybrid ZeRO: copies of what ZeRO shards.",
+        "Hybrid ZeRO: number of copies of the sharded state.",
         about=(
-            "copies of what ZeRO shards (hybrid ZeRO: shards among neighbours, copies apart); a divisor of dp; if"
+            "number of copies of the sharded state (hybrid ZeRO: neighbours share a copy); a divisor of dp; if"
             " left out, 1 or as many as keep the shards inside one scale-up domain, node or rail group"
         ),
     )
     offload: tuple[str, ...] = choice(  # OFFLOADS other than activations, which `recompute` places
         (),
-        "What is on the host: some of activations, optimizer, parameters joined by +.",
+        "What is kept on the host: any of activations, optimizer, parameters, joined by +, or none.",
         written=Written.WORD,
         obstacle=_offload,
         text=lambda value, _: "+".join(value) or "none",
         label=lambda c, _: f"offload {'+'.join(c.offload)}" if c.offload else "",
         label_at=12,
         about=(
-            'what is on the host: `"activations"`, `"optimizer"`, `"parameters"` (ZeRO 1 to 3), joined by `+`, or'
+            'What is kept on the host: `"activations"`, `"optimizer"`, `"parameters"` (ZeRO 1 to 3), joined by `+`, or'
             ' `"none"`; if left out, searched where memory binds and the speed of the host\'s link is known. '
-            "`pm.parameters()` are then the host's; the training loop stays as it is"
+            "`pm.parameters()` are then on the host; the training loop stays as it is"
         ),
     )
 
@@ -562,7 +558,12 @@ class ParallelConfig:
     @property
     def num_devices(self) -> int:
         """World size."""
-        return self.pp * self.dp * self.cp * self.tp
+        return self.pp * self.stage_ranks
+
+    @property
+    def stage_ranks(self) -> int:
+        """The number of ranks of one pipeline stage, which ep and etp divide a second time."""
+        return self.dp * self.cp * self.tp
 
     @property
     def num_shards(self) -> int:

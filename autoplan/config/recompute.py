@@ -62,26 +62,26 @@ _RECORDS = (
     RecomputeKind(NONE, "everything is kept", of_all=True),
     RecomputeKind(
         SELECTIVE,
-        "the core of attention is computed again, its result is kept (Korthikanti et al., 2022)",
+        "the attention core is recomputed and its result kept (Korthikanti et al., 2022)",
         recomputes=True,
         of_all=True,
     ),
     RecomputeKind(
         FULL,
-        "the inputs of a layer are kept, all of it is computed again",
+        "only the inputs of a layer are kept, and all of it is recomputed",
         recomputes=True,
         of_all=True,
         searched=Searched.ALWAYS,
     ),
     RecomputeKind(
         OFFLOAD,
-        "what a layer keeps is copied to the host and back",
+        "the activations of a layer are copied to the host and back",
         on_host=True,
         searched=Searched.OFFLOADING,
     ),
     RecomputeKind(
         REGIONS,
-        "groups of regions are computed again, their results are not kept",
+        "groups of regions are recomputed and their results are not kept",
         GROUPS,
         recomputes=True,
         searched=Searched.BY_OPERATION,
@@ -127,8 +127,8 @@ def modules_of(how: object) -> tuple[str, ...]:
         if name not in MODULES:
             near = difflib.get_close_matches(name, MODULES, 1, 0.0)[0]
             raise PinError(
-                f"recompute={how!r}: {name!r} is no module; use {', '.join(MODULES)}, joined by commas; did you mean "
-                f"{near}?",
+                f"recompute={how!r}: {name!r} is not a module; use {', '.join(MODULES)}, joined by commas; did you "
+                f"mean {near}?",
                 ("recompute",),
             )
     return tuple(m for m in MODULES if m in given)

@@ -1,7 +1,7 @@
 """Data flow among statements, nodes or calls, each of which reads values and writes values.
 
 flow = Dataflow([(("x",), ("y",)), (("y", "w"), ("z",))])
-flow.before, flow.after, flow.leading_to([1]), flow.parts({0, 1})      by position
+flow.before, flow.after, flow.leading_to([1]), flow.parts({0, 1}), flow.spans()      by position
 
 Plain lists instead of networkx: an estimate takes 0.9 s, importing networkx 0.2 s more. Networks
 (`cost_models.hardware.fabric_graph`) and schedules that never finish (`schedules.graph`) use networkx.
@@ -36,6 +36,10 @@ class Dataflow:
         """Return the steps that follow from `found` through steps that `through` accepts; without `found` itself."""
         return _reached(found, self.after, through)
 
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """Return value -> the step that makes it, and the last one that reads it: it crosses every cut in between."""
+        return {v: (made, max((made, *self.readers.get(v, ())))) for v, made in self.makes.items()}
+
     def parts(self, chosen: Collection[int]) -> list[tuple[int, ...]]:
         """Return the connected parts of the chosen steps, each sorted, by their first step."""
         inside, out, seen = set(chosen), [], set[int]()
@@ -55,6 +59,22 @@ def _reached(found: Iterable[int], way: Sequence[Sequence[int]], through: Callab
             if k not in out and through(k):
                 out.add(k)
                 queue.append(k)
+    return out
+
+
+def last_uses(steps: Iterable[tuple[int, Iterable[str], Iterable[str]]], kept: Collection[str]) -> dict[int, list[str]]:
+    """Return step -> the values made by earlier steps that no later one reads, without those that are kept.
+
+    Args:
+        steps: (number, values read, values written) of every step, in order.
+    """
+    made, last, out = set[str](), dict[str, int](), dict[int, list[str]]()
+    for number, reads, writes in steps:
+        last |= {value: number for value in reads if value in made}
+        made.update(writes)
+    for value, number in last.items():
+        if value not in kept:
+            out.setdefault(number, []).append(value)
     return out
 
 

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from autoplan.errors import GraphError
+from autoplan.ir.dataflow import Dataflow
 from autoplan.ir.symbols import Expr, product
 from autoplan.units import DTYPE_BYTES, dtype_bytes
 
@@ -30,7 +32,25 @@ GRAPH_SCHEMA_VERSION = 2
 LOSS_DENOMINATOR = "loss_denominator"  # the global number of entries in the mean of the loss
 LOSS_SHARE = "loss_share"  # one over the number of micro-batches, for values averaged over them
 OF_THE_WHOLE_BATCH = "of_the_whole_batch"  # attribute: a number of the node is the size of the whole batch
-NOT_OF_THE_BATCH = frozenset((LOSS_DENOMINATOR, LOSS_SHARE))
+
+
+class LossCount(NamedTuple):
+    """What a denominator of the loss counts, in which value, and the label that does not count."""
+
+    what: str  # "tokens" | "samples" | "total" | "none"
+    target: str | None = None
+    ignore_index: int = -100
+
+
+def denominator(index: int) -> str:
+    """Return the name of the input with a denominator of the loss."""
+    return f"{LOSS_DENOMINATOR}{index + 1}" if index else LOSS_DENOMINATOR
+
+
+def of_the_batch(name: str) -> bool:
+    """Return True for an input that is part of the batch."""
+    return name != LOSS_SHARE and not name.startswith(LOSS_DENOMINATOR)
+
 
 _Thing = TypeVar("_Thing")
 Dim = tuple[str, ...]  # factor names, major to minor; () is a dim of size 1
@@ -127,10 +147,7 @@ class Parameter:
     @property
     def num_elements(self) -> int:
         """Number of elements."""
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -138,16 +155,18 @@ class ModelGraph:
     """The whole model, forward and loss.
 
     The loss is a local sum divided by the input `loss_denominator`: the global number of entries in its mean, known
-    before the first backward. A term that couples the tokens of a batch (a loss of routers) is multiplied by the input
-    `loss_share`, if there is one: the mean over the micro-batches.
+    before the first backward. Further terms may have denominators of their own (`loss_denominator2`, ...). A term that
+    couples the tokens of a batch (a loss of routers) is multiplied by the input `loss_share`, if there is one: the mean
+    over the micro-batches.
 
     Attributes:
         output: the top-level value of the (scalar) loss.
-        loss_count: entries that the denominator counts: valid ones of `loss_target` (!= `ignore_index`), samples, or
-            none.
+        loss_count: what the denominator counts: valid entries of `loss_target` (!= `ignore_index`), samples, the
+            total in `loss_target`, or none.
+        more_counts: the same of further denominators.
         bounds: least and largest length that this graph holds for; with other lengths the forward computes something
             else.
-        left_out: parts of the model that this graph lacks, in words. Such a graph is priced, not executed.
+        notes: what a user may not expect of this graph, in sentences.
     """
 
     name: str
@@ -158,12 +177,18 @@ class ModelGraph:
     calls: tuple[Call, ...]
     params: Mapping[str, Parameter]
     buffers: Mapping[str, Parameter]
-    loss_count: str = "none"  # "tokens" | "samples" | "none"
+    loss_count: str = "none"  # "tokens" | "samples" | "total" | "none"
     loss_target: str | None = None
     ignore_index: int = -100
     factors: Mapping[str, Expr] = field(default_factory=dict)
     bounds: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)  # of s and t
-    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    more_counts: tuple[LossCount, ...] = ()
+
+    @property
+    def loss_counts(self) -> tuple[LossCount, ...]:
+        """What every denominator of the loss counts."""
+        return (LossCount(self.loss_count, self.loss_target, self.ignore_index), *self.more_counts)
 
     @property
     def num_params(self) -> int:
@@ -182,14 +207,22 @@ class ModelGraph:
             counts[call.block] += 1
         return counts
 
+    def flow(self, groups: Sequence[Sequence[str]] | None = None) -> Dataflow:
+        """Return the data flow among groups of calls (units or stages of a pipeline), by default among the calls."""
+        calls = {c.name: c for c in self.calls}
+        of = [[c] for c in self.calls] if groups is None else [[calls[n] for n in group] for group in groups]
+        return Dataflow([([v for c in g for v in c.inputs], [v for c in g for v in c.outputs]) for g in of])
+
     def free_calls(self) -> frozenset[str]:
         """Return calls that need no parameter, not even through their inputs: every pipeline stage recomputes them."""
-        known, free = set(self.inputs), set()
-        for call in self.calls:
-            if not call.params and set(call.inputs) <= known:
-                free.add(call.name)
-                known |= set(call.outputs)
-        return frozenset(free)
+        trained = [i for i, call in enumerate(self.calls) if call.params]
+        bound = {*trained, *self.flow().following(trained)}
+        return frozenset(call.name for i, call in enumerate(self.calls) if i not in bound)
+
+    def bound_calls(self) -> list[Call]:
+        """Return the other calls, in order: each runs on one pipeline stage."""
+        free = self.free_calls()
+        return [call for call in self.calls if call.name not in free]
 
     def tied_params(self) -> dict[str, tuple[tuple[str, str], ...]]:
         """Return the parameters that more than one call uses: full name -> ((call, name in block), ...)."""
@@ -294,12 +327,15 @@ def _sorted(things: Mapping[str, _Thing]) -> dict[str, _Thing]:
     return dict(sorted(things.items()))
 
 
+_RARE = ("notes", "more_counts")  # nearly always empty
+
+
 def _encode(obj: Any) -> Any:
     if isinstance(obj, Expr):
         return {"expr": str(obj)}
     if isinstance(obj, (Value, Node, Block, Call, Parameter, ModelGraph)):
         fields = {k: _encode(getattr(obj, k)) for k in obj.__dataclass_fields__}
-        return {k: v for k, v in fields.items() if k != "left_out" or v}  # nearly always empty
+        return {k: v for k, v in fields.items() if k not in _RARE or v}
     if isinstance(obj, Mapping):
         return {k: _encode(v) for k, v in obj.items()}
     if isinstance(obj, (tuple, list)):
@@ -349,7 +385,8 @@ def _decode_graph(data: Any) -> ModelGraph:
         ignore_index=data["ignore_index"],
         factors=_plain(data["factors"]),
         bounds=_plain(data["bounds"]),
-        left_out=tuple(data.get("left_out", ())),
+        notes=tuple(data.get("notes", ())),
+        more_counts=tuple(LossCount(*count) for count in data.get("more_counts", ())),
     )
 
 
@@ -447,6 +484,7 @@ def check(graph: ModelGraph) -> None:
                 raise GraphError(f"call {call.name} uses {name!r} before it is defined")
         _check_call(graph, call)
         _define(f"call {call.name}", available, call.outputs)
-    for what, wanted in (("output", graph.output), ("loss target", graph.loss_target)):
+    targets = (("loss target", count.target) for count in graph.loss_counts)
+    for what, wanted in (("output", graph.output), *targets):
         if wanted is not None and wanted not in available:
             raise GraphError(f"{what} {wanted!r} is not computed by any call")

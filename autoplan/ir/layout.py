@@ -13,20 +13,12 @@ type per sub-axis; sub-axes that shard the same factor do so in mesh order, majo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from autoplan.errors import LayoutError
-
-
-class Kind(Enum):
-    """The type of a value on one sub-axis."""
-
-    R = "R"
-    I = "I"  # noqa: E741  the field's name for invariant
-    P = "P"
-    S = "S"
 
 
 @dataclass(frozen=True, order=True)
@@ -36,11 +28,6 @@ class AxisType:
     kind_name: str
     dim: int = -1
     factor: int = -1
-
-    @property
-    def kind(self) -> Kind:
-        """The kind as an enum."""
-        return Kind(self.kind_name)
 
     @property
     def is_shard(self) -> bool:
@@ -63,16 +50,6 @@ P = AxisType("P")
 def shard(dim: int, factor: int = 0) -> AxisType:
     """Return the shard of one factor of one dim."""
     return AxisType("S", dim, factor)
-
-
-def parse_axis_type(text: str) -> AxisType:
-    """Return the type with this text: the inverse of str(AxisType)."""
-    if text in ("R", "I", "P"):
-        return AxisType(text)
-    if text.startswith("S(") and text.endswith(")"):
-        dim, _, factor = text[2:-1].partition(".")
-        return shard(int(dim), int(factor))
-    raise LayoutError(f"unknown type {text!r}; known: R, I, P, S(dim.factor)")
 
 
 Layout = tuple[AxisType, ...]  # one type per sub-axis of the intra-op mesh, in mesh order
@@ -103,20 +80,14 @@ class Mesh:
             if axis.name == name:
                 return axis.size
         if name in self.groups:
-            total = 1
-            for member in self.groups[name]:
-                total *= self.size(member)
-            return total
+            return math.prod(self.size(member) for member in self.groups[name])
         known = [a.name for a in self.axes] + list(self.groups)
         raise LayoutError(f"unknown mesh axis {name!r}; known: {', '.join(known)}")
 
     @property
     def num_devices(self) -> int:
         """Number of devices: the product of all sub-axes."""
-        total = 1
-        for axis in self.axes:
-            total *= axis.size
-        return total
+        return math.prod(axis.size for axis in self.axes)
 
     def atoms(self, name: str) -> tuple[str, ...]:
         """Return the sub-axes of an axis or of a named product."""
@@ -177,21 +148,23 @@ class ConversionStep:
         return COLLECTIVES[self.kind, tag]
 
 
+_KINDS = {  # (source, target) -> kind of the step between them
+    ("P", "R"): ConversionKind.ALL_REDUCE,
+    ("P", "I"): ConversionKind.ALL_REDUCE,
+    ("P", "S"): ConversionKind.REDUCE_SCATTER,
+    ("S", "R"): ConversionKind.ALL_GATHER,
+    ("S", "I"): ConversionKind.ALL_GATHER,
+    ("R", "S"): ConversionKind.SLICE,
+    ("I", "S"): ConversionKind.SLICE,
+    ("I", "R"): ConversionKind.TO_REPLICATE,
+    ("S", "S"): ConversionKind.ALL_TO_ALL,
+    ("R", "P"): ConversionKind.TO_PARTIAL,
+    ("I", "P"): ConversionKind.TO_PARTIAL,
+}
+
+
 def _kind(source: AxisType, target: AxisType) -> ConversionKind | None:
-    table = {
-        ("P", "R"): ConversionKind.ALL_REDUCE,
-        ("P", "I"): ConversionKind.ALL_REDUCE,
-        ("P", "S"): ConversionKind.REDUCE_SCATTER,
-        ("S", "R"): ConversionKind.ALL_GATHER,
-        ("S", "I"): ConversionKind.ALL_GATHER,
-        ("R", "S"): ConversionKind.SLICE,
-        ("I", "S"): ConversionKind.SLICE,
-        ("I", "R"): ConversionKind.TO_REPLICATE,
-        ("S", "S"): ConversionKind.ALL_TO_ALL,
-        ("R", "P"): ConversionKind.TO_PARTIAL,
-        ("I", "P"): ConversionKind.TO_PARTIAL,
-    }
-    return table.get((source.kind_name, target.kind_name))
+    return _KINDS.get((source.kind_name, target.kind_name))
 
 
 def _innermost(layout: Sequence[AxisType], axis: int) -> bool:

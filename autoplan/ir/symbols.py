@@ -59,6 +59,9 @@ class Expr:
     def __sub__(self, other: ExprLike) -> Expr:
         return self + Expr.of(other) * -1
 
+    def __neg__(self) -> Expr:
+        return self * -1
+
     __radd__ = __add__
     __rmul__ = __mul__
 

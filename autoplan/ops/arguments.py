@@ -6,23 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autoplan.errors import CaptureError
+from autoplan.errors import FormError
 
 Args = dict[str, Any]  # ATen arguments by schema name; tensors are value names, symbolic sizes are Expr
 
 
 @dataclass(frozen=True)
 class IrOp:
-    """One IR op: tensors (None for absent), plain attributes.
-
-    Attributes:
-        left_out: probability of a dropout inside of it, which no program can reproduce across plans.
-    """
+    """One IR op: tensors (None for absent), plain attributes."""
 
     op: str
     tensors: tuple[str | None, ...]
     attrs: dict[str, Any]
-    left_out: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ def binary(op: str) -> Lowering:
     def build(a: Args) -> IrResult:
         other = a["other"]
         if a.get("alpha", 1) != 1:
-            raise CaptureError(f"{op} with alpha={a['alpha']} is not supported; write the product out")
+            raise FormError(f"{op} with alpha={a['alpha']} is not supported; write the product out")
         if isinstance(other, str):
             return IrOp(op, (a["self"], other), {})
         if op == "sub":

@@ -152,8 +152,7 @@ RECORDS = (
     _unary("sqrt", "torch.sqrt({0})", _OUTPUT_1, FOLLOWS),
     _unary("neg", "-{0}", _NOTHING, FOLLOWS, PASSES_GRADIENT, linear=Linear.ALL),
     _unary("logical_not", "torch.logical_not({0})", _NOTHING),
-    # priced by its own name, as a kernel that is not fused with others
-    OpRecord("bitwise_not", OpKind.OTHER, UNARY, _NOTHING, "~{0}", default("bitwise_not")),
+    _unary("bitwise_not", "~{0}", _NOTHING),
     # functions of a tensor and a number
     _record("add_scalar", "{0} + {scalar}", _PASS, FOLLOWS, POINTWISE, Trait.VARIANCE, PASSES_GRADIENT),
     _scaled("mul_scalar", "{0} * {scalar}"),
@@ -193,6 +192,7 @@ RECORDS = (
         "[*a] * [*a] -> [*a]",
         keeps("x1<0,1 x0<1", workspace=units(0, 1)),
         Trait.SCALES,
+        Trait.DIVIDES,
         linear=Linear.FIRST,
     ),
     *(_operator(name, symbol, BINARY, _NOTHING) for name, symbol in _COMPARISONS.items()),
@@ -204,7 +204,7 @@ RECORDS = (
     _function("logical_and", "torch.logical_and({0}, {1})", _NOTHING, "logical_and.default"),
     _function("logical_or", "torch.logical_or({0}, {1})", _NOTHING, "logical_or.default"),
     _function("bitwise_and", "{0} & {1}", _NOTHING, "bitwise_and.Tensor", "__and__.Tensor"),
-    _function("bitwise_or", "{0} | {1}", _NOTHING, "bitwise_or.Tensor"),
+    _function("bitwise_or", "{0} | {1}", _NOTHING, "bitwise_or.Tensor", "__or__.Tensor"),
     # choices by a mask
     _record(
         "where",

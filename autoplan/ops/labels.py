@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from autoplan.ir.graph import Node
 from autoplan.ir.symbols import Expr, Shape
@@ -36,8 +36,16 @@ class _Side:
             self.advance()
 
 
-def align(left: Shape, right: Shape) -> tuple[list[Labels], list[Labels], dict[str, Expr]] | None:
-    """Return the common refinement of two dim lists of equal product (a reshape): labels of every dim, and their sizes.
+class Refinement(NamedTuple):
+    """The labels of every dim of two dim lists, and the sizes of the labels."""
+
+    left: list[Labels]
+    right: list[Labels]
+    sizes: dict[str, Expr]
+
+
+def align(left: Shape, right: Shape) -> Refinement | None:
+    """Return the common refinement of two dim lists of equal product (a reshape).
 
     `(b, s, h)` and `(b*s, h)` refine to labels b | s | h. None if there is none, as for `(6,)` and `(4, ...)`.
     """
@@ -48,8 +56,8 @@ def align(left: Shape, right: Shape) -> tuple[list[Labels], list[Labels], dict[s
         if a is None or b is None:
             if a is not b:
                 return None
-            labels = [[tuple(x) for x in side.labels] for side in sides]
-            return labels[0], labels[1], sizes
+            one, other = ([tuple(x) for x in side.labels] for side in sides)
+            return Refinement(one, other, sizes)
         common = a if a == b else b if a.divide(b) is not None else a if b.divide(a) is not None else None
         if common is None:
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autoplan.errors import CaptureError
+from autoplan.errors import CaptureError, FormError
 from autoplan.ir.layout import I, P
 from autoplan.ops.arguments import Args, IrOp, IrResult
 from autoplan.ops.record import IndexSizes, OpKind, OpRecord
@@ -51,9 +51,9 @@ def _embedding_form(f: OpFacts) -> SavedRule | None:
 
 def _loss_arguments(a: Args) -> IrResult:
     if a.get("weight") is not None:
-        raise CaptureError("cross_entropy with class weights is not supported")
+        raise FormError("cross_entropy with class weights is not supported")
     if a.get("reduction", 1) not in (1, 2):
-        raise CaptureError("cross_entropy with reduction='none' is not supported; use 'mean' or 'sum'")
+        raise FormError("cross_entropy with reduction='none' is not supported; use 'mean' or 'sum'")
     return IrOp(
         "cross_entropy",
         (a["self"], a["target"]),

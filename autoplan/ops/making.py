@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoplan.errors import CaptureError, RuleError
+from autoplan.errors import FormError, RuleError
 from autoplan.ir.graph import Node
 from autoplan.ir.symbols import Expr, Shape
 from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering, default, given
@@ -31,7 +31,7 @@ def _cat(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
 
 def _pad_arguments(a: Args) -> IrResult:
     if a.get("mode", "constant") != "constant":
-        raise CaptureError(f"pad mode {a['mode']!r} is not supported; use 'constant'")
+        raise FormError(f"pad mode {a['mode']!r} is not supported; use 'constant'")
     return IrOp("pad", (a["self"],), {"pad": tuple(a["pad"]), "value": a.get("value") or 0})
 
 
@@ -95,6 +95,12 @@ def _full(t: OpText) -> str:
     return f"torch.full(({shape}), {literal(t.attrs['scalar'])}, dtype=torch.{t.attrs['dtype']}, device=device)"
 
 
+def _constant(t: OpText) -> str:
+    values = ", ".join(literal(v) for v in t.attrs["values"])
+    whole = f"torch.tensor([{values}], dtype=torch.{t.attrs['dtype']}, device=device)"
+    return whole if len(t.outputs[0]) == 1 else f"{whole}.reshape({shape_text(t.outputs[0])})"
+
+
 def _fill(scalar: float) -> Lowering:
     return lambda a: IrOp("full", (), {"scalar": scalar})
 
@@ -105,6 +111,7 @@ def _fill_value(a: Args) -> IrResult:
 
 _FILLS = {
     **{f"aten.{name}.default": _fill_value for name in ("full", "full_like")},
+    "aten.scalar_tensor.default": lambda a: IrOp("full", (), {"scalar": a["s"]}),
     **{f"aten.{name}.default": _fill(0) for name in ("zeros", "zeros_like")},
     **{f"aten.{name}.default": _fill(1) for name in ("ones", "ones_like")},
 }
@@ -155,6 +162,8 @@ RECORDS = (
         },
         has=(Trait.TAKES_DTYPE,),
     ),
+    # a tensor of numbers in a forward; the capture writes them into the node
+    OpRecord("constant", OpKind.FACTORY, _factory, _MADE, _constant, has=(Trait.TAKES_DTYPE,)),
     OpRecord("full", OpKind.FACTORY, _factory, _MADE, _full, _FILLS, has=(Trait.TAKES_DTYPE, Trait.FILLS)),
     # not ops of the graph: `autoplan.cost_models.costs` prices them, `autoplan.profiler` measures them
     OpRecord("optimizer_adamw", OpKind.UPDATE),

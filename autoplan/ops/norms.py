@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoplan.errors import CaptureError
+from autoplan.errors import FormError
 from autoplan.ir.graph import Node
 from autoplan.ir.symbols import Shape
 from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering
@@ -18,7 +18,7 @@ from autoplan.units import DTYPE_BYTES
 
 def _last_dim_only(op: str, a: Args) -> None:
     if len(a["normalized_shape"]) != 1:
-        raise CaptureError(f"{op} over {len(a['normalized_shape'])} dims is not supported; normalise the last dim only")
+        raise FormError(f"{op} over {len(a['normalized_shape'])} dims is not supported; normalise the last dim only")
 
 
 def _layer_norm(a: Args) -> IrResult:
@@ -114,6 +114,15 @@ def _softmax_arguments(op: str) -> Lowering:
     return lambda a: IrOp(op, (a["self"],), {"dim": a["dim"], "dtype": a.get("dtype")})
 
 
+def _plain_softmax(op: str) -> Lowering:
+    def build(a: Args) -> IrResult:
+        if a["half_to_float"]:
+            raise FormError(f"{op} of 16-bit numbers into float32 is not supported")
+        return IrOp(op, (a["self"],), {"dim": a["dim"], "dtype": None})
+
+    return build
+
+
 def _softmax_text(name: str) -> Emitter:
     def text(t: OpText) -> str:
         dtype = f", dtype=torch.{t.attrs['dtype']}" if t.attrs.get("dtype") else ""
@@ -129,7 +138,7 @@ def _softmax(name: str, *traits: Trait) -> OpRecord:
         whole_dim,
         keeps("y0<0", form=Form.NEW),
         _softmax_text(name),
-        {f"aten.{name}.int": _softmax_arguments(name)},
+        {f"aten.{name}.int": _softmax_arguments(name), f"aten._{name}.default": _plain_softmax(name)},
         has=traits,
     )
 

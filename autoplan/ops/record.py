@@ -52,6 +52,8 @@ class OpKind(Enum):
 # they neither read nor write their inputs; small fills and sums over ranks are priced elsewhere or not at all
 _AS_VIEW = frozenset((OpKind.VIEW, OpKind.FACTORY, OpKind.COLLECTIVE))
 _MULTIPLIES = frozenset((OpKind.PRODUCT, OpKind.ATTENTION, OpKind.EXPERTS))
+# programs release dead variables before ops of these kinds
+_HEAVY = frozenset((OpKind.PRODUCT, OpKind.ATTENTION, OpKind.LOSS, OpKind.EXPERTS))
 _FUSES = frozenset((OpKind.ELEMENTWISE, OpKind.REDUCTION, OpKind.JOIN, *_AS_VIEW))
 # the name under which kinds are measured, if it is not the name of the op
 _MEASURED_AS = {
@@ -75,6 +77,14 @@ class Linear(Enum):
     FIRST = auto()  # in the first, with the others fixed
 
 
+@dataclass(frozen=True)
+class Inside:
+    """What an op that is a program of its own does in a forward: kernels, and the bytes that they read and write."""
+
+    kernels: int
+    moved_bytes: float
+
+
 class Trait(Enum):
     """A property of ops that some passes ask for."""
 
@@ -94,9 +104,11 @@ class Trait(Enum):
     STOPS_GRADIENT = auto()
     RANDOM = auto()  # draws numbers by its place in the program and the element's place in the whole tensor
     CHOOSES = auto()  # marks or counts the choices of a router
+    DIVIDES = auto()  # divides its first operand by its second
     SCALES = auto()  # multiplies by a number
     AVERAGES = auto()  # divides by the number of elements that it adds up
     SUMS_RANKS = auto()  # adds up over the ranks that share a micro-batch
+    UPDATES = auto()  # writes to buffers, its last inputs; nothing uses its result
     KEEPS_NUMBERS = auto()  # hands on numbers as they are
     FILLS = auto()  # made in every part of a batch with the part's own size
     RUNS_ON_DEVICE = auto()  # cannot run on meta tensors, or has other strides there than its kernels give
@@ -122,6 +134,7 @@ class OpRecord:
         factor_names: names for the factors that a label of the rule stands for.
         variable: the name of its result in a program, if not its own.
         index_limits: exclusive limits of integer inputs by position, from attributes and local shapes.
+        inside: of an op that is a program of its own: what its forward does, from local sizes; None: it is one kernel.
         traits: properties that passes ask for, given as `has`.
     """
 
@@ -140,6 +153,7 @@ class OpRecord:
     factor_names: Mapping[str, str] = field(default_factory=dict)
     variable: str | None = None
     index_limits: IndexLimits | None = None
+    inside: Callable[[OpFacts], Inside] | None = None
     has: InitVar[Iterable[Trait]] = ()
     traits: frozenset[Trait] = field(init=False, default=frozenset())
     # derived from `kind`, `rule` and `text`
@@ -148,6 +162,7 @@ class OpRecord:
     as_view: bool = field(init=False, default=False)
     multiplies: bool = field(init=False, default=False)
     fuses: bool = field(init=False, default=False)
+    heavy: bool = field(init=False, default=False)
     measured_as: str = field(init=False, default="")
 
     def __post_init__(self, has: Iterable[Trait]) -> None:
@@ -162,6 +177,7 @@ class OpRecord:
             "as_view": self.kind in _AS_VIEW,
             "multiplies": self.kind in _MULTIPLIES,
             "fuses": self.kind in _FUSES,
+            "heavy": self.kind in _HEAVY,
             "measured_as": _MEASURED_AS.get(self.kind, own),
         }
         for name, value in derived.items():

@@ -1,28 +1,26 @@
-"""Ops of routers and experts: choices, counts, experts, sums over the ranks that share a micro-batch."""
+"""Ops of routers: choices, counts, sums over the ranks that share a micro-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from autoplan.errors import CaptureError, RuleError
-from autoplan.ir.graph import Node, Value
-from autoplan.ir.layout import P
-from autoplan.ir.symbols import Expr, Shape
+from autoplan.errors import FormError, RuleError
+from autoplan.ir.graph import Node
+from autoplan.ir.symbols import Shape
 from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering, default
 from autoplan.ops.labels import dim_labels
-from autoplan.ops.language import OpRule, Role, bind, parse
+from autoplan.ops.language import OpRule, Role
 from autoplan.ops.record import IndexSizes, OpKind, OpRecord, Trait, other
-from autoplan.ops.saved import Form, Gradient, OpFacts, keeps
+from autoplan.ops.saved import Form, Gradient, keeps
 from autoplan.ops.text import Emitter, OpText
-from autoplan.units import DTYPE_BYTES
 
 # -- choices -----------------------------------------------------------------------------------------------------------
 
 
 def _topk_arguments(a: Args) -> IrResult:
     if not a.get("largest", True):
-        raise CaptureError("topk with largest=False is not supported; negate its input")
+        raise FormError("topk with largest=False is not supported; negate its input")
     return IrOp("topk", (a["self"],), {"k": a["k"], "dim": a.get("dim", -1), "sorted": bool(a.get("sorted", True))})
 
 
@@ -40,7 +38,7 @@ def _extreme_arguments(op: str) -> Lowering:
 
     def build(a: Args) -> IrResult:
         if a.get("dim") is None:
-            raise CaptureError(f"{op} over all elements is not supported; give it a dim")
+            raise FormError(f"{op} over all elements is not supported; give it a dim")
         return IrOp(op, (a["self"],), {"dim": a["dim"], "keepdim": bool(a.get("keepdim", False))})
 
     return build
@@ -84,7 +82,7 @@ def _one_hot(a: Args) -> IrResult:
 def _histc(a: Args) -> IrResult:
     bins, low, high = a.get("bins", 100), a.get("min", 0), a.get("max", 0)
     if not low < high:
-        raise CaptureError("histc between the extremes of its data is not supported; give it min and max")
+        raise FormError("histc between the extremes of its data is not supported; give it min and max")
     return IrOp("histc", (a["self"],), {"bins": bins, "min": low, "max": high})
 
 
@@ -92,79 +90,30 @@ def _bins(attrs: Mapping[str, Any], inputs: IndexSizes, outputs: IndexSizes) -> 
     return {0: int(outputs[0][0])}
 
 
+def _added(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
+    """Return the rule of a sum into the places of an index along one dim; other dims have equal sizes, or are whole."""
+    dim = node.attrs["dim"] % len(ins[0]) if ins[0] else 0
+    target, source = dim_labels(ins[0]), dim_labels(ins[2], "s")
+    whole = {x for labels in (target, source) for at in labels for x in at}
+    for i in range(len(target)):
+        if i != dim and ins[0][i] == ins[1][i] == ins[2][i]:
+            source[i] = target[i]
+            whole -= {*target[i]}
+    index = [() if size.value == 1 else labels for size, labels in zip(ins[1], source, strict=True)]
+    return OpRule(
+        (tuple(target), tuple(index), tuple(source)),
+        (tuple(target),),
+        (Role.OTHER, Role.INDEX, Role.OTHER),
+        frozenset(whole),
+    )
+
+
+def _added_limits(attrs: Mapping[str, Any], inputs: IndexSizes, outputs: IndexSizes) -> dict[int, int]:
+    return {1: int(inputs[0][attrs["dim"]])}
+
+
 def _scatter_add(a: Args) -> IrResult:
     return IrOp("scatter_add", (a["self"], a["index"], a["src"]), {"dim": a["dim"]})
-
-
-# -- experts -----------------------------------------------------------------------------------------------------------
-
-
-def _experts_arguments(a: Args) -> IrResult:
-    tensors = tuple(a[n] for n in ("hidden", "index", "weights", "gate_up", "down"))
-    names = ("num_experts", "top_k", "intermediate_size", "activation", "gated")
-    return IrOp("experts", tensors, {n: a[n].value if hasattr(a[n], "value") else a[n] for n in names})
-
-
-_LINE = parse("[t,i!], #[t,k!], [t,k!] * [e@expert_parallel,f,i!] * [e@expert_parallel,o!,f] -> [t,o!]")
-
-
-def _experts_rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
-    """Return the rule of experts of a mixture.
-
-    Tokens can be split with whole weights; experts and their inner size can be split into a pending sum. Rows of a
-    gated first projection are `gate, up`: as in a fused projection, each is split by itself. The outer size is not
-    split: only the last of the products would shrink.
-    """
-    sizes = {"count": Expr.of(2), "f": ins[4][2]}
-    rule = bind(_LINE, ins, outs)
-    if not node.attrs["gated"]:
-        return rule
-    first = (rule.inputs[3][0], ("count", *rule.inputs[3][1]), *rule.inputs[3][2:])
-    inputs = (*rule.inputs[:3], first, rule.inputs[4])
-    return OpRule(inputs, rule.outputs, rule.roles, rule.whole | {"count"}, rule.special, sizes)
-
-
-def _experts_flops(node: Node, ins: Sequence[Value], out: Value, rule: OpRule) -> Expr:
-    """Return the flops of every token through top_k experts of three (gate, up, down) or two products."""
-    tokens, hidden = ins[0].shape
-    products = 3 if node.attrs["gated"] else 2
-    return tokens * hidden * (int(node.attrs["intermediate_size"]) * int(node.attrs["top_k"]) * 2 * products)
-
-
-def experts_rows(f: OpFacts) -> tuple[int, int, int, int]:
-    """Return the rows (a token once per expert that takes it), hidden and inner size, and bytes of an element.
-
-    Tokens are assumed to be spread evenly over the experts, so a rank with a part of them has that part of the rows.
-    """
-    hidden, index, _, _, down = f.inputs[:5]
-    here, total = down.shape[0], int(f.attrs.get("num_experts") or down.shape[0])
-    return -(-index.num_elements * here // total), hidden.shape[-1], down.shape[-1], DTYPE_BYTES[hidden.dtype]
-
-
-def _experts_extra(f: OpFacts) -> tuple[int, ...]:
-    """Return bytes besides tokens and routing weights: the token of each row, and the first product.
-
-    Not counted: 4 bytes per expert for the end of its rows, if all experts are one product (autoplan.runtime.experts).
-    """
-    rows, _, inner, width = experts_rows(f)
-    first = inner * (2 if f.attrs.get("gated", True) else 1)
-    return (rows * DTYPE_BYTES["int64"], rows * first * width)
-
-
-def _experts_workspace(f: OpFacts) -> tuple[int, ...]:
-    # forward: the activated gate and its product with up; or that product and the result of the experts; or this result
-    # and the same weighted. Backward: the activated gate, its product with up, gradients of both, of the gate and of
-    # the first product; or arriving gradients and, of the values between the products, the first two and its gradient
-    rows, hidden, inner, width = experts_rows(f)
-    return (rows * 2 * max(inner, hidden) * width, rows * max(6 * inner, 4 * inner + hidden) * width)
-
-
-def _experts_text(t: OpText) -> str:
-    return f"experts({', '.join(t.args)}, activation={t.attrs['activation']!r}, gated={bool(t.attrs['gated'])}{t.over})"
-
-
-def _num_experts(attrs: Mapping[str, Any], inputs: IndexSizes, outputs: IndexSizes) -> dict[int, int]:
-    return {1: int(attrs["num_experts"])}  # all experts: a rank with a part of them has that part of the rows
 
 
 # -- sums over ranks ---------------------------------------------------------------------------------------------------
@@ -187,18 +136,9 @@ _TOPK = "torch.topk({0}, {k}, dim={dim}, sorted={sorted})"
 _MAX = "torch.max({0}, dim={dim}, keepdim={keepdim})"
 
 RECORDS = (
-    other(
-        "topk", _topk_rule, "torch.topk({0}, {k}, dim={dim}, sorted={sorted})", _topk_arguments, "y1<0", Trait.CHOOSES
-    ),
+    other("topk", _topk_rule, _TOPK, _topk_arguments, "y1<0", Trait.CHOOSES),
     other("argmax", _extreme_rule, "torch.argmax({0}, dim={dim}, keepdim={keepdim})", _extreme_arguments("argmax")),
-    other(
-        "max",
-        _extreme_rule,
-        "torch.max({0}, dim={dim}, keepdim={keepdim})",
-        _extreme_arguments("max"),
-        "y1<0",
-        aten="max.dim",
-    ),
+    other("max", _extreme_rule, _MAX, _extreme_arguments("max"), "y1<0", aten="max.dim"),
     other("gather", _indexed, "{0}.gather({dim}, {1})", _gather, "x0<0 x1<0"),
     other("scatter", _indexed, "{0}.scatter({dim}, {1}, {scalar})", _scatter, "x1<0", aten="scatter.value"),
     other("one_hot", "#[*a] -> [*a,c!]", "F.one_hot({0}, {num_classes})", _one_hot, "", Trait.CHOOSES),
@@ -221,21 +161,15 @@ RECORDS = (
         index_limits=_bins,
         has=(Trait.CHOOSES,),
     ),
-    # as captured: `autoplan.capture.passes.hoist` turns one that counts into a weighted_count, others have no rule
-    OpRecord("scatter_add", OpKind.OTHER, aten=default("scatter_add", _scatter_add)),
+    # `autoplan.capture.passes.hoist` turns one that counts into a weighted_count
     OpRecord(
-        "experts",
-        OpKind.EXPERTS,
-        _experts_rule,
-        keeps("x0<0,2,3,4 x2<0,2,3,4", form=Form.NEW, extra=_experts_extra, workspace=_experts_workspace),
-        _experts_text,
-        {"autoplan.experts.default": _experts_arguments},
-        flops=_experts_flops,
-        special={"expert_parallel": P},
-        weights=(3, 4),
-        factor_names={"e": "experts", "f": "expert_out", "count": "chunks"},
-        index_limits=_num_experts,
-        has=(Trait.RUNS_ON_DEVICE,),
+        "scatter_add",
+        OpKind.OTHER,
+        _added,
+        keeps("x1<0,2", form=Form.NEW),
+        "{0}.scatter_add({dim}, {1}, {2})",
+        default("scatter_add", _scatter_add),
+        index_limits=_added_limits,
     ),
     _over_ranks("batch_sum", _batch_sum, Trait.SUMS_RANKS),
     _over_ranks("batch_part", _batch_part),

@@ -39,11 +39,11 @@ class Gradient(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """A local tensor."""
+    """A local tensor: shape, dtype, whether it needs a gradient."""
 
     shape: tuple[int, ...]
     dtype: str
-    requires_grad: bool
+    requires_grad: bool = False
 
     @property
     def num_elements(self) -> int:

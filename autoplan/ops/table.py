@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from autoplan.errors import RuleError
 from autoplan.ir.graph import Block, ModelGraph, Node, Value
 from autoplan.ir.layout import AxisType
-from autoplan.ir.symbols import Expr
-from autoplan.ops import attention, elementwise, losses, making, norms, products, routing, views
+from autoplan.ir.symbols import Expr, Shape
+from autoplan.ops import (
+    attention,
+    convolutions,
+    elementwise,
+    experts,
+    generic,
+    losses,
+    making,
+    norms,
+    products,
+    recurrent,
+    routing,
+    scans,
+    statistics,
+    views,
+)
 from autoplan.ops.arguments import Lowering
-from autoplan.ops.language import OpRule
-from autoplan.ops.record import OpKind, OpRecord, Trait
+from autoplan.ops.language import OpRule, Role
+from autoplan.ops.record import Linear, OpKind, OpRecord, Trait
 from autoplan.ops.saved import Form, OpFacts, SavedRule
 
-_FAMILIES = (elementwise, views, products, attention, norms, losses, routing, making)
+_FAMILIES = (
+    elementwise,
+    views,
+    products,
+    attention,
+    norms,
+    losses,
+    routing,
+    experts,
+    making,
+    convolutions,
+    recurrent,
+    scans,
+    statistics,
+    generic,
+)
 
 
 def merged(records: Iterable[OpRecord]) -> dict[str, OpRecord]:
@@ -73,10 +103,24 @@ def rule_for(node: Node, values: Mapping[str, Value]) -> OpRule:
         raise RuleError(f"op {node.op!r} at {node.source or node.name} cannot be sharded: its record has no rule")
     ins = [values[name].shape for name in node.tensor_inputs]
     outs = [values[name].shape for name in node.outputs]
+    if _along_no_dim(node, ins, outs):
+        role = Role.LINEAR if op_record(node.op).linear is Linear.ALL else Role.OTHER
+        return OpRule(((),) * len(ins), ((),) * len(outs), (role,) * len(ins))
     try:
         return build(node, ins, outs)
     except RuleError as exc:
         raise RuleError(f"{node.op} at {node.source or node.name}: {exc}") from exc
+
+
+def _along_no_dim(node: Node, ins: Sequence[Shape], outs: Sequence[Shape]) -> bool:
+    """Return True for an op along a dim of a tensor without dims, which PyTorch takes for one of a single element."""
+    return any(name in node.attrs for name in ("dim", "dims")) and bool(ins) and not any((*ins, *outs))
+
+
+def updated_buffers(block: Block) -> frozenset[str]:
+    """Return the buffers of a block that its forward writes to."""
+    written = {x for node in block.nodes if op_has(node.op, Trait.UPDATES) for x in node.tensor_inputs}
+    return frozenset(written & set(block.buffers))
 
 
 def flops(node: Node, values: Mapping[str, Value], rule: OpRule) -> Expr:

@@ -60,7 +60,7 @@ def _reshape(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     if found is None:  # no common refinement: nothing of it can be split
         a, b = dim_labels(ins[0], "x"), dim_labels(outs[0], "y")
         return linear_rule(a, b, {label for dim in (*a, *b) for label in dim})
-    return linear_rule(found[0], found[1], sizes=found[2])
+    return linear_rule(found.left, found.right, sizes=found.sizes)
 
 
 def _reshape_strides(attrs: Attrs, shape: Ints, strides: Ints, new: Sequence[Ints]) -> Strides:
@@ -237,7 +237,10 @@ def _permute_text(t: OpText) -> str:
     return f"{t.args[0]}.permute({', '.join(map(str, t.attrs['dims']))})"
 
 
-_RESHAPING = "view.default reshape.default _unsafe_view.default view_as.default flatten.using_ints unflatten.int"
+_RESHAPING = (
+    "view.default reshape.default _unsafe_view.default view_as.default flatten.using_ints unflatten.int "
+    "squeeze.default squeeze.dims"  # which dims are 1 is a matter of the whole tensor, not of a part of the batch
+)
 _RESHAPES = {f"aten.{name}": plain_value("reshape") for name in _RESHAPING.split()}
 _CHUNKS = {f"aten.{name}": _chunk_arguments for name in ("chunk.default", "split.Tensor", "split_with_sizes.default")}
 _TRANSPOSES = {"aten.transpose.int": given("transpose", "dim0", "dim1"), "aten.t.default": _matrix_transpose}

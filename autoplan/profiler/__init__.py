@@ -10,6 +10,7 @@
 `nodes`: the nodes of a job's ranks.
 `ops`: one operation, as it runs in a training step.
 `overheads`: fixed costs of a step beside its operations and collectives.
+`processes`: local processes in one group, for this and for experiments.
 `proposal`: a cluster file for this machine.
 `run`: what is measured, and in which order.
 `show`: a profile as tables.

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from autoplan.profiler.job import Job
-from autoplan.profiler.system import System, Unreadable
+from autoplan.profiler.system import System, Unreadable, rows_of
 
 CLOCK_QUERY = (
     "nvidia-smi",
@@ -73,10 +73,7 @@ def parse_clocks(text: str, processes: str = "") -> tuple[DeviceState, ...]:
         uuid = line.partition(",")[0].strip()
         counts[uuid] = counts.get(uuid, 0) + 1
     out = []
-    for line in filter(None, map(str.strip, text.splitlines())):
-        parts = [p.strip() for p in line.split(",")]
-        if len(parts) != 7 or not parts[0].isdigit():
-            raise Unreadable(f"nvidia-smi: {line!r} is not a line of index, uuid, clocks, power and temperature")
+    for parts in rows_of(text, 7, "a line of index, uuid, clocks, power and temperature"):
         clock, most, memory, power, temperature = (_figure(p) for p in parts[2:])
         company = counts.get(parts[1]) if counts else None
         out.append(DeviceState(int(parts[0]), clock, most, memory, power, temperature, company))

@@ -76,7 +76,7 @@ def profile_command(
         _hand_out(profile, out, cluster_out)
         return profile
     if processes != 1:
-        raise ProfileError(f"--processes {processes} under torchrun: its --nproc-per-node says how many measure")
+        raise ProfileError(f"--processes {processes} under torchrun: leave it out, --nproc-per-node is the number")
     device = _join(budget_s)
     try:
         if cluster_out is not None:

@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from autoplan.profiler.ops import DeviceTimer, cuda_timer
-
-
-class Bar(Protocol):
-    """An object that shows progress."""
-
-    def advance(self, what: str) -> None:
-        """Count one more measurement."""
-
-
-class Quiet:
-    """A bar that shows nothing."""
-
-    def advance(self, what: str) -> None:
-        """Do nothing."""
 
 
 class Job:
@@ -32,6 +18,7 @@ class Job:
     Args:
         device: where tensors of the group's backend live.
         deadline: in `time.monotonic()`.
+        advance: shows the name of the measurement that was just made.
         timer: of the device's queue; made if the device has a queue.
         sharing: number of ranks that share the memory of this rank's device; None: all of them.
     """
@@ -40,11 +27,11 @@ class Job:
         self,
         device: torch.device,
         deadline: float,
-        bar: Bar | None = None,
+        advance: Callable[[str], object] | None = None,
         timer: DeviceTimer | None = None,
         sharing: int | None = None,
     ) -> None:
-        self.device, self.deadline, self.bar = device, deadline, bar or Quiet()
+        self.device, self.deadline, self.advance = device, deadline, advance or (lambda what: None)
         self.timer = cuda_timer(device) if timer is None and device.type == "cuda" else timer
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.sharing = self.world if sharing is None else sharing
@@ -57,7 +44,7 @@ class Job:
     def until(self, share: float) -> Job:
         """Return the same job with a share of the remaining time."""
         now = time.monotonic()
-        return Job(self.device, now + share * max(0.0, self.deadline - now), self.bar, self.timer, self.sharing)
+        return Job(self.device, now + share * max(0.0, self.deadline - now), self.advance, self.timer, self.sharing)
 
     def goes_on(self) -> bool:
         """Return False once rank 0's time is over. Also brings the ranks together, so that they measure together."""

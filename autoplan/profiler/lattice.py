@@ -6,26 +6,31 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from autoplan.cost_models.work import OpWork, Plain, TensorWork
+from autoplan.cost_models.work import OpWork, Plain
+from autoplan.ops.saved import TensorFacts
 from autoplan.profiler.ops import MeasureTask
 
 
-def _work(op: str, inputs: Sequence[TensorWork], outputs: Sequence[TensorWork], flops: float, **attrs: Plain) -> OpWork:
+def _work(
+    op: str, inputs: Sequence[TensorFacts], outputs: Sequence[TensorFacts], flops: float, **attrs: Plain
+) -> OpWork:
     moved = float(sum(t.num_bytes for t in (*inputs, *outputs)))
     return OpWork(op, tuple(inputs), tuple(outputs), tuple(sorted(attrs.items())), flops, moved)
 
 
 def linear_task(m: int, k: int, n: int, dtype: str) -> MeasureTask:
     """Return the task x[m, k] times a weight[n, k]."""
-    x, w = TensorWork((m, k), dtype, True), TensorWork((n, k), dtype, True)
+    x, w = TensorFacts((m, k), dtype, True), TensorFacts((n, k), dtype, True)
     return MeasureTask(
-        _work("linear", (x, w), (TensorWork((m, n), dtype, True),), 2.0 * m * k * n), "F.linear(x0, x1)", frozenset({1})
+        _work("linear", (x, w), (TensorFacts((m, n), dtype, True),), 2.0 * m * k * n),
+        "F.linear(x0, x1)",
+        frozenset({1}),
     )
 
 
 def attention_task(b: int, h: int, s: int, d: int, dtype: str, causal: bool = True) -> MeasureTask:
     """Return the task of scaled-dot-product attention over [b, h, s, d], as a transposed view of [b, s, h, d]."""
-    t = TensorWork((b, h, s, d), dtype, True)
+    t = TensorFacts((b, h, s, d), dtype, True)
     flops = 4.0 * b * h * s * s * d * (0.5 if causal else 1.0)
     return MeasureTask(
         _work("attention", (t, t, t), (t,), flops, causal=causal),
@@ -57,21 +62,21 @@ _VIEWS: Mapping[str, tuple[tuple[int, ...], str]] = {  # op -> shape of its resu
 def pointwise_task(op: str, elements: int, dtype: str) -> MeasureTask:
     """Return the task of an element-wise op over `elements`."""
     count, text = _POINTWISE[op]
-    t = TensorWork((elements,), dtype, True)
+    t = TensorFacts((elements,), dtype, True)
     return MeasureTask(_work(op, (t,) * count, (t,), float(elements)), text)
 
 
 def view_task(op: str, dtype: str) -> MeasureTask:
     """Return the task of a view; its time does not depend on the size."""
     shape, text = _VIEWS[op]
-    t = TensorWork((4, 8, 16), dtype, True)
-    work = OpWork(op, (t,), (TensorWork(shape, dtype, True),), (), 0.0, 0.0)
+    t = TensorFacts((4, 8, 16), dtype, True)
+    work = OpWork(op, (t,), (TensorFacts(shape, dtype, True),), (), 0.0, 0.0)
     return MeasureTask(work, text)
 
 
 def norm_task(op: str, rows: int, columns: int, dtype: str) -> MeasureTask:
     """Return the task of layer_norm, rms_norm or softmax over the last dim of [rows, columns]."""
-    x, w = TensorWork((rows, columns), dtype, True), TensorWork((columns,), dtype, True)
+    x, w = TensorFacts((rows, columns), dtype, True), TensorFacts((columns,), dtype, True)
     if op == "softmax":
         return MeasureTask(_work(op, (x,), (x,), float(rows * columns), dim=-1), "torch.softmax(x0, dim=-1)")
     extra = (w, w) if op == "layer_norm" else (w,)
@@ -82,27 +87,27 @@ def norm_task(op: str, rows: int, columns: int, dtype: str) -> MeasureTask:
 
 def cat_task(rows: int, columns: int, dtype: str) -> MeasureTask:
     """Return the task of joining two halves along the last dim, as rotary embeddings do."""
-    t, out = TensorWork((rows, columns), dtype, True), TensorWork((rows, 2 * columns), dtype, True)
+    t, out = TensorFacts((rows, columns), dtype, True), TensorFacts((rows, 2 * columns), dtype, True)
     return MeasureTask(_work("cat", (t, t), (out,), float(2 * rows * columns), dim=-1), "torch.cat([x0, x1], dim=-1)")
 
 
 def mean_task(rows: int, columns: int, dtype: str) -> MeasureTask:
     """Return the task of a mean over the last dim, as norms without a fused kernel do."""
-    t, out = TensorWork((rows, columns), dtype, True), TensorWork((rows, 1), dtype, True)
+    t, out = TensorFacts((rows, columns), dtype, True), TensorFacts((rows, 1), dtype, True)
     return MeasureTask(_work("mean", (t,), (out,), float(rows), dims="[-1]", keepdim=True), "x0.mean(-1, keepdim=True)")
 
 
 def embedding_task(tokens: int, vocab: int, hidden: int, dtype: str) -> MeasureTask:
     """Return the task of looking up rows of a table."""
-    table, ids = TensorWork((vocab, hidden), dtype, True), TensorWork((tokens,), "int64")
-    work = _work("embedding", (table, ids), (TensorWork((tokens, hidden), dtype, True),), float(tokens * hidden))
+    table, ids = TensorFacts((vocab, hidden), dtype, True), TensorFacts((tokens,), "int64")
+    work = _work("embedding", (table, ids), (TensorFacts((tokens, hidden), dtype, True),), float(tokens * hidden))
     return MeasureTask(work, "F.embedding(x1, x0)", frozenset({0}), {1: vocab})
 
 
 def loss_task(tokens: int, vocab: int, dtype: str) -> MeasureTask:
     """Return the task of the cross entropy of logits[tokens, vocab]."""
-    logits, target = TensorWork((tokens, vocab), dtype, True), TensorWork((tokens,), "int64")
-    out = TensorWork((), "float32" if dtype in ("bfloat16", "float16") else dtype, True)
+    logits, target = TensorFacts((tokens, vocab), dtype, True), TensorFacts((tokens,), "int64")
+    out = TensorFacts((), "float32" if dtype in ("bfloat16", "float16") else dtype, True)
     work = _work("cross_entropy_sum", (logits, target), (out,), float(tokens * vocab))
     return MeasureTask(work, "cross_entropy_sum(x0, x1, ignore_index=-100)", bounds={1: vocab})
 
@@ -112,14 +117,14 @@ def adamw_task(elements: int, dtype: str) -> MeasureTask:
 
     They are the gradient and parameter, and two moments read and written.
     """
-    t = TensorWork((elements,), dtype)
+    t = TensorFacts((elements,), dtype)
     work = OpWork("optimizer_adamw", (t,), (), (), 12.0 * elements, 7.0 * t.num_bytes)
     return MeasureTask(work, "")
 
 
 def accumulate_task(elements: int, dtype: str) -> MeasureTask:
     """Return the task of adding a gradient to the existing one; bytes as in `Costs.accumulate_s`."""
-    t = TensorWork((elements,), dtype)
+    t = TensorFacts((elements,), dtype)
     work = OpWork("grad_accumulate", (t,), (), (), float(elements), 3.0 * t.num_bytes)
     return MeasureTask(work, "")
 

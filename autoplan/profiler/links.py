@@ -15,15 +15,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
+from spmd_types import I
 
 from autoplan.cost_models.profile import LINK_WORK_S, MEASURED_COLLECTIVES, ErrorStats, LinkRecord, Profile, Timing
 from autoplan.profiler.job import Job
 from autoplan.profiler.ops import timing
-from autoplan.runtime.convert import I, all_gather, all_reduce, all_to_all, reduce_scatter
+from autoplan.runtime.convert import all_gather, all_reduce, all_to_all, reduce_scatter
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 
 SIZES = tuple(1 << k for k in (6, 10, 12, 13, 14, 16, 18, 19, 20, 22, 24, 26, 28))
@@ -191,17 +192,43 @@ def _points(world: int, max_bytes: int, sizes: Sequence[int], known: Profile | N
     ]
 
 
+@dataclass(frozen=True)
+class MeasuredLinks:
+    """Measured curves of collectives, what there was no time for, and the errors of the curves on held-out sizes."""
+
+    links: Sequence[LinkRecord]
+    left_out: Sequence[str]
+    errors: Mapping[str, ErrorStats] = field(default_factory=dict)
+
+
 def measure_links(
     job: Job, max_bytes: int, sizes: Sequence[int] = SIZES, known: Profile | None = None
-) -> tuple[list[LinkRecord], dict[str, ErrorStats], list[str]]:
+) -> MeasuredLinks:
     """Measure the curves of all collectives over all group layouts, coarsely first, as long as there is time.
 
     A collective over all ranks of the job.
-
-    Returns:
-        The curves, their error on held-out sizes, and what was left out.
     """
     points = _points(job.world, max_bytes, sizes, known)
+    found = _measured(job, points)
+    records = {p: LinkRecord(p.kind, p.size, p.stride, p.num_bytes, t) for p, t in found.items()}
+    return MeasuredLinks([*records.values()], _left_out(points, found), _held_out_errors(records, known, job))
+
+
+def measure_sharing(job: Job, links: Sequence[LinkRecord], sizes: Sequence[int] = SHARED_SIZES) -> MeasuredLinks:
+    """Measure `alone_s` of those of these links where several groups share the machine. A collective."""
+    shared = {_Point(r.kind, r.group_size, r.stride, r.num_bytes): r for r in links}
+    wanted = [
+        p for size in sizes for p, r in shared.items()
+        if p.num_bytes == size and p.size < job.world and r.alone_s is None
+    ]  # fmt: skip
+    found = _measured(job, wanted, alone=True)
+    left = len(wanted) - len(found)
+    notes = [f"{left} of {len(wanted)} collectives of one group alone"] if left else []
+    return MeasuredLinks([replace(r, alone_s=found.get(p, r.alone_s)) for p, r in shared.items()], notes)
+
+
+def _measured(job: Job, points: Sequence[_Point], alone: bool = False) -> dict[_Point, Timing]:
+    """Return the times of the points that there is time for. `alone`: one group runs and the others rest."""
     between = computation(job) if points and job.device.type == "cpu" else None
     found: dict[_Point, Timing] = {}
     with _Meshes(job) as meshes:
@@ -209,38 +236,11 @@ def measure_links(
             if not job.goes_on():
                 break
             mesh = meshes.over(p.size, p.stride)
+            rests = alone and (job.rank % p.stride != 0 or job.rank // p.stride >= p.size)
             with use_mesh(mesh), torch.no_grad():
-                found[p] = timing(_measure(p.kind, p.num_bytes, mesh, job, between))
-            job.bar.advance(f"{p.kind} {p.num_bytes} bytes")
-    records = {p: LinkRecord(p.kind, p.size, p.stride, p.num_bytes, t) for p, t in found.items()}
-    return list(records.values()), _held_out_errors(records, known, job), _left_out(points, found)
-
-
-def measure_sharing(
-    job: Job, links: Sequence[LinkRecord], sizes: Sequence[int] = SHARED_SIZES
-) -> tuple[list[LinkRecord], list[str]]:
-    """Measure `alone_s` of links where several groups share the machine. A collective.
-
-    Returns:
-        These links, and what was left out.
-    """
-    wanted = [
-        r for size in sizes for r in links if r.num_bytes == size and r.group_size < job.world and r.alone_s is None
-    ]
-    between = computation(job) if wanted and job.device.type == "cpu" else None
-    found: dict[LinkRecord, Timing] = {}
-    with _Meshes(job) as meshes:
-        for r in wanted:
-            if not job.goes_on():
-                break
-            mesh = meshes.over(r.group_size, r.stride)
-            rests = job.rank % r.stride != 0 or job.rank // r.stride >= r.group_size
-            with use_mesh(mesh), torch.no_grad():
-                found[r] = timing(_measure(r.kind, r.num_bytes, mesh, job, between, rests))
-            job.bar.advance(f"{r.kind} {r.num_bytes} bytes, one group alone")
-    left = len(wanted) - len(found)
-    notes = [f"{left} of {len(wanted)} collectives of one group alone"] if left else []
-    return [replace(r, alone_s=found.get(r, r.alone_s)) for r in links], notes
+                found[p] = timing(_measure(p.kind, p.num_bytes, mesh, job, between, rests))
+            job.advance(f"{p.kind} {p.num_bytes} bytes{', one group alone' if alone else ''}")
+    return found
 
 
 class _Meshes:

@@ -37,7 +37,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.cost_models.profile import MeasuredOp, Timing
-from autoplan.cost_models.work import OpWork, TensorWork
+from autoplan.cost_models.work import OpWork
+from autoplan.ops.saved import TensorFacts
 from autoplan.runtime import program
 from autoplan.units import MIB
 
@@ -209,7 +210,7 @@ class Clock:
     def issue(self, work: Callable[[], Any], _: Iterable[torch.Tensor] = ()) -> tuple[float, Any]:
         """Queue `work` once; return the host's seconds and the result. Only if `queued`."""
         if self._timer is None:
-            raise ValueError(f"{self.device} has no queue: what the host does is in `measure`")
+            raise ValueError(f"{self.device} has no queue: its `measure` includes the time of the host")
         return self._timer.issue(work)
 
     @cached_property
@@ -286,7 +287,7 @@ def timing(samples: Sequence[float]) -> Timing:
     return Timing(median, low, high, len(samples))
 
 
-def make_input(t: TensorWork, task: MeasureTask, position: int, device: torch.device) -> torch.Tensor:
+def make_input(t: TensorFacts, task: MeasureTask, position: int, device: torch.device) -> torch.Tensor:
     """Return a random tensor with the shape, dtype and memory order of an input."""
     dtype: torch.dtype = getattr(torch, t.dtype)
     zero = task.broadcast.get(position, ())

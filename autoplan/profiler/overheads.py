@@ -18,18 +18,20 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from spmd_types import I
 
 from autoplan.cost_models.profile import Profile
 from autoplan.profiler.job import Job
 from autoplan.profiler.links import measure_stragglers
 from autoplan.profiler.ops import Clock, cache_bytes, measure_op
 from autoplan.profiler.small_programs import DECODER_INPUT, HIDDEN_SIZE, decoder_program, decoder_tasks, tiny_program
-from autoplan.runtime.convert import I, all_gather, all_reduce, record_collectives, reduce_scatter
+from autoplan.runtime.convert import all_gather, all_reduce, record_collectives, reduce_scatter
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.optim import on_local_shards
@@ -111,11 +113,11 @@ class _Runs:
         alone = self.job.device.type == "cpu" and torch.get_num_threads() == 1
         return time.thread_time if alone else time.perf_counter
 
-    def collectives_s(self, pm: ParallelModel, run: Callable[[], object], phase: str | None = None) -> float:
+    def collectives_s(self, pm: ParallelModel, run: Callable[[], object]) -> float:
         """Return the seconds that the collectives of `run` take."""
         with record_collectives(pm.mesh) as records:
             run()
-        return sum(self.collective_s(r.kind) for r in records if phase in (None, r.phase))
+        return sum(self.collective_s(r.kind) for r in records)
 
     def collective_s(self, kind: str) -> float:
         """Return the seconds of one small collective over all ranks, as far as its caller's clock sees them."""
@@ -152,21 +154,10 @@ def measure_overheads(job: Job, links: Profile, host: bool = False) -> dict[str,
     """
     runs = _Runs(job, links, host)
     out: dict[str, float] = {}
-    measures: list[Callable[[], Mapping[str, float]]] = [
-        lambda: _step(runs),
-        lambda: _operations(runs),
-        lambda: _optimizer(runs),
-        lambda: _zero(runs),
-        lambda: _pipeline(runs),
-        lambda: _split(runs),
-        lambda: _clip(runs),
-        lambda: _stragglers(runs),
-        lambda: _collectives(runs),
-    ]
-    for measure in measures:
+    for measure in (_step, _operations, _optimizer, _zero, _pipeline, _split, _clip, _stragglers, _collectives):
         if not job.goes_on():
             break
-        out.update(measure())
+        out.update(measure(runs))
     runs.close()
     names = sorted(out)
     values = job.slowest([out[n] for n in names]) if names else []
@@ -201,7 +192,7 @@ def _queued_step(job: Job, pm: ParallelModel, num_micro_batches: int) -> tuple[f
     """Return the host's seconds from the start of a step to its first forward, and to the return of `step`."""
     timer = job.timer
     if timer is None:
-        raise ValueError("only a device with a queue leaves the host ahead of it")
+        raise ValueError("the time of the host is measured on devices with a queue only")
     pm.num_micro_batches = num_micro_batches
     batch = _batch(job, num_micro_batches)
     begun: list[float] = []
@@ -256,14 +247,10 @@ def _clip(runs: _Runs) -> dict[str, float]:
     for layers in (1, 17):
         pm = runs.model(layers, runs.job.world, 1, 0)
         pm.step(_batch(runs.job, 1))
-        clip = _clipper(pm)
+        clip = partial(pm.clip_grad_norm_, 1.0)
         times[layers] = runs.median(clip) - runs.collectives_s(pm, clip)
     more = max(0.0, (times[17] - times[1]) / 16)
     return {"clip_s": times[1] - more, "clip_tensor_s": more}
-
-
-def _clipper(pm: ParallelModel) -> Callable[[], object]:
-    return lambda: pm.clip_grad_norm_(1.0)
 
 
 def _operations(runs: _Runs) -> dict[str, float]:

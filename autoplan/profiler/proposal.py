@@ -65,7 +65,7 @@ def cluster_data(
         return _of_cpus(topology, num_nodes, profile, processes_per_node)
     names = sorted({d.name for d in topology.devices})
     if len(names) > 1:
-        raise PinError(f"this machine has devices of several kinds ({', '.join(names)}); a cluster has equal ones")
+        raise PinError(f"this machine has devices of several kinds ({', '.join(names)}); a cluster must have one kind")
     found = catalog_id(names[0])
     if found is None:
         near = catalog.nearest_names(names[0].lower().replace(" ", "-"), list(catalog.entries()))

@@ -10,18 +10,13 @@ bandwidth. The time is bounded: times that were not measured are interpolated, a
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import os
 import platform
 import re
 import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +39,10 @@ from autoplan.profiler.machine import Machine
 from autoplan.profiler.nodes import MeasuredNodes, agree_on_nodes, identity, num_nodes
 from autoplan.profiler.ops import Clock, MeasureTask, cache_bytes, measure_op, memory_bytes
 from autoplan.profiler.overheads import measure_overheads
+from autoplan.profiler.processes import RankError, run_ranks
+from autoplan.profiler.system import ThisMachine
 from autoplan.profiler.tasks import model_tasks
+from autoplan.profiler.topology import cpu_model
 from autoplan.program.facts import Facts, ModelFacts
 from autoplan.program.legality import Scope, broken
 from autoplan.program.op_costs import OpCosts
@@ -69,22 +67,14 @@ PROFILE_GRACE_S = 90.0  # beyond the budget: start of the processes, and the pha
 
 def hardware(device: torch.device) -> dict[str, Any]:
     """Return the facts that times depend on: device model, cores, memory. No host names."""
-    found: dict[str, Any] = {"cpu": _cpu_model(), "cores": os.cpu_count() or 1}
+    cpu = cpu_model(ThisMachine()) or platform.processor() or platform.machine()
+    found: dict[str, Any] = {"cpu": cpu, "cores": os.cpu_count() or 1}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found |= {"gpu": properties.name, "gpu_memory_gib": round(properties.total_memory / 2**30)}
         found["gpus"] = torch.cuda.device_count()
     found["cache_bytes"] = cache_bytes(device)
     return found
-
-
-def _cpu_model() -> str:
-    path = Path("/proc/cpuinfo")
-    if path.is_file():
-        match = re.search(r"^model name\s*: (.*)$", path.read_text(), re.MULTILINE)
-        if match:
-            return match.group(1).strip()
-    return platform.processor() or platform.machine()
 
 
 def software() -> dict[str, str]:
@@ -248,7 +238,7 @@ def _measure_tasks(job: Job, clock: Clock, tasks: Sequence[MeasureTask], notes: 
                 notes.failed[task.work.key] = next(filter(None, job.gather(problem)))
             elif record is not None:
                 found.append(record)
-            job.bar.advance(task.work.key)
+            job.advance(task.work.key)
     return _merge_ranks(job.gather(found))
 
 
@@ -301,7 +291,7 @@ def measure_in_job(
         f"measuring this machine ({len(tasks)} operations of the model)", budget_s, progress and dist.get_rank() == 0
     )
     try:
-        job = Job(placement.device, time.monotonic() + budget_s, shown, sharing=placement.on_device)
+        job = Job(placement.device, time.monotonic() + budget_s, shown.advance, sharing=placement.on_device)
         with guard():
             identities = job.gather(identity())
         nodes = agree_on_nodes(identities)
@@ -396,10 +386,10 @@ class _Run:
 
     def _links(self, known: Profile | None) -> None:
         job, profile = self.job, self.profile
-        links, errors, left_out = measure_links(job.until(0.25), _MAX_LINK_BYTES[job.device.type], known=known)
-        links, not_alone = measure_sharing(job.until(0.1), [*profile.links, *links])
-        self.profile = replace(profile, links=tuple(links), held_out={**profile.held_out, **errors})
-        self.notes.lines += [f"{_NO_TIME}{what}" for what in (*left_out, *not_alone)]
+        found = measure_links(job.until(0.25), _MAX_LINK_BYTES[job.device.type], known=known)
+        shared = measure_sharing(job.until(0.1), [*profile.links, *found.links])
+        self.profile = replace(profile, links=tuple(shared.links), held_out={**profile.held_out, **found.errors})
+        self.notes.lines += [f"{_NO_TIME}{what}" for what in (*found.left_out, *shared.left_out)]
 
     def _overheads(self) -> None:
         job = self.job
@@ -455,27 +445,9 @@ def _only(ops: Sequence[MeasuredOp]) -> list[MeasuredOp]:
 # -- in processes of its own -------------------------------------------------------------------------------------------
 
 
-def _worker(
-    rank: int, processes: int, folder: str, arguments: dict[str, Any], timeout_s: float, pipe: Connection
-) -> None:
-    torch.set_num_threads(arguments.pop("num_threads"))
-    try:
-        device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            init_method=f"file://{folder}/store",
-            rank=rank,
-            world_size=processes,
-            timeout=timedelta(seconds=timeout_s),
-            device_id=device if device.type == "cuda" else None,
-        )
-        profile = measure_in_job(**arguments, device=device)
-        dist.barrier()
-        dist.destroy_process_group()
-        pipe.send(("ok", profile.to_json() if rank == 0 else ""))
-    except BaseException:
-        pipe.send(("failed", traceback.format_exc()))
-        raise SystemExit(1) from None
+def _measured(rank: int, world: int, arguments: Mapping[str, Any]) -> str:
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    return measure_in_job(**arguments, device=device).to_json()
 
 
 def measure(
@@ -505,59 +477,13 @@ def measure(
         raise ProfileError(
             f"this machine has {torch.cuda.device_count()} GPUs, fewer than the {processes} processes asked for"
         )
-    arguments: dict[str, Any] = {"tasks": list(tasks), "budget_s": budget_s, "name": name, "dtypes": tuple(dtypes)}
-    arguments |= {"num_threads": num_threads, "progress": progress}
-    context = multiprocessing.get_context("spawn")
-    deadline = time.monotonic() + budget_s + PROFILE_GRACE_S
-    before = {k: os.environ.get(k) for k in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}
-    with tempfile.TemporaryDirectory() as folder:
-        pipes: dict[Connection, int] = {}
-        children = []
-        try:
-            os.environ["OMP_NUM_THREADS"] = str(num_threads)  # read when the child imports torch
-            if sys.platform == "linux":
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all processes are on this machine
-            for rank in range(processes):
-                here, there = context.Pipe(duplex=False)
-                timeout_s = budget_s + PROFILE_GRACE_S
-                args = (rank, processes, folder, dict(arguments), timeout_s, there)
-                child = context.Process(target=_worker, args=args, daemon=True)
-                child.start()
-                there.close()
-                pipes[here] = rank
-                children.append(child)
-            text = _collect(pipes, deadline)
-        finally:
-            for key, value in before.items():
-                os.environ.pop(key, None)
-                if value is not None:
-                    os.environ[key] = value
-            for child in children:
-                child.join(timeout=5.0)
-                if child.is_alive():
-                    child.kill()
-                    child.join()
-    return Profile.from_json(text)
-
-
-def _collect(pipes: dict[Connection, int], deadline: float) -> str:
-    """Return rank 0's message, once all ranks have sent one."""
-    text, left = "", dict(pipes)
-    while left:
-        ready = wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise ProfileError(f"ranks {sorted(left.values())} did not finish measuring in time")
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            rank = left.pop(pipe)
-            try:
-                status, value = pipe.recv()
-            except EOFError:
-                raise ProfileError(f"rank {rank} died while measuring") from None
-            if status != "ok":
-                raise ProfileError(f"rank {rank} failed while measuring:\n{value}")
-            text = value or text
-    return text
+    arguments = dict(tasks=list(tasks), budget_s=budget_s, name=name, dtypes=tuple(dtypes), progress=progress)
+    timeout_s, gpus = budget_s + PROFILE_GRACE_S, torch.cuda.is_available()
+    try:
+        texts = run_ranks(_measured, processes, arguments, timeout_s=timeout_s, num_threads=num_threads, gpus=gpus)
+    except RankError as exc:
+        raise ProfileError(f"measuring failed: {exc}") from exc
+    return Profile.from_json(texts[0])
 
 
 # -- what a model needs ------------------------------------------------------------------------------------------------

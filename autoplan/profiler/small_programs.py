@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autoplan.codegen.schedules import schedule_spec
-from autoplan.cost_models.work import OpWork, TensorWork
+from autoplan.cost_models.work import OpWork
+from autoplan.ops.saved import TensorFacts
 from autoplan.profiler.lattice import attention_task
 from autoplan.profiler.ops import MeasureTask
 from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec
@@ -187,17 +188,17 @@ def decoder_program(num_layers: int, world_size: int) -> tuple[ProgramSpec, dict
 
 def decoder_tasks() -> list[tuple[MeasureTask, int]]:
     """Return the operations of one layer, and how often each occurs."""
-    x, inner = TensorWork(DECODER_INPUT, "float32", True), TensorWork((1, _TOKENS, _INNER), "float32", True)
-    column = TensorWork((1, _TOKENS, 1), "float32", True)
-    heads = TensorWork((1, _TOKENS, _HEADS, _HEAD_DIM), "float32", True)
-    turned = TensorWork((1, _HEADS, _TOKENS, _HEAD_DIM), "float32", True)
-    norm = TensorWork((_HIDDEN,), "float32", True)
+    x, inner = TensorFacts(DECODER_INPUT, "float32", True), TensorFacts((1, _TOKENS, _INNER), "float32", True)
+    column = TensorFacts((1, _TOKENS, 1), "float32", True)
+    heads = TensorFacts((1, _TOKENS, _HEADS, _HEAD_DIM), "float32", True)
+    turned = TensorFacts((1, _HEADS, _TOKENS, _HEAD_DIM), "float32", True)
+    norm = TensorFacts((_HIDDEN,), "float32", True)
 
-    def task(op: str, inputs: tuple[TensorWork, ...], output: TensorWork, text: str, *parameters: int) -> MeasureTask:
+    def task(op: str, inputs: tuple[TensorFacts, ...], output: TensorFacts, text: str, *parameters: int) -> MeasureTask:
         return MeasureTask(OpWork(op, inputs, (output,), (), 0.0, 0.0), text, frozenset(parameters))
 
-    def linear(x: TensorWork, columns: int, out: TensorWork) -> MeasureTask:
-        weight = TensorWork((columns, x.shape[-1]), "float32", True)
+    def linear(x: TensorFacts, columns: int, out: TensorFacts) -> MeasureTask:
+        weight = TensorFacts((columns, x.shape[-1]), "float32", True)
         return task("linear", (x, weight), out, "F.linear(x0, x1)", 1)
 
     return [

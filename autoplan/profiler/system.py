@@ -67,3 +67,12 @@ def number_in(system: System, path: str) -> int | None:
     except (Unreadable, ValueError):
         return None
     return None if value < 0 else value
+
+
+def rows_of(text: str, columns: int, what: str) -> list[list[str]]:
+    """Return the rows of a table of nvidia-smi whose first column is an index. Raises Unreadable for other lines."""
+    rows = [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()]
+    for row in rows:
+        if len(row) != columns or not row[0].isdigit():
+            raise Unreadable(f"nvidia-smi: {', '.join(row)!r} is not {what}")
+    return rows

@@ -55,18 +55,20 @@ def _bounds(node: Node, work: OpWork) -> dict[int, int]:
 class _Memory:
     """The order in which the values of a block lie in memory: its ops run on meta tensors, which only carry strides."""
 
-    def __init__(self, block: Block, works: OpCosts) -> None:
+    def __init__(self, block: Block, op_costs: OpCosts) -> None:
         self.strides: dict[str, tuple[int, ...]] = {}
         made: dict[str, torch.Tensor] = {}
-        rank0 = OpCosts(works.graph, (), works.env, context=works.context, precision=works.precision)
-        ctx = Context(works.graph.factors, (), {})
+        rank0 = OpCosts(op_costs.graph, (), op_costs.env, context=op_costs.context, precision=op_costs.precision)
+        ctx = Context(op_costs.graph.factors, (), {})
         for name in (*block.inputs, *block.params, *block.buffers):
             value = block.values[name]
             shape = rank0.local(block.name, value, ())
             made[name] = torch.empty(shape, dtype=getattr(torch, rank0.dtype(value)), device="meta")
         for node in block.nodes:
             (strategy,) = (
-                s for s in strategies(node, block.values, works.graph.factors, (), works.sizes) if s.name in ("R", "-")
+                s
+                for s in strategies(node, block.values, op_costs.graph.factors, (), op_costs.sizes)
+                if s.name in ("R", "-")
             )
             work = rank0.op_work(block, node, strategy)
             if op_has(node.op, Trait.RUNS_ON_DEVICE):
@@ -76,7 +78,7 @@ class _Memory:
                     outs = [torch.empty((b, s, h, d), dtype=outs[0].dtype, device="meta").transpose(1, 2)]
             else:
                 text = _text(_statement(block, node, strategy, False), work, ctx)
-                task = MeasureTask(work, text, names=dict(works.env))
+                task = MeasureTask(work, text, names=dict(op_costs.env))
                 with torch.no_grad():
                     result = compiled(task, torch.device("meta"))(*(made[n] for n in node.tensor_inputs))
                 outs = list(result) if isinstance(result, (tuple, list)) else [result]
@@ -100,31 +102,33 @@ class _Memory:
         return orders, broadcast
 
 
-def model_tasks(works: OpCosts) -> list[MeasureTask]:
-    """Return every operation of the model under every strategy on the sub-axes of `works`.
+def model_tasks(op_costs: OpCosts) -> list[MeasureTask]:
+    """Return every operation of the model under every strategy on the sub-axes of `op_costs`.
 
     Equal operations occur once; the longest come first.
     """
     found: dict[str, MeasureTask] = {}
-    for block in works.graph.blocks.values():
-        memory = _Memory(block, works)
+    for block in op_costs.graph.blocks.values():
+        memory = _Memory(block, op_costs)
         biased = _biased(block)
         for node in block.nodes:
-            for strategy in strategies(node, block.values, works.graph.factors, works.axes, works.sizes):
+            for strategy in strategies(node, block.values, op_costs.graph.factors, op_costs.axes, op_costs.sizes):
                 for bias in (False, True) if node.name in biased else (False,):
-                    task = _task(block, node, strategy, bias, works, memory)
+                    task = _task(block, node, strategy, bias, op_costs, memory)
                     found.setdefault(task.work.key, task)
     return sorted(found.values(), key=lambda t: -(t.work.flops + t.work.moved_bytes))
 
 
-def lowered_tasks(lowered: Iterable[LoweredBlock], works: OpCosts) -> list[MeasureTask]:
+def lowered_tasks(lowered: Iterable[LoweredBlock], op_costs: OpCosts) -> list[MeasureTask]:
     """Return the operations of lowered blocks only."""
     found: dict[str, MeasureTask] = {}
     for low in lowered:
-        memory = _Memory(low.block, works)
+        memory = _Memory(low.block, op_costs)
         for statement in low.statements:
             if isinstance(statement, Op):
-                task = _task(low.block, statement.node, statement.strategy, statement.bias is not None, works, memory)
+                task = _task(
+                    low.block, statement.node, statement.strategy, statement.bias is not None, op_costs, memory
+                )
                 found.setdefault(task.work.key, task)
     return sorted(found.values(), key=lambda t: -(t.work.flops + t.work.moved_bytes))
 
@@ -141,14 +145,14 @@ def _biased(block: Block) -> set[str]:
     return out
 
 
-def _task(block: Block, node: Node, strategy: Strategy, bias: bool, works: OpCosts, memory: _Memory) -> MeasureTask:
-    work = works.op_work(block, node, strategy, bias)
-    groups = {tuple(a.name for a in works.axes): "all"} if len(works.axes) > 1 else {}
-    ctx = Context(works.graph.factors, works.axes, groups)
+def _task(block: Block, node: Node, strategy: Strategy, bias: bool, op_costs: OpCosts, memory: _Memory) -> MeasureTask:
+    work = op_costs.op_work(block, node, strategy, bias)
+    groups = {tuple(a.name for a in op_costs.axes): "all"} if len(op_costs.axes) > 1 else {}
+    ctx = Context(op_costs.graph.factors, op_costs.axes, groups)
     text = _text(_statement(block, node, strategy, bias), work, ctx)
     names = node.tensor_inputs
     parameters = {i for i, name in enumerate(names) if name in block.params or name in block.buffers}
     if bias:
         parameters.add(len(names))
     orders, broadcast = memory.describe(names, work)
-    return MeasureTask(work, text, frozenset(parameters), _bounds(node, work), orders, broadcast, dict(works.env))
+    return MeasureTask(work, text, frozenset(parameters), _bounds(node, work), orders, broadcast, dict(op_costs.env))

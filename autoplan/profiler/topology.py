@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from autoplan.profiler.system import System, ThisMachine, Unreadable, number_in
+from autoplan.profiler.system import System, ThisMachine, Unreadable, number_in, rows_of
 from autoplan.units import MIB
 
 
@@ -183,10 +183,7 @@ _MOST_NVLINKS = 18
 def parse_gpus(text: str) -> tuple[Accelerator, ...]:
     """Return the devices of `GPU_QUERY`. Raises Unreadable for other lines."""
     out = []
-    for line in filter(None, map(str.strip, text.splitlines())):
-        parts = [p.strip() for p in line.split(",")]
-        if len(parts) != 4 or not parts[0].isdigit():
-            raise Unreadable(f"nvidia-smi: {line!r} is not index, name, memory, bus id")
+    for parts in rows_of(text, 4, "index, name, memory, bus id"):
         memory = int(float(parts[2]) * MIB) if re.fullmatch(r"[\d.]+", parts[2]) else 0
         out.append(Accelerator(int(parts[0]), parts[1], memory, _sysfs_bus(parts[3])))
     return tuple(out)
@@ -307,7 +304,7 @@ def detect(system: System | None = None) -> Topology:
         placed.append(dataclasses.replace(d, numa_node=matrix.numa.get(d.index) if numa is None else numa))
     nics = _infiniband(system) or _ethernet(system)
     return Topology(
-        _cpu_model(system),
+        cpu_model(system) or "an unnamed CPU",
         _num_cores(system),
         _memory_bytes(system),
         tuple(placed),
@@ -329,9 +326,10 @@ def _text(system: System, path: str) -> str:
         return ""
 
 
-def _cpu_model(system: System) -> str:
+def cpu_model(system: System) -> str | None:
+    """Return the name of the CPU's model; None if the kernel does not give it."""
     match = re.search(r"^model name\s*: (.*)$", _text(system, "/proc/cpuinfo"), re.MULTILINE)
-    return match.group(1).strip() if match else "an unnamed CPU"
+    return match.group(1).strip() if match else None
 
 
 def _num_cores(system: System) -> int:

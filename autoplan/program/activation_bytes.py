@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from autoplan.ir.graph import Call
 from autoplan.ops.strides import Ints
-from autoplan.program.megatron_modules import Module
+from autoplan.program.regions import Region
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Activations:
     saved_outputs: Ints
     group_ops: Mapping[str, Ints] = field(default_factory=dict)
     choice_bytes: Mapping[str, int] = field(default_factory=dict)
-    modules: Mapping[str, tuple[Module, ...]] = field(default_factory=dict)
+    modules: Mapping[str, tuple[Region, ...]] = field(default_factory=dict)
     available: tuple[str, ...] = ()
 
     @property
@@ -101,8 +101,8 @@ def peak_bytes_of(
     peak = held = 0
     for i, call in enumerate(calls):
         mine = blocks[call.block]
-        again = call.name in recomputed
-        held += mine.kept_bytes if again else mine.saved_bytes
-        extra = mine.recompute_transient_bytes if again else mine.transient_bytes
+        rerun = call.name in recomputed
+        held += mine.kept_bytes if rerun else mine.saved_bytes
+        extra = mine.recompute_transient_bytes if rerun else mine.transient_bytes
         peak = max(peak, held + extra + sum(size for first, last, size in tied if first <= i < last))
     return peak

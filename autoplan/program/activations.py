@@ -22,8 +22,9 @@ from math import prod
 
 from autoplan.config.recompute import OFFLOAD, modules_choice
 from autoplan.errors import LayoutError
+from autoplan.ir.dataflow import last_uses
 from autoplan.ir.graph import Value
-from autoplan.ir.layout import Axis, ConversionKind, Layout
+from autoplan.ir.layout import ConversionKind, Layout
 from autoplan.ir.symbols import Expr
 from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.saved import (
@@ -42,8 +43,8 @@ from autoplan.program import megatron_kernels
 from autoplan.program.activation_bytes import Activations
 from autoplan.program.gradients import GradientStep, backward_peak
 from autoplan.program.megatron_kernels import Kernels
-from autoplan.program.megatron_modules import Module, modules
-from autoplan.program.regions import Region, attention_core, choices, logits, regions
+from autoplan.program.megatron_modules import DISCARDING, modules
+from autoplan.program.regions import Flow, Region, choices, logits, regions
 from autoplan.program.statements import Convert, LoweredBlock, Op
 from autoplan.units import DTYPE_BYTES
 
@@ -56,15 +57,12 @@ class _Tensor:
 
 
 # the emitted text releases dead variables before these statements (autoplan.codegen.emit)
-_HEAVY = (OpKind.PRODUCT, OpKind.ATTENTION, OpKind.LOSS)
 # kinds that fused kernels take in besides element-wise operations and views
 _FUSED = (OpKind.REDUCTION, OpKind.JOIN, OpKind.NORM)
 
 
 def activations(
     lowered: LoweredBlock,
-    factors: Mapping[str, Expr],
-    axes: Sequence[Axis],
     env: Mapping[str, int],
     *,
     dtypes: Mapping[str, str] | None = None,
@@ -74,7 +72,6 @@ def activations(
     """Return the activation memory of one call of a block on one rank.
 
     Args:
-        factors, axes: as in `autoplan.program.lower.local_shape`.
         env: numbers for `b` (micro-batch of this rank) and `s`.
         dtypes: dtype in the graph -> dtype that it is computed in, where they differ.
         device_type: device whose kernels run; the tests measure "cpu".
@@ -91,23 +88,20 @@ def activations(
         RuleError: an op without a line in `autoplan.ops.saved`.
         LayoutError: a size that does not divide.
     """
-    return _Walk(lowered, factors, axes, env, dtypes or {}, device_type, kernels or Kernels()).run()
+    return _Walk(lowered, env, dtypes or {}, device_type, kernels or Kernels()).run()
 
 
 class _Walk:
     def __init__(
         self,
         lowered: LoweredBlock,
-        factors: Mapping[str, Expr],
-        axes: Sequence[Axis],
         env: Mapping[str, int],
         dtypes: Mapping[str, str],
         device_type: str,
         kernels: Kernels,
     ) -> None:
-        self.lowered, self.axes, self.env, self.dtypes, self.device_type = lowered, axes, env, dtypes, device_type
+        self.lowered, self.env, self.dtypes, self.device_type = lowered, env, dtypes, device_type
         self.kernels = kernels
-        self.factors = factors
         self.sizes: dict[str, int] = {}
         self.shapes: dict[tuple[int, Layout], Ints] = {}
         self.storages: list[int] = []  # bytes
@@ -130,13 +124,13 @@ class _Walk:
     def factor(self, name: str) -> int:
         found = self.sizes.get(name)
         if found is None:
-            found = self.sizes[name] = self.number(self.factors[name])
+            found = self.sizes[name] = self.number(self.lowered.factors[name])
         return found
 
     def opened(self, value: Value, layout: Layout) -> list[list[int]]:
         """Return the local size of every factor of every dim."""
         out = [[self.factor(f) for f in dim] for dim in value.dims or ()]
-        for axis, kind in zip(self.axes, layout, strict=True):
+        for axis, kind in zip(self.lowered.axes, layout, strict=True):
             if kind.is_shard:
                 size = out[kind.dim][kind.factor]
                 if size % axis.size:
@@ -182,13 +176,13 @@ class _Walk:
         for statement in low.statements:
             self.steps.append(self._convert(statement) if isinstance(statement, Convert) else self._op(statement))
         if self.kernels.megatron:
-            self.gather_again()
+            self.keep_shards()
         if self.kernels.fused:
             self.fuse()
         return self._summary(inputs, first)
 
-    def gather_again(self) -> None:
-        """Let products keep the shard of a gathered input and gather it again (Korthikanti et al., 2022)."""
+    def keep_shards(self) -> None:
+        """Let products keep the shard of a gathered input, which the backward gathers (Korthikanti et al., 2022)."""
         shards: dict[int, tuple[int, int]] = {}
         for step, statement in zip(self.steps, self.lowered.statements, strict=True):
             if isinstance(statement, Convert) and statement.step.kind is ConversionKind.ALL_GATHER:
@@ -398,9 +392,9 @@ class _Walk:
         outs = [(self._storage(v), low.block.values[n]) for v, n in zip(low.outputs, low.block.outputs, strict=True)]
         given = {s for s, value in outs if not value.requires_grad} & counted
         saved = given.union(*(step.saved & counted for step in self.steps))
-        core = attention_core(low.statements, [(step.reads, step.writes) for step in self.steps])
-        found, asked = regions(low.statements, low.outputs), self.kernels.modules
-        there = modules(low.statements, low.outputs) if asked else {}
+        flow, asked = Flow(low.statements), self.kernels.modules
+        core, found = sorted(flow.attention_core()), regions(flow, low.outputs)
+        there = modules(flow, low.outputs) if asked else {}
         saved_bytes, kept_bytes = self._bytes(saved), self._bytes({*given, *with_grad})
         transient = max(0, self._peak(counted, with_grad, given, outs) - saved_bytes)
         return Activations(
@@ -422,7 +416,7 @@ class _Walk:
         )
 
     def _choice_bytes(
-        self, found: Sequence[Region], there: Mapping[str, Sequence[Module]], given: set[int], counted: set[int]
+        self, found: Sequence[Region], there: Mapping[str, Sequence[Region]], given: set[int], counted: set[int]
     ) -> dict[str, int]:
         """Return the bytes kept under every choice of recompute except none, full and selective."""
         out = {name: self._bytes(self._left(found, name, counted) | given) for name in choices(found)}
@@ -452,24 +446,24 @@ class _Walk:
         backward = backward_peak(self.steps, self.storages, counted, given, arriving)
         return max(self._forward_peak(counted, inputs), backward)
 
-    def _without_modules(self, found: Sequence[Module], counted: set[int]) -> set[int]:
+    def _without_modules(self, found: Sequence[Region], counted: set[int]) -> set[int]:
         """Return the storages that are kept if modules are recomputed."""
-        activations = {i for m in found if m.name == "moe_act" for i in m.statements}
+        activations = {i for m in found if m.group == "moe_act" for i in m.statements}
         inside = {i for m in found for i in m.statements} - activations
         kept: set[int] = set()
         for i, step in enumerate(self.steps):
             if i not in inside:
-                again = {step.extra[megatron_kernels.EXPERTS_ACTIVATION]} if i in activations else set[int]()
-                kept |= (step.saved & counted) - again
+                rerun = {step.extra[megatron_kernels.EXPERTS_ACTIVATION]} if i in activations else set[int]()
+                kept |= (step.saved & counted) - rerun
         for m in sorted(found, key=lambda m: m.statements[-1], reverse=True):
-            if m.name == "moe_act":
+            if m.group == "moe_act":
                 continue
             given = {self.tensors[v].storage for v in m.reads}
             made = {self.tensors[v].storage for i in m.statements for v in self.steps[i].writes} - given
             made |= {copy for s in made for copy in self.copies.get(s, ())}
             if made & kept or any(self.steps[i].saved for i in m.statements):
                 kept |= given & counted
-            kept -= made if m.discards else set()
+            kept -= made if m.group in DISCARDING else set()
         return kept
 
     def _left(self, found: Sequence[Region], choice: str, counted: set[int]) -> set[int]:
@@ -493,23 +487,13 @@ class _Walk:
 
     def _forward_peak(self, counted: set[int], inputs: list[int]) -> int:
         """Return the most bytes alive while the emitted text runs forward."""
-        last: dict[str, int] = {}
-        made: set[str] = set()
-        for i, step in enumerate(self.steps):
-            for var in step.reads:
-                if var in made:
-                    last[var] = i
-            made.update(step.writes)
-        ends: dict[int, list[str]] = {}
-        for var, i in last.items():
-            if var not in self.lowered.outputs:
-                ends.setdefault(i, []).append(var)
+        ends = last_uses([(i, step.reads, step.writes) for i, step in enumerate(self.steps)], self.lowered.outputs)
         holders: dict[int, int] = dict.fromkeys(inputs, 1)
         live = peak = sum(self.storages[s] for s in inputs)
         dead: list[str] = []
         for i, (step, statement) in enumerate(zip(self.steps, self.lowered.statements, strict=True)):
             dead += ends.get(i - 1, [])
-            if isinstance(statement, Convert) or op_kind(statement.node.op) in _HEAVY:
+            if isinstance(statement, Convert) or op_record(statement.node.op).heavy:
                 for var in dead:
                     s = self.tensors[var].storage
                     holders[s] -= 1

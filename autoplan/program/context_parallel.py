@@ -74,17 +74,17 @@ def _tensors(lowered: LoweredBlock, op: Op, method: ContextMethod | None = None)
     return out
 
 
-def _as_megatron(lowered: LoweredBlock, op: Op, degree: int, again: bool) -> Op:
+def _as_megatron(lowered: LoweredBlock, op: Op, degree: int, regather: bool) -> Op:
     """Gather keys and values of the whole sequence, and reduce-scatter their gradients.
 
     Args:
-        again: gather them for the backward too; else they are kept.
+        regather: gather them for the backward too; else they are kept.
     """
     out = []
     for sent in _tensors(lowered, op)[1:3]:
         kinds = [("all_gather", "forward")]
         if sent.requires_grad:
-            kinds += [("all_gather", "backward")] * again + [("reduce_scatter", "backward")]
+            kinds += [("all_gather", "backward")] * regather + [("reduce_scatter", "backward")]
         out += [sent.collective(kind, "cp", phase, None, degree) for kind, phase in kinds]
     return replace(op, collectives=tuple(out))
 

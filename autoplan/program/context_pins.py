@@ -10,39 +10,24 @@ from autoplan.config.context_methods import ContextMethod, methods, read_method
 from autoplan.config.parallel import ParallelConfig
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
-from autoplan.ops.record import OpKind
-from autoplan.ops.table import nodes_with
+from autoplan.program.facts import AttentionHeads, attention_heads, kv_ranks
 
 Chosen = tuple[tuple[str, str], ...]  # (block, name of its method)
 
 
-def attention_heads(graph: ModelGraph) -> dict[str, list[tuple[str, int, int]]]:
-    """Return (where, heads, key-value heads) of every attention, by block."""
-    out: dict[str, list[tuple[str, int, int]]] = {}
-    for block, node in nodes_with(graph, OpKind.ATTENTION):
-        heads, kv = (block.values[n].shape[1].value for n in node.tensor_inputs[:2])
-        if heads is not None and kv is not None:
-            out.setdefault(block.name, []).append((node.source or node.name, heads, kv))
-    return out
-
-
-def _obstacle(method: ContextMethod, found: Sequence[tuple[str, int, int]], tp: int, major: int) -> str | None:
-    for where, heads, kv in found:
-        text = method.heads_obstacle(heads // tp if heads % tp == 0 else heads, kv // math.gcd(major, kv))
+def _obstacle(method: ContextMethod, found: Sequence[AttentionHeads], tp: int, major: int) -> str | None:
+    for op in found:
+        heads = op.heads // tp if op.heads % tp == 0 else op.heads
+        text = method.heads_obstacle(heads, op.kv_heads // math.gcd(major, op.kv_heads))
         if text is not None:
-            return f"{text} at {where}"
+            return f"{text} at {op.where}"
     return None
-
-
-def _major(heads: Mapping[str, Sequence[tuple[str, int, int]]], tp: int) -> int:
-    """Return the ranks of tp that key-value heads are split over (`autoplan.program.parallel_dims`)."""
-    return math.gcd(tp, min((kv for found in heads.values() for _, _, kv in found), default=tp))
 
 
 def legal_methods(graph: ModelGraph, cp: int, tp: int) -> dict[str, list[ContextMethod]]:
     """Return the methods that the heads of every block with attention allow under tp."""
     heads = attention_heads(graph)
-    major = _major(heads, tp)
+    major = kv_ranks(graph, tp)
     return {block: [m for m in methods(cp) if _obstacle(m, found, tp, major) is None] for block, found in heads.items()}
 
 
@@ -114,7 +99,7 @@ def _methods(graph: ModelGraph, given: str | Mapping[str, str], cp: int, tp: int
         for name in given:
             if name not in blocks:
                 known = ", ".join(blocks) or "none"
-                raise PinError(f"context_method names {name!r}, which is no block with attention; those are: {known}")
+                raise PinError(f"context_method names {name!r}, which is not a block with attention; use {known}")
         missing = [name for name in blocks if name not in given]
         if missing:
             raise PinError(f"context_method leaves out {missing[0]}; give a method for every block with attention")
@@ -124,7 +109,7 @@ def _methods(graph: ModelGraph, given: str | Mapping[str, str], cp: int, tp: int
     found = {block: read_method(name, cp) for block, name in wanted.items()}
     if not blocks:
         read_method(given, cp)
-    major = _major(blocks, tp)
+    major = kv_ranks(graph, tp)
     for block, method in found.items():
         text = _obstacle(method, blocks[block], tp, major)
         if text is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -11,6 +11,7 @@ from autoplan.config.parallel import Mode, RunOptions
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.ir.graph import ModelGraph
 from autoplan.ops.batch import batch_obstacle, context_obstacle
+from autoplan.ops.experts import SECOND_BIAS
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import nodes_with
 
@@ -21,15 +22,29 @@ def divisors(number: int) -> list[int]:
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
-def head_counts(graph: ModelGraph) -> list[tuple[str, int, int]]:
-    """Return (where, attention heads, key-value heads) of every attention op."""
-    out = []
+@dataclass(frozen=True)
+class AttentionHeads:
+    """The heads of one attention op; `where`: its place in the user's model."""
+
+    where: str
+    heads: int
+    kv_heads: int
+
+
+def attention_heads(graph: ModelGraph) -> dict[str, list[AttentionHeads]]:
+    """Return the heads of every attention op with fixed numbers of them, by block."""
+    out: dict[str, list[AttentionHeads]] = {}
     for block, node in nodes_with(graph, OpKind.ATTENTION):
-        q, k = (block.values[n] for n in node.tensor_inputs[:2])
-        heads, kv = q.shape[1].value, k.shape[1].value
+        heads, kv = (block.values[n].shape[1].value for n in node.tensor_inputs[:2])
         if heads is not None and kv is not None:
-            out.append((node.source or f"{block.name}/{node.name}", heads, kv))
+            where = node.source or f"{block.name}/{node.name}"
+            out.setdefault(block.name, []).append(AttentionHeads(where, heads, kv))
     return out
+
+
+def kv_ranks(graph: ModelGraph, tp: int) -> int:
+    """Return the ranks of tp that key-value heads are split over; the others of tp have copies of them."""
+    return math.gcd(tp, min((op.kv_heads for found in attention_heads(graph).values() for op in found), default=tp))
 
 
 def expert_counts(graph: ModelGraph) -> tuple[int, ...]:
@@ -38,14 +53,19 @@ def expert_counts(graph: ModelGraph) -> tuple[int, ...]:
 
 
 def inner_sizes(graph: ModelGraph) -> tuple[int, ...]:
-    """Return the inner size of the experts of every experts op."""
-    return tuple(int(n.attrs["intermediate_size"]) for _, n in nodes_with(graph, OpKind.EXPERTS))
+    """Return the sizes that are cut where the experts of an op are: their inner size, and that of the second bias."""
+    found: list[int] = []
+    for block, node in nodes_with(graph, OpKind.EXPERTS):
+        found.append(int(node.attrs["intermediate_size"]))
+        found += [block.values[n].shape[-1].value or 1 for n in node.tensor_inputs[SECOND_BIAS:]]
+    return tuple(found)
 
 
 def layer_calls(graph: ModelGraph) -> list[str]:
     """Return the layer calls between which a pipeline may be cut (embedding, head, glue and tables are excluded)."""
-    # capture names a layer by its module path, which has a dot; calls around layers have a name without one
-    return [c.name for c in graph.calls if c.params and "." in c.name]
+    # capture names a layer by its module path, which has a dot, or is a place in a model that is a sequence; calls
+    # around layers have a name without one
+    return [c.name for c in graph.calls if c.params and ("." in c.name or c.name.isdigit())]
 
 
 def pipeline_units(graph: ModelGraph, ends: bool = False) -> tuple[tuple[str, ...], ...]:
@@ -58,11 +78,9 @@ def pipeline_units(graph: ModelGraph, ends: bool = False) -> tuple[tuple[str, ..
         ends: the calls before the first layer (embedding) and after the last one (head, loss) are units of their own,
             as Megatron's account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split count them.
     """
-    free = graph.free_calls()
-    calls = [c.name for c in graph.calls if c.name not in free]
     layers = set(layer_calls(graph))
     units: list[list[str]] = [[]]
-    for name in calls:
+    for name in (call.name for call in graph.bound_calls()):
         if name in layers and any(n in layers for n in units[-1]):
             units.append([])
         units[-1].append(name)
@@ -79,6 +97,15 @@ def _ends_apart(units: list[list[str]], layers: Set[str]) -> list[list[str]]:
     return [unit for unit in units if unit]
 
 
+def stage_calls(units: Sequence[Sequence[str]], counts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    """Return the calls of every stage from the number of units per stage."""
+    out, at = [], 0
+    for count in counts:
+        out.append(tuple(n for unit in units[at : at + count] for n in unit))
+        at += count
+    return tuple(out)
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """Facts of a model that limit how it can be split, computed from its graph when first asked for."""
@@ -93,7 +120,7 @@ class ModelFacts:
     @cached_property
     def heads(self) -> tuple[tuple[str, int], ...]:
         """(where, number of attention heads) of every attention."""
-        return tuple((where, count) for where, count, _ in head_counts(self.graph))
+        return tuple((op.where, op.heads) for found in attention_heads(self.graph).values() for op in found)
 
     @cached_property
     def num_layers(self) -> int:
@@ -139,8 +166,7 @@ class ModelFacts:
     @cached_property
     def block_calls(self) -> tuple[str, ...]:
         """Calls that a mapping of recompute may name: those of blocks with work of their own."""
-        free = self.graph.free_calls()
-        return tuple(c.name for c in self.graph.calls if c.name not in free)
+        return tuple(call.name for call in self.graph.bound_calls())
 
 
 class _Same:
@@ -168,6 +194,8 @@ class Facts:
     Attributes:
         devices: number of devices of the cluster.
         batch: sequences per step over all data-parallel ranks.
+        gradient_compression: name of the compression of gradients, which a door of a program asks for; "": none.
+        async_tp, compile: as `autoplan.parallelize` takes them.
         host_link: False if the speed between devices and their host is not known.
     """
 
@@ -181,6 +209,10 @@ class Facts:
     host_link: bool = True
     device_name: str = ""
     target_len: int | None = None
+    device_type: str = "cpu"
+    gradient_compression: str = ""
+    async_tp: bool = False
+    compile: bool | str = "auto"
 
     @classmethod
     def of(
@@ -206,6 +238,7 @@ class Facts:
             cluster.host_link_bytes_per_s is not None,
             cluster.device.name,
             target_len,
+            cluster.device_type,
         )
 
     def length(self, symbol: str) -> int | None:

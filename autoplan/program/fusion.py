@@ -19,9 +19,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autoplan.cost_models.work import OpWork, TensorWork
-from autoplan.ir.dataflow import Classes
+from autoplan.cost_models.work import OpWork
+from autoplan.ir.dataflow import Classes, Dataflow
 from autoplan.ops.record import OpKind, Trait
+from autoplan.ops.saved import TensorFacts
 from autoplan.ops.table import op_has, op_kind, op_record
 from autoplan.program.statements import Convert, LoweredBlock, Op, reads_of, writes_of
 
@@ -31,20 +32,17 @@ class _Kernels:
 
     def __init__(self, lowered: LoweredBlock) -> None:
         self.lowered = lowered
-        self.made: dict[str, int] = {}  # value -> statement
+        self.flow = Dataflow([(reads_of(s), writes_of(s)) for s in lowered.statements])
+        self.made = self.flow.makes
         self.classes = Classes[int]()
         level: dict[int, int] = {}
-        for k, statement in enumerate(lowered.statements):
-            read = reads_of(statement)
-            before = [self.made[name] for name in read if name in self.made]
+        for k, before in enumerate(self.flow.before):
             level[k] = max((level[p] + (not self._fused(p)) for p in before), default=0)
             if self._fused(k):
                 self.classes.find(k)
                 for p in before:
                     if self._fused(p) and level[p] == level[k]:
                         self.classes.join(p, k)
-            for name in writes_of(statement):
-                self.made[name] = k
 
     def _fused(self, k: int) -> bool:
         statement = self.lowered.statements[k]
@@ -64,18 +62,15 @@ class _Kernels:
         return name
 
 
-def fused_works(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[int, int]) -> list[OpWork]:
+def fused_traffic(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[int, int]) -> list[OpWork]:
     """Return `ops` with the memory traffic of their kernels.
 
     Args:
         position: statement -> its index in `ops`.
     """
     kernels = _Kernels(lowered)
-    tensors: dict[str, TensorWork] = {}
-    readers: dict[str, set[int]] = {}
+    tensors: dict[str, TensorFacts] = {}
     for k, statement in enumerate(lowered.statements):
-        for name in reads_of(statement):
-            readers.setdefault(name, set()).add(k)
         if isinstance(statement, Op) and k in position:
             work = ops[position[k]]
             tensors.update(zip(reads_of(statement), work.inputs, strict=False))
@@ -86,8 +81,8 @@ def fused_works(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[
         computing = [k for k in members if not op_record(ops[position[k]].op).as_view]
         if not computing:
             continue
-        read: dict[str, TensorWork] = {}
-        written: dict[str, TensorWork] = {}
+        read: dict[str, TensorFacts] = {}
+        written: dict[str, TensorFacts] = {}
         for k in members:
             statement = lowered.statements[k]
             for name in reads_of(statement):
@@ -97,7 +92,7 @@ def fused_works(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[
                     read[source] = tensor
             for name in writes_of(statement):
                 source = kernels.base(name)
-                leaves = readers.get(name, set()) - inside or name in lowered.outputs
+                leaves = set(kernels.flow.readers.get(name, ())) - inside or name in lowered.outputs
                 if kernels.made.get(source) in inside and leaves:
                     written[source] = tensors[source]
         forward, backward = _traffic(read, written, [ops[position[k]].op for k in computing])
@@ -163,7 +158,7 @@ def _behind_converts(
 
 
 def _traffic(
-    read: Mapping[str, TensorWork], written: Mapping[str, TensorWork], ops: Sequence[str]
+    read: Mapping[str, TensorFacts], written: Mapping[str, TensorFacts], ops: Sequence[str]
 ) -> tuple[float, float]:
     """Return the bytes of the forward and of the backward of one kernel."""
     forward = float(sum(t.num_bytes for t in (*read.values(), *written.values())))

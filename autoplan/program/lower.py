@@ -33,10 +33,13 @@ def class_name(block: str) -> str:
 
 
 @dataclass
-class _Names:
+class Names:
+    """The variables of a text so far."""
+
     used: set[str] = field(default_factory=set)
 
     def fresh(self, base: str) -> str:
+        """Return a new variable: `base` as an identifier, with a number if it is taken."""
         text, k = identifier(base), 1
         while text in self.used:
             text, k = f"{identifier(base)}_{k}", k + 1
@@ -59,7 +62,7 @@ class BlockLowering:
 
     def __init__(self, graph: ModelGraph, block: Block, selection: Selection, axes: Sequence[Axis]) -> None:
         self.graph, self.block, self.selection, self.axes = graph, block, selection, tuple(axes)
-        self.names = _Names(set(_RESERVED))
+        self.names = Names(set(_RESERVED))
         self.native: dict[str, Layout] = {}
         self.var: dict[tuple[str, Layout], str] = {}
         self.statements: list[Statement] = []

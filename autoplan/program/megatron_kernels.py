@@ -27,8 +27,8 @@ from math import prod
 from autoplan.config.context_methods import ContextMethod
 from autoplan.config.parallel import Attention, Mode
 from autoplan.ops.attention import PLAIN_ATTENTION
+from autoplan.ops.experts import experts_rows
 from autoplan.ops.record import OpKind
-from autoplan.ops.routing import experts_rows
 from autoplan.ops.saved import Form, Gradient, OpFacts, SavedRule
 from autoplan.ops.table import op_kind
 from autoplan.program.context_parallel import saved_by
@@ -167,11 +167,11 @@ def _experts_extra_float8(f: OpFacts) -> tuple[int, ...]:
 
 
 def _experts_parts(f: OpFacts, input_bytes: int | None) -> tuple[int, ...]:
-    rows, hidden, inner, width = experts_rows(f)
-    taken = width if input_bytes is None else input_bytes
-    first = inner * (2 if f.attrs.get("gated", True) else 1)
-    order = (rows * DTYPE_BYTES["int64"], rows * DTYPE_BYTES["float32"])  # the permutation, routing weights
-    return (rows * hidden * taken, rows * first * width, rows * inner * taken, *order)
+    x = experts_rows(f)
+    taken = x.width if input_bytes is None else input_bytes
+    first = x.inner * (2 if f.attrs.get("gated", True) else 1)
+    order = (x.rows * DTYPE_BYTES["int64"], x.rows * DTYPE_BYTES["float32"])  # the permutation, routing weights
+    return (x.rows * x.hidden * taken, x.rows * first * x.width, x.rows * x.inner * taken, *order)
 
 
 EXPERTS_ACTIVATION = 2  # index in `_experts_parts` of the result of the activation function
@@ -179,8 +179,8 @@ EXPERTS_ACTIVATION = 2  # index in `_experts_parts` of the result of the activat
 
 def _experts_workspace(f: OpFacts) -> tuple[int, ...]:
     # forward: rows before and after they are sorted back; backward: gradients of rows, gate and up, and their product
-    rows, hidden, inner, width = experts_rows(f)
-    return (2 * rows * hidden * width, rows * (hidden + 3 * inner) * width)
+    x = experts_rows(f)
+    return (2 * x.rows * x.hidden * x.width, x.rows * (x.hidden + 3 * x.inner) * x.width)
 
 
 _UNFUSED_ATTENTION = SavedRule(

@@ -23,56 +23,34 @@ are checkpoints of their inputs: operations that keep their outputs still do so.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 from autoplan.ops.record import Linear, OpKind, Trait
-from autoplan.program.regions import PRODUCTS, Flow, attention_core, is_view, variables_of
-from autoplan.program.statements import Convert, Op
+from autoplan.program.regions import PRODUCTS, Flow, Region, is_view, region_of
+from autoplan.program.statements import Convert
 
-DISCARDING = frozenset(("layernorm", "mla_up_proj", "moe_act"))
-
-
-@dataclass(frozen=True)
-class Module:
-    """Statements of a block that are recomputed together.
-
-    Attributes:
-        statements: positions, ascending; for moe_act the experts, of which only the activation function is rerun.
-        reads: variables made outside the module that it reads, without parameters.
-        writes: variables made in the module that statements outside it read.
-    """
-
-    name: str
-    statements: tuple[int, ...]
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-
-    @property
-    def discards(self) -> bool:
-        """True if the output is dropped as well."""
-        return self.name in DISCARDING
+DISCARDING = frozenset(("layernorm", "mla_up_proj", "moe_act"))  # modules whose output is dropped as well
 
 
-def modules(statements: Sequence[Op | Convert], outputs: Sequence[str]) -> dict[str, tuple[Module, ...]]:
+def modules(flow: Flow, outputs: Sequence[str]) -> dict[str, tuple[Region, ...]]:
     """Return the modules of a block, by name; an empty tuple if a module exists but has nothing to recompute.
+
+    The statements of `moe_act` are the experts, of which only the activation function is rerun.
 
     Args:
         outputs: variables that the block hands out.
     """
-    return _Modules(statements, outputs).found()
+    return _Modules(flow, outputs).found()
 
 
 class _Modules:
-    def __init__(self, statements: Sequence[Op | Convert], outputs: Sequence[str]) -> None:
-        self.variables = variables_of(statements)
-        self.statements, self.outputs = statements, outputs
-        self.flow = Flow(statements, self.variables)
-        self.ops = self.flow.ops
+    def __init__(self, flow: Flow, outputs: Sequence[str]) -> None:
+        self.flow, self.outputs = flow, outputs
+        self.statements, self.variables, self.ops = flow.statements, flow.variables, flow.ops
         self.experts = [k for k, op in enumerate(self.ops) if op.kind is OpKind.EXPERTS]
-        self.core = set(attention_core(statements, self.variables))
+        self.core = flow.attention_core()
 
-    def found(self) -> dict[str, tuple[Module, ...]]:
-        out: dict[str, tuple[Module, ...]] = {}
+    def found(self) -> dict[str, tuple[Region, ...]]:
+        out: dict[str, tuple[Region, ...]] = {}
         if self.core:
             out["core_attn"] = (self._module("core_attn", self.core),)
         norms = self.flow.parts(self.flow.norms())
@@ -85,24 +63,15 @@ class _Modules:
         mlp = self._mlp(norms)
         if self.experts:
             out["moe"] = (self._module("moe", self._from_norm(self.experts[0], norms)),)
-            out["moe_act"] = tuple(Module("moe_act", (k,)) for k in self.experts)
+            out["moe_act"] = tuple(Region("moe_act", (k,), (), ()) for k in self.experts)
             if mlp:
                 out["shared_experts"] = (self._module("shared_experts", mlp),)
         elif mlp:
             out["mlp"] = (self._module("mlp", mlp),)
         return out
 
-    def _module(self, name: str, chosen: Iterable[int]) -> Module:
-        inside = set(chosen)
-        made = {v for i in inside for v in self.variables[i][1]}
-        reads = dict.fromkeys(v for i in sorted(inside) for v in self.variables[i][0] if v not in made)
-        writes = [
-            v
-            for i in sorted(inside)
-            for v in self.variables[i][1]
-            if v in self.outputs or any(k not in inside for k in self.flow.readers.get(v, ()))
-        ]
-        return Module(name, tuple(sorted(inside)), tuple(v for v in reads if not v.startswith("self.")), tuple(writes))
+    def _module(self, name: str, chosen: Iterable[int]) -> Region:
+        return region_of(name, set(chosen), self.flow, self.outputs)
 
     # -- norms ---------------------------------------------------------------------------------------------------------
 

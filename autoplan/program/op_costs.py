@@ -11,44 +11,25 @@ from dataclasses import replace
 
 from autoplan.config.context_methods import ContextMethod
 from autoplan.config.parallel import PRECISIONS, Precision
-from autoplan.cost_models.hardware.cluster import Group
-from autoplan.cost_models.work import OpWork, Plain, TensorWork
+from autoplan.cost_models.network.groups import axis_groups
+from autoplan.cost_models.work import OpWork, Plain
 from autoplan.ir.graph import Block, ModelGraph, Node, Value
 from autoplan.ir.layout import Axis, Layout
 from autoplan.ir.symbols import Expr
 from autoplan.ops.attention import window_share
 from autoplan.ops.record import OpKind
+from autoplan.ops.saved import OpFacts, TensorFacts
 from autoplan.ops.strategies import Strategy
 from autoplan.ops.table import flops, op_kind, op_record, rule_for
 from autoplan.program.context_parallel import exchanged
+from autoplan.program.facts import layer_calls
 from autoplan.program.megatron_kernels import Kernels
-from autoplan.program.pins import layer_calls
 from autoplan.program.statements import Collective
 from autoplan.units import DTYPE_BYTES
 
 _FLOATS = frozenset(("float64", "float32", "bfloat16", "float16"))
 _IGNORED_ATTRS = frozenset(("scale", "bias"))
 _NARROW = (OpKind.PRODUCT, OpKind.EXPERTS)
-
-
-def axis_groups(axes: Sequence[Axis], stride: int = 1) -> dict[tuple[int, ...], Group]:
-    """Return the groups of adjacent sub-axes, by their indices.
-
-    Args:
-        axes: sub-axes, major to minor.
-        stride: rank stride of the last sub-axis.
-    """
-    strides, step = [0] * len(axes), stride
-    for i in reversed(range(len(axes))):
-        strides[i] = step
-        step *= axes[i].size
-    out: dict[tuple[int, ...], Group] = {}
-    for first in range(len(axes)):
-        size = 1
-        for last in range(first, len(axes)):
-            size *= axes[last].size
-            out[tuple(range(first, last + 1))] = Group(size, strides[last])
-    return out
 
 
 class OpCosts:
@@ -79,7 +60,7 @@ class OpCosts:
         self.precision, self.device_type, self.kernels = precision, device_type, kernels or Kernels()
         self.methods = dict(methods or {})
         self.sizes = graph.factor_sizes(env)
-        self.groups = axis_groups(self.axes)
+        self.groups = axis_groups([a.size for a in self.axes])
         self.remapped = _dtype_map(graph, precision)
         # only products of layers take 8 or 4 bits: the head keeps the dtype of activations (recipes of Transformer
         # Engine in Megatron-LM; torchtitan's float8 leaves out "output"). Without layers all products take them
@@ -170,10 +151,14 @@ class OpCosts:
         if method is not None and method.ulysses > 1:
             outputs = [replace(t, shape=exchanged(t.shape, method)) for t in outputs]
         if bias:
-            inputs.append(TensorWork(outputs[0].shape[-1:], outputs[0].dtype, outputs[0].requires_grad))
+            inputs.append(TensorFacts(outputs[0].shape[-1:], outputs[0].dtype, outputs[0].requires_grad))
         moved = 0.0 if op.as_view else float(sum(t.num_bytes for t in (*inputs, *outputs)))
         flops = self.flops(block, node) / strategy.num_shards
-        return OpWork(node.op, tuple(inputs), tuple(outputs), self._attrs(block, node, method), flops, moved)
+        attrs = self._attrs(block, node, method)
+        if op.inside is not None:
+            found = op.inside(OpFacts(node.op, node.attrs, tuple(inputs), tuple(outputs)))
+            attrs, moved = (*attrs, ("kernels", found.kernels)), found.moved_bytes
+        return OpWork(node.op, tuple(inputs), tuple(outputs), attrs, flops, moved)
 
     def _attrs(self, block: Block, node: Node, method: ContextMethod | None) -> tuple[tuple[str, Plain], ...]:
         """Return the attributes besides shapes that the time of an op depends on."""
@@ -186,7 +171,9 @@ class OpCosts:
             attrs = (*attrs, ("context_parts", parts)) if parts > 1 else attrs
         return attrs
 
-    def _tensor(self, block: Block, name: str, layout: Layout, keys: bool = False, attends: bool = False) -> TensorWork:
+    def _tensor(
+        self, block: Block, name: str, layout: Layout, keys: bool = False, attends: bool = False
+    ) -> TensorFacts:
         value = block.values[name]
         shape = self.local(block.name, value, layout)
         method = self.methods.get(block.name) if attends else None
@@ -195,7 +182,7 @@ class OpCosts:
         if keys and self.context > 1:
             ways = self.context if method is None else method.ranks
             shape = (*shape[:2], shape[2] * ways, *shape[3:])
-        return TensorWork(shape, self.dtype(value), value.requires_grad)
+        return TensorFacts(shape, self.dtype(value), value.requires_grad)
 
     def _plain(self, value: object) -> Plain:
         if isinstance(value, Expr):

@@ -22,7 +22,7 @@ from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import Axis, Mesh
 from autoplan.program.context_pins import product_degree
-from autoplan.program.facts import expert_counts, head_counts
+from autoplan.program.facts import expert_counts, kv_ranks
 
 _Cut = tuple[str, str, int]  # dense axis, axis of experts, size of their common sub-axis
 
@@ -43,8 +43,7 @@ class ParallelDims:
     @classmethod
     def of(cls, graph: ModelGraph, config: ParallelConfig) -> ParallelDims:
         """Return the grid of a model under a configuration."""
-        kv = min((k for _, _, k in head_counts(graph)), default=config.tp)
-        major = math.gcd(config.tp, kv)
+        major = kv_ranks(graph, config.tp)
         tensor: tuple[Axis, ...] = (Axis("tp", config.tp),)
         if config.tp > 1 and 1 < major < config.tp:
             tensor = Axis("tp0", major), Axis("tp1", config.tp // major)
@@ -89,7 +88,7 @@ class ParallelDims:
     def _folded(self) -> Mesh:
         c = self.config
         left = [*self.data, *self.sequence, *self.tensor]
-        right = _expert_axes(c.dp * c.cp * c.tp // (c.ep * c.expert_tp), c.ep, c.expert_tp, c.zero_replicas)
+        right = _expert_axes(c.stage_ranks // (c.ep * c.expert_tp), c.ep, c.expert_tp, c.zero_replicas)
         cuts = _cuts(left, right)
         if cuts is None:
             groups_of = f" with cp={c.cp} as groups of {self.sequence[-1].size}" if len(self.sequence) > 1 else ""

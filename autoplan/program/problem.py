@@ -14,21 +14,20 @@ Layers that are calls of one block share their choices (the restriction `uniform
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from autoplan.config.parallel import PRECISIONS, Mode, Precision, RunOptions
-from autoplan.cost_models.constants import Constants
+from autoplan.config.parallel import PRECISIONS, Precision
 from autoplan.cost_models.costs import Costs
-from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.profile import Profile
-from autoplan.cost_models.work import OpWork, TensorWork
+from autoplan.cost_models.work import OpWork
 from autoplan.errors import InfeasibleError
 from autoplan.ir.dataflow import Classes
 from autoplan.ir.graph import Block, ModelGraph, Node, Value
 from autoplan.ir.layout import Axis, ConversionKind, ConversionStep, I, Layout, R, conversion, shard
 from autoplan.ops.record import OpKind, Trait
+from autoplan.ops.saved import TensorFacts
 from autoplan.ops.strategies import Strategy, strategies
 from autoplan.ops.table import op_has, op_kind
 from autoplan.program.op_costs import OpCosts
@@ -137,23 +136,14 @@ class IntraSettings:
     """The settings that the intra-op problem is priced for."""
 
     axes: tuple[Axis, ...]  # tensor-parallel sub-axes to choose layouts on
-    cluster: Cluster
+    costs: Costs
     env: Mapping[str, int]  # b (micro-batch per data-parallel rank) and s
     num_micro_batches: int = 1
     # Stored state is limited to this multiple of the least possible; None: no limit. A pinned degree is a wish to save
     # memory: without a limit a small model is cheapest replicated.
     state_slack: float | None = 1.02
-    profile: Profile | None = None
-    mode: Mode = Mode.EAGER
     precision: Precision = PRECISIONS["native"]
     context: int = 1  # context-parallel degree; `s` in `env` is the part of one rank
-    options: RunOptions = field(default_factory=RunOptions)
-    constants: Constants = field(default_factory=Constants.shipped)
-
-    @property
-    def costs(self) -> Costs:
-        """The prices of this cluster."""
-        return Costs(self.cluster, self.profile, self.mode, self.options, self.constants)
 
 
 class _Build:
@@ -190,13 +180,32 @@ class _Build:
         weights = {(b.name, v): float(self.counts[b.name]) for b in self.graph.blocks.values() for v in b.values}
         budget, restrictions = None, list(_RESTRICTIONS)
         if self.settings.state_slack is not None and self.rank:
-            least = sum(c.weight * min(o.state_bytes for o in c.options) for c in self.choices)
+            least = self._least_state()
             vectors = sum(c.weight * max(o.state_bytes for o in c.options) for c in self.choices if self._is_vector(c))
             budget = self.settings.state_slack * (least + vectors)
             restrictions.append(f"stored state within {self.settings.state_slack} of the least possible")
         return IntraProblem(
             tuple(self.choices), weights, lru_cache(maxsize=None)(self._convert_s), tuple(restrictions), budget
         )
+
+    def _least_state(self) -> float:
+        """Return the least stored bytes: of every parameter the smallest part with which all its readers can do."""
+        wanted: dict[ValueKey, set[tuple[Layout, ...]]] = {}
+        for choice in self.choices:
+            if not choice.name.startswith("store "):
+                for key in {key for option in choice.options for key, _ in option.requires} & self.params:
+                    layouts = dict.fromkeys(at for o in choice.options for k, at in o.requires if k == key)
+                    wanted.setdefault(key, set()).add(tuple(layouts))
+
+        def usable(option: Option) -> bool:
+            readers = ((key, at, layouts) for key, at in option.provides for layouts in wanted.get(key, ()))
+            return all(any(_as_stored(at, layout) for layout in layouts) for _, at, layouts in readers)
+
+        total = 0.0
+        for choice in self.choices:
+            sizes = [o.state_bytes for o in choice.options if not choice.name.startswith("store ") or usable(o)]
+            total += choice.weight * min(sizes or (o.state_bytes for o in choice.options))
+        return total
 
     def _is_vector(self, choice: LayoutChoice) -> bool:
         """Return True for a stored parameter of one dim: it is small, and cheaper to keep whole."""
@@ -294,9 +303,7 @@ class _Build:
             used = sum(t.is_shard for t in layout)
             for d, factors in enumerate(self.value(key).dims or ()):
                 for p, factor in enumerate(factors):
-                    rest = 1
-                    for axis in self.settings.axes[used:]:
-                        rest *= axis.size
+                    rest = math.prod(axis.size for axis in self.settings.axes[used:])
                     if (d, p) != (dim, position) and self.sizes[factor] % rest == 0:
                         mixed.append(layout[:used] + (shard(d, p),) * (self.rank - used))
         return full if full else mixed
@@ -310,7 +317,10 @@ class _Build:
                 )
 
     def _boundaries(self) -> None:
-        """Add one layout choice per class of values that blocks hand to each other; inputs are R, the loss is I."""
+        """Add one layout choice per class of values that blocks hand to each other.
+
+        Inputs are R, the loss is I, and what the denominator of the loss counts is R: every rank counts all of it.
+        """
         links = Classes[ValueKey]()
         for call in self.graph.calls:
             block = self.graph.blocks[call.block]
@@ -320,7 +330,8 @@ class _Build:
             ]:
                 links.join(("", actual), (block.name, formal))
         classes = links.members()
-        fixed = {links.find(("", n)): self.all_r for n in self.graph.inputs if ("", n) in links}
+        whole = [*self.graph.inputs, *([self.graph.loss_target] if self.graph.loss_target is not None else [])]
+        fixed = {links.find(("", n)): self.all_r for n in whole if ("", n) in links}
         fixed[links.find(("", self.graph.output))] = self.all_i
         for root, keys in classes.items():
             provides = [k for k in keys if k[0] and k[1] in self.graph.blocks[k[0]].inputs]
@@ -345,9 +356,7 @@ class _Build:
             return out
         if value.requires_grad:
             out.append(self.all_i)
-        total = 1
-        for axis in self.settings.axes:
-            total *= axis.size
+        total = math.prod(axis.size for axis in self.settings.axes)
         for dim, factors in enumerate(value.dims or ()):
             for position, factor in enumerate(factors):
                 if "b" not in self.graph.factors[factor].symbols and self.sizes[factor] % total == 0:
@@ -358,16 +367,15 @@ class _Build:
         """Return the payload of one conversion step: the gathered or reduced tensor (all_to_all: the local one)."""
         size = self.local_bytes(key, layout)
         if step.kind is ConversionKind.ALL_GATHER:
-            for axis in step.axes:
-                size *= self.settings.axes[axis].size
+            size *= math.prod(self.settings.axes[axis].size for axis in step.axes)
         return size
 
     def _convert_s(self, key: ValueKey, source: Layout, target: Layout) -> float | None:
         steps = conversion(source, target)
         if steps is None:
             return None
-        if key in self.params and any(step.kind is not ConversionKind.TO_REPLICATE for step in steps):
-            return None  # only ZeRO gathers weights, over the data-parallel sub-axes
+        if key in self.params and not _as_stored(source, target):
+            return None  # ZeRO gathers them over the data-parallel sub-axes
         grad = self.value(key).requires_grad
         total, current = 0.0, list(source)
         for step in steps:
@@ -387,13 +395,19 @@ class _Build:
         return total
 
 
+def _as_stored(stored: Layout, used: Layout) -> bool:
+    """Return True if a parameter can be used in a layout without a gather: only ZeRO gathers weights."""
+    steps = conversion(stored, used)
+    return steps is not None and all(step.kind is ConversionKind.TO_REPLICATE for step in steps)
+
+
 COPIES = frozenset(ConversionKind) - {ConversionKind.ALL_REDUCE, ConversionKind.TO_REPLICATE}
 
 
 def copy_work(num_bytes: float, dtype: str) -> OpWork:
     """Return the work of copying `num_bytes`, which some conversions do besides sending."""
     elements = max(1, round(num_bytes / DTYPE_BYTES[dtype]))
-    tensor = TensorWork((elements,), dtype)
+    tensor = TensorFacts((elements,), dtype)
     return OpWork("clone", (tensor,), (tensor,), (), 0.0, 2.0 * num_bytes)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from autoplan.config.recompute import GROUPS
@@ -18,7 +18,6 @@ _SAME_LOGITS = frozenset((Trait.CAST, Trait.RESIZES))
 _Is = Callable[[OpRecord], bool]
 # the record that stands for a conversion between layouts
 _CONVERSION = OpRecord("", OpKind.OTHER)
-Variables = Sequence[tuple[Sequence[str], Sequence[str]]]  # variables that each statement reads, and writes
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,8 @@ class Region:
     """Statements that are recomputed together, at the place of the last of them.
 
     Attributes:
-        group: attention (its core), mlp (the operations between two products) or norms.
+        group: attention (its core), mlp (the operations between two products) or norms; or the name of a module of
+            Megatron's (`program.megatron_modules`).
         statements: positions, ascending.
         reads: variables made outside the region that it reads, without parameters.
         writes: variables made in the region that statements outside it read.
@@ -45,27 +45,14 @@ def choices(found: Iterable[Region]) -> tuple[str, ...]:
     return tuple("+".join(names) for names in sets)
 
 
-def variables_of(statements: Sequence[Op | Convert]) -> Variables:
-    """Return the variables that each statement reads and writes."""
-    return [(reads_of(s), writes_of(s)) for s in statements]
-
-
-def regions(
-    statements: Sequence[Op | Convert], outputs: Sequence[str], groups: Iterable[str] = GROUPS
-) -> tuple[Region, ...]:
+def regions(flow: Flow, outputs: Sequence[str], groups: Iterable[str] = GROUPS) -> tuple[Region, ...]:
     """Return the recompute regions of a block. They contain no collective, so that recompute sends nothing.
 
     Args:
         outputs: variables that the block hands out.
         groups: groups of regions to look for.
     """
-    variables = variables_of(statements)
-    flow = Flow(statements, variables)
-    found = {
-        "attention": lambda: set(attention_core(statements, variables)),
-        "mlp": flow.activation_functions,
-        "norms": flow.norms,
-    }
+    found = {"attention": flow.attention_core, "mlp": flow.activation_functions, "norms": flow.norms}
     out, taken = [], set[int]()
     for group in GROUPS:
         if group not in groups:
@@ -80,17 +67,20 @@ def regions(
 
 def _region(group: str, part: tuple[int, ...], flow: Flow, outputs: Sequence[str]) -> Region | None:
     """Return these statements as a region; None if another statement needs a result before the last of them can run."""
-    inside = {v for i in part for v in flow.variables[i][1]}
-    users = {v: [i for i in flow.readers.get(v, ()) if i not in part] for v in inside}
-    if any(i < part[-1] for mine in users.values() for i in mine):
-        return None
-    reads = dict.fromkeys(v for i in part for v in flow.variables[i][0] if v not in inside)
-    writes = tuple(v for i in part for v in flow.variables[i][1] if users[v] or v in outputs)
-    return Region(group, part, tuple(v for v in reads if not v.startswith("self.")), writes)
+    found = region_of(group, part, flow, outputs)
+    early = any(i < part[-1] and i not in part for v in found.writes for i in flow.readers.get(v, ()))
+    return None if early else found
 
 
-def _records(statements: Sequence[Op | Convert]) -> list[OpRecord]:
-    return [_CONVERSION if isinstance(s, Convert) else op_record(s.node.op) for s in statements]
+def region_of(group: str, part: Collection[int], flow: Flow, outputs: Sequence[str]) -> Region:
+    """Return these statements as a region, with the variables that it reads from outside and hands out."""
+    places = tuple(sorted(part))
+    made = {v for i in places for v in flow.variables[i][1]}
+    reads = dict.fromkeys(
+        v for i in places for v in flow.variables[i][0] if v not in made and not v.startswith("self.")
+    )
+    used = {v for v in made if v in outputs or any(k not in part for k in flow.readers.get(v, ()))}
+    return Region(group, places, tuple(reads), tuple(v for i in places for v in flow.variables[i][1] if v in used))
 
 
 def is_view(op: OpRecord) -> bool:
@@ -99,12 +89,12 @@ def is_view(op: OpRecord) -> bool:
 
 
 class Flow(Dataflow):
-    """The data flow of a block: who makes and who reads its variables, and the record of each operation."""
+    """The data flow of a block: the variables that each statement reads and writes, and the record of its operation."""
 
-    def __init__(self, statements: Sequence[Op | Convert], variables: Variables) -> None:
-        super().__init__(variables)
-        self.variables = variables
-        self.ops = _records(statements)
+    def __init__(self, statements: Sequence[Op | Convert]) -> None:
+        self.statements, self.variables = statements, [(reads_of(s), writes_of(s)) for s in statements]
+        super().__init__(self.variables)
+        self.ops = [_CONVERSION if isinstance(s, Convert) else op_record(s.node.op) for s in statements]
 
     def activation_functions(self, megatron: bool = False) -> set[int]:
         """Return the pointwise operations from an activation function to the product that takes their result.
@@ -149,6 +139,7 @@ class Flow(Dataflow):
 
     def _written_out(self, root: int) -> set[int]:
         """Return a norm written out around `root`: back to the value that is normed, forward over the rescaling."""
+        # by hand: what may follow depends on what was found
         found, queue, normed = {root}, list(self.before[root]), set[str]()
         while queue:
             i = queue.pop()
@@ -175,42 +166,28 @@ class Flow(Dataflow):
             found.add(made)
         return found
 
+    def attention_core(self) -> set[int]:
+        """Return the statements that selective recompute reruns: fused attention, or softmax between two products."""
+        out: set[int] = set()
+        for i, op in enumerate(self.ops):
+            if op.kind is OpKind.ATTENTION:
+                out.add(i)
+            elif op.kind is OpKind.SOFTMAX:
+                reach = [self._until_matmul(i, way) for way in (self.before, self.after)]
+                if all(reach):
+                    out |= {i, *reach[0], *reach[1]}
+        return out
 
-def attention_core(
-    statements: Sequence[Op | Convert], variables: Sequence[tuple[Sequence[str], Sequence[str]]]
-) -> list[int]:
-    """Return the statements that selective recompute reruns: fused attention, or softmax between two matrix products.
-
-    Args:
-        variables: names that each statement reads, and writes.
-    """
-    out: set[int] = set()
-    ops = _records(statements)
-    if not any(op.kind in (OpKind.ATTENTION, OpKind.SOFTMAX) for op in ops):
-        return []
-    flow = Dataflow(variables)
-    for i, op in enumerate(ops):
-        if op.kind is OpKind.ATTENTION:
-            out.add(i)
-        elif op.kind is OpKind.SOFTMAX:
-            reach = [_until_matmul(i, ops, way) for way in (flow.before, flow.after)]
-            if all(reach):
-                out |= {i, *reach[0], *reach[1]}
-    return sorted(out)
-
-
-def _until_matmul(start: int, ops: Sequence[OpRecord], neighbours: Sequence[Sequence[int]]) -> set[int]:
-    """Return the statements from `start` to the nearest matmul, inclusive, through element-wise operations and views
-    only.
-    """
-    found: set[int] = set()
-    for k in neighbours[start]:
-        if ops[k].kind is OpKind.PRODUCT and not ops[k].weights:
-            found.add(k)
-        elif Trait.IN_CORE in ops[k].traits:
-            further = _until_matmul(k, ops, neighbours)
-            found |= {k, *further} if further else set()
-    return found
+    def _until_matmul(self, start: int, way: Sequence[Sequence[int]]) -> set[int]:
+        """Return the statements from `start` to the nearest matmuls, through element-wise operations and views only."""
+        found: set[int] = set()
+        for k in way[start]:
+            if self.ops[k].kind is OpKind.PRODUCT and not self.ops[k].weights:
+                found.add(k)
+            elif Trait.IN_CORE in self.ops[k].traits:
+                further = self._until_matmul(k, way)
+                found |= {k, *further} if further else set()
+        return found
 
 
 def logits(statements: Sequence[Op | Convert]) -> frozenset[str]:

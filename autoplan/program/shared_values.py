@@ -7,6 +7,7 @@ or pass through stages that do not use them; a stage holds each once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from autoplan.cost_models.work import SharedValue
 from autoplan.ir.graph import Call, ModelGraph
@@ -15,44 +16,59 @@ from autoplan.program.op_costs import OpCosts
 from autoplan.program.statements import LoweredBlock
 
 
+@dataclass(frozen=True)
+class Crossing:
+    """A value that calls make: the unit that makes it, the last unit that takes it (or makes it), its bytes here."""
+
+    made: int
+    last: int
+    num_bytes: float
+
+
+def crossing_values(
+    graph: ModelGraph, units: Sequence[Sequence[str]], lowered: Mapping[str, LoweredBlock], op_costs: OpCosts
+) -> dict[str, Crossing]:
+    """Return all values that the calls of the units make."""
+    spans, out = graph.flow(units).spans(), {}
+    for call in graph.calls:
+        low = lowered[call.block]
+        for value, inside, layout in zip(call.outputs, low.block.outputs, low.output_layouts, strict=True):
+            if value in spans:  # no unit makes what parameter-free calls make
+                size = op_costs.num_bytes(call.block, low.block.values[inside], layout)
+                out[value] = Crossing(*spans[value], size)
+    return out
+
+
 def shared_values(
     graph: ModelGraph,
     units: Sequence[Sequence[str]],
-    lowered: Mapping[str, LoweredBlock],
+    crossing: Mapping[str, Crossing],
     activation_bytes: Mapping[str, Activations],
-    op_costs: OpCosts,
-    again: frozenset[str],
+    recomputed: frozenset[str],
 ) -> tuple[SharedValue, ...]:
     """Return the values that more than one call keeps, or that cross more than one cut.
 
     Args:
+        crossing: values that calls make.
         activation_bytes: activations by block.
-        again: calls under full recompute; they keep their inputs.
+        recomputed: calls under full recompute; they keep their inputs.
     """
     calls = {c.name: c for c in graph.calls}
-    made: dict[str, tuple[int, float]] = {}
-    last: dict[str, int] = {}
     kept: dict[str, list[int]] = {}
     kept_recomputed: dict[str, list[int]] = {}
     for u, unit in enumerate(units):
         for name in unit:
             call = calls[name]
-            low = lowered[call.block]
-            for value, inside, layout in zip(call.outputs, low.block.outputs, low.output_layouts, strict=True):
-                made[value] = (u, op_costs.num_bytes(call.block, low.block.values[inside], layout))
-            for value in call.inputs:
-                last[value] = u
             for value in _keeps(call, activation_bytes[call.block]):
                 kept.setdefault(value, []).append(u)
             inputs = {v for v in call.inputs if graph.values[v].requires_grad}
-            for value in inputs if name in again else _keeps(call, activation_bytes[call.block]):
+            for value in inputs if name in recomputed else _keeps(call, activation_bytes[call.block]):
                 kept_recomputed.setdefault(value, []).append(u)
     out = []
-    for value, (first, size) in made.items():
-        plain, recomputed = (tuple(which.get(value, ())) for which in (kept, kept_recomputed))
-        end = last.get(value, first)
-        if end - first > 1 or max(len(plain), len(recomputed), len({*plain, *recomputed})) > 1:
-            out.append(SharedValue(first, end, size, plain, recomputed))
+    for value, c in crossing.items():
+        plain, under_recompute = (tuple(which.get(value, ())) for which in (kept, kept_recomputed))
+        if c.last - c.made > 1 or max(len(plain), len(under_recompute), len({*plain, *under_recompute})) > 1:
+            out.append(SharedValue(c.made, c.last, c.num_bytes, plain, under_recompute))
     return tuple(out)
 
 

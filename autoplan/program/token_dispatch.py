@@ -39,12 +39,14 @@ from fractions import Fraction
 
 from autoplan.config.parallel import Dispatcher
 from autoplan.cost_models.network.collectives import distinct_units
-from autoplan.cost_models.work import OpWork, TensorWork
+from autoplan.cost_models.work import OpWork
 from autoplan.errors import LayoutError
 from autoplan.ir.graph import Block, Node
 from autoplan.ir.layout import ConversionKind, Layout, R
 from autoplan.ir.symbols import Expr, product
+from autoplan.ops.experts import FIRST
 from autoplan.ops.record import OpKind
+from autoplan.ops.saved import TensorFacts
 from autoplan.ops.table import op_kind
 from autoplan.program.expert_degrees import ExpertDegrees, Spread
 from autoplan.program.op_costs import OpCosts
@@ -180,7 +182,7 @@ def _dispatched(lowered: LoweredBlock, op: Op, degrees: ExpertDegrees) -> Op:
     tokens = op.strategy.inputs[0]
     if degrees.executed and not all(kind.is_shard and kind.dim == 0 for kind in tokens):
         raise LayoutError(
-            f"{op.node.name}: tokens travel to experts from ranks that have the same ones; solve the layout with "
+            f"{op.node.name}: token dispatch needs a layout with different tokens on every rank; solve it with "
             "autoplan.program.token_dispatch_layouts"
         )
     hidden, made = op.inputs[0], op.values[0]
@@ -227,7 +229,7 @@ def on_token_share(work: OpWork, ways: int, op_costs: OpCosts) -> OpWork:
     """
     tokens = op_costs.env["b"] * op_costs.env["s"]
 
-    def own(t: TensorWork) -> TensorWork:
+    def own(t: TensorFacts) -> TensorFacts:
         for last in range(len(t.shape)):
             if math.prod(t.shape[: last + 1]) == tokens and t.shape[last] % ways == 0:
                 return replace(t, shape=(*t.shape[:last], t.shape[last] // ways, *t.shape[last + 1 :]))
@@ -270,19 +272,23 @@ def travelled_bytes(block: Block, node: Node, op_costs: OpCosts, degrees: Expert
 
 def local_products(work: OpWork, block: Block, node: Node, op_costs: OpCosts, degrees: ExpertDegrees) -> OpWork:
     """Return the products of one rank: the rows that reach it through its E / ep experts, each split over etp."""
-    hidden, index, weights, gate_up, down = work.inputs
+    hidden, index, weights, *experts = work.inputs
     rows = max(1, round(_rows(block, node, op_costs) * degrees.etp))
     whole: Layout = (R,) * len(op_costs.axes)
-    shapes = [op_costs.local(block.name, block.values[name], whole) for name in node.tensor_inputs[3:5]]
-    num_local = max(1, shapes[0][0] // degrees.ep)
+    own = []
+    for name, of in zip(node.tensor_inputs[FIRST:], experts, strict=True):
+        shape, (inner, _) = list(op_costs.local(block.name, block.values[name], whole)), inner_place(block, name)
+        shape[0] = max(1, shape[0] // degrees.ep)
+        shape[inner] = max(1, shape[inner] // degrees.etp)
+        own.append(replace(of, shape=tuple(shape)))
+    num_local = own[0].shape[0]
     inputs = (
         replace(hidden, shape=(rows, hidden.shape[-1])),
         replace(index, shape=(rows, 1)),
         replace(weights, shape=(rows, 1)),
-        replace(gate_up, shape=(num_local, max(1, shapes[0][1] // degrees.etp), shapes[0][2])),
-        replace(down, shape=(num_local, shapes[1][1], max(1, shapes[1][2] // degrees.etp))),
+        *own,
     )
-    outputs = (TensorWork((rows, hidden.shape[-1]), work.outputs[0].dtype, work.outputs[0].requires_grad),)
+    outputs = (TensorFacts((rows, hidden.shape[-1]), work.outputs[0].dtype, work.outputs[0].requires_grad),)
     moved = float(sum(t.num_bytes for t in (*inputs, *outputs)))
     passes = row_passes(int(node.attrs["top_k"]), num_local, degrees)
     return replace(

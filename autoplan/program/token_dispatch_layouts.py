@@ -11,27 +11,34 @@ from dataclasses import replace
 from autoplan.errors import InfeasibleError
 from autoplan.ir.graph import Block, ModelGraph
 from autoplan.ir.layout import I, R
+from autoplan.ops.experts import FIRST, SECOND_BIAS
 from autoplan.ops.record import OpKind
-from autoplan.ops.table import nodes_with, op_kind
+from autoplan.ops.table import nodes_with, op_kind, rule_for
 from autoplan.program.problem import IntraProblem, LayoutChoice, Option, ValueKey
 
 _RESTRICTION = "tokens travel to experts from where tensor parallelism splits the sequence"
 
 
 def expert_weights(block: Block) -> frozenset[str]:
-    """Return the values of a block that hold the weights of experts, expert by expert."""
+    """Return the values of a block that hold the weights and biases of experts, expert by expert."""
     return frozenset(
-        name for node in block.nodes if op_kind(node.op) is OpKind.EXPERTS for name in node.tensor_inputs[3:5]
+        name for node in block.nodes if op_kind(node.op) is OpKind.EXPERTS for name in node.tensor_inputs[FIRST:]
     )
 
 
 def inner_place(block: Block, name: str) -> tuple[int, int]:
-    """Return (dim, position) of the factor of an expert weight that is the inner size of experts.
+    """Return (dim, position) of the factor of an expert weight or bias that is cut where experts are.
 
-    It is in the rows of the first product (of gate and up alike) and in the columns of the second.
+    It is the inner size of experts: of gate and up alike in the first product, and of the second product. The second
+    bias has none: each part of an expert adds its own columns of it (autoplan.runtime.experts).
     """
-    node = next(n for n in block.nodes if op_kind(n.op) is OpKind.EXPERTS and name in n.tensor_inputs[3:5])
-    return (1, int(bool(node.attrs["gated"]))) if name == node.tensor_inputs[3] else (2, 0)
+    node = next(n for n in block.nodes if op_kind(n.op) is OpKind.EXPERTS and name in n.tensor_inputs[FIRST:])
+    at = node.tensor_inputs.index(name)
+    if at == SECOND_BIAS:
+        return 1, 0
+    labels = rule_for(node, block.values).inputs[at]
+    dim = next(i for i, found in enumerate(labels) if "f" in found)
+    return dim, labels[dim].index("f")
 
 
 def with_token_dispatch(problem: IntraProblem, graph: ModelGraph, state_slack: float | None) -> IntraProblem:

@@ -42,12 +42,12 @@ class UnitMemory:
         if not shared:
             return self
         saved = sum(v.num_bytes * v.kept.count(unit) for v in shared)
-        again = sum(v.num_bytes * v.kept_recomputed.count(unit) for v in shared)
+        recomputed = sum(v.num_bytes * v.kept_recomputed.count(unit) for v in shared)
         return replace(
             self,
             saved=self.saved - saved,
             selective=self.selective - saved,
-            kept=self.kept - again,
+            kept=self.kept - recomputed,
             choices={name: size - saved for name, size in self.choices.items()},
         )
 

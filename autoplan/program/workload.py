@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoplan.config.recompute import MODULES, modules_choice
-from autoplan.cost_models.work import (
-    BlockWork,
-    CommWork,
-    Gathered,
-    OpWork,
-    ParamWork,
-    Recomputed,
-    TensorWork,
-    Workload,
-)
+from autoplan.cost_models.work import BlockWork, CommWork, Gathered, OpWork, ParamWork, Recomputed, TiedParam, Workload
 from autoplan.errors import PinError
 from autoplan.ir.graph import Block, ModelGraph, Node
 from autoplan.ir.layout import ConversionKind
 from autoplan.ops.attention import window_share
+from autoplan.ops.experts import FIRST, SECOND, expert_sizes
 from autoplan.ops.record import OpKind, Trait
+from autoplan.ops.saved import TensorFacts
 from autoplan.ops.table import backward_reads_params, flops, op_has, op_kind, op_record, rule_for
 from autoplan.program.activation_bytes import Activations, saved_bytes_of
 from autoplan.program.activations import activations
 from autoplan.program.expert_degrees import ExpertDegrees
-from autoplan.program.fusion import fused_works, joined_ops
+from autoplan.program.facts import layer_calls, pipeline_units
+from autoplan.program.fusion import fused_traffic, joined_ops
 from autoplan.program.lower import BlockLowering
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.passes import Stack, rewritten
-from autoplan.program.pins import layer_calls, pipeline_units
 from autoplan.program.problem import Selection, copy_work
-from autoplan.program.shared_values import shared_values
+from autoplan.program.shared_values import Crossing, crossing_values, shared_values
 from autoplan.program.statements import BlockParam, Convert, LoweredBlock, Op, Statement
 from autoplan.program.token_dispatch import local_products, on_token_share
 from autoplan.program.token_dispatch_layouts import expert_weights
@@ -47,6 +41,14 @@ class LoweredModel:
     blocks: Mapping[str, LoweredBlock]
     activation_bytes: Mapping[str, Activations]
 
+    @functools.cached_property
+    def without_experts(self) -> Mapping[str, tuple[LoweredBlock, BlockWork]]:
+        """The statements after all passes, and their work, of every block that degrees of experts do not change."""
+        plain = (
+            n for n, low in self.blocks.items() if not any(op_kind(x.op) is OpKind.EXPERTS for x in low.block.nodes)
+        )
+        return {n: _finished(self, n, None) for n in plain}
+
 
 def lower_all(graph: ModelGraph, selection: Selection, op_costs: OpCosts) -> LoweredModel:
     """Lower every block under a selection that was solved for the sub-axes of `op_costs`."""
@@ -54,8 +56,6 @@ def lower_all(graph: ModelGraph, selection: Selection, op_costs: OpCosts) -> Low
     activation_bytes = {
         n: activations(
             low,
-            graph.factors,
-            op_costs.axes,
             op_costs.env,
             dtypes=op_costs.remapped,
             device_type=op_costs.device_type,
@@ -94,7 +94,8 @@ def workload(
     units = [[by_name[n] for n in unit] for unit in unit_calls]
     free_calls = [c for c in graph.calls if c.name in free]
     is_layer = tuple(tuple(c.name in layers for c in unit) for unit in units)
-    shared = shared_values(graph, unit_calls, lowered, activation_bytes, op_costs, layers)
+    crossing = crossing_values(graph, unit_calls, lowered, op_costs)
+    shared = shared_values(graph, unit_calls, crossing, activation_bytes, layers)
     memory = unit_memories(units, activation_bytes, layers, shared)
     model_flops, masked_flops = _model_flops(graph, op_costs)
     return Workload(
@@ -106,7 +107,7 @@ def workload(
         layers=tuple(map(any, is_layer)),
         is_layer=is_layer,
         free=tuple(c.block for c in free_calls),
-        cut_bytes=_cuts(graph, unit_calls, lowered, op_costs),
+        cut_bytes=_cuts(len(units), crossing.values()),
         unit_saved=tuple(m.saved for m in memory),
         unit_selective=tuple(m.selective for m in memory),
         unit_kept=tuple(m.kept for m in memory),
@@ -135,14 +136,21 @@ def _blocks(
     graph: ModelGraph, made: LoweredModel, experts: ExpertDegrees | None
 ) -> tuple[dict[str, LoweredBlock], dict[str, BlockWork]]:
     """Return the statements of every block after all passes, and their work."""
-    op_costs = made.op_costs
-    stack = Stack(op_costs.context, op_costs.methods, experts, op_costs.kernels)
-    lowered = {n: rewritten(low, stack) for n, low in made.blocks.items()}
-    blocks = {n: _block(low, made.activation_bytes[n], op_costs) for n, low in lowered.items()}
+    known = made.without_experts
+    found = {n: known[n] if n in known else _finished(made, n, experts) for n in made.blocks}
+    lowered, blocks = {n: low for n, (low, _) in found.items()}, {n: work for n, (_, work) in found.items()}
     end = graph.calls[-1].block
-    if blocks[end].gathered is Gathered.AGAIN and sum(c.block == end for c in graph.calls) == 1:
+    if blocks[end].gathered is Gathered.TWICE and sum(c.block == end for c in graph.calls) == 1:
         blocks[end] = replace(blocks[end], gathered=Gathered.LAST)
     return lowered, blocks
+
+
+def _finished(made: LoweredModel, name: str, experts: ExpertDegrees | None) -> tuple[LoweredBlock, BlockWork]:
+    """Return the statements of one block after all passes, and their work."""
+    op_costs = made.op_costs
+    stack = Stack(op_costs.context, op_costs.methods, experts, op_costs.kernels)
+    lowered = rewritten(made.blocks[name], stack)
+    return lowered, _block(lowered, made.activation_bytes[name], op_costs)
 
 
 def _check_modules(asked: Sequence[str], activation_bytes: Mapping[str, Activations]) -> None:
@@ -192,8 +200,8 @@ def _node_flops(block: Block, node: Node, op_costs: OpCosts) -> float:
 
 def _tied(
     graph: ModelGraph, units: Sequence[Sequence[str]], lowered: Mapping[str, LoweredBlock], op_costs: OpCosts
-) -> tuple[tuple[int, int, float], ...]:
-    """Return parameters that several units use: the gradient of the last use waits for the first."""
+) -> tuple[TiedParam, ...]:
+    """Return the trained parameters that several calls use."""
     unit_of = {name: u for u, unit in enumerate(units) for name in unit}
     block_of = {c.name: c.block for c in graph.calls}
     out = []
@@ -203,29 +211,16 @@ def _tied(
             call, local = uses[0]
             low = lowered[block_of[call]]
             p = next(p for p in low.params if p.value.name == local)
-            out.append((at[0], at[-1], op_costs.num_bytes(low.block.name, p.value, p.stored)))
+            out.append(TiedParam(at[0], at[-1], op_costs.num_bytes(low.block.name, p.value, p.stored)))
     return tuple(out)
 
 
-def _cuts(
-    graph: ModelGraph, units: tuple[tuple[str, ...], ...], lowered: Mapping[str, LoweredBlock], op_costs: OpCosts
-) -> tuple[float, ...]:
+def _cuts(num_units: int, crossing: Iterable[Crossing]) -> tuple[float, ...]:
     """Return the bytes of all values that cross between unit i and i + 1."""
-    calls = {c.name: c for c in graph.calls}
-    made: dict[str, tuple[int, float]] = {}
-    last_use: dict[str, int] = {}
-    for i, unit in enumerate(units):
-        for name in unit:
-            call = calls[name]
-            low = lowered[call.block]
-            for value, inside, layout in zip(call.outputs, low.block.outputs, low.output_layouts, strict=True):
-                made[value] = (i, op_costs.num_bytes(call.block, low.block.values[inside], layout))
-            for value in call.inputs:
-                last_use[value] = i
-    out = [0.0] * (len(units) - 1)
-    for value, (first, size) in made.items():
-        for cut in range(first, last_use.get(value, first)):
-            out[cut] += size
+    out = [0.0] * (num_units - 1)
+    for value in crossing:
+        for cut in range(value.made, value.last):
+            out[cut] += value.num_bytes
     return tuple(out)
 
 
@@ -243,7 +238,7 @@ def _block(lowered: LoweredBlock, activation_bytes: Activations, op_costs: OpCos
     joined: frozenset[int] = frozenset()
     if op_costs.fused:
         joined = joined_ops(lowered, ops, position)
-        ops = fused_works(lowered, ops, position)
+        ops = fused_traffic(lowered, ops, position)
     sent = [_sends(statement, op_costs) for statement in lowered.statements]
     of_layout = [_sends(statement, op_costs, of_layout=True) for statement in (*lowered.statements, *lowered.params)]
     modules = None
@@ -264,7 +259,7 @@ def _block(lowered: LoweredBlock, activation_bytes: Activations, op_costs: OpCos
             how: float(activation_bytes.saved_bytes - kept) for how, kept in activation_bytes.choice_bytes.items()
         },
         modules=modules,
-        gathered=Gathered.AGAIN if backward_reads_params(block) else Gathered.DROP,
+        gathered=Gathered.TWICE if backward_reads_params(block) else Gathered.DROP,
     )
 
 
@@ -318,8 +313,8 @@ def _recomputed(
         sent: collectives by statement.
     """
     found = [m for mine in activation_bytes.modules.values() for m in mine]
-    whole = sorted({k for m in found if m.name != "moe_act" for k in m.statements})
-    beside = [ops[position[k]] for m in found if m.name == "moe_act" for k in m.statements if k not in whole]
+    whole = sorted({k for m in found if m.group != "moe_act" for k in m.statements})
+    beside = [ops[position[k]] for m in found if m.group == "moe_act" for k in m.statements if k not in whole]
     return Recomputed(
         frozenset(position[k] for k in whole if k in position),
         tuple(_expert_activation(op) for op in beside),
@@ -329,11 +324,12 @@ def _recomputed(
 
 def _expert_activation(experts: OpWork) -> OpWork:
     """Return the activation function on the rows that reach this rank: gate and up read, their product written."""
-    hidden, index, _, gate_up, down = experts.inputs[:5]
-    total = dict(experts.attrs).get("num_experts")
-    share = down.shape[0] / int(total) if index.shape[-1] > 1 and isinstance(total, (int, float)) else 1.0
+    (hidden, index), attrs = experts.inputs[:2], dict(experts.attrs)
+    sizes = expert_sizes(attrs, experts.inputs[FIRST].shape, experts.inputs[SECOND].shape)
+    total = attrs.get("num_experts")
+    share = sizes.num / int(total) if index.shape[-1] > 1 and isinstance(total, (int, float)) else 1.0
     rows = max(1, round(index.num_elements * share))  # an index of one expert per row: all rows are of this rank
-    given, made = (TensorWork((rows, n), hidden.dtype, True) for n in (gate_up.shape[1], down.shape[2]))
+    given, made = (TensorFacts((rows, n), hidden.dtype, True) for n in (sizes.columns, sizes.inner))
     return OpWork("silu", (given,), (made,), (), float(made.num_elements), float(given.num_bytes + made.num_bytes))
 
 

@@ -109,7 +109,7 @@ def imbalance_of(request: PlanRequest) -> dict[str, Any] | None:
     """Return the assumed imbalance of routing: `{"value", "what", "source"}`; None for a model without experts."""
     if not nodes_with(request.graph, OpKind.EXPERTS):
         return None
-    shipped = "stated, not fitted: published runs with experts force balance; others: --constants FILE"
+    shipped = "stated, not fitted: published runs with experts force balance; to change: --constants FILE"
     return {
         "value": request.constants.imbalance,
         "what": "rows of the fullest rank's experts over the mean",

@@ -11,12 +11,12 @@ from rich.text import Text
 from autoplan.config import numbers
 from autoplan.config.choices import option_data, option_texts
 from autoplan.cost_models.quantity import Quantity
-from autoplan.cost_models.whole_run import Assumptions, Run
+from autoplan.cost_models.whole_run import Run
 from autoplan.report import data
-from autoplan.report.text import left_out_notes, paragraph, plain_table, prices, run_cells
+from autoplan.report.text import graph_notes, paragraph, plain_table, prices, run_cells
 from autoplan.sweeps.capacity import CapacityTask, Cell, cell_row
 from autoplan.sweeps.label import plan_label
-from autoplan.sweeps.whatif import notes, run_of
+from autoplan.sweeps.whatif import RunTask, notes, run_of
 
 _LISTS = {
     "models": "model",
@@ -39,7 +39,7 @@ def capacity_text(out: Console, title: str, task: CapacityTask, found: Sequence[
     """Print the table of `autoplan capacity`: the common values first, then a row each, then reasons and sources."""
     from autoplan import __version__
 
-    rows = [cell_row(cell, task.assumptions) for cell in found]
+    rows = [cell_row(cell) for cell in found]
     out.print(Text(f"autoplan {__version__} - capacity of {title}", style="bold"), soft_wrap=True)
     varied = [column for field, column in _LISTS.items() if len(getattr(task, field)) > 1]
     if rows:
@@ -56,9 +56,9 @@ def capacity_text(out: Console, title: str, task: CapacityTask, found: Sequence[
     marks: dict[str, int] = {}
     for i, (cell, values) in enumerate(zip(found, rows, strict=True), 1):
         shown = [_shown(name, values.get(name)) for name in varied]
-        run = _run(cell, task.assumptions)
+        run = _run(cell)
         table.add_row(str(i), *shown, *_run_columns(run))
-        plans.add_row(str(i), *_plan_columns(cell, run, task.assumptions, marks))
+        plans.add_row(str(i), *_plan_columns(cell, run, marks))
     out.print(table)
     out.print()
     out.print(plans)
@@ -67,21 +67,21 @@ def capacity_text(out: Console, title: str, task: CapacityTask, found: Sequence[
     out.print()
     paragraph(
         out,
-        "Each row is planned by itself. Low-high of the days: with failures. Goodput: share of the time that is kept. "
-        "Cost and energy are those without failures; all figures, with failures too: --csv, --json",
+        "Each row is planned by itself. The range of the days includes failures. Goodput is the share of the time that "
+        "failures and checkpoints leave. Cost and energy are without failures; all figures: --csv, --json",
         2,
     )
     planned = [c.point.request for c in found if c.point.request is not None and c.point.planned is not None]
-    prices(out, planned, task.tokens[0], task.assumptions)
-    for text in left_out_notes(planned):
+    prices(out, planned, RunTask(task.tokens[0], task.assumptions))
+    for text in graph_notes(planned):
         paragraph(out, f"Note: {text}", 6, "yellow")
 
 
-def _run(cell: Cell, assumed: Assumptions) -> Run | None:
+def _run(cell: Cell) -> Run | None:
     point = cell.point
     if point.planned is None or point.request is None:
         return None
-    return run_of(point.planned.estimate, point.request, cell.tokens, assumed)
+    return run_of(point.planned.estimate, point.request, cell.run)
 
 
 def _run_columns(run: Run | None) -> list[str]:
@@ -90,7 +90,7 @@ def _run_columns(run: Run | None) -> list[str]:
     return [*run_cells(run), numbers.uptime(run.goodput.share.mid) if run.goodput is not None else "-"]
 
 
-def _plan_columns(cell: Cell, run: Run | None, assumed: Assumptions, marks: dict[str, int]) -> list[str]:
+def _plan_columns(cell: Cell, run: Run | None, marks: dict[str, int]) -> list[str]:
     """Return the cells of the plan, or the reason why there is none; remarks are numbered in `marks`."""
     point = cell.point
     if point.planned is None or run is None:
@@ -100,7 +100,7 @@ def _plan_columns(cell: Cell, run: Run | None, assumed: Assumptions, marks: dict
     c = point.certificate
     if c is not None and c.status != "complete":
         words.append(f"({c.status}, gap {numbers.percent(c.gap)})")
-    words += [f"[{marks.setdefault(note, len(marks) + 1)}]" for note in notes(point, cell.tokens, assumed)]
+    words += [f"[{marks.setdefault(note, len(marks) + 1)}]" for note in notes(point, cell.run)]
     return [
         numbers.digits(e.step_time_s.mid),
         _ends(e.step_time_s),
@@ -117,16 +117,15 @@ def _ends(q: Quantity) -> str:
 
 def capacity_report(path: str, status: str, task: CapacityTask, found: Sequence[Cell]) -> dict[str, Any]:
     """Return the answer of `autoplan capacity` as plain data."""
-    return {
-        "schema": data.REPORT_SCHEMA_VERSION,
-        "status": status,
-        "command": "capacity",
-        "file": path,
-        "pins": data.pins(task.pins),
-        "options": option_data(task.options),
-        "profile": task.profile.name if task.profile is not None else None,
-        "constants": task.constants_file,
-        "assumptions": data.assumptions(task.assumptions),
-        "left_out": {graph.name: list(graph.left_out) for _, graph in task.models if graph.left_out},
-        "rows": [cell_row(cell, task.assumptions) for cell in found],
-    }
+    return data.report(
+        "capacity",
+        status,
+        file=path,
+        pins=data.plain(task.pins),
+        options=option_data(task.options),
+        profile=task.profile.name if task.profile is not None else None,
+        constants=task.constants_file,
+        assumptions=data.assumptions(task.assumptions),
+        notes={graph.name: list(graph.notes) for _, graph in task.models if graph.notes},
+        rows=[cell_row(cell) for cell in found],
+    )

@@ -11,31 +11,14 @@ from rich.table import Table
 from autoplan import catalog as models
 from autoplan.config import numbers
 from autoplan.cost_models.hardware import catalog as hardware
+from autoplan.report.data import chosen, plain
 from autoplan.report.text import plain_table
 from autoplan.units import GB, TERA
 
 
 def models_data() -> list[dict[str, Any]]:
     """Return every model of the catalog."""
-    out = []
-    for name in models.names():
-        d = models.describe_model(name)
-        out.append(
-            {
-                "name": d.name,
-                "num_params": d.num_params,
-                "num_active_params": d.num_active_params,
-                "num_layers": d.num_layers,
-                "hidden_size": d.hidden_size,
-                "num_heads": d.num_heads,
-                "num_kv_heads": d.num_kv_heads,
-                "vocab_size": d.vocab_size,
-                "num_experts": d.num_experts,
-                "num_experts_per_token": d.num_experts_per_token,
-                "source": d.source,
-            }
-        )
-    return out
+    return [plain(models.describe_model(name)) for name in models.names()]
 
 
 def models_table() -> Table:
@@ -49,7 +32,7 @@ def models_table() -> Table:
             numbers.scaled(d["num_active_params"]) if d["num_experts"] else "",
             str(d["num_layers"]),
             str(d["hidden_size"]),
-            f"{d['num_heads']} ({d['num_kv_heads']})",
+            f"{d['num_heads']} ({d['num_kv_heads']})" if d["num_heads"] else "",
             f"{d['vocab_size']:,}",
             experts,
         )
@@ -61,30 +44,20 @@ def device_data(device_id: str) -> dict[str, Any]:
     e = hardware.entry(device_id)
     d = e.device
     return {
-        "id": e.id,
-        "vendor": e.vendor,
-        "memory_bytes": d.memory_bytes,
-        "memory_bytes_per_s": d.memory_bytes_per_s,
+        **chosen(e, "id vendor"),
+        **chosen(d, "memory_bytes memory_bytes_per_s"),
         "peak_flops": dict(d.peak_flops_by_dtype),
-        "achievable_fraction": d.achievable_fraction,
-        "power_w": d.power_w,
+        **chosen(d, "achievable_fraction power_w"),
         "scaleup_bytes_per_s": e.scaleup.bytes_per_s,
         "scaleup_p2p_bytes_per_s": e.scaleup.p2p_bytes_per_s,
         "scaleup_devices": e.scaleup.size,
-        "devices_per_node": e.devices_per_node,
-        "nic_gbit_s": e.nic_gbit_s,
-        "price": None
-        if e.price is None
-        else {"usd_per_device_hour": e.price.usd_per_device_hour, "source": e.price.source, "as_of": e.price.as_of},
+        **chosen(e, "devices_per_node nic_gbit_s price"),
         "source": d.source,
         "unverified": list(d.unverified),
         "notes": e.notes,
         "instances": [
             {
-                "provider": i.provider,
-                "name": i.name,
-                "num_devices": i.num_devices,
-                "nic_gbit_s_per_node": i.nic_gbit_s_per_node,
+                **chosen(i, "provider name num_devices nic_gbit_s_per_node"),
                 "usd_per_device_hour": None if i.price is None else i.price.usd_per_device_hour,
                 "as_of": None if i.price is None else i.price.as_of,
             }

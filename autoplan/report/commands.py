@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from autoplan.config.choices import choice_words
 from autoplan.config.parallel import ParallelConfig
-from autoplan.cost_models.whole_run import Assumptions
-from autoplan.program.pins import layer_calls
+from autoplan.program.facts import layer_calls
 from autoplan.search.layouts import PlanRequest
+from autoplan.sweeps.whatif import STEP_ONLY, RunTask
 
 
 def _given(flag: str, value: object, default: object = None) -> list[str]:
@@ -37,24 +37,21 @@ def settings(request: PlanRequest) -> list[str]:
     return words + _given("--target-len", request.target_len)
 
 
-def run_words(tokens: float | None, assumed: Assumptions | None) -> list[str]:
+def run_words(run: RunTask) -> list[str]:
     """Return the words for the size of the whole run and its assumptions."""
-    words = [] if tokens is None else ["--tokens", f"{tokens:.0f}" if tokens == int(tokens) else repr(tokens)]
-    given = {} if assumed is None or tokens is None else assumed.given
-    return words + [word for name, value in given.items() for word in ("--assume", f"{name}={value!r}")]
+    if run.tokens is None:
+        return []
+    words = ["--tokens", f"{run.tokens:.0f}" if run.tokens == int(run.tokens) else repr(run.tokens)]
+    given = run.assumptions.given.items()
+    return words + [word for name, value in given for word in ("--assume", f"{name}={value!r}")]
 
 
 def estimate_command(
-    model: str,
-    cluster: str,
-    request: PlanRequest,
-    config: ParallelConfig,
-    tokens: float | None = None,
-    assumed: Assumptions | None = None,
+    model: str, cluster: str, request: PlanRequest, config: ParallelConfig, run: RunTask = STEP_ONLY
 ) -> list[str]:
     """Return the words of the command line that prices this plan to the same figures."""
     words = ["autoplan", "estimate", *task(model, cluster, request), *choice_words(config, layer_calls(request.graph))]
-    return [*words, *settings(request), *_executed(request), *run_words(tokens, assumed)]
+    return [*words, *settings(request), *_executed(request), *run_words(run)]
 
 
 def plan_command(model: str, cluster: str, request: PlanRequest) -> list[str]:

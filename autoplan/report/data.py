@@ -6,7 +6,7 @@ of exact, measured, fitted, assumed.
 Schema 1:
 
     {"schema": 1, "status": "ok", "command": "plan" | "estimate",
-     "model": {"name", "num_params", "num_layers", "left_out": [str]},  # left_out: parts without a price
+     "model": {"name", "num_params", "num_layers", "notes": [str]},  # notes: what a user may not expect of the graph
      "cluster": {"name", "num_nodes", "devices_per_node", "num_devices", "device", "memory_bytes", "levels": [...],
                  "price": null | {"usd_per_device_hour", "source", "as_of"}},
      "request": {"seq_len", ["target_len",] "global_batch_size", "pins", "precision", "mode",
@@ -44,7 +44,7 @@ Schema 1:
 
     {"schema": 1, "status": as of whatif, "command": "capacity", "file", "pins",
      "options": {option of RunOptions: value}, "profile", "constants": null | file, "assumptions": as of run,
-     "left_out": {model: [str]}, "rows": [...]}  # columns: autoplan.sweeps.capacity.capacity
+     "notes": {model: [str]}, "rows": [...]}  # columns: autoplan.sweeps.capacity.capacity
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from autoplan.config.choices import config_data, option_data
@@ -59,11 +60,11 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.cost_models.whole_run import CRITICAL_BATCH_SOURCE, FIGURES, Assumptions, Run
+from autoplan.program.facts import layer_calls
 from autoplan.program.legality import not_executed
-from autoplan.program.pins import layer_calls
 from autoplan.report.arguments import imbalance_of
-from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchResult
-from autoplan.sweeps.whatif import critical_batch, run_of
+from autoplan.search.planner import Planned, PlanRequest, SearchResult
+from autoplan.sweeps.whatif import STEP_ONLY, RunTask, critical_batch, run_of
 
 REPORT_SCHEMA_VERSION = 1
 
@@ -73,44 +74,44 @@ def to_text(data: Mapping[str, Any]) -> str:
     return json.dumps(data, indent=1, allow_nan=False)
 
 
-def quantity(q: Quantity) -> dict[str, Any]:
-    """Return a quantity as plain data."""
-    return {"low": q.low, "mid": q.mid, "high": q.high, "evidence": str(q.tag)}
+def report(command: str, status: str = "ok", **contents: Any) -> dict[str, Any]:
+    """Return the answer of a command: the schema, the outcome, and its contents."""
+    return {"schema": REPORT_SCHEMA_VERSION, "status": status, "command": command, **contents}
+
+
+def plain(value: Any) -> Any:
+    """Return quantities, records, mappings and sequences, to any depth, as JSON data."""
+    if isinstance(value, Quantity):
+        return {"low": value.low, "mid": value.mid, "high": value.high, "evidence": str(value.tag)}
+    if is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {name: plain(item) for name, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def chosen(record: object, names: str) -> dict[str, Any]:
+    """Return some attributes of a record as plain data; `names` with spaces between them."""
+    return {name: plain(getattr(record, name)) for name in names.split()}
 
 
 def cluster(c: Cluster) -> dict[str, Any]:
     """Return a cluster as plain data."""
     return {
         "name": str(c),
-        "num_nodes": c.num_nodes,
-        "devices_per_node": c.devices_per_node,
-        "num_devices": c.num_devices,
+        **chosen(c, "num_nodes devices_per_node num_devices"),
         "device": c.device.name,
         "memory_bytes": c.device.memory_bytes,
-        "levels": [
-            {"name": v.name, "size": v.size, "bytes_per_s": v.bytes_per_s, "latency_s": v.latency_s, "source": v.source}
-            for v in c.levels
-        ],
-        "price": None
-        if c.price is None
-        else {
-            "usd_per_device_hour": c.price.usd_per_device_hour,
-            "source": c.price.source,
-            "as_of": c.price.as_of,
-        },
+        "levels": [chosen(level, "name size bytes_per_s latency_s source") for level in c.levels],
+        "price": plain(c.price),
     }
 
 
-def _maybe(q: Quantity | None) -> dict[str, Any] | None:
-    return None if q is None else quantity(q)
-
-
-def assumptions(assumed: Assumptions | None) -> dict[str, Any]:
+def assumptions(known: Assumptions) -> dict[str, Any]:
     """Return the assumptions about a run, with sources. `value` null: not known, or as the source says."""
-    known = assumed if assumed is not None else Assumptions()
     return {
         name: {
-            "value": _maybe(known.get(name)),
+            "value": plain(known.get(name)),
             "given": name in known.given,
             "what": figure.what,
             "source": "given" if name in known.given else figure.source,
@@ -119,28 +120,17 @@ def assumptions(assumed: Assumptions | None) -> dict[str, Any]:
     }
 
 
-def run_data(r: Run, request: PlanRequest, assumed: Assumptions | None) -> dict[str, Any]:
+_RUN = "tokens days usd kwh usd_energy days_with_failures usd_with_failures kwh_with_failures num_failures"
+
+
+def run_data(r: Run, request: PlanRequest, assumed: Assumptions) -> dict[str, Any]:
     """Return a whole run as plain data."""
-    g = r.goodput
+    good = plain(r.goodput)
+    if good is not None:
+        good["checkpoint_interval_s"] = good.pop("interval_s")
     return {
-        "tokens": r.tokens,
-        "days": quantity(r.days),
-        "usd": _maybe(r.usd),
-        "kwh": _maybe(r.kwh),
-        "usd_energy": _maybe(r.usd_energy),
-        "days_with_failures": _maybe(r.days_with_failures),
-        "usd_with_failures": _maybe(r.usd_with_failures),
-        "kwh_with_failures": _maybe(r.kwh_with_failures),
-        "num_failures": r.num_failures,
-        "goodput": None
-        if g is None
-        else {
-            "share": quantity(g.share),
-            "mtbf_s": quantity(g.mtbf_s),
-            "checkpoint_s": quantity(g.checkpoint_s),
-            "restart_s": quantity(g.restart_s),
-            "checkpoint_interval_s": quantity(g.interval_s),
-        },
+        **chosen(r, _RUN),
+        "goodput": good,
         "critical_batch_tokens": critical_batch(request.graph, r.tokens),
         "critical_batch_source": CRITICAL_BATCH_SOURCE,
         "notes": list(r.notes),
@@ -148,80 +138,38 @@ def run_data(r: Run, request: PlanRequest, assumed: Assumptions | None) -> dict[
     }
 
 
+_ESTIMATE = "step_time_s tokens_per_s tokens_per_s_per_device mfu mfu_causal fits memory_capacity_bytes"
+_STAGE = "num_layers num_recomputed in_flight fullest forward_s backward_s memory_bytes"
+
+
 def estimate_data(e: Estimate, whole: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return an estimate as plain data; `whole` becomes its `run`."""
     return {
-        "step_time_s": quantity(e.step_time_s),
-        "tokens_per_s": e.tokens_per_s,
-        "tokens_per_s_per_device": e.tokens_per_s_per_device,
-        "mfu": e.mfu,
-        "mfu_causal": e.mfu_causal,
-        "fits": e.fits,
-        "memory_capacity_bytes": e.memory_capacity_bytes,
-        "memory_bytes": [{term: quantity(q) for term, q in s.memory.items()} for s in e.stages],
-        "host_memory_bytes": [{term: quantity(q) for term, q in s.host_memory.items()} for s in e.stages],
+        **chosen(e, _ESTIMATE),
+        "memory_bytes": [plain(s.memory) for s in e.stages],
+        "host_memory_bytes": [plain(s.host_memory) for s in e.stages],
         "host_memory_capacity_bytes": e.host_capacity_bytes if math.isfinite(e.host_capacity_bytes) else None,
-        "stages": [
-            {
-                "num_layers": s.num_layers,
-                "num_recomputed": s.num_recomputed,
-                "in_flight": s.in_flight,
-                "fullest": s.fullest,
-                "forward_s": quantity(s.forward_s),
-                "backward_s": quantity(s.backward_s),
-                "memory_bytes": quantity(s.memory_bytes),
-            }
-            for s in e.stages
-        ],
-        "breakdown_s": {term: quantity(q) for term, q in e.breakdown.items()},
+        "stages": [chosen(s, _STAGE) for s in e.stages],
+        "breakdown_s": plain(e.breakdown),
         "run": whole,
     }
 
 
-def certificate(c: Certificate) -> dict[str, Any]:
-    """Return a certificate as plain data."""
-    return {
-        "considered": c.considered,
-        "illegal": c.illegal,
-        "too_big": c.too_big,
-        "bounded_out": c.bounded_out,
-        "solved": c.solved,
-        "open": c.open,
-        "gap": c.gap,
-        "intra_gap": c.intra_gap,
-        "solve_time_s": c.solve_time_s,
-        "restrictions": list(c.restrictions),
-        "status": c.status,
-        "illegal_by_rule": dict(c.illegal_by_rule),
-        "too_big_by_term": dict(c.too_big_by_term),
-        "by_phase_s": dict(c.by_phase_s),
-    }
-
-
-def pins(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return pins as plain data."""
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in given.items()}
-
-
-def _head(command: str, request: PlanRequest) -> dict[str, Any]:
+def _head(command: str, request: PlanRequest, status: str = "ok") -> dict[str, Any]:
     r = request
-    return {
-        "schema": REPORT_SCHEMA_VERSION,
-        "status": "ok",
-        "command": command,
-        "model": {
-            "name": r.graph.name,
-            "num_params": r.graph.num_params,
+    return report(
+        command,
+        status,
+        model={
+            **chosen(r.graph, "name num_params"),
             "num_layers": len(layer_calls(r.graph)),
-            "left_out": list(r.graph.left_out),
+            "notes": list(r.graph.notes),
         },
-        "cluster": cluster(r.cluster),
-        "request": {
+        cluster=cluster(r.cluster),
+        request={
             "seq_len": r.seq_len,
             **({} if r.target_len is None else {"target_len": r.target_len}),
-            "global_batch_size": r.global_batch_size,
-            "pins": pins(r.pins),
-            "precision": r.precision,
+            **chosen(r, "global_batch_size pins precision"),
             "mode": str(r.mode),
             **option_data(r.options),
             "attention": str(r.options.attention_in(r.mode)),
@@ -229,52 +177,48 @@ def _head(command: str, request: PlanRequest) -> dict[str, Any]:
             "constants": r.constants_file,
             "imbalance": imbalance_of(r),
         },
-    }
+    )
 
 
-def _planned(p: Planned, request: PlanRequest, tokens: float | None, assumed: Assumptions | None) -> dict[str, Any]:
-    whole = run_of(p.estimate, request, tokens, assumed)
+def _planned(p: Planned, request: PlanRequest, run: RunTask) -> dict[str, Any]:
+    whole = run_of(p.estimate, request, run)
     return {
         "priced_not_executed": list(not_executed(p.config, request.facts)),
         "plan": config_data(p.config),
-        "estimate": estimate_data(p.estimate, None if whole is None else run_data(whole, request, assumed)),
+        "estimate": estimate_data(p.estimate, None if whole is None else run_data(whole, request, run.assumptions)),
     }
 
 
-def plan_report(
-    request: PlanRequest, result: SearchResult, tokens: float | None, assumed: Assumptions | None = None
-) -> dict[str, Any]:
+def plan_report(request: PlanRequest, result: SearchResult, run: RunTask = STEP_ONLY) -> dict[str, Any]:
     """Return the answer of `autoplan plan` as plain data."""
     best, *rest = result.plans
     return {
         **_head("plan", request),
-        **_planned(best, request, tokens, assumed),
-        "alternatives": [_planned(p, request, tokens, assumed) for p in rest],
-        "certificate": certificate(result.certificate),
+        **_planned(best, request, run),
+        "alternatives": [_planned(p, request, run) for p in rest],
+        "certificate": plain(result.certificate),
     }
 
 
-def estimate_report(
-    request: PlanRequest, planned: Planned, tokens: float | None, assumed: Assumptions | None = None
-) -> dict[str, Any]:
+def estimate_report(request: PlanRequest, planned: Planned, run: RunTask = STEP_ONLY) -> dict[str, Any]:
     """Return the answer of `autoplan estimate` as plain data."""
-    return {**_head("estimate", request), **_planned(planned, request, tokens, assumed)}
+    return {**_head("estimate", request), **_planned(planned, request, run)}
 
 
 def whatif_report(
     status: str, request: PlanRequest, vary: Mapping[str, Sequence[Any]], rows: Sequence[Mapping[str, object]]
 ) -> dict[str, Any]:
     """Return the answer of `autoplan whatif` as plain data; `request`: the task before anything is varied."""
-    return {**_head("whatif", request), "status": status, "vary": dict(vary), "rows": list(rows)}
+    return {**_head("whatif", request, status), "vary": dict(vary), "rows": list(rows)}
 
 
 def infeasible_report(error: Exception) -> dict[str, Any]:
     """Return why nothing fits, with the fields of `search.infeasible.InfeasibleReport` if the error carries one."""
-    report = getattr(error, "report", None)
+    found = getattr(error, "report", None)
     names = ("stage", "term", "needed_bytes", "available_bytes", "config", "cheapest_change")
     return {
         "schema": REPORT_SCHEMA_VERSION,
         "status": "infeasible",
         "message": str(error),
-        **{name: getattr(report, name, None) for name in names},
+        **{name: getattr(found, name, None) for name in names},
     }

@@ -6,7 +6,7 @@ import contextlib
 import csv
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from autoplan.errors import PinError
@@ -66,21 +66,14 @@ class CsvFile:
         self._file.close()
 
 
-class _NoRows:
-    """The stand-in for a CSV file where none is wanted."""
-
-    def add(self, row: Mapping[str, object]) -> None:
-        """Drop the row."""
-
-
 @contextlib.contextmanager
-def csv_rows(path: Path | None, columns: Sequence[str]) -> Iterator[CsvFile | _NoRows]:
-    """Yield an object to add rows to: a CsvFile, or one that drops them if there is no path."""
+def csv_rows(path: Path | None, columns: Sequence[str]) -> Iterator[Callable[[Mapping[str, object]], None]]:
+    """Yield a function that appends a row to a CsvFile; it does nothing if there is no path."""
     if path is None:
-        yield _NoRows()
+        yield lambda row: None
         return
     with CsvFile(path, columns) as file:
-        yield file
+        yield file.add
 
 
 def _line(values: Sequence[object]) -> str:

@@ -22,13 +22,13 @@ from autoplan.cost_models.hardware.parts import NETWORKS
 from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.time.estimate import Estimate, StageEstimate
 from autoplan.cost_models.whole_run import FIGURES, Assumptions, Run
+from autoplan.program.facts import layer_calls
 from autoplan.program.legality import not_executed
-from autoplan.program.pins import layer_calls
 from autoplan.report.arguments import imbalance_of
 from autoplan.report.commands import estimate_command, plan_command, whatif_command, wrapped
 from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchResult
 from autoplan.sweeps.label import evidence_label, plan_label
-from autoplan.sweeps.whatif import Point, batch_warning, row, run_of
+from autoplan.sweeps.whatif import STEP_ONLY, Point, RunTask, batch_warning, row, run_of
 
 TEXT_WIDTH = 110
 _MAX_STAGE_COLUMNS = 5
@@ -174,14 +174,7 @@ def _energy_text(run: Run) -> str:
     return text if run.usd_energy is None else f"{text}; {_span(run.usd_energy, numbers.dollars)} of electricity"
 
 
-def _answer(
-    out: Console,
-    title: str,
-    planned: Planned,
-    request: PlanRequest,
-    tokens: float | None,
-    assumed: Assumptions | None,
-) -> None:
+def _answer(out: Console, title: str, planned: Planned, request: PlanRequest, run: RunTask) -> None:
     e = planned.estimate
     out.print()
     out.print(Text(f" {title}  {plan_label(planned.config, e)}", style="bold green" if e.fits else "bold red"))
@@ -206,9 +199,9 @@ def _answer(
     priced = not_executed(planned.config, request.facts)
     if priced:
         paragraph(out, f"priced, not executed by autoplan's own runtime: {'; '.join(priced)}", 1, first=1)
-    run = run_of(e, request, tokens, assumed)
-    if run is not None:
-        for text in (_run_text(run), _failures_text(run), _energy_text(run)):
+    whole = run_of(e, request, run)
+    if whole is not None:
+        for text in (_run_text(whole), _failures_text(whole), _energy_text(whole)):
             paragraph(out, text, 1, first=1)
 
 
@@ -320,14 +313,12 @@ def _breakdown(out: Console, e: Estimate) -> None:
     out.print(table)
 
 
-def _ranking(
-    out: Console, result: SearchResult, request: PlanRequest, tokens: float | None, assumed: Assumptions | None
-) -> None:
+def _ranking(out: Console, result: SearchResult, request: PlanRequest, run: RunTask) -> None:
     if len(result.plans) < 2:
         return
     out.print()
     heads = ["", "plan", "step s", "MFU %", "causal %", "memory GB", "tokens/s"]
-    if tokens is not None:
+    if run.tokens is not None:
         heads += ["days", "with failures", "cost"]
     table = plain_table(*heads, left=2)
     for i, p in enumerate(result.plans, 1):
@@ -341,7 +332,7 @@ def _ranking(
             f"{e.peak_memory_bytes.mid / 1e9:.1f}",
             numbers.scaled(e.tokens_per_s),
         ]
-        cells += run_cells(run_of(e, request, tokens, assumed))
+        cells += run_cells(run_of(e, request, run))
         table.add_row(*cells)
     out.print(table)
 
@@ -391,14 +382,12 @@ def _certificate(out: Console, c: Certificate) -> None:
     paragraph(out, f"the space: {'; '.join(c.restrictions)}", 2, "dim")
 
 
-def _warnings(
-    out: Console, e: Estimate, request: PlanRequest, tokens: float | None, assumed: Assumptions | None
-) -> None:
+def _warnings(out: Console, e: Estimate, request: PlanRequest, run: RunTask) -> None:
     peak, capacity = e.peak_memory_bytes, e.memory_capacity_bytes
     found = []
     if e.fits and peak.high > capacity:
         found.append(
-            f"memory may reach {peak.high / 1e9:.1f} GB of {capacity / 1e9:.1f} GB; for certainty, plan with "
+            f"memory may reach {peak.high / 1e9:.1f} GB of {capacity / 1e9:.1f} GB; to be safe, plan with "
             f"@memory_gb={capacity / peak.high * capacity / 1e9:.0f}"
         )
     elif e.fits and capacity - peak.mid < _TIGHT * capacity:
@@ -406,32 +395,30 @@ def _warnings(
     assumed_host = request.cluster.device.host_memory_bytes is None and math.isfinite(e.host_capacity_bytes)
     if assumed_host and any(s.host_memory for s in e.stages):
         found.append(
-            f"{e.host_capacity_bytes / 1e9:.0f} GB of host memory per device are assumed, unverified; yours: "
-            "@host_memory_gb=..."
+            f"{e.host_capacity_bytes / 1e9:.0f} GB of host memory per device are assumed, not verified; "
+            "to change: @host_memory_gb=..."
         )
     if request.cluster.unverified:
         found.append(
             f"no source confirms these catalog fields of {request.cluster.device.name}: "
             f"{', '.join(request.cluster.unverified)}"
         )
-    run = run_of(e, request, tokens, assumed)
-    found += run.notes if run is not None else ()
-    found += left_out_notes([request])
-    warning = batch_warning(request, tokens)
+    whole, warning = run_of(e, request, run), batch_warning(request, run.tokens)
+    found += whole.notes if whole is not None else ()
+    found += graph_notes([request])
     found += [warning] if warning is not None else []
     for text in found:
         paragraph(out, f"Note: {text}", 6, "yellow")
 
 
-def left_out_notes(requests: Sequence[PlanRequest]) -> list[str]:
-    """Return what models do and prices omit: `BertForMaskedLM: dropout p=0.1 inside attention is not in the price`."""
-    found = [f"{r.graph.name}: {what} is not in the price" for r in requests for what in r.graph.left_out]
+def graph_notes(requests: Sequence[PlanRequest]) -> list[str]:
+    """Return what a user may not expect of the models: the notes of their graphs, each after the model's name."""
+    found = [f"{r.graph.name}: {note}" for r in requests for note in r.graph.notes]
     return list(dict.fromkeys(found))
 
 
-def assumptions_text(assumed: Assumptions | None) -> str:
+def assumptions_text(known: Assumptions) -> str:
     """Return the known assumptions: `mtbf_device_days 2,112 (567 to 3,419), ..., pue 1.1 (given)`."""
-    known = assumed if assumed is not None else Assumptions()
     parts = []
     for name in FIGURES:
         q = known.get(name)
@@ -441,11 +428,9 @@ def assumptions_text(assumed: Assumptions | None) -> str:
     return ", ".join(parts)
 
 
-def prices(
-    out: Console, requests: Sequence[PlanRequest], tokens: float | None, assumed: Assumptions | None = None
-) -> None:
+def prices(out: Console, requests: Sequence[PlanRequest], run: RunTask) -> None:
     """Print every price that was used, with its source and date, and the assumptions about the run."""
-    if tokens is None:
+    if run.tokens is None:
         return
     lines = []
     for request in requests:
@@ -460,8 +445,8 @@ def prices(
         paragraph(out, text, 7, "dim")
     paragraph(
         out,
-        "Run: days and cost are those without failures where nothing else is said, and never of idle time. Assumed "
-        f"(sources: --json; others: --assume NAME=VALUE): {assumptions_text(assumed)}",
+        "Run: days and cost are without failures unless stated otherwise, and never include idle time. Assumed "
+        f"(sources: --json; to change: --assume NAME=VALUE): {assumptions_text(run.assumptions)}",
         5,
         "dim",
     )
@@ -488,27 +473,26 @@ def plan_text(
     cluster: str,
     request: PlanRequest,
     result: SearchResult,
-    tokens: float | None,
-    assumed: Assumptions | None = None,
+    run: RunTask = STEP_ONLY,
 ) -> None:
     """Print the answer of `autoplan plan`."""
     best = result.plans[0]
     _heading(out, request)
     _evidence(out, request, best.estimate)
-    _answer(out, "BEST", best, request, tokens, assumed)
+    _answer(out, "BEST KNOWN, not proved:" if result.certificate.stopped_far else "BEST", best, request, run)
     _memory(out, best.estimate)
     _breakdown(out, best.estimate)
-    _ranking(out, result, request, tokens, assumed)
+    _ranking(out, result, request, run)
     _certificate(out, result.certificate)
-    prices(out, [request], tokens, assumed)
-    _warnings(out, best.estimate, request, tokens, assumed)
+    prices(out, [request], run)
+    _warnings(out, best.estimate, request, run)
     nodes, memory_gb = request.cluster.num_nodes, round(request.cluster.device.memory_bytes / 1e9)
     fixed = request.cluster.fabric is not None  # it fixes the number of devices
     varied = f"memory_gb={memory_gb},{2 * memory_gb}" if fixed else f"nodes={nodes}..{4 * nodes}"
     _next(
         out,
         [
-            estimate_command(model, cluster, request, best.config, tokens, assumed),
+            estimate_command(model, cluster, request, best.config, run),
             whatif_command(model, cluster, request, varied),
         ],
     )
@@ -520,33 +504,26 @@ def estimate_text(
     cluster: str,
     request: PlanRequest,
     planned: Planned,
-    tokens: float | None,
-    assumed: Assumptions | None = None,
+    run: RunTask = STEP_ONLY,
 ) -> None:
     """Print the answer of `autoplan estimate`."""
     _heading(out, request)
     _evidence(out, request, planned.estimate)
-    _answer(out, "PLAN", planned, request, tokens, assumed)
+    _answer(out, "PLAN", planned, request, run)
     _memory(out, planned.estimate)
     _breakdown(out, planned.estimate)
-    prices(out, [request], tokens, assumed)
-    _warnings(out, planned.estimate, request, tokens, assumed)
+    prices(out, [request], run)
+    _warnings(out, planned.estimate, request, run)
     _next(out, [plan_command(model, cluster, request)])
 
 
-def whatif_text(
-    out: Console,
-    request: PlanRequest,
-    found: Sequence[Point],
-    tokens: float | None,
-    assumed: Assumptions | None = None,
-) -> None:
+def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], run: RunTask = STEP_ONLY) -> None:
     """Print the table of `autoplan whatif`."""
     _heading(out, request)
     out.print()
     varied = list(found[0].varied) if found else []
     heads = [*varied, "devices", "step s", "low to high", "tokens/s"]
-    if tokens is not None:
+    if run.tokens is not None:
         heads += ["days", "cost"]
     table = plain_table(*heads, "GB left", "plan", left=0)
     table.columns[-1].justify = "left"
@@ -554,11 +531,11 @@ def whatif_text(
         column.no_wrap = True
     reasons: dict[str, int] = {}
     for point in found:
-        data = row(point, tokens, assumed)
+        data = row(point, run)
         cells = [numbers.plain(point.varied[name]) for name in varied]
         cells.append(numbers.plain(data["num_devices"]) if data["num_devices"] is not None else "-")
         if point.planned is None:
-            cells += ["-", "-", "-"] + (["-", "-"] if tokens is not None else []) + ["-"]
+            cells += ["-", "-", "-"] + (["-", "-"] if run.tokens is not None else []) + ["-"]
             cells.append(f"{point.status} [{reasons.setdefault(point.reason, len(reasons) + 1)}]")
         else:
             e = point.planned.estimate
@@ -566,7 +543,7 @@ def whatif_text(
             span = f"{numbers.digits(step.low)}-{numbers.digits(step.high)}"
             cells += [numbers.digits(step.mid), span, numbers.scaled(e.tokens_per_s)]
             if point.request is not None:
-                days_and_cost = run_cells(run_of(e, point.request, tokens, assumed))
+                days_and_cost = run_cells(run_of(e, point.request, run))
                 cells += days_and_cost[::2]  # only --csv and --json show them with failures
             cells.append(f"{(e.memory_capacity_bytes - e.peak_memory_bytes.mid) / 1e9:.1f}")
             ended = "" if data["search_status"] == "complete" else f" ({data['search_status']})"
@@ -582,6 +559,6 @@ def whatif_text(
         paragraph(
             out, f"Each row is planned anew; times are {tag}, low to high as stated. All figures: --csv, --json", 2
         )
-    prices(out, [p.request for p in found if p.request is not None and p.planned is not None], tokens, assumed)
-    for text in left_out_notes([request]):
+    prices(out, [p.request for p in found if p.request is not None and p.planned is not None], run)
+    for text in graph_notes([request]):
         paragraph(out, f"Note: {text}", 6, "yellow")

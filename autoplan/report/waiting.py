@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
-
-
-class _Quiet:
-    """The stand-in for a status line where nobody looks."""
-
-    def __enter__(self) -> _Quiet:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-    def update(self, text: str) -> None:
-        """Show nothing."""
 
 
 def waiting(what: str, quiet: bool) -> Any:
     """Return a context that shows a line on stderr, changed by its `update(text)`; nothing in files and pipes."""
     if quiet or not sys.stderr.isatty():
-        return _Quiet()
+        return nullcontext(SimpleNamespace(update=lambda text: None))
     from rich.console import Console
 
     return Console(stderr=True).status(f"{what} (Ctrl-C: best so far)")

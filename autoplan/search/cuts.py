@@ -18,7 +18,7 @@ its minimum over all ways to cut the rest. A second bound, stronger with few mic
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,7 +49,6 @@ class Cut:
     step_s: float
     bound_s: float
     exact: bool
-    num_evaluated: int
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class Cutter:
         action = pricer.costs.overhead_s("pipeline_action_s") if self.pp > 1 else 0.0
         self.stage_s = pricer.free_forward.mid + 2 * action  # on every stage and micro-batch
         self.time = _prefix(np.array(pricer.forward) + np.array(pricer.backward) + self._selective())
-        self.again = _prefix(np.array(pricer.again))
+        self.recompute_s = _prefix(np.array(pricer.recompute_s))
         self.after_s = pricer.fixed_s + max(max(pricer.optimizer), sum(pricer.optimizer) / self.pp)
         self._built = False
 
@@ -152,16 +151,11 @@ class Cutter:
         self._gain = _prefix(np.array([s - k if layer else 0.0 for s, k, layer in freed]))
         self._legal = (j > i) & (i <= n)
         self._once_s = self._moved_once()
-        self._shapes: list[tuple[NDArray[np.bool_], Array]] = []
+        self._free: list[Array] = []  # T of every stage with unlimited memory
         self._known: dict[tuple[int, int, int], int | None] = {}
         self._reach: list[NDArray[np.int64]] = []
-        windows = [self._window(s) for s in range(self.pp)]
-        self._each, self._once = [w[0] for w in windows], [w[1] for w in windows]
-        least = np.full(self.num_units + 1, math.inf)
-        least[self.num_units] = 0.0
-        for each in reversed(self._each):
-            least = (each + least[None, :]).min(axis=1)
-        self._least_sum = float(least[0])  # of all T_s, over all cuts
+        self._each = [self._window(s) for s in range(self.pp)]
+        self._least_sum = float(self._least_rest(self._each, np.add)[0][0])  # of all T_s, over all cuts
         self._waits = [self._waiting(s) for s in range(self.pp)]
 
     def _moved_once(self) -> Array:
@@ -171,11 +165,11 @@ class Cutter:
             sums = _prefix(np.array(pricer.first) + np.array(pricer.last))
             return np.maximum(sums[j] - sums[i], 0.0)
         out = np.zeros(i.shape)
-        for moved, computed, hides in pricer.once_s:
-            sizes, hidden = _prefix(np.array(moved)), _prefix(np.array(computed)) * hides
+        for once in pricer.once_s:
+            sizes, hidden = _prefix(np.array(once.moved)), _prefix(np.array(once.computed)) * once.hides
             most = np.zeros(i.shape)
             for first in range(self.num_units):
-                most[first, first + 1 :] = np.maximum.accumulate(np.array(moved[first:]))
+                most[first, first + 1 :] = np.maximum.accumulate(np.array(once.moved[first:]))
             shown = np.maximum((sizes[j] - sizes[i]) - (hidden[j] - hidden[i]), most)
             out += shown + pricer.contention * (sizes[j] - sizes[i] - shown)
         return np.where(j > i, out, 0.0)
@@ -188,8 +182,25 @@ class Cutter:
 
     # -- bounds -----------------------------------------------------------------------------------------------------
 
-    def _window(self, stage: int) -> tuple[Array, Array]:
-        """Return T[i, j] and E[i, j] of a stage with units i .. j - 1; T is inf if they cannot fit."""
+    def _least_rest(self, terms: Sequence[Array], joined: Callable[[Array, Array], Array]) -> list[Array]:
+        """Return per stage s and unit i the least over all ways to cut units i .. into the stages s ..
+
+        It is the shortest path in a graph of units by stages. Arrays, because it has an edge for every pair of units.
+
+        Args:
+            terms: of each stage with units i .. j - 1.
+            joined: the term of a stage together with the least of the stages behind it.
+        """
+        out = [np.where(np.arange(self.num_units + 1) == self.num_units, 0.0, math.inf)]
+        for term in reversed(terms):
+            out.append(joined(term, out[-1][None, :]).min(axis=1))
+        return out[::-1]
+
+    def _run(self, each: Array, rest: Array) -> Array:
+        return np.maximum(self.m * each + self._once_s, each + rest)
+
+    def _window(self, stage: int) -> Array:
+        """Return T[i, j] of a stage with units i .. j - 1; inf if they cannot fit."""
         n, memory = self.num_units, self.pricer.memory
         i, j, held, gain = self._i, self._j, self._held, self._gain
         legal = self._legal & (i >= stage) & (j <= n - (self.pp - 1 - stage))
@@ -213,32 +224,32 @@ class Cutter:
             sent = np.minimum(float(memory.buckets), self._grads)
             legal &= self._state + self._grads + sent <= self.capacity * (1 + _CLOSE)
         if self.fixed is None:
-            again, steps, missing = self._down(np.maximum(0.0, held - most) * (1 - _CLOSE))
+            added, steps, missing = self._down(np.maximum(0.0, held - most) * (1 - _CLOSE))
             legal &= missing <= 0
             self._reach.append(steps)
         elif self.fixed == FULL:
             legal &= held - (gain[j] - gain[i]) <= most + _CLOSE * self.capacity
-            again = self.again[j] - self.again[i]
+            added = self.recompute_s[j] - self.recompute_s[i]
         else:
             keep = held - self._freed()[j] + self._freed()[i]
             legal &= keep <= most + _CLOSE * self.capacity
-            again = self._repeated()[j] - self._repeated()[i]
+            added = self._repeated()[j] - self._repeated()[i]
         each = self.time[j] - self.time[i] + self.stage_s + self._received(stage)[i] + self._sent(stage)[j]
-        least = each if self.fixed is None else each + again  # with unlimited memory
-        self._shapes.append((shape, least))
-        return np.where(legal, each + again, math.inf), self._once_s
+        least = each if self.fixed is None else each + added  # with unlimited memory
+        self._free.append(np.where(shape, least, math.inf))
+        return np.where(legal, each + added, math.inf)
 
     def _down(self, short: Array) -> tuple[Array, NDArray[np.int64], Array]:
         """Return for every window the least seconds and frontier steps that free `short` bytes, and what is missing."""
         i, j = self._i, self._j
-        again, steps = np.zeros(i.shape), np.zeros(i.shape, dtype=np.int64)
+        added, steps = np.zeros(i.shape), np.zeros(i.shape, dtype=np.int64)
         for count, gain, seconds in zip(self.steps, self.gains, self.costs, strict=True):
             reach = np.searchsorted(gain, gain[i] + short)
             reach = np.where(short > 0, np.minimum(np.maximum(reach, i), np.maximum(i, j)), i)
-            again += seconds[reach] - seconds[i]
+            added += seconds[reach] - seconds[i]
             steps += count[reach] - count[i]
             short = np.where(short > 0, short - (gain[reach] - gain[i]), 0.0)
-        return again, steps, short
+        return added, steps, short
 
     def _received(self, stage: int) -> Array:
         """Return the seconds of a receive from the stage before, by the first unit of this one."""
@@ -270,10 +281,10 @@ class Cutter:
 
     def _repeated(self) -> Array:
         p = self.pricer
-        again = [
+        seconds = [
             p.repeated_s(u, p.pinned_recompute[u]) if u in p.pinned_recompute else 0.0 for u in range(self.num_units)
         ]
-        return _prefix(np.array(again))
+        return _prefix(np.array(seconds))
 
     def rest(self, below_s: float = math.inf) -> tuple[list[Array], list[Array]]:
         """Return per stage s and unit i the least of both bounds over all ways to cut units i .. into the stages s ..
@@ -284,16 +295,10 @@ class Cutter:
             below_s: use only cuts whose second bound is below this, without the seconds after the pipeline.
         """
         self._build()
-        ends = np.full(self.num_units + 1, math.inf)
-        ends[self.num_units] = 0.0
-        runs, waits = [ends], [ends]
-        for s in reversed(range(self.pp)):
-            each, once, waiting = self._each[s], self._once[s], self._waits[s]
-            if below_s < math.inf:
-                each = np.where(waiting < below_s, each, math.inf)
-            runs.append(np.maximum(self.m * each + once, each + runs[-1][None, :]).min(axis=1))
-            waits.append(np.maximum(waiting, waits[-1][None, :]).min(axis=1))
-        return runs[::-1], waits[::-1]
+        each, waits = self._each, self._waits
+        if below_s < math.inf:
+            each = [np.where(wait < below_s, mine, math.inf) for wait, mine in zip(waits, each, strict=True)]
+        return self._least_rest(each, self._run), self._least_rest(waits, np.maximum)
 
     def bound_s(self, cutoff_s: float = math.inf) -> float:
         """Return a lower bound on the step time of every cut that fits; inf if none fits.
@@ -325,7 +330,7 @@ class Cutter:
         with m T_s + E_s below it.
         """
         self._build()
-        short = [shape & (self.m * each + self._once_s + self.after_s < limit_s) for shape, each in self._shapes]
+        short = [self.m * each + self._once_s + self.after_s < limit_s for each in self._free]
         before, after = [np.arange(self.num_units + 1) == 0], [np.arange(self.num_units + 1) == self.num_units]
         for allowed in short:
             before.append((before[-1][:, None] & allowed).any(axis=0))
@@ -341,12 +346,7 @@ class Cutter:
     def free_bound_s(self) -> float:
         """Return the bound of `bound_s` with unlimited memory, which offloading cannot beat either."""
         self._build()
-        least = np.full(self.num_units + 1, math.inf)
-        least[self.num_units] = 0.0
-        for shape, each in reversed(self._shapes):
-            own = np.where(shape, np.maximum(self.m * each + self._once_s, each + least[None, :]), math.inf)
-            least = own.min(axis=1)
-        return float(least[0]) + self.after_s
+        return float(self._least_rest(self._free, self._run)[0][0]) + self.after_s
 
     def lacks_device_memory(self) -> bool:
         """Return True if a candidate fails only because of device memory, given that the bound says that nothing fits.
@@ -359,12 +359,7 @@ class Cutter:
 
     def _even(self) -> tuple[int, ...]:
         """Return the cut with the shortest longest stage, from which the search starts, with the one of least bound."""
-        ends = np.full(self.num_units + 1, math.inf)
-        ends[self.num_units] = 0.0
-        best = [ends]
-        for s in reversed(range(self.pp)):
-            best.append(np.maximum(self._each[s], best[-1][None, :]).min(axis=1))
-        best.reverse()
+        best = self._least_rest(self._each, np.maximum)
         chunks, at = [], 0
         for s in range(self.pp):
             j = int(np.argmin(np.maximum(self._each[s][at], best[s + 1])))
@@ -400,7 +395,7 @@ class Cutter:
                     if step < limit:
                         limit, best = step, (step, chunks, recompute)
                 continue
-            each, once = self._each[stage][at], self._once[stage][at]
+            each, once = self._each[stage][at], self._once_s[at]
             own = np.maximum(before + self.m * each + once, self._waits[stage][at])
             reach = np.maximum(most, np.maximum(own, before + each + runs[stage + 1]))
             reach = np.maximum(reach, waits[stage + 1]) + self.after_s
@@ -409,9 +404,9 @@ class Cutter:
                 done, sums = max(most, float(own[j])), before + float(each[j])
                 stack.append((float(reach[j]), stage + 1, int(j), (*chunks, int(j) - at), done, sums))
         if best is None:
-            return Cut(None, (), math.inf, min(open_bound, max(root, cutoff_s)), open_bound == math.inf, evaluated)
+            return Cut(None, (), math.inf, min(open_bound, max(root, cutoff_s)), open_bound == math.inf)
         bound = min(best[0], max(root, open_bound))
-        return Cut(best[1], best[2], best[0], bound, open_bound == math.inf, evaluated)
+        return Cut(best[1], best[2], best[0], bound, open_bound == math.inf)
 
     def _climb(
         self, chunks: tuple[int, ...], limit: float, max_evaluated: int

@@ -24,7 +24,7 @@ from autoplan.schedules.schedule import SCHEDULES
 
 MAX_ACTIONS = 10_000  # limit for schedules other than 1F1B: with more micro-batches the bubble is small anyway
 ONE_DOMAIN = "tp within one scale-up domain"
-BEYOND = "degrees that are else not looked at, since no others are legal under these pins"
+BEYOND = "degrees outside the usual search space, because no others are legal under these pins"
 
 
 def search_order(config: ParallelConfig) -> tuple[Any, ...]:
@@ -79,16 +79,18 @@ _UNDECIDED = {record.name: record.default for record in CHOICES if record.name i
 
 
 @lru_cache(maxsize=256)
-def _levels(scope: Scope, pinned: frozenset[str]) -> tuple[tuple[Rule, ...], ...]:
+def _levels(scope: Scope, pinned: frozenset[str] | None) -> tuple[tuple[Rule, ...], ...]:
     """Return the rules by the step at which all their choices are decided.
 
     Args:
-        pinned: choices that are decided from the start.
+        pinned: choices that are decided from the start; None: no choices are, and the pins themselves are not checked.
     """
     found: list[list[Rule]] = [[] for _ in range(_SCHEDULE + 1)]
     for rule in RULES:
-        if rule.scope <= scope:
-            left = (_DECIDED.get(name, _START) for name in rule.names if name not in pinned)
+        if rule.of_pins:
+            found[_START] += [rule] if pinned is not None else []
+        elif rule.scope <= scope:
+            left = (_DECIDED.get(name, _START) for name in rule.names if name not in (pinned or ()))
             found[max(left, default=_START)].append(rule)
     return tuple(map(tuple, found))
 
@@ -104,7 +106,7 @@ class _Walk:
     def __init__(self, limits: Limits, pins: Pins, early: bool) -> None:
         self.limits, self.facts, self.early = limits, limits.facts, early
         self.pins, self.order = dict(pins), pins.schedule
-        self.levels = _levels(limits.scope, frozenset(pins) if early else frozenset())
+        self.levels = _levels(limits.scope, frozenset(pins) if early else None)
         self.base = pins.config if early else pins.config.but(**_UNDECIDED)
         self.illegal: Counter[str] = Counter()
         self.limited = False
@@ -202,7 +204,7 @@ class _Walk:
         if self.early:
             return divisors(c.dp)
         legal = zero_replica_counts(c.dp, c.cp, c.zero_stage, c.tp, c.ep, c.expert_tp)
-        ranks = c.dp * c.cp * c.tp
+        ranks = c.stage_ranks
         return sorted({1, *(next((n for n in legal if ranks <= n * unit), 1) for unit in self.limits.units)})
 
     def _schedules(self, plain: ParallelConfig) -> Iterator[ParallelConfig]:
@@ -250,7 +252,7 @@ class _Walk:
         model = self.facts.model
         experts = 0 if model is None else model.num_experts
         parts = [self.pins["ep"]] if "ep" in self.pins else divisors(experts) if experts else [1]
-        whole = dict.fromkeys((mesh.tp, 1, *divisors(mesh.dp * mesh.cp * mesh.tp))) if experts else [mesh.tp]
+        whole = dict.fromkeys((mesh.tp, 1, *divisors(mesh.stage_ranks))) if experts else [mesh.tp]
         return list(itertools.product(parts, [self.pins["etp"]] if "etp" in self.pins else whole))
 
     def _searched_spread(self, mesh: ParallelConfig) -> list[tuple[int, int]]:
@@ -303,7 +305,7 @@ def fault(limits: Limits, pins: Pins) -> PinError | None:
     walk = _Walk(_all_of(limits), pins, early=True)
     if next(walk.candidates(), None) is not None:
         return None
-    return walk.error[1] if walk.error is not None else PinError("the pins exclude each other", tuple(pins))
+    return walk.error[1] if walk.error is not None else PinError("the pins contradict each other", tuple(pins))
 
 
 def _all_of(limits: Limits) -> Limits:

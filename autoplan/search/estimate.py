@@ -11,15 +11,14 @@ from autoplan.config.recompute import FULL, check_choice, modules_of
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.cost_models.work import Workload
-from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import nodes_with
 from autoplan.program.context_parallel import frozen
 from autoplan.program.context_pins import Chosen, chosen_methods
 from autoplan.program.expert_degrees import ExpertDegrees
+from autoplan.program.facts import Facts, pipeline_units
 from autoplan.program.legality import Scope
-from autoplan.program.pins import pipeline_units
 from autoplan.schedules.schedule import SCHEDULES, num_copies
 from autoplan.search import nearest
 from autoplan.search.cuts import Cutter
@@ -144,19 +143,11 @@ def _with_chunks(config: ParallelConfig) -> ParallelConfig:
 
 def recompute_counts(pricer: Pricer, config: ParallelConfig, chunks: tuple[int, ...]) -> tuple[int, ...]:
     """Return the recomputed layers of each chunk. Raises PinError for more than a chunk has."""
-    layers = layers_of(pricer.workload, chunks)
+    layers = tuple(layers_of(pricer.workload, chunks))
     if isinstance(config.recompute, tuple):
-        for k, (again, most) in enumerate(zip(config.recompute, layers, strict=True)):
-            if again > most:
-                fewer = tuple(map(min, config.recompute, layers))  # the cut does not depend on them
-                raise PinError(
-                    f"recompute={','.join(map(str, config.recompute))}: stage {k} has {most} layers, not {again}; "
-                    f"nearest legal: {','.join(map(str, fewer))}",
-                    ("recompute",),
-                    [{"recompute": fewer}],
-                )
+        nearest.check_with_nearest(config.but(stages=layers), Facts(config.num_devices), Scope.PRICED)
         return config.recompute
-    return tuple(layers) if config.recompute == FULL else (0,) * len(chunks)
+    return layers if config.recompute == FULL else (0,) * len(chunks)
 
 
 def _has_experts(graph: ModelGraph) -> bool:

@@ -109,12 +109,12 @@ def cheapest_change(request: PlanRequest, shortage: Shortage, budget_s: float = 
         now = time.perf_counter()
         fits = feasible(changed, now + (end - now) / 2)
         if fits:
-            unknown = f" {undecided} smaller changes were not decided in {budget_s:g} s." if undecided else ""
+            unknown = f" {undecided} smaller changes could not be decided in {budget_s:g} s." if undecided else ""
             return f"{sentence} it fits.{unknown}"
         undecided += fits is None
     missing = (shortage.needed_bytes - shortage.available_bytes) / (1.0 - r.memory_margin)
     if shortage.on_host:
-        return f"With {(shortage.needed_bytes - shortage.available_bytes) / 1e9:.1f} GB more of the host's it fits."
+        return f"With {(shortage.needed_bytes - shortage.available_bytes) / 1e9:.1f} GB more host memory it fits."
     return f"With {missing / 1e9:.1f} GB more memory per device it fits."
 
 

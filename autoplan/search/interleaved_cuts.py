@@ -146,14 +146,14 @@ class ChunkCutter:
         if self._found is None:
             recompute = self._least_recompute()
             if recompute is None:
-                self._found = Cut(None, (), math.inf, math.inf, True, 0)
+                self._found = Cut(None, (), math.inf, math.inf, True)
             else:
                 step = self.pricer.step_s(self.chunks, recompute)
-                self._found = Cut(self.chunks, recompute, step, step, True, 1)
+                self._found = Cut(self.chunks, recompute, step, step, True)
         found = self._found
         if found.step_s < cutoff_s or found.chunks is None:
             return found
-        return Cut(None, (), math.inf, found.step_s, True, 1)
+        return Cut(None, (), math.inf, found.step_s, True)
 
     def binds(self, limit_s: float) -> bool:
         """Return False if the candidate fits without recompute beyond the pinned one (see `Cutter.binds`)."""

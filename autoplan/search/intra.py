@@ -1,4 +1,4 @@
-"""Solve the intra-op problem as an ILP (PuLP, HiGHS; CBC as the fallback), or by brute force for tests.
+"""Solve the intra-op problem as an ILP (PuLP, HiGHS; CBC as the fallback).
 
     x[c,o]   in {0,1}  option o of choice c;                sum_o x[c,o] = 1
     y[u,a,l] in [0,1]  operand u, native in layout a, is used in layout l
@@ -344,23 +344,3 @@ def _dual_bound(lp: pulp.LpProblem, solver: pulp.LpSolver) -> float | None:
     if not isinstance(solver, pulp.HiGHS) or model is None:
         return None
     return float(model.getInfo().mip_dual_bound)
-
-
-def brute_force(problem: IntraProblem, limit: int = 2_000_000) -> tuple[float, Mapping[str, Option]]:
-    """Return the least cost over every selection, for tests of small problems.
-
-    Raises:
-        ValueError: more than `limit` selections.
-    """
-    total = 1
-    for choice in problem.choices:
-        total *= len(choice.options)
-    if total > limit:
-        raise ValueError(f"{total} selections are too many to enumerate (limit {limit})")
-    best: tuple[float, Mapping[str, Option]] = (float("inf"), {})
-    for combo in itertools.product(*(c.options for c in problem.choices)):
-        selection = {c.name: o for c, o in zip(problem.choices, combo, strict=True)}
-        cost = evaluate_selection(problem, selection)
-        if cost < best[0]:
-            best = (cost, selection)
-    return best

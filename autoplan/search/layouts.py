@@ -57,6 +57,7 @@ from autoplan.search.refusals import refusal
 from autoplan.search.space import limits_of, space
 
 ILP_LIMIT_S = 120.0  # time limit of one integer program of layouts
+ENOUGH_TOKENS = 4096  # on a rank; micro-batches with more share a layout
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,6 @@ class PlanRequest:
 class CandidateLayout:
     """The layout inside blocks for one (tp, micro-batch size), and the workload it makes."""
 
-    mesh_axes: tuple[Axis, ...]
     solution: IntraSolution
     workload: Workload
     times: Mapping[str, OpTimes]
@@ -207,7 +207,9 @@ class LayoutCache:
             self.phases["workloads"] += time.perf_counter() - start
         return self._found[key]
 
-    def _layout(self, key: _Cut, limit_s: float) -> tuple[tuple[Axis, ...], IntraSolution] | None:
+    def _layout(self, cut: _Cut, limit_s: float) -> tuple[tuple[Axis, ...], IntraSolution] | None:
+        tp, size, cp, own = cut
+        key = (tp, self._solved_size(tp, size, cp), cp, own)
         if key in self._layouts:
             return self._layouts[key]
         if limit_s <= self._stopped.get(key, -math.inf):
@@ -222,24 +224,21 @@ class LayoutCache:
             raise
         return self._layouts[key]
 
+    def _solved_size(self, tp: int, size: int, cp: int) -> int:
+        """Return the micro-batch for which the layout of another is solved: the least with as large a part of tp.
+
+        It has at least `ENOUGH_TOKENS`: from there on times are all but proportional to the tokens.
+        """
+        least = math.ceil(ENOUGH_TOKENS * cp / self.request.seq_len)
+        part = math.gcd(size, tp)
+        return next((n for n in range(least, size) if math.gcd(n, tp) == part), size)
+
     def _solve(self, tp: int, size: int, cp: int, own: bool, limit_s: float) -> tuple[tuple[Axis, ...], IntraSolution]:
         r, start = self.request, time.perf_counter()
         axes = ParallelDims.of(r.graph, ParallelConfig(tp=tp)).layout_axes
         steps = max(1, r.global_batch_size // (size * max(1, r.cluster.num_devices // (tp * cp))))
         slack = r.pins.get("state_slack", 1.02)
-        settings = IntraSettings(
-            axes,
-            r.cluster,
-            r.env(size, cp),
-            steps,
-            slack,
-            r.profile,
-            r.mode,
-            self.precision,
-            cp,
-            options=r.options,
-            constants=r.constants,
-        )
+        settings = IntraSettings(axes, self.costs, r.env(size, cp), steps, slack, self.precision, cp)
         problem = build_problem(r.graph, settings)
         if not r.options.sequence_parallel:
             problem = without_sequence_parallelism(problem, r.graph)
@@ -267,12 +266,12 @@ class LayoutCache:
     ) -> CandidateLayout:
         made = self._lowered.get((cut, methods))  # shared by all degrees of experts
         if made is None:
-            works = self._works(axes, cut, methods)
-            made = self._lowered[cut, methods] = lower_all(self.request.graph, solution.selection, works)
+            op_costs = self._op_costs(axes, cut, methods)
+            made = self._lowered[cut, methods] = lower_all(self.request.graph, solution.selection, op_costs)
         work = workload(self.request.graph, solution.selection, made.op_costs, experts, ends, made)
-        return CandidateLayout(axes, solution, work, op_times(work, self.costs))
+        return CandidateLayout(solution, work, op_times(work, self.costs))
 
-    def _works(self, axes: tuple[Axis, ...], cut: _Cut, methods: Chosen) -> OpCosts:
+    def _op_costs(self, axes: tuple[Axis, ...], cut: _Cut, methods: Chosen) -> OpCosts:
         r, (_, size, cp, _) = self.request, cut
         return OpCosts(
             r.graph,
@@ -460,7 +459,7 @@ class QuickMemory:
 
     def _find(self, size: int) -> float:
         r = self.request
-        works = OpCosts(r.graph, (), r.env(size), precision=precision_of(r.precision))
+        op_costs = OpCosts(r.graph, (), r.env(size), precision=precision_of(r.precision))
         largest = 0.0
         for block in r.graph.blocks.values():
             for node in block.nodes:
@@ -468,11 +467,11 @@ class QuickMemory:
                 same = Trait.RANDOM in op.traits and not node.attrs["p"]
                 if Trait.CAST in op.traits:
                     before, after = (block.values[n] for n in (node.tensor_inputs[0], node.outputs[0]))
-                    same = works.dtype(before) == works.dtype(after)
+                    same = op_costs.dtype(before) == op_costs.dtype(after)
                 if op.saved is None or op.saved.form is Form.VIEW or same:  # a view, or perhaps one
                     continue
                 made = [block.values[n] for n in node.outputs if block.values[n].requires_grad]
-                largest = max([largest, *(works.num_bytes(block.name, v, ()) for v in made)])
+                largest = max([largest, *(op_costs.num_bytes(block.name, v, ()) for v in made)])
         return largest
 
 

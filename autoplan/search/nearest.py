@@ -196,7 +196,8 @@ def _lengths(name: str, value: int, given: Changes, facts: Facts) -> list[int]:
 
 def _words(name: str, value: Any, given: Changes, facts: Facts) -> list[Any]:
     if name == "recompute":
-        return sorted(RECOMPUTE, key=lambda how: how != FULL)
+        stages, kinds = given.get("stages"), sorted(RECOMPUTE, key=lambda how: how != FULL)
+        return [tuple(map(min, value, stages)), *kinds] if isinstance(value, tuple) and stages else kinds
     if name == "offload":
         return [OPTIMIZER, "none", PARAMETERS]
     if name == "schedule":
@@ -213,9 +214,9 @@ def _words(name: str, value: Any, given: Changes, facts: Facts) -> list[Any]:
 
 
 def _said(group: Sequence[Changes]) -> str:
-    """Return the text of changes: `tp=2 or 4`, `tp=2 with dp=4 or tp=4 with dp=2`, `..., with tp and dp left open`."""
+    """Return the text of changes: `tp=2 or 4`, `tp=2 with dp=4 or tp=4 with dp=2`, `... without tp and dp`."""
     if all(value is None for changes in group for value in changes.values()):
-        return f"what is given, with {' and '.join(name for changes in group for name in changes)} left open"
+        return f"the same choices without {' and '.join(name for changes in group for name in changes)}"
     if len(group) > 1 and all(len(changes) == 1 for changes in group):
         (name,) = group[0]
         return f"{name}={' or '.join(_text(changes[name]) for changes in group)}"
@@ -253,10 +254,10 @@ def _fault(config: ParallelConfig, facts: Facts, scope: Scope) -> PinError | Non
 
 def _completed(config: ParallelConfig, changes: Changes, facts: Facts) -> ParallelConfig | None:
     given = dict(changes)
-    if "offload" in given:
-        given["offload"] = state_offload({"offload": given["offload"]})
     if any(value is None for value in given.values()):
         return None
+    if "offload" in given:
+        given["offload"] = state_offload({"offload": given["offload"]})
     made = replace(config, **given)
     try:
         others = made.pp * made.cp * made.tp

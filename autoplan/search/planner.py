@@ -26,22 +26,23 @@ import heapq
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from enum import Enum, StrEnum
+from enum import Enum
 
 from autoplan.config.offload import held_on_host
-from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.memory.recompute_frontier import recompute_mapping
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.errors import InfeasibleError
-from autoplan.ops.record import OpKind
-from autoplan.ops.table import nodes_with
-from autoplan.schedules.schedule import searched_words
+from autoplan.program.context_pins import Chosen
+from autoplan.search.certificate import Certificate, Status, restrictions_of
 from autoplan.search.cuts import Cut, Cutter, Shortage
-from autoplan.search.degrees import MAX_ACTIONS, Space, search_order
+from autoplan.search.degrees import Space, search_order
 from autoplan.search.estimate import Planned, estimate_config
+from autoplan.search.first_plans import Neighbours, usual
+from autoplan.search.group_bounds import GroupKey, group_key, least_pass_s, step_bounds_s
 from autoplan.search.infeasible import InfeasibleReport, NothingFits, nothing_fits
 from autoplan.search.interleaved_cuts import ChunkCutter
 from autoplan.search.intra import StoppedError
@@ -57,7 +58,6 @@ from autoplan.search.layouts import (
     space_of,
     without_activations,
 )
-from autoplan.search.space import LEAST_PART
 
 __all__ = [
     "CandidateLayout",
@@ -79,74 +79,11 @@ _MAX_ACTIONS = 100_000
 # While nothing is found, a search goes on past its time limit: to this multiple of it, and at least this long. In the
 # second half of that time, candidates with the least memory come first instead of the fastest.
 _PATIENCE, _LEAST_PATIENCE_S = 5.0, 60.0
-_RESTRICTIONS = (
-    "all devices are used, in micro-batches of one size",
-    "ranks ordered pp, dp, cp, tp: tp over neighbours, pp over the farthest",
-    "one layout per tensor-parallel degree and micro-batch size, the same for all equal layers: the fastest with the "
-    "least stored state",
-    "layouts weigh what happens once per step as without a pipeline",
-    "layouts weigh operations and collectives one by one: nothing hidden, nothing fused, no waiting for the host",
-)
-_LADDER = (
-    "recompute: of every kind of layer the choices on the convex front of seconds and bytes freed (groups of regions, "
-    "full), cheapest bytes of a stage first, first layers first"
-)
-_OFFLOAD = (
-    "offload: optimizer state of all stages, parameters with it where they are sharded, and what layers keep, as one "
-    "more choice of recompute; nothing of it hidden behind computing but with the traffic of ZeRO"
-)
-_EXPERTS = (
-    "experts where tp has them, or spread over ep ranks that are neighbours (what etp leaves of tp, then cp, then dp), "
-    "whole (etp = 1), or split over all of tp where there are too few"
-)
-_SCHEDULES = (
-    f"schedules: 1F1B with every cut; {searched_words()}, up to {MAX_ACTIONS:,} actions, of a few even cuts the "
-    "fastest, and layers computed again taken in turn from a rank's stages"
-)
-
-
-class Status(StrEnum):
-    """The end of a search: everything decided, or stopped.
-
-    CUTS: some candidate has more cuts than are tried, and a bound below the best plan.
-    LAYOUTS: only the proof of some layout was stopped.
-    """
-
-    COMPLETE = "complete"
-    CUTS = "not all cuts tried"
-    LAYOUTS = "layouts stopped by time limit"
-    TIME_LIMIT = "stopped by time limit"
-    INTERRUPTED = "interrupted"
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """The proof of how good the best plan is, at these prices and within these restrictions.
-
-    `considered` = `illegal` + `too_big` + `bounded_out` + `solved` + `open`.
-
-    Attributes:
-        bounded_out: a proved lower bound is not below the best plan (if several plans are requested: the last of them).
-        open: not decided, because the search was stopped or a candidate has more cuts than are tried.
-        gap: (best - bound) / best: the best step of the space is at most this share shorter than the one found; 1 if
-            nothing is known about it.
-        intra_gap: the gap of a layout inside its blocks.
-    """
-
-    considered: int
-    illegal: int
-    too_big: int
-    bounded_out: int
-    solved: int
-    open: int
-    gap: float
-    solve_time_s: float
-    restrictions: tuple[str, ...]
-    status: str
-    illegal_by_rule: Mapping[str, int]
-    too_big_by_term: Mapping[str, int]
-    by_phase_s: Mapping[str, float]
-    intra_gap: float
+# Usual layouts and their neighbours are evaluated first, in at most this share of the time; neighbours only in spaces
+# that are not searched as fast without.
+_FIRST_SHARE, _FEW = 0.5, 200
+# Shares of the time after which candidates with a bound are evaluated although others have none yet.
+_BOUND_SHARES = (0.75, 1.0)
 
 
 @dataclass(frozen=True)
@@ -166,6 +103,9 @@ class _Outcome(Enum):
     SOLVED = "solved"
 
 
+_Decided = tuple[_Outcome, str]  # how, and by which rule or term
+_LARGE_VALUES: _Decided = (_Outcome.TOO_BIG, "activations")
+_NO_LAYOUT: _Decided = (_Outcome.ILLEGAL, "no layout exists at this tp")
 _Entry = tuple[float, ParallelConfig, tuple[int, ...], tuple[int, ...]]  # step, cut, recomputed layers
 
 
@@ -183,22 +123,30 @@ class _Search:
         self.phases: dict[str, float] = defaultdict(float)
         self.points = LayoutCache(request, self.phases)
         self.quick = QuickMemory(request, self.points.capacity_bytes)
-        self.outcomes: dict[ParallelConfig, tuple[_Outcome, str]] = {}
+        self.outcomes: dict[ParallelConfig, _Decided] = {}
         self.bounds: dict[ParallelConfig, float] = {}
         self.first_bounds: dict[ParallelConfig, float] = {}  # bounds that ignore memory
         self.cutters: dict[ParallelConfig, Cutter | ChunkCutter] = {}
         self.best: list[_Entry] = []
+        self.pending: dict[GroupKey, list[ParallelConfig]] = defaultdict(list)  # candidates without a bound
+        self.grouped: list[ParallelConfig] = []  # all others
+        self.not_made = Counter[_Decided | None]()  # candidates with offload, decided as those without
         self.shortages: list[tuple[Shortage, ParallelConfig]] = []
         self.status = Status.COMPLETE
         self.patience_s = max(_PATIENCE * request.time_limit_s, _LEAST_PATIENCE_S)
 
     def run(self) -> SearchResult:
-        """Bound all candidates, then refine and evaluate them best first."""
+        """Evaluate the first plans, bound all candidates, then refine and evaluate them best first."""
         with self._phase("space"):
             checked = space_of(self.request)
         try:
-            checked = self._bound_all(checked)
-            self._best_first(self.bounds)
+            self._first_plans(checked.candidates)
+            for candidate in checked.candidates:
+                self.pending[group_key(candidate)].append(candidate)
+            for share in _BOUND_SHARES:
+                if self.pending:
+                    self._bound_groups(share * self.request.time_limit_s)
+                    self._best_first(self.bounds)
             checked = self._with_offload(checked)
             if not self.best:
                 self._least_memory_first(checked)
@@ -237,29 +185,86 @@ class _Search:
 
     # -- candidates -------------------------------------------------------------------------------------------------
 
-    def _bound_all(self, checked: Space) -> Space:
-        """Bound every candidate, with cut sequences one per combination of context-parallel methods."""
-        out = list(checked.candidates)
-        for k, candidate in enumerate(checked.candidates):
-            if self.cutters and self._out_of_time():  # the rest stays open
+    def _first_plans(self, candidates: Sequence[ParallelConfig]) -> None:
+        """Evaluate usual layouts, then the neighbours of the best plan while they are better."""
+        until_s = _FIRST_SHARE * self.request.time_limit_s
+        for some in usual(candidates):
+            if self.best and self._elapsed_s() > until_s:
                 break
-            found = [candidate]
-            if not self.quick.too_big(candidate):
-                with suppress(StoppedError):
-                    found = self.points.with_methods(candidate, self._layout_limit_s())
-            if not found:
-                self.outcomes[candidate] = (_Outcome.ILLEGAL, "the pinned context_method does not exist at this tp")
-                continue
-            out[k] = found[0]
-            out += found[1:]
-            for each in found:
-                self._bound(each)
-        return replace(checked, candidates=tuple(out))
+            self._evaluate_some(some, until_s)
+        if not self.best or len(candidates) < _FEW:
+            return
+        with self._phase("space"):
+            neighbours = Neighbours(candidates)
+        examined = None
+        while examined != self.best[0] and self._elapsed_s() < until_s:
+            examined = self.best[0]
+            for some in neighbours.of(examined[1].but(context_method=None)):
+                self._evaluate_some(some, until_s)
+                if self.best[0] != examined:
+                    break
+
+    def _evaluate_some(self, candidates: Sequence[ParallelConfig], until_s: float) -> None:
+        """Evaluate those of the candidates that may be better than the best plan, best first."""
+        some: list[ParallelConfig] = []
+        for candidate in candidates:
+            if self.best and self._elapsed_s() > until_s:
+                break
+            for each in self._with_methods(candidate):
+                if each not in self.outcomes and each not in self.bounds:
+                    self._bound(each)
+                some.append(each)
+        self._best_first({c: self.bounds[c] for c in some if c in self.bounds})
+
+    def _with_methods(self, candidate: ParallelConfig) -> list[ParallelConfig]:
+        """Return one candidate per combination of context-parallel methods; nothing if that decides the candidate."""
+        found = [candidate]
+        if not self.quick.too_big(candidate):
+            with suppress(StoppedError):
+                found = self.points.with_methods(candidate, self._layout_limit_s())
+        if not found:
+            self.outcomes[candidate] = (_Outcome.ILLEGAL, "the pinned context_method does not exist at this tp")
+        return found
+
+    def _bound_groups(self, until_s: float) -> None:
+        """Bound pending candidates, a group at a time (`autoplan.search.group_bounds`), small micro-batches first.
+
+        Candidates of cut sequences are replaced by one per combination of context-parallel methods.
+        """
+        for key in sorted(self.pending):
+            if self.cutters and self._elapsed_s() > until_s:
+                self._out_of_time()
+                return
+            alike: dict[Chosen, list[ParallelConfig]] = defaultdict(list)
+            for candidate in self.pending.pop(key):
+                found = self._with_methods(candidate)
+                self.grouped += found or [candidate]
+                for each in found:
+                    alike[each.methods].append(each)
+            for members in alike.values():
+                self._bound_group(members)
+
+    def _bound_group(self, members: Sequence[ParallelConfig]) -> None:
+        """Bound candidates with the same work inside blocks, or decide them all."""
+        if self.quick.too_big(members[0]):
+            self._decide(members, _LARGE_VALUES)
+            return
+        with self._phase("bounds"):
+            try:
+                seconds = least_pass_s(self.points, members[0], self._layout_limit_s())
+            except StoppedError:
+                return
+            if seconds is None:
+                self._decide(members, _NO_LAYOUT)
+                return
+            for candidate, bound in zip(members, step_bounds_s(seconds, members), strict=True):
+                if candidate not in self.first_bounds:
+                    self.bounds[candidate] = self.first_bounds[candidate] = bound
 
     def _bound(self, candidate: ParallelConfig, limit_s: float | None = None) -> None:
         """Decide a candidate, or give it a cutter and a first bound; it gets neither if its layout was stopped."""
         if self.quick.too_big(candidate):
-            self.outcomes[candidate] = (_Outcome.TOO_BIG, "activations")
+            self._decide([candidate], _LARGE_VALUES)
             return
         with self._phase("bounds"):
             try:
@@ -267,10 +272,17 @@ class _Search:
             except StoppedError:
                 return
             if cutter is None:
-                self.outcomes[candidate] = (_Outcome.ILLEGAL, "no layout exists at this tp")
+                self._decide([candidate], _NO_LAYOUT)
                 return
-            self.bounds[candidate] = self.first_bounds[candidate] = cutter.quick_bound_s()
+            bound = cutter.quick_bound_s()
+            self.first_bounds[candidate] = bound
+            self.bounds[candidate] = max(bound, self.bounds.get(candidate, 0.0))
             self.cutters[candidate] = cutter
+
+    def _decide(self, candidates: Sequence[ParallelConfig], how: _Decided) -> None:
+        """Give candidates an outcome, if they have none."""
+        for candidate in candidates:
+            self.outcomes.setdefault(candidate, how)
 
     def _refine(self, candidate: ParallelConfig) -> float:
         """Return the bound that includes memory; if nothing fits, it is inf and the candidate is decided."""
@@ -297,32 +309,43 @@ class _Search:
         return self.best[self.request.top - 1][0] if len(self.best) >= self.request.top else math.inf
 
     def _with_offload(self, checked: Space) -> Space:
-        """Search candidates with offload: bounded by the same degrees without it, examined if memory binds."""
+        """Search candidates with offload: bounded by the same degrees without it, examined if memory binds.
+
+        Where the degrees are excluded with any memory, or have no bound yet, those with offload are only counted.
+        """
         new: list[ParallelConfig] = []
-        for candidate in checked.candidates:
-            outcome = self.outcomes.get(candidate)
+        left = [c for members in self.pending.values() for c in members]
+        for candidate in (*self.grouped, *left):
+            outcome, bound = self.outcomes.get(candidate), self.first_bounds.get(candidate)
             if outcome is not None and outcome[0] is _Outcome.ILLEGAL:
                 continue
-            for each in offloaded(self.request, candidate):
-                new.append(each)
-                if outcome is not None and candidate not in self.cutters:  # too big by the quick bound
-                    self.outcomes[each] = outcome
-                elif candidate in self.first_bounds:
-                    self.bounds[each] = self.first_bounds[candidate]
-        self._best_first({c: self.bounds[c] for c in new if c in self.bounds})
-        return replace(checked, candidates=(*checked.candidates, *new))
+            each = offloaded(self.request, candidate)
+            if bound is None:  # too big by the quick bound, or open
+                self.not_made[outcome] += len(each)
+            elif bound >= self._cutoff_s():
+                self.not_made[_Outcome.BOUNDED_OUT, ""] += len(each)
+            else:
+                new += each
+                self.bounds |= dict.fromkeys(each, bound)
+        self._best_first({c: self.bounds[c] for c in new})
+        return replace(checked, candidates=(*self.grouped, *left, *new))
 
     def _memory_binds(self, candidate: ParallelConfig) -> bool:
         """Return False, and decide the candidate, if offloading cannot help its degrees."""
+        kept = candidate.but(offload=())
+        if kept not in self.cutters:
+            self._bound(kept)
+        if kept not in self.cutters:  # its layout was stopped
+            return False
         with self._phase("bounds"):
-            cutter, cutoff = self.cutters[candidate.but(offload=())], self._cutoff_s()
+            cutter, cutoff = self.cutters[kept], self._cutoff_s()
             binds = cutter.free_bound_s() < cutoff and cutter.binds(cutoff)
         if not binds:
             self.outcomes[candidate] = (_Outcome.BOUNDED_OUT, "")
         return binds
 
     def _best_first(self, bounds: Mapping[ParallelConfig, float]) -> None:
-        """Take the candidate with the least bound; refine it the first time, evaluate it the second."""
+        """Take the candidate with the least bound; make its cutter, refine the bound, then evaluate it."""
         # among equals, the one with most on the host comes first: if it is too big, so are the others
         heap = [
             (bound, 0, -len(held_on_host(candidate.offload)), search_order(candidate), candidate)
@@ -342,17 +365,20 @@ class _Search:
             if refined:
                 self._evaluate(candidate, cutoff, max(2, min(2000, _MAX_ACTIONS // candidate.num_actions)))
                 continue
-            if candidate not in self.cutters and not self._prepare(candidate):
-                continue
-            bound = self._refine(candidate)
+            if candidate not in self.cutters:
+                if not self._prepare(candidate):
+                    continue
+                bound = self.bounds[candidate]
+            else:
+                refined, bound = 1, self._refine(candidate)
             if bound < math.inf:
-                heapq.heappush(
-                    heap, (bound, 1, -len(held_on_host(candidate.offload)), search_order(candidate), candidate)
-                )
+                held = -len(held_on_host(candidate.offload))
+                heapq.heappush(heap, (bound, refined, held, search_order(candidate), candidate))
 
     def _prepare(self, candidate: ParallelConfig) -> bool:
-        """Give a candidate with offload its cutter. Return False if it is decided, or its layout was stopped."""
-        if self._memory_binds(candidate):
+        """Give a candidate its cutter. Return False if it is decided, or its layout was stopped."""
+        searched = bool(candidate.offload) and "offload" not in self.request.pins
+        if not searched or self._memory_binds(candidate):
             self._bound(candidate)
         return candidate in self.cutters
 
@@ -417,9 +443,17 @@ class _Search:
             num_open += candidate not in self.outcomes
             if self.outcomes.get(candidate, (_Outcome.SOLVED, ""))[0] is _Outcome.SOLVED:
                 least_open = min(least_open, bound)
-        counts = Counter(outcome for outcome, _ in self.outcomes.values())
-        rules = Counter(detail for outcome, detail in self.outcomes.values() if outcome is _Outcome.ILLEGAL)
-        status = self.status
+        decided = Counter(self.outcomes.values())
+        decided += Counter({outcome: n for outcome, n in self.not_made.items() if outcome is not None})
+        counts: Counter[_Outcome] = Counter()
+        for (outcome, _), number in decided.items():
+            counts[outcome] += number
+        rules, terms = (
+            {detail: n for (outcome, detail), n in decided.items() if outcome is which}
+            for which in (_Outcome.ILLEGAL, _Outcome.TOO_BIG)
+        )
+        num_open += self.not_made[None]
+        point, status = self.points.of(self.best[0][1]), self.status
         if status is Status.TIME_LIMIT and not num_open:  # everything was decided just in time
             status = Status.COMPLETE
         if status is Status.COMPLETE and not self.points.all_proved:
@@ -427,7 +461,7 @@ class _Search:
         if status is Status.COMPLETE and least_open < best:
             status = Status.CUTS
         return Certificate(
-            considered=checked.num_considered,
+            considered=checked.num_considered + self.not_made.total(),
             illegal=sum(checked.illegal.values()) + counts[_Outcome.ILLEGAL],
             too_big=counts[_Outcome.TOO_BIG],
             bounded_out=counts[_Outcome.BOUNDED_OUT],
@@ -435,48 +469,13 @@ class _Search:
             open=num_open,
             gap=max(0.0, (best - least_open) / best) if least_open < best else 0.0,
             solve_time_s=self._elapsed_s(),
-            restrictions=self._restrictions(checked),
+            restrictions=restrictions_of(self.request, checked, () if point is None else point.solution.restrictions),
             status=status,
             illegal_by_rule={**checked.illegal, **rules},
-            too_big_by_term=dict(Counter(d for outcome, d in self.outcomes.values() if outcome is _Outcome.TOO_BIG)),
+            too_big_by_term=terms,
             by_phase_s=dict(self.phases),
             intra_gap=self.points.gap,
         )
-
-    def _restrictions(self, checked: Space) -> tuple[str, ...]:
-        """Return everything that narrows the space."""
-        r = self.request
-        out = [*_RESTRICTIONS, *self._of_degrees(checked)]
-        if "recompute" not in r.pins:
-            out.append(_LADDER if r.mode is Mode.EAGER else "recompute: none or full, the first layers of a stage")
-        if "offload" not in r.pins:
-            out.append(
-                _OFFLOAD if r.cluster.offloads else "nothing is offloaded: no host link is known beside a device"
-            )
-        if "zero_replicas" not in r.pins:
-            several = any(c.zero_replicas > 1 for c in checked.candidates)
-            beside = ", or over those in one scale-up domain, node or rail group (hybrid ZeRO)"
-            out.append(f"ZeRO shards over all replicas{beside if several else ''}")
-        if "schedule" not in r.pins and "virtual_stages" not in r.pins:
-            out.append(_SCHEDULES)
-        out += [f"{name} pinned to {value}" for name, value in r.pins.items()]
-        out.append(f"{r.memory_margin:.0%} of the memory left free")
-        if r.executed:
-            out.append("what the runtime executes")
-        found = self.points.of(self.best[0][1])
-        layouts = () if found is None else found.solution.restrictions
-        return (*out, *layouts, *checked.restrictions)
-
-    def _of_degrees(self, checked: Space) -> Iterator[str]:
-        """Yield the restrictions of how experts and sequences are spread."""
-        cut = any(c.cp > 1 for c in checked.candidates)
-        if nodes_with(self.request.graph, OpKind.EXPERTS):
-            yield _EXPERTS
-        if "cp" not in self.request.pins:
-            least = f"cp within one scale-up domain, and where {LEAST_PART:,} tokens per rank are left"
-            yield least if cut else "cp = 1"
-        if cut:
-            yield "layouts of cut sequences as if keys and values were gathered; one method per block"
 
     def _nothing(self, checked: Space) -> Exception:
         """Return the error if no plan was found."""
@@ -485,8 +484,8 @@ class _Search:
             r = self.request
             return StoppedError(
                 f"no plan was found in {self._elapsed_s():.0f} s (time limit {r.time_limit_s:g} s), and {num_open} of "
-                f"{checked.num_considered} candidates are not decided: nothing says that none fits; raise the time "
-                "limit, or pin some degrees"
+                f"{checked.num_considered} candidates are undecided, so one may still fit; raise the time limit, or "
+                "pin some degrees"
             )
         return nothing_fits(self.points, checked.candidates, self.shortages)
 

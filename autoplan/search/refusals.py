@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from autoplan.config.choices import check_values
 from autoplan.config.pins import Pins
 from autoplan.errors import PinError
 from autoplan.program.facts import Facts
@@ -36,23 +35,9 @@ def _fault(limits: Limits, pins: Mapping[str, Any], whole: bool) -> PinError | N
         whole: find the reason as well, not only whether there is an error.
     """
     try:
-        check_pins(pins)
         known = Pins(pins)
     except PinError as error:
         return error
     if whole:
         return fault(limits, known)
     return None if next(legal(limits, known), None) is not None else PinError("")
-
-
-def check_pins(pins: Mapping[str, Any]) -> None:
-    """Raise PinError for names and values that no cluster or model makes legal, and for a method without a cp."""
-    check_values(pins)
-    if pins.get("context_method") is not None and pins.get("cp", 1) == 1:
-        raise PinError(f"context_method={pins['context_method']!r} needs a pin of cp", ("cp", "context_method"))
-    if isinstance(pins.get("recompute"), tuple) and any(isinstance(n, int) for n in pins["recompute"]):
-        raise PinError(
-            f"recompute={pins['recompute']!r}: layers per stage are found, not pinned (autoplan estimate prices them); "
-            "a pin is a choice for all layers, or a mapping block -> choice",
-            ("recompute",),
-        )

@@ -1,4 +1,4 @@
-"""Defaults of training frameworks, and how to read the words of their flags and of published rows.
+"""Defaults of training frameworks, and how to read the words of their flags.
 
 There is one default per framework and field, never per row, campaign, model, or anything measured. Patterns are
 case-insensitive regular expressions, tried in order; the first match counts. If a source leaves a choice open, all
@@ -36,15 +36,6 @@ class Framework(StrEnum):
     OTHER = "other"
 
 
-class Formula(StrEnum):
-    """The formula behind a quoted TFLOP/s figure."""
-
-    FULL_ATTENTION = "6 N + 12 L h s per token"
-    CAUSAL_ATTENTION = "6 N + 6 L h s per token"
-    HARDWARE = "96 B s L h^2 (1 + s / 6h + V / 16Lh)"
-    HARDWARE_8N = "8 * 12 L h^2 per token"
-
-
 @dataclass(frozen=True)
 class Defaults:
     """The choices of a framework for a row that does not state them. The first of each is the prediction."""
@@ -53,37 +44,6 @@ class Defaults:
     recompute: tuple[str, ...]
     zero_stages: tuple[int, ...]
 
-
-@dataclass(frozen=True)
-class Memory:
-    """A kind of memory figure.
-
-    Attributes:
-        unit: Bytes per unit of the figure.
-        last_stage: True if it is of the last pipeline stage; False if of the fullest.
-        comparable: True if it counts live tensors, as the planner predicts; False if it includes the allocator's cache
-            and the context.
-    """
-
-    unit: float
-    last_stage: bool = False
-    comparable: bool = True
-
-
-# Searched for in the source and the flags together.
-FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
-    (r"MaxText|PaxML|\bPAX\b|\bJAX\b", Framework.JAX),
-    (r"Composer|llm-foundry", Framework.COMPOSER),
-    (r"torchtitan", Framework.TORCHTITAN),
-    (r"InternEvo", Framework.INTERNEVO),
-    (r"bigscience|OpenLLM-France", Framework.BIGSCIENCE),
-    (r"DeepSpeed", Framework.MEGATRON_DEEPSPEED),
-    (r"Megatron-Bridge (skills|examples)/", Framework.BRIDGE_LIBRARY),
-    (r"Automodel", Framework.AUTOMODEL),
-    (r"functional_tests", Framework.MEGATRON_TESTS),
-    (r"NeMo|Megatron-Bridge|dgxc-benchmarking|training_results", Framework.NEMO),
-    (r"Megatron|Korthikanti|calculon|SC21|2205\.05198|2402\.15627|SimuMax|ModelZoo|Primus", Framework.MEGATRON),
-)
 
 DEFAULTS: Mapping[Framework, Defaults] = {
     # torch.nn modules with a fused attention kernel (llm-foundry README: FSDP full shard unless said otherwise)
@@ -162,10 +122,6 @@ OFFLOADED: tuple[tuple[str, str], ...] = (
     (r"param|weight|ZeRO-?Infinity|FSDP|\bCPUOffload\b", "parameters"),
 )
 
-SHARD_GROUP = r"^1.*group=(\d+)"  # ranks that share the optimizer's state
-
-# Everything is sharded over all devices: a row that says so and states no degrees has no other parallelism.
-ALL_SHARDED = r"^(3\b|zero-?3|FSDP)(?!/)"
 
 RECOMPUTE_WORDS: tuple[tuple[str, str], ...] = (
     (r"^none|^(no|off|false|0|disabled)$|^off-?load", "none"),
@@ -195,9 +151,6 @@ SCHEDULE_WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"^dualpipe$", ("DualPipe",)),
     (r"^(loopedbfs|bfs|breadthfirst)$", ("1F1B", "GPipe")),
 )
-UNKNOWN_SCHEDULE = ("1F1B", "ZB-H1")
-# Schedules with one chunk per rank if the row does not state the number.
-ONE_CHUNK = r"^(1f1b|plain.*|non.*|1f1bnon.*|none|no|na|default|pipedream.*|zb(h1|h2|1p|2p)?|zerobubble(h1|h2)?)$"
 # Chunks per rank of an interleaved schedule if a run does not state it (torchtitan, parallelisms/pipelining_utils.py).
 DEFAULT_CHUNKS: Mapping[Framework, int] = {Framework.TORCHTITAN: 2}
 # the schedule with several chunks per rank
@@ -205,7 +158,7 @@ INTERLEAVED: Mapping[str, str] = {"1F1B": "Interleaved1F1B", "ZB-H1": "Interleav
 
 # Vocabulary size if a row does not state it: GPT-2's byte pairs, which Megatron's examples, functional tests and mock
 # data use, padded to a multiple of 128 tp (--make-vocab-size-divisible-by).
-_MEGATRONS = (
+MEGATRONS = (
     Framework.MEGATRON,
     Framework.MEGATRON_TESTS,
     Framework.NEMO,
@@ -213,18 +166,9 @@ _MEGATRONS = (
     Framework.MEGATRON_DEEPSPEED,
     Framework.BIGSCIENCE,
 )
-VOCAB: Mapping[Framework, int] = dict.fromkeys(_MEGATRONS, 50257)
+VOCAB: Mapping[Framework, int] = dict.fromkeys(MEGATRONS, 50257)
 VOCAB_MULTIPLE = 128
 
-# Micro-batch sizes if a row does not state one and its schedule accumulates gradients; JAX's trainers run the whole
-# batch of a device at once. The first is the prediction.
-MICRO_BATCHES = (1, 2, 4)
-# ZeRO 3 without a pipeline gathers all parameters per micro-batch, so few are run
-MICRO_BATCHES_GATHERED = (8, 4, 2, 1)
-AT_ONCE = frozenset((Framework.JAX,))
-# Frameworks that ran as many micro-batches as stages, until this year (torchtitan, parallelisms/pipelining_utils.py;
-# its pull request 1073 made one sequence each the default).
-AS_MANY_AS_STAGES: Mapping[Framework, float] = {Framework.TORCHTITAN: 2025.3}
 
 # (rank, layers) of adapters. NeMo's and Megatron-Bridge's performance recipes: target_modules = ["linear_qkv"], dim 16
 # of the 70B ones (scripts/performance); Hugging Face PEFT's default: rank 8, queries and values.
@@ -233,75 +177,10 @@ ADAPTERS: Mapping[Framework, tuple[int, tuple[str, ...]]] = dict.fromkeys(
 )
 USUAL_ADAPTERS: tuple[int, tuple[str, ...]] = (8, ("q_proj", "v_proj"))
 
-# Gbit/s of the network: per device, or of the node as number of links times speed.
-NIC_PER_DEVICE = r"(\d+) Gb/s per GPU"
-NIC_PER_NODE = r"(\d+)\s*x\s*(?:[A-Z]+ )*(\d+) Gb/s (?:\w+ )?per node"
 
-# A layer that was measured alone, without embedding, loss and optimizer.
-SINGLE_LAYER = r"\b(single|one|1)\b[\w -]*\blayer\b"
-
-# Share of a fabric's bandwidth that NCCL reaches if it has no transport for the fabric: all-reduce between two nodes
-# with 4 x 100 Gb/s of Omni-Path, 135 Gb/s (bigscience-workshop/bigscience, experiments/README.md; less on more nodes,
-# experiments/bandwidth: "nccl ... doesn't fully utilize Intel OPA full bandwidth").
-REACHED: tuple[tuple[str, float], ...] = ((r"Omni-?Path|\bOPA\b", 0.34),)
-
-
-USUAL_NIC = 100.0  # if neither row nor catalog names a network: Ethernet of cloud hosts
-
-# Quoted TFLOP/s, used only if a row has neither seconds nor tokens. A bare `model` is the formula of NeMo and dgxc
-# tables: full attention (recomputed for the collection); other texts are not read.
-TFLOPS_FORMULAS: tuple[tuple[str, Formula], ...] = (
-    (r"8 ?\*? ?N", Formula.HARDWARE_8N),
-    (r"hardware.*96 ?BsL|hardware.*96Bls|SC21", Formula.HARDWARE),
-    (r"Megatron-Bridge FLOPs", Formula.CAUSAL_ATTENTION),
-    (r"non-causal|^model$|3\*\(2N\+4Lhs\)", Formula.FULL_ATTENTION),
-    (r"^model \(causal\)$", Formula.CAUSAL_ATTENTION),
-)
-
-MEMORY: tuple[tuple[str, Memory], ...] = (
-    (r"max_memory_allocated.*LAST rank", Memory(1e9, last_stage=True)),
-    (r"max allocated GiB", Memory(2.0**30)),
-    (r"allocated GB", Memory(1e9)),
-    (r"reserved|nvidia-smi", Memory(1e9, comparable=False)),
-)
-
-# Multi-head latent attention (DeepSeek-V3, arXiv 2412.19437, and its descendants): ranks of the projections and head
-# sizes. LATENT_Q_RANKS: the rank of the queries, or None if they are projected in one step (DeepSeek-V2-Lite). A model
-# is taken to use it if it has many experts and as many key-value heads as heads, since Megatron supports it: so do all
-# of Megatron-LM's tests that train 16 experts or more without grouped queries (tests/functional_tests/test_cases), and
-# of Megatron Bridge's recipes DeepSeek-V2 to V4, Moonlight and Kimi. (least number of experts, since) If the framework
-# is not known: models whose heads would otherwise be narrower than any usual (DeepSeek-V3: 7168 / 128).
-LATENT_EXPERTS: tuple[int, float] = (16, 2024.8)
-# Frameworks that support it, and frameworks whose kernels are deterministic (NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 in
-# every test), for which latent attention has no fused kernel: "unfused attention since MLA with fused attention and
-# deterministic mode leads to NaN" (their model_config.yaml).
-LATENT_FRAMEWORKS = frozenset(_MEGATRONS)
-DETERMINISTIC = frozenset((Framework.MEGATRON_TESTS,))
 # Frameworks whose recipes of such models keep the optimizer's moments in 16 bits (exp_avg_dtype = bfloat16: DeepSeek-V3
 # and V4, Moonlight, Kimi), as DeepSeek-V3 was trained (arXiv 2412.19437, section 3.3.3).
 FRAMEWORKS_OF_MOMENTS_16 = frozenset((Framework.NEMO, Framework.BRIDGE_LIBRARY))
-LATENT_Q_RANKS: tuple[int | None, ...] = (1536, None)
-LATENT: Mapping[str, int] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-# Key-value heads if the row does not state them: 8 (grouped queries) in Llama 2 from 34B on (arXiv 2307.09288, table 1)
-# and in all of Llama 3 (April 2024; arXiv 2407.21783, table 3), as many as heads before. (number, all models since,
-# models with at least this many parameters, since) KV_HEADS: other numbers, tried to match the published number of
-# parameters.
-GROUPED: tuple[int, float, float, float] = (8, 2024.3, 30e9, 2023.0)
-KV_HEADS = (4, 2, 16, 1)
-LAYER_WEIGHTS = 12  # times hidden squared: parameters of a layer, roughly
-GATED_SINCE = 2023.1  # LLaMA: SwiGLU; GPTs before have 4 h
-# Vocabulary sizes of GPT-2, LLaMA and Llama 3, with the year since which each is usual.
-TOKENIZERS: tuple[tuple[float, int], ...] = ((0.0, 50257), (2023.1, 32000), (2024.3, 128256))
-# Experts per token with few and with many experts (Mixtral: 2 of 8; Qwen3 and DeepSeek-V3: 8 of 128 and 256).
-MANY_EXPERTS = 64
-TOP_K_OF_EXPERTS: tuple[tuple[int, ...], tuple[int, ...]] = ((2, 4), (8, 4))
-HEAD_DIMS = (128, 64)  # usual head dims besides hidden / heads
-EXPERT_EVERY = (1, 2)  # experts in every layer, or in every second one
-# Published parameter counts are rounded, and some omit embeddings. The usual kind of decoder is taken if it matches the
-# count within the first share (within the second for experts, where attention is a small part of all parameters); else
-# the nearest kind, within the third share.
-USUAL, USUAL_WITH_EXPERTS, PARAMS_TOLERANCE = 0.05, 0.01, 0.1
-ROUNDED = 0.01  # candidates for blank dimensions that are off by this much more than the best count as equally good
 
 
 def find(table: Sequence[tuple[str, Found]], text: str) -> Found | None:

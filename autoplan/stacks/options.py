@@ -14,38 +14,6 @@ from dataclasses import replace
 from autoplan.config.parallel import Attention, Dispatcher, Launch, RunOptions
 from autoplan.stacks.defaults import Framework, find
 
-# Years as decimals. The run was set up by then at the latest.
-_RELEASE = r"(?:container|release v?|NeMo |ngc)[ :]?(2\d)\.(\d\d)"
-_IN_NAME = r"[-_](20[12]\d)-?([01]\d)(?=[-_.])"  # llama3_h100_202412_torchtitan.md
-_PREPRINT = r"\b([12]\d)(0[1-9]|1[0-2])\.\d{4,5}\b"  # arXiv 2412.19437
-_BEFORE_PAPER = 0.3  # years from a run to the preprint about it, roughly: 0.2 for SC21, 0.8 for Korthikanti
-_SOURCES: tuple[tuple[str, float], ...] = (
-    (r"bigscience", 2022.2),
-    (r"vTrain|llm-foundry|llama1|LLaMA paper|2302\.", 2023.4),
-    (r"Megatron-LM git history", 2021.0),
-    (r"2205\.05198|SC21", 2021.5),
-    (r"Lucie-Training", 2024.4),
-    (r"2402\.15627", 2023.6),
-    (r"InternEvo|performance_long_sequence|TinyLlama|torchtitan@3faaa1a", 2024.2),
-    (r"Megatron-LM README", 2024.4),
-    (r"SimuMax|Megatron-Bridge|Primus|MoE-ModelZoo|Automodel|functional_tests|torchtitan|maxtext|gpu-recipes", 2025.7),
-)
-_DEVICES: tuple[tuple[str, float], ...] = (
-    (r"V100", 2021.0),
-    (r"A100|A800|TPU v4", 2022.5),
-    (r"H100|H800|MI250|MI300X|v5p|TPU", 2024.0),
-    (r"H200|MI325", 2024.9),
-    (r"B200|GB200", 2025.4),
-    (r".", 2026.0),
-)
-
-# An era is never before the device was sold.
-_RELEASED: tuple[tuple[str, float], ...] = (
-    (r"B300|MI35[05]X|TPU ?v?7", 2025.6),
-    (r"B200", 2025.0),
-    (r"\bH200|MI325X", 2024.6),
-)
-
 _PLAIN, _OLD = RunOptions(), RunOptions(Attention.UNFUSED)
 # Megatron's defaults: --overlap-p2p-communication with virtual stages, a ring for context parallelism
 _INTERLEAVED = frozenset({"pp", "cp"})
@@ -162,22 +130,6 @@ _OVERLAPS_ZERO = r"overlap-(grad-reduce|param-gather)|\bDP\b[^;]*overlap|comm ov
 # (scripts/performance/argument_parser.py, --data). (framework, until, tokens)
 _FINE_TUNED = r"\b(SFT|LoRA|LORA)\b|[Ff]ine-?tun"
 _PACKED: tuple[tuple[Framework, float, int], ...] = ((Framework.NEMO, 2025.6, 200),)
-
-
-def era_of(source: str, notes: str, device: str) -> float:
-    """Return the year of a run, with decimals, as far as its row tells."""
-    if (match := re.search(_RELEASE, f"{source} {notes}")) is not None:
-        return 2000 + int(match.group(1)) + (int(match.group(2)) - 0.5) / 12
-    if (match := re.search(_IN_NAME, source)) is not None:
-        return int(match.group(1)) + (int(match.group(2)) - 0.5) / 12
-    if (match := re.search(r"training_results_v(\d)\.(\d)", source)) is not None:
-        return 2020.4 + int(match.group(1)) + 0.5 * int(match.group(2))  # v3.0 in June 2023, two rounds a year
-    year = find(_SOURCES, source)
-    if year is None and (match := re.search(_PREPRINT, source)) is not None:
-        year = 2000 + int(match.group(1)) + (int(match.group(2)) - 0.5) / 12 - _BEFORE_PAPER
-    if year is None:
-        return find(_DEVICES, device) or 2026.0
-    return max(year, find(_RELEASED, device) or year)  # a page that grew with the devices
 
 
 def default_options(

@@ -27,12 +27,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.catalog import load_model
-from autoplan.config.choices import OPTIONS, PINS, option_data, options_of
+from autoplan.config.choices import OPTIONS, PINS, option_data, options_of, read_mode
 from autoplan.config.numbers import read_count, read_number
 from autoplan.config.parallel import Mode, RunOptions, precision_of
 from autoplan.cost_models.constants import Constants
@@ -45,6 +46,8 @@ from autoplan.ir.graph import ModelGraph
 from autoplan.search.planner import PlanRequest, search_plan
 from autoplan.sweeps.whatif import (
     Point,
+    RunTask,
+    check_measured_on,
     check_points,
     check_sweep,
     check_tokens,
@@ -94,12 +97,18 @@ class CapacityTask:
 
 @dataclass(frozen=True)
 class Cell:
-    """One row: a model on a cluster, its plan or the reason why there is none, and the tokens of its run."""
+    """One row: a model on a cluster, its plan or the reason why there is none, and its run."""
 
     model: str
     cluster: str
     tokens: float
     point: Point
+    assumptions: Assumptions = field(default_factory=Assumptions)
+
+    @property
+    def run(self) -> RunTask:
+        """The run to price."""
+        return RunTask(self.tokens, self.assumptions)
 
 
 def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> CapacityTask:
@@ -139,7 +148,7 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
         seq_len=read("seq_len", lambda v: _count("seq_len", v)),
         global_batch_size=read("global_batch_size", lambda v: _count("global_batch_size", v)),
         precision=read("precision", lambda v: precision_of(str(v)).name, "bf16"),
-        mode=read("mode", _mode, Mode.EAGER),
+        mode=read("mode", read_mode, Mode.EAGER),
         pins={name: tuple(value) if isinstance(value, list) else value for name, value in pins.items()},
         options=options,
         constants=known,
@@ -150,7 +159,8 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
         profile=read("profile", lambda v: _profile(v, folder))[0],
         models=read("models", lambda v: _model(v, folder)),
     )
-    _check_profile(task, where)
+    for name, cluster in task.clusters:
+        _read(where, partial(check_measured_on, task.profile, cluster), f"cluster {name}")
     return task
 
 
@@ -177,18 +187,6 @@ def _time_limit(given: Mapping[str, Any], where: str) -> float:
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not 1 <= limit < math.inf:
         raise PinError(f"{where}: time_limit_s={limit!r} must be a finite number of at least 1")
     return float(limit)
-
-
-def _check_profile(task: CapacityTask, where: str) -> None:
-    """Raise PinError for a profile of another type of device than a cluster has."""
-    if task.profile is None:
-        return
-    for name, cluster in task.clusters:
-        if cluster.device_type != task.profile.device_type:
-            raise PinError(
-                f"{where}: profile {task.profile.name} was measured on {task.profile.device_type} devices, cluster "
-                f"{name} has {cluster.device_type} devices"
-            )
 
 
 def read_task(path: str | Path) -> CapacityTask:
@@ -219,13 +217,7 @@ def _count(name: str, value: object) -> int:
     return int(number)  # type: ignore[call-overload,no-any-return]
 
 
-def _mode(value: object) -> Mode:
-    if not isinstance(value, str) or value not in tuple(Mode):
-        raise PinError(f"mode {value!r} is not known; use {', '.join(Mode)}")
-    return Mode(value)
-
-
-def _beside(text: str, folder: Path | None, endings: tuple[str, ...]) -> str:
+def beside(text: str, folder: Path | None, endings: tuple[str, ...]) -> str:
     """Return the path of a file that a task names, relative to `folder`; other texts are returned unchanged."""
     isfile = text.partition("@")[0].endswith(endings)
     return str(folder / text) if folder is not None and isfile else text
@@ -235,19 +227,19 @@ def _cluster(value: object, folder: Path | None) -> tuple[str, Cluster]:
     if isinstance(value, Cluster):
         return str(value), value
     if not isinstance(value, str):
-        raise PinError(f"{value!r} is no cluster; write it as text, for example 8x8xh100-sxm5-80gb")
-    return value, Cluster.parse(_beside(value, folder, (".yaml", ".yml")))
+        raise PinError(f"{value!r} is not a cluster; write it as text, for example 8x8xh100-sxm5-80gb")
+    return value, Cluster.parse(beside(value, folder, (".yaml", ".yml")))
 
 
 def _profile(value: object, folder: Path | None) -> Profile | None:
     if value is None or isinstance(value, Profile):
         return value
-    return Profile.load(_beside(str(value), folder, (".json",)))
+    return Profile.load(beside(str(value), folder, (".json",)))
 
 
 def _constants(value: object, folder: Path | None) -> tuple[Constants, str | None]:
     if value is not None and not isinstance(value, Constants | Path | str):
-        raise PinError(f"{value!r} is no file; name one of `autoplan calibrate --write`")
+        raise PinError(f"{value!r} is not a file; name one that `autoplan calibrate --write` has written")
     return read_constants(folder / value if folder is not None and isinstance(value, str) else value)
 
 
@@ -255,8 +247,8 @@ def _model(value: object, folder: Path | None) -> tuple[str, ModelGraph]:
     if isinstance(value, ModelGraph):
         return value.name, value
     if not isinstance(value, str):
-        raise PinError(f"{value!r} is no model; write a name of `autoplan models` or a config.json, as text")
-    return value, load_model(_beside(value, folder, (".json",)))
+        raise PinError(f"{value!r} is not a model; write a name of `autoplan models` or a config.json, as text")
+    return value, load_model(beside(value, folder, (".json",)))
 
 
 # The order in which `whatif.points` varies the lists; tokens need no search of their own.
@@ -288,15 +280,15 @@ def cells(task: CapacityTask, search: Callable[[PlanRequest], Any] = search_plan
         )
         for point in points(base, vary, search):
             for tokens in task.tokens:
-                yield Cell(name, labels[id(point.varied["cluster"])], tokens, point)
+                yield Cell(name, labels[id(point.varied["cluster"])], tokens, point, task.assumptions)
             if point.interrupted:
                 return
 
 
-def cell_row(cell: Cell, assumptions: Assumptions | None = None) -> dict[str, object]:
+def cell_row(cell: Cell) -> dict[str, object]:
     """Return a cell as one flat row, with None for unknown values and for cells without a plan."""
     out: dict[str, object] = {"model": cell.model, "cluster": cell.cluster, "tokens": cell.tokens}
-    rest = row(cell.point, cell.tokens, assumptions)
+    rest = row(cell.point, cell.run)
     out |= {name: value for name, value in rest.items() if name != "cluster"}
     graph = cell.point.request.graph if cell.point.request is not None else None
     out["critical_batch_tokens"] = critical_batch(graph, cell.tokens) if graph is not None else None
@@ -368,4 +360,4 @@ def capacity(
         },
         "capacity",
     )
-    return pd.DataFrame([cell_row(cell, task.assumptions) for cell in cells(task)])
+    return pd.DataFrame([cell_row(cell) for cell in cells(task)])

@@ -11,21 +11,27 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.catalog import active_params
 from autoplan.config.choice import Written
-from autoplan.config.choices import CHOICES, PINS, options_of
+from autoplan.config.choices import CHOICES, PINS, options_of, read_mode
 from autoplan.config.numbers import Range, scaled
 from autoplan.config.parallel import PRECISIONS, Mode, RunOptions, precision_of
 from autoplan.cost_models.constants import Constants
-from autoplan.cost_models.hardware.cluster import OVERRIDE_RANGES, OVERRIDES, Cluster
+from autoplan.cost_models.hardware.cluster import OVERRIDES, Cluster
 from autoplan.cost_models.profile import Profile
-from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.time.estimate import Estimate
-from autoplan.cost_models.whole_run import CRITICAL_BATCH_SOURCE, Assumptions, Run, critical_batch_tokens, whole_run
+from autoplan.cost_models.whole_run import (
+    CRITICAL_BATCH_SOURCE,
+    Assumptions,
+    Goodput,
+    Run,
+    critical_batch_tokens,
+    whole_run,
+)
 from autoplan.errors import AutoplanError, InfeasibleError, PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.legality import not_executed
@@ -45,7 +51,7 @@ TASK = {
     "precision": "one of " + ", ".join(PRECISIONS),
     "mode": "one of " + ", ".join(Mode),
 }
-VARIED: dict[str, str] = {**OVERRIDES, **TASK, **{name: "pinned" for name in PINS}}
+VARIED: dict[str, str] = {**{n: o.what for n, o in OVERRIDES.items()}, **TASK, **{name: "pinned" for name in PINS}}
 INTERRUPTED = "interrupted"  # the status of a search that Ctrl-C ended, and of a point left without a plan
 # Beyond any task: a larger value is a mistake, and would be simulated micro-batch by micro-batch.
 _TASK_RANGES = {"seq_len": Range(1, 10**9, whole=True), "global_batch_size": Range(1, 10**7, whole=True)}
@@ -61,7 +67,7 @@ WHOLE_NUMBERS = (
 # The legal range of each number. The search checks pins further.
 RANGES: dict[str, Range] = {
     **{c.name: Range(c.least, c.most, whole=True) for c in CHOICES if c.written is Written.COUNT},
-    **OVERRIDE_RANGES,
+    **{name: override.legal for name, override in OVERRIDES.items()},
     **_TASK_RANGES,
 }
 
@@ -70,21 +76,30 @@ RANGES: dict[str, Range] = {
 _BUSY = ("compute", "recompute", "accumulate", "optimizer")
 
 
-def run_of(
-    estimate: Estimate, request: PlanRequest, tokens: float | None, assumptions: Assumptions | None = None
-) -> Run | None:
-    """Return the whole run of one plan on `tokens` tokens; None without tokens."""
-    if tokens is None:
+@dataclass(frozen=True)
+class RunTask:
+    """A whole run to price besides the step: its tokens (None: only the step) and the assumptions about it."""
+
+    tokens: float | None = None
+    assumptions: Assumptions = field(default_factory=Assumptions)
+
+
+STEP_ONLY = RunTask()
+
+
+def run_of(estimate: Estimate, request: PlanRequest, run: RunTask) -> Run | None:
+    """Return the whole run of one plan; None without tokens."""
+    if run.tokens is None:
         return None
     busy = sum(q.mid for name, q in estimate.breakdown.items() if name in _BUSY)
     return whole_run(
         estimate.step_time_s,
         estimate.tokens_per_step,
-        tokens,
+        run.tokens,
         request.cluster,
         state_bytes=checkpoint_bytes(request.graph, request.precision),
         busy=min(1.0, busy / estimate.step_time_s.mid),
-        assumptions=assumptions,
+        assumptions=run.assumptions,
     )
 
 
@@ -195,6 +210,15 @@ def read_constants(given: Constants | Path | str | None) -> tuple[Constants, str
     return Constants.load(given), str(given)
 
 
+def check_measured_on(profile: Profile | None, cluster: Cluster, called: str) -> None:
+    """Raise PinError for a profile of another type of device than the cluster has; `called`: the cluster in words."""
+    if profile is not None and profile.device_type != cluster.device_type:
+        raise PinError(
+            f"profile {profile.name} was measured on {profile.device_type} devices, {called} has "
+            f"{cluster.device_type} devices"
+        )
+
+
 def _at(base: PlanRequest, varied: Mapping[str, Any]) -> PlanRequest:
     """Return the request at one point of a sweep."""
     cluster = base.cluster
@@ -209,9 +233,7 @@ def _at(base: PlanRequest, varied: Mapping[str, Any]) -> PlanRequest:
     _ = cluster.levels  # PinError where it has no network
     if base.profile is not None:
         _check_profile(base.profile, base.cluster, cluster)
-    mode = varied.get("mode", base.mode)
-    if mode not in tuple(Mode):
-        raise PinError(f"mode {mode!r} is not known; use {', '.join(Mode)}")
+    mode = read_mode(varied.get("mode", base.mode))
     seq_len, batch = (varied.get(name, getattr(base, name)) for name in ("seq_len", "global_batch_size"))
     check_sweep(seq_len, batch)
     return replace(
@@ -220,7 +242,7 @@ def _at(base: PlanRequest, varied: Mapping[str, Any]) -> PlanRequest:
         seq_len=seq_len,
         global_batch_size=batch,
         precision=varied.get("precision", base.precision),
-        mode=Mode(mode),
+        mode=mode,
         pins={**base.pins, **{name: varied[name] for name in PINS if name in varied}},
         top=1,
     )
@@ -244,8 +266,8 @@ def _check_profile(profile: Profile, base: Cluster, cluster: Cluster) -> None:
     figures = [replace(c.device, memory_bytes=1) for c in (base, cluster)]
     if figures[0] != figures[1] or base.device_type != cluster.device_type:
         raise PinError(
-            f"profile {profile.name} holds times of {base.device.name}, this point has {cluster.device.name}: they "
-            "would not change; leave out the profile, or do not vary the device"
+            f"profile {profile.name} was measured on {base.device.name} and its times would not change with the "
+            f"device of this point, {cluster.device.name}; leave out the profile, or do not vary the device"
         )
     try:
         before = base.with_(nodes=cluster.num_nodes)
@@ -256,8 +278,8 @@ def _check_profile(profile: Profile, base: Cluster, cluster: Cluster) -> None:
         old, new = _reached(before, reach), _reached(cluster, reach)
         if old is not None and new is not None and old != new:
             raise PinError(
-                f"profile {profile.name} holds times of collectives of {base} over links that are different at this "
-                "point: they would not change; leave out the profile, or do not vary its links"
+                f"profile {profile.name} has collectives measured on {base}, whose times would not change with the "
+                "links of this point; leave out the profile, or do not vary its links"
             )
 
 
@@ -316,29 +338,23 @@ def _point(request: PlanRequest, search: Callable[[PlanRequest], Any]) -> Point:
         return Point({}, request, None, "illegal", str(error))
 
 
-def row(point: Point, tokens: float | None = None, assumptions: Assumptions | None = None) -> dict[str, object]:
+def row(point: Point, run: RunTask = STEP_ONLY) -> dict[str, object]:
     """Return a point as one flat row, with None for unknown values and for points without a plan."""
+    planned, request, found = point.planned, point.request, point.certificate
+    estimate = planned.estimate if planned is not None else None
     out: dict[str, object] = {name: getattr(value, "value", value) for name, value in point.varied.items()}
     out |= {"status": point.status, "reason": point.reason}
-    found = point.certificate
-    out |= (
-        {"search_status": None, "gap": None}
-        if found is None
-        else {"search_status": str(found.status), "gap": found.gap}
-    )
-    out["num_devices"] = point.request.cluster.num_devices if point.request is not None else None
-    estimate = point.planned.estimate if point.planned is not None else None
+    out["search_status"], out["gap"] = (None, None) if found is None else (str(found.status), found.gap)
+    out["num_devices"] = request.cluster.num_devices if request is not None else None
     out |= dict.fromkeys(_ESTIMATED) if estimate is None else _estimate_columns(estimate)
-    if tokens is not None:
-        run = None
-        if estimate is not None and point.request is not None:
-            run = run_of(estimate, point.request, tokens, assumptions)
-        out |= _run_columns(run)
-    out["plan"] = plan_label(point.planned.config, point.planned.estimate) if point.planned is not None else None
+    if run.tokens is not None:
+        out |= _run_columns(None if estimate is None or request is None else run_of(estimate, request, run))
+    out["plan"] = plan_label(planned.config, planned.estimate) if planned is not None else None
     out["evidence"] = evidence_label(estimate) if estimate is not None else None
-    out["priced_not_executed"] = _priced(point)
-    if tokens is not None:
-        out["notes"] = "; ".join(notes(point, tokens, assumptions))
+    priced = None if planned is None or request is None else not_executed(planned.config, request.facts)
+    out["priced_not_executed"] = None if priced is None else "; ".join(priced)
+    if run.tokens is not None:
+        out["notes"] = "; ".join(notes(point, run))
     return out
 
 
@@ -355,47 +371,33 @@ def _estimate_columns(estimate: Estimate) -> dict[str, object]:
     return dict(zip(_ESTIMATED, values, strict=True))
 
 
-def columns(varied: Iterable[str], tokens: float | None = None) -> list[str]:
+def columns(varied: Iterable[str], run: RunTask = STEP_ONLY) -> list[str]:
     """Return the names of the columns of every `row` of a sweep."""
-    return list(row(Point(dict.fromkeys(varied), None, None, ""), tokens))
+    return list(row(Point(dict.fromkeys(varied), None, None, ""), run))
 
 
-def _priced(point: Point) -> str | None:
-    """Return the parts of the plan that are priced but not executed, as text."""
-    if point.planned is None or point.request is None:
-        return None
-    return "; ".join(not_executed(point.planned.config, point.request.facts))
+_OF_RUN = ("days", "usd", "kwh", "goodput", "days_with_failures", "usd_with_failures", "kwh_with_failures")
 
 
 def _run_columns(run: Run | None) -> dict[str, object]:
     good = run.goodput if run is not None else None
-    interval = good.interval_s if good is not None else None
-    spread: dict[str, Quantity | None] = {
-        "days": run.days if run is not None else None,
-        "usd": run.usd if run is not None else None,
-        "kwh": run.kwh if run is not None else None,
-        "goodput": good.share if good is not None else None,
-        "days_with_failures": run.days_with_failures if run is not None else None,
-        "usd_with_failures": run.usd_with_failures if run is not None else None,
-        "kwh_with_failures": run.kwh_with_failures if run is not None else None,
-    }
     out: dict[str, object] = {}
-    for name, quantity in spread.items():
+    for name in _OF_RUN:
+        found = getattr(run, name, None)
+        quantity = found.share if isinstance(found, Goodput) else found
         for end, column in (("mid", name), ("low", f"{name}_low"), ("high", f"{name}_high")):
-            out[column] = getattr(quantity, end) if quantity is not None else None
+            out[column] = getattr(quantity, end, None)
     out["usd_energy"] = run.usd_energy.mid if run is not None and run.usd_energy is not None else None
-    out["checkpoint_interval_s"] = interval.mid if interval is not None else None
+    out["checkpoint_interval_s"] = good.interval_s.mid if good is not None else None
     return out
 
 
-def notes(point: Point, tokens: float | None, assumptions: Assumptions | None = None) -> list[str]:
+def notes(point: Point, run: RunTask) -> list[str]:
     """Return the unknowns of a planned point's run, and the warning about its batch if there is one."""
     if point.planned is None or point.request is None:
         return []
-    run = run_of(point.planned.estimate, point.request, tokens, assumptions)
-    found = list(run.notes) if run is not None else []
-    warning = batch_warning(point.request, tokens)
-    return [*found, warning] if warning is not None else found
+    whole, warning = run_of(point.planned.estimate, point.request, run), batch_warning(point.request, run.tokens)
+    return [*(whole.notes if whole is not None else ()), *([warning] if warning is not None else [])]
 
 
 def whatif(
@@ -446,9 +448,7 @@ def whatif(
     from autoplan.catalog import load_model
 
     check_tokens(tokens)
-    assumed = Assumptions.of(assumptions)
-    if mode not in tuple(Mode):
-        raise PinError(f"mode {mode!r} is not known; use {', '.join(Mode)}")
+    run = RunTask(tokens, Assumptions.of(assumptions))
     known, file = read_constants(constants)
     base = PlanRequest(
         load_model(model) if isinstance(model, str) else model,
@@ -457,7 +457,7 @@ def whatif(
         global_batch_size,
         dict(pins or {}),
         precision,
-        Mode(mode),
+        read_mode(mode),
         Profile.load(profile) if isinstance(profile, str) else profile,
         options_of(options),
         known,
@@ -465,4 +465,4 @@ def whatif(
         time_limit_s=time_limit_s,
         target_len=target_len,
     )
-    return pd.DataFrame([row(p, tokens, assumed) for p in points(base, vary)])
+    return pd.DataFrame([row(p, run) for p in points(base, vary)])

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from autoplan.capture.frontend.buffers import all_buffers
 from autoplan.capture.frontend.lengths import example_lengths
 from autoplan.errors import CaptureError, GraphError
 from autoplan.verify.cost import LIMIT_S, USUAL_S, Cost, cost_of
@@ -121,7 +122,7 @@ def verify_whole(task: VerifyTask, limit_s: float = LIMIT_S) -> Outcome:
     Raises:
         CaptureError: if the graph is not the module.
     """
-    tensors = (*task.model.named_parameters(), *task.model.named_buffers())
+    tensors = (*task.model.named_parameters(), *all_buffers(task.model))
     without = [n for n, p in tensors if p.is_meta or isinstance(p, FakeTensor)]
     if without:
         return Outcome(False, f"{without[0]} has no values")

@@ -53,13 +53,13 @@ def cost_of(graph: ModelGraph, sizes: Mapping[str, int]) -> Cost:
     Raises:
         GraphError: for sizes outside the bounds of the graph.
     """
-    works, counts = OpCosts(graph, (), sizes), graph.call_counts()
+    op_costs, counts = OpCosts(graph, (), sizes), graph.call_counts()
     flops = kept = 0.0
     num_nodes = 0
     for block in graph.blocks.values():
         times = counts[block.name]
-        flops += times * sum(works.flops(block, node) for node in block.nodes)
-        kept += times * _kept(works, block)
+        flops += times * sum(op_costs.flops(block, node) for node in block.nodes)
+        kept += times * _kept(op_costs, block)
         num_nodes += times * len(block.nodes)
     parameters = cost_of_parameters(graph.num_params)
     arithmetic = _RUNS * _FORWARD_AND_BACKWARD * flops / (_FLOPS_PER_CORE * torch.get_num_threads())
@@ -75,16 +75,16 @@ def cost_of_parameters(number: int) -> Cost:
     return Cost(_RUNS * 4 * stored / _BYTES_PER_S, _COPIES * stored)
 
 
-def _kept(works: OpCosts, block: Block) -> float:
+def _kept(op_costs: OpCosts, block: Block) -> float:
     """Return the bytes of all values that a call of the block makes, in float64.
 
     They include the scores of attention, which the module may keep.
     """
     total = 0.0
     for node in block.nodes:
-        total += sum(works.number(block.values[out].num_elements) for out in node.outputs)
+        total += sum(op_costs.number(block.values[out].num_elements) for out in node.outputs)
         if op_kind(node.op) is OpKind.ATTENTION:
             query, keys = (block.values[x] for x in node.tensor_inputs[:2])
-            heads, length = works.number(query.shape[1]), works.number(query.shape[2])
-            total += works.number(query.shape[0]) * heads * length * works.number(keys.shape[2])
+            heads, length = op_costs.number(query.shape[1]), op_costs.number(query.shape[2])
+            total += op_costs.number(query.shape[0]) * heads * length * op_costs.number(keys.shape[2])
     return _WIDTH * total

@@ -256,8 +256,7 @@ def _where(
     g = _first_gradient(compiled, wrong)
     return (
         f". All values of the forward agree; the first gradient that differs is that of {g.name}: its largest element "
-        f"is {g.got:.6g}, in the module {g.want:.6g}; they differ by up to {g.error:.3g} (the "
-        "backward of a torch.autograd.Function of the model's own is not captured)"
+        f"is {g.got:.6g}, in the module {g.want:.6g}; they differ by up to {g.error:.3g}"
     )
 
 

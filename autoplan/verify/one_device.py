@@ -13,8 +13,9 @@ from torch import nn
 
 from autoplan.codegen.program import Layouts, Program, compile_program
 from autoplan.config.parallel import ParallelConfig
+from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.ir.graph import LOSS_SHARE, Block, ModelGraph, Node
+from autoplan.ir.graph import LOSS_SHARE, Block, ModelGraph, Node, denominator
 from autoplan.ir.symbols import SYMBOLS
 from autoplan.ops.record import Trait
 from autoplan.ops.table import op_has
@@ -62,10 +63,9 @@ def compile_one_device(graph: ModelGraph) -> OneDevice:
     dims = ParallelDims.of(graph, ParallelConfig())
     axes = dims.layout_axes
     env = dict.fromkeys(SYMBOLS, 16)  # sizes for the prices only, which decide nothing here
-    problem = build_problem(graph, IntraSettings(axes, Cluster.local(1, "cpu"), env))
+    problem = build_problem(graph, IntraSettings(axes, Costs(Cluster.local(1, "cpu")), env))
     selection = {choice.name: choice.options[0] for choice in problem.choices}
-    free = graph.free_calls()
-    stages = (tuple(c.name for c in graph.calls if c.name not in free),)
+    stages = (tuple(call.name for call in graph.bound_calls()),)
     program = compile_program(graph, Layouts(dims.mesh, axes, selection, stages, 0, "1F1B", {}))
     lowered = {name: BlockLowering(graph, block, selection, axes).run() for name, block in graph.blocks.items()}
     return OneDevice(graph, program, lowered)
@@ -105,7 +105,8 @@ def run_one_device(
     """Return the loss of one micro-batch that is the whole batch."""
     count: Callable[..., torch.Tensor] = stage.count  # type: ignore[assignment]  # a method of every emitted stage
     number = count(**batch) if graph.loss_count != "none" else torch.ones(())
-    inputs: dict[str, Any] = {**batch, "loss_denominator": number.to(dtype)}
+    every = zip(range(len(graph.loss_counts)), number.to(dtype).reshape(-1), strict=True)
+    inputs: dict[str, Any] = {**batch, **{denominator(i): value for i, value in every}}
     if LOSS_SHARE in graph.inputs:
         inputs[LOSS_SHARE] = torch.ones((), dtype=dtype)
     loss: torch.Tensor = stage(**inputs, rng=torch.zeros(3, dtype=torch.int64))

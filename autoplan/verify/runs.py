@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.func import functional_call
 
+from autoplan.capture.frontend.buffers import all_buffers
 from autoplan.capture.frontend.host import HOST
-from autoplan.capture.frontend.huggingface import is_hf_model, own_hooks
-from autoplan.capture.frontend.inputs import LossFn, LossModule
+from autoplan.capture.frontend.huggingface import own_hooks
+from autoplan.capture.frontend.inputs import LossFn, LossModule, uncompiled
 from autoplan.capture.passes.cast import main_dtype
 from autoplan.errors import AutoplanError, CaptureError
 from autoplan.ir.graph import ModelGraph
@@ -88,7 +88,7 @@ def copies_of(model: nn.Module, moved: bool = True) -> Tensors:
 
     return Tensors(
         {n: nn.Parameter(copied(p), requires_grad=p.requires_grad) for n, p in model.named_parameters()},
-        {n: copied(b) for n, b in model.named_buffers()},
+        {n: copied(b) for n, b in all_buffers(model)},
     )
 
 
@@ -115,7 +115,7 @@ def run_module(
     state: dict[str, torch.Tensor] = {f"model.{n}": p for n, p in tensors.parameters.items()}
     state |= {f"model.{n}": b.clone() for n, b in tensors.buffers.items()}  # copies: the forward may change them
     try:
-        with own_hooks(task.model) if is_hf_model(task.model) else nullcontext(), wide(task.shown):
+        with own_hooks(task.model), uncompiled(), wide(task.shown):
             loss = functional_call(step, state, tuple(batch[n] for n in names))
             if step.gives_more():
                 tensors.take_gradients()

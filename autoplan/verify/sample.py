@@ -143,7 +143,7 @@ def _drawn(name: str, tensor: torch.Tensor, use: _Use, generator: torch.Generato
     if name in _POSITIONS:
         return torch.arange(tensor.shape[-1], dtype=tensor.dtype).expand(tensor.shape).clone() if equal else tensor
     labels = use.classes is not None
-    if labels and not equal:  # the part that is the prompt may have no label that counts
+    if labels and not equal and tensor.dim() > 1:  # the part that is the prompt may have no label that counts
         equal = not bool((tensor.flatten(1) != use.ignore_index).sum(1).gt(1).any())
     if not equal or use.limit is None or name in _MASKS:
         return tensor

@@ -1,6 +1,6 @@
 """Devices, links and clusters, from the catalog, a file or text; how communication libraries use links.
 
-`parts`: `Device`, `Link`, `Level`, `Price`, `Group`.
+`parts`: `Device`, `Level`, `Price`, `Group`.
 `catalog`: the devices and cloud instances that ship with autoplan.
 `nodes`: `Nodes`, the data of a cluster. `cluster`: `Cluster`, nodes with levels, parsing and what-ifs.
 `cluster_file`: a cluster as a YAML file. `keys`: checked keys of mappings.

@@ -2,9 +2,10 @@
 
 device("h100-sxm5-80gb")   Device
 entry("h100-sxm5-80gb")    the whole row: Device, links, node shape, network, price
-devices(), instances()     everything, by id and by instance name
+entries(), instances()     everything, by id and by instance name
 
-Ids are exact; PinError names the nearest ones. Every row names its sources and the fields that no source confirms.
+`device_id` reads an id as people write it: `H100`, `a100-80gb`, `mi300`. PinError lists the candidates or the nearest
+ids. Every row names its sources and the fields that no source confirms.
 Figures are per rank: the rows of packages with several ranks (RANKS_PER_ROW) are divided.
 """
 
@@ -18,9 +19,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from types import MappingProxyType
+from typing import TypeVar
 
 from autoplan.cost_models.hardware.parts import Device, Level, Price
 from autoplan.errors import PinError
+from autoplan.names import matching, one_of, plain
 from autoplan.units import GB, GIB, MIB, TERA
 
 # Ranks per row: PyTorch sees both dies (GCD) of a MI250X and both TensorCores of a TPU7x; a Trainium2 chip is 4 logical
@@ -70,6 +73,9 @@ PEAK_COLUMNS: dict[str, str] = {  # columns of the catalog, by dtype
     "int8": "peak_tops_int8_dense",
 }
 DTYPES = tuple(PEAK_COLUMNS)  # the dtypes that have a peak
+
+
+_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True)
@@ -207,11 +213,6 @@ def entries() -> Mapping[str, Entry]:
     return MappingProxyType({row["id"]: _entry(row) for row in _rows("devices.csv")})
 
 
-def devices() -> dict[str, Device]:
-    """Return all devices by id."""
-    return {name: e.device for name, e in entries().items()}
-
-
 def nearest_names(text: str, known: list[str]) -> list[str]:
     """Return at most four names that contain `text`, or else at most three with a similar spelling."""
     plain = text.lower().replace("_", "-")
@@ -219,19 +220,40 @@ def nearest_names(text: str, known: list[str]) -> list[str]:
     return inside[:4] or difflib.get_close_matches(plain, known, 3, 0.4)
 
 
-def entry(device_id: str) -> Entry:
-    """Return the row of `device_id`. Raises PinError that names the nearest ids."""
-    known = entries()
-    if device_id not in known:
-        near = nearest_names(device_id, list(known))
-        hint = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(known)}"
-        raise PinError(f"device {device_id!r} is not in the hardware catalog; {hint}")
-    return known[device_id]
+def device_ids(text: str) -> list[str]:
+    """Return the ids that `text` may mean.
+
+    Of the ids that begin so, or have these parts in this order (`a100-80gb`), the ones of a module for a board (SXM)
+    are meant where there is another form (PCIe): `h100` is h100-sxm5-80gb.
+    """
+    known = list(entries())
+    found = matching(text, known) or [name for name in known if _has_parts(plain(name), plain(text))]
+    boards = [name for name in found if re.search(r"-sxm\d?-", name)]
+    return boards or found
 
 
-def device(device_id: str) -> Device:
-    """Return the device of `device_id`. Raises PinError that names the nearest ids."""
-    return entry(device_id).device
+def _has_parts(name: str, text: str) -> bool:
+    """Return True if parts of the id begin with the parts of the text, in their order, the first with the first."""
+    parts = name.split("-")
+    first, *rest = text.split("-")
+    if not first or not parts.pop(0).startswith(first):
+        return False
+    left = iter(parts)
+    return all(any(part.startswith(given) for part in left) for given in rest)
+
+
+def entry(text: str) -> Entry:
+    """Return the row of a device, by its id or as people write it (`device_ids`).
+
+    Raises:
+        PinError: lists the candidates if it may be several, else the nearest ids.
+    """
+    return _found(entries(), text, device_ids(text), "device", "is not in the hardware catalog")
+
+
+def device(text: str) -> Device:
+    """Return the device of an id, as `entry` reads it. Raises PinError that names the candidates or the nearest ids."""
+    return entry(text).device
 
 
 @lru_cache(maxsize=1)
@@ -259,10 +281,19 @@ def instances() -> Mapping[str, Instance]:
 
 
 def instance(name: str) -> Instance:
-    """Return the instance of that name. Raises PinError that names the nearest ones."""
-    known = instances()
-    if name not in known:
+    """Return the instance of that name, in any case, or of its unique beginning.
+
+    Raises:
+        PinError: lists the candidates if it may be several, else the nearest names.
+    """
+    return _found(instances(), name, matching(name, instances()), "instance", "is not in the catalog")
+
+
+def _found(known: Mapping[str, _Row], name: str, meant: list[str], what: str, missing: str) -> _Row:
+    """Return the one row that is meant. Raises PinError for none or several."""
+    if len(meant) > 1:
+        raise PinError(f"{what} {name!r} {one_of(meant)}")
+    if not meant:
         near = nearest_names(name, list(known))
-        hint = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(known)}"
-        raise PinError(f"instance {name!r} is not in the catalog; {hint}")
-    return known[name]
+        raise PinError(f"{what} {name!r} {missing}; {'nearest' if near else 'known'}: {', '.join(near or known)}")
+    return known[meant[0]]

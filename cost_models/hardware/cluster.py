@@ -1,6 +1,7 @@
 """The cluster that a program runs on, as plain data.
 
 Cluster.parse("16x8xh100-sxm5-80gb")            16 nodes of 8; network, price and links from the catalog
+Cluster.parse("8xh100")                         one node of 8; devices as people write them (`catalog.device_ids`)
 Cluster.parse("16xp5.48xlarge")                 16 cloud instances: their own network and price
 Cluster.parse("4x8xmi355x-288gb@nic=400")       overrides of the catalog, or figures that it lacks
 Cluster.parse("cluster.yaml")                   see autoplan.cost_models.hardware.cluster_file
@@ -38,13 +39,12 @@ from autoplan.cost_models.hardware.parts import (
     Device,
     Group,
     Level,
-    Link,
     Price,
 )
 from autoplan.errors import PinError
 from autoplan.units import GB, GIB, MICRO, TERA
 
-__all__ = ["Cluster", "Device", "Group", "Level", "Link", "Price"]
+__all__ = ["Cluster", "Device", "Group", "Level", "Price"]
 
 _LOCAL_LAUNCH_S = 5e-6
 # A device's share of its host by default; assumed and unverified (no source of the catalog has them). Servers of eight
@@ -52,46 +52,39 @@ _LOCAL_LAUNCH_S = 5e-6
 # eighth is 51 GB/s, of which copies reach about 80 %.
 ASSUMED_HOST_MEMORY_BYTES = 128 * GB
 ASSUMED_HOST_BYTES_PER_S = 40.0 * GB
-# Columns of the catalog that an override replaces.
-_COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "nic": ("scaleout_gbit_s_per_device",),
-    "scaleup": ("scaleup_gb_s_per_dir_per_device",),
-    "memory_gb": ("mem_gb",),
-    "memory_gb_s": ("mem_bw_gb_s",),
-    "power": ("power_w",),
-}
-# name of an override -> its description
-OVERRIDES: dict[str, str] = {
-    "nodes": "number of nodes",
-    "devices_per_node": "devices per node",
-    "nic": "Gbit/s per device and direction between nodes",
-    "scaleup": "GB/s per device and direction in the scale-up domain",
-    "memory_gb": "usable GB (1e9 bytes) per device",
-    "memory_gb_s": "GB/s of the memory of a device",
-    "host_memory_gb": "GB (1e9 bytes) of the host's memory per device",
-    "power": "W per device: products slow down under a cap",
-    "price": "US dollars per device and hour",
-}
-OVERRIDE_RANGES: dict[str, Range] = {
-    "nodes": COUNT,
-    "devices_per_node": COUNT,
-    "nic": GBIT_S,
-    "scaleup": GB_S,
-    "memory_gb": MEMORY_GB,
-    "memory_gb_s": GB_S,
-    "host_memory_gb": MEMORY_GB,
-    "power": WATTS,
-    "price": USD,
-}
 
 
-# override -> (field of Device, factor, type)
-_DEVICE_FIELDS: Mapping[str, tuple[str, float, type]] = {
-    "memory_gb": ("memory_bytes", GB, int),
-    "memory_gb_s": ("memory_bytes_per_s", GB, float),
-    "host_memory_gb": ("host_memory_bytes", GB, int),
-    "power": ("power_w", 1, float),
+@dataclass(frozen=True)
+class Override:
+    """A figure of a cluster that its user may give, instead of the catalog's.
+
+    Attributes:
+        what: its description, with its unit.
+        field: the field of Device that it is, in multiples of `factor`; empty for other figures.
+        column: the column of the catalog that it replaces.
+    """
+
+    what: str
+    legal: Range
+    field: str = ""
+    factor: float = 1
+    column: str = ""
+
+
+OVERRIDES: Mapping[str, Override] = {
+    "nodes": Override("number of nodes", COUNT),
+    "devices_per_node": Override("devices per node", COUNT),
+    "nic": Override("Gbit/s per device and direction between nodes", GBIT_S, column="scaleout_gbit_s_per_device"),
+    "scaleup": Override(
+        "GB/s per device and direction in the scale-up domain", GB_S, column="scaleup_gb_s_per_dir_per_device"
+    ),
+    "memory_gb": Override("usable GB (1e9 bytes) per device", MEMORY_GB, "memory_bytes", GB, "mem_gb"),
+    "memory_gb_s": Override("GB/s of the memory of a device", GB_S, "memory_bytes_per_s", GB, "mem_bw_gb_s"),
+    "host_memory_gb": Override("GB (1e9 bytes) of the host's memory per device", MEMORY_GB, "host_memory_bytes", GB),
+    "power": Override("W per device: products slow down under a cap", WATTS, "power_w", column="power_w"),
+    "price": Override("US dollars per device and hour", USD),
 }
+_NODES = ("nodes", "devices_per_node")  # overrides of the number of devices
 _LINKS = ("nic", "scaleup")  # overrides of links
 
 
@@ -133,16 +126,14 @@ class Cluster(Nodes):
         `size` is the size of a unit here: at most the node for a level within a node, at most the world. Nodes of one
         device have no level within a node; a cluster of one device has one level of size 1, which nothing crosses.
         """
-        inner = self.link
-        declared = inner if isinstance(inner, Level) else Level(inner.latency_s, inner.bytes_per_s, inner.source)
         out: list[Level] = []
-        for level in (declared, *self.outer):
+        for level in (self.link, *self.outer):
             most = self.devices_per_node if level.within_node else self.num_devices
             size = min(level.size or most, most)
             if size > (out[-1].size if out else 1):
                 out.append(replace(level, size=size))
         if not out and self.num_devices == 1:
-            return (replace(declared, size=1),)
+            return (replace(self.link, size=1),)
         reached = out[-1].size if out else 1
         if reached < self.num_devices:
             raise PinError(
@@ -175,21 +166,13 @@ class Cluster(Nodes):
         return f"{self.num_nodes} x {self.devices_per_node} x {self.device.name}"
 
     def with_(
-        self,
-        *,
-        nodes: int | None = None,
-        devices_per_node: int | None = None,
-        nic: float | None = None,
-        scaleup: float | None = None,
-        memory_gb: float | None = None,
-        memory_gb_s: float | None = None,
-        host_memory_gb: float | None = None,
-        power: float | None = None,
-        price: float | None = None,
+        self, *, nodes: int | None = None, devices_per_node: int | None = None, **figures: float | None
     ) -> Cluster:
-        """Return the cluster with other figures, for what-ifs. Units: see OVERRIDES. PinError names illegal values."""
-        figures = {"nic": nic, "scaleup": scaleup, "memory_gb": memory_gb, "power": power, "price": price}
-        figures |= {"host_memory_gb": host_memory_gb, "memory_gb_s": memory_gb_s}
+        """Return the cluster with other figures, for what-ifs; the names and units are those of OVERRIDES.
+
+        Raises:
+            PinError: for a name that is not known, and for an illegal value.
+        """
         given = {name: value for name, value in figures.items() if value is not None}
         for name, value in given.items():
             _check_override(name, value)
@@ -198,39 +181,41 @@ class Cluster(Nodes):
         if self.fabric is not None:
             same = (num_nodes, per_node) == (self.num_nodes, self.devices_per_node)
             _check_fabric_stays([*(n for n in _LINKS if n in given), *([] if same else ["the number of devices"])])
-        device = {at: kind(given[n] * factor) for n, (at, factor, kind) in _DEVICE_FIELDS.items() if n in given}
-        link, outer = self.link, self.outer
-        if scaleup is not None:
-            link = _faster(link, scaleup * GB)
-        if nic is not None:
-            link, outer = _networked(link, outer, nic * GB / 8)
+        device = {o.field: given[n] * o.factor for n, o in OVERRIDES.items() if o.field and n in given}
+        device |= {field: int(device[field]) for field in ("memory_bytes", "host_memory_bytes") if field in device}
+        link, outer, price = self.link, self.outer, self.price
+        if "scaleup" in given:
+            link = _faster(link, given["scaleup"] * GB)
+        if "nic" in given:
+            link, outer = _networked(link, outer, given["nic"] * GB / 8)
+        if "price" in given:
+            price = Price(float(given["price"]), "given", "given")
         return replace(
             self,
             num_nodes=num_nodes,
             devices_per_node=per_node,
-            device=replace(self.device, **device),
+            device=replace(self.device, **device),  # type: ignore[arg-type]
             link=link,
             outer=outer,
-            price=self.price if price is None else Price(float(price), "given", "given"),
+            price=price,
             given=tuple(sorted({**dict(self.given), **given}.items())),
         )
 
     @property
     def unverified(self) -> tuple[str, ...]:
         """Columns of the catalog that no source confirms, without those that given figures replace."""
-        given = {column for name, _ in self.given for column in _COLUMNS.get(name, ())}
+        given = {OVERRIDES[name].column for name, _ in self.given}
         return tuple(column for column in self.device.unverified if column not in given)
 
     def with_device(self, device_id: str) -> Cluster:
         """Return the same nodes with another device of the catalog, its links and price; `given` figures stay.
 
-        A given network belongs to the nodes and is kept whole. PinError names the nearest ids.
+        A given network belongs to the nodes and is kept whole. PinError names the candidates or the nearest ids.
         """
-        if device_id == self.device.name:
+        if device_id == self.device.name or catalog.entry(device_id).id == self.device.name:
             return self
         given = dict(self.given)
-        new = Cluster.of_catalog(self.num_nodes, self.devices_per_node, device_id)
-        new = new.with_(**given)  # type: ignore[arg-type]
+        new = Cluster.of_catalog(self.num_nodes, self.devices_per_node, device_id).with_(**given)  # type: ignore[arg-type]
         if self.fabric is not None:
             return replace(new, link=self.link, outer=self.outer, fabric=self.fabric)
         if "nic" not in given:
@@ -256,10 +241,10 @@ class Cluster(Nodes):
                 overlap_fraction=None,
                 host_bytes_per_s=25 * GB,  # PCIe 4 x16 has 31.5
             )
-            link = Link(10 * MICRO, 100.0 * GB, "assumed")
+            link = Level(10 * MICRO, 100.0 * GB, "assumed")
         elif device_type == "cpu":
             device = Device("cpu", 0.05 * TERA, 10.0 * GB, 4 * GIB, "assumed", launch_s=_LOCAL_LAUNCH_S)
-            link = Link(200 * MICRO, 1.0 * GB, "assumed")
+            link = Level(200 * MICRO, 1.0 * GB, "assumed")
         else:
             raise PinError(f"device type {device_type!r} is not supported; use 'cpu' or 'cuda'")
         return Cluster(1, num_processes, device, link, device_type)
@@ -281,7 +266,9 @@ class Cluster(Nodes):
 
     @staticmethod
     def parse(text: str, world_size: int = 1, device_type: str = "cpu") -> Cluster:
-        """Parse `local` (all processes of this job), `local:N`, `NxMx<device id>`, `Nx<instance>` or a YAML file name.
+        """Parse `local` (all processes of this job), `local:N`, `NxMx<device>`, `Nx<instance>` or a YAML file name.
+
+        `Mx<device>` is one node of M devices, `<device>` one device.
 
         All take overrides: `@nic=400,price=2.5` (see OVERRIDES).
 
@@ -297,36 +284,37 @@ class Cluster(Nodes):
 
 def _check_override(name: str, value: object) -> None:
     """Raise PinError for an illegal value of an override."""
+    if name not in OVERRIDES:
+        raise PinError(f"a cluster has no figure {name!r}; known: {', '.join(OVERRIDES)}")
     known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not known or value < 0 or (value == 0 and name != "price"):  # type: ignore[operator]
         least = "at least" if name == "price" else "above"
-        raise PinError(f"{name}={value!r}: {OVERRIDES[name]} must be {least} 0, and finite")
-    OVERRIDE_RANGES[name].check(value, name)
+        raise PinError(f"{name}={value!r}: {OVERRIDES[name].what} must be {least} 0, and finite")
+    OVERRIDES[name].legal.check(value, name)
 
 
 def _check_fabric_stays(changed: Sequence[str]) -> None:
     """Raise PinError for overrides of figures that the fabric determines."""
     if changed:
+        free = ", ".join(name for name in OVERRIDES if name not in (*_NODES, *_LINKS))
         raise PinError(
-            f"{changed[0]} cannot be overridden: the fabric of this cluster says it; change its links (what can be "
-            f"overridden: {', '.join((*_DEVICE_FIELDS, 'price'))})"
+            f"{changed[0]} cannot be overridden: it follows from the fabric of this cluster; change its links (can be "
+            f"overridden: {free})"
         )
 
 
-def _faster(link: Link, bytes_per_s: float) -> Link:
+def _faster(link: Level, bytes_per_s: float) -> Level:
     """Return the scale-up level at another speed; all links of a mesh scale together."""
-    if not isinstance(link, Level) or link.p2p_bytes_per_s is None:
-        return replace(link, bytes_per_s=bytes_per_s, source="given")
-    peer = link.p2p_bytes_per_s * bytes_per_s / link.bytes_per_s
+    peer = None if link.p2p_bytes_per_s is None else link.p2p_bytes_per_s * bytes_per_s / link.bytes_per_s
     return replace(link, bytes_per_s=bytes_per_s, p2p_bytes_per_s=peer, source="given")
 
 
-def _networked(link: Link, outer: tuple[Level, ...], bytes_per_s: float) -> tuple[Level, tuple[Level, ...]]:
+def _networked(link: Level, outer: tuple[Level, ...], bytes_per_s: float) -> tuple[Level, tuple[Level, ...]]:
     """Return the levels with network cards of another speed; levels beyond a rail group keep their share of it."""
     networks = tuple(level for level in outer if level.name in NETWORKS)
     networks = networks or (Level(catalog.NETWORK_LATENCY_S, 1.0, "", name=NETWORK, fabric="network"),)
-    if not isinstance(link, Level):
-        link = Level(link.latency_s, link.bytes_per_s, link.source, within_node=True)
+    if not link.size:
+        link = replace(link, within_node=True)
     cards = networks[0].bytes_per_s
     speeds = [bytes_per_s * (level.bytes_per_s / cards) for level in networks]
     rest = tuple(level for level in outer if level.name not in NETWORKS)
@@ -342,27 +330,33 @@ def _parse_base(text: str, world_size: int, device_type: str) -> Cluster:
     if (match := re.fullmatch(r"(\d+)x(\d+)x([A-Za-z].*)", text)) is not None:
         return Cluster.of_catalog(int(match.group(1)), int(match.group(2)), match.group(3))
     if (match := re.fullmatch(r"(\d+)x\s*(\S.*)", text)) is not None:
-        name = match.group(2)
-        if name in catalog.entries():
-            per_node = catalog.entry(name).devices_per_node
-            raise PinError(
-                f"cluster {text!r} does not say how many devices a node has; {name} usually comes as "
-                f"{match.group(1)}x{per_node}x{name}"
-            )
-        close = catalog.nearest_names(name, list(catalog.entries()))
-        if name not in catalog.instances() and close and name.lower() in close[0]:
-            per_node = catalog.entry(close[0]).devices_per_node
-            raise PinError(
-                f"cluster {text!r} is not known; write nodes x devices per node x device, for example "
-                f"{match.group(1)}x{per_node}x{close[0]}; nearest devices: {', '.join(close)}"
-            )
-        return Cluster.of_instances(int(match.group(1)), name)
+        count, name = int(match.group(1)), match.group(2)
+        return _one_node(count, name) if _is_device(name) else Cluster.of_instances(count, name)
+    if text and _is_device(text):
+        return _one_node(1, text)
     near = catalog.nearest_names(text, list(catalog.entries()))
     example = f"2x{catalog.entry(near[0]).devices_per_node}x{near[0]}" if near else "2x8xh100-sxm5-80gb"
     raise PinError(
         f"cluster {text!r} is not known; use 'local', 'local:N', nodes x devices per node x device ({example}), "
-        "nodes x cloud instance (2xp5.48xlarge), a YAML file or a Cluster"
+        "devices of one node x device (8xh100), nodes x cloud instance (2xp5.48xlarge), a YAML file or a Cluster"
     )
+
+
+def _is_device(name: str) -> bool:
+    """Return True if a name is that of a device, not of an instance."""
+    return name not in catalog.instances() and bool(catalog.device_ids(name))
+
+
+def _one_node(count: int, device_id: str) -> Cluster:
+    """Return one node of `count` devices. Raises PinError if they usually fill several nodes."""
+    usual = catalog.entry(device_id)
+    most = usual.devices_per_node
+    if count > most:
+        raise PinError(
+            f"cluster '{count}x{device_id}' is one node of {count} devices, but a node of {usual.id} usually has "
+            f"{most}; write nodes x devices per node x device, for example {math.ceil(count / most)}x{most}x{usual.id}"
+        )
+    return Cluster.of_catalog(1, count, device_id)
 
 
 def _read_overrides(text: str, overrides: str) -> Mapping[str, float]:
@@ -372,7 +366,7 @@ def _read_overrides(text: str, overrides: str) -> Mapping[str, float]:
         if name not in OVERRIDES:
             raise PinError(f"cluster {text!r}: unknown override {name!r}; known: {', '.join(OVERRIDES)}")
         try:
-            out[name] = int(value) if name in ("nodes", "devices_per_node") else float(value)
+            out[name] = int(value) if name in _NODES else float(value)
         except ValueError:
-            raise PinError(f"cluster {text!r}: {name}{equals}{value} needs a number ({OVERRIDES[name]})") from None
+            raise PinError(f"cluster {text!r}: {name}{equals}{value} needs a number ({OVERRIDES[name].what})") from None
     return out

@@ -49,7 +49,7 @@ from autoplan.cost_models.hardware.fabric_file import fabric_of_mapping
 from autoplan.cost_models.hardware.keys import as_mapping, as_number
 from autoplan.cost_models.hardware.nccl import FABRICS
 from autoplan.cost_models.hardware.nodes import Nodes
-from autoplan.cost_models.hardware.parts import NETWORK, NETWORKS, RAILS, Device, Level, Link, Price
+from autoplan.cost_models.hardware.parts import NETWORK, NETWORKS, RAILS, Device, Level, Price
 from autoplan.errors import PinError
 from autoplan.units import GB, MICRO, TERA
 
@@ -124,7 +124,7 @@ def nodes_from_data(data: object, where: str) -> Nodes:
         return _nodes(top, where)
     for key in ("levels", "nic_gbit_s"):
         if key in top:
-            raise PinError(f"{where}: {key} is what the fabric says; take out one of both")
+            raise PinError(f"{where}: {key} follows from the fabric; remove one of the two")
     nodes = _nodes(top, where)
     return nodes.on_fabric(fabric_of_mapping(top["fabric"], nodes.num_devices, f"{where}, fabric"))
 
@@ -142,7 +142,7 @@ def _nodes(top: Mapping[str, Any], where: str) -> Nodes:
     if "instance" in top:
         for key in ("devices_per_node", "device", "device_type"):
             if key in top:
-                raise PinError(f"{where}: {key} is what the instance {top['instance']!r} says; take out one of both")
+                raise PinError(f"{where}: {key} follows from the instance {top['instance']!r}; remove one of the two")
         cluster = Nodes.of_instances(nodes, str(top["instance"]), nic, price)
         return _overridden(cluster, top, given, where)
     per_node = int(as_number(top, "devices_per_node", where, hardware.COUNT))
@@ -155,7 +155,7 @@ def _nodes(top: Mapping[str, Any], where: str) -> Nodes:
     # a hand-made accelerator has the overlap that whole steps show, unless its file states another
     device = _device(top["device"], f"{where}, device", None if kind == "cuda" else 0.0)
     if "fabric" in top:
-        return Nodes(nodes, per_node, device, Link(0.0, 1.0, "fabric"), kind, (), price, tuple(sorted(given.items())))
+        return Nodes(nodes, per_node, device, Level(0.0, 1.0, "fabric"), kind, (), price, tuple(sorted(given.items())))
     levels = _levels(top.get("levels"), nic, f"{where}, levels")
     networks = [level for level in levels[1:] if level.name in NETWORKS]
     if networks:
@@ -168,7 +168,7 @@ def _price(top: Mapping[str, Any], where: str) -> Price | None:
     told = [key for key in ("price_source", "price_as_of") if key in top]
     if "price_usd_per_device_hour" not in top:
         if told:
-            raise PinError(f"{where}: {told[0]} is of a price; price_usd_per_device_hour is missing")
+            raise PinError(f"{where}: {told[0]} belongs to a price, but price_usd_per_device_hour is missing")
         return None
     usd = as_number(top, "price_usd_per_device_hour", where, hardware.USD)
     return Price(usd, str(top.get("price_source", where)), str(top.get("price_as_of", "given")))
@@ -255,20 +255,20 @@ def _override_levels(cluster: Nodes, data: object, where: str) -> tuple[Nodes, d
     """Return the cluster with the overrides of its levels, and the given figures for `Nodes.given`."""
     figures: dict[str, float] = {}
     levels = [cluster.link, *cluster.outer]
-    names = [level.name for level in levels if isinstance(level, Level)]
+    names = [level.name for level in levels]
     given = as_mapping(data, where, (*names, RAILS) if NETWORK in names else tuple(names))
     for i, name in enumerate(names):
         if name in given:
             fields = _level_fields(given[name], f"{where}, {name}", (*_LEVEL, "fabric", "source"))
-            fabric = fields.get("fabric", getattr(levels[i], "fabric", ""))
+            fabric = fields.get("fabric", levels[i].fabric)
             if "p2p_bytes_per_s" in fields and FABRICS[fabric].by_ranks:
-                raise PinError(f"{where}, {name}: p2p_gb_s says nothing of {fabric}, whose groups are measured by size")
+                raise PinError(f"{where}, {name}: p2p_gb_s is not for {fabric}, whose groups are measured by size")
             levels[i] = replace(levels[i], **{"source": "given", **fields})
             if name == NETWORK:
                 figures["nic"] = levels[i].bytes_per_s * 8 / GB
             elif name == "scale-up" and "bytes_per_s" in fields:
                 figures["scaleup"] = levels[i].bytes_per_s / GB
-    outer = [level for level in levels[1:] if isinstance(level, Level)]
+    outer = levels[1:]
     if RAILS in given:
         at = next(i for i, level in enumerate(outer) if level.name == NETWORK)
         rails = _rails(given[RAILS], cluster.outer[at], cluster, f"{where}, {RAILS}")
@@ -285,13 +285,13 @@ def _rails(data: object, network: Level, cluster: Nodes, where: str) -> Level:
     fields = _level_fields(data, where, (*_LEVEL, "fabric", "source"))
     size, inner = fields.get("size"), cluster.link
     unit, of = cluster.devices_per_node, "nodes"
-    if isinstance(inner, Level) and inner.size > unit:
+    if inner.size > unit:
         unit, of = inner.size, "scale-up domains"
     if size is None:
-        raise PinError(f"{where}: size is missing: the devices of one rail group, as {8 * unit} of 8 {of}")
+        raise PinError(f"{where}: size is missing: the devices of one rail group, for example {8 * unit} of 8 {of}")
     if size % unit:
         near = max(1, round(size / unit)) * unit
-        raise PinError(f"{where}: size={size} is no whole number of {of} of {unit}; nearest legal: {near}")
+        raise PinError(f"{where}: size={size} is not a whole number of {of} of {unit}; nearest legal: {near}")
     return replace(network, **{"name": RAILS, "oversubscription": 1.0, "source": "given", **fields})
 
 

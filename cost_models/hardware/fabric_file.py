@@ -51,7 +51,7 @@ def fabric_of_mapping(data: object, num_devices: int, where: str) -> FabricGraph
     counts = {str(kind): int(COUNT.check(n, f"{where}, switches: {kind}")) for kind, n in kinds.items()}
     for kind in counts:
         if kind == "device" or not re.fullmatch(r"[A-Za-z_]+", kind):
-            raise PinError(f"{where}, switches: {kind!r} cannot name switches; use letters, and not device")
+            raise PinError(f"{where}, switches: {kind!r} cannot name switches; use letters, but not the word device")
     entries, units = given.get("links"), given.get("units")
     if not isinstance(entries, list) or not entries:
         raise PinError(f"{where}: links is missing; a fabric needs a list of links")
@@ -109,7 +109,7 @@ def _number(text: str, variables: tuple[str, ...], where: str) -> Callable[[Mapp
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except SyntaxError:
-        raise PinError(f"{where}: {{{text}}} is no whole number made of variables by + - * // %") from None
+        raise PinError(f"{where}: {{{text}}} must compute a whole number from variables with + - * // %") from None
 
     def value(node: ast.expr, values: Mapping[str, int]) -> int:
         if isinstance(node, ast.Constant) and type(node.value) is int:
@@ -124,6 +124,6 @@ def _number(text: str, variables: tuple[str, ...], where: str) -> Callable[[Mapp
         if isinstance(node, ast.Name):
             known = ", ".join(variables) or "none; give them in `for`"
             raise PinError(f"{where}: {{{text}}} has an unknown variable {node.id}; known: {known}")
-        raise PinError(f"{where}: {{{text}}} is no whole number made of variables by + - * // %")
+        raise PinError(f"{where}: {{{text}}} must compute a whole number from variables with + - * // %")
 
     return lambda values: value(tree, values)

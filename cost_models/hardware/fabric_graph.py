@@ -127,7 +127,7 @@ class FabricGraph:
                 if _DEVICE.fullmatch(end):
                     last = self.num_devices - 1
                     raise PinError(f"link {link}: there is no {end}; the cluster has device0 to device{last}")
-                raise PinError(f"link {link}: {end} is no switch; declared: {_shortened(self.switches)}")
+                raise PinError(f"link {link}: {end} is not a switch; declared: {_shortened(self.switches)}")
 
     def _check_reached(self) -> None:
         import networkx as nx  # takes a fifth of a second to import, so only clusters with a fabric do it

@@ -8,7 +8,7 @@ from typing import Self
 
 from autoplan.cost_models.hardware import catalog
 from autoplan.cost_models.hardware.fabric_graph import FabricGraph
-from autoplan.cost_models.hardware.parts import COUNT, NETWORK, OVERSUBSCRIPTION, Device, Level, Link, Price
+from autoplan.cost_models.hardware.parts import COUNT, NETWORK, OVERSUBSCRIPTION, Device, Level, Price
 from autoplan.errors import PinError
 from autoplan.units import GB
 
@@ -29,7 +29,7 @@ class Nodes:
     num_nodes: int
     devices_per_node: int
     device: Device
-    link: Link
+    link: Level
     device_type: str
     outer: tuple[Level, ...] = ()
     price: Price | None = None
@@ -48,17 +48,15 @@ class Nodes:
             COUNT.check(count, what)
         if self.device_type not in ("cpu", "cuda"):
             raise PinError(f"device type {self.device_type!r} is not supported; use 'cpu' or 'cuda'")
-        if self.outer and not isinstance(self.link, Level):
-            raise PinError("a cluster with outer levels needs a Level as its link: the size of its unit is not known")
+        if self.outer and not (self.link.size or self.link.within_node):
+            raise PinError("a cluster with outer levels needs the size of its innermost unit, and its link has none")
         for level in (self.link, *self.outer):
-            if isinstance(level, Level):
-                OVERSUBSCRIPTION.check(level.oversubscription, f"level {level.name}: oversubscription")
-            peer = level.p2p_bytes_per_s if isinstance(level, Level) else None
-            speeds = (level.bytes_per_s, level.bytes_per_s if peer is None else peer)
+            OVERSUBSCRIPTION.check(level.oversubscription, f"level {level.name}: oversubscription")
+            speeds = [s for s in (level.bytes_per_s, level.p2p_bytes_per_s) if s is not None]
             if not (all(0 < s < math.inf for s in speeds) and 0 <= level.latency_s < math.inf):
                 raise PinError(
-                    f"{level.name if isinstance(level, Level) else 'the link'} needs a positive bandwidth and a "
-                    f"latency of at least 0, got {min(speeds)} bytes/s and {level.latency_s} s"
+                    f"level {level.name} needs a positive bandwidth and a latency of at least 0, got {min(speeds)} "
+                    f"bytes/s and {level.latency_s} s"
                 )
 
     @property

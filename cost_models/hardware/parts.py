@@ -104,19 +104,12 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Link:
-    """Alpha-beta model of one level: seconds per step of a collective; bytes per second per device and direction."""
-
-    latency_s: float
-    bytes_per_s: float
-    source: str
-
-
-@dataclass(frozen=True)
-class Level(Link):
+class Level:
     """A level of the hierarchy: `size` devices share one unit (0: all), and are connected faster than the next level.
 
     Attributes:
+        latency_s: Seconds per step of a collective.
+        bytes_per_s: Bytes per second per device and direction.
         p2p_bytes_per_s: Bandwidth to a single peer, if it is lower (a mesh such as xGMI).
         within_node: True if a unit never crosses a node, however few devices of the node are used.
         fabric: The row of `nccl.FABRICS` that says how well collectives run on it.
@@ -124,6 +117,9 @@ class Level(Link):
             below at once, the level carries 1 / oversubscription of it (3: a third; a rail-optimised fabric: 1).
     """
 
+    latency_s: float
+    bytes_per_s: float
+    source: str
     name: str = "all"
     size: int = 0
     p2p_bytes_per_s: float | None = None

@@ -39,6 +39,7 @@ from autoplan.cost_models.profile import PHASES, UNKNOWN_ERROR, MeasuredOp, Prof
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
 from autoplan.cost_models.work import OpWork
 from autoplan.errors import ProfileError
+from autoplan.ops.experts import FIRST, FIRST_BIAS, SECOND, expert_sizes
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import op_kind, op_record
 from autoplan.units import dtype_bytes
@@ -80,6 +81,9 @@ _ENOUGH = 4
 _NEAR = 2.0
 
 
+_PLAIN = RunOptions()
+
+
 def phase_flops(work: OpWork, phase: str) -> float:
     """Return the FLOPs of one phase."""
     if phase == "forward":
@@ -111,7 +115,7 @@ def roofline_s(
     phase: str,
     device: Device,
     mode: Mode,
-    options: RunOptions | None = None,
+    options: RunOptions = _PLAIN,
     constants: Constants | None = None,
 ) -> Quantity:
     """Return the time from the device's figures alone.
@@ -125,7 +129,7 @@ def roofline_s(
     if op.as_view:
         return ZERO if known is not None else Quantity.spread(launch, _ASSUMED_ERROR, Tag.ASSUMED)
     if known is not None:
-        kernel = (options or RunOptions()).attention_in(mode)
+        kernel = options.attention_in(mode)
         if op.kind is OpKind.ATTENTION and kernel is not Attention.UNFUSED:
             work = _within_documents(work, options)
         model = _model_of(op.kind, kernel, options)
@@ -143,7 +147,8 @@ def roofline_s(
     traffic_s = moved / (share * device.memory_bytes_per_s)
     if op.kind is OpKind.ELEMENTWISE and together is None:
         traffic_s *= _FUSED_SHARE[mode]
-    seconds = max(_arithmetic_s(op.kind, phase_flops(work, phase), device), traffic_s) + launch
+    seconds = max(_arithmetic_s(op.kind, phase_flops(work, phase), device), traffic_s)
+    seconds += launch * work.num_started(phase)
     return Quantity.spread(seconds, _ASSUMED_ERROR, Tag.ASSUMED)
 
 
@@ -151,17 +156,17 @@ def _is_fused(kind: OpKind, mode: Mode) -> bool:
     return kind is OpKind.ELEMENTWISE and mode is not Mode.EAGER
 
 
-def _model_of(kind: OpKind, kernel: Attention, options: RunOptions | None) -> _Model | None:
+def _model_of(kind: OpKind, kernel: Attention, options: RunOptions) -> _Model | None:
     """Return the kernel model of an operation; None if it has none."""
     if kind is OpKind.ATTENTION and kernel is Attention.UNFUSED:
         return _unfused_s
-    if kind is OpKind.EXPERTS and options is not None and options.fused_experts:
+    if kind is OpKind.EXPERTS and options.fused_experts:
         return _fused_experts_s
     return _KERNELS.get(kind)
 
 
-def _loss_passes(mode: Mode, options: RunOptions | None) -> Mapping[str, float]:
-    return _FUSED_LOSS_PASSES if options is not None and options.fused_loss else _LOSS_PASSES[mode]
+def _loss_passes(mode: Mode, options: RunOptions) -> Mapping[str, float]:
+    return _FUSED_LOSS_PASSES if options.fused_loss else _LOSS_PASSES[mode]
 
 
 def _arithmetic_s(kind: OpKind, flops: float, device: Device) -> float:
@@ -266,9 +271,9 @@ def _unfused_s(work: OpWork, phase: str, device: Device, known: KernelTimings, _
 _JOIN_BYTES = {"forward": 10.0, "backward": 20.0}
 
 
-def _within_documents(work: OpWork, options: RunOptions | None) -> OpWork:
+def _within_documents(work: OpWork, options: RunOptions) -> OpWork:
     """Return attention of a packed sequence: a query sees keys of its own document, and other tiles are skipped."""
-    document_len = None if options is None else options.document_len
+    document_len = options.document_len
     if document_len is None or len(work.inputs) < 2 or len(work.inputs[1].shape) < 3:
         return work
     keys = work.inputs[1].shape[-2]
@@ -319,9 +324,10 @@ def _grouped_s(work: OpWork, phase: str, device: Device, known: KernelTimings, *
     """Return the time of experts. Rows are sorted, and spread evenly over the experts of the fullest rank."""
     if len(work.inputs) < 5 or work.flops <= 0:
         return None
-    hidden, first, last = work.inputs[0], work.inputs[3], work.inputs[4]
-    experts, columns, depth = first.shape
-    outer, inner = last.shape[1:]
+    hidden, first, last = work.inputs[0], work.inputs[FIRST], work.inputs[SECOND]
+    found = expert_sizes(dict(work.attrs), first.shape, last.shape)
+    experts, columns, depth, inner = found.num, found.columns, found.hidden, found.inner
+    outer = depth
     # rows of all experts of the rank
     rows = known.steps.imbalance * work.flops / (2.0 * (columns * depth + outer * inner))
     kind, width, usual = _precision(work)
@@ -347,6 +353,9 @@ def _grouped_s(work: OpWork, phase: str, device: Device, known: KernelTimings, *
     ordered = (passes if isinstance(passes, float) else _ROW_PASSES) * depth
     activated = columns + inner if phase == "forward" else 2 * columns + inner
     inside = inner if phase == "forward" else columns
+    if len(work.inputs) > FIRST_BIAS:
+        # the biases of all rows are written, and read with what they are added to; their gradients are sums over rows
+        activated += (4 if phase == "forward" else 1) * (columns + outer)
     if fused:
         activated = inside = 0
     cast = (
@@ -557,7 +566,7 @@ def op_s(
     device: Device,
     profile: Profile | None,
     mode: Mode,
-    options: RunOptions | None = None,
+    options: RunOptions = _PLAIN,
     constants: Constants | None = None,
 ) -> Quantity:
     """Return the seconds of the forward or backward of one operation on one rank.

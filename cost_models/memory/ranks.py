@@ -55,6 +55,7 @@ from autoplan.config.parallel import MASTER_BYTES, Mode, ParallelConfig, Precisi
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, recompute_kind
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.recompute_frontier import RecomputeFrontier
+from autoplan.cost_models.network.groups import mesh_groups
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.work import BlockWork, ParamWork, Workload
 from autoplan.ops.table import op_record
@@ -182,16 +183,16 @@ class MemoryModel:
         self.megatron = mode is Mode.FUSED
         c = config
         self.copies = num_copies(c.schedule)
-        self.shares = {False: c.dp * c.cp, True: max(1, c.dp * c.cp * c.tp // (c.ep * _etp(c)))}
-        self.shares = {expert: max(1, n // c.zero_replicas) * self.copies for expert, n in self.shares.items()}
+        groups = mesh_groups(c, ())
+        self.shares = {False: groups["replicas"].size, True: groups["expert_replicas"].size}
         self.sharded = c.zero_stage > 0 and max(self.shares.values()) > 1
         self._sum_states()
         self._sum_activations()
         self.tied = self._tied_states()
         self._schedule()
         gpu = cluster.device_type != "cpu"
-        groups = sum(n > 1 for n in (c.dp, c.tp, c.pp, c.cp, c.ep))
-        self.fixed = _CONTEXT_BYTES + groups * _GROUP_BYTES if gpu else 0.0
+        communicators = sum(n > 1 for n in (c.dp, c.tp, c.pp, c.cp, c.ep))
+        self.fixed = _CONTEXT_BYTES + communicators * _GROUP_BYTES if gpu else 0.0
         self.fragmentation = _FRAGMENTATION if gpu else Quantity(0.0, 0.0, 0.0, Tag.MEASURED)
         reduced = c.zero_stage == 0 and max(self.shares.values()) > 1
         # the optimizer takes gradients as wide as its parameters: sums in 16 bits are copied once more
@@ -318,11 +319,11 @@ class MemoryModel:
         w, out = self.workload, []
         if self.sharded and not self.megatron:
             return ()
-        for first, last, size in w.tied:
-            if first != last:
-                dtype = next(p.dtype for name in w.units[last] for p in w.blocks[name].params)
-                tied = ParamWork("tied", round(size / dtype_bytes(dtype)), dtype, trainable=True)
-                out.append(TiedStates(first, last, self._param_states(tied)))
+        for t in w.tied:
+            if t.first != t.last:
+                dtype = next(p.dtype for name in w.units[t.last] for p in w.blocks[name].params)
+                tied = ParamWork("tied", round(t.num_bytes / dtype_bytes(dtype)), dtype, trainable=True)
+                out.append(TiedStates(t.first, t.last, self._param_states(tied)))
         return tuple(out)
 
     def held_once(self, start: int, stop: int) -> float:
@@ -363,7 +364,8 @@ class MemoryModel:
             how = again.get(u, NONE)
             kept = self.kept_bytes(u, how)
             held += kept
-            waiting = sum(size for a, b, size in w.tied if a <= u < b and a >= units.start and b < units.stop)
+            inside = (t for t in w.tied if units.start <= t.first <= u < t.last < units.stop)
+            waiting = sum(t.num_bytes for t in inside)
             # while a unit's backward runs, later units have freed their activations
             back = w.unit_saved[u] - kept  # recomputed by regions
             running.append((held, (self.recompute_transient[u] if how == FULL else self.transient[u] + back) + waiting))
@@ -489,7 +491,3 @@ def _fullest(row: HeldRow, held: dict[int, _Held]) -> tuple[float, float]:
     now = np.cumsum(row.begins * moved) - given_up + row.ends * moved
     most = int(np.argmax(now + running))
     return float(now[most]), float(running[most])
-
-
-def _etp(config: ParallelConfig) -> int:
-    return config.tp if config.etp is None else config.etp

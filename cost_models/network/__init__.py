@@ -1,4 +1,5 @@
-"""The time of collectives.
+"""Groups of ranks, and the time of their collectives.
 
 `collectives`: bytes and seconds of a collective over the levels of a cluster.
+`groups`: the groups of ranks of a configuration.
 """

@@ -41,12 +41,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol as Interface
 
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.hardware.fabric_graph import Traffic, spans
 from autoplan.cost_models.hardware.nccl import FABRICS, NCCL_KINDS, Fabric, Path, Protocol
-from autoplan.cost_models.hardware.parts import Group, Level, Link
+from autoplan.cost_models.hardware.parts import Group, Level
+from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
 from autoplan.errors import LayoutError
 
@@ -61,18 +61,6 @@ _PAIRWISE = {
     **dict.fromkeys(("all_to_all", *EXPERT_KINDS), Traffic.ALL_TO_ALL),
     "send_recv": Traffic.NEIGHBOURS,
 }
-
-
-class CollectiveProfile(Interface):
-    """The part of a measured profile that is needed here."""
-
-    def collective_s(self, kind: str, num_bytes: float, group_size: int, stride: int) -> Quantity | None:
-        """Return the seconds of one collective, or None if it was not measured."""
-        ...
-
-    def longest_s(self, kind: str, group_size: int, stride: int) -> Quantity | None:
-        """Return the seconds of the largest measured message, or None."""
-        ...
 
 
 def _known(kind: str) -> None:
@@ -91,14 +79,6 @@ def wire_bytes(kind: str, full_bytes: float, group_size: int) -> float:
     if kind == "send_recv":
         return full_bytes
     return _VOLUME[kind] * full_bytes * (group_size - 1) / group_size
-
-
-def collective_s(kind: str, full_bytes: float, group_size: int, link: Link) -> float:
-    """Return the seconds of one collective on one link: a latency per ring step, plus wire bytes over bandwidth."""
-    if group_size == 1:
-        return 0.0
-    steps = 2 * (group_size - 1) if kind == "all_reduce" else 1 if kind == "send_recv" else group_size - 1
-    return steps * link.latency_s + wire_bytes(kind, full_bytes, group_size) / link.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +291,7 @@ def group_collective_s(
     num_bytes: float,
     group: Group,
     cluster: Cluster,
-    profile: CollectiveProfile | None = None,
+    profile: Profile | None = None,
     top_k: int = 0,
 ) -> Quantity:
     """Return the seconds of one collective over `group`, from the profile if it has it, else from the model above.

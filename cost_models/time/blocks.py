@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from autoplan.config.parallel import Launch, Mode, ParallelConfig, Precision
@@ -19,6 +19,7 @@ from autoplan.config.recompute import (
 )
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group
+from autoplan.cost_models.network.groups import mesh_groups
 from autoplan.cost_models.profile import PHASES
 from autoplan.cost_models.quantity import ZERO, Quantity, total
 from autoplan.cost_models.time.host import host_op_s, host_s, slack_s, waited_s
@@ -103,48 +104,6 @@ def _weight_share(op: OpWork) -> float:
     if not any(op.inputs[i].requires_grad for i in op_record(op.op).weights):
         return 0.0
     return 0.5 if op.inputs[0].requires_grad else 1.0
-
-
-def mesh_groups(config: ParallelConfig, axes: Sequence[tuple[str, int]]) -> dict[str, Group]:
-    """Return the rank group of every axis: pp, dp, cp and tp, major to minor; ep and etp fold into dp * cp * tp.
-
-    `batch`: the ranks of one stage that share a micro-batch index.
-
-    Args:
-        axes: The sub-axes of tp, major to minor.
-    """
-    tp, cp, dp = config.tp, config.cp, config.dp
-    etp = config.tp if config.etp is None else config.etp
-    out = {
-        "tp": Group(tp, 1),
-        "cp": Group(cp, tp),
-        "dp": Group(dp, tp * cp),
-        "pp": Group(config.pp, tp * cp * dp),
-        "batch": Group(dp * cp, tp),
-        "replicas": _replicas(dp * cp // config.zero_replicas, tp, config),
-        "zero_replicas": Group(config.zero_replicas, tp * cp * dp // config.zero_replicas),
-        "etp": Group(etp, 1),
-        "ep": Group(config.ep, etp),
-        "expert_replicas": _replicas(
-            max(1, dp * cp * tp // (config.ep * etp * config.zero_replicas)), config.ep * etp, config
-        ),
-    }
-    stride = 1
-    for name, size in reversed(axes):
-        out[name] = Group(size, stride)
-        stride *= size
-    return out
-
-
-def _replicas(size: int, stride: int, config: ParallelConfig) -> Group:
-    """Return the ranks with the same parameters: those of one stage, or of both ranks that hold it (DualPipe).
-
-    The two ranks are priced as neighbours; a pair alone as the one that is farthest apart, first and last rank.
-    """
-    copies = num_copies(config.schedule)
-    if copies > 1 and size == 1:
-        return Group(copies, (config.pp - 1) * config.dp * config.cp * config.tp)
-    return Group(size * copies, stride)
 
 
 @dataclass(frozen=True)
@@ -306,6 +265,16 @@ class BlockPricer:
             offload=self._offload(block),
             moved=self.states.moved(block),
         )
+
+    def least_s(self, block: BlockWork, times: OpTimes) -> float:
+        """Return the expected seconds of a forward and a backward that pp, dp and ZeRO do not change.
+
+        These are the operations, and the collectives over tp, cp and ep if the block has no others in a pass.
+        """
+        seconds = times.forward.mid + times.backward.mid
+        if any(self.families.get(c.axis, "tp") == "dp" for c in block.comms if c.per != "step"):
+            return seconds
+        return seconds + total(list(self._comm(block, times)[0].values())).mid
 
     # -- collectives inside the block --------------------------------------------------------------------------------
 

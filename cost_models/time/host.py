@@ -60,7 +60,7 @@ def _fitted_s(block: BlockWork, phase: str, costs: Costs, again: Recomputed | No
     together = block.joined_ops if costs.mode is Mode.FUSED and launch is not Launch.BLOCKING else ()
     for k, op in _ops(block, phase, again):
         if not op_record(op.op).as_view and k not in together:
-            seconds += _started_s(op, costs, each)
+            seconds += _started_s(op, costs, each) * op.num_started(phase)
     if again is not None and launch is not Launch.GRAPHS:
         seconds += len(again.beside) * min(each, c.host_eager_s)
     for _ in _comms(block, phase, costs, again):
@@ -136,8 +136,8 @@ def host_op_s(work: OpWork, phase: str, costs: Costs) -> Quantity:
     medians = {} if costs.profile is None else _host_medians(costs.profile)
     for kind in (work.op, op_record(work.op).measured_as, ""):
         if (phase, kind) in medians:
-            return medians[phase, kind]
-    return Quantity.spread(costs.constants.host_eager_s, _SPREAD, Tag.FITTED)
+            return medians[phase, kind] * work.num_started(phase)
+    return Quantity.spread(costs.constants.host_eager_s * work.num_started(phase), _SPREAD, Tag.FITTED)
 
 
 @lru_cache(maxsize=8)

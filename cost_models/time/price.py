@@ -31,6 +31,7 @@ from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
 from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, OpTimes, op_times
 from autoplan.cost_models.time.estimate import Estimate, StageEstimate
 from autoplan.cost_models.time.simulation import ChunkTimes, Timeline, simulate
+from autoplan.cost_models.time.states import MovedOnce, StatePricer
 from autoplan.cost_models.work import Workload
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import op_kind
@@ -58,18 +59,18 @@ class _Table:
 
         marked = list(zip(workload.units, workload.is_layer, strict=True))
 
-        def per_unit(of: Callable[[BlockCost], Quantity], again: bool = False) -> list[float]:
-            """Return the sum over every unit's blocks, or over its layers if `again`. Equal units are summed once."""
+        def per_unit(of: Callable[[BlockCost], Quantity], layers_only: bool = False) -> list[float]:
+            """Return the sum over every unit's blocks, or over those of its layers. Equal units are summed once."""
             each = {name: mid(of(block)) for name, block in blocks.items()}
-            known = {(u, ls): sum(each[n] for n, layer in zip(u, ls, strict=True) if layer or not again)
+            known = {(u, ls): sum(each[n] for n, layer in zip(u, ls, strict=True) if layer or not layers_only)
                      for u, ls in set(marked)}  # fmt: skip
             return [known[pair] for pair in marked]
 
         self.forward = per_unit(lambda b: b.forward_s)
         self.backward = per_unit(lambda b: b.backward_s)
         self.weight = per_unit(lambda b: b.weight + b.accumulate)
-        self.weight_of_layers = per_unit(lambda b: b.weight + b.accumulate, again=True)
-        self.again = per_unit(lambda b: b.recompute_s, again=True)
+        self.weight_of_layers = per_unit(lambda b: b.weight + b.accumulate, layers_only=True)
+        self.recompute_s = per_unit(lambda b: b.recompute_s, layers_only=True)
         self.selective = per_unit(lambda b: b.selective)
         self._layers = [[blocks[n] for n, layer in zip(unit, layers, strict=True) if layer] for unit, layers in marked]
         self._mid = mid
@@ -81,7 +82,7 @@ class _Table:
         self.last = per_unit(lambda b: b.zero_last)
         self.per_step = per_unit(lambda b: b.per_step)
         self.waited_once = per_unit(lambda b: b.waited_once)
-        self.waited_split = per_unit(lambda b: b.waited_split, again=True)
+        self.waited_split = per_unit(lambda b: b.waited_split, layers_only=True)
         self._units, self._blocks, self._which = workload.units, blocks, which
         self.optimizer = per_unit(lambda b: b.optimizer + b.moved)
 
@@ -121,10 +122,12 @@ class Pricer:
         activations: bool = False,
     ) -> None:
         times = op_times(workload, costs) if times is None else times
+        self._given = times, searched, activations
         self.workload, self.config, self.costs = workload, config, costs
         self.precision = precision or precision_of("native")
         prices = BlockPricer(workload, config, costs, self.precision, activations)
         self.groups, self.device = prices.groups, costs.cluster.device
+        self._reduces_beside = prices.states.reduces_beside
         self.blocks = {name: prices.cost(block, times[name]) for name, block in workload.blocks.items()}
         self.memory = MemoryModel(workload, config, self.precision, costs.cluster, costs.mode)
         self.num_units = len(workload.units)
@@ -146,7 +149,7 @@ class Pricer:
         # share of compute that hides traffic once per step
         self.hides_once = prices.states.hides if costs.options.overlap_zero else 0.0
         mid = self._tables["mid"]
-        self.forward, self.backward, self.again = mid.forward, mid.backward, mid.again
+        self.forward, self.backward, self.recompute_s = mid.forward, mid.backward, mid.recompute_s
         self.first, self.last, self.optimizer = mid.first, mid.last, mid.optimizer
         # (traffic once per step, compute that may hide it, share of the compute that hides)
         self.once_s = self._once(mid)
@@ -169,8 +172,11 @@ class Pricer:
         """Return a Pricer for another schedule with as many copies of a stage. It shares the costs of operations."""
         if num_copies(schedule) != num_copies(self.config.schedule):
             raise ValueError(f"{schedule} and {self.config.schedule} differ in the copies of a stage")
+        config = replace(self.config, schedule=schedule, virtual_stages=virtual_stages)
+        if StatePricer(config, self.costs, self.precision, self.groups).reduces_beside is not self._reduces_beside:
+            return Pricer(self.workload, config, self.costs, self.precision, *self._given)  # blocks cost something else
         out = copy.copy(self)
-        out.config = replace(self.config, schedule=schedule, virtual_stages=virtual_stages)
+        out.config = config
         out.memory = self.memory.under(schedule, virtual_stages)
         out._schedule()
         return out
@@ -259,16 +265,19 @@ class Pricer:
         v, behind = c.virtual_stages, min(c.pp, c.num_micro_batches)
         window = ((v - 1) * behind + 1) / v
         exposed = 0.0
-        for moved, computed, hides in self._once(table):
-            sizes = [moved[u] for u in units]
-            hidden = hides * window * sum(computed[u] for u in units)
+        for once in self._once(table):
+            sizes = [once.moved[u] for u in units]
+            hidden = once.hides * window * sum(once.computed[u] for u in units)
             shown = max(sum(sizes) - hidden, max(sizes))
             exposed += shown + self.contention * (sum(sizes) - shown)
         return exposed
 
-    def _once(self, table: _Table) -> tuple[tuple[list[float], list[float], float], ...]:
+    def _once(self, table: _Table) -> tuple[MovedOnce, ...]:
         gathers = self.hides_once if self.costs.options.overlap_gather else 0.0
-        return (table.gather, table.forward, gathers), (table.reduce, table.backward, self.hides_once)
+        return (
+            MovedOnce(table.gather, table.forward, gathers),
+            MovedOnce(table.reduce, table.backward, self.hides_once),
+        )
 
     def chunk_times(self, chunks: Sequence[int], recompute: Sequence[int], which: str) -> list[ChunkTimes]:
         """Return the durations of every chunk in one scenario (`low`, `mid`, `high`)."""
@@ -342,7 +351,7 @@ class Pricer:
         w, memory, table = self.workload, self.memory, self._tables["mid"]
         freed = [a - b for a, b in zip(memory.saved, memory.kept, strict=True)]
         if not searched and not activations:
-            return RecomputeFrontier.full_only(w.layers, freed, self.again)
+            return RecomputeFrontier.full_only(w.layers, freed, self.recompute_s)
         looked_at = {
             Searched.ALWAYS: True,
             Searched.BY_OPERATION: searched,

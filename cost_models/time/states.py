@@ -11,7 +11,7 @@ from autoplan.cost_models.hardware.cluster import Group
 from autoplan.cost_models.profile import PHASES
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
 from autoplan.cost_models.work import BlockWork, Gathered, ParamWork
-from autoplan.schedules.schedule import backward_follows, num_copies
+from autoplan.schedules.schedule import SCHEDULES, backward_follows, num_copies
 from autoplan.streams import has_streams
 from autoplan.units import dtype_bytes
 
@@ -21,6 +21,18 @@ REPLICAS = {False: "replicas", True: "expert_replicas"}
 # Seconds to start one copy, from C++, of a collective over a list of tensors, which makes one copy per rank: half the
 # time of an operation from Python. Assumed.
 _LIST_COPY_S = 5e-6
+
+
+@dataclass(frozen=True)
+class MovedOnce:
+    """What ZeRO moves once per step: seconds by unit, seconds of the passes that it may hide behind, and their share.
+
+    `hides`: 0 to 1, the part of the passes that hides something.
+    """
+
+    moved: Sequence[float]
+    computed: Sequence[float]
+    hides: float
 
 
 @dataclass(frozen=True)
@@ -66,10 +78,11 @@ class StatePricer:
         if self.by_tensor:
             self.hides = 0.0
         self.contention = c.contention if costs.profile is None and streams else 0.0
-        # Megatron's --overlap-grad-reduce without a distributed optimizer; emitted programs if there are streams. Other
-        # runs that execute one operation at a time are priced as reduced after the backward.
-        emitted = costs.mode is Mode.FUSED or costs.profile is not None
-        beside = emitted and costs.options.overlap_zero and streams
+        # Megatron's --overlap-grad-reduce without a distributed optimizer; emitted programs if there are streams, and
+        # if the schedule has no split backward (`runtime.zero.apply_zero`). Other runs that execute one operation at a
+        # time are priced as reduced after the backward.
+        emitted = costs.profile is not None and not SCHEDULES[config.schedule].split_backward
+        beside = (costs.mode is Mode.FUSED or emitted) and costs.options.overlap_zero and streams
         self.reduces_beside = beside and config.zero_stage == 0
 
     def share(self, expert: bool) -> int:
@@ -161,7 +174,7 @@ class StatePricer:
 
     def gathers_again(self, block: BlockWork) -> bool:
         """Return True if ZeRO 3 gathers the parameters for the backward, too. Megatron gathers all of them."""
-        if block.gathered is Gathered.AGAIN or self.costs.mode is Mode.FUSED:
+        if block.gathered is Gathered.TWICE or self.costs.mode is Mode.FUSED:
             return True
         return block.gathered is Gathered.LAST and not backward_follows(self.config.schedule, self.config.pp)
 

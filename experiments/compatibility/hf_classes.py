@@ -1,7 +1,4 @@
-"""Every Hugging Face class that learns from tokens: is the captured program's loss the module's, or is it refused?
-
-    python -m experiments.compatibility.hf_classes [--mappings causal seq2seq masked] [--only REGEX]
-        [--write docs/hf_classes.md]
+"""The classes that transformers maps to a kind of model: is the captured program's loss the module's, or is it refused?
 
 Each class of the installed transformers is built from its default config, made small, and captured; the program of one
 device runs on one batch and is compared with the module: loss and every gradient. A class is one of
@@ -10,32 +7,18 @@ device runs on one batch and is compared with the module: loss and every gradien
     refused      an AutoplanError, by name
     wrong        other numbers: a bug of autoplan
     crashed      another exception, no answer in time, a process that died: a bug of autoplan
-    not run      transformers cannot build it from a small config, or its module does not learn from tokens alone
-
-A class runs in a process of its own, forked from one that has imported everything, and is ended after `--timeout-s`.
-Exits with an error if a class is wrong or crashed.
+    not run      transformers cannot build it from a small config, or its module does not learn from such a batch alone
 """
 
 from __future__ import annotations
 
-import argparse
 import inspect
-import json
-import multiprocessing
-import os
 import re
-import sys
 import time
-import traceback
-import warnings
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any, cast
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,20 +27,26 @@ from transformers.models.auto import modeling_auto
 
 from autoplan.api import plan_program
 from autoplan.capture.export import capture
-from autoplan.cost_models.hardware.cluster import Cluster, Device, Link
+from autoplan.capture.frontend.buffers import all_buffers
+from autoplan.capture.frontend.lengths import example_lengths
+from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
 from autoplan.errors import AutoplanError
+from autoplan.ir.graph import ModelGraph
 from autoplan.runtime.model import ParallelModel
+from experiments.compatibility.one_by_one import CRASHED, EQUAL, NOT_RUN, REFUSED, WRONG, Row, Task, crash, short
 
 MAPPINGS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING",
     "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
     "masked": "MODEL_FOR_MASKED_LM_MAPPING",
+    "image": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    "sequence": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
 }
-BATCH, SEQ, TARGET, VOCAB = 2, 16, 12, 96
+_CLASSIFIERS = ("image", "sequence")
+BATCH, SEQ, TARGET, VOCAB, CLASSES = 2, 16, 12, 96, 4
 MOST_PARAMETERS = 20_000_000
 # (loss, gradients), relative; most models in float64 have parts in float32
 TOLERANCES = {torch.float64: (1e-6, 1e-4), torch.float32: (1e-5, 2e-3)}
-OUTCOMES = ("equal", "refused", "wrong", "crashed", "not run")
 
 # Sizes of a small model, by what configs call them. Names that a config does not have are skipped.
 HIDDEN, HEADS, LAYERS, INNER = 32, 4, 2, 48
@@ -82,66 +71,84 @@ _SIZES: dict[str, int] = {
         ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts"), 4
     ),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("n_group", "n_groups", "topk_group", "num_expert_group", "first_k_dense_replace"), 1),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), HIDDEN // 2),
     **dict.fromkeys(
         ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_source_positions"), 4 * SEQ
     ),
     **dict.fromkeys(("max_target_positions", "seq_length", "max_sequence_length"), 4 * SEQ),
     **dict.fromkeys(("sliding_window", "attention_window_size"), SEQ // 2),
-    **dict.fromkeys(("image_size",), 16),
+    **dict.fromkeys(("image_size",), 32),
 }
+# Lists with one value per stage of a model of images: widths (scaled so that the first is HIDDEN), and layers.
+_WIDTHS = ("hidden_sizes", "embed_dims", "encoder_hidden_sizes", "neck_hidden_sizes", "dims")
+_DEPTHS = ("depths", "num_blocks_per_stage")
+# What a config with such lists derives from them or gives per stage.
+_STAGED = frozenset(
+    ("num_layers", "num_hidden_layers", "num_stages", "embed_dim", "hidden_size", "num_attention_heads")
+)
 _TOKENS = re.compile(r"_token_(id|index)$|^(bos|eos|pad|sep|cls|mask|unk)_(id|idx|index)$")
 
 
-@dataclass(frozen=True)
-class Row:
-    """What became of one class."""
-
-    mapping: str
-    name: str
-    outcome: str
-    why: str = ""
-    loss: float | None = None
-    error: float | None = None  # worst gradient, relative to its largest element
-    seconds: float = 0.0
-
-
 def small_values(config: Any, without: frozenset[str]) -> dict[str, Any]:
-    """Values of a config's attributes that make the model small; those of its sub-configs under their names.
+    """Return values of a config's attributes that make the model small; those of its sub-configs under their names.
 
     Left out are the names in `without`; 'None' in it: sizes that are None by default are set, too.
     """
     out: dict[str, Any] = {}
     given = {k: v for k, v in config.to_dict().items() if k not in without}
+    if any(name in given for name in _DEPTHS):
+        given = {k: v for k, v in given.items() if k not in _STAGED | {"num_heads"}}
     aliases = {k: v for k, v in getattr(config, "attribute_map", {}).items() if k not in given}
-    layers = next((given[n] for n in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if n in given), None)
+    layers = next(filter(None, map(given.get, ("num_hidden_layers", "n_layer", "n_layers", "num_layers"))), None)
     for name, value in given.items():
         if name in getattr(config, "sub_configs", {}):
             sub = getattr(config, name)
             out[name] = small_values(sub, without) if isinstance(sub, transformers.PreTrainedConfig) else value
-        elif name in _SIZES and value is None and "None" in without:
-            out[name] = _SIZES[name]
-        elif name in _SIZES and isinstance(value, int) and not isinstance(value, bool):
-            out[name] = min(value, _SIZES[name]) if value else value
-        elif isinstance(value, float) and ("drop" in name or name.endswith(("pdrop", "jitter_noise"))):
-            out[name] = 0.0
-        elif _TOKENS.search(name) and isinstance(value, int) and value >= VOCAB:
-            out[name] = 1
-        elif isinstance(value, list) and layers is not None and len(value) == layers:
-            kinds = list(dict.fromkeys(map(str, value)))
-            out[name] = [v for i, v in enumerate(value) if str(v) not in list(map(str, value[:i]))][:LAYERS]
-            out[name] = out[name] if len(kinds) > 1 else value[:LAYERS]
+            continue
+        is_list = isinstance(value, (list, tuple))
+        small = _small_list(name, list(value), layers, without) if is_list else _small_value(name, value, without)
+        out |= {} if small is None else {name: small}
+    if isinstance(given.get("window_size"), int) and "image_size" in given:  # no stage may be smaller than a window
+        out |= {"window_size": 2, "image_size": 64}
+    if {"expand", "num_heads", "head_dim"} <= out.keys() | {"expand"} & given.keys():  # heads of an expanded width
+        out |= {"head_dim": out["hidden_size"] * given["expand"] // out["num_heads"]}
     for alias, name in aliases.items():
         if alias in _SIZES and name not in out and isinstance(given.get(name), int):
             out[name] = min(given[name], _SIZES[alias])
     return out
 
 
+def _small_value(name: str, value: Any, without: frozenset[str]) -> Any:
+    """Return a small value of an attribute; None to leave it as it is."""
+    if name in _SIZES and value is None:
+        return _SIZES[name] if "None" in without else None
+    if name in _SIZES and isinstance(value, int) and not isinstance(value, bool):
+        return min(value, _SIZES[name])
+    if isinstance(value, float) and ("drop" in name or name.endswith(("pdrop", "jitter_noise"))):
+        return 0.0
+    return 1 if _TOKENS.search(name) and isinstance(value, int) and value >= VOCAB else None
+
+
+def _small_list(name: str, value: list[Any], layers: int | None, without: frozenset[str]) -> list[Any] | None:
+    """Return a small list; None to leave it as it is. `layers`: of the config, which may have one value for each."""
+    if name in _WIDTHS and "widths" not in without:
+        return [v * HIDDEN // value[0] for v in value]
+    if name in _DEPTHS:
+        return [min(v, 1) for v in value]
+    if "drop" in name and all(isinstance(v, float) for v in value):
+        return [0.0] * len(value)
+    if layers is None or len(value) != layers:
+        return None
+    kinds = [str(v) for v in value]
+    first = [v for i, v in enumerate(value) if kinds[i] not in kinds[:i]]
+    return first[:LAYERS] if len(first) > 1 else value[:LAYERS]
+
+
 # Names of _SIZES that are left out, one set after the other, until the module runs.
 _KV = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num")
 _HEAD = ("head_dim", "d_kv", "kv_channels", "attention_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-VARIANTS = ((), _KV, _HEAD, (*_KV, *_HEAD), ("sliding_window",), ("None",))
+VARIANTS = ((), _KV, _HEAD, (*_KV, *_HEAD), ("sliding_window",), ("None",), ("widths",))
 
 
 def small_config(config_class: type, without: frozenset[str]) -> Any:
@@ -158,13 +165,33 @@ def small_config(config_class: type, without: frozenset[str]) -> Any:
     return config
 
 
-def build(model_class: Any, config_class: Any, attention: str | None, without: frozenset[str]) -> torch.nn.Module:
-    """The module with values that make attention matter: fan-in scaled weights, biases that are not zero."""
-    config = small_config(getattr(model_class, "config_class", None) or config_class, without)
+@dataclass(frozen=True)
+class Class:
+    """A class of transformers. `attention`: the implementation to use; None: its default."""
+
+    mapping: str
+    name: str
+    config_name: str
+    attention: str | None = None
+
+    @property
+    def model_class(self) -> Any:
+        return getattr(transformers, self.name)
+
+    @property
+    def config_class(self) -> Any:
+        return getattr(self.model_class, "config_class", None) or getattr(transformers, self.config_name)
+
+
+def build(of: Class, without: frozenset[str]) -> torch.nn.Module:
+    """Return the module with values that make attention matter: fan-in scaled weights, biases that are not zero."""
+    model_class, config = of.model_class, small_config(of.config_class, without)
+    if of.mapping in _CLASSIFIERS:
+        config.num_labels = CLASSES
     if hasattr(config, "is_decoder") and model_class.__name__.endswith(("CausalLM", "LMHeadModel")):
         config.is_decoder = True
-    if attention is not None:
-        config._attn_implementation = attention
+    if of.attention is not None:
+        config._attn_implementation = of.attention
     with torch.device("meta"):
         size = sum(p.numel() for p in model_class(config).parameters())
     if size > MOST_PARAMETERS:
@@ -181,17 +208,42 @@ def build(model_class: Any, config_class: Any, attention: str | None, without: f
     return model.train()
 
 
-def batch_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Tokens that are no special ones, and labels (a source and a target for encoder-decoders)."""
+def batch_of(model: torch.nn.Module, mapping: str, size: int = BATCH) -> dict[str, torch.Tensor]:
+    """Return the inputs and labels of a batch.
+
+    Returns:
+        pixel_values [size, channels, height, width], or input_ids [size, SEQ] without special tokens (an
+        encoder-decoder that classifies needs the last one to be the end of the sequence); labels [size] of a
+        classifier, else [size, SEQ], of an encoder-decoder [size, TARGET].
+    """
     generator = torch.Generator().manual_seed(1)
     config = model.config.get_text_config()
-    special = {v for k, v in config.to_dict().items() if _TOKENS.search(k) and isinstance(v, int)}
-    size = int(getattr(config, "vocab_size", VOCAB))
-    allowed = torch.tensor([i for i in range(min(size, VOCAB)) if i not in special])
-    ids = allowed[torch.randint(len(allowed), (BATCH, SEQ), generator=generator)]
-    labels = allowed[torch.randint(len(allowed), (BATCH, SEQ), generator=generator)]
     two = getattr(model.config, "is_encoder_decoder", False)
+    classes = torch.randint(CLASSES, (size,), generator=generator)
+    if mapping == "image":
+        return {
+            "pixel_values": _images(model.config, size, generator).to(next(model.parameters()).dtype),
+            "labels": classes,
+        }
+    special = {v for k, v in config.to_dict().items() if _TOKENS.search(k) and isinstance(v, int)}
+    known = int(getattr(config, "vocab_size", VOCAB))
+    allowed = torch.tensor([i for i in range(min(known, VOCAB)) if i not in special])
+    ids = allowed[torch.randint(len(allowed), (size, SEQ), generator=generator)]
+    if mapping == "sequence":
+        if two:
+            ids[:, -1] = config.eos_token_id
+        return {"input_ids": ids, "labels": classes}
+    labels = allowed[torch.randint(len(allowed), (size, SEQ), generator=generator)]
     return {"input_ids": ids, "labels": labels[:, :TARGET].contiguous() if two else labels}
+
+
+def _images(config: Any, number: int, generator: torch.Generator) -> torch.Tensor:
+    """Return images of the size that a config, or its config of images, names; of 32 x 32 if it names none."""
+    config = getattr(config, "vision_config", config)
+    size = getattr(config, "image_size", 32)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    channels = getattr(config, "num_channels", 3)
+    return torch.randn(number, channels, height, width, generator=generator, dtype=torch.float64)
 
 
 def eager(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
@@ -214,14 +266,18 @@ class Reference:
     dtype: torch.dtype
 
 
-def reference(model_class: Any, config_class: Any, attention: str | None) -> Reference:
-    """The first variant that builds and runs, in float64 if it can. Raises what the first variant raised."""
+def reference(of: Class, size: int = BATCH) -> Reference:
+    """Return the first variant that builds and runs, in float64 if it can, with a batch of `size` samples.
+
+    Raises:
+        Exception: what the first variant raised.
+    """
     failure: Exception | None = None
     for without in map(frozenset, VARIANTS):
         for dtype in TOLERANCES:
             try:
-                model = build(model_class, config_class, attention, without).to(dtype)
-                batch = batch_of(model)
+                model = build(of, without).to(dtype)
+                batch = batch_of(model, of.mapping, size)
                 return Reference(model, batch, *eager(model, batch), dtype)
             except Exception as exc:  # whatever transformers says
                 failure = failure or exc
@@ -229,190 +285,95 @@ def reference(model_class: Any, config_class: Any, attention: str | None) -> Ref
     raise failure
 
 
-def program(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of the captured program on one device."""
-    graph = capture(model, batch)
+def program(
+    model: torch.nn.Module, batch: Mapping[str, torch.Tensor], graph: ModelGraph
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return loss and gradients of the captured program on one device."""
     device = Device("made up", 1e12, 1e9, 1 << 36, "made up")
-    cluster = Cluster(1, 1, device, Link(0.0, 1e9, "made up"), "cpu")
-    lengths = [x.shape[1] for x in batch.values()]
-    target = lengths[1] if lengths[1] != lengths[0] else None
+    cluster = Cluster(1, 1, device, Level(0.0, 1e9, "made up"), "cpu")
+    length, target = example_lengths(model, batch)
     pins = {"num_micro_batches": 1, "recompute": "none"}
-    _, compiled = plan_program(graph, cluster, pins, BATCH, lengths[0], target_len=target)
+    _, compiled = plan_program(graph, cluster, pins, BATCH, length, target_len=target)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     pm = ParallelModel(
         compiled.spec,
         compiled.sources,
         dict(model.named_parameters()),
-        dict(model.named_buffers()),
+        dict(all_buffers(model)),
         num_micro_batches=1,
     )
     loss = float(pm.step(dict(batch)))
     return loss, {n: g.clone() for n, g in pm.gradients().items()}
 
 
-def examine(model_class: type, config_class: type, attention: str | None) -> tuple[str, str, Any, Any]:
-    """(outcome, why, loss, worst gradient error) of one class."""
-    try:
-        of = reference(model_class, config_class, attention)
-        again, _ = eager(of.model, of.batch)
-    except Exception as exc:  # whatever transformers says
-        return "not run", _short(exc), None, None
-    want_loss, want = of.loss, of.gradients
-    if again != want_loss:
-        return "not run", f"its loss is random: {want_loss:.6f}, then {again:.6f}", None, None
-    of.model.zero_grad()
-    frozen = [p.requires_grad_(False) for n, p in of.model.named_parameters() if n not in want]
-    note = f"{len(frozen)} parameters that get no gradient are frozen" if frozen else ""
-    try:
-        loss, got = program(of.model, of.batch)
-    except AutoplanError as exc:
-        return "refused", _short(exc), want_loss, None
-    except Exception as exc:
-        where = [f for f in traceback.extract_tb(exc.__traceback__) if "/autoplan/" in f.filename][-1:]
-        at = "".join(f" ({Path(f.filename).name}:{f.lineno})" for f in where)
-        return "crashed", _short(exc) + at, want_loss, None
-    loss_tolerance, gradient_tolerance = TOLERANCES[of.dtype]
-    if not abs(loss - want_loss) <= loss_tolerance * abs(want_loss):
-        return "wrong", f"loss {loss:.6f} instead of {want_loss:.6f}", want_loss, None
+def compare(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -> tuple[float, str]:
+    """Return the largest difference of a gradient, relative to its largest element, and its name.
+
+    A gradient that only the module has counts as zero in the program. One that is below float32's rounding of the
+    model's largest gradient on both sides is zero (the scale of what a norm divides by it, in modules with parts in
+    float32), and is not compared.
+    """
     worst, name = 0.0, ""
+    zero = torch.finfo(torch.float32).eps * max((float(g.abs().max()) for g in want.values() if g.numel()), default=0.0)
     for key, grad in want.items():
-        if key not in got:
-            if float(grad.abs().max()) > 0:
-                return "wrong", f"no gradient of {key}", want_loss, None
+        if grad.numel() == 0:
             continue
-        error = float((got[key].double() - grad.double()).abs().max() / (grad.double().abs().max() + 1e-12))
-        worst, name = max((worst, name), (error, key))
-    if not worst <= gradient_tolerance:
-        return "wrong", f"gradient of {name} off by {worst:.1e}", want_loss, worst
-    return "equal", note, want_loss, worst
+        expected = grad.double()
+        found = got[key].double() if key in got else torch.zeros_like(expected)
+        if float(expected.abs().max()) <= zero and float(found.abs().max()) <= zero:
+            continue
+        error = float((found - expected).abs().max() / (expected.abs().max() + 1e-12))
+        worst, name = max((worst, name), (error if error == error else float("inf"), key))
+    return worst, name
 
 
-def _short(exc: BaseException) -> str:
-    text = " ".join(str(exc).split())
-    text = text if isinstance(exc, AutoplanError) else f"{type(exc).__name__}: {text}"
-    return text if len(text) <= 220 else text[:217] + "..."
+def examine(of: Class) -> Row:
+    """Return what became of one class."""
 
+    def row(outcome: str, why: str, loss: float | None = None, error: float | None = None) -> Row:
+        return Row(of.mapping, of.name, outcome, why, loss, error, capture_s=capture_s)
 
-def _child(pipe: Connection, model_name: str, config_name: str, attention: str | None) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    warnings.simplefilter("ignore")
+    capture_s: float | None = None
     try:
-        found = examine(getattr(transformers, model_name), getattr(transformers, config_name), attention)
-    except BaseException as exc:
-        found = ("crashed", _short(exc), None, None)
-    pipe.send(found)
-    pipe.close()
-    os._exit(0)
+        truth = reference(of)
+        again, _ = eager(truth.model, truth.batch)
+    except Exception as exc:  # whatever transformers says
+        return row(NOT_RUN, short(exc))
+    if again != truth.loss:
+        return row(NOT_RUN, f"its loss is random: {truth.loss:.6f}, then {again:.6f}")
+    truth.model.zero_grad()
+    no_gradient = [n for n, p in truth.model.named_parameters() if n not in truth.gradients]
+    start = time.perf_counter()
+    try:
+        graph = capture(truth.model, truth.batch)
+        capture_s = time.perf_counter() - start
+        loss, got = program(truth.model, truth.batch, graph)
+    except AutoplanError as exc:
+        return row(REFUSED, short(exc), truth.loss)
+    except Exception as exc:
+        return row(CRASHED, crash(exc), truth.loss)
+    loss_tolerance, gradient_tolerance = TOLERANCES[truth.dtype]
+    if not abs(loss - truth.loss) <= loss_tolerance * abs(truth.loss):
+        return row(WRONG, f"loss {loss:.6f} instead of {truth.loss:.6f}", truth.loss)
+    worst, name = compare(got, truth.gradients)
+    if worst > gradient_tolerance:
+        return row(WRONG, f"gradient of {name} off by {worst:.1e}", truth.loss, worst)
+    return row(EQUAL, f"{len(no_gradient)} parameters get no gradient" if no_gradient else "", truth.loss, worst)
 
 
-def run_all(
-    todo: Sequence[tuple[str, str, str]],
-    workers: int,
-    timeout_s: float,
-    attention: str | None,
-    done: Callable[[Row], None],
-) -> None:
-    """Calls `done` with the row of every class as soon as it is known; at most `workers` processes at a time."""
-    context = multiprocessing.get_context("fork")
-    waiting, running = list(todo)[::-1], {}
-    while waiting or running:
-        while waiting and len(running) < workers:
-            task = waiting.pop()
-            here, there = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(there, *task[1:], attention), daemon=True)
-            process.start()
-            there.close()
-            running[here] = (task, process, time.monotonic())
-        for pipe in cast(list[Connection], wait(list(running), timeout=0.5)):
-            task, process, start = running.pop(pipe)
-            try:
-                found = pipe.recv()
-            except EOFError:
-                found = ("crashed", "its process died", None, None)
-            process.join()
-            done(Row(task[0], task[1], *found, seconds=time.monotonic() - start))
-        for pipe, (task, process, start) in list(running.items()):
-            if time.monotonic() - start > timeout_s:
-                del running[pipe]
-                process.kill()
-                process.join()
-                done(Row(task[0], task[1], "crashed", f"no answer in {timeout_s:g} s", seconds=timeout_s))
-
-
-def _progress(row: Row) -> None:
-    print(f"{row.outcome:8s} {row.name:45s} {row.seconds:5.1f} s  {row.why}", flush=True)
-
-
-def classes(mappings: Sequence[str], only: str) -> list[tuple[str, str, str]]:
-    """(mapping, model class, config class), every model class once."""
-    found: dict[str, tuple[str, str, str]] = {}
+def classes(mappings: Sequence[str], only: str, attention: str | None = None) -> list[Class]:
+    """Return the classes of some mappings whose names match `only`, every class once."""
+    found: dict[str, Class] = {}
     for mapping in mappings:
         names = getattr(modeling_auto, f"{MAPPINGS[mapping]}_NAMES")
-        for kind, model in names.items():
+        for kind, models in names.items():
             config = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES.get(kind)
-            if config is not None and re.search(only, model):
-                found.setdefault(model, (mapping, model, config))
+            for model in (models,) if isinstance(models, str) else models:
+                if config is not None and re.search(only, model):
+                    found.setdefault(model, Class(mapping, model, config, attention))
     return list(found.values())
 
 
-def as_markdown(rows: Sequence[Row]) -> str:
-    """The table of docs/hf_classes.md."""
-    lines = [
-        "# Hugging Face classes",
-        "",
-        "Generated by `python -m experiments.compatibility.hf_classes --write docs/hf_classes.md`: which classes of "
-        f"transformers {transformers.__version__}, built",
-        f"small from their default config, compute in the captured program (one process, torch {torch.__version__}, "
-        "CPU) the loss and the gradients of the",
-        "module (equal), which are refused, and why. `not run`: transformers does not build them small, or they do not "
-        "learn from tokens alone.",
-        "",
-        "| mapping | " + " | ".join(OUTCOMES) + " |",
-        "|---|" + "---|" * len(OUTCOMES),
-    ]
-    for mapping in dict.fromkeys(r.mapping for r in rows):
-        counts = Counter(r.outcome for r in rows if r.mapping == mapping)
-        lines.append(f"| {mapping} | " + " | ".join(str(counts[o]) for o in OUTCOMES) + " |")
-    absent = len({c[1] for c in classes(list(MAPPINGS), "")} - {r.name for r in rows})
-    if absent:
-        lines += ["", f"{absent} further classes of the three mappings were not tried in this run."]
-    lines += ["", "| class | mapping | outcome | why |", "|---|---|---|---|"]
-    for row in sorted(rows, key=lambda r: (list(MAPPINGS).index(r.mapping), r.name)):
-        why = row.why.replace("|", "\\|").replace("<", "&lt;")
-        lines.append(f"| {row.name} | {row.mapping} | {row.outcome} | {why} |")
-    return "\n".join(lines) + "\n"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mappings", nargs="+", choices=list(MAPPINGS), default=list(MAPPINGS))
-    parser.add_argument("--only", default="", help="a regular expression over class names")
-    parser.add_argument("--attention", choices=("eager", "sdpa"), help="attention of the module; default: its own")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--timeout-s", type=float, default=90.0, help="of one class")
-    parser.add_argument("--json", type=Path, help="where to write the rows; classes in it already are not run again")
-    parser.add_argument("--write", type=Path, help="where to write the table")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    chosen = classes(args.mappings, args.only)
-    known = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
-    found = {row.name: row for row in (Row(**fields) for fields in known)}
-
-    def done(row: Row) -> None:
-        found[row.name] = row
-        _progress(row)
-        if args.json:
-            args.json.write_text(json.dumps([asdict(r) for r in found.values()], indent=1))
-
-    run_all([c for c in chosen if c[1] not in found], args.workers, args.timeout_s, args.attention, done)
-    rows = [found[c[1]] for c in chosen]
-    counts = Counter(r.outcome for r in rows)
-    print(f"{len(rows)} classes: " + ", ".join(f"{counts[o]} {o}" for o in OUTCOMES))
-    if args.write:
-        args.write.write_text(as_markdown(rows))
-    return 1 if counts["wrong"] or counts["crashed"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def tasks(mappings: Sequence[str], only: str, attention: str | None = None) -> list[Task]:
+    """Return the examination of every class that `classes` finds."""
+    return [Task(c.mapping, c.name, partial(examine, c)) for c in classes(mappings, only, attention)]

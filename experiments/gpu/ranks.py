@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 import autoplan
+from autoplan.profiler.processes import RankError, run_ranks
 from experiments.gpu.rows import Row, Run, append_row, read_rows, worst_difference
 from experiments.shared.models import Size, make_llama, make_mixtral, token_batch
-from experiments.shared.processes import RankError, run_ranks
 from experiments.shared.training import OPTIMIZER, part_of, train_alone
 
 WORLD = 4

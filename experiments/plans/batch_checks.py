@@ -21,10 +21,10 @@ import typer
 from rich.table import Table
 
 import autoplan
+from autoplan.profiler.processes import run_ranks
 from autoplan.runtime import batch as checks
 from experiments.shared.measure import describe, environment, make_console, run_command, write_json
 from experiments.shared.models import Size, make_llama, token_batch
-from experiments.shared.processes import run_ranks
 
 SIZES = (Size(hidden=64, num_layers=4, seq=64, batch=8), Size(hidden=256, num_layers=4, seq=256, batch=8, num_heads=8))
 WAYS = ("as it is", "contents in every step", "count alone")

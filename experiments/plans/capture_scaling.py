@@ -23,8 +23,8 @@ import typer
 from rich.table import Table
 from torch import nn
 
+from autoplan.profiler.processes import run_ranks
 from experiments.shared.measure import describe, environment, make_console, run_command, write_json
-from experiments.shared.processes import run_ranks
 
 NUM_DEVICES = 8
 SEQ = 4096
@@ -138,8 +138,7 @@ def measure_case(rank: int, world: int, shape: Published, depth: int, tps: list[
 def _ilp(graph: Any, tp: int) -> dict[str, Any]:
     """Plan the layout inside for one tensor-parallel degree."""
     from autoplan.cost_models.hardware.cluster import Cluster
-    from autoplan.plan import make_plan
-    from autoplan.program.pins import read_pins
+    from experiments.shared.default_plans import make_plan, read_pins
 
     start = time.perf_counter()
     config = read_pins({"tp": tp}, NUM_DEVICES)

@@ -122,14 +122,13 @@ def run_case(family: str, size: Any, recompute: str) -> dict[str, Any]:
     from autoplan.capture.export import capture
     from autoplan.codegen.program import compile_program
     from autoplan.cost_models.hardware.cluster import Cluster
-    from autoplan.plan import make_plan
     from autoplan.program.activation_bytes import peak_bytes_of
     from autoplan.program.activations import activations
     from autoplan.program.lower import BlockLowering
-    from autoplan.program.pins import read_pins
     from autoplan.runtime.mesh import use_mesh
     from autoplan.runtime.model import ParallelModel
     from autoplan.units import DTYPE_BYTES
+    from experiments.shared.default_plans import make_plan, read_pins
     from experiments.shared.models import gpt_loss, make_gpt, make_llama, token_batch
 
     batch = token_batch(size)
@@ -138,7 +137,7 @@ def run_case(family: str, size: Any, recompute: str) -> dict[str, Any]:
     env = {"b": size.batch, "s": size.seq}
     _, layouts, _ = make_plan(graph, Cluster.parse("local", 1, "cpu"), read_pins({"recompute": recompute}, 1), env)
     lowered = {n: BlockLowering(graph, b, layouts.selection, layouts.axes).run() for n, b in graph.blocks.items()}
-    blocks = {n: activations(low, graph.factors, layouts.axes, env) for n, low in lowered.items()}
+    blocks = {n: activations(low, env) for n, low in lowered.items()}
     full = {name for name, how in layouts.recompute.items() if how == "full"}
     saved = sum(blocks[c.block].kept_bytes if c.name in full else blocks[c.block].saved_bytes for c in graph.calls)
     gradients = {n: p.num_elements * DTYPE_BYTES[p.dtype] for n, p in graph.params.items() if p.trainable}

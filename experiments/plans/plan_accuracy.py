@@ -22,11 +22,11 @@ import typer
 from rich.table import Table
 
 from autoplan.cost_models.profile import Profile
+from autoplan.profiler.processes import run_ranks
 from experiments.plans.plan_accuracy_predict import Predicted, measure_profile, predict
 from experiments.plans.plan_accuracy_worker import Measured, Trial, every_trial, quiet, run_trials
 from experiments.shared.measure import describe, environment, make_console, run_command, write_json
 from experiments.shared.models import Size
-from experiments.shared.processes import run_ranks
 
 ENOUGH = 3  # repetitions
 

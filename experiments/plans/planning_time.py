@@ -1,4 +1,4 @@
-"""How long planning takes, from starting Python to the plan: Llama 3.1 8B, 70B and 405B on up to 16,384 H100.
+"""How long planning takes, from starting Python to the plan: dense models and mixtures of experts on up to 16,384 H100.
 
     python -m experiments.plans.planning_time [--only 405b] [--repeats 1] [--json FILE]
 
@@ -24,6 +24,8 @@ ROWS = (  # model, nodes, tokens per step
     ("llama-3.1-8b", 8, 2**22),
     ("llama-3.1-70b", 128, 2**23),
     ("llama-3.1-405b", 2048, 2**24),
+    ("qwen3-235b-a22b", 32, 2**22),
+    ("deepseek-v3", 256, 2**26),
 )
 SEQ_LEN = 8192
 PHASES: dict[str, tuple[str, ...]] = {
@@ -62,7 +64,7 @@ def plan(model: str, nodes: int, tokens: int, limit_s: float) -> dict[str, Any]:
 
 
 def _describe(config: dict[str, Any], row: dict[str, Any]) -> str:
-    degrees = " ".join(f"{n}{config[n]}" for n in ("dp", "tp", "pp") if config[n] > 1)
+    degrees = " ".join(f"{n}{config[n]}" for n in ("dp", "tp", "pp", "cp", "ep") if config[n] > 1)
     stages, again = config["stages"], config["recompute"]
     cut = f" stages {min(stages)}-{max(stages)}" if config["pp"] > 1 else ""
     recompute = f" recompute {sum(again)}" if isinstance(again, list) and sum(again) else ""
@@ -76,7 +78,7 @@ def _describe(config: dict[str, Any], row: dict[str, Any]) -> str:
 def main(
     only: Annotated[str, typer.Option(help="rows whose model contains this")] = "",
     repeats: Annotated[int, typer.Option(help="processes per row; the median is shown")] = 1,
-    limit_s: Annotated[float, typer.Option(help="time limit of one search")] = 300.0,
+    limit_s: Annotated[float, typer.Option(help="time limit of one search")] = 60.0,
     json: Annotated[Path | None, typer.Option(help="also write the results here")] = None,
 ) -> None:
     """Plan each row in fresh processes and say where the time goes."""

@@ -30,15 +30,15 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.kernels.operations import interpolated_s
 from autoplan.cost_models.profile import MeasuredOp, Profile
-from autoplan.plan import make_plan
 from autoplan.profiler.ops import Clock, cache_bytes, measure_op
 from autoplan.profiler.tasks import lowered_tasks
+from autoplan.program.facts import layer_calls
 from autoplan.program.lower import BlockLowering
 from autoplan.program.op_costs import OpCosts
-from autoplan.program.pins import layer_calls
 from autoplan.program.statements import Op
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
+from experiments.shared.default_plans import make_plan
 from experiments.shared.measure import describe, environment, limit_time, make_console, run_command, write_json
 from experiments.shared.models import Size, make_llama, token_batch
 

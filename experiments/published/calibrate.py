@@ -30,20 +30,19 @@ from autoplan.calibration.fit import (
     LEAST_GROUPS,
     Floats,
     HeldOut,
-    Interval,
     MeasuredStep,
     Question,
     StepPrice,
     fit,
     held_out_errors,
-    interval,
 )
 from autoplan.calibration.steps import PlannedStep
-from autoplan.calibration.tables import constants_table, groups_table, interval_text, stored
+from autoplan.calibration.tables import constants_table, stored
 from autoplan.cost_models.constants import OF_FAMILY, Constants, class_of_step
 from autoplan.cost_models.kernels.gpu import family_of
 from autoplan.errors import AutoplanError
 from autoplan.report.files import write_text
+from experiments.published.intervals import Interval, groups_table, interval, interval_text, stored_intervals
 from experiments.published.rows import Case, Row, Shapes, Task, interpret, read_rows
 from experiments.published.validate import chosen, request_of
 
@@ -253,6 +252,7 @@ def main(
         if known is not None:
             console.print(f"{name}: {interval_text(known)}", soft_wrap=True)
     more = {
+        "intervals": stored_intervals(intervals),
         # measured / predicted of an interval holds 1: what is predicted is within what is stated
         "step_intervals": {
             name: {"low": min(1.0, found.low), "high": max(1.0, found.high), "covered": found.covered}
@@ -265,7 +265,7 @@ def main(
         "date": date or datetime.date.today().isoformat(),
         "sources": sorted({origin(case.row["source"]) for case in cases}),
     }
-    result = stored(steps, fitted, held, intervals, more)
+    result = stored(steps, fitted, held, more)
     if write is not None:
         write_text(write, json.dumps(result, indent=1) + "\n")
     if json_path is not None:

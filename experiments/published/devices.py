@@ -18,9 +18,9 @@ from functools import lru_cache
 from autoplan.cost_models.hardware.catalog import RANKS_PER_ROW, entries, entry, nearest_names
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import AutoplanError
-from autoplan.stacks import defaults as tables
 from autoplan.stacks.defaults import find
 from autoplan.units import GB
+from experiments.published import reading
 from experiments.published.table import Row, Unpriced, Unstated
 
 # Form factors in the catalog's ids, the usual one of training clusters first: that of a row which names none.
@@ -268,7 +268,7 @@ def _of_nodes(device_id: str, per_node: int | None) -> str:
 def _parse(device_id: str, overrides: str, nodes: int, per_node: int, nic: float | None) -> Cluster:
     parts = [overrides] if overrides else []
     if nic is None and entry(device_id).nic_gbit_s is None:
-        nic = tables.USUAL_NIC
+        nic = reading.USUAL_NIC
     if nic is not None and nodes > 1:
         parts.append(f"nic={nic:g}")
     text = f"{nodes}x{per_node}x{device_id}"
@@ -277,9 +277,9 @@ def _parse(device_id: str, overrides: str, nodes: int, per_node: int, nic: float
 
 def _nic_gbit_s(text: str, per_node: int) -> float | None:
     """Gbit/s per device, or None where a row does not say."""
-    reached = find(tables.REACHED, text) or 1.0
-    if (match := re.search(tables.NIC_PER_DEVICE, text)) is not None:
+    reached = find(reading.REACHED, text) or 1.0
+    if (match := re.search(reading.NIC_PER_DEVICE, text)) is not None:
         return float(match.group(1)) * reached
-    if (match := re.search(tables.NIC_PER_NODE, text)) is not None:
+    if (match := re.search(reading.NIC_PER_NODE, text)) is not None:
         return float(match.group(1)) * float(match.group(2)) / per_node * reached
     return None

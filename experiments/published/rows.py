@@ -27,10 +27,12 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import AutoplanError
 from autoplan.schedules.schedule import num_copies
 from autoplan.stacks import defaults as tables
-from autoplan.stacks.defaults import Formula, Framework, Memory, find
-from autoplan.stacks.options import EXPERTS_WHOLE_SINCE, default_options, era_of
+from autoplan.stacks.defaults import Framework, find
+from autoplan.stacks.options import EXPERTS_WHOLE_SINCE, default_options
+from experiments.published import reading
 from experiments.published.devices import cluster_of as cluster_of
 from experiments.published.devices import clusters_of
+from experiments.published.reading import Formula, Memory, era_of
 from experiments.published.shapes import Adapters as Adapters
 from experiments.published.shapes import Kind as Kind
 from experiments.published.shapes import Shape as Shape
@@ -125,7 +127,7 @@ class Case:
         size = self.row.measured("peak_mem_gb")
         if size is None:
             return None
-        kind = find(tables.MEMORY, self.row["mem_kind"])
+        kind = find(reading.MEMORY, self.row["mem_kind"])
         if kind is None:
             said = self.row["mem_kind"] or "blank"
             raise Unmeasured(f"not compared: mem_kind {said!r} does not say what peak_mem_gb counts")
@@ -162,7 +164,7 @@ def interpret(row: Row, shapes: Shapes) -> Case:
     assumed += [name for name in (*model.assumed, *where.assumed) if name not in assumed]
     assumed += ["precision"] if words.assumed else []
     notes = [*row.faults, *notes, *model.notes, *where.notes, *([words.note] if words.note else [])]
-    layer = shape.layers == 1 and re.search(tables.SINGLE_LAYER, row["model"], re.IGNORECASE) is not None
+    layer = shape.layers == 1 and re.search(reading.SINGLE_LAYER, row["model"], re.IGNORECASE) is not None
     if layer:
         notes.append("a layer alone: priced as what the forward and backward of a second one add to a model")
     task = Task(shape, cluster, precision, seq_len, batch, tuple(settings), tuple(last), layer)
@@ -209,7 +211,7 @@ def _degrees(row: Row) -> tuple[dict[str, int], list[str]]:
     devices = row.num_devices
     stated = {name: row.count(name) for name in ("tp", "pp", "cp", "dp")}
     found = {name: value for name, value in stated.items() if value}
-    if not found and re.search(tables.ALL_SHARDED, row["zero_stage"], re.IGNORECASE):
+    if not found and re.search(reading.ALL_SHARDED, row["zero_stage"], re.IGNORECASE):
         found = {"tp": 1, "pp": 1}
     found.setdefault("cp", 1)
     rest = math.prod(value for name, value in found.items() if name != "dp")
@@ -242,7 +244,7 @@ def _micro_batches(
     stated = row.count("micro_batch")
     if stated is None and (match := re.search(r"\b(\d+) micro-?batches", row["flags"])) is not None:
         stated = batch // (dp * int(match.group(1)))
-    if stated is None and framework in tables.AT_ONCE:
+    if stated is None and framework in reading.AT_ONCE:
         stated = batch // dp
     note = ""
     if stated and dp * stated > batch:
@@ -250,9 +252,9 @@ def _micro_batches(
         stated = batch // dp
     if stated:
         return (stated,), note
-    if pp > 1 and batch % (dp * pp) == 0 and era < tables.AS_MANY_AS_STAGES.get(framework, 0.0):
+    if pp > 1 and batch % (dp * pp) == 0 and era < reading.AS_MANY_AS_STAGES.get(framework, 0.0):
         return tuple(dict.fromkeys((batch // (dp * pp), 1))), note
-    usual = tables.MICRO_BATCHES_GATHERED if gathered and pp == 1 else tables.MICRO_BATCHES
+    usual = reading.MICRO_BATCHES_GATHERED if gathered and pp == 1 else reading.MICRO_BATCHES
     return tuple(n for n in usual if batch % (dp * n) == 0) or (1,), note
 
 
@@ -340,7 +342,7 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
     said = f"{row['flags']} {row['schedule']} {row['model']}"
     options = default_options(framework, era, said, row["gpu"], row["precision"], row["notes"])
     options = replace(options, sequence_parallel=row["sp"] != "0" or tp == 1)
-    if shape.kind.latent and framework in tables.DETERMINISTIC:
+    if shape.kind.latent and framework in reading.DETERMINISTIC:
         options = replace(options, attention=Attention.UNFUSED)
 
     def setting(r: _Reading, instead: tuple[str, ...] = ()) -> Setting:
@@ -389,7 +391,7 @@ def _expert_tensor_degrees(shape: Shape, tp: int, ep: int, ranks: int, whole: bo
 
 def _zero_replicas(row: Row, ranks: int) -> int:
     """Copies of the sharded state, of a group that is stated and divides the ranks."""
-    group = re.search(tables.SHARD_GROUP, row["zero_stage"])
+    group = re.search(reading.SHARD_GROUP, row["zero_stage"])
     size = int(group[1]) if group is not None else ranks
     return ranks // size if ranks % size == 0 else 1
 
@@ -437,7 +439,7 @@ def _measured_s(row: Row, shape: Shape, seq_len: int, batch: int) -> float:
     devices, tokens = row.num_devices, batch * seq_len
     if (rate := row.measured("tokens_per_s_per_gpu")) is not None:
         return tokens / (rate * devices)
-    tflops, formula = row.measured("tflops_per_gpu"), find(tables.TFLOPS_FORMULAS, row["tflops_kind"])
+    tflops, formula = row.measured("tflops_per_gpu"), find(reading.TFLOPS_FORMULAS, row["tflops_kind"])
     if tflops is None and (row.out_of_memory or row["peak_mem_gb"]):
         return math.nan
     if tflops is None or formula is None:

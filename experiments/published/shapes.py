@@ -19,7 +19,8 @@ from typing import Any
 from autoplan.errors import AutoplanError
 from autoplan.stacks import defaults as tables
 from autoplan.stacks.defaults import Framework
-from autoplan.stacks.options import era_of
+from experiments.published import reading
+from experiments.published.reading import era_of
 from experiments.published.table import Row, Unstated
 
 
@@ -98,7 +99,7 @@ class Shape:
         k, h = self.kind, self.hidden
         if not k.latent:
             return 2 * h * k.head_dim * (self.heads + self.kv_heads)
-        c = tables.LATENT
+        c = reading.LATENT
         queries = self.heads * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
         q = h * queries if k.q_rank is None else k.q_rank * (h + queries)
         up = c["kv_lora_rank"] * self.heads * (c["qk_nope_head_dim"] + c["v_head_dim"])
@@ -147,7 +148,7 @@ class Shape:
             return {
                 **common,
                 **experts,
-                **tables.LATENT,
+                **reading.LATENT,
                 "model_type": "deepseek_v3",
                 "q_lora_rank": k.q_rank,
                 "n_routed_experts": self.num_experts,
@@ -233,11 +234,11 @@ def _candidates(row: Row) -> tuple[list[_Candidate], tuple[str, ...]]:
     hidden, layers, positions = row.needed("hidden"), row.needed("layers"), row.needed("seq_len")
     experts = row.count("moe_experts") or 0
     era = era_of(row["source"], row["notes"], row["gpu"])
-    many = experts >= tables.MANY_EXPERTS
-    topks = [row.needed("moe_topk")] if row["moe_topk"] else list(tables.TOP_K_OF_EXPERTS[many]) if experts else [0]
+    many = experts >= reading.MANY_EXPERTS
+    topks = [row.needed("moe_topk")] if row["moe_topk"] else list(reading.TOP_K_OF_EXPERTS[many]) if experts else [0]
     moe_ffn, shared = (row.noted("moe_ffn"), row.noted("shared_ffn")) if experts else (0, 0)
     first_dense = row.noted("first_dense_layers") if experts else 0
-    all_heads = [row.needed("heads")] if row["heads"] else [hidden // d for d in tables.HEAD_DIMS if hidden % d == 0]
+    all_heads = [row.needed("heads")] if row["heads"] else [hidden // d for d in reading.HEAD_DIMS if hidden % d == 0]
     if not all_heads:
         raise Unstated("heads is not stated")
     if row["ffn_hidden"]:
@@ -256,7 +257,7 @@ def _candidates(row: Row) -> tuple[list[_Candidate], tuple[str, ...]]:
     ):
         # a gated layer of the same size has 8/3 h; 4 h exactly is the ungated layer of the first transformer
         gated = ffn != 4 * hidden or experts > 0
-        size = tables.LAYER_WEIGHTS * layers * hidden**2
+        size = reading.LAYER_WEIGHTS * layers * hidden**2
         for m, kv_heads in enumerate([kv_stated] if kv_stated else _usual_kv_heads(heads, era, gated, size)):
             shape = Shape(
                 layers=layers,
@@ -292,11 +293,11 @@ def _fitted(row: Row, candidates: Sequence[_Candidate], blank: tuple[str, ...], 
     if len(candidates) == 1:
         shape = candidates[0][0]
         nearest = _nearest(row, shape, published)
-        if abs(off(nearest)) <= tables.PARAMS_TOLERANCE:
+        if abs(off(nearest)) <= reading.PARAMS_TOLERANCE:
             return ShapeMatch(nearest, (), blank)
         usual = replace(shape, kind=_usual_kind(row, shape))
         more = _experts_from(usual, published) if shape.num_experts and not row.noted("moe_ffn") else None
-        if more is not None and abs(off(more)) <= tables.PARAMS_TOLERANCE:
+        if more is not None and abs(off(more)) <= reading.PARAMS_TOLERANCE:
             note = f"experts without a size are priced with an inner size of {more.expert_ffn}, as params_b says"
             return ShapeMatch(more, (), (*blank, "moe_ffn"), (note,))
         said = (
@@ -307,10 +308,10 @@ def _fitted(row: Row, candidates: Sequence[_Candidate], blank: tuple[str, ...], 
     for kinds in (False, True):
         found = [_nearest(row, s, published) if kinds else replace(s, kind=_usual_kind(row, s)) for s, _ in candidates]
         least = min(abs(off(s)) for s in found)
-        if kinds or least < (tables.USUAL_WITH_EXPERTS if found[0].num_experts else tables.USUAL):
+        if kinds or least < (reading.USUAL_WITH_EXPERTS if found[0].num_experts else reading.USUAL):
             break
-    near = list(dict.fromkeys(s for s in found if abs(off(s)) <= least + tables.ROUNDED))
-    if least <= tables.PARAMS_TOLERANCE:
+    near = list(dict.fromkeys(s for s in found if abs(off(s)) <= least + reading.ROUNDED))
+    if least <= reading.PARAMS_TOLERANCE:
         return ShapeMatch(near[0], tuple(near[1:3]), blank)
     note = f"usual dimensions give {off(near[0]):+.0%} of the published number of parameters at best: params_b is left"
     return ShapeMatch(near[0], tuple(near[1:3]), (*blank, "params_b"), (note,))
@@ -325,10 +326,10 @@ def _nearest(row: Row, shape: Shape, published: float) -> Shape:
 
     if _usual_kind(row, shape).latent:  # of many small experts, too few parameters are attention's to tell
         likely = min((s for s in found if s.kind.latent), key=lambda s: abs(off(s)))
-        if abs(off(likely)) < tables.USUAL_WITH_EXPERTS:
+        if abs(off(likely)) < reading.USUAL_WITH_EXPERTS:
             return likely
     usual = found[0].kind == shape.kind  # else the size of a head is none that is used with experts
-    if usual and abs(off(found[0])) < (tables.USUAL_WITH_EXPERTS if shape.num_experts else tables.USUAL):
+    if usual and abs(off(found[0])) < (reading.USUAL_WITH_EXPERTS if shape.num_experts else reading.USUAL):
         return found[0]
     return min(found, key=lambda s: abs(off(s)))
 
@@ -344,36 +345,36 @@ def _experts_from(shape: Shape, published: float) -> Shape | None:
 def _usual_ffns(hidden: int, era: float) -> list[int]:
     """Inner sizes, the likeliest first: 4 h, 3.5 h and 8/3 h up to the next multiple of 256."""
     sizes = [4 * hidden, 7 * hidden // 2, math.ceil(8 * hidden / 3 / 256) * 256]
-    return sizes if era < tables.GATED_SINCE else [*sizes[1:], sizes[0]]
+    return sizes if era < reading.GATED_SINCE else [*sizes[1:], sizes[0]]
 
 
 def _usual_kv_heads(heads: int, era: float, gated: bool, size: float) -> list[int]:
-    """Numbers of key-value heads, the likeliest first (stacks.defaults: GROUPED)."""
-    grouped, since, large, large_since = tables.GROUPED
+    """Numbers of key-value heads, the likeliest first (reading.GROUPED)."""
+    grouped, since, large, large_since = reading.GROUPED
     first = gated and (era >= since or (era >= large_since and size >= large))
     order = [grouped, heads] if first else [heads, grouped]
-    return [n for n in dict.fromkeys((*order, *tables.KV_HEADS)) if n <= heads and heads % n == 0]
+    return [n for n in dict.fromkeys((*order, *reading.KV_HEADS)) if n <= heads and heads % n == 0]
 
 
 def _usual_kind(row: Row, shape: Shape) -> Kind:
     """Where nothing says what kind of layer it is: latent attention with many experts, in frameworks that know it, or
     where it explains the number of heads."""
-    least, since = tables.LATENT_EXPERTS
-    known = row.framework in tables.LATENT_FRAMEWORKS and era_of(row["source"], row["notes"], row["gpu"]) >= since
-    narrow = row.framework is Framework.OTHER and shape.kind.head_dim < min(tables.HEAD_DIMS)
+    least, since = reading.LATENT_EXPERTS
+    known = row.framework in reading.LATENT_FRAMEWORKS and era_of(row["source"], row["notes"], row["gpu"]) >= since
+    narrow = row.framework is Framework.OTHER and shape.kind.head_dim < min(reading.HEAD_DIMS)
     if not (known or narrow) or shape.num_experts < least or shape.kv_heads != shape.heads:
         return shape.kind
-    return replace(shape.kind, latent=True, q_rank=tables.LATENT_Q_RANKS[0], head_dim=tables.LATENT["v_head_dim"])
+    return replace(shape.kind, latent=True, q_rank=reading.LATENT_Q_RANKS[0], head_dim=reading.LATENT["v_head_dim"])
 
 
 def _vocabs(row: Row, era: float) -> list[int]:
     """As stated, else of the framework's usual tokenizer, or its era's, and then of the others."""
     if row["vocab"]:
         return [row.needed("vocab")]
-    of_era = next(size for since, size in reversed(tables.TOKENIZERS) if era >= since)
+    of_era = next(size for since, size in reversed(reading.TOKENIZERS) if era >= since)
     framework = tables.VOCAB.get(row.framework)
     multiple = 1 if framework is None else tables.VOCAB_MULTIPLE * (row.count("tp") or 1)
-    sizes = dict.fromkeys((framework or of_era, of_era, *(size for _, size in tables.TOKENIZERS)))
+    sizes = dict.fromkeys((framework or of_era, of_era, *(size for _, size in reading.TOKENIZERS)))
     return [math.ceil(size / multiple) * multiple for size in sizes]
 
 
@@ -386,13 +387,13 @@ def _adapters(row: Row) -> Adapters | None:
 def _kinds(shape: Shape) -> list[Kind]:
     """What a shape may be, the usual kind first."""
     usual, moe = shape.kind, shape.num_experts > 0
-    dims = list(dict.fromkeys((usual.head_dim, *tables.HEAD_DIMS)))
-    if moe and usual.head_dim not in tables.HEAD_DIMS:
+    dims = list(dict.fromkeys((usual.head_dim, *reading.HEAD_DIMS)))
+    if moe and usual.head_dim not in reading.HEAD_DIMS:
         dims.remove(usual.head_dim)
-    every = tables.EXPERT_EVERY if moe else (1,)
+    every = reading.EXPERT_EVERY if moe else (1,)
     gated = (True,) if moe else (usual.gated, not usual.gated)
     ties = (usual.tied, not usual.tied)
     plain = [Kind(g, tie, dim, expert_every=n) for n, g, dim, tie in itertools.product(every, gated, dims, ties)]
     latent = moe and shape.kv_heads == shape.heads
-    ranks = itertools.product(tables.LATENT_Q_RANKS, ties) if latent else ()
-    return plain + [Kind(True, tie, tables.LATENT["v_head_dim"], True, rank) for rank, tie in ranks]
+    ranks = itertools.product(reading.LATENT_Q_RANKS, ties) if latent else ()
+    return plain + [Kind(True, tie, reading.LATENT["v_head_dim"], True, rank) for rank, tie in ranks]

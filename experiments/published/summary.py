@@ -1,6 +1,6 @@
-"""The table of published runs in README.md, generated: predicted against measured, campaign by campaign.
+"""The table of published runs in docs/accuracy.md, generated: predicted against measured, campaign by campaign.
 
-    python -m experiments.published.validate --data FILE.csv --trust A --readme README.md
+    python -m experiments.published.validate --data FILE.csv --trust A --readme docs/accuracy.md
 
 What stands between the two marks is replaced; `held out` is of the shipped constants (profiles/constants.json): every
 campaign predicted by constants fitted without it.

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import AutoplanError
-from autoplan.stacks import defaults as tables
 from autoplan.stacks.defaults import Framework, find
+from experiments.published import reading
 
 COLUMNS = (
     "id campaign source trust model params_b layers hidden ffn_hidden heads kv_heads vocab seq_len moe_experts "
@@ -114,7 +114,7 @@ class Row:
     @property
     def framework(self) -> Framework:
         """What trained the model."""
-        return find(tables.FRAMEWORKS, f"{self['source']} {self['flags']}") or Framework.OTHER
+        return find(reading.FRAMEWORKS, f"{self['source']} {self['flags']}") or Framework.OTHER
 
     def noted(self, name: str) -> int:
         """`name=NUMBER` in the notes, else 0."""

@@ -15,6 +15,7 @@ from autoplan.cost_models.hardware.parts import Device
 from autoplan.schedules.schedule import SCHEDULES
 from autoplan.stacks import defaults as tables
 from autoplan.stacks.defaults import find
+from experiments.published import reading
 from experiments.published.table import Row
 
 Choice = TypeVar("Choice")
@@ -40,8 +41,8 @@ def schedule_of(row: Row, pp: int) -> Words[str]:
     found = find(tables.SCHEDULE_WORDS, plain)
     if found is not None:
         return Words(found, len(found) > 1)
-    note = f"schedule={row['schedule']} is not known: priced as {' or '.join(tables.UNKNOWN_SCHEDULE)}"
-    return Words(tables.UNKNOWN_SCHEDULE, True, note)
+    note = f"schedule={row['schedule']} is not known: priced as {' or '.join(reading.UNKNOWN_SCHEDULE)}"
+    return Words(reading.UNKNOWN_SCHEDULE, True, note)
 
 
 def chunks_of(row: Row, schedule: str, layers: int, pp: int) -> tuple[int, ...]:
@@ -60,7 +61,7 @@ def chunks_of(row: Row, schedule: str, layers: int, pp: int) -> tuple[int, ...]:
     stated = stated_chunks(row)
     if stated is not None:
         return (stated or 1,)
-    if re.search(tables.ONE_CHUNK, _bare(row["schedule"])):
+    if re.search(reading.ONE_CHUNK, _bare(row["schedule"])):
         return (1,)
     usual = tables.DEFAULT_CHUNKS.get(row.framework)
     if usual is not None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from rich.table import Table
 from torch import nn
 
+from autoplan.profiler.processes import run_ranks
 from experiments.shared.measure import (
     Timings,
     compare,
@@ -25,7 +26,6 @@ from experiments.shared.measure import (
     write_json,
 )
 from experiments.shared.models import Size
-from experiments.shared.processes import run_ranks
 
 TOLERANCE = 1e-4  # fp32, another order of additions
 

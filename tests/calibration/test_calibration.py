@@ -19,14 +19,12 @@ from autoplan.calibration.fit import (
     fit,
     group_errors,
     held_out_errors,
-    interval,
-    macro,
     objective,
     priced_by,
     range_of,
 )
 from autoplan.calibration.steps import functions, read_steps
-from autoplan.calibration.tables import constants_table, groups_table, interval_text, rounded, stored
+from autoplan.calibration.tables import constants_table, rounded, stored
 from autoplan.catalog import load_model
 from autoplan.cli import app
 from autoplan.config.choices import options_of
@@ -39,6 +37,7 @@ from autoplan.search.estimate import estimate_config
 from autoplan.search.layouts import PlanRequest
 from experiments.published import calibrate as experiment
 from experiments.published import validate as validate_published
+from experiments.published.intervals import groups_table, interval, interval_text, macro, stored_intervals
 from experiments.published.rows import COLUMNS, Row, Shapes, interpret
 
 START = Constants()
@@ -160,7 +159,7 @@ def test_every_shipped_constant_has_a_range_that_it_may_take() -> None:
     [
         ([], [], "at least one"),
         ([1.0], ["overlp"], "'overlp' is not known; known are sustained_ampere"),
-        ([math.nan], [], "step 0: its predicted time nan"),
+        ([math.nan], [], "step 0: the predicted time nan is not above 0 s"),
     ],
 )
 def test_a_fit_says_what_is_wrong(given: list[float], names: list[str], says: str) -> None:
@@ -278,7 +277,12 @@ def test_the_file_holds_values_and_where_they_come_from(tmp_path: Path) -> None:
     steps, models = synthetic(8)
     found = fitted_to(steps, models)
     held = held_out_errors(found, steps, priced_by(models))
-    data = stored(steps, found, held, [interval(steps, held.errors, 0.9)], {"date": "2026-01-02"})
+    data = stored(
+        steps,
+        found,
+        held,
+        {"intervals": stored_intervals([interval(steps, held.errors, 0.9)]), "date": "2026-01-02"},
+    )
     path = tmp_path / "constants.json"
     path.write_text(json.dumps(data))
     assert Constants.load(path).values == rounded(found.constants).values
@@ -398,7 +402,7 @@ def test_calibrate_fits_only_what_is_asked_for(tmp_path: Path) -> None:
     [
         ("a: 1", "must be a list of at least one step"),
         ("[]", "must be a list of at least one step"),
-        ("- 3", "step 1: 3 is no mapping"),
+        ("- 3", "step 1: 3 must be a mapping"),
         ("- {model: gpt2}", "step 1: cluster is missing"),
         (STEPS + "  tokens: 3\n", "step 2: unknown key 'tokens'"),
         (STEPS.replace("0.13", "-1"), "step 1: step_time_s=-1"),

@@ -74,8 +74,11 @@ def test_no_gradient_flows_through_a_region_without_gradients() -> None:
     assert_equal(Model(partly_without), batch, mean_square, x=batch["x"])
     model = Model(frozen_use)
     model.only_here = nn.Parameter(torch.ones(DIM, DIM))
-    with pytest.raises(CaptureError, match=r"parameter '.*' does not influence the loss"):
-        capture(model, {"x": batch["x"].float()}, mean_square)
+    graph = capture(model, {"x": batch["x"].float()}, mean_square)
+    assert graph.notes[0].startswith("first.bias, first.weight, only_here do not influence the loss")
+    assert {n for n, p in graph.params.items() if p.trainable} == {"weight", "last.weight", "last.bias"}
+    with pytest.raises(CaptureError, match=r"no trainable parameter influences the loss \(not 'first.bias'"):
+        capture(model, {"x": batch["x"].float()}, lambda out, batch: out.detach().square().mean())
 
 
 class Open(nn.Module):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 from autoplan import catalog
+from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import AutoplanError, CaptureError, GraphError
 from autoplan.ir.graph import ModelGraph
@@ -55,6 +58,9 @@ def test_shipped_graphs_are_whole_and_have_the_published_size(name: str) -> None
     assert graph.loss_count == "tokens"
 
 
+WRITTEN_OUT = ("gpt_oss",)  # attention with sinks is plain operations, and none of them says what its heads are
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_descriptions_are_those_of_the_config(name: str) -> None:
     config, about = CONFIGS[name]["config"], catalog.describe_model(name)
@@ -62,13 +68,19 @@ def test_descriptions_are_those_of_the_config(name: str) -> None:
     def field(*names: str) -> Any:
         return next((config[n] for n in names if n in config), 0)
 
-    assert about.num_layers == field("num_hidden_layers", "n_layer")
-    assert about.hidden_size == field("hidden_size", "n_embd")
-    assert about.num_heads == field("num_attention_heads", "n_head")
-    assert about.num_kv_heads == field("num_key_value_heads", "n_head")
-    assert about.vocab_size == config["vocab_size"]
+    both = field("num_layers", "encoder_layers") + field("num_decoder_layers", "decoder_layers")
+    assert about.num_layers == field("num_hidden_layers", "n_layer") or both
+    assert about.hidden_size == field("hidden_size", "n_embd", "d_model")
+    heads = field("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads")
+    one = config.get("multi_query") and not config["new_decoder_architecture"]  # newer Falcons repeat keys and values
+    kv = 1 if one else field("num_key_value_heads") or heads
+    assert (about.num_heads, about.num_kv_heads) == ((0, 0) if config["model_type"] in WRITTEN_OUT else (heads, kv))
+    assert about.vocab_size == field("vocab_size")
     assert about.num_experts == field("num_local_experts", "num_experts", "n_routed_experts")
     assert about.num_experts_per_token == field("num_experts_per_tok")
+
+
+IN_ANY_ORDER = ("gemma-3-27b",)  # transformers makes tables of positions in the order of a set of names
 
 
 def plain(graph: ModelGraph) -> ModelGraph:
@@ -80,11 +92,26 @@ def plain(graph: ModelGraph) -> ModelGraph:
     return replace(graph, blocks=blocks)
 
 
-@pytest.mark.parametrize("name", [n if n in SMALL else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS])
+def _one_of_each_family() -> Iterator[Any]:
+    """The first model of every class of transformers in make test-all, the others of it in make exhaustive."""
+    seen = {CONFIGS[name]["config"]["model_type"] for name in SMALL}
+    for name, about in CONFIGS.items():
+        kind = about["config"]["model_type"]
+        marks = () if name in SMALL else pytest.mark.exhaustive if kind in seen else pytest.mark.slow
+        seen.add(kind)
+        yield pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", list(_one_of_each_family()))
 def test_shipped_graphs_are_what_capture_gives_now(name: str) -> None:
-    assert plain(catalog.load_model(name)) == plain(catalog.captured(name)), (
-        f"{name} has drifted; run python -m autoplan.catalog {name}"
-    )
+    shipped, now = plain(catalog.load_model(name)), plain(catalog.captured(name))
+    if name in IN_ANY_ORDER:
+        code = f"from autoplan import catalog; print(catalog.captured({name!r}).to_json())"
+        environment = {**os.environ, "PYTHONHASHSEED": catalog._HASH_SEED}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert now.num_params == shipped.num_params and len(now.calls) == len(shipped.calls)
+        now = plain(ModelGraph.from_json(done.stdout))
+    assert shipped == now, f"{name} has drifted; run python -m autoplan.catalog {name}"
 
 
 def test_the_generator_writes_what_is_shipped(tmp_path: Path) -> None:
@@ -121,7 +148,7 @@ def test_damaged_files_are_named() -> None:
 def test_layouts_are_found(name: str, degree: int) -> None:
     """Attention and experts are split, on the graph as it is shipped."""
     graph = catalog.load_model(name)
-    settings = IntraSettings((Axis("tp", degree),), Cluster.local(degree, "cuda"), {"b": 1, "s": 2048})
+    settings = IntraSettings((Axis("tp", degree),), Costs(Cluster.local(degree, "cuda")), {"b": 1, "s": 2048})
     solution = solve(build_problem(graph, settings))
     assert solution.status == "optimal"
     found = {}
@@ -133,7 +160,7 @@ def test_layouts_are_found(name: str, degree: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+@pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 8])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_model_has_a_layout(name: str, degree: int) -> None:
     about, graph = catalog.describe_model(name), catalog.load_model(name)
@@ -142,11 +169,41 @@ def test_every_model_has_a_layout(name: str, degree: int) -> None:
     major = degree if about.num_kv_heads % degree == 0 else about.num_kv_heads % degree or 1
     sizes = [n for n in (major, degree // major) if n > 1]
     axes = tuple(Axis(f"tp{i}", n) for i, n in enumerate(sizes))
-    settings = IntraSettings(axes, Cluster.local(8, "cuda"), {"b": 1, "s": 2048})
+    settings = IntraSettings(axes, Costs(Cluster.local(8, "cuda")), {"b": 1, "s": 2048, "t": 2048})
     assert solve(build_problem(graph, settings)).status == "optimal"
 
 
 # -- what is not shipped -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+        ("Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Meta-Llama-3.1-8B", "llama-3.1-8b"),
+        ("Llama-2-7b-chat-hf", "llama-2-7b"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("mistralai/Mistral-7B-v0.3", "mistral-7b"),
+        ("Qwen/Qwen3-235B-A22B-Instruct-2507", "qwen3-235b-a22b"),
+        ("QWEN3_8B", "qwen3-8b"),
+        ("gpt2", "gpt2"),
+        ("llama-3.1-4", "llama-3.1-405b"),
+        ("gpt3", "gpt3-175b"),
+    ],
+)
+def test_names_as_people_write_them(text: str, name: str) -> None:
+    assert catalog.named(text) == name
+    assert catalog.load_model(text).name == catalog.describe_model(text).name == name
+
+
+def test_names_that_fit_several_models_or_another_one() -> None:
+    several = "model 'Llama-3.1' may be llama-3.1-405b, llama-3.1-70b or llama-3.1-8b; write one of them"
+    with pytest.raises(AutoplanError, match=several):
+        catalog.load_model("Llama-3.1")
+    for other in ("mistralai/Mistral-7B-v0.1", "Qwen2.5-Coder-7B", "t5-base", "-it", "", "/"):  # other shapes
+        with pytest.raises(AutoplanError, match="unknown model"):
+            catalog.named(other)
 
 
 def test_unknown_names() -> None:
@@ -214,7 +271,7 @@ def test_factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -
         ("catalog_models:fails", "the factory failed with OSError: no checkpoint here"),
         ("catalog_models:number", "returned something of type int"),
         ("catalog_models:list_of_inputs", "list_of_inputs: example_inputs is of type list; it must map names"),
-        ("catalog_models:unsupported", r"op aten\.fft_\w+\.default at catalog_models\.py:\d+ is not supported"),
+        ("catalog_models:unsupported", r"catalog_models\.py:\d+: aten\.poisson\.default draws random numbers"),
     ],
 )
 def test_factories_that_do_not_work(name: str, message: str) -> None:

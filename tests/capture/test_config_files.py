@@ -1,9 +1,8 @@
-"""Models from a config.json: the class and sizes it names, dropout that is not priced, recurrences that are refused."""
+"""Models from a config.json: the class and sizes it names, dropout, recurrences that are found."""
 
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,15 @@ import pytest
 import torch
 import transformers
 from command_line import one_line_error, run
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autoplan.capture.export
-from autoplan.api import _capture, plan_program
+from autoplan.api import plan_program
 from autoplan.capture.export import capture
 from autoplan.capture.frontend.config_file import model_from_config
-from autoplan.capture.frontend.left_out import attention_dropout_left_out
+from autoplan.capture.frontend.inputs import LossFn, LossModule
+from autoplan.capture.frontend.recurrences import find_scans
 from autoplan.capture.source import _example
 from autoplan.catalog import load_model
 from autoplan.cost_models.hardware.cluster import Cluster
@@ -71,30 +72,60 @@ def estimated(path: str, *more: str) -> Any:
 
 
 @pytest.mark.parametrize("config", [GPT2, BERT, T5], ids=["gpt2", "bert", "t5"])
-def test_a_config_with_dropout_is_priced_and_says_what_is_not(config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_config_with_dropout_is_planned_as_it_runs(config: dict[str, Any], tmp_path: Path) -> None:
+    """Dropout inside attention too: the price is that of the graph that the door executes."""
     path = written(tmp_path, config)
     graph = load_model(path)
-    assert graph.left_out == ("dropout p=0.1 inside attention",)
-    assert any(n.op == "dropout" and n.attrs["p"] == 0.1 for b in graph.blocks.values() for n in b.nodes)
+    found = [n for b in graph.blocks.values() for n in b.nodes]
+    after_softmax = {n.outputs[0] for n in found if n.op == "softmax"}
+    inside = [n for n in found if n.op == "dropout" and not after_softmax.isdisjoint(n.inputs)]
+    assert inside and {n.attrs["p"] for n in found if n.op == "dropout"} == {0.1}
+    assert "attention" not in {n.op for n in found}
     assert ModelGraph.from_json(graph.to_json()) == graph == load_model(path)  # the second time from the cache
-    name = config["architectures"][0]
-    assert graph.name == name and f"Note: {name}: dropout p=0.1 inside attention is not in the price" in " ".join(
-        estimated(path).stdout.split()
-    )
-    data = json.loads(estimated(path, "--json").stdout)
-    assert data["model"]["left_out"] == ["dropout p=0.1 inside attention"]
+    model = model_from_config(config, "test")
+    assert capture(model, _example(model)) == graph
+    assert json.loads(estimated(path, "--json").stdout)["model"]["notes"] == list(graph.notes)
 
 
-def test_what_leaves_something_out_is_not_executed(tmp_path: Path) -> None:
-    """The door that executes refuses dropout in attention as before, and never takes a graph without it in its place:
-    neither one that it is given nor, of the same model, one in the cache."""
-    graph = load_model(written(tmp_path, GPT2))
-    with pytest.raises(CaptureError, match=r"leaves out dropout p=0\.1 inside attention: it is priced, not executed"):
-        plan_program(graph, Cluster.parse("local:1"), {}, 2, 128)
-    plan_program(replace(graph, left_out=()), Cluster.parse("local:1"), {}, 2, 128)  # negative: nothing else is wrong
-    model = model_from_config(GPT2, "test")
-    with pytest.raises(CaptureError, match=r"dropout_p=0\.1 inside scaled_dot_product_attention cannot be reproduced"):
-        _capture(model, _example(model), None)
+def test_a_config_of_an_image_model(tmp_path: Path) -> None:
+    """Its example is images with a label each; its initial values, which look at what they drew, are left out."""
+    config = {
+        "model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 32, "image_size": [16, 32],
+        "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3, "patch_size": 8, "num_channels": 3,
+        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    }  # fmt: skip
+    graph = load_model(written(tmp_path, config))
+    assert [str(d) for d in graph.values["pixel_values"].shape] == ["b", "3", "16", "32"]
+    assert graph.inputs[:2] == ("pixel_values", "labels") and graph.call_counts()["layer"] == 3
+    settings = transformers.ViTConfig(**{k: v for k, v in config.items() if k != "architectures"})
+    model = transformers.ViTForImageClassification(settings)
+    assert {n: tuple(p.shape) for n, p in model.named_parameters()} == {n: p.shape for n, p in graph.params.items()}
+    assert transformers.PreTrainedModel.initialize_weights.__qualname__ == "PreTrainedModel.initialize_weights"
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.used(x)
+        return out
+
+
+def unused() -> tuple[nn.Module, dict[str, torch.Tensor], LossFn]:
+    return Unused(), {"x": torch.zeros(4, 8)}, lambda out, batch: out.square().mean()
+
+
+def test_notes_of_a_graph_are_told() -> None:
+    """In the reports of the command line, their JSON, and the plan of `parallelize`."""
+    note = "unused.weight does not influence the loss, so it gets no gradient and no update, as in PyTorch"
+    model = f"{__name__}:unused"
+    assert f"Note: Unused: {note}" in " ".join(estimated(model).stdout.split())
+    data = json.loads(estimated(model, "--json").stdout)
+    assert data["model"]["notes"] == [note]
+    plan = plan_program(load_model(model), Cluster.parse("local:1"), {}, 2, 1)[0]
+    assert f"note: {note}" in str(plan) and json.loads(plan.to_json())["notes"] == [note]
 
 
 # -- sizes and classes -------------------------------------------------------------------------------------------------
@@ -183,27 +214,40 @@ def test_a_class_that_cannot_be_built_names_one_that_can(name: str, why: str, ne
 # -- recurrences -------------------------------------------------------------------------------------------------------
 
 RECURRENT = {
-    "mamba": "MambaMixer", "mamba2": "Mamba2Mixer", "falcon_mamba": "FalconMambaMixer", "jamba": "JambaMambaMixer",
-    "zamba": "ZambaMambaMixer", "zamba2": "Zamba2MambaMixer", "rwkv": "RwkvSelfAttention", "bamba": "BambaMixer",
-    "falcon_h1": "FalconH1Mixer", "recurrent_gemma": "RecurrentGemmaRecurrentBlock", "qwen3_next": "GatedDeltaNet",
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), "mamba_selective_scan"),
+    **dict.fromkeys(("mamba2", "zamba2", "bamba", "falcon_h1", "nemotron_h"), "mamba2_chunk_scan"),
+    "rwkv": "rwkv_linear_attention", "recurrent_gemma": "RecurrentGemmaRglru._rnn_scan",
+    "qwen3_next": "torch_chunk_gated_delta_rule", "kimi_linear": "chunk_kimi_delta_attention",
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", RECURRENT)
-def test_a_recurrence_is_refused_before_it_is_traced(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what its layers do, of the default (published) sizes: nothing is exported."""
-
-    def traced(*_: object, **__: object) -> None:
-        raise AssertionError("was traced")
-
-    monkeypatch.setattr("autoplan.capture.export._capture", traced)
+def _with_published_sizes(kind: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     settings = transformers.CONFIG_MAPPING[kind]()
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
         example = {name: torch.zeros(2, 2048, dtype=torch.long) for name in ("input_ids", "labels")}
-    with pytest.raises(CaptureError, match=f"{RECURRENT[kind]}.*recurrent and state-space layers cannot be captured"):
-        capture(model, example)
+    return model, example
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_a_recurrence_is_found_before_it_is_traced(kind: str) -> None:
+    """By what its layers do, of the default (published) sizes."""
+    model, example = _with_published_sizes(kind)
+    found = find_scans(model, LossModule(model, tuple(example), None), example)
+    assert [scan.name for scan in found] == [RECURRENT[kind]]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_recurrence_in_a_forward_is_refused_before_it_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced(*_: object, **__: object) -> None:
+        raise AssertionError("was traced")
+
+    monkeypatch.setattr("autoplan.capture.export._capture", traced)
+    with pytest.raises(
+        CaptureError, match=r"MiniMaxLightningAttention.*only a recurrence that is a function of tensors"
+    ):
+        capture(*_with_published_sizes("minimax"))
 
 
 @pytest.mark.parametrize("config", [LLAMA, BERT, T5, GPT2], ids=["llama", "bert", "t5", "gpt2"])
@@ -211,15 +255,16 @@ def test_what_is_no_recurrence_is_traced(config: dict[str, Any], monkeypatch: py
     """The negative control: layers of attention pass, and leave no hook behind."""
     seen: list[str] = []
 
-    def traced(model: torch.nn.Module, *_: object, **__: object) -> None:
-        seen.append(type(model).__name__)
+    def traced(wrapper: LossModule, *_: object, **__: object) -> None:
+        seen.append(type(wrapper.model).__name__)
 
     monkeypatch.setattr(autoplan.capture.export, "_capture", traced)
     model = model_from_config(config, "test")
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     with FakeTensorMode(allow_non_fake_inputs=True):
         example = {name: torch.zeros(2, 128, dtype=torch.long) for name in ("input_ids", "labels")}
-    with pytest.raises(CaptureError, match="could not be delimited"), attention_dropout_left_out():
+    with pytest.raises(CaptureError, match="could not be delimited"):
         capture(model, example)
     assert seen == [type(model).__name__] * 2
     assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    assert not any("forward" in vars(m) for m in model.modules())

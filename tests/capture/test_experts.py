@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import expert_models
 import models
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_harness import cut, join, namespace
+from harness import pool
 from torch import nn
 
 from autoplan.capture.export import capture
@@ -26,6 +27,9 @@ from autoplan.ops.strategies import Strategy, strategies
 from autoplan.ops.table import flops, rule_for, saved_rule
 from autoplan.program.statements import Op
 from autoplan.runtime.experts import experts as runtime_experts
+from autoplan.verify.check import verify_whole
+from autoplan.verify.runs import VerifyTask
+from experiments.shared.op_parity import cut, join, namespace
 
 
 def run_experts(
@@ -34,14 +38,22 @@ def run_experts(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
+    *biases: torch.Tensor,
     first: int = 0,
+    gated: bool = True,
+    interleaved: bool = False,
+    transposed: bool = False,
 ) -> torch.Tensor:
     """Experts written out, every one for every token; those of this rank begin at `first`."""
     out = torch.zeros_like(hidden)
     for e in range(gate_up.shape[0]):
-        gate, up = (hidden @ gate_up[e].T).chunk(2, -1)
+        one, two = (w[e] if transposed else w[e].T for w in (gate_up, down))
+        inner = hidden @ one + (biases[0][e] if biases else 0.0)
+        if gated:
+            gate, up = (inner[:, ::2], inner[:, 1::2]) if interleaved else inner.chunk(2, -1)
+        inner = F.silu(gate) * up if gated else F.silu(inner)
         share = (weights * (index == e + first)).sum(-1, keepdim=True).to(hidden.dtype)
-        out = out + share * ((F.silu(gate) * up) @ down[e].T)
+        out = out + share * (inner @ two + (biases[1][e] if biases else 0.0))
     return out
 
 
@@ -62,7 +74,7 @@ def interpret(graph: ModelGraph, model: nn.Module, batch: dict[str, torch.Tensor
             tuple(block.values[n] for n in node.tensor_inputs),
         )  # fmt: skip
         named = {a: local[n] for a, n in zip(args, node.tensor_inputs, strict=True)}
-        return eval(op_text(op, ctx, 0), {**namespace(), **env, **named})
+        return eval(op_text(op, ctx, 0), {**namespace(env), **named})
 
     for call in graph.calls:
         block = graph.blocks[call.block]
@@ -119,13 +131,28 @@ FACTORS = {n: Expr.of(k) for n, k in dict(tokens=8, top=2, experts=4, two=2, f=6
 SIZES = {n: e.value or 0 for n, e in FACTORS.items()}
 
 
-def experts_node() -> tuple[Node, dict[str, Value]]:
+FORMS: dict[str, dict[str, bool]] = {
+    "gate first": {},
+    "not gated": {"gated": False},
+    "interleaved": {"interleaved": True},
+    "transposed": {"transposed": True},
+    "biases": {"biased": True},
+    "biases, transposed, interleaved": {"biased": True, "transposed": True, "interleaved": True},
+    "biases, transposed, not gated": {"biased": True, "transposed": True, "gated": False},
+}
+
+
+def experts_node(
+    gated: bool = True, interleaved: bool = False, transposed: bool = False, biased: bool = False
+) -> tuple[Node, dict[str, Value]]:
+    rows = ("f two" if interleaved else "two f") if gated else "f"
     dims = {
         "hidden": "tokens, hidden",
         "index": "tokens, top",
         "weights": "tokens, top",
-        "gate_up": "experts, two f, hidden",
-        "down": "experts, hidden, f",
+        "gate_up": f"experts, hidden, {rows}" if transposed else f"experts, {rows}, hidden",
+        "down": "experts, f, hidden" if transposed else "experts, hidden, f",
+        **({"gate_up_bias": f"experts, {rows}", "down_bias": "experts, hidden"} if biased else {}),
         "out": "tokens, hidden",
     }
     values = {}
@@ -133,14 +160,16 @@ def experts_node() -> tuple[Node, dict[str, Value]]:
         mine = tuple(tuple(dim.split()) for dim in text.split(","))
         shape = tuple(product([FACTORS[x] for x in dim]) for dim in mine)
         values[name] = Value(name, shape, "int64" if name == "index" else "float64", name != "index", mine)
-    attrs = {"num_experts": 4, "top_k": 2, "intermediate_size": 6, "gated": True, "activation": "silu"}
-    return Node("out", "experts", ("hidden", "index", "weights", "gate_up", "down"), ("out",), attrs), values
+    attrs = {"num_experts": 4, "top_k": 2, "intermediate_size": 6, "gated": gated, "activation": "silu"}
+    attrs |= {name: True for name, given in (("interleaved", interleaved), ("transposed", transposed)) if given}
+    return Node("out", "experts", tuple(n for n in dims if n != "out"), ("out",), attrs), values
 
 
-def test_every_split_of_experts_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_every_split_of_experts_computes_them(form: dict[str, bool]) -> None:
     """Tokens, experts and inner size: shards run by themselves give the outputs and gradients of the whole."""
-    monkeypatch.setattr("rule_harness.SIZES", SIZES)
-    node, values = experts_node()
+    node, values = experts_node(**form)
+    of_form = {name: value for name, value in form.items() if name != "biased"}
     degree = 2
     axes = (Axis("tp", degree),)
     g = torch.Generator().manual_seed(0)
@@ -150,31 +179,34 @@ def test_every_split_of_experts_computes_them(monkeypatch: pytest.MonkeyPatch) -
     names = list(node.tensor_inputs)
     trained = [n for n in names if n != "index"]
     leaves = {n: whole[n].clone().requires_grad_(n in trained) for n in names}
-    wanted = run_experts(*leaves.values())
+    wanted = run_experts(*leaves.values(), **of_form)
     gradient = torch.randn(wanted.shape, generator=g, dtype=torch.float64)
     gradients = torch.autograd.grad(wanted, [leaves[n] for n in trained], gradient)
     found = {s.name: s for s in strategies(node, values, FACTORS, axes, SIZES)}
     assert set(found) == {"R", "I", "S(tokens)", "S(experts)", "S(f)"}
     for name, s in found.items():
-        parts = {n: cut(whole[n], values[n], layout, axes, 0) for n, layout in zip(names, s.inputs, strict=True)}
-        grads_out = cut(gradient, values["out"], tuple(t.gradient() for t in s.outputs[0]), axes, 1)
+        parts = {n: cut(whole[n], values[n], layout, axes, SIZES, 0) for n, layout in zip(names, s.inputs, strict=True)}
+        grads_out = cut(gradient, values["out"], tuple(t.gradient() for t in s.outputs[0]), axes, SIZES, 1)
         outs, grads = {}, {n: {} for n in trained}
         for rank in range(degree):
             local = {n: parts[n][rank,].clone().requires_grad_(n in trained) for n in names}
             first = rank * (4 // degree) if name == "S(experts)" else 0
-            out = run_experts(*local.values(), first=first)
+            operands = dict(local)
+            if name == "S(f)" and "down_bias" in operands:
+                operands["down_bias"] = operands["down_bias"] / degree
+            out = run_experts(*operands.values(), first=first, **of_form)
             outs[rank,] = out.detach()
             mine = torch.autograd.grad(out, [local[n] for n in trained], grads_out[rank,])
             for n, x in zip(trained, mine, strict=True):
                 grads[n][rank,] = x
-        torch.testing.assert_close(join(outs, values["out"], s.outputs[0], axes), wanted.detach(), msg=name)
+        torch.testing.assert_close(join(outs, values["out"], s.outputs[0], axes, SIZES), wanted.detach(), msg=name)
         for n, want in zip(trained, gradients, strict=True):
             layout = tuple(t.gradient() for t in s.inputs[names.index(n)])
-            torch.testing.assert_close(join(grads[n], values[n], layout, axes), want, msg=f"{name}: {n}")
+            torch.testing.assert_close(join(grads[n], values[n], layout, axes, SIZES), want, msg=f"{name}: {n}")
 
 
-def text_of(strategy: Strategy, axes: tuple[Axis, ...] = ()) -> str:
-    node, values = experts_node()
+def text_of(strategy: Strategy, axes: tuple[Axis, ...] = (), **form: bool) -> str:
+    node, values = experts_node(**form)
     ins = tuple(values[n] for n in node.tensor_inputs)
     op = Op(("out",), node, node.tensor_inputs, strategy, (values["out"],), ins)
     return op_text(op, Context(FACTORS, axes, {}), 0)
@@ -188,6 +220,19 @@ def test_the_text_says_where_experts_are() -> None:
     assert found["S(experts)"] == f"{call}, axes='tp')"
     assert found["S(f)"] == f"typed({call}), tp=P)"
     assert found["R"] == found["I"] == found["S(tokens)"] == f"{call})"
+
+
+def test_the_text_of_parts_of_experts_adds_a_bias_once() -> None:
+    """Parts of an expert add their share of the second bias; ranks with other experts all of it."""
+    form = {"biased": True, "interleaved": True}
+    node, values = experts_node(**form)
+    axes = (Axis("tp", 2),)
+    found = {s.name: text_of(s, axes, **form) for s in strategies(node, values, FACTORS, axes, SIZES)}
+    more = "activation='silu', gated=True, interleaved=True"
+    call = "experts(hidden, index, weights, gate_up, down, gate_up_bias, down_bias"
+    assert found["S(f)"] == f"typed({call} / 2, {more}), tp=P)"
+    assert found["S(experts)"] == f"{call}, {more}, axes='tp')"
+    assert found["S(tokens)"] == f"{call}, {more})"
 
 
 # -- as they run -------------------------------------------------------------------------------------------------------
@@ -332,22 +377,102 @@ def test_experts_of_another_shape_are_refused(change: Any, message: str) -> None
         capture(model, {"x": torch.zeros(2, 4, 8)}, square_loss)
 
 
+# -- experts that are not the one op -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*expert_models.STACKED, *expert_models.ROUNDED])
+def test_stacked_experts_of_every_form_are_the_one_op(name: str) -> None:
+    """Loss and gradients in float64; the weights are those of the module, as they lie in it."""
+    model, batch = expert_models.made(name), expert_models.batch_of()
+    graph = capture(model, batch, expert_models.loss)
+    assert sum(n.op == "experts" for b in graph.blocks.values() for n in b.nodes) == 2
+    assert not graph.notes
+    assert {n: p.shape for n, p in graph.params.items()} == {n: tuple(p.shape) for n, p in model.named_parameters()}
+    outcome = verify_whole(VerifyTask(model, graph, batch, expert_models.loss), limit_s=60.0)
+    assert outcome.done, outcome.text
+
+
+def test_the_form_of_gpt_oss() -> None:
+    """Biases are inputs, the numbers of the gate are those of the config; tokens times top_k price its products."""
+    graph = capture(expert_models.made("biases, transposed, interleaved, clamped"), expert_models.batch_of(),
+                    expert_models.loss)  # fmt: skip
+    block, node = next((b, n) for b in graph.blocks.values() for n in b.nodes if n.op == "experts")
+    assert dict(node.attrs) == {
+        "num_experts": 4, "top_k": 2, "intermediate_size": 24, "activation": "clamped_swiglu", "gated": True,
+        "interleaved": True, "transposed": True, "alpha": 1.7, "limit": 0.5,
+    }  # fmt: skip
+    first, second, *biases = (block.values[n].dims for n in node.tensor_inputs[3:])
+    assert first is not None and second is not None
+    assert first[2] == (*second[1], first[2][1]) and biases == [(first[0], first[2]), (second[0], second[2])]
+    tokens = product([Expr.symbol("b"), Expr.symbol("s")])
+    assert flops(node, block.values, rule_for(node, block.values)) == tokens * (2 * 2 * 3 * 16 * 24)
+    stored = sum(p.num_elements for n, p in graph.params.items() if ".experts." in n)
+    assert active_params(graph) == graph.num_params - stored // 2
+
+
+@pytest.mark.parametrize("name", [*expert_models.NORMED, *expert_models.LOOPS])
+def test_other_experts_compute_every_token(name: str) -> None:
+    """Loss and gradients in float64; the graph says that it is slow, and what makes it fast."""
+    model, batch = expert_models.made(name), expert_models.batch_of()
+    graph = capture(model, batch, expert_models.loss)
+    assert not any(n.op == "experts" for b in graph.blocks.values() for n in b.nodes)
+    (note,) = graph.notes
+    assert "every expert computes every token" in note and "autoplan.experts_forward" in note
+    outcome = verify_whole(VerifyTask(model, graph, batch, expert_models.loss), limit_s=60.0)
+    assert outcome.done, outcome.text
+    assert all(not m._forward_pre_hooks for m in model.modules())
+
+
+def test_two_ranks_share_experts_in_a_loop() -> None:
+    for loss, gradients, source in pool(2).run(expert_models.errors, "AsLitgpt", {"tp": 2}, timeout_s=180):
+        assert loss < 1e-12 and gradients < 1e-10
+        assert ", 'tp'" in source
+
+
+_GPT_OSS = "biases, transposed, interleaved, clamped"
+_FOLDED = {"dp": 2, "tp": 2, "ep": 2, "etp": 2, "zero_stage": 3}
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize(
-    ("flag", "value", "message"),
+    ("name", "ranks", "pins", "said"),
     [
-        ("has_bias", True, "experts with biases"),
-        ("is_transposed", True, "transposed weights"),
-        ("is_concatenated", False, "gate first"),
+        (_GPT_OSS, 2, {"tp": 2, "ep": 1}, ", 'tp'"),
+        (_GPT_OSS, 2, {"ep": 2}, "dispatch='ep')"),
+        (_GPT_OSS, 2, {"dp": 2, "ep": 1, "zero_stage": 3}, "limit=0.5)"),
+        *((name, 4, _FOLDED, "dispatch='ep', inner='etp')") for name in expert_models.STACKED),
     ],
 )
-def test_hugging_face_experts_of_another_form_are_refused(flag: str, value: bool, message: str) -> None:
-    model = models.make_mixtral()
-    for module in model.modules():
-        if type(module).__name__ == "MixtralExperts":
-            setattr(module, flag, value)
-    with pytest.raises(CaptureError, match=f"MixtralExperts: .*{message}"):
-        capture(model, models.token_batch(2, 16))
-    assert model.config._experts_implementation != "autoplan_capture"
+def test_ranks_share_experts_of_every_form(name: str, ranks: int, pins: dict[str, Any], said: str) -> None:
+    for loss, gradients, source in pool(ranks).run(expert_models.errors, name, pins, timeout_s=180):
+        assert loss < 1e-12 and gradients < 1e-10
+        assert said in source
+
+
+def test_experts_whose_tokens_meet_are_refused() -> None:
+    model = expert_models.Model(expert_models.Coupled)
+    with pytest.raises(CaptureError, match=r"Coupled loops over .* it computes something else .*experts_forward"):
+        capture(model, expert_models.batch_of(), expert_models.loss)
+    assert all(not m._forward_pre_hooks for m in model.modules())
+
+
+def test_experts_beside_other_places_are_refused() -> None:
+    class Places(expert_models.AsMixtral):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            flat, _, index = self.choose(x)
+            tokens, _ = torch.where(index == 0)
+            return x + flat[tokens].sum() + tokens.sort().values[0]
+
+    with pytest.raises(CaptureError, match=r"Places does not run on random numbers .*has no attribute 'sort'"):
+        capture(expert_models.Model(Places), expert_models.batch_of(), expert_models.loss)
+
+
+def test_the_values_of_an_activation_decide_its_name() -> None:
+    """Aria's experts are gated by silu whatever their config says."""
+    experts = expert_models.AriaExperts(expert_models.config(hidden_act="gelu"))
+    graph = capture(expert_models.Model(lambda: expert_models.Routed(experts)), expert_models.batch_of(),
+                    expert_models.loss)  # fmt: skip
+    assert {n.attrs["activation"] for b in graph.blocks.values() for n in b.nodes if n.op == "experts"} == {"silu"}
 
 
 def test_the_bias_that_balances_deepseeks_experts_chooses_and_nothing_else() -> None:
@@ -364,14 +489,3 @@ def test_the_bias_that_balances_deepseeks_experts_chooses_and_nothing_else() -> 
     torch.testing.assert_close(loss, wanted, atol=1e-5, rtol=1e-5)
     assert abs(loss - before) > 1e-3
     torch.testing.assert_close(loss - before, wanted - before, atol=1e-5, rtol=1e-2)
-
-
-def test_experts_that_are_modules_of_their_own_are_refused() -> None:
-    from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
-
-    size = dict(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, num_experts=4)
-    size |= dict(num_sparse_encoder_layers=1, num_sparse_decoder_layers=1)
-    model = SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(**size))
-    ids = torch.zeros(2, 8, dtype=torch.long)
-    with pytest.raises(CaptureError, match=r"SwitchTransformersExperts at encoder.*4 experts.*stack their weights"):
-        capture(model, {"input_ids": ids, "labels": ids})

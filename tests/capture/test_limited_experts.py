@@ -23,8 +23,8 @@ from autoplan.errors import PinError
 from autoplan.ops.batch import batch_obstacle, context_obstacle
 from autoplan.program.facts import Facts, ModelFacts
 from autoplan.program.legality import Scope
-from autoplan.program.pins import read_pins
 from autoplan.search.nearest import check_with_nearest
+from experiments.shared.default_plans import read_pins
 
 
 def test_some_tokens_are_beyond_the_capacity_and_the_program_knows() -> None:

@@ -15,6 +15,7 @@ from transformers import MegatronBertConfig, MegatronBertForCausalLM, PreTrained
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import autoplan.capture.export
 from autoplan.capture.export import capture
 from autoplan.capture.frontend import huggingface
 from autoplan.capture.frontend.cache import capture_key
@@ -194,10 +195,11 @@ def test_a_mask_that_the_model_makes_of_its_inputs_is_one() -> None:
 
 
 def test_a_mask_function_of_the_models_own_is_never_taken_for_causal() -> None:
-    try:
-        assert_equal(Toy(ask=odd_keys), given())
-    except CaptureError as exc:
-        assert "supported" in str(exc) or "captured" in str(exc)
+    for batch in (given(), given(padded=True)):
+        assert_equal(Toy(ask=odd_keys), batch)
+        assert_equal(Toy(ask=odd_keys, attention="eager"), batch)
+    # negative control: causal alone is another model
+    assert abs(both(Toy(ask=odd_keys), given())[0] - both(Toy(), given())[0]) > 1e-4
 
 
 def test_everybody_sees_everybody_where_no_mask_says_otherwise() -> None:
@@ -225,11 +227,34 @@ def test_a_flag_against_the_mask_is_refused() -> None:
     assert_equal(eager, given())
 
 
-def test_what_the_attention_function_does_not_know_is_refused() -> None:
-    with pytest.raises(CaptureError, match="is given indices, which is not supported"):
-        capture(Toy(attention="eager", indices=torch.zeros(2)), given())
-    capture(Toy(attention="eager", output_attentions=False, labels=torch.zeros(2)), given())
-    assert_equal(Toy(indices=torch.zeros(2)), given())  # which the function behind 'sdpa' ignores
+def test_what_attention_as_one_op_cannot_say_is_left_to_the_function_of_the_model() -> None:
+    with_indices = assert_equal(Toy(attention="eager", indices=torch.zeros(2)), given())
+    assert "softmax" in ops(with_indices) and "attention" not in ops(with_indices)
+    one_op = assert_equal(Toy(attention="eager", output_attentions=False, labels=torch.zeros(2)), given())
+    assert "softmax" not in ops(one_op)
+    assert "softmax" not in ops(assert_equal(Toy(indices=torch.zeros(2)), given()))  # which 'sdpa' ignores
+
+
+def is_torchdynamo_compiling() -> bool:
+    """As model files import it from transformers."""
+    return torch.compiler.is_compiling()
+
+
+def counted(model: Any, x: torch.Tensor, ids: torch.Tensor, mask: Any) -> Any:
+    """A mask that Switch Transformers make only where they are not compiled, and need."""
+    if mask is None and not is_torchdynamo_compiling():
+        mask = (ids != 3).long()
+    return (1 - mask[:, None, None, :].to(x.dtype)) * -1e9
+
+
+def test_model_files_take_the_branches_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where their branch for torch.compile lacks something; negative control: without that it is refused."""
+    model = Toy(ask=counted, attention="eager")
+    assert_equal(model, given())
+    assert torch.compiler.is_compiling() is is_torchdynamo_compiling() is False
+    monkeypatch.setattr(autoplan.capture.export, "files_with_branches", lambda model: [])
+    with pytest.raises(CaptureError, match="NoneType"):
+        capture(model, given())
 
 
 def test_the_attention_of_a_config_is_part_of_what_a_stored_graph_is_known_by() -> None:

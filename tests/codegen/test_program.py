@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 import subprocess
 import sys
@@ -19,11 +20,10 @@ from autoplan.codegen.program import compile_program
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group
 from autoplan.cost_models.quantity import ZERO
-from autoplan.plan import make_plan
-from autoplan.program.pins import read_pins
 from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.program.problem import evaluate_selection as evaluate_cost
 from autoplan.runtime.spec import SPEC_VERSION, LedgerEntry, ProgramSpec, evaluate_terms
+from experiments.shared.default_plans import make_plan, read_pins
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
@@ -117,7 +117,7 @@ def test_the_ledger_is_what_was_priced(case: Case, monkeypatch: pytest.MonkeyPat
     _, layouts, solution = make_plan(graph, cluster, config, env)
     for phase in ("forward_s", "backward_s"):
         monkeypatch.setattr(Costs, phase, lambda self, work: ZERO)
-    settings = IntraSettings(layouts.axes, cluster, env, config.num_micro_batches, config.state_slack)
+    settings = IntraSettings(layouts.axes, Costs(cluster), env, config.num_micro_batches, config.state_slack)
     problem = build_problem(graph, settings)
     chosen = {
         c.name: next(o for o in c.options if (o.requires, o.provides) == (mine.requires, mine.provides))
@@ -125,10 +125,12 @@ def test_the_ledger_is_what_was_priced(case: Case, monkeypatch: pytest.MonkeyPat
         for mine in [solution.selection[c.name]]
     }
     spec = compile_program(graph, layouts).spec
-    costs, strides, total = Costs(cluster), {"tp": 1, "tp1": 1, "tp0": spec.axis_size("tp1")}, 0.0
+    sizes = dict(spec.axes)
+    sizes |= {name: math.prod(sizes[m] for m in members) for name, members in spec.groups}
+    costs, strides, total = Costs(cluster), {"tp": 1, "tp1": 1, "tp0": sizes.get("tp1", 1)}, 0.0
     for e in spec.ledger:
         if e.kind != "send_recv":
-            group = Group(spec.axis_size(e.axis), strides[e.axis])
+            group = Group(sizes[e.axis], strides[e.axis])
             seconds = costs.collective_s(e.kind, evaluate_terms(e.bytes, env), group).mid
             total += seconds / (config.num_micro_batches if e.per == "step" else 1)
     assert total > 0

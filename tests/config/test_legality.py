@@ -198,10 +198,15 @@ def test_every_suggestion_is_taken() -> None:
     assert seen["suggestions"] > 100 > 10 * seen["nothing near"] / 2, seen
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3, 9))
-def test_many_suggestions_are_taken(seed: int) -> None:
-    compare_many(seed, 1000, (*CATALOG, "encoder-decoder"))
+@pytest.mark.parametrize(
+    ("seed", "count"),
+    [
+        pytest.param(3, 300, marks=pytest.mark.slow),
+        *(pytest.param(seed, 1000, marks=pytest.mark.exhaustive) for seed in range(4, 9)),
+    ],
+)
+def test_many_suggestions_are_taken(seed: int, count: int) -> None:
+    compare_many(seed, count, (*CATALOG, "encoder-decoder"))
 
 
 @pytest.mark.parametrize("names", sorted({rule.names for rule in RULES if rule.scope is Scope.PRICED and rule.names}))

@@ -11,13 +11,14 @@ from autoplan.config.parallel import Mode, RunOptions
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware import catalog
-from autoplan.cost_models.hardware.cluster import Cluster, Device, Group, Level, Link
+from autoplan.cost_models.hardware.cluster import Cluster, Device, Group, Level
 from autoplan.cost_models.hardware.parts import Price
 from autoplan.cost_models.kernels.operations import roofline_s
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.time.host import host_s
-from autoplan.cost_models.work import BlockWork, OpWork, TensorWork
+from autoplan.cost_models.work import BlockWork, OpWork
 from autoplan.errors import PinError
+from autoplan.ops.saved import TensorFacts
 from autoplan.units import GB, MIB, TERA
 
 
@@ -123,14 +124,43 @@ def test_the_network_and_the_price_belong_to_the_instance() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("8xh100", "1x8xh100-sxm5-80gb"),
+        ("h100", "1x1xh100-sxm5-80gb"),
+        ("2x8xH100", "2x8xh100-sxm5-80gb"),
+        ("2x8xh100_sxm5", "2x8xh100-sxm5-80gb"),
+        ("2x8xH100-PCIe", "2x8xh100-pcie-80gb"),
+        ("8xa100-80gb", "1x8xa100-sxm4-80gb"),  # the module, not the card
+        ("4xgb200", "1x4xgb200-nvl72"),
+        ("8xmi300@price=2", "1x8xmi300x-192gb@price=2"),
+        ("2xP5.48XLARGE", "2xp5.48xlarge"),
+        ("2xp5en", "2xp5en.48xlarge"),
+        ("2xstandard_nd96isr", "2xStandard_ND96isr_H100_v5"),
+    ],
+)
+def test_names_as_people_write_them(text: str, same: str) -> None:
+    assert Cluster.parse(text) == Cluster.parse(same)
+
+
+def test_every_id_means_itself() -> None:
+    for name in catalog.entries():
+        assert catalog.entry(name).id == name and catalog.entry(name.upper()).id == name
+    for name in catalog.instances():
+        assert catalog.instance(name).name == name
+    assert Cluster.parse("8xh100").with_device("H100") == Cluster.parse("8xh100")
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("h100", "2x8xh100-sxm5-80gb"),
-        ("2x8xh100", "nearest: h100-sxm5-80gb, h100-pcie-80gb, h100-nvl-94gb"),
+        ("h1000", "2x8xh100-sxm5-80gb"),
+        ("a100", "device 'a100' may be a100-sxm4-40gb or a100-sxm4-80gb; write one of them"),
+        ("2x8xtpu-v5", "device 'tpu-v5' may be tpu-v5e or tpu-v5p; write one of them"),
         ("2x8xh100-smx5-80gb", "nearest: h100-sxm5-80gb"),
-        ("2xh100-sxm5-80gb", "usually comes as 2x8xh100-sxm5-80gb"),
-        ("8xh100", "for example 8x8xh100-sxm5-80gb; nearest devices: h100-sxm5-80gb"),
-        ("2xp5", "nearest: p5.4xlarge, p5.48xlarge"),
+        ("12xh100", "a node of h100-sxm5-80gb usually has 8; .* for example 2x8xh100-sxm5-80gb"),
+        ("2xp5", r"instance 'p5' may be p5\.4xlarge, p5\.48xlarge or p5en\.48xlarge"),
+        ("2xp6-b400", "instance 'p6-b400' is not in the catalog; nearest: p6-b"),
         ("0x8xh100-sxm5-80gb", "num_nodes of at least 1"),
         ("4x8xmi355x-288gb", "names no network for it.*@nic=400"),
         ("2x8xh100-sxm5-80gb@nik=2", "unknown override 'nik'; known: nodes, devices_per_node, nic"),
@@ -157,14 +187,14 @@ def test_local_clusters() -> None:
 
 
 def test_a_cluster_made_by_hand() -> None:
-    device, link = Device("d", 1e12, 1e9, 2**30, "made up"), Link(1e-6, 1e9, "made up")
+    device, link = Device("d", 1e12, 1e9, 2**30, "made up"), Level(1e-6, 1e9, "made up")
     flat = Cluster(2, 4, device, link, "cuda")
     assert shape(flat) == [("all", 8)] and flat.device.flops("float8") == 1e12
-    assert replace(flat, link=Link(0.0, 5.0, "made up")).levels[0].bytes_per_s == 5.0
-    with pytest.raises(PinError, match="needs a Level"):
+    assert replace(flat, link=Level(0.0, 5.0, "made up")).levels[0].bytes_per_s == 5.0
+    with pytest.raises(PinError, match="innermost unit"):
         Cluster(2, 4, device, link, "cuda", (Level(1e-6, 1e8, "", "network"),))
     with pytest.raises(PinError, match="positive bandwidth"):
-        Cluster(2, 4, device, Link(0.0, 0.0, ""), "cuda")
+        Cluster(2, 4, device, Level(0.0, 0.0, ""), "cuda")
     with pytest.raises(PinError, match="'tpu' is not supported"):
         Cluster(2, 4, device, link, "tpu")
     with pytest.raises(PinError, match="stride of at least 1"):
@@ -178,7 +208,7 @@ def test_what_is_said_of_a_device_is_what_it_costs() -> None:
     """Launch and achievable share of a cluster file or of one made by hand, not the constants behind them."""
     device = Device("d", 1e14, 1e12, 2**30, "made up")
     view = OpWork("reshape", (), (), (), 0.0, 0.0)
-    tensors = tuple(TensorWork((8192, 8192), "bfloat16") for _ in range(3))
+    tensors = tuple(TensorFacts((8192, 8192), "bfloat16") for _ in range(3))
     product = OpWork("linear", tensors[:2], tensors[2:], (), 2 * 8192.0**3, 3 * 2 * 8192.0**2)
 
     def seconds(work: OpWork, mode: Mode = Mode.EAGER, **said: float) -> float:
@@ -298,10 +328,10 @@ def test_a_cluster_file_of_instances(tmp_path: Path) -> None:
     ("text", "message"),
     [
         (INSTANCES.replace("p5.48", "p5.49"), "instance 'p5.49xlarge' is not in the catalog.*p5.48xlarge"),
-        (INSTANCES + "device: h100-sxm5-80gb", "device is what the instance 'p5.48xlarge' says; take out one of both"),
+        (INSTANCES + "device: h100-sxm5-80gb", "device follows from the instance 'p5.48xlarge'; remove one of the two"),
         (
             INSTANCES.replace("price_usd_per_device_hour: 2.5", ""),
-            "price_source is of a price; price_usd_.* missing",
+            "price_source belongs to a price, but price_usd_.* missing",
         ),
         (YAML.replace("nic_gbit_s", "nic"), "unknown key 'nic'; known: nodes, .*nic_gbit_s"),
         (YAML.replace("launch_us", "launch_ms"), "device_overrides: unknown key 'launch_ms'; known: .*launch_us"),

@@ -267,7 +267,9 @@ def test_a_what_if_keeps_the_fabric() -> None:
     assert cluster.with_device("h200-sxm-141gb").levels == cluster.levels
     assert pickle.loads(pickle.dumps(cluster)) == cluster
     for override in ({"nic": 400.0}, {"scaleup": 900.0}, {"nodes": 8}, {"devices_per_node": 8}):
-        with pytest.raises(PinError, match=r"cannot be overridden: the fabric .* overridden: memory_gb, .*price"):
+        with pytest.raises(
+            PinError, match=r"cannot be overridden: it follows from the fabric .* overridden: memory_gb, .*price"
+        ):
             cluster.with_(**override)  # type: ignore[arg-type]
 
 
@@ -279,7 +281,7 @@ LINK = {"for": {"i": 4}, "between": ["device{i}", "leaf0"], "gb_s": 50, "latency
     [
         ({}, "links is missing"),
         ({"links": [LINK], "wires": 1}, "unknown key 'wires'; known: switches, links, units"),
-        ({"links": [LINK]}, "link device0 - leaf0: leaf0 is no switch; declared: none"),
+        ({"links": [LINK]}, "link device0 - leaf0: leaf0 is not a switch; declared: none"),
         (
             {"links": [{**LINK, "for": {"i": 9}}], "switches": {"leaf": 1}},
             "no device4; the cluster has device0",
@@ -289,9 +291,12 @@ LINK = {"for": {"i": 4}, "between": ["device{i}", "leaf0"], "gb_s": 50, "latency
         ({"links": [{**LINK, "speed": 1}]}, r"links\[0\]: unknown key 'speed'"),
         ({"links": [{"between": ["device0", "leaf0"], "gb_s": 1}]}, r"links\[0\]: latency_us is missing"),
         ({"links": [{**LINK, "between": ["device{j}", "leaf0"]}]}, r"\{j\} has an unknown variable j; known: i"),
-        ({"links": [{**LINK, "between": ["device{i ** 2}", "leaf0"]}]}, r"\{i \*\* 2\} is no whole number made of"),
+        (
+            {"links": [{**LINK, "between": ["device{i ** 2}", "leaf0"]}]},
+            r"\{i \*\* 2\} must compute a whole number from",
+        ),
         ({"links": [{**LINK, "between": ["device{i // 0}", "leaf0"]}]}, r"\{i // 0\} divides by 0"),
-        ({"links": [{**LINK, "between": ["device{", "leaf0"]}]}, r"link device\{ - leaf0: device\{ is no switch"),
+        ({"links": [{**LINK, "between": ["device{", "leaf0"]}]}, r"link device\{ - leaf0: device\{ is not a switch"),
         ({"links": [{**LINK, "between": "device0"}]}, "between='device0' must be two names"),
         ({"links": [{**LINK, "between": ["device{i}", "device{i}"]}]}, "begins and ends at device0"),
         ({"links": [{**LINK, "kind": "ethernet"}], "switches": {"leaf": 1}}, "unknown kind 'ethernet'; known: plain"),
@@ -309,7 +314,7 @@ def test_a_wrong_fabric_names_what_is_wrong(fabric: dict[str, Any], message: str
 def test_a_fabric_stands_for_levels_and_cards() -> None:
     whole = {"links": [LINK], "switches": {"leaf": 1}}
     for key, value in (("levels", {"network": {"gb_s": 50}}), ("nic_gbit_s", 400)):
-        with pytest.raises(PinError, match=f"{key} is what the fabric says; take out one of both"):
+        with pytest.raises(PinError, match=f"{key} follows from the fabric; remove one of the two"):
             on(1, 4, whole, **{key: value})
     graph = FabricGraph(4, ("leaf0",), tuple(FabricLink(f"device{i}", "leaf0", GB, MICRO) for i in range(4)))
     with pytest.raises(PinError, match=r"the fabric has 4 devices, 2 nodes of 4 have 8"):
@@ -355,7 +360,7 @@ def test_an_estimate_on_the_command_line(tmp_path: Path) -> None:
     fast, slow = map(step_s, files)
     assert fast == pytest.approx(step_s(f"1x4x{DEVICE}"), rel=1e-9) and slow > 1.2 * fast
     task = ("gpt2", "--cluster", f"{files[0]}@nic=400", "--seq-len", "1k", "--global-batch-size", "16")
-    assert "nic cannot be overridden: the fabric" in one_line_error(run("estimate", *task), 2)
+    assert "nic cannot be overridden: it follows from the fabric" in one_line_error(run("estimate", *task), 2)
     found = run("plan", "gpt2", "--cluster", files[0], "--seq-len", "1k", "--global-batch-size", "16", "--pin", "tp=4")
     assert "1 switches, 4 links" in found.stdout.replace("\n", " ") and "--vary memory_gb=" in found.stdout
     wrong = tmp_path / "wrong.yaml"

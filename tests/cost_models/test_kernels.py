@@ -16,7 +16,8 @@ from autoplan.cost_models.kernels import gpu as kernels
 from autoplan.cost_models.kernels.gpu import KernelKind, KernelTimings, cast_bytes, kernels_of
 from autoplan.cost_models.kernels.operations import op_s, roofline_s
 from autoplan.cost_models.quantity import Tag
-from autoplan.cost_models.work import OpWork, TensorWork
+from autoplan.cost_models.work import OpWork
+from autoplan.ops.saved import TensorFacts
 from experiments.kernels.kernel_accuracy import Study, compare, stored
 from experiments.kernels.kernel_accuracy_fit import Attention, Fitted, Products
 from experiments.kernels.kernel_accuracy_rows import Timing, timing_of
@@ -49,23 +50,23 @@ def kinds(device: Device) -> list[tuple[KernelKind, str]]:
 
 
 def linear(rows: int, columns: int, depth: int, dtype: str = "bfloat16", grad: bool = True) -> OpWork:
-    x, w = TensorWork((rows, depth), dtype, grad), TensorWork((columns, depth), dtype, grad)
-    out = TensorWork((rows, columns), dtype, grad)
+    x, w = TensorFacts((rows, depth), dtype, grad), TensorFacts((columns, depth), dtype, grad)
+    out = TensorFacts((rows, columns), dtype, grad)
     moved = float(x.num_bytes + w.num_bytes + out.num_bytes)
     return OpWork("linear", (x, w), (out,), (), 2.0 * rows * columns * depth, moved)
 
 
 def attention(seq: int, head_dim: int = 128, causal: bool = True, batch: int = 2, heads: int = 16) -> OpWork:
-    one = TensorWork((batch, heads, seq, head_dim), "bfloat16", True)
+    one = TensorFacts((batch, heads, seq, head_dim), "bfloat16", True)
     flops = 4.0 * batch * heads * seq * seq * head_dim * (0.5 if causal else 1.0)
     return OpWork("attention", (one,) * 3, (one,), (("causal", causal),), flops, 4.0 * one.num_bytes)
 
 
 def experts(rows: int, count: int, hidden: int = 4096, inner: int = 2048) -> OpWork:
-    x, index = TensorWork((rows, hidden), "bfloat16", True), TensorWork((rows, 1), "int64")
-    weight = TensorWork((rows, 1), "bfloat16", True)
-    up = TensorWork((count, 2 * inner, hidden), "bfloat16", True)
-    down = TensorWork((count, hidden, inner), "bfloat16", True)
+    x, index = TensorFacts((rows, hidden), "bfloat16", True), TensorFacts((rows, 1), "int64")
+    weight = TensorFacts((rows, 1), "bfloat16", True)
+    up = TensorFacts((count, 2 * inner, hidden), "bfloat16", True)
+    down = TensorFacts((count, hidden, inner), "bfloat16", True)
     moved = float(2 * x.num_bytes + up.num_bytes + down.num_bytes)
     return OpWork("experts", (x, index, weight, up, down), (x,), (), 6.0 * rows * hidden * inner, moved)
 
@@ -194,7 +195,7 @@ def test_scales_per_block_cost_another_copy_where_any_layout_can_be_multiplied()
     )
     b200 = catalog.device("b200-sxm-180gb")
     assert b200.flops("float8_block32") == b200.flops("float8")
-    x, w = TensorWork((16384, 8192), "bfloat16", True), TensorWork((8192, 8192), "bfloat16", True)
+    x, w = TensorFacts((16384, 8192), "bfloat16", True), TensorFacts((8192, 8192), "bfloat16", True)
 
     def seconds(dtype: str) -> float:
         work = OpWork("linear", (x, w), (x,), (("matmul_dtype", dtype),), 2.0 * 16384 * 8192**2, 1e6)
@@ -221,7 +222,7 @@ def test_fused_experts_save_the_activation_and_rows_in_order_cost_traffic() -> N
 
 def test_small_memory_bound_operations_reach_less_of_the_bandwidth() -> None:
     def share(elements: int) -> float:
-        one = TensorWork((elements,), "bfloat16", True)
+        one = TensorFacts((elements,), "bfloat16", True)
         work = OpWork("rms_norm", (one,), (one,), (), float(elements), 2.0 * one.num_bytes)
         return work.moved_bytes / seconds(work) / H100.memory_bytes_per_s
 
@@ -287,7 +288,7 @@ def test_the_data_are_complete() -> None:
     assert set(gemm["families"]) == set(core["families"]) == set(devices["families"])
     for table in (gemm, core):
         assert table["source"] and table["date"] and table["how"]
-        assert set(table["devices"]) <= set(devices["devices"]) <= set(catalog.devices())
+        assert set(table["devices"]) <= set(devices["devices"]) <= set(catalog.entries())
     rows = [row for family in gemm["families"].values() for row in family.values()]
     for row in (*rows, *core["families"].values()):
         assert {"n", "mape", "p90", "held_out_p90", "error", "error_is"} <= set(row)
@@ -305,7 +306,7 @@ def test_large_products_reach_what_is_published_of_them() -> None:
     burst = Constants.shipped().with_(BURST)
     for name, published in (("h100-sxm5-80gb", 794e12), ("a100-sxm4-80gb", 271e12), ("b200-sxm-180gb", 1745e12)):
         product, device = linear(8192, 8192, 8192), catalog.device(name)
-        rate = 2 * 8192.0**3 / roofline_s(product, "forward", device, Mode.FUSED, None, burst).mid
+        rate = 2 * 8192.0**3 / roofline_s(product, "forward", device, Mode.FUSED, constants=burst).mid
         assert 0.75 * published < rate < 1.08 * published  # short bursts of the fit's source: 7 % more on H100
         assert 2 * 8192.0**3 / seconds(product, device) < rate
 

@@ -9,14 +9,16 @@ import pytest
 
 from autoplan.config.parallel import Mode, ParallelConfig, executed_precision, precision_of
 from autoplan.cost_models.costs import Costs
-from autoplan.cost_models.hardware.cluster import Cluster, Device, Link
+from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
 from autoplan.cost_models.memory.ranks import BUCKET_BYTES, FIRST, LATER, REDUCTION, MemoryModel
+from autoplan.cost_models.network.groups import mesh_groups
 from autoplan.cost_models.profile import LINK_WORK_S, Profile
-from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, mesh_groups, op_times
+from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, op_times
 from autoplan.cost_models.time.price import Pricer
 from autoplan.cost_models.time.simulation import simulate
-from autoplan.cost_models.work import BlockWork, Gathered, OpWork, ParamWork, TensorWork, Workload
+from autoplan.cost_models.work import BlockWork, Gathered, OpWork, ParamWork, TiedParam, Workload
 from autoplan.errors import PinError
+from autoplan.ops.saved import TensorFacts
 from autoplan.runtime import zero as runtime_zero
 from autoplan.schedules.orders import F
 from autoplan.schedules.schedule import Transfer, actions, held_at_backwards
@@ -26,7 +28,7 @@ GRADS = 4.0 * PARAMS
 
 
 def layer(name: str = "layer", expert: bool = False) -> BlockWork:
-    x, w = TensorWork((8, 8), "float32", True), TensorWork((PARAMS // 4, 4), "float32", True)
+    x, w = TensorFacts((8, 8), "float32", True), TensorFacts((PARAMS // 4, 4), "float32", True)
     op = OpWork("linear", (x, w), (x,), (), 1e6, 1e3)
     return BlockWork(name, (op,), (), (ParamWork(f"{name}.weight", PARAMS, "float32", True, expert),))
 
@@ -48,7 +50,7 @@ def cluster(devices: int, per_node: int = 0) -> Cluster:
     device = Device("made up", 1e12, 1e11, 1 << 40, "made up")
     if per_node:
         return Cluster.parse(f"{devices // per_node}x{per_node}xh100-sxm5-80gb")
-    return Cluster(1, devices, device, Link(1e-6, 1e10, "made up"), "cpu")
+    return Cluster(1, devices, device, Level(1e-6, 1e10, "made up"), "cpu")
 
 
 def memory(config: ParallelConfig, work: Workload | None = None, mode: Mode = Mode.EAGER) -> MemoryModel:
@@ -150,7 +152,7 @@ def test_a_transient_counts_with_what_is_held_at_that_time() -> None:
 
 
 def test_tied_parameters_are_held_once_on_one_stage() -> None:
-    work = workload(tied=((0, 3, GRADS),))
+    work = workload(tied=(TiedParam(0, 3, GRADS),))
     for zero, mode in ((0, Mode.EAGER), (0, Mode.FUSED), (1, Mode.FUSED)):
         config = ParallelConfig(dp=2, zero_stage=zero, num_micro_batches=2)
         plain, tied = (memory(config, w, mode).rank(0, ranges(4), [0]).terms for w in (workload(), work))
@@ -299,7 +301,7 @@ def test_measured_copies_of_fully_shard() -> None:
 @pytest.mark.parametrize(
     ("what", "pp", "schedule", "mode", "again"),
     [
-        (Gathered.AGAIN, 1, "1F1B", Mode.EAGER, True),
+        (Gathered.TWICE, 1, "1F1B", Mode.EAGER, True),
         (Gathered.DROP, 2, "GPipe", Mode.EAGER, False),
         (Gathered.LAST, 1, "1F1B", Mode.EAGER, False),
         (Gathered.LAST, 2, "1F1B", Mode.COMPILED, False),
@@ -314,9 +316,9 @@ def test_what_zero_3_gathers_for_a_backward(what: Gathered, pp: int, schedule: s
         return Pricer(workload(2, block=block), config, Costs(cluster(2 * pp), None, mode)).blocks["layer"]
 
     reduced = cost(what, 2).zero_backward.mid
-    assert cost(what, 3).zero_forward.mid == cost(Gathered.AGAIN, 3).zero_forward.mid > 0
+    assert cost(what, 3).zero_forward.mid == cost(Gathered.TWICE, 3).zero_forward.mid > 0
     assert (cost(what, 3).zero_backward.mid > reduced) == again
-    assert cost(what, 3).zero_backward.mid == (cost(Gathered.AGAIN, 3).zero_backward.mid if again else reduced) > 0
+    assert cost(what, 3).zero_backward.mid == (cost(Gathered.TWICE, 3).zero_backward.mid if again else reduced) > 0
 
 
 def test_collectives_wait_for_stragglers() -> None:
@@ -428,7 +430,7 @@ def test_the_breakdown_adds_up(zero: int, pp: int) -> None:
 def test_what_zero_moves_once_per_step_is_paid_once_on_gpus(device: str, paid: int) -> None:
     """All ranks gather at the same time there; over gloo every stage does it before it sends."""
     fast = Device("made up", 1e12, 1e11, 1 << 40, "made up")
-    machines = Cluster(1, 8, fast, Link(1e-3, 1e10, "made up"), device)
+    machines = Cluster(1, 8, fast, Level(1e-3, 1e10, "made up"), device)
     work = replace(workload(), cut_bytes=(0.0,) * 3)
     config = ParallelConfig(pp=4, dp=2, zero_stage=1, num_micro_batches=8)
     pricer = Pricer(work, config, Costs(machines, None, Mode.FUSED))

@@ -18,21 +18,22 @@ from autoplan.cost_models.kernels.operations import interpolated_s, op_s, phase_
 from autoplan.cost_models.network.collectives import group_collective_s
 from autoplan.cost_models.profile import ErrorStats, LinkRecord, MeasuredOp, Profile, Timing, known
 from autoplan.cost_models.quantity import Tag
-from autoplan.cost_models.work import OpWork, TensorWork
+from autoplan.cost_models.work import OpWork
 from autoplan.errors import ProfileError
+from autoplan.ops.saved import TensorFacts
 from autoplan.ops.table import op_record
 
 DEVICE = Cluster.local(1).device
 
 
 def linear(m: int, k: int, n: int, grads: tuple[bool, bool] = (True, True)) -> OpWork:
-    x, w = TensorWork((m, k), "float32", grads[0]), TensorWork((n, k), "float32", grads[1])
-    y = TensorWork((m, n), "float32", any(grads))
+    x, w = TensorFacts((m, k), "float32", grads[0]), TensorFacts((n, k), "float32", grads[1])
+    y = TensorFacts((m, n), "float32", any(grads))
     return OpWork("linear", (x, w), (y,), (), 2.0 * m * k * n, float(x.num_bytes + w.num_bytes + y.num_bytes))
 
 
 def pointwise(op: str, n: int) -> OpWork:
-    t = TensorWork((n,), "float32", True)
+    t = TensorFacts((n,), "float32", True)
     return OpWork(op, (t,), (t,), (), float(n), 2.0 * t.num_bytes)
 
 
@@ -47,13 +48,15 @@ def link(kind: str, num_bytes: int, seconds: float, size: int = 2, stride: int =
 def make(**changes: Any) -> Profile:
     attention = OpWork(
         "attention",
-        (TensorWork((1, 2, 8, 4), "bfloat16", True),) * 3,
+        (TensorFacts((1, 2, 8, 4), "bfloat16", True),) * 3,
         (),
         (("causal", True), ("dims", (0, 1))),
         1e3,
         64.0,
     )
-    ids = OpWork("eq_scalar", (TensorWork((5,), "int64"),), (TensorWork((5,), "bool"),), (("scalar", 2.5),), 5.0, 45.0)
+    ids = OpWork(
+        "eq_scalar", (TensorFacts((5,), "int64"),), (TensorFacts((5,), "bool"),), (("scalar", 2.5),), 5.0, 45.0
+    )
     fields: dict[str, Any] = {
         "name": "toy",
         "device_type": "cpu",
@@ -287,7 +290,7 @@ def test_classes_share_a_curve_and_dtypes_do_not() -> None:
     profile = make(ops=lawful(*(pointwise("mul_scalar", 10**k) for k in range(2, 7))))
     assert op_record("mul_scalar").measured_as == op_record("neg").measured_as != op_record("silu").measured_as
     assert op_s(pointwise("neg", 5000), "forward", DEVICE, profile, Mode.EAGER).tag is Tag.FITTED
-    half = TensorWork((5000,), "bfloat16", True)
+    half = TensorFacts((5000,), "bfloat16", True)
     other = OpWork("neg", (half,), (half,), (), 5e3, 2e4)
     assert op_s(other, "forward", DEVICE, profile, Mode.EAGER).tag is Tag.ASSUMED
 
@@ -301,7 +304,7 @@ def test_backward() -> None:
     assert backward(linear(*big)) == pytest.approx(2 * forward, rel=0.01)
     assert backward(linear(*big, grads=(False, True))) == pytest.approx(forward, rel=0.01)
     assert backward(linear(*big, grads=(False, False))) == 0.0
-    t = TensorWork((8, 16, 4096, 128), "float32", True)
+    t = TensorFacts((8, 16, 4096, 128), "float32", True)
     attention = OpWork("attention", (t, t, t), (t,), (), 1e12, 4.0 * t.num_bytes)
     ratio = backward(attention) / op_s(attention, "forward", DEVICE, None, Mode.EAGER).mid
     assert ratio == pytest.approx(2.5, rel=0.01)
@@ -310,7 +313,7 @@ def test_backward() -> None:
 
 
 def test_modes() -> None:
-    t = TensorWork((8, 8), "float32", True)
+    t = TensorFacts((8, 8), "float32", True)
     view = OpWork("transpose", (t,), (t,), (), 0.0, 0.0)
     eager, compiled = (op_s(view, "forward", DEVICE, None, mode).mid for mode in (Mode.EAGER, Mode.COMPILED))
     assert eager > 0 and compiled == 0

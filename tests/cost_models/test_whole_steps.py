@@ -17,12 +17,15 @@ from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster, Group
 from autoplan.cost_models.kernels.operations import op_s
+from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.cost_models.time.host import host_s
-from autoplan.cost_models.work import BlockWork, CommWork, OpWork, TensorWork, Workload
+from autoplan.cost_models.time.price import Pricer
+from autoplan.cost_models.work import BlockWork, CommWork, OpWork, Workload
 from autoplan.errors import PinError, ProfileError
 from autoplan.ops.record import OpKind
+from autoplan.ops.saved import TensorFacts
 from autoplan.ops.table import op_kind, op_record
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.op_costs import OpCosts
@@ -42,7 +45,7 @@ def fused_workload(model: str, tp: int = 1, precision: str = "bf16") -> Workload
     graph = load_model(model)
     axes = ParallelDims.of(graph, ParallelConfig(tp=tp)).layout_axes
     env, dtypes = {"b": 1, "s": 1024}, precision_of(precision)
-    settings = IntraSettings(axes, NODE, env, 4, 1.02, None, Mode.FUSED, dtypes)
+    settings = IntraSettings(axes, Costs(NODE, mode=Mode.FUSED), env, 4, 1.02, dtypes)
     works = OpCosts(graph, axes, env, precision=dtypes, device_type="cuda", kernels=Kernels(Mode.FUSED))
     return workload(graph, solve(build_problem(graph, settings)).selection, works)
 
@@ -64,7 +67,7 @@ def estimate(
 
 
 def attention(queries: int = 4096, dtype: str = "bfloat16") -> OpWork:
-    one = TensorWork((1, 32, queries, 128), dtype, True)
+    one = TensorFacts((1, 32, queries, 128), dtype, True)
     flops = 4.0 * 32 * queries * queries * 128 / 2
     return OpWork("attention", (one,) * 3, (one,), (("causal", True),), flops, 4.0 * one.num_bytes)
 
@@ -73,12 +76,12 @@ def attention(queries: int = 4096, dtype: str = "bfloat16") -> OpWork:
 
 
 def linear() -> OpWork:
-    x, w = TensorWork((8, 64), "bfloat16", True), TensorWork((64, 64), "bfloat16", True)
+    x, w = TensorFacts((8, 64), "bfloat16", True), TensorFacts((64, 64), "bfloat16", True)
     return OpWork("linear", (x, w), (x,), (), 2.0 * 8 * 64 * 64, 1e4)
 
 
 def test_the_host_starts_kernels_not_views_and_experts_cost_their_own() -> None:
-    tensor = TensorWork((8, 64), "bfloat16", True)
+    tensor = TensorFacts((8, 64), "bfloat16", True)
     add, view = OpWork("add", (tensor, tensor), (tensor,), (), 1.0, 1.0), OpWork("reshape", (tensor,), (), (), 0, 0)
     frozen = OpWork("mul", (replace(tensor, requires_grad=False),), (tensor,), (), 1.0, 1.0)
     experts = replace(linear(), op="experts")
@@ -99,7 +102,7 @@ def test_the_host_starts_kernels_not_views_and_experts_cost_their_own() -> None:
     assert seconds(Mode.FUSED, some=(narrow,)) == pytest.approx(c.host_fp8 * c.host_fused_s)
     routing = replace(linear(), op="topk")  # no module: an operation of its own
     assert seconds(Mode.FUSED, some=(routing,)) == seconds(Mode.EAGER, some=(routing,)) == c.host_eager_s
-    row, weight = experts.inputs[0], TensorWork((4, 64, 64), "bfloat16", True)
+    row, weight = experts.inputs[0], TensorFacts((4, 64, 64), "bfloat16", True)
     four = replace(experts, inputs=(row, row, row, weight, weight), attrs=(("matmul_dtype", "float8"),))
     assert seconds(Mode.FUSED, some=(four,)) == pytest.approx(c.host_experts_s + 4 * c.host_expert_s)
     some = BlockWork("b", ops, (), ())
@@ -188,8 +191,8 @@ def test_modes_bring_their_own_attention() -> None:
 
 def test_a_power_cap_slows_products_by_the_exponent() -> None:
     big = OpWork(
-        "linear", (TensorWork((16384, 16384), "bfloat16", True),) * 2, (TensorWork((16384, 16384), "bfloat16", True),),
-        (), 2.0 * 16384**3, 3 * 2 * 16384.0**2,
+        "linear", (TensorFacts((16384, 16384), "bfloat16", True),) * 2,
+        (TensorFacts((16384, 16384), "bfloat16", True),), (), 2.0 * 16384**3, 3 * 2 * 16384.0**2,
     )  # fmt: skip
     capped = Cluster.parse("1x8xh100-sxm5-80gb@power=500")
     assert capped.device.power_w == 500
@@ -239,8 +242,8 @@ def test_a_fused_loss_reads_logits_as_they_are_and_writes_their_gradient_in_plac
 
 
 def test_a_loss_reads_its_logits_more_than_once() -> None:
-    logits = TensorWork((4096, 128256), "float32", True)
-    loss = OpWork("cross_entropy_sum", (logits,), (TensorWork((), "float32", True),), (), 1e9, float(logits.num_bytes))
+    logits = TensorFacts((4096, 128256), "float32", True)
+    loss = OpWork("cross_entropy_sum", (logits,), (TensorFacts((), "float32", True),), (), 1e9, float(logits.num_bytes))
     bandwidth = NODE.device.memory_bytes_per_s * Constants.shipped().memory_share
     for mode, passes in ((Mode.FUSED, 7 + 2), (Mode.EAGER, 4 + 3), (Mode.COMPILED, 2 + 2)):
         both = sum(op_s(loss, phase, NODE.device, None, mode).mid for phase in ("forward", "backward"))
@@ -378,6 +381,20 @@ def test_zero_0_reduces_beside_the_backward_in_fused_modes() -> None:
     assert one.step_time_s == other.step_time_s
     sharded = estimate(replace(config, zero_stage=1))  # gathers too, and has less to reduce
     assert beside.breakdown["dp_comm"].mid == pytest.approx(sharded.breakdown["dp_comm"].mid, rel=0.5)
+
+
+def test_zero_0_reduces_after_a_split_backward() -> None:
+    """Emitted programs reduce beside a backward in one piece only (`runtime.zero.apply_zero`)."""
+    work, config = fused_workload("llama-3.1-8b"), ParallelConfig(dp=4, pp=2, num_micro_batches=4, zero_stage=0)
+    costs = Costs(NODE, Profile("p", "cuda", 8, 1))
+    whole = Pricer(work, config, costs)
+    chunks, none = (16, 16), (0, 0)
+    assert not any(b.reduced_bytes for b in whole.blocks.values())
+    split = whole.under("ZB-H1", 1)
+    assert any(b.reduced_bytes for b in split.blocks.values())
+    alone = Pricer(work, replace(config, schedule="ZB-H1"), costs)
+    assert split.step_s(chunks, none) == alone.step_s(chunks, none)
+    assert whole.under("GPipe", 1).blocks is whole.blocks
 
 
 def test_zero_3_parameter_by_parameter_costs_latency_and_hides_nothing() -> None:

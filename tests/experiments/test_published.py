@@ -16,9 +16,9 @@ from autoplan.config.parallel import Attention, Dispatcher, Mode
 from autoplan.errors import AutoplanError
 from autoplan.ir.graph import ModelGraph
 from autoplan.search.estimate import estimate_config
-from autoplan.stacks.defaults import Formula
 from experiments.published import summary as published_summary
 from experiments.published import validate as tool
+from experiments.published.reading import Formula
 from experiments.published.rows import (
     Adapters,
     Kind,

@@ -9,8 +9,8 @@ from made_up import case_of, row
 
 from autoplan.catalog import load_model
 from autoplan.config.parallel import Dispatcher
-from autoplan.stacks.options import era_of
 from experiments.published import validate as tool
+from experiments.published.reading import era_of
 from experiments.published.shapes import Kind, Shapes
 from experiments.published.words import HALF, OnHost, chunks_of, offload_of, recompute_of
 

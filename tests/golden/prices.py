@@ -2,7 +2,10 @@
 
     python tests/golden/prices.py --check            # every frozen answer again: bit-equal, or a line says what is not
     python tests/golden/prices.py --check --every 9  # every ninth of them
+    python tests/golden/prices.py --check --only moe # those whose words hold this
     python tests/golden/prices.py --write            # freeze what is answered now (after a change that means to)
+    python tests/golden/prices.py --write --new      # freeze the answers of new models and requests, and no other
+    python tests/golden/prices.py --write --only moe # and so for --write
 
 How prices may change. A change that only moves or renames code leaves every answer as it is. Where a cost model is
 corrected, `--check` lists what the correction changes; look whether that is what was meant and nothing else (the other
@@ -10,7 +13,8 @@ models, modes and dimensions are on the list as a check of this), then `--write`
 with the correction and with the figures of experiments/README.md that follow from it. Never refreeze to make a test
 pass whose difference has no explanation.
 
-`make quick` asks every 40th estimate again, `make test` every tenth, `make test-all` all of them and the plans.
+`make quick` asks every 40th estimate again, `make test` every 23rd, `make test-all` every third,
+`make exhaustive` all of them, plans included.
 
 Frozen are all catalog models under the configurations of CONFIGURATIONS, and the plans of PLANS: step time, memory and
 a digest of every number of the answer. Left out are the certificate of a search and what is only repeated from the
@@ -24,7 +28,7 @@ import gzip
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -144,17 +148,34 @@ def frozen() -> dict[str, dict[str, Any]]:
     return found
 
 
-def differences(every: int = 1, start: int = 0, plans: bool = True) -> list[str]:
+def answers(words: Collection[str]) -> dict[str, dict[str, Any]]:
+    """What these commands answer now, on two cores."""
+    with ProcessPoolExecutor(2) as pool:
+        return dict(zip(words, pool.map(answer, words, chunksize=8), strict=True))
+
+
+def write(only: str = "", new: bool = False) -> str:
+    """Freeze what is answered now: of all commands, or of those that hold `only` or are `new`. Return what was done."""
+    before = frozen() if only or new else {}
+    chosen = [w for w in requests() if only in w and not (new and w in before)]
+    now = before | answers(chosen)
+    made = {w: now[w] for w in requests() if w in now}
+    FROZEN.write_bytes(gzip.compress(json.dumps(made, indent=0).encode(), 9, mtime=0))
+    priced = sum("digest" in v for v in made.values())
+    return f"{len(chosen)} of {len(made)} answers anew; {priced} priced, {FROZEN.stat().st_size:,} bytes"
+
+
+def differences(every: int = 1, start: int = 0, plans: bool = True, only: str = "") -> list[str]:
     """A line for each frozen answer that is not given any more.
 
     Args:
         every: look at each `every`-th answer only, from `start` on.
         plans: also at those of PLANS, which take most of the time.
+        only: look at the commands that hold this only.
     """
-    known = {k: v for k, v in frozen().items() if plans or not k.startswith("plan")}
+    known = {k: v for k, v in frozen().items() if only in k and (plans or not k.startswith("plan"))}
     chosen = dict(list(known.items())[start::every])
-    with ProcessPoolExecutor(2) as pool:
-        now = dict(zip(chosen, pool.map(answer, chosen, chunksize=8), strict=True))
+    now = answers(chosen)
     lines = []
     for words, before in chosen.items():
         if now[words] != before:
@@ -171,16 +192,13 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--no-plans", action="store_true")
+    parser.add_argument("--only", default="", metavar="TEXT")
+    parser.add_argument("--new", action="store_true")
     given = parser.parse_args()
     if given.write:
-        words = list(requests())
-        with ProcessPoolExecutor(2) as pool:
-            made = dict(zip(words, pool.map(answer, words, chunksize=8), strict=True))
-        FROZEN.write_bytes(gzip.compress(json.dumps(made, indent=0).encode(), 9, mtime=0))
-        priced = sum("digest" in v for v in made.values())
-        print(f"{len(made)} answers, {priced} of them priced, {FROZEN.stat().st_size:,} bytes")
+        print(write(given.only, given.new))
     if given.check:
-        lines = differences(given.every, plans=not given.no_plans)
+        lines = differences(given.every, plans=not given.no_plans, only=given.only)
         print("\n".join(lines) or "nothing differs")
         return 1 if lines else 0
     return 0

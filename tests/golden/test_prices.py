@@ -17,15 +17,17 @@ def check(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_a_tenth_of_the_estimates() -> None:
-    done = check("--every", "10", "--no-plans")
+def test_some_of_the_estimates() -> None:
+    done = check("--every", "23", "--no-plans")
     assert done.returncode == 0 and done.stdout == "nothing differs\n", done.stdout + done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_all_estimates_and_plans() -> None:
-    done = check()
+@pytest.mark.parametrize(
+    "every", [pytest.param(3, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
+)
+def test_estimates_and_plans(every: int) -> None:
+    done = check("--every", str(every))
     assert done.returncode == 0 and done.stdout == "nothing differs\n", done.stdout + done.stderr
 
 

@@ -1,11 +1,11 @@
-"""The tables of README.md and ARCHITECTURE.md that are made of the code.
+"""The tables of docs/training.md and ARCHITECTURE.md that are made of the code.
 
     python tests/house/generated.py            # print them
     python tests/house/generated.py --write    # put them into their files
 
 rooms (ARCHITECTURE.md): a row per package and root module, from the command line down: the first line of its docstring,
 and the rooms that it imports. A room that is imported through another one is not repeated (the transitive reduction).
-pins (README.md): a row per pin, from the records of `ParallelConfig`.
+pins (docs/training.md): a row per pin, from the records of `ParallelConfig`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def pins_table() -> str:
     return "\n".join(("| pin | what |", "|---|---|", *rows))
 
 
-TABLES = (Table("rooms", "ARCHITECTURE.md", rooms_table), Table("pins", "README.md", pins_table))
+TABLES = (Table("rooms", "ARCHITECTURE.md", rooms_table), Table("pins", "docs/training.md", pins_table))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md shows the rooms as the imports have them, and files that exist; the README the pins as declared."""
+"""ARCHITECTURE.md shows the rooms as imported and files that exist; docs/training.md the pins as declared."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The example in README.md runs as it stands."""
+"""The example and the commands in README.md run as they stand, and links of all pages lead to files."""
 
 from __future__ import annotations
 
@@ -60,3 +60,21 @@ def test_the_commands_run(line: str) -> None:
 
 def test_there_are_commands() -> None:
     assert len(COMMANDS) == 6 and len(SEARCHES) == 3
+
+
+PAGES = [README, *(README.parent / name for name in ("ARCHITECTURE.md", "experiments/README.md"))]
+PAGES += sorted((README.parent / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(README.parent)))
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        path, _, heading = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        anchors = [
+            line.lstrip("# ").lower().replace(" ", "-") for line in file.read_text().splitlines() if "# " in line
+        ]
+        assert not heading or heading in anchors, target

@@ -39,6 +39,12 @@ def test_dataflow_is_that_of_networkx(found: Steps, data: st.DataObject) -> None
     assert flow.parts(chosen) == parts
     through = nx.ancestors(graph.subgraph({at, *chosen}), at)
     assert flow.leading_to([at], chosen.__contains__) - {at} == through
+    spans = flow.spans()
+    assert set(spans) == {v for _, writes in found for v in writes}
+    for cut in range(1, len(found)):  # between steps: a value crosses it if an edge of its own does
+        crossing = {v for v, (made, last) in spans.items() if made < cut <= last}
+        made_before = {v for _, writes in found[:cut] for v in writes}
+        assert crossing == made_before & {v for reads, _ in found[cut:] for v in reads}
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))

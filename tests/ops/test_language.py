@@ -161,18 +161,17 @@ def test_a_reshape_of_products_is_refined(case: tuple[list[Expr], tuple[Expr, ..
     factors, left, right = case
     found = align(left, right)
     assert found is not None
-    labels_left, labels_right, sizes = found
-    for dims, labels in ((left, labels_left), (right, labels_right)):
+    for dims, labels in ((left, found.left), (right, found.right)):
         assert len(labels) == len(dims)
         for size, mine in zip(dims, labels, strict=True):
-            assert product([sizes[label] for label in mine]) == size and (size.value != 1) == bool(mine)
+            assert product([found.sizes[label] for label in mine]) == size and (size.value != 1) == bool(mine)
     # both sides list every label once, in the same order: a reshape keeps the order of the elements
-    flat = [label for dim in labels_left for label in dim]
-    assert flat == [label for dim in labels_right for label in dim] == list(sizes)
-    assert product(list(sizes.values())) == product(factors)
+    flat = [label for dim in found.left for label in dim]
+    assert flat == [label for dim in found.right for label in dim] == list(found.sizes)
+    assert product(list(found.sizes.values())) == product(factors)
     # as coarse as possible: two neighbours that share a dim on one side are apart on the other
     for a, b in itertools.pairwise(flat):
-        assert not all(any(a in dim and b in dim for dim in side) for side in (labels_left, labels_right))
+        assert not all(any(a in dim and b in dim for dim in side) for side in (found.left, found.right))
 
 
 @given(grouped())
@@ -182,7 +181,7 @@ def test_refining_does_not_depend_on_the_direction(
     _, left, right = case
     forth, back = align(left, right), align(right, left)
     assert forth is not None and back is not None
-    assert (forth[0], forth[1], forth[2]) == (back[1], back[0], back[2])
+    assert (forth.left, forth.right, forth.sizes) == (back.right, back.left, back.sizes)
 
 
 @pytest.mark.parametrize(

@@ -161,8 +161,8 @@ def test_names() -> None:
 @pytest.mark.parametrize(
     ("shape", "recompute", "given", "text"),
     [
-        (DENSE, "modules:mpl", {}, "'mpl' is no module.*did you mean mlp"),
-        (DENSE, "modules:", {}, "'' is no module"),
+        (DENSE, "modules:mpl", {}, "'mpl' is not a module.*did you mean mlp"),
+        (DENSE, "modules:", {}, "'' is not a module"),
         (DENSE, "modules:moe_act", {}, "'moe_act', which no layer.*core_attn, layernorm, mlp"),
         (DENSE, "modules:mla_up_proj", {}, "'mla_up_proj', which no layer"),
         (DENSE, "modules:mlp", {"mode": Mode.EAGER}, "mode fused.*nearest legal: recompute='full'"),
@@ -177,7 +177,7 @@ def test_what_cannot_be(shape: Shape, recompute: str, given: dict[str, Any], tex
 def test_not_for_some_layers_alone() -> None:
     request = PlanRequest(graph(DENSE), Cluster.parse("1x1xh100-sxm5-80gb"), SEQ, 1, mode=Mode.FUSED)
     name = next(c.name for c in graph(DENSE).calls if c.params and c.name.endswith(".0"))
-    with pytest.raises(PinError, match="in all layers or none"):
+    with pytest.raises(PinError, match="in all layers or in none"):
         estimate_config(request, ParallelConfig(recompute={name: "modules:mlp"}))
 
 

@@ -9,6 +9,7 @@ from parity import spread_out
 
 from autoplan.catalog import load_model
 from autoplan.config.parallel import Attention, Dispatcher, Mode, ParallelConfig, RunOptions, precision_of
+from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, Workload
 from autoplan.ir.graph import ModelGraph
@@ -37,7 +38,7 @@ def solved(
     axes = ParallelDims.of(graph, ParallelConfig(tp=tp)).layout_axes
     env, precision = {"b": 1, "s": seq_len // cp}, precision_of("bf16")
     cluster = Cluster.parse("2x8xh100-sxm5-80gb")
-    settings = IntraSettings(axes, cluster, env, 4, 1.02, None, Mode.EAGER, precision, cp)
+    settings = IntraSettings(axes, Costs(cluster), env, 4, 1.02, precision, cp)
     works = OpCosts(graph, axes, env, context=cp, precision=precision, device_type="cuda")
     return graph, solve(build_problem(graph, settings).filtered(keep)).selection, works
 

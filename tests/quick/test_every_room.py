@@ -16,8 +16,8 @@ import enumeration
 import models
 import pytest
 from parity import SEQ, Case, assert_trains_as_one_device, compiled, graph_of
+from rule_case import FACTORS
 from rule_cases import CASES
-from rule_harness import MESHES, Reference, check_types, ranks, run, strategies_of
 from schedule_bounds import lower_bound_1f1b
 
 from autoplan.codegen.check import check_program
@@ -28,6 +28,7 @@ from autoplan.schedules.schedule import actions
 from autoplan.search.planner import search_plan
 from autoplan.verify.check import verify_whole
 from autoplan.verify.runs import VerifyTask
+from experiments.shared.op_parity import MESHES, Reference, check_types, ranks, run, strategies_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
@@ -49,7 +50,7 @@ def test_the_captured_graph_computes_what_the_model_does() -> None:
 
 def test_every_way_to_split_a_linear_layer_computes_it_and_type_checks() -> None:
     axes = MESHES["2"]
-    with ranks(axes) as (mesh, context):
+    with ranks(axes, FACTORS) as (mesh, context):
         case = next(c for c in CASES if c.op == "linear")
         reference = Reference(case)
         strategies = strategies_of(case, axes)

@@ -28,7 +28,7 @@ def _request(model: str, cluster: Cluster) -> PlanRequest:
 def _text(request: PlanRequest) -> str:
     out = Console(file=io.StringIO(), width=200)
     found = estimate_config(request, ParallelConfig(dp=8, tp=1))
-    estimate_text(out, request.graph.name, "", request, found, None)
+    estimate_text(out, request.graph.name, "", request, found)
     return " ".join(out.file.getvalue().split())  # type: ignore[attr-defined]
 
 
@@ -42,7 +42,7 @@ def test_uneven_routing_is_among_the_assumptions() -> None:
     text = _text(given)
     assert "has 1.25 times" in text and "constants of mine.json" in text
     found = estimate_config(given, ParallelConfig(dp=8))
-    assert estimate_report(given, found, None)["request"]["imbalance"] == {
+    assert estimate_report(given, found)["request"]["imbalance"] == {
         "value": 1.25,
         "what": "rows of the fullest rank's experts over the mean",
         "source": "constants of mine.json",

@@ -47,13 +47,15 @@ def test_estimate_shows_what_is_on_the_host() -> None:
     assert result.exit_code == 0 and "offload parameters" in result.stdout
     assert "state on the host" in result.stdout and "activations on the host" in result.stdout
     assert "copies to the host and back" in result.stdout
-    assert "128 GB of host memory per device are assumed, unverified" in " ".join(result.stdout.split())
+    assert "128 GB of host memory per device are assumed, not verified" in " ".join(result.stdout.split())
     found = json.loads(run(*words, "--offload", "optimizer", "--json").stdout)
     assert found["plan"]["offload"] == ["optimizer"] and found["estimate"]["host_memory_capacity_bytes"] == 128e9
     assert found["estimate"]["host_memory_bytes"][0]["state"]["mid"] > 0
     small = ("estimate", "gpt2", "--cluster", "1x2xh100-sxm5-80gb@host_memory_gb=0.1", *TASK[3:])
     result = run(*small, "--offload", "optimizer")
-    assert result.exit_code == 3 and "a device's share is 0.1 GB (@host_memory_gb)" in " ".join(result.stderr.split())
+    assert result.exit_code == 3 and "device's share of the memory is 0.1 GB (@host_memory_gb)" in " ".join(
+        result.stderr.split()
+    )
     result = run("plan", *TASK, "--pin", "tp=1,offload=optimizer")
     assert result.exit_code == 0 and "--offload optimizer" in " ".join(result.stdout.split())
     result = run(*words, "--offload", "weights")
@@ -129,7 +131,7 @@ def test_the_next_command_prices_the_same_plan() -> None:
 BAD = [
     (("plan", "gtp2", *TASK[1:]), "unknown model 'gtp2'; did you mean gpt2"),
     (("plan", "nowhere/config.json", *TASK[1:]), "no file nowhere/config.json"),
-    (("plan", "gpt2", "--cluster", "8xh100", *TASK[3:]), "for example 8x8xh100-sxm5-80gb"),
+    (("plan", "gpt2", "--cluster", "12xh100", *TASK[3:]), "for example 2x8xh100-sxm5-80gb"),
     (("plan", *TASK, "--pin", "tp=3"), "pin tp=3 does not divide the 4 devices; nearest legal: tp=2 or 4"),
     (("plan", *TASK, "--pin", "pt=2"), "unknown pin 'pt'"),
     (("plan", *TASK, "--pin", "tp"), "not name=value"),
@@ -168,7 +170,7 @@ BAD = [
     (("estimate", *TASK, "--ep=-1"), "ep=-1: must be"),
     (("estimate", *TASK, "--virtual-stages", "0"), "virtual_stages=0: must be"),
     (("whatif", *TASK, "--vary", "seq_len=1e12"), "seq_len=1e12: 1e12 must be a whole number"),
-    (("hw", "show", "h100"), "nearest: h100-sxm5-80gb"),
+    (("hw", "show", "a100"), "device 'a100' may be a100-sxm4-40gb or a100-sxm4-80gb; write one of them"),
 ]
 
 
@@ -289,7 +291,7 @@ def test_help_names_all_that_there_is() -> None:
     helps = {name: " ".join(run(name, "--help").stdout.split()) for name in ("plan", "estimate", "whatif")}
     for text in helps.values():
         assert all(re.search(rf"\b{re.escape(name)}\b", text) for name in (*PRECISIONS, "bf16-grad16"))
-        assert f"by comma: {', '.join(OVERLAPS)}" in text
+        assert f"separated by commas: {', '.join(OVERLAPS)}" in text
         assert all(f"--{name.replace('_', '-')}" in text for name in OPTIONS), text
     assert all(re.search(rf"\b{name}\b", helps["whatif"]) for name in VARIED)
 

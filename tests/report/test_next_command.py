@@ -16,9 +16,10 @@ from autoplan.config.recompute import recompute_of_text, recompute_text
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.whole_run import Assumptions
 from autoplan.errors import PinError
-from autoplan.program.pins import layer_calls
+from autoplan.program.facts import layer_calls
 from autoplan.report import commands, data, text
 from autoplan.search.planner import PlanRequest, estimate_config, search_plan
+from autoplan.sweeps.whatif import RunTask
 
 ONE, TWO = "1x8xh100-sxm5-80gb", "2x8xh100-sxm5-80gb"
 
@@ -53,7 +54,7 @@ def test_what_a_plan_prints_next_prices_it(name: str, capsys: pytest.CaptureFixt
     request = asked(model, cluster, seq_len, batch, pins=pins)
     result = search_plan(request)
     best = result.plans[0]
-    text.plan_text(text.console(), model, cluster, request, result, 3e11, Assumptions({"pue": 1.25}))
+    text.plan_text(text.console(), model, cluster, request, result, RunTask(3e11, Assumptions({"pue": 1.25})))
     shown = capsys.readouterr().out.replace("\\\n", " ")
     (line,) = re.findall(r"Next: (autoplan estimate .*)", shown)
     words = shlex.split(line)[1:]

@@ -99,7 +99,7 @@ def test_with_mixed_precision(precision: str) -> None:
     [
         ({"gradient_compression": "int8"}, "gradient_compression='int8' is not known; use 'bf16', 'fp16' or PowerSGD"),
         ({"gradient_compression": "bf16", "pins": {"zero_stage": 2}}, "nearest legal: zero_stage=0"),
-        ({"gradient_compression": PowerSGD(), "precision": "fp16"}, "nearest: precision='bf16'"),
+        ({"gradient_compression": PowerSGD(), "precision": "fp16"}, "nearest legal: precision='bf16'"),
     ],
 )
 def test_refused(kwargs: dict[str, Any], message: str) -> None:

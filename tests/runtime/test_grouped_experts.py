@@ -13,9 +13,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from autoplan.ops.saved import OpFacts, TensorFacts, workspace_bytes
+from autoplan.ops.table import saved_rule
 from autoplan.runtime import experts as module
-from autoplan.runtime.experts import experts, grouped_kernel
+from autoplan.runtime.expert_products import grouped_kernel
+from autoplan.runtime.experts import experts
 from autoplan.runtime.host_copies import kept_copies, to_host
+from experiments.plans.live_memory import LiveBytes
 
 EXPERTS, HIDDEN, INNER = 4, 16, 8
 
@@ -94,6 +98,73 @@ def test_grouped_is_the_sum_over_experts() -> None:
     want = [out, *torch.autograd.grad(out, [x, w, first, down], arrived)]
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=2e-5)
+
+
+def test_grouped_products_of_other_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Biases, transposed weights and gates of their own, also where experts, or all, have no token."""
+    form: dict[str, Any] = {
+        "activation": "clamped_swiglu", "gated": True, "interleaved": True, "transposed": True, "alpha": 1.7,
+        "limit": 0.5,
+    }  # fmt: skip
+    for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 3e-2)):
+        for num in (11, 1, 0):
+            for more in ({}, {"scales_inputs": True}):
+                x, index, w, first, down = of_tokens(num, dtype, chosen=3)
+                first, down = (m.detach().mT.contiguous().requires_grad_() for m in (first, down))
+                biases = [torch.linspace(-1, 1, EXPERTS * n).view(EXPERTS, n).to(dtype) for n in (2 * INNER, HIDDEN)]
+                tensors = [x, index, w, first, down, *(b.requires_grad_() for b in biases)]
+                found = []
+                for products in ("grouped", "one by one"):
+                    with (
+                        one_by_one(monkeypatch) if products == "one by one" else contextlib.nullcontext(),
+                        Ops() as ops,
+                    ):
+                        out = experts(*tensors, **form, **more)
+                        arrived = torch.linspace(-1, 1, out.numel()).to(out.dtype).view_as(out)
+                        trained = [t for t in tensors if t.requires_grad]
+                        found.append([out, *torch.autograd.grad(out, trained, arrived)])
+                    assert ("_grouped_mm" in ops.seen) is (products == "grouped")
+                for a, b in zip(*found, strict=True):  # one adds a bias before it rounds, the other after
+                    assert a.shape == b.shape and not a.isnan().any()
+                    assert not b.numel() or (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize(
+    ("activation", "numbers"),
+    [("silu", {}), ("clamped_silu", {"limit": 0.5}), ("clamped_swiglu", {"alpha": 1.7, "limit": 0.5})],
+)
+def test_experts_need_what_the_table_says(activation: str, numbers: dict[str, float], biased: bool) -> None:
+    """Most bytes alive at once besides what is kept (forward) and the gradients of operands (backward)."""
+    num, hidden, inner = 512, 64, 96
+    sizes = [(num, hidden), (num, 2), (EXPERTS, 2 * inner, hidden), (EXPERTS, hidden, inner)]
+    sizes += [(EXPERTS, 2 * inner), (EXPERTS, hidden)] if biased else []
+    x, w, *rest = (torch.randn(s).requires_grad_() for s in sizes)
+    tensors = [x, torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(num)]), w, *rest]
+    with LiveBytes() as live:
+        out = experts(*tensors, activation=activation, gated=True, **numbers)
+        kept, found = live.current_bytes, [live.peak_bytes - live.current_bytes]
+        live.reset_peak()
+        gradients = sum(t.numel() * 4 for t in tensors if t.requires_grad)
+        out.backward(torch.ones_like(out))
+        found.append(live.peak_bytes - kept - gradients)
+    facts = [TensorFacts(tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for t in (*tensors, out)]
+    attrs = {"num_experts": EXPERTS, "top_k": 2, "gated": True, "activation": activation}
+    f = OpFacts("experts", attrs, tuple(facts[:-1]), (facts[-1],))
+    for measured, said in zip(found, workspace_bytes(f, saved_rule(f)), strict=True):
+        assert 0.8 < measured / said < 1.1, (measured / said, found)
+
+
+def test_numbers_of_a_gate_are_those_it_takes() -> None:
+    tensors = of_tokens(3)
+    with pytest.raises(ValueError, match=r"clamped_swiglu takes alpha and limit; got limit"):
+        experts(*tensors, activation="clamped_swiglu", gated=True, limit=1.0)
+    with pytest.raises(ValueError, match=r"silu takes no numbers; got alpha"):
+        experts(*tensors, activation="silu", gated=True, alpha=1.0)
+    with pytest.raises(ValueError, match=r"no activation 'clamped_silu'"):
+        experts(*tensors, activation="clamped_silu", gated=False, limit=1.0)
+    with pytest.raises(ValueError, match=r"give gate_up_bias and down_bias"):
+        experts(*tensors, torch.zeros(EXPERTS, 2 * INNER), activation="silu", gated=True)
 
 
 def test_sums_over_choices_are_rounded_once() -> None:

@@ -29,11 +29,11 @@ from autoplan.config.offload import read_offload, state_offload
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
-from autoplan.program.pins import read_pins
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.offload import HostShards
 from autoplan.runtime.spec import ProgramSpec
 from autoplan.search.layouts import LayoutCache, PlanRequest
+from experiments.shared.default_plans import read_pins
 
 ignored = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
@@ -254,7 +254,7 @@ def test_pins_of_offload() -> None:
             "need ZeRO 1 to 3 over several ranks",
         ),
         ({"offload": "parameters", "tp": 2, "zero_stage": 3}, "need ZeRO 1 to 3 over several ranks"),
-        ({"offload": "activations", "recompute": "full"}, "are not computed again"),
+        ({"offload": "activations", "recompute": "full"}, "cannot be recomputed too"),
     ):
         with pytest.raises(PinError, match=why):
             read_pins(pins, 2)

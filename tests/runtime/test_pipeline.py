@@ -22,7 +22,7 @@ from autoplan.runtime import stages as stages_module
 from autoplan.runtime import zero as zero_module
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
 from autoplan.runtime.spec import ScheduleSpec
-from autoplan.runtime.stages import SyncedStage
+from autoplan.runtime.stages import Carried, SyncedStage
 from autoplan.runtime.zero import GradientSync, ZeroStage, apply_zero
 from autoplan.schedules.schedule import SCHEDULES
 
@@ -215,7 +215,7 @@ def views_error(rank: int, world: int, schedule: str, sendable: Callable[..., ob
     micro_batches = [{"x": torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(i))} for i in range(3)]
     for inputs in micro_batches:
         alone[1](*alone[0](**inputs), **inputs).backward()
-    carried = (((2, 3, 4), torch.float32), ((3, 2, 4), torch.float32), *[((2, 3, 4), torch.float32)] * 2)
+    carried = tuple(Carried(shape, torch.float32) for shape in ((2, 3, 4), (3, 2, 4), (2, 3, 4), (2, 3, 4)))
     sync = apply_zero(stages[rank], mesh["dp"], 0, schedule=schedule_spec(schedule))
     part = PipelineStagePart(rank, stages[rank], sync, carried if rank else (), () if rank else carried)
     right, stages_module._sendable = stages_module._sendable, sendable or stages_module._sendable

@@ -94,6 +94,27 @@ def test_equal_to_a_backward_in_one_part() -> None:
     assert seen == ["shared", "table.weight", "aside.weight", "aside.bias"]  # these cannot wait
 
 
+def test_a_penalty_on_parameters() -> None:
+    """Its operations lead to parameters that can wait and to one that cannot; what they saved is freed once."""
+    torch.manual_seed(3)
+    first, second, elsewhere = (nn.Linear(DIM, DIM) for _ in range(3))
+    params = [p for module in (first, second, elsewhere) for p in module.parameters()]
+    x = torch.randn(4, DIM, requires_grad=True)
+
+    def loss() -> torch.Tensor:
+        penalty = torch.stack([p.square().sum() for p in params]).sum().exp()
+        return second(first(x) + first(x.sin())).sin().sum() + 0.1 * penalty
+
+    want = torch.autograd.grad(loss(), [x, *params])
+    kept = Kept()
+    with kept.forward():
+        made = loss()
+    (got,), deferred = backward_input([made], None, [x], params, kept=kept)
+    backward_weight(deferred)
+    for one, other in zip((got, *(p.grad for p in params)), want, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_torchs_own_parts_fail_on_this_stage() -> None:
     """Why there are parts of our own: what no input leads to is lost, or a part of the graph is used twice."""
     stage, inputs, gradients = given()

@@ -18,7 +18,7 @@ from autoplan.capture.export import capture
 from autoplan.codegen.check import check_program
 from autoplan.config.offload import SEARCHED_OFFLOADS
 from autoplan.config.parallel import Mode, ParallelConfig
-from autoplan.cost_models.hardware.cluster import Cluster, Device, Link
+from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.context_pins import combinations, legal_methods, neighbours_of
@@ -40,7 +40,7 @@ def graph(kind: str = "mixtral") -> ModelGraph:
 
 
 def cluster(devices: int, memory_bytes: int = 1 << 30, latency_s: float = 1e-6) -> Cluster:
-    link = Link(latency_s, 1e9, "made up")
+    link = Level(latency_s, 1e9, "made up")
     return Cluster(1, devices, Device("made up", 1e12, 1e9, memory_bytes, "made up"), link, "cpu")
 
 

@@ -19,10 +19,11 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import MeasuredOp, Profile, Timing
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.time.price import Pricer
-from autoplan.cost_models.work import BlockWork, OpWork, ParamWork, SharedValue, TensorWork, Workload
+from autoplan.cost_models.work import BlockWork, OpWork, ParamWork, SharedValue, TiedParam, Workload
 from autoplan.errors import PinError
+from autoplan.ops.saved import TensorFacts
 from autoplan.program.problem import IntraProblem
-from autoplan.report.data import certificate
+from autoplan.report import data
 from autoplan.report.text import proof_text
 from autoplan.search import layouts as points
 from autoplan.search import planner
@@ -86,8 +87,8 @@ def pricers(draw: st.DrawFn) -> tuple[Pricer, float]:
     blocks, saved, kept, transients = {}, [], [], []
     for u in range(units):
         rows, columns, save, keep, transient = draw(OPS)
-        x, w = TensorWork((8 * rows, 64), "float32", True), TensorWork((64 * columns, 64), "float32", True)
-        y = TensorWork((8 * rows, 64 * columns), "float32", True)
+        x, w = TensorFacts((8 * rows, 64), "float32", True), TensorFacts((64 * columns, 64), "float32", True)
+        y = TensorFacts((8 * rows, 64 * columns), "float32", True)
         op = OpWork("linear", (x, w), (y,), (), 2.0 * 8 * rows * 64 * 64 * columns, float(x.num_bytes + y.num_bytes))
         act = OpWork("silu", (y,), (y,), (), 1.0 * y.num_elements, 2.0 * y.num_bytes)
         blocks[f"b{u}"] = BlockWork(
@@ -126,7 +127,7 @@ def pricers(draw: st.DrawFn) -> tuple[Pricer, float]:
         unit_kept=tuple(kept),
         unit_transient=tuple(transients),
         unit_recompute_transient=tuple(t + s - k for t, s, k in zip(transients, saved, kept, strict=True)),
-        tied=draw(st.sampled_from([(), ((0, units - 1, shared),)])),
+        tied=draw(st.sampled_from([(), (TiedParam(0, units - 1, shared),)])),
         free_saved=draw(st.floats(0, 1e5)),
         tokens=8.0,
         model_flops=1.0,
@@ -151,7 +152,7 @@ def pricers(draw: st.DrawFn) -> tuple[Pricer, float]:
 
 def with_host(seconds: float) -> Profile:
     """A profile that knows nothing but what the host needs: so long for everything."""
-    t, x = Timing(1e-6, 1e-6, 1e-6, 1), TensorWork((8,), "float32", True)
+    t, x = Timing(1e-6, 1e-6, 1e-6, 1), TensorFacts((8,), "float32", True)
     host = Timing(seconds, seconds, seconds, 1)
     names = "zero_block_forward_s zero_gather_s zero_reduce_s micro_batch_s pipeline_action_s optimizer_step_s comm_s"
     record = MeasuredOp(OpWork("dropout", (x,), (x,), (), 8.0, 64.0), t, t, host, host)
@@ -199,7 +200,7 @@ def test_a_stop_by_time_still_gives_a_plan_and_is_labelled() -> None:
     c = found.certificate
     assert found.plans and c.status == "stopped by time limit" and c.gap == 1.0
     assert c.open > 0 and c.considered == c.illegal + c.too_big + c.bounded_out + c.solved + c.open
-    assert "no bound" in proof_text(c.gap, c.intra_gap) and certificate(c)["open"] == c.open
+    assert "no bound" in proof_text(c.gap, c.intra_gap) and data.plain(c)["open"] == c.open
 
 
 def test_a_stop_before_anything_fits_goes_on_until_something_does() -> None:
@@ -215,7 +216,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_a_stop_without_a_plan_does_not_say_that_nothing_fits() -> None:
-    with pytest.raises(StoppedError, match=r"no plan was found in .* not decided: nothing says that none fits"):
+    with pytest.raises(StoppedError, match=r"no plan was found in .* undecided, so one may still fit"):
         search_plan(replace(request(4), time_limit_s=0.0))
 
 
@@ -259,7 +260,7 @@ def test_the_gap_in_words() -> None:
     assert proof_text(0.0, 0.0) == "the best of this space"
     assert proof_text(0.5, 0.0) == "the best step of this space is at most 50 % shorter"
     assert proof_text(0.0, 0.02) == "the best of this space, layouts inside layers at most 2.0 % shorter"
-    assert {"open", "intra_gap"} <= set(certificate(search_plan(request(2)).certificate))
+    assert {"open", "intra_gap"} <= set(data.plain(search_plan(request(2)).certificate))
 
 
 def test_every_restriction_is_named() -> None:
@@ -403,7 +404,10 @@ def test_every_priced_dimension_moves_the_price_the_right_way() -> None:
         ),
         (ParallelConfig(dp=16, num_micro_batches=4, recompute="some"), "recompute='some' is not supported; use none"),
         (ParallelConfig(dp=16, num_micro_batches=4, recompute=(1, 2)), r"has 2 entries for 1 stages; give 1"),
-        (ParallelConfig(dp=16, num_micro_batches=4, recompute=(999,)), r"stage 0 has 32 layers, not 999; .* legal: 32"),
+        (
+            ParallelConfig(dp=16, num_micro_batches=4, recompute=(999,)),
+            r"stage 0 of 32 layers cannot recompute 999; .* legal: recompute=\[32\]",
+        ),
         (
             ParallelConfig(dp=16, num_micro_batches=4, recompute={"model.layers.1": "mlp+some"}),
             r"recompute='mlp\+some' is not supported",

@@ -262,10 +262,10 @@ BAD = [
     (FILE.replace("seq_len: 1k", ""), "seq_len is missing"),
     (FILE.replace("gpt2-xl", "gtp2"), r"models\[1\]: unknown model 'gtp2'; did you mean gpt2"),
     (FILE.replace("[gpt2, gpt2-xl]", "[]"), "models is an empty list"),
-    (FILE.replace("gpt2-xl", "3"), r"models\[1\]: 3 is no model"),
+    (FILE.replace("gpt2-xl", "3"), r"models\[1\]: 3 is not a model"),
     (
-        FILE.replace("1x1xh100-sxm5-80gb", "1x1xh100"),
-        r"clusters\[1\]: device 'h100' is not in the hardware catalog; nearest: h100-sxm5",
+        FILE.replace("1x1xh100-sxm5-80gb", "1x1xh100-smx5-80gb"),
+        r"clusters\[1\]: device 'h100-smx5-80gb' is not in the hardware catalog; nearest: h100-sxm5",
     ),
     (FILE.replace("1x1xh100-sxm5-80gb", "other.yaml"), r"clusters\[1\]: cluster file .*other.yaml does not exist"),
     (FILE.replace("1B", "lots"), r"tokens\[0\]: tokens 'lots' must be a number above 0"),
@@ -281,7 +281,7 @@ BAD = [
     (FILE + "overlap: [dp]", "overlap of 'dp' is not known; use tp, ep"),
     (FILE + "narrow_gather: 1", "narrow_gather=1 must be true or false"),
     (FILE + "constants: none.json", r"constants: constants .*none.json cannot be read"),
-    (FILE + "constants: 3", "constants: 3 is no file"),
+    (FILE + "constants: 3", "constants: 3 is not a file"),
     (FILE + "time_limit_s: 0", "time_limit_s=0 must be a finite number of at least 1"),
     (FILE + "profile: nobody", "profile: profile 'nobody' is not known"),
     (FILE + "profile: cpu-2core-gloo-w2", "was measured on cpu devices, cluster 1x4xh100-sxm5-80gb has cuda devices"),
@@ -345,7 +345,8 @@ def test_the_command_refuses_a_missing_folder_before_it_plans(tmp_path: Path) ->
 
 
 def test_the_files_that_are_shown_are_legal(tmp_path: Path) -> None:
-    shown, of_cluster, of_fabric = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    text = "".join((ROOT / "docs" / name).read_text() for name in ("planning.md", "clusters.md"))
+    shown, of_cluster, of_fabric = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
     assert fleet.read_task(write(tmp_path, shown)).num_searches == 4
     assert fleet.read_task(ROOT / "experiments" / "capacity.yaml").num_searches == 6
     path = tmp_path / "cluster.yaml"

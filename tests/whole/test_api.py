@@ -85,8 +85,8 @@ REFUSED = [
         r"the cluster has 4 devices but this job has 2 processes; start it with torchrun --nproc-per-node 4",
     ),
     ({"device": "cuda"}, r"DeviceError: the program is to run on CUDA devices, but the process sees no GPU \(CUDA_VIS"),
-    ({"device": "tpu"}, r"DeviceError: device='tpu' is no device: use 'cpu', 'cuda' or 'cuda:1'"),
-    ({"cluster": "h100"}, r"cluster 'h100' is not known; use 'local'"),
+    ({"device": "tpu"}, r"DeviceError: device='tpu' is not a device; use 'cpu', 'cuda' or 'cuda:1'"),
+    ({"cluster": "h1000"}, r"cluster 'h1000' is not known; use 'local'"),
 ]
 
 

@@ -29,10 +29,13 @@ from parity import (
 from parity_matrix import refusal
 
 import autoplan.runtime.compiled
-from autoplan.api import _check_compile, cheaper_program
+from autoplan.api import cheaper_program
+from autoplan.config.pins import Pins
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.errors import PinError
 from autoplan.plan import Plan
+from autoplan.program.facts import Facts
+from autoplan.program.legality import check_pins
 from autoplan.runtime.compiled import compile_blocks, compiles_by_itself
 from autoplan.runtime.model import ParallelModel
 
@@ -213,16 +216,16 @@ def test_async_tp_finds_what_it_takes_apart() -> None:
 @pytest.mark.parametrize(
     ("compile", "device_type", "message"),
     [
-        (False, "cuda", "done by inductor, compile is False; nearest legal: compile=True"),
-        ("aot_eager", "cuda", "compile is 'aot_eager'"),
+        (False, "cuda", "needs torch.compile, but compile=False; nearest legal: compile=True"),
+        ("aot_eager", "cuda", "compile='aot_eager'"),
         (True, "cpu", "the cluster has cpu devices"),
     ],
 )
 def test_async_tp_needs_inductor_on_cuda(compile, device_type, message) -> None:
     with pytest.raises(PinError, match=message):
-        _check_compile(compile, True, device_type)
-    assert _check_compile(compile, False, device_type) == compile
-    assert _check_compile("auto", True, "cuda") is True
+        check_pins(Pins(), Facts(2, device_type=device_type, async_tp=True, compile=compile))
+    check_pins(Pins(), Facts(2, device_type=device_type, compile=compile))
+    check_pins(Pins(), Facts(2, device_type="cuda", async_tp=True))
 
 
 def _planned(eager_s: float | None, compiled_s: float | None) -> Callable[[bool], tuple[Plan, Any]]:

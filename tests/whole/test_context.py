@@ -21,7 +21,7 @@ from autoplan.api import plan_program
 from autoplan.capture.export import capture
 from autoplan.codegen.check import check_program
 from autoplan.config.context_methods import read_method
-from autoplan.cost_models.hardware.cluster import Cluster, Device, Link
+from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ops.batch import context_obstacle
@@ -36,7 +36,7 @@ SEQ = 16
 
 
 def cluster(devices: int) -> Cluster:
-    return Cluster(1, devices, Device("made up", 1e12, 1e9, 1 << 30, "made up"), Link(1e-6, 1e9, "made up"), "cpu")
+    return Cluster(1, devices, Device("made up", 1e12, 1e9, 1 << 30, "made up"), Level(1e-6, 1e9, "made up"), "cpu")
 
 
 @lru_cache(maxsize=8)
@@ -107,12 +107,12 @@ def test_dropout_needs_the_whole_sequence() -> None:
         ("llama", 4, SEQ, {"cp": 8}, r"pin cp=8 does not divide the 4 devices; nearest legal: cp=4$"),
         ("llama", 4, SEQ, {"cp": 0}, r"pin cp=0: must be a whole number of at least 1"),
         ("gpt-dropout", 4, SEQ, {"cp": 2}, r"pin cp=2: dropout at .* for a part of the sequence; nearest legal: cp=1$"),
-        ("llama", 4, SEQ, {"context_method": "ring"}, r"'ring' needs a pin of cp; nearest legal: cp=2$"),
+        ("llama", 4, SEQ, {"context_method": "ring"}, r"'ring' needs cp to be pinned too; nearest legal: cp=2$"),
         ("llama", 4, SEQ, {"cp": 2, "context_method": "rings"}, r"'rings' is not known; use gather, ring, uly"),
         ("llama", 4, SEQ, {"cp": 4, "context_method": "ulysses2xring4"},
          r"does not make cp=4; nearest legal: context_method='gather' or 'ring' or 'ulysses' or 'ulysses2x"),
         ("llama", 4, SEQ, {"cp": 2, "tp": 2, "context_method": {"layers": "ring"}},
-         r"names 'layers', which is no block with attention; those are: layer;"),
+         r"names 'layers', which is not a block with attention; use layer;"),
         ("windows", 4, SEQ, {"cp": 2, "context_method": {"layer": "ring"}}, r"leaves out .*; give a method for every"),
         ("llama", 8, 32, {"cp": 8, "context_method": "ulysses"},
          r"8 ranks of ulysses do not divide the 4 attention heads of a rank at .*: context_method='gather' or 'ring'"),

@@ -40,15 +40,15 @@ from autoplan.cost_models.work import Workload
 from autoplan.errors import CaptureError, PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ir.symbols import Expr
-from autoplan.plan import make_plan
 from autoplan.program.activation_bytes import Activations, saved_bytes_of
 from autoplan.program.activations import activations
+from autoplan.program.facts import layer_calls, pipeline_units
 from autoplan.program.lower import BlockLowering
-from autoplan.program.pins import layer_calls, pipeline_units, read_pins
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.spec import ProgramSpec, evaluate_terms
 from autoplan.search.layouts import LayoutCache
 from autoplan.search.planner import PlanRequest, search_plan
+from experiments.shared.default_plans import make_plan, read_pins
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
@@ -219,14 +219,18 @@ def test_a_gated_t5() -> None:
     assert len(layer_calls(graph)) == 4
 
 
-def test_dropout_inside_attention_is_refused_by_name() -> None:
-    with pytest.raises(CaptureError, match=r"dropout_p=0.1 inside scaled_dot_product_attention"):
-        capture(models.make_bart(attention_dropout=0.1), models.token_batch(2, SEQ))
-    with pytest.raises(CaptureError, match=r"dropout_p=0.1 inside attention"):
-        capture(models.make_t5(dropout_rate=0.1), models.token_batch(2, SEQ))
-    padded = models.with_documents(models.token_batch(2, SEQ), packed=False)
-    with pytest.raises(CaptureError, match=r"dropout_p=0.1 inside attention"):
-        capture(models.make_llama(attention_dropout=0.1), padded)
+@pytest.mark.parametrize("model", [models.make_bart(attention_dropout=0.1), models.make_t5(dropout_rate=0.1)])
+def test_dropout_inside_attention_is_an_op(model: torch.nn.Module) -> None:
+    """Of the encoder, the decoder and between them."""
+    for batch in (models.token_batch(2, SEQ), models.with_documents(models.token_batch(2, SEQ), packed=False)):
+        graph = capture(model, batch)
+        ops = [
+            [n.op for n in graph.blocks[call.block].nodes] for call in graph.calls if call.name in layer_calls(graph)
+        ]
+        assert [names.count("softmax") for names in ops] == [1, 1, 2, 2] and not any("attention" in n for n in ops)
+        assert all(
+            {"dropout"} & set(names[i + 1 : i + 3]) for names in ops for i, n in enumerate(names) if n == "softmax"
+        )
 
 
 def test_a_skip_travels_only_to_where_it_is_needed() -> None:
@@ -322,11 +326,13 @@ def test_a_factory_on_the_command_line() -> None:
 def test_the_config_of_a_t5(tmp_path: Path) -> None:
     settings = models.make_t5().config.to_dict()
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    code, text = answer("plan", str(tmp_path), *TASK, "--target-len", "16", "--json")
-    assert code == 0 and json.loads(text)["model"]["name"] == "T5ForConditionalGeneration"
-    (tmp_path / "config.json").write_text(json.dumps({**settings, "dropout_rate": 0.1}))
-    code, text = answer("plan", str(tmp_path), *TASK, "--target-len", "16")
-    assert code == 0 and "dropout" in text  # priced without that of attention, which is said
+    memory = []
+    for rate in (0.0, 0.1):  # that of attention, too, is priced
+        (tmp_path / "config.json").write_text(json.dumps({**settings, "dropout_rate": rate}))
+        code, text = answer("estimate", str(tmp_path), *TASK, "--target-len", "16", "--dp", "2", "--json")
+        assert code == 0 and json.loads(text)["model"]["name"] == "T5ForConditionalGeneration"
+        memory.append(json.loads(text)["estimate"]["memory_bytes"][0]["activations"]["mid"])
+    assert memory[1] > memory[0]
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -338,7 +344,7 @@ def saved_blocks(case: Case) -> dict[str, Activations]:
     _, layouts, _ = make_plan(graph, cluster_of(1, case.prices), read_pins({}, 1), {"b": 2, "s": SEQ, "t": TARGET})
     lowered = {n: BlockLowering(graph, b, layouts.selection, layouts.axes).run() for n, b in graph.blocks.items()}
     sizes = {"b": 12, "s": SEQ, "t": TARGET}
-    return {n: activations(low, graph.factors, layouts.axes, sizes) for n, low in lowered.items()}
+    return {n: activations(low, sizes) for n, low in lowered.items()}
 
 
 def model_of(work: Workload, pp: int, mode: Mode = Mode.EAGER) -> MemoryModel:

@@ -21,17 +21,17 @@ from autoplan.capture.export import capture
 from autoplan.codegen.check import check_program
 from autoplan.codegen.program import Program, compile_program
 from autoplan.config.parallel import ParallelConfig
-from autoplan.cost_models.hardware.cluster import Cluster, Device, Link
-from autoplan.cost_models.time.blocks import mesh_groups
+from autoplan.cost_models.costs import Costs
+from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
+from autoplan.cost_models.network.groups import mesh_groups
 from autoplan.errors import InfeasibleError, LayoutError, PinError
 from autoplan.ir.graph import Block, ModelGraph, Node, Value
 from autoplan.ir.layout import Axis, Mesh
 from autoplan.ir.symbols import Expr
-from autoplan.plan import make_plan, searched_plan
+from autoplan.plan import searched_plan
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.parallel_dims import ParallelDims, folds
-from autoplan.program.pins import read_pins
 from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.program.token_dispatch import travelled_bytes
 from autoplan.program.token_dispatch_layouts import with_token_dispatch
@@ -39,6 +39,7 @@ from autoplan.runtime.experts import experts
 from autoplan.runtime.spec import evaluate_terms
 from autoplan.search.layouts import PlanRequest
 from autoplan.search.planner import search_plan
+from experiments.shared.default_plans import make_plan, read_pins
 
 SEQ = 16
 
@@ -50,7 +51,7 @@ def graph(kind: str = "mixtral") -> ModelGraph:
 
 
 def cluster(devices: int) -> Cluster:
-    return Cluster(1, devices, Device("made up", 1e12, 1e9, 1 << 30, "made up"), Link(1e-6, 1e9, "made up"), "cpu")
+    return Cluster(1, devices, Device("made up", 1e12, 1e9, 1 << 30, "made up"), Level(1e-6, 1e9, "made up"), "cpu")
 
 
 def index_on(mesh: Mesh, name: str, rank: int) -> int:
@@ -147,7 +148,7 @@ def test_degrees_that_cannot_run_say_why(pins: dict[str, int], devices: int, why
 def test_a_sequence_that_tp_cannot_split_has_no_layout() -> None:
     """Tokens of its own for every rank: an odd sequence is refused by name, not sent twice."""
     axes = ParallelDims.of(graph(), ParallelConfig(tp=2)).layout_axes
-    problem = build_problem(graph(), IntraSettings(axes, cluster(2), {"b": 2, "s": 15}))
+    problem = build_problem(graph(), IntraSettings(axes, Costs(cluster(2)), {"b": 2, "s": 15}))
     with pytest.raises(InfeasibleError, match=r"experts: the sequence cannot be split over tensor parallelism"):
         with_token_dispatch(problem, graph(), 1.02)
 
@@ -199,13 +200,13 @@ def test_layouts_of_another_plan_are_not_emitted() -> None:
     """Experts where tp has them, on a mesh over which they are spread: refused by codegen, not run."""
     _, layouts, _ = make_plan(graph(), cluster(2), read_pins({"tp": 2}, 2), {"b": 2, "s": SEQ})
     mesh = ParallelDims.of(graph(), ParallelConfig(tp=2, ep=2, etp=1)).mesh
-    with pytest.raises(LayoutError, match=r"tokens travel to experts from ranks that have the same ones"):
+    with pytest.raises(LayoutError, match=r"token dispatch needs a layout with different tokens on every rank"):
         compile_program(graph(), replace(layouts, mesh=mesh))
 
 
 def test_split_experts_need_a_dispatch() -> None:
     x, index, w = torch.zeros(2, 4), torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1)
-    with pytest.raises(ValueError, match=r"experts: split over 'etp', but no token travels to them"):
+    with pytest.raises(ValueError, match=r"experts: split over 'etp', which needs token dispatch"):
         experts(x, index, w, torch.zeros(1, 6, 4), torch.zeros(1, 4, 3), activation="silu", gated=True, inner="etp")
 
 

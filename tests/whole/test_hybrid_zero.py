@@ -22,9 +22,9 @@ from autoplan.catalog import load_model
 from autoplan.cli import app
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster, Group, Level
-from autoplan.cost_models.time.blocks import mesh_groups
+from autoplan.cost_models.network.groups import mesh_groups
 from autoplan.errors import PinError
-from autoplan.program.pins import zero_replica_counts
+from autoplan.program.legality import zero_replica_counts
 from autoplan.report.commands import estimate_command
 from autoplan.search.estimate import estimate_config
 from autoplan.search.layouts import PlanRequest, space_of

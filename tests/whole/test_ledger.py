@@ -10,16 +10,15 @@ import pytest
 from parity import SEQ, TARGET, Case, cluster_of, global_batch, graph_of, trained
 
 from autoplan.codegen.program import Layouts, compile_program
-from autoplan.cost_models.time.blocks import mesh_groups
+from autoplan.cost_models.network.groups import mesh_groups
 from autoplan.cost_models.work import BlockWork, Workload
 from autoplan.ir.graph import ModelGraph
-from autoplan.plan import make_plan
 from autoplan.program.lower import BlockLowering
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.passes import executed, rewritten
-from autoplan.program.pins import read_pins
 from autoplan.program.workload import workload
 from autoplan.runtime.spec import LedgerEntry, evaluate_terms
+from experiments.shared.default_plans import make_plan, read_pins
 
 Sent = Counter[tuple[str, str, int]]  # kind, phase, bytes
 

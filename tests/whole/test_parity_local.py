@@ -108,6 +108,24 @@ def test_sliding_windows(case: Case) -> None:
     test_matrix(case)
 
 
+PLAIN_ATTENTION = [
+    Case("llama", tp=2, dp=2, dropout=0.25, labels="unequal"),
+    Case("llama", tp=4, pp=2, dropout=0.25, num_micro_batches=2, recompute="full", prices="latency"),
+    Case("gemma2", tp=2, dp=2, labels="unequal"),
+    Case("gemma2", tp=4, pp=2, num_micro_batches=2),
+]
+
+
+@pytest.mark.parametrize("case", spread_out(PLAIN_ATTENTION, 2), ids=str)
+def test_attention_of_plain_ops(case: Case) -> None:
+    """Dropout inside attention draws the same mask in every plan; soft-capping works on the scores of all heads."""
+    ops = [n.op for b in graph_of(case.family, case.dropout).blocks.values() for n in b.nodes]
+    assert "attention" not in ops and "softmax" in ops and ("dropout" in ops) == bool(case.dropout)
+    test_matrix(case)
+    if case.dropout:  # negative control: it is there
+        assert reference(case)[0] != pytest.approx(reference(Case(case.family, labels=case.labels))[0], rel=1e-6)
+
+
 EXPERTS = [
     Case("mixtral", tp=2, dp=2, labels="unequal"),
     Case("mixtral", tp=4, prices="latency", recompute="full"),
@@ -187,7 +205,7 @@ def test_negative_control(control: str) -> None:
     _, want = reference(case)
     try:
         _, got = run_simulated(case, sources={name: broken})
-    except AssertionError as exc:
+    except ValueError as exc:
         assert "differs between ranks" in str(exc)  # ranks that must agree do not
     else:
         assert worst(got, want)[0] > 1e-2

@@ -17,7 +17,7 @@ pytestmark = [
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parity.md"
 PAIRS = list(pairs())
-EVERY, EVERY_IN_ALL = 134, 8  # of so many pairs one is in make test and in make test-all, over all features
+EVERY, EVERY_IN_ALL = 134, 10  # of so many pairs one is in make test and in make test-all, over all features
 
 
 def marks(position: int) -> tuple[pytest.MarkDecorator, ...]:

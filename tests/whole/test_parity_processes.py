@@ -29,6 +29,7 @@ pytestmark = [
 CASES = [
     Case("llama", tp=2, labels="unequal"),
     Case("gpt", tp=2, prices="latency", dropout=0.25, num_micro_batches=2),
+    Case("llama", tp=2, dropout=0.25, num_micro_batches=2),
     Case("llama", dp=2, zero=0, num_micro_batches=3, labels="unequal"),
     Case("gpt", dp=2, zero=1, num_micro_batches=2, dropout=0.25),
     Case("gpt-untied", dp=2, zero=2, num_micro_batches=2, labels="unequal", recompute="full"),

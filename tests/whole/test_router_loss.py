@@ -32,10 +32,10 @@ from autoplan.capture.export import capture
 from autoplan.codegen.check import check_program
 from autoplan.codegen.program import compile_program
 from autoplan.ops.batch import batch_obstacle, context_obstacle
-from autoplan.plan import make_plan
-from autoplan.program.pins import pipeline_units, read_pins
+from autoplan.program.facts import pipeline_units
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.spec import evaluate_terms
+from experiments.shared.default_plans import make_plan, read_pins
 
 FAMILIES = ("mixtral-aux", "qwen3-moe-aux", "mixtral-padded-aux")
 

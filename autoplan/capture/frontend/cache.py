@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.capture.frontend.buffers import all_buffers
 from autoplan.errors import GraphError
 from autoplan.files import write_whole
 from autoplan.ir.graph import GRAPH_SCHEMA_VERSION, ModelGraph
@@ -69,11 +70,8 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no content that can be hashed")
 
 
-def capture_key(model: nn.Module, example_inputs: Mapping[str, torch.Tensor], how: str = "") -> str | None:
+def capture_key(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) -> str | None:
     """Return the SHA-256 of everything that a capture depends on.
-
-    Args:
-        how: further conditions of the capture, as text.
 
     Returns:
         None if the key cannot be known: the model has classes or attributes of the user.
@@ -96,13 +94,13 @@ def capture_key(model: nn.Module, example_inputs: Mapping[str, torch.Tensor], ho
     tensors = []
     for kind, pairs in (
         ("parameter", model.named_parameters(remove_duplicate=False)),
-        ("buffer", model.named_buffers(remove_duplicate=False)),
+        ("buffer", all_buffers(model, remove_duplicate=False)),
     ):
         for name, t in pairs:
             tensors.append([kind, name, list(t.shape), str(t.dtype), t.requires_grad, owners.setdefault(id(t), name)])
     versions = {p: importlib.metadata.version(p) for p in (*_PACKAGES, "autoplan")}
     inputs = {n: [list(t.shape[1:]), str(t.dtype)] for n, t in example_inputs.items()}
-    key = [GRAPH_SCHEMA_VERSION, _own_code(), versions, modules, tensors, inputs, list(example_inputs), how]
+    key = [GRAPH_SCHEMA_VERSION, _own_code(), versions, modules, tensors, inputs, list(example_inputs)]
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
 
 
@@ -111,13 +109,12 @@ def cached(
     example_inputs: Mapping[str, torch.Tensor],
     make: Callable[[], ModelGraph],
     folder: Path | None = None,
-    how: str = "",
 ) -> ModelGraph:
     """Return the stored graph of this model and these inputs; otherwise call `make()` and store its graph.
 
-    A damaged file is replaced, never used. `how`: see `capture_key`.
+    A damaged file is replaced, never used.
     """
-    key = capture_key(model, example_inputs, how)
+    key = capture_key(model, example_inputs)
     if key is None:
         return make()
     path = (folder or cache_folder()) / f"{key}.json"

@@ -10,7 +10,8 @@ import difflib
 import importlib
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ _LABELS = {  # tables of `modeling_auto` -> number of dims of their labels: 1 pe
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES": 2,
     "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": 2,
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": 1,
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES": 1,
 }
 
 
@@ -54,7 +56,7 @@ def model_from_config(config: Mapping[str, Any], where: str, dtype: torch.dtype 
     _check_sizes(config, settings, where)
     cls = _named_class(config, settings, where)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+        with FakeTensorMode(allow_non_fake_inputs=True), _without_values(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # n_shared_experts = 0
             if cls is None:
                 auto: Any = AutoModelForSeq2SeqLM if settings.is_encoder_decoder else AutoModelForCausalLM
@@ -65,6 +67,19 @@ def model_from_config(config: Mapping[str, Any], where: str, dtype: torch.dtype 
         name = "a causal language model or encoder-decoder" if cls is None else cls.__name__
         raise CaptureError(f"{where}: transformers cannot build {name} from it: {exc}") from exc
     return made
+
+
+@contextmanager
+def _without_values() -> Iterator[None]:
+    """Leave out the initial values of transformers' models: fake tensors have none, and some draws look at theirs."""
+    from transformers import PreTrainedModel
+
+    original = PreTrainedModel.initialize_weights
+    PreTrainedModel.initialize_weights = lambda self: None
+    try:
+        yield
+    finally:
+        PreTrainedModel.initialize_weights = original
 
 
 def label_dims(model: nn.Module) -> int:

@@ -7,22 +7,21 @@ attention and mask functions, which keep attention whole. Both are needed: witho
 
 from __future__ import annotations
 
-import functools
+import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from autoplan.capture.frontend import masks as masks_of
-from autoplan.capture.frontend import windows  # noqa: F401  registers the op
-from autoplan.capture.frontend.left_out import check_attention_dropout
-from autoplan.capture.frontend.masks import Ledger, PendingMask, taken
+from autoplan.capture.frontend.hf_attention import Attention
+from autoplan.capture.frontend.masks import Ledger
 from autoplan.errors import CaptureError
-
-_HIDDEN = -1e30  # added to a score: its share becomes 0.0 in every dtype, and the number is finite in bfloat16, too
 
 
 def is_hf_model(model: nn.Module) -> bool:
@@ -30,6 +29,11 @@ def is_hf_model(model: nn.Module) -> bool:
     return any(
         c.__module__.startswith("transformers.") and c.__name__ == "PreTrainedModel" for c in type(model).__mro__
     )
+
+
+def holds_hf_model(model: nn.Module) -> bool:
+    """Return True for a module of a class of transformers, and for one that has such a module inside (PEFT)."""
+    return any(c.__module__.startswith("transformers.") for m in model.modules() for c in type(m).__mro__)
 
 
 def check_masks(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) -> None:
@@ -41,7 +45,7 @@ def check_masks(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) ->
         mask = example_inputs.get(name)
         if mask is None:
             continue
-        if not is_hf_model(model):
+        if not holds_hf_model(model):
             raise CaptureError(f"{name} is read from Hugging Face models only; give the model an input of another name")
         ids = next((example_inputs[n] for n in tokens if n in example_inputs), None)
         if mask.ndim != 2 or (ids is not None and mask.shape != ids.shape):
@@ -78,97 +82,8 @@ def recorded_outputs() -> dict[str, list[Any]]:
     return {name: kept for name, kept in found.items() if isinstance(kept, list)}
 
 
-# Arguments that models pass to their own attention functions ('eager') and that change no number there.
-_NO_NUMBERS = frozenset(
-    "position_ids cache_position use_cache output_attentions output_hidden_states output_router_logits return_dict "
-    "cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k deterministic labels logits_to_keep".split()
-)
-
-
-def _attention(
-    implementation: str,
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | PendingMask | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    position_bias: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Compute the attention of `implementation` as one op.
-
-    The mask decides which keys a query sees. Without a mask `is_causal` decides, if the implementation uses it.
-    """
-    _refuse_unknown(kwargs, implementation)
-    flag = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    causal, window, documents = flag and implementation == "sdpa" and attention_mask is None, None, None
-    if isinstance(attention_mask, PendingMask):
-        asked, documents = taken(attention_mask, query, key)
-        attention_mask, causal, window = None, asked.causal, asked.window
-        if asked.replaced and not flag:
-            raise CaptureError(
-                f"{type(module).__name__} is given a causal mask but its is_causal is False: with its attention, "
-                "'sdpa', transformers makes it causal or not by whether there is padding; set is_causal to True, or "
-                "use attn_implementation='eager'"
-            )
-        if sliding_window is not None and sliding_window != window:
-            raise CaptureError(
-                f"{type(module).__name__} has a sliding window of {sliding_window} but its mask one of {window}: "
-                "kernels of transformers differ in which of the two they use"
-            )
-    if position_bias is not None and not _adds_zeros(module):
-        if attention_mask is not None or window is not None:
-            raise CaptureError("attention with a bias by position is captured where it has no other mask and no window")
-        if documents is not None:
-            position_bias = position_bias.masked_fill((documents <= 0)[:, None, None, :], _HIDDEN)
-        check_attention_dropout(dropout, "attention", "set the model's dropout to 0")
-        biased = torch.ops.autoplan.biased_attention(query, key, value, position_bias, causal, scaling)
-        return biased.transpose(1, 2).contiguous(), None
-    if documents is not None and query.shape[2] != key.shape[2]:  # cross-attention: the other sequence's valid tokens
-        attention_mask, documents = (documents > 0)[:, None, None, :], None
-    if documents is not None or window is not None:
-        check_attention_dropout(dropout, "attention", "set the model's dropout to 0")
-        masked = torch.ops.autoplan.masked_attention(query, key, value, documents, causal, scaling, window)
-        return masked.transpose(1, 2).contiguous(), None
-    out = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=attention_mask,
-        dropout_p=dropout,
-        is_causal=causal,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _refuse_unknown(given: Mapping[str, Any], implementation: str) -> None:
-    """Raise CaptureError for an argument of an attention function that changes its result.
-
-    The function of 'sdpa' is transformers' own and ignores the rest; the function of 'eager' is in every model's file.
-    """
-    if given.get("softcap") is not None:
-        raise CaptureError("attention with logit soft-capping is not supported")
-    if given.get("s_aux") is not None or given.get("sinks") is not None:
-        raise CaptureError("attention with sinks (a learned logit per head) is not supported")
-    unknown = sorted(n for n, x in given.items() if n not in _NO_NUMBERS and x is not None and x is not False)
-    if unknown and implementation == "eager":
-        raise CaptureError(f"the attention function is given {', '.join(unknown)}, which is not supported")
-
-
-def _adds_zeros(module: nn.Module) -> bool:
-    """Return True for cross-attention as in T5, where the position bias it is given is all zeros."""
-    learned = getattr(module, "has_relative_attention_bias", True)
-    return not learned and bool(getattr(module, "is_decoder", False)) and getattr(module, "is_causal", True) is False
-
-
 @contextmanager
-def configured(model: nn.Module, attribute: str, value: str) -> Iterator[None]:
+def configured(model: nn.Module, attribute: str, value: Any) -> Iterator[None]:
     """Set the attribute to this value in every config of the model that has it, and restore it on exit."""
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
     before = [(c, getattr(c, attribute)) for c in configs if hasattr(c, attribute)]
@@ -182,6 +97,15 @@ def configured(model: nn.Module, attribute: str, value: str) -> Iterator[None]:
 
 
 _CAPTURED = ("eager", "sdpa")
+_COMPILING = "is_torchdynamo_compiling"  # a function of transformers that model files import
+
+
+def files_with_branches(model: nn.Module) -> list[types.ModuleType]:
+    """Return the files of Hugging Face models that ask whether they are compiled, as torch.export says they are."""
+    if not holds_hf_model(model):
+        return []
+    names = {type(m).__module__ for m in model.modules()}
+    return [sys.modules[name] for name in sorted(names) if hasattr(sys.modules.get(name), _COMPILING)]
 
 
 @contextmanager
@@ -189,8 +113,8 @@ def capture_attention(model: nn.Module, ledger: Ledger) -> Iterator[None]:
     """Capture attention as one op inside the context; everything is restored on exit.
 
     The model keeps the attention implementation of its config, so that it takes its usual branches; the functions
-    behind 'eager' and 'sdpa' are replaced (`capture.frontend.masks`). Other implementations (flash attention) count as
-    'sdpa'.
+    behind 'eager' and 'sdpa' are replaced (`capture.frontend.hf_attention`, `capture.frontend.masks`). Other
+    implementations (flash attention) count as 'sdpa'.
 
     Args:
         ledger: which masks are tensors; one ledger per capture, shared by all its traces.
@@ -199,26 +123,29 @@ def capture_attention(model: nn.Module, ledger: Ledger) -> Iterator[None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-    packed: list[torch.Tensor | None] = []
+    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    implementations = {key: getattr(config, "_attn_implementation", None) for key, config in configs.items()}
+    kernels = {key: name for key, name in implementations.items() if name is not None and name not in _CAPTURED}
+    functions = {name: Attention(name, ledger, kernels) for name in _CAPTURED}
+    get = ALL_ATTENTION_FUNCTIONS.get_interface
+
+    def get_interface(name: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function of an implementation; `default`: that of the model's file, which is 'eager'."""
+        return replace(functions["eager"], own=default) if name == "eager" else get(name, default)
+
+    make = masks["sdpa"]
     with ExitStack() as stack:
-        make = masks["sdpa"]
-        for name in _CAPTURED:
-            function = masks_of.mask_function(name, make, ledger, packed)
-            stack.enter_context(_overridden(ALL_ATTENTION_FUNCTIONS, name, functools.partial(_attention, name)))
-            stack.enter_context(_overridden(masks, name, function))
-        before = masking_utils.find_packed_sequence_indices
-
-        def starts(position_ids: torch.Tensor) -> None:
-            packed.append(masks_of.document_starts(position_ids))
-
-        masking_utils.find_packed_sequence_indices = starts
-        stack.callback(setattr, masking_utils, "find_packed_sequence_indices", before)
-        configs: list[Any] = [m.config for m in model.modules() if hasattr(m, "config")]
-        for config in {id(c): c for c in configs}.values():
-            old = getattr(config, "_attn_implementation", None)
-            if old is not None and old not in _CAPTURED:
-                config._attn_implementation = "sdpa"
-                stack.callback(setattr, config, "_attn_implementation", old)
+        for name, function in functions.items():
+            stack.enter_context(_overridden(ALL_ATTENTION_FUNCTIONS, name, function))
+            stack.enter_context(_overridden(masks, name, masks_of.mask_function(name, make, ledger)))
+        stack.enter_context(patch.object(ALL_ATTENTION_FUNCTIONS, "get_interface", get_interface))
+        stack.enter_context(patch.object(masking_utils, "find_packed_sequence_indices", masks_of.document_starts))
+        if ledger.as_run:
+            for file in files_with_branches(model):
+                stack.enter_context(patch.object(file, _COMPILING, lambda: False))
+        for key, kernel in kernels.items():
+            configs[key]._attn_implementation = "sdpa"
+            stack.callback(setattr, configs[key], "_attn_implementation", kernel)
         yield
 
 

@@ -7,10 +7,12 @@ know who else holds the memory, and is refused.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
 from torch import fx
 
 from autoplan.errors import CaptureError
@@ -66,6 +68,56 @@ class Constant:
 
     value: bool | int | float
     dtype: str
+
+
+@dataclass(eq=False)
+class ConstantTensor:
+    """A small tensor that the model makes in its forward. `meta`: a fake one; `names`: layer -> its value there."""
+
+    values: tuple[bool | int | float, ...]
+    meta: Any
+    names: dict[str, str] = field(default_factory=dict)
+
+
+def can_be_functional(program: torch.export.ExportedProgram) -> bool:
+    """Return True if ops of the graph change tensors, and none of them one that enters or leaves a layer.
+
+    The marks of layers hand on copies, so that a change behind one would not be seen before it.
+    """
+    found = _mutable(program)
+    graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
+    writers = [node for graph in graphs for node in graph.nodes if node.target in found]
+    return bool(writers) and not any(_of_a_mark(node.args[0]) for node in writers)
+
+
+def _of_a_mark(value: Any) -> bool:
+    """Return True for a tensor that enters or leaves a layer, or a view of one."""
+    while isinstance(value, fx.Node) and value.op == "call_function":
+        if str(value.target).startswith(_MARKERS):
+            return True
+        if not _is_view(value) and getattr(value.target, "__name__", "") != "getitem":
+            return False
+        value = value.args[0]
+    return False
+
+
+def _mutable(program: torch.export.ExportedProgram) -> set[torch._ops.OpOverload]:
+    graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
+    targets = {node.target for graph in graphs for node in graph.nodes}
+    return {t for t in targets if isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable}
+
+
+def without_mutation(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Return the same program where every op makes a new tensor: PyTorch knows who else sees the memory.
+
+    A slice that is written becomes an op on the whole tensor, so `Assembly` comes first, which makes fewer of them.
+    """
+    # composite ops are kept whole, so those that write are to be decomposed here
+    composite = {op: op.decompose for op in _mutable(program) if op._can_decompose()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found: torch.export.ExportedProgram = program.run_decompositions(composite)
+    return found
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -135,7 +187,8 @@ def out_of_place(target: str, node: fx.Node, written: Set[fx.Node] = frozenset()
     """
     name, dot, overload = target.removeprefix("aten.").partition(".")
     changed = node.args[0] if node.args else None
-    if not name.endswith("_") or not isinstance(changed, fx.Node) or changed.op != "call_function":
+    in_place = name.endswith("_") and not name.endswith("__")
+    if not in_place or not isinstance(changed, fx.Node) or changed.op != "call_function":
         return None
     made = changed
     while getattr(made.target, "__name__", "") == "getitem":

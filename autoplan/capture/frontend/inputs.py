@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from autoplan.capture.frontend.held import HeldParameters
 from autoplan.capture.frontend.huggingface import is_hf_model
 from autoplan.errors import CaptureError
 
@@ -39,12 +41,26 @@ def _as_mapping(model: nn.Module, given: Any) -> str:
     """Return ', e.g. {...}': the given tensors under the names of the forward's positional arguments."""
     tensors = [given] if isinstance(given, torch.Tensor) else given
     positional = (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
-    names = [n for n, p in inspect.signature(model.forward).parameters.items() if p.kind in positional]
+    names = [n for n, p in inspect.signature(without_compile(model).forward).parameters.items() if p.kind in positional]
     fits = isinstance(tensors, (tuple, list)) and all(isinstance(x, torch.Tensor) for x in tensors)
     if not fits or not 0 < len(tensors) <= len(names):
         return ""
     source = "example_inputs" if isinstance(given, torch.Tensor) else "example_inputs[{}]"
     return ": {" + ", ".join(f"{n!r}: {source.format(i)}" for i, n in enumerate(names[: len(tensors)])) + "}"
+
+
+def without_compile(module: nn.Module) -> nn.Module:
+    """Return the module that torch.compile was given; any other module itself."""
+    while isinstance(module, torch._dynamo.OptimizedModule):
+        module = module._orig_mod
+    return module
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run what torch.compile was given as it is: whole modules, `model.compile()`, a compiled forward or function."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 class _Recorded(dict[str, torch.Tensor]):
@@ -90,31 +106,53 @@ class _Recorded(dict[str, torch.Tensor]):
         return super().copy()
 
 
+def _only_number(out: Any) -> torch.Tensor | None:
+    """Return a result that is a number, or the only number of a tuple such as (logits, loss); else None."""
+    found = [x for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, torch.Tensor) and x.dim() == 0]
+    return found[0] if len(found) == 1 and found[0].is_floating_point() else None
+
+
 class LossModule(nn.Module):
     """Model and loss as one module: takes tensors in the order of `names` and returns the scalar loss.
 
     The model gets the inputs that its forward names. An input that neither the forward names nor `loss_fn` reads goes
     to the forward's `**kwargs`, if it has them. That is known only after the first call: `gives_more` says whether to
     call again.
+
+    Args:
+        held: the model's own tensors, for code that holds some of them; None: those that it has now.
+
+    Attributes:
+        within: makes the context that the forward runs in.
     """
 
-    def __init__(self, model: nn.Module, names: tuple[str, ...], loss_fn: LossFn | None) -> None:
+    within: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def __init__(
+        self, model: nn.Module, names: tuple[str, ...], loss_fn: LossFn | None, held: HeldParameters | None = None
+    ) -> None:
         super().__init__()
         self.model = model
         self._names, self._loss_fn = names, loss_fn
+        self._held = held or HeldParameters(model)
         self._model_names, self._rest = model_input_names(model, names, loss_fn is not None)
         self._read: set[str] = set()
-        self._extra: dict[str, Any] = {"use_cache": False} if is_hf_model(model) else {}
+        takes_cache = is_hf_model(without_compile(model))
+        self._extra: dict[str, Any] = {"use_cache": False} if takes_cache else {}
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Return the scalar loss of one micro-batch."""
+        with self._held.replaced(), self.within():
+            return self._loss(tensors)
+
+    def _loss(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         batch = dict(zip(self._names, tensors, strict=True))
         out = self.model(**{n: batch[n] for n in self._model_names}, **self._extra)
         if self._loss_fn is not None:
             return self._loss_fn(out, _Recorded(batch, self._read))
         loss = getattr(out, "loss", None)
         loss = out["loss"] if loss is None and isinstance(out, Mapping) and "loss" in out else loss
-        loss = out if loss is None and isinstance(out, torch.Tensor) and out.dim() == 0 else loss
+        loss = _only_number(out) if loss is None else loss
         if loss is None:
             raise CaptureError(
                 f"{type(self.model).__name__} returned no loss; pass loss_fn=(outputs, batch) -> scalar, or labels in "
@@ -143,7 +181,7 @@ def model_input_names(
     Raises:
         CaptureError: if the model takes none of the inputs.
     """
-    accepted = inspect.signature(model.forward).parameters
+    accepted = inspect.signature(without_compile(model).forward).parameters
     chosen = tuple(n for n in names if n in accepted)
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values()):
         if not chosen or not own_loss:

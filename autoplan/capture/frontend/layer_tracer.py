@@ -1,15 +1,20 @@
 """Find the repeated layers of a model and delimit them while it is traced.
 
-Every element of an outermost `nn.ModuleList` is a layer. During the export its forward is wrapped. The first of several
-identical layers is traced in full between two marker ops; each of the others becomes one opaque op. The cost of a
-capture then does not grow with depth, while everything outside the layers (loops, per-layer glue) is traced as it is.
+Every element of an outermost `nn.ModuleList` is a layer. So are the blocks of an `nn.Sequential` or `nn.ModuleDict`,
+two or more modules of one class that have modules of their own; single operations between them (a convolution, a norm)
+are none. During the export a layer's forward is wrapped. The first of several identical layers is traced in full
+between two marker ops; each of the others becomes one opaque op. The cost of a capture then does not grow with depth,
+while everything outside the layers (loops, per-layer glue) is traced as it is.
 
-Identity is proved, not assumed: same module classes, parameter and buffer shapes, and plain attributes. An attribute
-that differs (`layer_idx`) is watched while the first layer runs. If it was read, the layers are traced one by one.
+Identity is proved, not assumed: same module classes, parameter and buffer shapes, and plain attributes. Attributes that
+differ among such layers (`layer_idx`, `sliding_window`) are watched while one of them runs. Another layer is identical
+to it if the attributes that were read have the same values there. Layers of alternating kinds are so traced once each.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +24,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-_INTERNAL = frozenset(nn.Module().__dict__)
+from autoplan.capture.frontend.hidden import Hidden
+from autoplan.capture.frontend.inputs import without_compile
+
+_INTERNAL = frozenset((*nn.Module().__dict__, "_compiled_call_impl"))  # a capture runs without torch.compile
 
 
 @torch.library.custom_op("autoplan::block_begin", mutates_args=())
@@ -55,22 +63,58 @@ def _(xs: list[torch.Tensor], like: list[torch.Tensor], layer: str, first: str) 
     return [torch.empty_like(x) for x in like]
 
 
-def layer_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers by full name: the elements with parameters of the outermost ModuleLists."""
+def layer_modules(model: nn.Module, lists_only: bool = False) -> dict[str, nn.Module]:
+    """Return the layers by full name, in the order of the modules. Of one that torch.compile wraps, what it wraps.
+
+    Args:
+        lists_only: look for them in `nn.ModuleList` alone.
+    """
     found: dict[str, nn.Module] = {}
 
     def visit(module: nn.Module, path: str) -> None:
-        for name, child in module.named_children():
-            full = f"{path}.{name}" if path else name
-            if isinstance(child, nn.ModuleList):
-                for index, element in child.named_children():
-                    if any(True for _ in element.parameters()):
-                        found[f"{full}.{index}"] = element
-            else:
-                visit(child, full)
+        if isinstance(module, nn.ModuleList):
+            for name, element in _elements(module, path, _LISTS):
+                found[name] = without_compile(element)
+        elif isinstance(module, _SEQUENCES) and not lists_only:
+            inside = [(name, child, without_compile(child)) for name, child in _elements(module, path, _SEQUENCES)]
+            kinds = Counter(type(element) for _, _, element in inside if _is_block(element))
+            for name, child, element in inside:
+                if kinds[type(element)] > 1:
+                    found[name] = element
+                else:
+                    visit(child, name)
+        else:
+            for name, child in module.named_children():
+                visit(child, f"{path}.{name}" if path else name)
 
     visit(model, "")
     return found
+
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)  # lists in lists are never called: their elements stand for them
+_SEQUENCES = (nn.Sequential, nn.ModuleDict)
+
+
+def _elements(module: nn.Module, path: str, kinds: tuple[type, ...]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield what stands in a list or sequence and has parameters, also in those of these kinds inside it."""
+    for name, child in _children(module, path):
+        if isinstance(child, kinds):
+            yield from _elements(child, name, kinds)
+        else:
+            yield name, child
+
+
+def _children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        if any(True for _ in child.parameters()):
+            yield f"{path}.{name}" if path else name, child
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Return True for a module that is made of modules with parameters, and no list of layers."""
+    if isinstance(module, nn.ModuleList):
+        return False
+    return any(any(True for _ in child.parameters()) for child in module.children())
 
 
 def _same(a: object, b: object) -> bool:
@@ -78,10 +122,19 @@ def _same(a: object, b: object) -> bool:
         return True
     if type(a) is not type(b) or isinstance(a, (nn.Module, torch.Tensor)):
         return False
+    if isinstance(a, functools.partial) and isinstance(b, functools.partial):
+        return all(map(_same, (a.func, a.args, a.keywords), (b.func, b.args, b.keywords)))
     try:
         return bool(a == b)
     except Exception:  # an attribute whose comparison fails counts as different, hence is watched
         return False
+
+
+def _same_attribute(a: object, b: object) -> bool:
+    """Return True for equal values, and for methods of the two modules that torch.compile made of one function."""
+    given = [getattr(x, "_torchdynamo_orig_callable", None) for x in (a, b)]
+    functions = [getattr(x, "__func__", None) for x in given]
+    return _same(a, b) or (functions[0] is not None and functions[0] is functions[1])
 
 
 def differing_attributes(a: nn.Module, b: nn.Module) -> set[tuple[str, str]] | None:
@@ -109,9 +162,31 @@ def differing_attributes(a: nn.Module, b: nn.Module) -> set[tuple[str, str]] | N
                     return None
         keys = (set(m.__dict__) | set(n.__dict__)) - _INTERNAL
         for key in keys:
-            if key not in m.__dict__ or key not in n.__dict__ or not _same(m.__dict__[key], n.__dict__[key]):
+            if key not in m.__dict__ or key not in n.__dict__ or not _same_attribute(m.__dict__[key], n.__dict__[key]):
                 out.add((path, key))
     return out
+
+
+def _agree(a: nn.Module, b: nn.Module, attributes: Iterable[tuple[str, str]]) -> bool:
+    """Return True if these attributes, (submodule path, name), have the same values in both modules."""
+    for path, key in attributes:
+        left, right = a.get_submodule(path).__dict__, b.get_submodule(path).__dict__
+        if (key in left) != (key in right) or (key in left and not _same(left[key], right[key])):
+            return False
+    return True
+
+
+def _reader(watched: type, path: str, key: str, reads: set[tuple[str, str]]) -> property:
+    """Return the property of class `watched` that records a read, and returns what the attribute would be without."""
+
+    def read(self: nn.Module) -> Any:
+        reads.add((path, key))
+        return self.__dict__[key] if key in self.__dict__ else getattr(super(watched, self), key)
+
+    def write(self: nn.Module, value: Any) -> None:
+        self.__dict__[key] = value
+
+    return property(read, write)
 
 
 @contextmanager
@@ -124,17 +199,12 @@ def _watch(module: nn.Module, attributes: set[tuple[str, str]], reads: set[tuple
     try:
         for path, keys in by_path.items():
             target = module.get_submodule(path)
-
-            def reader(key: str, path: str = path) -> property:
-                def read(self: nn.Module) -> Any:
-                    reads.add((path, key))
-                    return self.__dict__[key]
-
-                return property(read)
-
             cls = type(target)
             changed.append((target, cls))
-            target.__class__ = type(cls.__name__, (cls,), {key: reader(key) for key in keys})
+            watched = type(cls.__name__, (cls,), {})
+            for key in keys:
+                setattr(watched, key, _reader(watched, path, key, reads))
+            target.__class__ = watched
         yield
     finally:
         for target, cls in changed:
@@ -175,9 +245,12 @@ class _Call:
 class _FirstCall:
     """The call of the first of several identical layers, and the form of its result.
 
+    `reads`: the watched attributes that it read.
     `like`: the tensors that left it, first those of its result, then those that hooks recorded under the names `aside`.
     """
 
+    layer: str
+    reads: frozenset[tuple[str, str]]
     metadata: list[tuple[Any, ...]]
     spec: Any
     rest: list[Any]
@@ -205,78 +278,101 @@ class _FirstCall:
 
 @dataclass
 class LayerTracer:
-    """A wrapper of layer forwards during one export. `unproved` collects layers whose identity the trace disproved.
+    """A wrapper of layer forwards during one export.
 
-    `recorded` returns the tensors that hooks inside the layers recorded (router logits); they leave a layer beside its
-    result.
+    Attributes:
+        recorded: returns the tensors that hooks inside the layers recorded (router logits); they leave a layer beside
+            its result.
+        lists_only: layers are elements of `nn.ModuleList` alone.
+        expected: layers that repeat an earlier one in all likelihood. Their parameters are hidden from the trace.
+        repeats: layers that did so in the last trace.
     """
 
     model: nn.Module
     merge: bool = True
     recorded: Callable[[], Recorded] = dict
-    unproved: set[str] = field(default_factory=set)
-    _first: dict[str, str] = field(default_factory=dict)
-    _known: dict[str, _FirstCall] = field(default_factory=dict)
+    lists_only: bool = False
+    expected: frozenset[str] = frozenset()
+    repeats: set[str] = field(default_factory=set)
+    hidden: Hidden = field(default_factory=Hidden)
+    _kind: dict[str, str] = field(default_factory=dict)  # layer -> the first one of the same structure
+    _watched: dict[str, set[tuple[str, str]]] = field(default_factory=dict)  # by kind: the attributes that differ
+    _known: dict[str, list[_FirstCall]] = field(default_factory=dict)  # by kind
     _called: set[str] = field(default_factory=set)
-    _watched: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
 
     def reset(self) -> None:
         """Forget all calls, before the model is traced once more."""
         self._known.clear()
         self._called.clear()
+        self.repeats.clear()
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Patch the layers, and restore them on exit."""
-        layers = layer_modules(self.model)
-        names = list(layers)
+        layers = layer_modules(self.model, self.lists_only)
         if self.merge:
-            heads: list[str] = []
-            for name in names:
-                for head in heads:
-                    found = differing_attributes(layers[head], layers[name])
-                    if found is not None:
-                        self._first[name] = head
-                        self._watched[head] |= found
-                        break
-                else:
-                    heads.append(name)
-                    self._watched[name] = set()
+            self._find_kinds(layers)
         with ExitStack() as stack:
-            for name in names:
-                stack.enter_context(self._patched(name, layers[name]))
+            for name, layer in layers.items():
+                stack.enter_context(self._patched(name, layer))
+            stack.enter_context(self.hidden.layers(layers[name] for name in self.expected))
             yield
+
+    def _find_kinds(self, layers: Mapping[str, nn.Module]) -> None:
+        for name, layer in layers.items():
+            for head in self._watched:
+                found = differing_attributes(layers[head], layer)
+                if found is not None:
+                    self._kind[name] = head
+                    self._watched[head] |= found
+                    break
+            else:
+                self._kind[name] = name
+                self._watched[name] = set()
+
+    def _like(self, name: str, layer: nn.Module, call: _Call) -> _FirstCall | None:
+        """Return the call of an earlier layer that this one repeats; None if it repeats none."""
+        for known in self._known.get(self._kind.get(name, ""), ()):
+            if known.fits(call) and _agree(self.model.get_submodule(known.layer), layer, known.reads):
+                return known
+        return None
 
     @contextmanager
     def _patched(self, name: str, layer: nn.Module) -> Iterator[None]:
-        original = layer.forward
-        layer.forward = self._wrapper(name, layer, original)
+        own = layer.__dict__.get("forward")  # of the instance, as torch.compile(layer.forward) makes
+        layer.forward = self._wrapper(name, layer, layer.forward)
         try:
             yield
         finally:
             del layer.forward
+            if own is not None:
+                layer.forward = own
 
     def _wrapper(self, name: str, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if name in self._called:
+                if name in self.expected:
+                    self.hidden.refuse()
                 return forward(*args, **kwargs)  # a layer used twice: later uses belong to the code around it
             self._called.add(name)
             call = _Call(*pytree.tree_flatten((args, kwargs)))
-            known = self._known.get(self._first.get(name, ""))
             recorded = self.recorded()
             before = {key: len(found) for key, found in recorded.items()}
-            if known is not None and known.fits(call):
-                outs = torch.ops.autoplan.block_repeat(call.tensors, known.like, name, self._first[name])
+            known = self._like(name, layer, call)
+            if known is not None:
+                self.repeats.add(name)
+                outs = torch.ops.autoplan.block_repeat(call.tensors, known.like, name, known.layer)
                 return known.rebuild(list(outs), recorded, before)
+            if name in self.expected:
+                self.hidden.refuse()
             new_args, new_kwargs = call.with_tensors(torch.ops.autoplan.block_begin(call.tensors, name))
             reads: set[tuple[str, str]] = set()
-            with _watch(layer, self._watched.get(name, set()), reads):
+            kind = self._kind.get(name, "")
+            with _watch(layer, self._watched.get(kind, set()), reads):
                 out = forward(*new_args, **new_kwargs)
-            first, plain = _first_call(call, name, out, _put_aside(recorded, before))
-            if reads:
-                self.unproved.add(name)
-            elif plain:
-                self._known[name] = first
+            first, plain = _first_call(call, name, out, _put_aside(recorded, before), frozenset(reads))
+            if plain and kind:
+                self._known.setdefault(kind, []).append(first)
             return first.rebuild(first.like, recorded, before)
 
         return run
@@ -287,7 +383,9 @@ def _put_aside(recorded: Recorded, before: Mapping[str, int]) -> list[tuple[str,
     return [(key, x) for key, found in recorded.items() for x in found[before.get(key, 0) :]]
 
 
-def _first_call(call: _Call, name: str, out: Any, aside: list[tuple[str, Any]]) -> tuple[_FirstCall, bool]:
+def _first_call(
+    call: _Call, name: str, out: Any, aside: list[tuple[str, Any]], reads: frozenset[tuple[str, str]]
+) -> tuple[_FirstCall, bool]:
     """Return the record of a layer's call that ended with the result `out`, and whether other layers may repeat it.
 
     They may if its result and the records of hooks are tensors and plain values.
@@ -300,4 +398,5 @@ def _first_call(call: _Call, name: str, out: Any, aside: list[tuple[str, Any]]) 
     results = [*(x for x in leaves if isinstance(x, torch.Tensor)), *(x for _, x in aside)]
     ended = list(torch.ops.autoplan.block_end(results, name))
     names = [key for key, _ in aside]
-    return _FirstCall(_metadata(call.tensors), call.spec, call.rest, ended, out_spec, template, names), plain
+    form = _metadata(call.tensors), call.spec, call.rest
+    return _FirstCall(name, reads, *form, ended, out_spec, template, names), plain

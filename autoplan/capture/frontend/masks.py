@@ -10,7 +10,8 @@ none. Every mask is thus taken by the attention function, used as a tensor, or u
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -45,10 +46,19 @@ class Asked:
 
 @dataclass(eq=False)
 class Ledger:
-    """The masks that are given as transformers makes them, over all traces of one capture."""
+    """The masks that are given as transformers makes them, over all traces of one capture.
+
+    Attributes:
+        tensors: the masks that are tensors in the next trace.
+        used: the masks that were used as tensors in the last one.
+        notes: what a user may not expect of the attention, in sentences.
+        as_run: model files take the branches of a run, not those for torch.compile.
+    """
 
     tensors: set[Asked] = field(default_factory=set)
     used: set[Asked] = field(default_factory=set)
+    notes: set[str] = field(default_factory=set)
+    as_run: bool = False
 
     def again(self) -> bool:
         """Return True if the last trace used masks that were not tensors; the next trace gets them as tensors."""
@@ -79,6 +89,15 @@ class PendingMask:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # names that protocols probe for
             raise AttributeError(name)
+        self._use(name)
+
+    @property
+    def asked(self) -> Asked:
+        """The request, for the registered attention function only."""
+        return self._asked
+
+    def refuse(self, name: str) -> NoReturn:
+        """End the trace: `name` needs the mask as a tensor."""
         self._use(name)
 
     def _use(self, name: str) -> NoReturn:
@@ -143,34 +162,53 @@ def documents_of(mask: torch.Tensor, causal: bool, window: int | None) -> torch.
     return 3 * counts - 2 * (so_far > 0).to(torch.int64)
 
 
-def _pattern(function: Any) -> tuple[bool, int | None] | None:
-    """Return (causal, window) of a mask function of transformers, or None if it is another one."""
+@dataclass(frozen=True)
+class _Pattern:
+    """A mask function of transformers that attention can apply by itself.
+
+    Attributes:
+        causal, window: see `Asked`.
+        function: the function without documents.
+        documents: the document of every token [b, s] if a token sees its own document only.
+    """
+
+    causal: bool
+    window: int | None
+    function: Any
+    documents: torch.Tensor | None = None
+
+
+def _pattern(function: Any) -> _Pattern | None:
+    """Return what a mask function of transformers does, or None if it is another one."""
     from transformers import masking_utils
 
     if function is masking_utils.causal_mask_function:
-        return True, None
+        return _Pattern(True, None, function)
     if function is masking_utils.bidirectional_mask_function:
-        return False, None
-    cells = dict(
-        zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        if hasattr(function, "__code__")
-        else ()
-    )
-    made_by = getattr(function, "__qualname__", "")
-    if made_by == "chunked_overlay.<locals>.inner_mask":
-        raise CaptureError(f"attention in chunks of {cells['chunk_size'].cell_contents} tokens is not supported")
-    if made_by != "and_masks.<locals>.and_mask":
+        return _Pattern(False, None, function)
+    if getattr(function, "__qualname__", "") != "and_masks.<locals>.and_mask":
         return None
+    parts = _cells(function)["mask_functions"]
+    made_by = [getattr(part, "__qualname__", "").removesuffix(".<locals>.inner_mask") for part in parts]
+    if made_by == ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
+        found = _pattern(_cells(parts[1])["mask_function"])
+        return found and replace(found, documents=_cells(parts[0])["packed_sequence_mask"])
     window, causal = None, False
-    for part in cells["mask_functions"].cell_contents:
-        if getattr(part, "__qualname__", "") == "sliding_window_overlay.<locals>.inner_mask" and window is None:
-            window = int(part.__closure__[0].cell_contents)
+    for part, maker in zip(parts, made_by, strict=True):
+        if maker == "sliding_window_overlay" and window is None:
+            window = int(_cells(part)["sliding_window"])
             continue
         found = _pattern(part)
-        if found is None or found[1] is not None:
+        if found is None or found.window is not None or found.documents is not None:
             return None
-        causal |= found[0]
-    return (causal, window) if causal else None
+        causal |= found.causal
+    return _Pattern(causal, window, function) if causal else None
+
+
+def _cells(function: Any) -> dict[str, Any]:
+    """Return the variables that a function takes from where it was made."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells}
 
 
 _KEEPS = frozenset(
@@ -227,74 +265,129 @@ def document_starts(position_ids: torch.Tensor) -> torch.Tensor | None:
     return F.pad((~follows).to(torch.int64), (1, 0)).cumsum(-1)
 
 
-def _without_hidden(
-    seen: torch.Tensor, attention_mask: torch.Tensor | None, documents: torch.Tensor | None
-) -> torch.Tensor:
-    """Return the mask [b, 1, q, kv] without the padding and the tokens of other documents."""
-    if attention_mask is not None:
-        seen = seen & attention_mask.to(torch.bool)[:, None, None, :]
-    if documents is not None:
-        seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
-    return seen
+def _is_index_based(make: Callable[..., Any], function: Any) -> bool:
+    """Return True if a mask function of a model gives for tensors of indices what it gives for every index.
+
+    transformers maps such functions over indices by torch.vmap, which leaves no plain ops in a trace.
+    """
+    given = {"batch_size": 2, "q_length": 12, "kv_length": 12, "mask_function": function, "allow_is_causal_skip": False}
+
+    def same() -> bool:
+        return torch.equal(*(make(**given, use_vmap=by_vmap) for by_vmap in (True, False)))
+
+    try:
+        return untraced(same)
+    except Exception:  # it reads tensors of the trace, or needs single indices
+        return False
 
 
-def mask_function(
-    implementation: str, make: Callable[..., Any], ledger: Ledger, packed: list[torch.Tensor | None]
-) -> Callable[..., Any]:
+def untraced(compute: Callable[[], bool]) -> bool:
+    """Return the result of a function that computes with real tensors, outside the running trace.
+
+    A trace belongs to its thread, so another one leaves nothing in it.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(compute).result()
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What transformers asks a mask function for: its arguments, of which `given` are those for `make`."""
+
+    mask_function: Any
+    q_length: Any
+    kv_length: Any
+    offsets: tuple[Any, Any]
+    attention_mask: torch.Tensor | None
+    may_be_causal: bool
+    may_be_bidirectional: bool
+    config: Any
+    given: dict[str, Any]
+
+
+def _request(
+    *,
+    batch_size: Any,
+    q_length: Any,
+    kv_length: Any,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Any,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    config: Any = None,
+    **kwargs: Any,
+) -> _Request:
+    """Return the arguments of a mask function; a mask in which all tokens are valid is None."""
+    if attention_mask is not None and _all_ones(attention_mask):
+        attention_mask = None
+    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+    return _Request(
+        mask_function=mask_function,
+        q_length=q_length,
+        kv_length=kv_length,
+        offsets=(q_offset, kv_offset),
+        attention_mask=attention_mask,
+        may_be_causal=allow_is_causal_skip,
+        may_be_bidirectional=allow_is_bidirectional_skip,
+        config=config,
+        given={**sizes, "q_offset": q_offset, "kv_offset": kv_offset, **kwargs},
+    )
+
+
+def mask_function(implementation: str, make: Callable[..., Any], ledger: Ledger) -> Callable[..., Any]:
     """Return the function that gives models their masks for `implementation`, 'sdpa' or 'eager'.
 
     Args:
         make: makes the mask of 'sdpa', a tensor [b, 1, q, kv] of bool (True takes part). The mask of 'eager' is added
             to the scores: 0, or the least number of its dtype.
-        packed: receives the documents of the positions that the same call was given (`document_starts`), if any.
     """
 
-    def ask(
-        *,
-        batch_size: Any,
-        q_length: Any,
-        kv_length: Any,
-        q_offset: Any = 0,
-        kv_offset: Any = 0,
-        mask_function: Any,
-        attention_mask: torch.Tensor | None = None,
-        local_size: int | None = None,
-        allow_is_causal_skip: bool = True,
-        allow_is_bidirectional_skip: bool = False,
-        config: Any = None,
-        **kwargs: Any,
-    ) -> torch.Tensor | PendingMask | None:
-        together = packed.pop() if packed else None
-        packed.clear()
-        if attention_mask is not None and _all_ones(attention_mask):
-            attention_mask = None
-        found = _pattern(mask_function)
-        if found is not None and q_offset == 0 and kv_offset == 0:
-            causal, window = found
-            if not causal and attention_mask is None and allow_is_bidirectional_skip:
+    def ask(**kwargs: Any) -> torch.Tensor | PendingMask | None:
+        request = _request(**kwargs)
+        found = _pattern(request.mask_function)
+        if found is not None and request.offsets == (0, 0):
+            if not found.causal and request.attention_mask is None and request.may_be_bidirectional:
                 return None  # as transformers: every token sees every token
-            counted = attention_mask is not None or together is not None
-            may_skip = implementation == "sdpa" and allow_is_causal_skip
-            asked = Asked(id(config), causal, window, counted, may_skip and causal and window is None and not counted)
+            asked = _asked(request, found, implementation)
             if asked not in ledger.tensors:
-                documents = together if attention_mask is None else documents_of(attention_mask, causal, window)
-                return PendingMask(asked, documents, (q_length, kv_length), ledger)
+                return _pending(request, found, asked, ledger)
             if asked.replaced:
                 return None
-        seen: torch.Tensor = make(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            allow_is_causal_skip=False,
-            **kwargs,
-        )
-        seen = _without_hidden(seen, attention_mask, together)
+        seen = _seen(request, found, make)
         if implementation == "sdpa":
             return seen
         dtype = kwargs.get("dtype", torch.float32)
         return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
 
     return ask
+
+
+def _asked(request: _Request, pattern: _Pattern, implementation: str) -> Asked:
+    counted = request.attention_mask is not None or pattern.documents is not None
+    may_skip = implementation == "sdpa" and request.may_be_causal
+    replaced = may_skip and pattern.causal and pattern.window is None and not counted
+    return Asked(id(request.config), pattern.causal, pattern.window, counted, replaced)
+
+
+def _pending(request: _Request, pattern: _Pattern, asked: Asked, ledger: Ledger) -> PendingMask:
+    documents = pattern.documents
+    if request.attention_mask is not None:
+        documents = documents_of(request.attention_mask, pattern.causal, pattern.window)
+    return PendingMask(asked, documents, (request.q_length, request.kv_length), ledger)
+
+
+def _seen(request: _Request, pattern: _Pattern | None, make: Callable[..., Any]) -> torch.Tensor:
+    """Return the mask [b, 1, q, kv] of bool, without the padding and the tokens of other documents."""
+    given = dict(request.given)
+    if given.get("use_vmap") and _is_index_based(make, request.mask_function):
+        given["use_vmap"] = False
+    function = request.mask_function if pattern is None else pattern.function
+    seen: torch.Tensor = make(**given, mask_function=function, allow_is_causal_skip=False)
+    if request.attention_mask is not None:
+        seen = seen & request.attention_mask.to(torch.bool)[:, None, None, :]
+    if pattern is not None and pattern.documents is not None:
+        seen = seen & (pattern.documents[:, None, :, None] == pattern.documents[:, None, None, :])
+    return seen

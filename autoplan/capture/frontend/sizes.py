@@ -1,13 +1,19 @@
-"""torch.export with symbolic sizes b, s and t (a second sequence), and the lengths for which the graph holds."""
+"""torch.export with symbolic sizes b, s and t (a second sequence)."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
+from torch.export import _trace
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from autoplan.capture.frontend.layer_tracer import LayerTracer
 from autoplan.capture.frontend.lengths import length_symbols, target_inputs
@@ -15,6 +21,13 @@ from autoplan.errors import CaptureError
 
 if TYPE_CHECKING:
     from autoplan.capture.frontend.inputs import LossModule
+
+# What torch says of a condition on a size that does not hold for all sizes; and such a condition that is a bound or a
+# number. Others (`size != 9`) are not in the fixes that torch suggests.
+_VIOLATION = re.compile(r"^  - .*", re.MULTILINE)
+_IS_A_BOUND = re.compile(
+    r"generated guard -?\d+ <= \S+ and \S+ <= \S+$|specialized it to be a constant|specialized value of"
+)
 
 
 def _dims(
@@ -78,8 +91,15 @@ def export_symbolic(
     for spec, mine in zip(_user_inputs(program), dims, strict=True):
         shape = placeholders[spec].meta["val"].shape
         for i, dim in mine.items():
-            if isinstance(shape[i], torch.SymInt):
-                symbols[str(shape[i].node.expr)] = dim.__name__
+            if not isinstance(shape[i], torch.SymInt) or shape[i].node.expr.is_number:
+                continue
+            expr = shape[i].node.expr
+            if not expr.is_Symbol:
+                raise CaptureError(
+                    f"{type(wrapper.model).__name__} works for some lengths only: dim {i} of its inputs must have the "
+                    f"form {expr}; cut or pad in a way that works for any length"
+                )
+            symbols[str(expr)] = dim.__name__
     return program, symbols
 
 
@@ -88,51 +108,99 @@ def _export_refining(
 ) -> torch.export.ExportedProgram:
     """Export the model, with torch's suggested fixes where the model fixes or bounds a dim.
 
-    Examples are features in dim 1 and a table of positions.
+    Examples are features in dim 1 and a table of positions. Other conditions on a length become assertions in the
+    graph, which `lengths_held` reads.
     """
     shapes: dict[str, Any] = {"tensors": tuple(dims)}
-    try:
-        return torch.export.export(wrapper, tuple(tensors), strict=False, dynamic_shapes=shapes)
-    except torch._dynamo.exc.UserError as exc:
-        if "Suggested fixes" not in str(exc):
-            raise
-        # torch's parser accepts no text after the fixes
-        fixes = str(exc).split("Suggested fixes:")[1].strip().split("\n\n")[0]
-        refined: Any = refine_dynamic_shapes_from_suggested_fixes(f"Suggested fixes:\n{fixes}", shapes)
-        for mine in refined["tensors"]:
-            if not isinstance(mine[0], torch.export.Dim):
-                raise CaptureError(
-                    f"{type(wrapper.model).__name__} works for one batch size only ({_where(exc)}it fixes dim 0 to "
-                    f"{mine[0]})"
-                ) from exc
+    refined = defer = False
+    while True:
+        try:
+            # results of ops are not kept by their arguments: few ops of one trace are alike
+            with (
+                _bounds_accepted(wrapper, shapes) as found,
+                torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
+            ):
+                program = torch.export.export(
+                    wrapper,
+                    tuple(tensors),
+                    strict=False,
+                    dynamic_shapes=shapes,
+                    prefer_deferred_runtime_asserts_over_guards=defer,
+                )
+            return _bounded(program, found)
+        except torch._dynamo.exc.UserError as exc:
+            if "Suggested fixes" in str(exc) and not refined:
+                shapes, refined = _refined(wrapper, shapes, exc), True
+            elif "Not all values of" in str(exc) and not defer:
+                defer = True
+            else:
+                raise
         tracer.reset()
-        return torch.export.export(wrapper, tuple(tensors), strict=False, dynamic_shapes=refined)
 
 
-def bounds_of(
-    program: torch.export.ExportedProgram, symbols: Mapping[str, str], model: str
-) -> dict[str, tuple[int, int | None]]:
-    """Return the bounds (low, high) of the sequence lengths for which this graph is the model.
+@contextmanager
+def _bounds_accepted(wrapper: LossModule, shapes: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """Let exports inside the context go on where a model fixes a dim to a number or bounds it.
 
-    Where the forward asks for the length of a sequence, other lengths have another graph.
+    torch raises an error when the model has been traced, and means the trace to be made again with the fixes that it
+    suggests. The trace is that of the sizes with these fixes as it is.
 
-    Raises:
-        CaptureError: if the forward asks for the batch size, which differs from one micro-batch to another.
+    `produce_guards_and_solve_constraints` is private to torch (tried on 2.13): there is no public way to go on. Where
+    there is no such function, the model is traced again.
+
+    Yields:
+        a list that receives the dynamic shapes with the fixes.
     """
-    out = {}
-    for symbol, found in program.range_constraints.items():
-        name = symbols.get(str(symbol))
-        low, high = (int(bound) if bound.is_Integer else None for bound in (found.lower, found.upper))
-        low = low or 0
-        if name is None or (low == 0 and high is None):
-            continue
-        if name == "b":
-            kept = f"up to {high}" if high is not None else f"from {low} on"
+    name, found = "produce_guards_and_solve_constraints", list[dict[str, Any]]()
+    original = getattr(_trace, name, None)
+    if original is None:
+        yield found
+        return
+
+    def accept(*args: Any, **kwargs: Any) -> None:
+        try:
+            original(*args, **kwargs)
+        except ConstraintViolationError as exc:
+            if "Suggested fixes" not in str(exc) or not all(map(_IS_A_BOUND.search, _VIOLATION.findall(str(exc)))):
+                raise
+            refined = _refined(wrapper, shapes, exc)
+            if not _only_bounds(shapes, refined):
+                raise
+            found.append(refined)
+
+    with patch.object(_trace, name, accept):
+        yield found
+
+
+def _only_bounds(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Return True if every dim is as it was, but for its bounds, or is a number."""
+    pairs = [(b[i], a[i]) for b, a in zip(before["tensors"], after["tensors"], strict=True) for i in b]
+    return all(isinstance(a, int) or (type(a) is type(b) and a.__name__ == b.__name__) for b, a in pairs)
+
+
+def _bounded(program: torch.export.ExportedProgram, found: list[dict[str, Any]]) -> torch.export.ExportedProgram:
+    """Give the symbols of a program the bounds that were found while it was traced."""
+    placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    for shapes in found:
+        for spec, mine in zip(_user_inputs(program), shapes["tensors"], strict=True):
+            for i, dim in mine.items():
+                size = placeholders[spec].meta["val"].shape[i]
+                if not isinstance(dim, int) and isinstance(size, torch.SymInt):
+                    program.range_constraints[size.node.expr] &= ValueRanges(dim.min, dim.max)
+    return program
+
+
+def _refined(wrapper: LossModule, shapes: dict[str, Any], exc: Exception) -> dict[str, Any]:
+    # torch's parser accepts no text after the fixes
+    fixes = str(exc).split("Suggested fixes:")[1].strip().split("\n\n")[0]
+    refined: Any = refine_dynamic_shapes_from_suggested_fixes(f"Suggested fixes:\n{fixes}", shapes)
+    for mine in refined["tensors"]:
+        if not isinstance(mine[0], torch.export.Dim):
             raise CaptureError(
-                f"the forward of {model} asks how large the batch is (this graph is that of {kept}); micro-batches are "
-                "smaller than the batch: compute the same for every size"
-            )
-        out[name] = (low, high)
+                f"{type(wrapper.model).__name__} works for one batch size only ({_where(exc)}it fixes dim 0 to "
+                f"{mine[0]})"
+            ) from exc
+    out: dict[str, Any] = refined
     return out
 
 

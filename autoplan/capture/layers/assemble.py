@@ -6,19 +6,32 @@ stage recomputes them instead of receiving them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from autoplan.capture.passes.batch_size import averages_of_micro_batches, wide_means
-from autoplan.capture.passes.coupled import router_terms
+from autoplan.capture.passes.coupled import penalties, routed_nodes, router_terms
 from autoplan.capture.passes.hoist import hoist, simplify
 from autoplan.capture.trace import Trace
 from autoplan.errors import CaptureError
 from autoplan.ir.dataflow import Dataflow
-from autoplan.ir.graph import LOSS_DENOMINATOR, Block, Call, ModelGraph, Node, Parameter, Value
+from autoplan.ir.graph import (
+    LOSS_DENOMINATOR,
+    Block,
+    Call,
+    LossCount,
+    ModelGraph,
+    Node,
+    Parameter,
+    Value,
+    denominator,
+    of_the_batch,
+)
 from autoplan.ir.symbols import Expr
+from autoplan.ops.generic import FUNCTION
 from autoplan.ops.record import OpKind, Trait
-from autoplan.ops.table import op_has, op_kind, op_record
+from autoplan.ops.table import op_has, op_kind, op_record, updated_buffers
 
 
 @dataclass
@@ -36,16 +49,19 @@ class _Loss:
     """How the loss of a model is counted.
 
     Attributes:
-        count: the unit of the loss denominator: "tokens", "samples", or "none" for a sum.
-        target: the value with the labels, if the loss is a cross entropy.
-        ignore_index: the label that does not count.
-        main: the value of the counted term; empty if no term is counted.
+        counts: of every denominator: its unit, the value with the labels or the total, and the label that does not
+            count. Units: "tokens", "samples", "total" for a sum over a value of the batch (a mask, weights), or "none"
+            for a sum.
+        mains: the values of the counted terms; empty if no term is counted.
     """
 
-    count: str
-    target: str | None
-    ignore_index: int
-    main: str = ""
+    counts: tuple[LossCount, ...]
+    mains: frozenset[str] = frozenset()
+
+    @property
+    def targets(self) -> set[str]:
+        """The values that are counted."""
+        return {count.target for count in self.counts if count.target is not None}
 
 
 def assemble(trace: Trace, name: str, params: dict[str, Parameter], buffers: dict[str, Parameter]) -> ModelGraph | None:
@@ -53,42 +69,90 @@ def assemble(trace: Trace, name: str, params: dict[str, Parameter], buffers: dic
     simplify(trace)
     wide_means(trace)
     loss = _normalise_loss(trace)
-    _drop_dead(trace)
+    _drop_dead(trace, loss)
     hoist(trace, _pure_values(trace))
-    if loss.main:
-        router_terms(trace, loss.main)
+    if loss.mains:
+        router_terms(trace, loss.mains)
+    penalties(trace)
+    averages_of_micro_batches(trace, loss.targets)
     pure = _pure_values(trace)
-    averages_of_micro_batches(trace, pure)
     segments = _segments(trace, pure)
     return _Builder(trace, segments, loss, pure).graph(name, params, buffers)
 
 
 def _normalise_loss(trace: Trace) -> _Loss:
-    """Replace means over the batch by sums divided by the global count."""
-    entropies = [i for i, n in enumerate(trace.nodes) if op_kind(n.op) is OpKind.LOSS]
-    if len(entropies) > 1:
-        raise CaptureError(f"{len(entropies)} cross-entropy terms in one loss are not supported; one is")
+    """Replace means over the batch by sums divided by the global counts."""
     trace.values[LOSS_DENOMINATOR] = Value(LOSS_DENOMINATOR, (), "float32", False)
     trace.inputs.append(LOSS_DENOMINATOR)
-    if not entropies:
-        return _normalise_mean(trace)
-    node = trace.nodes[entropies[0]]
-    attrs = {k: v for k, v in node.attrs.items() if k != "mean"}
-    total, out = f"{node.name}.sum", node.outputs[0]
-    ignore, target = int(node.attrs["ignore_index"]), str(node.inputs[1])
-    if len(trace.values[str(node.inputs[0])].shape) != 2:
-        raise CaptureError(
-            f"{node.source}: cross_entropy needs logits [tokens, classes]; flatten batch and sequence first"
-        )
-    if not node.attrs["mean"]:
-        trace.nodes[entropies[0]] = replace(node, op="cross_entropy_sum", attrs=attrs)
-        return _Loss("none", target, ignore, out)
-    trace.values[total] = replace(trace.values[out], name=total)
-    trace.nodes[entropies[0]] = replace(node, op="cross_entropy_sum", attrs=attrs, outputs=(total,))
-    trace.insert_after(
-        entropies[0], Node(f"{node.name}.mean", "div", (total, LOSS_DENOMINATOR), (out,), {}, "", node.source)
-    )
-    return _Loss("tokens", target, ignore, out)
+    counts: list[LossCount] = []
+    mains, sums = set[str](), list[LossCount]()
+    for node in [n for n in trace.nodes if op_kind(n.op) is OpKind.LOSS]:
+        index = trace.nodes.index(node)
+        attrs = {k: v for k, v in node.attrs.items() if k != "mean"}
+        total, out = f"{node.name}.sum", node.outputs[0]
+        ignore, target = int(node.attrs["ignore_index"]), str(node.inputs[1])
+        if len(trace.values[str(node.inputs[0])].shape) != 2:
+            raise CaptureError(
+                f"{node.source}: cross_entropy needs logits [tokens, classes]; flatten batch and sequence first"
+            )
+        mains.add(out)
+        if not node.attrs["mean"]:
+            trace.nodes[index] = replace(node, op="cross_entropy_sum", attrs=attrs)
+            sums.append(LossCount("none", target, ignore))
+            continue
+        trace.values[total] = replace(trace.values[out], name=total)
+        trace.nodes[index] = replace(node, op="cross_entropy_sum", attrs=attrs, outputs=(total,))
+        by = _denominator_of(trace, counts, LossCount("tokens", target, ignore))
+        trace.insert_after(index, Node(f"{node.name}.mean", "div", (total, by), (out,), {}, "", node.source))
+    _normalise_totals(trace, counts, mains)
+    if counts or sums:
+        return _Loss(tuple(counts or sums[:1]), frozenset(mains))
+    return _normalise_mean(trace)
+
+
+def _denominator_of(trace: Trace, counts: list[LossCount], count: LossCount) -> str:
+    """Return the input with the denominator that counts this, a new one if there is none yet."""
+    if count not in counts:
+        counts.append(count)
+    name = denominator(counts.index(count))
+    if name not in trace.values:
+        trace.values[name] = Value(name, (), "float32", False)
+        trace.inputs.append(name)
+    return name
+
+
+def _normalise_totals(trace: Trace, counts: list[LossCount], mains: Set[str]) -> None:
+    """Let the loss divide by totals of the global batch, in place of those of a micro-batch: `mask.sum()`.
+
+    A total depends on the batch alone, so that it is known before the first backward. Those of routers' terms stay.
+    """
+    pure, divides, routed = _pure_values(trace), _denominators(trace), routed_nodes(trace, mains)
+    for at, node in enumerate(list(trace.nodes)):
+        out = node.outputs[0]
+        if out not in pure & divides or op_kind(node.op) is not OpKind.REDUCTION or op_has(node.op, Trait.AVERAGES):
+            continue
+        source = trace.values[node.tensor_inputs[0]]
+        if at in routed or trace.values[out].shape != () or not any("b" in size.symbols for size in source.shape):
+            continue
+        total = f"{node.name}.total"
+        trace.values[total] = replace(trace.values[out], name=total)
+        by = _denominator_of(trace, counts, LossCount("total", total))
+        for i, other in enumerate(trace.nodes):
+            inputs = tuple(by if x == out else x for x in other.inputs)
+            trace.nodes[i] = replace(other, inputs=inputs, outputs=(total,) if i == at else other.outputs)
+
+
+def _denominators(trace: Trace) -> set[str]:
+    """Return the values that lead to the second operand of a division, through values without dims."""
+    found: set[str] = set()
+    for node in reversed(trace.nodes):
+        if op_has(node.op, Trait.DIVIDES):
+            found |= {str(node.inputs[1])}
+        elif found & set(node.outputs):
+            found |= {x for x in node.tensor_inputs if trace.values[x].shape == ()}
+            if op_kind(node.op) is OpKind.REDUCTION:
+                found |= set(node.outputs)
+    return found
 
 
 def _normalise_mean(trace: Trace) -> _Loss:
@@ -112,29 +176,61 @@ def _normalise_mean(trace: Trace) -> _Loss:
         trace.insert_after(i, Node(part, "div_scalar", (total,), (part,), {"scalar": per_sample}, "", node.source))
         at = next(k for k, n in enumerate(trace.nodes) if n.name == part)
         trace.insert_after(at, Node(f"{node.name}.mean", "div", (part, LOSS_DENOMINATOR), (out,), {}, "", node.source))
-        return _Loss("samples", None, -100, out)
-    return _Loss("none", None, -100)
+        return _Loss((LossCount("samples"),), frozenset({out}))
+    return _Loss((LossCount("none"),))
 
 
-def _drop_dead(trace: Trace) -> None:
-    """Keep the nodes that the loss needs, in program order."""
-    needed, keep = {trace.output}, []
+def _drop_dead(trace: Trace, loss: _Loss) -> None:
+    """Keep the nodes that the loss and its denominator need, and those that write to buffers, in program order."""
+    needed, keep = {trace.output} | loss.targets, []
+    write = {trace.region[node.name] for node in trace.nodes if op_has(node.op, Trait.UPDATES)}
     for kind, index in reversed(trace.order):
         if kind == "repeat":
-            if needed & set(trace.repeats[index].outputs):
+            repeat = trace.repeats[index]
+            if needed & set(repeat.outputs) or repeat.first in write:
                 needed |= _used_by_repeat(trace, index)
                 keep.append((kind, index))
         else:
             node = trace.nodes[index]
-            if needed & set(node.outputs):
+            if needed & set(node.outputs) or op_has(node.op, Trait.UPDATES):
                 needed |= set(node.tensor_inputs)
                 keep.append((kind, index))
     trace.order = keep[::-1]
 
 
-def _gets_gradient(block: Block, param: str) -> bool:
-    """Return False if the block uses the parameter only where no gradient flows."""
-    return any(param in n.tensor_inputs and not op_has(n.op, Trait.STOPS_GRADIENT) for n in block.nodes)
+def _with_gradient(block: Block, outputs: Iterable[str]) -> set[str]:
+    """Return the values of a block that get a gradient if these outputs do."""
+    found = set(outputs)
+    for node in reversed(block.nodes):
+        flows = any(o in found and block.values[o].requires_grad for o in node.outputs)
+        if flows and not op_has(node.op, Trait.STOPS_GRADIENT):
+            found |= set(node.tensor_inputs)
+    return found
+
+
+def _untrained_note(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the sentence that says which parameters get no gradient."""
+    if not names:
+        return ()
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    what = "do not influence the loss, so they get" if len(names) > 1 else "does not influence the loss, so it gets"
+    return (f"{shown} {what} no gradient and no update, as in PyTorch",)
+
+
+def _unsplit_notes(blocks: Iterable[Block]) -> tuple[str, ...]:
+    """Return a sentence for every function without a record whose dims cannot be split, unless all are of size 1."""
+    found = []
+    for block in blocks:
+        for node in block.nodes:
+            if node.op != FUNCTION:
+                continue
+            tensors = [block.values[x] for x in (*node.tensor_inputs, *node.outputs)]
+            dims = re.findall(r"[^\[\], ]+", re.sub(r"#|->", " ", node.attrs["rule"]))
+            if all(dim.endswith("!") for dim in dims) and any(d.value != 1 for x in tensors for d in x.shape):
+                op = node.attrs["call"].partition("(")[0].removeprefix("torch.ops.")
+                where = f" ({node.source})" if node.source else ""
+                found.append(f"{op}{where} cannot be split: it runs unsplit on every tensor-parallel rank")
+    return tuple(dict.fromkeys(found))
 
 
 def _used_by_repeat(trace: Trace, index: int) -> set[str]:
@@ -189,9 +285,15 @@ def _name_glue(segments: list[_Segment]) -> None:
 
 
 def _tables(nodes: list[Node], trace: Trace, pure: set[str]) -> list[_Segment]:
-    """Return the connected parts of the parameter-free nodes outside layers."""
+    """Return the connected parts of the parameter-free nodes outside layers.
+
+    Nodes that follow from the denominator of the loss are apart from those that it is counted by, which run before.
+    """
     mine = [n for n in nodes if not trace.region[n.name] and set(n.outputs) <= pure]
-    parts = Dataflow([(n.tensor_inputs, n.outputs) for n in mine]).parts(range(len(mine)))
+    flow = Dataflow([(n.tensor_inputs, n.outputs) for n in mine])
+    given = [i for i, n in enumerate(mine) if not all(map(of_the_batch, n.tensor_inputs))]
+    late = {*given, *flow.following(given)}
+    parts = [*flow.parts(set(range(len(mine))) - late), *flow.parts(late)]
     names = (f"tables{i}" if i else "tables" for i in range(len(parts)))
     return [_Segment(name, "tables", [mine[k] for k in part]) for name, part in zip(names, parts, strict=True)]
 
@@ -216,10 +318,12 @@ class _Builder:
                 self._segment(segment, self._needed_after(index))
             if not self.ok:
                 return None
-        self._check_trained(params)
+        self._refuse_shared_updates(buffers)
+        untrained = self._untrained(params)
         used = {x for c in self.calls for x in (*c.inputs, *c.outputs)} | set(self.trace.inputs)
         used_params = {full for c in self.calls for full in c.params.values()}
         used_buffers = {full for c in self.calls for full in c.buffers.values()}
+        count, *more = self.loss.counts
         return ModelGraph(
             name=name,
             inputs=tuple(self.trace.inputs),
@@ -227,28 +331,54 @@ class _Builder:
             values={n: v for n, v in self.trace.values.items() if n in used},
             blocks=self.blocks,
             calls=tuple(self.calls),
-            params={n: p for n, p in params.items() if n in used_params},
+            params={
+                n: replace(p, trainable=p.trainable and n not in untrained)
+                for n, p in params.items()
+                if n in used_params
+            },
             buffers={n: p for n, p in buffers.items() if n in used_buffers},
-            loss_count=self.loss.count,
-            loss_target=self.loss.target,
-            ignore_index=self.loss.ignore_index,
+            loss_count=count.what,
+            loss_target=count.target,
+            ignore_index=count.ignore_index,
+            more_counts=tuple(more),
+            notes=(*_untrained_note(untrained), *_unsplit_notes(self.blocks.values())),
         )
 
-    def _check_trained(self, params: Mapping[str, Parameter]) -> None:
-        """Raise CaptureError for a trainable parameter that gets no gradient."""
-        trained = {
-            full for c in self.calls for local, full in c.params.items() if _gets_gradient(self.blocks[c.block], local)
-        }
-        unused = sorted(n for n, p in params.items() if n not in trained and p.trainable)
-        if unused:
+    def _refuse_shared_updates(self, buffers: Mapping[str, Parameter]) -> None:
+        """Raise CaptureError for a buffer that is written to in two places: each would have a copy of its own."""
+        written = [call.buffers[x] for call in self.calls for x in updated_buffers(self.blocks[call.block])]
+        for name in sorted(written):
+            uses = sum(full == name for call in self.calls for full in call.buffers.values())
+            if uses > 1 or buffers[name].aliases:
+                raise CaptureError(
+                    f"buffer {name!r} is changed in the forward of a module that is used in {max(uses, 2)} places; "
+                    "give each place a module of its own"
+                )
+
+    def _untrained(self, params: Mapping[str, Parameter]) -> list[str]:
+        """Return the trainable parameters that get no gradient, as they do not influence the loss.
+
+        Raises:
+            CaptureError: if that is all of them.
+        """
+        trained, reached = set[str](), {self.trace.output}
+        for call in reversed(self.calls):
+            block = self.blocks[call.block]
+            mine = zip(block.outputs, call.outputs, strict=True)
+            local = _with_gradient(block, [inside for inside, outside in mine if outside in reached])
+            trained |= {full for name, full in call.params.items() if name in local}
+            reached |= {outside for inside, outside in zip(block.inputs, call.inputs, strict=True) if inside in local}
+        trainable = sorted(n for n, p in params.items() if p.trainable)
+        untrained = [n for n in trainable if n not in trained]
+        if untrained == trainable and trainable:
             raise CaptureError(
-                f"parameter {unused[0]!r} does not influence the loss; remove it or set requires_grad=False"
+                f"no trainable parameter influences the loss (not {trainable[0]!r}, for one), so there is nothing to "
+                "train; does the forward run under torch.no_grad() or detach its results?"
             )
+        return untrained
 
     def _needed_after(self, index: int) -> set[str]:
-        needed = {self.trace.output}
-        if self.loss.target is not None:
-            needed.add(self.loss.target)
+        needed = {self.trace.output} | self.loss.targets
         for segment in self.segments[index + 1 :]:
             if segment.kind == "repeat":
                 needed |= _used_by_repeat(self.trace, segment.repeat)

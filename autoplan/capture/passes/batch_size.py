@@ -8,11 +8,12 @@ size, the batch cannot be split: `autoplan.ops.batch` refuses it by name.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 
 from autoplan.capture.trace import Trace
 from autoplan.errors import CaptureError
-from autoplan.ir.graph import LOSS_DENOMINATOR, LOSS_SHARE, OF_THE_WHOLE_BATCH, Node, Value
+from autoplan.ir.graph import LOSS_SHARE, OF_THE_WHOLE_BATCH, Node, Value, of_the_batch
 from autoplan.ir.symbols import Expr
 from autoplan.ops.record import Trait
 from autoplan.ops.table import op_has
@@ -46,24 +47,25 @@ def _number_of_mean(trace: Trace, node: Node) -> Expr | None:
     return number if number is not None and "b" in number.symbols else None
 
 
-def averages_of_micro_batches(trace: Trace, pure: set[str]) -> None:
+def averages_of_micro_batches(trace: Trace, counted: Set[str]) -> None:
     """Change the trace: means over the batch and sums divided by the batch size get their share; other uses get a mark.
 
     Args:
-        pure: values that depend on inputs and buffers only.
+        counted: what the denominators of the loss count. It is computed for the whole batch, so it gets no share.
 
     Raises:
         CaptureError: for a mean over tokens that is also divided by the batch size.
     """
-    have_share = [i for i, node in enumerate(trace.nodes) if LOSS_SHARE in node.inputs]
+    have_share = [i for i, n in enumerate(trace.nodes) if LOSS_SHARE in n.inputs or counted & set(n.outputs)]
     before = {*have_share, *trace.flow().leading_to(have_share)}
     shared = {out for i in before for out in trace.nodes[i].outputs}
-    _means_as_sums(trace, pure | shared)
+    _means_as_sums(trace, shared)
     flow, nodes = trace.flow(), list(trace.nodes)
+    others = shared | _of_whole_micro_batches(trace)
     for index in range(len(trace.nodes)):
         node = trace.nodes[index]
         scalar = node.attrs.get("scalar")
-        if not isinstance(scalar, Expr) or "b" not in scalar.symbols or set(node.outputs) & (pure | shared):
+        if not isinstance(scalar, Expr) or "b" not in scalar.symbols or set(node.outputs) & others:
             continue
         (given,) = node.tensor_inputs
         summed = not any("b" in size.symbols for size in trace.values[given].shape)
@@ -73,12 +75,19 @@ def averages_of_micro_batches(trace: Trace, pure: set[str]) -> None:
             trace.nodes[index] = replace(node, attrs={**node.attrs, OF_THE_WHOLE_BATCH: True})
             continue
         divided = {given, *(x for i in flow.leading_to([index]) for x in nodes[i].tensor_inputs)}
-        if divided & {LOSS_DENOMINATOR, LOSS_SHARE}:
+        if not all(map(of_the_batch, divided.intersection(trace.inputs))):
             raise CaptureError(
                 f"{node.source}: a mean over the batch is divided by {scalar} once more; use reduction='sum' before "
                 "it, or leave the division out"
             )
         _share(trace, index)
+
+
+def _of_whole_micro_batches(trace: Trace) -> set[str]:
+    """Return the results of nodes that are given sums over all ranks, so that their batch is the whole micro-batch."""
+    summed = {out for node in trace.nodes if op_has(node.op, Trait.SUMS_RANKS) for out in node.outputs}
+    given = [n for n in trace.nodes if set(n.tensor_inputs) & summed or op_has(n.op, Trait.UPDATES)]
+    return {out for node in given for out in node.outputs}
 
 
 def _means_as_sums(trace: Trace, but: set[str]) -> None:

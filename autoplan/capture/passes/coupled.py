@@ -1,15 +1,17 @@
-"""A loss of routers: a term that couples all tokens of a batch.
+"""Terms of the loss that are no sums over tokens: those that couple all tokens of a batch, and penalties.
 
-A term such as `experts * sum(counts / rows * probability / rows)` is a product of two sums over the tokens. Every rank
-and micro-batch has a part of the tokens, so the product of its own sums would be another loss. This pass sums one
-factor over the ranks that share a micro-batch (op `batch_sum`) before it is multiplied by the other, which stays a
-pending sum with the loss. Only a few numbers are sent, and no gradient flows through counts. Where nothing stays
-pending, every rank has the whole term, and one of them counts it (op `batch_part`). Micro-batches are averaged (the
-input `loss_share`, one over their number), as if the gradients of `loss / number` were accumulated.
+A term of routers such as `experts * sum(counts / rows * probability / rows)` is a product of two sums over the tokens.
+Every rank and micro-batch has a part of the tokens, so the product of its own sums would be another loss. This pass
+sums one factor over the ranks that share a micro-batch (op `batch_sum`) before it is multiplied by the other, which
+stays a pending sum with the loss. Only a few numbers are sent, and no gradient flows through counts. Where nothing
+stays pending, every rank has the whole term, and one of them counts it (op `batch_part`); so with a penalty on
+parameters, which does not depend on the batch. Micro-batches are averaged (the input `loss_share`, one over their
+number), as if the gradients of `loss / number` were accumulated.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,23 +25,36 @@ SUMMED_SYMBOLS = ("b", "s")  # symbols that are split over data- and context-par
 Kinds = tuple[str, ...]  # per symbol of SUMMED_SYMBOLS: "S" has the dim, "P" pending sum over it, "R" neither
 
 
-def router_terms(trace: Trace, main: str) -> None:
+def router_terms(trace: Trace, mains: Set[str]) -> None:
     """Make the terms of the loss that count the routers' choices computable in parts.
 
     Any other term that couples the batch stays as it is (`autoplan.ops.batch` refuses it by name).
 
     Args:
         trace: its nodes and order are changed.
-        main: the value of the term that is a sum over tokens or samples.
+        mains: the values of the terms that are sums over tokens or samples.
     """
+    for term, cone in _routed(trace, mains):
+        _Term(trace, cone, term).run()
+
+
+def routed_nodes(trace: Trace, mains: Set[str]) -> set[int]:
+    """Return the nodes of the terms of the loss that count the routers' choices."""
+    return {i for _, cone in _routed(trace, mains) for i in cone}
+
+
+def _routed(trace: Trace, mains: Set[str]) -> Iterator[tuple[str, list[int]]]:
     maker = {out: i for i, node in enumerate(trace.nodes) if not trace.region[node.name] for out in node.outputs}
+    flow = trace.flow()
     for term in _terms(trace, maker, trace.output):
-        cone = _cone(trace, maker, term)
+        # the nodes outside the layers that lead to the term, in program order
+        last = [maker[term]] if term in maker else []
+        found = {*last, *flow.leading_to(last, {*maker.values()}.__contains__)}
+        cone = [i for kind, i in trace.order if kind == "node" and i in found]
         ops = {trace.nodes[i].op for i in cone}
-        if main not in {x for i in cone for x in trace.nodes[i].outputs} and any(
-            op_has(op, Trait.CHOOSES) for op in ops
-        ):
-            _Term(trace, cone, term).run()
+        counted = any(mains & set(trace.nodes[i].outputs) for i in cone)
+        if not counted and any(op_has(op, Trait.CHOOSES) for op in ops):
+            yield term, cone
 
 
 def _adds_up(op: str) -> bool:
@@ -53,18 +68,6 @@ def _terms(trace: Trace, maker: dict[str, int], value: str) -> list[str]:
     if node is None or node.op != "add":
         return [value]
     return [term for x in node.tensor_inputs for term in _terms(trace, maker, x)]
-
-
-def _cone(trace: Trace, maker: dict[str, int], value: str) -> list[int]:
-    """Return the nodes outside the layers that lead to a value, in program order."""
-    found: set[int] = set()
-    wanted = [value]
-    while wanted:
-        at = maker.get(wanted.pop())
-        if at is not None and at not in found:
-            found.add(at)
-            wanted += trace.nodes[at].tensor_inputs
-    return [i for kind, i in trace.order if kind == "node" and i in found]
 
 
 @dataclass
@@ -179,21 +182,61 @@ class _Term:
                 self.trace.insert(self.trace.order.index(("node", index)), node)
 
     def _share(self) -> None:
-        """Divide the term by the number of micro-batches, and let one rank count it if all have it."""
-        ask_for_share(self.trace)
-        kinds, term = self._kinds(self.value), self.value
-        index = next(i for i in self.cone if term in self.trace.nodes[i].outputs)
-        source, place = self.trace.nodes[index].source, self.trace.order.index(("node", index)) + 1
-        users = [i for i, n in enumerate(self.trace.nodes) if term in n.tensor_inputs]
-        steps: list[tuple[str, str, tuple[str, ...], dict[str, Any]]] = [("mul", f"{term}.share", (LOSS_SHARE,), {})]
-        over = tuple(s for s, kind in zip(SUMMED_SYMBOLS, kinds, strict=True) if kind == "R")
-        if over:
-            steps.append(("batch_part", f"{term}.part", (), {"over": over}))
-        last = term
-        for op, name, more, attrs in steps:
-            self.trace.values[name] = replace(self.trace.values[term], name=name)
-            self.trace.insert(place, Node(name, op, (last, *more), (name,), attrs, "", source))
-            last, place = name, place + 1
-        for i in users:
-            node = self.trace.nodes[i]
-            self.trace.nodes[i] = replace(node, inputs=tuple(last if x == term else x for x in node.inputs))
+        kinds = self._kinds(self.value)
+        _count_once(
+            self.trace, self.value, tuple(s for s, kind in zip(SUMMED_SYMBOLS, kinds, strict=True) if kind == "R")
+        )
+
+
+def _count_once(trace: Trace, term: str, over: tuple[str, ...]) -> None:
+    """Divide a term of the loss by the number of micro-batches, and let one rank count it if all have it.
+
+    Args:
+        over: the symbols whose ranks all have the whole term.
+    """
+    ask_for_share(trace)
+    index = next(i for i, node in enumerate(trace.nodes) if term in node.outputs)
+    source, place = trace.nodes[index].source, trace.order.index(("node", index)) + 1
+    users = [i for i, n in enumerate(trace.nodes) if term in n.tensor_inputs]
+    steps: list[tuple[str, str, tuple[str, ...], dict[str, Any]]] = [("mul", f"{term}.share", (LOSS_SHARE,), {})]
+    if over:
+        steps.append(("batch_part", f"{term}.part", (), {"over": over}))
+    last = term
+    for op, name, more, attrs in steps:
+        trace.values[name] = replace(trace.values[term], name=name)
+        trace.insert(place, Node(name, op, (last, *more), (name,), attrs, "", source))
+        last, place = name, place + 1
+    for i in users:
+        node = trace.nodes[i]
+        trace.nodes[i] = replace(node, inputs=tuple(last if x == term else x for x in node.inputs))
+
+
+def penalties(trace: Trace) -> None:
+    """Count the terms of the loss that do not depend on the batch once: a penalty on parameters.
+
+    Every rank has the whole term in every micro-batch.
+    """
+    dependent = _of_inputs(trace)
+    maker = {out: node for node in trace.nodes if not trace.region[node.name] for out in node.outputs}
+    found, wanted = list[str](), [trace.output]
+    while wanted:
+        value = wanted.pop()
+        node = maker.get(value)
+        if node is not None and value not in dependent:
+            found.append(value)
+        elif node is not None and op_record(node.op).linear is Linear.ALL:
+            wanted += node.tensor_inputs
+    if trace.output not in found:
+        for value in dict.fromkeys(found):
+            _count_once(trace, value, SUMMED_SYMBOLS)
+
+
+def _of_inputs(trace: Trace) -> set[str]:
+    """Return the values that may depend on the batch: all that come out of repeated layers, too."""
+    found = set(trace.inputs)
+    for kind, index in trace.order:
+        if kind == "repeat":
+            found |= set(trace.repeats[index].outputs)
+        elif found & set(trace.nodes[index].tensor_inputs):
+            found |= set(trace.nodes[index].outputs)
+    return found

@@ -22,13 +22,25 @@ from collections.abc import Callable
 from autoplan.config.choice import Choice
 from autoplan.config.choices import CHOICES
 from autoplan.config.parallel import ParallelConfig
+from autoplan.config.pins import Pins
 from autoplan.errors import PinError
 from autoplan.program.facts import Facts
 from autoplan.program.legality import data, devices, experts, steps
 from autoplan.program.legality.experts import zero_replica_counts
 from autoplan.program.legality.rule import Broken, Rule, Scope
 
-__all__ = ["RULES", "VALUES", "Broken", "Rule", "Scope", "broken", "check", "not_executed", "zero_replica_counts"]
+__all__ = [
+    "RULES",
+    "VALUES",
+    "Broken",
+    "Rule",
+    "Scope",
+    "broken",
+    "check_legal",
+    "check_pins",
+    "not_executed",
+    "zero_replica_counts",
+]
 
 
 def _value(record: Choice) -> Callable[[ParallelConfig, Facts], str | None]:
@@ -47,7 +59,7 @@ RULES: tuple[Rule, ...] = (*devices.RULES, *data.RULES, *experts.RULES, *steps.R
 def broken(config: ParallelConfig, facts: Facts, scope: Scope) -> Broken | None:
     """Return the first rule in `scope` that a configuration breaks; None if it is legal."""
     for rule in (*VALUES, *RULES):
-        if rule.scope <= scope:
+        if rule.scope <= scope and not rule.of_pins:
             reason = rule.broken(config, facts)
             if reason is not None:
                 return Broken(rule, reason)
@@ -59,6 +71,14 @@ def check_legal(config: ParallelConfig, facts: Facts, scope: Scope) -> None:
     found = broken(config, facts, scope)
     if found is not None:
         raise PinError(found.reason, found.rule.names)
+
+
+def check_pins(pins: Pins, facts: Facts) -> None:
+    """Raise PinError if pins break a rule that looks at nothing but them and the facts of the run."""
+    for rule in RULES:
+        reason = rule.broken(pins.config, facts) if rule.of_pins else None
+        if reason is not None:
+            raise PinError(reason, rule.names)
 
 
 def not_executed(config: ParallelConfig, facts: Facts) -> tuple[str, ...]:

@@ -78,8 +78,8 @@ def _bounds(symbol: str) -> Callable[[ParallelConfig, Facts], str | None]:
             return None
         allowed = f"{low} or more" if high is None else f"{low} to {high}"
         return (
-            f"sequences of {length} tokens: the forward of {f.model.name} asks for the length, and this graph is that "
-            f"of {allowed}"
+            f"sequences of {length} tokens: the forward of {f.model.name} depends on the length, and this graph is "
+            f"valid for {allowed}"
         )
 
     return found
@@ -95,6 +95,12 @@ def _uncut(target: bool) -> Callable[[ParallelConfig, Facts], str | None]:
         return None if reason is None else f"cp={c.cp}: {reason}"
 
     return found
+
+
+def _method_alone(c: ParallelConfig, f: Facts) -> str | None:
+    if c.context_method is None or c.cp > 1:
+        return None
+    return f"context_method={c.context_method!r} needs cp to be pinned too"
 
 
 def _method(c: ParallelConfig, f: Facts) -> str | None:
@@ -132,5 +138,6 @@ RULES: tuple[Rule, ...] = (
     Rule("the sequence cannot be cut into equal chunks", ("seq_len", "cp"), _parts),
     Rule("the sequence cannot be cut", ("cp",), _uncut(target=True)),
     Rule("the sequence cannot be cut", ("cp",), _uncut(target=False), Scope.EXECUTED),
+    Rule("a pinned context_method without cp", ("cp", "context_method"), _method_alone, of_pins=True),
     Rule("the pinned context_method does not exist at this tp", ("context_method", "cp", "tp"), _method),
 )

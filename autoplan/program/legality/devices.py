@@ -20,7 +20,7 @@ def _divides(name: str) -> Callable[[ParallelConfig, Facts], str | None]:
 
 
 def _product(c: ParallelConfig, f: Facts) -> str:
-    made = c.dp * c.cp * c.tp * c.pp
+    made = c.num_devices
     cut = f" x cp={c.cp}" if c.cp > 1 else ""
     return f"dp={c.dp}{cut} x tp={c.tp} x pp={c.pp} = {made} devices, but the cluster has {f.devices}"
 
@@ -30,7 +30,7 @@ def _mesh(c: ParallelConfig, f: Facts) -> str | None:
 
 
 def _world(c: ParallelConfig, f: Facts) -> str | None:
-    return _product(c, f) if c.dp * c.cp * c.tp * c.pp != f.devices else None
+    return _product(c, f) if c.num_devices != f.devices else None
 
 
 def _heads(c: ParallelConfig, f: Facts) -> str | None:
@@ -109,12 +109,12 @@ RULES: tuple[Rule, ...] = (
     Rule("another dp is pinned", ("dp",), _divides("dp")),
     Rule("another dp is pinned", ("dp", "tp", "pp", "cp"), _world),
     Rule("tp does not divide the attention heads", ("tp",), _heads),
-    Rule("more stages than layers", ("pp",), _stage_each, Scope.SEARCHED, _ENDS),
+    Rule("more stages than layers", ("pp",), _stage_each, Scope.SEARCHED, priced=_ENDS),
     Rule("more stages than layers", ("virtual_stages", "pp"), _chunks(ends=True)),
-    Rule("more stages than layers", ("virtual_stages", "pp"), _chunks(ends=False), Scope.SEARCHED, _ENDS),
+    Rule("more stages than layers", ("virtual_stages", "pp"), _chunks(ends=False), Scope.SEARCHED, priced=_ENDS),
     Rule("another number of stages is pinned", ("stages", "pp", "virtual_stages"), _stages_chunks),
     Rule("another number of stages is pinned", ("stages", "pp"), _stages_pp),
     Rule("another number of stages is pinned", ("stages",), _stages_devices),
     Rule("another number of stages is pinned", ("stages",), _stages_sum),
-    Rule("another number of stages is pinned", ("stages",), _stages_ends, Scope.SEARCHED, _ENDS),
+    Rule("another number of stages is pinned", ("stages",), _stages_ends, Scope.SEARCHED, priced=_ENDS),
 )

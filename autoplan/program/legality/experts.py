@@ -36,7 +36,7 @@ def _inner_parts(c: ParallelConfig, f: Facts) -> str | None:
 
 
 def _expert_ranks(c: ParallelConfig, f: Facts) -> str | None:
-    etp, ranks = c.expert_tp, c.dp * c.cp * c.tp
+    etp, ranks = c.expert_tp, c.stage_ranks
     if f.model is None or not c.spreads_experts or ranks % (c.ep * etp) == 0:
         return None
     return f"ep={c.ep} x etp={etp} does not divide dp x cp x tp = {ranks}, which expert parallelism is folded from"
@@ -48,7 +48,7 @@ def _expert_whole(c: ParallelConfig, f: Facts) -> str | None:
 
 
 def _expert_folds(c: ParallelConfig, f: Facts) -> str | None:
-    etp, ranks = c.expert_tp, c.dp * c.cp * c.tp
+    etp, ranks = c.expert_tp, c.stage_ranks
     if not c.spreads_experts or folds(c.dp, c.cp, c.tp, c.ep, etp):
         return None
     return f"ep={c.ep}: it does not fold into dp x cp x tp = {ranks}" + (f" with etp={etp}" if etp > 1 else "")

@@ -34,6 +34,7 @@ class Rule:
         broken: gives the reason why a configuration breaks it, or None; starts with `name=value` if one choice is at
             fault.
         scope: see Scope.
+        of_pins: it looks at the pins as they are given, before open choices get values.
         priced: for a rule that only limits execution: the feature that is priced all the same, for reports; "" means
             the reason.
     """
@@ -42,6 +43,7 @@ class Rule:
     names: tuple[str, ...]
     broken: Callable[[ParallelConfig, Facts], str | None]
     scope: Scope = Scope.PRICED
+    of_pins: bool = False
     priced: str = ""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from autoplan.config.choice import choices_of
 from autoplan.config.offload import NEEDS_SHARDS, lacks_shards
-from autoplan.config.parallel import Attention, Mode, ParallelConfig, RunOptions
+from autoplan.config.parallel import Attention, Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.config.parallel import precision_obstacle as _precision_obstacle
 from autoplan.config.recompute import RECOMPUTE_KINDS, RecomputeKind, check_choice, kinds_in, modules_of, region_groups
 from autoplan.program.facts import Facts
@@ -64,7 +64,7 @@ def _recompute_values(c: ParallelConfig, f: Facts) -> str | None:
     for block, how in c.recompute.items():
         check_choice(how)
         if modules_of(how):
-            return f"recompute of {block!r}: modules are computed again in all layers or none; got {how!r}"
+            return f"recompute of {block!r}: modules are recomputed in all layers or in none, got {how!r}"
         if f.model is not None and block not in f.model.block_calls:
             calls = f.model.block_calls
             near = difflib.get_close_matches(str(block), calls, 1)
@@ -76,15 +76,24 @@ def _recompute_values(c: ParallelConfig, f: Facts) -> str | None:
     return None
 
 
+def _recompute_found(c: ParallelConfig, f: Facts) -> str | None:
+    if not isinstance(c.recompute, tuple):
+        return None
+    return (
+        f"recompute={c.recompute!r}: numbers of layers per stage are searched, not pinned (autoplan estimate "
+        "prices them); pin one choice for all layers, or a mapping block -> choice"
+    )
+
+
 def _recompute_stages(c: ParallelConfig, f: Facts) -> str | None:
     chunks, counts = c.pp * c.virtual_stages, c.recompute
     if not isinstance(counts, tuple):
         return None
     if len(counts) != chunks:
         return f"recompute={counts} has {len(counts)} entries for {chunks} stages; give {chunks}"
-    for k, (again, most) in enumerate(zip(counts, c.stages or counts, strict=False)):
-        if again > most:
-            return f"recompute={','.join(map(str, counts))}: stage {k} has {most} layers, not {again}"
+    for k, (count, most) in enumerate(zip(counts, c.stages or counts, strict=False)):
+        if count > most:
+            return f"recompute={','.join(map(str, counts))}: stage {k} of {most} layers cannot recompute {count}"
     return None
 
 
@@ -118,6 +127,32 @@ def _compiled(c: ParallelConfig, f: Facts) -> str | None:
     return None
 
 
+def _compressed_shards(c: ParallelConfig, f: Facts) -> str | None:
+    if not f.gradient_compression or c.zero_stage == 0:
+        return None
+    return (
+        f"zero_stage={c.zero_stage} with gradient_compression: only the all-reduce of ZeRO 0 is compressed; nearest "
+        "legal: zero_stage=0"
+    )
+
+
+def _compressed_sums(c: ParallelConfig, f: Facts) -> str | None:
+    if f.gradient_compression != "PowerSGD" or precision_of(f.precision).compute != "float16":
+        return None
+    return (
+        f"precision {f.precision!r} with PowerSGD: the compression error of one step is added to the next, whose loss "
+        "scale may differ; nearest legal: precision='bf16'"
+    )
+
+
+def _async_tp(c: ParallelConfig, f: Facts) -> str | None:
+    if f.async_tp and f.device_type != "cuda":
+        return f"async_tp=True works on CUDA only, but the cluster has {f.device_type} devices; leave it out"
+    if f.async_tp and f.compile not in (True, "auto", "inductor"):
+        return f"async_tp=True needs torch.compile, but compile={f.compile!r}; nearest legal: compile=True"
+    return None
+
+
 def _precision(c: ParallelConfig, f: Facts) -> str | None:
     return _precision_obstacle(f.precision)
 
@@ -146,10 +181,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("the schedule is not executed", ("schedule",), _unknown_order, Scope.SEARCHED),
     Rule("recompute names no block", ("recompute",), _recompute_values),
+    Rule("recompute per stage is pinned", ("recompute",), _recompute_found, of_pins=True),
     Rule("recompute per stage", ("recompute", "stages", "pp", "virtual_stages"), _recompute_stages),
     Rule("modules are priced with mode fused", ("recompute",), _recompute_mode),
     Rule("modules are not executed", ("recompute",), _recompute_executed, Scope.EXECUTED),
     Rule("compiled blocks", ("recompute",), _compiled, Scope.EXECUTED),
+    Rule("compressed gradients of ZeRO", ("zero_stage",), _compressed_shards, of_pins=True),
+    Rule("compressed gradients in fp16", (), _compressed_sums, of_pins=True),
+    Rule("async_tp without inductor on CUDA", (), _async_tp, of_pins=True),
     Rule("the precision is not executed", (), _precision, Scope.EXECUTED),
     Rule("the mode is not executed", (), _mode, Scope.EXECUTED),
     Rule("the options are not executed", (), _options, Scope.EXECUTED),

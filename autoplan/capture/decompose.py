@@ -1,0 +1,229 @@
+"""Ops in terms of others: forms that autoplan writes itself, and PyTorch's own decompositions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from autoplan.capture import positions
+from autoplan.capture.frontend.written_out import attention
+from autoplan.capture.ops import OPS, SKIP
+
+Function = Callable[..., Any]
+Known = Callable[[fx.Node], bool]
+Traces = dict[object, fx.GraphModule | None]  # the decompositions of one capture, by op and arguments
+
+
+def rewritten(target: str, node: fx.Node, traces: Traces) -> fx.GraphModule | None:
+    """Return the ops of another form of `node` that can be split in more ways; None if there is none.
+
+    Args:
+        target: the op that the node is: that without side effect where the node's own changes its argument.
+    """
+    for found in _OWN.get(target, ()):
+        if found.covers(node):
+            return _once(traces, node, found.function, {}, pre_dispatch=True)
+    return None
+
+
+def _values(given: Any) -> Any:
+    """Return arguments with fake tensors in place of nodes."""
+    return pytree.tree_map(lambda leaf: leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf, given)
+
+
+def decomposed(node: fx.Node, op: torch._ops.OpOverload, known: Known, traces: Traces) -> fx.GraphModule | None:
+    """Return the ops that PyTorch decomposes an op into, with symbolic sizes, source and module of `node`.
+
+    An op of a decomposition may have no derivative, or another one than the whole: so all parts must be known.
+
+    Args:
+        op: the op that the node is, if another than its target.
+        known: True for a node that the capture can translate.
+
+    Returns:
+        None if PyTorch has no decomposition whose parts are all known.
+    """
+    for table in _tables(op):
+        found = _once(traces, node, op, table)
+        if found is None:
+            continue
+        parts = [n for n in found.graph.nodes if n.op == "call_function"]
+        if all(_plain(n) or (known(n) and n.target is not op) for n in parts):
+            return found
+    return None
+
+
+@functools.cache
+def _tables(op: torch._ops.OpOverload) -> tuple[Mapping[Any, Function], ...]:
+    """Return the decompositions of an op to try: into core ATen, then all that PyTorch has.
+
+    Other ops with a record stay whole. The op itself may have one, for other forms than that of the node.
+    """
+    import torch._refs  # registers further decompositions
+
+    tables = torch._decomp.core_aten_decompositions(), torch._decomp.decomposition_table
+    return tuple({o: how for o, how in table.items() if o is op or str(o) not in OPS} for table in tables)
+
+
+def _plain(node: fx.Node) -> bool:
+    """Return True for sizes and parts of tuples."""
+    return str(node.target) in SKIP or not isinstance(node.target, torch._ops.OpOverload)
+
+
+def _once(
+    traces: Traces, node: fx.Node, function: Function, table: Mapping[Any, Function], pre_dispatch: bool = False
+) -> fx.GraphModule | None:
+    """Return the trace of a function of a node's arguments, from `traces` if it was made for equal arguments."""
+    key = (function, id(table) if table else 0, _form(node))
+    if key not in traces:
+        traces[key] = _traced(node, function, table, pre_dispatch)
+    found = traces[key]
+    for inner in found.graph.nodes if found is not None else ():
+        for name in ("stack_trace", "nn_module_stack"):
+            inner.meta[name] = node.meta.get(name)
+    return found
+
+
+def _form(node: fx.Node) -> str:
+    """Return the arguments of a node as text: types, shapes and strides of tensors, sizes, and plain values."""
+    order = {given: i for i, given in enumerate(node.all_input_nodes)}
+    flat, spec = pytree.tree_flatten((node.args, node.kwargs))
+
+    def text(leaf: Any) -> str:
+        if not isinstance(leaf, fx.Node):
+            return f"{type(leaf).__name__} {leaf!r}"
+        value = leaf.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            return f"{order[leaf]}: {value}"
+        return f"{order[leaf]}: {value.dtype} {tuple(value.shape)} {value.stride()} {value.requires_grad}"
+
+    return f"{[text(leaf) for leaf in flat]} {spec}"
+
+
+def _traced(
+    node: fx.Node, function: Function, table: Mapping[Any, Function], pre_dispatch: bool = False
+) -> fx.GraphModule | None:
+    """Trace a function of a node's arguments. `pre_dispatch`: composite ops of the function stay whole."""
+    flat, spec = pytree.tree_flatten((node.args, node.kwargs))
+    nodes = node.all_input_nodes  # each once, also if it is given twice
+
+    def run(*given: Any) -> Any:
+        values = dict(zip(nodes, given, strict=True))
+        leaves = [values[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in flat]
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return function(*args, **kwargs)
+
+    trace = make_fx(run, decomposition_table=dict(table), tracing_mode="symbolic", pre_dispatch=pre_dispatch)
+    try:
+        found = trace(*(n.meta["val"] for n in nodes))
+    except Exception:  # a decomposition may raise anything for arguments that it does not handle
+        return None
+    found.graph.eliminate_dead_code()
+    return found
+
+
+# -- forms of autoplan -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A form of an op that is written in terms of others: `covers` tells whether a node has it."""
+
+    covers: Callable[[fx.Node], bool]
+    function: Function
+
+
+def _given(covers: Callable[..., bool], function: Function) -> tuple[_Form, ...]:
+    """Return the form of an op whose arguments, with fake tensors, are covered."""
+    return (_Form(lambda node: covers(*_values(node.args), **_values(node.kwargs)), function),)
+
+
+def _loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Put classes last and join all other dims, as a loss over a split vocabulary takes them.
+
+    A cross entropy with probabilities as targets is written as sums; its mean is over the samples.
+    """
+    dim = 1 if input.dim() > 1 else 0
+    last = input.movedim(dim, -1)
+    if not target.is_floating_point():
+        how, last, target = "mean" if reduction == 1 else "sum", last.flatten(0, -2), target.flatten()
+        return F.cross_entropy(last, target, weight, None, ignore_index, None, how, label_smoothing)
+    share = target.movedim(dim, -1)
+    if label_smoothing:
+        share = share * (1 - label_smoothing) + label_smoothing / last.shape[-1]
+    terms = share * F.log_softmax(last, -1)
+    losses = -(terms if weight is None else terms * weight).sum(-1)
+    return losses.sum() / losses.numel() if reduction == 1 else losses.sum() if reduction == 2 else losses
+
+
+def _is_loss(
+    input: torch.Tensor, target: torch.Tensor, weight: Any = None, reduction: int = 1, *rest: Any, **more: Any
+) -> bool:
+    return target.is_floating_point() or (input.dim() > 2 and reduction != 0)
+
+
+def _patches(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *rest: Any) -> torch.Tensor:
+    """Write a convolution whose kernels do not overlap (patches of an image) as a product of matrices."""
+    kernel = list(weight.shape[2:])
+    num, cut = len(kernel), [n for size, k in zip(input.shape[2:], kernel, strict=True) for n in (size // k, k)]
+    places, inside = range(2, 2 + 2 * num, 2), range(3, 3 + 2 * num, 2)
+    rows = input.reshape(*input.shape[:2], *cut).permute(0, *places, 1, *inside).flatten(num + 1)
+    return F.linear(rows, weight.flatten(1), bias).movedim(-1, 1)
+
+
+def _are_patches(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> bool:
+    kernel = list(weight.shape[2:])
+    strides = list(stride) if isinstance(stride, (list, tuple)) else [stride]
+    plain = padding in (0, "valid") or (not isinstance(padding, str) and not any(padding))
+    if strides * (len(kernel) // len(strides)) != kernel or groups != 1 or not plain or input.dim() != len(kernel) + 2:
+        return False
+    sizes = zip(input.shape[2:], kernel, strict=True)
+    return all(isinstance(size, int) and size % k == 0 for size, k in sizes)
+
+
+def _copy(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Write what a tensor becomes when another is copied into all of it."""
+    return src.to(self.dtype).expand(self.shape)
+
+
+def _join(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Leave out tensors of shape [0], which PyTorch joins with anything."""
+    return torch.cat([x for x in tensors if x.shape != (0,)], dim)
+
+
+def _drops(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *_: Any, **__: Any) -> bool:
+    """Return True for attention with dropout: a fused kernel draws a mask of its own, which differs between plans."""
+    return dropout_p > 0
+
+
+_OWN: Mapping[str, tuple[_Form, ...]] = {
+    "aten.scaled_dot_product_attention.default": _given(_drops, attention),
+    "aten.cross_entropy_loss.default": _given(_is_loss, _loss),
+    **{f"aten.conv{n}d.default": _given(_are_patches, _patches) for n in (1, 2, 3)},
+    "aten.copy.default": _given(lambda *given: True, _copy),
+    "aten.cat.default": _given(lambda tensors, dim=0: any(x.shape == (0,) for x in tensors), _join),
+    "aten.index.Tensor": (_Form(positions.is_view, positions.viewed), _Form(positions.is_gather, positions.gathered)),
+}

@@ -1,0 +1,42 @@
+"""All tensors of a model that are not parameters: registered buffers, and tensors that are plain attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors that modules hold as plain attributes, by path: `self.freqs = torch.outer(...)`."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+    }
+
+
+def all_buffers(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield registered buffers, then tensors that are plain attributes, as `nn.Module.named_buffers` does."""
+    yield from model.named_buffers(remove_duplicate=remove_duplicate)
+    yield from plain_tensors(model).items()
+
+
+@contextmanager
+def attributes_restored(model: nn.Module) -> Iterator[None]:
+    """Restore on exit the tensors that a forward puts into its modules, such as a state: those of a trace are fake."""
+    before = {module: dict(vars(module)) for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, own in before.items():
+            for name, value in list(vars(module).items()):
+                if not isinstance(value, torch.Tensor) or value is own.get(name):
+                    continue
+                if name in own:
+                    vars(module)[name] = own[name]
+                else:
+                    del vars(module)[name]

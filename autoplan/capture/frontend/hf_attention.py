@@ -1,0 +1,277 @@
+"""What Hugging Face models get as their attention function during a capture.
+
+Attention that the ops of `autoplan.ops.attention` can say is one of them. Any other is computed by plain ops: behind
+'eager' by the function of the model's own file, behind 'sdpa' as `sdpa_attention_forward` of transformers does. Both
+need the mask as a tensor, so the model is traced once more with it (`PendingMask.refuse`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoplan.capture.frontend import windows  # noqa: F401  registers the ops
+from autoplan.capture.frontend.masks import Asked, Ledger, PendingMask, taken, untraced
+from autoplan.errors import CaptureError
+
+_HIDDEN = -1e30  # added to a score: its share becomes 0.0 in every dtype, and the number is finite in bfloat16, too
+
+# Arguments of attention functions that change no number of 'eager'.
+_NO_NUMBERS = frozenset(
+    "position_ids cache_position use_cache output_attentions output_hidden_states output_router_logits return_dict "
+    "cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k deterministic labels logits_to_keep".split()
+)
+_READ = frozenset("scaling dropout is_causal position_bias sliding_window".split())
+_IGNORED_BY_SDPA = ("s_aux", "sinks")  # which other kernels of transformers read
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention function of one implementation.
+
+    Attributes:
+        implementation: 'eager' or 'sdpa'.
+        ledger: which masks are tensors in this trace; gets the notes on what is ignored.
+        kernels: id of a config -> its implementation, where that is a kernel that is captured as 'sdpa'.
+        own: the function that the model computes 'eager' with; None: `eager_attention_forward` of its file.
+    """
+
+    implementation: str
+    ledger: Ledger
+    kernels: Mapping[int, str]
+    own: Function | None = None
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | PendingMask | None,
+        *more: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, Any]:
+        """Compute attention.
+
+        The mask decides which keys a query sees. Without a mask `is_causal` decides, if the implementation uses it.
+        """
+        function = self._function(module)
+        given = dict(zip(list(inspect.signature(function).parameters)[5:], more, strict=False)) | kwargs
+        call = _Call(module, query, key, value, attention_mask, given)
+        if self.implementation == "eager":
+            if call.is_plain_for_eager(function):
+                found: tuple[torch.Tensor, Any] = _call_own(function, call)
+                return found
+            given["dropout"] = 0.0  # or the function of the model would have been called
+        else:
+            self._check_sdpa(call)
+        return _sdpa(call, self.implementation == "sdpa"), None
+
+    def _function(self, module: nn.Module) -> Function:
+        """Return the function that the module computes its attention with.
+
+        Raises:
+            CaptureError: if there is none.
+        """
+        if self.implementation == "sdpa":
+            from transformers.integrations import sdpa_attention
+
+            transformers_own: Function = sdpa_attention.sdpa_attention_forward
+            return transformers_own
+        name = type(module).__module__
+        found: Function | None = self.own or getattr(sys.modules.get(name), "eager_attention_forward", None)
+        if found is None:
+            raise CaptureError(
+                f"{type(module).__name__}: attention 'eager' is the function of the model's own file, but {name} has "
+                "no eager_attention_forward; use attn_implementation='sdpa'"
+            )
+        return found
+
+    def _check_sdpa(self, call: _Call) -> None:
+        """Note the arguments that `sdpa_attention_forward` ignores.
+
+        Raises:
+            CaptureError: for soft-capping, which it refuses, and for what the kernel of the config does not ignore.
+        """
+        name = type(call.module).__name__
+        kernel = self.kernels.get(id(getattr(call.module, "config", None)))
+        ignored = [n for n in _IGNORED_BY_SDPA if call.given.get(n) is not None]
+        if call.given.get("softcap") is not None or (ignored and kernel is not None):
+            what = "soft-capping" if call.given.get("softcap") is not None else "sinks"
+            raise CaptureError(
+                f"{name}: attn_implementation={kernel or 'sdpa'!r} with {what} is not supported; use "
+                "attn_implementation='eager'"
+            )
+        for argument in ignored:
+            self.ledger.notes.add(
+                f"{name}: attention 'sdpa' of transformers ignores {argument}, and so does the program"
+            )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of one call of an attention function; `given`: those after the mask, by name."""
+
+    module: nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | PendingMask | None
+    given: dict[str, Any]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias by position that is added to the scores, if it is not all zeros."""
+        bias: torch.Tensor | None = self.given.get("position_bias")
+        return None if bias is None or _adds_zeros(self.module) else bias
+
+    @property
+    def is_causal(self) -> bool:
+        """What decides where there is no mask."""
+        flag = self.given.get("is_causal")
+        return bool(getattr(self.module, "is_causal", True) if flag is None else flag)
+
+    def is_plain_for_eager(self, function: Function) -> bool:
+        """Return True if the ops of attention cannot say what `function` computes."""
+        unknown = {n for n, x in self.given.items() if x is not None and x is not False} - _NO_NUMBERS - _READ
+        if unknown or (self.given.get("dropout") and self.module.training):
+            return True
+        if self.bias is not None and (isinstance(self.mask, torch.Tensor) or _window(self.mask) is not None):
+            return True
+        grouped, masked = self.query.shape[1] != self.key.shape[1], self.mask is not None
+        return not is_standard(function, grouped=grouped, masked=masked, biased=self.bias is not None)
+
+
+def _window(mask: torch.Tensor | PendingMask | None) -> int | None:
+    return mask.asked.window if isinstance(mask, PendingMask) else None
+
+
+def _call_own(function: Function, call: _Call) -> Any:
+    """Call the attention function of a model's file. It needs masks as tensors; a PendingMask ends the trace."""
+    for value in (call.mask, *call.given.values()):
+        if isinstance(value, PendingMask):
+            value.refuse(function.__name__)
+    return function(call.module, call.query, call.key, call.value, call.mask, **call.given)
+
+
+@functools.cache
+def is_standard(function: Function, *, grouped: bool, masked: bool, biased: bool) -> bool:
+    """Return True if an attention function computes softmax(q k^T scale + bias + mask) v, and nothing more.
+
+    It is run on small random tensors, with a module that has what this formula needs. So attention that reads sinks
+    from its module, or does anything else, is found without its arguments naming it.
+
+    Args:
+        grouped: there are fewer key-value heads than heads.
+        masked: it is given a mask, which it adds.
+        biased: it is given `position_bias`.
+    """
+    generator = torch.Generator().manual_seed(0)
+    num_groups = 2 if grouped else 1
+    module = types.SimpleNamespace(num_key_value_groups=num_groups, training=False, head_dim=6)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def same() -> bool:
+        q, k, v = random(2, 4, 3, 6), random(2, 4 // num_groups, 5, 6), random(2, 4 // num_groups, 5, 6)
+        mask = random(2, 1, 3, 5).masked_fill(torch.eye(3, 5).bool(), -1e9)
+        bias = random(1, 4, 3, 5)
+        added = (mask if masked else 0) + (bias if biased else torch.zeros(3, 5))
+        keys, values = (x.repeat_interleave(num_groups, 1) for x in (k, v))
+        want = F.scaled_dot_product_attention(q, keys, values, attn_mask=added, scale=0.3).transpose(1, 2)
+        more = {"position_bias": bias} if biased else {}
+        got = function(module, q, k, v, mask if masked else None, scaling=0.3, dropout=0.0, **more)[0]
+        return isinstance(got, torch.Tensor) and got.shape == want.shape and torch.allclose(got, want, atol=1e-5)
+
+    try:
+        return untraced(same)
+    except Exception:  # it needs more than that
+        return False
+
+
+def _sdpa(call: _Call, decides: bool) -> torch.Tensor:
+    """Compute attention by ops of attention, as `sdpa_attention_forward` of transformers does.
+
+    Args:
+        decides: attention without a mask goes by `is_causal`.
+    """
+    q, k, v, mask = call.query, call.key, call.value, call.mask
+    bias, scaling, dropout = call.bias, call.given.get("scaling"), call.given.get("dropout") or 0.0
+    causal, documents, window = call.is_causal and decides and mask is None, None, None
+    if isinstance(mask, PendingMask):
+        asked, documents = taken(mask, q, k)
+        _check(call, asked)
+        if dropout and (asked.window is not None or documents is not None):
+            mask.refuse("dropout")
+        if bias is not None and (dropout or asked.window is not None):
+            mask.refuse("a bias by position")
+        mask, causal, window = None, asked.causal, asked.window
+    if bias is not None:
+        if mask is not None or dropout:
+            mask, causal = _with_bias(bias, mask, causal, (q.shape[2], k.shape[2])), False
+        else:
+            if documents is not None:
+                bias = bias.masked_fill((documents <= 0)[:, None, None, :], _HIDDEN)
+            biased: torch.Tensor = torch.ops.autoplan.biased_attention(q, k, v, bias, causal, scaling)
+            return biased.transpose(1, 2).contiguous()
+    if documents is not None and q.shape[2] != k.shape[2]:  # cross-attention: the other sequence's valid tokens
+        mask, documents = (documents > 0)[:, None, None, :], None
+    if documents is not None or window is not None:
+        masked: torch.Tensor = torch.ops.autoplan.masked_attention(q, k, v, documents, causal, scaling, window)
+        return masked.transpose(1, 2).contiguous()
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scaling,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out.transpose(1, 2).contiguous()
+
+
+def _with_bias(bias: torch.Tensor, mask: torch.Tensor | None, causal: bool, lengths: tuple[Any, Any]) -> torch.Tensor:
+    """Return bias and mask as one, as `create_position_bias_mask` of transformers does."""
+    if mask is None and causal:
+        rows, columns = (torch.arange(n, device=bias.device) for n in lengths)
+        mask = rows[:, None] >= columns
+    if mask is None:
+        return bias
+    if mask.dtype != torch.bool:
+        return bias + mask
+    return torch.where(mask, bias, torch.full((), torch.finfo(bias.dtype).min, dtype=bias.dtype))
+
+
+def _check(call: _Call, asked: Asked) -> None:
+    """Raise CaptureError where the arguments of attention contradict its mask."""
+    name, window = type(call.module).__name__, call.given.get("sliding_window")
+    if asked.replaced and not call.is_causal:
+        raise CaptureError(
+            f"{name} is given a causal mask but its is_causal is False: with its attention, 'sdpa', transformers makes "
+            "it causal or not by whether there is padding; set is_causal to True, or use attn_implementation='eager'"
+        )
+    if window is not None and window != asked.window:
+        raise CaptureError(
+            f"{name} has a sliding window of {window} but its mask one of {asked.window}: kernels of transformers "
+            "differ in which of the two they use"
+        )
+
+
+def _adds_zeros(module: nn.Module) -> bool:
+    """Return True for cross-attention as in T5, where the position bias it is given is all zeros."""
+    learned = getattr(module, "has_relative_attention_bias", True)
+    return not learned and bool(getattr(module, "is_decoder", False)) and getattr(module, "is_causal", True) is False

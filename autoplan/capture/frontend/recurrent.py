@@ -1,0 +1,76 @@
+"""Capture nn.LSTM, nn.GRU and nn.RNN as one op each.
+
+PyTorch's trace of one is a loop over the tokens, for one length. As one op it is what PyTorch runs, for every length,
+and can be split over the batch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from autoplan.errors import CaptureError
+
+_KINDS = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
+
+
+@torch.library.custom_op("autoplan::recurrent", mutates_args=())
+def recurrent(
+    x: torch.Tensor,
+    state: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    kind: str,
+    biases: bool,
+    layers: int,
+    bidirectional: bool,
+    batch_first: bool,
+) -> list[torch.Tensor]:
+    """Mark recurrent layers in the captured graph: output, and the state after the last token. Cannot be run."""
+    raise RuntimeError("autoplan::recurrent is a capture marker and cannot be run")
+
+
+@recurrent.register_fake
+def _(x: torch.Tensor, state: list[torch.Tensor], weights: Any, kind: str, biases: bool, layers: int,
+      bidirectional: bool, batch_first: bool) -> list[torch.Tensor]:  # fmt: skip
+    width = state[0].shape[-1] * (2 if bidirectional else 1)
+    return [x.new_empty(*x.shape[:-1], width), *(torch.empty_like(s) for s in state)]
+
+
+class _AsOneOp(TorchFunctionMode):
+    """Replace PyTorch's functions of recurrent layers by the one op."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        if name not in _KINDS or kwargs or len(args) != 9:
+            return function(*args, **(kwargs or {}))
+        x, state, weights, biases, layers, dropout, training, bidirectional, batch_first = args
+        if isinstance(weights, torch.Tensor) or x.dim() != 3:
+            raise CaptureError(
+                f"{name} of packed sequences is not supported; give it a tensor [batch, tokens, features]"
+            )
+        if dropout and training:
+            raise CaptureError(
+                f"{name} with dropout={dropout} between its layers draws random numbers, which differ between plans; "
+                "set it to 0, or use modules of one layer with nn.Dropout between them"
+            )
+        states = list(state) if isinstance(state, (tuple, list)) else [state]
+        return tuple(
+            torch.ops.autoplan.recurrent(x, states, list(weights), name, biases, layers, bidirectional, batch_first)
+        )
+
+
+@contextmanager
+def capture_recurrent() -> Iterator[None]:
+    """Capture recurrent layers as one op inside the context."""
+    with warnings.catch_warnings(), _AsOneOp():
+        # torch.export says so of the parameters that these modules hold in a list, too
+        held = r"(self\.[\w.]*_flat_weights\[\d+\](, )?)+"
+        warnings.filterwarnings("ignore", rf"The tensor attributes? {held} (was|were) assigned during export")
+        yield

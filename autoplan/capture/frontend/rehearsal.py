@@ -1,0 +1,81 @@
+"""A run of the model on fake tensors before it is exported: which layers repeat others, which masks it uses as tensors.
+
+Both are known only when a layer has run. An export that learns one of them too late is done again, and costs ten times
+as much as this run, in which sizes are numbers and nothing is recorded. It decides nothing: the export checks what it
+expects, and a model that does not run on fake tensors is exported without a rehearsal.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autoplan.capture.frontend.layer_tracer import LayerTracer
+from autoplan.capture.frontend.masks import Ledger, MaskUsed
+
+_log = logging.getLogger(__name__)
+
+
+def rehearse(
+    run: nn.Module,
+    example_inputs: Mapping[str, torch.Tensor],
+    tracer: LayerTracer,
+    ledger: Ledger,
+    around: Callable[[], AbstractContextManager[object]],
+) -> frozenset[str]:
+    """Return the layers that repeat another one, and note in the ledger the masks that are used as tensors.
+
+    Args:
+        run: calls the model with the inputs in their order (`inputs.LossModule`).
+        around: makes the context of an export.
+    """
+    try:
+        while not _runs(run, example_inputs, tracer, ledger, around):
+            tracer.reset()
+    except Exception as error:  # of any type; the export says what is wrong
+        _log.debug("no rehearsal: %s: %s", type(error).__name__, error)
+        return frozenset()
+    return frozenset(tracer.repeats)
+
+
+def _runs(
+    run: nn.Module,
+    example_inputs: Mapping[str, torch.Tensor],
+    tracer: LayerTracer,
+    ledger: Ledger,
+    around: Callable[[], AbstractContextManager[object]],
+) -> bool:
+    """Run the model once. Return False if it used a mask as a tensor that was none."""
+    # models ask whether they are exported, and take other branches
+    exporting = patch.multiple(torch.compiler, is_compiling=lambda: True, is_exporting=lambda: True)
+    with _restored(run), around(), FakeTensorMode(allow_non_fake_inputs=True), exporting:
+        try:
+            run(*(torch.zeros(t.shape, dtype=t.dtype) for t in example_inputs.values()))
+        except MaskUsed:
+            if ledger.again():
+                return False
+            raise
+    return not ledger.again()
+
+
+@contextmanager
+def _restored(run: nn.Module) -> Iterator[None]:
+    """Undo on exit what a forward assigns to attributes and buffers of its modules: it would be fake tensors."""
+    before = [(m, dict(vars(m)), dict(m._buffers)) for m in run.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            for now, then in ((vars(module), attributes), (module._buffers, buffers)):
+                for name in [*now]:
+                    if name not in then:
+                        del now[name]
+                for name, value in then.items():
+                    if now.get(name) is not value:
+                        now[name] = value

@@ -1,0 +1,29 @@
+"""Names of models, devices and instances as people write them.
+
+`matching` is the one rule: the name itself, else the same name in other letters ("Llama_3.1-8B"), else all names that
+begin so ("llama-3.1-8"). A name that fits several is an error of its caller, who lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def plain(text: str) -> str:
+    """Return a name in lower case, with `-` for `_` and spaces."""
+    return "-".join(text.lower().replace("_", " ").split())
+
+
+def matching(text: str, known: Iterable[str]) -> list[str]:
+    """Return the names that `text` may mean, in the order of `known`; none if it means none of them."""
+    names, written = list(known), plain(text)
+    if text in names:
+        return [text]
+    same = [name for name in names if plain(name) == written]
+    return same or [name for name in names if written and plain(name).startswith(written)]
+
+
+def one_of(candidates: Iterable[str]) -> str:
+    """Return the end of an error about a name that fits several: `may be a, b or c; write one of them`."""
+    *most, last = candidates
+    return f"may be {', '.join(most)} or {last}; write one of them"

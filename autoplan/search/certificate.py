@@ -1,0 +1,123 @@
+"""What a search proves about its best plan, and what narrows the space that it speaks of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from autoplan.config.parallel import Mode
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import nodes_with
+from autoplan.schedules.schedule import searched_words
+from autoplan.search.degrees import MAX_ACTIONS, Space
+from autoplan.search.layouts import ENOUGH_TOKENS, PlanRequest
+from autoplan.search.space import LEAST_PART
+
+_NEAR = 0.05  # a stopped search with a larger gap has not found the best plan
+_RESTRICTIONS = (
+    "all devices are used, in micro-batches of one size",
+    "ranks ordered pp, dp, cp, tp: tp over neighbours, pp over the farthest",
+    "one layout per tensor-parallel degree and micro-batch size, shared by all equal layers, and by micro-batches of "
+    f"{ENOUGH_TOKENS:,} tokens or more of which tp divides the same part: the fastest with the least stored state",
+    "when layouts are chosen, costs that occur once per step are weighted as without a pipeline",
+    "layouts are chosen by the sum of operations and collectives: no overlap, no fusion, no waiting for the host",
+)
+_LADDER = (
+    "recompute: for every kind of layer the choices on the convex front of seconds and bytes freed (groups of regions, "
+    "full); a stage frees its cheapest bytes first, and those of its first layers first"
+)
+_OFFLOAD = (
+    "offload: the optimizer state of all stages, parameters with it where they are sharded, and activations as one "
+    "more choice of recompute; its copies overlap with computing only together with the traffic of ZeRO"
+)
+_EXPERTS = (
+    "experts split by tp, or spread over ep neighbouring ranks (those of tp that etp leaves, then cp, then dp), whole "
+    "(etp = 1), or split over all of tp where there are too few"
+)
+_SCHEDULES = (
+    f"schedules: 1F1B with every cut; {searched_words()}, up to {MAX_ACTIONS:,} actions, with the fastest of a "
+    "few even cuts and recomputed layers taken in turn from a rank's stages"
+)
+
+
+class Status(StrEnum):
+    """The end of a search: everything decided, or stopped.
+
+    CUTS: some candidate has more cuts than are tried, and a bound below the best plan.
+    LAYOUTS: only the proof of some layout was stopped.
+    """
+
+    COMPLETE = "complete"
+    CUTS = "not all cuts tried"
+    LAYOUTS = "layouts stopped by time limit"
+    TIME_LIMIT = "stopped by time limit"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The proof of how good the best plan is, at these prices and within these restrictions.
+
+    `considered` = `illegal` + `too_big` + `bounded_out` + `solved` + `open`.
+
+    Attributes:
+        bounded_out: a proved lower bound is not below the best plan (if several plans are requested: the last of them).
+        open: not decided, because the search was stopped or a candidate has more cuts than are tried.
+        gap: (best - bound) / best: the best step of the space is at most this share shorter than the one found; 1 if
+            nothing is known about it.
+        intra_gap: the gap of a layout inside its blocks.
+    """
+
+    considered: int
+    illegal: int
+    too_big: int
+    bounded_out: int
+    solved: int
+    open: int
+    gap: float
+    intra_gap: float
+    solve_time_s: float
+    restrictions: tuple[str, ...]
+    status: str
+    illegal_by_rule: Mapping[str, int]
+    too_big_by_term: Mapping[str, int]
+    by_phase_s: Mapping[str, float]
+
+    @property
+    def stopped_far(self) -> bool:
+        """Return True if the search was stopped before it could tell that no plan is much faster."""
+        return self.status in (Status.TIME_LIMIT, Status.INTERRUPTED) and self.gap > _NEAR
+
+
+def restrictions_of(request: PlanRequest, checked: Space, layouts: tuple[str, ...]) -> tuple[str, ...]:
+    """Return everything that narrows the space. `layouts`: the restrictions of the layouts inside blocks."""
+    r = request
+    out = [*_RESTRICTIONS, *_of_degrees(r, checked)]
+    if "recompute" not in r.pins:
+        out.append(_LADDER if r.mode is Mode.EAGER else "recompute: none or full, the first layers of a stage")
+    if "offload" not in r.pins:
+        out.append(_OFFLOAD if r.cluster.offloads else "nothing is offloaded: the speed of the host link is not known")
+    if "zero_replicas" not in r.pins:
+        several = any(c.zero_replicas > 1 for c in checked.candidates)
+        beside = ", or over those in one scale-up domain, node or rail group (hybrid ZeRO)"
+        out.append(f"ZeRO shards over all replicas{beside if several else ''}")
+    if "schedule" not in r.pins and "virtual_stages" not in r.pins:
+        out.append(_SCHEDULES)
+    out += [f"{name} pinned to {value}" for name, value in r.pins.items()]
+    out.append(f"{r.memory_margin:.0%} of the memory left free")
+    if r.executed:
+        out.append("only what the runtime executes")
+    return (*out, *layouts, *checked.restrictions)
+
+
+def _of_degrees(request: PlanRequest, checked: Space) -> Iterator[str]:
+    """Yield the restrictions of how experts and sequences are spread."""
+    cut = any(c.cp > 1 for c in checked.candidates)
+    if nodes_with(request.graph, OpKind.EXPERTS):
+        yield _EXPERTS
+    if "cp" not in request.pins:
+        least = f"cp within one scale-up domain, and where at least {LEAST_PART:,} tokens per rank remain"
+        yield least if cut else "cp = 1"
+    if cut:
+        yield "layouts of cut sequences are chosen as if keys and values were gathered; one method per block"

@@ -1,0 +1,86 @@
+"""The candidates that a search looks at first: usual layouts, then the neighbours of the best plan so far.
+
+Usual are the layouts of published runs: pipelines with small micro-batches and sharded optimizer state, ZeRO 3 without
+a pipeline with any micro-batch, experts on one rank, a node or several nodes, all under 1F1B. They are ranked like all
+others. A good plan that is known early spares the search most of the other candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.config.parallel import ParallelConfig
+from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES
+
+_EXPERT_RANKS = (1, 8, 64)  # all experts on every rank, spread over a node, over several (DeepSeek-V3)
+_LARGEST = 16  # sequences of a micro-batch
+_STEP = 4  # neighbours differ by at most this factor in a degree
+_ORDER = {name: i for i, name in enumerate(SCHEDULES)}
+
+
+def usual(candidates: Sequence[ParallelConfig]) -> list[list[ParallelConfig]]:
+    """Return one candidate for every usual combination of mesh, micro-batch, ZeRO and ranks of experts.
+
+    They are listed by tp, the largest first: these share a layout, and need the least memory.
+    """
+    sizes = {_mesh(c): 0 for c in candidates}
+    plain = [c for c in candidates if c.schedule == PLAIN_SCHEDULE and c.micro_batch_size <= _LARGEST]
+    for c in plain:
+        sizes[_mesh(c)] = min(sizes[_mesh(c)] or c.micro_batch_size, c.micro_batch_size)
+    found: dict[tuple[int, ...], ParallelConfig] = {}
+    for c in plain:
+        least = c.micro_batch_size == sizes[_mesh(c)]
+        if (least and c.zero_stage == 1) or (c.pp == 1 and c.zero_stage == 3) or (least and c.pp == c.dp == 1):
+            key = (*_mesh(c), c.micro_batch_size, c.zero_stage, min(_EXPERT_RANKS, key=lambda n: _apart(c, n)))
+            if key not in found or _unusual(c, key[-1]) < _unusual(found[key], key[-1]):
+                found[key] = c
+    by_tp: dict[int, list[ParallelConfig]] = {}
+    for c in found.values():
+        by_tp.setdefault(c.tp, []).append(c)
+    return [by_tp[tp] for tp in sorted(by_tp, reverse=True)]
+
+
+def _mesh(c: ParallelConfig) -> tuple[int, int, int]:
+    return c.pp, c.tp, c.cp
+
+
+def _apart(c: ParallelConfig, expert_ranks: int) -> float:
+    return abs(math.log2(c.ep / expert_ranks))
+
+
+def _unusual(c: ParallelConfig, expert_ranks: int) -> tuple[float, ...]:
+    """Return how far a candidate is from the usual one with so many ranks of experts."""
+    return c.zero_replicas, _apart(c, expert_ranks), c.expert_tp, c.ep
+
+
+class Neighbours:
+    """The candidates of a space by how they differ."""
+
+    def __init__(self, candidates: Sequence[ParallelConfig]) -> None:
+        self.candidates = candidates
+        rows = [_row(c) for c in candidates]
+        self._table: NDArray[np.int64] = np.array(rows, dtype=np.int64).reshape(len(rows), -1)
+
+    def of(self, best: ParallelConfig) -> Iterator[list[ParallelConfig]]:
+        """Yield the candidates that differ from `best` in one choice, then those in the mesh and one more."""
+        mine = np.array(_row(best), dtype=np.int64)
+        differs = self._table != mine
+        mesh, size, state = differs[:, :4].any(axis=1), differs[:, 4], differs[:, 5:7].any(axis=1)
+        experts, order = differs[:, 7:9].any(axis=1), differs[:, 9:].any(axis=1)
+        near = self._table[:, :5]
+        close = ((near <= _STEP * mine[:5]) & (_STEP * near >= mine[:5])).all(axis=1)
+        changes = np.stack([mesh, size, state, experts, order]).sum(axis=0)
+        yield self._chosen(close & (changes == 1))
+        yield self._chosen(close & mesh & (changes == 2))
+
+    def _chosen(self, rows: NDArray[np.bool_]) -> list[ParallelConfig]:
+        return [self.candidates[i] for i in np.flatnonzero(rows).tolist()]
+
+
+def _row(c: ParallelConfig) -> tuple[int, ...]:
+    mesh = c.pp, c.dp, c.tp, c.cp, c.micro_batch_size
+    return (*mesh, c.zero_stage, c.zero_replicas, c.ep, c.expert_tp, _ORDER[c.schedule], c.virtual_stages)

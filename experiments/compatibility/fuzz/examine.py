@@ -1,0 +1,198 @@
+"""What becomes of a program: it is captured, run on one device and under plans, and compared with the module itself."""
+
+from __future__ import annotations
+
+import random
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autoplan.capture.export import capture
+from autoplan.capture.frontend.buffers import all_buffers
+from autoplan.errors import AutoplanError
+from autoplan.ir.graph import ModelGraph
+from autoplan.verify.check import TOLERANCE, differing
+from experiments.compatibility.fuzz.nodes import WrongNode, cases, check_splits
+from experiments.compatibility.fuzz.plans import FuzzPlan
+from experiments.compatibility.fuzz.programs import FILE, FuzzProgram
+from experiments.compatibility.fuzz.scope import CAPTURED, RUN
+from experiments.compatibility.one_by_one import crash
+from experiments.shared.simulated import SimulatedStep, run_simulated
+
+_MOVED = 1e-10  # relative, of every parameter
+_SENSITIVE = 1e-6  # relative change of a result under it: a place where the function jumps, or rounding grows
+_LEAST = 1e-3  # of a loss whose terms cancel
+# a refusal names a line of the program, an op, a value in quotes, or a choice of the plan with its value
+_NAMES = re.compile(rf"{re.escape(FILE)}:\d+|the loss function|'[\w.]+'|aten\.\w+|dim \d|\w+=\w+|\w+ at \w+")
+
+
+class Finding(AssertionError):
+    """A defect. The message has the program."""
+
+
+class Wrong(Finding):
+    """Numbers that are not the module's."""
+
+
+class Crashed(Finding):
+    """Another exception than a refusal."""
+
+
+class Unnamed(Finding):
+    """A refusal that names no op, line, value or choice."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Loss and gradients of a module."""
+
+    loss: float
+    gradients: Mapping[str, torch.Tensor]
+
+    def differs(self, loss: float, gradients: Mapping[str, torch.Tensor], trained: Sequence[str]) -> str:
+        """Return what differs from the truth; empty if nothing."""
+        if not abs(loss - self.loss) <= TOLERANCE * max(abs(self.loss), _LEAST):
+            return f"loss {loss:.9g} instead of {self.loss:.9g}"
+        wrong = differing(list(trained), gradients, self.gradients)
+        return "; ".join(f"gradient of {w.name} off by {w.error:.1e} of {w.module:.1e}" for w in wrong)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a program: what was equal, and what was refused why. `skipped`: why it says nothing."""
+
+    equal: tuple[str, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+    num_splits: int = 0
+    skipped: str = ""
+
+
+def truth_of(program: FuzzProgram, size: tuple[int, int], moved: bool = False) -> Truth | None:
+    """Return what the module computes; None if it does not learn, or not by finite numbers."""
+    model, batch = program.model(), program.batch(size, seed=1)
+    if moved:
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + _MOVED * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    try:
+        loss = program.loss(model, batch)
+        loss.backward()
+    except Exception:  # whatever PyTorch refuses
+        return None
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    if not found or loss.dim() or not all(bool(t.isfinite().all()) for t in (loss, *found.values())):
+        return None
+    return Truth(float(loss.detach()), found)
+
+
+def _sensitive(program: FuzzProgram, size: tuple[int, int], truth: Truth) -> bool:
+    other = truth_of(program, size, moved=True)
+    if other is None or abs(other.loss - truth.loss) > _SENSITIVE * max(abs(truth.loss), _LEAST):
+        return True
+    largest = max(float(g.abs().max()) for g in truth.gradients.values())
+    return any(
+        float((other.gradients[n] - g).abs().max()) > _SENSITIVE * float(g.abs().max()) + 1e-9 * largest
+        for n, g in truth.gradients.items()
+    )
+
+
+def _refused(program: FuzzProgram, where: str, exc: AutoplanError) -> tuple[str, str]:
+    if not _NAMES.search(str(exc)):
+        raise Unnamed(f"{where} is refused without a name: {exc}\n{program.text}") from exc
+    return where, " ".join(str(exc).split())
+
+
+def _fits(graph: ModelGraph, size: tuple[int, int], batch: Mapping[str, torch.Tensor]) -> bool:
+    """Return True if the graph holds for a batch of this size."""
+    env = {"b": size[0], "s": size[1], "t": size[1]}
+    for symbol, (least, most) in graph.bounds.items():
+        if not least <= env[symbol] <= (most or env[symbol]):
+            return False
+    return all(
+        [int(d.evaluate(env)) for d in graph.values[n].shape] == list(x.shape)
+        for n, x in batch.items()
+        if n in graph.inputs
+    )
+
+
+def examine(program: FuzzProgram, plans: Sequence[FuzzPlan], mesh: str = "") -> Outcome:
+    """Return what became of a program.
+
+    Args:
+        plans: what it is run under, beside one device.
+        mesh: where all splits of its nodes are run; empty: nowhere.
+
+    Raises:
+        Finding: numbers or an exception that must not be.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _examine(program, plans, mesh)
+
+
+def _examine(program: FuzzProgram, plans: Sequence[FuzzPlan], mesh: str) -> Outcome:
+    if truth_of(program, CAPTURED) is None:
+        return Outcome(skipped="it does not learn")
+    model = program.model()
+    random_state = random.getstate()
+    try:
+        graph = capture(model, program.batch(CAPTURED), program.loss_fn)
+    except AutoplanError as exc:
+        return Outcome(refused=(_refused(program, "capture", exc),))
+    except Exception as exc:
+        raise Crashed(f"capture: {crash(exc)}\n{program.text}") from exc
+    finally:
+        random.setstate(random_state)
+    size = next((x for x in (RUN, CAPTURED) if _fits(graph, x, program.batch(x))), None)
+    truth = None if size is None else truth_of(program, size)
+    if size is None or truth is None or _sensitive(program, size, truth):
+        return Outcome(skipped="it jumps, or holds for no batch")
+    batch = program.batch(size, seed=1)
+    equal, refused = [], []
+    for plan in (FuzzPlan(), *plans):
+        if size[0] % (plan.dp * plan.num_micro_batches):
+            continue
+        try:
+            _compare(program, graph, plan, batch, truth)
+            equal.append(str(plan))
+        except AutoplanError as exc:
+            refused.append(_refused(program, str(plan), exc))
+        except Finding:
+            raise
+        except Exception as exc:
+            raise Crashed(f"{plan}: {crash(exc)}\n{program.text}") from exc
+    num = _splits(program, graph, size, batch, mesh) if mesh else 0
+    return Outcome(tuple(equal), tuple(refused), num)
+
+
+def _compare(
+    program: FuzzProgram, graph: ModelGraph, plan: FuzzPlan, batch: Mapping[str, torch.Tensor], truth: Truth
+) -> None:
+    model = program.model()
+    samples, tokens = next(x.shape for x in batch.values() if x.dim() > 1)[:2]
+    env = {"b": samples // (plan.dp * plan.num_micro_batches), "s": tokens, "t": tokens}
+    emitted = plan.compiled(graph, env)
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    step = SimulatedStep(params, dict(all_buffers(model)), batch, plan.num_micro_batches)
+    loss, gradients = run_simulated(emitted, step)
+    why = truth.differs(loss, gradients, [n for n, p in graph.params.items() if p.trainable])
+    if why:
+        raise Wrong(f"{plan}: {why}\n{program.text}")
+
+
+def _splits(
+    program: FuzzProgram, graph: ModelGraph, size: tuple[int, int], batch: Mapping[str, torch.Tensor], mesh: str
+) -> int:
+    model = program.model()
+    tensors = {**{n: p.detach() for n, p in model.named_parameters()}, **dict(all_buffers(model))}
+    env = {"b": size[0], "s": size[1], "t": size[1]}
+    try:
+        return check_splits(list(cases(graph, env, tensors, batch)), mesh)
+    except WrongNode as exc:
+        raise Wrong(f"{exc}\n{program.text}") from exc
+    except Exception as exc:
+        raise Crashed(f"splits of nodes: {crash(exc)}\n{program.text}") from exc

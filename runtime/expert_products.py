@@ -1,0 +1,157 @@
+"""Products of rows sorted by expert: one kernel for all experts if there is one, else one product per expert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from autoplan.runtime.host_copies import to_host
+from autoplan.runtime.mesh import Axes, AxisMesh
+
+_GROUPED_BYTES = 16  # every row and every matrix starts at a multiple of this
+_MOST_GROUPS = 1023
+_GROUPED_ON_CUDA = (9, 10)  # compute capabilities with the kernel; others would wait for the host at each product
+
+
+def grouped_kernel(
+    device_type: str, dtype: torch.dtype, capability: int | None, sizes: Iterable[int], num_groups: int
+) -> bool:
+    """Return True if ``torch.nn.functional.grouped_mm`` can multiply the rows of all experts at once.
+
+    It takes row counts that only the device knows. Otherwise every expert has its own product, of a size that the host
+    has to know. The CUDA kernel takes bfloat16 on Hopper and Blackwell; in all other cases torch copies the sizes to
+    the host at every product (aten/native/cuda/GroupedBlas.cpp, `_grouped_mm_cuda`). On a CPU it is a loop over the
+    experts.
+
+    Args:
+        capability: major compute capability of a CUDA device, None if it is not known.
+        sizes: row lengths of all operands.
+    """
+    if device_type == "cuda":
+        fits = dtype == torch.bfloat16 and capability in _GROUPED_ON_CUDA
+    else:
+        fits = dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return fits and num_groups <= _MOST_GROUPS and all(n * dtype.itemsize % _GROUPED_BYTES == 0 for n in sizes)
+
+
+def in_one_product(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
+    """Apply `grouped_kernel` to these operands."""
+    capability = None
+    if x.device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(x.device)[0]
+    begins = (int(m.storage_offset()) for m in (gate_up, down))
+    plain = gate_up.dtype == down.dtype == x.dtype and gate_up.is_contiguous() and down.is_contiguous()
+    sizes = (*gate_up.shape[1:], *down.shape[1:], *begins)
+    return plain and grouped_kernel(x.device.type, x.dtype, capability, sizes, gate_up.shape[0])
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rows sorted by expert.
+
+    Attributes:
+        ends: int32, index after the last row of each expert; None: one product per expert.
+        counts: rows of each expert, if the host knows them.
+    """
+
+    ends: torch.Tensor | None
+    counts: list[int] | None
+
+    def products(self, x: torch.Tensor, matrices: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Multiply rows by the matrix of their expert and add its bias: [rows, i], [e, i, o], [e, o] -> [rows, o]."""
+        if self.ends is not None and (x.device.type != "cuda" or x.shape[0]):
+            out = functional.grouped_mm(x, matrices, offs=self.ends)
+            return out if bias is None else out.add_(self.by_row(bias, x.shape[0]))
+        out = x.new_empty(x.shape[0], matrices.shape[2])
+        added = (None,) * matrices.shape[0] if bias is None else bias
+        for rows, matrix, to, more in zip(self._split(x), matrices, self._split(out), added, strict=True):
+            if more is None:
+                torch.mm(rows, matrix, out=to)
+            else:
+                torch.addmm(more, rows, matrix, out=to)
+        return out
+
+    def by_row(self, bias: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Return the bias of the expert of every row: [e, o] -> [rows, o]."""
+        if self.ends is None:
+            return torch.cat([b.expand(rows, -1) for b, rows in zip(bias, self.counts or (), strict=True)])
+        rows = torch.arange(num_rows, device=bias.device)
+        return bias.index_select(0, torch.searchsorted(self.ends, rows, right=True))
+
+    def sums(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum the rows of every expert: [rows, o] -> [e, o]."""
+        if self.ends is None:
+            return torch.stack([rows.sum(0) for rows in self._split(x)])
+        ones = x.new_ones(x.shape[0], _GROUPED_BYTES // x.dtype.itemsize)  # rows of the least length of a kernel
+        return self.outer(ones, x)[:, 0].contiguous()
+
+    def outer(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Sum the outer products over the rows of every expert: [rows, i], [rows, o] -> [e, i, o]."""
+        if self.ends is not None and (a.device.type != "cuda" or a.shape[0]):
+            return self._without_garbage(functional.grouped_mm(a.T, b, offs=self.ends))
+        left, right = self._split(a), self._split(b)
+        out = a.new_empty(len(left), a.shape[1], b.shape[1])
+        for x, y, to in zip(left, right, out, strict=True):
+            torch.mm(x.T, y, out=to)  # zeros if it has no rows
+        return out
+
+    def _split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.counts is not None:
+            return torch.split(x, self.counts)
+        if self.ends is None:
+            raise RuntimeError("experts: some rows belong to no known expert")
+        return (x,) * self.ends.shape[0]  # there are no rows
+
+    def _without_garbage(self, out: torch.Tensor) -> torch.Tensor:
+        """Zero the results of experts without rows, which Blackwell's kernel does not initialise (pytorch issue
+        172439).
+        """
+        if out.device.type != "cuda" or self.ends is None:
+            return out
+        if self.counts is None:
+            return out.masked_fill_((self.ends.diff(prepend=self.ends.new_zeros(1)) == 0)[:, None, None], 0.0)
+        for matrix, count in zip(out, self.counts, strict=True):
+            if count == 0:
+                matrix.zero_()
+        return out
+
+
+def by_expert(
+    index: torch.Tensor, num_local: int, mesh: AxisMesh | None, axes: Axes | None, grouped: bool
+) -> tuple[torch.Tensor, Groups]:
+    """Sort the places in [t, k] by local expert, then by token; places of experts on other ranks are left out.
+
+    If experts are sharded, the host waits for the number of rows even if one kernel does all products: otherwise every
+    rank would hold rows for all t k choices instead of for its share of them.
+    """
+    local = index.flatten()
+    if mesh is not None and axes is not None:
+        local = local - mesh.index_tensor(axes, index.device) * num_local
+    local = local.masked_fill((local < 0) | (local >= num_local), num_local)  # other ranks' experts sort last
+    by_expert, chosen = local.sort(stable=True)
+    ends = torch.searchsorted(by_expert, torch.arange(num_local, device=index.device), right=True, out_int32=True)
+    complaint = f"experts: an index is beyond the {num_local} experts"
+    if grouped and axes is None:
+        torch._assert_async(ends[-1] == index.numel(), complaint)  # without a host wait
+        return chosen, Groups(ends, None)
+    counts = to_host(ends.diff(prepend=ends.new_zeros(1)))
+    if axes is None and sum(counts) != index.numel():
+        raise ValueError(complaint)
+    return chosen[: sum(counts)], Groups(ends if grouped else None, counts)
+
+
+def of_sources(counts: torch.Tensor, known: list[int], num_local: int, grouped: bool) -> tuple[torch.Tensor, Groups]:
+    """Sort rows by expert that are already sorted by expert within each source.
+
+    Args:
+        counts: rows per (source, expert), the experts of one source after another.
+        known: `counts` on the host.
+    """
+    sources, num_rows = counts.numel() // num_local, sum(known)
+    experts_ = torch.arange(num_local, device=counts.device).repeat(sources)
+    order = experts_.repeat_interleave(counts, output_size=num_rows).argsort(stable=True)
+    ends = counts.view(sources, -1).sum(0).cumsum(0).to(torch.int32) if grouped else None
+    return order, Groups(ends, [sum(known[e::num_local]) for e in range(num_local)])

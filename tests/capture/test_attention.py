@@ -1,0 +1,306 @@
+"""Attention of every kind: what one op cannot say is written as plain ops, and the program is still the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.nn.functional as F
+from parity import worst
+from test_faithful import run
+from torch import nn
+
+from autoplan.capture.export import capture
+from autoplan.capture.frontend import hf_attention
+from autoplan.capture.frontend.hf_attention import is_standard
+from autoplan.capture.frontend.written_out import attention
+from autoplan.errors import CaptureError
+from autoplan.ir.graph import ModelGraph
+
+VOCAB, SEQ = 96, 12
+SMALL: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0,
+)  # fmt: skip
+
+
+def both(
+    model: nn.Module, batch: dict[str, torch.Tensor], dtype: torch.dtype = torch.float64
+) -> tuple[float, float, float, ModelGraph]:
+    """Loss of the program, of the module, the worst gradient, and the graph."""
+    model = model.to(dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5)
+    want = model(**batch).loss
+    want.backward()
+    wanted = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    graph = capture(model, batch)
+    loss, got = run(model, graph, batch, dtype)
+    return loss, want.item(), worst(got, wanted)[0], graph
+
+
+def assert_equal(model: nn.Module, batch: dict[str, torch.Tensor]) -> ModelGraph:
+    torch.manual_seed(0)
+    # a mask of 'eager' is the least number of its dtype: in float64 that is too large for their softmax in float32
+    one_dtype = "attention_mask" in batch and model.config._attn_implementation == "eager"
+    got, want, error, graph = both(model, batch, torch.float32 if one_dtype else torch.float64)
+    assert got == pytest.approx(want, rel=1e-6) and error < 2e-5  # softmax and the loss are computed in float32
+    return graph
+
+
+def ops(graph: ModelGraph) -> list[str]:
+    return [n.op for block in graph.blocks.values() for n in block.nodes]
+
+
+def padded(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return models.with_documents(batch, packed=False)
+
+
+# -- what the function of a model computes -----------------------------------------------------------------------------
+
+
+def standard(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float, dropout: float = 0.0, **_: Any) -> Any:
+    k, v = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * scaling
+    scores = scores if mask is None else scores + mask
+    return (scores.softmax(-1) @ v).transpose(1, 2), None
+
+
+def with_sinks(module: Any, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> Any:
+    return standard(module, q, k, v, mask + module.sinks, **kwargs)
+
+
+def capped(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float, dropout: float = 0.0, **_: Any) -> Any:
+    return standard(module, q.tanh(), k, v, mask, scaling)
+
+
+def other_heads(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float, dropout: float = 0.0, **_: Any) -> Any:
+    groups, alone = module.num_key_value_groups, type(module)(num_key_value_groups=1)
+    return standard(alone, q, k.repeat(1, groups, 1, 1), v.repeat(1, groups, 1, 1), mask, scaling)
+
+
+def without_mask(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float, dropout: float = 0.0, **_: Any) -> Any:
+    return standard(module, q, k, v, None, scaling)
+
+
+@pytest.mark.parametrize(
+    ("function", "is_one_op"),
+    [(standard, True), (with_sinks, False), (capped, False), (other_heads, False), (without_mask, False)],
+)
+def test_a_function_is_one_op_only_if_it_computes_the_same(function: Callable[..., Any], is_one_op: bool) -> None:
+    assert is_standard(function, grouped=True, masked=True, biased=False) == is_one_op
+    assert not is_standard(function, grouped=True, masked=True, biased=True)  # none of them adds a bias
+    assert is_standard(other_heads, grouped=False, masked=True, biased=False)
+    assert is_standard(without_mask, grouped=True, masked=False, biased=False)
+
+
+def gemma2(**kwargs: Any) -> nn.Module:
+    return models.make_gemma2(num_hidden_layers=2, **kwargs)
+
+
+def sinks(attention: str = "eager", **kwargs: Any) -> nn.Module:
+    from transformers import GraniteSWAConfig, GraniteSWAForCausalLM
+
+    settings = {**SMALL, "sliding_window": 4, "attn_implementation": attention, **kwargs}
+    model: nn.Module = GraniteSWAForCausalLM(GraniteSWAConfig(**settings))
+    return model
+
+
+def chunked(chunk: int = 5, attention: str = "sdpa") -> nn.Module:
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    config = Llama4TextConfig(
+        **SMALL, head_dim=8, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=chunk,
+        attn_implementation=attention, interleave_moe_layer_step=2, layer_types=["chunked_attention", "full_attention"],
+    )  # fmt: skip
+    model: nn.Module = Llama4ForCausalLM(config)
+    return model
+
+
+def modern_bert(attention: str = "sdpa") -> nn.Module:
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    config = ModernBertConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        max_position_embeddings=64, local_attention=4, global_attn_every_n_layers=3, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, cls_token_id=1, sep_token_id=2, attn_implementation=attention,
+    )  # fmt: skip
+    model: nn.Module = ModernBertForMaskedLM(config)
+    return model
+
+
+def falcon(alibi: bool, attention: str = "sdpa") -> nn.Module:
+    from transformers import FalconConfig, FalconForCausalLM
+
+    config = FalconConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=alibi,
+        new_decoder_architecture=False, multi_query=False, parallel_attn=not alibi, attn_implementation=attention,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    model: nn.Module = FalconForCausalLM(config)
+    return model
+
+
+def bloom() -> nn.Module:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    model: nn.Module = BloomForCausalLM(
+        BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)
+    )
+    return model
+
+
+@pytest.mark.parametrize("with_padding", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize(
+    "make",
+    [gemma2, sinks, chunked, modern_bert, lambda: modern_bert("eager"), lambda: falcon(True), lambda: falcon(False)],
+    ids=["softcap", "sinks", "chunks", "two-sided-window", "two-sided-window-eager", "alibi", "falcon"],
+)
+def test_the_program_is_the_module(make: Callable[[], nn.Module], with_padding: bool) -> None:
+    batch = models.token_batch(2, SEQ, vocab=VOCAB)
+    assert_equal(make().eval(), padded(batch) if with_padding else batch)
+
+
+def test_alibi_that_the_model_adds_itself() -> None:
+    assert_equal(bloom().eval(), models.token_batch(2, SEQ, vocab=VOCAB))
+
+
+def test_what_makes_these_kinds_special_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative controls: without the cap, the sinks, the chunks or the window, the loss is another."""
+    batch = models.token_batch(2, SEQ, vocab=VOCAB)
+
+    def loss(model: nn.Module) -> float:
+        torch.manual_seed(0)
+        return both(model.eval(), batch)[0]
+
+    # far more than the 1e-6 of equality
+    assert abs(loss(gemma2()) - loss(gemma2(attn_logit_softcapping=None))) > 1e-4
+    assert abs(loss(chunked(5)) - loss(chunked(64))) > 1e-3
+    torch.manual_seed(0)
+    monkeypatch.setattr(hf_attention._Call, "is_plain_for_eager", lambda *_: False)
+    model = sinks().double().eval()
+    got, _ = run(model, capture(model, batch), batch)
+    assert abs(got - model(**batch).loss.item()) > 1e-3
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_relative_bias_with_padding(attention: str) -> None:
+    model = models.make_t5(attn_implementation=attention)
+    ids = models.token_batch(2, SEQ)
+    batch = padded(ids) | {"labels": ids["labels"][:, :7].contiguous()}
+    assert_equal(model, batch)
+
+
+def test_sdpa_ignores_sinks_and_refuses_caps_as_transformers_does() -> None:
+    batch = models.token_batch(2, SEQ, vocab=VOCAB)
+    ignoring = sinks()
+    ignoring.config._attn_implementation = "sdpa"
+    graph = assert_equal(ignoring.eval(), batch)
+    assert any("'sdpa' of transformers ignores s_aux" in note for note in graph.notes)
+    assert not any("ignores" in note for note in assert_equal(sinks().eval(), batch).notes)
+    flash = sinks()
+    flash.config._attn_implementation = "flash_attention_2"  # whose kernels may not ignore them
+    with pytest.raises(CaptureError, match="attn_implementation='flash_attention_2' with sinks is not supported"):
+        capture(flash, batch)
+    refusing = gemma2()
+    refusing.config._attn_implementation = "sdpa"
+    with pytest.raises(CaptureError, match="'sdpa' with soft-capping is not supported; use attn_impl"):
+        capture(refusing, batch)
+    with pytest.raises(ValueError, match="does not support `softcap`"):
+        refusing(**batch)
+
+
+# -- dropout inside attention ------------------------------------------------------------------------------------------
+
+
+def scores_of(kind: str) -> dict[str, Any]:
+    """Arguments of F.scaled_dot_product_attention; the last query of a mask sees nothing."""
+    generator = torch.Generator().manual_seed(2)
+    seen = torch.rand(2, 1, 5, 7, generator=generator) < 0.6
+    seen[..., -1, :] = False
+    added = torch.randn(2, 4, 5, 7, generator=generator).double()
+    return {
+        "plain": {},
+        "causal": {"is_causal": True},
+        "scaled": {"scale": 0.3},
+        "bool": {"attn_mask": seen},
+        "added": {"attn_mask": added},
+        "minus infinity": {"attn_mask": added.masked_fill(~seen, float("-inf"))},
+    }[kind]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "causal", "scaled", "bool", "added", "minus infinity"])
+def test_written_out_attention_is_that_of_torch(kind: str, grouped: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 4, 5, 6, generator=generator).double()
+    k, v = (torch.randn(2, 2 if grouped else 4, 7, 6, generator=generator).double() for _ in range(2))
+    given = scores_of(kind) | ({"enable_gqa": True} if grouped else {})
+    got, want = [], []
+    for function, found in ((attention, got), (F.scaled_dot_product_attention, want)):
+        tensors = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = function(*tensors, **given)
+        out.square().sum().backward()
+        found += [out, *(x.grad for x in tensors)]
+    for mine, torchs in zip(got, want, strict=True):
+        assert torch.allclose(mine, torchs, rtol=1e-10, atol=1e-12)
+
+
+class Attending(nn.Module):
+    """F.scaled_dot_product_attention with dropout, as nanoGPT calls it."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.p, self.embed, self.head = p, nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        q, k, v = (t.view(*ids.shape, 4, 8).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        p = self.p if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+        return self.head(x + y.transpose(1, 2).reshape(x.shape))
+
+
+def loss_of(out: torch.Tensor, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(out.flatten(0, 1), batch["labels"].flatten())
+
+
+def test_dropout_inside_attention_is_that_of_nn_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Softmax, dropout, product: with a mask that keeps all it is the module without dropout; in eval it is one op."""
+    from autoplan.runtime import program
+
+    batch = models.token_batch(4, SEQ, vocab=VOCAB)
+    batch = {"ids": batch["input_ids"], "labels": batch["labels"]}
+    model = Attending(0.5).double()
+    graph = capture(model, batch, loss_of)
+    assert "attention" not in ops(graph) and ops(graph).count("dropout") == 1
+    want = loss_of(model.eval()(batch["ids"]), batch)
+    want.backward()
+    wanted = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    assert "attention" in ops(capture(model, batch, loss_of))
+    dropped, gradients = run(model, graph, batch)
+    assert abs(dropped - want.item()) > 1e-3 and worst(gradients, wanted)[0] > 1e-3
+    monkeypatch.setattr(program, "dropout", lambda x, *_, **__: x)
+    got, gradients = run(model, graph, batch)
+    assert got == pytest.approx(want.item(), rel=1e-12) and worst(gradients, wanted)[0] < 1e-10
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("with_padding", [False, True], ids=["whole", "padded"])
+def test_dropout_inside_attention_of_hugging_face_models(attention: str, with_padding: bool) -> None:
+    batch = models.token_batch(2, SEQ)
+    for make in (models.make_llama, models.make_gemma2):
+        if make is models.make_gemma2 and attention == "sdpa":
+            continue  # which refuses it
+        model = make(attention_dropout=0.25, attn_implementation=attention)
+        given = padded(batch) if with_padding else batch
+        found = ops(capture(model, given))
+        assert found.count("dropout") == found.count("softmax") > 0 and "attention" not in found
+        assert "dropout" not in ops(assert_equal(model.eval(), given))

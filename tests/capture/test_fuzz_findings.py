@@ -1,0 +1,84 @@
+"""Programs that the fuzzer found (experiments.compatibility.fuzz), made small: equal to the module, or refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from experiments.compatibility.fuzz.examine import examine
+from experiments.compatibility.fuzz.plans import FuzzPlan
+from experiments.compatibility.fuzz.programs import HEAD, FuzzProgram
+
+TERM = "loss = (out[0] if isinstance(out, tuple) else out).square().mean()"
+ENTROPY = 'loss = F.cross_entropy(out.flatten(0, 1), batch["labels"].flatten())'
+SPLIT = (FuzzPlan(tp=2), FuzzPlan(dp=2, num_micro_batches=2))
+
+
+def program(body: str, loss: str = TERM, init: str = "") -> FuzzProgram:
+    """A module whose forward takes `x` and `ids`, and starts with `h = self.embed(ids) + x`."""
+    lines = [
+        "class Model(nn.Module):",
+        "    def __init__(self):",
+        "        super().__init__()",
+        "        self.embed = nn.Embedding(16, 8)",
+        "        self.head = nn.Linear(8, 16, bias=False)",
+        *(f"        {line}" for line in init.splitlines()),
+        "",
+        "    def forward(self, x, ids, mask):",
+        "        h = self.embed(ids) + x",
+        *(f"        {line}" for line in body.splitlines()),
+        "",
+        "def loss_fn(out, batch):",
+        *(f"    {line}" for line in loss.splitlines()),
+        "    return loss",
+    ]
+    return FuzzProgram(HEAD + "\n".join(lines) + "\n", ("x", "ids", "mask", "labels", "u"))
+
+
+EQUAL = {
+    "a sum along a dim of a tensor without dims": ("return h, h.sum()", f"{TERM} + out[1].sum(-1) * 0.1"),
+    "a copy into a new tensor": ("v = torch.zeros_like(h)\nv.copy_(h * 2)\nreturn v", TERM),
+    "squeeze of a batch that a micro-batch cuts to one sample": ("return self.head(h.squeeze())", ENTROPY),
+    "a term of the inputs alone, divided by the size of the batch": (
+        "return self.head(h), x * 3",
+        'loss = F.cross_entropy(out[0].flatten(0, 1), batch["labels"].flatten())\n'
+        "loss = loss + 0.3 * out[1].abs().sum() / out[1].numel()",
+    ),
+    "such a term beside a mean over a mask": (
+        "return h",
+        'm = batch["mask"].double()\nloss = (out.sum(-1) * m).sum() / m.sum() + 0.1 * (m * 3).sum() / m.shape[0]',
+    ),
+    "a mask divided by its sum": (
+        "return h",
+        'm = batch["mask"].double()\nloss = (out.sum(-1) * (m / m.sum())).sum()',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_on_one_device_and_in_parts(name: str) -> None:
+    outcome = examine(program(*EQUAL[name]), (*SPLIT, FuzzPlan(dp=4)))
+    assert not outcome.skipped and not outcome.refused
+    assert len(outcome.equal) == 4
+
+
+@pytest.mark.parametrize("layout", range(300, 312, 3))
+def test_what_the_loss_counts_is_whole_on_every_rank(layout: int) -> None:
+    """Layouts by random prices, which would hand over targets that are split over tp."""
+    outcome = examine(
+        program("return self.head(h)", ENTROPY), (FuzzPlan(tp=2, layout=layout), FuzzPlan(tp=4, layout=layout))
+    )
+    assert len(outcome.equal) == 3
+
+
+REFUSED = {
+    "half of the sequence": ("return F.glu(h, 1)", r"form 2\*"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name: str) -> None:
+    body, why = REFUSED[name]
+    ((_, text),) = examine(program(body), SPLIT).refused
+    assert re.search(why, text)

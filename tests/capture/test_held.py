@@ -1,0 +1,53 @@
+"""Parameters that a loss or a module holds in a list: they are trained from there, too, or refused."""
+
+from __future__ import annotations
+
+import held_parameters
+import plain_models
+import pytest
+import torch
+from harness import pool
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autoplan.capture.export import capture
+from autoplan.capture.frontend.host import module_on_host
+from autoplan.errors import CaptureError
+
+
+def test_equal_to_the_module() -> None:
+    """Loss and every gradient: the penalty of a layer that repeats another one, and the scale, too."""
+    model = held_parameters.made()
+    graph = plain_models.assert_equal(model, held_parameters.batch(), held_parameters.penalty(model))
+    assert set(graph.params) == {n for n, _ in model.named_parameters()}
+    assert all(p.trainable for p in graph.params.values())
+    assert not any(n.op == "constant" for block in graph.blocks.values() for n in block.nodes)
+
+
+def test_the_program_reads_parameters_as_they_are_now() -> None:
+    """The list of another model of the same shapes is that model's: its values would be constants."""
+    model, other = held_parameters.made(), held_parameters.made()
+    with pytest.raises(CaptureError, match=r"tensor \[32\] that requires gradients and is no parameter of Scaled"):
+        capture(model, held_parameters.batch(), held_parameters.penalty(other))
+
+
+def test_of_a_model_on_a_gpu() -> None:
+    """The capture replaces its parameters by stand-ins on the host."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        weight = torch.empty(4, 4, device="cuda:0")
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    model[0].weight = nn.Parameter(weight)
+    held = list(model.parameters())
+    x = {"input": torch.randn(2, 4)}
+    graph = capture(model, x, lambda out, _: out.square().mean() + held[0].square().sum())
+    want = capture(model, x, lambda out, _: out.square().mean() + model[0].weight.square().sum())
+    assert graph.content_hash == want.content_hash
+    with module_on_host(model):
+        assert model[0].weight is not held[0]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("pins", [{"tp": 2}, {"dp": 2, "zero_stage": 3}, {"pp": 2, "num_micro_batches": 2}], ids=str)
+def test_on_ranks(pins: dict[str, int]) -> None:
+    for loss, gradients, different in pool(2).run(held_parameters.errors, pins, timeout_s=180):
+        assert loss < 1e-12 and gradients < 1e-12 and not different

@@ -1,0 +1,89 @@
+"""Which modules are layers, between which a pipeline may be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from small_stacks import square_loss
+from torch import nn
+
+from autoplan.capture.export import capture
+from autoplan.capture.frontend.layer_tracer import layer_modules
+from autoplan.program.facts import layer_calls
+from experiments.compatibility.architectures import vision
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.inner(x)
+        return out
+
+
+class ChangesItsInput(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 1
+        return super().forward(x)
+
+
+class Held(nn.Module):
+    """Whatever is to be found, beside a list of layers if `with_list`."""
+
+    def __init__(self, inside: nn.Module, with_list: bool = False) -> None:
+        super().__init__()
+        self.inside = inside
+        self.listed = nn.ModuleList([nn.Linear(8, 8)]) if with_list else None
+
+
+FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "sequence": (lambda: Held(nn.Sequential(Block(), Block(), Block())), ["inside.0", "inside.1", "inside.2"]),
+    "operations": (lambda: Held(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))), []),
+    "one-block": (lambda: Held(nn.Sequential(nn.Linear(8, 8), Block(), nn.Linear(8, 8))), []),
+    "named": (lambda: Held(nn.ModuleDict({"a": Block(), "b": Block()})), ["inside.a", "inside.b"]),
+    "nested": (
+        lambda: Held(nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Sequential(Block()), Block())),
+        ["inside.1.0", "inside.2"],
+    ),
+    "nanoGPT": (
+        lambda: Held(nn.ModuleDict({"wte": nn.Embedding(4, 8), "h": nn.ModuleList([Block(), Block()])})),
+        ["inside.h.0", "inside.h.1"],
+    ),
+    "lists-in-a-list": (
+        lambda: Held(nn.ModuleList([nn.ModuleList([Block(), nn.Linear(8, 8)])])),
+        ["inside.0.0", "inside.0.1"],
+    ),
+    "both": (lambda: Held(nn.Sequential(Block(), Block()), True), ["inside.0", "inside.1", "listed.0"]),
+    "the-model": (lambda: nn.Sequential(Block(), Block(4)), ["0", "1"]),
+    "resnet": (vision.ResNet, ["layer1.0", "layer1.1", "layer2.0", "layer2.1"]),
+    "swin": (vision.SwinBlocks, ["blocks.0", "blocks.1"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile's own modules
+def test_compiled_blocks() -> None:
+    model = Held(nn.Sequential(*(torch.compile(Block()) for _ in range(2))))
+    found = layer_modules(model)
+    assert list(found) == ["inside.0", "inside.1"] and all(type(layer) is Block for layer in found.values())
+
+
+@pytest.mark.parametrize("name", list(FOUND))
+def test_layers(name: str) -> None:
+    make, found = FOUND[name]
+    assert list(layer_modules(make())) == found
+
+
+def test_layers_of_a_sequence_are_captured_once() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Block(), Block(), Block())
+    graph = capture(model, {"input": torch.randn(4, 8)}, square_loss)
+    assert layer_calls(graph) == ["1", "2", "3"]
+    assert len({call.block for call in graph.calls if call.name in ("1", "2", "3")}) == 1
+
+
+def test_a_block_that_changes_what_it_is_given_is_no_layer() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), ChangesItsInput(), ChangesItsInput())
+    assert not layer_calls(capture(model, {"input": torch.randn(4, 8)}, square_loss))

@@ -1,0 +1,101 @@
+"""Recurrent layers of PyTorch as one op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import pytest
+import recurrent_models
+import torch
+from harness import pool
+from torch import nn
+
+from autoplan.capture.export import capture
+from autoplan.capture.frontend.inputs import LossModule
+from autoplan.capture.frontend.recurrences import find_scans
+from autoplan.errors import CaptureError
+from autoplan.verify.check import verify_whole
+from autoplan.verify.runs import VerifyTask
+
+
+@pytest.mark.parametrize("name", list(recurrent_models.LAYERS))
+def test_recurrent_layers_are_one_op_of_every_length(name: str) -> None:
+    model, batch = recurrent_models.made(name), models.token_batch(4, 16)
+    graph = capture(model, batch, recurrent_models.loss)
+    (node,) = [n for b in graph.blocks.values() for n in b.nodes if n.op == "recurrent"]
+    assert node.attrs["kind"] in recurrent_models.KINDS and "s" not in graph.bounds
+    outcome = verify_whole(VerifyTask(model, graph, batch, recurrent_models.loss), limit_s=60.0)
+    assert outcome.done and "s=" in outcome.text, outcome.text
+
+
+@pytest.mark.parametrize("pins", [{"dp": 2, "zero_stage": 3}, {"tp": 2}], ids=["dp", "tp"])
+def test_two_ranks_train_a_recurrent_model(pins: dict[str, Any]) -> None:
+    for loss, gradients in pool(2).run(recurrent_models.errors, "lstm", pins, timeout_s=180):
+        assert loss < 1e-12 and gradients < 1e-10
+
+
+def test_random_numbers_between_layers_are_refused() -> None:
+    model = recurrent_models.LanguageModel(nn.LSTM(32, 32, 2, dropout=0.1, batch_first=True))
+    with pytest.raises(CaptureError, match=r"lstm with dropout=0\.1 between its layers .* nn\.Dropout between them"):
+        capture(model, models.token_batch(4, 16), recurrent_models.loss)
+    capture(model.eval(), models.token_batch(4, 16), recurrent_models.loss)
+
+
+def test_packed_sequences_are_refused() -> None:
+    class Packed(recurrent_models.LanguageModel):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            lengths = torch.full((4,), 16)
+            rows = nn.utils.rnn.pack_padded_sequence(self.embedding(input_ids), lengths, batch_first=True)
+            out: torch.Tensor = self.head(nn.utils.rnn.pad_packed_sequence(self.layers(rows)[0], batch_first=True)[0])
+            return out
+
+    with pytest.raises(CaptureError):
+        capture(Packed(nn.LSTM(32, 32, batch_first=True)), models.token_batch(4, 16), recurrent_models.loss)
+
+
+def test_a_scan_inside_a_module_is_found() -> None:
+    """As in the model itself: it is one op, and no loop is traced."""
+    from transformers import MambaConfig, MambaForCausalLM
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lm = MambaForCausalLM(MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=4))
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+            return self.lm(input_ids=input_ids, labels=labels)
+
+    graph = capture(Inside(), models.token_batch(2, 512))
+    assert sum(n.op == "scan" for b in graph.blocks.values() for n in b.nodes) == 1
+
+
+def running_mean(x: torch.Tensor) -> torch.Tensor:
+    """A loop over the sequence."""
+    out, state = [], torch.zeros_like(x[:, 0])
+    for k in range(x.shape[1]):
+        state = 0.9 * state + x[:, k]
+        out.append(state)
+    return torch.stack(out, 1)
+
+
+class Step(nn.Module):
+    def __init__(self, held: bool) -> None:
+        super().__init__()
+        self.norm, self.function = nn.LayerNorm(8), running_mean if held else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (self.function or running_mean)(self.norm(x))
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_function_that_a_module_holds_is_no_endless_search(held: bool) -> None:
+    """Another function of its name changes nothing: it is refused. By its name it is found."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ModuleList([Step(held)])[0])
+    model.layers = nn.ModuleList([model[1]])
+    run, example = LossModule(model, ("input",), lambda out, _: out.square().mean()), {"input": torch.zeros(2, 64, 8)}
+    if held:
+        with pytest.raises(CaptureError, match=r"layers\.0 \(Step of LayerNorm\) goes along the sequence step by step"):
+            find_scans(model, run, example)
+    else:
+        assert [scan.name for scan in find_scans(model, run, example)] == ["running_mean"]

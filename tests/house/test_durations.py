@@ -1,0 +1,25 @@
+"""Which cases are in make test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import durations
+
+
+def test_every_duration_is_of_a_test_that_there_is() -> None:
+    assert durations.gone(durations.measured()) == set()
+    assert durations.gone(["tests/house/test_durations.py::test_of_nothing", "tests/no.py::test"]) != set()
+
+
+def test_the_cheapest_cases_are_kept_and_one_at_least() -> None:
+    seconds = {"a[1]": 2.0, "a[2]": 0.5, "a[3]": 4.0, "b[1]": 8.0, "b[2]": 9.0, "c": 11.0}
+    assert durations.too_many([*seconds, "a[4]", "d"], seconds) == {"a[3]", "b[2]", "c"}
+
+
+def test_durations_are_read_from_what_pytest_prints(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "....\n1.20s call     f.py::t[a b]\n0.30s setup    f.py::t[a b]\n0.01s call  f.py::u\n== 3 passed in 1s\n"
+    )
+    assert durations.read([log]) == {"f.py::t[a b]": 1.5}
