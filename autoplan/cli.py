@@ -16,11 +16,14 @@ import typer
 from typer.core import TyperGroup
 
 from autoplan.config.choices import OPTIONS, PINS
+from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN
 from autoplan.report.flags import (
     CHOSEN,
     AsJson,
     ConstantsFile,
     CsvPath,
+    EqualWithin,
+    MemoryRisk,
     PinTexts,
     ProfileName,
     Runnable,
@@ -115,16 +118,19 @@ def plan(
     pin: PinTexts = None,
     top: Annotated[int, typer.Option(help="How many plans to show, best first.", min=1, max=100)] = 3,
     time_limit: TimeLimit = 60.0,
+    memory_risk: MemoryRisk = DEFAULT_RISK,
+    equal_within: EqualWithin = EQUAL_WITHIN,
     runnable: Runnable = False,
     as_json: AsJson = False,
 ) -> None:
-    """The fastest plan that fits, with its certificate."""
+    """The best plan that fits, with its certificate: of equally fast ones the simplest."""
     from autoplan.errors import InfeasibleError
     from autoplan.report.request import read_request, read_run
     from autoplan.search.planner import search_plan
 
     run = read_run(task)
-    request = read_request(task, pins=pin, top=top, time_limit=time_limit, runnable=runnable)
+    chosen = {"memory_risk": memory_risk, "equal_within": equal_within}
+    request = read_request(task, pins=pin, top=top, time_limit=time_limit, runnable=runnable, **chosen)
     try:
         with waiting("searching", as_json):
             result = search_plan(request)
@@ -219,6 +225,8 @@ def whatif(
     ],
     pin: PinTexts = None,
     time_limit: TimeLimit = 60.0,
+    memory_risk: MemoryRisk = DEFAULT_RISK,
+    equal_within: EqualWithin = EQUAL_WITHIN,
     csv: CsvPath = None,
     as_json: AsJson = False,
 ) -> None:
@@ -233,7 +241,7 @@ def whatif(
     check_varied(values)
     if csv is not None:
         check_writable(csv)
-    request = read_request(task, pins=pin, time_limit=time_limit)
+    request = read_request(task, pins=pin, time_limit=time_limit, memory_risk=memory_risk, equal_within=equal_within)
     count = math.prod(map(len, values.values()))
     pairs = ((point, row(point, run)) for point in points(request, values))
     done, interrupted = _planned_rows(pairs, columns(values, run), f"of {count} points", csv, as_json)

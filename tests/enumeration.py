@@ -17,6 +17,7 @@ from autoplan.config.parallel import Mode, ParallelConfig, precision_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
 from autoplan.cost_models.memory.ranks import RankMemory
+from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.ir.graph import ModelGraph
 from autoplan.search.interleaved_cuts import even_cuts
@@ -40,7 +41,8 @@ def cluster(devices: int, memory_bytes: int, latency_s: float = 1e-6, host: tupl
 
 
 def request(devices: int = 4, memory_bytes: int = 1 << 40, **kw: Any) -> PlanRequest:
-    kw = {"precision": "native", "mode": Mode.COMPILED, "time_limit_s": 1e9, "memory_margin": 0.0, **kw}
+    kw = {"precision": "native", "mode": Mode.COMPILED, "time_limit_s": 1e9, **kw}
+    kw = {"memory_risk": 0.5, "equal_within": 0.0, **kw}
     made = cluster(devices, memory_bytes, host=kw.pop("host", None))
     return PlanRequest(graph(), made, SEQ, kw.pop("batch", 8), **kw)
 
@@ -51,13 +53,19 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
         yield tuple(b - a for a, b in itertools.pairwise(ends))
 
 
-def fits(pricer: Pricer, held: RankMemory, capacity: float) -> bool:
+def room(pricer: Pricer, capacity: float, guard: float = 0.0) -> Room:
+    """A device with this memory, its part of the host's, and what of the uncertainty has to fit."""
+    return Room(capacity, pricer.costs.cluster.host_memory_bytes, guard)
+
+
+def fits(pricer: Pricer, held: RankMemory, capacity: float, guard: float = 0.0) -> bool:
     """On the device and on its host."""
-    host = pricer.costs.cluster.host_memory_bytes
-    return sum(q.mid for q in held.terms.values()) <= capacity and sum(q.mid for q in held.host.values()) <= host
+    device, host = ([(q.mid, q.high) for q in terms.values()] for terms in (held.terms, held.host))
+    needed = [sum((1 - guard) * mid + guard * high for mid, high in each) for each in (device, host)]
+    return needed[0] <= capacity and needed[1] <= pricer.costs.cluster.host_memory_bytes
 
 
-def brute_cut(pricer: Pricer, capacity: float) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
+def brute_cut(pricer: Pricer, capacity: float, guard: float = 0.0) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
     """Every way to cut and every step down the ladder of recompute, by `price` alone."""
     best: tuple[float, tuple[int, ...], tuple[int, ...]] = (math.inf, (), ())
     for chunks in compositions(pricer.num_units, pricer.config.pp):
@@ -67,7 +75,7 @@ def brute_cut(pricer: Pricer, capacity: float) -> tuple[float, tuple[int, ...], 
             at += count
         for recompute in itertools.product(*(range(pricer.frontier.height(r) + 1) for r in ranges)):
             held = pricer.memory.stages(ranges, recompute)
-            if all(fits(pricer, h, capacity) for h in held):
+            if all(fits(pricer, h, capacity, guard) for h in held):
                 step = pricer.step_s(chunks, recompute)
                 if step < best[0] * (1 - 1e-12):
                     best = (step, chunks, recompute)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from autoplan.config.choices import choice_words
 from autoplan.config.parallel import ParallelConfig
+from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN
 from autoplan.program.facts import layer_calls
 from autoplan.search.layouts import PlanRequest
 from autoplan.sweeps.whatif import STEP_ONLY, RunTask
@@ -54,14 +55,34 @@ def estimate_command(
     return [*words, *settings(request), *_executed(request), *run_words(run)]
 
 
+def _planning(request: PlanRequest) -> list[str]:
+    words = _given("--memory-risk", request.memory_risk, DEFAULT_RISK)
+    return words + _given("--equal-within", request.equal_within, EQUAL_WITHIN)
+
+
 def plan_command(model: str, cluster: str, request: PlanRequest) -> list[str]:
     """Return the words of the command line that plans this task."""
-    return ["autoplan", "plan", *task(model, cluster, request), *settings(request), *_executed(request)]
+    return [
+        "autoplan",
+        "plan",
+        *task(model, cluster, request),
+        *settings(request),
+        *_planning(request),
+        *_executed(request),
+    ]
 
 
 def whatif_command(model: str, cluster: str, request: PlanRequest, vary: str) -> list[str]:
     """Return the words of the command line that varies one thing of this task."""
-    return ["autoplan", "whatif", *task(model, cluster, request), *settings(request), "--vary", vary]
+    return [
+        "autoplan",
+        "whatif",
+        *task(model, cluster, request),
+        *settings(request),
+        *_planning(request),
+        "--vary",
+        vary,
+    ]
 
 
 def _executed(request: PlanRequest) -> list[str]:

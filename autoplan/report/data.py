@@ -9,7 +9,8 @@ Schema 1:
      "model": {"name", "num_params", "num_layers", "notes": [str]},  # notes: what a user may not expect of the graph
      "cluster": {"name", "num_nodes", "devices_per_node", "num_devices", "device", "memory_bytes", "levels": [...],
                  "price": null | {"usd_per_device_hour", "source", "as_of"}},
-     "request": {"seq_len", ["target_len",] "global_batch_size", "pins", "precision", "mode",
+     "request": {"seq_len", ["target_len",] "global_batch_size", "pins", "precision", "memory_risk",
+                 "equal_within", "mode",
                  option of RunOptions: value, ..., "profile", "constants": null | file,
                  "imbalance": null | {"value", "what", "source"}},  # of routing, of models with experts
      "priced_not_executed": [str],      # parts of the plan with a price that autoplan's own runtime does not execute
@@ -25,6 +26,7 @@ Schema 1:
                   "host_memory_capacity_bytes": null | number, "host_memory_bytes": [{term: quantity} per stage],
                   "breakdown_s": {term: quantity}, "run": null | run},
      "alternatives": [{"priced_not_executed", "plan", "estimate"}],                       # plan: the next best ones
+     "equals": [{"plan", "step_time_s"}],  # as fast as the fastest within equal_within, less simple than "plan"
      "certificate": {"considered", "illegal", "too_big", "bounded_out", "solved", "open", "gap", "intra_gap",
                      "solve_time_s", "restrictions", "status", "illegal_by_rule", "too_big_by_term", "by_phase_s"}}
                     # considered is the sum of the five; gaps are (found - bound) / found, intra_gap of the layouts
@@ -169,7 +171,7 @@ def _head(command: str, request: PlanRequest, status: str = "ok") -> dict[str, A
         request={
             "seq_len": r.seq_len,
             **({} if r.target_len is None else {"target_len": r.target_len}),
-            **chosen(r, "global_batch_size pins precision"),
+            **chosen(r, "global_batch_size pins precision memory_risk equal_within"),
             "mode": str(r.mode),
             **option_data(r.options),
             "attention": str(r.options.attention_in(r.mode)),
@@ -196,6 +198,7 @@ def plan_report(request: PlanRequest, result: SearchResult, run: RunTask = STEP_
         **_head("plan", request),
         **_planned(best, request, run),
         "alternatives": [_planned(p, request, run) for p in rest],
+        "equals": [{"plan": config_data(config), "step_time_s": step_s} for config, step_s in result.equals],
         "certificate": plain(result.certificate),
     }
 

@@ -27,6 +27,22 @@ CsvPath = Annotated[Path | None, typer.Option("--csv", help="Also write the rows
 Runnable = Annotated[bool, typer.Option("--runnable", help="Only what autoplan's own runtime can execute.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds; then the best plan so far, marked.", min=1)]
+MemoryRisk = Annotated[
+    float,
+    typer.Option(
+        "--memory-risk",
+        help="Accepted probability that the plan runs out of memory: 0.05 keeps the high end of its memory within the "
+        "device, 0.5 the expected need.",
+    ),
+]
+EqualWithin = Annotated[
+    float,
+    typer.Option(
+        "--equal-within",
+        help="Plans within this share of the fastest step count as equal, and the simplest of them is taken; 0 takes "
+        "the fastest.",
+    ),
+]
 CHOSEN: Mapping[str, Any] = {}  # the default of a parameter that takes several choices
 
 

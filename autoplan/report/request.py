@@ -11,6 +11,7 @@ from autoplan.catalog import load_model
 from autoplan.config.choices import options_of, read_mode
 from autoplan.config.numbers import read_count, read_number
 from autoplan.config.parallel import precision_of
+from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN, check_planning
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import PinError
@@ -41,10 +42,13 @@ def read_request(
     top: int = 1,
     time_limit: float = 60.0,
     runnable: bool = False,
+    memory_risk: float = DEFAULT_RISK,
+    equal_within: float = EQUAL_WITHIN,
 ) -> PlanRequest:
     """Return the request. Everything else is read and checked before the model is loaded, which may take long."""
     if not math.isfinite(time_limit):
         raise PinError(f"--time-limit {time_limit} must be a finite number of at least 1")
+    check_planning(memory_risk, equal_within)
     where = Cluster.parse(task.cluster)
     mode = read_mode(task.mode)
     precision_of(task.precision)
@@ -72,6 +76,8 @@ def read_request(
         constants_file=file,
         top=top,
         time_limit_s=time_limit,
+        memory_risk=memory_risk,
+        equal_within=equal_within,
         executed=runnable,
         target_len=None if task.target_len is None else read_count(task.target_len, "--target-len"),
     )

@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from autoplan.config import numbers
-from autoplan.config.choices import option_texts
+from autoplan.config.choices import config_label, option_texts
+from autoplan.config.planning import HIGH_END_RISK
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.hardware.parts import NETWORKS
 from autoplan.cost_models.quantity import Quantity
@@ -32,6 +33,7 @@ from autoplan.sweeps.whatif import STEP_ONLY, Point, RunTask, batch_warning, row
 
 TEXT_WIDTH = 110
 _MAX_STAGE_COLUMNS = 5
+_MOST_EQUALS = 4  # plans named as equal
 _TIGHT = 0.03  # of a device's memory: less free memory is a warning
 _PROVED, _PROVED_INSIDE = 1e-6, 1e-4  # smaller gaps are rounding; the gap from the solver's tie-breaking is larger
 _TERMS = {
@@ -313,6 +315,24 @@ def _breakdown(out: Console, e: Estimate) -> None:
     out.print(table)
 
 
+def _equals(out: Console, result: SearchResult, request: PlanRequest) -> None:
+    """Say which plans are as fast within the error, and why they were not taken."""
+    if not result.equals:
+        return
+    own, fastest = result.plans[0].estimate.step_time_s.mid, result.equals[0][1]
+    layers, shown = len(layer_calls(request.graph)), result.equals[:_MOST_EQUALS]
+    named = "; ".join(f"{config_label(config, layers)} {numbers.digits(step)} s" for config, step in shown)
+    more = f" and {len(result.equals) - len(shown)} more" if len(result.equals) > len(shown) else ""
+    slower = f"{numbers.percent(own / fastest - 1)} slower than the fastest (of which the certificate speaks)"
+    out.print()
+    paragraph(
+        out,
+        f"the simplest of {len(result.equals) + 1} plans that are equal within {numbers.percent(request.equal_within)}"
+        f"{f', {slower}' if fastest < own else ''}; the others: {named}{more}",
+        1,
+    )
+
+
 def _ranking(out: Console, result: SearchResult, request: PlanRequest, run: RunTask) -> None:
     if len(result.plans) < 2:
         return
@@ -387,8 +407,8 @@ def _warnings(out: Console, e: Estimate, request: PlanRequest, run: RunTask) -> 
     found = []
     if e.fits and peak.high > capacity:
         found.append(
-            f"memory may reach {peak.high / 1e9:.1f} GB of {capacity / 1e9:.1f} GB; to be safe, plan with "
-            f"@memory_gb={capacity / peak.high * capacity / 1e9:.0f}"
+            f"memory may reach {peak.high / 1e9:.1f} GB of {capacity / 1e9:.1f} GB; autoplan plan keeps within it "
+            f"unless --memory-risk is above {HIGH_END_RISK}"
         )
     elif e.fits and capacity - peak.mid < _TIGHT * capacity:
         found.append(f"memory is tight: {numbers.gigabytes(capacity - peak.mid)} left")
@@ -483,6 +503,7 @@ def plan_text(
     _memory(out, best.estimate)
     _breakdown(out, best.estimate)
     _ranking(out, result, request, run)
+    _equals(out, result, request)
     _certificate(out, result.certificate)
     prices(out, [request], run)
     _warnings(out, best.estimate, request, run)

@@ -105,7 +105,7 @@ def restrictions_of(request: PlanRequest, checked: Space, layouts: tuple[str, ..
     if "schedule" not in r.pins and "virtual_stages" not in r.pins:
         out.append(_SCHEDULES)
     out += [f"{name} pinned to {value}" for name, value in r.pins.items()]
-    out.append(f"{r.memory_margin:.0%} of the memory left free")
+    out.append(f"plans that run out of memory with a probability of at most {r.memory_risk:g}")
     if r.executed:
         out.append("only what the runtime executes")
     return (*out, *layouts, *checked.restrictions)

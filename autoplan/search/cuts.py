@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from autoplan.config.recompute import FULL, NONE, SELECTIVE
 from autoplan.cost_models.memory.ranks import RankMemory
-from autoplan.cost_models.quantity import Quantity
+from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.price import Pricer, ranges_of
 
 Array = NDArray[np.float64]
@@ -74,21 +74,17 @@ class Cutter:
         recompute: pinned recompute: one choice for all layers, or by names of units' calls; None: searched, as steps of
             each stage along the recompute frontier of the pricer.
         stages: pinned units per stage, or None.
-        capacity_bytes: memory of one device.
-        host_capacity_bytes: its share of the host's memory; None: the cluster's.
+        room: the memory that a rank may take.
     """
 
     def __init__(
         self,
         pricer: Pricer,
-        capacity_bytes: float,
+        room: Room,
         recompute: str | Mapping[str, str] | None = None,
         stages: tuple[int, ...] | None = None,
-        host_capacity_bytes: float | None = None,
     ) -> None:
-        self.pricer, self.capacity, self.pinned = pricer, capacity_bytes, stages
-        given = host_capacity_bytes
-        self.host_capacity = pricer.costs.cluster.host_memory_bytes if given is None else given
+        self.pricer, self.room, self.pinned = pricer, room, stages
         self.pp, self.m = pricer.config.pp, pricer.config.num_micro_batches
         self.num_units = pricer.num_units
         self.fixed = recompute
@@ -131,7 +127,7 @@ class Cutter:
             return out
 
         cuts = np.array([0.0, *memory.cuts, 0.0])
-        state = window(memory.stored) + window(memory.states) + memory.fixed
+        state = window(memory.stored) + window(memory.states) + self.room.bytes_of(memory.fixed)
         gathered, self._grads = window(memory.gathered), window(memory.grads)
         self._on_host = window(memory.hosted)
         for tied in memory.tied:  # a stage with both units holds the parameter once
@@ -212,27 +208,27 @@ class Cutter:
         if stage == self.pp - 1:
             legal &= j == n
         shape = legal.copy()
-        legal &= self._on_host <= self.host_capacity * (1 + _CLOSE)
+        legal &= self._on_host <= self.room.host_bytes * (1 + _CLOSE)
         # bytes that a micro-batch may hold: the first backward allocates gradients, later ones reuse them
         first, later = memory.flights[stage]
-        share = 1.0 + memory.fragmentation.mid
-        room = self.capacity - self._state - share * self._transient
+        share = self.room.bytes_of(memory.per_byte)
+        room = self.room.device_bytes - self._state - share * self._transient
         most = room / (share * first)
         if later:
             most = np.minimum(most, (room - self._grads) / (share * later))
         if memory.buckets:
             sent = np.minimum(float(memory.buckets), self._grads)
-            legal &= self._state + self._grads + sent <= self.capacity * (1 + _CLOSE)
+            legal &= self._state + self._grads + sent <= self.room.device_bytes * (1 + _CLOSE)
         if self.fixed is None:
             added, steps, missing = self._down(np.maximum(0.0, held - most) * (1 - _CLOSE))
             legal &= missing <= 0
             self._reach.append(steps)
         elif self.fixed == FULL:
-            legal &= held - (gain[j] - gain[i]) <= most + _CLOSE * self.capacity
+            legal &= held - (gain[j] - gain[i]) <= most + _CLOSE * self.room.device_bytes
             added = self.recompute_s[j] - self.recompute_s[i]
         else:
             keep = held - self._freed()[j] + self._freed()[i]
-            legal &= keep <= most + _CLOSE * self.capacity
+            legal &= keep <= most + _CLOSE * self.room.device_bytes
             added = self._repeated()[j] - self._repeated()[i]
         each = self.time[j] - self.time[i] + self.stage_s + self._received(stage)[i] + self._sent(stage)[j]
         least = each if self.fixed is None else each + added  # with unlimited memory
@@ -355,7 +351,7 @@ class Cutter:
         single cut may: activations fetched from the host take more room than recomputed ones.)
         """
         self._build()
-        return float(self._on_host.max()) <= self.host_capacity
+        return float(self._on_host.max()) <= self.room.host_bytes
 
     def _even(self) -> tuple[int, ...]:
         """Return the cut with the shortest longest stage, from which the search starts, with the one of least bound."""
@@ -457,10 +453,7 @@ class Cutter:
         counts = self._counts(units, layers)
         if self.fixed is None:  # the bound excludes fewer
             counts = counts[int(self._reach[stage][units.start, units.stop]) :]
-        return next((n for n in counts if self._fits(self._memory(stage, units, n))), None)
-
-    def _fits(self, memory: RankMemory) -> bool:
-        return total_bytes(memory.terms) <= self.capacity and total_bytes(memory.host) <= self.host_capacity
+        return next((n for n in counts if self.room.fits(self._memory(stage, units, n))), None)
 
     def _memory(self, stage: int, units: range, count: int) -> RankMemory:
         """Return the memory of one stage."""
@@ -489,7 +482,7 @@ class Cutter:
             counts = self._counts(units, layers)
             some = {*counts[:: 1 + len(counts) // _MOST_LEVELS], counts[-1]}  # the last one nearly always needs least
             options = [self._memory(s, units, count) for count in sorted(some)]
-            found.append(shortage_of(s, options, self.capacity, self.host_capacity))
+            found.append(shortage_of(s, options, self.room))
         return worst_of(found)
 
 
@@ -502,15 +495,15 @@ def _spread(total_s: float, num_stages: int, num_micro_batches: int) -> float:
     return total_s / (1.0 - ratio**num_stages)
 
 
-def shortage_of(rank: int, options: Sequence[RankMemory], capacity: float, host_capacity: float) -> Shortage:
+def shortage_of(rank: int, options: Sequence[RankMemory], room: Room) -> Shortage:
     """Return what a rank lacks: host memory if one of the options fits the device, else device memory."""
-    fitting = [m for m in options if total_bytes(m.terms) <= capacity]
-    if fitting and all(total_bytes(m.host) > host_capacity for m in fitting):
-        host = min((m.host for m in fitting), key=total_bytes)
+    fitting = [m for m in options if room.fits_device(m)]
+    if fitting and not any(map(room.fits_host, fitting)):
+        host = min((m.host for m in fitting), key=room.total_bytes)
         term = max(host, key=lambda k: host[k].mid)
-        return Shortage(rank, f"{term} on the host", total_bytes(host), host_capacity, on_host=True)
-    terms = min((m.terms for m in options), key=total_bytes)
-    return Shortage(rank, max(terms, key=lambda k: terms[k].mid), total_bytes(terms), capacity)
+        return Shortage(rank, f"{term} on the host", room.total_bytes(host), room.host_bytes, on_host=True)
+    terms = min((m.terms for m in options), key=room.total_bytes)
+    return Shortage(rank, max(terms, key=lambda k: terms[k].mid), room.total_bytes(terms), room.device_bytes)
 
 
 def worst_of(found: Sequence[Shortage]) -> Shortage:
@@ -518,11 +511,6 @@ def worst_of(found: Sequence[Shortage]) -> Shortage:
     if not found:
         raise ValueError("a pipeline has at least one stage")
     return max(found, key=lambda s: s.needed_bytes / s.available_bytes)
-
-
-def total_bytes(terms: Mapping[str, Quantity]) -> float:
-    """Return the expected bytes of all memory terms."""
-    return sum(q.mid for q in terms.values())
 
 
 def _prefix(values: Array) -> Array:

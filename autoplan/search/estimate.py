@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from autoplan.config.parallel import ParallelConfig
 from autoplan.config.recompute import FULL, check_choice, modules_of
+from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.cost_models.work import Workload
@@ -81,8 +82,8 @@ def _cheapest(points: LayoutCache, config: ParallelConfig, experts: ExpertDegree
         raise no_layout(points.request, f"tp={config.tp}")
 
     def worse(p: Planned) -> tuple[bool, float, float]:
-        peak = p.estimate.peak_memory_bytes.mid
-        fits = peak <= points.capacity_bytes
+        peak = max(points.room.bytes_of(s.memory_bytes) for s in p.estimate.stages)
+        fits = peak <= points.room.device_bytes
         return (False, p.estimate.step_time_s.mid, peak) if fits else (True, peak, p.estimate.step_time_s.mid)
 
     return min(found, key=worse)
@@ -100,7 +101,7 @@ def _priced(
         chunks = units_of(config.stages, ends)
     elif config.virtual_stages == 1 and num_copies(config.schedule) == 1:
         how = config.recompute if isinstance(config.recompute, str) else "none"
-        relaxed = Cutter(pricer, math.inf, how, host_capacity_bytes=math.inf)
+        relaxed = Cutter(pricer, Room(math.inf), how)
         chunks = relaxed.search(max_evaluated=1).chunks or (pricer.num_units,)
     else:
         cuts = even_cuts((1.0,) * pricer.num_units, config.pp, config.virtual_stages)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoplan.config.parallel import ParallelConfig
+from autoplan.config.planning import EXPECTED_RISK
 from autoplan.errors import InfeasibleError, PinError
 from autoplan.search.cuts import Shortage
 from autoplan.search.degrees import search_order
@@ -75,14 +76,19 @@ def nothing_fits(
         shortage.stage, shortage.term, shortage.needed_bytes, shortage.available_bytes, name, change
     )
     where, limit = f"on stage {shortage.stage}", shortage.available_bytes / 1e9
-    room = f"a plan may use {limit:.1f} of a device's {r.cluster.device.memory_bytes / 1e9:.1f} GB"
+    room = f"a device has {limit:.1f} GB"
     if shortage.on_host:
         where, room = f"in the host's memory {where}", f"a device's share of it is {limit:.1f} GB (@host_memory_gb)"
     message = (
-        f"nothing fits: the closest plan ({name}) needs {shortage.needed_bytes / 1e9:.1f} GB {where}, {room}; the "
+        f"nothing fits: the closest plan ({name}) {_need(r)} {shortage.needed_bytes / 1e9:.1f} GB {where}, {room}; the "
         f"largest term is {shortage.term}. {change}"
     )
     return NothingFits(message, report)
+
+
+def _need(request: PlanRequest) -> str:
+    """Return the verb for what has to fit: the high end of a need, or the expected one."""
+    return "needs" if request.memory_risk == EXPECTED_RISK else f"at a memory risk of {request.memory_risk:g} needs"
 
 
 def _shortages(points: LayoutCache, candidates: Sequence[ParallelConfig]) -> list[tuple[Shortage, ParallelConfig]]:
@@ -112,7 +118,7 @@ def cheapest_change(request: PlanRequest, shortage: Shortage, budget_s: float = 
             unknown = f" {undecided} smaller changes could not be decided in {budget_s:g} s." if undecided else ""
             return f"{sentence} it fits.{unknown}"
         undecided += fits is None
-    missing = (shortage.needed_bytes - shortage.available_bytes) / (1.0 - r.memory_margin)
+    missing = shortage.needed_bytes - shortage.available_bytes
     if shortage.on_host:
         return f"With {(shortage.needed_bytes - shortage.available_bytes) / 1e9:.1f} GB more host memory it fits."
     return f"With {missing / 1e9:.1f} GB more memory per device it fits."
@@ -126,6 +132,9 @@ def _changes(request: PlanRequest) -> list[tuple[str, PlanRequest]]:
         return {k: v for k, v in r.pins.items() if k not in names}
 
     out = [(f"Without the pin {k}={v}", replace(r, pins=without({k: v}))) for k, v in r.pins.items()]
+    if r.memory_risk < EXPECTED_RISK:
+        sentence = f"At a memory risk of {EXPECTED_RISK} (the expected need, without its uncertainty)"
+        out.append((sentence, replace(r, memory_risk=EXPECTED_RISK)))
     if len(r.pins) > 1:
         out.append(("Without pins", replace(r, pins={})))
     if r.executed or r.cluster.fabric is not None:  # the devices of the job or of the fabric are fixed
@@ -148,7 +157,7 @@ def feasible(request: PlanRequest, deadline: float) -> bool | None:
     except PinError:
         return False
     points = LayoutCache(request)
-    quick = QuickMemory(request, points.capacity_bytes)
+    quick = QuickMemory(request)
     decided = True
     smallest = _smallest(found)
     for candidate in (*smallest, *(each for c in smallest for each in offloaded(request, c))):

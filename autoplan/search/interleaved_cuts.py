@@ -24,7 +24,7 @@ from autoplan.config.recompute import FULL
 from autoplan.cost_models.memory.ranks import RankMemory
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks
-from autoplan.search.cuts import Cut, Cutter, Shortage, shortage_of, total_bytes, worst_of
+from autoplan.search.cuts import Cut, Cutter, Shortage, shortage_of, worst_of
 
 
 @lru_cache(maxsize=256)  # candidates that differ in ZeRO or micro-batches share cuts
@@ -84,7 +84,6 @@ class ChunkCutter:
     Args:
         plain: cutter of the same degrees under 1F1B with one stage per rank.
         schedule, virtual_stages: schedule and stages per rank of the candidate.
-        capacity_bytes: memory of one device.
         recompute: pinned recompute, as for Cutter.
         stages: pinned units per stage, or None.
     """
@@ -94,13 +93,11 @@ class ChunkCutter:
         plain: Cutter,
         schedule: str,
         virtual_stages: int,
-        capacity_bytes: float,
         recompute: str | Mapping[str, str] | None = None,
         stages: tuple[int, ...] | None = None,
     ) -> None:
-        self.plain, self.capacity, self.fixed = plain, capacity_bytes, recompute
+        self.plain, self.room, self.fixed = plain, plain.room, recompute
         self.schedule, self.virtual_stages = schedule, virtual_stages
-        self.host_capacity = plain.host_capacity
         base = plain.pricer
         self.pp, self.m = base.config.pp, base.config.num_micro_batches
         self.chunks_of = chunks_of_ranks(schedule, self.pp, virtual_stages)
@@ -187,12 +184,12 @@ class ChunkCutter:
         out = [0] * len(self.chunks)
         for rank, mine in enumerate(self.chunks_of):
             choices = self._choices(mine)
-            if self._needed(rank, mine, choices[-1]) > self.capacity:
+            if not self.room.fits_device(self._memory(rank, mine, choices[-1])):
                 return None
             least = bisect.bisect_left(
-                range(len(choices) - 1), True, key=lambda n: self._needed(rank, mine, choices[n]) <= self.capacity
+                range(len(choices) - 1), True, key=lambda n: self.room.fits_device(self._memory(rank, mine, choices[n]))
             )
-            while total_bytes(self._memory(rank, mine, choices[least]).host) > self.host_capacity:
+            while not self.room.fits_host(self._memory(rank, mine, choices[least])):
                 least += 1  # recomputed activations are not on the host
                 if least == len(choices):
                     return None
@@ -214,9 +211,6 @@ class ChunkCutter:
             return [tuple(most)]
         return [tuple(sum(u in self.pricer.pinned_recompute for u in ranges[k]) for k in mine)]
 
-    def _needed(self, rank: int, mine: Sequence[int], counts: Sequence[int]) -> float:
-        return total_bytes(self._memory(rank, mine, counts).terms)
-
     def _memory(self, rank: int, mine: Sequence[int], counts: Sequence[int]) -> RankMemory:
         tried = [0] * len(self.chunks)
         for k, count in zip(mine, counts, strict=True):
@@ -230,8 +224,7 @@ class ChunkCutter:
                 shortage_of(
                     rank,
                     [self._memory(rank, mine, self._choices(mine)[-1])],
-                    self.capacity,
-                    self.host_capacity,
+                    self.room,
                 )
                 for rank, mine in enumerate(self.chunks_of)
             ]

@@ -15,10 +15,12 @@ from autoplan.config.context_methods import ContextMethod, read_method
 from autoplan.config.offload import ACTIVATIONS, held_on_host, searched_offload
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.config.pins import Pins
+from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN, check_planning
 from autoplan.config.recompute import modules_of
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.time.blocks import BlockPricer, OpTimes, op_times
 from autoplan.cost_models.time.price import Pricer
@@ -76,7 +78,10 @@ class PlanRequest:
         top: number of plans to return, best first, each with other degrees.
         time_limit_s: after this time the best plan so far is returned; while there is none, the search goes on for a
             while.
-        memory_margin: share of a device's memory that the expected need leaves free.
+        memory_risk: the accepted probability that a plan runs out of memory (`autoplan.config.planning`); 0.05
+            keeps the high end of every interval within the device, 0.5 the expected need.
+        equal_within: plans whose step times are at most this share above the fastest count as equal: the simplest is
+            taken (`autoplan.search.simplicity`); 0: the fastest.
         executed: True: only plans that the runtime can execute.
         target_len: tokens per target sequence, if the model has one with a length of its own; None: seq_len.
     """
@@ -94,7 +99,8 @@ class PlanRequest:
     constants_file: str | None = None
     top: int = 1
     time_limit_s: float = 60.0
-    memory_margin: float = 0.05
+    memory_risk: float = DEFAULT_RISK
+    equal_within: float = EQUAL_WITHIN
     executed: bool = False
     target_len: int | None = None
     profile_file: str | None = None
@@ -168,7 +174,9 @@ class LayoutCache:
         self.phases: dict[str, float] = defaultdict(float) if phases is None else phases
         self.precision = precision_of(request.precision)
         self.costs = request.costs
-        self.capacity_bytes = request.cluster.device.memory_bytes * (1.0 - request.memory_margin)
+        self.room = Room.guarded(
+            request.cluster.device.memory_bytes, request.cluster.host_memory_bytes, request.memory_risk
+        )
         self.gap, self.all_proved = 0.0, True
         self._found: dict[_Key, CandidateLayout] = {}
         self._layouts: dict[_Cut, tuple[tuple[Axis, ...], IntraSolution] | None] = {}
@@ -383,9 +391,7 @@ class LayoutCache:
             plain = self._plain(replace(candidate, schedule=PLAIN_SCHEDULE, virtual_stages=1), limit_s)
             if plain is None:
                 return None
-            return ChunkCutter(
-                plain, candidate.schedule, candidate.virtual_stages, self.capacity_bytes, recompute, stages
-            )
+            return ChunkCutter(plain, candidate.schedule, candidate.virtual_stages, recompute, stages)
         return self._plain(candidate, limit_s, stages)
 
     def _plain(self, candidate: ParallelConfig, limit_s: float, stages: tuple[int, ...] | None = None) -> Cutter | None:
@@ -394,7 +400,7 @@ class LayoutCache:
             pricer = self.pricer(candidate, limit_s)
             if pricer is None:
                 return None
-            self._cutters[candidate] = Cutter(pricer, self.capacity_bytes, self.request.fixed.recompute, stages)
+            self._cutters[candidate] = Cutter(pricer, self.room, self.request.fixed.recompute, stages)
         return self._cutters[candidate]
 
 
@@ -439,8 +445,8 @@ class QuickMemory:
     Every value that is not a view is alive at some time, at least by itself.
     """
 
-    def __init__(self, request: PlanRequest, capacity_bytes: float) -> None:
-        self.request, self.capacity_bytes = request, capacity_bytes
+    def __init__(self, request: PlanRequest) -> None:
+        self.request, self.capacity_bytes = request, request.cluster.device.memory_bytes
         self._largest: dict[int, float] = {}
 
     def too_big(self, candidate: ParallelConfig) -> bool:
@@ -476,13 +482,12 @@ class QuickMemory:
 
 
 def check_task(request: PlanRequest) -> None:
-    """Raise PinError for an impossible sequence length, memory margin or time limit."""
+    """Raise PinError for an impossible sequence length, memory risk or time limit."""
     r = request
     if not is_count(r.seq_len):
         raise PinError(f"seq_len={r.seq_len!r}: must be a whole number of at least 1")
     if r.target_len is not None and not is_count(r.target_len):
         raise PinError(f"target_len={r.target_len!r}: must be a whole number of at least 1")
-    if not 0 <= r.memory_margin < 1:
-        raise PinError(f"memory_margin={r.memory_margin!r}: must be at least 0 and less than 1")
+    check_planning(r.memory_risk, r.equal_within)
     if not r.time_limit_s >= 0:
         raise PinError(f"time_limit_s={r.time_limit_s!r}: must be a number of seconds, at least 0")

@@ -58,6 +58,7 @@ from autoplan.search.layouts import (
     space_of,
     without_activations,
 )
+from autoplan.search.simplicity import MOST_EXAMINED, Complexity, complexity, limit_s, simpler_first
 
 __all__ = [
     "CandidateLayout",
@@ -88,10 +89,16 @@ _BOUND_SHARES = (0.75, 1.0)
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Plans, best first, and the certificate of the first."""
+    """Plans, the chosen one first, then the fastest others, and the certificate of the fastest.
+
+    Attributes:
+        equals: all plans that were found equal to the fastest within `PlanRequest.equal_within`, but the chosen one,
+            with their step times in seconds, fastest first. The chosen one is the simplest of them.
+    """
 
     plans: tuple[Planned, ...]
     certificate: Certificate
+    equals: tuple[tuple[ParallelConfig, float], ...] = ()
 
 
 class _Outcome(Enum):
@@ -122,7 +129,7 @@ class _Search:
         self.request, self.start = request, time.perf_counter()
         self.phases: dict[str, float] = defaultdict(float)
         self.points = LayoutCache(request, self.phases)
-        self.quick = QuickMemory(request, self.points.capacity_bytes)
+        self.quick = QuickMemory(request)
         self.outcomes: dict[ParallelConfig, _Decided] = {}
         self.bounds: dict[ParallelConfig, float] = {}
         self.first_bounds: dict[ParallelConfig, float] = {}  # bounds that ignore memory
@@ -150,14 +157,18 @@ class _Search:
             checked = self._with_offload(checked)
             if not self.best:
                 self._least_memory_first(checked)
+            self._look_for_simpler(checked)
         except KeyboardInterrupt:
             if not self.best:
                 raise
             self.status = Status.INTERRUPTED
         if not self.best:
             raise self._nothing(checked)
-        plans = tuple(self._planned(entry) for entry in self.best[: self.request.top])
-        return SearchResult(plans, self._certificate(checked))
+        chosen, *equals = self._equals()
+        others = [entry for entry in self.best if entry != chosen][: self.request.top - 1]
+        plans = tuple(self._planned(entry) for entry in (chosen, *others))
+        near = tuple((self._config(entry), entry[0]) for entry in sorted(equals, key=lambda e: e[0]))
+        return SearchResult(plans, self._certificate(checked), near)
 
     # -- time -------------------------------------------------------------------------------------------------------
 
@@ -419,20 +430,70 @@ class _Search:
             if self.best:
                 return
 
+    # -- equals -----------------------------------------------------------------------------------------------------
+
+    def _equals(self) -> list[_Entry]:
+        """Return the plans that are equal to the fastest within the error, the simplest first."""
+        below = limit_s(self.best[0][0], self.request.equal_within)
+        if below == self.best[0][0]:
+            return self.best[:1]
+        return sorted((e for e in self.best if e[0] <= below), key=lambda e: (self._complexity(e), e[0]))
+
+    def _complexity(self, entry: _Entry) -> Complexity:
+        _, candidate, chunks, steps = entry
+        pricer = self._pricer(candidate)
+        again = sum(len(pricer.recomputed(units, n)) for units, n in zip(ranges_of(chunks), steps, strict=True))
+        return complexity(candidate, again / max(1, sum(pricer.workload.layers)))
+
+    def _look_for_simpler(self, checked: Space) -> None:
+        """Evaluate candidates that may be simpler than the best plan and are equal to it within the error."""
+        if not self.best or not self.request.equal_within:
+            return
+        below = limit_s(self.best[0][0], self.request.equal_within)
+        least = self._complexity(self._equals()[0])
+        found = {e[1] for e in self.best}
+        out = (_Outcome.ILLEGAL, _Outcome.TOO_BIG)
+        some = [
+            (c, self.bounds[c])
+            for c in checked.candidates
+            if c in self.bounds and c not in found and self.outcomes.get(c, (None, ""))[0] not in out
+        ]
+        for candidate in simpler_first(some, least, below)[:MOST_EXAMINED]:
+            if self._out_of_time():
+                return
+            if complexity(candidate) >= least:
+                continue
+            if candidate not in self.cutters and not self._prepare(candidate):
+                continue
+            if self._refine(candidate) <= below:
+                self._evaluate(candidate, below, max(2, min(2000, _MAX_ACTIONS // candidate.num_actions)))
+                least = self._complexity(self._equals()[0])
+
     # -- the answer -------------------------------------------------------------------------------------------------
+
+    def _pricer(self, candidate: ParallelConfig) -> Pricer:
+        pricer = self.points.pricer(candidate)
+        if pricer is None:
+            raise InfeasibleError(f"no layout exists at tp={candidate.tp}")
+        return pricer
 
     def _planned(self, entry: _Entry) -> Planned:
         _, candidate, chunks, recompute = entry
         candidate = self.points.decided(candidate)
-        pricer = self.points.pricer(candidate)
+        estimate = self._pricer(candidate).estimate(chunks, recompute, events=True)
         point = self.points.of(candidate)
-        if pricer is None or point is None:
+        if point is None:
             raise InfeasibleError(f"no layout exists at tp={candidate.tp}")
-        estimate = pricer.estimate(chunks, recompute, events=True)
+        return Planned(self._config(entry), estimate, point)
+
+    def _config(self, entry: _Entry) -> ParallelConfig:
+        """Return the configuration of an evaluated plan."""
+        _, candidate, chunks, recompute = entry
+        candidate = self.points.decided(candidate)
         config = without_activations(candidate).but(stages=chunks)
-        if "recompute" not in self.request.pins:
-            config = config.but(recompute=_chosen(pricer, chunks, recompute))
-        return Planned(config, estimate, point)
+        if "recompute" in self.request.pins:
+            return config
+        return config.but(recompute=_chosen(self._pricer(candidate), chunks, recompute))
 
     def _certificate(self, checked: Space) -> Certificate:
         best, cutoff, least_open, num_open = self.best[0][0], self._cutoff_s(), math.inf, 0

@@ -19,6 +19,8 @@ or a YAML file (`autoplan capacity FILE.yaml`) with the same names. `models` to 
     constants: FILE                             # of the cost model, written by `autoplan calibrate`
     assumptions: {mtbf_device_days: 2000}       # of a run: autoplan.cost_models.whole_run.FIGURES
     time_limit_s: 60                            # of one search
+    memory_risk: 0.05                           # accepted probability that a plan runs out of memory
+    equal_within: 0.02                          # plans this close to the fastest are equal, the simplest is taken
 
 Paths in a file are relative to its folder. Rows that do not fit or are illegal stay, with the reason.
 """
@@ -36,6 +38,7 @@ from autoplan.catalog import load_model
 from autoplan.config.choices import OPTIONS, PINS, option_data, options_of, read_mode
 from autoplan.config.numbers import read_count, read_number
 from autoplan.config.parallel import Mode, RunOptions, precision_of
+from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN, check_planning
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.hardware.cluster_file import read_yaml
@@ -61,8 +64,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _NEEDED = ("models", "clusters", "tokens", "seq_len", "global_batch_size")
+_PLANNING = {"memory_risk": DEFAULT_RISK, "equal_within": EQUAL_WITHIN}
 _LISTED = (*_NEEDED, "precision", "mode")  # one value or a list: rows are their product
-_OPTIONAL = ("precision", "mode", "pins", *OPTIONS, "profile", "constants", "assumptions", "time_limit_s")
+_OPTIONAL = ("precision", "mode", "pins", *OPTIONS, "profile", "constants", "assumptions", "time_limit_s", *_PLANNING)
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ class CapacityTask:
     constants_file: str | None
     assumptions: Assumptions
     time_limit_s: float
+    memory_risk: float = DEFAULT_RISK
+    equal_within: float = EQUAL_WITHIN
 
     @property
     def num_searches(self) -> int:
@@ -155,6 +161,7 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
         constants_file=file,
         assumptions=Assumptions.of(assumptions, f"{where}: assumptions"),
         time_limit_s=_time_limit(given, where),
+        **_planning(given, where),
         clusters=read("clusters", lambda v: _cluster(v, folder)),
         profile=read("profile", lambda v: _profile(v, folder))[0],
         models=read("models", lambda v: _model(v, folder)),
@@ -187,6 +194,12 @@ def _time_limit(given: Mapping[str, Any], where: str) -> float:
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not 1 <= limit < math.inf:
         raise PinError(f"{where}: time_limit_s={limit!r} must be a finite number of at least 1")
     return float(limit)
+
+
+def _planning(given: Mapping[str, Any], where: str) -> dict[str, float]:
+    found = {name: given.get(name, default) for name, default in _PLANNING.items()}
+    _read(where, lambda values: check_planning(**values), found)
+    return found
 
 
 def read_task(path: str | Path) -> CapacityTask:
@@ -277,6 +290,8 @@ def cells(task: CapacityTask, search: Callable[[PlanRequest], Any] = search_plan
             constants=task.constants,
             constants_file=task.constants_file,
             time_limit_s=task.time_limit_s,
+            memory_risk=task.memory_risk,
+            equal_within=task.equal_within,
         )
         for point in points(base, vary, search):
             for tokens in task.tokens:
@@ -315,6 +330,8 @@ def capacity(
     constants: Constants | Path | str | None = None,
     assumptions: Mapping[str, float] | None = None,
     time_limit_s: float = 60.0,
+    memory_risk: float = DEFAULT_RISK,
+    equal_within: float = EQUAL_WITHIN,
 ) -> pd.DataFrame:
     """Return the best plan of every model on every cluster, with the cost of its run, one row each.
 
@@ -333,6 +350,8 @@ def capacity(
         constants: Constants of the cost model, or a file of `autoplan calibrate`; None: the constants of this version.
         assumptions: Failures, power and storage of the run, by the names of `autoplan.cost_models.whole_run.FIGURES`.
         time_limit_s: Seconds for one search.
+        memory_risk: The accepted probability that a plan runs out of memory.
+        equal_within: Plans within this share of the fastest step are equal; the simplest is taken.
 
     Returns: model, cluster, tokens, seq_len, global_batch_size, precision, mode, then the columns of
         `autoplan.sweeps.whatif` with tokens (seconds, bytes, days, US dollars, kWh; shares from 0 to 1), then
@@ -357,6 +376,8 @@ def capacity(
             "constants": constants,
             "assumptions": assumptions,
             "time_limit_s": time_limit_s,
+            "memory_risk": memory_risk,
+            "equal_within": equal_within,
         },
         "capacity",
     )

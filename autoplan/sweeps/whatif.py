@@ -20,6 +20,7 @@ from autoplan.config.choice import Written
 from autoplan.config.choices import CHOICES, PINS, options_of, read_mode
 from autoplan.config.numbers import Range, scaled
 from autoplan.config.parallel import PRECISIONS, Mode, RunOptions, precision_of
+from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import OVERRIDES, Cluster
 from autoplan.cost_models.profile import Profile
@@ -415,6 +416,8 @@ def whatif(
     options: RunOptions | Mapping[str, Any] | None = None,
     constants: Constants | Path | str | None = None,
     time_limit_s: float = 60.0,
+    memory_risk: float = DEFAULT_RISK,
+    equal_within: float = EQUAL_WITHIN,
     assumptions: Mapping[str, float] | None = None,
     target_len: int | None = None,
 ) -> pd.DataFrame:
@@ -430,6 +433,8 @@ def whatif(
             the defaults.
         constants: Constants of the cost model, or a file of `autoplan calibrate`; None: the constants of this version.
         time_limit_s: Seconds for the search of one point.
+        memory_risk: The accepted probability that a plan runs out of memory.
+        equal_within: Plans within this share of the fastest step are equal; the simplest is taken.
         assumptions: Assumptions of the whole run, by the names of `cost_models.whole_run.FIGURES`.
         target_len: Tokens per target sequence of an encoder-decoder; None: as seq_len.
 
@@ -463,6 +468,8 @@ def whatif(
         known,
         file,
         time_limit_s=time_limit_s,
+        memory_risk=memory_risk,
+        equal_within=equal_within,
         target_len=target_len,
     )
     return pd.DataFrame([row(p, run) for p in points(base, vary)])

@@ -43,19 +43,17 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from math import prod
-from operator import attrgetter
 from types import MappingProxyType
 
 import numpy as np
 
-from autoplan.config.offload import PARAMETERS
 from autoplan.config.parallel import MASTER_BYTES, Mode, ParallelConfig, Precision
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, recompute_kind
 from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.memory.parameters import NO_STATES, ParameterMemory, States
 from autoplan.cost_models.memory.recompute_frontier import RecomputeFrontier
-from autoplan.cost_models.network.groups import mesh_groups
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.work import BlockWork, ParamWork, Workload
 from autoplan.ops.table import op_record
@@ -127,39 +125,6 @@ class _Held:
 
 
 @dataclass(frozen=True)
-class States:
-    """Bytes on a rank of parameters and their gradients and optimizer state.
-
-    Attributes:
-        stored: Parameters between steps.
-        gathered: Parameters that ZeRO gathers.
-        gradients: Gradients after all backwards.
-        optimizer: Optimizer state.
-        whole: A gradient before it is scattered.
-        first: Gradients after the first backward.
-        host: The part of all this that is in host memory.
-    """
-
-    stored: float = 0.0
-    gathered: float = 0.0
-    gradients: float = 0.0
-    optimizer: float = 0.0
-    whole: float = 0.0
-    first: float = 0.0
-    host: float = 0.0
-
-    @staticmethod
-    def total(parts: Iterable[States]) -> States:
-        """Return the sum, term by term."""
-        columns = zip(*map(_TERMS, parts), strict=True)
-        return States(*(sum(column, 0.0) for column in columns))
-
-
-_TERMS = attrgetter(*(f.name for f in fields(States)))
-_NO_STATES = States()
-
-
-@dataclass(frozen=True)
 class TiedStates:
     """A parameter that several units use and a rank holds once: the first and last of these units, and its bytes."""
 
@@ -183,18 +148,20 @@ class MemoryModel:
         self.megatron = mode is Mode.FUSED
         c = config
         self.copies = num_copies(c.schedule)
-        groups = mesh_groups(c, ())
-        self.shares = {False: groups["replicas"].size, True: groups["expert_replicas"].size}
-        self.sharded = c.zero_stage > 0 and max(self.shares.values()) > 1
+        self.parameters = ParameterMemory(c, precision, self.megatron)
+        shares = self.parameters.shares
+        self.sharded = c.zero_stage > 0 and max(shares.values()) > 1
         self._sum_states()
         self._sum_activations()
         self.tied = self._tied_states()
         self._schedule()
         gpu = cluster.device_type != "cpu"
         communicators = sum(n > 1 for n in (c.dp, c.tp, c.pp, c.cp, c.ep))
-        self.fixed = _CONTEXT_BYTES + communicators * _GROUP_BYTES if gpu else 0.0
+        self.fixed = Quantity.spread(_CONTEXT_BYTES + communicators * _GROUP_BYTES if gpu else 0.0, 0.5, Tag.ASSUMED)
         self.fragmentation = _FRAGMENTATION if gpu else Quantity(0.0, 0.0, 0.0, Tag.MEASURED)
-        reduced = c.zero_stage == 0 and max(self.shares.values()) > 1
+        # per byte of activations, held or transient
+        self.per_byte = Quantity.spread(1.0, _ACTIVATION_SPREAD, Tag.FITTED) + self.fragmentation
+        reduced = c.zero_stage == 0 and max(shares.values()) > 1
         # the optimizer takes gradients as wide as its parameters: sums in 16 bits are copied once more
         grad_bytes = self.precision.grad_bytes or MASTER_BYTES
         widens = self.precision.has_masters and grad_bytes < MASTER_BYTES and not self.megatron
@@ -250,66 +217,7 @@ class MemoryModel:
 
     def _states(self, name: str) -> States:
         """Return the states of one block."""
-        return States.total([_NO_STATES, *map(self._param_states, self.workload.blocks[name].params)])
-
-    def _param_states(self, p: ParamWork) -> States:
-        """Return the states of one parameter."""
-        c, n, width = self.config, float(p.num_elements), dtype_bytes(p.dtype)
-        share = self.shares[p.expert] if c.zero_stage else 1
-        masters = self._has_master(p) and share > 1 and not self.megatron
-        stored = n * (MASTER_BYTES if masters else width) / (1 if self._whole_always else share)
-        gathered = n * width if share > 1 and not self._whole_always else 0.0
-        found = States(stored, gathered)
-        if p.trainable:
-            grad = n * (width if self.precision.grad_bytes is None else self.precision.grad_bytes)
-            # gradient shards of fully_shard are as wide as its parameters
-            shard = (n * MASTER_BYTES if masters else grad) / share
-            found = States(
-                stored,
-                gathered,
-                shard if c.zero_stage >= 2 else grad,
-                self._optimizer_bytes(p, masters) / share,
-                grad if share > 1 else 0.0,
-                shard if self._scatters_first else grad,
-            )
-        return self._offloaded_states(p, share, masters, found) if c.offload else found
-
-    def _optimizer_bytes(self, p: ParamWork, sharded_masters: bool) -> float:
-        """Return the optimizer state of a parameter before ZeRO, without masters that are stored as its shards."""
-        n = float(p.num_elements)
-        state = n * (2 * dtype_bytes(p.dtype) if self.precision.state_bytes is None else self.precision.state_bytes)
-        return state - n * MASTER_BYTES if sharded_masters else state
-
-    def _offloaded_states(self, p: ParamWork, share: int, sharded_masters: bool, device: States) -> States:
-        """Return the states of a parameter under the configuration's offload. `device`: the states without offload."""
-        by_policy = PARAMETERS in self.config.offload and share > 1  # fully_shard keeps its shards on the host
-        stored = 0.0 if by_policy and not self._whole_always else device.stored
-        if not p.trainable:
-            return replace(device, stored=stored, host=device.stored - stored)
-        # parameters and gradients as the optimizer takes them, and its state (which includes separate masters)
-        shown = MASTER_BYTES if self._has_master(p) else dtype_bytes(p.dtype)
-        counted = self._has_master(p) and not sharded_masters
-        state = self._optimizer_bytes(p, sharded_masters)
-        host = (state + float(p.num_elements) * shown * (1 if counted else 2)) / share
-        kept, first = device.gradients, device.first
-        if by_policy:
-            kept = 0.0 if self.config.zero_stage >= 2 else kept
-            first = 0.0 if self._scatters_first else first
-        return replace(device, stored=stored, gradients=kept, optimizer=0.0, first=first, host=host)
-
-    @property
-    def _whole_always(self) -> bool:
-        """True if parameters are whole between steps, whatever ZeRO shards."""
-        return self.megatron and self.config.zero_stage < 3
-
-    @property
-    def _scatters_first(self) -> bool:
-        """True if the first backward of a step leaves sharded gradients."""
-        return self.config.zero_stage >= 2 or (self.config.num_micro_batches == 1 and not self.megatron)
-
-    def _has_master(self, p: ParamWork) -> bool:
-        """Return True for a 16-bit copy of a float32 parameter. Untrained 16-bit parameters need no master."""
-        return self.precision.has_masters and p.dtype == self.precision.compute and p.trainable
+        return States.total([NO_STATES, *map(self.parameters.of, self.workload.blocks[name].params)])
 
     def _tied_states(self) -> tuple[TiedStates, ...]:
         """Return the parameters that several units use and a rank holds once.
@@ -323,7 +231,7 @@ class MemoryModel:
             if t.first != t.last:
                 dtype = next(p.dtype for name in w.units[t.last] for p in w.blocks[name].params)
                 tied = ParamWork("tied", round(t.num_bytes / dtype_bytes(dtype)), dtype, trainable=True)
-                out.append(TiedStates(t.first, t.last, self._param_states(tied)))
+                out.append(TiedStates(t.first, t.last, self.parameters.of(tied)))
         return tuple(out)
 
     def held_once(self, start: int, stop: int) -> float:
@@ -333,7 +241,7 @@ class MemoryModel:
     def counted_twice(self, units: Sequence[int]) -> States:
         """Return the states of parameters that several of these units use, which a rank holds once."""
         shared = [t.states for t in self.tied if t.first in units and t.last in units]
-        return States.total(shared) if shared else _NO_STATES
+        return States.total(shared) if shared else NO_STATES
 
     def stages(
         self, chunks: Sequence[range], recompute: Sequence[int], pinned: Mapping[int, str] = NOTHING
@@ -402,8 +310,8 @@ class MemoryModel:
         terms = {name: Quantity(size, size, size, Tag.EXACT) for name, size in exact.items() if size}
         terms["activations"] = Quantity.spread(fullest.held, _ACTIVATION_SPREAD, Tag.FITTED)
         terms["transient"] = Quantity.spread(fullest.transient, _ACTIVATION_SPREAD, Tag.FITTED)
-        if self.fixed:
-            terms[CONTEXT] = Quantity.spread(self.fixed, 0.5, Tag.ASSUMED)
+        if self.fixed.mid:
+            terms[CONTEXT] = self.fixed
             terms[FRAGMENTATION] = self.fragmentation * (fullest.held + fullest.transient)
         in_flight = num_held(self.table[rank])
         return RankMemory(terms, in_flight, fullest.name, self._host(chunks, mine, recompute, pinned, in_flight))

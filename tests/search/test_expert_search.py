@@ -46,7 +46,15 @@ def cluster(devices: int, memory_bytes: int = 1 << 30, latency_s: float = 1e-6) 
 
 def request(devices: int, pins: Mapping[str, Any], kind: str = "mixtral", **settings: Any) -> PlanRequest:
     return PlanRequest(
-        graph(kind), cluster(devices, **settings), SEQ, 8, pins, precision="native", memory_margin=0.0, executed=True
+        graph(kind),
+        cluster(devices, **settings),
+        SEQ,
+        8,
+        pins,
+        precision="native",
+        memory_risk=0.5,
+        equal_within=0.0,
+        executed=True,
     )
 
 

@@ -60,26 +60,25 @@ def test_the_cheapest_change_does_fit() -> None:
 
 def test_what_would_fit_is_the_cheapest(monkeypatch: pytest.MonkeyPatch) -> None:
     """One pin, then all pins, then nodes with the pins, then without: the first that fits is said."""
-    r = request(4, 200_000, pins={"recompute": "none", "zero_stage": 0})
+    r = request(4, 200_000, pins={"recompute": "none", "zero_stage": 0}, memory_risk=0.05)
     tried: list[tuple[int, frozenset[str]]] = []
 
     def only(devices: int, pins: set[str]) -> str:
         def feasible(changed: PlanRequest, deadline: float) -> bool | None:
             tried.append((changed.cluster.num_devices, frozenset(changed.pins)))
-            return tried[-1] == (devices, pins)
+            return (changed.memory_risk == 0.5) if devices < 0 else tried[-1] == (devices, pins)
 
         monkeypatch.setattr(infeasible, "feasible", feasible)
         return infeasible.cheapest_change(r, Shortage(0, "parameters", 3e9, 1e9))
 
+    assert only(-1, set()).startswith("At a memory risk of 0.5 ")
     assert only(4, {"zero_stage"}) == "Without the pin recompute=none it fits."
     assert only(4, set()) == "Without pins it fits."
     assert only(8, {"recompute", "zero_stage"}) == "With 2 nodes (8 devices) it fits."
     assert only(16, set()) == "With 4 nodes (16 devices) and without pins it fits."
     assert tried[-1] == (16, frozenset())
     assert only(0, set()) == "With 2.0 GB more memory per device it fits."
-    assert "more memory" in infeasible.cheapest_change(
-        replace(r, memory_margin=0.5, executed=True), Shortage(0, "parameters", 3e9, 1e9)
-    )
+    assert "more memory" in infeasible.cheapest_change(replace(r, executed=True), Shortage(0, "parameters", 3e9, 1e9))
 
 
 def test_out_of_time_is_not_infeasible() -> None:
@@ -126,12 +125,12 @@ def tied_graph() -> ModelGraph:
 def test_the_quick_memory_bound_is_below_the_memory_model(name: str, seq_len: int, tp: int) -> None:
     made = tied_graph() if name == "tied" else graph()
     for size in (1, 8):
-        r = PlanRequest(made, cluster(tp, 1 << 40), seq_len, size, precision="native", memory_margin=0.0)
+        r = PlanRequest(made, cluster(tp, 1 << 40), seq_len, size, precision="native", memory_risk=0.5)
         for recompute in ("none", "full"):
             config = ParallelConfig(tp=tp, micro_batch_size=size, recompute=recompute)
             terms = estimate_config(r, config).estimate.stages[0].memory
             held = terms["activations"].mid + terms["transient"].mid
-            assert 0 < points.QuickMemory(r, 1.0).largest_bytes(size) / tp <= held
+            assert 0 < points.QuickMemory(r).largest_bytes(size) / tp <= held
 
 
 @pytest.mark.parametrize(
@@ -186,13 +185,22 @@ def test_a_sequence_beyond_learned_positions_is_refused() -> None:
     assert search_plan(replace(r, seq_len=1024)).plans
 
 
-def test_the_margin_is_left_free() -> None:
-    """What needs all of the memory is not chosen when a fifth is to stay free."""
+def test_the_high_end_of_the_memory_fits() -> None:
+    """What needs all of the memory is chosen only if it may run out of it as often as not."""
     tight = request(4, least_memory(4) + 1)
     assert search_plan(tight).plans[0].estimate.peak_memory_bytes.mid == least_memory(4)
-    assert search_plan(replace(tight, memory_margin=0.2)).plans[0].estimate.peak_memory_bytes.mid <= 0.8 * (
-        least_memory(4) + 1
-    )
+    for risk, most in ((0.05, "high"), (0.5, "mid")):
+        found = search_plan(replace(tight, memory_risk=risk)).plans[0].estimate
+        assert all(getattr(stage.memory_bytes, most) <= found.memory_capacity_bytes for stage in found.stages)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"memory_risk": 0}, {"memory_risk": 0.6}, {"equal_within": -0.1}, {"equal_within": 1}]
+)
+def test_settings_of_a_choice_that_mean_nothing(wrong: dict[str, float]) -> None:
+    name, value = next(iter(wrong.items()))
+    with pytest.raises(PinError, match=f"{name}={value}"):
+        search_plan(request(4, **wrong))
 
 
 def test_candidates_are_all_of_them() -> None:

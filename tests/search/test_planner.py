@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from enumeration import SEQ, brute_cut, brute_force, cluster, graph, least_memory, request
+from enumeration import SEQ, brute_cut, brute_force, cluster, graph, least_memory, request, room
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity import spread_out
@@ -147,7 +147,7 @@ def pricers(draw: st.DrawFn) -> tuple[Pricer, float]:
     known = draw(st.sampled_from([None, 0.0, 1e-4, 1e-2])) if c.device_type == "cuda" else None
     profile = None if known is None else with_host(known)
     pricer = Pricer(work, config, Costs(c, profile, Mode.COMPILED), searched=draw(st.booleans()))
-    return pricer, draw(st.floats(1e5, 4e7)) + pricer.memory.fixed
+    return pricer, draw(st.floats(1e5, 4e7)) + pricer.memory.fixed.high
 
 
 def with_host(seconds: float) -> Profile:
@@ -160,11 +160,11 @@ def with_host(seconds: float) -> Profile:
 
 
 @settings(max_examples=80)
-@given(pricers())
-def test_bounds_never_exceed_the_truth_and_the_cut_is_the_best(drawn: tuple[Pricer, float]) -> None:
+@given(pricers(), st.sampled_from([0.0, 0.4, 1.0, 1.5]))
+def test_bounds_never_exceed_the_truth_and_the_cut_is_the_best(drawn: tuple[Pricer, float], guard: float) -> None:
     pricer, capacity = drawn
-    cutter = Cutter(pricer, capacity)
-    best, _, _ = brute_cut(pricer, capacity)
+    cutter = Cutter(pricer, room(pricer, capacity, guard))
+    best, _, _ = brute_cut(pricer, capacity, guard)
     bound = cutter.bound_s()
     assert bound <= best * (1 + 1e-9)
     cut = cutter.search()

@@ -159,7 +159,17 @@ def test_what_is_priced_is_what_the_program_does(cp: int, tp: int, ep: int, etp:
     devices = max(ep * etp, cp * tp)
     dp = devices // (cp * tp)
     pins = {"dp": dp, "cp": cp, "tp": tp, "ep": ep, "etp": etp, "pp": 1, "num_micro_batches": 1}
-    r = PlanRequest(graph(), cluster(devices), SEQ, 2 * dp, pins, precision="native", memory_margin=0.0, executed=True)
+    r = PlanRequest(
+        graph(),
+        cluster(devices),
+        SEQ,
+        2 * dp,
+        pins,
+        precision="native",
+        memory_risk=0.5,
+        equal_within=0.0,
+        executed=True,
+    )
     found = search_plan(r)
     priced = found.plans[0].point.workload
     program = compile_program(graph(), searched_plan(graph(), found.plans[0], found.certificate, "made up")[1])

@@ -91,10 +91,12 @@ def test_what_it_costs(zero: int) -> None:
 
 def test_a_pin_is_kept_and_the_sum_over_copies_is_priced() -> None:
     pins = {"dp": 4, "zero_stage": 3, "zero_replicas": 2, "num_micro_batches": 1}
-    found = search_plan(request(4, 4, pins, executed=True, memory_margin=0.0))
+    found = search_plan(request(4, 4, pins, executed=True, memory_risk=0.5, equal_within=0.0))
     assert found.plans[0].config.zero_replicas == 2
     assert "zero_replicas pinned to 2" in found.certificate.restrictions
-    alone = search_plan(request(2, 2, {**pins, "dp": 2, "zero_replicas": 1}, executed=True, memory_margin=0.0))
+    alone = search_plan(
+        request(2, 2, {**pins, "dp": 2, "zero_replicas": 1}, executed=True, memory_risk=0.5, equal_within=0.0)
+    )
     assert not any("over all replicas" in text for text in alone.certificate.restrictions)  # pinned
     dp_comm = [p.plans[0].estimate.breakdown["dp_comm"].mid for p in (found, alone)]
     assert dp_comm[0] > dp_comm[1]

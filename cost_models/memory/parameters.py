@@ -1,0 +1,118 @@
+"""The memory of a parameter on a rank: itself, its gradient and its optimizer state, under every kind of sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+
+from autoplan.config.offload import PARAMETERS
+from autoplan.config.parallel import MASTER_BYTES, ParallelConfig, Precision
+from autoplan.cost_models.network.groups import mesh_groups
+from autoplan.cost_models.work import ParamWork
+from autoplan.units import dtype_bytes
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes on a rank of parameters and their gradients and optimizer state.
+
+    Attributes:
+        stored: Parameters between steps.
+        gathered: Parameters that ZeRO gathers.
+        gradients: Gradients after all backwards.
+        optimizer: Optimizer state.
+        whole: A gradient before it is scattered.
+        first: Gradients after the first backward.
+        host: The part of all this that is in host memory.
+    """
+
+    stored: float = 0.0
+    gathered: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    whole: float = 0.0
+    first: float = 0.0
+    host: float = 0.0
+
+    @staticmethod
+    def total(parts: Iterable[States]) -> States:
+        """Return the sum, term by term."""
+        columns = zip(*map(_TERMS, parts), strict=True)
+        return States(*(sum(column, 0.0) for column in columns))
+
+
+_TERMS = attrgetter(*(f.name for f in fields(States)))
+NO_STATES = States()
+
+
+class ParameterMemory:
+    """The states of the parameters of a rank at the degrees of `config`. They are proportional to their elements.
+
+    Attributes:
+        shares: ranks that hold one copy between them, of parameters and (True) of those of experts.
+    """
+
+    def __init__(self, config: ParallelConfig, precision: Precision, megatron: bool) -> None:
+        self.config, self.precision, self.megatron = config, precision, megatron
+        groups = mesh_groups(config, ())
+        self.shares = {False: groups["replicas"].size, True: groups["expert_replicas"].size}
+
+    def of(self, p: ParamWork) -> States:
+        """Return the states of a parameter."""
+        c, n, width = self.config, float(p.num_elements), dtype_bytes(p.dtype)
+        share = self.shares[p.expert] if c.zero_stage else 1
+        masters = self._has_master(p) and share > 1 and not self.megatron
+        stored = n * (MASTER_BYTES if masters else width) / (1 if self.whole_always else share)
+        gathered = n * width if share > 1 and not self.whole_always else 0.0
+        found = States(stored, gathered)
+        if p.trainable:
+            grad = n * (width if self.precision.grad_bytes is None else self.precision.grad_bytes)
+            # gradient shards of fully_shard are as wide as its parameters
+            shard = (n * MASTER_BYTES if masters else grad) / share
+            found = States(
+                stored,
+                gathered,
+                shard if c.zero_stage >= 2 else grad,
+                self._optimizer_bytes(p, masters) / share,
+                grad if share > 1 else 0.0,
+                shard if self.scatters_first else grad,
+            )
+        return self._offloaded_states(p, share, masters, found) if c.offload else found
+
+    def _optimizer_bytes(self, p: ParamWork, sharded_masters: bool) -> float:
+        """Return the optimizer state of a parameter before ZeRO, without masters that are stored as its shards."""
+        n = float(p.num_elements)
+        state = n * (2 * dtype_bytes(p.dtype) if self.precision.state_bytes is None else self.precision.state_bytes)
+        return state - n * MASTER_BYTES if sharded_masters else state
+
+    def _offloaded_states(self, p: ParamWork, share: int, sharded_masters: bool, device: States) -> States:
+        """Return the states of a parameter under the configuration's offload. `device`: the states without offload."""
+        by_policy = PARAMETERS in self.config.offload and share > 1  # fully_shard keeps its shards on the host
+        stored = 0.0 if by_policy and not self.whole_always else device.stored
+        if not p.trainable:
+            return replace(device, stored=stored, host=device.stored - stored)
+        # parameters and gradients as the optimizer takes them, and its state (which includes separate masters)
+        shown = MASTER_BYTES if self._has_master(p) else dtype_bytes(p.dtype)
+        counted = self._has_master(p) and not sharded_masters
+        state = self._optimizer_bytes(p, sharded_masters)
+        host = (state + float(p.num_elements) * shown * (1 if counted else 2)) / share
+        kept, first = device.gradients, device.first
+        if by_policy:
+            kept = 0.0 if self.config.zero_stage >= 2 else kept
+            first = 0.0 if self.scatters_first else first
+        return replace(device, stored=stored, gradients=kept, optimizer=0.0, first=first, host=host)
+
+    @property
+    def whole_always(self) -> bool:
+        """True if parameters are whole between steps, whatever ZeRO shards."""
+        return self.megatron and self.config.zero_stage < 3
+
+    @property
+    def scatters_first(self) -> bool:
+        """True if the first backward of a step leaves sharded gradients."""
+        return self.config.zero_stage >= 2 or (self.config.num_micro_batches == 1 and not self.megatron)
+
+    def _has_master(self, p: ParamWork) -> bool:
+        """Return True for a 16-bit copy of a float32 parameter. Untrained 16-bit parameters need no master."""
+        return self.precision.has_masters and p.dtype == self.precision.compute and p.trainable
