@@ -1,7 +1,7 @@
 """Pipeline schedules: one record each, the actions of every rank in order, and what they hold in memory.
 
     table = actions("1F1B", num_stages=4, num_micro_batches=8)      # per rank: Action(FORWARD, chunk, micro-batch), ...
-    [num_held(row) for row in table]                                 # [4, 3, 2, 1] micro-batches
+    [max(held) for held in table.flights]                            # [4, 3, 2, 1] micro-batches
 
 A schedule is a record of SCHEDULES. Its order of actions is in `autoplan.schedules.orders`; everything else that
 depends on the schedule reads the record. `autoplan.cost_models.time.simulation` gives the time of a step.
@@ -378,8 +378,3 @@ def held_at_backwards(row: Sequence[Action]) -> tuple[int, int]:
             begun = True
             held -= kind is not I
     return most[0], most[1]
-
-
-def num_held(row: Sequence[Action]) -> int:
-    """Return the most micro-batches that a rank holds at one time, over all its chunks."""
-    return max(held_at_backwards(row))

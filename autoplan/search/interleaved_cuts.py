@@ -78,6 +78,9 @@ def fastest(cuts: Sequence[tuple[int, ...]], step_s: Callable[[tuple[int, ...]],
     return cuts[0] if len(cuts) == 1 else min(cuts, key=step_s)
 
 
+_NOTHING = Cut(None, (), math.inf, math.inf, True)
+
+
 class ChunkCutter:
     """The cut of one candidate.
 
@@ -135,15 +138,21 @@ class ChunkCutter:
         return most + self.plain.after_s
 
     def bound_s(self, cutoff_s: float = math.inf) -> float:
-        """Return the step time in seconds; inf if the candidate does not fit."""
-        return self.search(cutoff_s).step_s
+        """Return the step time in seconds, inf if nothing fits; above `cutoff_s` perhaps only a lower bound of it."""
+        if self._found is None and not self._may_fit():
+            self._found = _NOTHING
+        if self._found is None and cutoff_s < math.inf:
+            free = self.free_bound_s()
+            if free >= cutoff_s:
+                return free
+        return self.search().step_s
 
     def search(self, cutoff_s: float = math.inf, max_evaluated: int = 1) -> Cut:
         """Return the plan, if it fits and is below `cutoff_s`."""
         if self._found is None:
             recompute = self._least_recompute()
             if recompute is None:
-                self._found = Cut(None, (), math.inf, math.inf, True)
+                self._found = _NOTHING
             else:
                 step = self.pricer.step_s(self.chunks, recompute)
                 self._found = Cut(self.chunks, recompute, step, step, True)
@@ -197,9 +206,19 @@ class ChunkCutter:
                 out[k] = count
         return tuple(out)
 
-    def _choices(self, mine: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return steps along the recompute frontier for the chunks of a rank, fewest first."""
-        ranges = ranges_of(self.chunks)
+    def _may_fit(self) -> bool:
+        """Return False if none of the cuts fits, whatever is recomputed; no step is simulated for it."""
+        return any(
+            all(
+                self.room.fits_device(self._memory(rank, mine, self._choices(mine, cut)[-1], cut))
+                for rank, mine in enumerate(self.chunks_of)
+            )
+            for cut in self.cuts
+        )
+
+    def _choices(self, mine: Sequence[int], cut: Sequence[int] | None = None) -> list[tuple[int, ...]]:
+        """Return steps along the recompute frontier for the chunks of a rank, fewest first. `cut`: None, the chosen."""
+        ranges = ranges_of(cut or self.chunks)
         most = [self.pricer.frontier.height(ranges[k]) for k in mine]  # the chunk's layers if recompute is not searched
         if self.fixed is None:
             turns = sorted((turn, place) for place, m in enumerate(most) for turn in range(m))
@@ -211,19 +230,23 @@ class ChunkCutter:
             return [tuple(most)]
         return [tuple(sum(u in self.pricer.pinned_recompute for u in ranges[k]) for k in mine)]
 
-    def _memory(self, rank: int, mine: Sequence[int], counts: Sequence[int]) -> RankMemory:
-        tried = [0] * len(self.chunks)
+    def _memory(
+        self, rank: int, mine: Sequence[int], counts: Sequence[int], cut: Sequence[int] | None = None
+    ) -> RankMemory:
+        cut = cut or self.chunks
+        tried = [0] * len(cut)
         for k, count in zip(mine, counts, strict=True):
             tried[k] = count
-        return self.pricer.memory.rank(rank, ranges_of(self.chunks), tried, self.pricer.pinned_recompute)
+        return self.pricer.memory.rank(rank, ranges_of(cut), tried, self.pricer.pinned_recompute)
 
     def shortage(self) -> Shortage:
-        """Return how far the candidate is from fitting with the most recompute."""
+        """Return how far the most even cut is from fitting with the most recompute."""
+        cut = self.cuts[0]
         return worst_of(
             [
                 shortage_of(
                     rank,
-                    [self._memory(rank, mine, self._choices(mine)[-1])],
+                    [self._memory(rank, mine, self._choices(mine, cut)[-1], cut)],
                     self.room,
                 )
                 for rank, mine in enumerate(self.chunks_of)

@@ -20,6 +20,7 @@ from autoplan.config.recompute import modules_of
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.memory.least import LeastMemory
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.time.blocks import BlockPricer, OpTimes, op_times
@@ -184,6 +185,7 @@ class LayoutCache:
         self._stopped: dict[_Cut, float] = {}  # the limit that was too short
         self._worth: dict[tuple[int, int, int], list[Chosen]] = {}
         self._cutters: dict[ParallelConfig, Cutter] = {}
+        self._least: dict[int, LeastMemory] = {}  # by the id of a layout, which this cache keeps
 
     def get(
         self,
@@ -372,6 +374,14 @@ class LayoutCache:
     def _kept(self, candidate: ParallelConfig, limit_s: float) -> float:
         point = self.of(candidate, limit_s)
         return math.inf if point is None else sum(point.workload.unit_saved)
+
+    def least_memory(self, point: CandidateLayout) -> LeastMemory:
+        """Return the lower bound of the memory of a workload."""
+        known = self._least.get(id(point))
+        if known is None:
+            made = LeastMemory(point.workload, self.precision, self.request.cluster, self.request.mode)
+            known = self._least[id(point)] = made
+        return known
 
     def pricer(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> Pricer | None:
         """Return the prices of a candidate; None if no layout exists. Raises StoppedError."""

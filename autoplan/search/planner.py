@@ -271,6 +271,7 @@ class _Search:
             for candidate, bound in zip(members, step_bounds_s(seconds, members), strict=True):
                 if candidate not in self.first_bounds:
                     self.bounds[candidate] = self.first_bounds[candidate] = bound
+                    self._exclude(candidate)
 
     def _bound(self, candidate: ParallelConfig, limit_s: float | None = None) -> None:
         """Decide a candidate, or give it a cutter and a first bound; it gets neither if its layout was stopped."""
@@ -290,6 +291,13 @@ class _Search:
             self.bounds[candidate] = max(bound, self.bounds.get(candidate, 0.0))
             self.cutters[candidate] = cutter
 
+    def _exclude(self, candidate: ParallelConfig) -> None:
+        """Decide a candidate whose parameters and least activations do not fit, whatever its cut is."""
+        point = self.points.of(candidate)
+        term = None if point is None else self.points.least_memory(point).shortage(candidate, self.points.room)
+        if term is not None:
+            self.outcomes.setdefault(candidate, (_Outcome.TOO_BIG, term))
+
     def _decide(self, candidates: Sequence[ParallelConfig], how: _Decided) -> None:
         """Give candidates an outcome, if they have none."""
         for candidate in candidates:
@@ -299,7 +307,7 @@ class _Search:
         """Return the bound that includes memory; if nothing fits, it is inf and the candidate is decided."""
         cutter = self.cutters[candidate]
         with self._phase("bounds"):
-            bound = cutter.bound_s()
+            bound = cutter.bound_s() if isinstance(cutter, Cutter) else cutter.bound_s(self._cutoff_s())
             if bound == math.inf:
                 self._too_big(candidate)
                 if candidate.offload and isinstance(cutter, Cutter) and cutter.lacks_device_memory():
@@ -350,7 +358,9 @@ class _Search:
             return False
         with self._phase("bounds"):
             cutter, cutoff = self.cutters[kept], self._cutoff_s()
-            binds = cutter.free_bound_s() < cutoff and cutter.binds(cutoff)
+            binds = self.first_bounds[kept] < cutoff and cutter.free_bound_s() < cutoff
+            if binds and self.outcomes.get(kept, (None, ""))[0] is not _Outcome.TOO_BIG:
+                binds = cutter.binds(cutoff)
         if not binds:
             self.outcomes[candidate] = (_Outcome.BOUNDED_OUT, "")
         return binds
@@ -389,7 +399,9 @@ class _Search:
     def _prepare(self, candidate: ParallelConfig) -> bool:
         """Give a candidate its cutter. Return False if it is decided, or its layout was stopped."""
         searched = bool(candidate.offload) and "offload" not in self.request.pins
-        if not searched or self._memory_binds(candidate):
+        if searched:
+            self._exclude(candidate)
+        if candidate not in self.outcomes and (not searched or self._memory_binds(candidate)):
             self._bound(candidate)
         return candidate in self.cutters
 

@@ -57,7 +57,7 @@ from autoplan.cost_models.memory.recompute_frontier import RecomputeFrontier
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.work import BlockWork, ParamWork, Workload
 from autoplan.ops.table import op_record
-from autoplan.schedules.schedule import HeldRow, actions, chunks_of_ranks, num_copies, num_held
+from autoplan.schedules.schedule import HeldRow, actions, chunks_of_ranks, num_copies
 from autoplan.units import GIB, MIB, dtype_bytes
 
 # Flat buffers of the gradient all-reduce of ZeRO 0, two at a time: as in autoplan.runtime.zero, which a test checks.
@@ -133,6 +133,23 @@ class TiedStates:
     states: States
 
 
+def fixed_need(config: ParallelConfig, cluster: Cluster) -> Quantity:
+    """Return the bytes that a process needs on its device before it makes a tensor."""
+    c = config
+    communicators = sum(n > 1 for n in (c.dp, c.tp, c.pp, c.cp, c.ep))
+    gpu = cluster.device_type != "cpu"
+    return Quantity.spread(_CONTEXT_BYTES + communicators * _GROUP_BYTES if gpu else 0.0, 0.5, Tag.ASSUMED)
+
+
+def _fragmentation(cluster: Cluster) -> Quantity:
+    return Quantity(0.0, 0.0, 0.0, Tag.MEASURED) if cluster.device_type == "cpu" else _FRAGMENTATION
+
+
+def activation_need(cluster: Cluster) -> Quantity:
+    """Return the bytes that a byte of activations takes on the device, held or transient."""
+    return Quantity.spread(1.0, _ACTIVATION_SPREAD, Tag.FITTED) + _fragmentation(cluster)
+
+
 class MemoryModel:
     """The memory of any split of a workload into chunks, at the degrees of `config`."""
 
@@ -151,16 +168,13 @@ class MemoryModel:
         self.parameters = ParameterMemory(c, precision, self.megatron)
         shares = self.parameters.shares
         self.sharded = c.zero_stage > 0 and max(shares.values()) > 1
+        self._placeheld: dict[frozenset[str], float] = {}
         self._sum_states()
         self._sum_activations()
         self.tied = self._tied_states()
         self._schedule()
-        gpu = cluster.device_type != "cpu"
-        communicators = sum(n > 1 for n in (c.dp, c.tp, c.pp, c.cp, c.ep))
-        self.fixed = Quantity.spread(_CONTEXT_BYTES + communicators * _GROUP_BYTES if gpu else 0.0, 0.5, Tag.ASSUMED)
-        self.fragmentation = _FRAGMENTATION if gpu else Quantity(0.0, 0.0, 0.0, Tag.MEASURED)
-        # per byte of activations, held or transient
-        self.per_byte = Quantity.spread(1.0, _ACTIVATION_SPREAD, Tag.FITTED) + self.fragmentation
+        self.fixed, self.fragmentation = fixed_need(c, cluster), _fragmentation(cluster)
+        self.per_byte = activation_need(cluster)
         reduced = c.zero_stage == 0 and max(shares.values()) > 1
         # the optimizer takes gradients as wide as its parameters: sums in 16 bits are copied once more
         grad_bytes = self.precision.grad_bytes or MASTER_BYTES
@@ -313,7 +327,7 @@ class MemoryModel:
         if self.fixed.mid:
             terms[CONTEXT] = self.fixed
             terms[FRAGMENTATION] = self.fragmentation * (fullest.held + fullest.transient)
-        in_flight = num_held(self.table[rank])
+        in_flight = max(self.flights[rank])
         return RankMemory(terms, in_flight, fullest.name, self._host(chunks, mine, recompute, pinned, in_flight))
 
     def _moments(self, rank: int, units: Sequence[int], held: dict[int, _Held], grads: float) -> list[_Moment]:
@@ -361,10 +375,14 @@ class MemoryModel:
 
     def _placeholders(self, units: Iterable[int]) -> float:
         """Return the bytes of placeholders for gradients of weights: per shape, as many as a layer has weights."""
-        most: Counter[tuple[tuple[int, ...], str]] = Counter()
-        for name in {name for u in units for name in self.workload.units[u]}:
-            most |= Counter(_weights(self.workload.blocks[name]))
-        return float(sum(count * prod(shape) * dtype_bytes(dtype) for (shape, dtype), count in most.items()))
+        names = frozenset(name for u in units for name in self.workload.units[u])
+        if names not in self._placeheld:
+            most: Counter[tuple[tuple[int, ...], str]] = Counter()
+            for name in names:
+                most |= Counter(_weights(self.workload.blocks[name]))
+            size = sum(count * prod(shape) * dtype_bytes(dtype) for (shape, dtype), count in most.items())
+            self._placeheld[names] = float(size)
+        return self._placeheld[names]
 
     def _first_backward(self, units: Sequence[int], num_held: int, chunk: _Held) -> list[_Moment]:
         """Return the moments of the first backward, one per unit.
