@@ -436,20 +436,21 @@ def assert_trains_as_one_device(case: Case) -> None:
     assert worst({n: got.parameters[n] for n in floating}, floating)[0] < 1e-9
 
 
-def spread_out(cases: Iterable[Any], every: int = 3, unpack: bool = False) -> list[Any]:
+def spread_out(cases: Iterable[Any], every: int = 3, unpack: bool = False, all_every: int = 1) -> list[Any]:
     """Parameters of a test: one of `every` in make test, all in make test-all.
 
     Args:
-        cases: arguments, or `pytest.param`s. unpack: each is a tuple of several arguments.
+        cases: arguments, or `pytest.param`s. unpack: each is a tuple of several arguments. all_every: only one of so
+            many in make test-all, the others in make exhaustive.
     """
 
-    def of(case: Any, slow: bool) -> Any:
-        marks = (pytest.mark.slow,) if slow else ()
+    def of(case: Any, i: int) -> Any:
+        marks = (pytest.mark.exhaustive,) if i % all_every else (pytest.mark.slow,) if i % every else ()
         if hasattr(case, "marks"):
             return pytest.param(*case.values, marks=(*case.marks, *marks), id=case.id)
         return pytest.param(*case, marks=marks) if unpack else pytest.param(case, marks=marks)
 
-    return [of(case, i % every > 0) for i, case in enumerate(cases)]
+    return [of(case, i) for i, case in enumerate(cases)]
 
 
 def state_keys(family: str) -> list[str]:

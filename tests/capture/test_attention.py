@@ -155,7 +155,9 @@ def bloom() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("with_padding", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize(
+    "with_padding", [pytest.param(False, id="whole", marks=pytest.mark.exhaustive), pytest.param(True, id="padded")]
+)
 @pytest.mark.parametrize(
     "make",
     [gemma2, sinks, chunked, modern_bert, lambda: modern_bert("eager"), lambda: falcon(True), lambda: falcon(False)],
@@ -293,7 +295,9 @@ def test_dropout_inside_attention_is_that_of_nn_dropout(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("with_padding", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize(
+    "with_padding", [pytest.param(False, id="whole", marks=pytest.mark.exhaustive), pytest.param(True, id="padded")]
+)
 def test_dropout_inside_attention_of_hugging_face_models(attention: str, with_padding: bool) -> None:
     batch = models.token_batch(2, SEQ)
     for make in (models.make_llama, models.make_gemma2):

@@ -21,7 +21,7 @@ KNOWN = [
 ]
 
 
-@pytest.mark.parametrize(("claim", "case"), spread_out(KNOWN, 2))
+@pytest.mark.parametrize(("claim", "case"), spread_out(KNOWN, 8, all_every=4))
 def test_the_predicted_ratio_is_the_published_one(claim: Claim, case: Case) -> None:
     rows = claim.rows(case)
     assert rows
