@@ -1,6 +1,6 @@
-"""Training stacks (Megatron-LM, NeMo, torchtitan, DeepSpeed ...): the defaults of each framework.
+"""Training stacks (Megatron-LM, NeMo, torchtitan, DeepSpeed ...): what each does by default, and what it can do.
 
-`defaults`: precision of gradients, ZeRO stages, recompute, schedules, vocabularies; how to read the words of rows and
-flags.
-`options`: attention kernels, launch and overlap, by year of the release.
+`records`: the records (profiles/stacks), by version; everything else reads them there.
+`defaults`: defaults of the frameworks that published rows name; how to read the words of rows.
+`options`: attention kernels, launch and overlap of published rows, changed by the words of their flags.
 """

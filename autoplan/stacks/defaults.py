@@ -1,4 +1,4 @@
-"""Defaults of training frameworks, and how to read the words of their flags.
+"""Defaults of the frameworks that published rows name (read from profiles/stacks), and the words of their flags.
 
 There is one default per framework and field, never per row, campaign, model, or anything measured. Patterns are
 case-insensitive regular expressions, tried in order; the first match counts. If a source leaves a choice open, all
@@ -8,74 +8,28 @@ alternatives are priced: the first is the prediction, the others widen its inter
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from autoplan.config.parallel import Mode
 from autoplan.config.recompute import MODULES
+from autoplan.stacks.records import Framework as Framework
+from autoplan.stacks.records import Gradients16, Kept, Kernels, Stack, stacks_of_frameworks
 
 Found = TypeVar("Found")
 
 
-class Framework(StrEnum):
-    """The framework that trained the model, as far as it changes how kernels, stages and blank fields are read."""
-
-    COMPOSER = "Composer FSDP"
-    JAX = "MaxText, Pax"
-    MEGATRON_DEEPSPEED = "Megatron-DeepSpeed"
-    BIGSCIENCE = "Megatron-DeepSpeed of BigScience"
-    MEGATRON = "Megatron-LM"
-    NEMO = "NeMo, Megatron Bridge"  # the recipes that performance is published with
-    MEGATRON_TESTS = "Megatron-LM, functional tests"
-    BRIDGE_LIBRARY = "Megatron Bridge, library recipes"
-    AUTOMODEL = "NeMo Automodel"
-    INTERNEVO = "InternEvo"
-    TORCHTITAN = "torchtitan"
-    OTHER = "other"
+# What each framework does by default: its record (profiles/stacks).
+_STACKS = stacks_of_frameworks()
+DEFAULTS: Mapping[Framework, Kernels] = {framework: _STACKS[framework].kernels for framework in Framework}
 
 
-@dataclass(frozen=True)
-class Defaults:
-    """The choices of a framework for a row that does not state them. The first of each is the prediction."""
-
-    modes: tuple[Mode, ...]
-    recompute: tuple[str, ...]
-    zero_stages: tuple[int, ...]
+def _where(true: Callable[[Stack], bool]) -> frozenset[Framework]:
+    return frozenset(framework for framework in Framework if true(_STACKS[framework]))
 
 
-DEFAULTS: Mapping[Framework, Defaults] = {
-    # torch.nn modules with a fused attention kernel (llm-foundry README: FSDP full shard unless said otherwise)
-    Framework.COMPOSER: Defaults((Mode.EAGER,), ("none", "full"), (3,)),
-    # XLA; MaxText's default remat policy is full, but its published runs choose their own
-    Framework.JAX: Defaults((Mode.COMPILED,), ("full", "none"), (3,)),
-    # Megatron's fused softmax, bias and gelu; --checkpoint-activations was usual before FlashAttention
-    Framework.MEGATRON_DEEPSPEED: Defaults((Mode.FUSED,), ("full", "none"), (1, 0)),
-    Framework.BIGSCIENCE: Defaults((Mode.FUSED,), ("full", "none"), (1, 0)),
-    # Transformer Engine; performance recipes recompute at most the attention core (NVIDIA NeMo performance guide)
-    Framework.MEGATRON: Defaults((Mode.FUSED,), ("none", "selective"), (1,)),
-    Framework.MEGATRON_TESTS: Defaults((Mode.FUSED,), ("none", "selective"), (1,)),
-    # Transformer Engine's modules under fully_shard (examples/llm_benchmark: *_te_deepep.yaml)
-    Framework.AUTOMODEL: Defaults((Mode.FUSED, Mode.EAGER), ("none", "full"), (3,)),
-    Framework.NEMO: Defaults((Mode.FUSED,), ("none", "selective"), (1,)),
-    Framework.BRIDGE_LIBRARY: Defaults((Mode.FUSED,), ("none", "selective"), (1,)),
-    # plain torch except for kernels of flash-attention and apex; norms copy the residual in 32 bits
-    # (internlm/model/modeling_internlm.py, modules/mlp.py, ops/norm.py)
-    Framework.INTERNEVO: Defaults((Mode.EAGER, Mode.FUSED), ("none", "full"), (1,)),
-    # torch.compile per block and selective activation checkpointing by operation are torchtitan's defaults
-    Framework.TORCHTITAN: Defaults((Mode.COMPILED, Mode.EAGER), ("selective", "none", "full"), (3,)),
-    Framework.OTHER: Defaults((Mode.FUSED, Mode.EAGER, Mode.COMPILED), ("none", "full"), (1, 0, 3)),
-}
-
-# Frameworks whose performance recipes keep and reduce gradients in 16 bits (grad_reduce_in_fp32=False); InternEvo
-# reduces them in their own dtype (internlm/solver/optimizer/utils.py, reduce_tensor).
-FRAMEWORKS_OF_GRADIENTS_16 = frozenset((Framework.NEMO, Framework.BRIDGE_LIBRARY, Framework.INTERNEVO))
-# Frameworks that do so for fp16: Megatron's --accumulate-allreduce-grads-in-fp32 is off by default, and always on for
-# bf16 (megatron/arguments.py); DeepSpeed's fp16 engine sums in fp16.
-GRADIENTS_16_IN_FP16 = frozenset(
-    (Framework.MEGATRON, Framework.MEGATRON_TESTS, Framework.MEGATRON_DEEPSPEED, Framework.BIGSCIENCE)
-)
+FRAMEWORKS_OF_GRADIENTS_16 = _where(lambda s: s.gradients_16 is Gradients16.ALWAYS)
+GRADIENTS_16_IN_FP16 = _where(lambda s: s.gradients_16 is Gradients16.FP16)
+FRAMEWORKS_OF_MOMENTS_16 = _where(lambda s: s.moments_16)
 
 # Words -> name of a planner's precision, or int8 (published_words). If a source leaves two open: the one that all of
 # its devices have.
@@ -107,12 +61,8 @@ ZERO_STAGE_WORDS: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"(zero|stage)\W*(stage\W*)?0|^(none|no|off|false|ddp)\b", (0,)),
 )
 
-# If fully_shard keeps the gathered parameters until the end of the step (reshard_after_forward=False) and reduces once,
-# it sends as much as ZeRO 1. This holds in pipelines (torchtitan, distributed/fsdp.py; Automodel,
-# distributed/parallelizer.py), and for Automodel with experts (MoEParallelizerConfig, its examples/llm_benchmark;
-# defer_fsdp_grad_sync).
-KEPT_IN_PIPELINES = frozenset((Framework.TORCHTITAN, Framework.AUTOMODEL))
-KEPT_WITH_EXPERTS = frozenset((Framework.AUTOMODEL,))
+KEPT_IN_PIPELINES = _where(lambda s: Kept.PIPELINES in s.kept_gathered)
+KEPT_WITH_EXPERTS = _where(lambda s: Kept.EXPERTS in s.kept_gathered)
 
 # Words of a row -> offload. Megatron's and NeMo's cpu_offloading offloads activations, FSDP's CPUOffload parameters and
 # optimizer, ZeRO-Offload the optimizer, ZeRO-Infinity parameters as well.
@@ -151,36 +101,19 @@ SCHEDULE_WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"^dualpipe$", ("DualPipe",)),
     (r"^(loopedbfs|bfs|breadthfirst)$", ("1F1B", "GPipe")),
 )
-# Chunks per rank of an interleaved schedule if a run does not state it (torchtitan, parallelisms/pipelining_utils.py).
-DEFAULT_CHUNKS: Mapping[Framework, int] = {Framework.TORCHTITAN: 2}
+DEFAULT_CHUNKS: Mapping[Framework, int] = {f: s.chunks for f, s in _STACKS.items() if s.chunks is not None}
 # the schedule with several chunks per rank
 INTERLEAVED: Mapping[str, str] = {"1F1B": "Interleaved1F1B", "ZB-H1": "InterleavedZeroBubble"}
 
-# Vocabulary size if a row does not state it: GPT-2's byte pairs, which Megatron's examples, functional tests and mock
-# data use, padded to a multiple of 128 tp (--make-vocab-size-divisible-by).
-MEGATRONS = (
-    Framework.MEGATRON,
-    Framework.MEGATRON_TESTS,
-    Framework.NEMO,
-    Framework.BRIDGE_LIBRARY,
-    Framework.MEGATRON_DEEPSPEED,
-    Framework.BIGSCIENCE,
-)
-VOCAB: Mapping[Framework, int] = dict.fromkeys(MEGATRONS, 50257)
+# Vocabulary size if a row does not state it, padded to a multiple of VOCAB_MULTIPLE times tp.
+VOCAB: Mapping[Framework, int] = {f: s.vocab.vocab_size for f, s in _STACKS.items() if s.vocab is not None}
 VOCAB_MULTIPLE = 128
-
-
-# (rank, layers) of adapters. NeMo's and Megatron-Bridge's performance recipes: target_modules = ["linear_qkv"], dim 16
-# of the 70B ones (scripts/performance); Hugging Face PEFT's default: rank 8, queries and values.
-ADAPTERS: Mapping[Framework, tuple[int, tuple[str, ...]]] = dict.fromkeys(
-    (Framework.MEGATRON, Framework.NEMO, Framework.BRIDGE_LIBRARY), (16, ("q_proj", "k_proj", "v_proj"))
-)
+MEGATRONS = tuple(VOCAB)
+# (rank, layers) of adapters; of other frameworks Hugging Face PEFT's default: rank 8, queries and values
+ADAPTERS: Mapping[Framework, tuple[int, tuple[str, ...]]] = {
+    f: (s.adapters.rank, s.adapters.layers) for f, s in _STACKS.items() if s.adapters is not None
+}
 USUAL_ADAPTERS: tuple[int, tuple[str, ...]] = (8, ("q_proj", "v_proj"))
-
-
-# Frameworks whose recipes of such models keep the optimizer's moments in 16 bits (exp_avg_dtype = bfloat16: DeepSeek-V3
-# and V4, Moonlight, Kimi), as DeepSeek-V3 was trained (arXiv 2412.19437, section 3.3.3).
-FRAMEWORKS_OF_MOMENTS_16 = frozenset((Framework.NEMO, Framework.BRIDGE_LIBRARY))
 
 
 def find(table: Sequence[tuple[str, Found]], text: str) -> Found | None:

@@ -28,7 +28,8 @@ from autoplan.errors import AutoplanError
 from autoplan.schedules.schedule import num_copies
 from autoplan.stacks import defaults as tables
 from autoplan.stacks.defaults import Framework, find
-from autoplan.stacks.options import EXPERTS_WHOLE_SINCE, default_options
+from autoplan.stacks.options import default_options
+from autoplan.stacks.records import stacks_of_frameworks
 from experiments.published import reading
 from experiments.published.devices import cluster_of as cluster_of
 from experiments.published.devices import clusters_of
@@ -307,7 +308,7 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
     schedules, on_host = schedule_of(row, pp), offload_of(row, zero[0], dp * cp)
     notes += [words.note for words in (schedules, on_host) if words.note]
     virtual = chunks_of(row, schedules.choices[0], shape.layers, pp)
-    whole = framework in (Framework.NEMO, Framework.BRIDGE_LIBRARY) and era >= EXPERTS_WHOLE_SINCE
+    whole = stacks_of_frameworks()[framework].experts_whole(era)
     etps = _expert_tensor_degrees(shape, tp, ep, dp * cp * tp, whole)
     modes = _modes(row, framework)
     choices = {

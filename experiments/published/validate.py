@@ -3,7 +3,7 @@
     python -m experiments.published.validate --data FILE.csv [--json FILE] [--trust A] [--campaign NAME] [--limit N]
 
 Every row is priced with `estimate_config` from its model, cluster and degrees alone (rows.py; what it leaves blank:
-autoplan/stacks/defaults.py), then compared. Errors are predicted / measured - 1. The intervals are the planner's own,
+profiles/stacks), then compared. Errors are predicted / measured - 1. The intervals are the planner's own,
 over all readings of a row where it leaves something open.
 """
 

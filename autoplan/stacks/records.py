@@ -1,0 +1,394 @@
+"""Stacks as data: what a framework does by default, version by version, what it can do, and where that is written.
+
+    stack("megatron-bridge").era_at(2026.6).options       # profiles/stacks/megatron-bridge.json
+
+A version is a date, YY.MM, as NVIDIA's containers have it; a default holds from its `since` (a year with decimals)
+until the next one. Files are read strictly: an unknown key or value is an error that names the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+from autoplan.config.choices import options_of
+from autoplan.config.offload import OFFLOADS
+from autoplan.config.parallel import PRECISIONS, ZERO_STAGES, Mode, RunOptions
+from autoplan.config.recompute import RECOMPUTE, RECOMPUTE_KINDS
+from autoplan.errors import PinError
+from autoplan.schedules.schedule import SCHEDULES
+
+
+class Framework(StrEnum):
+    """The framework that trained the model, as far as it changes how kernels, stages and blank fields are read."""
+
+    COMPOSER = "Composer FSDP"
+    JAX = "MaxText, Pax"
+    MEGATRON_DEEPSPEED = "Megatron-DeepSpeed"
+    BIGSCIENCE = "Megatron-DeepSpeed of BigScience"
+    MEGATRON = "Megatron-LM"
+    NEMO = "NeMo, Megatron Bridge"  # the recipes that performance is published with
+    MEGATRON_TESTS = "Megatron-LM, functional tests"
+    BRIDGE_LIBRARY = "Megatron Bridge, library recipes"
+    AUTOMODEL = "NeMo Automodel"
+    INTERNEVO = "InternEvo"
+    TORCHTITAN = "torchtitan"
+    OTHER = "other"
+
+
+class Gradients16(StrEnum):
+    """When gradients are kept and reduced in 16 bits: never, in fp16, where ZeRO shards (DeepSpeed), or always."""
+
+    NEVER = "never"
+    FP16 = "fp16"
+    ZERO = "zero"
+    ALWAYS = "always"
+
+
+class Kept(StrEnum):
+    """Where fully_shard keeps gathered parameters until the end of the step, which sends as much as ZeRO 1."""
+
+    PIPELINES = "pipelines"
+    EXPERTS = "experts"
+
+
+DEGREES = ("dp", "tp", "pp", "cp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """How the stack runs if nothing is said. The first of each is the default, the others are what it may also be."""
+
+    modes: tuple[Mode, ...]
+    recompute: tuple[str, ...]
+    zero_stages: tuple[int, ...]
+    source: str
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What a stack can do: the values that it takes of each choice. Everything else it cannot.
+
+    `degrees`: those that may be above 1; `recompute`: names of RECOMPUTE_KINDS; `offload`: state on the host.
+    """
+
+    modes: tuple[Mode, ...]
+    degrees: tuple[str, ...]
+    schedules: tuple[str, ...]
+    recompute: tuple[str, ...]
+    zero_stages: tuple[int, ...]
+    offload: tuple[str, ...]
+    precisions: tuple[str, ...]
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Era:
+    """Defaults since a year; `can`: abilities that differ from those of the newest version."""
+
+    since: float
+    options: RunOptions
+    source: str
+    can: Abilities
+
+    @property
+    def version(self) -> str:
+        """The first version of the era, YY.MM."""
+        return version_of(self.since)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Options that differ by device or precision since a year: `matches` is a pattern of both, as words."""
+
+    since: float
+    matches: str
+    options: Mapping[str, Any] = field(hash=False)
+    source: str
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Fine-tuning recipes that pack short documents, until a year."""
+
+    until: float
+    tokens: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Adapters of fine-tuning recipes: their rank, and the layers that have them."""
+
+    rank: int
+    layers: tuple[str, ...]
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Vocab:
+    """The vocabulary of examples and mock data, and what it is padded to a multiple of, times tp."""
+
+    vocab_size: int
+    vocab_multiple: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One stack.
+
+    Attributes:
+        frameworks: The names under which published rows are read as this stack.
+        default_version: The version that a name without one stands for.
+        executed: True if autoplan's own runtime executes it, whose rules then hold too.
+        equal_stages: True if pipeline stages are cut into equal numbers of layers.
+        chunks: Stages per rank of an interleaved schedule if nothing is said; None: as many as given.
+        whole_experts_since: Year since which tensor parallelism does not split experts (etp = 1); None: it does.
+        kept_gathered: Where parameters stay gathered until the end of the step.
+        moments_16: True if models with latent attention keep the moments in 16 bits.
+        sources: The sources of the keys that have one of their own.
+    """
+
+    name: str
+    about: str
+    frameworks: tuple[Framework, ...]
+    default_version: str
+    kernels: Kernels
+    eras: tuple[Era, ...]
+    changes: tuple[Change, ...] = ()
+    executed: bool = False
+    equal_stages: bool = False
+    chunks: int | None = None
+    whole_experts_since: float | None = None
+    kept_gathered: tuple[Kept, ...] = ()
+    gradients_16: Gradients16 = Gradients16.NEVER
+    moments_16: bool = False
+    vocab: Vocab | None = None
+    adapters: Adapters | None = None
+    packed: Packed | None = None
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def era_at(self, year: float) -> Era:
+        """Return the era of a year with decimals."""
+        return next(era for era in reversed(self.eras) if year >= era.since)
+
+    def options_at(self, year: float, device: str, precision: str) -> RunOptions:
+        """Return the default options in a year, on a device with a precision (words of both, in capitals)."""
+        options = self.era_at(year).options
+        for change in self.changes:
+            if year >= change.since and re.search(change.matches, f"{device} {precision}"):
+                options = replace(options, **change.options)
+        return options
+
+    def experts_whole(self, year: float) -> bool:
+        """Return True if experts are not split by tensor parallelism in a year."""
+        return self.whole_experts_since is not None and year >= self.whole_experts_since
+
+
+def version_of(year: float) -> str:
+    """Return a year with decimals as a version, YY.MM; the beginning of time as `oldest`."""
+    return "oldest" if year < 1 else f"{int(year) % 100:02d}.{int((year - int(year)) * 12 + 1.001):02d}"
+
+
+def year_of(version: str) -> float:
+    """Return the middle of the month of a version, in years. PinError for another text."""
+    match = re.fullmatch(r"(?:20)?([12]\d)\.(0?[1-9]|1[0-2])", version)
+    if match is None:
+        raise PinError(f"version {version!r} of a stack is not a date; write YY.MM, for example 26.08")
+    return 2000 + int(match.group(1)) + (int(match.group(2)) - 0.5) / 12
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def near(name: object, known: Sequence[str]) -> str:
+    """Return a hint at the nearest known name, or at all of them."""
+    found = [k for k in known if k.startswith(str(name))] or difflib.get_close_matches(str(name), known, 1)
+    return f"did you mean '{found[0]}'? known: {', '.join(known)}" if found else f"known: {', '.join(known)}"
+
+
+class _Reader:
+    """One mapping of a file, whose keys are all known."""
+
+    def __init__(self, data: object, where: str, needed: Sequence[str], optional: Sequence[str] = ()) -> None:
+        if not isinstance(data, Mapping):
+            raise PinError(f"{where} must be a mapping with {', '.join(needed)}")
+        for key in data:
+            if key not in (*needed, *optional):
+                raise PinError(f"{where}: unknown key {key!r}; {near(key, (*needed, *optional))}")
+        for key in needed:
+            if key not in data:
+                raise PinError(f"{where}: {key} is missing")
+        self.data, self.where = data, where
+
+    def one(self, key: str, kind: type | tuple[type, ...], default: object = None) -> Any:
+        """Return a value of a type."""
+        value = self.data.get(key, default)
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if value is not default and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
+            raise PinError(f"{self.where}: {key}={value!r} must be of type {' or '.join(k.__name__ for k in kinds)}")
+        return value
+
+    def some(self, key: str, known: Sequence[Any]) -> tuple[Any, ...]:
+        """Return a list of known values."""
+        values = self.one(key, list)
+        for value in values:
+            if value not in known:
+                raise PinError(f"{self.where}: {key} of {value!r} is not known; {near(value, [str(k) for k in known])}")
+        return tuple(known[known.index(value)] for value in values)
+
+    def inner(self, key: str, needed: Sequence[str], optional: Sequence[str] = ()) -> _Reader | None:
+        """Return a mapping in this one; None without it."""
+        if key not in self.data:
+            return None
+        return _Reader(self.data[key], f"{self.where}: {key}", needed, optional)
+
+
+_NEEDED = ("name", "about", "frameworks", "default_version", "kernels", "can", "eras")
+_OPTIONAL = (
+    *("changes", "executed", "equal_stages", "chunks", "whole_experts", "kept_gathered", "gradients_16"),
+    *("moments_16", "vocab", "adapters", "packed"),
+)
+_ABLE: Mapping[str, Sequence[Any]] = {
+    "modes": tuple(Mode),
+    "degrees": DEGREES,
+    "schedules": tuple(SCHEDULES),
+    "recompute": tuple(RECOMPUTE_KINDS),
+    "zero_stages": ZERO_STAGES,
+    "offload": tuple(name for name in OFFLOADS if name != "activations"),
+    "precisions": tuple(PRECISIONS),
+}
+
+
+def _options(read: _Reader) -> RunOptions:
+    try:
+        return options_of(read.one("options", dict))
+    except PinError as error:
+        raise PinError(f"{read.where}: options: {error}") from error
+
+
+def _eras(read: _Reader, can: Abilities) -> tuple[Era, ...]:
+    out = []
+    for k, data in enumerate(read.one("eras", list)):
+        each = _Reader(data, f"{read.where}: eras[{k}]", ("since", "source", "options"), ("can",))
+        changed = each.inner("can", (), tuple(_ABLE))
+        given: dict[str, Any] = {} if changed is None else {n: changed.some(n, _ABLE[n]) for n in changed.data}
+        abilities = replace(can, **given)
+        out.append(Era(float(each.one("since", (int, float))), _options(each), each.one("source", str), abilities))
+    years = [era.since for era in out]
+    if not years or years[0] != 0 or years != sorted(set(years)):
+        raise PinError(f"{read.where}: eras must begin with since=0.0 and be in order, got {years}")
+    return tuple(out)
+
+
+def _changes(read: _Reader) -> tuple[Change, ...]:
+    out = []
+    for k, data in enumerate(read.one("changes", list, ())):
+        each = _Reader(data, f"{read.where}: changes[{k}]", ("since", "matches", "options", "source"))
+        values, since = _options(each), float(each.one("since", (int, float)))
+        changed = {name: getattr(values, name) for name in each.data["options"]}
+        out.append(Change(since, each.one("matches", str), changed, each.data["source"]))
+    return tuple(out)
+
+
+def stack_of(data: object, where: str) -> Stack:
+    """Return the stack of a mapping, as a file of profiles/stacks holds it.
+
+    Raises: PinError that names `where`, the key, and the nearest known one.
+    """
+    read = _Reader(data, where, _NEEDED, _OPTIONAL)
+    kernels = _Reader(read.data["kernels"], f"{where}: kernels", ("modes", "recompute", "zero_stages", "source"))
+    can = _Reader(read.data["can"], f"{where}: can", (*_ABLE, "source"))
+    known = tuple(name for name in RECOMPUTE_KINDS if name in RECOMPUTE)
+    chunks = read.inner("chunks", ("default", "source"))
+    whole = read.inner("whole_experts", ("since", "source"))
+    kept = read.inner("kept_gathered", ("in", "source"))
+    narrow = read.inner("gradients_16", ("when", "source"))
+    moments = read.inner("moments_16", ("source",))
+    vocab = read.inner("vocab", ("vocab_size", "vocab_multiple", "source"))
+    adapters = read.inner("adapters", ("rank", "layers", "source"))
+    packed = read.inner("packed", ("until", "tokens", "source"))
+    inner: dict[str, _Reader | None] = {
+        "kernels": kernels,
+        "can": can,
+        "chunks": chunks,
+        "whole_experts": whole,
+        "kept_gathered": kept,
+    }
+    inner |= {"gradients_16": narrow, "moments_16": moments, "vocab": vocab, "adapters": adapters, "packed": packed}
+    able = Abilities(**{name: can.some(name, words) for name, words in _ABLE.items()}, source=can.one("source", str))
+    when = Gradients16.NEVER if narrow is None else narrow.one("when", str)
+    if when not in tuple(Gradients16):
+        known_16 = [str(each) for each in Gradients16]
+        raise PinError(f"{where}: gradients_16: when={when!r} is not known; {near(when, known_16)}")
+    version = read.one("default_version", str)
+    year_of(version)
+    return Stack(
+        name=read.one("name", str),
+        about=read.one("about", str),
+        frameworks=read.some("frameworks", tuple(Framework)),
+        default_version=version,
+        kernels=Kernels(
+            kernels.some("modes", tuple(Mode)),
+            kernels.some("recompute", known),
+            kernels.some("zero_stages", ZERO_STAGES),
+            kernels.one("source", str),
+        ),
+        eras=_eras(read, able),
+        changes=_changes(read),
+        executed=read.one("executed", bool, False),
+        equal_stages=read.one("equal_stages", bool, False),
+        chunks=None if chunks is None else chunks.one("default", int),
+        whole_experts_since=None if whole is None else float(whole.one("since", (int, float))),
+        kept_gathered=() if kept is None else kept.some("in", tuple(Kept)),
+        gradients_16=Gradients16(when),
+        moments_16=moments is not None,
+        vocab=None if vocab is None else Vocab(**vocab.data),
+        adapters=None if adapters is None else Adapters(**{**adapters.data, "layers": tuple(adapters.data["layers"])}),
+        packed=None if packed is None else Packed(**packed.data),
+        sources={key: each.one("source", str) for key, each in inner.items() if each is not None},
+    )
+
+
+@lru_cache(maxsize=1)
+def stacks() -> Mapping[str, Stack]:
+    """Return every stack by name, in alphabetical order. PinError for a file that is not a record."""
+    out: dict[str, Stack] = {}
+    for path in sorted(files("autoplan.profiles").joinpath("stacks").iterdir(), key=lambda p: p.name):
+        if path.name.endswith(".json"):
+            read = stack_of(json.loads(path.read_text(encoding="utf-8")), f"profiles/stacks/{path.name}")
+            if f"{read.name}.json" != path.name:
+                raise PinError(f"profiles/stacks/{path.name}: name={read.name!r} must be that of the file")
+            out[read.name] = read
+    return out
+
+
+@lru_cache(maxsize=1)
+def stacks_of_frameworks() -> Mapping[Framework, Stack]:
+    """Return the stack that rows of each framework are read as. PinError if a framework has none or two."""
+    out: dict[Framework, Stack] = {}
+    for each in stacks().values():
+        for framework in each.frameworks:
+            if framework in out:
+                raise PinError(f"profiles/stacks: {framework!r} is in {out[framework].name} and {each.name}")
+            out[framework] = each
+    missing = [framework for framework in Framework if framework not in out]
+    if missing:
+        raise PinError(f"profiles/stacks: no record has the framework {missing[0]!r}")
+    return out
+
+
+def stack(name: str) -> Stack:
+    """Return the stack with this name. PinError names the nearest one."""
+    found = stacks().get(name)
+    if found is None:
+        raise PinError(f"stack {name!r} is not known; {near(name, tuple(stacks()))}")
+    return found

@@ -1,0 +1,84 @@
+"""Records of stacks (profiles/stacks): read strictly, complete, and consistent with what they say they can do."""
+
+import copy
+import json
+import re
+from importlib.resources import files
+
+import pytest
+
+from autoplan.config.parallel import Launch, precision_of
+from autoplan.config.recompute import recompute_kind
+from autoplan.errors import PinError
+from autoplan.stacks.records import Framework, stack, stack_of, stacks, stacks_of_frameworks, version_of, year_of
+
+BRIDGE = json.loads(files("autoplan.profiles").joinpath("stacks/megatron-bridge.json").read_text(encoding="utf-8"))
+
+
+def test_every_framework_of_published_rows_has_one_record() -> None:
+    assert set(stacks_of_frameworks()) == set(Framework)
+
+
+@pytest.mark.parametrize("name", stacks())
+def test_defaults_are_among_what_a_stack_can_do(name: str) -> None:
+    found = stacks()[name]
+    newest = found.eras[-1].can
+    assert set(found.kernels.modes) <= set(newest.modes)
+    assert {recompute_kind(how).name for how in found.kernels.recompute} <= set(newest.recompute)
+    assert set(found.kernels.zero_stages) <= set(newest.zero_stages)
+    assert "1F1B" in newest.schedules
+    assert found.kernels.source and newest.source and all(era.source for era in found.eras)
+    for change in found.changes:
+        re.compile(change.matches)
+    for precision in newest.precisions:
+        precision_of(precision)
+
+
+def test_an_era_holds_until_the_next_and_changes_depend_on_device_and_precision() -> None:
+    found = stack("megatron-bridge")
+    assert found.options_at(year_of("25.06"), "H100", "BF16").launch is Launch.ASYNC
+    assert found.options_at(year_of("25.09"), "H100", "BF16").launch is Launch.GRAPHS
+    assert not found.options_at(year_of("26.08"), "GB300", "BF16").fused_experts
+    assert found.options_at(year_of("26.08"), "GB300", "MXFP8").fused_experts
+    assert not found.experts_whole(year_of("25.06")) and found.experts_whole(year_of("25.09"))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("eraz",), [], "unknown key 'eraz'; did you mean 'eras'"),
+        (("eras", 0, "optoins"), {}, "did you mean 'options'"),
+        (("eras", 0, "options", "launhc"), "graphs", "unknown option 'launhc'"),
+        (("eras", 0, "options", "launch"), "graph", "launch 'graph' is not known; use async"),
+        (("eras", 0, "since"), 2020.0, "must begin with since=0.0"),
+        (("can", "schedules"), ["1F1BB"], "did you mean '1F1B'"),
+        (("can", "zero_stages"), [4], "zero_stages of 4 is not known"),
+        (("kernels", "modes"), ["fuse"], "did you mean 'fused'"),
+        (("frameworks",), ["NeMo"], "NeMo, Megatron Bridge"),
+        (("default_version",), "new", "write YY.MM"),
+        (("equal_stages",), 1, "must be of type bool"),
+        (("gradients_16", "when"), "alwais", "did you mean 'always'"),
+    ],
+)
+def test_a_faulty_record_is_refused_by_the_nearest_name(path: tuple[object, ...], value: object, message: str) -> None:
+    data = copy.deepcopy(BRIDGE)
+    at = data
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    with pytest.raises(PinError, match=re.escape(message)):
+        stack_of(data, "x.json")
+
+
+def test_a_missing_key_and_an_unknown_stack_are_named() -> None:
+    with pytest.raises(PinError, match=r"x\.json: about is missing"):
+        stack_of({key: value for key, value in BRIDGE.items() if key != "about"}, "x.json")
+    with pytest.raises(PinError, match="did you mean 'megatron-bridge'"):
+        stack("megatron-brigde")
+
+
+def test_versions_are_dates() -> None:
+    assert [version_of(year_of(text)) for text in ("26.08", "2021.3", "24.12")] == ["26.08", "21.03", "24.12"]
+    for text in ("26", "26.13", "v2.2", "08.26"):
+        with pytest.raises(PinError, match="write YY"):
+            year_of(text)
