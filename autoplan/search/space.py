@@ -16,7 +16,9 @@ from autoplan.schedules.schedule import SEARCHED_SCHEDULES
 from autoplan.search.degrees import Limits, Space, candidates
 from autoplan.search.refusals import refusal
 
-LEAST_PART = 8192  # least tokens per rank and sequence for which cp is searched; with fewer, a device has little work
+# Least tokens per rank and sequence for which cp is searched: published runs of Llama 405B cut 8,192 tokens over two
+# ranks. With fewer, a device has little work.
+LEAST_PART = 4096
 _LEAST_DOMAIN = 8  # tp up to this is searched even if no scale-up domain is as large
 
 
