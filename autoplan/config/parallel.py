@@ -404,7 +404,7 @@ class ParallelConfig:
         label_at=2,
         about=(
             "Number of ranks that every sequence is cut over (zig-zag); if left out, searched "
-            "where at least 4,096 tokens per rank remain, otherwise 1"
+            "where at least 8,192 tokens per rank remain (4,096 with fewer sequences than devices), otherwise 1"
         ),
     )
     ep: int = choice(

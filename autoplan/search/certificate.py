@@ -12,7 +12,7 @@ from autoplan.ops.table import nodes_with
 from autoplan.schedules.schedule import searched_words
 from autoplan.search.degrees import MAX_ACTIONS, Space
 from autoplan.search.layouts import ENOUGH_TOKENS, PlanRequest
-from autoplan.search.space import LEAST_PART
+from autoplan.search.space import least_part
 
 _NEAR = 0.05  # a stopped search with a larger gap has not found the best plan
 _RESTRICTIONS = (
@@ -117,7 +117,9 @@ def _of_degrees(request: PlanRequest, checked: Space) -> Iterator[str]:
     if nodes_with(request.graph, OpKind.EXPERTS):
         yield _EXPERTS
     if "cp" not in request.pins:
-        least = f"cp within one scale-up domain, and where at least {LEAST_PART:,} tokens per rank remain"
+        least = (
+            f"cp within one scale-up domain, and where at least {least_part(request.facts):,} tokens per rank remain"
+        )
         yield least if cut else "cp = 1"
     if cut:
         yield "layouts of cut sequences are chosen as if keys and values were gathered; one method per block"

@@ -16,9 +16,9 @@ from autoplan.schedules.schedule import SEARCHED_SCHEDULES
 from autoplan.search.degrees import Limits, Space, candidates
 from autoplan.search.refusals import refusal
 
-# Least tokens per rank and sequence for which cp is searched: published runs of Llama 405B cut 8,192 tokens over two
-# ranks. With fewer, a device has little work.
-LEAST_PART = 4096
+# Least tokens per rank and sequence for which cp is searched; with fewer, a device has little work. Where there are
+# fewer sequences than devices, half of it: published runs of Llama 405B cut 8,192 tokens over two ranks.
+LEAST_PART = 8192
 _LEAST_DOMAIN = 8  # tp up to this is searched even if no scale-up domain is as large
 
 
@@ -60,14 +60,21 @@ def limits_of(facts: Facts, cluster: Cluster, scope: Scope) -> Limits:
         facts,
         scope,
         max(_LEAST_DOMAIN, cluster.domain_size),
-        (1,) if facts.model is None else _contexts(facts.model, cluster, facts.seq_len or 0),
+        (1,) if facts.model is None else _contexts(facts, facts.model, cluster),
         SEARCHED_SCHEDULES,
         tuple(level.size for level in cluster.levels[:-1]),
     )
 
 
-def _contexts(model: ModelFacts, cluster: Cluster, seq_len: int) -> tuple[int, ...]:
+def least_part(facts: Facts) -> int:
+    """Return the least tokens per rank and sequence for which cp is searched."""
+    few = facts.batch is not None and facts.batch < facts.devices
+    return LEAST_PART // 2 if few else LEAST_PART
+
+
+def _contexts(facts: Facts, model: ModelFacts, cluster: Cluster) -> tuple[int, ...]:
     """Return 1, and the cp within a scale-up domain that leave every rank enough tokens, if the model can be cut."""
-    most = min(seq_len // LEAST_PART, max(_LEAST_DOMAIN, cluster.domain_size))
+    seq_len = facts.seq_len or 0
+    most = min(seq_len // least_part(facts), max(_LEAST_DOMAIN, cluster.domain_size))
     found = [cp for cp in divisors(cluster.num_devices) if 1 < cp <= most and seq_len % (2 * cp) == 0]
     return (1, *found) if found and model.context_obstacle is None else (1,)
