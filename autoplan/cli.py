@@ -1,4 +1,4 @@
-"""The command line: `autoplan plan | estimate | whatif | capacity | profile | calibrate | models | hw`.
+"""The command line: `autoplan plan | estimate | whatif | capacity | profile | calibrate | models | stacks | hw`.
 
 Exit codes: 0 a plan, 2 bad input (one line on stderr), 3 nothing fits (names the obstacle and the cheapest change), 4
 standard output cannot be written, 130 interrupted, 141 the reader has gone (`| head -1`). Catalog models need no torch;
@@ -307,7 +307,7 @@ def _end_sweep(outcome: str, found: Sequence[Point], count: int) -> None:
     help=f"""Many models on many clusters: plan, days, money, energy and goodput, a row each.
 
     The file holds models, clusters, tokens, seq_len and global_batch_size (one or a list of each), and optionally
-    precision, mode, pins, {", ".join(OPTIONS)}, profile, constants, assumptions (mtbf_device_days, pue, ...) and
+    precision, mode, pins, like, {", ".join(OPTIONS)}, profile, constants, assumptions (mtbf_device_days, pue, ...) and
     time_limit_s."""
 )
 def capacity(
@@ -392,6 +392,25 @@ def models(as_json: AsJson = False) -> None:
         _print_json(report("models", models=models_data()))
     else:
         console().print(models_table())
+
+
+@app.command()
+def stacks(
+    name: Annotated[str | None, typer.Argument(help="A name of the list; without one, all are listed.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The frameworks of --like: settings by version, what they can do, and the sources."""
+    from autoplan.report.data import report
+    from autoplan.report.stacks import show_stack, stack_data, stacks_data, stacks_table
+    from autoplan.report.text import console
+    from autoplan.stacks.records import stack
+
+    if as_json:
+        _print_json(report("stacks", stacks=stacks_data() if name is None else [stack_data(stack(name))]))
+    elif name is None:
+        console().print(stacks_table())
+    else:
+        show_stack(console(), name)
 
 
 @hw.command("list")

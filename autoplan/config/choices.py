@@ -118,14 +118,23 @@ def text_of(record: Choice, value: Any, layers: Sequence[str] = ()) -> str:
     return str(value)
 
 
-def choice_words(chosen: ParallelConfig | RunOptions, layers: Sequence[str] = ()) -> list[str]:
-    """Return the command-line words for every choice that differs from its default or that must always be given."""
+def choice_words(
+    chosen: ParallelConfig | RunOptions, layers: Sequence[str] = (), against: RunOptions | None = None
+) -> list[str]:
+    """Return the command-line words for every choice that differs from its default or that must always be given.
+
+    Args:
+        layers: The names of the model's layers.
+        against: Options that hold if nothing is given; None: the defaults.
+    """
     words: list[str] = []
     for record in CHOICES if isinstance(chosen, ParallelConfig) else choices_of(RunOptions):
         value = getattr(chosen, record.name)
         default = value == record.default or (
             value is not None and text_of(record, value, layers) == _default_text(record)
         )
+        if against is not None:
+            default = value == getattr(against, record.name)
         if not record.help or default if record.said is None else not record.said(chosen):
             continue
         if isinstance(value, bool):

@@ -424,7 +424,8 @@ class ParallelConfig:
     )
     zero_stage: int = choice(
         1,
-        "ZeRO stage, 0 to 3.",
+        "ZeRO stage, 0 to 3; default: that of --like, else 1.",
+        left_out=True,
         flags=("--zero", "--zero-stage"),
         obstacle=_zero_stage,
         least=0,

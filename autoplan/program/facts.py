@@ -14,6 +14,7 @@ from autoplan.ops.batch import batch_obstacle, context_obstacle
 from autoplan.ops.experts import SECOND_BIAS
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import nodes_with
+from autoplan.stacks.like import Like
 
 
 def divisors(number: int) -> list[int]:
@@ -40,6 +41,15 @@ def attention_heads(graph: ModelGraph) -> dict[str, list[AttentionHeads]]:
             where = node.source or f"{block.name}/{node.name}"
             out.setdefault(block.name, []).append(AttentionHeads(where, heads, kv))
     return out
+
+
+def latent_attention(graph: ModelGraph) -> bool:
+    """Return True for multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys are wider than values."""
+    found = [
+        [block.values[n].shape[-1].value for n in node.tensor_inputs[1:3]]
+        for block, node in nodes_with(graph, OpKind.ATTENTION)
+    ]
+    return any(len(sizes) == 2 and None not in sizes and sizes[0] != sizes[1] for sizes in found)
 
 
 def kv_ranks(graph: ModelGraph, tp: int) -> int:
@@ -196,6 +206,7 @@ class Facts:
         batch: sequences per step over all data-parallel ranks.
         gradient_compression: name of the compression of gradients, which a door of a program asks for; "": none.
         async_tp, compile: as `autoplan.parallelize` takes them.
+        like: the stack that runs the plan, whose abilities hold; None: anything with a price.
         host_link: False if the speed between devices and their host is not known.
     """
 
@@ -213,6 +224,7 @@ class Facts:
     gradient_compression: str = ""
     async_tp: bool = False
     compile: bool | str = "auto"
+    like: Like | None = None
 
     @classmethod
     def of(
@@ -225,6 +237,7 @@ class Facts:
         precision: str = "native",
         options: RunOptions | None = None,
         target_len: int | None = None,
+        like: Like | None = None,
     ) -> Facts:
         """Return the facts of a task."""
         return cls(
@@ -239,6 +252,7 @@ class Facts:
             cluster.device.name,
             target_len,
             cluster.device_type,
+            like=like,
         )
 
     def length(self, symbol: str) -> int | None:

@@ -10,6 +10,7 @@
 `flags`: arguments and options that several commands share.
 `output`: standard output, whose loss is an error.
 `request`: the options of a command as a PlanRequest.
+`stacks`: listings of the stacks of `--like`.
 `text`: reports as text.
 `timeline`: the predicted step as Chrome trace events.
 `waiting`: the status line on stderr.

@@ -28,10 +28,18 @@ def task(model: str, cluster: str, request: PlanRequest) -> list[str]:
     return [*words, "--global-batch-size", str(request.global_batch_size)]
 
 
-def settings(request: PlanRequest) -> list[str]:
-    """Return the words for the setup of the run and the sources of its price, as all commands take them."""
-    words = _given("--precision", request.precision, "bf16") + _given("--mode", str(request.mode), "eager")
-    words += choice_words(request.options)
+def settings(request: PlanRequest, searched: bool = True) -> list[str]:
+    """Return the words for the setup of the run and the sources of its price, as all commands take them.
+
+    Args:
+        searched: names the stack, which limits a search; a price needs only its settings.
+    """
+    like = request.facts.like
+    words = ["--like", like.name] if like is not None and searched else []
+    words += _given("--precision", request.precision, "" if like is not None and searched else "bf16")
+    words += _given("--mode", str(request.mode), "" if like is not None and searched else "eager")
+    against = None if like is None or not searched else like.defaults(request.cluster.device.name)
+    words += choice_words(request.options, against=against)
     if request.profile is not None:
         words += ["--profile", request.profile_file or request.profile.name]
     words += _given("--constants", request.constants_file)
@@ -52,7 +60,7 @@ def estimate_command(
 ) -> list[str]:
     """Return the words of the command line that prices this plan to the same figures."""
     words = ["autoplan", "estimate", *task(model, cluster, request), *choice_words(config, layer_calls(request.graph))]
-    return [*words, *settings(request), *_executed(request), *run_words(run)]
+    return [*words, *settings(request, searched=False), *_executed(request), *run_words(run)]
 
 
 def _planning(request: PlanRequest) -> list[str]:

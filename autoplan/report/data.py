@@ -11,6 +11,7 @@ Schema 1:
                  "price": null | {"usd_per_device_hour", "source", "as_of"}},
      "request": {"seq_len", ["target_len",] "global_batch_size", "pins", "precision", "memory_risk",
                  "equal_within", "mode",
+                 "like": null | str,   # the stack whose settings are taken, NAME@YY.MM
                  option of RunOptions: value, ..., "profile", "constants": null | file,
                  "imbalance": null | {"value", "what", "source"}},  # of routing, of models with experts
      "priced_not_executed": [str],      # parts of the plan with a price that autoplan's own runtime does not execute
@@ -173,6 +174,7 @@ def _head(command: str, request: PlanRequest, status: str = "ok") -> dict[str, A
             **({} if r.target_len is None else {"target_len": r.target_len}),
             **chosen(r, "global_batch_size pins precision memory_risk equal_within"),
             "mode": str(r.mode),
+            "like": None if r.facts.like is None else r.facts.like.name,
             **option_data(r.options),
             "attention": str(r.options.attention_in(r.mode)),
             "profile": r.profile.name if r.profile is not None else None,

@@ -11,8 +11,10 @@ from autoplan.config.pins import Pins
 from autoplan.errors import PinError
 from autoplan.program.facts import Facts
 from autoplan.program.legality import Scope, check_legal
+from autoplan.schedules.schedule import num_copies
 from autoplan.search.nearest import Changes, explained
 from autoplan.search.planner import PlanRequest
+from autoplan.stacks.like import Like, equal_stages
 
 DEGREES = tuple(name for name in PINS if name != "num_micro_batches")  # choices that may be given
 
@@ -20,6 +22,10 @@ DEGREES = tuple(name for name in PINS if name != "num_micro_batches")  # choices
 def checked_config(request: PlanRequest, given: Mapping[str, Any]) -> ParallelConfig:
     """Return `config_of` for a task. PinError for an illegal configuration names the nearest legal one."""
     values = {name: value for name, value in given.items() if value is not None}
+    if request.facts.like is not None:
+        values = _like(request.facts.like, request.facts, values)
+    elif given.get("zero_stage", 0) is None:  # left open on the command line
+        values["zero_stage"] = ParallelConfig().zero_stage
 
     def attempt(changes: Changes, facts: Facts) -> Changes | None:
         made = {name: value for name, value in {**values, **changes}.items() if value is not None}
@@ -33,6 +39,20 @@ def checked_config(request: PlanRequest, given: Mapping[str, Any]) -> ParallelCo
         return _legal(values, request.facts)
     except PinError as error:
         raise explained(error, values, attempt, request.facts) from None
+
+
+def _like(like: Like, facts: Facts, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the choices with the defaults of a stack."""
+    model = facts.model
+    if model is None:
+        return dict(given)
+    out = like.degrees(given, model.num_experts, facts.devices // int(given.get("pp") or 1))
+    schedule, virtual = Pins({n: out[n] for n in ("schedule", "virtual_stages") if n in out}).schedule
+    pp = int(out.get("pp") or 1)
+    if "stages" not in out and like.stack.equal_stages and num_copies(schedule) == 1:
+        stages = equal_stages(model.num_layers, pp, virtual)
+        out |= {} if stages is None else {"stages": stages}
+    return out
 
 
 def _legal(given: Mapping[str, Any], facts: Facts) -> ParallelConfig:

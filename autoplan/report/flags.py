@@ -74,13 +74,25 @@ class TaskWords:
         typer.Option("--global-batch-size", "--gbs", help="Sequences per step, over all devices; 1k is 1,024."),
     ]
     precision: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="bf16, fp16, fp32, fp8, mxfp8, fp4, or native (the model's own dtypes); the suffix -grad16 "
-            "(bf16-grad16) keeps gradients in 16 bits."
+            "(bf16-grad16) keeps gradients in 16 bits, -grad32 overrides those of --like.",
+            show_default="bf16",
         ),
-    ] = "bf16"
-    mode: Annotated[str, typer.Option(help="How the program runs: eager, fused or compiled.")] = "eager"
+    ] = None
+    mode: Annotated[
+        str | None,
+        typer.Option(help="How the program runs: eager, fused or compiled; default: that of --like, else eager."),
+    ] = None
+    like: Annotated[
+        str | None,
+        typer.Option(
+            "--like",
+            help="Settings of the stack that will run the plan, NAME or NAME@YY.MM (autoplan stacks); other options "
+            "override them.",
+        ),
+    ] = None
     options: Mapping[str, Any] = field(default_factory=dict)
     profile: ProfileName = None
     constants: ConstantsFile = None
@@ -105,6 +117,18 @@ class TaskWords:
 
 # Parameters that take several choices as one mapping -> the class of these choices
 _GROUPS: Mapping[str, type] = {"degrees": ParallelConfig, "options": RunOptions}
+
+
+def _open_annotation(record: Choice) -> tuple[Any, object]:
+    """Return the type with the option of a choice that is None unless it is given, so that a stack may set it."""
+    default = "" if record.default is None else text_of(record, record.default)
+    if record.written is Written.SWITCH:
+        flags: tuple[str, ...] = (f"{record.flag}/--no-{record.flag.removeprefix('--')}",)
+        default = "yes" if record.default else "no"
+    else:
+        flags = record.flags or (record.flag,)
+    option = typer.Option(*flags, help=record.help, show_default=default or False)
+    return Annotated[(bool if record.written is Written.SWITCH else str) | None, option], None
 
 
 def _annotation(record: Choice) -> tuple[Any, object]:
@@ -140,7 +164,7 @@ def with_choices(command: Callable[..., None]) -> Callable[..., None]:
         records = [record for record in choices_of(_GROUPS[name]) if record.help]
         groups[name] = [record.name for record in records]
         for record in records:
-            kind, value = _annotation(record)
+            kind, value = _open_annotation(record) if name == "options" else _annotation(record)
             add(record.name, kind, value)
 
     words = fields(TaskWords)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from autoplan.catalog import load_model
 from autoplan.config.choices import options_of, read_mode
 from autoplan.config.numbers import read_count, read_number
-from autoplan.config.parallel import precision_of
+from autoplan.config.parallel import Mode, precision_of
 from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN, check_planning
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
@@ -18,6 +18,7 @@ from autoplan.errors import PinError
 from autoplan.report.arguments import read_assumptions, read_pin_words
 from autoplan.report.flags import TaskWords
 from autoplan.search.planner import PlanRequest
+from autoplan.stacks.like import read_like
 from autoplan.sweeps.whatif import RunTask, check_measured_on, check_sweep, read_constants
 
 
@@ -50,8 +51,12 @@ def read_request(
         raise PinError(f"--time-limit {time_limit} must be a finite number of at least 1")
     check_planning(memory_risk, equal_within)
     where = Cluster.parse(task.cluster)
-    mode = read_mode(task.mode)
-    precision_of(task.precision)
+    like = None
+    if task.like is not None:
+        like = read_like(task.like, {**task.options, "mode": task.mode, "precision": task.precision})
+    mode = read_mode(task.mode or Mode.EAGER)
+    if like is None:
+        precision_of(task.precision or "bf16")
     tokens = read_count(task.seq_len, "--seq-len")
     batch = read_count(task.global_batch_size, "--global-batch-size")
     check_sweep(tokens, batch)
@@ -67,7 +72,7 @@ def read_request(
         seq_len=tokens,
         global_batch_size=batch,
         pins=fixed,
-        precision=task.precision,
+        precision=task.precision or "bf16",
         mode=mode,
         profile=measured,
         profile_file=task.profile,
@@ -80,4 +85,5 @@ def read_request(
         equal_within=equal_within,
         executed=runnable,
         target_len=None if task.target_len is None else read_count(task.target_len, "--target-len"),
+        like=like,
     )

@@ -126,8 +126,18 @@ def cluster_line(c: Cluster) -> str:
     return f"{c.num_devices} x {c.device.name} ({nodes}; per device and direction: {', '.join(links)})"
 
 
+def _stack(request: PlanRequest) -> str:
+    """Return whose settings a price assumes."""
+    like = request.facts.like
+    if like is None:
+        return f"of PyTorch ({request.mode}) and the options given; --like NAME takes a framework's (autoplan stacks)"
+    against = like.texts(request.cluster.device.name)
+    return f"of {like.name}, {like.stack.about}" + (f"; given instead: {', '.join(against)}" if against else "")
+
+
 def _evidence(out: Console, request: PlanRequest, estimate: Estimate) -> None:
-    """Print which numbers are measured, fitted or assumed."""
+    """Print whose settings are assumed, and which numbers are measured, fitted or assumed."""
+    paragraph(out, f"Settings: {_stack(request)}", 10, "dim")
     source = f"profile {request.profile.name}" if request.profile is not None else "catalog figures, no profile"
     paragraph(out, f"Evidence: {evidence_label(estimate)} ({source}; times are low to high)", 10, "dim")
     imbalance = imbalance_of(request)

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoplan.config.choice import is_count
+from autoplan.config.choices import option_data
 from autoplan.config.context_methods import ContextMethod, read_method
 from autoplan.config.offload import ACTIVATIONS, held_on_host, searched_offload
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.config.pins import Pins
 from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN, check_planning
-from autoplan.config.recompute import modules_of
+from autoplan.config.recompute import OFFLOAD, modules_of, recompute_kind
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
@@ -42,7 +43,7 @@ from autoplan.program.context_pins import (
     worth_looking_at,
 )
 from autoplan.program.expert_degrees import ExpertDegrees
-from autoplan.program.facts import Facts
+from autoplan.program.facts import Facts, latent_attention
 from autoplan.program.legality import Scope
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.op_costs import OpCosts
@@ -58,6 +59,7 @@ from autoplan.search.interleaved_cuts import ChunkCutter
 from autoplan.search.intra import IntraSolution, StoppedError, solve
 from autoplan.search.refusals import refusal
 from autoplan.search.space import limits_of, space
+from autoplan.stacks.like import Like, read_like
 
 ILP_LIMIT_S = 120.0  # time limit of one integer program of layouts
 ENOUGH_TOKENS = 4096  # on a rank; micro-batches with more share a layout
@@ -75,6 +77,9 @@ class PlanRequest:
         constants: constants of the cost model, as shipped or fitted by `autoplan calibrate` to measured steps.
         constants_file: file that they were read from, for reports.
         profile: measured times that override the cluster's figures.
+        like: the stack that will run the plan, `megatron-bridge@26.08`: its settings take the place of the defaults of
+            mode, precision and options, and a search looks at what it can do (profiles/stacks). A value that differs
+            from its default overrides the stack; a `Like` knows what was given, and decides all three.
         profile_file: name or file that the profile was read from, for reports.
         top: number of plans to return, best first, each with other degrees.
         time_limit_s: after this time the best plan so far is returned; while there is none, the search goes on for a
@@ -105,12 +110,32 @@ class PlanRequest:
     executed: bool = False
     target_len: int | None = None
     profile_file: str | None = None
+    like: Like | str | None = None
 
     def __post_init__(self) -> None:
+        if self.like is not None:
+            self._settle(self.like)
         try:
             object.__setattr__(self, "pins", self.pins if isinstance(self.pins, Pins) else Pins(self.pins))
         except PinError as error:
             raise refusal(limits_of(self.facts, self.cluster, self.scope), self.pins) or error from None
+
+    def _settle(self, like: Like | str) -> None:
+        """Take the settings of the stack, but for what was given."""
+        if isinstance(like, str):
+            usual = option_data(RunOptions())
+            given = {name: v for name, v in option_data(self.options).items() if v != usual[name]}
+            given |= {"mode": None if self.mode is Mode.EAGER else self.mode}
+            like = read_like(like, {**given, "precision": None if self.precision == "bf16" else self.precision})
+        settled = {
+            "like": like,
+            "mode": like.mode,
+            "precision": like.precision(latent_attention(self.graph)),
+            "options": like.options(self.cluster.device.name),
+            "executed": self.executed or like.stack.executed,
+        }
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
 
     @functools.cached_property
     def facts(self) -> Facts:
@@ -124,6 +149,7 @@ class PlanRequest:
             self.precision,
             self.options,
             self.target_len,
+            self.like if isinstance(self.like, Like) else None,
         )
 
     @property
@@ -279,6 +305,11 @@ class LayoutCache:
             op_costs = self._op_costs(axes, cut, methods)
             made = self._lowered[cut, methods] = lower_all(self.request.graph, solution.selection, op_costs)
         work = workload(self.request.graph, solution.selection, made.op_costs, experts, ends, made)
+        like = self.request.facts.like
+        if like is not None:  # recompute that the stack cannot do is not looked at
+            able = like.can.recompute
+            choices = ({h: v for h, v in c.items() if recompute_kind(h).name in able} for c in work.unit_choices)
+            work = replace(work, unit_choices=tuple(choices))
         return CandidateLayout(solution, work, op_times(work, self.costs))
 
     def _op_costs(self, axes: tuple[Axis, ...], cut: _Cut, methods: Chosen) -> OpCosts:
@@ -425,6 +456,10 @@ def offloaded(request: PlanRequest, candidate: ParallelConfig) -> list[ParallelC
     if not request.cluster.offloads:
         return []
     kinds = searched_offload(request.pins, candidate.zero_stage, candidate.num_shards)
+    like = request.facts.like
+    if like is not None:
+        able = {*like.can.offload, *((ACTIVATIONS,) if OFFLOAD in like.can.recompute else ())}
+        kinds = tuple(kind for kind in kinds if able.issuperset(kind))
     return [candidate.but(offload=kind) for kind in kinds]
 
 

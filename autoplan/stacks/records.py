@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,11 +45,10 @@ class Framework(StrEnum):
 
 
 class Gradients16(StrEnum):
-    """When gradients are kept and reduced in 16 bits: never, in fp16, where ZeRO shards (DeepSpeed), or always."""
+    """When gradients are kept and reduced in 16 bits: never, in fp16, or always."""
 
     NEVER = "never"
     FP16 = "fp16"
-    ZERO = "zero"
     ALWAYS = "always"
 
 
@@ -194,8 +194,11 @@ class Stack:
 
 
 def version_of(year: float) -> str:
-    """Return a year with decimals as a version, YY.MM; the beginning of time as `oldest`."""
-    return "oldest" if year < 1 else f"{int(year) % 100:02d}.{int((year - int(year)) * 12 + 1.001):02d}"
+    """Return the first version whose month's middle is not before a year, YY.MM; the beginning of time as `oldest`."""
+    if year < 1:
+        return "oldest"
+    months = math.ceil(year * 12 - 0.5 - 1e-6)
+    return f"{months // 12 % 100:02d}.{months % 12 + 1:02d}"
 
 
 def year_of(version: str) -> float:
@@ -362,7 +365,9 @@ def stack_of(data: object, where: str) -> Stack:
 def stacks() -> Mapping[str, Stack]:
     """Return every stack by name, in alphabetical order. PinError for a file that is not a record."""
     out: dict[str, Stack] = {}
-    for path in sorted(files("autoplan.profiles").joinpath("stacks").iterdir(), key=lambda p: p.name):
+    for path in sorted(
+        files("autoplan.profiles").joinpath("stacks").iterdir(), key=lambda p: p.name.removesuffix(".json")
+    ):
         if path.name.endswith(".json"):
             read = stack_of(json.loads(path.read_text(encoding="utf-8")), f"profiles/stacks/{path.name}")
             if f"{read.name}.json" != path.name:

@@ -12,6 +12,7 @@ or a YAML file (`autoplan capacity FILE.yaml`) with the same names. `models` to 
     precision: bf16
     mode: eager
     pins: {tp: 8}                               # of all rows
+    like: megatron-bridge@26.08                 # settings of the stack that will run them (autoplan stacks)
     launch: graphs                              # how runs are set up: the names of RunOptions
     overlap: [tp, pp]
     fused_loss: true
@@ -47,6 +48,7 @@ from autoplan.cost_models.whole_run import Assumptions
 from autoplan.errors import AutoplanError, PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.search.planner import PlanRequest, search_plan
+from autoplan.stacks.like import Like, read_like
 from autoplan.sweeps.whatif import (
     Point,
     RunTask,
@@ -66,7 +68,18 @@ if TYPE_CHECKING:
 _NEEDED = ("models", "clusters", "tokens", "seq_len", "global_batch_size")
 _PLANNING = {"memory_risk": DEFAULT_RISK, "equal_within": EQUAL_WITHIN}
 _LISTED = (*_NEEDED, "precision", "mode")  # one value or a list: rows are their product
-_OPTIONAL = ("precision", "mode", "pins", *OPTIONS, "profile", "constants", "assumptions", "time_limit_s", *_PLANNING)
+_OPTIONAL = (
+    "precision",
+    "mode",
+    "pins",
+    "like",
+    *OPTIONS,
+    "profile",
+    "constants",
+    "assumptions",
+    "time_limit_s",
+    *_PLANNING,
+)
 
 
 @dataclass(frozen=True)
@@ -93,6 +106,7 @@ class CapacityTask:
     time_limit_s: float
     memory_risk: float = DEFAULT_RISK
     equal_within: float = EQUAL_WITHIN
+    like: Like | None = None
 
     @property
     def num_searches(self) -> int:
@@ -146,15 +160,20 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
         if name not in PINS:
             raise PinError(f"{where}: unknown pin {name!r}; known: {', '.join(PINS)}")
     assumptions = _mapping(given, "assumptions", "{pue: 1.1}", where)
-    options = _read(where, options_of, {name: given[name] for name in OPTIONS if name in given})
+    option_given = {name: given[name] for name in OPTIONS if name in given}
+    options = _read(where, options_of, option_given)
+    like = None
+    if "like" in given:
+        like = _read(f"{where}: like", lambda v: read_like(v, option_given), given["like"])
     known, file = _read(f"{where}: constants", lambda v: _constants(v, folder), given.get("constants"))
     task = CapacityTask(
         # the slowest reads come last
         tokens=read("tokens", _tokens),
         seq_len=read("seq_len", lambda v: _count("seq_len", v)),
         global_batch_size=read("global_batch_size", lambda v: _count("global_batch_size", v)),
-        precision=read("precision", lambda v: precision_of(str(v)).name, "bf16"),
-        mode=read("mode", read_mode, Mode.EAGER),
+        precision=read("precision", lambda v: _precision(v, like), "bf16"),
+        mode=read("mode", read_mode, Mode.EAGER if like is None else like.mode),
+        like=like,
         pins={name: tuple(value) if isinstance(value, list) else value for name, value in pins.items()},
         options=options,
         constants=known,
@@ -187,6 +206,14 @@ def _mapping(given: Mapping[str, Any], name: str, example: str, where: str) -> M
     if not isinstance(value, Mapping):
         raise PinError(f"{where}: {name}={value!r} must be a mapping, for example {example}")
     return value
+
+
+def _precision(value: object, like: Like | None) -> str:
+    """Return the name of a precision, which with a stack is one that it can do."""
+    if like is None:
+        return precision_of(str(value)).name
+    like.but(precision=str(value))
+    return str(value)
 
 
 def _time_limit(given: Mapping[str, Any], where: str) -> float:
@@ -289,6 +316,7 @@ def cells(task: CapacityTask, search: Callable[[PlanRequest], Any] = search_plan
             options=task.options,
             constants=task.constants,
             constants_file=task.constants_file,
+            like=task.like,
             time_limit_s=task.time_limit_s,
             memory_risk=task.memory_risk,
             equal_within=task.equal_within,
@@ -332,6 +360,7 @@ def capacity(
     time_limit_s: float = 60.0,
     memory_risk: float = DEFAULT_RISK,
     equal_within: float = EQUAL_WITHIN,
+    like: str | None = None,
 ) -> pd.DataFrame:
     """Return the best plan of every model on every cluster, with the cost of its run, one row each.
 
@@ -352,6 +381,8 @@ def capacity(
         time_limit_s: Seconds for one search.
         memory_risk: The accepted probability that a plan runs out of memory.
         equal_within: Plans within this share of the fastest step are equal; the simplest is taken.
+        like: The stack that will run the plans, `megatron-bridge@26.08`; other arguments override it where they differ
+            from their defaults.
 
     Returns: model, cluster, tokens, seq_len, global_batch_size, precision, mode, then the columns of
         `autoplan.sweeps.whatif` with tokens (seconds, bytes, days, US dollars, kWh; shares from 0 to 1), then
@@ -361,6 +392,7 @@ def capacity(
     """
     import pandas as pd
 
+    usual = option_data(RunOptions())
     task = task_of(
         {
             "models": models,
@@ -370,8 +402,9 @@ def capacity(
             "global_batch_size": global_batch_size,
             "pins": pins,
             "precision": precision,
-            "mode": mode,
-            **option_data(options_of(options)),
+            "mode": None if like is not None and mode is Mode.EAGER else mode,
+            "like": like,
+            **{name: value for name, value in option_data(options_of(options)).items() if value != usual[name]},
             "profile": profile,
             "constants": constants,
             "assumptions": assumptions,

@@ -235,6 +235,7 @@ def _at(base: PlanRequest, varied: Mapping[str, Any]) -> PlanRequest:
     if base.profile is not None:
         _check_profile(base.profile, base.cluster, cluster)
     mode = read_mode(varied.get("mode", base.mode))
+    like = base.facts.like and base.facts.like.but(**{n: varied.get(n) for n in ("mode", "precision")})
     seq_len, batch = (varied.get(name, getattr(base, name)) for name in ("seq_len", "global_batch_size"))
     check_sweep(seq_len, batch)
     return replace(
@@ -246,6 +247,7 @@ def _at(base: PlanRequest, varied: Mapping[str, Any]) -> PlanRequest:
         mode=mode,
         pins={**base.pins, **{name: varied[name] for name in PINS if name in varied}},
         top=1,
+        like=like,
     )
 
 
@@ -315,6 +317,7 @@ def points(
             request.precision,
             request.mode,
             request.options,
+            request.like,
             request.constants,
             tuple((name, str(value)) for name, value in request.pins.items()),
         )
@@ -420,6 +423,7 @@ def whatif(
     equal_within: float = EQUAL_WITHIN,
     assumptions: Mapping[str, float] | None = None,
     target_len: int | None = None,
+    like: str | None = None,
 ) -> pd.DataFrame:
     """Return the best plan at every point of a sweep, one row per point; a point without a plan states the reason.
 
@@ -437,6 +441,8 @@ def whatif(
         equal_within: Plans within this share of the fastest step are equal; the simplest is taken.
         assumptions: Assumptions of the whole run, by the names of `cost_models.whole_run.FIGURES`.
         target_len: Tokens per target sequence of an encoder-decoder; None: as seq_len.
+        like: The stack that will run the plan, `megatron-bridge@26.08`; other arguments override it where they differ
+            from their defaults.
 
     Returns: Columns: the varied names; status, reason, search_status (`complete`, or why the search stopped), gap (as
         `planner.Certificate` defines it), num_devices, step_time_s (and low, high), tokens_per_s,
@@ -471,5 +477,6 @@ def whatif(
         memory_risk=memory_risk,
         equal_within=equal_within,
         target_len=target_len,
+        like=like,
     )
     return pd.DataFrame([row(p, run) for p in points(base, vary)])

@@ -28,6 +28,7 @@ from autoplan.errors import AutoplanError
 from autoplan.schedules.schedule import num_copies
 from autoplan.stacks import defaults as tables
 from autoplan.stacks.defaults import Framework, find
+from autoplan.stacks.like import equal_stages
 from autoplan.stacks.options import default_options
 from autoplan.stacks.records import stacks_of_frameworks
 from experiments.published import reading
@@ -367,7 +368,7 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
             schedule=tables.INTERLEAVED.get(r.schedule, r.schedule) if chunks > 1 else r.schedule,
             virtual_stages=chunks,
             recompute=again,
-            stages=_stages(shape.layers, pp, chunks) if num_copies(r.schedule) == 1 else None,
+            stages=equal_stages(shape.layers, pp, chunks) if num_copies(r.schedule) == 1 else None,
             offload=r.on_host.state,
         )
         return Setting(r.mode, config, options, instead=instead)
@@ -408,23 +409,6 @@ def _modes(row: Row, framework: Framework) -> tuple[Mode, ...]:
 def _layers(layers: int, chunks: int) -> tuple[int, ...]:
     """Layers per chunk, as even as they go: at most as many as any chunk has, where stages are uneven."""
     return (layers // chunks,) * chunks
-
-
-def _stages(layers: int, pp: int, virtual_stages: int) -> tuple[int, ...] | None:
-    """Equal chunks, as all these frameworks cut; where they do not divide, embedding and head count as layers
-    (Megatron's account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split).
-
-    None (the planner's balance) without a pipeline, where several chunks are equal, or where neither divides.
-    """
-    chunks = pp * virtual_stages
-    if pp == 1 or (virtual_stages > 1 and layers % chunks == 0):
-        return None
-    if layers % chunks == 0:
-        return (layers // chunks,) * chunks
-    if (layers + 2) % chunks == 0:
-        inner = (layers + 2) // chunks
-        return (inner - 1, *(inner,) * (chunks - 2), inner - 1)
-    return None
 
 
 # -- what was measured -------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ no model makes legal.
 `devices`: rules of the devices and of pipeline stages.
 `experts`: rules of experts, and of copies of the state that ZeRO shards.
 `rule`: the types of a rule, its scope, and a broken rule.
+`stack`: rules of what the framework that runs the plan cannot do.
 `steps`: rules of offload, schedules, recompute, and the run.
 """
 
@@ -25,7 +26,7 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.config.pins import Pins
 from autoplan.errors import PinError
 from autoplan.program.facts import Facts
-from autoplan.program.legality import data, devices, experts, steps
+from autoplan.program.legality import data, devices, experts, stack, steps
 from autoplan.program.legality.experts import zero_replica_counts
 from autoplan.program.legality.rule import Broken, Rule, Scope
 
@@ -53,7 +54,7 @@ def _value(record: Choice) -> Callable[[ParallelConfig, Facts], str | None]:
 
 # A search need not try these: pins are checked where they enter, and it enumerates only legal values.
 VALUES: tuple[Rule, ...] = tuple(Rule(f"no {c.name} of any plan", (c.name,), _value(c)) for c in CHOICES)
-RULES: tuple[Rule, ...] = (*devices.RULES, *data.RULES, *experts.RULES, *steps.RULES)
+RULES: tuple[Rule, ...] = (*devices.RULES, *data.RULES, *experts.RULES, *steps.RULES, *stack.RULES)
 
 
 def broken(config: ParallelConfig, facts: Facts, scope: Scope) -> Broken | None:

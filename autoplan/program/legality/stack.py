@@ -1,0 +1,58 @@
+"""Rules of a stack: what the framework that will run the plan cannot do (`--like`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoplan.config.parallel import ParallelConfig
+from autoplan.config.recompute import kinds_in
+from autoplan.program.facts import Facts
+from autoplan.program.legality.rule import Rule
+
+
+def _cannot(f: Facts, said: str, able: Sequence[object]) -> str:
+    name = f.like.name if f.like is not None else ""
+    return f"{said}: {name} cannot; it can {', '.join(map(str, able)) or 'nothing but the default'}"
+
+
+def _degree(name: str) -> Rule:
+    def found(c: ParallelConfig, f: Facts) -> str | None:
+        value = getattr(c, name)
+        if f.like is None or value is None or value == 1 or name in f.like.can.degrees:
+            return None
+        return _cannot(f, f"{name}={value}", [f"{n} above 1" for n in f.like.can.degrees])
+
+    return Rule(f"the stack has no {name}", (name,), found)
+
+
+def _zero(c: ParallelConfig, f: Facts) -> str | None:
+    if f.like is None or c.dp * c.cp == 1 or c.zero_stage in f.like.can.zero_stages:
+        return None
+    return _cannot(f, f"zero_stage={c.zero_stage}", f.like.can.zero_stages)
+
+
+def _schedule(c: ParallelConfig, f: Facts) -> str | None:
+    if f.like is None or c.pp == 1 or c.schedule in f.like.can.schedules:
+        return None
+    return _cannot(f, f"schedule={c.schedule!r}", f.like.can.schedules)
+
+
+def _recompute(c: ParallelConfig, f: Facts) -> str | None:
+    if f.like is None or kinds_in(c.recompute) <= set(f.like.can.recompute):
+        return None
+    return _cannot(f, f"recompute={c.recompute!r}", f.like.can.recompute)
+
+
+def _offload(c: ParallelConfig, f: Facts) -> str | None:
+    if f.like is None or set(c.offload) <= set(f.like.can.offload):
+        return None
+    return _cannot(f, f"offload={'+'.join(c.offload)!r}", f.like.can.offload)
+
+
+RULES: tuple[Rule, ...] = (
+    *map(_degree, ("tp", "pp", "cp", "ep", "etp")),
+    Rule("the stack has no such ZeRO stage", ("zero_stage", "dp", "cp"), _zero),
+    Rule("the stack has no such schedule", ("schedule", "virtual_stages", "pp"), _schedule),
+    Rule("the stack has no such recompute", ("recompute",), _recompute),
+    Rule("the stack has no such offload", ("offload",), _offload),
+)

@@ -1,0 +1,117 @@
+"""Listings of the stacks (profiles/stacks): their versions, settings, abilities, and where these are written."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from autoplan.config.choices import option_data, option_texts
+from autoplan.report.data import chosen
+from autoplan.report.text import plain_table
+from autoplan.stacks.records import Abilities, Era, Stack, stack, stacks, version_of
+
+_ABLE = "modes degrees schedules recompute zero_stages offload precisions"
+
+
+def stack_data(found: Stack) -> dict[str, Any]:
+    """Return one stack as plain data."""
+    return {
+        **chosen(found, "name about default_version executed equal_stages chunks moments_16"),
+        "kernels": chosen(found.kernels, "modes recompute zero_stages source"),
+        "gradients_16": str(found.gradients_16),
+        "whole_experts_since": found.whole_experts_since,
+        "kept_gathered": [str(where) for where in found.kept_gathered],
+        "eras": [
+            {"version": era.version, "options": option_data(era.options), "source": era.source, "can": _able(era.can)}
+            for era in found.eras
+        ],
+        "changes": [
+            {**chosen(change, "since matches source"), "options": _texts(change.options)} for change in found.changes
+        ],
+        "sources": dict(found.sources),
+    }
+
+
+def _texts(options: Any) -> dict[str, Any]:
+    return {n: sorted(v) if isinstance(v, frozenset) else v for n, v in options.items()}
+
+
+def _able(can: Abilities) -> dict[str, Any]:
+    return chosen(can, f"{_ABLE} source")
+
+
+def stacks_data() -> list[dict[str, Any]]:
+    """Return every stack as plain data."""
+    return [stack_data(found) for found in stacks().values()]
+
+
+def stacks_table() -> Table:
+    """Return a table of the stacks, one line each."""
+    table = plain_table("stack", "is", "mode", "ZeRO", "recompute", "versions since", left=6)
+    for found in stacks().values():
+        kernels = found.kernels
+        versions = " ".join(era.version for era in found.eras)
+        table.add_row(
+            found.name, found.about, kernels.modes[0], str(kernels.zero_stages[0]), kernels.recompute[0], versions
+        )
+    return table
+
+
+def _options_text(era: Era) -> str:
+    return ", ".join(option_texts(era.options)) or "PyTorch's defaults"
+
+
+def _lines(found: Stack) -> list[tuple[str, str, str]]:
+    """Return (what, text, source) of everything but the eras."""
+    kernels, can, sources = found.kernels, found.eras[-1].can, found.sources
+    lines = [
+        ("mode", str(kernels.modes[0]), kernels.source),
+        ("recompute", kernels.recompute[0], ""),
+        ("ZeRO", str(kernels.zero_stages[0]), ""),
+        ("gradients in 16 bits", str(found.gradients_16), sources.get("gradients_16", "")),
+    ]
+    if found.moments_16:
+        lines.append(("moments in 16 bits", "with latent attention", sources["moments_16"]))
+    if found.kept_gathered:
+        lines.append(("stays gathered", f"in {_joined(found.kept_gathered)} (as ZeRO 1)", sources["kept_gathered"]))
+    if found.whole_experts_since is not None:
+        lines.append(("etp", f"1 since {version_of(found.whole_experts_since)}", sources["whole_experts"]))
+    if found.equal_stages:
+        lines.append(("stages", "equal numbers of layers", ""))
+    lines.append(("can", "", can.source))
+    for name in _ABLE.split():
+        lines.append((f"  {name}", _joined(getattr(can, name)), ""))
+    return lines
+
+
+def _joined(values: Any) -> str:
+    return ", ".join(map(str, values)) or "nothing else"
+
+
+def show_stack(out: Console, name: str) -> None:
+    """Print everything that is known about one stack."""
+    found = stack(name)
+    out.print(f"{found.name}: {found.about}", style="bold")
+    for what, text, source in _lines(found):
+        _line(out, what, text + (f" [{source}]" if source else ""))
+    out.print()
+    out.print(f"options by version ({found.name} without a version is {found.default_version})", style="bold")
+    for era in found.eras:
+        _line(out, era.version, f"{_options_text(era)} [{era.source}]")
+    for change in found.changes:
+        changed = ", ".join(
+            f"{n}={_joined(v) if isinstance(v, list) else v}" for n, v in _texts(change.options).items()
+        )
+        _line(out, f"from {version_of(change.since)} on", f"where {change.matches}: {changed} [{change.source}]")
+    out.print()
+    next_words = f"--like {found.name} --cluster 2x8xh100-sxm5-80gb --seq-len 8k --global-batch-size 256"
+    out.print(f"Next: autoplan plan llama-3.1-8b {next_words}", style="cyan", soft_wrap=True)
+
+
+def _line(out: Console, what: str, text: str) -> None:
+    wrapped = textwrap.wrap(text, out.width - 25, break_long_words=False, break_on_hyphens=False) or [""]
+    for i, line in enumerate(wrapped):
+        out.print(f"  {what if i == 0 else '':<22} {line}", soft_wrap=True)
