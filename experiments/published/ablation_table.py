@@ -9,7 +9,9 @@ that the cost models get wrong are kept here, with what is said of them. Half a 
 
 from __future__ import annotations
 
+import math
 import re
+import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -92,9 +94,11 @@ def main(
             table.add_row(*line.cells(), style=None if line.right else "yellow")
         console.print(table)
     ratios = [line for line in found if line.predicted is not None]
+    errors = [abs(math.log(line.predicted / line.published)) for line in ratios if line.predicted and line.published]
+    off = f", by {statistics.median(errors):.1%} in the median" if errors else ""
     print(
-        f"{len(ratios)} ratios: {sum(r.right for r in ratios)} right, {sum(not r.right_sign for r in ratios)} of the "
-        f"wrong sign; {sum(f.right for f in found) - sum(r.right for r in ratios)} of {len(found) - len(ratios)} other "
+        f"{len(ratios)} ratios{off}: {sum(r.right for r in ratios)} right, "
+        f"{sum(not r.right_sign for r in ratios)} of the wrong sign; {sum(f.right for f in found) - sum(r.right for r in ratios)} of {len(found) - len(ratios)} other "
         "conditions hold"
     )
     if json is not None:
