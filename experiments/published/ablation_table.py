@@ -96,10 +96,13 @@ def main(
     ratios = [line for line in found if line.predicted is not None]
     errors = [abs(math.log(line.predicted / line.published)) for line in ratios if line.predicted and line.published]
     off = f", by {statistics.median(errors):.1%} in the median" if errors else ""
+    right = sum(line.right for line in ratios)
+    wrong_sign = sum(not line.right_sign for line in ratios)
+    others = len(found) - len(ratios)
+    hold = sum(line.right for line in found) - right
     print(
-        f"{len(ratios)} ratios{off}: {sum(r.right for r in ratios)} right, "
-        f"{sum(not r.right_sign for r in ratios)} of the wrong sign; {sum(f.right for f in found) - sum(r.right for r in ratios)} of {len(found) - len(ratios)} other "
-        "conditions hold"
+        f"{len(ratios)} ratios{off}: {right} right, {wrong_sign} of the wrong sign; "
+        f"{hold} of {others} other conditions hold"
     )
     if json is not None:
         write_json(json, "ablation_table", environment(), [asdict(line) for line in found])
