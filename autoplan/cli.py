@@ -31,7 +31,7 @@ from autoplan.report.flags import (
     TimeLimit,
     with_choices,
 )
-from autoplan.report.output import say_error, written_output
+from autoplan.report.output import say_error, say_note, written_output
 from autoplan.report.waiting import waiting
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def plan(
     if as_json:
         from autoplan.report.data import plan_report
 
-        _print_json(plan_report(request, result, run))
+        _print_json(plan_report(request, result, run, task.asked))
     else:
         from autoplan.report.text import console, plan_text
 
@@ -173,7 +173,12 @@ def estimate(
     if timeline is not None:
         check_writable(timeline)
     request = read_request(task, runnable=runnable)
-    config = checked_config(request, read_degrees(degrees, layer_calls(request.graph)))
+    given = read_degrees(degrees, layer_calls(request.graph))
+    if task.written is not None:
+        for lost in task.written.dropped(given):
+            say_note(f"{lost} of {task.written.path} was made for other degrees and is left out")
+        given = task.written.but(given, task.cluster)
+    config = checked_config(request, given)
     with waiting("pricing", as_json):
         planned = estimate_config(request, config)
     if timeline is not None:
@@ -183,7 +188,7 @@ def estimate(
     if as_json:
         from autoplan.report.data import estimate_report
 
-        _print_json(estimate_report(request, planned, run))
+        _print_json(estimate_report(request, planned, run, task.asked))
     else:
         from autoplan.report.text import console, estimate_text
 

@@ -56,7 +56,8 @@ def plain_option(value: Any) -> Any:
 
 def config_data(config: ParallelConfig) -> dict[str, Any]:
     """Return a plan as plain data."""
-    out = {c.name: plain_option(getattr(config, c.name)) for c in CHOICES if c.reported}
+    values = {c: getattr(config, c.name) for c in CHOICES}
+    out = {c.name: plain_option(value) for c, value in values.items() if c.reported or value != c.default}
     return {**out, "etp": config.tp if config.etp is None else config.etp}
 
 

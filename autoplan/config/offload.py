@@ -51,12 +51,14 @@ NEEDS_SHARDS = "parameters on the host need ZeRO 1 to 3 over several ranks"
 
 
 def read_offload(value: object) -> tuple[str, ...]:
-    """Return the offloaded kinds in canonical order; empty for `none`. `optimizer` is dropped if `parameters` is named.
+    """Return the offloaded kinds in canonical order; `optimizer` is dropped if `parameters` is named.
+
+    Empty for `none` and for an empty list.
 
     Raises: PinError that names the legal kinds.
     """
     parts: Sequence[Any] = value.split("+") if isinstance(value, str) else value if _is_list(value) else ()
-    if list(parts) == ["none"]:
+    if list(parts) == ["none"] or (_is_list(value) and not value):
         return ()
     if not parts or any(p not in OFFLOADS for p in parts) or len(set(parts)) != len(parts):
         raise PinError(

@@ -14,6 +14,8 @@ Schema 1:
                  "like": null | str,   # the stack whose settings are taken, NAME@YY.MM
                  option of RunOptions: value, ..., "profile", "constants": null | file,
                  "imbalance": null | {"value", "what", "source"}},  # of routing, of models with experts
+     "asked": {argument: value},   # of the command, as typed; with "plan" it makes a plan file (report.plan_file)
+     "made_for": {"autoplan", "parameters", "graph", "cluster", "cluster_figures"},  # version, hashes
      "priced_not_executed": [str],      # parts of the plan with a price that autoplan's own runtime does not execute
      "plan": {field of ParallelConfig: value, ..., "offload": [str],
               "recompute": str | {call: str} | [layers per stage], "stages": [layers per stage],
@@ -66,6 +68,7 @@ from autoplan.cost_models.whole_run import CRITICAL_BATCH_SOURCE, FIGURES, Assum
 from autoplan.program.facts import layer_calls
 from autoplan.program.legality import not_executed
 from autoplan.report.arguments import imbalance_of
+from autoplan.report.written import made_for
 from autoplan.search.planner import Planned, PlanRequest, SearchResult
 from autoplan.sweeps.whatif import STEP_ONLY, RunTask, critical_batch, run_of
 
@@ -193,11 +196,19 @@ def _planned(p: Planned, request: PlanRequest, run: RunTask) -> dict[str, Any]:
     }
 
 
-def plan_report(request: PlanRequest, result: SearchResult, run: RunTask = STEP_ONLY) -> dict[str, Any]:
-    """Return the answer of `autoplan plan` as plain data."""
+def _with_task(request: PlanRequest, asked: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what makes the answer a plan file; empty if it was not asked on the command line."""
+    return {} if asked is None else {"asked": dict(asked), "made_for": made_for(request)}
+
+
+def plan_report(
+    request: PlanRequest, result: SearchResult, run: RunTask = STEP_ONLY, asked: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the answer of `autoplan plan` as plain data. `asked`: the arguments of the command."""
     best, *rest = result.plans
     return {
         **_head("plan", request),
+        **_with_task(request, asked),
         **_planned(best, request, run),
         "alternatives": [_planned(p, request, run) for p in rest],
         "equals": [{"plan": config_data(config), "step_time_s": step_s} for config, step_s in result.equals],
@@ -205,9 +216,11 @@ def plan_report(request: PlanRequest, result: SearchResult, run: RunTask = STEP_
     }
 
 
-def estimate_report(request: PlanRequest, planned: Planned, run: RunTask = STEP_ONLY) -> dict[str, Any]:
-    """Return the answer of `autoplan estimate` as plain data."""
-    return {**_head("estimate", request), **_planned(planned, request, run)}
+def estimate_report(
+    request: PlanRequest, planned: Planned, run: RunTask = STEP_ONLY, asked: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the answer of `autoplan estimate` as plain data. `asked`: the arguments of the command."""
+    return {**_head("estimate", request), **_with_task(request, asked), **_planned(planned, request, run)}
 
 
 def whatif_report(

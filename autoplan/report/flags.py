@@ -7,13 +7,15 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
 from autoplan.config.choice import Choice, Written, choices_of
 from autoplan.config.choices import plain_option, text_of
 from autoplan.config.parallel import ParallelConfig, RunOptions
+from autoplan.errors import PinError
+from autoplan.report.written import WrittenPlan, find_written
 
 PinTexts = Annotated[
     list[str] | None,
@@ -48,11 +50,19 @@ CHOSEN: Mapping[str, Any] = {}  # the default of a parameter that takes several 
 
 @dataclass(frozen=True)
 class TaskWords:
-    """The arguments that plan, estimate and whatif share, as they were typed."""
+    """The arguments that plan, estimate and whatif share, as they were typed or as a plan file gives them.
+
+    Attributes:
+        asked: every argument of the command that says what to answer, by name: what a plan file keeps.
+        written: the plan file that was given in place of the model.
+    """
 
     model: Annotated[
         str,
-        typer.Argument(help="Catalog name (autoplan models), a Hugging Face config.json, or package.module:factory."),
+        typer.Argument(
+            help="Catalog name (autoplan models), a Hugging Face config.json, package.module:factory, or a plan file: "
+            "what `autoplan plan --json` or `estimate --json` printed, with all of its arguments."
+        ),
     ]
     cluster: Annotated[
         str,
@@ -113,6 +123,8 @@ class TaskWords:
         list[str] | None,
         typer.Option("--assume", help="Assume mtbf_device_days=2000 or pue=1.1 of the whole run; may be repeated."),
     ] = None
+    asked: Mapping[str, Any] = field(default_factory=dict, metadata={"typed": False})
+    written: WrittenPlan | None = field(default=None, metadata={"typed": False})
 
 
 # Parameters that take several choices as one mapping -> the class of these choices
@@ -167,23 +179,67 @@ def with_choices(command: Callable[..., None]) -> Callable[..., None]:
             kind, value = _open_annotation(record) if name == "options" else _annotation(record)
             add(record.name, kind, value)
 
-    words = fields(TaskWords)
+    words = [word for word in fields(TaskWords) if word.metadata.get("typed", True)]
+    needed = [word.name for word in words if word.default is MISSING and word.default_factory is MISSING]
     for parameter in signature.parameters.values():
         if parameter.annotation is TaskWords:
             types = get_type_hints(TaskWords, include_extras=True)
             for word in words:
-                expand(
-                    word.name, types[word.name], inspect.Parameter.empty if word.default is MISSING else word.default
-                )
+                if word.name == "model":
+                    add(word.name, types[word.name], inspect.Parameter.empty)
+                elif word.name in needed:  # a plan file may bring it
+                    expand(word.name, Annotated[str | None, *get_args(types[word.name])[1:]], None)
+                else:
+                    expand(word.name, types[word.name], word.default)
         else:
             expand(parameter.name, parameter.annotation, parameter.default)
 
     @functools.wraps(command)
-    def called(**values: Any) -> None:
+    def called(context: typer.Context, **values: Any) -> None:
+        typed = {name for name in values if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"}
+        values, written = _completed(values, typed)
+        for name in needed:
+            if values[name] is None:
+                raise PinError(f"{_FLAG_OF[name]} is missing; only a plan file in place of MODEL brings its own")
+        asked = {name: _plain(v) for name, v in values.items() if name not in (*_OUTPUT, *_DEGREES) and v is not None}
         values |= {group: {name: values.pop(name) for name in names} for group, names in groups.items()}
-        task = TaskWords(**{word.name: values.pop(word.name) for word in words})
-        command(task, **values)
+        taken = {word.name: values.pop(word.name) for word in words}
+        command(TaskWords(**taken, asked=asked, written=written), **values)
 
+    given.append(inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
     called.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in given}
     return called
+
+
+def words_of(written: WrittenPlan) -> TaskWords:
+    """Return the arguments of the task that a plan file answers."""
+    options = {record.name: written.asked.get(record.name) for record in choices_of(RunOptions) if record.help}
+    taken = {w.name: written.asked[w.name] for w in fields(TaskWords) if w.name in written.asked}
+    return TaskWords(**{**taken, "options": options}, asked=written.asked, written=written)
+
+
+# Arguments that change how an answer is shown or how long it may take, not what is asked
+_OUTPUT = frozenset({"as_json", "csv", "timeline", "top", "time_limit", "vary"})
+_DEGREES = frozenset(record.name for record in choices_of(ParallelConfig))  # a plan file has all of them as its plan
+_FLAG_OF = {"cluster": "--cluster", "seq_len": "--seq-len", "global_batch_size": "--global-batch-size"}
+
+
+def _plain(value: Any) -> Any:
+    """Return an argument as JSON data."""
+    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+
+
+def _completed(values: dict[str, Any], typed: set[str]) -> tuple[dict[str, Any], WrittenPlan | None]:
+    """Return the arguments, those that were not typed from the plan file in place of the model, and this file.
+
+    Degrees that were not typed become None: the configuration of the file has them.
+    """
+    written = find_written(values["model"])
+    if written is None:
+        return values, None
+    out = {
+        name: value if name in typed else None if name in _DEGREES else written.asked.get(name, value)
+        for name, value in values.items()
+    }
+    return {**out, "model": written.asked["model"]}, written

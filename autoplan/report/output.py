@@ -50,8 +50,17 @@ def _lost() -> Iterator[None]:
 
 def say_error(message: str) -> None:
     """Print one line on stderr; if stderr cannot be written, the exit code stays."""
+    _say("error", message)
+
+
+def say_note(message: str) -> None:
+    """Print on stderr, in one line, what the user may not expect of the answer."""
+    _say("note", message)
+
+
+def _say(kind: str, message: str) -> None:
     with suppress(OSError, ValueError):
-        print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        print(f"{kind}: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 @contextmanager

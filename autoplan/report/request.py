@@ -17,6 +17,8 @@ from autoplan.cost_models.profile import Profile
 from autoplan.errors import PinError
 from autoplan.report.arguments import read_assumptions, read_pin_words
 from autoplan.report.flags import TaskWords
+from autoplan.report.output import say_note
+from autoplan.report.written import differences
 from autoplan.search.planner import PlanRequest
 from autoplan.stacks.like import read_like
 from autoplan.sweeps.whatif import RunTask, check_measured_on, check_sweep, read_constants
@@ -34,6 +36,14 @@ def read_run(task: TaskWords) -> RunTask:
         raise PinError(f"--assume {task.assume[0]} is about a whole run; give its size too, for example --tokens 300B")
     tokens = None if task.tokens is None else read_number(task.tokens, "--tokens")
     return RunTask(tokens, read_assumptions(task.assume or ()))
+
+
+def say_differences(task: TaskWords, request: PlanRequest) -> None:
+    """Say on stderr what of a plan file holds no longer, as far as the command did not ask for it."""
+    written = task.written
+    if written is not None and task.cluster == written.asked["cluster"]:
+        for line in differences(written, request):
+            say_note(f"{written.path}: {line}")
 
 
 def read_request(
@@ -66,7 +76,7 @@ def read_request(
     check_measured_on(measured, where, f"the cluster {where}")
     if ":" in task.model:
         import_from_here()
-    return PlanRequest(
+    request = PlanRequest(
         graph=load_model(task.model),
         cluster=where,
         seq_len=tokens,
@@ -87,3 +97,5 @@ def read_request(
         target_len=None if task.target_len is None else read_count(task.target_len, "--target-len"),
         like=like,
     )
+    say_differences(task, request)
+    return request

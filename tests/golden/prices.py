@@ -40,7 +40,7 @@ from autoplan.cli import app
 
 FROZEN = Path(__file__).with_name("prices.json.gz")
 # Repeated from the words that were asked; how far a search came depends on the load of the machine.
-_LEFT_OUT = ("schema", "command", "model", "cluster", "request", "certificate")
+_LEFT_OUT = ("schema", "command", "model", "cluster", "request", "asked", "made_for", "certificate")
 
 CONFIGURATIONS: tuple[str, ...] = (
     "--cluster 8x8xh100-sxm5-80gb --seq 4k --gbs 128",
