@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -164,52 +165,61 @@ def with_choices(command: Callable[..., None]) -> Callable[..., None]:
     choices' names to their values, and `task` as TaskWords.
     """
     signature = inspect.signature(command, eval_str=True)
-    given, groups = [], {}
-
-    def add(name: str, annotation: Any, default: object) -> None:
-        given.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
-
-    def expand(name: str, annotation: Any, default: object) -> None:
-        """Add a parameter, or the options that it stands for."""
-        if name not in _GROUPS:
-            return add(name, annotation, default)
-        records = [record for record in choices_of(_GROUPS[name]) if record.help]
-        groups[name] = [record.name for record in records]
-        for record in records:
-            kind, value = _open_annotation(record) if name == "options" else _annotation(record)
-            add(record.name, kind, value)
-
-    words = [word for word in fields(TaskWords) if word.metadata.get("typed", True)]
-    needed = [word.name for word in words if word.default is MISSING and word.default_factory is MISSING]
-    for parameter in signature.parameters.values():
-        if parameter.annotation is TaskWords:
-            types = get_type_hints(TaskWords, include_extras=True)
-            for word in words:
-                if word.name == "model":
-                    add(word.name, types[word.name], inspect.Parameter.empty)
-                elif word.name in needed:  # a plan file may bring it
-                    expand(word.name, Annotated[str | None, *get_args(types[word.name])[1:]], None)
-                else:
-                    expand(word.name, types[word.name], word.default)
-        else:
-            expand(parameter.name, parameter.annotation, parameter.default)
+    groups: dict[str, list[str]] = {}
+    given = [made for parameter in signature.parameters.values() for made in _parameters(parameter, groups)]
 
     @functools.wraps(command)
     def called(context: typer.Context, **values: Any) -> None:
         typed = {name for name in values if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"}
         values, written = _completed(values, typed)
-        for name in needed:
-            if values[name] is None:
-                raise PinError(f"{_FLAG_OF[name]} is missing; only a plan file in place of MODEL brings its own")
-        asked = {name: _plain(v) for name, v in values.items() if name not in (*_OUTPUT, *_DEGREES) and v is not None}
+        asked = _asked(values)
         values |= {group: {name: values.pop(name) for name in names} for group, names in groups.items()}
-        taken = {word.name: values.pop(word.name) for word in words}
+        taken = {word.name: values.pop(word.name) for word in _typed_words()}
         command(TaskWords(**taken, asked=asked, written=written), **values)
 
-    given.append(inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
+    given.append(_option("context", typer.Context))
     called.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in given}
     return called
+
+
+def _option(name: str, annotation: Any, default: object = inspect.Parameter.empty) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _parameters(parameter: inspect.Parameter, groups: dict[str, list[str]]) -> Iterator[inspect.Parameter]:
+    """Return the parameter, or the options that it stands for; these are added to `groups` by its name."""
+    name = parameter.name
+    if parameter.annotation is TaskWords:
+        for word, kind in _typed_words().items():
+            default = word.default
+            if word.name in _FLAG_OF:  # a plan file may bring it
+                kind, default = Annotated[str | None, *get_args(kind)[1:]], None
+            yield from _parameters(
+                _option(word.name, kind, inspect.Parameter.empty if default is MISSING else default), groups
+            )
+    elif name in _GROUPS:
+        records = [record for record in choices_of(_GROUPS[name]) if record.help]
+        groups[name] = [record.name for record in records]
+        for record in records:
+            yield _option(record.name, *(_open_annotation(record) if name == "options" else _annotation(record)))
+    else:
+        yield _option(name, parameter.annotation, parameter.default)
+
+
+@lru_cache(maxsize=1)
+def _typed_words() -> Mapping[Field[Any], Any]:
+    """Return the fields of TaskWords that are typed, with their types."""
+    types = get_type_hints(TaskWords, include_extras=True)
+    return {word: types[word.name] for word in fields(TaskWords) if word.metadata.get("typed", True)}
+
+
+def _asked(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a plan file keeps. Raises: PinError if one is missing that every task has."""
+    for name, flag in _FLAG_OF.items():
+        if values[name] is None:
+            raise PinError(f"{flag} is missing; only a plan file in place of MODEL brings its own")
+    return {name: _plain(v) for name, v in values.items() if name not in (*_OUTPUT, *_DEGREES) and v is not None}
 
 
 def words_of(written: WrittenPlan) -> TaskWords:
