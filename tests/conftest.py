@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow the cases that make test has no time for (durations.py)."""
-    named = {"slow", "exhaustive", "alone", "gpu"}
+    named = {"slow", "exhaustive", "gpu"}
     plain = [item for item in items if not any(mark.name in named for mark in item.iter_markers())]
     beyond = durations.too_many((item.nodeid for item in plain), durations.measured())
     for item in plain:

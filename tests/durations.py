@@ -4,8 +4,8 @@
     python tests/durations.py log [log ...] [--write]
 
 A test with many cases keeps the cheapest ones, up to `A_TEST_S` seconds in all and at least one, unless that takes more
-than `LONGEST_S`; the others are `slow`. The durations are of a machine with as much work again beside the tests, where
-they take twice as long: what counts is how they compare. Tests that are not in the file take less than `LEAST_S`.
+than `LONGEST_S`; the others are `slow`. The durations are those of `make test-all` on two cores with nothing beside it.
+Tests that are not in the file take less than `LEAST_S`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 FILE = Path(__file__).with_suffix(".json")
-A_TEST_S, LONGEST_S = 3.0, 10.0
+A_TEST_S, LONGEST_S = 1.5, 5.0
 LEAST_S = 0.3
 _LINE = re.compile(r"([0-9.]+)s (?:call|setup|teardown) +(\S.*)")
 
