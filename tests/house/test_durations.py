@@ -13,7 +13,7 @@ def test_every_duration_is_of_a_test_that_there_is() -> None:
 
 
 def test_the_cheapest_cases_are_kept_and_one_at_least() -> None:
-    seconds = {"a[1]": 2.0, "a[2]": 0.5, "a[3]": 4.0, "b[1]": 8.0, "b[2]": 9.0, "c": 11.0}
+    seconds = {"a[1]": 1.0, "a[2]": 0.3, "a[3]": 2.0, "b[1]": 4.0, "b[2]": 4.5, "c": 5.5}
     assert durations.too_many([*seconds, "a[4]", "d"], seconds) == {"a[3]", "b[2]", "c"}
 
 
