@@ -1,0 +1,280 @@
+"""Write a setup as the input of a target, and read such an input back.
+
+export = export_setup(Setup.of(request, config), "torchtitan@26.08")
+export.text, export.launch, export.elsewhere, export.not_said
+
+config_file = read_config("ds_config.json", graph=load_model("llama-3.1-8b"), cluster="2x8xh100-sxm5-80gb")
+config_file.says, config_file.faults
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autoplan.config.choices import OPTIONS, PINS, options_of, plain_option
+from autoplan.config.parallel import ParallelConfig
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.errors import PinError
+from autoplan.exporters.record import Document, Target
+from autoplan.exporters.scripts import UNKNOWN, Name
+from autoplan.exporters.setup import ESSENTIAL, NAMES, Setup, Task, values
+from autoplan.exporters.targets import detected, target_of
+from autoplan.ir.graph import ModelGraph
+from autoplan.program.facts import expert_counts, latent_attention, layer_calls
+from autoplan.stacks.like import Like, read_like
+from autoplan.stacks.records import year_of
+
+
+@dataclass(frozen=True)
+class Export:
+    """A setup as the input of a target.
+
+    Attributes:
+        text: the file.
+        launch: the command that starts a run of it.
+        elsewhere: what is said in another place than the file, as `name=value: where`.
+        not_said: what the target does not say, as `name=value: why; what it runs`.
+    """
+
+    target: str
+    version: str
+    file: str
+    text: str
+    launch: tuple[str, ...]
+    elsewhere: tuple[str, ...]
+    not_said: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """The input of a target, read.
+
+    Attributes:
+        values: what the file says, by path.
+        says: the choices of ParallelConfig and RunOptions, the precision, mode, seq_len and global_batch_size that the
+            file decides, by name. What it leaves to the target has the target's default.
+        like: the stack that runs it, NAME@YY.MM.
+        open: name -> where it is said, of what the file does not decide.
+        not_read: what of the file was not used.
+        faults: what the target itself would refuse, with the nearest that works.
+        warnings: what it takes, but is seldom meant.
+    """
+
+    path: str
+    target: str
+    version: str
+    values: Mapping[str, Any] = field(repr=False)
+    says: Mapping[str, Any]
+    like: str
+    open: Mapping[str, str]
+    not_read: tuple[str, ...]
+    faults: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def task_of(graph: ModelGraph | None = None, cluster: Cluster | None = None) -> Task:
+    """Return the task of a model and a cluster, of which either may not be known."""
+    model: dict[str, Any] = {}
+    if graph is not None:
+        model = {"model": graph.name, "layers": tuple(layer_calls(graph)), "latent": latent_attention(graph)}
+        model["num_experts"] = max(expert_counts(graph), default=0)
+    if cluster is not None:
+        model |= {"device": cluster.device.name, "num_nodes": cluster.num_nodes}
+        model["devices_per_node"] = cluster.devices_per_node
+    return Task(**model)
+
+
+def read_config(
+    path: str | Path,
+    format: str | None = None,
+    *,
+    graph: ModelGraph | None = None,
+    cluster: Cluster | str | None = None,
+    given: Mapping[str, Any] | None = None,
+) -> ConfigFile:
+    """Read the input of another framework.
+
+    Args:
+        path: the file; of a Python file with several functions `FILE.py:FUNCTION`.
+        format: NAME or NAME@VERSION of the target; None: detected.
+        graph: the model, without which stages and recomputed layers are not known.
+        cluster: the devices, without which dp may not be known.
+        given: choices that the file does not say, for example micro_batch_size.
+
+    Raises: PinError if the file cannot be read, is of no known target, or has a value that has no price.
+    """
+    name = str(path)
+    file = name.rpartition(":")[0] if ".py:" in name else name
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise PinError(f"{file}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise PinError(f"{file} is not a text file") from None
+    target, version = target_of(format) if format else detected(name, text)
+    where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    return read_text(text, name, target, version, task_of(graph, where), given or {})
+
+
+def read_text(text: str, path: str, target: Target, version: str, task: Task, given: Mapping[str, Any]) -> ConfigFile:
+    """Return the input of a target that this text is."""
+    year = year_of(version)
+    found = target.syntax(year).read(text, path)
+    unknown = [f"{name.removeprefix(UNKNOWN)} = {v}" for name, v in found.items() if name.startswith(UNKNOWN)]
+    found = {name: value for name, value in found.items() if not name.startswith(UNKNOWN)}
+    document = Document(found, target.schema, year, task)
+    says = _read(target, document, given)
+    faults = [*target.schema.faults(found, year), *_broken(target, document, says, warns=False)]
+    warnings = _broken(target, document, says, warns=True)
+    stack = target.stack_of(document) if target.stack_of is not None else target.stack
+    seen = document.seen | set(target.base) | _IDLE
+    left = [name for name in found if not _seen(name, seen)]
+    open_ = {name: where for name, where in target.elsewhere.items() if name not in says}
+    rest = (tuple([*left, *unknown]), tuple(faults), tuple(warnings))
+    return ConfigFile(path, target.name, version, found, says, f"{stack}@{version}", open_, *rest)
+
+
+def _seen(path: str, seen: Set[str]) -> bool:
+    return any(path == each or path.startswith(f"{each}.") for each in seen)
+
+
+# Paths that an export may have without reading them
+_IDLE = frozenset(("compute_environment", "machine_rank", "base_config", "hardware", "env", "env_vars", "launch"))
+
+
+def _read(target: Target, document: Document, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the fields say; `given` stands for what the file says elsewhere."""
+    known = {name: value for name, value in given.items() if value is not None and name in target.elsewhere}
+    says: dict[str, Any] = {}
+    for each in target.fields_at(document.year):
+        says |= each.read(document, _Found({**known, **says}, target.name))
+    return says
+
+
+class _Found(dict[str, Any]):
+    """What was read so far. A degree that the target has no field for is 1."""
+
+    def __init__(self, read: Mapping[str, Any], target: str) -> None:
+        super().__init__(read)
+        self._target = target
+
+    def __missing__(self, name: str) -> Any:
+        default = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "virtual_stages": 1, "zero_stage": 0}
+        if name in default:
+            return default[name]
+        raise PinError(f"{name} is not known from the file; give the cluster, which decides it")
+
+
+def _broken(target: Target, document: Document, says: Mapping[str, Any], warns: bool) -> list[str]:
+    rules = (rule for rule in target.rules if rule.warns is warns)
+    found = (rule.broken(document, _Found(says, target.name)) for rule in rules)
+    return [text for text in found if text is not None]
+
+
+def setup_of(read: ConfigFile, task: Task, given: Mapping[str, Any]) -> Setup:
+    """Return the setup that a target runs for its input.
+
+    Args:
+        given: what the file does not say: at least seq_len and global_batch_size where it has none.
+    """
+    says = {**given, **read.says}
+    like = _like(read, says)
+    choices = {name: _plain(value) for name, value in says.items() if name in PINS and value is not None}
+    config = ParallelConfig(**choices)
+    options = options_of({**_options(like, task), **{n: says[n] for n in OPTIONS if n in says}})
+    run = (int(says["seq_len"]), int(says["global_batch_size"]))
+    return Setup(task, config, options, like.mode, like.precision(task.latent), *run)
+
+
+def _like(read: ConfigFile, says: Mapping[str, Any]) -> Like:
+    """Return the stack with the mode and the precision of a file; one that the stack has no price for is left out."""
+    like = read_like(read.like)
+    for name in ("mode", "precision"):
+        if says.get(name) is not None:
+            with suppress(PinError):
+                like = like.but(**{name: says[name]})
+    return like
+
+
+def _options(like: Like, task: Task) -> dict[str, Any]:
+    return {name: plain_option(getattr(like.options(task.device), name)) for name in OPTIONS}
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def export_setup(setup: Setup, to: str, file: str = "") -> Export:
+    """Write a setup as the input of a target, NAME or NAME@VERSION.
+
+    What is written is read back: what comes back as another value is in `not_said`, with what the target runs instead.
+
+    Args:
+        file: the name of the file, for its launch command; empty: `plan` with the suffix of the target.
+
+    Raises:
+        PinError: for an unknown target, and if the target cannot say a degree, the ZeRO stage, the schedule, the batch
+            or what is on the host: the input would be another configuration.
+    """
+    target, version = target_of(to)
+    year, label = year_of(version), f"{target.name}@{version}"
+    written = {path: value for path, value in target.base.items() if target.schema.exists(path, year)}
+    for each in target.fields_at(year):
+        written |= {path: value for path, value in each.write(setup).items()}
+    target.schema.check({path: _checked(value) for path, value in written.items()}, year)
+    syntax = target.syntax(year)
+    path = file or f"plan{syntax.suffix}"
+    text = syntax.write(written, (), setup)
+    elsewhere, lost = _differences(setup, target, version, text, path)
+    essential = [name for name in ESSENTIAL if name in lost]
+    if essential:
+        nearest = f"nearest: a plan of what it can (--like {target.stack}@{version})"
+        raise PinError(f"{essential[0]}={lost[essential[0]]}; {nearest}", tuple(essential))
+    not_said = [f"{name}={why}" for name, why in lost.items()]
+    heading = [f"Written by autoplan for {label}: {setup.task.model} on {setup.config.num_devices} devices"]
+    heading += [f"set in {line.partition(': ')[2]}: {line.partition(': ')[0]}" for line in elsewhere]
+    heading += [f"not said here: {line}" for line in not_said]
+    text = syntax.write(written, heading, setup)
+    launch = tuple(target.launch(setup, path, year))
+    return Export(target.name, version, path, text, launch, tuple(elsewhere), tuple(not_said))
+
+
+def _checked(value: Any) -> Any:
+    return value.text if isinstance(value, Name) else list(value) if isinstance(value, tuple) else value
+
+
+def _differences(setup: Setup, target: Target, version: str, text: str, path: str) -> tuple[list[str], dict[str, str]]:
+    """Return what is said elsewhere, and name -> text of what the target runs otherwise."""
+    wanted = values(setup)
+    given = {name: wanted[name] for name in target.elsewhere}
+    try:
+        read = read_text(text, path, target, version, setup.task, given)
+        runs = values(setup_of(read, setup.task, given))
+        left = read_text(text, path, target, version, setup.task, {}).open
+    except PinError as error:
+        name = error.names[0] if error.names else "this plan"
+        raise PinError(
+            f"{target.name}@{version} cannot say {name}={wanted.get(name)!r}: {error}", error.names
+        ) from None
+    elsewhere = [f"{n}={_said(wanted[n])}: {where}" for n, where in left.items() if wanted[n] != _DEFAULTS.get(n)]
+    lost: dict[str, str] = {}
+    for name in NAMES:
+        if wanted[name] == runs[name] or (name == "context_method" and wanted[name] is None):
+            continue
+        why = target.cannot.get(name, "no field of it says so")
+        lost[name] = f"{_said(wanted[name])}: {target.name}@{version} cannot ({why}); it runs {_said(runs[name])}"
+    return elsewhere, lost
+
+
+_DEFAULTS: Mapping[str, Any] = {"recompute": "none", "mode": "eager", "offload": (), "zero_replicas": 1}
+
+
+def _said(value: Any) -> str:
+    """Return a value in words, long lists shortened."""
+    if isinstance(value, tuple | list):
+        return ("+" if value and isinstance(value[0], str) and len(value) < 4 else ",").join(map(str, value)) or "none"
+    return str(value)

@@ -1,0 +1,30 @@
+"""Lines that start a run: torchrun on every node, by hand or by Slurm."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from autoplan.exporters.setup import Setup
+
+
+def torchrun(about: Setup, program: Sequence[str]) -> list[str]:
+    """Return the command that starts a program on every device; with several nodes it is run on each of them.
+
+    `program`: the script and its arguments; an argument that begins with $ is left as it is.
+    """
+    nodes, devices = max(1, about.task.num_nodes), max(1, about.task.devices_per_node)
+    words = ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(devices)]
+    if nodes > 1:
+        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", '"$HEAD_NODE:29500"']
+    return [" ".join([*words, *(w if w.startswith(('"$', "$")) else shlex.quote(w) for w in program)])]
+
+
+def srun(about: Setup, program: Sequence[str]) -> list[str]:
+    """Return the lines of Slurm that start torchrun on every node."""
+    nodes, devices = max(1, about.task.num_nodes), max(1, about.task.devices_per_node)
+    (line,) = torchrun(about, program)
+    if nodes == 1:
+        return [line]
+    head = 'HEAD_NODE=${HEAD_NODE:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)} && export HEAD_NODE'
+    return [head, f"srun --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {devices} {line}"]

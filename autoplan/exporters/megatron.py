@@ -1,0 +1,375 @@
+"""Megatron-LM's flags, and the overrides of a recipe of Megatron Bridge: the same settings at other places.
+
+`at` maps the name of a setting to its path in a file of either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from autoplan.config.context_methods import read_method
+from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16, Attention, Dispatcher, Launch
+from autoplan.errors import PinError
+from autoplan.exporters.launching import srun
+from autoplan.exporters.megatron_stages import At, read_recompute, read_stages, write_recompute, write_stages
+from autoplan.exporters.record import (
+    Document,
+    Field,
+    Rule,
+    Target,
+    Values,
+    base_of,
+    data_parallel,
+    derived,
+    micro_batches,
+    precision_word,
+    run_number,
+    same,
+)
+from autoplan.exporters.scripts import Flags
+from autoplan.exporters.setup import Setup
+
+_ETP = "expert_tensor_parallel_size"
+_WIDE = ("b200", "b300", "gb200", "gb300", "r100", "vr200")  # devices from Blackwell on
+
+# -- the other fields --------------------------------------------------------------------------------------------------
+
+_STRATEGIES = {1: "optim", 2: "optim_grads", 3: "optim_grads_params", 0: "no_shard"}
+
+
+def _zero(at: At, checkpoint: str) -> Field:
+    def write(setup: Setup) -> Values:
+        stage, copies = setup.config.zero_stage, setup.config.zero_replicas
+        out: dict[str, Any] = {at("use_distributed_optimizer"): True} if stage else {}
+        if stage >= 2:
+            out |= {at("use_megatron_fsdp"): True, at("data_parallel_sharding_strategy"): _STRATEGIES[stage]}
+            out[at(checkpoint)] = "fsdp_dtensor"  # the only format that Megatron-FSDP takes
+        return out | ({at("num_distributed_optimizer_instances"): copies} if copies > 1 and stage else {})
+
+    def read(document: Document, found: Values) -> Values:
+        copies = document.count(at("num_distributed_optimizer_instances"))
+        if document.get(at("use_megatron_fsdp")):
+            stages = {word: stage for stage, word in _STRATEGIES.items()}
+            strategy = document.get(at("data_parallel_sharding_strategy")) or "optim_grads_params"
+            if strategy not in stages:
+                raise PinError(f"data_parallel_sharding_strategy={strategy!r} is not known; use {', '.join(stages)}")
+            return {"zero_stage": stages[strategy], "zero_replicas": copies}
+        return {"zero_stage": int(bool(document.get(at("use_distributed_optimizer")))), "zero_replicas": copies}
+
+    return Field(("zero_stage", "zero_replicas"), write, read)
+
+
+def _context(at: At) -> Field:
+    types = {"ring": "p2p", "ulysses": "a2a", "gather": "all_gather"}
+
+    def write(setup: Setup) -> Values:
+        c = setup.config
+        if c.cp == 1 or not isinstance(c.context_method, str):
+            return {}
+        method = read_method(c.context_method, c.cp)
+        if method.is_product:
+            sizes = [method.ulysses, method.ranks]
+            if method.inner != "ring":
+                return {}
+            return {at("cp_comm_type"): "a2a+p2p", at("hierarchical_context_parallel_sizes"): sizes}
+        return {at("cp_comm_type"): types[method.name]}
+
+    def read(document: Document, found: Values) -> Values:
+        if found["cp"] == 1:
+            return {"context_method": None}
+        given = document.get(at("cp_comm_type")) or "p2p"
+        given = given[0] if isinstance(given, list) and len(set(given)) == 1 else given
+        if given == "a2a+p2p":
+            ulysses, ranks = document.get(at("hierarchical_context_parallel_sizes")) or (1, found["cp"])
+            return {"context_method": f"ulysses{ulysses}xring{ranks}"}
+        known = {word: name for name, word in types.items()} | {"allgather": "gather"}
+        if given not in known:
+            raise PinError(
+                f"cp_comm_type={given!r} has no price; known: {', '.join(known)}, a2a+p2p", ("context_method",)
+            )
+        return {"context_method": known[given]}
+
+    return Field(("context_method",), write, read)
+
+
+def _experts(at: At) -> tuple[Field, ...]:
+    def write(setup: Setup) -> Values:
+        if not setup.task.num_experts:
+            return {}
+        c = setup.config
+        out: dict[str, Any] = {at("expert_model_parallel_size"): c.ep, at(_ETP): c.expert_tp}
+        out[at("moe_grouped_gemm")] = True
+        flex = setup.options.dispatcher is not Dispatcher.ALL_TO_ALL
+        out[at("moe_token_dispatcher_type")] = "flex" if flex else "alltoall"
+        if flex:
+            backend = "hybridep" if setup.task.device.startswith("gb") else "deepep"
+            out[at("moe_flex_dispatcher_backend")] = backend
+        return out | ({at("use_transformer_engine_op_fuser"): True} if setup.options.fused_experts else {})
+
+    def read(document: Document, found: Values) -> Values:
+        if not document.task.num_experts:
+            return {"ep": 1, "etp": found["tp"]}
+        etp = document.get(at(_ETP))
+        out: dict[str, Any] = {"ep": document.count(at("expert_model_parallel_size")), "etp": etp or found["tp"]}
+        out["fused_experts"] = bool(document.get(at("use_transformer_engine_op_fuser")))
+        kind = document.values.get(at("moe_token_dispatcher_type"))
+        document.seen.add(at("moe_token_dispatcher_type"))
+        if kind == "allgather":
+            raise PinError("moe_token_dispatcher_type='allgather' has no price; known: alltoall, flex", ("dispatcher",))
+        return out | ({} if kind is None else {"dispatcher": kind})
+
+    return (Field(("ep", "etp", "dispatcher", "fused_experts"), write, read),)
+
+
+def overlap_field(at: At) -> Field:
+    flags = {"tp": "tp_comm_overlap", "ep": "overlap_moe_expert_parallel_comm"}
+
+    def write(setup: Setup) -> Values:
+        c, o = setup.config, setup.options
+        used = {"tp": c.tp > 1, "ep": c.ep > 1}
+        out: dict[str, Any] = {at(flag): True for n, flag in flags.items() if used[n] and n in o.overlap}
+        if c.virtual_stages > 1 and "pp" not in o.overlap:
+            out[at("no_overlap_p2p_communication")] = True
+        if o.overlap_zero and c.dp * c.cp > 1:
+            out[at("overlap_grad_reduce")] = True
+            if o.overlap_gather and c.zero_stage:
+                out[at("overlap_param_gather")] = True
+        return out
+
+    def read(document: Document, found: Values) -> Values:
+        overlap = {name for name, flag in flags.items() if document.get(at(flag))} | {"cp"}  # a ring always overlaps
+        if not document.get(at("no_overlap_p2p_communication")):
+            overlap.add("pp")
+        return {
+            "overlap": sorted(overlap),
+            "overlap_zero": bool(document.get(at("overlap_grad_reduce"))),
+            "overlap_gather": bool(document.get(at("overlap_param_gather"))),
+        }
+
+    return Field(("overlap", "overlap_zero", "overlap_gather"), write, read)
+
+
+def _kernels(at: At, member: Callable[[str], Any]) -> tuple[Field, ...]:
+    attention = {"unfused": "unfused", "flash2": "flash", "fused": "fused"}
+    graphs = {"async": "none", "graphs": "transformer_engine", "full_graphs": "full_iteration"}
+
+    def write_launch(setup: Setup) -> Values:
+        launch = setup.options.launch
+        if launch is Launch.BLOCKING:
+            return {at("env.CUDA_LAUNCH_BLOCKING"): 1}
+        return {} if launch is Launch.ASYNC else {at("cuda_graph_impl"): graphs[launch]}
+
+    def read_launch(document: Document, found: Values) -> Values:
+        if str(document.values.get(at("env.CUDA_LAUNCH_BLOCKING"), "0")) == "1":
+            return {"launch": "blocking"}
+        meaning = {word: name for name, word in graphs.items()} | {"local": "graphs"}
+        return {"launch": document.word(at("cuda_graph_impl"), meaning, "async")}
+
+    def write_attention(setup: Setup) -> Values:
+        kernel = setup.options.attention_in(setup.mode)
+        return {} if kernel is Attention.FLASH1 else {at("attention_backend"): member(attention[kernel])}
+
+    def read_attention(document: Document, found: Values) -> Values:
+        given = str(document.get(at("attention_backend")) or "auto").rpartition(".")[2]
+        if given in ("auto", "local"):
+            return {}
+        meaning = {word: name for name, word in attention.items()}
+        if given not in meaning:
+            raise PinError(f"attention_backend={given!r} is not known; use {', '.join(meaning)}, auto")
+        return {"attention": meaning[given]}
+
+    def write_loss(setup: Setup) -> Values:
+        if not setup.options.fused_loss:
+            return {}
+        return {at("cross_entropy_loss_fusion"): True, at("cross_entropy_fusion_impl"): "te"}
+
+    def read_loss(document: Document, found: Values) -> Values:
+        fused = document.get(at("cross_entropy_loss_fusion"))
+        return {"fused_loss": bool(fused and document.get(at("cross_entropy_fusion_impl")) == "te")}
+
+    def sequence(setup: Setup) -> Values:
+        used = setup.options.sequence_parallel and setup.config.tp > 1
+        return {at("sequence_parallel"): True} if used else {}
+
+    return (
+        Field(("launch",), write_launch, read_launch),
+        Field(("attention",), write_attention, read_attention),
+        Field(("fused_loss",), write_loss, read_loss),
+        Field(
+            ("sequence_parallel",),
+            sequence,
+            lambda d, found: {"sequence_parallel": bool(d.get(at("sequence_parallel"))) or found["tp"] == 1},
+        ),
+    )
+
+
+def _offload(at: At) -> Field:
+    def write(setup: Setup) -> Values:
+        if setup.config.offload != ("optimizer",):
+            return {}
+        return {at("optimizer_cpu_offload"): True, at("optimizer_offload_fraction"): 1.0}
+
+    def read(document: Document, found: Values) -> Values:
+        fraction = document.get(at("optimizer_offload_fraction"))
+        held = document.get(at("optimizer_cpu_offload")) and (fraction is None or float(fraction) > 0)
+        return {"offload": ("optimizer",) if held else ()}
+
+    return Field(("offload",), write, read)
+
+
+def _environment(at: At) -> Field:
+    """CUDA_DEVICE_MAX_CONNECTIONS: the order of kernels and collectives (megatron/training/arguments.py)."""
+
+    def write(setup: Setup) -> Values:
+        c = setup.config
+        if c.zero_stage >= 2:  # Megatron-FSDP needs more than one
+            number = 8
+        elif setup.task.device.startswith(_WIDE) or ("ep" in setup.options.overlap and c.ep > 1):
+            number = 32
+        else:
+            number = 1
+        return {at("env.CUDA_DEVICE_MAX_CONNECTIONS"): number}
+
+    return Field((), write, lambda document, found: {})
+
+
+def fields_of(
+    at: At, virtual: str, checkpoint: str, precision: tuple[Field, ...], member: Callable[[str], Any] = str
+) -> tuple[Field, ...]:
+    return (
+        same(at("tensor_model_parallel_size"), "tp", always=True),
+        same(at("pipeline_model_parallel_size"), "pp", always=True),
+        same(at("context_parallel_size"), "cp"),
+        derived(data_parallel, "dp"),
+        same(at("micro_batch_size"), "micro_batch_size", always=True),
+        run_number(at("global_batch_size"), "global_batch_size"),
+        derived(micro_batches, "num_micro_batches"),
+        run_number(at("seq_length"), "seq_len"),
+        Field(
+            ("schedule", "virtual_stages", "stages"),
+            write_stages(at, virtual),
+            read_stages(at, virtual),
+        ),
+        *_experts(at),
+        _zero(at, checkpoint),
+        _context(at),
+        Field(("recompute",), write_recompute(at), read_recompute(at)),
+        _offload(at),
+        *precision,
+        overlap_field(at),
+        *_kernels(at, member),
+        _environment(at),
+    )
+
+
+# -- precision ---------------------------------------------------------------------------------------------------------
+
+
+FP8 = {"fp8": ("hybrid", "tensorwise"), "mxfp8": ("e4m3", "mxfp8")}
+
+
+def _write_flags(setup: Setup) -> Values:
+    base, narrow = base_of(setup.precision), GRADIENTS_16 in setup.precision
+    out: dict[str, Any] = {"fp16": True} if base == "fp16" else {} if base in ("fp32", "native") else {"bf16": True}
+    if base in FP8:
+        out["fp8_format"], out["fp8_recipe"] = FP8[base]
+    if base == "fp4":
+        out |= {"fp4_format": "e2m1", "fp4_recipe": "nvfp4"}
+    if base == "fp16" and not narrow:
+        out["accumulate_allreduce_grads_in_fp32"] = True
+    elif narrow and base != "fp16":
+        out["grad_reduce_in_bf16"] = True
+    if setup.precision.endswith(MOMENTS_16):
+        out |= {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    if setup.options.narrow_gather and base in FP8 and setup.config.zero_stage:
+        out["fp8_param_gather"] = True
+    return out
+
+
+def _read_flags(document: Document, found: Values) -> Values:
+    get = document.get
+    base = "fp16" if get("fp16") else "bf16" if get("bf16") else "fp32"
+    if get("fp4_format"):
+        base = "fp4"
+    elif get("fp8_format"):
+        base = "mxfp8" if get("fp8_recipe") == "mxfp8" else "fp8"
+    narrow = get("grad_reduce_in_bf16") if base != "fp16" else not get("accumulate_allreduce_grads_in_fp32")
+    moments = get("use_precision_aware_optimizer") and get("exp_avg_dtype") == "bf16"
+    return {
+        "precision": precision_word(base, bool(narrow), bool(moments)),
+        "narrow_gather": bool(get("fp8_param_gather")),
+    }
+
+
+# -- the targets -------------------------------------------------------------------------------------------------------
+
+
+def _flag_launch(about: Setup) -> list[str]:
+    line = '"${MODEL_ARGS[@]}"'
+    return [
+        "",
+        "# MODEL_ARGS: the flags of the model, its tokenizer and its data",
+        *srun(about, ["pretrain_gpt.py", line, '"${PLAN_ARGS[@]}"']),
+    ]
+
+
+def _tp_for_sequences(document: Document, found: Values) -> str | None:
+    path = next((p for p in ("sequence_parallel", "model.sequence_parallel") if document.get(p)), None)
+    return None if path is None or found.get("tp", 1) > 1 else f"{path} needs tp of at least 2; nearest: without it"
+
+
+def _said_of_experts(setting: str, why: str) -> Rule:
+    """Return the rule that a setting is said for a model with experts, whose default is seldom meant."""
+
+    def found(document: Document, found: Values) -> str | None:
+        if not document.task.num_experts or any(document.has(path) for path in (setting, f"model.{setting}")):
+            return None
+        return None if setting == _ETP and found["tp"] == 1 else f"{setting} is not said: {why}"
+
+    return Rule(found, warns=True)
+
+
+def _launched(document: Document, found: Values) -> str | None:
+    nodes, devices = (document.count(f"launch.{name}", 0) for name in ("nnodes", "nproc_per_node"))
+    total = document.task.num_devices
+    if not nodes or not devices or not total or nodes * devices == total:
+        return None
+    near = f"--nnodes {document.task.num_nodes} --nproc-per-node {document.task.devices_per_node}"
+    return f"torchrun starts {nodes * devices} processes, but the cluster has {total} devices; nearest: {near}"
+
+
+RULES = (
+    Rule(_launched),
+    Rule(_tp_for_sequences),
+    _said_of_experts(_ETP, "it is as tp, which is often not meant; say 1 or tp"),
+    _said_of_experts("moe_token_dispatcher_type", "Megatron's default allgather has no price; alltoall is priced"),
+)
+CANNOT = {
+    "schedule": "Megatron has 1F1B and interleaved 1F1B",
+    "offload": "Megatron keeps only the optimizer on the host, or activations of the first layers",
+    "context_method": "Megatron has p2p, a2a, all_gather and a2a+p2p for all layers",
+    "recompute": "Megatron recomputes modules of all layers, or as many first layers of every stage",
+    "state_slack": "a setting of autoplan's layouts",
+    "document_len": "a property of the data",
+    "zero_by_tensor": "Megatron's buffers hold many parameters",
+    "attention": "Megatron chooses among unfused, flash and fused",
+    "dispatcher": "Megatron sends 16 bits",
+}
+
+MEGATRON_LM = Target(
+    name="megatron-lm",
+    about="flags of pretrain_gpt.py in a shell script, with torchrun or srun",
+    stack="megatron-lm",
+    files=((0.0, Flags(_flag_launch)),),
+    fields=fields_of(
+        lambda name: name,
+        "num_virtual_stages_per_pipeline_rank",
+        "ckpt_format",
+        (Field(("precision", "narrow_gather"), _write_flags, _read_flags),),
+    ),
+    marks=("tensor_model_parallel_size", "pipeline_model_parallel_size", "use_distributed_optimizer"),
+    launch=lambda setup, file, year: [f"bash {file}"],
+    cannot=CANNOT,
+    rules=RULES,
+)

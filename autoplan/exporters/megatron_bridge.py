@@ -1,0 +1,153 @@
+"""Megatron Bridge: overrides of a recipe in Python, with its environment variables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16
+from autoplan.exporters.launching import srun
+from autoplan.exporters.megatron import CANNOT, FP8, RULES, fields_of, overlap_field
+from autoplan.exporters.record import Document, Field, Target, Values, base_of, precision_word
+from autoplan.exporters.scripts import Name, Python
+from autoplan.exporters.setup import Setup
+
+_PRESETS = {
+    "bf16": "bf16_mixed",
+    "fp16": "fp16_mixed",
+    "fp8": "bf16_with_fp8_current_scaling_mixed",
+    "mxfp8": "bf16_with_mxfp8_mixed",
+    "fp4": "bf16_with_nvfp4_mixed",
+}
+_FP32 = "MixedPrecisionConfig(fp32=True)"
+
+
+def _write_recipe(setup: Setup) -> Values:
+    base, wide = base_of(setup.precision), GRADIENTS_16 not in setup.precision
+    if base not in _PRESETS:
+        return {"mixed_precision": Name(_FP32)}
+    out: dict[str, Any] = {"mixed_precision": Name(f"{_PRESETS[base]}()"), "mixed_precision.grad_reduce_in_fp32": wide}
+    if base in FP8:
+        out["mixed_precision.fp8_param_gather"] = setup.options.narrow_gather and setup.config.zero_stage > 0
+    if setup.precision.endswith(MOMENTS_16):
+        out |= {"optimizer.use_precision_aware_optimizer": True}
+        out |= {f"optimizer.{name}_dtype": Name("torch.bfloat16") for name in ("exp_avg", "exp_avg_sq")}
+    return out
+
+
+def _read_recipe(document: Document, found: Values) -> Values:
+    name = document.get("mixed_precision")
+    if name is None:
+        return {}
+    if name == "MixedPrecisionConfig":
+        return {"precision": "fp32" if document.get("mixed_precision.fp32") else "bf16"}
+    known = {preset: base for base, preset in _PRESETS.items()} | {
+        "bf16_with_fp8_delayed_scaling_mixed": "fp8",
+        "bf16_with_fp8_subchannel_scaling_mixed": "fp8",
+    }
+    base = document.word("mixed_precision", known)
+    wide = document.get("mixed_precision.grad_reduce_in_fp32")
+    wide = document.get("ddp.grad_reduce_in_fp32") if wide is None else wide
+    wide = base != "fp16" if wide is None else wide
+    gather = document.get("mixed_precision.fp8_param_gather")
+    moments = "bfloat16" in str(document.get("optimizer.exp_avg_dtype"))
+    return {
+        "precision": precision_word(base, not wide, moments),
+        "narrow_gather": base in FP8 if gather is None else bool(gather),
+    }
+
+
+_SECTIONS = {
+    "micro_batch_size": "train",
+    "global_batch_size": "train",
+    **dict.fromkeys(
+        ("use_distributed_optimizer", "use_megatron_fsdp", "data_parallel_sharding_strategy"),
+        "ddp",
+    ),
+    "num_distributed_optimizer_instances": "ddp",
+    **dict.fromkeys(
+        ("tp_comm_overlap", "overlap_moe_expert_parallel_comm", "overlap_grad_reduce", "overlap_param_gather"),
+        "comm_overlap",
+    ),
+    "optimizer_cpu_offload": "optimizer",
+    "optimizer_offload_fraction": "optimizer",
+    "ckpt_format": "checkpoint",
+}
+
+
+def _place(name: str) -> str:
+    """Return the path of a setting in Bridge's ConfigContainer."""
+    if name.startswith("env."):
+        return f"env_vars.{name.removeprefix('env.')}"
+    return f"{_SECTIONS.get(name, 'model')}.{name}"
+
+
+def _backend(name: str) -> Name:
+    return Name(f"AttnBackend.{name}")
+
+
+def _bridge_head(setup: Setup, values: Values) -> tuple[list[str], str]:
+    preset = str(values.get("mixed_precision", "")).partition("(")[0]
+    lines = ["import torch", ""] if any("torch." in repr(v) for v in values.values()) else []
+    lines += ["from megatron.bridge.training.comm_overlap import CommOverlapConfig"]
+    lines += [f"from megatron.bridge.training.mixed_precision import {preset}"] if preset else []
+    if "model.attention_backend" in values:
+        lines.append("from megatron.core.transformer.enums import AttnBackend")
+    doc = '    """Change the ConfigContainer of a recipe of this model to the plan."""'
+    return [*lines, "", "", "def apply_plan(cfg):", doc], "cfg"
+
+
+def _bridge_overlap() -> Field:
+    """The overlap of Bridge's CommOverlapConfig: always written, since the recipe may have one of its own."""
+    inner = overlap_field(_place)
+    off, on = "model.no_overlap_p2p_communication", "comm_overlap.overlap_p2p_comm"
+
+    def write(setup: Setup) -> Values:
+        out = dict(inner.write(setup))
+        given = {f"comm_overlap.{n}": False for n in ("tp_comm_overlap", "overlap_grad_reduce", "overlap_param_gather")}
+        p2p = not out.pop(off, False)
+        return {**given, **out, **({on: p2p} if setup.config.virtual_stages > 1 else {})}
+
+    def read(document: Document, found: Values) -> Values:
+        out = dict(inner.read(document, found))
+        if document.get(on) is False:
+            out["overlap"] = sorted(set(out["overlap"]) - {"pp"})
+        said = {"overlap_zero": "overlap_grad_reduce", "overlap_gather": "overlap_param_gather"}
+        for name, setting in said.items():  # a recipe that says nothing has those of CommOverlapConfig
+            if document.get(f"comm_overlap.{setting}") is None:
+                value = document.get(f"ddp.{setting}")
+                out.pop(name) if value is None else out.update({name: bool(value)})
+        return out
+
+    return Field(inner.names, write, read)
+
+
+def _bridge_fields() -> tuple[Field, ...]:
+    precision = (Field(("precision", "narrow_gather"), _write_recipe, _read_recipe),)
+    fields = fields_of(_place, "virtual_pipeline_model_parallel_size", "ckpt_format", precision, _backend)
+    length = Field((), lambda setup: {"dataset.seq_length": setup.seq_len}, lambda d, found: {})
+    return tuple(_bridge_overlap() if "overlap" in f.names else f for f in (*fields, length))
+
+
+_BASE = {
+    **{f"model.{name}_parallel_size": 1 for name in ("tensor_model", "pipeline_model", "context")},
+    **dict.fromkeys(("model.virtual_pipeline_model_parallel_size", "model.pipeline_model_parallel_layout"), None),
+    **dict.fromkeys((f"model.num_layers_in_{end}_pipeline_stage" for end in ("first", "last")), None),
+    **dict.fromkeys((f"model.account_for_{end}_in_pipeline_split" for end in ("embedding", "loss")), False),
+    **dict.fromkeys((f"model.recompute_{name}" for name in ("granularity", "method", "num_layers", "modules")), None),
+    **{"model.sequence_parallel": False, "model.cuda_graph_impl": "none", "model.cross_entropy_loss_fusion": False},
+    **{"ddp.use_distributed_optimizer": False, "ddp.use_megatron_fsdp": False},
+    **{"ddp.num_distributed_optimizer_instances": 1, "optimizer.optimizer_cpu_offload": False},
+}
+
+MEGATRON_BRIDGE = Target(
+    name="megatron-bridge",
+    about="a Python function that changes the ConfigContainer of a recipe, with its environment variables",
+    stack="megatron-bridge",
+    files=((0.0, Python(_bridge_head, {"comm_overlap": "CommOverlapConfig", "env_vars": "dict.update"})),),
+    fields=_bridge_fields(),
+    marks=("model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"),
+    launch=lambda setup, file, year: srun(setup, ["train.py"]),
+    cannot=CANNOT,
+    rules=RULES,
+    base=_BASE,
+)

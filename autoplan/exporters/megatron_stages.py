@@ -1,0 +1,175 @@
+"""Stages and recompute as Megatron has them: layouts, chunks per rank, first layers of every stage."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autoplan.config.recompute import FULL, MODULES, NONE, OFFLOAD, SELECTIVE, modules_choice, modules_of
+from autoplan.errors import PinError
+from autoplan.exporters.record import Document, Values
+from autoplan.exporters.setup import Setup
+
+At = Callable[[str], str]
+
+# -- stages ------------------------------------------------------------------------------------------------------------
+
+
+def layout_text(stages: tuple[int, ...]) -> str:
+    """Return Megatron's layout string of layers per stage: `Et*3|t*4L`."""
+    parts = [f"t*{n}" if n > 1 else "t" * n for n in stages]
+    return "|".join(["E" + parts[0], *parts[1:-1], parts[-1] + "L"])
+
+
+def layout_stages(text: str) -> tuple[int, ...]:
+    """Return the layers per stage of a layout string. PinError if it is none."""
+    unrolled = text.replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):  # as pipeline_parallel_layer_layout.py unrolls them
+        unrolled = re.sub(pattern, lambda x: x.group(1) * int(x.group(2)), unrolled)
+    if not re.fullmatch(r"[EtmL|]+", unrolled):
+        raise PinError(
+            f"pipeline_model_parallel_layout={text!r} has other letters than E, t, m and L; for example Ett|ttL"
+        )
+    return tuple(stage.count("t") for stage in unrolled.split("|"))
+
+
+def write_stages(at: At, virtual: str) -> Callable[[Setup], Values]:
+    def write(setup: Setup) -> Values:
+        stages, v = setup.stages, setup.config.virtual_stages
+        if stages is not None and len(set(stages)) > 1:
+            return {at("pipeline_model_parallel_layout"): layout_text(stages)}
+        return {at(virtual): v} if v > 1 else {}
+
+    return write
+
+
+def read_stages(at: At, virtual: str) -> Callable[[Document, Mapping[str, Any]], Values]:
+    def read(document: Document, found: Values) -> Values:
+        pp, layers = found["pp"], len(document.task.layers)
+        layout = document.get(at("pipeline_model_parallel_layout"))
+        if layout is not None:
+            stages = layout_stages(str(layout))
+            if len(stages) % pp:
+                raise PinError(
+                    f"pipeline_model_parallel_layout has {len(stages)} stages, no multiple of pp={pp}", ("pp",)
+                )
+            return _chunked(len(stages) // pp, stages if len(stages) > 1 else None)
+        v = document.count(at(virtual))
+        per_chunk = document.get(at("num_layers_per_virtual_pipeline_stage"))
+        if per_chunk is not None and layers:
+            if layers % (pp * per_chunk):
+                raise PinError(
+                    f"num_layers_per_virtual_pipeline_stage={per_chunk} x pp={pp} does not divide the {layers} layers",
+                    ("virtual_stages", "pp"),
+                )
+            v = layers // (pp * per_chunk)
+        return _chunked(v, _uneven(document, at, layers, pp * v) if layers and pp * v > 1 else None)
+
+    return read
+
+
+def _chunked(virtual: int, stages: tuple[int, ...] | None) -> Values:
+    schedule = "1F1B" if virtual == 1 else "Interleaved1F1B"
+    return {"virtual_stages": virtual, "schedule": schedule, "stages": stages}
+
+
+def _uneven(document: Document, at: At, layers: int, chunks: int) -> tuple[int, ...] | None:
+    """Return the layers per stage that flags of the first and the last stage give, or equal ones."""
+    names = ("decoder_{}_pipeline_num_layers", "num_layers_in_{}_pipeline_stage")
+    first, last = (
+        next((n for n in (document.get(at(name.format(end))) for name in names) if n is not None), None)
+        for end in ("first", "last")
+    )
+    ends = [bool(document.get(at(f"account_for_{end}_in_pipeline_split"))) for end in ("embedding", "loss")]
+    if first is None and last is None:
+        if (layers + sum(ends)) % chunks:
+            raise PinError(
+                f"{layers + sum(ends)} layers{' with embedding and loss' if any(ends) else ''} do not split into "
+                f"{chunks} equal stages; give pipeline_model_parallel_layout",
+                ("pp", "virtual_stages"),
+            )
+        each = (layers + sum(ends)) // chunks
+        return (each - ends[0], *(each,) * (chunks - 2), each - ends[1])
+    left, inner = layers - (first or 0) - (last or 0), chunks - (first is not None) - (last is not None)
+    if inner <= 0 or left % inner:
+        raise PinError(f"{left} layers do not split into the {inner} stages between the first and the last", ("pp",))
+    middle = (left // inner,) * inner
+    return (*(() if first is None else (first,)), *middle, *(() if last is None else (last,)))
+
+
+# -- recompute ---------------------------------------------------------------------------------------------------------
+
+
+def leading(kinds: tuple[str, ...], stages: tuple[int, ...], what: str) -> int | None:
+    """Return how many first layers of every stage are of a kind and the others none; None if it is not so."""
+    counts, at = set(), 0
+    for size in stages:
+        part = kinds[at : at + size]
+        count = sum(kind == what for kind in part)
+        if part != (what,) * count + (NONE,) * (size - count):
+            return None
+        counts.add((count, size))
+        at += size
+    most = max(count for count, _ in counts)
+    return most if all(count == min(most, size) for count, size in counts) else None
+
+
+def _most_leading(kinds: tuple[str, ...], stages: tuple[int, ...]) -> int:
+    """Return the first layers of every stage that hold all layers with recompute."""
+    most, at = 0, 0
+    for size in stages:
+        part = kinds[at : at + size]
+        most = max([most, *(k + 1 for k, kind in enumerate(part) if kind != NONE)])
+        at += size
+    return most
+
+
+def write_recompute(at: At) -> Callable[[Setup], Values]:
+    def write(setup: Setup) -> Values:
+        kind = setup.recompute
+        one = kind if isinstance(kind, str) else ""
+        if one == NONE:
+            return {}
+        if one == SELECTIVE or modules_of(one):
+            modules = list(modules_of(one)) or ["core_attn"]
+            return {at("recompute_granularity"): "selective", at("recompute_modules"): modules}
+        layers = len(setup.task.layers)
+        if OFFLOAD in ((one,) if one else kind) and setup.config.pp == 1 and layers > 1:
+            held = min(layers - 1, layers if one else sum(k == OFFLOAD for k in kind))
+            if one or leading(tuple(kind), (layers,), OFFLOAD) is not None:
+                return {at("cpu_offloading_num_layers"): held}
+        full = {at("recompute_granularity"): "full", at("recompute_method"): "uniform", at("recompute_num_layers"): 1}
+        stages = setup.stages or (layers,)
+        if one or sum(stages) != len(kind):
+            return full
+        return full | {at("recompute_method"): "block", at("recompute_num_layers"): _most_leading(tuple(kind), stages)}
+
+    return write
+
+
+def read_recompute(at: At) -> Callable[[Document, Mapping[str, Any]], Values]:
+    def read(document: Document, found: Values) -> Values:
+        layers = document.task.layers
+        granularity = document.get(at("recompute_granularity"))
+        if granularity is None and document.get(at("recompute_activations")):
+            granularity = "selective"
+        if granularity is None:
+            held = document.count(at("cpu_offloading_num_layers"), 0)
+            return {"recompute": NONE if not held else dict.fromkeys(layers[:held], OFFLOAD) or OFFLOAD}
+        if granularity == "selective":
+            given = document.get(at("recompute_modules")) or ["core_attn"]
+            modules = given if isinstance(given, list) else [given]
+            unknown = [m for m in modules if m not in MODULES]
+            if unknown:
+                raise PinError(
+                    f"recompute_modules={unknown[0]!r} has no price; known: {', '.join(MODULES)}", ("recompute",)
+                )
+            return {"recompute": SELECTIVE if modules == ["core_attn"] else modules_choice(modules)}
+        if document.get(at("recompute_method")) != "block":
+            return {"recompute": FULL}
+        count, chunks = document.count(at("recompute_num_layers")), found["pp"] * found["virtual_stages"]
+        stages = found.get("stages") or ((len(layers) // chunks or count,) * chunks)
+        return {"recompute": tuple(min(count, size) for size in stages)}
+
+    return read

@@ -1,0 +1,284 @@
+"""The record of a target: its fields, its files, and what it cannot say.
+
+A field says which choices it decides, how they are written, and how they are read back. An export is read back at once;
+whatever comes back as another value is named, so that nothing can be lost silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16
+from autoplan.errors import PinError
+from autoplan.exporters.schema import Schema
+from autoplan.exporters.setup import Setup, Task
+from autoplan.stacks.like import GRADIENTS_32
+from autoplan.stacks.records import year_of
+
+Values = Mapping[str, Any]  # of a target's file: path with dots -> value; of a setup: name -> value
+
+
+@dataclass(frozen=True)
+class Document:
+    """The values of a target's file that are read.
+
+    Attributes:
+        values: what the file says, by path.
+        year: the version of the target, in years.
+        task: the model and the devices, as far as they are known.
+        seen: the paths that were asked for.
+    """
+
+    values: Values
+    schema: Schema
+    year: float
+    task: Task
+    seen: set[str] = field(default_factory=set, compare=False)
+
+    def has(self, path: str) -> bool:
+        """Return True if the file says something at a path, or below it."""
+        self.seen.add(path)
+        return path in self.values or any(name.startswith(f"{path}.") for name in self.values)
+
+    def get(self, path: str) -> Any:
+        """Return what the file says at a path, else the default of the target."""
+        self.seen.add(path)
+        return self.values[path] if path in self.values else self.schema.default(path)
+
+    def count(self, path: str, default: int = 1) -> int:
+        """Return a whole number at a path; `default` if it is not said. PinError for anything else."""
+        value = self.get(path)
+        if value is None or value == "auto":
+            return default
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise PinError(f"{path}={value!r} must be a whole number, for example {path}={default}")
+        return value
+
+    def word(self, path: str, words: Mapping[Any, Any], default: Any = None) -> Any:
+        """Return what a word of the target means. PinError that names the known words."""
+        value = self.get(path)
+        if value is None:
+            return default
+        if isinstance(value, str) and value not in words:
+            value = value.lower()
+        if value not in words:
+            raise PinError(f"{path}={value!r} is not known; use {', '.join(map(str, words))}")
+        return words[value]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a target, or a few that belong together.
+
+    Attributes:
+        names: the choices that it decides.
+        write: returns what is written for a setup, by path; nothing for what is the target's default.
+        read: returns the choices by name, from the file and from what was read before; nothing if it does not say.
+        since, until: years between which the field exists.
+    """
+
+    names: tuple[str, ...]
+    write: Callable[[Setup], Values]
+    read: Callable[[Document, Mapping[str, Any]], Values]
+    since: float = 0.0
+    until: float = 9999.0
+
+    def at(self, year: float) -> bool:
+        """Return True if the field exists in a year."""
+        return self.since <= year < self.until
+
+
+class Syntax(Protocol):
+    """How the values of a target are text."""
+
+    @property
+    def suffix(self) -> str:
+        """The suffix of its files."""
+
+    def write(self, values: Values, heading: Sequence[str], about: Setup) -> str:
+        """Return the text of the values; `heading`: lines about them."""
+
+    def read(self, text: str, where: str) -> dict[str, Any]:
+        """Return the values by path. PinError if the text is not of this syntax."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Something that the target itself refuses: returns what is wrong and what would work, or None."""
+
+    broken: Callable[[Document, Mapping[str, Any]], str | None]
+    warns: bool = False
+
+
+@dataclass(frozen=True)
+class Target:
+    """A framework whose input can be written and read.
+
+    Attributes:
+        about: what is written.
+        stack: the stack whose settings hold for what a file does not say.
+        files: the syntax by the year since which it holds, in order.
+        fields: read in this order, so that a field may build on those before it.
+        marks: paths of which a file of this target has at least one, and no other target.
+        elsewhere: choice -> where it is said instead of the file.
+        cannot: choice -> why the target cannot say it.
+        launch: returns the command that starts a run of the written file.
+        stack_of: returns another stack that runs a file, for targets that drive others.
+        rules: what the target itself refuses.
+        base: path -> value that is written where no field writes another, for targets whose file changes a
+            configuration that has values of its own.
+    """
+
+    name: str
+    about: str
+    stack: str
+    files: tuple[tuple[float, Syntax], ...]
+    fields: tuple[Field, ...]
+    marks: tuple[str, ...]
+    launch: Callable[[Setup, str, float], list[str]]
+    elsewhere: Mapping[str, str] = field(default_factory=dict, hash=False)
+    cannot: Mapping[str, str] = field(default_factory=dict, hash=False)
+    stack_of: Callable[[Document], str] | None = None
+    rules: tuple[Rule, ...] = ()
+    base: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @cached_property
+    def schema(self) -> Schema:
+        """The fields of the target as its source has them."""
+        return Schema.load(self.name)
+
+    def syntax(self, year: float) -> Syntax:
+        """Return the syntax of the target's files in a year."""
+        return next(syntax for since, syntax in reversed(self.files) if year >= since)
+
+    def fields_at(self, year: float) -> tuple[Field, ...]:
+        """Return the fields that exist in a year."""
+        return tuple(f for f in self.fields if f.at(year))
+
+    def version(self, text: str) -> str:
+        """Return the version YY.MM of a month or of a release that the schema knows. PinError names the known ones."""
+        found = self.schema.releases.get(text.removeprefix("v"), text)
+        try:
+            year_of(found)
+        except PinError:
+            known = ", ".join(self.schema.releases)
+            hint = f" or a release: {known}" if known else ""
+            raise PinError(
+                f"version {text!r} of {self.name} is not known; write YY.MM, for example 26.08{hint}"
+            ) from None
+        return found
+
+
+def same(path: str, name: str, *, always: bool = False, least: int = 1, **when: float) -> Field:
+    """Return the field of a whole number that the target calls by another name; written unless it is `least`."""
+
+    def write(setup: Setup) -> Values:
+        value = getattr(setup.config, name)
+        return {path: value} if always or value != least else {}
+
+    def read(document: Document, found: Values) -> Values:
+        return {name: document.count(path, least)}
+
+    return Field((name,), write, read, **when)
+
+
+def run_number(path: str, name: str, **when: float) -> Field:
+    """Return the field of a number of the run, which a file may leave open."""
+
+    def read(document: Document, found: Values) -> Values:
+        return {} if document.get(path) is None else {name: document.count(path)}
+
+    return Field((name,), lambda setup: {path: getattr(setup, name)}, read, **when)
+
+
+def words(path: str, name: str, known: Mapping[str, Any], of: Callable[[Setup], Any], **when: float) -> Field:
+    """Return the field of a choice that the target has words for: value -> word. Other values are not written.
+
+    A value of None of the target is the first of them that is written as None.
+    """
+    meaning = {word: value for value, word in reversed(list(known.items()))}
+
+    def write(setup: Setup) -> Values:
+        value = of(setup)
+        return {path: known[value]} if value in known and known[value] is not None else {}
+
+    def read(document: Document, found: Values) -> Values:
+        value = document.get(path)
+        if value is None and None not in meaning:
+            return {}
+        return {name: document.word(path, meaning, meaning.get(None))}
+
+    return Field((name,), write, read, **when)
+
+
+def switch(path: str, name: str, of: Callable[[Setup], bool], *, reverse: bool = False, **when: float) -> Field:
+    """Return the field of a choice that is true or false; `reverse`: the target says the opposite."""
+
+    def write(setup: Setup) -> Values:
+        return {path: bool(of(setup)) is not reverse}
+
+    def read(document: Document, found: Values) -> Values:
+        value = document.get(path)
+        return {} if value is None else {name: bool(value) is not reverse}
+
+    return Field((name,), write, read, **when)
+
+
+def constant(path: str, value: Any, where: Callable[[Setup], bool] = lambda setup: True, **when: float) -> Field:
+    """Return a field that decides nothing but must be there."""
+    return Field((), lambda setup: {path: value} if where(setup) else {}, lambda document, found: {}, **when)
+
+
+def precision_word(base: str, narrow: bool, moments: bool = False) -> str:
+    """Return the precision of a file that says how gradients are kept; the suffix holds against a stack's default."""
+    if base in ("fp32", "native"):
+        return base
+    return base + (GRADIENTS_16 if narrow else GRADIENTS_32) + (MOMENTS_16 if moments and narrow else "")
+
+
+def base_of(precision: str) -> str:
+    """Return a precision without what is kept in 16 or 32 bits."""
+    return precision.removesuffix(GRADIENTS_32).removesuffix(MOMENTS_16).removesuffix(GRADIENTS_16)
+
+
+def derived(read: Callable[[Document, Values], Values], *names: str) -> Field:
+    """Return a field that is not written, because it follows from others."""
+    return Field(names, lambda setup: {}, read)
+
+
+def data_parallel(document: Document, found: Values, *other: str) -> Values:
+    """Return dp as what the devices leave, nothing if these are not known. `other`: degrees that divide them too.
+
+    Raises: PinError with the nearest number of devices.
+    """
+    devices = document.task.num_devices
+    if not devices:
+        return {}
+    used = 1
+    for name in ("tp", "pp", "cp", *other):
+        used *= int(found.get(name, 1))
+    if devices % used:
+        raise PinError(
+            f"tp x pp x cp = {used} does not divide the {devices} devices; nearest: "
+            f"{used * max(1, devices // used)} or {used * (devices // used + 1)} devices",
+            ("tp", "pp", "cp"),
+        )
+    return {"dp": devices // used}
+
+
+def micro_batches(document: Document, found: Values) -> Values:
+    """Return the number of micro-batches that follows from the batch; nothing if that is not known."""
+    batch, at_once = found.get("global_batch_size"), found.get("dp", 0) * found.get("micro_batch_size", 0)
+    if not batch or not at_once:
+        return {}
+    if batch % at_once:
+        below = batch // at_once * at_once
+        near = f"{below} or {below + at_once}" if below else str(at_once)
+        raise PinError(
+            f"global_batch_size={batch} is not a multiple of micro_batch_size x dp = {at_once}; nearest: {near}",
+            ("global_batch_size", "micro_batch_size", "dp"),
+        )
+    return {"num_micro_batches": batch // at_once}

@@ -1,0 +1,182 @@
+"""A setup: a configuration and its run, as all targets write and read it, and its values in one form.
+
+values(setup)       # by name; what makes no difference has one form, so that equal setups have equal values
+recompute_per_layer(config, layers)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from autoplan.config.choices import CHOICES, OPTIONS, option_data
+from autoplan.config.context_methods import methods_text
+from autoplan.config.parallel import Dispatcher, Mode, ParallelConfig, RunOptions, precision_of
+from autoplan.config.recompute import FULL, NONE, read_recompute
+from autoplan.program.facts import expert_counts, latent_attention, layer_calls
+from autoplan.search.layouts import PlanRequest
+from autoplan.stacks.like import Like
+
+RUN = ("seq_len", "global_batch_size", "precision", "mode")
+# A configuration without these would be another one: an export that cannot write them is refused.
+ESSENTIAL = (
+    *("pp", "tp", "cp", "ep", "etp", "schedule", "virtual_stages", "zero_stage", "zero_replicas", "offload"),
+    *("micro_batch_size", "seq_len", "global_batch_size", "dp", "num_micro_batches"),  # those that follow come last
+)
+# A name of every value of a setup
+NAMES = (*(c.name for c in CHOICES), *OPTIONS, *RUN)
+
+
+@dataclass(frozen=True)
+class Task:
+    """The model and the devices that a setup is for.
+
+    Attributes:
+        layers: names of the model's layers, in model order; empty if the model is not known.
+        num_experts: 0 for a model without experts.
+        latent: True for a model with latent attention.
+        num_nodes, devices_per_node: 0 if the cluster is not known.
+    """
+
+    model: str = ""
+    layers: tuple[str, ...] = ()
+    num_experts: int = 0
+    latent: bool = False
+    device: str = ""
+    num_nodes: int = 0
+    devices_per_node: int = 0
+
+    @classmethod
+    def of(cls, request: PlanRequest) -> Task:
+        """Return the task of a request."""
+        graph, cluster = request.graph, request.cluster
+        return cls(
+            graph.name,
+            tuple(layer_calls(graph)),
+            max(expert_counts(graph), default=0),
+            latent_attention(graph),
+            cluster.device.name,
+            cluster.num_nodes,
+            cluster.devices_per_node,
+        )
+
+    @property
+    def num_devices(self) -> int:
+        """All devices; 0 if the cluster is not known."""
+        return self.num_nodes * self.devices_per_node
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A configuration and its run."""
+
+    task: Task
+    config: ParallelConfig
+    options: RunOptions
+    mode: Mode
+    precision: str
+    seq_len: int
+    global_batch_size: int
+
+    @classmethod
+    def of(cls, request: PlanRequest, config: ParallelConfig) -> Setup:
+        """Return the setup of a configuration for a request."""
+        run = (request.options, request.mode, request.precision, request.seq_len, request.global_batch_size)
+        return cls(Task.of(request), config, *run)
+
+    @property
+    def num_chunks(self) -> int:
+        """Parts that the pipeline cuts the model into."""
+        return self.config.pp * self.config.virtual_stages
+
+    @property
+    def stages(self) -> tuple[int, ...] | None:
+        """Layers per chunk; None without a pipeline, and if they are left to the planner."""
+        if self.num_chunks == 1:
+            return None
+        layers = len(self.task.layers)
+        if self.config.stages is not None:
+            return self.config.stages
+        return (layers // self.num_chunks,) * self.num_chunks if layers and layers % self.num_chunks == 0 else None
+
+    @property
+    def recompute(self) -> str | tuple[str, ...]:
+        """The recompute choice of all layers, or of each layer where they differ."""
+        return recompute_per_layer(self.config, self.task.layers, self.stages)
+
+    @property
+    def any_recompute(self) -> str:
+        """One choice for all layers that keeps no more than the setup: full where layers differ."""
+        return self.recompute if isinstance(self.recompute, str) else FULL
+
+
+def recompute_per_layer(
+    config: ParallelConfig, layers: Sequence[str], stages: tuple[int, ...] | None
+) -> str | tuple[str, ...]:
+    """Return the recompute choice of all layers if they share one, else that of each layer.
+
+    Layers per stage are the first ones of each stage, as `autoplan.plan` and Megatron count them.
+    """
+    given = config.recompute
+    if isinstance(given, str):
+        return str(read_recompute(given))
+    if isinstance(given, Mapping):
+        each = tuple(given.get(name, NONE) for name in layers)
+    else:
+        cut = stages if stages is not None and len(stages) == len(given) else (len(layers),)
+        if len(cut) != len(given):
+            return NONE if not any(given) else tuple(str(n) for n in given)
+        each = tuple(FULL if k < n else NONE for n, size in zip(given, cut, strict=True) for k in range(size))
+    return each[0] if len(set(each)) == 1 else each
+
+
+def values(setup: Setup) -> dict[str, Any]:
+    """Return every value by name. What makes no difference to the setup has the default, so that equals are equal."""
+    c, run = setup.config, {**option_data(setup.options), "mode": str(setup.mode), "precision": setup.precision}
+    out: dict[str, Any] = {f.name: getattr(c, f.name) for f in fields(c)}
+    shards = c.num_shards if c.zero_stage else 1
+    if shards == 1:
+        out |= {"zero_stage": 0, "zero_replicas": 1}
+    out["etp"] = c.expert_tp if setup.task.num_experts else 1
+    if c.pp == 1:
+        out |= {"schedule": "1F1B", "virtual_stages": 1}
+    out |= {"stages": setup.stages, "recompute": setup.recompute, "offload": tuple(c.offload)}
+    method = None if c.cp == 1 or c.context_method is None else methods_text(c.context_method)
+    out["context_method"] = method
+    run |= {"seq_len": setup.seq_len, "global_batch_size": setup.global_batch_size}
+    return out | run | _run_values(setup, out["zero_stage"], method)
+
+
+def _run_values(setup: Setup, zero: int, method: str | None) -> dict[str, Any]:
+    """Return the options with those that make no difference at their defaults."""
+    c, o = setup.config, setup.options
+    overlaps = {
+        "tp": c.tp > 1,
+        "ep": c.ep > 1,
+        "pp": c.pp > 1 and c.virtual_stages > 1,
+        "cp": c.cp > 1 and (method is None or "ring" in method),
+    }
+    once = zero in (1, 2)  # what is sent once per step
+    overlap = o.overlap_zero or not (once or (zero == 0 and c.dp * c.cp > 1 and setup.mode is Mode.FUSED))
+    matmul = precision_of(setup.precision).matmul or ""
+    return {
+        "attention": str(o.attention_in(setup.mode)),
+        "overlap": sorted(name for name in o.overlap if overlaps[name]),
+        "dispatcher": str(o.dispatcher if c.ep > 1 else Dispatcher.ALL_TO_ALL),
+        "sequence_parallel": o.sequence_parallel or c.tp == 1,
+        "fused_experts": o.fused_experts and setup.task.num_experts > 0,
+        "narrow_gather": o.narrow_gather and matmul.startswith("float8") and zero > 0,
+        "overlap_zero": overlap,
+        "overlap_gather": o.overlap_gather or not (overlap and once),
+        "zero_by_tensor": o.zero_by_tensor and zero == 3,
+    }
+
+
+def run_defaults(like: Like, task: Task) -> dict[str, Any]:
+    """Return the options, the mode and the precision of a stack, by name."""
+    return {
+        **option_data(like.options(task.device)),
+        "mode": str(like.mode),
+        "precision": like.precision(task.latent),
+    }

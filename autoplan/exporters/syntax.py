@@ -1,0 +1,112 @@
+"""How values of targets are text: JSON, YAML and TOML, with paths for what is nested."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from autoplan.errors import PinError
+from autoplan.exporters.setup import Setup
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by path as mappings in mappings."""
+    out: dict[str, Any] = {}
+    for path, value in values.items():
+        *parents, name = path.split(".")
+        inner = out
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[name] = value
+    return out
+
+
+def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return mappings in mappings as values by path; an empty mapping is a value."""
+    out: dict[str, Any] = {}
+    for name, value in data.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            out |= flat(value, f"{path}.")
+        else:
+            out[path] = value
+    return out
+
+
+def mapping_of(data: object, where: str) -> dict[str, Any]:
+    """Return the values of a file. PinError if it holds something else."""
+    if not isinstance(data, Mapping):
+        raise PinError(f"{where} must hold names and values, not {type(data).__name__}")
+    return flat({str(name): value for name, value in data.items()})
+
+
+def commented(heading: Sequence[str]) -> str:
+    """Return lines as comments."""
+    return "".join(f"# {line}".rstrip() + "\n" for line in heading)
+
+
+@dataclass(frozen=True)
+class Json:
+    """JSON; it has no comments, so that the heading is left out."""
+
+    suffix: str = ".json"
+
+    def write(self, values: Mapping[str, Any], heading: Sequence[str], about: Setup) -> str:
+        """Return the values as JSON."""
+        return json.dumps(nested(values), indent=2) + "\n"
+
+    def read(self, text: str, where: str) -> dict[str, Any]:
+        """Return the values by path."""
+        try:
+            return mapping_of(json.loads(text), where)
+        except ValueError as error:
+            raise PinError(f"{where} is not JSON: {error}") from None
+
+
+@dataclass(frozen=True)
+class Yaml:
+    """YAML, with the heading as comments."""
+
+    suffix: str = ".yaml"
+
+    def write(self, values: Mapping[str, Any], heading: Sequence[str], about: Setup) -> str:
+        """Return the values as YAML."""
+        text: str = yaml.safe_dump(nested(values), sort_keys=False, width=1000)
+        return commented(heading) + text
+
+    def read(self, text: str, where: str) -> dict[str, Any]:
+        """Return the values by path."""
+        try:
+            return mapping_of(yaml.safe_load(text), where)
+        except yaml.YAMLError as error:
+            raise PinError(f"{where} is not YAML: {' '.join(str(error).split())}") from None
+
+
+@dataclass(frozen=True)
+class Toml:
+    """TOML, a table per section, with the heading as comments."""
+
+    suffix: str = ".toml"
+
+    def write(self, values: Mapping[str, Any], heading: Sequence[str], about: Setup) -> str:
+        """Return the values as TOML."""
+        tables: dict[str, list[str]] = {}
+        for path, value in values.items():
+            if value is None:  # TOML has no word for it
+                continue
+            table, _, name = path.rpartition(".")
+            tables.setdefault(table, []).append(f"{name} = {json.dumps(value)}")  # these values are written as in JSON
+        parts = ["\n".join([f"[{table}]", *lines] if table else lines) for table, lines in tables.items()]
+        return commented(heading) + "\n" + "\n\n".join(parts) + "\n"
+
+    def read(self, text: str, where: str) -> dict[str, Any]:
+        """Return the values by path."""
+        try:
+            return mapping_of(tomllib.loads(text), where)
+        except tomllib.TOMLDecodeError as error:
+            raise PinError(f"{where} is not TOML: {error}") from None

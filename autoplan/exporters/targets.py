@@ -1,0 +1,64 @@
+"""All targets by name, and which of them a file is of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from autoplan.errors import PinError
+from autoplan.exporters.accelerate import ACCELERATE
+from autoplan.exporters.deepspeed import DEEPSPEED
+from autoplan.exporters.lightning import LIGHTNING
+from autoplan.exporters.maxtext import MAXTEXT
+from autoplan.exporters.megatron import MEGATRON_LM
+from autoplan.exporters.megatron_bridge import MEGATRON_BRIDGE
+from autoplan.exporters.nanotron import NANOTRON
+from autoplan.exporters.record import Target
+from autoplan.exporters.torchtitan import TORCHTITAN
+from autoplan.stacks.records import near, stack, version_of, year_of
+
+_ALL = (MEGATRON_LM, MEGATRON_BRIDGE, TORCHTITAN, DEEPSPEED, ACCELERATE, LIGHTNING, NANOTRON, MAXTEXT)
+TARGETS: Mapping[str, Target] = {target.name: target for target in _ALL}
+
+
+def target_of(text: str) -> tuple[Target, str]:
+    """Return the target and the version, YY.MM, of NAME or NAME@VERSION. PinError names the nearest ones."""
+    name, at, version = text.partition("@")
+    found = TARGETS.get(name)
+    if found is None:
+        raise PinError(f"{name!r} is not a target; {near(name, tuple(TARGETS))}")
+    if at and not version:
+        raise PinError(f"{text!r} has no version after @; write YY.MM, for example {name}@{newest(found)}")
+    return found, found.version(version) if at else newest(found)
+
+
+def newest(target: Target) -> str:
+    """Return the version of a target without one: the default of its stack."""
+    return stack(target.stack).default_version
+
+
+def detected(path: str, text: str) -> tuple[Target, str]:
+    """Return the target and the version of a file. PinError if it is of none, or of several."""
+    suffix = Path(path.partition(":")[0] if ".py:" in path else path).suffix
+    suffix = {".yml": ".yaml", "": ".sh", ".bash": ".sh", ".txt": ".sh", ".slurm": ".sh", ".sbatch": ".sh"}.get(
+        suffix, suffix
+    )
+    found: dict[str, tuple[Target, str]] = {}
+    for target in TARGETS.values():
+        for k, (_, syntax) in enumerate(target.files):
+            if syntax.suffix != suffix:
+                continue
+            values = syntax.read(text, path)
+            if any(mark in values or any(name.startswith(f"{mark}.") for name in values) for mark in target.marks):
+                last = len(target.files) == k + 1
+                # the last month of a syntax that a later one replaced
+                version = newest(target) if last else version_of(target.files[k + 1][0] - 1 / 12)
+                year_of(version)
+                found[target.name] = (target, version)
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if found:
+        raise PinError(f"{path} may be of {' or '.join(found)}; say which with --format")
+    raise PinError(
+        f"{path} is not recognised as the input of a framework; say of which with --format: {', '.join(TARGETS)}"
+    )

@@ -1,0 +1,470 @@
+"""torchtitan: a Python configuration, and TOML for versions before March 2026, with the names of each version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autoplan.config.parallel import Dispatcher, Launch, Mode
+from autoplan.config.recompute import FULL, NONE, SELECTIVE
+from autoplan.errors import PinError
+from autoplan.exporters.launching import torchrun
+from autoplan.exporters.record import (
+    Document,
+    Field,
+    Rule,
+    Target,
+    Values,
+    derived,
+    micro_batches,
+    run_number,
+    same,
+    switch,
+)
+from autoplan.exporters.scripts import Name, Python
+from autoplan.exporters.setup import Setup
+from autoplan.exporters.syntax import Toml
+from autoplan.schedules.schedule import SCHEDULES
+from autoplan.stacks.records import year_of
+
+PYTHON = year_of("26.03")  # TOML became dataclasses on 2026-02-23 (pull request 2386, after release 0.2.2)
+_P = "parallelism."
+# Classes of torch.distributed.pipelining, which torchtitan looks up by name
+_SCHEDULES = {
+    "GPipe": "GPipe",
+    "1F1B": "1F1B",
+    "Interleaved1F1B": "Interleaved1F1B",
+    "InterleavedZeroBubble": "InterleavedZeroBubble",
+    "ZBV": "ZBVZeroBubble",
+    "DualPipeV": "DualPipeV",
+}
+
+# -- stages ------------------------------------------------------------------------------------------------------------
+
+
+def _parts(stages: tuple[int, ...], last: str) -> list[list[str]]:
+    """Return the modules of every stage; `last`: the name of the output layer."""
+    out, at = [], 0
+    for size in stages:
+        out.append([f"layers.{k}" for k in range(at, at + size)])
+        at += size
+    out[0].insert(0, "tok_embeddings")
+    out[-1] += ["norm", last]
+    return out
+
+
+def split(layers: int, chunks: int, first_less: int, last_less: int) -> tuple[int, ...]:
+    """Return the layers per stage that torchtitan chooses (distributed/pipeline_parallel.py).
+
+    Embedding and output count as layers, and the first stages get what remains. Raises: PinError if a stage is empty.
+    """
+    each, more = divmod(layers + first_less + last_less, chunks)
+    sizes = [each + (k < more) for k in range(chunks)]
+    sizes[0] -= first_less
+    sizes[-1] -= last_less
+    if min(sizes) < 0:
+        raise PinError(
+            f"{layers} layers do not fill {chunks} stages; nearest: {layers} stages", ("pp", "virtual_stages")
+        )
+    return tuple(sizes)
+
+
+def _write_stages(last: str) -> Callable[[Setup], Values]:
+    def write(setup: Setup) -> Values:
+        c = setup.config
+        if c.pp == 1 or c.schedule not in _SCHEDULES:
+            return {}
+        out: dict[str, Any] = {_P + "pipeline_parallel_schedule": _SCHEDULES[c.schedule]}
+        stages = setup.stages
+        return out | ({_P + "module_fqns_per_model_part": _parts(stages, last)} if stages else {})
+
+    return write
+
+
+def _read_stages(document: Document, found: Values) -> Values:
+    pp, layers = found["pp"], len(document.task.layers)
+    if pp == 1:
+        return {"schedule": "1F1B", "virtual_stages": 1, "stages": None}
+    names = {name.lower(): ours for ours, name in _SCHEDULES.items()}
+    name = str(document.get(_P + "pipeline_parallel_schedule")).lower()
+    if name not in names:
+        known = ", ".join(_SCHEDULES.values())
+        raise PinError(f"pipeline_parallel_schedule={name!r} has no price; known: {known}", ("schedule",))
+    schedule = names[name]
+    parts = document.get(_P + "module_fqns_per_model_part")
+    if parts:
+        if len(parts) % pp:
+            raise PinError(f"module_fqns_per_model_part has {len(parts)} parts, no multiple of pp={pp}", ("pp",))
+        stages = tuple(sum(str(module).startswith("layers.") for module in part) for part in parts)
+        return {"schedule": schedule, "virtual_stages": len(parts) // pp, "stages": stages}
+    virtual = 1 if SCHEDULES[schedule].virtual_stages[0] == 1 else 2
+    ends = [document.count(f"{_P}pipeline_parallel_{end}_stage_less_layers") for end in ("first", "last")]
+    per_stage = document.get(_P + "pipeline_parallel_layers_per_stage")
+    if per_stage and layers:
+        chunks = -(-(layers + sum(ends)) // per_stage)
+        if chunks % pp:
+            raise PinError(
+                f"pipeline_parallel_layers_per_stage={per_stage} gives {chunks} stages, no multiple of pp={pp}"
+            )
+        virtual = chunks // pp
+    stages_read = split(layers, pp * virtual, ends[0], ends[1]) if layers else None
+    return {"schedule": schedule, "virtual_stages": virtual, "stages": stages_read}
+
+
+# -- data parallelism, ZeRO, batch -------------------------------------------------------------------------------------
+
+
+def _write_data(setup: Setup) -> Values:
+    c = setup.config
+    out: dict[str, Any] = {}
+    if c.zero_stage == 0 or c.num_shards == 1:
+        # fully_shard shards over cp too, so that without shards there is no context parallelism
+        out = {_P + "data_parallel_replicate_degree": c.dp, _P + "data_parallel_shard_degree": 1}
+    else:
+        out = {_P + "data_parallel_replicate_degree": c.zero_replicas}
+        out[_P + "data_parallel_shard_degree"] = c.dp // c.zero_replicas
+        kept = {1: "never", 3: "always"}
+        out |= {_P + "fsdp_reshard_after_forward": kept[c.zero_stage]} if c.zero_stage in kept else {}
+    return out
+
+
+def _read_data(document: Document, found: Values) -> Values:
+    replicas = document.count(_P + "data_parallel_replicate_degree")
+    shards = document.count(_P + "data_parallel_shard_degree", -1)
+    used = replicas * found["cp"] * found["tp"] * found["pp"]
+    devices = document.task.num_devices
+    if shards == -1:
+        if not devices:
+            return {}
+        if devices % used:
+            near = f"{used * max(1, devices // used)} or {used * (devices // used + 1)}"
+            raise PinError(
+                f"dp_replicate x cp x tp x pp = {used} does not divide the {devices} devices; nearest: {near} devices",
+                ("dp", "tp", "pp", "cp"),
+            )
+        shards = devices // used
+    kept = {"never": 1, "always": 3, "default": 1 if found["pp"] > 1 else 3}
+    stage = document.word(_P + "fsdp_reshard_after_forward", kept, kept["default"])
+    if shards * found["cp"] == 1:
+        return {"dp": replicas, "zero_stage": 0, "zero_replicas": 1}
+    return {"dp": replicas * shards, "zero_stage": stage, "zero_replicas": replicas}
+
+
+def _world(document: Document, found: Values) -> str | None:
+    devices, used = document.task.num_devices, 1
+    for name in ("dp", "tp", "pp", "cp"):
+        used *= found.get(name, 1)
+    if not devices or used == devices:
+        return None
+    return f"dp_replicate x dp_shard x cp x tp x pp = {used}, but there are {devices} devices; nearest: dp_shard = -1"
+
+
+def _at_once(document: Document, found: Values) -> int | None:
+    """Return the micro-batches of one run of the pipeline; None without a pipeline."""
+    if found["pp"] == 1:
+        return None
+    if document.year >= PYTHON:
+        return document.count(_P + "num_pp_microbatches")
+    return document.count("training.local_batch_size", 8) // document.count(_P + "pipeline_parallel_microbatch_size")
+
+
+def _fills(document: Document, found: Values) -> str | None:
+    at_once, total = _at_once(document, found), found.get("num_micro_batches", 0)
+    if at_once is None or not total or total % at_once == 0:
+        return None
+    return f"a pipeline of {at_once} micro-batches does not divide the {total} of a rank's batch; nearest: {total}"
+
+
+def _drains(document: Document, found: Values) -> str | None:
+    at_once, total = _at_once(document, found), found.get("num_micro_batches", 0)
+    if at_once is None or at_once == total or total % at_once:
+        return None
+    return f"the pipeline fills and drains {total // at_once} times a step, which the price does not know"
+
+
+def _write_batch(setup: Setup) -> Values:
+    """Batches in sequences, as TOML has them."""
+    c, t = setup.config, "training."
+    local = c.micro_batch_size * (c.num_micro_batches if c.pp > 1 else 1)
+    out = {t + "local_batch_size": local, t + "global_batch_size": setup.global_batch_size}
+    return out | ({_P + "pipeline_parallel_microbatch_size": c.micro_batch_size} if c.pp > 1 else {})
+
+
+def _read_batch(document: Document, found: Values) -> Values:
+    local = document.count("training.local_batch_size", 8)
+    size = document.count(_P + "pipeline_parallel_microbatch_size") if found["pp"] > 1 else local
+    if local % size:
+        raise PinError(f"local_batch_size={local} is not a multiple of pipeline_parallel_microbatch_size={size}")
+    batch = document.count("training.global_batch_size", -1)
+    if batch == -1:
+        batch = local * found["dp"] if "dp" in found else 0
+    return {"micro_batch_size": size, **({"global_batch_size": batch} if batch else {})}
+
+
+def _write_tokens(setup: Setup) -> Values:
+    """Batches in tokens, as Python has them; all micro-batches of a pipeline run at once."""
+    c, t, length = setup.config, "training.", setup.seq_len
+    out = {
+        t + "num_tokens_per_microbatch_per_dp_rank": c.micro_batch_size * length,
+        t + "num_tokens_per_train_step": setup.global_batch_size * length,
+        t + "max_context_length": length,
+    }
+    return out | ({_P + "num_pp_microbatches": c.num_micro_batches} if c.pp > 1 else {})
+
+
+def _read_tokens(document: Document, found: Values) -> Values:
+    t = "training."
+    length = document.count(t + "max_context_length", 2048)
+    tokens, step = (document.count(t + f"num_tokens_per_{n}", -1) for n in ("microbatch_per_dp_rank", "train_step"))
+    if step == -1 and "dp" in found:
+        step = tokens * found["dp"] * (document.count(_P + "num_pp_microbatches") if found["pp"] > 1 else 1)
+    for name, number in (("microbatch_per_dp_rank", tokens), ("train_step", step)):
+        if number != -1 and number % length:
+            near = f"{max(1, number // length) * length} or {(number // length + 1) * length}"
+            raise PinError(f"num_tokens_per_{name}={number} is not a multiple of {length} tokens; nearest: {near}")
+    batch = {"global_batch_size": step // length} if step != -1 else {}
+    return {"seq_len": length, "micro_batch_size": max(1, tokens // length), **batch}
+
+
+# -- experts, recompute, precision -------------------------------------------------------------------------------------
+
+
+def _write_experts(setup: Setup) -> Values:
+    return {_P + "expert_parallel_degree": setup.config.ep} if setup.config.ep > 1 else {}
+
+
+def _read_experts(document: Document, found: Values) -> Values:
+    ep = document.count(_P + "expert_parallel_degree")
+    # experts take ranks of tp too: ep is made of dp_shard, cp and tp (distributed/parallel_dims.py)
+    return {"ep": ep, "etp": 1 if ep > 1 else found["tp"]}
+
+
+def _write_split_experts(setup: Setup) -> Values:
+    c = setup.config
+    return {**_write_experts(setup), **({_P + "expert_tensor_parallel_degree": c.expert_tp} if c.ep > 1 else {})}
+
+
+def _read_split_experts(document: Document, found: Values) -> Values:
+    out = _read_experts(document, found)
+    etp = document.count(_P + "expert_tensor_parallel_degree")
+    if out["ep"] > 1 and etp not in (1, found["tp"]):
+        raise PinError(f"expert_tensor_parallel_degree={etp} must be 1 or tp={found['tp']}; nearest: 1", ("etp",))
+    return {**out, "etp": etp} if out["ep"] > 1 else out
+
+
+_MODES = {NONE: "none", SELECTIVE: "selective", FULL: "full"}
+
+
+def _write_toml_recompute(setup: Setup) -> Values:
+    kind = setup.any_recompute if setup.any_recompute in _MODES else FULL
+    out: dict[str, Any] = {"activation_checkpoint.mode": _MODES[kind]}
+    return out | ({"activation_checkpoint.selective_ac_option": "op"} if kind == SELECTIVE else {})
+
+
+def _read_toml_recompute(document: Document, found: Values) -> Values:
+    known = {**{word: kind for kind, word in _MODES.items()}, "memory_budget": SELECTIVE}
+    return {"recompute": document.word("activation_checkpoint.mode", known)}
+
+
+def _write_backend(setup: Setup) -> Values:
+    names = {Dispatcher.ALL_TO_ALL: "standard", Dispatcher.FLEX: "deepep"}
+    given = setup.options.dispatcher
+    return {_P + "expert_parallel_comm_backend": names[given]} if setup.config.ep > 1 and given in names else {}
+
+
+def _read_backend(document: Document, found: Values) -> Values:
+    known = {"standard": "alltoall", "deepep": "flex"}
+    return {"dispatcher": document.word(_P + "expert_parallel_comm_backend", known)}
+
+
+def _write_python_recompute(setup: Setup) -> Values:
+    kind = setup.any_recompute if setup.any_recompute in _MODES else FULL
+    classes = {NONE: None, SELECTIVE: Name("SelectiveAC.Config()"), FULL: Name("FullAC.Config()")}
+    return {"activation_checkpoint": classes[kind]}
+
+
+def _read_python_recompute(document: Document, found: Values) -> Values:
+    if not document.has("activation_checkpoint"):
+        return {"recompute": SELECTIVE}  # what the shipped configurations have
+    known = {"SelectiveAC.Config": SELECTIVE, "FullAC.Config": FULL, "MemoryBudgetAC.Config": SELECTIVE}
+    value = document.get("activation_checkpoint")
+    return {"recompute": NONE if value is None else document.word("activation_checkpoint", known)}
+
+
+def _write_precision(setup: Setup) -> Values:
+    return {"training.mixed_precision_param": "float32" if setup.precision == "fp32" else "bfloat16"}
+
+
+def _write_converters(setup: Setup) -> Values:
+    out = dict(_write_precision(setup))
+    if setup.precision == "fp8":
+        out["model.converters"] = ["quantize.linear.float8"]
+        out["quantize.linear.float8.enable_fsdp_float8_all_gather"] = setup.options.narrow_gather
+    if setup.precision == "mxfp8":
+        out["model.converters"] = ["quantize.linear.mx"]
+    return out
+
+
+def _read_precision(document: Document, found: Values) -> Values:
+    wide = document.get("training.mixed_precision_param") == "float32"
+    return {"precision": "fp32"} if wide else {"precision": "bf16"}
+
+
+def _read_converters(document: Document, found: Values) -> Values:
+    given = document.get("model.converters") or []
+    name = next(
+        (ours for word, ours in (("mx", "mxfp8"), ("float8", "fp8")) if f"quantize.linear.{word}" in given), None
+    )
+    if name is None:
+        return _read_precision(document, found)
+    gather = document.get("quantize.linear.float8.enable_fsdp_float8_all_gather")
+    return {"precision": name, **({"narrow_gather": bool(gather)} if name == "fp8" else {})}
+
+
+def _write_method(setup: Setup) -> Values:
+    known = {"gather": "allgather", "ring": "alltoall"}
+    method = setup.config.context_method
+    if setup.config.cp == 1 or method not in known:
+        return {}
+    return {_P + "context_parallel_rotate_method": known[str(method)]}
+
+
+def _read_method(document: Document, found: Values) -> Values:
+    known = {"allgather": "gather", "alltoall": "ring"}
+    return {"context_method": document.word(_P + "context_parallel_rotate_method", known) if found["cp"] > 1 else None}
+
+
+def _async_tp(path: str, **when: float) -> Field:
+    def write(setup: Setup) -> Values:
+        used = setup.config.tp > 1 and "tp" in setup.options.overlap and setup.mode is Mode.COMPILED
+        return {path: True} if used else {}
+
+    def read(document: Document, found: Values) -> Values:
+        return {"overlap": ["tp"] if document.get(path) else []}
+
+    return Field(("overlap",), write, read, **when)
+
+
+def _write_graphs(setup: Setup) -> Values:
+    return {"training.disable_cuda_graphs": setup.options.launch in (Launch.ASYNC, Launch.BLOCKING)}
+
+
+def _read_graphs(document: Document, found: Values) -> Values:
+    used = not document.get("training.disable_cuda_graphs") and found["pp"] == 1  # pipelines are not captured yet
+    return {"launch": "graphs" if used else "async"}
+
+
+_OFFLOAD = Field(
+    ("offload",),
+    lambda s: {"training.enable_cpu_offload": True} if s.config.offload == ("parameters",) else {},
+    lambda d, found: {"offload": ("parameters",) if d.get("training.enable_cpu_offload") else ()},
+)
+_OLD: Mapping[str, Any] = {"until": PYTHON}
+_NEW: Mapping[str, Any] = {"since": PYTHON}
+_STAGES = ("schedule", "virtual_stages", "stages")
+_EXPERTS = ("ep", "etp")
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+# Shipped configurations of the catalog's models (torchtitan/models/*/config_registry.py)
+_BASES = {
+    "llama-3.1-8b": ("torchtitan.models.llama3.config_registry", "llama3_8b"),
+    "llama-3.1-70b": ("torchtitan.models.llama3.config_registry", "llama3_70b"),
+    "llama-3.1-405b": ("torchtitan.models.llama3.config_registry", "llama3_405b"),
+}
+
+
+def function_name(setup: Setup) -> str:
+    """Return the name of the function: the model and its degrees, as torchtitan names its recipes."""
+    c = setup.config
+    parts = [f"{n}{getattr(c, n)}" for n in ("pp", "dp", "cp", "tp", "ep") if getattr(c, n) > 1]
+    model = "".join(ch if ch.isalnum() else "_" for ch in setup.task.model.lower()) or "model"
+    return "_".join([model if model[0].isalpha() else f"m{model}", *parts])
+
+
+def _head(setup: Setup, values: Values) -> tuple[list[str], str]:
+    module, name = _BASES.get(setup.task.model, ("my_configs", "base"))
+    recompute = str(values.get("activation_checkpoint")).partition(".")[0]
+    lines = [f"from torchtitan.distributed.activation_checkpoint import {recompute}"] if recompute != "None" else []
+    if module == "my_configs":
+        lines.append("from my_configs import base  # yours: returns the Trainer.Config of the model, with its data")
+    else:
+        lines.append(f"from {module} import {name}")
+    lines += [
+        "",
+        "",
+        f"def {function_name(setup)}():",
+        f'    """{setup.task.model or "The model"} as autoplan planned it."""',
+    ]
+    return [*lines, f"    config = {name}()"], "config"
+
+
+def _launch(setup: Setup, file: str, year: float) -> list[str]:
+    if year < PYTHON:
+        return torchrun(setup, ["-m", "torchtitan.train", "--job.config_file", file])
+    module = file.rpartition("/")[2].removesuffix(".py")
+    return torchrun(setup, ["-m", "torchtitan.train", "--module", module, "--config", function_name(setup)])
+
+
+# Written in both syntaxes, since a Python configuration changes one that has values of its own
+_BASE = {
+    **{f"{_P}{name}_parallel_degree": 1 for name in ("tensor", "pipeline", "context", "expert")},
+    **dict.fromkeys((_P + "module_fqns_per_model_part", _P + "pipeline_parallel_layers_per_stage")),
+    _P + "fsdp_reshard_after_forward": "default",
+    "training.enable_cpu_offload": False,
+    "compile.enable_async_tensor_parallel": False,
+}
+
+TORCHTITAN = Target(
+    name="torchtitan",
+    about="a Python function that returns a configuration; TOML before 26.03",
+    stack="torchtitan",
+    files=((0.0, Toml()), (PYTHON, Python(_head, {}))),
+    fields=(
+        same(_P + "tensor_parallel_degree", "tp"),
+        same(_P + "pipeline_parallel_degree", "pp"),
+        same(_P + "context_parallel_degree", "cp"),
+        Field(("dp", "zero_stage", "zero_replicas"), _write_data, _read_data),
+        run_number("training.seq_len", "seq_len", **_OLD),
+        Field(("micro_batch_size", "global_batch_size"), _write_batch, _read_batch, **_OLD),
+        Field(("seq_len", "micro_batch_size", "global_batch_size"), _write_tokens, _read_tokens, **_NEW),
+        derived(micro_batches, "num_micro_batches"),
+        Field(_STAGES, _write_stages("output"), _read_stages, **_OLD),
+        Field(_STAGES, _write_stages("lm_head"), _read_stages, **_NEW),
+        Field(_EXPERTS, _write_split_experts, _read_split_experts, **_OLD),
+        Field(_EXPERTS, _write_experts, _read_experts, **_NEW),
+        Field(("dispatcher",), _write_backend, _read_backend, since=year_of("25.12"), until=PYTHON),
+        Field(("recompute",), _write_toml_recompute, _read_toml_recompute, **_OLD),
+        Field(("recompute",), _write_python_recompute, _read_python_recompute, **_NEW),
+        _OFFLOAD,
+        Field(("precision", "narrow_gather"), _write_converters, _read_converters, **_OLD),
+        Field(("precision",), _write_precision, _read_precision, **_NEW),
+        Field(
+            ("mode",),
+            lambda s: {"compile.enable": s.mode is Mode.COMPILED},
+            lambda d, found: {"mode": "compiled" if d.get("compile.enable") else "eager"},
+        ),
+        Field(("context_method",), _write_method, _read_method, **_OLD),
+        _async_tp(_P + "enable_async_tensor_parallel", **_OLD),
+        _async_tp("compile.enable_async_tensor_parallel", **_NEW),
+        switch(_P + "enable_sequence_parallel", "sequence_parallel", lambda s: s.options.sequence_parallel, **_NEW),
+        Field(("launch",), _write_graphs, _read_graphs, **_NEW),
+    ),
+    marks=(_P + "tensor_parallel_degree", _P + "data_parallel_shard_degree", _P + "pipeline_parallel_degree"),
+    launch=_launch,
+    cannot={
+        "precision": "8 bits are converters of the model (Float8LinearConverter.Config, MXFP8LinearConverter.Config)",
+        "zero_stage": "fully_shard keeps gathered parameters or frees them (ZeRO 1 or 3), and shards over cp too",
+        "schedule": "torchtitan has the classes of torch.distributed.pipelining, with two or more stages per rank",
+        "etp": "experts take ranks of tp: whole experts with ep, split ones without",
+        "recompute": "torchtitan has one kind for all layers: none, selective or full",
+        "offload": "fully_shard offloads parameters, gradients and optimizer together",
+        "attention": "a setting of the model (attn_backend)",
+        "context_method": "a setting of PyTorch's context parallelism",
+        "dispatcher": "a setting of the model",
+        "state_slack": "a setting of autoplan's layouts",
+        "overlap": "torchtitan overlaps tensor parallelism if it compiles",
+    },
+    rules=(Rule(_world), Rule(_fills), Rule(_drains, warns=True)),
+    base=_BASE,
+)

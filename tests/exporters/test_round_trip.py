@@ -1,0 +1,182 @@
+"""A setup that is written as the input of a target and read from the file is the same setup; what is not is named.
+
+The grid of configurations.py is large: the default run takes every fifth setup, the slow run all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from configurations import VERSIONS, given_of, request, runs, setups
+
+from autoplan.config.parallel import Attention, Dispatcher, Launch, Mode, ParallelConfig
+from autoplan.errors import PinError
+from autoplan.exporters.door import Export, export_setup
+from autoplan.exporters.record import base_of
+from autoplan.exporters.setup import ESSENTIAL, Setup, values
+from autoplan.exporters.targets import TARGETS, target_of
+from autoplan.stacks.records import year_of
+
+# What of the grid a target can at least say, of every fifth setup
+LEAST = {
+    **{"megatron-lm": 130, "megatron-bridge": 130, "torchtitan": 80, "torchtitan@0.2.2": 80, "torchtitan@0.2.0": 80},
+    **{"deepspeed": 40, "accelerate": 15, "accelerate@1.9.0": 4, "accelerate@25.01": 4, "lightning": 12},
+    **{"nanotron": 30, "maxtext": 15},
+}
+
+
+def kept(export: Export, folder: Path) -> Path:
+    path = folder / f"plan{Path(export.file).suffix}"
+    path.write_text(export.text)
+    return path
+
+
+def compare(setup: Setup, to: str, folder: Path) -> bool:
+    """Export, read the file, compare. False if the target refuses, which it must do by the name of a choice."""
+    try:
+        export = export_setup(setup, to)
+    except PinError as error:
+        assert any(name in ESSENTIAL for name in error.names), error
+        assert error.names[0] in str(error) and "cannot" in str(error)
+        return False
+    wanted = values(setup)
+    found = runs(kept(export, folder), to, setup.task.model, given_of(setup, to))
+    differ = {name for name in wanted if wanted[name] != found[name] and wanted[name] is not None}
+    named = {line.partition("=")[0] for line in export.not_said}
+    assert differ == named, (export.not_said, {n: (wanted[n], found[n]) for n in differ ^ named})
+    assert not named & set(ESSENTIAL)
+    return True
+
+
+@pytest.mark.parametrize("to", VERSIONS)
+def test_what_is_written_is_read_back(to: str, tmp_path: Path) -> None:
+    said = sum(compare(setup, to, tmp_path) for setup in itertools.islice(setups(to), 0, None, 5))
+    assert said >= LEAST[to]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", VERSIONS)
+def test_all_of_the_grid_is_read_back(to: str, tmp_path: Path) -> None:
+    assert sum(compare(setup, to, tmp_path) for setup in setups(to)) >= 4 * LEAST[to]
+
+
+def altered(setup: Setup) -> list[tuple[str, Setup]]:
+    """The setup with one run option changed."""
+    from dataclasses import replace
+
+    o = setup.options
+    options: dict[str, Any] = {
+        "launch": Launch.ASYNC if o.launch is not Launch.ASYNC else Launch.GRAPHS,
+        "attention": Attention.UNFUSED,
+        "overlap": frozenset(),
+        "dispatcher": Dispatcher.ALL_TO_ALL if o.dispatcher is not Dispatcher.ALL_TO_ALL else Dispatcher.FLEX,
+        "sequence_parallel": False,
+        "fused_experts": not o.fused_experts,
+        "narrow_gather": not o.narrow_gather,
+        "fused_loss": not o.fused_loss,
+        "overlap_zero": not o.overlap_zero,
+        "document_len": 512,
+    }
+    out = [(name, replace(setup, options=replace(o, **{name: value}))) for name, value in options.items()]
+    modes = [replace(setup, mode=mode) for mode in (Mode.EAGER, Mode.COMPILED)]
+    precisions = ("bf16", "bf16-grad16", "bf16-grad16-mom16", "fp16", "fp32", "fp8", "mxfp8", "fp4")
+    out += [("mode", changed) for changed in modes]
+    return out + [("precision", replace(setup, precision=name)) for name in precisions]
+
+
+@pytest.mark.parametrize("to", VERSIONS)
+def test_options_are_read_back_or_named(to: str, tmp_path: Path) -> None:
+    """Each option of a run, alone."""
+    config = ParallelConfig(dp=8, tp=2, zero_stage=3, num_micro_batches=8, recompute="full")
+    if to.startswith(("accelerate@", "lightning", "nanotron")):
+        config = config.but(dp=16, tp=1, num_micro_batches=4, zero_stage=0 if to == "nanotron" else 3)
+    mixed = request("mixtral-8x7b", to)
+    ep = 2 if to.startswith(("megatron", "deepspeed", "torchtitan")) else 1
+    for _, setup in altered(Setup.of(mixed, config.but(ep=ep, etp=1 if ep > 1 else None))):
+        assert compare(setup, to, tmp_path)
+
+
+@pytest.mark.parametrize("to", VERSIONS)
+def test_every_value_of_a_file_counts(to: str, tmp_path: Path) -> None:
+    """The negative control: a file with another value is another setup, or is refused."""
+    target, version = target_of(to)
+    year = year_of(version)
+    idle = {"gradient_clipping", "machine_rank", "moe_grouped_gemm", "model.moe_grouped_gemm", "hardware"}
+    idle |= {"ckpt_format", "checkpoint.ckpt_format", "dataset.seq_length", "num_machines", "num_nodes"}
+    idle |= {
+        "data_parallel_size",
+        "deepspeed_config.zero3_init_flag",
+        "parallelism_config.parallelism_config_sp_seq_length",
+    }
+    found = [s for s in itertools.islice(setups(to), 0, None, 7) if can(s, to)][:: 3 if to.startswith("meg") else 1][
+        :25
+    ]
+    tried = 0
+    for setup in found:
+        export = export_setup(setup, to)
+        path = kept(export, tmp_path)
+        wanted = runs(path, to, setup.task.model, given_of(setup, to))
+        syntax = target.syntax(year)
+        written = {p: v for p, v in syntax.read(export.text, str(path)).items() if not p.startswith("?")}
+        for name, value in written.items():
+            other = another(value)
+            if other is None or name in idle or name in target.base or name not in target.schema.entries:
+                continue
+            text = syntax.write({**written, name: other}, (), setup)
+            path.write_text(text)
+            tried += 1
+            try:
+                got = runs(path, to, setup.task.model, given_of(setup, to))
+            except (PinError, ValueError):
+                continue
+            if relevant(name, setup):
+                assert got != wanted, (name, value, other)
+    assert tried > 10
+
+
+def can(setup: Setup, to: str) -> bool:
+    try:
+        export_setup(setup, to)
+    except PinError:
+        return False
+    return True
+
+
+def another(value: object) -> object:
+    """Another value of the same kind; None for texts, which have few legal ones."""
+    if isinstance(value, bool):
+        return not value
+    return value * 2 if isinstance(value, int) else None
+
+
+def relevant(name: str, setup: Setup) -> bool:
+    """False for a value that makes no difference to this setup, as the overlap of what is not sent."""
+    c = setup.config
+    last = name.rpartition(".")[2]
+    if "overlap" in last or last.startswith("tp_linear"):
+        return False  # by the degrees: test_options_are_read_back_or_named
+    if last == "use_distributed_optimizer" and c.zero_stage >= 2:
+        return False  # Megatron-FSDP turns it on
+    alone = c.dp * c.cp == 1 or (c.zero_stage == 0 and "optim" not in last)
+    if alone and any(word in last for word in ("zero", "fsdp", "shard", "optimizer", "stage", "fp8")):
+        return False
+    if last in (
+        "recompute_num_layers",
+        "num_layers_per_pipeline_stage",
+        "sequence_parallel",
+        "enable_sequence_parallel",
+    ):
+        return False
+    return not (last == "disable_cuda_graphs" and c.pp > 1) and last not in ("fp8_param_gather", "pin_memory")
+
+
+def test_a_precision_has_one_base() -> None:
+    assert [base_of(p) for p in ("bf16-grad16-mom16", "fp16-grad32", "fp4")] == ["bf16", "fp16", "fp4"]
+
+
+def test_every_target_says_why_it_cannot() -> None:
+    for target in TARGETS.values():
+        assert {"state_slack"} <= set(target.cannot) and all(target.cannot.values())
