@@ -21,7 +21,7 @@ hypothesis.settings.load_profile("autoplan")
 
 @pytest.fixture(autouse=True)
 def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No search of a test is stopped by the time that the machine takes: each reading of its clock adds next to nothing.
+    """No search of a test is stopped by the time that the machine takes: readings of its clock add next to nothing.
 
     `clocks.ticking` makes a test's own readings count.
     """
