@@ -42,8 +42,8 @@ def usual(candidates: Sequence[ParallelConfig]) -> list[list[ParallelConfig]]:
                 found[key] = c
     lists: dict[tuple[bool, int, bool], list[ParallelConfig]] = {}
     most = max((key[-1] for key in found), default=1)
-    for key, c in found.items():
-        first = c.pp > 1 and c.zero_stage == 1 and key[-1] == most
+    for kind, c in found.items():
+        first = c.pp > 1 and c.zero_stage == 1 and kind[-1] == most
         lists.setdefault((c.tp > 1, -c.tp, not first), []).append(c)
     return [lists[key] for key in sorted(lists)]
 
