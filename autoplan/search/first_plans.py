@@ -8,7 +8,7 @@ others. A good plan that is known early spares the search most of the other cand
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +40,13 @@ def usual(candidates: Sequence[ParallelConfig]) -> list[list[ParallelConfig]]:
             key = (*_mesh(c), c.micro_batch_size, c.zero_stage, min(_EXPERT_RANKS, key=lambda n: _apart(c, n)))
             if key not in found or _unusual(c, key[-1]) < _unusual(found[key], key[-1]):
                 found[key] = c
+    return _listed(found)
+
+
+def _listed(found: Mapping[tuple[int, ...], ParallelConfig]) -> list[list[ParallelConfig]]:
+    """Return usual candidates in the order of `usual`. The last part of a key is the usual number of ranks of experts."""
     lists: dict[tuple[bool, int, bool], list[ParallelConfig]] = {}
-    most = max((key[-1] for key in found), default=1)
+    most = max((kind[-1] for kind in found), default=1)
     for kind, c in found.items():
         first = c.pp > 1 and c.zero_stage == 1 and kind[-1] == most
         lists.setdefault((c.tp > 1, -c.tp, not first), []).append(c)
