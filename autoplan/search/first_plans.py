@@ -44,7 +44,7 @@ def usual(candidates: Sequence[ParallelConfig]) -> list[list[ParallelConfig]]:
 
 
 def _listed(found: Mapping[tuple[int, ...], ParallelConfig]) -> list[list[ParallelConfig]]:
-    """Return usual candidates in the order of `usual`. The last part of a key is the usual number of ranks of experts."""
+    """Return usual candidates in the order of `usual`. A key ends with the usual number of ranks of experts."""
     lists: dict[tuple[bool, int, bool], list[ParallelConfig]] = {}
     most = max((kind[-1] for kind in found), default=1)
     for kind, c in found.items():
