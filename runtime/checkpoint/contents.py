@@ -296,17 +296,7 @@ def returned(
 
 
 def _ask_model(state: ModelState, stored: Mapping[str, Any], facts: Facts, out: Return) -> None:
-    shapes: dict[str, tuple[int, ...]] = {p.name: p.shape for stage in state.spec.stages for p in stage.params}
-    shapes |= {n: tuple(v.shape) for n, v in state.extra.items() if isinstance(v, torch.Tensor)}
-    have = {key.removeprefix("model/") for key in stored if key.startswith("model/")}
-    if missing := shapes.keys() - have:
-        out.problems.append(f"it lacks {stored_names(missing)}")
-    if more := have - shapes.keys():
-        out.problems.append(f"the model lacks {stored_names(more)}")
-    for name in sorted(shapes.keys() & have):
-        there = tuple(stored[f"model/{name}"]["shape"])
-        if there != tuple(shapes[name]):
-            out.problems.append(f"{name} has shape {there} there and {tuple(shapes[name])} in the model")
+    _compare_names(state, stored, out)
     if out.problems:
         return
     for p, parameter in state.places():
@@ -329,6 +319,20 @@ def _ask_model(state: ModelState, stored: Mapping[str, Any], facts: Facts, out: 
                     held.copy_(like(loaded[b.name], held))
 
     out.then.append(buffers)
+
+
+def _compare_names(state: ModelState, stored: Mapping[str, Any], out: Return) -> None:
+    shapes: dict[str, tuple[int, ...]] = {p.name: p.shape for stage in state.spec.stages for p in stage.params}
+    shapes |= {n: tuple(v.shape) for n, v in state.extra.items() if isinstance(v, torch.Tensor)}
+    have = {key.removeprefix("model/") for key in stored if key.startswith("model/")}
+    if missing := shapes.keys() - have:
+        out.problems.append(f"it lacks {stored_names(missing)}")
+    if more := have - shapes.keys():
+        out.problems.append(f"the model lacks {stored_names(more)}")
+    for name in sorted(shapes.keys() & have):
+        there = tuple(stored[f"model/{name}"]["shape"])
+        if there != tuple(shapes[name]):
+            out.problems.append(f"{name} has shape {there} there and {tuple(shapes[name])} in the model")
 
 
 def _check_kind(key: str, target: torch.Tensor, stored: Mapping[str, Any], out: Return) -> None:
@@ -358,19 +362,7 @@ def _ask_optimizer(
     if unknown := {u.name for u in updated} - options.keys():
         out.problems.append(f"its optimizer did not train {stored_names(unknown)}; {instead}")
         return
-    keys: dict[str, list[str]] = {}
-    for key in stored:
-        if key.startswith("optimizer/"):
-            _, entry, name = key.split("/", 2)
-            keys.setdefault(name, []).append(entry)
-    fresh: dict[torch.Tensor, dict[str, Any]] = {}
-    for u in updated:
-        fresh[u.parameter] = {k: decode(v, {}) for k, v in kept["scalars"].get(u.name, {}).items()}
-        for entry in keys.get(u.name, ()):
-            about = stored[f"optimizer/{entry}/{u.name}"]
-            value, target = _room_for(u, tuple(about["shape"]), DTYPES[about["dtype"]])
-            fresh[u.parameter][entry] = value
-            out.ask(f"optimizer/{entry}/{u.name}", target)
+    fresh = _ask_moments(updated, stored, kept["scalars"], out)
     names = {id(u.parameter): u.name for u in updated}
     given = []
     for group in optimizer.param_groups:
@@ -386,13 +378,37 @@ def _ask_optimizer(
             if entries:
                 optimizer.state[parameter] = entries
         for group, entries in zip(optimizer.param_groups, given, strict=True):
-            for key, value in entries.items():
-                if isinstance(group.get(key), torch.Tensor):
-                    group[key].fill_(value)
-                else:
-                    group[key] = decode(value, {})
+            _set_options(group, entries)
 
     out.then.append(put)
+
+
+def _ask_moments(
+    updated: Sequence[Updated], stored: Mapping[str, Any], scalars: Mapping[str, Facts], out: Return
+) -> dict[torch.Tensor, dict[str, Any]]:
+    """Ask for what the optimizer keeps; return it by parameter, to be filled."""
+    keys: dict[str, list[str]] = {}
+    for key in stored:
+        if key.startswith("optimizer/"):
+            _, entry, name = key.split("/", 2)
+            keys.setdefault(name, []).append(entry)
+    fresh: dict[torch.Tensor, dict[str, Any]] = {}
+    for u in updated:
+        fresh[u.parameter] = {k: decode(v, {}) for k, v in scalars.get(u.name, {}).items()}
+        for entry in keys.get(u.name, ()):
+            about = stored[f"optimizer/{entry}/{u.name}"]
+            value, target = _room_for(u, tuple(about["shape"]), DTYPES[about["dtype"]])
+            fresh[u.parameter][entry] = value
+            out.ask(f"optimizer/{entry}/{u.name}", target)
+    return fresh
+
+
+def _set_options(group: dict[str, Any], entries: Facts) -> None:
+    for key, value in entries.items():
+        if isinstance(group.get(key), torch.Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = decode(value, {})
 
 
 def _room_for(u: Updated, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
