@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from autoplan.config.parallel import ParallelConfig as ParallelConfig
     from autoplan.cost_models.hardware.cluster import Cluster as Cluster
     from autoplan.cost_models.profile import Profile as Profile
+    from autoplan.exporters.door import read_config as read_config
     from autoplan.plan import Plan as Plan
+    from autoplan.report.exports import export_plan as export_plan
     from autoplan.runtime.compression import PowerSGD as PowerSGD
     from autoplan.runtime.model import ParallelModel as ParallelModel
     from autoplan.search.planner import PlanRequest as PlanRequest
@@ -39,8 +41,10 @@ _HOMES = {
     "capacity": "autoplan.sweeps.capacity",
     "estimate_config": "autoplan.search.planner",
     "experts_forward": "autoplan.capture.frontend.experts",
+    "export_plan": "autoplan.report.exports",
     "load_model": "autoplan.catalog",
     "parallelize": "autoplan.api",
+    "read_config": "autoplan.exporters.door",
     "rule": "autoplan.capture.rules",
     "search_plan": "autoplan.search.planner",
     "whatif": "autoplan.sweeps.whatif",

@@ -1,4 +1,4 @@
-"""The command line: `autoplan plan | estimate | whatif | capacity | profile | calibrate | models | stacks | hw`.
+"""The command line: `autoplan plan | estimate | export | whatif | capacity | profile | calibrate | models | ... `.
 
 Exit codes: 0 a plan, 2 bad input (one line on stderr), 3 nothing fits (names the obstacle and the cheapest change), 4
 standard output cannot be written, 130 interrupted, 141 the reader has gone (`| head -1`). Catalog models need no torch;
@@ -24,6 +24,8 @@ from autoplan.report.flags import (
     ConstantsFile,
     CsvPath,
     EqualWithin,
+    FileFormat,
+    FromFile,
     MemoryRisk,
     PinTexts,
     ProfileName,
@@ -171,6 +173,8 @@ def estimate(
     timeline: Annotated[
         Path | None, typer.Option(help="Write the step to this file as a Chrome trace (ui.perfetto.dev).")
     ] = None,
+    from_file: FromFile = None,
+    format: FileFormat = None,
     runnable: Runnable = False,
     as_json: AsJson = False,
 ) -> None:
@@ -208,6 +212,26 @@ def estimate(
         estimate_text(console(), task.model, task.cluster, request, planned, run)
     if not planned.estimate.fits:
         raise _stop(f"does not fit: {_missing(planned.estimate)}", EXIT_NOTHING_FITS)
+
+
+@app.command()
+def export(
+    plan_file: Annotated[Path, typer.Argument(help="What autoplan plan --json or estimate --json printed.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            help="NAME or NAME@VERSION (a month YY.MM or a release): megatron-lm, megatron-bridge, torchtitan, "
+            "deepspeed, accelerate, lightning, nanotron or maxtext.",
+        ),
+    ],
+    out: Annotated[Path | None, typer.Option(help="Write the file here; default: standard output.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """A plan as the input of another framework; what that cannot say is named on stderr."""
+    from autoplan.report.exports import export_command
+
+    export_command(plan_file, to, out, as_json)
 
 
 def _missing(e: Estimate) -> str:

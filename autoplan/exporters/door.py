@@ -9,6 +9,7 @@ config_file.says, config_file.faults
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -59,7 +60,7 @@ class ConfigFile:
             file decides, by name. What it leaves to the target has the target's default.
         like: the stack that runs it, NAME@YY.MM.
         open: name -> where it is said, of what the file does not decide.
-        not_read: what of the file was not used.
+        not_read: fields of the target that the file has and that were not used, and values that are no literals.
         faults: what the target itself would refuse, with the nearest that works.
         warnings: what it takes, but is seldom meant.
     """
@@ -129,10 +130,10 @@ def read_text(text: str, path: str, target: Target, version: str, task: Task, gi
     document = Document(found, target.schema, year, task)
     says = _read(target, document, given)
     faults = [*target.schema.faults(found, year), *_broken(target, document, says, warns=False)]
-    warnings = _broken(target, document, says, warns=True)
+    warnings = [*_broken(target, document, says, warns=True), *_misspelt(target, found)]
     stack = target.stack_of(document) if target.stack_of is not None else target.stack
     seen = document.seen | set(target.base) | _IDLE
-    left = [name for name in found if not _seen(name, seen)]
+    left = [name for name in found if name in target.schema.entries and not _seen(name, seen)]
     open_ = {name: where for name, where in target.elsewhere.items() if name not in says}
     rest = (tuple([*left, *unknown]), tuple(faults), tuple(warnings))
     return ConfigFile(path, target.name, version, found, says, f"{stack}@{version}", open_, *rest)
@@ -140,6 +141,16 @@ def read_text(text: str, path: str, target: Target, version: str, task: Task, gi
 
 def _seen(path: str, seen: Set[str]) -> bool:
     return any(path == each or path.startswith(f"{each}.") for each in seen)
+
+
+def _misspelt(target: Target, found: Mapping[str, Any]) -> list[str]:
+    """Return the names that are almost those of fields, which the target may ignore."""
+    near = {
+        n: difflib.get_close_matches(n, target.schema.entries, 1, 0.92) for n in found if not target.schema.knows(n)
+    }
+    return [
+        f"{name} is not a field of {target.name}; did you mean {close[0]!r}?" for name, close in near.items() if close
+    ]
 
 
 # Paths that an export may have without reading them

@@ -28,6 +28,17 @@ ConstantsFile = Annotated[
 ProfileName = Annotated[str | None, typer.Option("--profile", help="Measured times: the name or file of a profile.")]
 CsvPath = Annotated[Path | None, typer.Option("--csv", help="Also write the rows to this file, one by one.")]
 Runnable = Annotated[bool, typer.Option("--runnable", help="Only what autoplan's own runtime can execute.")]
+FromFile = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        help="The input of another framework (autoplan export lists them): its degrees and settings are taken where "
+        "they are not typed, those of its stack as with --like. FILE.py:FUNCTION of a Python file with several.",
+    ),
+]
+FileFormat = Annotated[
+    str | None, typer.Option("--format", help="NAME or NAME@VERSION of the framework of the file; default: detected.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds; then the best plan so far, marked.", min=1)]
 MemoryRisk = Annotated[
@@ -230,7 +241,9 @@ def words_of(written: WrittenPlan) -> TaskWords:
 
 
 # Arguments that change how an answer is shown or how long it may take, not what is asked
-_OUTPUT = frozenset({"as_json", "verbose", "by_kind", "csv", "timeline", "top", "time_limit", "vary"})
+_OUTPUT = frozenset(
+    {"as_json", "verbose", "by_kind", "csv", "timeline", "top", "time_limit", "vary", "from_file", "format"}
+)
 _DEGREES = frozenset(record.name for record in choices_of(ParallelConfig))  # a plan file has all of them as its plan
 _FLAG_OF = {"cluster": "--cluster", "seq_len": "--seq-len", "global_batch_size": "--global-batch-size"}
 
@@ -245,7 +258,13 @@ def _completed(values: dict[str, Any], typed: set[str]) -> tuple[dict[str, Any],
 
     Degrees that were not typed become None: the configuration of the file has them.
     """
-    written = find_written(values["model"])
+    written = find_written(values["model"] or "")
+    if values.get("from_file") is not None:
+        if written is not None:
+            raise PinError(f"--from {values['from_file']} with the plan file {values['model']}: give one of them")
+        from autoplan.report.config_file import written_config
+
+        written = written_config(values, typed)
     if written is None:
         return values, None
     out = {

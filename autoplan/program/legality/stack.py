@@ -18,7 +18,9 @@ def _cannot(f: Facts, said: str, able: Sequence[object]) -> str:
 def _degree(name: str) -> Rule:
     def found(c: ParallelConfig, f: Facts) -> str | None:
         value = getattr(c, name)
-        if f.like is None or value is None or value == 1 or name in f.like.can.degrees:
+        if f.like is None or value in (None, 1) or name in f.like.can.degrees:
+            return None
+        if name == "etp" and value == c.tp:  # experts as everything else
             return None
         return _cannot(f, f"{name}={value}", [f"{n} above 1" for n in f.like.can.degrees])
 

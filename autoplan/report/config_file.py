@@ -1,0 +1,83 @@
+"""Inputs of other frameworks on the command line: what a file says becomes the arguments that were not typed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autoplan.catalog import load_model
+from autoplan.config.choices import OPTIONS, PINS, plain_option
+from autoplan.config.numbers import read_count
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.errors import PinError
+from autoplan.exporters.door import ConfigFile, read_config
+from autoplan.report.output import say_note
+from autoplan.report.request import import_from_here
+from autoplan.report.written import WrittenPlan
+
+_RUN = {"seq_len": "--seq-len", "global_batch_size": "--global-batch-size"}
+_FOLLOWS = ("num_micro_batches",)
+
+
+def read_for(values: Mapping[str, Any], typed: set[str]) -> ConfigFile:
+    """Return the config file of a command, read for its model and its cluster.
+
+    Args:
+        values: the arguments of the command; `from_file` and `format` name the file.
+        typed: names of those that were typed.
+
+    Raises: PinError for a missing model or cluster, and if the file cannot be read.
+    """
+    path = str(values["from_file"])
+    for name, flag in (("model", "MODEL"), ("cluster", "--cluster")):
+        if values.get(name) is None:
+            raise PinError(f"{flag} is missing: {path} does not say it")
+    if ":" in values["model"]:
+        import_from_here()
+    given = {name: values[name] for name in PINS if name in typed}
+    given |= {name: read_count(values[name], flag) for name, flag in _RUN.items() if values.get(name) is not None}
+    graph, cluster = load_model(values["model"]), Cluster.parse(values["cluster"])
+    return read_config(path, values.get("format"), graph=graph, cluster=cluster, given=given)
+
+
+def written_config(values: Mapping[str, Any], typed: set[str]) -> WrittenPlan:
+    """Return what a config file says in place of the arguments that were not typed, and say on stderr what it does not.
+
+    Raises: PinError if the target itself would refuse the file, naming the nearest that it takes.
+    """
+    read = read_for(values, typed)
+    if read.faults:
+        raise PinError(f"{read.path}: {'; '.join(read.faults)}")
+    for line in notes(read, typed):
+        say_note(line)
+    return as_written(read, values)
+
+
+def as_written(read: ConfigFile, values: Mapping[str, Any]) -> WrittenPlan:
+    """Return a config file as a plan file: the arguments and the degrees that it stands for."""
+    says = read.says
+    asked: dict[str, Any] = {"model": values["model"], "cluster": values["cluster"], "like": read.like}
+    for name, flag in _RUN.items():
+        if name in says:
+            asked[name] = str(says[name])
+        elif values.get(name) is None:
+            raise PinError(f"{read.path} does not say {name}; give {flag}")
+    asked |= {name: plain_option(says[name]) for name in (*OPTIONS, "precision", "mode") if name in says}
+    asked |= {name: ",".join(value) for name, value in asked.items() if isinstance(value, list)}
+    degrees = {name: says[name] for name in PINS if says.get(name) is not None and name not in _FOLLOWS}
+    degrees = {name: tuple(value) if isinstance(value, list) else value for name, value in degrees.items()}
+    if degrees.get("ep", 1) == 1 and degrees.get("etp") == degrees.get("tp"):
+        degrees.pop("etp", None)
+    return WrittenPlan(Path(read.path), asked, degrees, {})
+
+
+def notes(read: ConfigFile, typed: set[str]) -> list[str]:
+    """Return what a person should know of a file that was read."""
+    out = [f"{read.path} is read as {read.target}@{read.version}; what it does not say is as in {read.like}"]
+    left = [f"{name} ({where})" for name, where in read.open.items() if name not in typed and name not in _FOLLOWS]
+    if left:
+        out.append(f"{read.path} does not say {', '.join(left)}: flags or defaults are taken")
+    if read.not_read:
+        out.append(f"{read.path}: not read: {', '.join(read.not_read)}")
+    return [*out, *(f"{read.path}: {line}" for line in read.warnings)]

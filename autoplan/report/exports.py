@@ -1,0 +1,83 @@
+"""Exports on the command line and in Python: a plan file as the input of another framework.
+
+    export = autoplan.export_plan("plan.json", "megatron-lm")
+    Path(export.file).write_text(export.text)
+
+JSON of schema 1 (report.data):
+
+    {"schema": 1, "status": "ok", "command": "export", "plan": file, "to": target, "version": YY.MM,
+     "file": str, "text": str, "launch": [line], "elsewhere": [name=value: where], "not_said": [name=value: why]}
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from autoplan.config.parallel import ParallelConfig
+from autoplan.exporters.door import Export, export_setup
+from autoplan.exporters.setup import Setup
+from autoplan.exporters.targets import target_of
+from autoplan.report.data import report, to_text
+from autoplan.report.files import check_writable, write_text
+from autoplan.report.output import say_note
+from autoplan.report.plan_file import PlanFile, read_plan_file
+from autoplan.search.planner import PlanRequest
+
+
+def export_plan(
+    plan: str | Path | PlanFile | PlanRequest, to: str, *, config: ParallelConfig | None = None, file: str = ""
+) -> Export:
+    """Return a plan as the input of another framework.
+
+    Args:
+        plan: a plan file (what `autoplan plan --json` or `estimate --json` printed), or the request of a plan, which
+            then is `config`.
+        to: NAME or NAME@VERSION of a target: megatron-lm, megatron-bridge, torchtitan, deepspeed, accelerate,
+            lightning, nanotron, maxtext. A version is a month YY.MM, or a release.
+        file: the name of the file in the launch command.
+
+    Raises:
+        PinError: names the degree that the target cannot say. What else it cannot say is in `Export.not_said`.
+    """
+    if isinstance(plan, PlanRequest):
+        return export_setup(Setup.of(plan, config or ParallelConfig()), to, file)
+    known = plan if isinstance(plan, PlanFile) else read_plan_file(Path(plan))
+    return export_setup(Setup.of(known.request, config or known.config), to, file)
+
+
+def export_command(plan: Path, to: str, out: Path | None, as_json: bool) -> None:
+    """Write the answer of `autoplan export`."""
+    target_of(to)
+    if out is not None:
+        check_writable(out)
+    found = export_plan(plan, to, file="" if out is None else str(out))
+    if out is not None:
+        write_text(out, found.text)
+    if as_json:
+        typer.echo(to_text(export_report(str(plan), found)))
+        return
+    if out is None:
+        typer.echo(found.text, nl=False)
+    else:
+        typer.echo(f"wrote {out}: {found.target}@{found.version}")
+    for kind, lines in (("set elsewhere", found.elsewhere), ("not said", found.not_said), ("run it", found.launch)):
+        for line in lines:
+            say_note(f"{kind}: {line}")
+
+
+def export_report(plan: str, found: Export) -> dict[str, Any]:
+    """Return the answer of `autoplan export` as plain data."""
+    return report(
+        "export",
+        plan=plan,
+        to=found.target,
+        version=found.version,
+        file=found.file,
+        text=found.text,
+        launch=list(found.launch),
+        elsewhere=list(found.elsewhere),
+        not_said=list(found.not_said),
+    )

@@ -1,0 +1,145 @@
+"""`autoplan export` and `estimate --from`: a plan leaves the planner and comes back with its price."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import one_line_error, run
+
+import autoplan
+from autoplan.exporters.targets import TARGETS
+
+CLUSTER = "2x8xh100-sxm5-80gb"
+TASK = ("llama-3.2-1b", "--cluster", CLUSTER, "--seq-len", "4k", "--global-batch-size", "64")
+DEGREES = {
+    "megatron-lm": ("--tp", "2", "--pp", "2", "--recompute", "selective"),
+    "megatron-bridge": ("--tp", "2", "--pp", "2", "--virtual-stages", "2", "--launch", "async"),
+    "torchtitan": ("--tp", "2", "--zero", "3", "--zero-replicas", "2"),
+    "torchtitan@0.2.2": ("--tp", "2", "--pp", "2", "--zero", "1"),
+    "deepspeed": ("--zero", "3", "--offload", "optimizer"),
+    "accelerate": ("--tp", "2", "--zero", "3", "--mbs", "2", "--recompute", "full"),
+    "lightning": ("--zero", "3", "--mbs", "2"),
+    "nanotron": ("--tp", "2", "--pp", "2", "--zero", "1"),
+    "maxtext": ("--tp", "2", "--zero", "3", "--recompute", "full"),
+}
+
+
+def plan_file(to: str, folder: Path) -> tuple[Path, dict[str, Any]]:
+    name, _, version = to.partition("@")
+    like = TARGETS[name].stack + ("@26.02" if version else "")
+    result = run("estimate", *TASK, "--like", like, *DEGREES[to], "--json")
+    assert result.exit_code == 0, result.output
+    path = folder / "plan.json"
+    path.write_text(result.stdout)
+    return path, json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("to", DEGREES)
+def test_a_plan_comes_back_with_its_price(to: str, tmp_path: Path) -> None:
+    path, first = plan_file(to, tmp_path)
+    out = tmp_path / f"out{TARGETS[to.partition('@')[0]].syntax(2020.0 if '@' in to else 2026.6).suffix}"
+    result = run("export", str(path), "--to", to, "--out", str(out))
+    assert result.exit_code == 0 and f"wrote {out}" in result.stdout, result.output
+    assert "not said" not in result.stderr
+    left = [] if to not in ("accelerate", "lightning") else ["--mbs", "2"]
+    run_words = ["--seq-len", "4k", "--global-batch-size", "64"] if to in ("accelerate", "lightning") else []
+    run_words = ["--seq-len", "4k"] if to == "deepspeed" else run_words
+    again = run("estimate", TASK[0], "--cluster", CLUSTER, "--from", str(out), *left, *run_words, "--json")
+    assert again.exit_code == 0, again.output
+    second = json.loads(again.stdout)
+    assert second["request"]["like"].startswith(TARGETS[to.partition("@")[0]].stack)
+    assert second["estimate"]["step_time_s"] == first["estimate"]["step_time_s"]
+    assert second["estimate"]["memory_bytes"] == first["estimate"]["memory_bytes"]
+
+
+def test_what_is_typed_overrides_the_file(tmp_path: Path) -> None:
+    path, _ = plan_file("megatron-lm", tmp_path)
+    out = tmp_path / "run.sh"
+    run("export", str(path), "--to", "megatron-lm", "--out", str(out))
+    words = ("estimate", TASK[0], "--cluster", CLUSTER, "--from", str(out), "--json")
+    plain, other = (json.loads(run(*words, *more).stdout) for more in ((), ("--tp", "4", "--precision", "fp16")))
+    assert (plain["plan"]["tp"], other["plan"]["tp"], other["plan"]["dp"]) == (2, 4, 2)
+    assert plain["request"]["precision"] == "bf16" and other["request"]["precision"].startswith("fp16")
+    # what it prints is a plan file of its own, without the file
+    again = tmp_path / "again.json"
+    again.write_text(json.dumps(plain))
+    assert json.loads(run("estimate", str(again), "--json").stdout)["estimate"] == plain["estimate"]
+
+
+def test_json_says_everything(tmp_path: Path) -> None:
+    path, _ = plan_file("deepspeed", tmp_path)
+    data = json.loads(run("export", str(path), "--to", "accelerate", "--json").stdout)
+    assert (data["schema"], data["command"], data["to"], data["version"]) == (1, "export", "accelerate", "26.08")
+    assert any(line.startswith("micro_batch_size=1: the training script") for line in data["elsewhere"])
+    assert "distributed_type: DEEPSPEED" in data["text"] and "accelerate launch" in data["launch"][0]
+    shown = run("export", str(path), "--to", "accelerate")
+    assert shown.stdout == data["text"] and "note: set elsewhere: micro_batch_size=1" in shown.stderr
+
+
+def test_the_door_exports_and_reads(tmp_path: Path) -> None:
+    path, first = plan_file("torchtitan", tmp_path)
+    export = autoplan.export_plan(path, "torchtitan")
+    assert export.launch[0].startswith("torchrun --nnodes 2 --nproc-per-node 8")
+    file = tmp_path / "plan.py"
+    file.write_text(export.text)
+    read = autoplan.read_config(file, graph=autoplan.load_model(TASK[0]), cluster=CLUSTER)
+    assert {n: read.says[n] for n in ("tp", "dp", "zero_stage", "zero_replicas")} == {
+        n: first["plan"][n] for n in ("tp", "dp", "zero_stage", "zero_replicas")
+    }
+    assert (read.target, read.version, read.faults) == ("torchtitan", "26.08", ())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--to", "torchtita"), "'torchtita' is not a target; did you mean 'torchtitan'?"),
+        (
+            ("--to", "torchtitan@9"),
+            "version '9' of torchtitan is not known; write YY.MM, for example 26.08 or a release",
+        ),
+        (("--to", "accelerate"), "pp=2: accelerate@26.08 cannot (accelerate has no pipelines"),
+        (("--to", "megatron-lm", "--out", "/nowhere/run.sh"), "there is no folder /nowhere"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    path, _ = plan_file("megatron-lm", tmp_path)
+    assert message in one_line_error(run("export", str(path), *words), 2)
+
+
+def test_a_plan_of_another_stack_names_what_changes(tmp_path: Path) -> None:
+    result = run("estimate", *TASK, "--tp", "2", "--recompute", "attention+norms", "--json")
+    path = tmp_path / "plan.json"
+    path.write_text(result.stdout)
+    said = run("export", str(path), "--to", "megatron-lm", "--out", str(tmp_path / "run.sh")).stderr
+    assert "not said: mode=eager: megatron-lm@26.08 cannot" in said and "it runs fused" in said
+    assert "not said: recompute=attention+norms: megatron-lm@26.08 cannot" in said and "it runs full" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        ("x: 1\n", "a.yaml", "is not recognised as the input of a framework"),
+        ("parallelism: [", "b.yaml", "is not YAML"),
+        ("{", "c.json", "is not JSON"),
+        ('{"zero_optimization": {"stage": 7}}', "d.json", "zero_optimization.stage=7"),
+        ('{"zero_optimization": {"stge": 2, "stage": 1}}', "e.json", "did you mean 'zero_optimization.stage'?"),
+        ("parallelism:\n  dp: 16\n  tp: 2\n  pp: 1\n", "f.yaml", "there are 16 devices; nearest: parallelism.dp=8"),
+        ("def f(cfg):\n    cfg.model.tensor_model_parallel_size = 'two'\n", "g.py", "must be a whole number"),
+        ("[parallelism]\ntensor_parallel_degree = 3\n", "h.toml", "does not divide the 16 devices"),
+        ("distributed_type: FSDP\nnum_processes: 8\n", "i.yaml", "num_processes=8, but the cluster has 16 devices"),
+        ("--tensor-model-parallel-size 2 --bf16\n", "j.sh", "does not say seq_len; give --seq-len"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused(text: str, name: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    said = one_line(run("estimate", TASK[0], "--cluster", CLUSTER, "--from", str(path)))
+    assert message in said
+
+
+def one_line(result: Any) -> str:
+    assert result.exit_code == 2, result.output
+    return next(line for line in result.stderr.splitlines() if line.startswith("error: "))
