@@ -31,7 +31,7 @@ from autoplan.cost_models.profile import Profile
 from autoplan.errors import AutoplanError, CaptureError, LayoutError, PinError
 from autoplan.files import write_whole
 from autoplan.ir.graph import ModelGraph
-from autoplan.plan import Plan, searched_plan
+from autoplan.plans.record import Plan, searched_plan
 from autoplan.program.facts import Facts
 from autoplan.program.legality import check_pins
 from autoplan.runtime.agree import agreed, different, fingerprint, first_difference

@@ -55,24 +55,19 @@ Schema 1:
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 from autoplan.config.choices import config_data, option_data
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.quantity import Quantity
-from autoplan.cost_models.time.estimate import Estimate
 from autoplan.cost_models.whole_run import CRITICAL_BATCH_SOURCE, FIGURES, Assumptions, Run
 from autoplan.program.facts import layer_calls
+from autoplan.plans.document import SCHEMA_VERSION, chosen, estimate_data, made_for, plain
 from autoplan.program.legality import not_executed
 from autoplan.report.arguments import imbalance_of
-from autoplan.report.written import made_for
 from autoplan.search.planner import Planned, PlanRequest, SearchResult
 from autoplan.sweeps.whatif import STEP_ONLY, RunTask, critical_batch, run_of
 
-REPORT_SCHEMA_VERSION = 1
 
 
 def to_text(data: Mapping[str, Any]) -> str:
@@ -82,23 +77,7 @@ def to_text(data: Mapping[str, Any]) -> str:
 
 def report(command: str, status: str = "ok", **contents: Any) -> dict[str, Any]:
     """Return the answer of a command: the schema, the outcome, and its contents."""
-    return {"schema": REPORT_SCHEMA_VERSION, "status": status, "command": command, **contents}
-
-
-def plain(value: Any) -> Any:
-    """Return quantities, records, mappings and sequences, to any depth, as JSON data."""
-    if isinstance(value, Quantity):
-        return {"low": value.low, "mid": value.mid, "high": value.high, "evidence": str(value.tag)}
-    if is_dataclass(value):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Mapping):
-        return {name: plain(item) for name, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, tuple | list) else value
-
-
-def chosen(record: object, names: str) -> dict[str, Any]:
-    """Return some attributes of a record as plain data; `names` with spaces between them."""
-    return {name: plain(getattr(record, name)) for name in names.split()}
+    return {"schema": SCHEMA_VERSION, "status": status, "command": command, **contents}
 
 
 def cluster(c: Cluster) -> dict[str, Any]:
@@ -141,23 +120,6 @@ def run_data(r: Run, request: PlanRequest, assumed: Assumptions) -> dict[str, An
         "critical_batch_source": CRITICAL_BATCH_SOURCE,
         "notes": list(r.notes),
         "assumptions": assumptions(assumed),
-    }
-
-
-_ESTIMATE = "step_time_s tokens_per_s tokens_per_s_per_device mfu mfu_causal fits memory_capacity_bytes"
-_STAGE = "num_layers num_recomputed in_flight fullest forward_s backward_s memory_bytes"
-
-
-def estimate_data(e: Estimate, whole: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return an estimate as plain data; `whole` becomes its `run`."""
-    return {
-        **chosen(e, _ESTIMATE),
-        "memory_bytes": [plain(s.memory) for s in e.stages],
-        "host_memory_bytes": [plain(s.host_memory) for s in e.stages],
-        "host_memory_capacity_bytes": e.host_capacity_bytes if math.isfinite(e.host_capacity_bytes) else None,
-        "stages": [chosen(s, _STAGE) for s in e.stages],
-        "breakdown_s": plain(e.breakdown),
-        "run": whole,
     }
 
 
@@ -235,7 +197,7 @@ def infeasible_report(error: Exception) -> dict[str, Any]:
     found = getattr(error, "report", None)
     names = ("stage", "term", "needed_bytes", "available_bytes", "config", "cheapest_change")
     return {
-        "schema": REPORT_SCHEMA_VERSION,
+        "schema": SCHEMA_VERSION,
         "status": "infeasible",
         "message": str(error),
         **{name: getattr(found, name, None) for name in names},
