@@ -19,16 +19,14 @@ from autoplan.runtime.compiled import compile_blocks
 from autoplan.runtime.compression import Compression
 from autoplan.runtime.failure import guard, guarded
 from autoplan.runtime.mesh import AxisMesh, use_mesh
+from autoplan.runtime.model_state import ModelState
 from autoplan.runtime.norm import scale_, square_sum
 from autoplan.runtime.offload import PARAMETERS, HostShards, check_offload
 from autoplan.runtime.optim import check_elementwise, guard_step, on_local_shards
 from autoplan.runtime.params import (
-    buffer_owner,
     local_of,
     materialise,
     reduce_deferred,
-    shard_param,
-    unshard,
 )
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
 from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecision, check_precision
@@ -37,9 +35,8 @@ from autoplan.runtime.replicas import Replicas
 from autoplan.runtime.shards import Shards, show_states
 from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec, evaluate_terms
 from autoplan.runtime.stages import Carried
-from autoplan.runtime.state import IncompatibleKeys, check_state, like, updated_buffers
+from autoplan.runtime.state import IncompatibleKeys
 from autoplan.runtime.tied import TiedGradients, share_tied
-from autoplan.runtime.whole import CPU, broadcast_whole, of_shards, own_shard
 from autoplan.runtime.zero import GradientSync, apply_zero, reduces_beside
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -101,7 +98,7 @@ class ParallelModel:
         self._replicas = Replicas(spec, self.mesh)
         self.data_rank, self.data_world = self._coordinate("dp"), self.mesh.size("dp")
         self._specs = {s.index: s for s in spec.stages_of(self._coordinate("pp"))}
-        self._dtype, self._aliases, self._extra = dtype, dict(aliases or {}), dict(extra_state or {})
+        self._dtype = dtype
         self._given = {name: t.dtype for name, t in parameters.items()}
         double = torch.float64 in self._given.values()
         self._loss_dtype = dtype or (torch.float64 if double else torch.float32)
@@ -114,20 +111,26 @@ class ParallelModel:
             hidden = [self.mesh.group("tp")] if async_tp and self.mesh.size("tp") > 1 else ()
             for stage in self.stages.values():
                 compile_blocks(stage, compile, hidden)
-        self._owners = self._find_owners()
+        params = [p for stage in spec.stages for p in stage.params]
+        self._state = ModelState(
+            spec,
+            self.mesh,
+            self.stages,
+            Shards(self.mesh, params, split=not self._replicas.plain),
+            device=self.device,
+            aliases=aliases or {},
+            extra=extra_state or {},
+            dtype=dtype,
+            stored=self._stored_dtype,
+        )
         self._compression = gradient_compression
         self._on_host = check_offload(spec.offload)
         self._syncs, self._copies = self._synchronised()
-        self._host = self._host_shards()
+        self._state.host = self._host = self._host_shards()
         self.loss_scaler = self._make_loss_scaler()
         self._tied = TiedGradients(spec, self.mesh, self.stages)
         self.mesh.connect(self.device)
         self._batches = Batches(spec, self.mesh, num_micro_batches, self.device)
-        self._shards_shown = Shards(
-            self.mesh,
-            [p for stage in spec.stages for p in stage.params],
-            split=not self._replicas.plain,
-        )
         self._runner: PipelineRunner | None = None
         self._runner_shape: tuple[int, ...] = ()
         self.optimizer: torch.optim.Optimizer | None = None
@@ -148,7 +151,7 @@ class ParallelModel:
 
     def _make_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
         """Return an optimizer over the local parts of all trained parameters and all copies of tied parameters."""
-        trained = [(s, p) for s, p in self._places() if p.requires_grad]
+        trained = [(s, p) for s, p in self._state.places() if p.requires_grad]
         given: list[nn.Parameter] = []
 
         def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -156,7 +159,7 @@ class ParallelModel:
             return factory(given)
 
         optimizer = on_local_shards(make, [self._held(p) for _, p in trained])
-        shown = [self._shards_shown.of(s, self._held(p), p) for s, p in trained]
+        shown = [self._state.shown(s, p) for s, p in trained]
         show_states(optimizer, list(zip(given, shown, strict=bool(trained))))
         return optimizer
 
@@ -200,13 +203,13 @@ class ParallelModel:
 
     def _trained(self) -> Iterator[nn.Parameter]:
         """Yield the trained parameters that the blocks hold: on the device, unless `fully_shard` offloads them."""
-        for _, parameter in self._places():
+        for _, parameter in self._state.places():
             if parameter.requires_grad:
                 yield parameter
 
     def _held(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the tensor that the optimizer updates: the parameter itself, or its copy on the host."""
-        return parameter if self._host is None else self._host.of(parameter)
+        return self._state.held(parameter)
 
     def _make_copies(self) -> Copies | None:
         if self.precision is None:
@@ -254,50 +257,12 @@ class ParallelModel:
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
-    def _find_owners(self) -> list[tuple[ParamSpec, nn.Module]]:
-        """Return each parameter of this rank once, with its block (blocks, not tensors: ZeRO replaces the tensors)."""
-        seen: set[int] = set()
-        out: list[tuple[ParamSpec, nn.Module]] = []
-        for index, mine in self._specs.items():
-            for p in mine.params:
-                block = self.stages[index].get_submodule(f"blocks.{p.block}")
-                parameter = block.get_parameter(p.attr)
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    out.append((p, block))
-        return out
-
-    def _places(self) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
-        """Yield each parameter object of this rank once, with the spec of its first use."""
-        for p, block in self._owners:
-            yield p, block._parameters[p.attr]  # type: ignore[misc]  # None only for absent ones
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (original name, this rank's shard), each name once: of a tied parameter the first copy.
 
         If the program splits parameters, they are DTensors of the model's own shapes (`autoplan.runtime.shards`).
         """
-        for p, parameter in self._first_copies():
-            yield p.name, self._shards_shown.of(p, self._held(parameter), parameter)
-
-    def _first_copies(self) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
-        """Yield from `_places`, but only the first copy of each tied parameter."""
-        seen: set[str] = set()
-        for p, parameter in self._places():
-            if p.name not in seen:
-                seen.add(p.name)
-                yield p, parameter
-
-    def _follow_first_copies(self) -> None:
-        """Give all copies of a tied parameter the values of the first copy, which is the one that users see."""
-        if len({p.name for p, _ in self._owners}) == len(self._owners):
-            return
-        first = {p.name: parameter for p, parameter in self._first_copies()}
-        with torch.no_grad():
-            for p, parameter in self._places():
-                source, copy = self._held(first[p.name]), self._held(parameter)
-                if copy is not source:
-                    local_of(copy).copy_(local_of(source))
+        return self._state.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield this rank's trained shards, for an optimizer. If the optimizer's state is offloaded, the shards are on
@@ -334,8 +299,8 @@ class ParallelModel:
             batch, problem, lambda: self._count(parts), data_rank=self.data_rank, step=self._num_steps
         )
         denominators = self._denominators(counts)
-        self._follow_first_copies()
-        for _, parameter in self._places():
+        self._state.follow_first_copies()
+        for _, parameter in self._state.places():
             parameter.grad = None
         if self._host is not None:
             self._host.drop_gradients()
@@ -353,7 +318,7 @@ class ParallelModel:
                 part["rng"] = generator
             losses = self._run(parts)
             sent = self.precision.gradients if self.precision is not None else None
-            reduce_deferred([(p, s) for s, p in self._places() if s.reduce_axes], self.mesh, sent, self.device)
+            reduce_deferred([(p, s) for s, p in self._state.places() if s.reduce_axes], self.mesh, sent, self.device)
             self._tied.sum_tied(self.device)
             if self.loss_scaler is not None:
                 self.loss_scaler.unscale_(self._trained(), self.device, self.mesh.world_size)
@@ -457,54 +422,12 @@ class ParallelModel:
 
     def _gradients(self) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
         """Yield this rank's part of each gradient once, from where the optimizer finds it."""
-        for p, parameter in self._places():
+        for p, parameter in self._state.places():
             grad = self._held(parameter).grad
             if grad is not None:
                 yield p, local_of(grad)
 
     # -- state ------------------------------------------------------------------------------------------------------
-
-    @guarded("full_tensors")
-    def full_tensors(self, pick: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        """Return full tensors by original name, on the host of every rank (a collective). `pick` chooses parameter or
-        gradient. The tensors come one by one: a device holds one bucket at a time (`autoplan.runtime.whole`)."""
-        mine = self._own_tensors(pick)
-        return mine if self.mesh.size("pp") == 1 else self._of_all_stages(mine)
-
-    def _own_tensors(self, pick: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        """Return the full tensors of this rank's stages."""
-        mine: dict[str, torch.Tensor] = {}
-        for p, parameter in self._places():
-            tensor = pick(self._held(parameter))
-            if tensor is None or (p.name in mine and not p.shards and not isinstance(parameter, DTensor)):
-                continue
-            local = local_of(tensor).detach()
-            if isinstance(parameter, DTensor):
-                local = of_shards(local, parameter, self.device)
-            full = unshard(local, p, self.mesh, self.device)  # a collective, also for other copies of a tied parameter
-            if p.name not in mine:
-                mine[p.name] = full.clone() if full.device == tensor.device else full  # never a view of the parameter
-        return mine
-
-    def _of_all_stages(self, mine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the full tensors of all stages; the pipeline rank that holds a stage broadcasts its tensors."""
-        out: dict[str, torch.Tensor] = {}
-        group = self.mesh.group("pp")
-        for index, stage in enumerate(self.spec.stages):
-            params = {p.name: p for p in reversed(stage.params) if p.name not in out}
-            names = [name for name in dict.fromkeys(p.name for p in stage.params) if name in params]
-            present = torch.tensor([name in mine for name in names], dtype=torch.int32, device=self.device)
-            source = self._rank_of_stage(index)
-            if names:
-                dist.broadcast(present, source, group=group)
-            for name, there in zip(names, present.tolist(), strict=True):
-                if not there:
-                    continue
-                p = params[name]
-                here = index in self.stages
-                out[name] = mine[name].contiguous() if here else torch.empty(p.shape, dtype=self._stored_dtype(p))
-                broadcast_whole(out[name], source, self.device, group)
-        return out
 
     def _stored_dtype(self, p: ParamSpec) -> torch.dtype:
         if self.precision is not None:
@@ -512,8 +435,11 @@ class ParallelModel:
         dtype: torch.dtype = self._dtype or getattr(torch, p.dtype)
         return dtype
 
-    def _rank_of_stage(self, index: int) -> int:
-        return dist.get_global_rank(self.mesh.group("pp"), self.spec.rank_of(index))
+    @guarded("full_tensors")
+    def full_tensors(self, pick: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """Return full tensors by original name, on the host of every rank (a collective). `pick` chooses parameter or
+        gradient. The tensors come one by one: a device holds one bucket at a time (`autoplan.runtime.whole`)."""
+        return self._state.full_tensors(pick)
 
     @guarded("state_dict")
     def state_dict(self) -> dict[str, Any]:
@@ -522,17 +448,12 @@ class ParallelModel:
         The tensors are on the host, whatever the model runs on (as FSDP's full state with `cpu_offload`): every rank's
         host holds the whole model, its device one bucket at a time. `load_state_dict` takes them from any device.
         """
-        out: dict[str, Any] = dict(self.full_tensors(lambda p: p))
-        for name, others in self._aliases.items():
-            for other in others:
-                out[other] = out[name]
-        out |= {n: v.to(CPU) if isinstance(v, torch.Tensor) else v for n, v in self._extra.items()}
-        return {**out, **updated_buffers(self.spec, self.stages, self._extra, self.mesh, self._dtype, self.device)}
+        return self._state.state_dict()
 
     @guarded("gradients")
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return full gradients under the original names, on the host of every rank (a collective)."""
-        return self.full_tensors(lambda p: p.grad)
+        return self._state.full_tensors(lambda p: p.grad)
 
     @guarded("load_state_dict")
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> IncompatibleKeys:
@@ -548,41 +469,7 @@ class ParallelModel:
                 loaded.
             ValueError: the ranks were given different states.
         """
-        keys = check_state(self.spec.model, state, self._state_shapes(), strict, self.device)
-        with torch.no_grad():
-            for p, parameter in self._places():
-                names = [n for n in (p.name, *self._aliases.get(p.name, ())) if n in state]
-                if names:
-                    self._load(p, parameter, state[names[-1]])
-            for name, old in self._extra.items():
-                if name in state:
-                    self._extra[name] = like(state[name], old)
-            for mine in self._specs.values():
-                for b in mine.buffers:
-                    if b.name in state and b.name in self._extra:
-                        held = getattr(buffer_owner(self.stages[mine.index], b), b.attr)
-                        held.copy_(like(state[b.name], held))
-        return keys
-
-    def _state_shapes(self) -> dict[str, tuple[int, ...] | None]:
-        """Return the shapes of everything in `state_dict`, of all stages."""
-        out: dict[str, tuple[int, ...] | None] = {}
-        for stage in self.spec.stages:
-            for p in stage.params:
-                out |= dict.fromkeys((p.name, *self._aliases.get(p.name, ())), p.shape)
-        for name, value in self._extra.items():
-            out[name] = tuple(value.shape) if isinstance(value, torch.Tensor) else None
-        return out
-
-    def _load(self, p: ParamSpec, parameter: nn.Parameter, full: torch.Tensor) -> None:
-        """Copy this rank's part of a full tensor into a parameter; the part is cut on the full tensor's device."""
-        local = shard_param(full.detach().reshape(p.shape), p, self.mesh.size, self._coordinate)
-        if isinstance(parameter, DTensor):
-            local = own_shard(local, parameter)
-        if self._host is not None and self._held(parameter) is not parameter:
-            self._host.load(parameter, local)
-        else:
-            local_of(parameter).copy_(local)
+        return self._state.load_state_dict(state, strict)
 
     def __repr__(self) -> str:
         degrees = " ".join(f"{n}={k}" for n, k in self.mesh.axes.items())
