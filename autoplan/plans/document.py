@@ -16,15 +16,18 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoplan.config.choices import CHOICES, OPTIONS, PINS, check_values
 from autoplan.config.parallel import ParallelConfig
-from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.quantity import Quantity, Tag
-from autoplan.cost_models.time.estimate import Estimate, StageEstimate
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
+from autoplan.versions import __version__
+
+if TYPE_CHECKING:
+    from autoplan.cost_models.hardware.cluster import Cluster
+    from autoplan.cost_models.time.estimate import Estimate
 
 SCHEMA_VERSION = 1
 READ_SCHEMA_VERSIONS = (1,)
@@ -88,8 +91,6 @@ def made_for(graph: ModelGraph, cluster: Cluster, profile: str | None = None) ->
     Args:
         profile: name of the measured times that priced it; None: the figures of the cluster.
     """
-    from autoplan import __version__
-
     return {
         "autoplan": __version__,
         "parameters": graph.num_params,
@@ -168,6 +169,8 @@ def tuples(value: Any) -> Any:
 
 def estimate_of_data(data: Mapping[str, Any], where: str) -> Estimate:
     """Return the estimate that `estimate_data` wrote, without its timeline. PinError for other data."""
+    from autoplan.cost_models.time.estimate import Estimate, StageEstimate  # `autoplan --help` starts without numpy
+
     try:
         stages = tuple(
             StageEstimate(

@@ -33,6 +33,7 @@ from autoplan.program.parallel_dims import ParallelDims
 from autoplan.program.problem import Selection
 from autoplan.search.intra import IntraSolution
 from autoplan.search.planner import Certificate, Planned
+from autoplan.versions import __version__
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,6 @@ class Plan:
 
     def to_data(self) -> dict[str, Any]:
         """Return its sections as JSON data, in their order."""
-        from autoplan import __version__
-
         sections = {
             "schema": SCHEMA_VERSION,
             "status": "ok",
@@ -205,7 +204,7 @@ def plan_of_planned(
     """Return the plan and layouts of a configuration that was priced."""
     config, units = planned.config, pipeline_units(graph)
     stages = stage_calls(units, config.stages or (len(units),))
-    proof = {**certificate, "prices": evidence}
+    proof = plain({**certificate, "prices": evidence})
     return plan_of(graph, config, planned.point.solution, stages, proof, planned.estimate, precision)
 
 

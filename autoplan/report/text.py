@@ -88,7 +88,7 @@ def _interval(q: Quantity) -> str:
 
 
 def _heading(out: Console, request: PlanRequest) -> None:
-    from autoplan import __version__
+    from autoplan.versions import __version__
 
     r = request
     layers = len(layer_calls(r.graph))

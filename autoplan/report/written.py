@@ -55,7 +55,7 @@ class WrittenPlan:
         Args:
             cluster: the cluster if it may be another one than the plan's, which leaves dp open too.
         """
-        if cluster not in ("", self.asked["cluster"]):
+        if cluster not in ("", self.asked.get("cluster")):
             kept = {name: v for name, v in self.degrees.items() if name not in _REOPENS["cluster"]}
             return replace(self, degrees=kept).but(given)
         typed = {name: value for name, value in given.items() if value is not None}

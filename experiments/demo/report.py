@@ -220,7 +220,9 @@ def memory(plan: Mapping[str, Any]) -> Table:
     table = plain_table(f"predicted memory of {plan['label']}, MB", *heads, "evidence", left=1)
     for term in dict.fromkeys(t for s in stages for t in s):
         cells = [s.get(term) for s in stages]
-        table.add_row(term, *("" if c is None else _mb(c["mid"]) for c in cells), cells[0]["evidence"] if cells[0] else "")
+        table.add_row(
+            term, *("" if c is None else _mb(c["mid"]) for c in cells), cells[0]["evidence"] if cells[0] else ""
+        )
     table.add_section()
     table.add_row("peak", *(_mb(sum(q["mid"] for q in s.values())) for s in stages), "")
     return table
