@@ -17,8 +17,8 @@ pass whose difference has no explanation.
 `make exhaustive` all of them, plans included.
 
 Frozen are all catalog models under the configurations of CONFIGURATIONS, and the plans of PLANS: step time, memory and
-a digest of every number of the answer. Left out are the certificate of a search, the program (names of layouts) and what
-is only repeated from the request. A configuration that is refused for a model is frozen as refused, without its words.
+a digest of every number of the answer. Left out are the certificate of a search, the program (names of layouts) and
+what is only repeated from the request. A configuration that is refused for a model is frozen as refused, without words.
 """
 
 from __future__ import annotations
