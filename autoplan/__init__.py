@@ -7,6 +7,7 @@ The public names below are loaded on first use: a what-if starts without torch, 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from autoplan.versions import __version__ as __version__
 from autoplan.versions import warn_if_not_tried
 
 if TYPE_CHECKING:
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from autoplan.cost_models.hardware.cluster import Cluster as Cluster
     from autoplan.cost_models.profile import Profile as Profile
     from autoplan.exporters.door import read_config as read_config
-    from autoplan.plan import Plan as Plan
+    from autoplan.planning import compile as compile
+    from autoplan.planning import plan as plan
+    from autoplan.plans.record import Plan as Plan
     from autoplan.report.exports import export_plan as export_plan
     from autoplan.runtime.compression import PowerSGD as PowerSGD
     from autoplan.runtime.model import ParallelModel as ParallelModel
@@ -28,22 +31,22 @@ if TYPE_CHECKING:
     from autoplan.sweeps.capacity import capacity as capacity
     from autoplan.sweeps.whatif import whatif as whatif
 
-__version__ = "0.1.0"
-
 _HOMES = {
     "Cluster": "autoplan.cost_models.hardware.cluster",
     "ParallelConfig": "autoplan.config.parallel",
     "ParallelModel": "autoplan.runtime.model",
-    "Plan": "autoplan.plan",
+    "Plan": "autoplan.plans.record",
     "PlanRequest": "autoplan.search.planner",
     "PowerSGD": "autoplan.runtime.compression",
     "Profile": "autoplan.cost_models.profile",
     "capacity": "autoplan.sweeps.capacity",
+    "compile": "autoplan.planning",
     "estimate_config": "autoplan.search.planner",
     "experts_forward": "autoplan.capture.frontend.experts",
     "export_plan": "autoplan.report.exports",
     "load_model": "autoplan.catalog",
     "parallelize": "autoplan.api",
+    "plan": "autoplan.planning",
     "read_config": "autoplan.exporters.door",
     "rule": "autoplan.capture.rules",
     "search_plan": "autoplan.search.planner",

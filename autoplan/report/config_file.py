@@ -12,8 +12,8 @@ from autoplan.config.numbers import read_count
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.exporters.door import ConfigFile, read_config
+from autoplan.report.arguments import import_from_here
 from autoplan.report.output import say_note
-from autoplan.report.request import import_from_here
 from autoplan.report.written import WrittenPlan
 
 _RUN = {"seq_len": "--seq-len", "global_batch_size": "--global-batch-size"}

@@ -20,21 +20,23 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.exporters.door import Export, export_setup
 from autoplan.exporters.setup import Setup
 from autoplan.exporters.targets import target_of
+from autoplan.plans.record import Plan
 from autoplan.report.data import report, to_text
 from autoplan.report.files import check_writable, write_text
 from autoplan.report.output import say_note
 from autoplan.report.plan_file import PlanFile, read_plan_file
+from autoplan.report.written import written_of
 from autoplan.search.planner import PlanRequest
 
 
 def export_plan(
-    plan: str | Path | PlanFile | PlanRequest, to: str, *, config: ParallelConfig | None = None, file: str = ""
+    plan: str | Path | Plan | PlanFile | PlanRequest, to: str, *, config: ParallelConfig | None = None, file: str = ""
 ) -> Export:
     """Return a plan as the input of another framework.
 
     Args:
-        plan: a plan file (what `autoplan plan --json` or `estimate --json` printed), or the request of a plan, which
-            then is `config`.
+        plan: a plan file (what `autoplan plan --json` or `estimate --json` printed), what `autoplan.plan` returned, or
+            the request of a plan, which then is `config`.
         to: NAME or NAME@VERSION of a target: megatron-lm, megatron-bridge, torchtitan, deepspeed, accelerate,
             lightning, nanotron, maxtext. A version is a month YY.MM, or a release.
         file: the name of the file in the launch command.
@@ -44,6 +46,8 @@ def export_plan(
     """
     if isinstance(plan, PlanRequest):
         return export_setup(Setup.of(plan, config or ParallelConfig()), to, file)
+    if isinstance(plan, Plan):
+        plan = PlanFile(written_of(plan.to_data(), Path(plan.model)))
     known = plan if isinstance(plan, PlanFile) else read_plan_file(Path(plan))
     return export_setup(Setup.of(known.request, config or known.config), to, file)
 

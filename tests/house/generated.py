@@ -1,4 +1,4 @@
-"""The tables of docs/training.md and ARCHITECTURE.md that are made of the code.
+"""The tables of docs and ARCHITECTURE.md that are made of the code.
 
     python tests/house/generated.py            # print them
     python tests/house/generated.py --write    # put them into their files
@@ -6,6 +6,7 @@
 rooms (ARCHITECTURE.md): a row per package and root module, from the command line down: the first line of its docstring,
 and the rooms that it imports. A room that is imported through another one is not repeated (the transitive reduction).
 pins (docs/training.md): a row per pin, from the records of `ParallelConfig`.
+targets (docs/export.md): a row per target of exports, from its record.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import networkx as nx
 
 from autoplan.config.choice import choices_of
 from autoplan.config.parallel import ParallelConfig
+from autoplan.exporters.targets import TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
 _LEAVES = frozenset(("errors", "files", "profiles", "units", "versions"))  # imported from everywhere
@@ -92,7 +94,21 @@ def pins_table() -> str:
     return "\n".join(("| pin | what |", "|---|---|", *rows))
 
 
-TABLES = (Table("rooms", "ARCHITECTURE.md", rooms_table), Table("pins", "docs/training.md", pins_table))
+def targets_table() -> str:
+    """The targets of exports, in Markdown: what is written, and what of a setup is said elsewhere or not at all."""
+    rows = ["| target | what is written | said elsewhere | cannot say |", "|---|---|---|---|"]
+    for target in TARGETS.values():
+        elsewhere = ", ".join(f"`{name}`" for name in target.elsewhere) or "-"
+        cannot = "; ".join(f"`{name}`: {why}" for name, why in target.cannot.items() if name != "state_slack")
+        rows.append(f"| `{target.name}` | {target.about} | {elsewhere} | {cannot} |")
+    return "\n".join(rows)
+
+
+TABLES = (
+    Table("rooms", "ARCHITECTURE.md", rooms_table),
+    Table("pins", "docs/training.md", pins_table),
+    Table("targets", "docs/export.md", targets_table),
+)
 
 
 def main() -> None:
