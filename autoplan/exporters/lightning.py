@@ -51,6 +51,21 @@ def _mesh(document: Document) -> list[int] | None:
     return [int(n) for n in mesh]
 
 
+def _read_fsdp(document: Document, kind: str) -> Values:
+    name = str(document.get(_S + "sharding_strategy") or "FULL_SHARD")
+    if name not in _STAGES:
+        raise PinError(f"sharding_strategy={name!r} is not known; use {', '.join(_STAGES)}", ("zero_stage",))
+    mesh = _mesh(document) if name.startswith("HYBRID") else None
+    copies = mesh[0] if mesh else document.count("num_nodes") if name.startswith("HYBRID") else 1
+    held_all = document.get(_S + "cpu_offload") is True or kind == "fsdp_cpu_offload"
+    return {
+        **out,
+        "zero_stage": _STAGES[name],
+        "zero_replicas": copies,
+        "offload": ("parameters",) if held_all else (),
+    }
+
+
 def _read(document: Document, found: Values) -> Values:
     kind = str(document.get("strategy") or "auto").rpartition(".")[2]
     devices = document.task.num_devices or document.count("num_nodes") * document.count("devices", 0)
@@ -64,18 +79,7 @@ def _read(document: Document, found: Values) -> Values:
         out |= {"overlap_zero": overlap is not False, "overlap_gather": False}
         return {**out, "zero_stage": _DEEPSPEED_TEXTS.get(kind, document.count(_S + "stage", 2))}
     if kind in ("FSDPStrategy", "fsdp", "fsdp_cpu_offload"):
-        name = str(document.get(_S + "sharding_strategy") or "FULL_SHARD")
-        if name not in _STAGES:
-            raise PinError(f"sharding_strategy={name!r} is not known; use {', '.join(_STAGES)}", ("zero_stage",))
-        mesh = _mesh(document) if name.startswith("HYBRID") else None
-        copies = mesh[0] if mesh else document.count("num_nodes") if name.startswith("HYBRID") else 1
-        held_all = document.get(_S + "cpu_offload") is True or kind == "fsdp_cpu_offload"
-        return {
-            **out,
-            "zero_stage": _STAGES[name],
-            "zero_replicas": copies,
-            "offload": ("parameters",) if held_all else (),
-        }
+        return {**out, **_read_fsdp(document, kind)}
     if kind == "ModelParallelStrategy":
         return {name: value for name, value in out.items() if name not in ("zero_replicas", "offload")}
     return {**out, "zero_stage": 0}

@@ -246,15 +246,17 @@ def _path(node: ast.AST) -> str | None:
 
 def _values(path: str, node: ast.expr) -> dict[str, Any]:
     """Return the values of an expression at a path: of a call its name, and its named arguments below."""
+    prefix = f"{path}." if path else ""
     try:
         value = ast.literal_eval(node)
     except (ValueError, TypeError):
-        pass
-    else:
-        if isinstance(value, dict) and value:
-            return {f"{path}.{name!s}" if path else str(name): each for name, each in value.items()}
-        return {path: value} if path else {}
-    prefix = f"{path}." if path else ""
+        return _of_expression(path, prefix, node)
+    if isinstance(value, dict) and value:
+        return {f"{prefix}{name!s}": each for name, each in value.items()}
+    return {path: value} if path else {}
+
+
+def _of_expression(path: str, prefix: str, node: ast.expr) -> dict[str, Any]:
     if isinstance(node, ast.Dict):
         pairs = [(k, v) for k, v in zip(node.keys, node.values, strict=True) if isinstance(k, ast.Constant)]
         return {n: v for key, each in pairs for n, v in _values(f"{prefix}{key.value!s}", each).items()}
