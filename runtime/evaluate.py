@@ -97,3 +97,14 @@ class Waves:
         if self._group is None:
             raise RuntimeError("stages on other ranks, but no pipeline of several ranks")
         return dist.P2POp(kind, tensor, dist.get_global_rank(self._group, rank), self._group)
+
+
+def only_trains(spec: ProgramSpec) -> str | None:
+    """Return why a program cannot evaluate; None if it can."""
+    updated = [b.name for stage in spec.stages for b in stage.buffers if b.updated]
+    if not updated:
+        return None
+    return (
+        f"{spec.model} was captured in training mode and updates {updated[0]!r} (batch norm), whose evaluation is "
+        "another computation; evaluate pm.to_module() instead"
+    )

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+
+from autoplan.runtime.agree import AgreedRuntimeError
 
 _HOOK = "_autoplan_stale_hook"
 
@@ -69,6 +72,21 @@ def _tie_again(made: nn.Module, form: nn.Module) -> None:
                 mine._parameters[name] = first.setdefault(id(p), held)
 
 
+def given_back(given: GivenModule | None, state: Callable[[], dict[str, Any]], rank: int | None) -> nn.Module | None:
+    """Return the module with the full state that `state` returns (a collective) on one rank, or on all; None elsewhere.
+
+    Raises:
+        AgreedRuntimeError: (on all ranks) there is no module, or it cannot be copied.
+    """
+    if given is None or given.reason:
+        raise AgreedRuntimeError(
+            "this program was not made of a module; load pm.state_dict() into one" if given is None else given.reason
+        )
+    values = state()
+    mine = rank is None or not dist.is_initialized() or dist.get_rank() == rank
+    return given.filled(values) if mine else None
+
+
 class _Stale:
     """The hook of `warn_when_stale`. A pickled or deep copy of it is silent."""
 
@@ -80,7 +98,7 @@ class _Stale:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         of = None if self._trained is None else self._trained()
-        if of is None or not of.num_steps:
+        if of is None or not of.progress.num_steps:
             return
         forget_stale_warning(module)  # once
         warnings.warn(
