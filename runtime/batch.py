@@ -49,6 +49,11 @@ def _as_number(bits: int) -> float:
     return float(torch.tensor(bits, dtype=torch.int64).view(torch.float64))
 
 
+def _named(batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the tensors of several batches under one name each."""
+    return {f"{name} {i}": tensor for i, batch in enumerate(batches) for name, tensor in batch.items()}
+
+
 class Batches:
     """Checks the batches of a program.
 
@@ -240,10 +245,7 @@ class Batches:
             if problem is not None:
                 raise AgreedValueError(problem)
             return Counts(tuple(torch.as_tensor(labels, dtype=torch.float64).reshape(-1).tolist()), samples)
-        named = (
-            {} if problem is not None else {f"{n} {i}": x for i, each in enumerate(batches) for n, x in each.items()}
-        )
-        mine = 0 if problem is not None else fingerprint(named, None if contents else 0)
+        mine = 0 if problem is not None else fingerprint(_named(batches), None if contents else 0)
         num, width = self._mesh.size("dp"), 3 + len(self._spec.loss_counts)
         sent, begin = torch.full((1 + width * num,), _LEAST, dtype=torch.int64), 1 + width * data_rank
         sent[0] = int(problem is not None)
