@@ -59,7 +59,6 @@ def _read_fsdp(document: Document, kind: str) -> Values:
     copies = mesh[0] if mesh else document.count("num_nodes") if name.startswith("HYBRID") else 1
     held_all = document.get(_S + "cpu_offload") is True or kind == "fsdp_cpu_offload"
     return {
-        **out,
         "zero_stage": _STAGES[name],
         "zero_replicas": copies,
         "offload": ("parameters",) if held_all else (),
