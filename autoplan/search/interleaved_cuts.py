@@ -112,9 +112,23 @@ def ranks_s(
     return np.array([each[list(chunks)].sum() for chunks in mine]), before[[chunks[0] for chunks in mine]]
 
 
-def fastest(cuts: Sequence[tuple[int, ...]], step_s: Callable[[tuple[int, ...]], float]) -> tuple[int, ...]:
-    """Return the cut with the shortest step; a single cut is not simulated."""
-    return cuts[0] if len(cuts) == 1 else min(cuts, key=step_s)
+def fastest(
+    cuts: Sequence[tuple[int, ...]],
+    step_s: Callable[[tuple[int, ...]], float],
+    least_s: Callable[[tuple[int, ...]], float] = lambda cut: 0.0,
+) -> tuple[int, ...]:
+    """Return the cut with the shortest step; a single cut is not simulated.
+
+    Args:
+        least_s: a lower bound of the step; what it excludes is not simulated either.
+    """
+    if len(cuts) == 1:
+        return cuts[0]
+    best, found = cuts[0], step_s(cuts[0])
+    for cut in cuts[1:]:
+        if least_s(cut) < found and (step := step_s(cut)) < found:
+            best, found = cut, step
+    return best
 
 
 _NOTHING = Cut(None, (), math.inf, math.inf, True)
@@ -149,6 +163,7 @@ class ChunkCutter:
         self.cuts = (stages,) if stages else even_cuts(least.seconds, self.pp, virtual_stages)
         self._found: Cut | None = None
         self._free_s: float | None = None
+        self._steps: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
 
     @cached_property
     def pricer(self) -> Pricer:
@@ -158,7 +173,13 @@ class ChunkCutter:
     @cached_property
     def chunks(self) -> tuple[int, ...]:
         """The cut that is fastest with unlimited memory."""
-        return fastest(self.cuts, lambda cut: self.pricer.step_s(cut, [0] * len(cut)))
+        return fastest(self.cuts, lambda cut: self._step_s(cut, (0,) * len(cut)), self._quick_bound_s)
+
+    def _step_s(self, cut: tuple[int, ...], recompute: tuple[int, ...]) -> float:
+        """Return the simulated step; each is simulated once."""
+        if (cut, recompute) not in self._steps:
+            self._steps[cut, recompute] = self.pricer.step_s(cut, recompute)
+        return self._steps[cut, recompute]
 
     def quick_bound_s(self) -> float:
         """Return a lower bound on the step time that ignores memory (see the module)."""
@@ -187,7 +208,7 @@ class ChunkCutter:
             if recompute is None:
                 self._found = _NOTHING
             else:
-                step = self.pricer.step_s(self.chunks, recompute)
+                step = self._step_s(self.chunks, recompute)
                 self._found = Cut(self.chunks, recompute, step, step, True)
         found = self._found
         if found.step_s < cutoff_s or found.chunks is None:
@@ -207,7 +228,7 @@ class ChunkCutter:
             if split and walks:  # recomputed layers do not have it
                 self._free_s = self.quick_bound_s()
             else:
-                self._free_s = self.pricer.step_s(self.chunks, self._pinned())
+                self._free_s = self._step_s(self.chunks, self._pinned())
         return self._free_s
 
     def _pinned(self) -> tuple[int, ...]:

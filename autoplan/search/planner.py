@@ -316,7 +316,9 @@ class _Search:
             self.outcomes.setdefault(candidate, how)
 
     def _refine(self, candidate: ParallelConfig) -> float:
-        """Return the bound that includes memory; if nothing fits, it is inf and the candidate is decided."""
+        """Return the bound that includes memory; if nothing fits, or nothing is gained, it is inf: it is decided."""
+        if self._offers_offload(candidate) and not self._memory_binds(candidate):
+            return math.inf
         cutter = self.cutters[candidate]
         with self._phase("bounds"):
             bound = cutter.bound_s() if isinstance(cutter, Cutter) else cutter.bound_s(self._cutoff_s())
@@ -422,12 +424,15 @@ class _Search:
 
     def _prepare(self, candidate: ParallelConfig) -> bool:
         """Give a candidate its cutter. Return False if it is decided, or its layout was stopped."""
-        searched = bool(candidate.offload) and "offload" not in self.request.pins
-        if searched:
+        if self._offers_offload(candidate):
             self._exclude(candidate)
-        if candidate not in self.outcomes and (not searched or self._memory_binds(candidate)):
+        if candidate not in self.outcomes:
             self._bound(candidate)
         return candidate in self.cutters
+
+    def _offers_offload(self, candidate: ParallelConfig) -> bool:
+        """Return True for a candidate with offload that is not pinned."""
+        return bool(candidate.offload) and "offload" not in self.request.pins
 
     def _evaluate(self, candidate: ParallelConfig, cutoff_s: float, max_evaluated: int) -> None:
         """Search the cuts of a candidate; it stays open if none is found and none is excluded."""
