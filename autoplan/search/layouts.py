@@ -55,7 +55,7 @@ from autoplan.program.workload import LoweredModel, lower_all, workload
 from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES
 from autoplan.search.cuts import Cutter
 from autoplan.search.degrees import Space
-from autoplan.search.interleaved_cuts import ChunkCutter
+from autoplan.search.interleaved_cuts import ChunkCutter, LeastPass
 from autoplan.search.intra import IntraSolution, StoppedError, solve
 from autoplan.search.refusals import refusal
 from autoplan.search.space import limits_of, space
@@ -215,6 +215,7 @@ class LayoutCache:
         self._worth: dict[tuple[int, int, int], list[Chosen]] = {}
         self._cutters: dict[ParallelConfig, Cutter] = {}
         self._least: dict[int, LeastMemory] = {}  # by the id of a layout, which this cache keeps
+        self._passes: dict[int, LeastPass] = {}  # likewise
 
     def get(
         self,
@@ -417,6 +418,23 @@ class LayoutCache:
             known = self._least[id(point)] = made
         return known
 
+    def least_pass(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> LeastPass | None:
+        """Return the seconds of units that pp, dp and ZeRO do not change; None if there is no layout.
+
+        Raises:
+            StoppedError: the layout is not decided within `limit_s`.
+        """
+        point = self.of(candidate, limit_s)
+        if point is None:
+            return None
+        if id(point) not in self._passes:
+            pricer = BlockPricer(point.workload, candidate, self.costs, self.precision)
+            each = {name: pricer.least_s(block, point.times[name]) for name, block in point.workload.blocks.items()}
+            units = [[each[name] for name in unit] for unit in point.workload.units]
+            forward, backward = (tuple(sum(pair[i] for pair in unit) for unit in units) for i in (0, 1))
+            self._passes[id(point)] = LeastPass(forward, backward)
+        return self._passes[id(point)]
+
     def pricer(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> Pricer | None:
         """Return the prices of a candidate; None if no layout exists. Raises StoppedError."""
         point = self.of(candidate, limit_s)
@@ -435,7 +453,10 @@ class LayoutCache:
             plain = self._plain(replace(candidate, schedule=PLAIN_SCHEDULE, virtual_stages=1), limit_s)
             if plain is None:
                 return None
-            return ChunkCutter(plain, candidate.schedule, candidate.virtual_stages, recompute, stages)
+            least = self.least_pass(candidate, limit_s)
+            if least is None:
+                return None
+            return ChunkCutter(plain, candidate.schedule, candidate.virtual_stages, least, recompute, stages)
         return self._plain(candidate, limit_s, stages)
 
     def _plain(self, candidate: ParallelConfig, limit_s: float, stages: tuple[int, ...] | None = None) -> Cutter | None:

@@ -42,7 +42,7 @@ from autoplan.search.cuts import Cut, Cutter, Shortage
 from autoplan.search.degrees import Space, search_order
 from autoplan.search.estimate import Planned, chosen_recompute, estimate_config
 from autoplan.search.first_plans import Neighbours, usual
-from autoplan.search.group_bounds import GroupKey, group_key, least_pass_s, step_bounds_s
+from autoplan.search.group_bounds import GroupKey, group_key, step_bounds_s
 from autoplan.search.infeasible import InfeasibleReport, NothingFits, nothing_fits
 from autoplan.search.interleaved_cuts import ChunkCutter
 from autoplan.search.intra import StoppedError
@@ -272,16 +272,18 @@ class _Search:
             return
         with self._phase("bounds"):
             try:
-                seconds = least_pass_s(self.points, members[0], self._layout_limit_s())
+                least = self.points.least_pass(members[0], self._layout_limit_s())
             except StoppedError:
                 return
-            if seconds is None:
+            if least is None:
                 self._decide(members, _NO_LAYOUT)
                 return
-            for candidate, bound in zip(members, step_bounds_s(seconds, members), strict=True):
+            cutoff = self._cutoff_s()
+            for candidate, bound in zip(members, step_bounds_s(least, members, cutoff), strict=True):
                 if candidate not in self.first_bounds:
                     self.bounds[candidate] = self.first_bounds[candidate] = bound
-                    self._exclude(candidate)
+                    if bound < cutoff:
+                        self._exclude(candidate)
 
     def _bound(self, candidate: ParallelConfig, limit_s: float | None = None) -> None:
         """Decide a candidate, or give it a cutter and a first bound; it gets neither if its layout was stopped."""
@@ -314,7 +316,9 @@ class _Search:
             self.outcomes.setdefault(candidate, how)
 
     def _refine(self, candidate: ParallelConfig) -> float:
-        """Return the bound that includes memory; if nothing fits, it is inf and the candidate is decided."""
+        """Return the bound that includes memory; if nothing fits, or nothing is gained, it is inf: it is decided."""
+        if self._offers_offload(candidate) and not self._memory_binds(candidate):
+            return math.inf
         cutter = self.cutters[candidate]
         with self._phase("bounds"):
             bound = cutter.bound_s() if isinstance(cutter, Cutter) else cutter.bound_s(self._cutoff_s())
@@ -387,9 +391,11 @@ class _Search:
     def _best_first(self, bounds: Mapping[ParallelConfig, float]) -> None:
         """Take the candidate with the least bound; make its cutter, refine the bound, then evaluate it."""
         # among equals, the one with most on the host comes first: if it is too big, so are the others
+        cutoff = self._cutoff_s()
         heap = [
             (bound, 0, -len(held_on_host(candidate.offload)), search_order(candidate), candidate)
             for candidate, bound in bounds.items()
+            if bound < cutoff and candidate not in self.outcomes
         ]
         heapq.heapify(heap)
         while heap:
@@ -418,12 +424,15 @@ class _Search:
 
     def _prepare(self, candidate: ParallelConfig) -> bool:
         """Give a candidate its cutter. Return False if it is decided, or its layout was stopped."""
-        searched = bool(candidate.offload) and "offload" not in self.request.pins
-        if searched:
+        if self._offers_offload(candidate):
             self._exclude(candidate)
-        if candidate not in self.outcomes and (not searched or self._memory_binds(candidate)):
+        if candidate not in self.outcomes:
             self._bound(candidate)
         return candidate in self.cutters
+
+    def _offers_offload(self, candidate: ParallelConfig) -> bool:
+        """Return True for a candidate with offload that is not pinned."""
+        return bool(candidate.offload) and "offload" not in self.request.pins
 
     def _evaluate(self, candidate: ParallelConfig, cutoff_s: float, max_evaluated: int) -> None:
         """Search the cuts of a candidate; it stays open if none is found and none is excluded."""

@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from autoplan.config.parallel import Mode, ParallelConfig, Precision, precision_of
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, Searched, recompute_kind, region_groups
@@ -49,42 +50,51 @@ def ranges_of(chunks: Sequence[int]) -> list[range]:
     return [range(end - count, end) for count, end in zip(chunks, itertools.accumulate(chunks), strict=True)]
 
 
+# Columns of a table of units: the seconds of a block, and True if only those of layers count.
+_COLUMNS: Mapping[str, tuple[Callable[[BlockCost], Quantity], bool]] = {
+    "forward": (lambda b: b.forward_s, False),
+    "backward": (lambda b: b.backward_s, False),
+    "weight": (lambda b: b.weight + b.accumulate, False),
+    "weight_of_layers": (lambda b: b.weight + b.accumulate, True),
+    "recompute_s": (lambda b: b.recompute_s, True),
+    "selective": (lambda b: b.selective, False),
+    "gather": (lambda b: b.gather, False),
+    "reduce": (lambda b: b.reduce, False),
+    "first": (lambda b: b.zero_first, False),
+    "last": (lambda b: b.zero_last, False),
+    "per_step": (lambda b: b.per_step, False),
+    "waited_once": (lambda b: b.waited_once, False),
+    "waited_split": (lambda b: b.waited_split, True),
+    "optimizer": (lambda b: b.optimizer + b.moved, False),
+}
+
+
 class _Table:
-    """The seconds of every unit in one scenario, by kind of work. Chunks are sums over units."""
+    """The seconds of every unit in one scenario, by kind of work (`_COLUMNS`). Chunks are sums over units."""
 
     def __init__(self, workload: Workload, blocks: Mapping[str, BlockCost], which: str) -> None:
-        def mid(q: Quantity) -> float:
-            seconds: float = getattr(q, which)
-            return seconds
-
-        marked = list(zip(workload.units, workload.is_layer, strict=True))
-
-        def per_unit(of: Callable[[BlockCost], Quantity], layers_only: bool = False) -> list[float]:
-            """Return the sum over every unit's blocks, or over those of its layers. Equal units are summed once."""
-            each = {name: mid(of(block)) for name, block in blocks.items()}
-            known = {(u, ls): sum(each[n] for n, layer in zip(u, ls, strict=True) if layer or not layers_only)
-                     for u, ls in set(marked)}  # fmt: skip
-            return [known[pair] for pair in marked]
-
-        self.forward = per_unit(lambda b: b.forward_s)
-        self.backward = per_unit(lambda b: b.backward_s)
-        self.weight = per_unit(lambda b: b.weight + b.accumulate)
-        self.weight_of_layers = per_unit(lambda b: b.weight + b.accumulate, layers_only=True)
-        self.recompute_s = per_unit(lambda b: b.recompute_s, layers_only=True)
-        self.selective = per_unit(lambda b: b.selective)
-        self._layers = [[blocks[n] for n, layer in zip(unit, layers, strict=True) if layer] for unit, layers in marked]
-        self._mid = mid
-        self._names = [tuple(n for n, layer in zip(unit, layers, strict=True) if layer) for unit, layers in marked]
+        self._workload, self._units, self._blocks, self._which = workload, workload.units, blocks, which
         self._repeated: dict[tuple[tuple[str, ...], str], float] = {}  # cached, because layers are calls of few blocks
-        self.gather = per_unit(lambda b: b.gather)
-        self.reduce = per_unit(lambda b: b.reduce)
-        self.first = per_unit(lambda b: b.zero_first)
-        self.last = per_unit(lambda b: b.zero_last)
-        self.per_step = per_unit(lambda b: b.per_step)
-        self.waited_once = per_unit(lambda b: b.waited_once)
-        self.waited_split = per_unit(lambda b: b.waited_split, layers_only=True)
-        self._units, self._blocks, self._which = workload.units, blocks, which
-        self.optimizer = per_unit(lambda b: b.optimizer + b.moved)
+
+    def __getattr__(self, name: str) -> list[float]:
+        """Return a column: the sum over every unit's blocks, or over those of its layers; made when it is asked for."""
+        if name not in _COLUMNS:
+            raise AttributeError(name)
+        of, layers_only = _COLUMNS[name]
+        each = {block: float(getattr(of(cost), self._which)) for block, cost in self._blocks.items()}
+        known: dict[int, float] = {}  # equal units are summed once
+        w, kinds = self._workload, self._workload.unit_kinds
+        for kind, units, layers in zip(kinds, w.units, w.is_layer, strict=True):
+            if kind not in known:
+                known[kind] = sum(each[n] for n, layer in zip(units, layers, strict=True) if layer or not layers_only)
+        out = self.__dict__[name] = [known[kind] for kind in kinds]
+        return out
+
+    @cached_property
+    def _names(self) -> list[tuple[str, ...]]:
+        """The blocks of every unit that are layers."""
+        marked = zip(self._units, self._workload.is_layer, strict=True)
+        return [tuple(n for n, layer in zip(unit, layers, strict=True) if layer) for unit, layers in marked]
 
     def slack(self, units: Sequence[int], *phases: str) -> float:
         """Return the host's idle seconds in `phases` of units: the more, the shorter the step."""
@@ -96,7 +106,8 @@ class _Table:
         """Return the seconds that a recompute choice adds to the backward of a unit."""
         key = self._names[unit], how
         if key not in self._repeated:
-            self._repeated[key] = sum(self._mid(b.repeated(how)) for b in self._layers[unit])
+            costs = (self._blocks[name] for name in self._names[unit])
+            self._repeated[key] = sum(float(getattr(b.repeated(how), self._which)) for b in costs)
         return self._repeated[key]
 
 
@@ -129,7 +140,6 @@ class Pricer:
         self.groups, self.device = prices.groups, costs.cluster.device
         self._reduces_beside = prices.states.reduces_beside
         self.blocks = {name: prices.cost(block, times[name]) for name, block in workload.blocks.items()}
-        self.memory = MemoryModel(workload, config, self.precision, costs.cluster, costs.mode)
         self.num_units = len(workload.units)
         # measured constants of a step of the runtime; a step does not include clipping
         self.fixed_s = costs.overhead_s("step_s") + costs.overhead_s("optimizer_step_s")
@@ -148,25 +158,83 @@ class Pricer:
         self.contention = prices.states.contention
         # share of compute that hides traffic once per step
         self.hides_once = prices.states.hides if costs.options.overlap_zero else 0.0
-        mid = self._tables["mid"]
-        self.forward, self.backward, self.recompute_s = mid.forward, mid.backward, mid.recompute_s
-        self.first, self.last, self.optimizer = mid.first, mid.last, mid.optimizer
-        # (traffic once per step, compute that may hide it, share of the compute that hides)
-        self.once_s = self._once(mid)
-        self.frontier = self.memory.frontier = self._frontier(searched, activations)
-        units = [[self.blocks[name] for name in unit] for unit in workload.units]
-        groups = sorted({g for b in self.blocks.values() for g in b.reduced_bytes})
-        self._reduced = {g: [sum(b.reduced_bytes.get(g, 0.0) for b in u) for u in units] for g in groups}
         self.runs = config.num_micro_batches // num_copies(config.schedule)  # micro-batches per chunk of a rank
         self._sends: dict[tuple[Group, str], list[float]] = {}
-        self._hop_groups = self._hop_groups_of()
-        self.hops = [self._send_s(group, "mid") for group in self._hop_groups]
-        self._schedule()
 
-    def _schedule(self) -> None:
+    # What only some candidates of a search are asked for is made when it is.
+
+    @cached_property
+    def memory(self) -> MemoryModel:
+        """The memory of ranks, with the recompute frontier."""
+        out = MemoryModel(self.workload, self.config, self.precision, self.costs.cluster, self.costs.mode)
+        out.frontier = self._frontier(out)
+        return out
+
+    @property
+    def frontier(self) -> RecomputeFrontier:
+        """The recompute frontier."""
+        return self.memory.frontier
+
+    @property
+    def forward(self) -> list[float]:
+        """The seconds of a forward of every unit."""
+        return self._tables["mid"].forward
+
+    @property
+    def backward(self) -> list[float]:
+        """The seconds of a backward of every unit."""
+        return self._tables["mid"].backward
+
+    @property
+    def recompute_s(self) -> list[float]:
+        """The seconds of recomputing the layers of every unit in full."""
+        return self._tables["mid"].recompute_s
+
+    @property
+    def first(self) -> list[float]:
+        """The seconds of ZeRO in the first forward of every unit."""
+        return self._tables["mid"].first
+
+    @property
+    def last(self) -> list[float]:
+        """The seconds of ZeRO in the last backward of every unit."""
+        return self._tables["mid"].last
+
+    @property
+    def optimizer(self) -> list[float]:
+        """The seconds of the update of every unit."""
+        return self._tables["mid"].optimizer
+
+    @cached_property
+    def once_s(self) -> tuple[MovedOnce, ...]:
+        """The traffic once per step."""
+        return self._once(self._tables["mid"])
+
+    @cached_property
+    def _reduced(self) -> dict[str, list[float]]:
+        """The bytes of gradients of every unit that ZeRO 0 reduces after the last backward, by group."""
+        units = [[self.blocks[name] for name in unit] for unit in self.workload.units]
+        groups = sorted({g for b in self.blocks.values() for g in b.reduced_bytes})
+        return {g: [sum(b.reduced_bytes.get(g, 0.0) for b in u) for u in units] for g in groups}
+
+    @cached_property
+    def _hop_groups(self) -> list[Group]:
+        return self._hop_groups_of()
+
+    @cached_property
+    def hops(self) -> list[list[float]]:
+        """The seconds of a send after each unit, by the pipeline rank that sends."""
+        return [self._send_s(group, "mid") for group in self._hop_groups]
+
+    @cached_property
+    def chunks_of(self) -> tuple[tuple[int, ...], ...]:
+        """The chunks of every rank."""
         c = self.config
-        self.chunks_of = chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
-        self._boundaries = self._boundaries_of(self._hop_groups)
+        return chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
+
+    @cached_property
+    def _boundaries(self) -> list[Group | None]:
+        return self._boundaries_of(self._hop_groups)
 
     def under(self, schedule: str, virtual_stages: int) -> Pricer:
         """Return a Pricer for another schedule with as many copies of a stage. It shares the costs of operations."""
@@ -178,7 +246,8 @@ class Pricer:
         out = copy.copy(self)
         out.config = config
         out.memory = self.memory.under(schedule, virtual_stages)
-        out._schedule()
+        for name in ("chunks_of", "_boundaries"):  # made anew for this schedule
+            out.__dict__.pop(name, None)
         return out
 
     def _table(self, which: str) -> _Table:
@@ -343,12 +412,10 @@ class Pricer:
             return []
         return [FULL, SELECTIVE, *(self.workload.unit_choices[unit] if self.workload.unit_choices else ())]
 
-    def _frontier(self, searched: bool, activations: bool) -> RecomputeFrontier:
-        """Return the recompute frontier: layers in full, or with `searched` all choices, by kind of layer.
-
-        `activations`: include offloading activations to the host.
-        """
-        w, memory, table = self.workload, self.memory, self._tables["mid"]
+    def _frontier(self, memory: MemoryModel) -> RecomputeFrontier:
+        """Return the recompute frontier: layers in full, or with `searched` all choices, by kind of layer."""
+        w, table = self.workload, self._tables["mid"]
+        _, searched, activations = self._given
         freed = [a - b for a, b in zip(memory.saved, memory.kept, strict=True)]
         if not searched and not activations:
             return RecomputeFrontier.full_only(w.layers, freed, self.recompute_s)
