@@ -55,7 +55,7 @@ from autoplan.program.workload import LoweredModel, lower_all, workload
 from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES
 from autoplan.search.cuts import Cutter
 from autoplan.search.degrees import Space
-from autoplan.search.interleaved_cuts import ChunkCutter, LeastPass
+from autoplan.search.interleaved_cuts import ChunkCutter, LeastPass, even_cuts
 from autoplan.search.intra import IntraSolution, StoppedError, solve
 from autoplan.search.refusals import refusal
 from autoplan.search.space import limits_of, space
@@ -410,6 +410,18 @@ class LayoutCache:
             made = LeastMemory(point.workload, self.precision, self.request.cluster, self.request.mode)
             known = self._least[id(point)] = made
         return known
+
+    def shortage(self, candidate: ParallelConfig) -> str | None:
+        """Return the memory term of a candidate that cannot fit, whatever its cut and recompute are; None if it may."""
+        point, least = self.of(candidate), self.least_pass(candidate)
+        if point is None or least is None:
+            return None
+        cuts: tuple[tuple[int, ...], ...] | None = None
+        if candidate.stages is not None:
+            cuts = (candidate.stages,)
+        elif not SCHEDULES[candidate.schedule].windows:
+            cuts = even_cuts(least.seconds, candidate.pp, candidate.virtual_stages)
+        return self.least_memory(point).shortage(candidate, self.room, cuts)
 
     def least_pass(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> LeastPass | None:
         """Return the seconds of units that pp, dp and ZeRO do not change; None if there is no layout.

@@ -304,9 +304,8 @@ class _Search:
             self.cutters[candidate] = cutter
 
     def _exclude(self, candidate: ParallelConfig) -> None:
-        """Decide a candidate whose parameters and least activations do not fit, whatever its cut is."""
-        point = self.points.of(candidate)
-        term = None if point is None else self.points.least_memory(point).shortage(candidate, self.points.room)
+        """Decide a candidate whose states and least activations do not fit, whatever its cut and recompute are."""
+        term = self.points.shortage(candidate)
         if term is not None:
             self.outcomes.setdefault(candidate, (_Outcome.TOO_BIG, term))
 
