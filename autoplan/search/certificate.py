@@ -11,6 +11,7 @@ from autoplan.ops.record import OpKind
 from autoplan.ops.table import nodes_with
 from autoplan.schedules.schedule import searched_words
 from autoplan.search.degrees import MAX_ACTIONS, Space
+from autoplan.search.later_choices import NEAR
 from autoplan.search.layouts import ENOUGH_TOKENS, PlanRequest
 from autoplan.search.space import least_part
 
@@ -37,7 +38,9 @@ _EXPERTS = (
 )
 _SCHEDULES = (
     f"schedules: 1F1B with every cut; {searched_words()}, up to {MAX_ACTIONS:,} actions, with the fastest of a "
-    "few even cuts and recomputed layers taken in turn from a rank's stages"
+    "few even cuts and recomputed layers taken in turn from a rank's stages",
+    "other numbers of stages per rank, those that cut the model into equal stages, for degrees with which one of these "
+    f"is not known to be more than {NEAR:.0%} slower than the best plan, without offload",
 )
 
 
@@ -103,7 +106,7 @@ def restrictions_of(request: PlanRequest, checked: Space, layouts: tuple[str, ..
         beside = ", or over those in one scale-up domain, node or rail group (hybrid ZeRO)"
         out.append(f"ZeRO shards over all replicas{beside if several else ''}")
     if "schedule" not in r.pins and "virtual_stages" not in r.pins:
-        out.append(_SCHEDULES)
+        out += _SCHEDULES
     out += [f"{name} pinned to {value}" for name, value in r.pins.items()]
     out.append(f"plans that run out of memory with a probability of at most {r.memory_risk:g}")
     if r.executed:

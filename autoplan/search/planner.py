@@ -45,6 +45,7 @@ from autoplan.search.group_bounds import GroupKey, group_key, least_pass_s, step
 from autoplan.search.infeasible import InfeasibleReport, NothingFits, nothing_fits
 from autoplan.search.interleaved_cuts import ChunkCutter
 from autoplan.search.intra import StoppedError
+from autoplan.search.later_choices import NEAR, more_stages
 from autoplan.search.layouts import (
     ILP_LIMIT_S,
     CandidateLayout,
@@ -138,6 +139,7 @@ class _Search:
         self.best: list[_Entry] = []
         self.pending: dict[GroupKey, list[ParallelConfig]] = defaultdict(list)  # candidates without a bound
         self.grouped: list[ParallelConfig] = []  # all others
+        self.later: list[ParallelConfig] = []  # made near the best plans (`autoplan.search.later_choices`)
         self.not_made = Counter[_Decided | None]()  # candidates with offload, decided as those without
         self.shortages: list[tuple[Shortage, ParallelConfig]] = []
         self.status = Status.COMPLETE
@@ -150,12 +152,14 @@ class _Search:
         self.num_candidates = len(checked.candidates)
         try:
             self._first_plans(checked.candidates)
+            self._more_stages()
             for candidate in checked.candidates:
                 self.pending[group_key(candidate)].append(candidate)
             for share in _BOUND_SHARES:
                 if self.pending:
                     self._bound_groups(share * self.request.time_limit_s)
                     self._best_first(self.bounds)
+            self._more_stages()
             checked = self._with_offload(checked)
             if not self.best:
                 self._least_memory_first(checked)
@@ -365,7 +369,22 @@ class _Search:
                 new += each
                 self.bounds |= dict.fromkeys(each, bound)
         self._best_first({c: self.bounds[c] for c in new})
-        return replace(checked, candidates=(*self.grouped, *left, *new))
+        return replace(checked, candidates=(*self.grouped, *left, *self.later, *new))
+
+    def _more_stages(self) -> None:
+        """Search other numbers of stages per rank for the degrees with which some plan is near the best."""
+        near = limit_s(self._cutoff_s(), NEAR)
+        new: dict[ParallelConfig, float] = {}
+        for candidate, cutter in self.cutters.items():
+            decided = self.outcomes.get(candidate, (_Outcome.SOLVED, ""))[0] is not _Outcome.SOLVED
+            if decided or not isinstance(cutter, ChunkCutter) or self.bounds[candidate] > near:
+                continue
+            for each in more_stages(self.request, candidate):
+                if each not in self.bounds:
+                    new[each] = cutter.least_s
+        self.later += new
+        self.bounds |= new
+        self._best_first(new)
 
     def _memory_binds(self, candidate: ParallelConfig) -> bool:
         """Return False, and decide the candidate, if offloading cannot help its degrees."""
