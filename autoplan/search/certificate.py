@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from autoplan.config.parallel import Mode
+from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import nodes_with
 from autoplan.schedules.schedule import searched_words
 from autoplan.search.degrees import MAX_ACTIONS, Space
+from autoplan.search.estimate import Planned
 from autoplan.search.later_choices import NEAR
 from autoplan.search.layouts import ENOUGH_TOKENS, PlanRequest
 from autoplan.search.space import least_part
@@ -91,6 +92,20 @@ class Certificate:
     def stopped_far(self) -> bool:
         """Return True if the search was stopped before it could tell that no plan is much faster."""
         return self.status in (Status.TIME_LIMIT, Status.INTERRUPTED) and self.gap > _NEAR
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Plans, the chosen one first, then the fastest others, and the certificate of the fastest.
+
+    Attributes:
+        equals: all plans that were found equal to the fastest within `PlanRequest.equal_within`, but the chosen one,
+            with their step times in seconds, fastest first. The chosen one is the simplest of them.
+    """
+
+    plans: tuple[Planned, ...]
+    certificate: Certificate
+    equals: tuple[tuple[ParallelConfig, float], ...] = ()
 
 
 def restrictions_of(request: PlanRequest, checked: Space, layouts: tuple[str, ...]) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ _MORE_ACTIONS = 4  # few candidates are simulated here, so that each may have mo
 
 
 def more_stages(request: PlanRequest, candidate: ParallelConfig) -> Iterator[ParallelConfig]:
-    """Yield the candidate with every other number of stages per rank that cuts the model into equal stages.
+    """Yield the candidate with the other usual numbers of stages per rank, and those of equal stages.
 
     Embedding and head count as layers or do not (`Like`'s equal stages). Published runs have 12, 20 and 24.
     """
@@ -28,7 +28,8 @@ def more_stages(request: PlanRequest, candidate: ParallelConfig) -> Iterator[Par
     if model is None or not SCHEDULES[c.schedule].divides or c.stages is not None or "virtual_stages" in pins:
         return
     sizes = {n // c.pp for n in (model.num_layers, model.num_layers + model.num_ends) if n % c.pp == 0}
-    for number in sorted({v for size in sizes for v in divisors(size)} - {1, c.virtual_stages}):
+    numbers = {*SCHEDULES[c.schedule].searched, *(v for size in sizes for v in divisors(size))}
+    for number in sorted(numbers - {1, c.virtual_stages}):
         each = c.but(virtual_stages=number)
         if each.num_actions <= _MORE_ACTIONS * MAX_ACTIONS and broken(each, request.facts, request.scope) is None:
             yield each
