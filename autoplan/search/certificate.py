@@ -18,7 +18,6 @@ from autoplan.search.space import least_part
 
 _NEAR = 0.05  # a stopped search with a larger gap has not found the best plan
 _RESTRICTIONS = (
-    "all devices are used, in micro-batches of one size",
     "ranks ordered pp, dp, cp, tp: tp over neighbours, pp over the farthest",
     "one layout per tensor-parallel degree and micro-batch size, shared by all equal layers, and by micro-batches of "
     f"{ENOUGH_TOKENS:,} tokens or more of which tp divides the same part: the fastest with the least stored state",
@@ -107,11 +106,18 @@ class SearchResult:
     certificate: Certificate
     equals: tuple[tuple[ParallelConfig, float], ...] = ()
 
+    @property
+    def fastest_s(self) -> float:
+        """The step of the fastest plan in seconds."""
+        return min([p.estimate.step_time_s.mid for p in self.plans] + [step for _, step in self.equals])
+
 
 def restrictions_of(request: PlanRequest, checked: Space, layouts: tuple[str, ...]) -> tuple[str, ...]:
     """Return everything that narrows the space. `layouts`: the restrictions of the layouts inside blocks."""
     r = request
-    out = [*_RESTRICTIONS, *_of_degrees(r, checked)]
+    c = r.cluster
+    used = f"{c.num_devices:,} of {c.paid_devices:,} devices are used" if c.idle_nodes else "all devices are used"
+    out = [f"{used}, in micro-batches of one size", *_RESTRICTIONS, *_of_degrees(r, checked)]
     if "recompute" not in r.pins:
         out.append(_LADDER if r.mode is Mode.EAGER else "recompute: none or full, the first layers of a stage")
     if "offload" not in r.pins:
