@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autoplan.search.planner import estimate_config as estimate_config
     from autoplan.search.planner import search_plan as search_plan
     from autoplan.sweeps.capacity import capacity as capacity
+    from autoplan.sweeps.explain import explain as explain
     from autoplan.sweeps.whatif import whatif as whatif
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ _HOMES = {
     "capacity": "autoplan.sweeps.capacity",
     "estimate_config": "autoplan.search.planner",
     "experts_forward": "autoplan.capture.frontend.experts",
+    "explain": "autoplan.sweeps.explain",
     "load_model": "autoplan.catalog",
     "parallelize": "autoplan.api",
     "rule": "autoplan.capture.rules",

@@ -1,4 +1,4 @@
-"""The command line: `autoplan plan | estimate | whatif | capacity | profile | calibrate | models | stacks | hw`.
+"""The command line: `autoplan plan | estimate | explain | whatif | capacity | profile | calibrate | models | ...`.
 
 Exit codes: 0 a plan, 2 bad input (one line on stderr), 3 nothing fits (names the obstacle and the cheapest change), 4
 standard output cannot be written, 130 interrupted, 141 the reader has gone (`| head -1`). Catalog models need no torch;
@@ -225,6 +225,50 @@ def _missing(e: Estimate) -> str:
         f"stage {held.index} offloads {held.host_bytes.mid / 1e9:.1f} GB to the host, where a device's share of the "
         f"memory is {e.host_capacity_bytes / 1e9:.1f} GB (@host_memory_gb)"
     )
+
+
+@app.command("explain")
+@with_choices
+def explain_plan(
+    task: TaskWords,
+    pin: PinTexts = None,
+    vs: Annotated[
+        str | None,
+        typer.Option("--vs", help="Compare with this instead: tp=8 (the best plan with it), or another plan file."),
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option("--only", help="Only this choice: tp; may be repeated.")] = None,
+    every_value: Annotated[
+        bool, typer.Option("--every-value", help="All legal values, not only the next below and above.")
+    ] = False,
+    settings: Annotated[
+        bool, typer.Option("--settings/--no-settings", help="Also what changes of hardware and task would gain.")
+    ] = True,
+    pareto: Annotated[bool, typer.Option("--pareto", help="Also the front of step time against memory.")] = False,
+    seconds: Annotated[float, typer.Option("--seconds", help="Time limit of one alternative.", min=1)] = 10.0,
+    time_limit: TimeLimit = 60.0,
+    memory_risk: MemoryRisk = DEFAULT_RISK,
+    equal_within: EqualWithin = EQUAL_WITHIN,
+    runnable: Runnable = False,
+    as_json: AsJson = False,
+) -> None:
+    """Why this plan: what each other choice costs, term by term, and which settings would help most.
+
+    MODEL with its arguments is planned first; a plan file is explained as it is. Each alternative is the best plan with
+    the other value pinned, found in a search of its own.
+    """
+    from autoplan.report.explain import explain_command
+    from autoplan.report.request import read_request
+
+    request = read_request(
+        task,
+        pins=pin,
+        time_limit=time_limit,
+        runnable=runnable,
+        memory_risk=memory_risk,
+        equal_within=equal_within,
+    )
+    asked = {"only": only or (), "every_value": every_value, "settings": settings, "front": pareto}
+    explain_command(task, request, vs, seconds, as_json, **asked)
 
 
 @app.command(

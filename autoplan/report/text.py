@@ -36,7 +36,7 @@ _MAX_STAGE_COLUMNS = 5
 _MOST_EQUALS = 4  # plans named as equal
 _TIGHT = 0.03  # of a device's memory: less free memory is a warning
 _PROVED, _PROVED_INSIDE = 1e-6, 1e-4  # smaller gaps are rounding; the gap from the solver's tie-breaking is larger
-_TERMS = {
+TERMS = {  # of a step, in words
     "tp_comm": "communication inside layers",
     "cp_comm": "context-parallel communication",
     "ep_comm": "expert-parallel communication",
@@ -312,9 +312,7 @@ def _breakdown(out: Console, e: Estimate) -> None:
         if q.mid < 1e-4 * step.mid:
             continue
         span = f"{numbers.digits(q.low)} to {numbers.digits(q.high)}" if q.high > q.low else ""
-        table.add_row(
-            _TERMS.get(term, term), numbers.digits(q.mid), numbers.percent(q.mid / step.mid), span, str(q.tag)
-        )
+        table.add_row(TERMS.get(term, term), numbers.digits(q.mid), numbers.percent(q.mid / step.mid), span, str(q.tag))
     table.add_section()
     table.add_row(
         "step",

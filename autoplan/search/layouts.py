@@ -86,6 +86,8 @@ class PlanRequest:
             uses just these kinds of parallelism.
         time_limit_s: after this time the best plan so far is returned; while there is none, the search goes on for a
             while.
+        patient: False: a search without a plan at its time limit ends there, and if nothing fits, it looks for no
+            change that would.
         memory_risk: the accepted probability that a plan runs out of memory (`autoplan.config.planning`); 0.05
             keeps the high end of every interval within the device, 0.5 the expected need.
         equal_within: plans whose step times are at most this share above the fastest count as equal: the simplest is
@@ -108,6 +110,7 @@ class PlanRequest:
     top: int = 1
     by_kind: bool = False
     time_limit_s: float = 60.0
+    patient: bool = True
     memory_risk: float = DEFAULT_RISK
     equal_within: float = EQUAL_WITHIN
     executed: bool = False
