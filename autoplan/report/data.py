@@ -12,7 +12,7 @@ Schema 1:
      "request": {"seq_len", ["target_len",] "global_batch_size", "pins", "precision", "memory_risk",
                  "equal_within", "mode",
                  "like": null | str,   # the stack whose settings are taken, NAME@YY.MM
-                 option of RunOptions: value, ..., "profile", "constants": null | file,
+                 option of RunOptions: value, ..., "profile", "constants": null | file, "adapters": null | str,
                  "imbalance": null | {"value", "what", "source"}},  # of routing, of models with experts
      "asked": {argument: value},   # of the command, as typed; with "plan" it makes a plan file (report.plan_file)
      "made_for": {"autoplan", "parameters", "graph", "cluster", "cluster_figures"},  # version, hashes
@@ -199,6 +199,7 @@ def head(command: str, request: PlanRequest, status: str = "ok") -> dict[str, An
             "attention": str(r.options.attention_in(r.mode)),
             "profile": r.profile.name if r.profile is not None else None,
             "constants": r.constants_file,
+            "adapters": r.adapters,
             "imbalance": imbalance_of(r),
         },
     )

@@ -114,6 +114,14 @@ class TaskWords:
             help="Tokens per target sequence of an encoder-decoder, read as --seq-len; default: the same.",
         ),
     ] = None
+    adapters: Annotated[
+        str | None,
+        typer.Option(
+            "--adapters",
+            help="Fine-tuning: all weights are frozen, and low-rank products beside linear layers trained: lora:16, "
+            "lora:16:q_proj,v_proj, or with frozen weights in 4 bits qlora:16:all-linear.",
+        ),
+    ] = None
     tokens: Annotated[
         str | None,
         typer.Option(

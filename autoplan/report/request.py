@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from autoplan.catalog import load_model
+from autoplan.config.adapters import read_adapters
 from autoplan.config.choices import options_of, read_mode
 from autoplan.config.numbers import read_count, read_number
 from autoplan.config.parallel import Mode, precision_of
@@ -15,6 +16,7 @@ from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN, check_planning
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import PinError
+from autoplan.program.adapters import with_adapters
 from autoplan.report.arguments import read_assumptions, read_pin_words
 from autoplan.report.flags import TaskWords
 from autoplan.report.output import say_note
@@ -76,8 +78,10 @@ def read_request(
     check_measured_on(measured, where, f"the cluster {where}")
     if ":" in task.model:
         import_from_here()
+    adapters = None if task.adapters is None else read_adapters(task.adapters)
+    graph = load_model(task.model)
     request = PlanRequest(
-        graph=load_model(task.model),
+        graph=graph if adapters is None else with_adapters(graph, adapters),
         cluster=where,
         seq_len=tokens,
         global_batch_size=batch,
@@ -96,6 +100,7 @@ def read_request(
         executed=runnable,
         target_len=None if task.target_len is None else read_count(task.target_len, "--target-len"),
         like=like,
+        adapters=None if adapters is None else str(adapters),
     )
     say_differences(task, request)
     return request

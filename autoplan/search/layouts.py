@@ -80,6 +80,7 @@ class PlanRequest:
         like: the stack that will run the plan, `megatron-bridge@26.08`: its settings take the place of the defaults of
             mode, precision and options, and a search looks at what it can do (profiles/stacks). A value that differs
             from its default overrides the stack; a `Like` knows what was given, and decides all three.
+        adapters: the adapters that `graph` has (`autoplan.program.adapters`), for reports.
         profile_file: name or file that the profile was read from, for reports.
         top: number of plans to return, best first, each with other degrees.
         by_kind: True: these plans differ in kind, too (`autoplan.search.simplicity.kind_of`): each is the best that
@@ -115,6 +116,7 @@ class PlanRequest:
     equal_within: float = EQUAL_WITHIN
     executed: bool = False
     target_len: int | None = None
+    adapters: str | None = None
     profile_file: str | None = None
     like: Like | str | None = None
 
