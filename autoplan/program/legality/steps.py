@@ -196,5 +196,5 @@ RULES: tuple[Rule, ...] = (
     Rule("the precision is not executed", (), _precision, Scope.EXECUTED),
     Rule("the mode is not executed", (), _mode, Scope.EXECUTED),
     Rule("the options are not executed", (), _options, Scope.EXECUTED),
-    Rule("weights in 4 bits are not executed", (), _packed, Scope.EXECUTED),
+    Rule("weights in 4 bits are not executed", (), _packed, Scope.EXECUTED, priced="weights in 4 bits"),
 )
