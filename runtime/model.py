@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from autoplan.files import temporary_folder, write_whole
 from autoplan.runtime.agree import AgreedValueError
 from autoplan.runtime.batch import Batches, Counts
+from autoplan.runtime.checkpoint.contents import Progress, Stateful, Training, Updated, named, updated_of
+from autoplan.runtime.checkpoint.door import Checkpoints, Resumed, Saving, root_of
 from autoplan.runtime.compiled import compile_blocks
 from autoplan.runtime.compression import Compression
 from autoplan.runtime.failure import guard, guarded
@@ -68,6 +71,7 @@ class ParallelModel:
         optimizer: the optimizer over the local parts of this rank's shards, or None.
         loss_scaler: the loss scaler of a float16 program, else None.
         precision: the dtypes of a mixed-precision program, else None.
+        progress: steps and samples so far, and the seed of dropout.
         data_rank, data_world: index of this rank's part of the global batch, and the number of parts.
     """
 
@@ -93,7 +97,8 @@ class ParallelModel:
     ) -> None:
         self.spec, self.source = spec, dict(sources)
         self.plan: Any = None  # a Plan, whose class the runtime does not know
-        self.num_micro_batches, self.device, self.seed = num_micro_batches, torch.device(device), seed
+        self.num_micro_batches, self.device = num_micro_batches, torch.device(device)
+        self.progress = Progress(seed)
         self.mesh = mesh or AxisMesh(spec.axes, dict(spec.groups), device_type=self.device.type)
         self._replicas = Replicas(spec, self.mesh)
         self.data_rank, self.data_world = self._coordinate("dp"), self.mesh.size("dp")
@@ -104,7 +109,6 @@ class ParallelModel:
         self._loss_dtype = dtype or (torch.float64 if double else torch.float32)
         self.precision = MixedPrecision.of(spec)
         check_precision(spec, self.precision, dtype, gradient_compression)
-        self._num_steps = 0
         self.folder = folder or temporary_folder(self)
         self.stages = {index: self._build(mine, parameters, buffers) for index, mine in self._specs.items()}
         if compile is not None:
@@ -133,7 +137,9 @@ class ParallelModel:
         self._batches = Batches(spec, self.mesh, num_micro_batches, self.device)
         self._runner: PipelineRunner | None = None
         self._runner_shape: tuple[int, ...] = ()
+        self._checkpoints = Checkpoints(self.device)
         self.optimizer: torch.optim.Optimizer | None = None
+        self._updated: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # name, tensor of self.optimizer, as shown
         if optimizer is not None:
             self.optimizer = self._make_optimizer(optimizer)
             check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
@@ -161,6 +167,7 @@ class ParallelModel:
         optimizer = on_local_shards(make, [self._held(p) for _, p in trained])
         shown = [self._state.shown(s, p) for s, p in trained]
         show_states(optimizer, list(zip(given, shown, strict=bool(trained))))
+        self._updated = [(s.name, local, whole) for (s, _), local, whole in zip(trained, given, shown, strict=False)]
         return optimizer
 
     def _synchronised(self) -> tuple[dict[int, GradientSync], Copies | None]:
@@ -296,7 +303,7 @@ class ParallelModel:
         problem = self._batches.problem(batch)
         parts = [] if problem is not None else self._batches.cut(batch)
         counts = self._batches.settle(
-            batch, problem, lambda: self._count(parts), data_rank=self.data_rank, step=self._num_steps
+            batch, problem, lambda: self._count(parts), data_rank=self.data_rank, step=self.progress.num_steps
         )
         denominators = self._denominators(counts)
         self._state.follow_first_copies()
@@ -309,7 +316,7 @@ class ParallelModel:
             size = next(iter(parts[0].values())).shape[0]
             first = self.data_rank * size * len(parts)
             # one copy to the device for all micro-batches, without synchronisation
-            numbers = [[self.seed, self._num_steps, first + i * size] for i in range(len(parts))]
+            numbers = [[self.progress.seed, self.progress.num_steps, first + i * size] for i in range(len(parts))]
             generators = torch.tensor(numbers).to(self.device, non_blocking=True)
             for part, generator in zip(parts, generators, strict=True):
                 part |= denominators
@@ -324,7 +331,8 @@ class ParallelModel:
                 self.loss_scaler.unscale_(self._trained(), self.device, self.mesh.world_size)
         if self._host is not None:
             self._host.take_gradients()
-        self._num_steps += 1
+        self.progress.num_steps += 1
+        self.progress.num_samples += size * len(parts) * self.data_world
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device, dtype=self._loss_dtype)
         total = total.to(torch.float64).detach().clone()
         for axis in (self._replicas.all, "pp"):  # other stages add zero
@@ -470,6 +478,69 @@ class ParallelModel:
             ValueError: the ranks were given different states.
         """
         return self._state.load_state_dict(state, strict)
+
+    @guarded("save_checkpoint")
+    def save_checkpoint(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        states: Mapping[str, Stateful] | None = None,
+        keep: int | None = None,
+        wait: bool = True,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> Saving:
+        """Write a checkpoint of the whole training into a folder of its step; call it between steps, on every rank.
+
+        It holds parameters, buffers, the optimizer, the loss scaler, the random generators and `progress`. Each rank
+        writes its own parts, and `load_checkpoint` takes them under any other plan. The checkpoint is complete or not
+        there (`autoplan.runtime.checkpoint.folders`).
+
+        Args:
+            folder: of all checkpoints; all ranks see it.
+            states: further objects by name, such as schedulers of the learning rate; rank 0's states are stored.
+            keep: number of checkpoints to keep; None: all.
+            wait: False: copy everything to the host and write it beside the next steps. The next call, or `wait()` of
+                what is returned, waits for it and raises its error.
+            optimizer: one that you made of `parameters()`; None: `self.optimizer`.
+
+        Raises:
+            CheckpointError: (on all ranks) it could not be written; older ones are unchanged, and the job can go on.
+        """
+        return self._checkpoints.save(self._training(optimizer), root_of(folder), states or {}, keep, wait)
+
+    @guarded("load_checkpoint")
+    def load_checkpoint(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        states: Mapping[str, Stateful] | None = None,
+        step: int | None = None,
+        model_only: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> Resumed | None:
+        """Load a checkpoint that a program of this model wrote under any plan; call it on every rank.
+
+        Args:
+            folder, states, optimizer: as for `save_checkpoint`.
+            step: which one; None: the newest that is complete.
+            model_only: load parameters and buffers, and leave the rest of the training as it is.
+
+        Returns: what was loaded, or None if the folder has no checkpoint and `step` is None.
+        Raises:
+            CheckpointError: (on all ranks) it is damaged or does not fit; nothing is changed, and the text names an
+                older one.
+        """
+        training = self._training(optimizer)
+        return self._checkpoints.load(training, root_of(folder), states or {}, step, model_only)
+
+    def _training(self, given: torch.optim.Optimizer | None) -> Training:
+        """Return what checkpoints are made of, with an optimizer that was given or the program's own."""
+        optimizer = given or self.optimizer
+        updated: list[Updated] = []
+        if optimizer is not None:
+            updated = updated_of(optimizer, self._updated if given is None else named(self._state))
+        ranks = self.data_rank, self.data_world
+        return Training(self._state, self.progress, optimizer, updated, self.loss_scaler, *ranks)
 
     def __repr__(self) -> str:
         degrees = " ".join(f"{n}={k}" for n, k in self.mesh.axes.items())

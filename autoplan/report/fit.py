@@ -13,8 +13,9 @@ from autoplan.catalog import load_model
 from autoplan.config import numbers
 from autoplan.config.choices import config_data
 from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.plans.document import chosen
 from autoplan.program.facts import ModelFacts
-from autoplan.report.data import chosen, head, planned_data, to_text
+from autoplan.report.data import head, planned_data, to_text
 from autoplan.report.flags import TaskWords
 from autoplan.report.request import import_from_here, read_request
 from autoplan.report.text import console, heading, memory_table, paragraph, plain_table
