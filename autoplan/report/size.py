@@ -75,7 +75,7 @@ def _cluster_text(kind: str) -> str:
 
 def size_text(out: Console, found: Size) -> None:
     """Print the fewest devices, the least money, and the curve of every kind."""
-    from autoplan import __version__
+    from autoplan.versions import __version__
 
     r = found.request
     model = f"{r.graph.name} ({numbers.scaled(r.graph.num_params)} parameters)"
