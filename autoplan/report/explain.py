@@ -16,8 +16,9 @@ from autoplan.config import numbers
 from autoplan.config.choices import config_data, plain_option
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.errors import PinError
+from autoplan.plans.document import chosen, plain
 from autoplan.report.arguments import read_pin_words
-from autoplan.report.data import chosen, head, plain, planned_data, to_text
+from autoplan.report.data import head, planned_data, to_text
 from autoplan.report.degrees import checked_config
 from autoplan.report.flags import TaskWords
 from autoplan.report.plan_file import read_plan_file

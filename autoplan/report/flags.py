@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
@@ -166,11 +166,14 @@ def _annotation(record: Choice) -> tuple[Any, object]:
     return Annotated[kind if default is not None else kind | None, option], default
 
 
-def with_choices(command: Callable[..., None]) -> Callable[..., None]:
+def with_choices(command: Callable[..., None], may_miss: Sequence[str] = ()) -> Callable[..., None]:
     """Give a command an option for every field of its parameter `task`, and for every choice.
 
     The choices are in place of `degrees` and of `options`; the command gets these parameters as mappings from the
     choices' names to their values, and `task` as TaskWords.
+
+    Args:
+        may_miss: arguments that every other task has, and that are None here if they are not given.
     """
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, list[str]] = {}
@@ -180,7 +183,7 @@ def with_choices(command: Callable[..., None]) -> Callable[..., None]:
     def called(context: typer.Context, **values: Any) -> None:
         typed = {name for name in values if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"}
         values, written = _completed(values, typed)
-        asked = _asked(values)
+        asked = _asked(values, written, may_miss)
         values |= {group: {name: values.pop(name) for name in names} for group, names in groups.items()}
         taken = {word.name: values.pop(word.name) for word in _typed_words()}
         command(TaskWords(**taken, asked=asked, written=written), **values)
@@ -222,10 +225,12 @@ def _typed_words() -> Mapping[Field[Any], Any]:
     return {word: types[word.name] for word in fields(TaskWords) if word.metadata.get("typed", True)}
 
 
-def _asked(values: Mapping[str, Any]) -> dict[str, Any]:
+def _asked(values: Mapping[str, Any], written: WrittenPlan | None, may_miss: Sequence[str]) -> dict[str, Any]:
     """Return the arguments that a plan file keeps. Raises: PinError if one is missing that every task has."""
     for name, flag in _FLAG_OF.items():
-        if values[name] is None:
+        if values[name] is None and name not in may_miss:
+            if written is not None:
+                raise PinError(f"{written.path} does not say the {name} that was asked; give {flag}")
             raise PinError(f"{flag} is missing; only a plan file in place of MODEL brings its own")
     return {name: _plain(v) for name, v in values.items() if name not in (*_OUTPUT, *_DEGREES) and v is not None}
 
@@ -234,6 +239,9 @@ def words_of(written: WrittenPlan) -> TaskWords:
     """Return the arguments of the task that a plan file answers."""
     options = {record.name: written.asked.get(record.name) for record in choices_of(RunOptions) if record.help}
     taken = {w.name: written.asked[w.name] for w in fields(TaskWords) if w.name in written.asked}
+    for name in ("model", *_FLAG_OF):
+        if name not in taken:
+            raise PinError(f"{written.path} does not say the {name} that was asked; plan again")
     return TaskWords(**{**taken, "options": options}, asked=written.asked, written=written)
 
 
@@ -246,6 +254,10 @@ _OUTPUT = frozenset(
         "settings",
         "pareto",
         "seconds",
+        "ways",
+        "deadline",
+        "budget",
+        "devices",
         "as_json",
         "verbose",
         "by_kind",
@@ -277,4 +289,6 @@ def _completed(values: dict[str, Any], typed: set[str]) -> tuple[dict[str, Any],
         name: value if name in typed else None if name in _DEGREES else written.asked.get(name, value)
         for name, value in values.items()
     }
+    if "model" not in written.asked:
+        raise PinError(f"{written.path} does not say the model that was asked; plan again")
     return {**out, "model": written.asked["model"]}, written

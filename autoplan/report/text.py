@@ -89,7 +89,7 @@ def _interval(q: Quantity) -> str:
 
 def heading(out: Console, request: PlanRequest) -> None:
     """Print the model, the cluster and the task of a request."""
-    from autoplan import __version__
+    from autoplan.versions import __version__
 
     r = request
     layers = len(layer_calls(r.graph))
@@ -261,7 +261,7 @@ def _grouped(stages: Sequence[StageEstimate]) -> list[list[StageEstimate]]:
 _SHOWN_BYTES = 5e6  # a term below it on every stage would be 0.00 GB
 
 
-def _memory(out: Console, e: Estimate) -> None:
+def memory_table(out: Console, e: Estimate) -> None:
     """Print the memory of every group of equal stages, by term."""
     groups = _grouped(e.stages)
     stages = [group[0] for group in groups]
@@ -518,7 +518,7 @@ def plan_text(
     heading(out, request)
     _evidence(out, request, best.estimate)
     _answer(out, "BEST KNOWN, not proved:" if result.certificate.stopped_far else "BEST", best, request, run)
-    _memory(out, best.estimate)
+    memory_table(out, best.estimate)
     _breakdown(out, best.estimate)
     _ranking(out, result, request, run)
     _equals(out, result, request)
@@ -549,7 +549,7 @@ def estimate_text(
     heading(out, request)
     _evidence(out, request, planned.estimate)
     _answer(out, "PLAN", planned, request, run)
-    _memory(out, planned.estimate)
+    memory_table(out, planned.estimate)
     _breakdown(out, planned.estimate)
     prices(out, [request], run)
     _warnings(out, planned.estimate, request, run)

@@ -324,13 +324,14 @@ def points(
             tuple((name, str(value)) for name, value in request.pins.items()),
         )
         if key not in known:
-            known[key] = _point(request, search)
+            known[key] = point_of(request, search)
         yield replace(known[key], varied=varied, request=request)
         if known[key].interrupted:
             return
 
 
-def _point(request: PlanRequest, search: Callable[[PlanRequest], Any]) -> Point:
+def point_of(request: PlanRequest, search: Callable[[PlanRequest], Any]) -> Point:
+    """Return the best plan of a request, or why there is none; Ctrl-C and errors are states of the point."""
     try:
         result = search(request)
         return Point({}, request, result.plans[0], "ok", certificate=result.certificate)

@@ -82,7 +82,7 @@ CONFIGS = (
         ("llama", ("q_proj", "v_proj"), Mode.EAGER),
         ("llama", ("q_proj", "v_proj"), Mode.FUSED),
         ("qwen2", ("k_proj", "down_proj"), Mode.EAGER),
-        ("qwen2", ("k_proj", "down_proj"), Mode.COMPILED),
+        pytest.param("qwen2", ("k_proj", "down_proj"), Mode.COMPILED, marks=pytest.mark.slow),
     ],
 )
 def test_a_graph_with_adapters_is_priced_as_the_module_with_them(kind: str, names: tuple[str, ...], mode: Mode) -> None:

@@ -104,6 +104,7 @@ def test_settings_are_priced_with_the_same_plan_and_the_best_planned_anew() -> N
     assert sum(s.gain is not None for s in found.settings) <= 3
 
 
+@pytest.mark.slow
 def test_the_front_is_what_no_plan_beats() -> None:
     found = explain(REQUEST, only=("tp",), settings=False, front=True, seconds=600)
     steps, peaks = zip(*((p.step_s, p.peak_bytes) for p in found.front), strict=True)
