@@ -374,8 +374,7 @@ class _Search:
 
     def _memory_binds(self, candidate: ParallelConfig) -> bool:
         """Return False, and decide the candidate, if offloading cannot help its degrees."""
-        kept = candidate.but(offload=())
-        if kept not in self.cutters:
+        if (kept := candidate.but(offload=())) not in self.cutters:
             self._bound(kept)
         if kept not in self.cutters:  # its layout was stopped
             return False
