@@ -88,11 +88,11 @@ class Estimate:
         over = (fullest.memory_bytes.mid - self.memory_capacity_bytes) / 1e9
         if over > 0:
             return (
-                f"stage {fullest.index} needs {fullest.memory_bytes.mid / 1e9:.1f} GB, {over:.1f} GB more than a device "
-                f"has; its largest term is {term} ({fullest.memory[term].mid / 1e9:.1f} GB)"
+                f"stage {fullest.index} needs {fullest.memory_bytes.mid / 1e9:.1f} GB, {over:.1f} GB more than a "
+                f"device has; its largest term is {term} ({fullest.memory[term].mid / 1e9:.1f} GB)"
             )
         held = max(self.stages, key=lambda s: s.host_bytes.mid)
         return (
-            f"stage {held.index} offloads {held.host_bytes.mid / 1e9:.1f} GB to the host, where a device's share of the "
-            f"memory is {self.host_capacity_bytes / 1e9:.1f} GB (@host_memory_gb)"
+            f"stage {held.index} offloads {held.host_bytes.mid / 1e9:.1f} GB to the host, where a device's share "
+            f"of the memory is {self.host_capacity_bytes / 1e9:.1f} GB (@host_memory_gb)"
         )
