@@ -39,7 +39,7 @@ from autoplan.units import dtype_bytes
 Array = NDArray[np.float64]
 _CLOSE = 1 + 1e-9  # sums in another order are equal up to this
 _STATES = ("parameters", "gathered parameters", "gradients", "optimizer")
-_Kind = tuple[str, bool, bool]  # dtype, trainable, of experts
+_Kind = tuple[str, bool, bool, bool]  # dtype, trainable, of experts, packed
 
 
 class LeastMemory:
@@ -202,11 +202,11 @@ def _elements(workload: Workload) -> list[Counter[_Kind]]:
     for mine, unit in zip(found, w.units, strict=True):
         for name in unit:
             for p in w.blocks[name].params:
-                mine[p.dtype, p.trainable, p.expert] += p.num_elements
+                mine[p.dtype, p.trainable, p.expert, p.packed] += p.num_elements
     for t in w.tied:
         if t.first != t.last:
             dtype = next(p.dtype for name in w.units[t.last] for p in w.blocks[name].params)
-            found[t.last][dtype, True, False] -= round(t.num_bytes / dtype_bytes(dtype))
+            found[t.last][dtype, True, False, False] -= round(t.num_bytes / dtype_bytes(dtype))
     return found
 
 
