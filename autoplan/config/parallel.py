@@ -46,13 +46,16 @@ class Launch(StrEnum):
     """How the host starts kernels.
 
     ASYNC: ahead of the device, which waits if the host is slower.
-    GRAPHS: from CUDA graphs, at no cost, except for experts, whose row counts the host must know.
+    GRAPHS: from CUDA graphs, at no cost, except for experts, whose row counts the host must know; their router is in a
+    graph, too (Megatron-Core's cuda_graph_scope `attn, moe_router, moe_preprocess`).
+    ROUTER_GRAPHS: ahead of the device, the router of experts from CUDA graphs (`moe_router, moe_preprocess`).
     FULL_GRAPHS: from CUDA graphs, experts included.
     BLOCKING: one kernel at a time (CUDA_LAUNCH_BLOCKING=1), so that host and device alternate.
     """
 
     ASYNC = "async"
     GRAPHS = "graphs"
+    ROUTER_GRAPHS = "router_graphs"
     FULL_GRAPHS = "full_graphs"
     BLOCKING = "blocking"
 
@@ -105,7 +108,7 @@ class RunOptions:
     )
     launch: Launch = choice(
         Launch.ASYNC,
-        "How kernels are launched: async, graphs, full_graphs or blocking.",
+        "How kernels are launched: async, graphs, router_graphs, full_graphs or blocking.",
         written=Written.WORD,
         words=Launch,
         said_as="{} launch",
@@ -140,6 +143,13 @@ class RunOptions:
         "One kernel computes the products, activation and casts of experts.",
         written=Written.SWITCH,
         said_as="fused experts",
+    )
+    # Transformer Engine's FP8 attention (fp8_dot_product_attention)
+    narrow_attention: bool = choice(
+        False,
+        "The core of attention multiplies in 8 bits, where the device does.",
+        written=Written.SWITCH,
+        said_as="attention in 8 bits",
     )
     # torchtitan's enable_fsdp_float8_all_gather and Megatron's --fp8-param-gather
     narrow_gather: bool = choice(
