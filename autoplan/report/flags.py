@@ -230,7 +230,7 @@ def words_of(written: WrittenPlan) -> TaskWords:
 
 
 # Arguments that change how an answer is shown or how long it may take, not what is asked
-_OUTPUT = frozenset({"as_json", "csv", "timeline", "top", "time_limit", "vary"})
+_OUTPUT = frozenset({"as_json", "verbose", "by_kind", "csv", "timeline", "top", "time_limit", "vary"})
 _DEGREES = frozenset(record.name for record in choices_of(ParallelConfig))  # a plan file has all of them as its plan
 _FLAG_OF = {"cluster": "--cluster", "seq_len": "--seq-len", "global_batch_size": "--global-batch-size"}
 

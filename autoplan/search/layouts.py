@@ -82,6 +82,8 @@ class PlanRequest:
             from its default overrides the stack; a `Like` knows what was given, and decides all three.
         profile_file: name or file that the profile was read from, for reports.
         top: number of plans to return, best first, each with other degrees.
+        by_kind: True: these plans differ in kind, too (`autoplan.search.simplicity.kind_of`): each is the best that
+            uses just these kinds of parallelism.
         time_limit_s: after this time the best plan so far is returned; while there is none, the search goes on for a
             while.
         memory_risk: the accepted probability that a plan runs out of memory (`autoplan.config.planning`); 0.05
@@ -104,6 +106,7 @@ class PlanRequest:
     constants: Constants = field(default_factory=Constants.shipped)
     constants_file: str | None = None
     top: int = 1
+    by_kind: bool = False
     time_limit_s: float = 60.0
     memory_risk: float = DEFAULT_RISK
     equal_within: float = EQUAL_WITHIN
