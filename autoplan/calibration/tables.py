@@ -119,7 +119,7 @@ def merged(before: Mapping[str, Any], now: Mapping[str, Any], mixed: Collection[
         "constants": {n: fitted.get(n, before["constants"].get(n, e)) for n, e in now["constants"].items()},
         "errors": {g: new.get(g, old.get(g)) for g in sorted({*old, *new})},
         "step_intervals": {**before.get("step_intervals", {}), **now.get("step_intervals", {})},
-        "unseen": {g: e for g, e in {**before.get("unseen", {}), **now.get("unseen", {})}.items() if g not in apart},
+        "unseen": {g: e for g, e in {**before.get("unseen", {}), **now.get("unseen", {})}.items() if g not in mixed},
         "unseen_models": {**before.get("unseen_models", {}), **now.get("unseen_models", {})},
         "sources": sorted({*before.get("sources", ()), *now.get("sources", ())}),
         "fitted_apart": {key: now[key] for key in ("error", "intervals", "date") if key in now}

@@ -123,7 +123,7 @@ def markdown(summary: Mapping[str, Any], held_out: Mapping[str, float]) -> str:
     if unseen:
         parts = ", ".join(f"{name} {_share(error)}" for name, error in unseen.items())
         whose = "all rows the constants were fitted to (small runs of another table too)"
-        lines.append(f"Mean error, held out, of {whose}: {parts}.")
+        lines += [f"Mean error, held out, of {whose}:", f"{parts}."]
     return "\n".join(lines)
 
 
