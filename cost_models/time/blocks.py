@@ -325,7 +325,9 @@ class BlockPricer:
             return seconds.less(times.attention.get(phase, ZERO) * ring)
         if family == "ep":  # beside the computing of another micro-batch, which it slows down
             computed = times.forward if phase == "forward" else times.backward
-            exposed = seconds.less(computed * self.costs.constants.ep_hidden)
+            # DualPipe always has a forward beside a backward (DeepSeek-V3, arXiv 2412.19437, section 3.2.1)
+            share = 1.0 if num_copies(self.config.schedule) > 1 else self.costs.constants.ep_hidden
+            exposed = seconds.less(computed * share)
             return exposed + seconds.beyond(exposed) * self.costs.constants.contention
         return seconds.less(seconds * self.hidden.get(family, 0.0))
 

@@ -65,8 +65,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Priced:
-    """Of a task: the first legal setting that fits in memory (the first legal one if none does), with `refused`, why
-    those before it are not legal; estimates of it and of all other legal ones."""
+    """Of a task: the first legal setting, with `refused`, why those before it are not; estimates of it and of all legal
+    ones after it."""
 
     setting: Setting
     estimates: tuple[Estimate, ...]
@@ -75,22 +75,18 @@ class Priced:
 
 @lru_cache(maxsize=4096)
 def price(task: Task) -> Priced:
-    """Of every reading that is legal; where none is, of what is nearest to the row. AutoplanError if that is not.
-
-    Nothing measured decides: of what a row leaves open, the first reading that fits in memory is the prediction.
-    """
+    """Of every reading that is legal; where none is, of what is nearest to the row. AutoplanError if that is not."""
     if task.layer:
         return _second_layer(task)
     usual, first, refused = _first_legal(task)
-    out = [(usual, replace(first.estimate, events=()))]  # thousands of them, not needed
+    out = [replace(first.estimate, events=())]  # thousands of them, not needed
     rest = task.settings[task.settings.index(usual) + 1 :] if usual in task.settings else ()
     for setting in rest:
         try:
-            out.append((setting, variant(request_of(task, setting), first, usual, setting)))
+            out.append(variant(request_of(task, setting), first, usual, setting))
         except AutoplanError as exc:
             _log.debug("not legal, and left out: %s: %s", setting, exc)
-    out.sort(key=lambda found: not found[1].fits)  # stable: of what a row leaves open, what fits in memory ran
-    return Priced(out[0][0], tuple(estimate for _, estimate in out), refused)
+    return Priced(usual, tuple(out), refused)
 
 
 def _second_layer(task: Task) -> Priced:
