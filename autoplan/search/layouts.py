@@ -48,7 +48,7 @@ from autoplan.program.legality import Scope
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.parallel_dims import ParallelDims, folds
-from autoplan.program.problem import IntraSettings, build_problem
+from autoplan.program.problem import IntraProblem, IntraSettings, build_problem
 from autoplan.program.token_dispatch_layouts import with_token_dispatch
 from autoplan.program.without_sequence_parallel import without_sequence_parallelism
 from autoplan.program.workload import LoweredModel, lower_all, workload
@@ -80,12 +80,15 @@ class PlanRequest:
         like: the stack that will run the plan, `megatron-bridge@26.08`: its settings take the place of the defaults of
             mode, precision and options, and a search looks at what it can do (profiles/stacks). A value that differs
             from its default overrides the stack; a `Like` knows what was given, and decides all three.
+        adapters: the adapters that `graph` has (`autoplan.program.adapters`), for reports.
         profile_file: name or file that the profile was read from, for reports.
         top: number of plans to return, best first, each with other degrees.
         by_kind: True: these plans differ in kind, too (`autoplan.search.simplicity.kind_of`): each is the best that
             uses just these kinds of parallelism.
         time_limit_s: after this time the best plan so far is returned; while there is none, the search goes on for a
             while.
+        patient: False: a search without a plan at its time limit ends there, and if nothing fits, it looks for no
+            change that would.
         memory_risk: the accepted probability that a plan runs out of memory (`autoplan.config.planning`); 0.05
             keeps the high end of every interval within the device, 0.5 the expected need.
         equal_within: plans whose step times are at most this share above the fastest count as equal: the simplest is
@@ -108,10 +111,12 @@ class PlanRequest:
     top: int = 1
     by_kind: bool = False
     time_limit_s: float = 60.0
+    patient: bool = True
     memory_risk: float = DEFAULT_RISK
     equal_within: float = EQUAL_WITHIN
     executed: bool = False
     target_len: int | None = None
+    adapters: str | None = None
     profile_file: str | None = None
     like: Like | str | None = None
 
@@ -274,18 +279,11 @@ class LayoutCache:
         return next((n for n in range(least, size) if math.gcd(n, tp) == part), size)
 
     def _solve(self, tp: int, size: int, cp: int, own: bool, limit_s: float) -> tuple[tuple[Axis, ...], IntraSolution]:
-        r, start = self.request, time.perf_counter()
-        axes = ParallelDims.of(r.graph, ParallelConfig(tp=tp)).layout_axes
-        steps = max(1, r.global_batch_size // (size * max(1, r.cluster.num_devices // (tp * cp))))
-        slack = r.pins.get("state_slack", 1.02)
-        settings = IntraSettings(axes, self.costs, r.env(size, cp), steps, slack, self.precision, cp)
-        problem = build_problem(r.graph, settings)
-        if not r.options.sequence_parallel:
-            problem = without_sequence_parallelism(problem, r.graph)
-        built = time.perf_counter()
+        start = time.perf_counter()
+        built = start
         try:
-            if own:
-                problem = with_token_dispatch(problem, r.graph, slack)
+            axes, problem = layout_problem(self.request, self.costs, (tp, size, cp, own))
+            built = time.perf_counter()
             solution = solve(problem, limit_s)
         finally:
             solved = time.perf_counter()
@@ -447,6 +445,34 @@ class LayoutCache:
                 return None
             self._cutters[candidate] = Cutter(pricer, self.room, self.request.fixed.recompute, stages)
         return self._cutters[candidate]
+
+
+def layout_problem(request: PlanRequest, costs: Costs, cut: _Cut) -> tuple[tuple[Axis, ...], IntraProblem]:
+    """Return the axes that layouts are chosen on, and the problem of choosing them.
+
+    Args:
+        cut: tp, micro-batch size, cp, and True if every rank dispatches its own tokens.
+
+    Raises:
+        InfeasibleError: no option is left of some choice.
+    """
+    r, (tp, size, cp, own) = request, cut
+    axes = ParallelDims.of(r.graph, ParallelConfig(tp=tp)).layout_axes
+    steps = max(1, r.global_batch_size // (size * max(1, r.cluster.num_devices // (tp * cp))))
+    slack = r.pins.get("state_slack", 1.02)
+    settings = IntraSettings(axes, costs, r.env(size, cp), steps, slack, precision_of(r.precision), cp)
+    problem = build_problem(r.graph, settings)
+    if not r.options.sequence_parallel:
+        problem = without_sequence_parallelism(problem, r.graph)
+    if own:
+        problem = with_token_dispatch(problem, r.graph, slack)
+    return axes, problem
+
+
+def cut_of(config: ParallelConfig, experts: ExpertDegrees | None) -> _Cut:
+    """Return what of a configuration decides the problem of its layouts."""
+    own = experts is not None and experts.executed and experts.dispatches(config.tp) and config.tp > 1
+    return config.tp, config.micro_batch_size, config.cp, own
 
 
 def space_of(request: PlanRequest) -> Space:
