@@ -37,7 +37,6 @@ from autoplan.report.output import say_error, say_note, written_output
 from autoplan.report.waiting import Countdown, telling, waiting
 
 if TYPE_CHECKING:
-    from autoplan.cost_models.time.estimate import Estimate
     from autoplan.sweeps.whatif import Point
 
 EXIT_BAD_INPUT = 2
@@ -208,24 +207,9 @@ def estimate(
 
         estimate_text(console(), task.model, task.cluster, request, planned, run)
     if not planned.estimate.fits:
-        raise _stop(f"does not fit: {_missing(planned.estimate)}", EXIT_NOTHING_FITS)
+        from autoplan.report.text import missing_text
 
-
-def _missing(e: Estimate) -> str:
-    """Return what the fullest stage needs more than its device, or its host, has."""
-    fullest = max(e.stages, key=lambda s: s.memory_bytes.mid)
-    term = max(fullest.memory, key=lambda t: fullest.memory[t].mid)
-    over = (fullest.memory_bytes.mid - e.memory_capacity_bytes) / 1e9
-    if over > 0:
-        return (
-            f"stage {fullest.index} needs {fullest.memory_bytes.mid / 1e9:.1f} GB, {over:.1f} GB more than a device "
-            f"has; its largest term is {term} ({fullest.memory[term].mid / 1e9:.1f} GB)"
-        )
-    held = max(e.stages, key=lambda s: s.host_bytes.mid)
-    return (
-        f"stage {held.index} offloads {held.host_bytes.mid / 1e9:.1f} GB to the host, where a device's share of the "
-        f"memory is {e.host_capacity_bytes / 1e9:.1f} GB (@host_memory_gb)"
-    )
+        raise _stop(f"does not fit: {missing_text(planned.estimate)}", EXIT_NOTHING_FITS)
 
 
 @app.command("explain")
