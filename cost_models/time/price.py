@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -33,6 +33,7 @@ from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, OpTimes, op
 from autoplan.cost_models.time.estimate import Estimate, StageEstimate
 from autoplan.cost_models.time.simulation import ChunkTimes, Timeline, simulate
 from autoplan.cost_models.time.states import MovedOnce, StatePricer
+from autoplan.cost_models.time.table import Table
 from autoplan.cost_models.work import Workload
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import op_kind
@@ -48,67 +49,6 @@ _MODEL_ERROR, _UNPROFILED_ERROR = 0.05, 0.15
 def ranges_of(chunks: Sequence[int]) -> list[range]:
     """Return the units of every chunk, from the number of units in each."""
     return [range(end - count, end) for count, end in zip(chunks, itertools.accumulate(chunks), strict=True)]
-
-
-# Columns of a table of units: the seconds of a block, and True if only those of layers count.
-_COLUMNS: Mapping[str, tuple[Callable[[BlockCost], Quantity], bool]] = {
-    "forward": (lambda b: b.forward_s, False),
-    "backward": (lambda b: b.backward_s, False),
-    "weight": (lambda b: b.weight + b.accumulate, False),
-    "weight_of_layers": (lambda b: b.weight + b.accumulate, True),
-    "recompute_s": (lambda b: b.recompute_s, True),
-    "selective": (lambda b: b.selective, False),
-    "gather": (lambda b: b.gather, False),
-    "reduce": (lambda b: b.reduce, False),
-    "first": (lambda b: b.zero_first, False),
-    "last": (lambda b: b.zero_last, False),
-    "per_step": (lambda b: b.per_step, False),
-    "waited_once": (lambda b: b.waited_once, False),
-    "waited_split": (lambda b: b.waited_split, True),
-    "optimizer": (lambda b: b.optimizer + b.moved, False),
-}
-
-
-class _Table:
-    """The seconds of every unit in one scenario, by kind of work (`_COLUMNS`). Chunks are sums over units."""
-
-    def __init__(self, workload: Workload, blocks: Mapping[str, BlockCost], which: str) -> None:
-        self._workload, self._units, self._blocks, self._which = workload, workload.units, blocks, which
-        self._repeated: dict[tuple[tuple[str, ...], str], float] = {}  # cached, because layers are calls of few blocks
-
-    def __getattr__(self, name: str) -> list[float]:
-        """Return a column: the sum over every unit's blocks, or over those of its layers; made when it is asked for."""
-        if name not in _COLUMNS:
-            raise AttributeError(name)
-        of, layers_only = _COLUMNS[name]
-        each = {block: float(getattr(of(cost), self._which)) for block, cost in self._blocks.items()}
-        known: dict[int, float] = {}  # equal units are summed once
-        w, kinds = self._workload, self._workload.unit_kinds
-        for kind, units, layers in zip(kinds, w.units, w.is_layer, strict=True):
-            if kind not in known:
-                known[kind] = sum(each[n] for n, layer in zip(units, layers, strict=True) if layer or not layers_only)
-        out = self.__dict__[name] = [known[kind] for kind in kinds]
-        return out
-
-    @cached_property
-    def _names(self) -> list[tuple[str, ...]]:
-        """The blocks of every unit that are layers."""
-        marked = zip(self._units, self._workload.is_layer, strict=True)
-        return [tuple(n for n, layer in zip(unit, layers, strict=True) if layer) for unit, layers in marked]
-
-    def slack(self, units: Sequence[int], *phases: str) -> float:
-        """Return the host's idle seconds in `phases` of units: the more, the shorter the step."""
-        which = {"low": "high", "mid": "mid", "high": "low"}[self._which]
-        names = [n for u in units for n in self._units[u]]
-        return sum(float(getattr(self._blocks[n].slack[phase], which)) for phase in phases for n in names)
-
-    def repeated(self, unit: int, how: str) -> float:
-        """Return the seconds that a recompute choice adds to the backward of a unit."""
-        key = self._names[unit], how
-        if key not in self._repeated:
-            costs = (self._blocks[name] for name in self._names[unit])
-            self._repeated[key] = sum(float(getattr(b.repeated(how), self._which)) for b in costs)
-        return self._repeated[key]
 
 
 class Pricer:
@@ -154,7 +94,7 @@ class Pricer:
         self.chained = not has_streams(costs.cluster.device_type)
         self.pinned_recompute = self._pinned_recompute()
         self.free_forward = total([self.blocks[name].recompute_s for name in workload.free])
-        self._tables = {"mid": _Table(workload, self.blocks, "mid")}
+        self._tables = {"mid": Table(workload, self.blocks, "mid")}
         self.contention = prices.states.contention
         # share of compute that hides traffic once per step
         self.hides_once = prices.states.hides if costs.options.overlap_zero else 0.0
@@ -250,9 +190,9 @@ class Pricer:
             out.__dict__.pop(name, None)
         return out
 
-    def _table(self, which: str) -> _Table:
+    def _table(self, which: str) -> Table:
         if which not in self._tables:
-            self._tables[which] = _Table(self.workload, self.blocks, which)
+            self._tables[which] = Table(self.workload, self.blocks, which)
         return self._tables[which]
 
     # -- sends ------------------------------------------------------------------------------------------------------
@@ -307,11 +247,11 @@ class Pricer:
             updates.append(sum(table.optimizer[u] for u in units) + self._update_wait_s(units, table))
         return max(ends) + max(once) + max(updates) + self.fixed_s
 
-    def _pass_wait_s(self, units: Sequence[int], table: _Table, phase: str) -> float:
+    def _pass_wait_s(self, units: Sequence[int], table: Table, phase: str) -> float:
         """Return the host seconds of a pass over a chunk that its blocks do not hide."""
         return max(0.0, self.host_pass_s - table.slack(units, phase)) if self.host_pass_s else 0.0
 
-    def _update_wait_s(self, units: Sequence[int], table: _Table) -> float:
+    def _update_wait_s(self, units: Sequence[int], table: Table) -> float:
         """Return the exposed host seconds of a call of `optimizer.step()`, which directly follows the last backward."""
         slack = table.slack(units, "backward", "optimizer") if self.host_update_s else 0.0
         return max(0.0, self.host_update_s - slack)
@@ -323,7 +263,7 @@ class Pricer:
         seconds = self.runs * passes + self._update_wait_s(units, table)
         return Quantity.spread(seconds, 0.0, Tag.MEASURED) if seconds else ZERO
 
-    def _once_s(self, units: Sequence[int], table: _Table) -> float:
+    def _once_s(self, units: Sequence[int], table: Table) -> float:
         """Return the exposed seconds of the traffic of ZeRO 1 and 2 that moves once per step.
 
         Gathers hide behind the forwards before the last chunk's first forward, reductions behind the backwards after
@@ -341,7 +281,7 @@ class Pricer:
             exposed += shown + self.contention * (sum(sizes) - shown)
         return exposed
 
-    def _once(self, table: _Table) -> tuple[MovedOnce, ...]:
+    def _once(self, table: Table) -> tuple[MovedOnce, ...]:
         gathers = self.hides_once if self.costs.options.overlap_gather else 0.0
         return (
             MovedOnce(table.gather, table.forward, gathers),

@@ -1,4 +1,4 @@
-"""How long planning takes, from starting Python to the plan: dense models and mixtures of experts on up to 131,072 H100.
+"""How long planning takes, from starting Python to the plan: dense models and mixtures of experts, to 131,072 H100.
 
     python -m experiments.plans.planning_time [--only 405b] [--repeats 1] [--json FILE]
 
