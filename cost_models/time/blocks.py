@@ -34,6 +34,7 @@ from autoplan.cost_models.work import (
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import op_kind, op_record
 from autoplan.schedules.schedule import num_copies
+from autoplan.streams import has_streams
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class BlockCost:
     reduce: Quantity
     groups: Mapping[str, Quantity] = field(default_factory=dict)  # recomputing a group of regions
     modules: Quantity = ZERO  # recomputing modules
-    offload: Quantity = ZERO  # its activations to the host and back, nothing hidden
+    offload: Quantity = ZERO  # its activations to the host and back, where computing does not hide them
     moved: Quantity = ZERO  # gradients to an optimizer on the host, and updated parameters back, once per step
 
     def comm_s(self, phase: str) -> Quantity:
@@ -262,7 +263,7 @@ class BlockPricer:
             reduce=zero.reduce_once + self.states.all_reduces(block),
             groups={group: repeated(group, seconds) for group, seconds in self._groups(times, comm).items()},
             modules=self._modules(block, times, host),
-            offload=self._offload(block),
+            offload=self._offload(block, times, sent),
             moved=self.states.moved(block),
         )
 
@@ -403,9 +404,21 @@ class BlockPricer:
                 sent.append(seconds.less(seconds * hidden))
         return host.adds("backward", times.host_modules, times.modules + total(sent))
 
-    def _offload(self, block: BlockWork) -> Quantity:
-        """Return the seconds of copying activations to the host and, in the backward, back; nothing hides."""
-        return self.costs.host_copy_s(2 * block.offloaded_bytes) if self.activations else ZERO
+    def _offload(self, block: BlockWork, times: OpTimes, sent: Mapping[str, Quantity]) -> Quantity:
+        """Return the seconds of copying activations to the host and, in the backward, back, as far as they show.
+
+        Where a device has streams, copies run beside the block's pass (`runtime.side_stream`), one block ahead. They
+        slow computing down no more than ZeRO's traffic does: copy engines take no multiprocessors.
+        """
+        if not self.activations:
+            return ZERO
+        copy = self.costs.host_copy_s(block.offloaded_bytes)
+        if not has_streams(self.costs.cluster.device_type):
+            return copy * 2.0
+        computed = {"forward": times.forward, "backward": times.backward}
+        return total(
+            [self.states.beside(copy, computed[phase] + sent[phase], self.states.overlap) for phase in PHASES]
+        )
 
     def _sent_share(self, block: BlockWork, comm: CommWork) -> float:
         """Return the share of a collective's bytes that is sent.

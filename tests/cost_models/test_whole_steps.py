@@ -367,8 +367,8 @@ def test_zero_that_does_not_overlap_is_paid_in_full() -> None:
     assert beside.breakdown["dp_comm"].mid + 0.5 * moved[0] < gathers < after.breakdown["dp_comm"].mid
 
 
-def test_zero_0_reduces_beside_the_backward_in_fused_modes() -> None:
-    """Megatron's --overlap-grad-reduce without a distributed optimizer; emitted programs reduce at the end."""
+def test_zero_0_reduces_beside_the_backward() -> None:
+    """Megatron's --overlap-grad-reduce without a distributed optimizer, and emitted programs."""
     config = ParallelConfig(dp=8, num_micro_batches=4, zero_stage=0)
     beside, after = (estimate(config, options=RunOptions(overlap_zero=o)) for o in (True, False))
     costs = Costs(NODE, mode=Mode.FUSED)
@@ -377,8 +377,12 @@ def test_zero_0_reduces_beside_the_backward_in_fused_modes() -> None:
     assert 0 < beside.breakdown["dp_comm"].mid < 0.5 * whole
     assert beside.breakdown["dp_comm"].tag is after.breakdown["dp_comm"].tag is not Tag.EXACT
     assert beside.step_time_s.mid < after.step_time_s.mid
-    one, other = (estimate(config, options=RunOptions(overlap_zero=o), mode=Mode.EAGER) for o in (True, False))
-    assert one.step_time_s == other.step_time_s
+    for mode in (Mode.EAGER, Mode.COMPILED):
+        one, other = (estimate(config, options=RunOptions(overlap_zero=o), mode=mode) for o in (True, False))
+        assert one.breakdown["dp_comm"].mid < 0.5 * other.breakdown["dp_comm"].mid
+        split = replace(config, pp=2, dp=4, schedule="ZB-H1")
+        one, other = (estimate(split, options=RunOptions(overlap_zero=o), mode=mode) for o in (True, False))
+        assert one.step_time_s == other.step_time_s
     sharded = estimate(replace(config, zero_stage=1))  # gathers too, and has less to reduce
     assert beside.breakdown["dp_comm"].mid == pytest.approx(sharded.breakdown["dp_comm"].mid, rel=0.5)
 
