@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,7 +24,7 @@ from autoplan.capture.frontend.inputs import LossFn, check_arguments
 from autoplan.capture.frontend.lengths import example_lengths
 from autoplan.capture.passes.cast import computing_in
 from autoplan.codegen.program import Program, compile_program
-from autoplan.config.parallel import Mode, executed_precision
+from autoplan.config.parallel import Mode, RunOptions, executed_precision
 from autoplan.config.pins import Pins
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
@@ -70,7 +70,7 @@ def parallelize(
     timeout_s: float | None = None,
     check: bool = False,
     compile: bool | str = "auto",
-    async_tp: bool = False,
+    async_tp: bool | str = False,
     precision: str = "native",
     gradient_compression: Compression | None = None,
     verify: bool | str = True,
@@ -108,9 +108,10 @@ def parallelize(
             C++ compiler on the CPU); a name: by that backend. False: no. 'auto': on CUDA if a plan with compiled blocks
             has the lower price (`pm.plan.compiled` says so), not on the CPU. A compiled block itself decides which
             activations it keeps: its recompute is none, full or offload, and it is priced with fused kernels.
-        async_tp: True: hide the gathers and reduce-scatters of tensor parallelism behind parts of the adjacent products
-            (torch's async TP, an experiment of inductor). Needs compiled blocks on CUDA and tp ranks joined by NVLink.
-            Its effect is not priced, and it has never been run.
+        async_tp: True: hide the gathers and reduce-scatters of tensor parallelism behind pieces of the adjacent
+            products (torch's async TP, an experiment of inductor). Needs compiled blocks on CUDA and tp ranks joined by
+            NVLink. 'auto': where a plan with it has the lower price, which counts what small pieces cost
+            (`pm.plan.async_tp` says so). It has never been run.
         precision: 'native' computes in the dtypes of the model. 'bf16' and 'fp16' keep parameters, gradients and the
             optimizer in float32 and compute in 16 bits; fp16 has a dynamic loss scale (`pm.loss_scaler`). 'bf16-grad16'
             also sums gradients in 16 bits. 'fp32' keeps and computes everything in float32.
@@ -142,7 +143,7 @@ def parallelize(
     example_inputs = _examples(model, example_inputs)
     check_arguments(model, example_inputs, loss_fn)
     _check_optimizer(optimizer)
-    compile = async_tp or compile
+    compile = compile if async_tp == AUTO else async_tp or compile
     _check_values(model)
     known = Profile.load(profile) if isinstance(profile, str) else profile
     placement = devices.start(device, cluster.device_type, timeout_s, model)
@@ -159,14 +160,13 @@ def parallelize(
     if known is None and measured:
         known = _machine_profile(graph, cluster, batch, seq_len, pins, target_len, device, precision)
 
-    def planned(compiled: bool) -> tuple[Plan, Program]:
+    def planned(compiled: bool, in_pieces: bool) -> tuple[Plan, Program]:
         if graph is None:
             raise AutoplanError("only rank 0 plans")
-        return plan_program(graph, cluster, pins, batch, seq_len, known, compiled, target_len, precision)
+        return plan_program(graph, cluster, pins, batch, seq_len, known, compiled, target_len, precision, in_pieces)
 
     def chain() -> tuple[Plan, Program]:
-        compared = compile == AUTO and compiles_by_itself(device)
-        plan, program = cheaper_program(planned) if compared else planned(bool(compile) and compile != AUTO)
+        plan, program = cheapest_program(planned, ways_to_run(compile, async_tp, device))
         if check:
             _type_check(program)
         return replace(plan, capture=verified), program
@@ -188,7 +188,7 @@ def parallelize(
         seed=seed,
         aliases=_aliases(model),
         extra_state=_not_in(program.spec, model, {**parameters, **buffers}),
-        async_tp=async_tp,
+        async_tp=plan.async_tp,
         compile=None if not plan.compiled else _BACKEND if compile in (True, AUTO) else str(compile),
         gradient_compression=gradient_compression,
     )
@@ -259,7 +259,7 @@ def _check_run(
     pins: Mapping[str, Any],
     precision: str,
     compression: Compression | None,
-    async_tp: bool,
+    async_tp: bool | str,
     compile: bool | str,
 ) -> None:
     """Raise PinError for pins and arguments that cannot be, whatever the model is."""
@@ -289,12 +289,14 @@ def plan_program(
     compiled: bool = False,
     target_len: int | None = None,
     precision: str = "native",
+    async_tp: bool = False,
 ) -> tuple[Plan, Program]:
     """Search and compile in this process: everything after the capture of the graph. Needs no process group.
 
     Args:
         compiled: True if blocks will run through torch.compile.
         precision: the precision that the graph was captured for.
+        async_tp: True if compiled blocks will hide collectives of tensor parallelism behind pieces of products.
     """
     request = PlanRequest(
         graph,
@@ -305,26 +307,45 @@ def plan_program(
         precision=precision,
         profile=profile,
         mode=Mode.COMPILED if compiled else Mode.EAGER,
+        options=RunOptions(overlap=frozenset({"tp"} if async_tp else ())),
         executed=True,
         target_len=target_len,
     )
     found = search_plan(request)
     evidence = f"profile {profile.name}" if profile is not None else f"{cluster.device.source} device and link figures"
     plan, layouts = searched_plan(graph, found.plans[0], found.certificate, evidence, precision)
-    return replace(plan, compiled=compiled), compile_program(graph, layouts)
+    plan = replace(plan, compiled=compiled, async_tp=async_tp and plan.config.tp > 1)
+    return plan, compile_program(graph, layouts)
 
 
-def cheaper_program(planned: Callable[[bool], tuple[Plan, Program]]) -> tuple[Plan, Program]:
-    """Return the program with the lower price of a step: op by op (`planned(False)`) or with compiled blocks.
+def ways_to_run(compile: bool | str, async_tp: bool | str, device: torch.device) -> list[tuple[bool, bool]]:
+    """Return how blocks may run, as pairs (compiled, async TP): one, or several where the price decides.
 
-    If only one of the two can be planned, it is returned: pins such as regions of recompute do not allow compiled
-    blocks, and some models fit only with them. If neither can be planned, the error of the first is raised.
+    Args:
+        compile, async_tp: as `parallelize` takes them.
+    """
+    modes: tuple[bool, ...] = (bool(compile),)
+    if compile == AUTO:
+        modes = (False, True) if compiles_by_itself(device) else (False,)
+    pieces: tuple[bool, ...] = (async_tp is True,)
+    if async_tp == AUTO and device.type == "cuda" and compile in (True, AUTO, _BACKEND):
+        pieces = (False, True)
+    return [(compiled, split) for compiled in modes for split in pieces if compiled or not split]
+
+
+def cheapest_program(
+    planned: Callable[[bool, bool], tuple[Plan, Program]], ways: Sequence[tuple[bool, bool]]
+) -> tuple[Plan, Program]:
+    """Return the program with the lowest price of a step, of `planned(compiled, async_tp)` for all `ways`.
+
+    Ways that cannot be planned are left out: pins such as regions of recompute do not allow compiled blocks, and some
+    models fit only with them. If none can be planned, the error of the first is raised.
     """
     refused: AutoplanError | None = None
     found = []
-    for compiled in (False, True):
+    for way in ways:
         try:
-            found.append(planned(compiled))
+            found.append(planned(*way))
         except AutoplanError as exc:
             refused = refused or exc
     if not found:

@@ -43,6 +43,7 @@ class Plan:
     version: int = PLAN_VERSION
     precision: str = "native"
     compiled: bool = False  # blocks run through torch.compile
+    async_tp: bool = False  # collectives of tp hide behind pieces of products
     notes: tuple[str, ...] = ()  # what a user may not expect of the graph
     capture: str = ""  # whether the captured graph is the module (autoplan.verify); empty for a given graph
 
@@ -68,6 +69,7 @@ class Plan:
             f"{self.model} on {self.num_devices} devices: dp={c.dp} tp={c.tp} pp={c.pp}{spread} zero={c.zero_stage}"
             f"{copies}{held} micro-batches={c.num_micro_batches} schedule={c.schedule}"
             f"{'' if self.precision == 'native' else f' precision={self.precision}'}{' compiled' * self.compiled}"
+            f"{' async-tp' * self.async_tp}"
         ]
         if self.estimate is not None:
             step, peak = self.estimate.step_time_s, self.estimate.peak_memory_bytes

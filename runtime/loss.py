@@ -4,10 +4,9 @@ It is a sum, not a mean: the caller divides by the number of valid tokens of the
 first backward. So the result depends neither on micro-batches nor on the data-parallel split.
 
 On GPUs one kernel reads the logits for a token's maximum, sum of exponentials and target logit, and another reads them
-for the gradient (autoplan.runtime.fused). Without Triton, and for the sharded loss on the CPU, that is done in chunks of
-tokens. Maximum and sum are
-first taken over the local classes, then rescaled by exp(local maximum - maximum) after the all-reduce of maxima, as
-online softmax does (Milakov, Gimelshein: Online normalizer calculation for softmax, 2018).
+for the gradient (autoplan.runtime.fused). Without Triton, and for the sharded loss on the CPU, that is done in chunks
+of tokens. Maximum and sum are first taken over the local classes, then rescaled by exp(local maximum - maximum) after
+the all-reduce of maxima, as online softmax does (Milakov, Gimelshein: Online normalizer calculation for softmax, 2018).
 """
 
 from __future__ import annotations

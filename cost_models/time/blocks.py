@@ -23,6 +23,7 @@ from autoplan.cost_models.network.groups import mesh_groups
 from autoplan.cost_models.profile import PHASES
 from autoplan.cost_models.quantity import ZERO, Quantity, total
 from autoplan.cost_models.time.host import host_op_s, host_s, slack_s, waited_s
+from autoplan.cost_models.time.pieces import Pieces, pieces_of, takes_apart
 from autoplan.cost_models.time.states import StatePricer, ZeroTerms, narrow
 from autoplan.cost_models.work import (
     BlockWork,
@@ -49,6 +50,7 @@ class OpTimes:
         groups: Recomputing a group of regions, by group.
         modules, host_modules: Recomputing modules, on the device and on the host.
         host_recompute: Host time of recomputing groups and `selective`, if a profile has host times.
+        pieces: The products that collectives of tensor parallelism hide behind, if a compiler takes them apart.
     """
 
     forward: Quantity
@@ -62,6 +64,7 @@ class OpTimes:
     modules: Quantity = ZERO
     host_modules: Quantity = ZERO
     host_recompute: Mapping[str, Quantity] = field(default_factory=dict)
+    pieces: Mapping[CommWork, Pieces] = field(default_factory=dict)
 
 
 def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
@@ -96,6 +99,7 @@ def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
                 for name, ops in ((SELECTIVE, block.selective_ops), *block.group_ops.items())
                 if costs.measures_host
             },
+            pieces_of(block, workload.axes, costs),
         )
     return out
 
@@ -285,7 +289,7 @@ class BlockPricer:
         comms = [c for c in block.comms if self._is_sent(c)]
         inside = {phase: sum(c.phase == phase and c.per != "step" for c in comms) for phase in PHASES}
         plain: dict[tuple[str, str], Quantity] = {}
-        parts: dict[tuple[str, str], Quantity] = {}  # over a part of the ranks of cp
+        parts: dict[tuple[str, str], Quantity] = {}  # over a part of the ranks of cp, or behind pieces of products
         rings: dict[tuple[str, int], Quantity] = {}  # by phase and number of attention steps that they run beside
         per_step = ZERO
         for c in comms:
@@ -297,6 +301,9 @@ class BlockPricer:
             if c.behind_attention:
                 ring = c.phase, c.behind_attention
                 rings[ring] = rings.get(ring, ZERO) + seconds + waited
+            elif times.pieces and c in times.pieces:
+                key = self.families.get(c.axis, "tp"), c.phase
+                parts[key] = parts.get(key, ZERO) + times.pieces[c].shown_s(seconds, self.hidden["tp"]) + waited
             else:
                 table, family = (plain, self.families.get(c.axis, "tp")) if c.part is None else (parts, "cp")
                 table[family, c.phase] = table.get((family, c.phase), ZERO) + seconds + waited
@@ -319,7 +326,7 @@ class BlockPricer:
 
     def _exposed(self, family: str, phase: str, seconds: Quantity, times: OpTimes) -> Quantity:
         """Return the part of a family's collectives in a phase that compute does not hide."""
-        if family not in self.costs.options.overlap:
+        if family not in self.costs.options.overlap or (family == "tp" and takes_apart(self.costs)):
             return seconds
         if family == "cp":  # every step of the ring but the first computes attention on keys of the step before
             ring = (self.config.cp - 1) / self.config.cp
@@ -416,9 +423,7 @@ class BlockPricer:
         if not has_streams(self.costs.cluster.device_type):
             return copy * 2.0
         computed = {"forward": times.forward, "backward": times.backward}
-        return total(
-            [self.states.beside(copy, computed[phase] + sent[phase], self.states.overlap) for phase in PHASES]
-        )
+        return total([self.states.beside(copy, computed[phase] + sent[phase], self.states.overlap) for phase in PHASES])
 
     def _sent_share(self, block: BlockWork, comm: CommWork) -> float:
         """Return the share of a collective's bytes that is sent.

@@ -20,6 +20,7 @@ from parity import (
     fake_group,
     full_tensors,
     global_batch,
+    graph_of,
     model_of,
     part_of,
     reference,
@@ -29,8 +30,9 @@ from parity import (
 from parity_matrix import refusal
 
 import autoplan.runtime.compiled
-from autoplan.api import cheaper_program
+from autoplan.api import cheapest_program, plan_program, ways_to_run
 from autoplan.config.pins import Pins
+from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.errors import PinError
 from autoplan.plan import Plan
@@ -226,29 +228,68 @@ def test_async_tp_needs_inductor_on_cuda(compile, device_type, message) -> None:
         check_pins(Pins(), Facts(2, device_type=device_type, async_tp=True, compile=compile))
     check_pins(Pins(), Facts(2, device_type=device_type, compile=compile))
     check_pins(Pins(), Facts(2, device_type="cuda", async_tp=True))
+    check_pins(Pins(), Facts(2, device_type=device_type, async_tp="auto", compile=compile))
+    with pytest.raises(PinError, match="async_tp='yes' is not known; use True, False or 'auto'"):
+        check_pins(Pins(), Facts(2, async_tp="yes"))
 
 
-def _planned(eager_s: float | None, compiled_s: float | None) -> Callable[[bool], tuple[Plan, Any]]:
+Way = tuple[bool, bool]
+OP_BY_OP, COMPILED, IN_PIECES = (False, False), (True, False), (True, True)
+
+
+def _planned(steps_s: dict[Way, float]) -> Callable[[bool, bool], tuple[Plan, Any]]:
     """What `parallelize` plans with: steps of these prices, or a refusal."""
 
-    def planned(compiled: bool) -> tuple[Plan, Any]:
-        seconds = compiled_s if compiled else eager_s
+    def planned(compiled: bool, async_tp: bool) -> tuple[Plan, Any]:
+        seconds = steps_s.get((compiled, async_tp))
         if seconds is None:
             raise PinError(f"refused, compiled={compiled}")
         step = SimpleNamespace(step_time_s=Quantity.spread(seconds, 0.0, Tag.ASSUMED))
-        return cast(Plan, SimpleNamespace(estimate=step, compiled=compiled)), None
+        return cast(Plan, SimpleNamespace(estimate=step, compiled=compiled, async_tp=async_tp)), None
 
     return planned
 
 
 @pytest.mark.parametrize(
-    ("eager_s", "compiled_s", "compiles"), [(2.0, 1.0, True), (1.0, 2.0, False), (1.0, None, False)]
+    ("steps_s", "chosen"),
+    [
+        ({OP_BY_OP: 2.0, COMPILED: 1.0}, COMPILED),
+        ({OP_BY_OP: 1.0, COMPILED: 2.0, IN_PIECES: 1.5}, OP_BY_OP),
+        ({OP_BY_OP: 1.0}, OP_BY_OP),
+        ({COMPILED: 1.0}, COMPILED),
+        ({OP_BY_OP: 3.0, COMPILED: 2.0, IN_PIECES: 1.0}, IN_PIECES),
+        ({OP_BY_OP: 3.0, COMPILED: 2.0, IN_PIECES: 2.0}, COMPILED),  # nothing to hide
+    ],
 )
-def test_blocks_are_compiled_where_that_is_cheaper(eager_s, compiled_s, compiles) -> None:
-    assert cheaper_program(_planned(eager_s, compiled_s))[0].compiled is compiles
-    assert cheaper_program(_planned(None, 1.0))[0].compiled
+def test_blocks_run_the_way_that_is_cheapest(steps_s: dict[Way, float], chosen: Way) -> None:
+    plan = cheapest_program(_planned(steps_s), (OP_BY_OP, COMPILED, IN_PIECES))[0]
+    assert (plan.compiled, plan.async_tp) == chosen
     with pytest.raises(PinError, match="compiled=False"):
-        cheaper_program(_planned(None, None))
+        cheapest_program(_planned({}), (OP_BY_OP, COMPILED))
+
+
+def test_the_price_decides_where_it_is_asked(monkeypatch) -> None:
+    monkeypatch.setattr(autoplan.runtime.compiled, "has_triton", lambda: True)
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert ways_to_run("auto", False, gpu) == [OP_BY_OP, COMPILED]
+    assert ways_to_run("auto", "auto", gpu) == [OP_BY_OP, COMPILED, IN_PIECES]
+    assert ways_to_run(True, "auto", gpu) == ways_to_run("inductor", "auto", gpu) == [COMPILED, IN_PIECES]
+    assert ways_to_run(True, True, gpu) == [IN_PIECES]
+    assert ways_to_run("aot_eager", "auto", gpu) == [COMPILED]
+    assert ways_to_run(False, "auto", gpu) == ways_to_run("auto", "auto", cpu) == [OP_BY_OP]
+
+
+def test_async_tp_is_planned_within_nvlink_only() -> None:
+    """The plan says that it hides collectives, and what it costs is the price with that overlap."""
+    graph = graph_of("llama", 0.0)
+    nvlink, pcie = (Cluster.parse(text) for text in ("1x4xh100-sxm5-80gb", "1x4xh100-pcie-80gb"))
+    plan, _ = plan_program(graph, nvlink, {"tp": 2}, 8, 64, compiled=True, async_tp=True)
+    assert plan.async_tp and " compiled async-tp" in str(plan)
+    assert not plan_program(graph, nvlink, {"tp": 1}, 8, 64, compiled=True, async_tp=True)[0].async_tp
+    with pytest.raises(PinError, match=r"tp=2 with overlap of tp in compiled blocks: .* nearest legal: tp=1"):
+        plan_program(graph, pcie, {"tp": 2}, 8, 64, compiled=True, async_tp=True)
+    searched, _ = plan_program(graph, pcie, {}, 8, 64, compiled=True, async_tp=True)
+    assert searched.config.tp == 1
 
 
 def test_a_cpu_compiles_nothing_by_itself(monkeypatch) -> None:
