@@ -20,6 +20,7 @@ RECEIVES_INTO_FRESH_BUFFERS, `end_of_backward`, `mend_simulated_groups`.
 | _c10d_functional.all_reduce, all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single, wait_tensor (in loss.py, convert.py) | the Python wrappers return an asynchronous tensor subclass | |
 | _C._current_graph_task_id, autograd.graph._engine_run_backward (in convert.py, statistics.py, autoplan/verify/wide.py) | recorded collectives are told apart by forward, backward and recompute; a recompute updates no running statistics; a backward under a TorchFunctionMode, which torch.autograd.backward leaves | |
 | _foreach_norm, _foreach_mul_ (in norm.py) | a few kernels for the gradients of all parameters, as in torch.nn.utils.get_total_norm, which adds in the dtype of the gradients | |
+| _foreach_copy_, _foreach_add_, _amp_foreach_non_finite_check_and_unscale_ (in precision.py) | a few kernels for the 16-bit copies of all parameters, and for unscaling all gradients, as in torch.amp.GradScaler | |
 | _assert_async (in experts.py) | an index beyond the experts is refused without a wait for the device | |
 | UntypedStorage._cdata (in recompute.py) | tells views of an argument from other values | |
 | nn.Module._parameters (in precision.py, model.py, params.py, capture/passes/cast.py) | a parameter is exchanged for its 16-bit copy in place, without registering it anew | |
