@@ -21,6 +21,7 @@ import torch.distributed as dist
 from spmd_types import I, V, rules
 from torch.nn import functional
 
+from autoplan.runtime import functional as functional_collectives
 from autoplan.runtime.convert import as_constant_beside
 from autoplan.runtime.fused import one_kernel
 from autoplan.runtime.mesh import Axes, AxisMesh, current_mesh
@@ -107,10 +108,8 @@ def _check(logits: torch.Tensor, target: torch.Tensor, label_smoothing: float, n
 
 
 def _all_reduce(x: torch.Tensor, op: str, groups: tuple[dist.ProcessGroup, ...]) -> torch.Tensor:
-    # The raw operators: their Python wrappers return an asynchronous tensor subclass.
     for group in groups:
-        x = torch.ops._c10d_functional.all_reduce(x, op, group.group_name)
-        x = torch.ops._c10d_functional.wait_tensor(x)
+        x = functional_collectives.all_reduce(x, op, group)
     return x
 
 

@@ -124,9 +124,11 @@ def compiled_job(rank: int, world: int, case: Case, spec_json: str, sources: dic
             (Case("gpt", tp=2, compile="aot_eager", prices="latency"), ()),
             (Case("qwen2-mixed", tp=2, compile="aot_eager"), ()),
             (Case("gpt", tp=2, dropout=0.25, compile="aot_eager", prices="latency"), ()),
-            (Case("gpt", tp=2, compile="aot_eager"), ("all_to_all",)),
+            (Case("gpt", tp=2, compile="aot_eager"), ()),  # with all-to-alls
             pytest.param(Case("deepseek", tp=2, compile="aot_eager"), ("experts",), marks=pytest.mark.slow),
-            (Case("llama", cp=2, compile="aot_eager", context_method="ring"), ("attention",)),
+            (Case("llama", cp=2, compile="aot_eager", context_method="ring"), ()),
+            (Case("llama", cp=2, compile="aot_eager", context_method="ulysses"), ()),
+            (Case("llama", cp=2, compile="aot_eager", context_method="gather"), ()),
             pytest.param(Case("llama", tp=2, compile="inductor"), (), marks=NEEDS_COMPILER),
         ],
         8,
@@ -144,6 +146,30 @@ def test_collectives_and_attention_do_not_break_the_graph_of_a_block(case: Case,
     named = {name for name in ("all_to_all", "attention", "experts", "dropout") if name in "".join(found.breaks)}
     assert named == set(apart)
     assert bool(found.breaks) is bool(apart), found.breaks
+
+
+def test_experts_of_one_kernel_are_in_the_graph() -> None:
+    """All of them are here and their products are one kernel (bfloat16): the host needs no counts.
+
+    What is compiled is as near to float64 as what is not.
+    """
+    case = Case("mixtral", compile="aot_eager", precision="bf16")
+    program, errors = compiled(case), []
+    params, buffers = full_tensors(case, torch.float32)
+    _, want = reference(replace(case, precision="native"))
+    with fake_group(1):
+        for compiles in (False, True):
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            own = {name: p.clone() for name, p in params.items()}
+            pm = ParallelModel(program.spec, program.sources, own, dict(buffers))
+            if compiles:
+                compile_blocks(pm.stage, "aot_eager")
+            pm.step(global_batch(case))
+            errors.append(worst(pm.gradients(), want)[0])
+    counted = torch._dynamo.utils.counters
+    assert not counted["graph_break"] and counted["stats"]["unique_graphs"] >= 3, counted["graph_break"]
+    assert 0 < errors[1] < 1.2 * errors[0] < 0.2
 
 
 PROCESSES = [
