@@ -66,7 +66,7 @@ class _AllToAll(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, src_dim: int, dst_dim: int) -> torch.Tensor:
         ctx.group, ctx.dims = group, (dst_dim, src_dim)
         ranks = dist.get_world_size(group)
-        parts = x.unflatten(dst_dim, (ranks, -1)).movedim(dst_dim, 0)  # by the rank that they go to
+        parts = torch.stack(x.chunk(ranks, dst_dim))  # by the rank that they go to
         come = functional.all_to_all(parts.flatten(0, 1), group).view(parts.shape)
         return come.movedim(0, src_dim).flatten(src_dim, src_dim + 1)
 

@@ -293,11 +293,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 _LIBRARY = torch.library.Library("autoplan_ring", "DEF")  # type: ignore[no-untyped-call]
 _HOW = "str group, int index, bool causal, float scale, int? window"
-_LIBRARY.define(f"forward(Tensor q, Tensor k, Tensor v, Tensor? ids, {_HOW}) -> (Tensor, Tensor)")
-_LIBRARY.define(
+_SCHEMAS = (
+    f"forward(Tensor q, Tensor k, Tensor v, Tensor? ids, {_HOW}) -> (Tensor, Tensor)",
     "backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? ids, bool back, "
-    f"{_HOW}) -> (Tensor, Tensor, Tensor)"
+    f"{_HOW}) -> (Tensor, Tensor, Tensor)",
 )
+for _schema in _SCHEMAS:
+    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
 
 
 def _operator(name: str, *args: Any) -> Any:
@@ -318,7 +320,8 @@ def _run_forward(q: Any, k: Any, v: Any, ids: Any, group: str, index: int, *how:
 
 def _run_backward(*args: Any) -> Any:
     tensors, (group, index, *how) = args[:8], args[8:]
-    for_q, for_k, for_v = _backward(*tensors, _ring_of(group, index), *how)
+    given: tuple[Any, ...] = (*tensors, _ring_of(group, index), *how)
+    for_q, for_k, for_v = _backward(*given)
     return for_q, for_k.clone(), for_v.clone()  # an operator's results share no memory
 
 
