@@ -1,4 +1,4 @@
-"""The command line: `autoplan plan | estimate | whatif | capacity | profile | calibrate | models | stacks | hw`.
+"""The command line: `autoplan plan`, `estimate`, `whatif`, `capacity`, `compile`, `profile`, `calibrate`, and lists.
 
 Exit codes: 0 a plan, 2 bad input (one line on stderr), 3 nothing fits (names the obstacle and the cheapest change), 4
 standard output cannot be written, 130 interrupted, 141 the reader has gone (`| head -1`). Catalog models need no torch;
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -32,7 +33,7 @@ from autoplan.report.flags import (
     with_choices,
 )
 from autoplan.report.output import say_error, say_note, written_output
-from autoplan.report.waiting import waiting
+from autoplan.report.waiting import Countdown, telling, waiting
 
 if TYPE_CHECKING:
     from autoplan.cost_models.time.estimate import Estimate
@@ -87,7 +88,7 @@ app.add_typer(hw, name="hw")
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from autoplan import __version__
+        from autoplan.versions import __version__
 
         typer.echo(f"autoplan {__version__}")
         raise typer.Exit
@@ -117,10 +118,21 @@ def plan(
     task: TaskWords,
     pin: PinTexts = None,
     top: Annotated[int, typer.Option(help="How many plans to show, best first.", min=1, max=100)] = 3,
+    by_kind: Annotated[
+        bool,
+        typer.Option(
+            "--by-kind",
+            help="The plans of --top differ in kind: each is the best with other kinds of parallelism than those "
+            "before it (tensor, pipeline, context, expert, sharded parameters, offload).",
+        ),
+    ] = False,
     time_limit: TimeLimit = 60.0,
     memory_risk: MemoryRisk = DEFAULT_RISK,
     equal_within: EqualWithin = EQUAL_WITHIN,
     runnable: Runnable = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also the space, and all counts of the search.")] = (
+        False
+    ),
     as_json: AsJson = False,
 ) -> None:
     """The best plan that fits, with its certificate: of equally fast ones the simplest."""
@@ -131,9 +143,10 @@ def plan(
     run = read_run(task)
     chosen = {"memory_risk": memory_risk, "equal_within": equal_within}
     request = read_request(task, pins=pin, top=top, time_limit=time_limit, runnable=runnable, **chosen)
+    request = replace(request, by_kind=by_kind)
     try:
-        with waiting("searching", as_json):
-            result = search_plan(request)
+        with waiting("searching", as_json) as status:
+            result = search_plan(request, telling(status))
     except InfeasibleError as error:
         if as_json:
             from autoplan.report.data import infeasible_report
@@ -147,7 +160,7 @@ def plan(
     else:
         from autoplan.report.text import console, plan_text
 
-        plan_text(console(), task.model, task.cluster, request, result, run)
+        plan_text(console(), task.model, task.cluster, request, result, run, verbose)
 
 
 @app.command()
@@ -249,7 +262,7 @@ def whatif(
     request = read_request(task, pins=pin, time_limit=time_limit, memory_risk=memory_risk, equal_within=equal_within)
     count = math.prod(map(len, values.values()))
     pairs = ((point, row(point, run)) for point in points(request, values))
-    done, interrupted = _planned_rows(pairs, columns(values, run), f"of {count} points", csv, as_json)
+    done, interrupted = _planned_rows(pairs, columns(values, run), Countdown(count, "points"), csv, as_json)
     found = [point for point, _ in done]
     outcome = _outcome(found, interrupted)
     if as_json:
@@ -257,20 +270,21 @@ def whatif(
 
         _print_json(whatif_report(outcome, request, values, [cells for _, cells in done]))
     else:
-        from autoplan.report.text import console, whatif_text
+        from autoplan.report.sweep_text import whatif_text
+        from autoplan.report.text import console
 
         whatif_text(console(), request, found, run)
     _end_sweep(outcome, found, count)
 
 
 def _planned_rows(
-    pairs: Iterable[tuple[Found, Row]], columns: Sequence[str], of: str, csv: Path | None, quiet: bool
+    pairs: Iterable[tuple[Found, Row]], columns: Sequence[str], left: Countdown, csv: Path | None, quiet: bool
 ) -> tuple[list[tuple[Found, Row]], bool]:
     """Plan row by row, and write each row when it is there. Return the rows, and True if they were interrupted.
 
     Args:
         pairs: What was found and its row; made one by one, which takes long.
-        of: What all rows together are, in words.
+        left: Counts the rows.
     """
     from autoplan.report.files import csv_rows
 
@@ -280,7 +294,7 @@ def _planned_rows(
             for pair in pairs:
                 done.append(pair)
                 add(pair[1])
-                status.update(f"planning: {len(done)} {of}")
+                status.update(f"planning: {left.text(len(done))}")
         except KeyboardInterrupt:  # between two searches; during a search, its last point says so
             return done, True
     return done, False
@@ -333,7 +347,7 @@ def capacity(
         task = read_task(file)
     count = task.num_searches * len(task.tokens)
     pairs = ((cell, cell_row(cell)) for cell in cells(task))
-    done, interrupted = _planned_rows(pairs, cell_columns(), f"of {count} rows", csv, as_json)
+    done, interrupted = _planned_rows(pairs, cell_columns(), Countdown(count, "rows"), csv, as_json)
     found = [cell for cell, _ in done]
     found_points = [cell.point for cell in found]
     outcome = _outcome(found_points, interrupted)
@@ -344,6 +358,24 @@ def capacity(
 
         capacity_text(console(), str(file), task, found)
     _end_sweep(outcome, found_points, count)
+
+
+@app.command()
+def compile(
+    model: Annotated[str, typer.Argument(help="The model, as plan takes it; the one that the plan was made for.")],
+    plan: Annotated[Path, typer.Argument(help="The plan: what `autoplan plan --json` or `Plan.to_json` wrote.")],
+    out: Annotated[Path, typer.Option(help="Folder of the program: a module per stage, and three JSON files.")],
+) -> None:
+    """Write the program of every rank of a plan, for parallelize(model, program=FOLDER). Needs no cluster."""
+    from autoplan.planning import compile
+    from autoplan.report.request import import_from_here
+
+    if ":" in model:
+        import_from_here()
+    with waiting("compiling", quiet=False):
+        program = compile(model, plan, out)
+    stages, ranks = len(program.spec.stages), math.prod(size for _, size in program.spec.axes)
+    typer.echo(f"{out}: {program.spec.model} in {stages} stage{'s' * (stages != 1)} for {ranks:,} ranks")
 
 
 @app.command()

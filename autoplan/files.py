@@ -7,11 +7,14 @@ models can use it.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 _MODE = 0o644  # of a new file; temporary files are private
 
@@ -39,6 +42,92 @@ def write_whole(path: Path | str, data: str | bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise
+
+
+class Written(NamedTuple):
+    """What a file holds: its size in bytes, and the SHA-256 of its content in hexadecimal digits."""
+
+    num_bytes: int
+    sha256: str
+
+
+def write_pieces(path: Path | str, pieces: Iterable[bytes | memoryview]) -> Written:
+    """Write a file piece by piece, whole or not at all, and wait until it is on the disk. Raises OSError."""
+    path = Path(path)
+    digest, size = hashlib.sha256(), 0
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            for piece in pieces:
+                file.write(piece)
+                digest.update(piece)
+                size += len(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, _MODE)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+    return Written(size, digest.hexdigest())
+
+
+def digest_of(path: Path | str) -> Written:
+    """Return what a file holds. Raises OSError."""
+    digest, size = hashlib.sha256(), 0
+    with Path(path).open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+            size += len(piece)
+    return Written(size, digest.hexdigest())
+
+
+_PIECE_BYTES = 1 << 24
+
+
+def fresh_folder(path: Path | str) -> Path:
+    """Make an empty folder; whatever had its name is removed. Raises OSError."""
+    path = Path(path)
+    remove_folder(path)
+    path.mkdir(parents=True)
+    return path
+
+
+def move_folder(path: Path | str, to: Path | str) -> None:
+    """Give a folder beside it another name, in one step if no folder has that name yet. Raises OSError."""
+    path, to = Path(path), Path(to)
+    for changed in (path, path.parent):
+        _wait_for_disk(changed)
+    old = to.with_name(f".{to.name}.old")
+    remove_folder(old)
+    if to.exists():
+        os.rename(to, old)
+    os.rename(path, to)
+    _wait_for_disk(to.parent)
+    remove_folder(old)
+
+
+def remove_folder(path: Path | str) -> None:
+    """Remove a folder with its content, if there is one. It loses its name first. Raises OSError."""
+    path = Path(path)
+    if not path.exists():
+        return
+    gone = path
+    if not path.name.startswith("."):
+        gone = path.with_name(f".{path.name}.gone")
+        shutil.rmtree(gone, ignore_errors=True)
+        os.rename(path, gone)
+    shutil.rmtree(gone)
+
+
+def _wait_for_disk(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 class AppendedFile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,20 +16,20 @@ from torch.distributed.tensor import DTensor
 from autoplan.files import temporary_folder, write_whole
 from autoplan.runtime.agree import AgreedValueError
 from autoplan.runtime.batch import Batches, Counts
+from autoplan.runtime.checkpoint.contents import Progress, Stateful, Training, Updated, named, updated_of
+from autoplan.runtime.checkpoint.door import Checkpoints, Resumed, Saving, root_of
 from autoplan.runtime.compiled import compile_blocks
 from autoplan.runtime.compression import Compression
 from autoplan.runtime.failure import guard, guarded
 from autoplan.runtime.mesh import AxisMesh, use_mesh
+from autoplan.runtime.model_state import ModelState
 from autoplan.runtime.norm import scale_, square_sum
 from autoplan.runtime.offload import PARAMETERS, HostShards, check_offload
 from autoplan.runtime.optim import check_elementwise, guard_step, on_local_shards
 from autoplan.runtime.params import (
-    buffer_owner,
     local_of,
     materialise,
     reduce_deferred,
-    shard_param,
-    unshard,
 )
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
 from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecision, check_precision
@@ -37,9 +38,8 @@ from autoplan.runtime.replicas import Replicas
 from autoplan.runtime.shards import Shards, show_states
 from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec, evaluate_terms
 from autoplan.runtime.stages import Carried
-from autoplan.runtime.state import IncompatibleKeys, check_state, like, updated_buffers
+from autoplan.runtime.state import IncompatibleKeys
 from autoplan.runtime.tied import TiedGradients, share_tied
-from autoplan.runtime.whole import CPU, broadcast_whole, of_shards, own_shard
 from autoplan.runtime.zero import GradientSync, apply_zero, reduces_beside
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -71,6 +71,7 @@ class ParallelModel:
         optimizer: the optimizer over the local parts of this rank's shards, or None.
         loss_scaler: the loss scaler of a float16 program, else None.
         precision: the dtypes of a mixed-precision program, else None.
+        progress: steps and samples so far, and the seed of dropout.
         data_rank, data_world: index of this rank's part of the global batch, and the number of parts.
     """
 
@@ -96,41 +97,49 @@ class ParallelModel:
     ) -> None:
         self.spec, self.source = spec, dict(sources)
         self.plan: Any = None  # a Plan, whose class the runtime does not know
-        self.num_micro_batches, self.device, self.seed = num_micro_batches, torch.device(device), seed
+        self.num_micro_batches, self.device = num_micro_batches, torch.device(device)
+        self.progress = Progress(seed)
         self.mesh = mesh or AxisMesh(spec.axes, dict(spec.groups), device_type=self.device.type)
         self._replicas = Replicas(spec, self.mesh)
         self.data_rank, self.data_world = self._coordinate("dp"), self.mesh.size("dp")
         self._specs = {s.index: s for s in spec.stages_of(self._coordinate("pp"))}
-        self._dtype, self._aliases, self._extra = dtype, dict(aliases or {}), dict(extra_state or {})
+        self._dtype = dtype
         self._given = {name: t.dtype for name, t in parameters.items()}
         double = torch.float64 in self._given.values()
         self._loss_dtype = dtype or (torch.float64 if double else torch.float32)
         self.precision = MixedPrecision.of(spec)
         check_precision(spec, self.precision, dtype, gradient_compression)
-        self._num_steps = 0
         self.folder = folder or temporary_folder(self)
         self.stages = {index: self._build(mine, parameters, buffers) for index, mine in self._specs.items()}
         if compile is not None:
             hidden = [self.mesh.group("tp")] if async_tp and self.mesh.size("tp") > 1 else ()
             for stage in self.stages.values():
                 compile_blocks(stage, compile, hidden)
-        self._owners = self._find_owners()
+        params = [p for stage in spec.stages for p in stage.params]
+        self._state = ModelState(
+            spec,
+            self.mesh,
+            self.stages,
+            Shards(self.mesh, params, split=not self._replicas.plain),
+            device=self.device,
+            aliases=aliases or {},
+            extra=extra_state or {},
+            dtype=dtype,
+            stored=self._stored_dtype,
+        )
         self._compression = gradient_compression
         self._on_host = check_offload(spec.offload)
         self._syncs, self._copies = self._synchronised()
-        self._host = self._host_shards()
+        self._state.host = self._host = self._host_shards()
         self.loss_scaler = self._make_loss_scaler()
         self._tied = TiedGradients(spec, self.mesh, self.stages)
         self.mesh.connect(self.device)
         self._batches = Batches(spec, self.mesh, num_micro_batches, self.device)
-        self._shards_shown = Shards(
-            self.mesh,
-            [p for stage in spec.stages for p in stage.params],
-            split=not self._replicas.plain,
-        )
         self._runner: PipelineRunner | None = None
         self._runner_shape: tuple[int, ...] = ()
+        self._checkpoints = Checkpoints(self.device)
         self.optimizer: torch.optim.Optimizer | None = None
+        self._updated: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # name, tensor of self.optimizer, as shown
         if optimizer is not None:
             self.optimizer = self._make_optimizer(optimizer)
             check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
@@ -148,7 +157,7 @@ class ParallelModel:
 
     def _make_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
         """Return an optimizer over the local parts of all trained parameters and all copies of tied parameters."""
-        trained = [(s, p) for s, p in self._places() if p.requires_grad]
+        trained = [(s, p) for s, p in self._state.places() if p.requires_grad]
         given: list[nn.Parameter] = []
 
         def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -156,8 +165,9 @@ class ParallelModel:
             return factory(given)
 
         optimizer = on_local_shards(make, [self._held(p) for _, p in trained])
-        shown = [self._shards_shown.of(s, self._held(p), p) for s, p in trained]
+        shown = [self._state.shown(s, p) for s, p in trained]
         show_states(optimizer, list(zip(given, shown, strict=bool(trained))))
+        self._updated = [(s.name, local, whole) for (s, _), local, whole in zip(trained, given, shown, strict=False)]
         return optimizer
 
     def _synchronised(self) -> tuple[dict[int, GradientSync], Copies | None]:
@@ -200,13 +210,13 @@ class ParallelModel:
 
     def _trained(self) -> Iterator[nn.Parameter]:
         """Yield the trained parameters that the blocks hold: on the device, unless `fully_shard` offloads them."""
-        for _, parameter in self._places():
+        for _, parameter in self._state.places():
             if parameter.requires_grad:
                 yield parameter
 
     def _held(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the tensor that the optimizer updates: the parameter itself, or its copy on the host."""
-        return parameter if self._host is None else self._host.of(parameter)
+        return self._state.held(parameter)
 
     def _make_copies(self) -> Copies | None:
         if self.precision is None:
@@ -254,50 +264,12 @@ class ParallelModel:
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
-    def _find_owners(self) -> list[tuple[ParamSpec, nn.Module]]:
-        """Return each parameter of this rank once, with its block (blocks, not tensors: ZeRO replaces the tensors)."""
-        seen: set[int] = set()
-        out: list[tuple[ParamSpec, nn.Module]] = []
-        for index, mine in self._specs.items():
-            for p in mine.params:
-                block = self.stages[index].get_submodule(f"blocks.{p.block}")
-                parameter = block.get_parameter(p.attr)
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    out.append((p, block))
-        return out
-
-    def _places(self) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
-        """Yield each parameter object of this rank once, with the spec of its first use."""
-        for p, block in self._owners:
-            yield p, block._parameters[p.attr]  # type: ignore[misc]  # None only for absent ones
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (original name, this rank's shard), each name once: of a tied parameter the first copy.
 
         If the program splits parameters, they are DTensors of the model's own shapes (`autoplan.runtime.shards`).
         """
-        for p, parameter in self._first_copies():
-            yield p.name, self._shards_shown.of(p, self._held(parameter), parameter)
-
-    def _first_copies(self) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
-        """Yield from `_places`, but only the first copy of each tied parameter."""
-        seen: set[str] = set()
-        for p, parameter in self._places():
-            if p.name not in seen:
-                seen.add(p.name)
-                yield p, parameter
-
-    def _follow_first_copies(self) -> None:
-        """Give all copies of a tied parameter the values of the first copy, which is the one that users see."""
-        if len({p.name for p, _ in self._owners}) == len(self._owners):
-            return
-        first = {p.name: parameter for p, parameter in self._first_copies()}
-        with torch.no_grad():
-            for p, parameter in self._places():
-                source, copy = self._held(first[p.name]), self._held(parameter)
-                if copy is not source:
-                    local_of(copy).copy_(local_of(source))
+        return self._state.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield this rank's trained shards, for an optimizer. If the optimizer's state is offloaded, the shards are on
@@ -331,11 +303,11 @@ class ParallelModel:
         problem = self._batches.problem(batch)
         parts = [] if problem is not None else self._batches.cut(batch)
         counts = self._batches.settle(
-            batch, problem, lambda: self._count(parts), data_rank=self.data_rank, step=self._num_steps
+            batch, problem, lambda: self._count(parts), data_rank=self.data_rank, step=self.progress.num_steps
         )
         denominators = self._denominators(counts)
-        self._follow_first_copies()
-        for _, parameter in self._places():
+        self._state.follow_first_copies()
+        for _, parameter in self._state.places():
             parameter.grad = None
         if self._host is not None:
             self._host.drop_gradients()
@@ -344,7 +316,7 @@ class ParallelModel:
             size = next(iter(parts[0].values())).shape[0]
             first = self.data_rank * size * len(parts)
             # one copy to the device for all micro-batches, without synchronisation
-            numbers = [[self.seed, self._num_steps, first + i * size] for i in range(len(parts))]
+            numbers = [[self.progress.seed, self.progress.num_steps, first + i * size] for i in range(len(parts))]
             generators = torch.tensor(numbers).to(self.device, non_blocking=True)
             for part, generator in zip(parts, generators, strict=True):
                 part |= denominators
@@ -353,13 +325,14 @@ class ParallelModel:
                 part["rng"] = generator
             losses = self._run(parts)
             sent = self.precision.gradients if self.precision is not None else None
-            reduce_deferred([(p, s) for s, p in self._places() if s.reduce_axes], self.mesh, sent, self.device)
+            reduce_deferred([(p, s) for s, p in self._state.places() if s.reduce_axes], self.mesh, sent, self.device)
             self._tied.sum_tied(self.device)
             if self.loss_scaler is not None:
                 self.loss_scaler.unscale_(self._trained(), self.device, self.mesh.world_size)
         if self._host is not None:
             self._host.take_gradients()
-        self._num_steps += 1
+        self.progress.num_steps += 1
+        self.progress.num_samples += size * len(parts) * self.data_world
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device, dtype=self._loss_dtype)
         total = total.to(torch.float64).detach().clone()
         for axis in (self._replicas.all, "pp"):  # other stages add zero
@@ -457,54 +430,12 @@ class ParallelModel:
 
     def _gradients(self) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
         """Yield this rank's part of each gradient once, from where the optimizer finds it."""
-        for p, parameter in self._places():
+        for p, parameter in self._state.places():
             grad = self._held(parameter).grad
             if grad is not None:
                 yield p, local_of(grad)
 
     # -- state ------------------------------------------------------------------------------------------------------
-
-    @guarded("full_tensors")
-    def full_tensors(self, pick: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        """Return full tensors by original name, on the host of every rank (a collective). `pick` chooses parameter or
-        gradient. The tensors come one by one: a device holds one bucket at a time (`autoplan.runtime.whole`)."""
-        mine = self._own_tensors(pick)
-        return mine if self.mesh.size("pp") == 1 else self._of_all_stages(mine)
-
-    def _own_tensors(self, pick: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        """Return the full tensors of this rank's stages."""
-        mine: dict[str, torch.Tensor] = {}
-        for p, parameter in self._places():
-            tensor = pick(self._held(parameter))
-            if tensor is None or (p.name in mine and not p.shards and not isinstance(parameter, DTensor)):
-                continue
-            local = local_of(tensor).detach()
-            if isinstance(parameter, DTensor):
-                local = of_shards(local, parameter, self.device)
-            full = unshard(local, p, self.mesh, self.device)  # a collective, also for other copies of a tied parameter
-            if p.name not in mine:
-                mine[p.name] = full.clone() if full.device == tensor.device else full  # never a view of the parameter
-        return mine
-
-    def _of_all_stages(self, mine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the full tensors of all stages; the pipeline rank that holds a stage broadcasts its tensors."""
-        out: dict[str, torch.Tensor] = {}
-        group = self.mesh.group("pp")
-        for index, stage in enumerate(self.spec.stages):
-            params = {p.name: p for p in reversed(stage.params) if p.name not in out}
-            names = [name for name in dict.fromkeys(p.name for p in stage.params) if name in params]
-            present = torch.tensor([name in mine for name in names], dtype=torch.int32, device=self.device)
-            source = self._rank_of_stage(index)
-            if names:
-                dist.broadcast(present, source, group=group)
-            for name, there in zip(names, present.tolist(), strict=True):
-                if not there:
-                    continue
-                p = params[name]
-                here = index in self.stages
-                out[name] = mine[name].contiguous() if here else torch.empty(p.shape, dtype=self._stored_dtype(p))
-                broadcast_whole(out[name], source, self.device, group)
-        return out
 
     def _stored_dtype(self, p: ParamSpec) -> torch.dtype:
         if self.precision is not None:
@@ -512,8 +443,11 @@ class ParallelModel:
         dtype: torch.dtype = self._dtype or getattr(torch, p.dtype)
         return dtype
 
-    def _rank_of_stage(self, index: int) -> int:
-        return dist.get_global_rank(self.mesh.group("pp"), self.spec.rank_of(index))
+    @guarded("full_tensors")
+    def full_tensors(self, pick: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """Return full tensors by original name, on the host of every rank (a collective). `pick` chooses parameter or
+        gradient. The tensors come one by one: a device holds one bucket at a time (`autoplan.runtime.whole`)."""
+        return self._state.full_tensors(pick)
 
     @guarded("state_dict")
     def state_dict(self) -> dict[str, Any]:
@@ -522,17 +456,12 @@ class ParallelModel:
         The tensors are on the host, whatever the model runs on (as FSDP's full state with `cpu_offload`): every rank's
         host holds the whole model, its device one bucket at a time. `load_state_dict` takes them from any device.
         """
-        out: dict[str, Any] = dict(self.full_tensors(lambda p: p))
-        for name, others in self._aliases.items():
-            for other in others:
-                out[other] = out[name]
-        out |= {n: v.to(CPU) if isinstance(v, torch.Tensor) else v for n, v in self._extra.items()}
-        return {**out, **updated_buffers(self.spec, self.stages, self._extra, self.mesh, self._dtype, self.device)}
+        return self._state.state_dict()
 
     @guarded("gradients")
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return full gradients under the original names, on the host of every rank (a collective)."""
-        return self.full_tensors(lambda p: p.grad)
+        return self._state.full_tensors(lambda p: p.grad)
 
     @guarded("load_state_dict")
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> IncompatibleKeys:
@@ -548,41 +477,70 @@ class ParallelModel:
                 loaded.
             ValueError: the ranks were given different states.
         """
-        keys = check_state(self.spec.model, state, self._state_shapes(), strict, self.device)
-        with torch.no_grad():
-            for p, parameter in self._places():
-                names = [n for n in (p.name, *self._aliases.get(p.name, ())) if n in state]
-                if names:
-                    self._load(p, parameter, state[names[-1]])
-            for name, old in self._extra.items():
-                if name in state:
-                    self._extra[name] = like(state[name], old)
-            for mine in self._specs.values():
-                for b in mine.buffers:
-                    if b.name in state and b.name in self._extra:
-                        held = getattr(buffer_owner(self.stages[mine.index], b), b.attr)
-                        held.copy_(like(state[b.name], held))
-        return keys
+        return self._state.load_state_dict(state, strict)
 
-    def _state_shapes(self) -> dict[str, tuple[int, ...] | None]:
-        """Return the shapes of everything in `state_dict`, of all stages."""
-        out: dict[str, tuple[int, ...] | None] = {}
-        for stage in self.spec.stages:
-            for p in stage.params:
-                out |= dict.fromkeys((p.name, *self._aliases.get(p.name, ())), p.shape)
-        for name, value in self._extra.items():
-            out[name] = tuple(value.shape) if isinstance(value, torch.Tensor) else None
-        return out
+    @guarded("save_checkpoint")
+    def save_checkpoint(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        states: Mapping[str, Stateful] | None = None,
+        keep: int | None = None,
+        wait: bool = True,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> Saving:
+        """Write a checkpoint of the whole training into a folder of its step; call it between steps, on every rank.
 
-    def _load(self, p: ParamSpec, parameter: nn.Parameter, full: torch.Tensor) -> None:
-        """Copy this rank's part of a full tensor into a parameter; the part is cut on the full tensor's device."""
-        local = shard_param(full.detach().reshape(p.shape), p, self.mesh.size, self._coordinate)
-        if isinstance(parameter, DTensor):
-            local = own_shard(local, parameter)
-        if self._host is not None and self._held(parameter) is not parameter:
-            self._host.load(parameter, local)
-        else:
-            local_of(parameter).copy_(local)
+        It holds parameters, buffers, the optimizer, the loss scaler, the random generators and `progress`. Each rank
+        writes its own parts, and `load_checkpoint` takes them under any other plan. The checkpoint is complete or not
+        there (`autoplan.runtime.checkpoint.folders`).
+
+        Args:
+            folder: of all checkpoints; all ranks see it.
+            states: further objects by name, such as schedulers of the learning rate; rank 0's states are stored.
+            keep: number of checkpoints to keep; None: all.
+            wait: False: copy everything to the host and write it beside the next steps. The next call, or `wait()` of
+                what is returned, waits for it and raises its error.
+            optimizer: one that you made of `parameters()`; None: `self.optimizer`.
+
+        Raises:
+            CheckpointError: (on all ranks) it could not be written; older ones are unchanged, and the job can go on.
+        """
+        return self._checkpoints.save(self._training(optimizer), root_of(folder), states or {}, keep, wait)
+
+    @guarded("load_checkpoint")
+    def load_checkpoint(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        states: Mapping[str, Stateful] | None = None,
+        step: int | None = None,
+        model_only: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> Resumed | None:
+        """Load a checkpoint that a program of this model wrote under any plan; call it on every rank.
+
+        Args:
+            folder, states, optimizer: as for `save_checkpoint`.
+            step: which one; None: the newest that is complete.
+            model_only: load parameters and buffers, and leave the rest of the training as it is.
+
+        Returns: what was loaded, or None if the folder has no checkpoint and `step` is None.
+        Raises:
+            CheckpointError: (on all ranks) it is damaged or does not fit; nothing is changed, and the text names an
+                older one.
+        """
+        training = self._training(optimizer)
+        return self._checkpoints.load(training, root_of(folder), states or {}, step, model_only)
+
+    def _training(self, given: torch.optim.Optimizer | None) -> Training:
+        """Return what checkpoints are made of, with an optimizer that was given or the program's own."""
+        optimizer = given or self.optimizer
+        updated: list[Updated] = []
+        if optimizer is not None:
+            updated = updated_of(optimizer, self._updated if given is None else named(self._state))
+        ranks = self.data_rank, self.data_world
+        return Training(self._state, self.progress, optimizer, updated, self.loss_scaler, *ranks)
 
     def __repr__(self) -> str:
         degrees = " ".join(f"{n}={k}" for n, k in self.mesh.axes.items())

@@ -23,7 +23,7 @@ RECEIVES_INTO_FRESH_BUFFERS, `end_of_backward`, `mend_simulated_groups`.
 | _foreach_copy_, _foreach_add_, _amp_foreach_non_finite_check_and_unscale_ (in precision.py) | a few kernels for the 16-bit copies of all parameters, and for unscaling all gradients, as in torch.amp.GradScaler | |
 | _assert_async (in experts.py) | an index beyond the experts is refused without a wait for the device | |
 | UntypedStorage._cdata (in recompute.py) | tells views of an argument from other values | |
-| nn.Module._parameters (in precision.py, model.py, params.py, capture/passes/cast.py) | a parameter is exchanged for its 16-bit copy in place, without registering it anew | |
+| nn.Module._parameters (in precision.py, model_state.py, params.py, capture/passes/cast.py) | a parameter is exchanged for its 16-bit copy in place, without registering it anew | |
 | distributed_c10d._get_default_store | the store through which ranks learn where the others answer | |
 | TCPStore's client connection (/proc/self/fd) | its calls wait forever for a stopped host; they raise once it is shut down | |
 | distributed_c10d.default_pg_timeout, default_pg_nccl_timeout, _set_pg_timeout | groups of a DeviceMesh take torch's default timeout (gloo: 30 minutes), not the default group's; gloo's sends and receives keep the timeout their group was made with | |
@@ -76,7 +76,7 @@ def in_graph() -> bool:
 
 def group_named(name: str) -> dist.ProcessGroup:
     """Return the process group with this name, which operators of a graph take in its place."""
-    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,no-any-return]
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
 
 
 def end_of_backward(root: Any) -> None:

@@ -276,7 +276,7 @@ def show_states(optimizer: torch.optim.Optimizer, shown: Sequence[tuple[torch.Te
             whole = by_id.get(id(local))
             if whole is not None and number in out:
                 out[number] = {
-                    key: TensorShard.of(value, _retyped(whole._spec, value.dtype), whole.origin)
+                    key: TensorShard.of(value, retyped(whole._spec, value.dtype), whole.origin)
                     if isinstance(value, torch.Tensor) and value.shape == local.shape and value.dim()
                     else value
                     for key, value in out[number].items()
@@ -294,7 +294,7 @@ def show_states(optimizer: torch.optim.Optimizer, shown: Sequence[tuple[torch.Te
     optimizer.register_load_state_dict_pre_hook(hide)
 
 
-def _retyped(layout: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+def retyped(layout: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     """Return the same layout for a tensor of another dtype."""
     meta = cast(TensorMeta, layout.tensor_meta)
     return DTensorSpec(layout.mesh, layout.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))

@@ -29,7 +29,7 @@ from autoplan.report.arguments import imbalance_of
 from autoplan.report.commands import estimate_command, plan_command, whatif_command, wrapped
 from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchResult
 from autoplan.sweeps.label import evidence_label, plan_label
-from autoplan.sweeps.whatif import STEP_ONLY, Point, RunTask, batch_warning, row, run_of
+from autoplan.sweeps.whatif import STEP_ONLY, RunTask, batch_warning, run_of
 
 TEXT_WIDTH = 110
 _MAX_STAGE_COLUMNS = 5
@@ -87,8 +87,9 @@ def _interval(q: Quantity) -> str:
     return f"{mid} {unit} ({low} to {high})"
 
 
-def _heading(out: Console, request: PlanRequest) -> None:
-    from autoplan import __version__
+def heading(out: Console, request: PlanRequest) -> None:
+    """Print the model, the cluster and the task of a request."""
+    from autoplan.versions import __version__
 
     r = request
     layers = len(layer_calls(r.graph))
@@ -394,21 +395,28 @@ def proof_text(gap: float, intra_gap: float) -> str:
     return proof
 
 
-def _certificate(out: Console, c: Certificate) -> None:
+def _certificate(out: Console, c: Certificate, verbose: bool) -> None:
+    """Print the space and the certificate in one line; all of both if `verbose`."""
     out.print()
     state = "" if c.status == "complete" else f" ({c.status})"
+    proof = f"{proof_text(c.gap, c.intra_gap)}, at these prices{state}"
+    if not verbose:
+        undecided = f"{c.open:,} left open, " if c.open else ""
+        paragraph(out, f"{c.considered:,} candidates, {undecided}{c.solve_time_s:.1f} s: {proof} (--verbose: all)", 1)
+        return
     undecided = f", {c.open:,} left open" if c.open else ""
     paragraph(
         out,
         f"{c.considered:,} candidates: {c.illegal:,} illegal, {c.too_big:,} too big, {c.bounded_out:,} bounded out, "
-        f"{c.solved:,} solved{undecided} in {c.solve_time_s:.1f} s: {proof_text(c.gap, c.intra_gap)}, at these "
-        f"prices{state}",
+        f"{c.solved:,} solved{undecided} in {c.solve_time_s:.1f} s: {proof}",
         1,
     )
     for what, counts in (("illegal", c.illegal_by_rule), ("too big", c.too_big_by_term)):
         if counts:
             listed = ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items(), key=lambda kv: -kv[1]))
             paragraph(out, f"{what}: {listed}", 2, "dim")
+    phases = ", ".join(f"{name} {s:.1f} s" for name, s in sorted(c.by_phase_s.items(), key=lambda kv: -kv[1]))
+    paragraph(out, f"time: {phases}", 2, "dim")
     paragraph(out, f"the space: {'; '.join(c.restrictions)}", 2, "dim")
 
 
@@ -504,17 +512,18 @@ def plan_text(
     request: PlanRequest,
     result: SearchResult,
     run: RunTask = STEP_ONLY,
+    verbose: bool = False,
 ) -> None:
     """Print the answer of `autoplan plan`."""
     best = result.plans[0]
-    _heading(out, request)
+    heading(out, request)
     _evidence(out, request, best.estimate)
     _answer(out, "BEST KNOWN, not proved:" if result.certificate.stopped_far else "BEST", best, request, run)
     _memory(out, best.estimate)
     _breakdown(out, best.estimate)
     _ranking(out, result, request, run)
     _equals(out, result, request)
-    _certificate(out, result.certificate)
+    _certificate(out, result.certificate, verbose)
     prices(out, [request], run)
     _warnings(out, best.estimate, request, run)
     nodes, memory_gb = request.cluster.num_nodes, round(request.cluster.device.memory_bytes / 1e9)
@@ -538,7 +547,7 @@ def estimate_text(
     run: RunTask = STEP_ONLY,
 ) -> None:
     """Print the answer of `autoplan estimate`."""
-    _heading(out, request)
+    heading(out, request)
     _evidence(out, request, planned.estimate)
     _answer(out, "PLAN", planned, request, run)
     _memory(out, planned.estimate)
@@ -546,50 +555,3 @@ def estimate_text(
     prices(out, [request], run)
     _warnings(out, planned.estimate, request, run)
     _next(out, [plan_command(model, cluster, request)])
-
-
-def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], run: RunTask = STEP_ONLY) -> None:
-    """Print the table of `autoplan whatif`."""
-    _heading(out, request)
-    out.print()
-    varied = list(found[0].varied) if found else []
-    heads = [*varied, "devices", "step s", "low to high", "tokens/s"]
-    if run.tokens is not None:
-        heads += ["days", "cost"]
-    table = plain_table(*heads, "GB left", "plan", left=0)
-    table.columns[-1].justify = "left"
-    for column in table.columns[:-1]:
-        column.no_wrap = True
-    reasons: dict[str, int] = {}
-    for point in found:
-        data = row(point, run)
-        cells = [numbers.plain(point.varied[name]) for name in varied]
-        cells.append(numbers.plain(data["num_devices"]) if data["num_devices"] is not None else "-")
-        if point.planned is None:
-            cells += ["-", "-", "-"] + (["-", "-"] if run.tokens is not None else []) + ["-"]
-            cells.append(f"{point.status} [{reasons.setdefault(point.reason, len(reasons) + 1)}]")
-        else:
-            e = point.planned.estimate
-            step = e.step_time_s
-            span = f"{numbers.digits(step.low)}-{numbers.digits(step.high)}"
-            cells += [numbers.digits(step.mid), span, numbers.scaled(e.tokens_per_s)]
-            if point.request is not None:
-                days_and_cost = run_cells(run_of(e, point.request, run))
-                cells += days_and_cost[::2]  # only --csv and --json show them with failures
-            cells.append(f"{(e.memory_capacity_bytes - e.peak_memory_bytes.mid) / 1e9:.1f}")
-            ended = "" if data["search_status"] == "complete" else f" ({data['search_status']})"
-            cells.append(plan_label(point.planned.config, e) + ended)
-        table.add_row(*cells)
-    out.print(table)
-    for reason, number in reasons.items():
-        paragraph(out, f"[{number}] {reason}", 4, "yellow")
-    planned = next((p for p in found if p.planned is not None), None)
-    out.print()
-    if planned is not None and planned.planned is not None:
-        tag = planned.planned.estimate.step_time_s.tag
-        paragraph(
-            out, f"Each row is planned anew; times are {tag}, low to high as stated. All figures: --csv, --json", 2
-        )
-    prices(out, [p.request for p in found if p.request is not None and p.planned is not None], run)
-    for text in graph_notes([request]):
-        paragraph(out, f"Note: {text}", 6, "yellow")

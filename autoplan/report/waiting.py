@@ -1,11 +1,20 @@
-"""A line on stderr that says what a person is waiting for."""
+"""A line on stderr that says what a person is waiting for, and how far it is."""
 
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from autoplan.config import numbers
+
+if TYPE_CHECKING:
+    from autoplan.search.progress import Progress
+
+_HINT = "Ctrl-C: best so far"
 
 
 def waiting(what: str, quiet: bool) -> Any:
@@ -14,4 +23,35 @@ def waiting(what: str, quiet: bool) -> Any:
         return nullcontext(SimpleNamespace(update=lambda text: None))
     from rich.console import Console
 
-    return Console(stderr=True).status(f"{what} (Ctrl-C: best so far)")
+    return Console(stderr=True).status(f"{what} ({_HINT})")
+
+
+def telling(status: Any, what: str = "searching") -> Callable[[Progress], None]:
+    """Return a function that shows the progress of a search in such a line."""
+    return lambda progress: status.update(f"{what}: {progress_text(progress)} ({_HINT})")
+
+
+def progress_text(p: Progress) -> str:
+    """Return the progress of a search in words: `12,345 candidates left, best 3.41 s, at most 4.2 % shorter`."""
+    words = [f"{p.num_left:,} candidates left"]
+    if p.best_s is not None:
+        words.append(f"best {numbers.digits(p.best_s)} s")
+    if p.gap is not None:
+        words.append(f"the best of the space is at most {numbers.percent(p.gap)} shorter")
+    return ", ".join(words)
+
+
+class Countdown:
+    """The time that is left of several pieces of work, if those to come take as long as those that are done."""
+
+    def __init__(self, num: int, of: str) -> None:
+        """Start to count. `of`: what the pieces are, in words, for example `points`."""
+        self.num, self.of, self._start_s = num, of, time.perf_counter()
+
+    def text(self, done: int) -> str:
+        """Return `3 of 12 points, about 40 s left`."""
+        words = f"{done} of {self.num} {self.of}"
+        if not 0 < done < self.num:
+            return words
+        left_s = (time.perf_counter() - self._start_s) / done * (self.num - done)
+        return f"{words}, about {left_s:.0f} s left" if left_s < 120 else f"{words}, about {left_s / 60:.0f} min left"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoplan.config.parallel import ParallelConfig
 from autoplan.config.recompute import FULL, check_choice, modules_of
+from autoplan.cost_models.memory.recompute_frontier import recompute_mapping
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.cost_models.time.price import Pricer, ranges_of
@@ -149,6 +150,26 @@ def recompute_counts(pricer: Pricer, config: ParallelConfig, chunks: tuple[int, 
         nearest.check_with_nearest(config.but(stages=layers), Facts(config.num_devices), Scope.PRICED)
         return config.recompute
     return layers if config.recompute == FULL else (0,) * len(chunks)
+
+
+def chosen_recompute(
+    pricer: Pricer, chunks: tuple[int, ...], steps: tuple[int, ...]
+) -> Mapping[str, str] | tuple[int, ...]:
+    """Return the choices behind steps along the frontier: layers per stage if all are full, else a choice per layer."""
+    w, counts = pricer.workload, []
+    chosen: dict[int, str] = {}
+    for units, level in zip(ranges_of(chunks), steps, strict=True):
+        mine = pricer.recomputed(units, level)
+        layers = [u for u in units if w.layers[u]]
+        chosen |= mine
+        counts.append(len(mine) if mine == dict.fromkeys(layers[: len(mine)], "full") else -1)
+    if min(counts) >= 0:
+        return tuple(counts)
+    layers_of_units = [
+        tuple(c for c, layer in zip(calls, marked, strict=True) if layer)
+        for calls, marked in zip(w.unit_calls, w.is_layer, strict=True)
+    ]
+    return recompute_mapping(chosen, layers_of_units)
 
 
 def _has_experts(graph: ModelGraph) -> bool:

@@ -26,21 +26,21 @@ import heapq
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from autoplan.config.offload import held_on_host
 from autoplan.config.parallel import ParallelConfig
-from autoplan.cost_models.memory.recompute_frontier import recompute_mapping
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.errors import InfeasibleError
 from autoplan.program.context_pins import Chosen
+from autoplan.search import clock
 from autoplan.search.certificate import Certificate, Status, restrictions_of
 from autoplan.search.cuts import Cut, Cutter, Shortage
 from autoplan.search.degrees import Space, search_order
-from autoplan.search.estimate import Planned, estimate_config
+from autoplan.search.estimate import Planned, chosen_recompute, estimate_config
 from autoplan.search.first_plans import Neighbours, usual
 from autoplan.search.group_bounds import GroupKey, group_key, least_pass_s, step_bounds_s
 from autoplan.search.infeasible import InfeasibleReport, NothingFits, nothing_fits
@@ -58,7 +58,8 @@ from autoplan.search.layouts import (
     space_of,
     without_activations,
 )
-from autoplan.search.simplicity import MOST_EXAMINED, Complexity, complexity, limit_s, simpler_first
+from autoplan.search.progress import Progress, Teller
+from autoplan.search.simplicity import MOST_EXAMINED, Complexity, complexity, kind_of, limit_s, simpler_first
 
 __all__ = [
     "CandidateLayout",
@@ -124,9 +125,10 @@ class _Search:
         best: evaluated plans, best first.
     """
 
-    def __init__(self, request: PlanRequest) -> None:
+    def __init__(self, request: PlanRequest, told: Callable[[Progress], None] | None) -> None:
         check_task(request)
-        self.request, self.start = request, time.perf_counter()
+        self.request, self.start, self.began = request, clock.now_s(), time.perf_counter()
+        self.teller, self.num_candidates = Teller(told), 0
         self.phases: dict[str, float] = defaultdict(float)
         self.points = LayoutCache(request, self.phases)
         self.quick = QuickMemory(request)
@@ -146,6 +148,7 @@ class _Search:
         """Evaluate the first plans, bound all candidates, then refine and evaluate them best first."""
         with self._phase("space"):
             checked = space_of(self.request)
+        self.num_candidates = len(checked.candidates)
         try:
             self._first_plans(checked.candidates)
             for candidate in checked.candidates:
@@ -165,7 +168,7 @@ class _Search:
         if not self.best:
             raise self._nothing(checked)
         chosen, *equals = self._equals()
-        others = [entry for entry in self.best if entry != chosen][: self.request.top - 1]
+        others = self._asked([entry for entry in self.best if entry != chosen], [chosen])[: self.request.top - 1]
         plans = tuple(self._planned(entry) for entry in (chosen, *others))
         near = tuple((self._config(entry), entry[0]) for entry in sorted(equals, key=lambda e: e[0]))
         return SearchResult(plans, self._certificate(checked), near)
@@ -173,7 +176,7 @@ class _Search:
     # -- time -------------------------------------------------------------------------------------------------------
 
     def _elapsed_s(self) -> float:
-        return time.perf_counter() - self.start
+        return clock.now_s() - self.start
 
     def _out_of_time(self) -> bool:
         if self._elapsed_s() > self.request.time_limit_s:
@@ -193,6 +196,12 @@ class _Search:
             yield
         finally:
             self.phases[name] += time.perf_counter() - began - (sum(self.phases.values()) - before)
+
+    def _tell(self, bound_s: float) -> None:
+        """Tell who waits how far the search is. `bound_s`: the least bound of the candidates at hand."""
+        known = bool(self.grouped) and not self.pending
+        best_s = self.best[0][0] if self.best else None
+        self.teller.tell(self.num_candidates - len(self.outcomes), best_s, bound_s if known else None)
 
     # -- candidates -------------------------------------------------------------------------------------------------
 
@@ -246,6 +255,7 @@ class _Search:
             if self.cutters and self._elapsed_s() > until_s:
                 self._out_of_time()
                 return
+            self._tell(0.0)
             alike: dict[Chosen, list[ParallelConfig]] = defaultdict(list)
             for candidate in self.pending.pop(key):
                 found = self._with_methods(candidate)
@@ -325,7 +335,16 @@ class _Search:
 
     def _cutoff_s(self) -> float:
         """Return the step time that a plan must beat to be among the requested ones."""
-        return self.best[self.request.top - 1][0] if len(self.best) >= self.request.top else math.inf
+        asked = self._asked(self.best)
+        return asked[self.request.top - 1][0] if len(asked) >= self.request.top else math.inf
+
+    def _asked(self, entries: list[_Entry], beside: Sequence[_Entry] = ()) -> list[_Entry]:
+        """Return the entries that may be answers: all, or the first of each kind that is not among those beside."""
+        if not self.request.by_kind:
+            return entries
+        kinds = {kind_of(e[1]) for e in beside}
+        first = {kind: e for e in reversed(entries) if (kind := kind_of(e[1])) not in kinds}
+        return [e for e in entries if first.get(kind_of(e[1])) is e]
 
     def _with_offload(self, checked: Space) -> Space:
         """Search candidates with offload: bounded by the same degrees without it, examined if memory binds.
@@ -376,6 +395,7 @@ class _Search:
         while heap:
             bound, refined, _, _, candidate = heap[0]
             cutoff = self._cutoff_s()
+            self._tell(bound)
             if bound >= cutoff:
                 return
             if self._out_of_time() and (self.best or self._elapsed_s() > self.patience_s / 2):
@@ -505,7 +525,7 @@ class _Search:
         config = without_activations(candidate).but(stages=chunks)
         if "recompute" in self.request.pins:
             return config
-        return config.but(recompute=_chosen(self._pricer(candidate), chunks, recompute))
+        return config.but(recompute=chosen_recompute(self._pricer(candidate), chunks, recompute))
 
     def _certificate(self, checked: Space) -> Certificate:
         best, cutoff, least_open, num_open = self.best[0][0], self._cutoff_s(), math.inf, 0
@@ -541,7 +561,7 @@ class _Search:
             solved=counts[_Outcome.SOLVED],
             open=num_open,
             gap=max(0.0, (best - least_open) / best) if least_open < best else 0.0,
-            solve_time_s=self._elapsed_s(),
+            solve_time_s=time.perf_counter() - self.began,
             restrictions=restrictions_of(self.request, checked, () if point is None else point.solution.restrictions),
             status=status,
             illegal_by_rule={**checked.illegal, **rules},
@@ -563,30 +583,15 @@ class _Search:
         return nothing_fits(self.points, checked.candidates, self.shortages)
 
 
-def _chosen(pricer: Pricer, chunks: tuple[int, ...], steps: tuple[int, ...]) -> Mapping[str, str] | tuple[int, ...]:
-    """Return the choices behind steps along the frontier: layers per stage if all are full, else a choice per layer."""
-    w, counts = pricer.workload, []
-    chosen: dict[int, str] = {}
-    for units, level in zip(ranges_of(chunks), steps, strict=True):
-        mine = pricer.recomputed(units, level)
-        layers = [u for u in units if w.layers[u]]
-        chosen |= mine
-        counts.append(len(mine) if mine == dict.fromkeys(layers[: len(mine)], "full") else -1)
-    if min(counts) >= 0:
-        return tuple(counts)
-    layers_of_units = [
-        tuple(c for c, layer in zip(calls, marked, strict=True) if layer)
-        for calls, marked in zip(w.unit_calls, w.is_layer, strict=True)
-    ]
-    return recompute_mapping(chosen, layers_of_units)
-
-
-def search_plan(request: PlanRequest) -> SearchResult:
+def search_plan(request: PlanRequest, told: Callable[[Progress], None] | None = None) -> SearchResult:
     """Return the best plans of the space, and the certificate.
+
+    Args:
+        told: called with the progress a few times a second.
 
     Raises:
         PinError: the pins leave nothing legal.
         NothingFits: no plan fits the memory; has a report.
         StoppedError: no plan was found in time.
     """
-    return _Search(request).run()
+    return _Search(request, told).run()

@@ -39,6 +39,12 @@ def complexity(config: ParallelConfig, recomputed: float = 0.0) -> Complexity:
     return Complexity(sum(kinds), int(c.schedule != PLAIN_SCHEDULE), c.virtual_stages, math.ceil(4 * recomputed))
 
 
+def kind_of(config: ParallelConfig) -> tuple[bool, ...]:
+    """Return which kinds of parallelism a configuration uses: over tp, pp, cp, ep, sharded parameters, the host."""
+    c = config
+    return (c.tp > 1, c.pp > 1, c.cp > 1, c.ep > 1, c.zero_stage == 3, bool(c.offload))
+
+
 def limit_s(fastest_s: float, equal_within: float) -> float:
     """Return the step time up to which plans are equal to the fastest."""
     return fastest_s * (1 + equal_within)

@@ -52,7 +52,7 @@ def steps(rank: int, world: int, size: Size, num_steps: int) -> dict[str, list[f
     for step in range(num_steps + 2):  # the first two warm up
         for way in WAYS:
             pm._batches.settle = alone if way == "count alone" else usual
-            pm._num_steps = 0 if way == "contents in every step" else 1
+            pm.progress.num_steps = 0 if way == "contents in every step" else 1
             dist.barrier()
             begin = time.perf_counter()
             pm.step(batch)

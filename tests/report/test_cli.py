@@ -69,7 +69,7 @@ def test_plan_answers_first_with_units_and_evidence() -> None:
     assert result.exit_code == 0, result.stderr
     out = result.stdout
     order = ["autoplan 0.1.0 - gpt2", "Evidence: compute assumed", "BEST", "memory per device, GB", "step time"]
-    order += ["candidates:", "Price: h100-sxm5-80gb $6.88 per device and hour, AWS", "Next: autoplan estimate gpt2"]
+    order += ["candidates, ", "Price: h100-sxm5-80gb $6.88 per device and hour, AWS", "Next: autoplan estimate gpt2"]
     assert [out.index(text) for text in order] == sorted(out.index(text) for text in order)
     assert re.search(r"step [\d.]+ ms \([\d.]+ to [\d.]+\)", out) and "tokens/s per device" in out
     assert re.search(r"300 B tokens: [\d.]+ d \(.*\), \$[\d,.]+k? \(", out)
@@ -78,6 +78,18 @@ def test_plan_answers_first_with_units_and_evidence() -> None:
     assert re.search(r"energy: [\d,.]+ [kM]Wh \(.*?\), with failures", words) and "mtbf_device_days 2,112" in words
     assert all(len(line) <= 110 for line in out.splitlines())
     assert "\x1b[" not in out
+
+
+def test_the_space_is_one_line_unless_asked() -> None:
+    words = ("plan", *TASK, "--top", "2")
+    short, long = (run(*words, *more).stdout for more in ((), ("--verbose",)))
+    (line,) = [line for line in short.splitlines() if "candidates" in line]
+    assert re.fullmatch(
+        r" [\d,]+ candidates, [\d.]+ s: the best of this space, at these prices \(--verbose: all\)", line
+    )
+    assert "the space:" not in short and "the space: all devices are used" in long
+    assert re.search(r"candidates: \d+ illegal, \d+ too big, [\d,]+ bounded out, \d+ solved in", long)
+    assert re.search(r"time: .*bounds \d", " ".join(long.split()))
 
 
 def test_plan_as_json_is_the_documented_schema() -> None:

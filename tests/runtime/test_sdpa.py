@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from autoplan.runtime import attention as attention_module
-from autoplan.runtime import context, sdpa
+from autoplan.runtime import context, fused, sdpa
 from autoplan.runtime.attention import attention
 from autoplan.runtime.fused import cuda_capability
 from autoplan.runtime.sdpa import choose, flash, refuse_large_scores
@@ -208,10 +209,11 @@ def test_large_scores_are_refused() -> None:
     refuse_large_scores(q, k, k, None, False, 1.0, False, limit_bytes=0)  # one takes it
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch.compile's own modules
 def test_the_choice_of_a_kernel_breaks_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's functions for the capability of a GPU and for its own choice return no tensors: a compiler stops there."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    """torch's functions for the capability of a GPU and its own choice return no tensors: a compiler stops there."""
+    gpu = SimpleNamespace(is_available=lambda: True, get_device_capability=lambda device: (9, 0))
+    monkeypatch.setattr(fused, "torch", SimpleNamespace(cuda=gpu))
 
     def asked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         sdpa.refuse_large_scores(q, k, v, None, True, 0.1, True, limit_bytes=1)

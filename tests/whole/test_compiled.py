@@ -30,12 +30,12 @@ from parity import (
 from parity_matrix import refusal
 
 import autoplan.runtime.compiled
-from autoplan.api import cheapest_program, plan_program, ways_to_run
 from autoplan.config.pins import Pins
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.errors import PinError
-from autoplan.plan import Plan
+from autoplan.planning import cheapest_program, plan_program, ways_to_run
+from autoplan.plans.record import Plan
 from autoplan.program.facts import Facts
 from autoplan.program.legality import check_pins
 from autoplan.runtime.compiled import compile_blocks, compiles_by_itself
@@ -294,15 +294,16 @@ def test_blocks_run_the_way_that_is_cheapest(steps_s: dict[Way, float], chosen: 
         cheapest_program(_planned({}), (OP_BY_OP, COMPILED))
 
 
-def test_the_price_decides_where_it_is_asked(monkeypatch) -> None:
-    monkeypatch.setattr(autoplan.runtime.compiled, "has_triton", lambda: True)
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert ways_to_run("auto", False, gpu) == [OP_BY_OP, COMPILED]
-    assert ways_to_run("auto", "auto", gpu) == [OP_BY_OP, COMPILED, IN_PIECES]
-    assert ways_to_run(True, "auto", gpu) == ways_to_run("inductor", "auto", gpu) == [COMPILED, IN_PIECES]
-    assert ways_to_run(True, True, gpu) == [IN_PIECES]
-    assert ways_to_run("aot_eager", "auto", gpu) == [COMPILED]
-    assert ways_to_run(False, "auto", gpu) == ways_to_run("auto", "auto", cpu) == [OP_BY_OP]
+def test_the_price_decides_where_it_is_asked() -> None:
+    ways = functools.partial(ways_to_run, device_type="cuda", compiles=True)
+    assert ways("auto", False) == [OP_BY_OP, COMPILED]
+    assert ways("auto", "auto") == [OP_BY_OP, COMPILED, IN_PIECES]
+    assert ways(True, "auto") == ways("inductor", "auto") == [COMPILED, IN_PIECES]
+    assert ways(True, True) == [IN_PIECES]
+    assert ways("aot_eager", "auto") == [COMPILED]
+    assert ways(False, "auto") == [OP_BY_OP]
+    assert ways_to_run("auto", "auto", "cpu", compiles=False) == [OP_BY_OP]
+    assert ways_to_run("auto", "auto", "cuda", compiles=False) == [OP_BY_OP]  # without Triton
 
 
 def test_async_tp_is_planned_within_nvlink_only() -> None:
@@ -311,6 +312,7 @@ def test_async_tp_is_planned_within_nvlink_only() -> None:
     nvlink, pcie = (Cluster.parse(text) for text in ("1x4xh100-sxm5-80gb", "1x4xh100-pcie-80gb"))
     plan, _ = plan_program(graph, nvlink, {"tp": 2}, 8, 64, compiled=True, async_tp=True)
     assert plan.async_tp and " compiled async-tp" in str(plan)
+    assert Plan.from_json(plan.to_json()).async_tp
     assert not plan_program(graph, nvlink, {"tp": 1}, 8, 64, compiled=True, async_tp=True)[0].async_tp
     with pytest.raises(PinError, match=r"tp=2 with overlap of tp in compiled blocks: .* nearest legal: tp=1"):
         plan_program(graph, pcie, {"tp": 2}, 8, 64, compiled=True, async_tp=True)

@@ -1,0 +1,60 @@
+"""The table of a sweep as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from autoplan.config import numbers
+from autoplan.report.text import graph_notes, heading, paragraph, plain_table, prices, run_cells
+from autoplan.search.planner import PlanRequest
+from autoplan.sweeps.label import plan_label
+from autoplan.sweeps.whatif import STEP_ONLY, Point, RunTask, row, run_of
+
+
+def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], run: RunTask = STEP_ONLY) -> None:
+    """Print the table of `autoplan whatif`."""
+    heading(out, request)
+    out.print()
+    varied = list(found[0].varied) if found else []
+    heads = [*varied, "devices", "step s", "low to high", "tokens/s"]
+    if run.tokens is not None:
+        heads += ["days", "cost"]
+    table = plain_table(*heads, "GB left", "plan", left=0)
+    table.columns[-1].justify = "left"
+    for column in table.columns[:-1]:
+        column.no_wrap = True
+    reasons: dict[str, int] = {}
+    for point in found:
+        data = row(point, run)
+        cells = [numbers.plain(point.varied[name]) for name in varied]
+        cells.append(numbers.plain(data["num_devices"]) if data["num_devices"] is not None else "-")
+        if point.planned is None:
+            cells += ["-", "-", "-"] + (["-", "-"] if run.tokens is not None else []) + ["-"]
+            cells.append(f"{point.status} [{reasons.setdefault(point.reason, len(reasons) + 1)}]")
+        else:
+            e = point.planned.estimate
+            step = e.step_time_s
+            span = f"{numbers.digits(step.low)}-{numbers.digits(step.high)}"
+            cells += [numbers.digits(step.mid), span, numbers.scaled(e.tokens_per_s)]
+            if point.request is not None:
+                days_and_cost = run_cells(run_of(e, point.request, run))
+                cells += days_and_cost[::2]  # only --csv and --json show them with failures
+            cells.append(f"{(e.memory_capacity_bytes - e.peak_memory_bytes.mid) / 1e9:.1f}")
+            ended = "" if data["search_status"] == "complete" else f" ({data['search_status']})"
+            cells.append(plan_label(point.planned.config, e) + ended)
+        table.add_row(*cells)
+    out.print(table)
+    for reason, number in reasons.items():
+        paragraph(out, f"[{number}] {reason}", 4, "yellow")
+    planned = next((p for p in found if p.planned is not None), None)
+    out.print()
+    if planned is not None and planned.planned is not None:
+        tag = planned.planned.estimate.step_time_s.tag
+        paragraph(
+            out, f"Each row is planned anew; times are {tag}, low to high as stated. All figures: --csv, --json", 2
+        )
+    prices(out, [p.request for p in found if p.request is not None and p.planned is not None], run)
+    for text in graph_notes([request]):
+        paragraph(out, f"Note: {text}", 6, "yellow")

@@ -1,0 +1,298 @@
+"""Save and load checkpoints: all ranks together, at once or beside the training."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from autoplan.files import fresh_folder, move_folder, remove_folder
+from autoplan.runtime.agree import AgreedRuntimeError, agree, listed
+from autoplan.runtime.checkpoint.contents import (
+    Content,
+    Facts,
+    Return,
+    Stateful,
+    Training,
+    content_of,
+    merged,
+    returned,
+)
+from autoplan.runtime.checkpoint.folders import (
+    Damaged,
+    damage_of,
+    folder_of,
+    older_than,
+    read_manifest,
+    remove_old,
+    steps_in,
+    write_manifest,
+    writing_folder,
+)
+from autoplan.runtime.checkpoint.storage import FolderReader, FolderWriter
+from autoplan.runtime.failure import guard
+from autoplan.runtime.private import OWN
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointError(AgreedRuntimeError):
+    """A checkpoint that could not be written or used, on all ranks alike; the training can go on."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint that was loaded.
+
+    Attributes:
+        step: the number of its step: the next is `step + 1`.
+        num_samples: samples of the data that were seen, over all data-parallel ranks; the next sample has this index.
+        folder: the folder of the checkpoint.
+        same_data_ranks: False if the number of data-parallel ranks changed, so that their random generators begin new
+            streams.
+    """
+
+    step: int
+    num_samples: int
+    folder: Path
+    same_data_ranks: bool
+
+
+class Saving:
+    """A checkpoint that is being written, or was."""
+
+    def __init__(self, step: int, folder: Path, future: Future[None]) -> None:
+        self.step, self.folder, self._future = step, folder, future
+
+    def done(self) -> bool:
+        """Return True if it was written on this rank, or failed."""
+        return self._future.done()
+
+    def wait(self) -> Path:
+        """Wait until it is complete; return its folder.
+
+        Raises:
+            CheckpointError: it could not be written; on all ranks alike.
+        """
+        with guard(call="save_checkpoint"):
+            self._future.result()
+        return self.folder
+
+
+class Checkpoints:
+    """Saves and loads the checkpoints of one program; every call is made on all ranks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._group: dist.ProcessGroup | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._last: Saving | None = None
+
+    def save(
+        self, training: Training, root: Path, states: Mapping[str, Stateful], keep: int | None, wait: bool
+    ) -> Saving:
+        """Write the checkpoint of the present step, after the one before is complete."""
+        if self._last is not None:
+            last, self._last = self._last, None
+            last.wait()
+        step = training.progress.num_steps
+        final, temporary = folder_of(root, step), writing_folder(root, step)
+        content, problem = None, None
+        if keep is not None and keep < 1:
+            problem = f"keep={keep}: at least one checkpoint is kept"
+        else:
+            try:
+                content = content_of(training, states, _rank())
+            except TypeError as exc:
+                problem = str(exc)
+        agree(problem, self._device, CheckpointError)
+        if _rank() == 0:
+            try:
+                fresh_folder(temporary)
+            except OSError as exc:
+                problem = _failed(step, root, f"{exc.filename}: {exc.strerror}")
+        agree(problem, self._device, CheckpointError)
+        assert content is not None
+        group = self._own_group()
+        if wait:
+            done: Future[None] = Future()
+            _write(content, group, step, root, keep)
+            done.set_result(None)
+            return Saving(step, final, done)
+        self._threads = self._threads or ThreadPoolExecutor(1, "autoplan-checkpoint")
+        self._last = Saving(step, final, self._threads.submit(_write, content.staged(), group, step, root, keep))
+        return self._last
+
+    def load(
+        self, training: Training, root: Path, states: Mapping[str, Stateful], step: int | None, model_only: bool
+    ) -> Resumed | None:
+        """Load a checkpoint; None if there is none and no step was named."""
+        if self._last is not None:
+            last, self._last = self._last, None
+            last.wait()
+        group = self._own_group()
+        there: list[Any] = [steps_in(root)] if _rank() == 0 else [None]
+        if group is not None:
+            dist.broadcast_object_list(there, 0, group=group)
+        steps: list[int] = there[0]
+        if step is None and not steps:
+            return None
+        if step is None:
+            step = steps[0]
+        elif step not in steps:
+            have = f"it has the steps {', '.join(map(str, reversed(steps)))}" if steps else "it has none"
+            raise CheckpointError(f"there is no complete checkpoint of step {step} in {root}; {have}")
+        folder = folder_of(root, step)
+        manifest = self._checked(root, folder, step)
+        tensors, facts = manifest["tensors"], manifest["facts"]
+        asked = returned(training, states, tensors, facts, model_only)
+        misfit = f"the checkpoint {folder} does not fit: {'; '.join(asked.problems)}" if asked.problems else None
+        agree(misfit, self._device, CheckpointError)
+        self._read(asked, folder, tensors, step, root, group)
+        self._put(asked, folder)
+        same = facts["data_world"] == training.data_world
+        return Resumed(step, int(facts["progress"]["num_samples"]), folder, same)
+
+    def _checked(self, root: Path, folder: Path, step: int) -> dict[str, Any]:
+        """Return the manifest after every file was read once by one of the ranks; raise on all ranks for damage."""
+        manifest: dict[str, Any] = {}
+        problem = None
+        try:
+            manifest = read_manifest(folder)
+            files = manifest["files"]
+            problem = damage_of(folder, files, list(files)[_rank() :: _world()])
+        except Damaged as exc:
+            problem = str(exc)
+        text = None if problem is None else f"{folder} is damaged: {problem}; {older_than(root, step)}"
+        agree(text, self._device, CheckpointError)
+        return manifest
+
+    def _read(
+        self,
+        asked: Return,
+        folder: Path,
+        tensors: Mapping[str, Any],
+        step: int,
+        root: Path,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        reader = FolderReader(folder, tensors, asked.copies)
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            with _quietly():
+                load(
+                    dict(asked.targets),
+                    storage_reader=reader,
+                    planner=planner,
+                    process_group=group,
+                    no_dist=group is None,
+                )
+        except CheckpointException as exc:
+            raise CheckpointError(
+                f"{folder} could not be read: {_reasons(exc)}; the parameters may be partly loaded; "
+                f"{older_than(root, step)}"
+            ) from None
+
+    def _put(self, asked: Return, folder: Path) -> None:
+        problem = None
+        for action in asked.then:
+            try:
+                action()
+            except Exception as exc:  # of load_state_dict of the caller's objects: raised on all ranks
+                problem = f"{folder} was loaded, but a state was not taken: {type(exc).__name__}: {exc}"
+        agree(problem, self._device, CheckpointError)
+
+    def _own_group(self) -> dist.ProcessGroup | None:
+        """Return a group of all ranks for checkpoints alone, over gloo, or None for one rank.
+
+        A checkpoint that is written beside the training must not meet its collectives.
+        """
+        if _world() > 1 and self._group is None:
+            self._group = dist.new_group(backend="gloo", group_desc=OWN + "checkpoint")
+        return self._group
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _write(content: Content, group: dist.ProcessGroup | None, step: int, root: Path, keep: int | None) -> None:
+    """Write a checkpoint on all ranks, in this thread."""
+    everybody: list[Facts | None] | None = [content.facts]
+    if group is not None:
+        everybody = [None] * _world() if _rank() == 0 else None
+        dist.gather_object(content.facts, everybody, 0, group=group)
+    facts = [each for each in everybody or () if each is not None]
+    final, temporary = folder_of(root, step), writing_folder(root, step)
+
+    def finish(tensors: dict[str, Any], files: dict[str, Any]) -> None:
+        about = {"torch": torch.__version__, "step": step, "world_size": _world()}
+        write_manifest(temporary, {**about, "facts": merged(facts), "files": files, "tensors": tensors})
+        move_folder(temporary, final)
+
+    writer = FolderWriter(temporary, _rank(), finish)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        with _quietly():
+            save(
+                dict(content.tensors),
+                storage_writer=writer,
+                planner=planner,
+                process_group=group,
+                no_dist=group is None,
+            )
+    except CheckpointException as exc:
+        if _rank() == 0:
+            try:
+                remove_folder(temporary)
+            except OSError as error:
+                logger.warning("%s could not be removed: %s", temporary, error)
+        raise CheckpointError(_failed(step, root, _reasons(exc))) from None
+    if _rank() == 0:
+        try:
+            remove_old(root, keep)
+        except OSError as error:
+            logger.warning("an old checkpoint in %s could not be removed: %s", root, error)
+
+
+def _failed(step: int, root: Path, reason: str) -> str:
+    return f"the checkpoint of step {step} in {root} was not written: {reason}; {older_than(root, step)}"
+
+
+def _reasons(exc: CheckpointException) -> str:
+    """Return what failed on which ranks, without tracebacks."""
+    texts: list[str | None] = [None] * _world()
+    for rank, (error, _) in exc.failures.items():
+        reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
+        texts[rank] = reason if isinstance(error, OSError) else f"{type(error).__name__}: {reason}"
+    return listed(texts)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Leave out torch's remark that one process saves alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
+
+
+def root_of(folder: str | os.PathLike[str]) -> Path:
+    """Return the folder of all checkpoints as a path that does not depend on the working folder."""
+    return Path(folder).absolute()

@@ -1,0 +1,281 @@
+"""Checkpoints: a training goes on under another plan; what is damaged is refused by name and the older one offered."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import checkpoint_jobs
+import pytest
+import torch
+from harness import JobError, Pool, pool
+from parity import fake_group
+
+from autoplan.runtime.checkpoint import folders
+from autoplan.runtime.checkpoint.door import CheckpointError
+from autoplan.runtime.checkpoint.values import Encoder, decode
+from autoplan.runtime.model import ParallelModel
+from experiments.state.checkpoints import verdict
+from experiments.state.jobs import CONTROLS, STEPS, go_on, load_and_go_on, save_and_go_on, scheduler_of
+from experiments.state.plans import Cell, Job, Training, job_of, world_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
+
+DROPOUT = Training("dropout")
+
+
+def run_cell(cell: Cell, root: Path, control: str = "") -> list[str]:
+    """What is wrong with a cell."""
+    truth = pool(world_of(cell.saved)).run(save_and_go_on, job_of(cell.training, cell.saved), str(root), timeout_s=120)
+    job = job_of(cell.training, cell.loaded)
+    found = pool(world_of(cell.loaded)).run(load_and_go_on, job, [str(root)], control, timeout_s=120)
+    return verdict(cell, [of_rank[0] for of_rank in found], truth)
+
+
+@pytest.mark.processes
+def test_a_training_goes_on_under_another_plan(tmp_path: Path) -> None:
+    assert run_cell(Cell(DROPOUT, "pp2", "tp2"), tmp_path) == []
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(Training("llama"), "ZeRO 3, dp4", "tp2, ZeRO 3, dp2"),
+        Cell(Training("llama"), "optimizer on the host, dp2", "pp2, ZeRO 2, dp2"),
+        Cell(Training("tied"), "ZeRO 1, dp2", "pp2, tp2"),
+        Cell(Training("mixtral"), "ep2, etp2", "ep2, ZeRO 3, dp4"),
+        Cell(Training("llama", "bf16"), "pp2", "dp2"),
+    ],
+    ids=str,
+)
+def test_more_plans(cell: Cell, tmp_path: Path) -> None:
+    """All pairs: `python -m experiments.state.checkpoints`."""
+    assert run_cell(cell, tmp_path) == []
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("control", CONTROLS)
+def test_what_is_not_restored_is_seen(control: str, tmp_path: Path) -> None:
+    assert run_cell(Cell(DROPOUT, "pp2", "tp2"), tmp_path, control)
+
+
+@pytest.mark.processes
+def test_a_checkpoint_is_written_beside_the_training(tmp_path: Path) -> None:
+    """It holds the step at which it was asked for, not those that ran meanwhile."""
+    assert pool(2).run(checkpoint_jobs.beside, job_of(DROPOUT, "dp2"), str(tmp_path)) == [[], []]
+
+
+@pytest.mark.processes
+def test_one_rank_cannot_write(tmp_path: Path) -> None:
+    """All ranks say so alike, the older checkpoint is there, and the training goes on."""
+    found = pool(2).run(checkpoint_jobs.full_disk_of_one_rank, job_of(DROPOUT, "dp2"), str(tmp_path))
+    (said, losses, left), other = found
+    assert other[0] == said and other[1] == losses
+    assert said.startswith(f"the checkpoint of step 2 in {tmp_path} was not written: rank 1: ")
+    assert "File too large" in said and "the checkpoint of step 1 is complete: load it with step=1" in said
+    assert left == ["step_0000000001", "step_0000000003"]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["before its file", "after its file"])
+def test_a_rank_is_killed_while_a_checkpoint_is_written(where: str, tmp_path: Path) -> None:
+    """The older one is whole, found by name, and a training that goes on from it has the losses of one that ran on."""
+    job = job_of(DROPOUT, "dp2")
+    with Pool(2, group_timeout_s=60.0) as own:
+        truth = own.run(save_and_go_on, job, str(tmp_path / "truth"), timeout_s=120)
+    with Pool(2, group_timeout_s=60.0) as own, pytest.raises(JobError, match="rank 1: the process died"):
+        own.run(checkpoint_jobs.killed_while_writing, job, str(tmp_path / "killed"), where, timeout_s=120)
+    assert folders.steps_in(tmp_path / "killed") == [STEPS]
+    found = pool(2).run(load_and_go_on, job, [str(tmp_path / "killed")], timeout_s=120)
+    assert [f[0].after.losses for f in found] == [t.losses for t in truth]
+
+
+# -- one process ------------------------------------------------------------------------------------------------------
+
+
+def alone() -> Job:
+    return job_of(DROPOUT, "one rank")
+
+
+def started(root: Path, steps: tuple[int, ...] = (1, 2)) -> ParallelModel:
+    """A program that was trained and saved after these steps."""
+    pm = alone().program()
+    scheduler = scheduler_of(pm)
+    for step in steps:
+        go_on(pm, scheduler, step - pm.progress.num_steps)
+        pm.save_checkpoint(root, states={"scheduler": scheduler})
+    return pm
+
+
+def state_of(pm: ParallelModel) -> dict[str, torch.Tensor]:
+    return {n: t.clone() for n, t in pm.state_dict().items()}
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def change(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 1
+    path.write_bytes(data)
+
+
+def change_manifest(path: Path) -> None:
+    path.write_text(path.read_text().replace('"num_samples": 24', '"num_samples": 25'))
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    "truncated": ("rank_00000.safetensors", cut, "rank_00000.safetensors has "),
+    "changed": ("rank_00000.safetensors", change, "rank_00000.safetensors was changed"),
+    "missing": ("rank_00000.safetensors", Path.unlink, "rank_00000.safetensors cannot be read: No such file"),
+    "manifest changed": ("checkpoint.json", change_manifest, "checkpoint.json is not the one that was written"),
+    "manifest missing": ("checkpoint.json", Path.unlink, "checkpoint.json cannot be read: No such file"),
+    "marker empty": ("complete.json", lambda p: p.write_text(""), "complete.json or checkpoint.json has another form"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damage_is_named_and_the_older_checkpoint_offered(how: str, tmp_path: Path) -> None:
+    name, harm, said = DAMAGE[how]
+    with fake_group(1):
+        pm = started(tmp_path)
+        before = state_of(pm)
+        harm(tmp_path / "step_0000000002" / name)
+        with pytest.raises(CheckpointError) as caught:
+            pm.load_checkpoint(tmp_path, states={"scheduler": scheduler_of(pm)})
+        assert said in str(caught.value) and "step_0000000002 is damaged" in str(caught.value)
+        assert "the checkpoint of step 1 is complete: load it with step=1" in str(caught.value)
+        assert all(torch.equal(before[n], t) for n, t in pm.state_dict().items())
+        resumed = pm.load_checkpoint(tmp_path, states={"scheduler": scheduler_of(pm)}, step=1)
+        assert resumed is not None and (resumed.step, resumed.num_samples) == (1, 12)
+
+
+def test_what_was_not_completed_is_not_found(tmp_path: Path) -> None:
+    with fake_group(1):
+        pm = started(tmp_path)
+        (tmp_path / "step_0000000002" / "complete.json").unlink()
+        resumed = pm.load_checkpoint(tmp_path, states={"scheduler": scheduler_of(pm)})
+        assert resumed is not None and resumed.step == 1
+
+
+def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("unpickled")
+
+    with fake_group(1):
+        pm = started(tmp_path)
+        for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+            monkeypatch.setattr(module, name, never)
+        assert pm.load_checkpoint(tmp_path, states={"scheduler": scheduler_of(pm)}) is not None
+    files = {path.suffix for path in (tmp_path / "step_0000000002").iterdir()}
+    assert files == {".json", ".safetensors"}
+
+
+def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
+    with fake_group(1):
+        pm = started(tmp_path, (1,))
+        go_on(pm, scheduler_of(pm), 1)
+        with (
+            checkpoint_jobs.files_up_to(4096),
+            pytest.raises(CheckpointError, match=r"was not written: .*File too large"),
+        ):
+            pm.save_checkpoint(tmp_path)
+        assert [p.name for p in tmp_path.iterdir()] == ["step_0000000001"]
+        blocked = tmp_path / "a file"
+        blocked.write_text("")
+        with pytest.raises(CheckpointError, match="a file"):
+            pm.save_checkpoint(blocked)
+
+
+def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
+    with fake_group(1):
+        pm = started(tmp_path, (1, 2))
+        (tmp_path / ".step_0000000007.writing").mkdir()  # of a job that was killed
+        go_on(pm, scheduler_of(pm), 1)
+        pm.save_checkpoint(tmp_path, keep=2)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["step_0000000002", "step_0000000003"]
+        pm.save_checkpoint(tmp_path, keep=2)  # once more: replaced
+        assert folders.steps_in(tmp_path) == [3, 2]
+        with pytest.raises(CheckpointError, match="keep=0"):
+            pm.save_checkpoint(tmp_path, keep=0)
+
+
+def test_what_does_not_fit_is_named_and_nothing_changes(tmp_path: Path) -> None:
+    with fake_group(1):
+        pm = started(tmp_path)
+        before = state_of(pm)
+        states = {"scheduler": scheduler_of(pm)}
+        other = torch.optim.SGD(pm.parameters(), lr=0.1)
+        refusals: list[tuple[str, dict[str, Any]]] = [
+            ("no complete checkpoint of step 9 .* it has the steps 1, 2", {"states": states, "step": 9}),
+            ("it has states\\['scheduler'\\], which was not given", {}),
+            ("it has no states\\['loader'\\]", {"states": {**states, "loader": states["scheduler"]}}),
+            ("state of AdamW, and this optimizer is SGD; model_only=True", {"states": states, "optimizer": other}),
+        ]
+        for text, arguments in refusals:
+            with pytest.raises(CheckpointError, match=text):
+                pm.load_checkpoint(tmp_path, **arguments)
+        manifest = folders.read_manifest(tmp_path / "step_0000000002")
+        manifest["tensors"]["model/head.weights"] = manifest["tensors"].pop("model/head.weight")
+        manifest["tensors"]["model/head.bias"]["shape"] = [3]
+        folders.write_manifest(tmp_path / "step_0000000002", manifest)
+        with pytest.raises(CheckpointError, match=r"it lacks head\.weight; the model lacks head\.weights; head"):
+            pm.load_checkpoint(tmp_path, states=states)
+        assert all(torch.equal(before[n], t) for n, t in pm.state_dict().items())
+        assert pm.load_checkpoint(tmp_path / "none", states=states) is None
+
+
+def test_an_optimizer_of_ones_own_and_the_model_alone(tmp_path: Path) -> None:
+    with fake_group(1):
+        pm = started(tmp_path)
+        own = torch.optim.SGD(pm.parameters(), lr=0.1, momentum=0.9)
+        go_on(pm, scheduler_of(pm), 1)
+        own.step()
+        pm.save_checkpoint(tmp_path / "own", optimizer=own)
+        momenta = [own.state[p]["momentum_buffer"].clone() for p in pm.parameters()]
+        own.step()
+        pm.load_checkpoint(tmp_path / "own", optimizer=own)
+        assert all(
+            torch.equal(m, own.state[p]["momentum_buffer"]) for m, p in zip(momenta, pm.parameters(), strict=True)
+        )
+        pm.load_checkpoint(tmp_path, model_only=True, step=1)
+        assert pm.progress.num_steps == 3
+
+
+def test_a_state_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
+    class Loader:
+        def state_dict(self) -> Any:
+            return {"open": [1, object()]}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError(state)
+
+    with fake_group(1):
+        pm = started(tmp_path)
+        with pytest.raises(CheckpointError, match=r"states\['loader'\]\['open'\]\[1\] is a object"):
+            pm.save_checkpoint(tmp_path, states={"loader": Loader()})
+
+
+def test_values_come_back_as_they_were() -> None:
+    given = {
+        "a": (1, 2.5, [None, "x"]),
+        "milestones": Counter({3: 1, 5: 2}),
+        "by number": {1: True, (2, 3): float("inf")},
+        "$tensor": "a name like ours",
+        "t": [torch.arange(3), torch.tensor(1.5)],
+    }
+    encoder = Encoder("states/x/")
+    text = json.dumps(encoder.encode(given, "x"))
+    back = decode(json.loads(text), encoder.tensors)
+    tensors = given.pop("t"), back.pop("t")
+    assert back == given and type(back["milestones"]) is Counter
+    assert all(torch.equal(a, b) for a, b in zip(*tensors, strict=True))
