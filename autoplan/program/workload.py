@@ -240,11 +240,7 @@ def _block(lowered: LoweredBlock, activation_bytes: Activations, op_costs: OpCos
         joined = joined_ops(lowered, ops, position)
         ops = fused_traffic(lowered, ops, position)
     sent = [_sends(statement, op_costs) for statement in lowered.statements]
-    beside = _products_beside(lowered.statements, position)
-    of_layout = [
-        [replace(c, products=beside.get((k, c.phase), ())) for c in _sends(statement, op_costs, of_layout=True)]
-        for k, statement in enumerate((*lowered.statements, *lowered.params))
-    ]
+    of_layout = _of_layouts(lowered, position, op_costs)
     modules = None
     if op_costs.kernels.modules:
         both = [[*mine, *others] for mine, others in zip(sent, of_layout, strict=False)]
@@ -284,6 +280,15 @@ def _copy(statement: Convert, block: Block, op_costs: OpCosts) -> OpWork:
     if statement.step.kind is ConversionKind.ALL_GATHER:
         size *= math.prod(op_costs.axes[i].size for i in statement.step.axes)
     return copy_work(size, op_costs.dtype(statement.value))
+
+
+def _of_layouts(lowered: LoweredBlock, position: Mapping[int, int], op_costs: OpCosts) -> list[list[CommWork]]:
+    """Return the collectives that follow from the layouts alone, by statement and parameter."""
+    beside = _products_beside(lowered.statements, position)
+    return [
+        [replace(c, products=beside.get((k, c.phase), ())) for c in _sends(statement, op_costs, of_layout=True)]
+        for k, statement in enumerate((*lowered.statements, *lowered.params))
+    ]
 
 
 def _products_beside(
