@@ -224,8 +224,8 @@ def test_what_runs_together_reads_and_writes_once() -> None:
 
 
 def test_a_fused_loss_reads_logits_as_they_are_and_writes_their_gradient_in_place() -> None:
-    """8,192 tokens of Llama's vocabulary: 2.1 GB of logits. Without it they are cast to 4 bytes, log_softmax keeps
-    another copy of that, and both have gradients; with it 2 bytes are kept and become their own gradient."""
+    """8,192 tokens of Llama's vocabulary: 2.1 GB of logits. Without it they are cast to 4 bytes, which the loss keeps
+    and which get a gradient; with it 2 bytes are kept and become their own gradient."""
     config = ParallelConfig(dp=8, zero_stage=3, recompute="full")
     logits = 8192 * 128256
     for mode in (Mode.EAGER, Mode.COMPILED, Mode.FUSED):
@@ -235,7 +235,7 @@ def test_a_fused_loss_reads_logits_as_they_are_and_writes_their_gradient_in_plac
         assert fused.step_time_s.mid < plain.step_time_s.mid
         held = {name: max(s.allocated_bytes.mid for s in e.stages) for name, e in (("plain", plain), ("fused", fused))}
         # Megatron's own loss keeps 4 bytes in place of the logits; then gradients of the head, not the loss, are most
-        least = 1.0 if mode is Mode.FUSED else 6.0
+        least = 1.0 if mode is Mode.FUSED else 2.5
         assert held["plain"] - held["fused"] > least * logits, (mode, held)
         activations = fused.stages[0].memory["activations"].mid + fused.stages[0].memory["transient"].mid
         assert activations > 2 * logits * 0.7, (mode, activations)  # they are not for nothing
