@@ -60,15 +60,15 @@ warnings.filterwarnings(
 
 
 class _AllToAll(torch.autograd.Function):
-    """S(src_dim) -> S(dst_dim) over a group, by one collective between two copies; the gradient goes back."""
+    """S(src_dim) -> S(dst_dim) over a group, by one collective; the gradient goes back."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, src_dim: int, dst_dim: int) -> torch.Tensor:
         ctx.group, ctx.dims = group, (dst_dim, src_dim)
         ranks = dist.get_world_size(group)
-        parts = torch.stack(x.chunk(ranks, dst_dim))  # by the rank that they go to
-        come = functional.all_to_all(parts.flatten(0, 1), group).view(parts.shape)
-        return come.movedim(0, src_dim).flatten(src_dim, src_dim + 1)
+        # parts for and from one rank lie together: along dim 0 they do anyway
+        come = functional.all_to_all(x if dst_dim == 0 else torch.cat(x.chunk(ranks, dst_dim)), group)
+        return come if src_dim == 0 else torch.cat(come.chunk(ranks), src_dim)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:

@@ -148,7 +148,7 @@ OPERATIONS: dict[str, tuple[Callable[[], Made], Budget]] = {
     "slice, dim 0": (_moved(lambda x: convert.slice_(x, "tp", 0, I)), Budget(1, 3, 0, 0, collectives=1)),
     "slice, dim 1": (_moved(lambda x: convert.slice_(x, "tp", 1, I)), Budget(1, 3, 1, 4, collectives=1)),
     "to replicate": (_moved(lambda x: convert.to_replicate(x, "tp")), Budget(0, 0, 0, 0, collectives=1)),
-    "all-to-all": (_moved(lambda x: convert.all_to_all(x, "tp", 0, 1)), Budget(1, 4, 3, 12, collectives=2)),
+    "all-to-all": (_moved(lambda x: convert.all_to_all(x, "tp", 0, 1)), Budget(1, 4, 1, 4, collectives=2)),
     # float32, several passes where one could do: `out` twice read and written, a product between
     # float32 queries, keys, values and result, and again with gradients; keys of a group are not repeated. On the CPU:
     # on meta torch writes the scores out.
