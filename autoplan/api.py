@@ -32,14 +32,17 @@ from autoplan.errors import AutoplanError, CaptureError, LayoutError, PinError
 from autoplan.files import write_whole
 from autoplan.ir.graph import ModelGraph
 from autoplan.plan import Plan, searched_plan
+from autoplan.pretrained.export import Exporter
+from autoplan.pretrained.weights import Init, is_empty, values_of
 from autoplan.program.facts import Facts
 from autoplan.program.legality import check_pins
-from autoplan.runtime.agree import agreed, different, fingerprint, first_difference
+from autoplan.runtime.agree import AgreedValueError, agree, agreed, different, fingerprint, first_difference
 from autoplan.runtime.compiled import compiles_by_itself
 from autoplan.runtime.compression import Compression, PowerSGD, check_compression
 from autoplan.runtime.failure import guarded, work_of_first
 from autoplan.runtime.model import OptimizerFactory, ParallelModel
 from autoplan.runtime.spec import ProgramSpec
+from autoplan.runtime.values import joined
 from autoplan.runtime.whole import broadcast_whole
 from autoplan.search.planner import PlanRequest, search_plan
 from autoplan.search.space import space
@@ -75,11 +78,15 @@ def parallelize(
     gradient_compression: Compression | None = None,
     verify: bool | str = True,
     device: torch.device | str | None = None,
+    weights: str | Path | None = None,
+    init: Init | None = None,
 ) -> ParallelModel:
     """Plan for `cluster` and parallelise `model`. Call it on every rank (under torchrun), with the same model on each.
 
     Args:
-        model: an ordinary module on the CPU or on this rank's device. All ranks use rank 0's values.
+        model: an ordinary module on the CPU or on this rank's device. All ranks use rank 0's values. On the meta
+            device (built under `torch.device("meta")`) it has none: they come from `weights`, or from the model's own
+            initialisation, and a rank never has more of the model than its part and one block.
         cluster: 'local' for all processes of this job, priced by measurements on them; or a Cluster, priced by its
             figures (and by `profile`).
         optimizer: `parameters -> Optimizer`, e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`. None: memory is
@@ -125,6 +132,11 @@ def parallelize(
             GPU with this rank's number on its host (LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK). It is the
             CPU if no GPU is visible, or if the process group has gloo alone. NCCL takes one rank per GPU; several ranks
             can share one in a group of gloo that you make, with device='cuda'.
+        weights: a folder of safetensors files, as `save_pretrained` writes it, whose values replace the model's. Each
+            rank reads what it holds.
+        init: `model -> None`: gives all parameters and buffers of a model on the meta device their values, in place.
+            None: `initialize_weights` of Hugging Face models, `reset_parameters` of all modules of others. `seed` is
+            the seed; the values do not depend on the plan or the number of ranks.
 
     Returns:
         A ParallelModel: `loss = pm.step(batch)`, `pm.optimizer`, `pm.clip_grad_norm_`, `pm.state_dict()`, `pm.plan`,
@@ -143,7 +155,6 @@ def parallelize(
     check_arguments(model, example_inputs, loss_fn)
     _check_optimizer(optimizer)
     compile = async_tp or compile
-    _check_values(model)
     known = Profile.load(profile) if isinstance(profile, str) else profile
     placement = devices.start(device, cluster.device_type, timeout_s, model)
     device = placement.device
@@ -172,9 +183,7 @@ def parallelize(
         return replace(plan, capture=verified), program
 
     plan, program = _agree(chain, "planning")
-    parameters, buffers = _tensors(model)
-    if cluster.num_devices > 1:
-        _same_values(parameters, buffers, device)
+    parameters, buffers = _values(model, weights, init, seed, device)
     path = None if folder is None else _written(Path(folder), plan, program)
     pm = ParallelModel(
         program.spec,
@@ -187,12 +196,13 @@ def parallelize(
         folder=path,
         seed=seed,
         aliases=_aliases(model),
-        extra_state=_not_in(program.spec, model, {**parameters, **buffers}),
+        extra_state=_not_in(program.spec, model, joined(parameters, buffers)),
         async_tp=async_tp,
         compile=None if not plan.compiled else _BACKEND if compile in (True, AUTO) else str(compile),
         gradient_compression=gradient_compression,
     )
     pm.plan = plan
+    pm.exporter = Exporter(model) if is_hf_model(model) else None
     return pm
 
 
@@ -219,13 +229,26 @@ def _examples(model: nn.Module, given: Mapping[str, torch.Tensor] | None) -> Map
     return default_example(model)
 
 
-def _check_values(model: nn.Module) -> None:
-    """Raise CaptureError for a parameter or buffer without values."""
-    for name, tensor in (*model.named_parameters(), *all_buffers(model)):
-        if tensor.is_meta:
-            raise CaptureError(
-                f"{name!r} is on the meta device and has no values; build the model on the CPU (or load it) first"
-            )
+def _values(
+    model: nn.Module, weights: str | Path | None, init: Init | None, seed: int, device: torch.device
+) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
+    """Return parameters and buffers by name. Raises CaptureError, on all ranks, if one of them has no values."""
+    if weights is None and not is_empty(model):
+        parameters, buffers = _tensors(model)
+        _same_values(parameters, buffers, device)
+        return parameters, buffers
+    found: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]] | None = None
+    problem = None
+    try:
+        found = values_of(model, None if weights is None else Path(weights), init, seed)
+    except CaptureError as exc:
+        problem = str(exc)
+    try:
+        agree(problem, device)
+    except AgreedValueError as exc:
+        raise CaptureError(str(exc)) from None
+    assert found is not None
+    return found
 
 
 def _written(folder: Path, plan: Plan, program: Program) -> Path:
@@ -487,6 +510,8 @@ def _same_values(parameters: dict[str, torch.Tensor], buffers: dict[str, torch.T
     Values are compared where they are. Those that differ are sent to the hosts of the other ranks, which takes a bucket
     of device memory (`autoplan.runtime.whole`).
     """
+    if dist.get_world_size() == 1:
+        return
     everything = {**parameters, **buffers}
     prints = [fingerprint({"": t}) for t in everything.values()]
     for (name, tensor), differs in zip(everything.items(), different(prints, device), strict=True):

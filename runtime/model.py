@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.files import temporary_folder, write_whole
-from autoplan.runtime.agree import AgreedValueError
+from autoplan.runtime.agree import AgreedRuntimeError, AgreedValueError
 from autoplan.runtime.batch import Batches, Counts
 from autoplan.runtime.checkpoint.contents import Progress, Stateful, Training, Updated, named, updated_of
 from autoplan.runtime.checkpoint.door import Checkpoints, Resumed, Saving, root_of
@@ -27,8 +28,10 @@ from autoplan.runtime.norm import scale_, square_sum
 from autoplan.runtime.offload import PARAMETERS, HostShards, check_offload
 from autoplan.runtime.optim import check_elementwise, guard_step, on_local_shards
 from autoplan.runtime.params import (
+    declare,
+    fill,
+    fill_buffers,
     local_of,
-    materialise,
     reduce_deferred,
 )
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
@@ -40,6 +43,7 @@ from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec
 from autoplan.runtime.stages import Carried
 from autoplan.runtime.state import IncompatibleKeys
 from autoplan.runtime.tied import TiedGradients, share_tied
+from autoplan.runtime.values import dtypes_of
 from autoplan.runtime.zero import GradientSync, apply_zero, reduces_beside
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -51,7 +55,8 @@ class ParallelModel:
     Args:
         spec: the program.
         sources: file name -> emitted text of every stage.
-        parameters, buffers: full tensors by their original names (views are fine; only this rank's shards are copied).
+        parameters, buffers: full tensors by their original names (views are fine; only this rank's shards are copied),
+            or `autoplan.runtime.values.Values` of them: at most one block that ZeRO shards is whole at a time.
         num_micro_batches: the number of equal parts into which `step` cuts this rank's batch.
         optimizer: `parameters -> Optimizer` (e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`), or None.
         device: where to run.
@@ -97,6 +102,7 @@ class ParallelModel:
     ) -> None:
         self.spec, self.source = spec, dict(sources)
         self.plan: Any = None  # a Plan, whose class the runtime does not know
+        self.exporter: Any = None  # an Exporter, if the model is one of transformers' (autoplan.pretrained)
         self.num_micro_batches, self.device = num_micro_batches, torch.device(device)
         self.progress = Progress(seed)
         self.mesh = mesh or AxisMesh(spec.axes, dict(spec.groups), device_type=self.device.type)
@@ -104,13 +110,13 @@ class ParallelModel:
         self.data_rank, self.data_world = self._coordinate("dp"), self.mesh.size("dp")
         self._specs = {s.index: s for s in spec.stages_of(self._coordinate("pp"))}
         self._dtype = dtype
-        self._given = {name: t.dtype for name, t in parameters.items()}
+        self._given = dtypes_of(parameters)
         double = torch.float64 in self._given.values()
         self._loss_dtype = dtype or (torch.float64 if double else torch.float32)
         self.precision = MixedPrecision.of(spec)
         check_precision(spec, self.precision, dtype, gradient_compression)
         self.folder = folder or temporary_folder(self)
-        self.stages = {index: self._build(mine, parameters, buffers) for index, mine in self._specs.items()}
+        self.stages = {index: self._build(mine, buffers) for index, mine in self._specs.items()}
         if compile is not None:
             hidden = [self.mesh.group("tp")] if async_tp and self.mesh.size("tp") > 1 else ()
             for stage in self.stages.values():
@@ -129,7 +135,7 @@ class ParallelModel:
         )
         self._compression = gradient_compression
         self._on_host = check_offload(spec.offload)
-        self._syncs, self._copies = self._synchronised()
+        self._syncs, self._copies = self._synchronised(parameters)
         self._state.host = self._host = self._host_shards()
         self.loss_scaler = self._make_loss_scaler()
         self._tied = TiedGradients(spec, self.mesh, self.stages)
@@ -170,10 +176,17 @@ class ParallelModel:
         self._updated = [(s.name, local, whole) for (s, _), local, whole in zip(trained, given, shown, strict=False)]
         return optimizer
 
-    def _synchronised(self) -> tuple[dict[int, GradientSync], Copies | None]:
-        """Apply ZeRO to every stage; return its syncs and the 16-bit copies of parameters that it does not gather."""
+    def _synchronised(self, parameters: Mapping[str, torch.Tensor]) -> tuple[dict[int, GradientSync], Copies | None]:
+        """Fill the parameters and apply ZeRO to every stage; return its syncs and the 16-bit copies of parameters that
+        it does not gather."""
         precision, copies, syncs = self.precision, None, {}
+
+        def fill_stage(index: int, block: str | None = None) -> None:
+            fill(self.stages[index], self._specs[index], parameters, self.mesh.size, self._coordinate, block)
+
         if self._replicas.plain:
+            for index in self.stages:
+                fill_stage(index)
             copies = self._make_copies()
         # gradients summed in 16 bits are reduced in the 16-bit copies
         in_copies = copies is not None and precision is not None and precision.gradients != MASTER
@@ -192,7 +205,9 @@ class ParallelModel:
                     compression=self._compression,
                     offload=PARAMETERS in self._on_host,
                     beside=leaf if reduces_beside(self.device.type) else None,
+                    fill=functools.partial(fill_stage, index),
                 )
+                fill_stage(index)  # what ZeRO does not shard
         # copies of the parameters that fully_shard ignores: experts without replicas
         return syncs, copies if copies is not None else self._make_copies()
 
@@ -236,19 +251,15 @@ class ParallelModel:
     def _coordinate(self, axis: str) -> int:
         return self.mesh.coordinate(axis)
 
-    def _build(
-        self, mine: StageSpec, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
-    ) -> nn.Module:
+    def _build(self, mine: StageSpec, buffers: Mapping[str, torch.Tensor]) -> nn.Module:
         path, text = self.folder / mine.source, self.source[mine.source]
         if not path.exists() or path.read_bytes() != text.encode():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, text)
         module = load_module(path, f"autoplan_program_{abs(hash(str(path)))}_{mine.index}", text)
         stage: nn.Module = module.Stage()
-        stored = self.precision.stored if self.precision is not None else None
-        materialise(
-            stage, mine, parameters, buffers, self.mesh.size, self._coordinate, self.device, self._dtype, stored
-        )
+        declare(stage, mine, self.mesh.size, self.device, self._stored_dtype)
+        fill_buffers(stage, mine, buffers, self.device, self._dtype)
         if self._replicas.plain:
             share_tied(stage, mine, self.spec.tied)
         copy_beside_computing(stage, self.device)
@@ -438,10 +449,11 @@ class ParallelModel:
     # -- state ------------------------------------------------------------------------------------------------------
 
     def _stored_dtype(self, p: ParamSpec) -> torch.dtype:
+        """Return the dtype in which a parameter is stored: that of its values, unless another was asked for."""
+        given = self._given[p.name]
         if self.precision is not None:
-            return self.precision.stored(p, self._given[p.name])
-        dtype: torch.dtype = self._dtype or getattr(torch, p.dtype)
-        return dtype
+            return self.precision.stored(p, given)
+        return self._dtype if self._dtype is not None and given.is_floating_point else given
 
     @guarded("full_tensors")
     def full_tensors(self, pick: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -478,6 +490,22 @@ class ParallelModel:
             ValueError: the ranks were given different states.
         """
         return self._state.load_state_dict(state, strict)
+
+    @guarded("save_pretrained")
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the model for Hugging Face's `from_pretrained`, under the names of its own files (a collective).
+
+        Rank 0 writes, one tensor after the other; no rank holds more than one of them whole (of one conversion).
+
+        Raises:
+            RuntimeError: the model that was parallelized is none of transformers', or the folder cannot be written.
+        """
+        if self.exporter is None:
+            raise AgreedRuntimeError(
+                f"{self.spec.model} is no model of transformers; use pm.state_dict() or pm.save_checkpoint()"
+            )
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.exporter.write(Path(folder), self._state.whole, rank, self.device)
 
     @guarded("save_checkpoint")
     def save_checkpoint(
