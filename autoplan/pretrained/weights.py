@@ -77,6 +77,12 @@ class Weights:
         """The names of the tensors that it has."""
         return set(self._sources)
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a tensor; None if only its conversion knows it."""
+        source = self._sources[name]
+        (key, _), *_ = source.keys
+        return None if source.converter is not None else self._files[key].entries[key].shape
+
     def __getitem__(self, name: str) -> torch.Tensor:
         source = self._sources[name]
         if source.converter is None:
@@ -159,40 +165,18 @@ def values_of(
     """
     stored = Weights(weights, model) if weights is not None else None
     parameters, buffers = dict(model.named_parameters()), dict(all_buffers(model))
-    aliases: dict[int, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(p), []).append(name)
+    in_files = _in_files(model, parameters, buffers, stored) if stored is not None else {}
     recording: Recording | None = None
-    in_files: dict[str, str] = {}
-    absent = []
     for name, tensor in (*parameters.items(), *buffers.items()):
-        found = [n for n in aliases.get(id(tensor), [name]) if stored is not None and n in stored]
-        if found:
-            in_files[name] = found[0]
-            continue
-        if name in parameters and stored is not None:
-            absent.append(name)
-        if tensor.is_meta:
+        if name not in in_files and tensor.is_meta:
             recording = recording or _recorded(model, init, seed)
             if not recording.gives(tensor):
                 raise CaptureError(_no_values(model, name, init))
-    if absent:
-        raise CaptureError(f"weights={str(weights)!r} lack {stored_names(absent)}")
-    if stored is not None:
-        unused = stored.names - {*in_files.values(), *(n for names in aliases.values() for n in names)}
-        if unused:
-            logger.warning("weights=%r have %s, which the model lacks", str(weights), stored_names(unused))
 
     def make(name: str) -> torch.Tensor:
         tensor = parameters[name] if name in parameters else buffers[name]
         if name in in_files and stored is not None:
-            value = stored[in_files[name]]
-            if value.shape != tensor.shape:
-                raise CaptureError(
-                    f"weights={str(weights)!r}: {in_files[name]} has shape {tuple(value.shape)}, and the model's "
-                    f"{tuple(tensor.shape)}"
-                )
-            return value.to(tensor.dtype)
+            return stored[in_files[name]].to(tensor.dtype)
         if tensor.is_meta and recording is not None:
             return recording.values(tensor)
         return tensor.detach()
@@ -201,6 +185,41 @@ def values_of(
         Values({n: p.dtype for n, p in parameters.items()}, make),
         Values({n: b.dtype for n, b in buffers.items()}, make),
     )
+
+
+def _in_files(
+    model: nn.Module,
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    stored: Weights,
+) -> dict[str, str]:
+    """Return the name under which the weights have each tensor: of a tied parameter any of its names.
+
+    Raises:
+        CaptureError: a parameter that they lack, or of another shape.
+    """
+    aliases: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(p), []).append(name)
+    out: dict[str, str] = {}
+    absent = []
+    for name, tensor in (*parameters.items(), *buffers.items()):
+        found = next((n for n in aliases.get(id(tensor), [name]) if n in stored), None)
+        if found is None:
+            absent += [name] if name in parameters else []
+            continue
+        out[name] = found
+        shape = stored.shape_of(found)
+        if shape not in (None, tuple(tensor.shape)):
+            raise CaptureError(
+                f"weights={str(stored.folder)!r}: {found} has shape {shape}, and the model's {tuple(tensor.shape)}"
+            )
+    if absent:
+        raise CaptureError(f"weights={str(stored.folder)!r} lack {stored_names(absent)}")
+    unused = stored.names - {*out.values(), *(n for names in aliases.values() for n in names)}
+    if unused:
+        logger.warning("weights=%r have %s, which the model lacks", str(stored.folder), stored_names(unused))
+    return out
 
 
 def _recorded(model: nn.Module, init: Init | None, seed: int) -> Recording:
