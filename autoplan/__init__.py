@@ -7,6 +7,7 @@ The public names below are loaded on first use: a what-if starts without torch, 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from autoplan.versions import __version__ as __version__
 from autoplan.versions import warn_if_not_tried
 
 if TYPE_CHECKING:
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from autoplan.config.parallel import ParallelConfig as ParallelConfig
     from autoplan.cost_models.hardware.cluster import Cluster as Cluster
     from autoplan.cost_models.profile import Profile as Profile
-    from autoplan.plan import Plan as Plan
+    from autoplan.planning import compile as compile
+    from autoplan.planning import plan as plan
+    from autoplan.plans.record import Plan as Plan
     from autoplan.runtime.compression import PowerSGD as PowerSGD
     from autoplan.runtime.model import ParallelModel as ParallelModel
     from autoplan.search.planner import PlanRequest as PlanRequest
@@ -26,21 +29,21 @@ if TYPE_CHECKING:
     from autoplan.sweeps.capacity import capacity as capacity
     from autoplan.sweeps.whatif import whatif as whatif
 
-__version__ = "0.1.0"
-
 _HOMES = {
     "Cluster": "autoplan.cost_models.hardware.cluster",
     "ParallelConfig": "autoplan.config.parallel",
     "ParallelModel": "autoplan.runtime.model",
-    "Plan": "autoplan.plan",
+    "Plan": "autoplan.plans.record",
     "PlanRequest": "autoplan.search.planner",
     "PowerSGD": "autoplan.runtime.compression",
     "Profile": "autoplan.cost_models.profile",
     "capacity": "autoplan.sweeps.capacity",
+    "compile": "autoplan.planning",
     "estimate_config": "autoplan.search.planner",
     "experts_forward": "autoplan.capture.frontend.experts",
     "load_model": "autoplan.catalog",
     "parallelize": "autoplan.api",
+    "plan": "autoplan.planning",
     "rule": "autoplan.capture.rules",
     "search_plan": "autoplan.search.planner",
     "whatif": "autoplan.sweeps.whatif",

@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,22 +16,30 @@ import torch.distributed as dist
 from torch import nn
 
 from autoplan import devices
-from autoplan.capture.export import capture
 from autoplan.capture.frontend.buffers import all_buffers
-from autoplan.capture.frontend.cache import cached
-from autoplan.capture.frontend.huggingface import default_example, is_hf_model
+from autoplan.capture.frontend.huggingface import is_hf_model
 from autoplan.capture.frontend.inputs import LossFn, check_arguments
 from autoplan.capture.frontend.lengths import example_lengths
-from autoplan.capture.passes.cast import computing_in
 from autoplan.codegen.program import Program, compile_program
-from autoplan.config.parallel import Mode, executed_precision
+from autoplan.config.parallel import executed_precision
 from autoplan.config.pins import Pins
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import AutoplanError, CaptureError, LayoutError, PinError
-from autoplan.files import write_whole
 from autoplan.ir.graph import ModelGraph
-from autoplan.plan import Plan, searched_plan
+from autoplan.planning import (
+    AUTO,
+    capture_verified,
+    cheaper_program,
+    check_world,
+    default_global_batch,
+    examples,
+    model_facts,
+    plan_program,
+    ready_plan,
+)
+from autoplan.plans.folder import ModelOutline, TensorOutline, check_model, read_program, write_program
+from autoplan.plans.record import Plan
 from autoplan.pretrained.export import Exporter
 from autoplan.pretrained.weights import Init, is_empty, values_of
 from autoplan.program.facts import Facts
@@ -40,20 +48,19 @@ from autoplan.runtime.agree import AgreedValueError, agree, agreed, different, f
 from autoplan.runtime.compiled import compiles_by_itself
 from autoplan.runtime.compression import Compression, PowerSGD, check_compression
 from autoplan.runtime.failure import guarded, work_of_first
+from autoplan.runtime.given_module import GivenModule, forget_stale_warning, warn_when_stale
 from autoplan.runtime.model import OptimizerFactory, ParallelModel
+from autoplan.runtime.param_groups import ParamGroups
 from autoplan.runtime.spec import ProgramSpec
 from autoplan.runtime.values import joined
 from autoplan.runtime.whole import broadcast_whole
-from autoplan.search.planner import PlanRequest, search_plan
 from autoplan.search.space import space
-from autoplan.verify.door import check_verify, verify_capture
-from autoplan.verify.runs import VerifyTask
+from autoplan.verify.door import check_verify
 
 if TYPE_CHECKING:
     from autoplan.profiler.ops import MeasureTask as ProfilerTask
 
 T = TypeVar("T")
-AUTO = "auto"
 _BACKEND = "inductor"
 
 
@@ -63,6 +70,7 @@ def parallelize(
     cluster: Cluster | str = "local",
     *,
     optimizer: OptimizerFactory | None = None,
+    param_groups: ParamGroups | None = None,
     example_inputs: Mapping[str, torch.Tensor] | None = None,
     loss_fn: LossFn | None = None,
     global_batch_size: int | None = None,
@@ -78,10 +86,14 @@ def parallelize(
     gradient_compression: Compression | None = None,
     verify: bool | str = True,
     device: torch.device | str | None = None,
+    plan: Plan | Path | str | None = None,
+    program: Path | str | None = None,
     weights: str | Path | None = None,
     init: Init | None = None,
 ) -> ParallelModel:
     """Plan for `cluster` and parallelise `model`. Call it on every rank (under torchrun), with the same model on each.
+
+    With `plan` or `program` nothing is searched or measured; `cluster` then only says on which kind of device to run.
 
     Args:
         model: an ordinary module on the CPU or on this rank's device. All ranks use rank 0's values. On the meta
@@ -91,6 +103,9 @@ def parallelize(
             figures (and by `profile`).
         optimizer: `parameters -> Optimizer`, e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`. None: memory is
             planned for AdamW, and you make your own from `pm.parameters()`.
+        param_groups: settings of groups of parameters, by patterns of their names (`{"*.bias": {"weight_decay": 0.0}}`,
+            the first that fits counts) or by a function of name and full shape. The optimizer then gets these groups,
+            the same on every rank, in the order of the model's parameters.
         example_inputs: name -> tensor [batch, sequence, ...], one data-parallel rank's part of a batch. If source and
             target of an encoder-decoder may differ in length, give them different lengths here. Not needed for a
             Hugging Face language model.
@@ -132,6 +147,12 @@ def parallelize(
             GPU with this rank's number on its host (LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK). It is the
             CPU if no GPU is visible, or if the process group has gloo alone. NCCL takes one rank per GPU; several ranks
             can share one in a group of gloo that you make, with device='cuda'.
+        plan: a plan for as many processes as this job has: a Plan (`autoplan.plan`), or the file of one, which rank 0
+            reads (of `Plan.to_json` or `autoplan plan --json`). The captured graph is compared with its own; degrees,
+            layouts and precision are those of the plan.
+        program: the folder of a program for as many processes, which rank 0 reads (of `autoplan.compile`, or an earlier
+            `folder`). The model is not captured, but compared by its parameters, buffers and config
+            (autoplan.plans.folder); verify='required' captures it and compares the graph too.
         weights: a folder of safetensors files, as `save_pretrained` writes it, whose values replace the model's. Each
             rank reads what it holds.
         init: `model -> None`: gives all parameters and buffers of a model on the meta device their values, in place.
@@ -139,21 +160,25 @@ def parallelize(
             the seed; the values do not depend on the plan or the number of ranks.
 
     Returns:
-        A ParallelModel: `loss = pm.step(batch)`, `pm.optimizer`, `pm.clip_grad_norm_`, `pm.state_dict()`, `pm.plan`,
-        `pm.source`.
+        A ParallelModel: `loss = pm.step(batch)`, `pm.optimizer`, `pm.clip_grad_norm_`, `pm.eval_step`,
+        `pm.state_dict()`, `pm.to_module()`, `pm.plan`, `pm.source`.
 
     Raises:
         AutoplanError: DeviceError, PinError, CaptureError, NothingFits and others, the same on every rank.
     """
-    measured = isinstance(cluster, str)
+    measured, given = isinstance(cluster, str), plan if plan is not None else program
+    _check_given(plan, program, pins, profile)
     cluster = _cluster_of_job(cluster, model, device)
     verify = check_verify(verify)
-    dtype = executed_precision(precision).compute
     pins = {**({} if gradient_compression is None else {"zero_stage": 0}), **(pins or {})}
     _check_run(cluster, pins, precision, gradient_compression, async_tp, compile)
-    example_inputs = _examples(model, example_inputs)
-    check_arguments(model, example_inputs, loss_fn)
+    if program is None or verify == "required":
+        example_inputs = examples(model, example_inputs)
+        check_arguments(model, example_inputs, loss_fn)
     _check_optimizer(optimizer)
+    if param_groups is not None and optimizer is None:
+        raise PinError("param_groups needs optimizer=, a function from parameter groups to an optimizer")
+    forget_stale_warning(model)
     compile = async_tp or compile
     known = Profile.load(profile) if isinstance(profile, str) else profile
     placement = devices.start(device, cluster.device_type, timeout_s, model)
@@ -161,12 +186,67 @@ def parallelize(
     if measured:
         cluster = _with_memory(cluster, placement)
     _check_same_model(model, device)
-    computed = None if dtype is None else getattr(torch, dtype)
-    captured = _on_first(lambda: _capture(model, example_inputs, loss_fn, computed, verify), "capture")
+    task = _Task(model, cluster, example_inputs or {}, loss_fn, global_batch_size, pins, precision, verify, compile)
+    if given is None:
+        made, ready = _searched(task, known, measured, device, check)
+    else:
+        made, ready = _agree(lambda: _given_program(task, plan, program, gradient_compression, async_tp), "the plan")
+    parameters, buffers = _values(model, weights, init, seed, device)
+    path = None if folder is None else _written(Path(folder), made, ready, model)
+    pm = ParallelModel(
+        ready.spec,
+        ready.sources,
+        parameters,
+        buffers,
+        num_micro_batches=made.config.num_micro_batches,
+        optimizer=optimizer,
+        param_groups=param_groups,
+        device=device,
+        folder=path,
+        seed=seed,
+        aliases=_aliases(model),
+        extra_state=_not_in(ready.spec, model, joined(parameters, buffers)),
+        async_tp=async_tp,
+        compile=None if not made.compiled else _BACKEND if compile in (True, AUTO) else str(compile),
+        gradient_compression=gradient_compression,
+    )
+    pm.plan, pm.given = made, GivenModule(model, buffers)
+    pm.exporter = Exporter(model) if is_hf_model(model) else None
+    warn_when_stale(model, pm)
+    return pm
+
+
+@dataclass(frozen=True)
+class _Task:
+    """The arguments of `parallelize` that planning reads, checked."""
+
+    model: nn.Module
+    cluster: Cluster
+    example_inputs: Mapping[str, torch.Tensor]
+    loss_fn: LossFn | None
+    global_batch_size: int | None
+    pins: Mapping[str, Any]
+    precision: str
+    verify: bool | str
+    compile: bool | str
+
+    def captured(self, precision: str) -> tuple[ModelGraph, str]:
+        """Return the graph of the model as it computes in a precision, and the line on its verification."""
+        dtype = executed_precision(precision).compute
+        computed = None if dtype is None else getattr(torch, dtype)
+        return capture_verified(self.model, self.example_inputs, self.loss_fn, computed, self.verify)
+
+
+def _searched(
+    task: _Task, known: Profile | None, measured: bool, device: torch.device, check: bool
+) -> tuple[Plan, Program]:
+    """Capture, measure what the profile lacks, search and compile, on rank 0; every rank gets the result."""
+    captured = _on_first(lambda: task.captured(task.precision), "capture")
     graph, verified = captured if captured is not None else (None, "")
-    seq_len, target_len = example_lengths(model, example_inputs)
-    first = next(iter(example_inputs.values()))
-    batch = global_batch_size or default_global_batch(pins, cluster.num_devices, first.shape[0])
+    cluster, pins, precision, compile = task.cluster, task.pins, task.precision, task.compile
+    seq_len, target_len = example_lengths(task.model, task.example_inputs)
+    first = next(iter(task.example_inputs.values()))
+    batch = task.global_batch_size or default_global_batch(pins, cluster.num_devices, first.shape[0])
     if known is None and measured:
         known = _machine_profile(graph, cluster, batch, seq_len, pins, target_len, device, precision)
 
@@ -182,28 +262,67 @@ def parallelize(
             _type_check(program)
         return replace(plan, capture=verified), program
 
-    plan, program = _agree(chain, "planning")
-    parameters, buffers = _values(model, weights, init, seed, device)
-    path = None if folder is None else _written(Path(folder), plan, program)
-    pm = ParallelModel(
-        program.spec,
-        program.sources,
-        parameters,
-        buffers,
-        num_micro_batches=plan.config.num_micro_batches,
-        optimizer=optimizer,
-        device=device,
-        folder=path,
-        seed=seed,
-        aliases=_aliases(model),
-        extra_state=_not_in(program.spec, model, joined(parameters, buffers)),
-        async_tp=async_tp,
-        compile=None if not plan.compiled else _BACKEND if compile in (True, AUTO) else str(compile),
-        gradient_compression=gradient_compression,
-    )
-    pm.plan = plan
-    pm.exporter = Exporter(model) if is_hf_model(model) else None
-    return pm
+    return _agree(chain, "planning")
+
+
+def _check_given(plan: object, program: object, pins: Mapping[str, Any] | None, profile: object) -> None:
+    """Raise PinError for a plan or program together with arguments that a search alone takes."""
+    if plan is None and program is None:
+        return
+    if plan is not None and program is not None:
+        raise PinError("plan= and program= were both given; a program brings its plan, so leave out plan=")
+    what = "plan" if plan is not None else "program"
+    for name, value in (("pins", pins), ("profile", profile)):
+        if value is not None:
+            raise PinError(f"{name}= is for a search, and {what}= leaves nothing to search; leave one of them out")
+
+
+def _given_program(
+    task: _Task,
+    plan: Plan | Path | str | None,
+    program: Path | str | None,
+    compression: Compression | None,
+    async_tp: bool,
+) -> tuple[Plan, Program]:
+    """Return a plan that was given, or the plan of a program that was, with the program, checked against the model."""
+    folder = None if program is None else read_program(Path(program))
+    made = folder.plan if folder is not None else plan if isinstance(plan, Plan) else Plan.read(plan or "")
+    check_world(made, task.cluster.num_devices)
+    _check_as_planned(task, made)
+    _check_run(task.cluster, made.pins, made.precision, compression, async_tp, made.compiled)
+    if folder is not None:
+        check_model(folder, _outline(task.model))
+        if task.verify != "required":
+            return made, folder.program
+    graph, verified = task.captured(made.precision)
+    ready, layouts = ready_plan(made, graph)
+    ready = replace(ready, capture=verified)
+    return ready, folder.program if folder is not None else compile_program(graph, layouts)
+
+
+def _check_as_planned(task: _Task, plan: Plan) -> None:
+    """Raise PinError for arguments of `parallelize` that a given plan decides otherwise."""
+    size = task.global_batch_size
+    if size is not None and size != plan.global_batch_size:
+        raise PinError(f"global_batch_size={size}, but the plan is for {plan.global_batch_size}; leave it out")
+    if task.precision not in ("native", plan.precision):
+        raise PinError(f"precision={task.precision!r}, but the plan is for {plan.precision!r}; leave it out")
+    if task.compile != AUTO and bool(task.compile) != plan.compiled:
+        how = "with compiled blocks" if plan.compiled else "without compiled blocks"
+        raise PinError(f"compile={task.compile!r}, but the plan was made {how}; leave it out")
+
+
+def _outline(model: nn.Module) -> ModelOutline:
+    """Return by what a module is recognised."""
+
+    def tensors(pairs: Iterable[tuple[str, torch.Tensor]], trainable: bool) -> dict[str, TensorOutline]:
+        return {
+            name: TensorOutline(tuple(t.shape), str(t.dtype).removeprefix("torch."), trainable and t.requires_grad)
+            for name, t in pairs
+        }
+
+    parameters = tensors(model.named_parameters(), True)
+    return ModelOutline(parameters, tensors(all_buffers(model), False), model_facts(model))
 
 
 def _cluster_of_job(cluster: Cluster | str, model: nn.Module, device: torch.device | str | None) -> Cluster:
@@ -215,18 +334,11 @@ def _cluster_of_job(cluster: Cluster | str, model: nn.Module, device: torch.devi
     if cluster.num_devices != world:
         raise PinError(
             f"the cluster has {cluster.num_devices} devices but this job has {world} processes; start it with "
-            f"torchrun --nproc-per-node {cluster.num_devices}, or pass cluster='local'"
+            f"torchrun --nproc-per-node {cluster.num_devices}, or pass cluster='local'. Without that cluster "
+            "autoplan.plan(model, cluster) plans, and autoplan.compile(model, plan, folder) writes the program; on the "
+            "command line `autoplan plan` and `autoplan compile` do"
         )
     return cluster
-
-
-def _examples(model: nn.Module, given: Mapping[str, torch.Tensor] | None) -> Mapping[str, torch.Tensor]:
-    """Return the example inputs, or the default ones of a Hugging Face language model."""
-    if given is not None:
-        return given
-    if not is_hf_model(model):
-        raise CaptureError("example_inputs is needed to capture a model that is not a Hugging Face language model")
-    return default_example(model)
 
 
 def _values(
@@ -251,11 +363,12 @@ def _values(
     return found
 
 
-def _written(folder: Path, plan: Plan, program: Program) -> Path:
+def _written(folder: Path, plan: Plan, program: Program, model: nn.Module) -> Path:
     """Write plan and program on rank 0; return the folder on every rank once they are written."""
     if dist.get_rank() == 0:
-        program.write(folder)
-        write_whole(folder / "plan.json", plan.to_json())
+        used = {b.name for stage in program.spec.stages for b in stage.buffers}
+        buffers = {name: str(b) for name, b in _outline(model).buffers.items() if name in used}
+        write_program(folder, plan, program, buffers, model_facts(model))
     if dist.get_world_size() > 1:
         dist.barrier()
     return folder
@@ -300,82 +413,6 @@ def _check_run(
         compile=compile,
     )
     check_pins(Pins(pins), facts)
-
-
-def plan_program(
-    graph: ModelGraph,
-    cluster: Cluster,
-    pins: Mapping[str, Any],
-    global_batch_size: int,
-    seq_len: int,
-    profile: Profile | None = None,
-    compiled: bool = False,
-    target_len: int | None = None,
-    precision: str = "native",
-) -> tuple[Plan, Program]:
-    """Search and compile in this process: everything after the capture of the graph. Needs no process group.
-
-    Args:
-        compiled: True if blocks will run through torch.compile.
-        precision: the precision that the graph was captured for.
-    """
-    request = PlanRequest(
-        graph,
-        cluster,
-        seq_len,
-        global_batch_size,
-        pins,
-        precision=precision,
-        profile=profile,
-        mode=Mode.COMPILED if compiled else Mode.EAGER,
-        executed=True,
-        target_len=target_len,
-    )
-    found = search_plan(request)
-    evidence = f"profile {profile.name}" if profile is not None else f"{cluster.device.source} device and link figures"
-    plan, layouts = searched_plan(graph, found.plans[0], found.certificate, evidence, precision)
-    return replace(plan, compiled=compiled), compile_program(graph, layouts)
-
-
-def cheaper_program(planned: Callable[[bool], tuple[Plan, Program]]) -> tuple[Plan, Program]:
-    """Return the program with the lower price of a step: op by op (`planned(False)`) or with compiled blocks.
-
-    If only one of the two can be planned, it is returned: pins such as regions of recompute do not allow compiled
-    blocks, and some models fit only with them. If neither can be planned, the error of the first is raised.
-    """
-    refused: AutoplanError | None = None
-    found = []
-    for compiled in (False, True):
-        try:
-            found.append(planned(compiled))
-        except AutoplanError as exc:
-            refused = refused or exc
-    if not found:
-        raise refused or AutoplanError("nothing was planned")
-    return min(found, key=lambda x: float("inf") if x[0].estimate is None else x[0].estimate.step_time_s.mid)
-
-
-def default_global_batch(pins: Mapping[str, Any], world: int, example_batch: int) -> int:
-    """Return the default global batch: the number of examples times the devices that may be data-parallel ranks."""
-    ranks = pins.get("dp") or max(1, world // (pins.get("tp", 1) * pins.get("pp", 1) * pins.get("cp", 1)))
-    parts = pins.get("num_micro_batches", 1) * pins.get("micro_batch_size", 1)
-    return int(ranks * max(1, example_batch // parts) * parts)
-
-
-def _capture(
-    model: nn.Module,
-    example_inputs: Mapping[str, torch.Tensor],
-    loss_fn: LossFn | None,
-    dtype: torch.dtype | None = None,
-    verify: bool | str = True,
-) -> tuple[ModelGraph, str]:
-    """Return the captured graph, and the line on its verification."""
-    with computing_in(model, dtype):
-        if loss_fn is not None:
-            graph = capture(model, example_inputs, loss_fn)
-        else:
-            graph = cached(model, example_inputs, lambda: capture(model, example_inputs))
-    return graph, verify_capture(VerifyTask(model, graph, example_inputs, loss_fn, dtype), verify)
 
 
 def _with_memory(cluster: Cluster, placement: devices.Placement) -> Cluster:

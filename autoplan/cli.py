@@ -1,4 +1,4 @@
-"""The command line: `autoplan plan | estimate | whatif | capacity | profile | calibrate | models | stacks | hw`.
+"""The command line: `autoplan plan`, `estimate`, `whatif`, `capacity`, `compile`, `profile`, `calibrate`, and lists.
 
 Exit codes: 0 a plan, 2 bad input (one line on stderr), 3 nothing fits (names the obstacle and the cheapest change), 4
 standard output cannot be written, 130 interrupted, 141 the reader has gone (`| head -1`). Catalog models need no torch;
@@ -88,7 +88,7 @@ app.add_typer(hw, name="hw")
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from autoplan import __version__
+        from autoplan.versions import __version__
 
         typer.echo(f"autoplan {__version__}")
         raise typer.Exit
@@ -358,6 +358,24 @@ def capacity(
 
         capacity_text(console(), str(file), task, found)
     _end_sweep(outcome, found_points, count)
+
+
+@app.command()
+def compile(
+    model: Annotated[str, typer.Argument(help="The model, as plan takes it; the one that the plan was made for.")],
+    plan: Annotated[Path, typer.Argument(help="The plan: what `autoplan plan --json` or `Plan.to_json` wrote.")],
+    out: Annotated[Path, typer.Option(help="Folder of the program: a module per stage, and three JSON files.")],
+) -> None:
+    """Write the program of every rank of a plan, for parallelize(model, program=FOLDER). Needs no cluster."""
+    from autoplan.planning import compile
+    from autoplan.report.request import import_from_here
+
+    if ":" in model:
+        import_from_here()
+    with waiting("compiling", quiet=False):
+        program = compile(model, plan, out)
+    stages, ranks = len(program.spec.stages), math.prod(size for _, size in program.spec.axes)
+    typer.echo(f"{out}: {program.spec.model} in {stages} stage{'s' * (stages != 1)} for {ranks:,} ranks")
 
 
 @app.command()

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 
+__version__ = "0.1.0"  # of autoplan
+
 Version = tuple[int, ...]
 
 # The oldest and the newest tested release, compared to as many places as are written here.

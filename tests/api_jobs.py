@@ -181,3 +181,42 @@ def bfloat16(rank: int, world: int, pins: dict[str, Any]) -> tuple[float, float,
         assert grad is not None and got.dtype == torch.bfloat16
         worst = max(worst, ((got.float() - grad.float()).norm() / grad.float().norm()).item())
     return loss.item(), want.item(), worst
+
+
+def given(rank: int, world: int, kwargs: dict[str, Any]) -> tuple[float, str, str]:
+    """Losses of two steps with a given plan or program: their sum, the plan's degrees, and its line on the capture."""
+    import autoplan.planning
+
+    search = autoplan.planning.search_plan
+    autoplan.planning.search_plan = None  # type: ignore[assignment]  # nothing is searched
+    try:
+        model, batch = models.make_llama(), models.token_batch(4, 16)
+        pm = autoplan.parallelize(model, "local", optimizer=functools.partial(torch.optim.SGD, lr=0.1), **kwargs)
+    finally:
+        autoplan.planning.search_plan = search
+    size = 4 // pm.data_world
+    mine = {k: v[pm.data_rank * size : (pm.data_rank + 1) * size] for k, v in batch.items()}
+    total = pm.step(mine)
+    assert pm.optimizer is not None
+    pm.optimizer.step()
+    total = total + pm.step(mine)
+    return total.item(), str(pm.plan.config.but(recompute="none")), pm.plan.capture
+
+
+def of_one_device() -> float:
+    """The same two steps of the module."""
+    model, batch = models.make_llama(), models.token_batch(4, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = model(**batch).loss
+    first.backward()
+    optimizer.step()
+    return float(first.item() + model(**batch).loss.item())
+
+
+def given_error(rank: int, world: int, kwargs: dict[str, Any], config: dict[str, Any]) -> str:
+    """The error of `given`, for a model of another config."""
+    try:
+        autoplan.parallelize(models.make_llama(**config), "local", **kwargs)
+    except AutoplanError as error:
+        return str(error)
+    return "accepted"

@@ -16,6 +16,7 @@ from autoplan.cost_models.whole_run import Assumptions
 from autoplan.errors import PinError
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import nodes_with
+from autoplan.plans.document import tuples
 from autoplan.search.layouts import PlanRequest
 from autoplan.sweeps.whatif import LISTS, RANGES, TEXTS, VARIED, WHOLE_NUMBERS
 
@@ -24,8 +25,10 @@ _PIN = re.compile(r",(?=\s*[A-Za-z_]+\s*=)")
 _SHORT = {"gbs": "global_batch_size", "seq": "seq_len"}
 
 
-def read_pin_words(texts: Sequence[str]) -> dict[str, Any]:
-    """Read pins: `tp=8`, `stages=10,11,11`, or several in one text: `tp=8,pp=2`."""
+def read_pin_words(texts: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Read pins: `tp=8`, `stages=10,11,11`, or several in one text: `tp=8,pp=2`. A mapping has values by name."""
+    if isinstance(texts, Mapping):
+        return {name: tuples(value) for name, value in texts.items()}
     pins: dict[str, Any] = {}
     for text in texts:
         for part in _PIN.split(text):

@@ -12,6 +12,7 @@ from autoplan.config import numbers
 from autoplan.config.choices import option_data, option_texts
 from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.whole_run import Run
+from autoplan.plans.document import plain
 from autoplan.report import data
 from autoplan.report.text import graph_notes, paragraph, plain_table, prices, run_cells
 from autoplan.sweeps.capacity import CapacityTask, Cell, cell_row
@@ -37,7 +38,7 @@ def _shown(name: str, value: object) -> str:
 
 def capacity_text(out: Console, title: str, task: CapacityTask, found: Sequence[Cell]) -> None:
     """Print the table of `autoplan capacity`: the common values first, then a row each, then reasons and sources."""
-    from autoplan import __version__
+    from autoplan.versions import __version__
 
     rows = [cell_row(cell) for cell in found]
     out.print(Text(f"autoplan {__version__} - capacity of {title}", style="bold"), soft_wrap=True)
@@ -121,7 +122,7 @@ def capacity_report(path: str, status: str, task: CapacityTask, found: Sequence[
         "capacity",
         status,
         file=path,
-        pins=data.plain(task.pins),
+        pins=plain(task.pins),
         options=option_data(task.options),
         profile=task.profile.name if task.profile is not None else None,
         constants=task.constants_file,

@@ -11,7 +11,7 @@ from rich.table import Table
 from autoplan import catalog as models
 from autoplan.config import numbers
 from autoplan.cost_models.hardware import catalog as hardware
-from autoplan.report.data import chosen, plain
+from autoplan.plans.document import chosen, plain
 from autoplan.report.text import plain_table
 from autoplan.units import GB, TERA
 

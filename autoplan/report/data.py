@@ -15,7 +15,7 @@ Schema 1:
                  option of RunOptions: value, ..., "profile", "constants": null | file,
                  "imbalance": null | {"value", "what", "source"}},  # of routing, of models with experts
      "asked": {argument: value},   # of the command, as typed; with "plan" it makes a plan file (report.plan_file)
-     "made_for": {"autoplan", "parameters", "graph", "cluster", "cluster_figures"},  # version, hashes
+     "made_for": {"autoplan", "parameters", "graph", "cluster", "cluster_figures", "profile"},  # version, hashes
      "priced_not_executed": [str],      # parts of the plan with a price that autoplan's own runtime does not execute
      "plan": {field of ParallelConfig: value, ..., "offload": [str],
               "recompute": str | {call: str} | [layers per stage], "stages": [layers per stage],
@@ -31,8 +31,11 @@ Schema 1:
      "alternatives": [{"priced_not_executed", "plan", "estimate"}],                       # plan: the next best ones
      "equals": [{"plan", "step_time_s"}],  # as fast as the fastest within equal_within, less simple than "plan"
      "certificate": {"considered", "illegal", "too_big", "bounded_out", "solved", "open", "gap", "intra_gap",
-                     "solve_time_s", "restrictions", "status", "illegal_by_rule", "too_big_by_term", "by_phase_s"}}
+                     "solve_time_s", "restrictions", "status", "illegal_by_rule", "too_big_by_term", "by_phase_s"},
                     # considered is the sum of the five; gaps are (found - bound) / found, intra_gap of the layouts
+     "program": {"axes", "stages": [[call]], "recompute": {call: str}, "layout": {choice: option}, "intra_cost_s",
+                 "intra_bound_s", "precision", "compiled", "notes", "capture"},  # of a plan that is executed
+     "graph": str}  # only of `Plan.to_json`, if no name stands for the model: its ModelGraph, compressed
 
     run: {"tokens", "days", "usd": null | quantity, "kwh": null | quantity, "usd_energy": null | quantity,
           "days_with_failures", "usd_with_failures", "kwh_with_failures", "num_failures",    # null: not known
@@ -55,24 +58,22 @@ Schema 1:
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import replace
 from typing import Any
 
 from autoplan.config.choices import config_data, option_data
+from autoplan.config.parallel import Mode
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.quantity import Quantity
-from autoplan.cost_models.time.estimate import Estimate
 from autoplan.cost_models.whole_run import CRITICAL_BATCH_SOURCE, FIGURES, Assumptions, Run
+from autoplan.plans.document import SCHEMA_VERSION, chosen, estimate_data, plain
+from autoplan.plans.record import plan_of_planned
 from autoplan.program.facts import layer_calls
 from autoplan.program.legality import not_executed
 from autoplan.report.arguments import imbalance_of
-from autoplan.report.written import made_for
+from autoplan.report.written import request_fingerprint
 from autoplan.search.planner import Planned, PlanRequest, SearchResult
 from autoplan.sweeps.whatif import STEP_ONLY, RunTask, critical_batch, run_of
-
-REPORT_SCHEMA_VERSION = 1
 
 
 def to_text(data: Mapping[str, Any]) -> str:
@@ -82,23 +83,7 @@ def to_text(data: Mapping[str, Any]) -> str:
 
 def report(command: str, status: str = "ok", **contents: Any) -> dict[str, Any]:
     """Return the answer of a command: the schema, the outcome, and its contents."""
-    return {"schema": REPORT_SCHEMA_VERSION, "status": status, "command": command, **contents}
-
-
-def plain(value: Any) -> Any:
-    """Return quantities, records, mappings and sequences, to any depth, as JSON data."""
-    if isinstance(value, Quantity):
-        return {"low": value.low, "mid": value.mid, "high": value.high, "evidence": str(value.tag)}
-    if is_dataclass(value):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Mapping):
-        return {name: plain(item) for name, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, tuple | list) else value
-
-
-def chosen(record: object, names: str) -> dict[str, Any]:
-    """Return some attributes of a record as plain data; `names` with spaces between them."""
-    return {name: plain(getattr(record, name)) for name in names.split()}
+    return {"schema": SCHEMA_VERSION, "status": status, "command": command, **contents}
 
 
 def cluster(c: Cluster) -> dict[str, Any]:
@@ -144,23 +129,6 @@ def run_data(r: Run, request: PlanRequest, assumed: Assumptions) -> dict[str, An
     }
 
 
-_ESTIMATE = "step_time_s tokens_per_s tokens_per_s_per_device mfu mfu_causal fits memory_capacity_bytes"
-_STAGE = "num_layers num_recomputed in_flight fullest forward_s backward_s memory_bytes"
-
-
-def estimate_data(e: Estimate, whole: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return an estimate as plain data; `whole` becomes its `run`."""
-    return {
-        **chosen(e, _ESTIMATE),
-        "memory_bytes": [plain(s.memory) for s in e.stages],
-        "host_memory_bytes": [plain(s.host_memory) for s in e.stages],
-        "host_memory_capacity_bytes": e.host_capacity_bytes if math.isfinite(e.host_capacity_bytes) else None,
-        "stages": [chosen(s, _STAGE) for s in e.stages],
-        "breakdown_s": plain(e.breakdown),
-        "run": whole,
-    }
-
-
 def _head(command: str, request: PlanRequest, status: str = "ok") -> dict[str, Any]:
     r = request
     return report(
@@ -198,7 +166,7 @@ def _planned(p: Planned, request: PlanRequest, run: RunTask) -> dict[str, Any]:
 
 def _with_task(request: PlanRequest, asked: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return what makes the answer a plan file; empty if it was not asked on the command line."""
-    return {} if asked is None else {"asked": dict(asked), "made_for": made_for(request)}
+    return {} if asked is None else {"asked": dict(asked), "made_for": request_fingerprint(request)}
 
 
 def plan_report(
@@ -213,14 +181,30 @@ def plan_report(
         "alternatives": [_planned(p, request, run) for p in rest],
         "equals": [{"plan": config_data(config), "step_time_s": step_s} for config, step_s in result.equals],
         "certificate": plain(result.certificate),
+        **_program(best, request),
     }
+
+
+def _program(p: Planned, request: PlanRequest) -> dict[str, Any]:
+    """Return the stages and layouts of a plan that autoplan's own runtime executes; nothing of another plan."""
+    if not_executed(p.config, request.facts):
+        return {}
+    made = replace(
+        plan_of_planned(request.graph, p, {}, "", request.precision)[0], compiled=request.mode is Mode.COMPILED
+    )
+    return {"program": made.program_data()}
 
 
 def estimate_report(
     request: PlanRequest, planned: Planned, run: RunTask = STEP_ONLY, asked: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the answer of `autoplan estimate` as plain data. `asked`: the arguments of the command."""
-    return {**_head("estimate", request), **_with_task(request, asked), **_planned(planned, request, run)}
+    return {
+        **_head("estimate", request),
+        **_with_task(request, asked),
+        **_planned(planned, request, run),
+        **_program(planned, request),
+    }
 
 
 def whatif_report(
@@ -235,7 +219,7 @@ def infeasible_report(error: Exception) -> dict[str, Any]:
     found = getattr(error, "report", None)
     names = ("stage", "term", "needed_bytes", "available_bytes", "config", "cheapest_change")
     return {
-        "schema": REPORT_SCHEMA_VERSION,
+        "schema": SCHEMA_VERSION,
         "status": "infeasible",
         "message": str(error),
         **{name: getattr(found, name, None) for name in names},

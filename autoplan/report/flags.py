@@ -172,7 +172,7 @@ def with_choices(command: Callable[..., None]) -> Callable[..., None]:
     def called(context: typer.Context, **values: Any) -> None:
         typed = {name for name in values if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"}
         values, written = _completed(values, typed)
-        asked = _asked(values)
+        asked = _asked(values, written)
         values |= {group: {name: values.pop(name) for name in names} for group, names in groups.items()}
         taken = {word.name: values.pop(word.name) for word in _typed_words()}
         command(TaskWords(**taken, asked=asked, written=written), **values)
@@ -214,10 +214,12 @@ def _typed_words() -> Mapping[Field[Any], Any]:
     return {word: types[word.name] for word in fields(TaskWords) if word.metadata.get("typed", True)}
 
 
-def _asked(values: Mapping[str, Any]) -> dict[str, Any]:
+def _asked(values: Mapping[str, Any], written: WrittenPlan | None) -> dict[str, Any]:
     """Return the arguments that a plan file keeps. Raises: PinError if one is missing that every task has."""
     for name, flag in _FLAG_OF.items():
         if values[name] is None:
+            if written is not None:
+                raise PinError(f"{written.path} does not say the {name} that was asked; give {flag}")
             raise PinError(f"{flag} is missing; only a plan file in place of MODEL brings its own")
     return {name: _plain(v) for name, v in values.items() if name not in (*_OUTPUT, *_DEGREES) and v is not None}
 
@@ -226,6 +228,9 @@ def words_of(written: WrittenPlan) -> TaskWords:
     """Return the arguments of the task that a plan file answers."""
     options = {record.name: written.asked.get(record.name) for record in choices_of(RunOptions) if record.help}
     taken = {w.name: written.asked[w.name] for w in fields(TaskWords) if w.name in written.asked}
+    for name in ("model", *_FLAG_OF):
+        if name not in taken:
+            raise PinError(f"{written.path} does not say the {name} that was asked; plan again")
     return TaskWords(**{**taken, "options": options}, asked=written.asked, written=written)
 
 
@@ -252,4 +257,6 @@ def _completed(values: dict[str, Any], typed: set[str]) -> tuple[dict[str, Any],
         name: value if name in typed else None if name in _DEGREES else written.asked.get(name, value)
         for name, value in values.items()
     }
+    if "model" not in written.asked:
+        raise PinError(f"{written.path} does not say the model that was asked; plan again")
     return {**out, "model": written.asked["model"]}, written

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from autoplan.catalog import load_model
 from autoplan.config.choices import options_of, read_mode
@@ -15,6 +16,8 @@ from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN, check_planning
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import PinError
+from autoplan.ir.graph import ModelGraph
+from autoplan.plans.document import graph_of_text
 from autoplan.report.arguments import read_assumptions, read_pin_words
 from autoplan.report.flags import TaskWords
 from autoplan.report.output import say_note
@@ -41,15 +44,25 @@ def read_run(task: TaskWords) -> RunTask:
 def say_differences(task: TaskWords, request: PlanRequest) -> None:
     """Say on stderr what of a plan file holds no longer, as far as the command did not ask for it."""
     written = task.written
-    if written is not None and task.cluster == written.asked["cluster"]:
+    if written is not None and task.cluster == written.asked.get("cluster", task.cluster):
         for line in differences(written, request):
             say_note(f"{written.path}: {line}")
+
+
+def _graph(task: TaskWords) -> ModelGraph:
+    """Return the graph of the model: of a plan file, or by its name."""
+    written = task.written
+    if written is not None and written.graph is not None and task.model == written.asked["model"]:
+        return graph_of_text(written.graph, str(written.made_for.get("graph")), str(written.path))
+    if ":" in task.model:
+        import_from_here()
+    return load_model(task.model)
 
 
 def read_request(
     task: TaskWords,
     *,
-    pins: Sequence[str] | None = None,
+    pins: Sequence[str] | Mapping[str, Any] | None = None,
     top: int = 1,
     time_limit: float = 60.0,
     runnable: bool = False,
@@ -74,10 +87,8 @@ def read_request(
     known, file = read_constants(task.constants)
     measured = Profile.load(task.profile) if task.profile is not None else None
     check_measured_on(measured, where, f"the cluster {where}")
-    if ":" in task.model:
-        import_from_here()
     request = PlanRequest(
-        graph=load_model(task.model),
+        graph=_graph(task),
         cluster=where,
         seq_len=tokens,
         global_batch_size=batch,

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autoplan.config.choices import option_data, option_texts
-from autoplan.report.data import chosen
+from autoplan.plans.document import chosen
 from autoplan.report.text import plain_table
 from autoplan.stacks.records import Abilities, Era, Stack, stack, stacks, version_of
 

@@ -89,7 +89,7 @@ def _interval(q: Quantity) -> str:
 
 def heading(out: Console, request: PlanRequest) -> None:
     """Print the model, the cluster and the task of a request."""
-    from autoplan import __version__
+    from autoplan.versions import __version__
 
     r = request
     layers = len(layer_calls(r.graph))

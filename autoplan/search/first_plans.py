@@ -8,7 +8,7 @@ others. A good plan that is known early spares the search most of the other cand
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,9 @@ _ORDER = {name: i for i, name in enumerate(SCHEDULES)}
 def usual(candidates: Sequence[ParallelConfig]) -> list[list[ParallelConfig]]:
     """Return one candidate for every usual combination of mesh, micro-batch, ZeRO and ranks of experts.
 
-    They are listed by tp, the largest first: these share a layout, and need the least memory.
+    They are listed by tp, because these share a layout. tp 1 comes first: its layout is known at once. Then comes the
+    largest, which needs the least memory. Of each tp, pipelines with ZeRO 1 and the most ranks per expert come first:
+    where experts are many, no other usual layout is sure to be near the best.
     """
     sizes = {_mesh(c): 0 for c in candidates}
     plain = [c for c in candidates if c.schedule == PLAIN_SCHEDULE and c.micro_batch_size <= _LARGEST]
@@ -38,10 +40,17 @@ def usual(candidates: Sequence[ParallelConfig]) -> list[list[ParallelConfig]]:
             key = (*_mesh(c), c.micro_batch_size, c.zero_stage, min(_EXPERT_RANKS, key=lambda n: _apart(c, n)))
             if key not in found or _unusual(c, key[-1]) < _unusual(found[key], key[-1]):
                 found[key] = c
-    by_tp: dict[int, list[ParallelConfig]] = {}
-    for c in found.values():
-        by_tp.setdefault(c.tp, []).append(c)
-    return [by_tp[tp] for tp in sorted(by_tp, reverse=True)]
+    return _listed(found)
+
+
+def _listed(found: Mapping[tuple[int, ...], ParallelConfig]) -> list[list[ParallelConfig]]:
+    """Return usual candidates in the order of `usual`. A key ends with the usual number of ranks of experts."""
+    lists: dict[tuple[bool, int, bool], list[ParallelConfig]] = {}
+    most = max((kind[-1] for kind in found), default=1)
+    for kind, c in found.items():
+        first = c.pp > 1 and c.zero_stage == 1 and kind[-1] == most
+        lists.setdefault((c.tp > 1, -c.tp, not first), []).append(c)
+    return [lists[key] for key in sorted(lists)]
 
 
 def _mesh(c: ParallelConfig) -> tuple[int, int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from autoplan.config.parallel import ParallelConfig
 from autoplan.config.planning import EXPECTED_RISK
 from autoplan.errors import InfeasibleError, PinError
+from autoplan.search import clock
 from autoplan.search.cuts import Shortage
 from autoplan.search.degrees import search_order
 from autoplan.search.intra import StoppedError
@@ -109,10 +109,10 @@ def cheapest_change(request: PlanRequest, shortage: Shortage, budget_s: float = 
     Args:
         budget_s: seconds for all attempts together; each gets at most half of the rest.
     """
-    r, end = request, time.perf_counter() + budget_s
+    r, end = request, clock.now_s() + budget_s
     undecided = 0
     for sentence, changed in _changes(r):
-        now = time.perf_counter()
+        now = clock.now_s()
         fits = feasible(changed, now + (end - now) / 2)
         if fits:
             unknown = f" {undecided} smaller changes could not be decided in {budget_s:g} s." if undecided else ""
@@ -148,7 +148,7 @@ def _changes(request: PlanRequest) -> list[tuple[str, PlanRequest]]:
 
 
 def feasible(request: PlanRequest, deadline: float) -> bool | None:
-    """Return True if some plan fits; None if that was not decided before `deadline` (of time.perf_counter).
+    """Return True if some plan fits; None if that was not decided before `deadline` (of `clock.now_s`).
 
     For each mesh only the smallest micro-batches with the least and the most ZeRO are tried: others need more memory.
     """
@@ -161,7 +161,7 @@ def feasible(request: PlanRequest, deadline: float) -> bool | None:
     decided = True
     smallest = _smallest(found)
     for candidate in (*smallest, *(each for c in smallest for each in offloaded(request, c))):
-        left = deadline - time.perf_counter()
+        left = deadline - clock.now_s()
         if left <= 0:
             return None
         if quick.too_big(candidate):

@@ -48,7 +48,7 @@ from autoplan.program.legality import Scope
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.parallel_dims import ParallelDims, folds
-from autoplan.program.problem import IntraSettings, build_problem
+from autoplan.program.problem import IntraProblem, IntraSettings, build_problem
 from autoplan.program.token_dispatch_layouts import with_token_dispatch
 from autoplan.program.without_sequence_parallel import without_sequence_parallelism
 from autoplan.program.workload import LoweredModel, lower_all, workload
@@ -273,18 +273,11 @@ class LayoutCache:
         return next((n for n in range(least, size) if math.gcd(n, tp) == part), size)
 
     def _solve(self, tp: int, size: int, cp: int, own: bool, limit_s: float) -> tuple[tuple[Axis, ...], IntraSolution]:
-        r, start = self.request, time.perf_counter()
-        axes = ParallelDims.of(r.graph, ParallelConfig(tp=tp)).layout_axes
-        steps = max(1, r.global_batch_size // (size * max(1, r.cluster.num_devices // (tp * cp))))
-        slack = r.pins.get("state_slack", 1.02)
-        settings = IntraSettings(axes, self.costs, r.env(size, cp), steps, slack, self.precision, cp)
-        problem = build_problem(r.graph, settings)
-        if not r.options.sequence_parallel:
-            problem = without_sequence_parallelism(problem, r.graph)
-        built = time.perf_counter()
+        start = time.perf_counter()
+        built = start
         try:
-            if own:
-                problem = with_token_dispatch(problem, r.graph, slack)
+            axes, problem = layout_problem(self.request, self.costs, (tp, size, cp, own))
+            built = time.perf_counter()
             solution = solve(problem, limit_s)
         finally:
             solved = time.perf_counter()
@@ -446,6 +439,34 @@ class LayoutCache:
                 return None
             self._cutters[candidate] = Cutter(pricer, self.room, self.request.fixed.recompute, stages)
         return self._cutters[candidate]
+
+
+def layout_problem(request: PlanRequest, costs: Costs, cut: _Cut) -> tuple[tuple[Axis, ...], IntraProblem]:
+    """Return the axes that layouts are chosen on, and the problem of choosing them.
+
+    Args:
+        cut: tp, micro-batch size, cp, and True if every rank dispatches its own tokens.
+
+    Raises:
+        InfeasibleError: no option is left of some choice.
+    """
+    r, (tp, size, cp, own) = request, cut
+    axes = ParallelDims.of(r.graph, ParallelConfig(tp=tp)).layout_axes
+    steps = max(1, r.global_batch_size // (size * max(1, r.cluster.num_devices // (tp * cp))))
+    slack = r.pins.get("state_slack", 1.02)
+    settings = IntraSettings(axes, costs, r.env(size, cp), steps, slack, precision_of(r.precision), cp)
+    problem = build_problem(r.graph, settings)
+    if not r.options.sequence_parallel:
+        problem = without_sequence_parallelism(problem, r.graph)
+    if own:
+        problem = with_token_dispatch(problem, r.graph, slack)
+    return axes, problem
+
+
+def cut_of(config: ParallelConfig, experts: ExpertDegrees | None) -> _Cut:
+    """Return what of a configuration decides the problem of its layouts."""
+    own = experts is not None and experts.executed and experts.dispatches(config.tp) and config.tp > 1
+    return config.tp, config.micro_batch_size, config.cp, own
 
 
 def space_of(request: PlanRequest) -> Space:

@@ -36,6 +36,7 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.errors import InfeasibleError
 from autoplan.program.context_pins import Chosen
+from autoplan.search import clock
 from autoplan.search.certificate import Certificate, Status, restrictions_of
 from autoplan.search.cuts import Cut, Cutter, Shortage
 from autoplan.search.degrees import Space, search_order
@@ -126,7 +127,7 @@ class _Search:
 
     def __init__(self, request: PlanRequest, told: Callable[[Progress], None] | None) -> None:
         check_task(request)
-        self.request, self.start = request, time.perf_counter()
+        self.request, self.start, self.began = request, clock.now_s(), time.perf_counter()
         self.teller, self.num_candidates = Teller(told), 0
         self.phases: dict[str, float] = defaultdict(float)
         self.points = LayoutCache(request, self.phases)
@@ -175,7 +176,7 @@ class _Search:
     # -- time -------------------------------------------------------------------------------------------------------
 
     def _elapsed_s(self) -> float:
-        return time.perf_counter() - self.start
+        return clock.now_s() - self.start
 
     def _out_of_time(self) -> bool:
         if self._elapsed_s() > self.request.time_limit_s:
@@ -560,7 +561,7 @@ class _Search:
             solved=counts[_Outcome.SOLVED],
             open=num_open,
             gap=max(0.0, (best - least_open) / best) if least_open < best else 0.0,
-            solve_time_s=self._elapsed_s(),
+            solve_time_s=time.perf_counter() - self.began,
             restrictions=restrictions_of(self.request, checked, () if point is None else point.solution.restrictions),
             status=status,
             illegal_by_rule={**checked.illegal, **rules},

@@ -18,7 +18,8 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile, user_folder
 from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.time.estimate import Estimate
-from autoplan.plan import Plan, estimate_json
+from autoplan.plans.document import estimate_data
+from autoplan.plans.record import Plan
 from autoplan.profiler.run import cached_profile, machine_key, resolve
 from autoplan.report.files import write_text
 from autoplan.report.timeline import trace
@@ -96,7 +97,7 @@ class Prediction:
             "degrees": {axis: getattr(plan.config, axis) for axis in ("dp", "tp", "pp")},
             "program_s": estimate.step_time_s.mid - update_s,
             "optimizer_s": update_s,
-            "estimate": estimate_json(estimate),
+            "estimate": estimate_data(estimate),
             "certificate": dict(plan.certificate),
         }
 

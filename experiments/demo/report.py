@@ -205,7 +205,7 @@ def breakdown(predicted: Mapping[str, Any]) -> Table:
     found = {t for p in plans.values() for t in p["estimate"]["breakdown_s"]}
     for term in [*(t for t in TERMS if t in found), *sorted(found - set(TERMS))]:
         cells = [p["estimate"]["breakdown_s"].get(term) for p in plans.values()]
-        tags = {c["tag"] for c in cells if c is not None and c["mid"]}
+        tags = {c["evidence"] for c in cells if c is not None and c["mid"]}
         values = ["" if c is None or not c["mid"] else _ms(c["mid"]) for c in cells]
         table.add_row(TERMS.get(term, term), *values, ", ".join(sorted(tags)))
     table.add_section()
@@ -220,7 +220,9 @@ def memory(plan: Mapping[str, Any]) -> Table:
     table = plain_table(f"predicted memory of {plan['label']}, MB", *heads, "evidence", left=1)
     for term in dict.fromkeys(t for s in stages for t in s):
         cells = [s.get(term) for s in stages]
-        table.add_row(term, *("" if c is None else _mb(c["mid"]) for c in cells), cells[0]["tag"] if cells[0] else "")
+        table.add_row(
+            term, *("" if c is None else _mb(c["mid"]) for c in cells), cells[0]["evidence"] if cells[0] else ""
+        )
     table.add_section()
     table.add_row("peak", *(_mb(sum(q["mid"] for q in s.values())) for s in stages), "")
     return table

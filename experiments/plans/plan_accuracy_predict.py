@@ -12,7 +12,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import AutoplanError
 from autoplan.ir.graph import ModelGraph
-from autoplan.plan import searched_plan
+from autoplan.plans.record import searched_plan
 from autoplan.profiler.ops import MeasureTask
 from autoplan.profiler.run import measure
 from autoplan.profiler.tasks import model_tasks

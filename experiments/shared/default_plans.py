@@ -18,7 +18,7 @@ from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.ir.graph import ModelGraph
 from autoplan.ops.table import flops, rule_for
-from autoplan.plan import Plan, plan_of
+from autoplan.plans.record import Plan, plan_of
 from autoplan.program.facts import Facts, ModelFacts, pipeline_units, stage_calls
 from autoplan.program.legality import Scope, check_legal
 from autoplan.program.parallel_dims import ParallelDims

@@ -125,7 +125,7 @@ def test_notes_of_a_graph_are_told() -> None:
     data = json.loads(estimated(model, "--json").stdout)
     assert data["model"]["notes"] == [note]
     plan = plan_program(load_model(model), Cluster.parse("local:1"), {}, 2, 1)[0]
-    assert f"note: {note}" in str(plan) and json.loads(plan.to_json())["notes"] == [note]
+    assert f"note: {note}" in str(plan) and json.loads(plan.to_json())["program"]["notes"] == [note]
 
 
 # -- sizes and classes -------------------------------------------------------------------------------------------------

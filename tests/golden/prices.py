@@ -17,8 +17,8 @@ pass whose difference has no explanation.
 `make exhaustive` all of them, plans included.
 
 Frozen are all catalog models under the configurations of CONFIGURATIONS, and the plans of PLANS: step time, memory and
-a digest of every number of the answer. Left out are the certificate of a search and what is only repeated from the
-request. A configuration that is refused for a model is frozen as refused, without its words.
+a digest of every number of the answer. Left out are the certificate of a search, the program (names of layouts) and
+what is only repeated from the request. A configuration that is refused for a model is frozen as refused, without words.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from autoplan.cli import app
 
 FROZEN = Path(__file__).with_name("prices.json.gz")
 # Repeated from the words that were asked; how far a search came depends on the load of the machine.
-_LEFT_OUT = ("schema", "command", "model", "cluster", "request", "asked", "made_for", "certificate")
+_LEFT_OUT = ("schema", "command", "model", "cluster", "request", "asked", "made_for", "certificate", "program")
 
 CONFIGURATIONS: tuple[str, ...] = (
     "--cluster 8x8xh100-sxm5-80gb --seq 4k --gbs 128",

@@ -48,8 +48,9 @@ def import_all_of(package: str) -> str:
 
 def test_the_doors_names_are_exactly_the_public_ones():
     public = (
-        "Cluster ParallelConfig ParallelModel Plan PlanRequest PowerSGD Profile __version__ capacity estimate_config "
-        "experts_forward load_model parallelize rule search_plan whatif"
+        "Cluster ParallelConfig ParallelModel Plan PlanRequest PowerSGD Profile __version__ capacity compile "
+        "estimate_config "
+        "experts_forward load_model parallelize plan rule search_plan whatif"
     ).split()
     assert autoplan.__all__ == public
     assert dir(autoplan) == public
@@ -86,7 +87,7 @@ def test_the_cost_models_load_no_torch():
 def test_the_runtime_loads_no_planner():
     loaded = modules_loaded_by(import_all_of("autoplan.runtime"))
     assert "autoplan.runtime" in loaded
-    assert not loaded & {"pulp", "highspy", "autoplan.api", "autoplan.plan", "autoplan.search", "autoplan.cost_models"}
+    assert not loaded & {"pulp", "highspy", "autoplan.api", "autoplan.plans", "autoplan.search", "autoplan.cost_models"}
 
 
 def test_pyproject_allows_exactly_the_versions_that_were_tried():

@@ -88,7 +88,7 @@ def test_what_no_longer_holds_is_said(tmp_path: Path) -> None:
         ({"plan": {"tp": 1, "pipes": 4}}, "'pipes' is no choice of a plan"),
         ({"plan": {"tp": 3}}, "tp=3"),
         ({"plan": {"tp": "two"}}, "tp='two'"),
-        ({"graph_hash": "ab", "config": {}}, "is the plan of an emitted program"),
+        ({"graph_hash": "ab", "config": {}}, "'graph_hash' is no section"),
     ],
 )
 def test_a_file_that_is_not_a_plan_is_refused_by_name(change: dict[str, Any], said: str, tmp_path: Path) -> None:

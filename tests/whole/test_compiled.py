@@ -33,7 +33,7 @@ from autoplan.api import cheaper_program
 from autoplan.config.pins import Pins
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.errors import PinError
-from autoplan.plan import Plan
+from autoplan.plans.record import Plan
 from autoplan.program.facts import Facts
 from autoplan.program.legality import check_pins
 from autoplan.runtime.compiled import compile_blocks, compiles_by_itself

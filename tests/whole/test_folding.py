@@ -28,7 +28,7 @@ from autoplan.errors import InfeasibleError, LayoutError, PinError
 from autoplan.ir.graph import Block, ModelGraph, Node, Value
 from autoplan.ir.layout import Axis, Mesh
 from autoplan.ir.symbols import Expr
-from autoplan.plan import searched_plan
+from autoplan.plans.record import searched_plan
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.parallel_dims import ParallelDims, folds

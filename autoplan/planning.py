@@ -1,0 +1,452 @@
+"""Planning in code: `autoplan.plan` and `autoplan.compile`. No process group, and a cluster that need not be here.
+
+plan = autoplan.plan(model, "64x8xh100-sxm5-80gb", example_inputs=batch, global_batch_size=1024)
+Path("plan.json").write_text(plan.to_json())       # the command line reads it, and parallelize(model, plan=...)
+autoplan.compile(model, plan, "program", example_inputs=batch)     # the program of every rank, in a folder
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from autoplan.codegen.program import Layouts, Program, compile_program
+from autoplan.config.choices import option_data
+from autoplan.config.parallel import Mode, RunOptions, executed_precision
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.profile import Profile
+from autoplan.errors import AutoplanError, CaptureError, PinError
+from autoplan.ir.graph import ModelGraph
+from autoplan.plans.differences import differences_text, graph_differences
+from autoplan.plans.document import graph_of_text, graph_text, plain
+from autoplan.plans.folder import buffer_texts, write_program
+from autoplan.plans.layouts import layouts_of, open_layouts, solved_again
+from autoplan.plans.record import Plan, searched_plan
+from autoplan.search.planner import PlanRequest, search_plan
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from autoplan.capture.frontend.inputs import LossFn
+
+AUTO = "auto"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A captured model, and the sizes of its example.
+
+    Attributes:
+        name: the text that names the model on the command line; None: its graph itself belongs to the plan.
+        verified: the line on the comparison of the graph with the module.
+        seq_len, target_len: tokens per sequence; target_len None: not of a length of its own.
+        batch: number of examples; 0 for a model given by name.
+    """
+
+    graph: ModelGraph
+    name: str | None = None
+    verified: str = ""
+    seq_len: int | None = None
+    target_len: int | None = None
+    batch: int = 0
+
+
+def plan(
+    model: nn.Module | str,
+    cluster: Cluster | str,
+    *,
+    example_inputs: Mapping[str, torch.Tensor] | None = None,
+    loss_fn: LossFn | None = None,
+    seq_len: int | None = None,
+    target_len: int | None = None,
+    global_batch_size: int | None = None,
+    pins: Mapping[str, Any] | None = None,
+    profile: Profile | str | None = None,
+    precision: str = "native",
+    compile: bool | str = AUTO,
+    verify: bool | str = True,
+    time_limit_s: float = 60.0,
+) -> Plan:
+    """Plan how to train `model` on `cluster`, which need not be this machine. Needs no processes and no devices.
+
+    `parallelize(model, plan=...)` runs the plan on that cluster, `compile` writes its program beforehand, and the
+    command line reads `plan.to_json()` in place of a model.
+
+    Args:
+        model: an ordinary module, or a text as the command line takes it (a name of the catalog, a Hugging Face
+            config.json, `package.module:factory`), for which seq_len and global_batch_size are needed.
+        cluster: a Cluster, or its text: nodes x devices per node x device (`8x8xh100-sxm5-80gb`), `local:4`, a file.
+        example_inputs, loss_fn, pins, precision, verify: as `parallelize` takes them.
+        seq_len, target_len: tokens per sequence; None: those of the example.
+        global_batch_size: samples per step over all data-parallel ranks; None: as in `parallelize`.
+        profile: measured times: a Profile, or the name or path of one. None: the figures of the cluster.
+        compile: True: blocks run through torch.compile; False: no; 'auto': on CUDA, if that has the lower price.
+        time_limit_s: after this time the best plan so far is returned.
+
+    Returns:
+        The plan, one that autoplan's own runtime executes.
+
+    Raises:
+        AutoplanError: PinError, CaptureError, NothingFits and others.
+    """
+    where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    if compile not in (True, False, AUTO):
+        raise PinError(f"compile={compile!r} does not exist here; use True, False or 'auto'")
+    known = Profile.load(profile) if isinstance(profile, str) else profile
+    task = captured(model, example_inputs, loss_fn, precision, verify)
+    if seq_len is None and task.seq_len is None:
+        raise PinError("seq_len is needed for a model that is given by name")
+    if global_batch_size is None and not task.batch:
+        raise PinError("global_batch_size is needed for a model that is given by name")
+    pins = dict(pins or {})
+    batch = global_batch_size or default_global_batch(pins, where.num_devices, task.batch)
+
+    def made(compiled: bool) -> tuple[Plan, Layouts]:
+        request = PlanRequest(
+            task.graph,
+            where,
+            seq_len or task.seq_len or 1,
+            batch,
+            pins,
+            precision=precision,
+            profile=known,
+            profile_file=profile if isinstance(profile, str) else None,
+            mode=Mode.COMPILED if compiled else Mode.EAGER,
+            executed=True,
+            target_len=target_len or task.target_len,
+            time_limit_s=time_limit_s,
+        )
+        return planned(request, task.name, cluster if isinstance(cluster, str) else None)
+
+    compared = compile == AUTO and where.device_type == "cuda"
+    best = cheaper_program(made) if compared else made(bool(compile) and compile != AUTO)
+    return replace(best[0], capture=task.verified)
+
+
+def compile(
+    model: nn.Module | str,
+    plan: Plan | Path | str,
+    out: Path | str,
+    *,
+    example_inputs: Mapping[str, torch.Tensor] | None = None,
+    loss_fn: LossFn | None = None,
+    verify: bool | str = True,
+) -> Program:
+    """Write the program of every rank of a plan into the folder `out`, on any machine.
+
+    `parallelize(model, program=out)` runs it on the plan's cluster without a capture or a search. The folder holds one
+    Python module per pipeline stage, `program.json`, `plan.json`, and `fingerprint.json`, by which the model is
+    recognised (autoplan.plans.folder).
+
+    Args:
+        model: the module, or its text as `autoplan.plan` takes it.
+        plan: a Plan, or the file of one.
+        example_inputs, loss_fn, verify: as `parallelize` takes them.
+
+    Returns: the program.
+    Raises:
+        AutoplanError: the model is not the one that the plan was made for (names what differs), or autoplan's runtime
+            does not execute the plan.
+    """
+    given = plan if isinstance(plan, Plan) else Plan.read(plan)
+    task = captured(model, example_inputs, loss_fn, given.precision, verify)
+    ready, layouts = ready_plan(given, task.graph)
+    ready = replace(ready, capture=task.verified or ready.capture)
+    program = compile_program(task.graph, layouts)
+    write_program(Path(out), ready, program, buffer_texts(task.graph), model_facts(model))
+    return program
+
+
+# -- capture -----------------------------------------------------------------------------------------------------------
+
+
+def captured(
+    model: nn.Module | str,
+    example_inputs: Mapping[str, torch.Tensor] | None,
+    loss_fn: LossFn | None,
+    precision: str,
+    verify: bool | str,
+) -> Task:
+    """Return the graph of a model, and the sizes of its example. Loads no torch for a model of the catalog."""
+    computed = executed_precision(precision).compute
+    if isinstance(model, str):
+        from autoplan.catalog import load_model
+
+        if example_inputs is not None or loss_fn is not None:
+            raise CaptureError(f"the model {model!r} brings its example and its loss; give the module instead")
+        graph = load_model(model)
+        check_dtype(graph, computed, precision)
+        return Task(graph, model)
+    import torch
+
+    from autoplan.capture.frontend.inputs import check_arguments
+    from autoplan.capture.frontend.lengths import example_lengths
+    from autoplan.verify.door import check_verify
+
+    verify = check_verify(verify)
+    example = examples(model, example_inputs)
+    check_arguments(model, example, loss_fn)
+    graph, verified = capture_verified(
+        model, example, loss_fn, None if computed is None else getattr(torch, computed), verify
+    )
+    seq_len, target_len = example_lengths(model, example)
+    return Task(graph, None, verified, seq_len, target_len, int(next(iter(example.values())).shape[0]))
+
+
+def examples(model: nn.Module, given: Mapping[str, torch.Tensor] | None) -> Mapping[str, torch.Tensor]:
+    """Return the example inputs, or the default ones of a Hugging Face language model."""
+    from autoplan.capture.frontend.huggingface import default_example, is_hf_model
+
+    if given is not None:
+        return given
+    if not is_hf_model(model):
+        raise CaptureError("example_inputs is needed to capture a model that is not a Hugging Face language model")
+    return default_example(model)
+
+
+def capture_verified(
+    model: nn.Module,
+    example_inputs: Mapping[str, torch.Tensor],
+    loss_fn: LossFn | None = None,
+    dtype: torch.dtype | None = None,
+    verify: bool | str = True,
+) -> tuple[ModelGraph, str]:
+    """Return the captured graph, and the line on its verification."""
+    from autoplan.capture.export import capture
+    from autoplan.capture.frontend.cache import cached
+    from autoplan.capture.passes.cast import computing_in
+    from autoplan.verify.door import verify_capture
+    from autoplan.verify.runs import VerifyTask
+
+    with computing_in(model, dtype):
+        if loss_fn is not None:
+            graph = capture(model, example_inputs, loss_fn)
+        else:
+            graph = cached(model, example_inputs, lambda: capture(model, example_inputs))
+    return graph, verify_capture(VerifyTask(model, graph, example_inputs, loss_fn, dtype), verify)
+
+
+def check_dtype(graph: ModelGraph, computed: str | None, precision: str) -> None:
+    """Raise PinError if a graph that is given by name computes in another dtype than the precision of its plan."""
+    sizes: dict[str, int] = {}
+    for p in graph.params.values():
+        sizes[p.dtype] = sizes.get(p.dtype, 0) + p.num_elements
+    main = max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
+    if computed is not None and main is not None and main != computed:
+        raise PinError(
+            f"precision {precision!r} computes in {computed}, but the graph of {graph.name} is one of {main}; use a "
+            "precision of that dtype, or give the module (package.module:factory), which is captured in the precision"
+        )
+
+
+def model_facts(model: nn.Module | str) -> dict[str, Any]:
+    """Return what of a model besides its tensors recognises it: its class and its Hugging Face config, if known."""
+    if not isinstance(model, str):
+        config: Any = getattr(model, "config", None)
+        values = config.to_dict() if hasattr(config, "to_dict") else {}
+        return {"class": type(model).__qualname__, "config": {name: plain_or_none(v) for name, v in values.items()}}
+    from autoplan.catalog import configs, names
+
+    known = configs() if model in names() else {}
+    if model not in known:
+        return {"class": None, "config": {}}
+    values = known[model]["config"]
+    return {"class": next(iter(values.get("architectures") or []), None), "config": values}
+
+
+def plain_or_none(value: Any) -> Any:
+    """Return a value of a config if JSON has it, else None, which recognises nothing."""
+    if isinstance(value, Mapping):
+        return {str(name): plain_or_none(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_or_none(item) for item in value]
+    return value if isinstance(value, str | int | float | bool) else None
+
+
+# -- search ------------------------------------------------------------------------------------------------------------
+
+
+def planned(request: PlanRequest, name: str | None = None, cluster: str | None = None) -> tuple[Plan, Layouts]:
+    """Search. Return the plan with its text's sections, and its layouts.
+
+    Args:
+        name, cluster: the texts that name the model and the cluster on the command line, if there are any.
+    """
+    from autoplan.report.data import plan_report
+
+    found = search_plan(request)
+    profile, where = request.profile, request.cluster
+    evidence = f"profile {profile.name}" if profile is not None else f"{where.device.source} device and link figures"
+    best = found.plans[0]
+    plan, layouts = searched_plan(request.graph, best, found.certificate, evidence, request.precision)
+    document = plan_report(request, found, asked=asked_of(request, name, cluster))
+    kept = {n: v for n, v in document.items() if n not in ("plan", "program", "certificate")}
+    if name is None:
+        kept["graph"] = graph_text(request.graph)
+    return replace(plan, compiled=request.mode is Mode.COMPILED, document=kept), layouts
+
+
+def asked_of(request: PlanRequest, name: str | None, cluster: str | None) -> dict[str, Any]:
+    """Return the arguments of the command that asks the same, as a plan file keeps them.
+
+    A cluster that no text describes is left out: the command line then asks for one.
+    """
+    usual = option_data(RunOptions())
+    given = {
+        "model": name or request.graph.name,
+        "cluster": cluster or cluster_text(request.cluster),
+        "seq_len": str(request.seq_len),
+        "global_batch_size": str(request.global_batch_size),
+        "target_len": None if request.target_len is None else str(request.target_len),
+        "precision": request.precision,
+        "mode": str(request.mode),
+        "profile": request.profile_file,
+        "constants": request.constants_file,
+        "pin": plain(dict(request.pins)) or None,
+        "memory_risk": request.memory_risk,
+        "equal_within": request.equal_within,
+        "runnable": request.executed or None,
+        **{n: v for n, v in option_data(request.options).items() if v != usual[n]},
+    }
+    return {n: value for n, value in given.items() if value is not None}
+
+
+def cluster_text(cluster: Cluster) -> str | None:
+    """Return a text that `Cluster.parse` reads as exactly this cluster; None if there is none."""
+    given = ",".join(f"{name}={value!r}" for name, value in cluster.given)
+    count = f"{cluster.num_nodes}x{cluster.devices_per_node}x{cluster.device.name}"
+    for base in (f"local:{cluster.num_devices}", count):
+        text = f"{base}@{given}" if given else base
+        try:
+            if Cluster.parse(text) == cluster:
+                return text
+        except PinError:  # not a text of this cluster
+            continue
+    return None
+
+
+def plan_program(
+    graph: ModelGraph,
+    cluster: Cluster,
+    pins: Mapping[str, Any],
+    global_batch_size: int,
+    seq_len: int,
+    profile: Profile | None = None,
+    compiled: bool = False,
+    target_len: int | None = None,
+    precision: str = "native",
+) -> tuple[Plan, Program]:
+    """Search and compile in this process: everything after the capture of the graph. Needs no process group.
+
+    Args:
+        compiled: True if blocks will run through torch.compile.
+        precision: the precision that the graph was captured for.
+    """
+    request = PlanRequest(
+        graph,
+        cluster,
+        seq_len,
+        global_batch_size,
+        pins,
+        precision=precision,
+        profile=profile,
+        mode=Mode.COMPILED if compiled else Mode.EAGER,
+        executed=True,
+        target_len=target_len,
+    )
+    plan, layouts = planned(request)
+    return plan, compile_program(graph, layouts)
+
+
+def cheaper_program(made: Callable[[bool], tuple[Plan, T]]) -> tuple[Plan, T]:
+    """Return the program with the lower price of a step: op by op (`made(False)`) or with compiled blocks.
+
+    If only one of the two can be planned, it is returned: pins such as regions of recompute do not allow compiled
+    blocks, and some models fit only with them. If neither can be planned, the error of the first is raised.
+    """
+    refused: AutoplanError | None = None
+    found = []
+    for compiled in (False, True):
+        try:
+            found.append(made(compiled))
+        except AutoplanError as exc:
+            refused = refused or exc
+    if not found:
+        raise refused or AutoplanError("nothing was planned")
+    return min(found, key=lambda x: float("inf") if x[0].estimate is None else x[0].estimate.step_time_s.mid)
+
+
+def default_global_batch(pins: Mapping[str, Any], world: int, example_batch: int) -> int:
+    """Return the default global batch: the number of examples times the devices that may be data-parallel ranks."""
+    ranks = pins.get("dp") or max(1, world // (pins.get("tp", 1) * pins.get("pp", 1) * pins.get("cp", 1)))
+    parts = pins.get("num_micro_batches", 1) * pins.get("micro_batch_size", 1)
+    return int(ranks * max(1, example_batch // parts) * parts)
+
+
+# -- plans that are given ----------------------------------------------------------------------------------------------
+
+
+def ready_plan(plan: Plan, graph: ModelGraph) -> tuple[Plan, Layouts]:
+    """Return a plan that was written down with its layouts for `graph`, after a check that it was made for it.
+
+    Raises:
+        CaptureError: the graph is another one; names the first blocks, parameters or sizes that differ.
+        InfeasibleError: parts of the plan have a price only.
+        LayoutError, PinError: the plan does not fit the graph, or its layouts are open and cannot be solved again.
+    """
+    _check_graph(plan, graph)
+    if plan.document.get("request", {}).get("mode") == Mode.FUSED:
+        raise PinError(
+            "the plan is one of fused kernels, which are priced, not executed; plan in mode eager or compiled"
+        )
+    if plan.layout:
+        return plan, layouts_of(plan, graph)
+    open_layouts(plan)
+    from autoplan.report.plan_file import PlanFile
+    from autoplan.report.written import written_of
+
+    request = PlanFile(written_of(plan.to_data(), Path("the plan"))).request
+    return solved_again(plan, replace(request, graph=graph))
+
+
+def _check_graph(plan: Plan, graph: ModelGraph) -> None:
+    if graph.content_hash == plan.graph_hash:
+        return
+    then = graph_of_plan(plan)
+    found = ["no graph of the plan's model is at hand to say what"] if then is None else graph_differences(then, graph)
+    if found:
+        raise CaptureError(
+            f"the plan was made for another model than {graph.name}: {differences_text(found)}; plan this model (with "
+            "pins=plan.pins for the same degrees)"
+        )
+
+
+def graph_of_plan(plan: Plan) -> ModelGraph | None:
+    """Return the graph that a plan was made for; None if its model cannot be found here under its name."""
+    from autoplan.catalog import load_model
+
+    text, name = plan.document.get("graph"), plan.document.get("asked", {}).get("model")
+    if text is not None:
+        return graph_of_text(text, plan.graph_hash, f"the plan of {plan.model}")
+    if name is None:
+        return None
+    try:
+        graph = load_model(name)
+    except (CaptureError, AutoplanError):
+        return None
+    return graph if graph.content_hash == plan.graph_hash else None
+
+
+def check_world(plan: Plan, world: int) -> None:
+    """Raise PinError for a plan of another number of processes."""
+    if plan.num_devices != world:
+        degrees = " ".join(f"{name}={size}" for name, size in plan.axes if size > 1) or "one device"
+        raise PinError(
+            f"the plan is for {plan.num_devices} devices ({degrees}), and this job has {world} processes; start "
+            f"{plan.num_devices} processes, or plan for {world} devices: autoplan.plan(model, cluster, "
+            "pins=...) or `autoplan plan` makes a plan, autoplan.compile or `autoplan compile` its program"
+        )
