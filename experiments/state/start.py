@@ -10,8 +10,6 @@ process has before it makes the model (Python, torch, transformers). Rank 0 also
 
 from __future__ import annotations
 
-import os
-import resource
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -54,16 +52,21 @@ class Peak:
     peak: int
 
 
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def _resident(field: str) -> int:
+    """Return VmRSS (now) or VmHWM (at most) of this process, in bytes.
+
+    Not getrusage's maximum: that begins with the resident memory of the process that started this one.
+    """
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0]) * 1024
 
 
 def _measured(make: Callable[[], Any]) -> Peak:
     make_model("meta")  # what importing transformers takes is not counted
     dist.barrier()
-    before = _resident()
+    before = _resident("VmRSS")
     kept = make()
-    out = Peak(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    out = Peak(before, _resident("VmHWM"))
     dist.barrier()
     del kept
     return out
