@@ -1,4 +1,4 @@
-"""The command line: `autoplan plan`, `estimate`, `whatif`, `capacity`, `compile`, `profile`, `calibrate`, and lists.
+"""The command line: `autoplan plan`, `estimate`, `explain`, `fit`, `size`, `whatif`, `capacity`, `compile` and others.
 
 Exit codes: 0 a plan, 2 bad input (one line on stderr), 3 nothing fits (names the obstacle and the cheapest change), 4
 standard output cannot be written, 130 interrupted, 141 the reader has gone (`| head -1`). Catalog models need no torch;
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -227,6 +228,50 @@ def _missing(e: Estimate) -> str:
     )
 
 
+@app.command("explain")
+@with_choices
+def explain_plan(
+    task: TaskWords,
+    pin: PinTexts = None,
+    vs: Annotated[
+        str | None,
+        typer.Option("--vs", help="Compare with this instead: tp=8 (the best plan with it), or another plan file."),
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option("--only", help="Only this choice: tp; may be repeated.")] = None,
+    every_value: Annotated[
+        bool, typer.Option("--every-value", help="All legal values, not only the next below and above.")
+    ] = False,
+    settings: Annotated[
+        bool, typer.Option("--settings/--no-settings", help="Also what changes of hardware and task would gain.")
+    ] = True,
+    pareto: Annotated[bool, typer.Option("--pareto", help="Also the front of step time against memory.")] = False,
+    seconds: Annotated[float, typer.Option("--seconds", help="Time limit of one alternative.", min=1)] = 10.0,
+    time_limit: TimeLimit = 60.0,
+    memory_risk: MemoryRisk = DEFAULT_RISK,
+    equal_within: EqualWithin = EQUAL_WITHIN,
+    runnable: Runnable = False,
+    as_json: AsJson = False,
+) -> None:
+    """Why this plan: what each other choice costs, term by term, and which settings would help most.
+
+    MODEL with its arguments is planned first; a plan file is explained as it is. Each alternative is the best plan with
+    the other value pinned, found in a search of its own.
+    """
+    from autoplan.report.explain import explain_command
+    from autoplan.report.request import read_request
+
+    request = read_request(
+        task,
+        pins=pin,
+        time_limit=time_limit,
+        runnable=runnable,
+        memory_risk=memory_risk,
+        equal_within=equal_within,
+    )
+    asked = {"only": only or (), "every_value": every_value, "settings": settings, "front": pareto}
+    explain_command(task, request, vs, seconds, as_json, **asked)
+
+
 @app.command(
     help=f"""The best plan at every point of a sweep over hardware and task.
 
@@ -322,6 +367,61 @@ def _end_sweep(outcome: str, found: Sequence[Point], count: int) -> None:
         raise _stop(f"no point is legal: {found[0].reason}", EXIT_BAD_INPUT)
 
 
+@app.command("fit")
+@partial(with_choices, may_miss=("seq_len", "global_batch_size"))
+def fit_model(
+    task: TaskWords,
+    pin: PinTexts = None,
+    ways: Annotated[bool, typer.Option("--ways/--no-ways", help="Also what else would fit, each planned.")] = True,
+    seconds: Annotated[float, typer.Option("--seconds", help="Time limit of one search.", min=1)] = 10.0,
+    memory_risk: MemoryRisk = DEFAULT_RISK,
+    runnable: Runnable = False,
+    as_json: AsJson = False,
+) -> None:
+    """Does a model fit on a cluster: yes or no, the terms of memory, and what would make it fit.
+
+    Without --seq-len: 4,096 tokens, or as many as the model has positions. Without --global-batch-size: one sequence
+    for every device. Shorter sequences, recompute, the host's memory, LoRA, QLoRA and more devices are tried.
+    """
+    from autoplan.report.fit import fit_command
+
+    code = fit_command(
+        task, pin, ways, seconds, as_json, time_limit=seconds, runnable=runnable, memory_risk=memory_risk
+    )
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command("size")
+@partial(with_choices, may_miss=("cluster",))
+def size_run(
+    task: TaskWords,
+    deadline: Annotated[str, typer.Option("--deadline", help="Time for the run: 30d, 36h or 6w.")],
+    budget: Annotated[str | None, typer.Option("--budget", help="US dollars that the run may cost: 2M.")] = None,
+    devices: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--devices",
+            help="Kinds of devices or cloud instances: h100,gb200,p5.48xlarge, with overrides h100@nic=800,price=2; "
+            "default: that of --cluster.",
+        ),
+    ] = None,
+    pin: PinTexts = None,
+    seconds: Annotated[float, typer.Option("--seconds", help="Time limit of the search at one size.", min=1)] = 30.0,
+    memory_risk: MemoryRisk = DEFAULT_RISK,
+    equal_within: EqualWithin = EQUAL_WITHIN,
+    as_json: AsJson = False,
+) -> None:
+    """The fewest devices, and the least money, that train on --tokens within the deadline, and the curve of both."""
+    from autoplan.report.size import size_command
+
+    code = size_command(
+        task, pin, deadline, budget, devices, seconds, as_json, memory_risk=memory_risk, equal_within=equal_within
+    )
+    if code:
+        raise typer.Exit(code)
+
+
 @app.command(
     help=f"""Many models on many clusters: plan, days, money, energy and goodput, a row each.
 
@@ -376,6 +476,31 @@ def compile(
         program = compile(model, plan, out)
     stages, ranks = len(program.spec.stages), math.prod(size for _, size in program.spec.axes)
     typer.echo(f"{out}: {program.spec.model} in {stages} stage{'s' * (stages != 1)} for {ranks:,} ranks")
+
+
+@app.command()
+def compare(
+    plan: Annotated[Path, typer.Argument(help="The plan: what `autoplan plan --json` or `Plan.to_json` wrote.")],
+    log: Annotated[Path, typer.Argument(help="The log of its steps: the file of `autoplan.StepLog`.")],
+    calibrate: Annotated[
+        Path | None, typer.Option(help="Write the measured step to this file, for `autoplan calibrate`.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """A plan's prediction beside the steps that were run."""
+    from autoplan.plans.record import Plan
+    from autoplan.report import measured
+
+    given = Plan.read(plan)
+    found = measured.compare(given, log)
+    if calibrate is not None:
+        measured.write_calibration(given, found, calibrate)
+    if as_json:
+        _print_json(measured.comparison_data(found))
+    else:
+        from autoplan.report.text import console
+
+        measured.comparison_text(console(), found)
 
 
 @app.command()

@@ -142,7 +142,8 @@ class _Search:
         self.not_made = Counter[_Decided | None]()  # candidates with offload, decided as those without
         self.shortages: list[tuple[Shortage, ParallelConfig]] = []
         self.status = Status.COMPLETE
-        self.patience_s = max(_PATIENCE * request.time_limit_s, _LEAST_PATIENCE_S)
+        longer_s = max(_PATIENCE * request.time_limit_s, _LEAST_PATIENCE_S)
+        self.patience_s = longer_s if request.patient else request.time_limit_s
 
     def run(self) -> SearchResult:
         """Evaluate the first plans, bound all candidates, then refine and evaluate them best first."""

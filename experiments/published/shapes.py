@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoplan.config.adapters import Adapters as Adapters
 from autoplan.errors import AutoplanError
 from autoplan.stacks import defaults as tables
 from autoplan.stacks.defaults import Framework
@@ -34,14 +35,6 @@ class Kind:
     latent: bool = False
     q_rank: int | None = None
     expert_every: int = 1
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """Low-rank products beside frozen linear layers: their rank, and names of those layers in the model's modules."""
-
-    rank: int
-    targets: tuple[str, ...]
 
 
 @dataclass(frozen=True)
