@@ -37,7 +37,6 @@ from autoplan.report.output import say_error, say_note, written_output
 from autoplan.report.waiting import Countdown, telling, waiting
 
 if TYPE_CHECKING:
-    from autoplan.cost_models.time.estimate import Estimate
     from autoplan.sweeps.whatif import Point
 
 EXIT_BAD_INPUT = 2
@@ -139,7 +138,7 @@ def plan(
     """The best plan that fits, with its certificate: of equally fast ones the simplest."""
     from autoplan.errors import InfeasibleError
     from autoplan.report.request import read_request, read_run
-    from autoplan.search.planner import search_plan
+    from autoplan.search.idle import best_use
 
     run = read_run(task)
     chosen = {"memory_risk": memory_risk, "equal_within": equal_within}
@@ -147,7 +146,7 @@ def plan(
     request = replace(request, by_kind=by_kind)
     try:
         with waiting("searching", as_json) as status:
-            result = search_plan(request, telling(status))
+            used = best_use(request, telling(status))
     except InfeasibleError as error:
         if as_json:
             from autoplan.report.data import infeasible_report
@@ -157,11 +156,12 @@ def plan(
     if as_json:
         from autoplan.report.data import plan_report
 
-        _print_json(plan_report(request, result, run, task.asked))
+        asked = {**task.asked, "cluster": used.text(task.cluster)}
+        _print_json(plan_report(used.request, used.result, run, asked))
     else:
         from autoplan.report.text import console, plan_text
 
-        plan_text(console(), task.model, task.cluster, request, result, run, verbose)
+        plan_text(console(), task.model, used.text(task.cluster), used.request, used.result, run, verbose)
 
 
 @app.command()
@@ -208,24 +208,7 @@ def estimate(
 
         estimate_text(console(), task.model, task.cluster, request, planned, run)
     if not planned.estimate.fits:
-        raise _stop(f"does not fit: {_missing(planned.estimate)}", EXIT_NOTHING_FITS)
-
-
-def _missing(e: Estimate) -> str:
-    """Return what the fullest stage needs more than its device, or its host, has."""
-    fullest = max(e.stages, key=lambda s: s.memory_bytes.mid)
-    term = max(fullest.memory, key=lambda t: fullest.memory[t].mid)
-    over = (fullest.memory_bytes.mid - e.memory_capacity_bytes) / 1e9
-    if over > 0:
-        return (
-            f"stage {fullest.index} needs {fullest.memory_bytes.mid / 1e9:.1f} GB, {over:.1f} GB more than a device "
-            f"has; its largest term is {term} ({fullest.memory[term].mid / 1e9:.1f} GB)"
-        )
-    held = max(e.stages, key=lambda s: s.host_bytes.mid)
-    return (
-        f"stage {held.index} offloads {held.host_bytes.mid / 1e9:.1f} GB to the host, where a device's share of the "
-        f"memory is {e.host_capacity_bytes / 1e9:.1f} GB (@host_memory_gb)"
-    )
+        raise _stop(f"does not fit: {planned.estimate.missing()}", EXIT_NOTHING_FITS)
 
 
 @app.command("explain")

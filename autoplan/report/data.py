@@ -107,6 +107,7 @@ def cluster(c: Cluster) -> dict[str, Any]:
     return {
         "name": str(c),
         **chosen(c, "num_nodes devices_per_node num_devices"),
+        **({"idle_devices": c.idle_devices} if c.idle_nodes else {}),
         "device": c.device.name,
         "memory_bytes": c.device.memory_bytes,
         "levels": [chosen(level, "name size bytes_per_s latency_s source") for level in c.levels],

@@ -124,6 +124,7 @@ def cluster_line(c: Cluster) -> str:
         links.append(f"{level.name} {text} over {level.size}")
     nodes = f"{c.num_nodes} node{'s' if c.num_nodes > 1 else ''} of {c.devices_per_node}"
     nodes += "" if c.fabric is None else f", {len(c.fabric.switches)} switches, {len(c.fabric.links)} links"
+    nodes += f", {c.idle_devices} of {c.paid_devices:,} devices idle" if c.idle_nodes else ""
     return f"{c.num_devices} x {c.device.name} ({nodes}; per device and direction: {', '.join(links)})"
 
 
