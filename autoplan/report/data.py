@@ -66,6 +66,19 @@ Schema 1:
                  "step_s" | "peak_bytes" | "tokens_per_s" | "mfu" | "num_devices" | "usd_per_hour" | "days" | "usd":
                      {"own": null | number, "other": null | number}}
 
+    {"schema": 1, "status": "ok" | "infeasible", "command": "fit", "model", "cluster", "request", "fits": null | bool,
+     "plan", "estimate",   # of the best plan; if nothing fits, of one with little memory, or null
+     "shortage": null | {"stage", "term", "needed_bytes", "available_bytes"},
+     "ways": [{"name", "status": "fits" | "does not fit" | "stopped", "plan", "peak_memory_bytes", "tokens_per_s",
+               "shortage", "search_status"}]}
+
+    {"schema": 1, "status": "ok" | "infeasible", "command": "size", "model", "cluster": of the first kind, "request",
+     "tokens", "deadline_days", "budget_usd", "fewest" | "cheapest": null | {"kind", "nodes", "num_devices", "days",
+     "usd", "plan"}, "kinds": [{"name", "fewest_nodes", "cheapest_nodes", "adjacent", "reason"}],
+     "rows": [{"kind", "nodes", "num_devices", "status", "days", "usd", "mfu", "step_time_s", "tokens_per_s", "goodput",
+               "in_time", "meets", "search_status", "gap", "reason"}],   # days and usd with failures where known
+     "assumptions": as of run}
+
     {"schema": 1, "status": as of whatif, "command": "capacity", "file", "pins",
      "options": {option of RunOptions: value}, "profile", "constants": null | file, "assumptions": as of run,
      "notes": {model: [str]}, "rows": [...]}  # columns: autoplan.sweeps.capacity.capacity
