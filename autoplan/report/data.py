@@ -59,7 +59,8 @@ Schema 1:
                                       "shortage": null | {"stage", "term", "needed_bytes", "available_bytes"}}]}],
      "settings": [{"name", "what", "own", "value", "same_gain", "gain",   # shares of tokens per second; null: not known
                    "plan", "search_status"}],
-     "front": [{"capacity_bytes", "step_s", "peak_bytes", "plan", "search_status", "gap"}]}
+     "front": [{"capacity_bytes", "step_s", "peak_bytes", "plan", "search_status", "gap"}],
+     "front_end": str}   # why the front has no plan with less memory
     # with --vs: "vs": {"name", "plan", "estimate", ...} and "difference" in place of all from certificate on
     difference: {"decisions": {name: {"own", "other"}}, "time_s": {term: other - own},
                  "memory_bytes": {term: other - own},

@@ -175,6 +175,7 @@ def explain_text(out: Console, found: Explanation) -> None:
         out.print()
         out.print(Text("Step time against memory (no plan found is better in both):", style="bold"))
         _front(out, found.front)
+        paragraph(out, found.front_end, 1, first=1)
 
 
 def _plan_line(out: Console, title: str, planned: Planned) -> None:
@@ -341,6 +342,7 @@ def explain_report(found: Explanation, run: RunTask) -> dict[str, Any]:
             }
             for p in found.front
         ],
+        "front_end": found.front_end,
     }
 
 

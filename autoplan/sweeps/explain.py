@@ -144,7 +144,7 @@ class Explanation:
     Attributes:
         decisions: what matters most first.
         settings: what would help most first.
-        front: fastest first; empty unless it was asked for.
+        front: fastest first; empty unless it was asked for. `front_end`: why it has no plan with less memory.
     """
 
     request: PlanRequest
@@ -153,6 +153,7 @@ class Explanation:
     decisions: tuple[Decision, ...]
     settings: tuple[Setting, ...] = ()
     front: tuple[FrontPoint, ...] = ()
+    front_end: str = ""
 
 
 def explain(
@@ -207,8 +208,8 @@ def explain(
     ]
     decisions.sort(key=lambda d: (math.isnan(d.cost), -d.cost if not math.isnan(d.cost) else 0.0))
     priced = _settings(quick, own, changes, lambda k, what: told(len(asked) + k, num, what))
-    points = _front(quick, shares, lambda k, what: told(num - len(shares) + k, num, what))
-    return Explanation(request, own, certificate, tuple(decisions), tuple(priced), tuple(points))
+    points, ended = _front(quick, shares, lambda k, what: told(num - len(shares) + k, num, what))
+    return Explanation(request, own, certificate, tuple(decisions), tuple(priced), tuple(points), ended)
 
 
 def _by_cost(a: Alternative) -> tuple[bool, float]:
@@ -426,8 +427,10 @@ def _planned_anew(setting: Setting, change: _Change, request: PlanRequest, token
 # -- the front of time against memory ----------------------------------------------------------------------------------
 
 
-def _front(request: PlanRequest, shares: Sequence[float], told: Callable[[int, str], None]) -> list[FrontPoint]:
-    """Search the best plan under less and less memory per device, until nothing fits; return those not dominated."""
+def _front(
+    request: PlanRequest, shares: Sequence[float], told: Callable[[int, str], None]
+) -> tuple[list[FrontPoint], str]:
+    """Search the best plan under less and less memory per device. Return those not dominated, and why it ended."""
     found: list[FrontPoint] = []
     whole = request.cluster.device.memory_bytes
     for k, share in enumerate(shares):
@@ -437,10 +440,12 @@ def _front(request: PlanRequest, shares: Sequence[float], told: Callable[[int, s
         cluster = request.cluster.with_(memory_gb=share * whole / GB)
         try:
             result = search_plan(replace(request, cluster=cluster))
+        except StoppedError:
+            return undominated(found), f"in time no plan was found for {share * whole / GB:.1f} GB and less"
         except InfeasibleError:
-            break
+            return undominated(found), f"nothing fits into {share * whole / GB:.1f} GB"
         found.append(FrontPoint(share * whole, result.plans[0], result.certificate))
-    return undominated(found)
+    return undominated(found), f"less than {shares[-1] * whole / GB:.1f} GB was not tried" if shares else ""
 
 
 def _need(request: PlanRequest, planned: Planned) -> float:
