@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from autoplan.plans.record import Plan as Plan
     from autoplan.runtime.compression import PowerSGD as PowerSGD
     from autoplan.runtime.model import ParallelModel as ParallelModel
+    from autoplan.runtime.step_log import StepLog as StepLog
     from autoplan.search.planner import PlanRequest as PlanRequest
     from autoplan.search.planner import estimate_config as estimate_config
     from autoplan.search.planner import search_plan as search_plan
@@ -40,6 +41,7 @@ _HOMES = {
     "PlanRequest": "autoplan.search.planner",
     "PowerSGD": "autoplan.runtime.compression",
     "Profile": "autoplan.cost_models.profile",
+    "StepLog": "autoplan.runtime.step_log",
     "capacity": "autoplan.sweeps.capacity",
     "compile": "autoplan.planning",
     "estimate_config": "autoplan.search.planner",

@@ -479,6 +479,31 @@ def compile(
 
 
 @app.command()
+def compare(
+    plan: Annotated[Path, typer.Argument(help="The plan: what `autoplan plan --json` or `Plan.to_json` wrote.")],
+    log: Annotated[Path, typer.Argument(help="The log of its steps: the file of `autoplan.StepLog`.")],
+    calibrate: Annotated[
+        Path | None, typer.Option(help="Write the measured step to this file, for `autoplan calibrate`.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """A plan's prediction beside the steps that were run."""
+    from autoplan.plans.record import Plan
+    from autoplan.report import measured
+
+    given = Plan.read(plan)
+    found = measured.compare(given, log)
+    if calibrate is not None:
+        measured.write_calibration(given, found, calibrate)
+    if as_json:
+        _print_json(measured.comparison_data(found))
+    else:
+        from autoplan.report.text import console
+
+        measured.comparison_text(console(), found)
+
+
+@app.command()
 def profile(
     name: Annotated[str | None, typer.Argument(help="Name of the profile; default: that of the machine.")] = None,
     processes: Annotated[int, typer.Option(help="Number of processes that measure collectives.", min=1)] = 1,

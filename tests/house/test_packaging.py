@@ -48,7 +48,7 @@ def import_all_of(package: str) -> str:
 
 def test_the_doors_names_are_exactly_the_public_ones():
     public = (
-        "Cluster ParallelConfig ParallelModel Plan PlanRequest PowerSGD Profile __version__ capacity compile "
+        "Cluster ParallelConfig ParallelModel Plan PlanRequest PowerSGD Profile StepLog __version__ capacity compile "
         "estimate_config "
         "experts_forward explain fit load_model parallelize plan rule search_plan size whatif"
     ).split()
