@@ -37,7 +37,6 @@ from autoplan.report.output import say_error, say_note, written_output
 from autoplan.report.waiting import Countdown, telling, waiting
 
 if TYPE_CHECKING:
-    from autoplan.cost_models.time.estimate import Estimate
     from autoplan.sweeps.whatif import Point
 
 EXIT_BAD_INPUT = 2
@@ -208,24 +207,9 @@ def estimate(
 
         estimate_text(console(), task.model, task.cluster, request, planned, run)
     if not planned.estimate.fits:
-        raise _stop(f"does not fit: {_missing(planned.estimate)}", EXIT_NOTHING_FITS)
+        from autoplan.report.text import missing_text
 
-
-def _missing(e: Estimate) -> str:
-    """Return what the fullest stage needs more than its device, or its host, has."""
-    fullest = max(e.stages, key=lambda s: s.memory_bytes.mid)
-    term = max(fullest.memory, key=lambda t: fullest.memory[t].mid)
-    over = (fullest.memory_bytes.mid - e.memory_capacity_bytes) / 1e9
-    if over > 0:
-        return (
-            f"stage {fullest.index} needs {fullest.memory_bytes.mid / 1e9:.1f} GB, {over:.1f} GB more than a device "
-            f"has; its largest term is {term} ({fullest.memory[term].mid / 1e9:.1f} GB)"
-        )
-    held = max(e.stages, key=lambda s: s.host_bytes.mid)
-    return (
-        f"stage {held.index} offloads {held.host_bytes.mid / 1e9:.1f} GB to the host, where a device's share of the "
-        f"memory is {e.host_capacity_bytes / 1e9:.1f} GB (@host_memory_gb)"
-    )
+        raise _stop(f"does not fit: {missing_text(planned.estimate)}", EXIT_NOTHING_FITS)
 
 
 @app.command("explain")
@@ -297,6 +281,7 @@ def whatif(
     from autoplan.report.arguments import read_vary
     from autoplan.report.files import check_writable
     from autoplan.report.request import read_request, read_run
+    from autoplan.report.sweep_text import outcome_of
     from autoplan.sweeps.whatif import check_varied, columns, points, row
 
     run = read_run(task)
@@ -309,7 +294,7 @@ def whatif(
     pairs = ((point, row(point, run)) for point in points(request, values))
     done, interrupted = _planned_rows(pairs, columns(values, run), Countdown(count, "points"), csv, as_json)
     found = [point for point, _ in done]
-    outcome = _outcome(found, interrupted)
+    outcome = outcome_of(found, interrupted)
     if as_json:
         from autoplan.report.data import whatif_report
 
@@ -343,16 +328,6 @@ def _planned_rows(
         except KeyboardInterrupt:  # between two searches; during a search, its last point says so
             return done, True
     return done, False
-
-
-# The outcome of a sweep, by the best state among its points
-_OUTCOMES = {"ok": "ok", "stopped": "stopped", "does not fit": "infeasible"}
-
-
-def _outcome(found: Sequence[Point], interrupted: bool) -> str:
-    states = {point.status for point in found}
-    interrupted = interrupted or (bool(found) and found[-1].interrupted)
-    return "interrupted" if interrupted else next((n for s, n in _OUTCOMES.items() if s in states), "illegal")
 
 
 def _end_sweep(outcome: str, found: Sequence[Point], count: int) -> None:
@@ -438,6 +413,7 @@ def capacity(
     from autoplan.report.capacity import capacity_report, capacity_text
     from autoplan.report.files import check_writable
     from autoplan.report.request import import_from_here
+    from autoplan.report.sweep_text import outcome_of
     from autoplan.sweeps.capacity import cell_columns, cell_row, cells, read_task
 
     import_from_here()
@@ -450,7 +426,7 @@ def capacity(
     done, interrupted = _planned_rows(pairs, cell_columns(), Countdown(count, "rows"), csv, as_json)
     found = [cell for cell, _ in done]
     found_points = [cell.point for cell in found]
-    outcome = _outcome(found_points, interrupted)
+    outcome = outcome_of(found_points, interrupted)
     if as_json:
         _print_json(capacity_report(str(file), outcome, task, found))
     else:

@@ -50,8 +50,8 @@ Schema 1:
      "model", "cluster", "request": as of plan, before anything is varied,
      "vary": {name: [values]}, "rows": [...]}  # not ok if no point has a plan; columns: autoplan.sweeps.whatif.whatif
 
-    {"schema": 1, "status": "ok", "command": "explain", "model", "cluster", "request", "priced_not_executed", "plan",
-     "estimate": as of plan, "certificate": null | as of plan,   # null: the plan was given, not searched
+    {"schema": 1, "status": "ok" | "interrupted", "command": "explain", "model", "cluster", "request",
+     "priced_not_executed", "plan", "estimate": as of plan, "certificate": null | as of plan,   # null: the plan was given, not searched
      "decisions": [{"name", "value",            # what matters most first
                     "alternatives": [{"value", "pins", "status": "ok" | "does not fit" | "illegal" | "stopped",
                                       "cost": null | share of the step, "sentence", "plan",

@@ -146,6 +146,8 @@ def explain_command(
         print(to_text(report))
     else:
         show(console())
+    if vs is None and found.interrupted:
+        raise KeyboardInterrupt
 
 
 def _say_progress(status: Any, done: int, num: int, what: str) -> None:
@@ -312,7 +314,7 @@ def explain_report(found: Explanation, run: RunTask) -> dict[str, Any]:
     """Return the answer of `autoplan explain` as plain data."""
     r = found.request
     return {
-        **head("explain", r),
+        **head("explain", r, "interrupted" if found.interrupted else "ok"),
         **planned_data(found.planned, r, run),
         "certificate": plain(found.certificate),
         "decisions": [

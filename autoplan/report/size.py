@@ -60,6 +60,8 @@ def size_command(
         print(to_text(size_report(found)))
     else:
         size_text(console(), found)
+    if found.interrupted:
+        raise KeyboardInterrupt
     return 0 if found.fewest is not None else 3
 
 

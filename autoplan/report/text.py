@@ -537,6 +537,23 @@ def plan_text(
     )
 
 
+def missing_text(e: Estimate) -> str:
+    """Return what the fullest stage needs more than its device, or its host, has."""
+    fullest = max(e.stages, key=lambda s: s.memory_bytes.mid)
+    term = max(fullest.memory, key=lambda t: fullest.memory[t].mid)
+    over = (fullest.memory_bytes.mid - e.memory_capacity_bytes) / 1e9
+    if over > 0:
+        return (
+            f"stage {fullest.index} needs {fullest.memory_bytes.mid / 1e9:.1f} GB, {over:.1f} GB more than a device "
+            f"has; its largest term is {term} ({fullest.memory[term].mid / 1e9:.1f} GB)"
+        )
+    held = max(e.stages, key=lambda s: s.host_bytes.mid)
+    return (
+        f"stage {held.index} offloads {held.host_bytes.mid / 1e9:.1f} GB to the host, where a device's share of the "
+        f"memory is {e.host_capacity_bytes / 1e9:.1f} GB (@host_memory_gb)"
+    )
+
+
 def estimate_text(
     out: Console,
     model: str,

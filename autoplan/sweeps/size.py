@@ -87,7 +87,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Size:
-    """The answer for all kinds of devices."""
+    """The answer for all kinds of devices. `interrupted`: Ctrl-C ended it, so that points or kinds are missing."""
 
     request: PlanRequest
     tokens: float
@@ -95,6 +95,7 @@ class Size:
     budget_usd: float | None
     kinds: tuple[Kind, ...]
     assumptions: Assumptions = field(default_factory=Assumptions)
+    interrupted: bool = False
 
     @property
     def fewest(self) -> SizePoint | None:
@@ -165,7 +166,9 @@ def size(
             raise PinError(f"the number of nodes of {cluster} follows from its fabric; name a device or an instance")
         sizer = _Sizer(replace(asked, cluster=cluster), run, deadline_days, budget_usd, search)
         found.append(sizer.kind(name, told))
-    return Size(request, tokens, deadline_days, budget_usd, tuple(found), run.assumptions)
+        if sizer.interrupted:
+            break
+    return Size(request, tokens, deadline_days, budget_usd, tuple(found), run.assumptions, sizer.interrupted)
 
 
 class _Sizer:
@@ -184,14 +187,19 @@ class _Sizer:
         self.points: dict[int, SizePoint] = {}
         self.told: Callable[[int], None] = lambda nodes: None
         self.legal: dict[int, bool] = {}
+        self.interrupted = False
 
     def kind(self, name: str, told: Callable[[str, int], None]) -> Kind:
         """Return all that was found of this kind."""
         self.told = lambda nodes: told(name, nodes)
-        first = self._in_time()
-        adjacent = first is not None and self._bisect(first)
-        if first is not None:
-            self._at(2 * min(n for n in self.points if self._quick(n)))  # the next point of the curve
+        adjacent = False
+        try:
+            first = self._in_time()
+            adjacent = first is not None and self._bisect(first)
+            if first is not None:
+                self._at(2 * min(n for n in self.points if self._quick(n)))  # the next point of the curve
+        except KeyboardInterrupt:
+            self.interrupted = True
         points = tuple(self.points[n] for n in sorted(self.points))
         meeting = [p for p in points if self._meets(p)]
         priced = [p for p in meeting if p.usd is not None]
