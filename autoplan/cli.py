@@ -138,7 +138,7 @@ def plan(
     """The best plan that fits, with its certificate: of equally fast ones the simplest."""
     from autoplan.errors import InfeasibleError
     from autoplan.report.request import read_request, read_run
-    from autoplan.search.planner import search_plan
+    from autoplan.search.idle import best_use
 
     run = read_run(task)
     chosen = {"memory_risk": memory_risk, "equal_within": equal_within}
@@ -146,7 +146,7 @@ def plan(
     request = replace(request, by_kind=by_kind)
     try:
         with waiting("searching", as_json) as status:
-            result = search_plan(request, telling(status))
+            used = best_use(request, telling(status))
     except InfeasibleError as error:
         if as_json:
             from autoplan.report.data import infeasible_report
@@ -156,11 +156,12 @@ def plan(
     if as_json:
         from autoplan.report.data import plan_report
 
-        _print_json(plan_report(request, result, run, task.asked))
+        asked = {**task.asked, "cluster": used.text(task.cluster)}
+        _print_json(plan_report(used.request, used.result, run, asked))
     else:
         from autoplan.report.text import console, plan_text
 
-        plan_text(console(), task.model, task.cluster, request, result, run, verbose)
+        plan_text(console(), task.model, used.text(task.cluster), used.request, used.result, run, verbose)
 
 
 @app.command()
@@ -207,9 +208,7 @@ def estimate(
 
         estimate_text(console(), task.model, task.cluster, request, planned, run)
     if not planned.estimate.fits:
-        from autoplan.report.text import missing_text
-
-        raise _stop(f"does not fit: {missing_text(planned.estimate)}", EXIT_NOTHING_FITS)
+        raise _stop(f"does not fit: {planned.estimate.missing()}", EXIT_NOTHING_FITS)
 
 
 @app.command("explain")

@@ -51,7 +51,8 @@ Schema 1:
      "vary": {name: [values]}, "rows": [...]}  # not ok if no point has a plan; columns: autoplan.sweeps.whatif.whatif
 
     {"schema": 1, "status": "ok" | "interrupted", "command": "explain", "model", "cluster", "request",
-     "priced_not_executed", "plan", "estimate": as of plan, "certificate": null | as of plan,   # null: the plan was given, not searched
+     "priced_not_executed", "plan", "estimate": as of plan,
+     "certificate": null | as of plan,          # null: the plan was given, not searched
      "decisions": [{"name", "value",            # what matters most first
                     "alternatives": [{"value", "pins", "status": "ok" | "does not fit" | "illegal" | "stopped",
                                       "cost": null | share of the step, "sentence", "plan",
@@ -121,6 +122,7 @@ def cluster(c: Cluster) -> dict[str, Any]:
     return {
         "name": str(c),
         **chosen(c, "num_nodes devices_per_node num_devices"),
+        **({"idle_devices": c.idle_devices} if c.idle_nodes else {}),
         "device": c.device.name,
         "memory_bytes": c.device.memory_bytes,
         "levels": [chosen(level, "name size bytes_per_s latency_s source") for level in c.levels],

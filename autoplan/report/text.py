@@ -124,6 +124,7 @@ def cluster_line(c: Cluster) -> str:
         links.append(f"{level.name} {text} over {level.size}")
     nodes = f"{c.num_nodes} node{'s' if c.num_nodes > 1 else ''} of {c.devices_per_node}"
     nodes += "" if c.fabric is None else f", {len(c.fabric.switches)} switches, {len(c.fabric.links)} links"
+    nodes += f", {c.idle_devices} of {c.paid_devices:,} devices idle" if c.idle_nodes else ""
     return f"{c.num_devices} x {c.device.name} ({nodes}; per device and direction: {', '.join(links)})"
 
 
@@ -534,23 +535,6 @@ def plan_text(
             estimate_command(model, cluster, request, best.config, run),
             whatif_command(model, cluster, request, varied),
         ],
-    )
-
-
-def missing_text(e: Estimate) -> str:
-    """Return what the fullest stage needs more than its device, or its host, has."""
-    fullest = max(e.stages, key=lambda s: s.memory_bytes.mid)
-    term = max(fullest.memory, key=lambda t: fullest.memory[t].mid)
-    over = (fullest.memory_bytes.mid - e.memory_capacity_bytes) / 1e9
-    if over > 0:
-        return (
-            f"stage {fullest.index} needs {fullest.memory_bytes.mid / 1e9:.1f} GB, {over:.1f} GB more than a device "
-            f"has; its largest term is {term} ({fullest.memory[term].mid / 1e9:.1f} GB)"
-        )
-    held = max(e.stages, key=lambda s: s.host_bytes.mid)
-    return (
-        f"stage {held.index} offloads {held.host_bytes.mid / 1e9:.1f} GB to the host, where a device's share of the "
-        f"memory is {e.host_capacity_bytes / 1e9:.1f} GB (@host_memory_gb)"
     )
 
 
