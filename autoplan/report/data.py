@@ -76,7 +76,7 @@ Schema 1:
 
     {"schema": 1, "status": "ok" | "infeasible", "command": "size", "model", "cluster": of the first kind, "request",
      "tokens", "deadline_days", "budget_usd", "fewest" | "cheapest": null | {"kind", "nodes", "num_devices", "days",
-     "usd", "plan"}, "kinds": [{"name", "fewest_nodes", "cheapest_nodes", "adjacent", "reason"}],
+     "usd", "plan"}, "kinds": [{"name", "fewest_nodes", "cheapest_nodes", "adjacent", "proved", "reason"}],
      "rows": [{"kind", "nodes", "num_devices", "status", "days", "usd", "mfu", "step_time_s", "tokens_per_s", "goodput",
                "in_time", "meets", "search_status", "gap", "reason"}],   # days and usd with failures where known
      "assumptions": as of run}
