@@ -135,6 +135,7 @@ class PlanRequest:
             given = {name: v for name, v in option_data(self.options).items() if v != usual[name]}
             given |= {"mode": None if self.mode is Mode.EAGER else self.mode}
             like = read_like(like, {**given, "precision": None if self.precision == "bf16" else self.precision})
+        like = like.on(self.cluster.device.name, self.graph.name)
         settled = {
             "like": like,
             "mode": like.mode,
