@@ -17,6 +17,7 @@ from torch import nn
 
 from autoplan import devices
 from autoplan.capture.frontend.buffers import all_buffers
+from autoplan.capture.frontend.huggingface import is_hf_model
 from autoplan.capture.frontend.inputs import LossFn, check_arguments
 from autoplan.capture.frontend.lengths import example_lengths
 from autoplan.codegen.program import Program, compile_program
@@ -29,19 +30,22 @@ from autoplan.ir.graph import ModelGraph
 from autoplan.planning import (
     AUTO,
     capture_verified,
-    cheaper_program,
+    cheapest_program,
     check_world,
     default_global_batch,
     examples,
     model_facts,
     plan_program,
     ready_plan,
+    ways_to_run,
 )
 from autoplan.plans.folder import ModelOutline, TensorOutline, check_model, read_program, write_program
 from autoplan.plans.record import Plan
+from autoplan.pretrained.export import Exporter
+from autoplan.pretrained.weights import Init, is_empty, values_of
 from autoplan.program.facts import Facts
 from autoplan.program.legality import check_pins
-from autoplan.runtime.agree import agreed, different, fingerprint, first_difference
+from autoplan.runtime.agree import AgreedValueError, agree, agreed, different, fingerprint, first_difference
 from autoplan.runtime.compiled import compiles_by_itself
 from autoplan.runtime.compression import Compression, PowerSGD, check_compression
 from autoplan.runtime.failure import guarded, work_of_first
@@ -49,6 +53,7 @@ from autoplan.runtime.given_module import GivenModule, forget_stale_warning, war
 from autoplan.runtime.model import OptimizerFactory, ParallelModel
 from autoplan.runtime.param_groups import ParamGroups
 from autoplan.runtime.spec import ProgramSpec
+from autoplan.runtime.values import joined
 from autoplan.runtime.whole import broadcast_whole
 from autoplan.search.space import space
 from autoplan.verify.door import check_verify
@@ -77,20 +82,24 @@ def parallelize(
     timeout_s: float | None = None,
     check: bool = False,
     compile: bool | str = "auto",
-    async_tp: bool = False,
+    async_tp: bool | str = False,
     precision: str = "native",
     gradient_compression: Compression | None = None,
     verify: bool | str = True,
     device: torch.device | str | None = None,
     plan: Plan | Path | str | None = None,
     program: Path | str | None = None,
+    weights: str | Path | None = None,
+    init: Init | None = None,
 ) -> ParallelModel:
     """Plan for `cluster` and parallelise `model`. Call it on every rank (under torchrun), with the same model on each.
 
     With `plan` or `program` nothing is searched or measured; `cluster` then only says on which kind of device to run.
 
     Args:
-        model: an ordinary module on the CPU or on this rank's device. All ranks use rank 0's values.
+        model: an ordinary module on the CPU or on this rank's device. All ranks use rank 0's values. On the meta
+            device (built under `torch.device("meta")`) it has none: they come from `weights`, or from the model's own
+            initialisation, and a rank never has more of the model than its part and one block.
         cluster: 'local' for all processes of this job, priced by measurements on them; or a Cluster, priced by its
             figures (and by `profile`).
         optimizer: `parameters -> Optimizer`, e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`. None: memory is
@@ -122,9 +131,10 @@ def parallelize(
             C++ compiler on the CPU); a name: by that backend. False: no. 'auto': on CUDA if a plan with compiled blocks
             has the lower price (`pm.plan.compiled` says so), not on the CPU. A compiled block itself decides which
             activations it keeps: its recompute is none, full or offload, and it is priced with fused kernels.
-        async_tp: True: hide the gathers and reduce-scatters of tensor parallelism behind parts of the adjacent products
-            (torch's async TP, an experiment of inductor). Needs compiled blocks on CUDA and tp ranks joined by NVLink.
-            Its effect is not priced, and it has never been run.
+        async_tp: True: hide the gathers and reduce-scatters of tensor parallelism behind pieces of the adjacent
+            products (torch's async TP, an experiment of inductor). Needs compiled blocks on CUDA and tp ranks joined by
+            NVLink. 'auto': where a plan with it has the lower price, which counts what small pieces cost
+            (`pm.plan.async_tp` says so). It has never been run.
         precision: 'native' computes in the dtypes of the model. 'bf16' and 'fp16' keep parameters, gradients and the
             optimizer in float32 and compute in 16 bits; fp16 has a dynamic loss scale (`pm.loss_scaler`). 'bf16-grad16'
             also sums gradients in 16 bits. 'fp32' keeps and computes everything in float32.
@@ -145,6 +155,11 @@ def parallelize(
         program: the folder of a program for as many processes, which rank 0 reads (of `autoplan.compile`, or an earlier
             `folder`). The model is not captured, but compared by its parameters, buffers and config
             (autoplan.plans.folder); verify='required' captures it and compares the graph too.
+        weights: a folder of safetensors files, as `save_pretrained` writes it, whose values replace the model's. Each
+            rank reads what it holds.
+        init: `model -> None`: gives all parameters and buffers of a model on the meta device their values, in place.
+            None: `initialize_weights` of Hugging Face models, `reset_parameters` of all modules of others. `seed` is
+            the seed; the values do not depend on the plan or the number of ranks.
 
     Returns:
         A ParallelModel: `loss = pm.step(batch)`, `pm.optimizer`, `pm.clip_grad_norm_`, `pm.eval_step`,
@@ -166,22 +181,21 @@ def parallelize(
     if param_groups is not None and optimizer is None:
         raise PinError("param_groups needs optimizer=, a function from parameter groups to an optimizer")
     forget_stale_warning(model)
-    compile = async_tp or compile
-    _check_values(model)
+    compile = True if async_tp is True else compile
     known = Profile.load(profile) if isinstance(profile, str) else profile
     placement = devices.start(device, cluster.device_type, timeout_s, model)
     device = placement.device
     if measured:
         cluster = _with_memory(cluster, placement)
     _check_same_model(model, device)
-    task = _Task(model, cluster, example_inputs or {}, loss_fn, global_batch_size, pins, precision, verify, compile)
+    task = _Task(
+        model, cluster, example_inputs or {}, loss_fn, global_batch_size, pins, precision, verify, compile, async_tp
+    )
     if given is None:
         made, ready = _searched(task, known, measured, device, check)
     else:
         made, ready = _agree(lambda: _given_program(task, plan, program, gradient_compression, async_tp), "the plan")
-    parameters, buffers = _tensors(model)
-    if cluster.num_devices > 1:
-        _same_values(parameters, buffers, device)
+    parameters, buffers = _values(model, weights, init, seed, device)
     path = None if folder is None else _written(Path(folder), made, ready, model)
     pm = ParallelModel(
         ready.spec,
@@ -195,12 +209,13 @@ def parallelize(
         folder=path,
         seed=seed,
         aliases=_aliases(model),
-        extra_state=_not_in(ready.spec, model, {**parameters, **buffers}),
-        async_tp=async_tp,
+        extra_state=_not_in(ready.spec, model, joined(parameters, buffers)),
+        async_tp=made.async_tp or (given is not None and async_tp is True),
         compile=None if not made.compiled else _BACKEND if compile in (True, AUTO) else str(compile),
         gradient_compression=gradient_compression,
     )
-    pm.plan, pm.given = made, GivenModule(model)
+    pm.plan, pm.given = made, GivenModule(model, buffers)
+    pm.exporter = Exporter(model) if is_hf_model(model) else None
     warn_when_stale(model, pm)
     return pm
 
@@ -218,6 +233,7 @@ class _Task:
     precision: str
     verify: bool | str
     compile: bool | str
+    async_tp: bool | str
 
     def captured(self, precision: str) -> tuple[ModelGraph, str]:
         """Return the graph of the model as it computes in a precision, and the line on its verification."""
@@ -232,21 +248,21 @@ def _searched(
     """Capture, measure what the profile lacks, search and compile, on rank 0; every rank gets the result."""
     captured = _on_first(lambda: task.captured(task.precision), "capture")
     graph, verified = captured if captured is not None else (None, "")
-    cluster, pins, precision, compile = task.cluster, task.pins, task.precision, task.compile
+    cluster, pins, precision = task.cluster, task.pins, task.precision
     seq_len, target_len = example_lengths(task.model, task.example_inputs)
     first = next(iter(task.example_inputs.values()))
     batch = task.global_batch_size or default_global_batch(pins, cluster.num_devices, first.shape[0])
     if known is None and measured:
         known = _machine_profile(graph, cluster, batch, seq_len, pins, target_len, device, precision)
 
-    def planned(compiled: bool) -> tuple[Plan, Program]:
+    def planned(compiled: bool, in_pieces: bool) -> tuple[Plan, Program]:
         if graph is None:
             raise AutoplanError("only rank 0 plans")
-        return plan_program(graph, cluster, pins, batch, seq_len, known, compiled, target_len, precision)
+        return plan_program(graph, cluster, pins, batch, seq_len, known, compiled, target_len, precision, in_pieces)
 
     def chain() -> tuple[Plan, Program]:
-        compared = compile == AUTO and compiles_by_itself(device)
-        plan, program = cheaper_program(planned) if compared else planned(bool(compile) and compile != AUTO)
+        ways = ways_to_run(task.compile, task.async_tp, device.type, compiles_by_itself(device))
+        plan, program = cheapest_program(planned, ways)
         if check:
             _type_check(program)
         return replace(plan, capture=verified), program
@@ -271,7 +287,7 @@ def _given_program(
     plan: Plan | Path | str | None,
     program: Path | str | None,
     compression: Compression | None,
-    async_tp: bool,
+    async_tp: bool | str,
 ) -> tuple[Plan, Program]:
     """Return a plan that was given, or the plan of a program that was, with the program, checked against the model."""
     folder = None if program is None else read_program(Path(program))
@@ -330,13 +346,26 @@ def _cluster_of_job(cluster: Cluster | str, model: nn.Module, device: torch.devi
     return cluster
 
 
-def _check_values(model: nn.Module) -> None:
-    """Raise CaptureError for a parameter or buffer without values."""
-    for name, tensor in (*model.named_parameters(), *all_buffers(model)):
-        if tensor.is_meta:
-            raise CaptureError(
-                f"{name!r} is on the meta device and has no values; build the model on the CPU (or load it) first"
-            )
+def _values(
+    model: nn.Module, weights: str | Path | None, init: Init | None, seed: int, device: torch.device
+) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
+    """Return parameters and buffers by name. Raises CaptureError, on all ranks, if one of them has no values."""
+    if weights is None and not is_empty(model):
+        parameters, buffers = _tensors(model)
+        _same_values(parameters, buffers, device)
+        return parameters, buffers
+    found: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]] | None = None
+    problem = None
+    try:
+        found = values_of(model, None if weights is None else Path(weights), init, seed)
+    except CaptureError as exc:
+        problem = str(exc)
+    try:
+        agree(problem, device)
+    except AgreedValueError as exc:
+        raise CaptureError(str(exc)) from None
+    assert found is not None
+    return found
 
 
 def _written(folder: Path, plan: Plan, program: Program, model: nn.Module) -> Path:
@@ -371,7 +400,7 @@ def _check_run(
     pins: Mapping[str, Any],
     precision: str,
     compression: Compression | None,
-    async_tp: bool,
+    async_tp: bool | str,
     compile: bool | str,
 ) -> None:
     """Raise PinError for pins and arguments that cannot be, whatever the model is."""
@@ -523,6 +552,8 @@ def _same_values(parameters: dict[str, torch.Tensor], buffers: dict[str, torch.T
     Values are compared where they are. Those that differ are sent to the hosts of the other ranks, which takes a bucket
     of device memory (`autoplan.runtime.whole`).
     """
+    if dist.get_world_size() == 1:
+        return
     everything = {**parameters, **buffers}
     prints = [fingerprint({"": t}) for t in everything.values()]
     for (name, tensor), differs in zip(everything.items(), different(prints, device), strict=True):

@@ -15,9 +15,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
+from autoplan.config.adapters import PACKED_BYTES
 from autoplan.config.recompute import OFFLOAD
 from autoplan.ops.saved import TensorFacts
+from autoplan.units import dtype_bytes
 
 Plain = str | int | float | bool | None | tuple[int, ...]
 
@@ -83,6 +86,8 @@ class CommWork:
         part: (ranks, stride) if it runs over a part of its axis.
         behind_attention: For a step of a ring: the ranks of the ring, where attention over the keys that have arrived
             hides it.
+        products: Positions in the block's `ops` of the products that read what it gathers, or whose result it reduces
+            and scatters.
     """
 
     what: str
@@ -94,17 +99,29 @@ class CommWork:
     top_k: int = 0
     part: tuple[int, int] | None = None
     behind_attention: int = 0
+    products: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class ParamWork:
-    """A stored parameter: local elements before ZeRO. `expert`: replicated over the expert-data ranks, not over dp."""
+    """A stored parameter: local elements before ZeRO.
+
+    Attributes:
+        expert: replicated over the expert-data ranks, not over dp.
+        packed: stored in 4 bits, and frozen.
+    """
 
     name: str
     num_elements: int
     dtype: str
     trainable: bool
     expert: bool = False
+    packed: bool = False
+
+    @property
+    def width(self) -> float:
+        """Bytes of one element as it is stored."""
+        return PACKED_BYTES if self.packed else dtype_bytes(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -237,3 +254,9 @@ class Workload:
     # not included in the bytes of units above
     shared: tuple[SharedValue, ...] = ()
     masked_flops: float = 0.0  # of model_flops, the part that causal masks hide: the later half of each query's keys
+
+    @cached_property
+    def unit_kinds(self) -> tuple[int, ...]:
+        """A number per unit, the same for units that call the same blocks as layers and beside them."""
+        found: dict[object, int] = {}
+        return tuple(found.setdefault(unit, len(found)) for unit in zip(self.units, self.is_layer, strict=True))

@@ -199,3 +199,28 @@ def refused(rank: int, world: int) -> list[str]:
             out.append(str(exc))
     pm.step(good)
     return out
+
+
+class Values:
+    """What a writer of TensorBoard's form was given."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, int]] = []
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.found.append((tag, global_step))
+
+
+def logged(rank: int, world: int, folder: str) -> tuple[str, list[str], list[tuple[str, int]], int]:
+    """The plan, what was shown and given to a writer on this rank, and the number of rows; the file is in `folder`."""
+    _, pm = program("llama", {"dp": 2}, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    shown: list[str] = []
+    values = Values()
+    log = autoplan.StepLog(pm, f"{folder}/train.jsonl", every=2, writer=values, show=shown.append)
+    rows = 0
+    for step in range(8):
+        loss = pm.step(part(pm, batch_of("llama", 8, seed=step), [4, 4]))
+        assert pm.optimizer is not None
+        pm.optimizer.step()
+        rows += log(loss) is not None
+    return pm.plan.to_json(), shown, values.found, rows

@@ -12,6 +12,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.ir.graph import ModelGraph
 from autoplan.ops.batch import batch_obstacle, context_obstacle
 from autoplan.ops.experts import SECOND_BIAS
+from autoplan.ops.products import packed_weights
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import nodes_with
 from autoplan.stacks.like import Like
@@ -133,6 +134,11 @@ class ModelFacts:
         return tuple((op.where, op.heads) for found in attention_heads(self.graph).values() for op in found)
 
     @cached_property
+    def packed(self) -> bool:
+        """True if some weights are stored in 4 bits."""
+        return any(packed_weights(block) for block in self.graph.blocks.values())
+
+    @cached_property
     def num_layers(self) -> int:
         """Layers that a pipeline may be cut between; 1 for a model without layers."""
         return len(pipeline_units(self.graph))
@@ -208,6 +214,7 @@ class Facts:
         async_tp, compile: as `autoplan.parallelize` takes them.
         like: the stack that runs the plan, whose abilities hold; None: anything with a price.
         host_link: False if the speed between devices and their host is not known.
+        peers: devices that read each other's memory over NVLink.
     """
 
     devices: int
@@ -222,9 +229,10 @@ class Facts:
     target_len: int | None = None
     device_type: str = "cpu"
     gradient_compression: str = ""
-    async_tp: bool = False
+    async_tp: bool | str = False
     compile: bool | str = "auto"
     like: Like | None = None
+    peers: int | None = None
 
     @classmethod
     def of(
@@ -253,6 +261,7 @@ class Facts:
             target_len,
             cluster.device_type,
             like=like,
+            peers=cluster.peers,
         )
 
     def length(self, symbol: str) -> int | None:

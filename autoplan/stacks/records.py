@@ -21,8 +21,8 @@ from typing import Any
 
 from autoplan.config.choices import options_of
 from autoplan.config.offload import OFFLOADS
-from autoplan.config.parallel import PRECISIONS, ZERO_STAGES, Mode, RunOptions
-from autoplan.config.recompute import RECOMPUTE, RECOMPUTE_KINDS
+from autoplan.config.parallel import PRECISIONS, ZERO_STAGES, Dispatcher, Launch, Mode, RunOptions
+from autoplan.config.recompute import RECOMPUTE, RECOMPUTE_KINDS, modules_of
 from autoplan.errors import PinError
 from autoplan.schedules.schedule import SCHEDULES
 
@@ -77,6 +77,7 @@ class Abilities:
     """What a stack can do: the values that it takes of each choice. Everything else it cannot.
 
     `degrees`: those that may be above 1; `recompute`: names of RECOMPUTE_KINDS; `offload`: state on the host.
+    `dispatcher`, `launch`: values of these options that a search tries beside the default; empty: only the default.
     """
 
     modes: tuple[Mode, ...]
@@ -86,6 +87,8 @@ class Abilities:
     zero_stages: tuple[int, ...]
     offload: tuple[str, ...]
     precisions: tuple[str, ...]
+    dispatcher: tuple[Dispatcher, ...] = ()
+    launch: tuple[Launch, ...] = ()
     source: str = ""
 
 
@@ -106,12 +109,18 @@ class Era:
 
 @dataclass(frozen=True)
 class Change:
-    """Options that differ by device or precision since a year: `matches` is a pattern of both, as words."""
+    """What differs by device, precision or model since a year.
+
+    Attributes:
+        matches: A pattern of "DEVICE PRECISION MODEL" in capitals, the model as letters and digits (QWEN3235BA22B).
+        recompute: What is recomputed if nothing is said; () where that is as in the stack.
+    """
 
     since: float
     matches: str
     options: Mapping[str, Any] = field(hash=False)
     source: str
+    recompute: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -180,13 +189,22 @@ class Stack:
         """Return the era of a year with decimals."""
         return next(era for era in reversed(self.eras) if year >= era.since)
 
-    def options_at(self, year: float, device: str, precision: str) -> RunOptions:
-        """Return the default options in a year, on a device with a precision (words of both, in capitals)."""
+    def changes_at(self, year: float, device: str, precision: str, model: str = "") -> tuple[Change, ...]:
+        """Return the changes that hold in a year for a device, a precision and a model, later ones last."""
+        words = f"{device} {precision} {re.sub(r'[^A-Z0-9]', '', model.upper())}"
+        return tuple(c for c in self.changes if year >= c.since and re.search(c.matches, words))
+
+    def options_at(self, year: float, device: str, precision: str, model: str = "") -> RunOptions:
+        """Return the default options in a year; device and precision as words in capitals, the model by its name."""
         options = self.era_at(year).options
-        for change in self.changes:
-            if year >= change.since and re.search(change.matches, f"{device} {precision}"):
-                options = replace(options, **change.options)
+        for change in self.changes_at(year, device, precision, model):
+            options = replace(options, **change.options)
         return options
+
+    def recompute_at(self, year: float, device: str, precision: str, model: str = "") -> tuple[str, ...]:
+        """Return what is recomputed if nothing is said, the likeliest first; arguments as for `options_at`."""
+        stated = [c.recompute for c in self.changes_at(year, device, precision, model) if c.recompute]
+        return stated[-1] if stated else self.kernels.recompute
 
     def experts_whole(self, year: float) -> bool:
         """Return True if experts are not split by tensor parallelism in a year."""
@@ -270,6 +288,8 @@ _ABLE: Mapping[str, Sequence[Any]] = {
     "precisions": tuple(PRECISIONS),
 }
 
+SETTINGS: Mapping[str, Sequence[Any]] = {"dispatcher": tuple(Dispatcher), "launch": tuple(Launch)}  # of Abilities
+
 
 def _options(read: _Reader) -> RunOptions:
     try:
@@ -282,8 +302,9 @@ def _eras(read: _Reader, can: Abilities) -> tuple[Era, ...]:
     out = []
     for k, data in enumerate(read.one("eras", list)):
         each = _Reader(data, f"{read.where}: eras[{k}]", ("since", "source", "options"), ("can",))
-        changed = each.inner("can", (), tuple(_ABLE))
-        given: dict[str, Any] = {} if changed is None else {n: changed.some(n, _ABLE[n]) for n in changed.data}
+        known = {**_ABLE, **SETTINGS}
+        changed = each.inner("can", (), tuple(known))
+        given: dict[str, Any] = {} if changed is None else {n: changed.some(n, known[n]) for n in changed.data}
         abilities = replace(can, **given)
         out.append(Era(float(each.one("since", (int, float))), _options(each), each.one("source", str), abilities))
     years = [era.since for era in out]
@@ -295,10 +316,16 @@ def _eras(read: _Reader, can: Abilities) -> tuple[Era, ...]:
 def _changes(read: _Reader) -> tuple[Change, ...]:
     out = []
     for k, data in enumerate(read.one("changes", list, ())):
-        each = _Reader(data, f"{read.where}: changes[{k}]", ("since", "matches", "options", "source"))
+        each = _Reader(data, f"{read.where}: changes[{k}]", ("since", "matches", "options", "source"), ("recompute",))
         values, since = _options(each), float(each.one("since", (int, float)))
         changed = {name: getattr(values, name) for name in each.data["options"]}
-        out.append(Change(since, each.one("matches", str), changed, each.data["source"]))
+        again = tuple(map(str, each.one("recompute", list, ())))
+        for how in again:
+            if not modules_of(how) and how not in RECOMPUTE:
+                raise PinError(
+                    f"{each.where}: recompute of {how!r} is not known; {near(how, RECOMPUTE)}, or modules:..."
+                )
+        out.append(Change(since, each.one("matches", str), changed, each.one("source", str), again))
     return tuple(out)
 
 
@@ -309,7 +336,7 @@ def stack_of(data: object, where: str) -> Stack:
     """
     read = _Reader(data, where, _NEEDED, _OPTIONAL)
     kernels = _Reader(read.data["kernels"], f"{where}: kernels", ("modes", "recompute", "zero_stages", "source"))
-    can = _Reader(read.data["can"], f"{where}: can", (*_ABLE, "source"))
+    can = _Reader(read.data["can"], f"{where}: can", (*_ABLE, "source"), tuple(SETTINGS))
     known = tuple(name for name in RECOMPUTE_KINDS if name in RECOMPUTE)
     chunks = read.inner("chunks", ("default", "source"))
     whole = read.inner("whole_experts", ("since", "source"))
@@ -327,7 +354,8 @@ def stack_of(data: object, where: str) -> Stack:
         "kept_gathered": kept,
     }
     inner |= {"gradients_16": narrow, "moments_16": moments, "vocab": vocab, "adapters": adapters, "packed": packed}
-    able = Abilities(**{name: can.some(name, words) for name, words in _ABLE.items()}, source=can.one("source", str))
+    words = {**_ABLE, **{name: values for name, values in SETTINGS.items() if name in can.data}}
+    able = Abilities(**{name: can.some(name, values) for name, values in words.items()}, source=can.one("source", str))
     when = Gradients16.NEVER if narrow is None else narrow.one("when", str)
     if when not in tuple(Gradients16):
         known_16 = [str(each) for each in Gradients16]

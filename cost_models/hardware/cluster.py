@@ -83,8 +83,10 @@ OVERRIDES: Mapping[str, Override] = {
     "host_memory_gb": Override("GB (1e9 bytes) of the host's memory per device", MEMORY_GB, "host_memory_bytes", GB),
     "power": Override("W per device: products slow down under a cap", WATTS, "power_w", column="power_w"),
     "price": Override("US dollars per device and hour", USD),
+    "idle": Override("number of further nodes that are paid for and not used", COUNT),
 }
 _NODES = ("nodes", "devices_per_node")  # overrides of the number of devices
+_IDLE = "idle"
 _LINKS = ("nic", "scaleup")  # overrides of links
 
 
@@ -153,6 +155,11 @@ class Cluster(Nodes):
         inner = self.levels[0]
         return 1 if inner.name in NETWORKS else inner.size
 
+    @property
+    def peers(self) -> int:
+        """The number of devices that read each other's memory over NVLink, or over links that are not known."""
+        return self.domain_size if self.levels[0].fabric.startswith(("nvlink", "plain")) else 1
+
     def shared_level(self, here: int, there: int) -> tuple[Level, int]:
         """Return the innermost level with both ranks in one unit, and the size of a unit of the level below (or 1)."""
         below = 1
@@ -198,6 +205,7 @@ class Cluster(Nodes):
             link=link,
             outer=outer,
             price=price,
+            idle_nodes=int(given.get(_IDLE, self.idle_nodes)),
             given=tuple(sorted({**dict(self.given), **given}.items())),
         )
 
@@ -366,7 +374,7 @@ def _read_overrides(text: str, overrides: str) -> Mapping[str, float]:
         if name not in OVERRIDES:
             raise PinError(f"cluster {text!r}: unknown override {name!r}; known: {', '.join(OVERRIDES)}")
         try:
-            out[name] = int(value) if name in _NODES else float(value)
+            out[name] = int(value) if name in (*_NODES, _IDLE) else float(value)
         except ValueError:
             raise PinError(f"cluster {text!r}: {name}{equals}{value} needs a number ({OVERRIDES[name].what})") from None
     return out
