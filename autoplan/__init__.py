@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autoplan.planning import compile as compile
     from autoplan.planning import plan as plan
     from autoplan.plans.record import Plan as Plan
+    from autoplan.rehearsal.rehearse import rehearse as rehearse
     from autoplan.runtime.compression import PowerSGD as PowerSGD
     from autoplan.runtime.model import ParallelModel as ParallelModel
     from autoplan.search.planner import PlanRequest as PlanRequest
@@ -44,6 +45,7 @@ _HOMES = {
     "load_model": "autoplan.catalog",
     "parallelize": "autoplan.api",
     "plan": "autoplan.planning",
+    "rehearse": "autoplan.rehearsal.rehearse",
     "rule": "autoplan.capture.rules",
     "search_plan": "autoplan.search.planner",
     "whatif": "autoplan.sweeps.whatif",

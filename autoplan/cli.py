@@ -1,4 +1,4 @@
-"""The command line: `autoplan plan`, `estimate`, `whatif`, `capacity`, `compile`, `profile`, `calibrate`, and lists.
+"""The command line: `autoplan plan`, `estimate`, `whatif`, `capacity`, `compile`, `rehearse`, `profile`, `calibrate`.
 
 Exit codes: 0 a plan, 2 bad input (one line on stderr), 3 nothing fits (names the obstacle and the cheapest change), 4
 standard output cannot be written, 130 interrupted, 141 the reader has gone (`| head -1`). Catalog models need no torch;
@@ -376,6 +376,26 @@ def compile(
         program = compile(model, plan, out)
     stages, ranks = len(program.spec.stages), math.prod(size for _, size in program.spec.axes)
     typer.echo(f"{out}: {program.spec.model} in {stages} stage{'s' * (stages != 1)} for {ranks:,} ranks")
+
+
+@app.command()
+def rehearse(
+    plan: Annotated[Path, typer.Argument(help="The file of a plan, or the folder that `autoplan compile` wrote.")],
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, `last`, `random:N`, separated by commas.")] = "0,last",
+    as_json: AsJson = False,
+) -> None:
+    """Run chosen ranks of a plan here, without weights, and compare them with the plan. Exit code 2 if they differ."""
+    from autoplan.rehearsal.command import rehearse_command
+    from autoplan.report.data import report
+    from autoplan.report.request import import_from_here
+
+    import_from_here()
+    with waiting("rehearsing", quiet=as_json):
+        found, data = rehearse_command(plan, ranks, as_json)
+    if as_json:
+        _print_json(report("rehearse", "differs" if found.differences else "ok", rehearsal=data))
+    if found.differences:
+        raise _stop(found.differences[0], EXIT_BAD_INPUT)
 
 
 @app.command()

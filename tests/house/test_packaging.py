@@ -50,7 +50,7 @@ def test_the_doors_names_are_exactly_the_public_ones():
     public = (
         "Cluster ParallelConfig ParallelModel Plan PlanRequest PowerSGD Profile __version__ capacity compile "
         "estimate_config "
-        "experts_forward load_model parallelize plan rule search_plan whatif"
+        "experts_forward load_model parallelize plan rehearse rule search_plan whatif"
     ).split()
     assert autoplan.__all__ == public
     assert dir(autoplan) == public
