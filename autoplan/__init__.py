@@ -24,10 +24,14 @@ if TYPE_CHECKING:
     from autoplan.rehearsal.rehearse import rehearse as rehearse
     from autoplan.runtime.compression import PowerSGD as PowerSGD
     from autoplan.runtime.model import ParallelModel as ParallelModel
+    from autoplan.runtime.step_log import StepLog as StepLog
     from autoplan.search.planner import PlanRequest as PlanRequest
     from autoplan.search.planner import estimate_config as estimate_config
     from autoplan.search.planner import search_plan as search_plan
     from autoplan.sweeps.capacity import capacity as capacity
+    from autoplan.sweeps.explain import explain as explain
+    from autoplan.sweeps.fit import fit as fit
+    from autoplan.sweeps.size import size as size
     from autoplan.sweeps.whatif import whatif as whatif
 
 _HOMES = {
@@ -38,16 +42,20 @@ _HOMES = {
     "PlanRequest": "autoplan.search.planner",
     "PowerSGD": "autoplan.runtime.compression",
     "Profile": "autoplan.cost_models.profile",
+    "StepLog": "autoplan.runtime.step_log",
     "capacity": "autoplan.sweeps.capacity",
     "compile": "autoplan.planning",
     "estimate_config": "autoplan.search.planner",
     "experts_forward": "autoplan.capture.frontend.experts",
+    "explain": "autoplan.sweeps.explain",
+    "fit": "autoplan.sweeps.fit",
     "load_model": "autoplan.catalog",
     "parallelize": "autoplan.api",
     "plan": "autoplan.planning",
     "rehearse": "autoplan.rehearsal.rehearse",
     "rule": "autoplan.capture.rules",
     "search_plan": "autoplan.search.planner",
+    "size": "autoplan.sweeps.size",
     "whatif": "autoplan.sweeps.whatif",
 }
 __all__ = sorted(("__version__", *_HOMES))

@@ -45,7 +45,9 @@ from autoplan.runtime.agree import agreed, different, fingerprint, first_differe
 from autoplan.runtime.compiled import compiles_by_itself
 from autoplan.runtime.compression import Compression, PowerSGD, check_compression
 from autoplan.runtime.failure import guarded, work_of_first
+from autoplan.runtime.given_module import GivenModule, forget_stale_warning, warn_when_stale
 from autoplan.runtime.model import OptimizerFactory, ParallelModel
+from autoplan.runtime.param_groups import ParamGroups
 from autoplan.runtime.spec import ProgramSpec
 from autoplan.runtime.whole import broadcast_whole
 from autoplan.search.space import space
@@ -64,6 +66,7 @@ def parallelize(
     cluster: Cluster | str = "local",
     *,
     optimizer: OptimizerFactory | None = None,
+    param_groups: ParamGroups | None = None,
     example_inputs: Mapping[str, torch.Tensor] | None = None,
     loss_fn: LossFn | None = None,
     global_batch_size: int | None = None,
@@ -92,6 +95,9 @@ def parallelize(
             figures (and by `profile`).
         optimizer: `parameters -> Optimizer`, e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`. None: memory is
             planned for AdamW, and you make your own from `pm.parameters()`.
+        param_groups: settings of groups of parameters, by patterns of their names (`{"*.bias": {"weight_decay": 0.0}}`,
+            the first that fits counts) or by a function of name and full shape. The optimizer then gets these groups,
+            the same on every rank, in the order of the model's parameters.
         example_inputs: name -> tensor [batch, sequence, ...], one data-parallel rank's part of a batch. If source and
             target of an encoder-decoder may differ in length, give them different lengths here. Not needed for a
             Hugging Face language model.
@@ -141,8 +147,8 @@ def parallelize(
             (autoplan.plans.folder); verify='required' captures it and compares the graph too.
 
     Returns:
-        A ParallelModel: `loss = pm.step(batch)`, `pm.optimizer`, `pm.clip_grad_norm_`, `pm.state_dict()`, `pm.plan`,
-        `pm.source`.
+        A ParallelModel: `loss = pm.step(batch)`, `pm.optimizer`, `pm.clip_grad_norm_`, `pm.eval_step`,
+        `pm.state_dict()`, `pm.to_module()`, `pm.plan`, `pm.source`.
 
     Raises:
         AutoplanError: DeviceError, PinError, CaptureError, NothingFits and others, the same on every rank.
@@ -157,6 +163,9 @@ def parallelize(
         example_inputs = examples(model, example_inputs)
         check_arguments(model, example_inputs, loss_fn)
     _check_optimizer(optimizer)
+    if param_groups is not None and optimizer is None:
+        raise PinError("param_groups needs optimizer=, a function from parameter groups to an optimizer")
+    forget_stale_warning(model)
     compile = async_tp or compile
     _check_values(model)
     known = Profile.load(profile) if isinstance(profile, str) else profile
@@ -181,6 +190,7 @@ def parallelize(
         buffers,
         num_micro_batches=made.config.num_micro_batches,
         optimizer=optimizer,
+        param_groups=param_groups,
         device=device,
         folder=path,
         seed=seed,
@@ -190,7 +200,8 @@ def parallelize(
         compile=None if not made.compiled else _BACKEND if compile in (True, AUTO) else str(compile),
         gradient_compression=gradient_compression,
     )
-    pm.plan = made
+    pm.plan, pm.given = made, GivenModule(model)
+    warn_when_stale(model, pm)
     return pm
 
 

@@ -1,4 +1,4 @@
-"""The command line: `autoplan plan`, `estimate`, `whatif`, `capacity`, `compile`, `rehearse`, `profile`, `calibrate`.
+"""The command line: `autoplan plan`, `estimate`, `explain`, `fit`, `size`, `whatif`, `capacity`, `compile` and others.
 
 Exit codes: 0 a plan, 2 bad input (one line on stderr), 3 nothing fits (names the obstacle and the cheapest change), 4
 standard output cannot be written, 130 interrupted, 141 the reader has gone (`| head -1`). Catalog models need no torch;
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -36,7 +37,6 @@ from autoplan.report.output import say_error, say_note, written_output
 from autoplan.report.waiting import Countdown, telling, waiting
 
 if TYPE_CHECKING:
-    from autoplan.cost_models.time.estimate import Estimate
     from autoplan.sweeps.whatif import Point
 
 EXIT_BAD_INPUT = 2
@@ -138,7 +138,7 @@ def plan(
     """The best plan that fits, with its certificate: of equally fast ones the simplest."""
     from autoplan.errors import InfeasibleError
     from autoplan.report.request import read_request, read_run
-    from autoplan.search.planner import search_plan
+    from autoplan.search.idle import best_use
 
     run = read_run(task)
     chosen = {"memory_risk": memory_risk, "equal_within": equal_within}
@@ -146,7 +146,7 @@ def plan(
     request = replace(request, by_kind=by_kind)
     try:
         with waiting("searching", as_json) as status:
-            result = search_plan(request, telling(status))
+            used = best_use(request, telling(status))
     except InfeasibleError as error:
         if as_json:
             from autoplan.report.data import infeasible_report
@@ -156,11 +156,12 @@ def plan(
     if as_json:
         from autoplan.report.data import plan_report
 
-        _print_json(plan_report(request, result, run, task.asked))
+        asked = {**task.asked, "cluster": used.text(task.cluster)}
+        _print_json(plan_report(used.request, used.result, run, asked))
     else:
         from autoplan.report.text import console, plan_text
 
-        plan_text(console(), task.model, task.cluster, request, result, run, verbose)
+        plan_text(console(), task.model, used.text(task.cluster), used.request, used.result, run, verbose)
 
 
 @app.command()
@@ -207,24 +208,51 @@ def estimate(
 
         estimate_text(console(), task.model, task.cluster, request, planned, run)
     if not planned.estimate.fits:
-        raise _stop(f"does not fit: {_missing(planned.estimate)}", EXIT_NOTHING_FITS)
+        raise _stop(f"does not fit: {planned.estimate.missing()}", EXIT_NOTHING_FITS)
 
 
-def _missing(e: Estimate) -> str:
-    """Return what the fullest stage needs more than its device, or its host, has."""
-    fullest = max(e.stages, key=lambda s: s.memory_bytes.mid)
-    term = max(fullest.memory, key=lambda t: fullest.memory[t].mid)
-    over = (fullest.memory_bytes.mid - e.memory_capacity_bytes) / 1e9
-    if over > 0:
-        return (
-            f"stage {fullest.index} needs {fullest.memory_bytes.mid / 1e9:.1f} GB, {over:.1f} GB more than a device "
-            f"has; its largest term is {term} ({fullest.memory[term].mid / 1e9:.1f} GB)"
-        )
-    held = max(e.stages, key=lambda s: s.host_bytes.mid)
-    return (
-        f"stage {held.index} offloads {held.host_bytes.mid / 1e9:.1f} GB to the host, where a device's share of the "
-        f"memory is {e.host_capacity_bytes / 1e9:.1f} GB (@host_memory_gb)"
+@app.command("explain")
+@with_choices
+def explain_plan(
+    task: TaskWords,
+    pin: PinTexts = None,
+    vs: Annotated[
+        str | None,
+        typer.Option("--vs", help="Compare with this instead: tp=8 (the best plan with it), or another plan file."),
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option("--only", help="Only this choice: tp; may be repeated.")] = None,
+    every_value: Annotated[
+        bool, typer.Option("--every-value", help="All legal values, not only the next below and above.")
+    ] = False,
+    settings: Annotated[
+        bool, typer.Option("--settings/--no-settings", help="Also what changes of hardware and task would gain.")
+    ] = True,
+    pareto: Annotated[bool, typer.Option("--pareto", help="Also the front of step time against memory.")] = False,
+    seconds: Annotated[float, typer.Option("--seconds", help="Time limit of one alternative.", min=1)] = 10.0,
+    time_limit: TimeLimit = 60.0,
+    memory_risk: MemoryRisk = DEFAULT_RISK,
+    equal_within: EqualWithin = EQUAL_WITHIN,
+    runnable: Runnable = False,
+    as_json: AsJson = False,
+) -> None:
+    """Why this plan: what each other choice costs, term by term, and which settings would help most.
+
+    MODEL with its arguments is planned first; a plan file is explained as it is. Each alternative is the best plan with
+    the other value pinned, found in a search of its own.
+    """
+    from autoplan.report.explain import explain_command
+    from autoplan.report.request import read_request
+
+    request = read_request(
+        task,
+        pins=pin,
+        time_limit=time_limit,
+        runnable=runnable,
+        memory_risk=memory_risk,
+        equal_within=equal_within,
     )
+    asked = {"only": only or (), "every_value": every_value, "settings": settings, "front": pareto}
+    explain_command(task, request, vs, seconds, as_json, **asked)
 
 
 @app.command(
@@ -322,6 +350,61 @@ def _end_sweep(outcome: str, found: Sequence[Point], count: int) -> None:
         raise _stop(f"no point is legal: {found[0].reason}", EXIT_BAD_INPUT)
 
 
+@app.command("fit")
+@partial(with_choices, may_miss=("seq_len", "global_batch_size"))
+def fit_model(
+    task: TaskWords,
+    pin: PinTexts = None,
+    ways: Annotated[bool, typer.Option("--ways/--no-ways", help="Also what else would fit, each planned.")] = True,
+    seconds: Annotated[float, typer.Option("--seconds", help="Time limit of one search.", min=1)] = 10.0,
+    memory_risk: MemoryRisk = DEFAULT_RISK,
+    runnable: Runnable = False,
+    as_json: AsJson = False,
+) -> None:
+    """Does a model fit on a cluster: yes or no, the terms of memory, and what would make it fit.
+
+    Without --seq-len: 4,096 tokens, or as many as the model has positions. Without --global-batch-size: one sequence
+    for every device. Shorter sequences, recompute, the host's memory, LoRA, QLoRA and more devices are tried.
+    """
+    from autoplan.report.fit import fit_command
+
+    code = fit_command(
+        task, pin, ways, seconds, as_json, time_limit=seconds, runnable=runnable, memory_risk=memory_risk
+    )
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command("size")
+@partial(with_choices, may_miss=("cluster",))
+def size_run(
+    task: TaskWords,
+    deadline: Annotated[str, typer.Option("--deadline", help="Time for the run: 30d, 36h or 6w.")],
+    budget: Annotated[str | None, typer.Option("--budget", help="US dollars that the run may cost: 2M.")] = None,
+    devices: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--devices",
+            help="Kinds of devices or cloud instances: h100,gb200,p5.48xlarge, with overrides h100@nic=800,price=2; "
+            "default: that of --cluster.",
+        ),
+    ] = None,
+    pin: PinTexts = None,
+    seconds: Annotated[float, typer.Option("--seconds", help="Time limit of the search at one size.", min=1)] = 30.0,
+    memory_risk: MemoryRisk = DEFAULT_RISK,
+    equal_within: EqualWithin = EQUAL_WITHIN,
+    as_json: AsJson = False,
+) -> None:
+    """The fewest devices, and the least money, that train on --tokens within the deadline, and the curve of both."""
+    from autoplan.report.size import size_command
+
+    code = size_command(
+        task, pin, deadline, budget, devices, seconds, as_json, memory_risk=memory_risk, equal_within=equal_within
+    )
+    if code:
+        raise typer.Exit(code)
+
+
 @app.command(
     help=f"""Many models on many clusters: plan, days, money, energy and goodput, a row each.
 
@@ -370,12 +453,10 @@ def compile(
     from autoplan.planning import compile
     from autoplan.report.request import import_from_here
 
-    if ":" in model:
-        import_from_here()
+    import_from_here()
     with waiting("compiling", quiet=False):
-        program = compile(model, plan, out)
-    stages, ranks = len(program.spec.stages), math.prod(size for _, size in program.spec.axes)
-    typer.echo(f"{out}: {program.spec.model} in {stages} stage{'s' * (stages != 1)} for {ranks:,} ranks")
+        spec = compile(model, plan, out).spec
+    typer.echo(f"{out}: {spec.model}, {len(spec.stages)} stages for {math.prod(n for _, n in spec.axes):,} ranks")
 
 
 @app.command()
@@ -386,16 +467,36 @@ def rehearse(
 ) -> None:
     """Run chosen ranks of a plan here, without weights, and compare them with the plan. Exit code 2 if they differ."""
     from autoplan.rehearsal.command import rehearse_command
-    from autoplan.report.data import report
-    from autoplan.report.request import import_from_here
 
-    import_from_here()
     with waiting("rehearsing", quiet=as_json):
-        found, data = rehearse_command(plan, ranks, as_json)
+        difference = rehearse_command(plan, ranks, as_json)
+    if difference is not None:
+        raise _stop(difference, EXIT_BAD_INPUT)
+
+
+@app.command()
+def compare(
+    plan: Annotated[Path, typer.Argument(help="The plan: what `autoplan plan --json` or `Plan.to_json` wrote.")],
+    log: Annotated[Path, typer.Argument(help="The log of its steps: the file of `autoplan.StepLog`.")],
+    calibrate: Annotated[
+        Path | None, typer.Option(help="Write the measured step to this file, for `autoplan calibrate`.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """A plan's prediction beside the steps that were run."""
+    from autoplan.plans.record import Plan
+    from autoplan.report import measured
+
+    given = Plan.read(plan)
+    found = measured.compare(given, log)
+    if calibrate is not None:
+        measured.write_calibration(given, found, calibrate)
     if as_json:
-        _print_json(report("rehearse", "differs" if found.differences else "ok", rehearsal=data))
-    if found.differences:
-        raise _stop(found.differences[0], EXIT_BAD_INPUT)
+        _print_json(measured.comparison_data(found))
+    else:
+        from autoplan.report.text import console
+
+        measured.comparison_text(console(), found)
 
 
 @app.command()

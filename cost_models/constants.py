@@ -64,7 +64,10 @@ class Constants:
         power_exponent: Sustained speed grows with a device's power to this exponent, among devices of one family.
         memory_share: Share of the data sheet's bandwidth that memory-bound kernels reach.
         attention_share: Speed of attention in training over the speed in the fitted timings (of inference runtimes).
-        grouped_share: Speed of products of experts over plain products of the same sizes.
+        grouped_share: Speed of large products of experts over plain products of the same sizes.
+        grouped_product_s: Device seconds that each product of experts takes beyond that, if each is a kernel of its own
+            (Transformer Engine's GroupedLinear: kernels that start, end and cast by themselves on a few streams), so
+            that small products are slow.
         fused_grouped_share: As grouped_share, if one kernel does products, activation and casts
             (`RunOptions.fused_experts`); from the grouped products of DeepGEMM (README of its first release, 10 rows of
             256 to 8192 rows per expert).
@@ -74,12 +77,16 @@ class Constants:
         host_blocking_s: Seconds per operation and pass if the host waits for every kernel (launch `blocking`).
         host_comm_s: Host seconds per collective of tp, cp and ep inside a block.
         host_experts_s: As `host_fused_s`, for one call of experts (routing, sorting, waiting for the sizes).
+        host_router_s: The part of host_experts_s that CUDA graphs of the router and of the dispatch's preparation save
+            (Megatron-Core's cuda_graph_scope `moe_router, moe_preprocess`).
         host_expert_s: Host seconds per expert of a rank, if each expert has products of its own.
-        host_fp8: Factor on `host_fused_s` for 8-bit products (amax, scales, casts).
+        host_fp8: Factor on `host_fused_s` and the host's time for experts with 8-bit products (amax, scales, casts).
         overlap: Share of compute time behind which ZeRO's traffic can hide.
-        contention: Seconds that compute slows down per second of ZeRO's traffic beside it, whose kernels take
-            multiprocessors and memory bandwidth (DeepSeek-V3 reserves 20 of 132, arXiv 2412.19437, section 3.2.2).
-        tp_hidden, ep_hidden: Share of the collectives of tp and ep that hides if the run overlaps them.
+        contention: Seconds that compute slows down per second of ZeRO's or experts' traffic beside it, whose kernels
+            take multiprocessors and memory bandwidth (DeepSeek-V3 reserves 20 of 132, arXiv 2412.19437, section 3.2.2).
+        tp_hidden: Share of the collectives of tp that hides if the run overlaps them.
+        ep_hidden: Share of a block's compute behind which the exchanges of experts hide if the run overlaps them (with
+            that of another micro-batch, as DualPipe and Megatron-Core's 1F1B overlap do).
         network_share: Bandwidth of networks among other traffic over the bandwidth in collective benchmarks.
         step_intervals: By class of step (`class_of_step`): the shares of the predicted step between which 9 of 10
             measured steps should lie, from campaigns that had no part in the fit; the file says what share of them
@@ -94,7 +101,8 @@ class Constants:
     power_exponent: float = 0.6
     memory_share: float = 0.85
     attention_share: float = 1.0
-    grouped_share: float = 0.6344
+    grouped_share: float = 0.85
+    grouped_product_s: float = 5e-6
     fused_grouped_share: float = 0.91
     imbalance: float = 1.0
     host_eager_s: float = 10e-6
@@ -102,6 +110,7 @@ class Constants:
     host_comm_s: float = 100e-6
     host_blocking_s: float = 150e-6
     host_experts_s: float = 3e-3
+    host_router_s: float = 2.5e-3
     host_expert_s: float = 1e-4
     host_fp8: float = 1.2
     overlap: float = 0.8

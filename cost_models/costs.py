@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from autoplan.config.adapters import PACKED_BYTES
 from autoplan.config.parallel import Mode, RunOptions
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import ASSUMED_HOST_BYTES_PER_S, Cluster, Device, Group
@@ -62,7 +63,21 @@ class Costs:
     def _op_s(self, work: OpWork, phase: str) -> Quantity:
         """Return the seconds of an operation, with its measured extra cost among other operations (eager only)."""
         alone = op_s(work, phase, self._device(work), self.profile, self.mode, self.options, self.constants)
+        if phase == "forward" or work.inputs[0].requires_grad:
+            alone = alone + self._opening_s(work)
         return alone + self.fixed_s(f"op_{phase}_s") if self.mode is Mode.EAGER else alone
+
+    def _opening_s(self, work: OpWork) -> Quantity:
+        """Return the seconds of opening a weight in 4 bits for a product: it is read, and written in 16 bits.
+
+        bitsandbytes does so in both passes (`MatMul4Bit`); the backward needs it for the gradient of the input.
+        """
+        if not dict(work.attrs).get("packed"):
+            return ZERO
+        weight = work.inputs[1]
+        moved = weight.num_bytes + weight.num_elements * PACKED_BYTES
+        alone = (("fused_forward_bytes", round(moved)),)  # in all modes a kernel of its own
+        return self._op_s(OpWork("clone", (weight,), (weight,), alone, 0.0, moved), "forward")
 
     @property
     def measures_host(self) -> bool:

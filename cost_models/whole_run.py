@@ -227,8 +227,10 @@ def whole_run(
     days = step_time_s * (tokens / tokens_per_step / DAY_S)
     usd = None
     if cluster.price is not None:
-        usd = days * (24 * cluster.num_devices * cluster.price.usd_per_device_hour)
+        usd = days * (24 * cluster.paid_devices * cluster.price.usd_per_device_hour)
     notes: list[str] = []
+    if cluster.idle_nodes:
+        notes.append(f"money is of all {cluster.paid_devices:,} devices, energy of the {cluster.num_devices:,} in use")
     watts = device_watts(cluster, busy, known)
     kwh = usd_energy = None
     if watts is None:

@@ -16,8 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from autoplan.config.adapters import PACKED_BYTES
 from autoplan.config.recompute import OFFLOAD
 from autoplan.ops.saved import TensorFacts
+from autoplan.units import dtype_bytes
 
 Plain = str | int | float | bool | None | tuple[int, ...]
 
@@ -98,13 +100,24 @@ class CommWork:
 
 @dataclass(frozen=True)
 class ParamWork:
-    """A stored parameter: local elements before ZeRO. `expert`: replicated over the expert-data ranks, not over dp."""
+    """A stored parameter: local elements before ZeRO.
+
+    Attributes:
+        expert: replicated over the expert-data ranks, not over dp.
+        packed: stored in 4 bits, and frozen.
+    """
 
     name: str
     num_elements: int
     dtype: str
     trainable: bool
     expert: bool = False
+    packed: bool = False
+
+    @property
+    def width(self) -> float:
+        """Bytes of one element as it is stored."""
+        return PACKED_BYTES if self.packed else dtype_bytes(self.dtype)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ and in every `CONTENTS_EVERY`-th step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,11 @@ def _as_number(bits: int) -> float:
     return float(torch.tensor(bits, dtype=torch.int64).view(torch.float64))
 
 
+def _named(batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the tensors of several batches under one name each."""
+    return {f"{name} {i}": tensor for i, batch in enumerate(batches) for name, tensor in batch.items()}
+
+
 class Batches:
     """Checks the batches of a program.
 
@@ -63,19 +68,59 @@ class Batches:
         # Counting labels and agreeing on them wait for the device, and so for earlier copies to it.
         self._waited_for = spec.loss_count != "none" or mesh.world_size > 1
 
-    def cut(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """Cut a batch without a `problem` into micro-batches, which are on the device once `settle` has returned."""
-        whole = {n: batch[n].to(self._device, non_blocking=self._waited_for) for n in self._spec.inputs}
-        size = batch[self._spec.inputs[0]].shape[0] // self._num
-        return [{n: x[i * size : (i + 1) * size] for n, x in whole.items()} for i in range(self._num)]
+    def cut(self, batch: Mapping[str, torch.Tensor], num: int | None = None) -> list[dict[str, torch.Tensor]]:
+        """Cut a batch without a `problem` into micro-batches, which are on the device once `settle` has returned.
 
-    def problem(self, batch: Any) -> str | None:
-        """Return why this rank cannot run a step on this batch; None if it can."""
+        `num`: the number of parts, whose sizes differ by at most one sample; None: that of a step.
+        """
+        whole = {n: batch[n].to(self._device, non_blocking=self._waited_for) for n in self._spec.inputs}
+        cuts = {n: torch.tensor_split(x, num or self._num) for n, x in whole.items()}
+        return [dict(zip(cuts, parts, strict=True)) for parts in zip(*cuts.values(), strict=True)]
+
+    def problem(self, batches: Sequence[Any]) -> str | None:
+        """Return why this rank cannot run a step on these batches; None if it can."""
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return "step() runs a backward; call it outside torch.no_grad() and torch.inference_mode()"
+        if not batches:
+            return "step() was given no batch"
+        for index, batch in enumerate(batches):
+            found = self._form(batch) or self._divides(batch) or self._shapes(batch, {self._length(batch) // self._num})
+            if found is not None:
+                return found if len(batches) == 1 else f"batch {index}: {found}"
+            for name in self._spec.inputs:
+                first, other = tuple(batches[0][name].shape), tuple(batch[name].shape)
+                if other != first:
+                    return f"batches of one step must have the same shapes, but {name} is {first}, then {other}"
+        return None
+
+    def problem_of_evaluation(self, batch: Any, num: int | None = None) -> str | None:
+        """Return why this rank cannot evaluate this batch, cut into `num` parts if given; None if it can."""
+        found = self._form(batch)
+        if found is None and num is not None:
+            total = self._length(batch)
+            found = self._shapes(batch, {total // num, -(-total // num)})
+        return found
+
+    def num_parts(self, batch: Any, problem: str | None) -> int:
+        """Agree with all ranks on the number of parts of an evaluation: that of a step, or fewer for few samples.
+
+        A collective over all ranks. 0 if a rank has a problem.
+        """
+        mine = 0 if problem is not None else min(self._num, self._length(batch))
+        if self._mesh.world_size == 1:
+            return mine
+        number = torch.tensor(mine, dtype=torch.int64, device=self._device)
+        dist.all_reduce(number, op=dist.ReduceOp.MIN)
+        return int(number)
+
+    def _form(self, batch: Any) -> str | None:
+        """Return what is wrong with a batch whatever it is cut into."""
         if not isinstance(batch, Mapping):
             return f"the batch is a {type(batch).__name__}; give a mapping of {', '.join(self._spec.inputs)} to tensors"
-        return self._names(batch) or self._kinds(batch) or self._samples(batch) or self._shapes(batch)
+        return self._names(batch) or self._kinds(batch) or self._samples(batch)
+
+    def _length(self, batch: Mapping[str, torch.Tensor]) -> int:
+        return batch[self._spec.inputs[0]].shape[0]
 
     def _names(self, batch: Mapping[str, Any]) -> str | None:
         if set(batch) == set(self._spec.inputs):
@@ -103,20 +148,27 @@ class Batches:
             return f"the tensors of the batch have different batch sizes: {sizes}"
         if total == 0:
             return f"the batch has no samples; give {self._num} or a multiple"
+        return None
+
+    def _divides(self, batch: Mapping[str, torch.Tensor]) -> str | None:
+        total = self._length(batch)
         if total % self._num:
             lower = total - total % self._num
             nearest = f"{lower} or {lower + self._num}" if lower else str(self._num)
             return f"a batch of {total} cannot be cut into {self._num} micro-batches; use {nearest} samples"
         return None
 
-    def _shapes(self, batch: Mapping[str, torch.Tensor]) -> str | None:
-        """Return why the sequence lengths do not match each other or the program; None if they do."""
+    def _shapes(self, batch: Mapping[str, torch.Tensor], sizes: Set[int]) -> str | None:
+        """Return why the sequence lengths do not match each other or the program; None if they do.
+
+        `sizes`: samples of the micro-batches that the batch is cut into.
+        """
         env = {symbol: batch[name].shape[dim] for symbol, name, dim in self._spec.sizes_from}
         for name, shape in self._spec.input_shapes:
             wanted, found = tuple(evaluate_terms(size, env) for size in shape), tuple(batch[name].shape)
             if found != wanted:
-                sizes = ", ".join(f"{symbol}={size}" for symbol, size in env.items())
-                return f"{name} has shape {found}; with {sizes} this program takes {wanted}"
+                with_sizes = ", ".join(f"{symbol}={size}" for symbol, size in env.items())
+                return f"{name} has shape {found}; with {with_sizes} this program takes {wanted}"
         for symbol, low, high in self._spec.bounds:
             if not low <= env[symbol] <= (env[symbol] if high is None else high):
                 allowed = f"{low} or more" if high is None else f"{low} to {high}"
@@ -124,22 +176,23 @@ class Batches:
                     f"sequences of {env[symbol]} tokens: the forward of {self._spec.model} depends on the length, and "
                     f"this program is valid for {allowed}; capture the model with an example of that length"
                 )
-        return self._split(env)
+        texts = (self._split({**env, "b": size} if "b" in env else env, env) for size in sorted(sizes))
+        return next((text for text in texts if text is not None), None)
 
-    def _split(self, env: Mapping[str, int]) -> str | None:
-        """Return why the ranks cannot share the sequences evenly; None if they can."""
-        if self._shared_evenly(env):
+    def _split(self, part: Mapping[str, int], env: Mapping[str, int]) -> str | None:
+        """Return why the ranks cannot share a micro-batch of sizes `part` evenly; None if they can."""
+        if self._shared_evenly(part):
             return None
         split = " ".join(f"{n}={self._mesh.size(n)}" for n in ("cp", "tp", "ep") if self._mesh.has(n))
         for symbol in ("s", "t"):
-            near = self._nearest(env, symbol) if symbol in env else None
+            near = self._nearest(part, symbol) if symbol in part else None
             if near is not None:
                 return f"a sequence of {env[symbol]} tokens cannot be cut evenly over {split}; nearest: {near}"
         return f"a batch with {', '.join(f'{k}={v}' for k, v in env.items())} cannot be cut evenly over {split}"
 
-    def _shared_evenly(self, env: Mapping[str, int]) -> bool:
-        """Return True if every local size of this batch is a whole number."""
-        local = {**env, "b": env["b"] // self._num} if "b" in env else dict(env)
+    def _shared_evenly(self, part: Mapping[str, int]) -> bool:
+        """Return True if every local size of a micro-batch is a whole number."""
+        local = dict(part)
         cp = self._mesh.size("cp") if self._mesh.has("cp") else 1
         if cp > 1:
             if local["s"] % (2 * cp):  # every rank has two pieces (zig-zag)
@@ -152,23 +205,29 @@ class Batches:
             return False
         return True
 
-    def _nearest(self, env: Mapping[str, int], symbol: str) -> str | None:
+    def _nearest(self, part: Mapping[str, int], symbol: str) -> str | None:
         """Return the nearest shorter and longer lengths that can be shared evenly; None if none is near."""
-        length = env[symbol]
+        length = part[symbol]
         ways = range(length - 1, 0, -1), range(length + 1, 2 * length + 4096)
-        found = [next((n for n in way if self._shared_evenly({**env, symbol: n})), None) for way in ways]
+        found = [next((n for n in way if self._shared_evenly({**part, symbol: n})), None) for way in ways]
         return " or ".join(str(n) for n in found if n is not None) or None
 
     # -- over all ranks ---------------------------------------------------------------------------------------------
 
     def settle(
-        self, batch: Any, problem: str | None, count: Callable[[], float | torch.Tensor], *, data_rank: int, step: int
+        self,
+        batches: Sequence[Any],
+        problem: str | None,
+        count: Callable[[], float | torch.Tensor],
+        *,
+        data_rank: int,
+        step: int,
     ) -> Counts:
         """Agree with all ranks on this step's batches. Waits for the device once.
 
         Args:
-            batch: this rank's batch.
-            problem: its problem, or None.
+            batches: this rank's batches.
+            problem: their problem, or None.
             count: counts its valid labels, or gives its part of another denominator; called if there is no problem.
                 Returns a number, or a tensor on the device, of shape [] or with one number per denominator.
             data_rank: index of its part of the global batch.
@@ -181,12 +240,12 @@ class Batches:
             AgreedValueError: a problem on any rank, or different batches in one data rank; on every rank alike.
         """
         contents = step % CONTENTS_EVERY == 0
-        labels, samples = (0, 0) if problem is not None else (count(), batch[self._spec.inputs[0]].shape[0])
+        labels, samples = (0, 0) if problem is not None else (count(), sum(map(self._length, batches)))
         if self._mesh.world_size == 1:
             if problem is not None:
                 raise AgreedValueError(problem)
             return Counts(tuple(torch.as_tensor(labels, dtype=torch.float64).reshape(-1).tolist()), samples)
-        mine = 0 if problem is not None else fingerprint(batch, None if contents else 0)
+        mine = 0 if problem is not None else fingerprint(_named(batches), None if contents else 0)
         num, width = self._mesh.size("dp"), 3 + len(self._spec.loss_counts)
         sent, begin = torch.full((1 + width * num,), _LEAST, dtype=torch.int64), 1 + width * data_rank
         sent[0] = int(problem is not None)

@@ -29,7 +29,7 @@ Factor = tuple[int, int, tuple[str, ...] | Literal["batch"]]
 def dropout(
     x: torch.Tensor,
     p: float,
-    rng: torch.Tensor,
+    rng: torch.Tensor | None,
     site: int,
     index: tuple[Factor, ...],
     *,
@@ -40,7 +40,8 @@ def dropout(
     Args:
         x: any floating tensor.
         p: in [0, 1]; 0 returns ``x``.
-        rng: int64 [3]: seed, step, and the global number of the first sample of this micro-batch on this rank.
+        rng: int64 [3]: seed, step, and the global number of the first sample of this micro-batch on this rank. None
+            (in an evaluation) returns ``x``.
         site: number of this dropout in the program; sites draw independently.
         index: the factors of ``x`` in order, so that ``x.reshape([f[0] for f in index])`` is valid. At most one is the
             batch, whose global position is ``rng[2]`` + local position and whose global size is not used.
@@ -56,7 +57,7 @@ def dropout(
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout: p is {p}; it must be in [0, 1]")
-    if not training or p == 0.0:
+    if not training or p == 0.0 or rng is None:
         return x
     mesh = current_mesh()
     _check(x, rng, index, mesh)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,18 +14,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.files import temporary_folder, write_whole
-from autoplan.runtime.agree import AgreedValueError
-from autoplan.runtime.batch import Batches, Counts
+from autoplan.runtime.batch import Batches
 from autoplan.runtime.checkpoint.contents import Progress, Stateful, Training, Updated, named, updated_of
 from autoplan.runtime.checkpoint.door import Checkpoints, Resumed, Saving, root_of
 from autoplan.runtime.compiled import compile_blocks
 from autoplan.runtime.compression import Compression
+from autoplan.runtime.evaluate import Waves, only_trains
 from autoplan.runtime.failure import guard, guarded
+from autoplan.runtime.given_module import GivenModule, given_back
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model_state import ModelState
 from autoplan.runtime.norm import scale_, square_sum
 from autoplan.runtime.offload import PARAMETERS, HostShards, check_offload
 from autoplan.runtime.optim import check_elementwise, guard_step, on_local_shards
+from autoplan.runtime.param_groups import ParamGroups, grouped, settings_of
 from autoplan.runtime.params import (
     local_of,
     materialise,
@@ -36,13 +38,14 @@ from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecisio
 from autoplan.runtime.program import copy_beside_computing, load_module
 from autoplan.runtime.replicas import Replicas
 from autoplan.runtime.shards import Shards, show_states
-from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec, evaluate_terms
-from autoplan.runtime.stages import Carried
+from autoplan.runtime.spec import ParamSpec, ProgramSpec, StageSpec
+from autoplan.runtime.stage_inputs import StageInputs
 from autoplan.runtime.state import IncompatibleKeys
 from autoplan.runtime.tied import TiedGradients, share_tied
 from autoplan.runtime.zero import GradientSync, apply_zero, reduces_beside
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Batch = Mapping[str, torch.Tensor]
 
 
 class ParallelModel:
@@ -54,6 +57,7 @@ class ParallelModel:
         parameters, buffers: full tensors by their original names (views are fine; only this rank's shards are copied).
         num_micro_batches: the number of equal parts into which `step` cuts this rank's batch.
         optimizer: `parameters -> Optimizer` (e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`), or None.
+        param_groups: the optimizer's groups of parameters (`autoplan.runtime.param_groups`); None: one group.
         device: where to run.
         folder: where the emitted modules are written; a fresh temporary folder by default.
         seed: seed of dropout.
@@ -66,7 +70,8 @@ class ParallelModel:
         gradient_compression: compression of ZeRO 0's all-reduce (`autoplan.runtime.compression`).
 
     Attributes:
-        plan: the Plan this came from (set by autoplan.parallelize). source: file name -> emitted text.
+        plan, given: the Plan and the form of the module this came from (set by autoplan.parallelize).
+        source: file name -> emitted text.
         stages: this rank's modules by stage index, in model order; several if there are virtual stages.
         optimizer: the optimizer over the local parts of this rank's shards, or None.
         loss_scaler: the loss scaler of a float16 program, else None.
@@ -84,6 +89,7 @@ class ParallelModel:
         *,
         num_micro_batches: int = 1,
         optimizer: OptimizerFactory | None = None,
+        param_groups: ParamGroups | None = None,
         device: torch.device | str = "cpu",
         folder: Path | None = None,
         seed: int = 0,
@@ -97,6 +103,7 @@ class ParallelModel:
     ) -> None:
         self.spec, self.source = spec, dict(sources)
         self.plan: Any = None  # a Plan, whose class the runtime does not know
+        self.given: GivenModule | None = None
         self.num_micro_batches, self.device = num_micro_batches, torch.device(device)
         self.progress = Progress(seed)
         self.mesh = mesh or AxisMesh(spec.axes, dict(spec.groups), device_type=self.device.type)
@@ -109,6 +116,7 @@ class ParallelModel:
         self._loss_dtype = dtype or (torch.float64 if double else torch.float32)
         self.precision = MixedPrecision.of(spec)
         check_precision(spec, self.precision, dtype, gradient_compression)
+        self._num_evaluations, self.training = 0, True
         self.folder = folder or temporary_folder(self)
         self.stages = {index: self._build(mine, parameters, buffers) for index, mine in self._specs.items()}
         if compile is not None:
@@ -134,6 +142,7 @@ class ParallelModel:
         self.loss_scaler = self._make_loss_scaler()
         self._tied = TiedGradients(spec, self.mesh, self.stages)
         self.mesh.connect(self.device)
+        self._inputs = StageInputs(spec, self.mesh, self.stage, self.device, self._loss_dtype, dtype)
         self._batches = Batches(spec, self.mesh, num_micro_batches, self.device)
         self._runner: PipelineRunner | None = None
         self._runner_shape: tuple[int, ...] = ()
@@ -141,7 +150,7 @@ class ParallelModel:
         self.optimizer: torch.optim.Optimizer | None = None
         self._updated: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # name, tensor of self.optimizer, as shown
         if optimizer is not None:
-            self.optimizer = self._make_optimizer(optimizer)
+            self.optimizer = self._make_optimizer(optimizer, param_groups)
             check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
             guard_step(self.optimizer)
 
@@ -155,14 +164,20 @@ class ParallelModel:
             last.register_forward_hook(lambda module, inputs, output: scaler.scaled(output))
         return scaler
 
-    def _make_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
+    def _make_optimizer(self, factory: OptimizerFactory, groups: ParamGroups | None) -> torch.optim.Optimizer:
         """Return an optimizer over the local parts of all trained parameters and all copies of tied parameters."""
         trained = [(s, p) for s, p in self._state.places() if p.requires_grad]
         given: list[nn.Parameter] = []
 
         def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
             given.extend(parameters)
-            return factory(given)
+            if groups is None:
+                return factory(given)
+            every = {p.name: p.shape for stage in self.spec.stages for p in stage.params if p.trainable}
+            made: list[Any] = grouped(
+                [s.name for s, _ in trained], given if trained else [], settings_of(groups, every)
+            )
+            return factory(made)
 
         optimizer = on_local_shards(make, [self._held(p) for _, p in trained])
         shown = [self._state.shown(s, p) for s, p in trained]
@@ -280,7 +295,25 @@ class ParallelModel:
 
     # -- training ---------------------------------------------------------------------------------------------------
 
-    def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def train(self, mode: bool = True) -> ParallelModel:
+        """Allow steps (`mode`), or only evaluations; return self, as nn.Module does."""
+        self.training = mode
+        return self
+
+    def eval(self) -> ParallelModel:
+        """Allow evaluations only: `step` raises an error until `train()` is called."""
+        return self.train(False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients. `step` does so by itself; loops that call it anyway stay as they are."""
+        if not set_to_none:
+            raise ValueError("zero_grad(set_to_none=False): gradients are dropped, never set to zero")
+        for _, parameter in self._state.places():
+            parameter.grad = None
+        if self._host is not None:
+            self._host.drop_gradients()
+
+    def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """Run forward and backward of all micro-batches of this data-parallel rank's part of the batch.
 
         Gradients of the previous step are dropped. The gradients are complete (summed over ranks, micro-batches and
@@ -288,7 +321,9 @@ class ParallelModel:
 
         Args:
             batch: name -> tensor [B, ...] with the names the model was captured with. Ranks with equal `data_rank` give
-                the same batch. B is the same on all ranks and divisible by `num_micro_batches`.
+                the same batch. B is the same on all ranks and divisible by `num_micro_batches`. A list of batches of
+                the same shapes is one step on all of them (gradient accumulation): the loss is the mean over their
+                valid tokens, gradients are reduced once.
 
         Returns: the loss of the global batch (the mean over all valid tokens) on every rank, a 0-dim tensor.
         Raises:
@@ -297,32 +332,24 @@ class ParallelModel:
             RankFailure: this or another rank failed.
         """
         with guard(call="step"):
-            return self._step(batch)
+            several = isinstance(batch, list) and all(isinstance(each, Mapping) for each in batch)
+            return self._step(cast("list[Batch]", batch if several else [batch]))
 
-    def _step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        problem = self._batches.problem(batch)
-        parts = [] if problem is not None else self._batches.cut(batch)
+    def _step(self, batches: Sequence[Batch]) -> torch.Tensor:
+        problem = self._batches.problem(batches) if self.training else "pm.eval() was called; call pm.train() first"
+        parts = [] if problem is not None else [part for batch in batches for part in self._batches.cut(batch)]
         counts = self._batches.settle(
-            batch, problem, lambda: self._count(parts), data_rank=self.data_rank, step=self.progress.num_steps
+            batches, problem, lambda: self._inputs.count(parts), data_rank=self.data_rank, step=self.progress.num_steps
         )
-        denominators = self._denominators(counts)
+        denominators = self._inputs.denominators(counts)
         self._state.follow_first_copies()
-        for _, parameter in self._state.places():
-            parameter.grad = None
+        self.zero_grad()
         if self._host is not None:
-            self._host.drop_gradients()
             self._host.give_parameters()
-        with use_mesh(self.mesh, untyped=("pp",) if self.mesh.size("pp") > 1 else ()):
-            size = next(iter(parts[0].values())).shape[0]
-            first = self.data_rank * size * len(parts)
-            # one copy to the device for all micro-batches, without synchronisation
-            numbers = [[self.progress.seed, self.progress.num_steps, first + i * size] for i in range(len(parts))]
-            generators = torch.tensor(numbers).to(self.device, non_blocking=True)
-            for part, generator in zip(parts, generators, strict=True):
-                part |= denominators
-                if self.spec.loss_share:
-                    part["loss_share"] = torch.ones((), dtype=self._loss_dtype, device=self.device) / len(parts)
-                part["rng"] = generator
+        with self._in_mesh():
+            keys = self.progress.seed, self.progress.num_steps
+            generators = self._inputs.generators(parts, len(batches), *keys, self.data_rank)
+            self._inputs.complete(parts, denominators, generators)
             losses = self._run(parts)
             sent = self.precision.gradients if self.precision is not None else None
             reduce_deferred([(p, s) for s, p in self._state.places() if s.reduce_axes], self.mesh, sent, self.device)
@@ -332,13 +359,57 @@ class ParallelModel:
         if self._host is not None:
             self._host.take_gradients()
         self.progress.num_steps += 1
-        self.progress.num_samples += size * len(parts) * self.data_world
-        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device, dtype=self._loss_dtype)
+        self.progress.num_samples += self.data_world * sum(len(next(iter(batch.values()))) for batch in batches)
+        return self._total(losses)
+
+    def _in_mesh(self) -> AbstractContextManager[AxisMesh]:
+        return use_mesh(self.mesh, untyped=("pp",) if self.mesh.size("pp") > 1 else ())
+
+    def _total(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of all ranks' losses."""
+        total = (
+            torch.stack(list(losses)).sum() if losses else torch.zeros((), device=self.device, dtype=self._loss_dtype)
+        )
         total = total.to(torch.float64).detach().clone()
         for axis in (self._replicas.all, "pp"):  # other stages add zero
             if self.mesh.size(axis) > 1:
                 dist.all_reduce(total, group=self.mesh.group(axis))
         return total.to(self._loss_dtype)
+
+    def eval_step(self, batch: Batch) -> torch.Tensor:
+        """Return the loss of a batch without a backward and without dropout. Gradients and counters stay as they are.
+
+        Args:
+            batch: as for `step`, with any number of samples; data-parallel ranks may have different numbers.
+
+        Returns: the loss of the global batch on every rank, a 0-dim tensor.
+        Raises:
+            ValueError: a batch that does not fit (on any rank), or a model whose evaluation is another computation
+                than its training (batch norm). All ranks raise it and can continue.
+            RankFailure: this or another rank failed.
+        """
+        with guard(call="eval_step"), torch.inference_mode(False), torch.no_grad():
+            return self._evaluate(batch)
+
+    def _evaluate(self, batch: Batch) -> torch.Tensor:
+        problem = self._batches.problem_of_evaluation(batch) or only_trains(self.spec)
+        num = self._batches.num_parts(batch, problem)
+        if problem is None and num:
+            problem = self._batches.problem_of_evaluation(batch, num)
+        parts: list[dict[str, Any]] = [] if problem is not None or not num else self._batches.cut(batch, num)
+        counts = self._batches.settle(
+            [batch], problem, lambda: self._inputs.count(parts), data_rank=self.data_rank, step=self._num_evaluations
+        )
+        denominators = self._inputs.denominators(counts)
+        self._state.follow_first_copies()
+        if self._host is not None:
+            self._host.give_parameters()
+        self._inputs.complete(parts, denominators, [None] * len(parts))
+        waves = Waves(self.spec, self.mesh, self.stages, self._inputs, self.device)
+        with self._in_mesh(), self._copies.in_place() if self._copies is not None else nullcontext():
+            losses = waves.run(parts)
+        self._num_evaluations += 1
+        return self._total(losses)
 
     def _run(self, parts: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         """Run forward and backward, with the 16-bit copies in place if there are any."""
@@ -350,38 +421,8 @@ class ParallelModel:
         self._copies.collect()
         return losses
 
-    def _denominators(self, counts: Counts) -> dict[str, torch.Tensor]:
-        """Return the denominators of the loss over all ranks: the number of valid labels, of samples, or a total.
-
-        Raises:
-            AgreedValueError: (on all ranks) no label is valid, or the loss is also a mean over the samples of a
-                micro-batch and ranks have different numbers of samples.
-        """
-        if self.spec.loss_share and counts.samples is None:
-            raise AgreedValueError(
-                f"the loss is a mean over samples, and the {self.mesh.size('dp')} data-parallel ranks have different "
-                "numbers of samples; give each the same number"
-            )
-        out = {}
-        for (name, what), number in zip(self.spec.loss_counts, counts.labels, strict=True):
-            if number == 0 and what not in ("none", "total"):
-                raise AgreedValueError("no label of the global batch is valid, so the mean loss is not defined")
-            full = 1.0 if what == "none" else number  # full, not tensor: no copy from the host
-            out[name] = torch.full((), full, dtype=self._loss_dtype, device=self.device)
-        return out
-
-    def _count(self, parts: list[dict[str, torch.Tensor]]) -> float | torch.Tensor:
-        """Return what this rank's micro-batches add to the denominator of the loss."""
-        if self.spec.loss_count == "none":
-            return 0
-        count_valid: Any = self.stage.count
-        counted: torch.Tensor = sum(count_valid(**part) for part in parts)
-        return counted
-
-    def _runner_for(self, part: Mapping[str, torch.Tensor]) -> PipelineRunner:
-        env = {symbol: part[name].shape[dim] for symbol, name, dim in self.spec.sizes_from}
-        if self.mesh.has("cp"):
-            env["s"] //= self.mesh.size("cp")
+    def _runner_for(self, part: dict[str, Any]) -> PipelineRunner:
+        env = self._inputs.sizes(part)
         shape = tuple(env[k] for k in sorted(env))
         if self._runner is None or self._runner_shape != shape:
             parts = [
@@ -389,8 +430,8 @@ class ParallelModel:
                     index,
                     self.stages[index],
                     self._syncs[index],
-                    tuple(self._carried(c, env) for c in mine.carried_in),
-                    tuple(self._carried(c, env) for c in mine.carried_out),
+                    self._inputs.carried(mine.carried_in, part),
+                    self._inputs.carried(mine.carried_out, part),
                 )
                 for index, mine in self._specs.items()
             ]
@@ -403,12 +444,6 @@ class ParallelModel:
             )
             self._runner_shape = shape
         return self._runner
-
-    def _carried(self, c: CarriedSpec, env: Mapping[str, int]) -> Carried:
-        dtype: torch.dtype = getattr(torch, c.dtype)
-        if self._dtype is not None and dtype.is_floating_point and c.requires_grad:  # counts keep their dtype
-            dtype = self._dtype
-        return Carried(tuple(evaluate_terms(s, env) for s in c.shape), dtype, c.requires_grad)
 
     @guarded("grad_norm")
     def grad_norm(self) -> torch.Tensor:
@@ -457,6 +492,18 @@ class ParallelModel:
         host holds the whole model, its device one bucket at a time. `load_state_dict` takes them from any device.
         """
         return self._state.state_dict()
+
+    @guarded("to_module")
+    def to_module(self, rank: int | None = 0) -> nn.Module | None:
+        """Return the module that was given in with the trained values, on the host of one rank (a collective).
+
+        Args:
+            rank: the rank that gets it; None: every rank. The others return None.
+
+        Raises:
+            RuntimeError: the module cannot be copied, or the program was not made of a module (on all ranks alike).
+        """
+        return given_back(self.given, self._state.state_dict, rank)
 
     @guarded("gradients")
     def gradients(self) -> dict[str, torch.Tensor]:

@@ -93,6 +93,7 @@ _RANGES: tuple[tuple[str, FittedRange], ...] = (
     (r"(attention|network)_share", FittedRange(0.4, 1.2, 0.15)),
     (r".*_share", FittedRange(0.2, 1.2, 0.2)),
     (r"power_exponent", FittedRange(0.1, 1.5, 0.3)),
+    (r"grouped_product_s", FittedRange(1e-7, 1e-4, 0.7)),
     (r"imbalance", FittedRange(1.0, 2.5, 0.2)),
     (r"host_fp8", FittedRange(1.0, 5.0, 0.3)),
     (r"host_.*_s", FittedRange(1e-6, 2e-2, 0.7)),

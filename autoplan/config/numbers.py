@@ -108,6 +108,17 @@ def read_list(what: str, text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
+_HOURS = {"h": 1, "d": 24, "w": 168, "": 24}
+
+
+def read_days(text: str, what: str) -> float:
+    """Return the days of `30d`, `36h`, `6w` or `30`. PinError names `what`."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([hdw]?)", text.strip())
+    if match is None or not float(match.group(1)) > 0:
+        raise PinError(f"{what} {text!r} must be a time above 0: hours, days or weeks, for example 36h, 30d or 6w")
+    return float(match.group(1)) * _HOURS[match.group(2)] / 24
+
+
 def scaled(value: float) -> str:
     """Format a number as `8.03 B` or `131 k`: three digits and a suffix."""
     for suffix in ("T", "B", "M", "k"):

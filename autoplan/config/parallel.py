@@ -11,6 +11,9 @@ from typing import Any
 
 from autoplan.config.choice import Written, choice, choices_of, is_count
 from autoplan.config.context_methods import methods_text, read_methods
+from autoplan.config.kernels import Attention as Attention
+from autoplan.config.kernels import Dispatcher as Dispatcher
+from autoplan.config.kernels import Launch as Launch
 from autoplan.config.numbers import read_count, read_list
 from autoplan.config.offload import read_offload
 from autoplan.config.recompute import read_recompute, recompute_label, recompute_of_text, recompute_text
@@ -25,51 +28,6 @@ class Mode(StrEnum):
     EAGER = "eager"
     FUSED = "fused"
     COMPILED = "compiled"
-
-
-class Attention(StrEnum):
-    """The kernel that computes the core of attention.
-
-    UNFUSED: two batched products and a fused softmax, with the scores in memory (before 2022). FLASH1: Dao et al.,
-    2022.
-    FLASH2: Dao, 2023; the kernel of PyTorch's scaled_dot_product_attention on most devices. FUSED: made for the device
-    (cuDNN and Transformer Engine, FlashAttention-3).
-    """
-
-    UNFUSED = "unfused"
-    FLASH1 = "flash1"
-    FLASH2 = "flash2"
-    FUSED = "fused"
-
-
-class Launch(StrEnum):
-    """How the host starts kernels.
-
-    ASYNC: ahead of the device, which waits if the host is slower.
-    GRAPHS: from CUDA graphs, at no cost, except for experts, whose row counts the host must know.
-    FULL_GRAPHS: from CUDA graphs, experts included.
-    BLOCKING: one kernel at a time (CUDA_LAUNCH_BLOCKING=1), so that host and device alternate.
-    """
-
-    ASYNC = "async"
-    GRAPHS = "graphs"
-    FULL_GRAPHS = "full_graphs"
-    BLOCKING = "blocking"
-
-
-class Dispatcher(StrEnum):
-    """How rows travel to the experts on other ranks and back (token dispatch).
-
-    ALL_TO_ALL: one copy per chosen expert (Megatron-Core `--moe-token-dispatcher-type alltoall`).
-    FLEX: a row travels once to each node and once to each device with experts for it, and is summed on the way back
-    (`flex` with DeepEP or HybridEP).
-    FLEX_FP8: as FLEX, with 8 bits on the way to the experts (DeepSeek-V3, arXiv 2412.19437, section 3.3.2; Megatron
-    sends 16 bits both ways).
-    """
-
-    ALL_TO_ALL = "alltoall"
-    FLEX = "flex"
-    FLEX_FP8 = "flex_fp8"
 
 
 # Communication that may run beside compute. tp: Megatron's user buffers or PyTorch's AsyncTP. ep: experts of one
@@ -105,7 +63,7 @@ class RunOptions:
     )
     launch: Launch = choice(
         Launch.ASYNC,
-        "How kernels are launched: async, graphs, full_graphs or blocking.",
+        "How kernels are launched: async, graphs, router_graphs, full_graphs or blocking.",
         written=Written.WORD,
         words=Launch,
         said_as="{} launch",
@@ -140,6 +98,13 @@ class RunOptions:
         "One kernel computes the products, activation and casts of experts.",
         written=Written.SWITCH,
         said_as="fused experts",
+    )
+    # Transformer Engine's FP8 attention (fp8_dot_product_attention)
+    narrow_attention: bool = choice(
+        False,
+        "The core of attention multiplies in 8 bits, where the device does.",
+        written=Written.SWITCH,
+        said_as="attention in 8 bits",
     )
     # torchtitan's enable_fsdp_float8_all_gather and Megatron's --fp8-param-gather
     narrow_gather: bool = choice(

@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoplan.errors import RuleError
-from autoplan.ir.graph import Node, Value
+from autoplan.ir.graph import Block, Node, Value
 from autoplan.ir.symbols import Expr, Shape, product
 from autoplan.ops.arguments import Args, IrOp, IrResult
 from autoplan.ops.labels import dim_labels
 from autoplan.ops.language import Labels, OpRule, Role
 from autoplan.ops.record import OpKind, OpRecord
-from autoplan.ops.saved import Form, keeps
+from autoplan.ops.saved import Form, OpFacts, SavedRule, keeps
 from autoplan.ops.text import OpText
+
+PACKED = "packed"  # attribute: the weight is stored in 4 bits, and opened for every product (priced only)
+
+
+def packed_weights(block: Block) -> frozenset[str]:
+    """Return the parameters of a block that are stored in 4 bits."""
+    return frozenset(n.tensor_inputs[1] for n in block.nodes if n.attrs.get(PACKED))
 
 
 def _linear(a: Args) -> IrResult:
@@ -29,6 +36,8 @@ def adds_bias(node: Node) -> bool:
 
 
 def _linear_text(t: OpText) -> str:
+    if t.attrs.get(PACKED):
+        raise RuleError("weights in 4 bits are priced, but not executed")
     bias = f", {t.bias}" if t.bias else ""
     return f"F.linear({t.args[0]}, {t.args[1]}{bias})"
 
@@ -73,7 +82,18 @@ def _flops(node: Node, ins: Sequence[Value], out: Value, rule: OpRule) -> Expr:
     return out.num_elements * contracted * 2
 
 
+def _opened_bytes(f: OpFacts) -> tuple[int, ...]:
+    """Return the bytes of a weight that is opened for a product: in both passes, and only while it runs."""
+    return (f.inputs[1].num_bytes,) * 2
+
+
 _SAVED = keeps("x0<1 x1<0", form=Form.NEW)
+_PACKED_SAVED = keeps("x0<1 x1<0", form=Form.NEW, workspace=_opened_bytes)
+
+
+def _saved_form(f: OpFacts) -> SavedRule | None:
+    return _PACKED_SAVED if f.attrs.get(PACKED) else None
+
 
 RECORDS = (
     OpRecord(
@@ -84,6 +104,7 @@ RECORDS = (
         _linear_text,
         {"aten.linear.default": _linear},
         flops=_flops,
+        saved_form=_saved_form,
         weights=(1,),
         factor_names={"o": "out", "i": "in"},
     ),
@@ -95,5 +116,6 @@ RECORDS = (
         "torch.matmul({0}, {1})",
         {**{f"aten.{x}.default": _matmul_arguments for x in ("matmul", "bmm", "mm")}, "aten.addmm.default": _addmm},
         flops=_flops,
+        saved_form=_saved_form,
     ),
 )

@@ -12,6 +12,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.ir.graph import ModelGraph
 from autoplan.ops.batch import batch_obstacle, context_obstacle
 from autoplan.ops.experts import SECOND_BIAS
+from autoplan.ops.products import packed_weights
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import nodes_with
 from autoplan.stacks.like import Like
@@ -131,6 +132,11 @@ class ModelFacts:
     def heads(self) -> tuple[tuple[str, int], ...]:
         """(where, number of attention heads) of every attention."""
         return tuple((op.where, op.heads) for found in attention_heads(self.graph).values() for op in found)
+
+    @cached_property
+    def packed(self) -> bool:
+        """True if some weights are stored in 4 bits."""
+        return any(packed_weights(block) for block in self.graph.blocks.values())
 
     @cached_property
     def num_layers(self) -> int:

@@ -14,6 +14,7 @@ from autoplan.ir.graph import Block, ModelGraph, Node
 from autoplan.ir.layout import ConversionKind
 from autoplan.ops.attention import window_share
 from autoplan.ops.experts import FIRST, SECOND, expert_sizes
+from autoplan.ops.products import packed_weights
 from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.saved import TensorFacts
 from autoplan.ops.table import backward_reads_params, flops, op_has, op_kind, op_record, rule_for
@@ -350,4 +351,5 @@ def _param(p: BlockParam, lowered: LoweredBlock, op_costs: OpCosts) -> ParamWork
     else:
         elements = math.prod(op_costs.local(lowered.block.name, p.value, p.stored))
     expert = p.value.name in expert_weights(lowered.block)
-    return ParamWork(p.value.name, elements, op_costs.dtype(p.value), p.value.requires_grad, expert)
+    packed = p.value.name in packed_weights(lowered.block)
+    return ParamWork(p.value.name, elements, op_costs.dtype(p.value), p.value.requires_grad, expert, packed)

@@ -3,43 +3,49 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+import typer
 from rich.table import Table
 
 from autoplan.plans.document import plain
 from autoplan.rehearsal.compare import MEMORY_TOLERANCE, RankReport, Row
-from autoplan.rehearsal.rehearse import Rehearsal, rehearse
+from autoplan.rehearsal.rehearse import rehearse
+from autoplan.report.data import report, to_text
+from autoplan.report.request import import_from_here
 from autoplan.report.text import console
 
 
-def rehearse_command(plan: Path, ranks: str, as_json: bool) -> tuple[Rehearsal, dict[str, Any]]:
-    """Rehearse, print each rank as text when it is there (nothing for JSON), and return everything as data."""
+def rehearse_command(plan: Path, ranks: str, as_json: bool) -> str | None:
+    """Rehearse, print each rank when it is there, or everything as JSON; return the first difference."""
+    import_from_here()
     shown = (lambda report: None) if as_json else show_rank
     found = rehearse(plan, ranks, check=False, show=shown)
-    if not as_json:
+    if as_json:
+        status = "differs" if found.differences else "ok"
+        typer.echo(to_text(report("rehearse", status, rehearsal=plain(found))))
+    else:
         flops = "" if found.compares_flops else "; FLOPs were not compared, since the graph of the model is not here"
         console().print(
             f"{found.model}: {len(found.ranks)} of {found.num_ranks:,} ranks rehearsed; all {found.actions:,} actions "
             f"of the schedule end{flops}"
         )
-    return found, plain(found)
+    return next(iter(found.differences), None)
 
 
-def show_rank(report: RankReport) -> None:
+def show_rank(rank: RankReport) -> None:
     """Print one rank."""
     out = console()
-    place = " ".join(f"{name}={i}" for name, i in report.coordinates.items())
-    held = ", ".join(map(str, report.stages))
-    ran = f"{report.num_micro_batches} micro-batches in {report.seconds:.0f} s"
-    out.print(f"rank {report.rank} ({place}), stage {held}: {ran}")
+    place = " ".join(f"{name}={i}" for name, i in rank.coordinates.items())
+    held = ", ".join(map(str, rank.stages))
+    ran = f"{rank.num_micro_batches} micro-batches in {rank.seconds:.0f} s"
+    out.print(f"rank {rank.rank} ({place}), stage {held}: {ran}")
     table = Table("", "plan", "rehearsed", box=None, pad_edge=False)
-    for row in report.rows:
+    for row in rank.rows:
         table.add_row(row.name, *(_shown(value, row) for value in (row.expected, row.observed)))
     out.print(table)
-    low, _, high = (size / 1e9 for size in report.predicted_bytes)
+    low, _, high = (size / 1e9 for size in rank.predicted_bytes)
     out.print(f"memory of tensors predicted from {low:.2f} to {high:.2f} GB; {MEMORY_TOLERANCE:.0%} more are tolerated")
-    for text in report.differences:
+    for text in rank.differences:
         out.print(f"DIFFERS: {text}")
 
 

@@ -157,7 +157,7 @@ def _observed(folder: ProgramFolder, mesh: AxisMesh, rank: int, lengths: Mapping
         gc.collect()
         size = config.micro_batch_size * count
         batch = _batch(spec, {"b": size, **lengths})
-        problem = model._batches.problem(batch)
+        problem = model._batches.problem([batch])
         if problem is not None:
             raise RehearsalError(f"the program does not take the batch of its plan: {problem}")
         _give_counts(model, size, lengths)

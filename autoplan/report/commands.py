@@ -40,6 +40,7 @@ def settings(request: PlanRequest, searched: bool = True) -> list[str]:
     words += _given("--mode", str(request.mode), "" if like is not None and searched else "eager")
     against = None if like is None or not searched else like.defaults(request.cluster.device.name)
     words += choice_words(request.options, against=against)
+    words += _given("--adapters", request.adapters)
     if request.profile is not None:
         words += ["--profile", request.profile_file or request.profile.name]
     words += _given("--constants", request.constants_file)

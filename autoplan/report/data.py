@@ -12,7 +12,7 @@ Schema 1:
      "request": {"seq_len", ["target_len",] "global_batch_size", "pins", "precision", "memory_risk",
                  "equal_within", "mode",
                  "like": null | str,   # the stack whose settings are taken, NAME@YY.MM
-                 option of RunOptions: value, ..., "profile", "constants": null | file,
+                 option of RunOptions: value, ..., "profile", "constants": null | file, "adapters": null | str,
                  "imbalance": null | {"value", "what", "source"}},  # of routing, of models with experts
      "asked": {argument: value},   # of the command, as typed; with "plan" it makes a plan file (report.plan_file)
      "made_for": {"autoplan", "parameters", "graph", "cluster", "cluster_figures", "profile"},  # version, hashes
@@ -49,6 +49,22 @@ Schema 1:
     {"schema": 1, "status": "ok" | "interrupted" | "infeasible" | "illegal" | "stopped", "command": "whatif",
      "model", "cluster", "request": as of plan, before anything is varied,
      "vary": {name: [values]}, "rows": [...]}  # not ok if no point has a plan; columns: autoplan.sweeps.whatif.whatif
+
+    {"schema": 1, "status": "ok", "command": "explain", "model", "cluster", "request", "priced_not_executed", "plan",
+     "estimate": as of plan, "certificate": null | as of plan,   # null: the plan was given, not searched
+     "decisions": [{"name", "value",            # what matters most first
+                    "alternatives": [{"value", "pins", "status": "ok" | "does not fit" | "illegal" | "stopped",
+                                      "cost": null | share of the step, "sentence", "plan",
+                                      "difference": null | difference, "search_status", "gap", "reason",
+                                      "shortage": null | {"stage", "term", "needed_bytes", "available_bytes"}}]}],
+     "settings": [{"name", "what", "own", "value", "same_gain", "gain",   # shares of tokens per second; null: not known
+                   "plan", "search_status"}],
+     "front": [{"capacity_bytes", "step_s", "peak_bytes", "plan", "search_status", "gap"}]}
+    # with --vs: "vs": {"name", "plan", "estimate", ...} and "difference" in place of all from certificate on
+    difference: {"decisions": {name: {"own", "other"}}, "time_s": {term: other - own},
+                 "memory_bytes": {term: other - own},
+                 "step_s" | "peak_bytes" | "tokens_per_s" | "mfu" | "num_devices" | "usd_per_hour" | "days" | "usd":
+                     {"own": null | number, "other": null | number}}
 
     {"schema": 1, "status": as of whatif, "command": "capacity", "file", "pins",
      "options": {option of RunOptions: value}, "profile", "constants": null | file, "assumptions": as of run,
@@ -91,6 +107,7 @@ def cluster(c: Cluster) -> dict[str, Any]:
     return {
         "name": str(c),
         **chosen(c, "num_nodes devices_per_node num_devices"),
+        **({"idle_devices": c.idle_devices} if c.idle_nodes else {}),
         "device": c.device.name,
         "memory_bytes": c.device.memory_bytes,
         "levels": [chosen(level, "name size bytes_per_s latency_s source") for level in c.levels],
@@ -129,7 +146,8 @@ def run_data(r: Run, request: PlanRequest, assumed: Assumptions) -> dict[str, An
     }
 
 
-def _head(command: str, request: PlanRequest, status: str = "ok") -> dict[str, Any]:
+def head(command: str, request: PlanRequest, status: str = "ok") -> dict[str, Any]:
+    """Return the beginning of an answer: schema, outcome, model, cluster and request."""
     r = request
     return report(
         command,
@@ -150,12 +168,14 @@ def _head(command: str, request: PlanRequest, status: str = "ok") -> dict[str, A
             "attention": str(r.options.attention_in(r.mode)),
             "profile": r.profile.name if r.profile is not None else None,
             "constants": r.constants_file,
+            "adapters": r.adapters,
             "imbalance": imbalance_of(r),
         },
     )
 
 
-def _planned(p: Planned, request: PlanRequest, run: RunTask) -> dict[str, Any]:
+def planned_data(p: Planned, request: PlanRequest, run: RunTask) -> dict[str, Any]:
+    """Return a plan with its estimate as plain data."""
     whole = run_of(p.estimate, request, run)
     return {
         "priced_not_executed": list(not_executed(p.config, request.facts)),
@@ -175,10 +195,10 @@ def plan_report(
     """Return the answer of `autoplan plan` as plain data. `asked`: the arguments of the command."""
     best, *rest = result.plans
     return {
-        **_head("plan", request),
+        **head("plan", request),
         **_with_task(request, asked),
-        **_planned(best, request, run),
-        "alternatives": [_planned(p, request, run) for p in rest],
+        **planned_data(best, request, run),
+        "alternatives": [planned_data(p, request, run) for p in rest],
         "equals": [{"plan": config_data(config), "step_time_s": step_s} for config, step_s in result.equals],
         "certificate": plain(result.certificate),
         **_program(best, request),
@@ -200,9 +220,9 @@ def estimate_report(
 ) -> dict[str, Any]:
     """Return the answer of `autoplan estimate` as plain data. `asked`: the arguments of the command."""
     return {
-        **_head("estimate", request),
+        **head("estimate", request),
         **_with_task(request, asked),
-        **_planned(planned, request, run),
+        **planned_data(planned, request, run),
         **_program(planned, request),
     }
 
@@ -211,7 +231,7 @@ def whatif_report(
     status: str, request: PlanRequest, vary: Mapping[str, Sequence[Any]], rows: Sequence[Mapping[str, object]]
 ) -> dict[str, Any]:
     """Return the answer of `autoplan whatif` as plain data; `request`: the task before anything is varied."""
-    return {**_head("whatif", request, status), "vary": dict(vary), "rows": list(rows)}
+    return {**head("whatif", request, status), "vary": dict(vary), "rows": list(rows)}
 
 
 def infeasible_report(error: Exception) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
@@ -114,6 +114,14 @@ class TaskWords:
             help="Tokens per target sequence of an encoder-decoder, read as --seq-len; default: the same.",
         ),
     ] = None
+    adapters: Annotated[
+        str | None,
+        typer.Option(
+            "--adapters",
+            help="Fine-tuning: all weights are frozen, and low-rank products beside linear layers trained: lora:16, "
+            "lora:16:q_proj,v_proj, or with frozen weights in 4 bits qlora:16:all-linear.",
+        ),
+    ] = None
     tokens: Annotated[
         str | None,
         typer.Option(
@@ -158,11 +166,14 @@ def _annotation(record: Choice) -> tuple[Any, object]:
     return Annotated[kind if default is not None else kind | None, option], default
 
 
-def with_choices(command: Callable[..., None]) -> Callable[..., None]:
+def with_choices(command: Callable[..., None], may_miss: Sequence[str] = ()) -> Callable[..., None]:
     """Give a command an option for every field of its parameter `task`, and for every choice.
 
     The choices are in place of `degrees` and of `options`; the command gets these parameters as mappings from the
     choices' names to their values, and `task` as TaskWords.
+
+    Args:
+        may_miss: arguments that every other task has, and that are None here if they are not given.
     """
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, list[str]] = {}
@@ -172,7 +183,7 @@ def with_choices(command: Callable[..., None]) -> Callable[..., None]:
     def called(context: typer.Context, **values: Any) -> None:
         typed = {name for name in values if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"}
         values, written = _completed(values, typed)
-        asked = _asked(values, written)
+        asked = _asked(values, written, may_miss)
         values |= {group: {name: values.pop(name) for name in names} for group, names in groups.items()}
         taken = {word.name: values.pop(word.name) for word in _typed_words()}
         command(TaskWords(**taken, asked=asked, written=written), **values)
@@ -214,10 +225,10 @@ def _typed_words() -> Mapping[Field[Any], Any]:
     return {word: types[word.name] for word in fields(TaskWords) if word.metadata.get("typed", True)}
 
 
-def _asked(values: Mapping[str, Any], written: WrittenPlan | None) -> dict[str, Any]:
+def _asked(values: Mapping[str, Any], written: WrittenPlan | None, may_miss: Sequence[str]) -> dict[str, Any]:
     """Return the arguments that a plan file keeps. Raises: PinError if one is missing that every task has."""
     for name, flag in _FLAG_OF.items():
-        if values[name] is None:
+        if values[name] is None and name not in may_miss:
             if written is not None:
                 raise PinError(f"{written.path} does not say the {name} that was asked; give {flag}")
             raise PinError(f"{flag} is missing; only a plan file in place of MODEL brings its own")
@@ -235,7 +246,28 @@ def words_of(written: WrittenPlan) -> TaskWords:
 
 
 # Arguments that change how an answer is shown or how long it may take, not what is asked
-_OUTPUT = frozenset({"as_json", "verbose", "by_kind", "csv", "timeline", "top", "time_limit", "vary"})
+_OUTPUT = frozenset(
+    {
+        "vs",
+        "only",
+        "every_value",
+        "settings",
+        "pareto",
+        "seconds",
+        "ways",
+        "deadline",
+        "budget",
+        "devices",
+        "as_json",
+        "verbose",
+        "by_kind",
+        "csv",
+        "timeline",
+        "top",
+        "time_limit",
+        "vary",
+    }
+)
 _DEGREES = frozenset(record.name for record in choices_of(ParallelConfig))  # a plan file has all of them as its plan
 _FLAG_OF = {"cluster": "--cluster", "seq_len": "--seq-len", "global_batch_size": "--global-batch-size"}
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoplan.catalog import load_model
+from autoplan.config.adapters import Adapters, read_adapters
 from autoplan.config.choices import options_of, read_mode
 from autoplan.config.numbers import read_count, read_number
 from autoplan.config.parallel import Mode, precision_of
@@ -18,6 +19,7 @@ from autoplan.cost_models.profile import Profile
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.plans.document import graph_of_text
+from autoplan.program.adapters import with_adapters
 from autoplan.report.arguments import read_assumptions, read_pin_words
 from autoplan.report.flags import TaskWords
 from autoplan.report.output import say_note
@@ -49,14 +51,20 @@ def say_differences(task: TaskWords, request: PlanRequest) -> None:
             say_note(f"{written.path}: {line}")
 
 
-def _graph(task: TaskWords) -> ModelGraph:
-    """Return the graph of the model: of a plan file, or by its name."""
+def _graph(task: TaskWords, adapters: Adapters | None) -> ModelGraph:
+    """Return the graph of the model: of a plan file, or by its name; with the adapters."""
     written = task.written
-    if written is not None and written.graph is not None and task.model == written.asked["model"]:
-        return graph_of_text(written.graph, str(written.made_for.get("graph")), str(written.path))
-    if ":" in task.model:
-        import_from_here()
-    return load_model(task.model)
+    before = None if written is None else written.asked.get("adapters")  # the graph of the file has these
+    holds = written is not None and written.graph is not None and task.model == written.asked["model"]
+    if holds and written is not None and before in (None, task.adapters):
+        graph = graph_of_text(str(written.graph), str(written.made_for.get("graph")), str(written.path))
+        if before is not None:
+            return graph
+    else:
+        if ":" in task.model:
+            import_from_here()
+        graph = load_model(task.model)
+    return graph if adapters is None else with_adapters(graph, adapters)
 
 
 def read_request(
@@ -87,8 +95,9 @@ def read_request(
     known, file = read_constants(task.constants)
     measured = Profile.load(task.profile) if task.profile is not None else None
     check_measured_on(measured, where, f"the cluster {where}")
+    adapters = None if task.adapters is None else read_adapters(task.adapters)
     request = PlanRequest(
-        graph=_graph(task),
+        graph=_graph(task, adapters),
         cluster=where,
         seq_len=tokens,
         global_batch_size=batch,
@@ -107,6 +116,7 @@ def read_request(
         executed=runnable,
         target_len=None if task.target_len is None else read_count(task.target_len, "--target-len"),
         like=like,
+        adapters=None if adapters is None else str(adapters),
     )
     say_differences(task, request)
     return request

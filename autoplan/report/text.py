@@ -36,7 +36,7 @@ _MAX_STAGE_COLUMNS = 5
 _MOST_EQUALS = 4  # plans named as equal
 _TIGHT = 0.03  # of a device's memory: less free memory is a warning
 _PROVED, _PROVED_INSIDE = 1e-6, 1e-4  # smaller gaps are rounding; the gap from the solver's tie-breaking is larger
-_TERMS = {
+TERMS = {  # of a step, in words
     "tp_comm": "communication inside layers",
     "cp_comm": "context-parallel communication",
     "ep_comm": "expert-parallel communication",
@@ -124,6 +124,7 @@ def cluster_line(c: Cluster) -> str:
         links.append(f"{level.name} {text} over {level.size}")
     nodes = f"{c.num_nodes} node{'s' if c.num_nodes > 1 else ''} of {c.devices_per_node}"
     nodes += "" if c.fabric is None else f", {len(c.fabric.switches)} switches, {len(c.fabric.links)} links"
+    nodes += f", {c.idle_devices} of {c.paid_devices:,} devices idle" if c.idle_nodes else ""
     return f"{c.num_devices} x {c.device.name} ({nodes}; per device and direction: {', '.join(links)})"
 
 
@@ -261,7 +262,7 @@ def _grouped(stages: Sequence[StageEstimate]) -> list[list[StageEstimate]]:
 _SHOWN_BYTES = 5e6  # a term below it on every stage would be 0.00 GB
 
 
-def _memory(out: Console, e: Estimate) -> None:
+def memory_table(out: Console, e: Estimate) -> None:
     """Print the memory of every group of equal stages, by term."""
     groups = _grouped(e.stages)
     stages = [group[0] for group in groups]
@@ -312,9 +313,7 @@ def _breakdown(out: Console, e: Estimate) -> None:
         if q.mid < 1e-4 * step.mid:
             continue
         span = f"{numbers.digits(q.low)} to {numbers.digits(q.high)}" if q.high > q.low else ""
-        table.add_row(
-            _TERMS.get(term, term), numbers.digits(q.mid), numbers.percent(q.mid / step.mid), span, str(q.tag)
-        )
+        table.add_row(TERMS.get(term, term), numbers.digits(q.mid), numbers.percent(q.mid / step.mid), span, str(q.tag))
     table.add_section()
     table.add_row(
         "step",
@@ -493,6 +492,7 @@ def prices(out: Console, requests: Sequence[PlanRequest], run: RunTask) -> None:
 def _run_options(request: PlanRequest) -> str:
     """Return the options that differ from the defaults."""
     said = option_texts(request.options)
+    said += [f"adapters {request.adapters}"] if request.adapters is not None else []
     said += [f"constants of {request.constants_file}"] if request.constants_file is not None else []
     return "".join(f", {text}" for text in said)
 
@@ -519,7 +519,7 @@ def plan_text(
     heading(out, request)
     _evidence(out, request, best.estimate)
     _answer(out, "BEST KNOWN, not proved:" if result.certificate.stopped_far else "BEST", best, request, run)
-    _memory(out, best.estimate)
+    memory_table(out, best.estimate)
     _breakdown(out, best.estimate)
     _ranking(out, result, request, run)
     _equals(out, result, request)
@@ -550,7 +550,7 @@ def estimate_text(
     heading(out, request)
     _evidence(out, request, planned.estimate)
     _answer(out, "PLAN", planned, request, run)
-    _memory(out, planned.estimate)
+    memory_table(out, planned.estimate)
     _breakdown(out, planned.estimate)
     prices(out, [request], run)
     _warnings(out, planned.estimate, request, run)

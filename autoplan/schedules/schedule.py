@@ -93,6 +93,7 @@ class Schedule:
             cuts.
         searched: The numbers of stages per rank with which a search tries the schedule besides 1F1B; empty: only if
             pinned.
+        divides: True if a search also tries other numbers of stages per rank, near its best plans.
         family: The word for the schedule in a report of what was searched.
         rounds: True if micro-batches run in equal rounds of about num_stages.
         least_rounds: The number of micro-batches is at least this times num_stages.
@@ -108,6 +109,7 @@ class Schedule:
     backward_at_once: bool = False
     windows: bool = False
     searched: tuple[int, ...] = ()
+    divides: bool = False
     family: str = ""
     rounds: bool = False
     least_rounds: int = 0
@@ -134,6 +136,7 @@ _RECORDS = (
         "ScheduleInterleaved1F1B",
         virtual_stages=(2, None),
         searched=(2, 4, 8),
+        divides=True,
         family="interleaved",
         rounds=True,
     ),
@@ -153,6 +156,7 @@ _RECORDS = (
         virtual_stages=(2, None),
         split_backward=True,
         searched=(2,),
+        divides=True,
         family="zero-bubble",
         rounds=True,
     ),

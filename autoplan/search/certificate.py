@@ -6,17 +6,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from autoplan.config.parallel import Mode
+from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import nodes_with
 from autoplan.schedules.schedule import searched_words
 from autoplan.search.degrees import MAX_ACTIONS, Space
+from autoplan.search.estimate import Planned
+from autoplan.search.later_choices import NEAR
 from autoplan.search.layouts import ENOUGH_TOKENS, PlanRequest
 from autoplan.search.space import least_part
 
 _NEAR = 0.05  # a stopped search with a larger gap has not found the best plan
 _RESTRICTIONS = (
-    "all devices are used, in micro-batches of one size",
     "ranks ordered pp, dp, cp, tp: tp over neighbours, pp over the farthest",
     "one layout per tensor-parallel degree and micro-batch size, shared by all equal layers, and by micro-batches of "
     f"{ENOUGH_TOKENS:,} tokens or more of which tp divides the same part: the fastest with the least stored state",
@@ -37,7 +38,9 @@ _EXPERTS = (
 )
 _SCHEDULES = (
     f"schedules: 1F1B with every cut; {searched_words()}, up to {MAX_ACTIONS:,} actions, with the fastest of a "
-    "few even cuts and recomputed layers taken in turn from a rank's stages"
+    "few even cuts and recomputed layers taken in turn from a rank's stages",
+    "other numbers of stages per rank, those that cut the model into equal stages, for degrees with which one of these "
+    f"is not known to be more than {NEAR:.0%} slower than the best plan, without offload",
 )
 
 
@@ -90,10 +93,31 @@ class Certificate:
         return self.status in (Status.TIME_LIMIT, Status.INTERRUPTED) and self.gap > _NEAR
 
 
+@dataclass(frozen=True)
+class SearchResult:
+    """Plans, the chosen one first, then the fastest others, and the certificate of the fastest.
+
+    Attributes:
+        equals: all plans that were found equal to the fastest within `PlanRequest.equal_within`, but the chosen one,
+            with their step times in seconds, fastest first. The chosen one is the simplest of them.
+    """
+
+    plans: tuple[Planned, ...]
+    certificate: Certificate
+    equals: tuple[tuple[ParallelConfig, float], ...] = ()
+
+    @property
+    def fastest_s(self) -> float:
+        """The step of the fastest plan in seconds."""
+        return min([p.estimate.step_time_s.mid for p in self.plans] + [step for _, step in self.equals])
+
+
 def restrictions_of(request: PlanRequest, checked: Space, layouts: tuple[str, ...]) -> tuple[str, ...]:
     """Return everything that narrows the space. `layouts`: the restrictions of the layouts inside blocks."""
     r = request
-    out = [*_RESTRICTIONS, *_of_degrees(r, checked)]
+    c = r.cluster
+    used = f"{c.num_devices:,} of {c.paid_devices:,} devices are used" if c.idle_nodes else "all devices are used"
+    out = [f"{used}, in micro-batches of one size", *_RESTRICTIONS, *_of_degrees(r, checked)]
     if "recompute" not in r.pins:
         out.append(_LADDER if r.mode is Mode.EAGER else "recompute: none or full, the first layers of a stage")
     if "offload" not in r.pins:
@@ -103,7 +127,7 @@ def restrictions_of(request: PlanRequest, checked: Space, layouts: tuple[str, ..
         beside = ", or over those in one scale-up domain, node or rail group (hybrid ZeRO)"
         out.append(f"ZeRO shards over all replicas{beside if several else ''}")
     if "schedule" not in r.pins and "virtual_stages" not in r.pins:
-        out.append(_SCHEDULES)
+        out += _SCHEDULES
     out += [f"{name} pinned to {value}" for name, value in r.pins.items()]
     out.append(f"plans that run out of memory with a probability of at most {r.memory_risk:g}")
     if r.executed:

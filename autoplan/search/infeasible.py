@@ -71,7 +71,7 @@ def nothing_fits(
     c = candidate
     name = f"pp={c.pp} dp={c.dp} tp={c.tp} zero_stage={c.zero_stage} micro_batch_size={c.micro_batch_size}"
     name += f" offload={'+'.join(c.offload)}" if c.offload else ""
-    change = cheapest_change(r, shortage)
+    change = cheapest_change(r, shortage) if r.patient else ""
     report = InfeasibleReport(
         shortage.stage, shortage.term, shortage.needed_bytes, shortage.available_bytes, name, change
     )
@@ -81,7 +81,7 @@ def nothing_fits(
         where, room = f"in the host's memory {where}", f"a device's share of it is {limit:.1f} GB (@host_memory_gb)"
     message = (
         f"nothing fits: the closest plan ({name}) {_need(r)} {shortage.needed_bytes / 1e9:.1f} GB {where}, {room}; the "
-        f"largest term is {shortage.term}. {change}"
+        f"largest term is {shortage.term}. {change}".rstrip()
     )
     return NothingFits(message, report)
 

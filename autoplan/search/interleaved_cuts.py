@@ -119,6 +119,11 @@ class ChunkCutter:
         """The cut that is fastest with unlimited memory."""
         return fastest(self.cuts, lambda cut: self.pricer.step_s(cut, [0] * len(cut)))
 
+    @property
+    def least_s(self) -> float:
+        """A lower bound of the step for these degrees under any schedule: some rank does at least its share."""
+        return self.m * float(self.plain.time[-1]) / self.pp + self.plain.after_s
+
     def quick_bound_s(self) -> float:
         """Return a lower bound on the step time that ignores memory (see the module)."""
         return min(self._quick_bound_s(cut) for cut in self.cuts)

@@ -80,12 +80,15 @@ class PlanRequest:
         like: the stack that will run the plan, `megatron-bridge@26.08`: its settings take the place of the defaults of
             mode, precision and options, and a search looks at what it can do (profiles/stacks). A value that differs
             from its default overrides the stack; a `Like` knows what was given, and decides all three.
+        adapters: the adapters that `graph` has (`autoplan.program.adapters`), for reports.
         profile_file: name or file that the profile was read from, for reports.
         top: number of plans to return, best first, each with other degrees.
         by_kind: True: these plans differ in kind, too (`autoplan.search.simplicity.kind_of`): each is the best that
             uses just these kinds of parallelism.
         time_limit_s: after this time the best plan so far is returned; while there is none, the search goes on for a
             while.
+        patient: False: a search without a plan at its time limit ends there, and if nothing fits, it looks for no
+            change that would.
         memory_risk: the accepted probability that a plan runs out of memory (`autoplan.config.planning`); 0.05
             keeps the high end of every interval within the device, 0.5 the expected need.
         equal_within: plans whose step times are at most this share above the fastest count as equal: the simplest is
@@ -108,10 +111,12 @@ class PlanRequest:
     top: int = 1
     by_kind: bool = False
     time_limit_s: float = 60.0
+    patient: bool = True
     memory_risk: float = DEFAULT_RISK
     equal_within: float = EQUAL_WITHIN
     executed: bool = False
     target_len: int | None = None
+    adapters: str | None = None
     profile_file: str | None = None
     like: Like | str | None = None
 
@@ -130,6 +135,7 @@ class PlanRequest:
             given = {name: v for name, v in option_data(self.options).items() if v != usual[name]}
             given |= {"mode": None if self.mode is Mode.EAGER else self.mode}
             like = read_like(like, {**given, "precision": None if self.precision == "bf16" else self.precision})
+        like = like.on(self.cluster.device.name, self.graph.name)
         settled = {
             "like": like,
             "mode": like.mode,

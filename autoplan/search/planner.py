@@ -28,7 +28,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 
 from autoplan.config.offload import held_on_host
@@ -37,7 +37,7 @@ from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.errors import InfeasibleError
 from autoplan.program.context_pins import Chosen
 from autoplan.search import clock
-from autoplan.search.certificate import Certificate, Status, restrictions_of
+from autoplan.search.certificate import Certificate, SearchResult, Status, restrictions_of
 from autoplan.search.cuts import Cut, Cutter, Shortage
 from autoplan.search.degrees import Space, search_order
 from autoplan.search.estimate import Planned, chosen_recompute, estimate_config
@@ -46,6 +46,7 @@ from autoplan.search.group_bounds import GroupKey, group_key, least_pass_s, step
 from autoplan.search.infeasible import InfeasibleReport, NothingFits, nothing_fits
 from autoplan.search.interleaved_cuts import ChunkCutter
 from autoplan.search.intra import StoppedError
+from autoplan.search.later_choices import NEAR, more_stages
 from autoplan.search.layouts import (
     ILP_LIMIT_S,
     CandidateLayout,
@@ -88,20 +89,6 @@ _FIRST_SHARE, _FEW = 0.5, 200
 _BOUND_SHARES = (0.75, 1.0)
 
 
-@dataclass(frozen=True)
-class SearchResult:
-    """Plans, the chosen one first, then the fastest others, and the certificate of the fastest.
-
-    Attributes:
-        equals: all plans that were found equal to the fastest within `PlanRequest.equal_within`, but the chosen one,
-            with their step times in seconds, fastest first. The chosen one is the simplest of them.
-    """
-
-    plans: tuple[Planned, ...]
-    certificate: Certificate
-    equals: tuple[tuple[ParallelConfig, float], ...] = ()
-
-
 class _Outcome(Enum):
     """The way in which a candidate was decided."""
 
@@ -139,10 +126,12 @@ class _Search:
         self.best: list[_Entry] = []
         self.pending: dict[GroupKey, list[ParallelConfig]] = defaultdict(list)  # candidates without a bound
         self.grouped: list[ParallelConfig] = []  # all others
+        self.later: list[ParallelConfig] = []  # made near the best plans
         self.not_made = Counter[_Decided | None]()  # candidates with offload, decided as those without
         self.shortages: list[tuple[Shortage, ParallelConfig]] = []
         self.status = Status.COMPLETE
-        self.patience_s = max(_PATIENCE * request.time_limit_s, _LEAST_PATIENCE_S)
+        longer_s = max(_PATIENCE * request.time_limit_s, _LEAST_PATIENCE_S)
+        self.patience_s = longer_s if request.patient else request.time_limit_s
 
     def run(self) -> SearchResult:
         """Evaluate the first plans, bound all candidates, then refine and evaluate them best first."""
@@ -151,12 +140,14 @@ class _Search:
         self.num_candidates = len(checked.candidates)
         try:
             self._first_plans(checked.candidates)
+            self._more_stages()
             for candidate in checked.candidates:
                 self.pending[group_key(candidate)].append(candidate)
             for share in _BOUND_SHARES:
                 if self.pending:
                     self._bound_groups(share * self.request.time_limit_s)
                     self._best_first(self.bounds)
+            self._more_stages()
             checked = self._with_offload(checked)
             if not self.best:
                 self._least_memory_first(checked)
@@ -366,12 +357,24 @@ class _Search:
                 new += each
                 self.bounds |= dict.fromkeys(each, bound)
         self._best_first({c: self.bounds[c] for c in new})
-        return replace(checked, candidates=(*self.grouped, *left, *new))
+        return replace(checked, candidates=(*self.grouped, *left, *self.later, *new))
+
+    def _more_stages(self) -> None:
+        """Search other numbers of stages per rank (`later_choices`)."""
+        near = limit_s(self._cutoff_s(), NEAR)
+        new: dict[ParallelConfig, float] = {}
+        for candidate, cutter in self.cutters.items():
+            decided = self.outcomes.get(candidate, (_Outcome.SOLVED, ""))[0] is not _Outcome.SOLVED
+            if decided or not isinstance(cutter, ChunkCutter) or self.bounds[candidate] > near:
+                continue
+            some = more_stages(self.request, candidate)
+            new |= {each: cutter.least_s for each in some if each not in self.bounds}
+        self.later, self.bounds = [*self.later, *new], self.bounds | new
+        self._best_first(new)
 
     def _memory_binds(self, candidate: ParallelConfig) -> bool:
         """Return False, and decide the candidate, if offloading cannot help its degrees."""
-        kept = candidate.but(offload=())
-        if kept not in self.cutters:
+        if (kept := candidate.but(offload=())) not in self.cutters:
             self._bound(kept)
         if kept not in self.cutters:  # its layout was stopped
             return False

@@ -26,11 +26,14 @@ class Like:
 
     Attributes:
         given: options of RunOptions by name, `mode` and `precision`, which override the stack.
+        device, model: what the settings are asked for, because some recipes differ by them; "" if that is not known.
     """
 
     stack: Stack
     version: str
     given: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    device: str = ""
+    model: str = ""
 
     def __post_init__(self) -> None:
         for choice, value in (("mode", self.mode), ("precision", self._base)):
@@ -86,9 +89,17 @@ class Like:
             return base
         return base + GRADIENTS_16 + (MOMENTS_16 if latent and self.stack.moments_16 else "")
 
+    def on(self, device: str, model: str) -> Like:
+        """Return a copy for a device of the catalog and a model."""
+        return replace(self, device=device, model=model)
+
+    @property
+    def _where(self) -> tuple[float, str, str, str]:
+        return self.year, self.device.upper(), _WORDS.get(self._base, self._base).upper(), self.model
+
     def defaults(self, device: str) -> RunOptions:
         """Return the options of the stack on a device of the catalog."""
-        return self.stack.options_at(self.year, device.upper(), _WORDS.get(self._base, self._base).upper())
+        return self.stack.options_at(*replace(self, device=device)._where)
 
     def options(self, device: str) -> RunOptions:
         """Return the options of the stack on a device of the catalog, overridden by those that were given."""
@@ -113,7 +124,7 @@ class Like:
             keeps = (pp > 1 and Kept.PIPELINES in kept) or (num_experts > 0 and Kept.EXPERTS in kept)
             stage = kernels.zero_stages[0]
             out["zero_stage"] = 1 if stage == 3 and keeps else stage
-        out.setdefault("recompute", kernels.recompute[0])
+        out.setdefault("recompute", self.stack.recompute_at(*self._where)[0])
         if num_experts and tp > 1 and "etp" not in out:
             ep, usual = int(out.get("ep") or 1), (1, None) if self.stack.experts_whole(self.year) else (None, 1)
             found = next((etp for etp in usual if stage_ranks % (ep * (etp or tp)) == 0), None)

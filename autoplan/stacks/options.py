@@ -19,7 +19,8 @@ from autoplan.stacks.records import stacks_of_frameworks
 _LAUNCH: tuple[tuple[str, Launch], ...] = (
     (r"CUDA_LAUNCH_BLOCKING=1", Launch.BLOCKING),
     (r"full[- ]iteration.{0,12}graph", Launch.FULL_GRAPHS),
-    (r"CUDA[- ]?graph", Launch.GRAPHS),
+    (r"graphs?\W{0,2}(moe_router|moe_preprocess)\W+(moe_router|moe_preprocess)(?!\W+(attn|mlp))", Launch.ROUTER_GRAPHS),
+    (r"CUDA[- ]?graph|\bTE graphs", Launch.GRAPHS),
     (r"token[- ]?drop", Launch.FULL_GRAPHS),  # experts take a fixed number of rows, so nothing waits for their sizes
 )
 _ATTENTION: tuple[tuple[str, Attention], ...] = (
@@ -28,15 +29,21 @@ _ATTENTION: tuple[tuple[str, Attention], ...] = (
     (r"xformers", Attention.FLASH1),
 )
 _DISPATCHERS: tuple[tuple[str, Dispatcher], ...] = (
-    (r"dispatcher[-_a-z]*[=: ]+all-?to-?all|all-?to-?all dispatcher|A2A dispatcher", Dispatcher.ALL_TO_ALL),
+    (r"dispatcher[-_a-z]*[=: ]+all-?to-?all|all-?to-?all dispatcher|A2A dispatcher|^A2A$", Dispatcher.ALL_TO_ALL),
+    # a capacity factor goes with all-to-all: other dispatchers know no capacity (Megatron-Core, transformer_config.py)
+    (r"token[- ]?drop", Dispatcher.ALL_TO_ALL),
     (r"(no|without) (DeepEP|HybridEP)|(DeepEP|HybridEP) off", Dispatcher.ALL_TO_ALL),
     (r"DeepEP|HybridEP|dispatcher[-_a-z]*[=: ]+flex|flex dispatcher", Dispatcher.FLEX),
 )
 _OVERLAPS: tuple[tuple[str, str], ...] = (
     (r"TP(?:/\w+)* (?:comm )?overlap|tp-comm-overlap=True|AsyncTP", "tp"),
     # DualPipe was made to overlap the exchanges of one chunk with another's compute (arXiv 2412.19437, section 3.2.1)
-    (r"EP[- ](?:comm )?overlap|1f1b[- ]overlap|overlap-moe|Dual-?Pipe", "ep"),
+    (r"EP[- ](?:comm )?overlap|A2A[_ ]overlap|1f1b[- ]overlap|overlap-moe|Dual-?Pipe", "ep"),
     (r"TP/DP/PP overlap|overlap-p2p|PP overlap", "pp"),
+)
+# Words that switch an overlap off
+_APART: tuple[tuple[str, str], ...] = (
+    (r"EP[- ](?:comm )?overlap(?: is)? (?:off|disabled)|(?:no|without) EP[- ]overlap|A2A_OVERLAP=(?:0|False)", "ep"),
 )
 _OVERLAPS_ZERO = r"overlap-(grad-reduce|param-gather)|\bDP\b[^;]*overlap|comm overlap"
 
@@ -44,18 +51,26 @@ _FINE_TUNED = r"\b(SFT|LoRA|LORA)\b|[Ff]ine-?tun"
 
 
 def default_options(
-    framework: Framework, era: float, flags: str, device: str, precision: str, notes: str = ""
+    framework: Framework, era: float, flags: str, device: str, precision: str, notes: str = "", model: str = ""
 ) -> RunOptions:
-    """Return the options of a framework at a time, changed by the flags of the run."""
-    usual = stacks_of_frameworks()[framework].options_at(era, device, precision)
-    launch, attention = find(_LAUNCH, flags), find(_ATTENTION, flags)
-    said = {name for pattern, name in _OVERLAPS if re.search(pattern, flags, re.IGNORECASE)}
+    """Return the options of a framework at a time, changed by the words of the run.
+
+    Args:
+        flags: Flags, which may say everything.
+        notes: What is told of the run: launch, dispatcher and overlap of experts are read there, too.
+        model: Its name: some recipes differ by model.
+    """
+    usual = stacks_of_frameworks()[framework].options_at(era, device, precision, model)
+    both = f"{flags}; {notes}"
+    launch, attention = find(_LAUNCH, both), find(_ATTENTION, flags)
+    said = {name for pattern, name in _OVERLAPS if re.search(pattern, both if name == "ep" else flags, re.IGNORECASE)}
+    apart = {name for pattern, name in _APART if re.search(pattern, both, re.IGNORECASE)}
     return replace(
         usual,
         launch=launch or usual.launch,
         attention=attention or usual.attention,
-        dispatcher=find(_DISPATCHERS, flags) or usual.dispatcher,
-        overlap=usual.overlap | said,
+        dispatcher=find(_DISPATCHERS, flags) or find(_DISPATCHERS, notes) or usual.dispatcher,
+        overlap=(usual.overlap | said) - apart,
         overlap_zero=usual.overlap_zero or re.search(_OVERLAPS_ZERO, flags, re.IGNORECASE) is not None,
         document_len=_document_len(framework, era) if re.search(_FINE_TUNED, f"{flags} {notes}") else None,
     )

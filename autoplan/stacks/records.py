@@ -22,7 +22,7 @@ from typing import Any
 from autoplan.config.choices import options_of
 from autoplan.config.offload import OFFLOADS
 from autoplan.config.parallel import PRECISIONS, ZERO_STAGES, Mode, RunOptions
-from autoplan.config.recompute import RECOMPUTE, RECOMPUTE_KINDS
+from autoplan.config.recompute import RECOMPUTE, RECOMPUTE_KINDS, modules_of
 from autoplan.errors import PinError
 from autoplan.schedules.schedule import SCHEDULES
 
@@ -106,12 +106,18 @@ class Era:
 
 @dataclass(frozen=True)
 class Change:
-    """Options that differ by device or precision since a year: `matches` is a pattern of both, as words."""
+    """What differs by device, precision or model since a year.
+
+    Attributes:
+        matches: A pattern of "DEVICE PRECISION MODEL" in capitals, the model as letters and digits (QWEN3235BA22B).
+        recompute: What is recomputed if nothing is said; () where that is as in the stack.
+    """
 
     since: float
     matches: str
     options: Mapping[str, Any] = field(hash=False)
     source: str
+    recompute: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -180,13 +186,22 @@ class Stack:
         """Return the era of a year with decimals."""
         return next(era for era in reversed(self.eras) if year >= era.since)
 
-    def options_at(self, year: float, device: str, precision: str) -> RunOptions:
-        """Return the default options in a year, on a device with a precision (words of both, in capitals)."""
+    def changes_at(self, year: float, device: str, precision: str, model: str = "") -> tuple[Change, ...]:
+        """Return the changes that hold in a year for a device, a precision and a model, later ones last."""
+        words = f"{device} {precision} {re.sub(r'[^A-Z0-9]', '', model.upper())}"
+        return tuple(c for c in self.changes if year >= c.since and re.search(c.matches, words))
+
+    def options_at(self, year: float, device: str, precision: str, model: str = "") -> RunOptions:
+        """Return the default options in a year; device and precision as words in capitals, the model by its name."""
         options = self.era_at(year).options
-        for change in self.changes:
-            if year >= change.since and re.search(change.matches, f"{device} {precision}"):
-                options = replace(options, **change.options)
+        for change in self.changes_at(year, device, precision, model):
+            options = replace(options, **change.options)
         return options
+
+    def recompute_at(self, year: float, device: str, precision: str, model: str = "") -> tuple[str, ...]:
+        """Return what is recomputed if nothing is said, the likeliest first; arguments as for `options_at`."""
+        stated = [c.recompute for c in self.changes_at(year, device, precision, model) if c.recompute]
+        return stated[-1] if stated else self.kernels.recompute
 
     def experts_whole(self, year: float) -> bool:
         """Return True if experts are not split by tensor parallelism in a year."""
@@ -295,10 +310,16 @@ def _eras(read: _Reader, can: Abilities) -> tuple[Era, ...]:
 def _changes(read: _Reader) -> tuple[Change, ...]:
     out = []
     for k, data in enumerate(read.one("changes", list, ())):
-        each = _Reader(data, f"{read.where}: changes[{k}]", ("since", "matches", "options", "source"))
+        each = _Reader(data, f"{read.where}: changes[{k}]", ("since", "matches", "options", "source"), ("recompute",))
         values, since = _options(each), float(each.one("since", (int, float)))
         changed = {name: getattr(values, name) for name in each.data["options"]}
-        out.append(Change(since, each.one("matches", str), changed, each.data["source"]))
+        again = tuple(map(str, each.one("recompute", list, ())))
+        for how in again:
+            if not modules_of(how) and how not in RECOMPUTE:
+                raise PinError(
+                    f"{each.where}: recompute of {how!r} is not known; {near(how, RECOMPUTE)}, or modules:..."
+                )
+        out.append(Change(since, each.one("matches", str), changed, each.one("source", str), again))
     return tuple(out)
 
 

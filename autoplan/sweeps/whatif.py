@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.catalog import active_params
+from autoplan.config.adapters import Adapters, read_adapters
 from autoplan.config.choice import Written
 from autoplan.config.choices import CHOICES, PINS, options_of, read_mode
 from autoplan.config.numbers import Range, scaled
@@ -35,6 +36,7 @@ from autoplan.cost_models.whole_run import (
 )
 from autoplan.errors import AutoplanError, InfeasibleError, PinError
 from autoplan.ir.graph import ModelGraph
+from autoplan.program.adapters import with_adapters
 from autoplan.program.legality import not_executed
 from autoplan.search.planner import Certificate, Planned, PlanRequest, StoppedError, search_plan
 from autoplan.sweeps.label import evidence_label, plan_label
@@ -322,13 +324,14 @@ def points(
             tuple((name, str(value)) for name, value in request.pins.items()),
         )
         if key not in known:
-            known[key] = _point(request, search)
+            known[key] = point_of(request, search)
         yield replace(known[key], varied=varied, request=request)
         if known[key].interrupted:
             return
 
 
-def _point(request: PlanRequest, search: Callable[[PlanRequest], Any]) -> Point:
+def point_of(request: PlanRequest, search: Callable[[PlanRequest], Any]) -> Point:
+    """Return the best plan of a request, or why there is none; Ctrl-C and errors are states of the point."""
     try:
         result = search(request)
         return Point({}, request, result.plans[0], "ok", certificate=result.certificate)
@@ -424,6 +427,7 @@ def whatif(
     assumptions: Mapping[str, float] | None = None,
     target_len: int | None = None,
     like: str | None = None,
+    adapters: Adapters | str | None = None,
 ) -> pd.DataFrame:
     """Return the best plan at every point of a sweep, one row per point; a point without a plan states the reason.
 
@@ -443,6 +447,7 @@ def whatif(
         target_len: Tokens per target sequence of an encoder-decoder; None: as seq_len.
         like: The stack that will run the plan, `megatron-bridge@26.08`; other arguments override it where they differ
             from their defaults.
+        adapters: Low-rank products that are trained beside frozen weights, `lora:16` (`autoplan.config.adapters`).
 
     Returns: Columns: the varied names; status, reason, search_status (`complete`, or why the search stopped), gap (as
         `planner.Certificate` defines it), num_devices, step_time_s (and low, high), tokens_per_s,
@@ -461,8 +466,10 @@ def whatif(
     check_tokens(tokens)
     run = RunTask(tokens, Assumptions.of(assumptions))
     known, file = read_constants(constants)
+    beside = read_adapters(adapters) if isinstance(adapters, str) else adapters
+    graph = load_model(model) if isinstance(model, str) else model
     base = PlanRequest(
-        load_model(model) if isinstance(model, str) else model,
+        graph if beside is None else with_adapters(graph, beside),
         Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
         seq_len,
         global_batch_size,
@@ -478,5 +485,6 @@ def whatif(
         equal_within=equal_within,
         target_len=target_len,
         like=like,
+        adapters=None if beside is None else str(beside),
     )
     return pd.DataFrame([row(p, run) for p in points(base, vary)])

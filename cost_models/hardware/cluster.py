@@ -74,6 +74,7 @@ class Override:
 OVERRIDES: Mapping[str, Override] = {
     "nodes": Override("number of nodes", COUNT),
     "devices_per_node": Override("devices per node", COUNT),
+    "idle": Override("number of further nodes that are paid for and not used", COUNT),
     "nic": Override("Gbit/s per device and direction between nodes", GBIT_S, column="scaleout_gbit_s_per_device"),
     "scaleup": Override(
         "GB/s per device and direction in the scale-up domain", GB_S, column="scaleup_gb_s_per_dir_per_device"
@@ -85,6 +86,7 @@ OVERRIDES: Mapping[str, Override] = {
     "price": Override("US dollars per device and hour", USD),
 }
 _NODES = ("nodes", "devices_per_node")  # overrides of the number of devices
+_IDLE = "idle"
 _LINKS = ("nic", "scaleup")  # overrides of links
 
 
@@ -198,6 +200,7 @@ class Cluster(Nodes):
             link=link,
             outer=outer,
             price=price,
+            idle_nodes=int(given.get(_IDLE, self.idle_nodes)),
             given=tuple(sorted({**dict(self.given), **given}.items())),
         )
 
@@ -366,7 +369,7 @@ def _read_overrides(text: str, overrides: str) -> Mapping[str, float]:
         if name not in OVERRIDES:
             raise PinError(f"cluster {text!r}: unknown override {name!r}; known: {', '.join(OVERRIDES)}")
         try:
-            out[name] = int(value) if name in _NODES else float(value)
+            out[name] = int(value) if name in (*_NODES, _IDLE) else float(value)
         except ValueError:
             raise PinError(f"cluster {text!r}: {name}{equals}{value} needs a number ({OVERRIDES[name].what})") from None
     return out

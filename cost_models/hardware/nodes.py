@@ -24,6 +24,7 @@ class Nodes:
         given: Figures from the user instead of the catalog, by the names of OVERRIDES; they stay if the device changes.
         fabric: The graph that the levels were derived from (`on_fabric`), which determines the bandwidth of a group.
             None: the levels determine it.
+        idle_nodes: Further nodes of the same kind, which are paid for and not used.
     """
 
     num_nodes: int
@@ -35,6 +36,7 @@ class Nodes:
     price: Price | None = None
     given: tuple[tuple[str, float], ...] = field(default=(), compare=False, repr=False)
     fabric: FabricGraph | None = field(default=None, hash=False, repr=False)
+    idle_nodes: int = 0
 
     def __post_init__(self) -> None:
         if self.fabric is not None and self.fabric.num_devices != self.num_devices:
@@ -63,6 +65,16 @@ class Nodes:
     def num_devices(self) -> int:
         """The world size."""
         return self.num_nodes * self.devices_per_node
+
+    @property
+    def idle_devices(self) -> int:
+        """The devices that are paid for and not used."""
+        return self.idle_nodes * self.devices_per_node
+
+    @property
+    def paid_devices(self) -> int:
+        """All devices, those that are not used included."""
+        return self.num_devices + self.idle_devices
 
     def on_fabric(self, fabric: FabricGraph) -> Self:
         """Return the same nodes with the links and levels of a graph."""

@@ -185,7 +185,8 @@ class KernelTimings:
         width = OPERAND_BYTES[kind] if operand_bytes is None else operand_bytes
         bandwidth = device.memory_bytes_per_s * self.memory_share
         moved = groups * ((rows + columns) * depth * width + rows * columns * output_bytes)
-        share = self.sustained(kind) * (self.steps.grouped_share if grouped and groups > 1 else 1.0)
+        grouped = grouped and groups > 1
+        share = self.sustained(kind) * (self.steps.grouped_share if grouped else 1.0)
         if not aligned:
             share *= _MISALIGNED_SHARE
         beside = min(groups, streams) if streams else groups
@@ -193,6 +194,8 @@ class KernelTimings:
             fit.constants, self.tiles, self.units, rows, columns, depth, beside, device.peak_flops * share, bandwidth
         )
         compute_s *= groups / beside
+        if grouped and streams:  # whatever its size, each starts, casts and ends by itself
+            compute_s += groups * self.steps.grouped_product_s
         error = fit.error + (self.grouped_error if grouped else 0.0) + (0.0 if aligned else _MISALIGNED_ERROR)
         tag = fit.tag if kind in self.gemm and not grouped and aligned else Tag.ASSUMED
         return Seconds(both_s(compute_s, moved / bandwidth), self._launch_s(fit), error, tag)
@@ -209,6 +212,7 @@ class KernelTimings:
         moved: float,
         causal: bool,
         kernel: Attention = Attention.FUSED,
+        narrow: float = 1.0,
     ) -> Seconds:
         """Return the seconds of the core of attention.
 
@@ -217,6 +221,7 @@ class KernelTimings:
             heads: Heads of all sequences.
             head_dims: Head dim of keys plus head dim of values.
             moved: Memory traffic of the phase in bytes.
+            narrow: Speed of its products over those in 16 bits; the exponentials, which short heads pay for, stay.
         """
         fit = self.attention if phase == "forward" else self.backward
         keys = flops / (2.0 * heads * queries * head_dims) + DIAGONAL * causal
@@ -224,7 +229,10 @@ class KernelTimings:
         area = QUERIES_PER_TILE * head_dims * (1.0 if phase == "forward" else BACKWARD_FLOPS)
         share = self.sustained(KernelKind.HALF) * self.steps.attention_share * self.older.get(kernel, 1.0)
         rate = device.peak_flops * share / self.units
-        compute_s = tiles_s(fit.constants, tiles, area, keys, inverse_head(head_dims / 2.0), rate)
+        inverse = inverse_head(head_dims / 2.0)
+        compute_s = tiles_s(fit.constants, tiles, area, keys, inverse, rate)
+        beside = fit.constants.reuse * inverse
+        compute_s *= (1.0 / narrow + beside) / (1.0 + beside)
         traffic_s = moved / (device.memory_bytes_per_s * self.memory_share)
         return Seconds(both_s(compute_s, traffic_s), self._launch_s(fit), fit.error, fit.tag)
 

@@ -24,6 +24,7 @@ from functools import lru_cache
 from autoplan.config.parallel import Attention, Mode, RunOptions
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import Device
+from autoplan.cost_models.kernels.attention import NARROW_SPEED, as_run
 from autoplan.cost_models.kernels.gpu import (
     OPERAND_BYTES,
     KernelKind,
@@ -131,7 +132,7 @@ def roofline_s(
     if known is not None:
         kernel = options.attention_in(mode)
         if op.kind is OpKind.ATTENTION and kernel is not Attention.UNFUSED:
-            work = _within_documents(work, options)
+            work = as_run(work, device, options)
         model = _model_of(op.kind, kernel, options)
         found = None if model is None else model(work, phase, device, known, kernel)
         if found is not None:
@@ -271,15 +272,6 @@ def _unfused_s(work: OpWork, phase: str, device: Device, known: KernelTimings, _
 _JOIN_BYTES = {"forward": 10.0, "backward": 20.0}
 
 
-def _within_documents(work: OpWork, options: RunOptions) -> OpWork:
-    """Return attention of a packed sequence: a query sees keys of its own document, and other tiles are skipped."""
-    document_len = options.document_len
-    if document_len is None or len(work.inputs) < 2 or len(work.inputs[1].shape) < 3:
-        return work
-    keys = work.inputs[1].shape[-2]
-    return work if keys <= document_len else replace(work, flops=work.flops * document_len / keys)
-
-
 def _attention_s(work: OpWork, phase: str, device: Device, known: KernelTimings, kernel: Attention) -> Seconds | None:
     if len(work.inputs) < 3 or len(work.inputs[0].shape) < 3 or work.flops <= 0:
         return None
@@ -294,6 +286,7 @@ def _attention_s(work: OpWork, phase: str, device: Device, known: KernelTimings,
         moved=phase_bytes(work, phase),
         causal=bool(dict(work.attrs).get("causal")),
         kernel=kernel,
+        narrow=NARROW_SPEED if dict(work.attrs).get("narrow") else 1.0,
     )
     parts = dict(work.attrs).get("context_parts", 1)
     if isinstance(parts, int) and parts > 1:

@@ -23,7 +23,7 @@ from autoplan.cost_models.work import ParamWork, Workload
 from autoplan.schedules.schedule import num_copies
 from autoplan.units import dtype_bytes
 
-_Kind = tuple[str, bool, bool]  # dtype, trainable, of experts
+_Kind = tuple[str, bool, bool, bool]  # dtype, trainable, of experts, packed
 
 
 class LeastMemory:
@@ -71,11 +71,11 @@ def _elements(workload: Workload) -> Mapping[_Kind, int]:
     w, found = workload, Counter[_Kind]()
     for name, count in Counter(name for unit in w.units for name in unit).items():
         for p in w.blocks[name].params:
-            found[p.dtype, p.trainable, p.expert] += count * p.num_elements
+            found[p.dtype, p.trainable, p.expert, p.packed] += count * p.num_elements
     for t in w.tied:
         if t.first != t.last:
             dtype = next(p.dtype for name in w.units[t.last] for p in w.blocks[name].params)
-            found[dtype, True, False] -= round(t.num_bytes / dtype_bytes(dtype))
+            found[dtype, True, False, False] -= round(t.num_bytes / dtype_bytes(dtype))
     return found
 
 

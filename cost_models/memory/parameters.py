@@ -60,7 +60,7 @@ class ParameterMemory:
 
     def of(self, p: ParamWork) -> States:
         """Return the states of a parameter."""
-        c, n, width = self.config, float(p.num_elements), dtype_bytes(p.dtype)
+        c, n, width = self.config, float(p.num_elements), p.width
         share = self.shares[p.expert] if c.zero_stage else 1
         masters = self._has_master(p) and share > 1 and not self.megatron
         stored = n * (MASTER_BYTES if masters else width) / (1 if self.whole_always else share)

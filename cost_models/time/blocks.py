@@ -219,7 +219,7 @@ class BlockPricer:
         self.activations = activations or OFFLOAD in kinds_in(config.recompute)
         self.groups = mesh_groups(config, workload.axes)
         self.families = {name: "tp" for name, _ in workload.axes} | {"cp": "cp", "ep": "ep", "dp": "dp", "batch": "dp"}
-        self.hidden = {"tp": costs.constants.tp_hidden, "ep": costs.constants.ep_hidden}
+        self.hidden = {"tp": costs.constants.tp_hidden}
         self.states = StatePricer(config, costs, precision, self.groups)
 
     def cost(self, block: BlockWork, times: OpTimes) -> BlockCost:
@@ -323,6 +323,12 @@ class BlockPricer:
         if family == "cp":  # every step of the ring but the first computes attention on keys of the step before
             ring = (self.config.cp - 1) / self.config.cp
             return seconds.less(times.attention.get(phase, ZERO) * ring)
+        if family == "ep":  # beside the computing of another micro-batch, which it slows down
+            computed = times.forward if phase == "forward" else times.backward
+            # DualPipe always has a forward beside a backward (DeepSeek-V3, arXiv 2412.19437, section 3.2.1)
+            share = 1.0 if num_copies(self.config.schedule) > 1 else self.costs.constants.ep_hidden
+            exposed = seconds.less(computed * share)
+            return exposed + seconds.beyond(exposed) * self.costs.constants.contention
         return seconds.less(seconds * self.hidden.get(family, 0.0))
 
     # -- ZeRO ---------------------------------------------------------------------------------------------------------

@@ -80,3 +80,19 @@ class Estimate:
     def fits_host(self) -> bool:
         """True if the offloaded data fits a device's share of its host."""
         return self.peak_host_bytes.mid <= self.host_capacity_bytes
+
+    def missing(self) -> str:
+        """Return what the fullest stage needs more than its device, or its host, has; for a plan that does not fit."""
+        fullest = max(self.stages, key=lambda s: s.memory_bytes.mid)
+        term = max(fullest.memory, key=lambda t: fullest.memory[t].mid)
+        over = (fullest.memory_bytes.mid - self.memory_capacity_bytes) / 1e9
+        if over > 0:
+            return (
+                f"stage {fullest.index} needs {fullest.memory_bytes.mid / 1e9:.1f} GB, {over:.1f} GB more than a "
+                f"device has; its largest term is {term} ({fullest.memory[term].mid / 1e9:.1f} GB)"
+            )
+        held = max(self.stages, key=lambda s: s.host_bytes.mid)
+        return (
+            f"stage {held.index} offloads {held.host_bytes.mid / 1e9:.1f} GB to the host, where a device's share "
+            f"of the memory is {self.host_capacity_bytes / 1e9:.1f} GB (@host_memory_gb)"
+        )

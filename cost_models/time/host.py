@@ -7,8 +7,9 @@ none either, unless the host waits for each kernel (old fused kernels save few o
 Transformer Engine start products of one input together, and a norm with the product after it (`BlockWork.joined_ops`).
 Such a module's time in Python is most of a layer with a small micro-batch, and every collective of tensor parallelism
 adds to it. A call of experts sorts rows by expert; if the number of rows of each is not known beforehand, the host
-waits for the device to report it (Megatron's dropless dispatch). Each expert of the rank then has products of its own
-(Transformer Engine's GroupedLinear), unless they are fused.
+waits for the device to report it (Megatron's dropless dispatch). Graphs hold the router and the preparation of the
+dispatch, and `router_graphs` nothing else. Each expert of the rank then has products of its own (Transformer Engine's
+GroupedLinear), unless they are fused. Products in 8 bits cost the host more, of experts as of others.
 
 A profile of a device with a queue has measured host times, for each operation (`MeasuredOp.host_forward_s`) and for the
 runtime (`Profile.host_overheads`: hooks, gathers, micro-batches, pipeline actions). For a shape that it lacks, the
@@ -84,7 +85,9 @@ def _started_s(op: OpWork, costs: Costs, each_s: float) -> float:
     kind = op_kind(op.op)
     if kind is OpKind.EXPERTS:
         num_local = op.inputs[3].shape[0] if len(op.inputs) > 3 and not costs.options.fused_experts else 0
-        return c.host_experts_s + num_local * c.host_expert_s
+        captured = c.host_router_s if launch in (Launch.GRAPHS, Launch.ROUTER_GRAPHS) else 0.0
+        seconds = max(0.0, c.host_experts_s - captured) + num_local * c.host_expert_s
+        return seconds * (1.0 if op.matmul_dtype is None else c.host_fp8)
     # element-wise operations have kernels of their own if nothing fuses them
     apart = costs.mode is Mode.EAGER or launch is Launch.BLOCKING
     if launch is Launch.GRAPHS or not (apart or kind is not OpKind.ELEMENTWISE):

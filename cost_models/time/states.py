@@ -209,7 +209,7 @@ class StatePricer:
     def _shown_bytes(self, p: ParamWork) -> float:
         """Return the bytes per element of the parameter that the optimizer updates: a float32 master, or itself."""
         master = self.precision.has_masters and p.dtype == self.precision.compute and p.trainable
-        return MASTER_BYTES if master else dtype_bytes(p.dtype)
+        return MASTER_BYTES if master else p.width
 
     def moved(self, block: BlockWork) -> Quantity:
         """Return the seconds of copying gradient shards to the host and parameters back, once per step, nothing hidden.
@@ -263,7 +263,7 @@ class StatePricer:
     @staticmethod
     def gathered_bytes(params: Sequence[ParamWork]) -> float:
         """Return the bytes of the gathered parameters."""
-        return float(sum(p.num_elements * dtype_bytes(p.dtype) for p in params))
+        return float(sum(p.num_elements * p.width for p in params))
 
     def reduced_bytes(self, params: Sequence[ParamWork]) -> float:
         """Return the bytes of the gradients of trained parameters."""

@@ -37,7 +37,7 @@ from autoplan.calibration.fit import (
     held_out_errors,
 )
 from autoplan.calibration.steps import PlannedStep
-from autoplan.calibration.tables import constants_table, stored
+from autoplan.calibration.tables import constants_table, merged, stored
 from autoplan.cost_models.constants import OF_FAMILY, Constants, class_of_step
 from autoplan.cost_models.kernels.gpu import family_of
 from autoplan.errors import AutoplanError
@@ -190,6 +190,9 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="store the same and every row here")] = None,
     limit: Annotated[int, typer.Option(min=0, help="at most so many rows, spread over the file; 0: all")] = 0,
     rounds: Annotated[int, typer.Option(min=1, help="of the fit")] = 4,
+    experts: Annotated[
+        bool, typer.Option("--experts", help="only steps of models with experts; the rest of --start stays as it is")
+    ] = False,
     looseness: Annotated[float, typer.Option(help="factor on the widths of all priors")] = 1.0,
     jobs: Annotated[int, typer.Option(min=1, help="processes")] = 2,
     date: Annotated[str, typer.Option(help="stored with the constants; today by default")] = "",
@@ -204,9 +207,15 @@ def main(
         if small is not None:
             more_rows = read_rows(small)
             cases += cases_of(chosen(more_rows, "", "", limit), more_rows)
+        if experts and start is None:
+            raise AutoplanError("--experts fits some of the constants: --start with the others is needed")
+        left = {case.row["campaign"] for case in cases if experts and not case.task.shape.num_experts}
+        cases = [case for case in cases if case.task.shape.num_experts or not experts]
         # not those as shipped: priors around values of an earlier fit would count its steps twice
         begin = Constants() if start is None else Constants.load(start)
         begin.with_(dict.fromkeys(filter(None, (only + "," + without).split(",")), 1.0))  # names are known
+        if experts:  # from assumed values, for the same reason
+            begin = begin.with_({n: Constants().values[n] for n in only.split(",") if n})
         wanted = [n for n in begin.values if begin.values[n] and (not only or n in only.split(","))]
         wanted = [n for n in wanted if n not in without.split(",")]
         with ExitStack() as stack:
@@ -239,7 +248,8 @@ def main(
             unseen = unseen_errors(all_steps, held, fitted.constants, price)
         # intervals are for steps that the model is meant for: those far off would stretch them over orders of magnitude
         intervals = [interval(steps, held.errors, aimed) for aimed in AIMED]
-        names = ("dense", "experts", "host", *sorted({name for name in of_step if OF_FAMILY in name}))
+        kinds = ("experts",) if experts else ("dense", "experts", "host")
+        names = (*kinds, *sorted({name for name in of_step if OF_FAMILY in name}))
         classes = {name: stated_interval(of_step, steps, held.errors, name) for name in names}
     except AutoplanError as exc:
         raise typer.BadParameter(str(exc)) from exc
@@ -266,6 +276,9 @@ def main(
         "sources": sorted({origin(case.row["source"]) for case in cases}),
     }
     result = stored(steps, fitted, held, more)
+    if experts and start is not None:
+        mixed = left & {step.group for step in all_steps}
+        result = merged(json.loads(start.read_text(encoding="utf-8")), result, mixed)
     if write is not None:
         write_text(write, json.dumps(result, indent=1) + "\n")
     if json_path is not None:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from autoplan.errors import GraphError
 from autoplan.ir.graph import Call, ModelGraph, check
-from experiments.published.shapes import Adapters, Shape
-
-if TYPE_CHECKING:
-    from torch import nn
+from autoplan.program.adapters import with_adapters
+from experiments.published.shapes import Shape
 
 
 @lru_cache(maxsize=4)
 def graph_of(shape: Shape) -> ModelGraph:
     """The graph of a decoder with these dimensions. CaptureError if its layers cannot be captured."""
+    if shape.adapters is not None:
+        return with_adapters(graph_of(replace(shape, adapters=None)), shape.adapters)
     # every kind of layer twice, so that the last ones show how layers follow one another
     few = shape.first_dense + 2 * shape.kind.expert_every
     if shape.layers <= few:
@@ -38,45 +37,8 @@ def _captured(shape: Shape) -> ModelGraph:
     config = shape.config()
     model = model_from_config(config, f"{config['model_type']} of {shape.layers} layers, {shape.hidden} wide")
     with FakeTensorMode(allow_non_fake_inputs=True):
-        if shape.adapters is not None:
-            add_adapters(model, shape.adapters)
         example = default_example(model)
     return cached(model, example, lambda: capture(model, example))
-
-
-def add_adapters(model: nn.Module, adapters: Adapters) -> None:
-    """Freeze all parameters and add low-rank products beside the linear layers of these names (Hu et al., LoRA, 2021).
-
-    Raises: GraphError if no linear layer has such a name.
-    """
-    import torch
-    from torch import nn
-
-    class _Beside(nn.Module):
-        """W x + B A x: W is frozen, A and B are trained. The scale of B A is part of B."""
-
-        def __init__(self, base: nn.Linear) -> None:
-            super().__init__()
-            dtype = base.weight.dtype
-            self.base = base
-            self.down = nn.Linear(base.in_features, adapters.rank, bias=False, dtype=dtype)
-            self.up = nn.Linear(adapters.rank, base.out_features, bias=False, dtype=dtype)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.base(x) + self.up(self.down(x))
-            return out
-
-    model.requires_grad_(False)
-    found = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, nn.Linear) and name in adapters.targets
-    ]
-    if not found:
-        raise GraphError(f"no linear layer is named {' or '.join(adapters.targets)}, which adapters stand beside")
-    for parent, name, child in found:
-        setattr(parent, name, _Beside(child))
 
 
 def deepened(graph: ModelGraph, num_layers: int, period: int) -> ModelGraph:

@@ -15,7 +15,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,7 +79,7 @@ def seconds(case: Case, like: str | None) -> float:
     said = {"sequence_parallel": False if case.row["sp"] == "0" and case.row["tp"] != "1" else None}
     chosen = read_like(like, {**said, "precision": precision}) if like is not None else None
     request = PlanRequest(
-        graph_of(task.shape),
+        replace(graph_of(task.shape), name=case.row["model"]),  # some recipes differ by model
         task.cluster,
         task.seq_len,
         task.global_batch_size,

@@ -54,6 +54,9 @@ FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     (r"Megatron|Korthikanti|calculon|SC21|2205\.05198|2402\.15627|SimuMax|ModelZoo|Primus", Framework.MEGATRON),
 )
 
+# Notes of a run of Megatron Bridge that took a recipe of scripts/performance and not one of the library.
+PERFORMANCE_RECIPE = r"performance recipe"
+
 SHARD_GROUP = r"^1.*group=(\d+)"  # ranks that share the optimizer's state
 
 # Everything is sharded over all devices: a row that says so and states no degrees has no other parallelism.
@@ -117,6 +120,9 @@ MEMORY: tuple[tuple[str, Memory], ...] = (
 # is not known: models whose heads would otherwise be narrower than any usual (DeepSeek-V3: 7168 / 128).
 LATENT_EXPERTS: tuple[int, float] = (16, 2024.8)
 
+# Every DeepSeek since V2 (arXiv 2405.04434) and every test that is named after one, however few experts it has.
+LATENT_NAMES = r"deep[-_ ]?seek"
+
 # Frameworks that support it, and frameworks whose kernels are deterministic (NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 in
 # every test), for which latent attention has no fused kernel: "unfused attention since MLA with fused attention and
 # deterministic mode leads to NaN" (their model_config.yaml).
@@ -127,6 +133,21 @@ DETERMINISTIC = frozenset((Framework.MEGATRON_TESTS,))
 LATENT_Q_RANKS: tuple[int | None, ...] = (1536, None)
 
 LATENT: Mapping[str, int] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+
+# Models whose layers differ from what their dimensions say, by name: (pattern, family).
+LLAMA_4, DEEPSEEK_V3 = "llama4", "deepseek_v3"
+FAMILIES: tuple[tuple[str, str], ...] = (
+    (r"llama[-_ ]?4", LLAMA_4),
+    (r"deep[-_ ]?seek[-_ ]?v3\b", DEEPSEEK_V3),
+)
+
+# A shared expert as wide as a routed one in every layer with experts (Llama 4's config.json and modeling_llama4.py).
+SHARED_AS_ROUTED = frozenset((LLAMA_4,))
+
+# One layer more, which predicts the token after the next (DeepSeek-V3, arXiv 2412.19437, section 2.2), in Megatron
+# Bridge's recipes (mtp_num_layers = 1). Its second pass over the head is left out: 2.5 % of the arithmetic.
+PREDICTS_NEXT: Mapping[str, frozenset[Framework]] = {DEEPSEEK_V3: frozenset((Framework.NEMO, Framework.BRIDGE_LIBRARY))}
+PREDICTS_NEXT_SINCE = 2025.6
 
 # Key-value heads if the row does not state them: 8 (grouped queries) in Llama 2 from 34B on (arXiv 2307.09288, table 1)
 # and in all of Llama 3 (April 2024; arXiv 2407.21783, table 3), as many as heads before. (number, all models since,

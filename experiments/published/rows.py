@@ -305,12 +305,12 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
         assumed.append("global_batch")
     if shape.adapters is not None:  # ZeRO 1 and 2 shard what is trained, which is next to nothing
         zero = tuple(dict.fromkeys(0 if stage < 3 else stage for stage in zero))
-    recompute = recompute_of(row, defaults.recompute)
+    stack, where = stacks_of_frameworks()[framework], (era, row["gpu"], row["precision"], row["model"])
+    recompute = recompute_of(row, stack.recompute_at(*where))
     schedules, on_host = schedule_of(row, pp), offload_of(row, zero[0], dp * cp)
     notes += [words.note for words in (schedules, on_host) if words.note]
     virtual = chunks_of(row, schedules.choices[0], shape.layers, pp)
-    whole = stacks_of_frameworks()[framework].experts_whole(era)
-    etps = _expert_tensor_degrees(shape, tp, ep, dp * cp * tp, whole)
+    etps = _expert_tensor_degrees(shape, tp, ep, dp * cp * tp, stack.experts_whole(era), row.noted("ETP"))
     modes = _modes(row, framework)
     choices = {
         "zero_stage": zero,
@@ -342,7 +342,7 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
     ]
     readings += [replace(usual, on_host=v) for v in on_host.choices[1:]]
     said = f"{row['flags']} {row['schedule']} {row['model']}"
-    options = default_options(framework, era, said, row["gpu"], row["precision"], row["notes"])
+    options = default_options(framework, era, said, row["gpu"], row["precision"], row["notes"], row["model"])
     options = replace(options, sequence_parallel=row["sp"] != "0" or tp == 1)
     if shape.kind.latent and framework in reading.DETERMINISTIC:
         options = replace(options, attention=Attention.UNFUSED)
@@ -382,11 +382,18 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
     return _Ran(tuple(map(setting, readings)), tuple(last), batch, tuple(assumed), tuple(notes))
 
 
-def _expert_tensor_degrees(shape: Shape, tp: int, ep: int, ranks: int, whole: bool) -> tuple[int | None, ...]:
-    """As tp (None, Megatron's default) and 1, whichever ep leaves ranks for; no row states it. `whole`: 1 is usual."""
+def _expert_tensor_degrees(
+    shape: Shape, tp: int, ep: int, ranks: int, whole: bool, stated: int
+) -> tuple[int | None, ...]:
+    """As noted (`stated`, 0: nothing), else as tp (None, Megatron's default) and 1, whichever ep leaves ranks for.
+
+    `whole`: 1 is usual.
+    """
     if not shape.num_experts or tp == 1:
         return (None,)
-    usual = (1, None) if whole else (None, 1)
+    usual: tuple[int | None, ...] = (1, None) if whole else (None, 1)
+    if stated:
+        usual = (None,) if stated == tp else (stated,)
     legal = [etp for etp in usual if ranks % (ep * (etp or tp)) == 0 and shape.expert_ffn % (etp or tp) == 0]
     return tuple(legal) or (None,)
 

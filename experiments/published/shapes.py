@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoplan.config.adapters import Adapters as Adapters
 from autoplan.errors import AutoplanError
 from autoplan.stacks import defaults as tables
-from autoplan.stacks.defaults import Framework
+from autoplan.stacks.defaults import Framework, find
 from experiments.published import reading
 from experiments.published.reading import era_of
 from experiments.published.table import Row, Unstated
@@ -37,18 +38,10 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Adapters:
-    """Low-rank products beside frozen linear layers: their rank, and names of those layers in the model's modules."""
-
-    rank: int
-    targets: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Shape:
     """Dimensions of a decoder. `num_experts` 0: dense. `first_dense`: layers without experts at the start.
 
-    `adapters`: all that is trained, or None.
+    `adapters`: all that is trained, or None; `family`: of reading.FAMILIES, or "".
     """
 
     layers: int
@@ -65,6 +58,7 @@ class Shape:
     first_dense: int
     kind: Kind
     adapters: Adapters | None = None
+    family: str = ""
 
     @property
     def num_params(self) -> int:
@@ -214,6 +208,8 @@ class Shapes:
             match = ShapeMatch(found[0], tuple(found[1:]), blank)
         else:
             match = _fitted(row, candidates, blank, published * 1e9)
+        if row.framework in reading.PREDICTS_NEXT.get(match.shape.family, frozenset()) and row["params_b"]:
+            match = _predicting_next(row, match)
         adapters = _adapters(row)
         if adapters is None:
             return match
@@ -223,6 +219,15 @@ class Shapes:
     @staticmethod
     def _layer(s: Shape) -> tuple[int, ...]:
         return s.hidden, s.ffn, s.heads, s.kv_heads, s.vocab, s.num_experts, s.expert_ffn, s.shared_ffn
+
+
+def _predicting_next(row: Row, match: ShapeMatch) -> ShapeMatch:
+    """With the layer that predicts the token after the next, which the published number of layers leaves out."""
+    if era_of(row["source"], row["notes"], row["gpu"]) < reading.PREDICTS_NEXT_SINCE:
+        return match
+    first, *others = (replace(s, layers=s.layers + 1) for s in (match.shape, *match.others))
+    note = "multi-token prediction is priced as one more layer"
+    return replace(match, shape=first, others=tuple(others), notes=(*match.notes, note))
 
 
 # a shape, and by which options of the blank fields it came about
@@ -238,6 +243,9 @@ def _candidates(row: Row) -> tuple[list[_Candidate], tuple[str, ...]]:
     topks = [row.needed("moe_topk")] if row["moe_topk"] else list(reading.TOP_K_OF_EXPERTS[many]) if experts else [0]
     moe_ffn, shared = (row.noted("moe_ffn"), row.noted("shared_ffn")) if experts else (0, 0)
     first_dense = row.noted("first_dense_layers") if experts else 0
+    family = find(reading.FAMILIES, row["model"]) or "" if experts else ""
+    if family in reading.SHARED_AS_ROUTED:
+        shared = shared or moe_ffn
     all_heads = [row.needed("heads")] if row["heads"] else [hidden // d for d in reading.HEAD_DIMS if hidden % d == 0]
     if not all_heads:
         raise Unstated("heads is not stated")
@@ -273,6 +281,7 @@ def _candidates(row: Row) -> tuple[list[_Candidate], tuple[str, ...]]:
                 shared_ffn=shared,
                 first_dense=first_dense,
                 kind=Kind(gated, not gated and kv_heads == heads, hidden // heads),
+                family=family,
             )
             out.append((shape, (i, j, k, n, m)))
     out.sort(key=lambda found: sum(found[1]))  # stable: the fewer unusual choices, the likelier
@@ -360,6 +369,8 @@ def _usual_kind(row: Row, shape: Shape) -> Kind:
     """Where nothing says what kind of layer it is: latent attention with many experts, in frameworks that know it, or
     where it explains the number of heads."""
     least, since = reading.LATENT_EXPERTS
+    if re.search(reading.LATENT_NAMES, row["model"], re.IGNORECASE):
+        least = 1
     known = row.framework in reading.LATENT_FRAMEWORKS and era_of(row["source"], row["notes"], row["gpu"]) >= since
     narrow = row.framework is Framework.OTHER and shape.kind.head_dim < min(reading.HEAD_DIMS)
     if not (known or narrow) or shape.num_experts < least or shape.kv_heads != shape.heads:

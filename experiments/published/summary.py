@@ -49,7 +49,7 @@ def held_out_of(campaigns: Sequence[str]) -> dict[str, Any]:
         "errors": errors,
         "models": {name: float(error) for name, error in data.get("unseen_models", {}).items()} or None,
         "covered": {name: float(found["covered"]) for name, found in intervals.items() if "covered" in found} or None,
-        "not_fitted": [name for name in campaigns if name not in known],
+        "not_fitted": [name for name in campaigns if name not in known and name not in data.get("errors", {})],
     }
 
 
@@ -123,7 +123,7 @@ def markdown(summary: Mapping[str, Any], held_out: Mapping[str, float]) -> str:
     if unseen:
         parts = ", ".join(f"{name} {_share(error)}" for name, error in unseen.items())
         whose = "all rows the constants were fitted to (small runs of another table too)"
-        lines.append(f"Mean error, held out, of {whose}: {parts}.")
+        lines += [f"Mean error, held out, of {whose}:", f"{parts}."]
     return "\n".join(lines)
 
 

@@ -114,7 +114,10 @@ class Row:
     @property
     def framework(self) -> Framework:
         """What trained the model."""
-        return find(reading.FRAMEWORKS, f"{self['source']} {self['flags']}") or Framework.OTHER
+        found = find(reading.FRAMEWORKS, f"{self['source']} {self['flags']}") or Framework.OTHER
+        if found is Framework.BRIDGE_LIBRARY and re.search(reading.PERFORMANCE_RECIPE, self["notes"], re.IGNORECASE):
+            return Framework.NEMO
+        return found
 
     def noted(self, name: str) -> int:
         """`name=NUMBER` in the notes, else 0."""

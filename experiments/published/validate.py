@@ -383,17 +383,19 @@ def show(results: Sequence[Result], console: Console) -> None:
         console.print(refused)
 
 
+RENAMED: Mapping[str, str] = {  # fields of a result under other names in a file
+    "predicted_s": "predicted_step_time_s",
+    "low_s": "low",
+    "high_s": "high",
+    "measured_s": "measured_step_time_s",
+    "predicted_bytes": "predicted_peak_bytes",
+    "measured_bytes": "measured_peak_bytes",
+}
+
+
 def _json_row(r: Result) -> dict[str, Any]:
     known = {name: None if isinstance(v, float) and math.isnan(v) else v for name, v in asdict(r).items()}
-    renamed = {
-        "predicted_s": "predicted_step_time_s",
-        "low_s": "low",
-        "high_s": "high",
-        "measured_s": "measured_step_time_s",
-        "predicted_bytes": "predicted_peak_bytes",
-        "measured_bytes": "measured_peak_bytes",
-    }
-    return {renamed.get(name, name): value for name, value in known.items()}
+    return {RENAMED.get(name, name): value for name, value in known.items()}
 
 
 def _plain(value: Any) -> Any:

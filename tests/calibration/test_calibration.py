@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from autoplan.calibration.fit import (
     range_of,
 )
 from autoplan.calibration.steps import functions, read_steps
-from autoplan.calibration.tables import constants_table, rounded, stored
+from autoplan.calibration.tables import constants_table, merged, rounded, stored
 from autoplan.catalog import load_model
 from autoplan.cli import app
 from autoplan.config.choices import options_of
@@ -512,3 +513,19 @@ def test_the_experiment_writes_constants_with_sources(catalog_graph: None, tmp_p
     assert Constants.load(out).sustained_hopper == entry["value"]
     assert {"dense", "dense of hopper"} <= found["step_intervals"].keys() <= {"dense", "host", "dense of hopper"}
     assert found["error"]["in_sample"] < found["error"]["before"]
+
+
+def test_a_fit_of_some_steps_keeps_what_it_says_nothing_about() -> None:
+    def file(values: dict[str, tuple[float, bool]], steps: dict[str, int], **more: Any) -> dict[str, Any]:
+        constants = {n: {"value": v, "fitted": fitted} for n, (v, fitted) in values.items()}
+        errors = {g: {"steps": n, "in_sample": 0.1} for g, n in steps.items()}
+        return {"constants": constants, "errors": errors, "unseen": dict.fromkeys(steps, 0.2), **more}
+
+    before = file({"a": (1.0, True), "b": (2.0, True)}, {"dense": 5, "both": 7}, date="then")
+    now = file({"a": (9.0, False), "b": (3.0, True), "new": (4.0, False)}, {"both": 3, "experts": 2}, date="now")
+    found = merged(before, now, {"both"})
+    assert {n: e["value"] for n, e in found["constants"].items()} == {"a": 1.0, "b": 3.0, "new": 4.0}
+    assert {g: e["steps"] for g, e in found["errors"].items()} == {"dense": 5, "both": 3, "experts": 2}
+    assert set(found["unseen"]) == {"dense", "experts"}  # of what has steps in both fits it is not known
+    assert found["date"] == "then" and found["fitted_apart"]["date"] == "now"
+    assert found["fitted_apart"]["constants"] == ["b"]

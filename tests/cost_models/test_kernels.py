@@ -178,12 +178,43 @@ def test_one_expert_of_a_rank_is_a_plain_product_and_others_take_turns_on_four_s
         return known.product_s(H100, KernelKind.HALF, rows, 4096, 4096, groups=groups, **more).busy_s
 
     assert busy(1, 8192, grouped=True, streams=4) == busy(1, 8192)
-    share = Constants.shipped().grouped_share
+    c = Constants.shipped()
     for rows in (64, 300):  # few tiles each: side by side they fill the device better, 16 in turn as 4 times 4
         four = busy(4, rows, grouped=True, streams=4)
         assert busy(16, rows, grouped=True, streams=4) == pytest.approx(4 * four, rel=1e-6)
-        assert four < 4 * busy(1, rows) / share
+        assert four < 4 * (busy(1, rows) / c.grouped_share + c.grouped_product_s)
     assert busy(16, 64, grouped=True) <= busy(16, 64, grouped=True, streams=4)  # one kernel for all
+
+
+def test_products_of_experts_come_near_plain_ones_where_they_are_large() -> None:
+    """Each product costs a fixed time of its own: next to nothing of a large one, most of a small one."""
+    known = kernels_of(H100, Constants.shipped().with_({"grouped_share": 0.9, "grouped_product_s": 1e-5}))
+    assert known is not None
+
+    def slower(rows: float, inner: float, streams: int = 4) -> float:
+        sizes = H100, KernelKind.HALF, rows, inner, 4096
+        plain = known.product_s(*sizes).busy_s  # type: ignore[arg-type, union-attr]
+        many = known.product_s(*sizes, groups=8, grouped=True, streams=streams).busy_s  # type: ignore[arg-type, union-attr]
+        return many / (8 * plain)
+
+    shares = [slower(8192, 8192), slower(1024, 2048), slower(256, 1024)]
+    assert shares == sorted(shares) and shares[0] == pytest.approx(1 / 0.9, rel=0.03) and shares[-1] > 1.5
+    assert slower(256, 1024, streams=0) < shares[-1]  # one kernel for all starts and ends once
+
+
+def test_attention_in_8_bits_gains_less_where_heads_are_short() -> None:
+    def gain(head_dim: int, device: Device = H100) -> float:
+        work = attention_of(head_dim)
+        plain = roofline_s(work, "forward", device, Mode.FUSED).mid
+        return plain / roofline_s(work, "forward", device, Mode.FUSED, RunOptions(narrow_attention=True)).mid
+
+    def attention_of(head_dim: int) -> OpWork:
+        one = TensorFacts((1, 32, 8192, head_dim), "bfloat16", True)
+        flops = 4.0 * 32 * 8192 * 8192 * head_dim / 2
+        return OpWork("attention", (one,) * 3, (one,), (("causal", True),), flops, 4.0 * one.num_bytes)
+
+    assert 1.1 < gain(64) < gain(128) < gain(256) <= 1.6 + 1e-9  # what the exponentials cost stays
+    assert gain(128, catalog.device("a100-sxm4-80gb")) == 1.0  # no products in 8 bits
 
 
 def test_scales_per_block_cost_another_copy_where_any_layout_can_be_multiplied() -> None:
@@ -207,15 +238,16 @@ def test_scales_per_block_cost_another_copy_where_any_layout_can_be_multiplied()
 def test_fused_experts_save_the_activation_and_rows_in_order_cost_traffic() -> None:
     """Fused: less than the speed of the products alone explains. Passes: each moves all rows once, in both phases."""
     work, fused = experts(16384, 4), RunOptions(fused_experts=True)  # as many as run side by side in any case
-    shipped = Constants.shipped()
+    shipped = Constants.shipped().with_({"grouped_share": 0.85, "grouped_product_s": 0.0})
     slow_products = shipped.with_({"fused_grouped_share": shipped.grouped_share})
     for phase, activated in (("forward", 3 * 2048), ("backward", 5 * 2048)):
-        apart = roofline_s(work, phase, H100, Mode.FUSED).mid
-        assert roofline_s(work, phase, H100, Mode.FUSED, fused).mid < 0.85 * apart
+        apart = roofline_s(work, phase, H100, Mode.FUSED, constants=shipped).mid
+        assert roofline_s(work, phase, H100, Mode.FUSED, fused, shipped).mid < 0.95 * apart
         same = roofline_s(work, phase, H100, Mode.FUSED, fused, slow_products).mid
         bandwidth = H100.memory_bytes_per_s * shipped.memory_share
         assert apart - same == pytest.approx(16384 * activated * 2 / bandwidth)
-        times = [seconds(replace(work, attrs=(("row_passes", n),)), phase=phase) for n in (4.0, 6.0)]
+        works = [replace(work, attrs=(("row_passes", n),)) for n in (4.0, 6.0)]
+        times = [roofline_s(w, phase, H100, Mode.FUSED, constants=shipped).mid for w in works]
         assert times[0] == apart
         assert times[1] - times[0] == pytest.approx(2 * 16384 * 4096 * 2 / bandwidth)
 

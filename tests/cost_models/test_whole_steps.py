@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from autoplan.catalog import load_model
-from autoplan.config.parallel import Attention, Launch, Mode, ParallelConfig, RunOptions, precision_of
+from autoplan.config.parallel import Attention, Dispatcher, Launch, Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster, Group
@@ -97,19 +97,24 @@ def test_the_host_starts_kernels_not_views_and_experts_cost_their_own() -> None:
     assert seconds(Mode.EAGER, phase="backward") == pytest.approx(2 * c.host_eager_s + c.host_experts_s)
     assert seconds(Mode.FUSED) == pytest.approx(c.host_fused_s + c.host_experts_s)
     assert seconds(Mode.FUSED, Launch.BLOCKING) == pytest.approx(3 * c.host_blocking_s + c.host_experts_s)
-    assert seconds(Mode.FUSED, Launch.GRAPHS) == pytest.approx(c.host_experts_s)
+    left = c.host_experts_s - c.host_router_s  # graphs hold the router and what prepares the dispatch
+    assert 0 < left < c.host_experts_s
+    assert seconds(Mode.FUSED, Launch.GRAPHS) == pytest.approx(left)
+    assert seconds(Mode.FUSED, Launch.ROUTER_GRAPHS) == pytest.approx(c.host_fused_s + left)
     assert seconds(Mode.FUSED, Launch.FULL_GRAPHS) == 0.0
     assert seconds(Mode.FUSED, some=(narrow,)) == pytest.approx(c.host_fp8 * c.host_fused_s)
     routing = replace(linear(), op="topk")  # no module: an operation of its own
     assert seconds(Mode.FUSED, some=(routing,)) == seconds(Mode.EAGER, some=(routing,)) == c.host_eager_s
     row, weight = experts.inputs[0], TensorFacts((4, 64, 64), "bfloat16", True)
     four = replace(experts, inputs=(row, row, row, weight, weight), attrs=(("matmul_dtype", "float8"),))
-    assert seconds(Mode.FUSED, some=(four,)) == pytest.approx(c.host_experts_s + 4 * c.host_expert_s)
+    wide = replace(four, attrs=())
+    assert seconds(Mode.FUSED, some=(wide,)) == pytest.approx(c.host_experts_s + 4 * c.host_expert_s)
+    assert seconds(Mode.FUSED, some=(four,)) == pytest.approx(c.host_fp8 * (c.host_experts_s + 4 * c.host_expert_s))
     some = BlockWork("b", ops, (), ())
     assert host_s(some, "forward", Costs(Cluster.local(2))).mid == 0.0  # a CPU runs what it starts
     sent = tuple(CommWork("x", "all_reduce", 1e6, "tp", "forward", top_k=k) for k in (0, 2))
     # graphs hold those that are not made for experts
-    for launch, more in ((Launch.ASYNC, 2), (Launch.GRAPHS, 1), (Launch.FULL_GRAPHS, 0)):
+    for launch, more in ((Launch.ASYNC, 2), (Launch.ROUTER_GRAPHS, 2), (Launch.GRAPHS, 1), (Launch.FULL_GRAPHS, 0)):
         costs = Costs(NODE, None, Mode.FUSED, RunOptions(launch=launch))
         for phase, n in (("forward", more), ("backward", 0)):
             with_them, without = (host_s(replace(some, comms=c), phase, costs).mid for c in (sent, ()))
@@ -315,6 +320,34 @@ def test_a_ring_hides_behind_the_attention_that_it_feeds() -> None:
         )
         assert plain is not None and plain.mid > 0
         assert (ring is None or ring.mid == 0) if hidden else (ring is not None and 0 < ring.mid < plain.mid)
+
+
+def test_exchanges_of_experts_hide_behind_as_much_computing_as_there_is() -> None:
+    """Half a block's computing hides nearly all of them over NVLink; over a slow network the rest stays."""
+    config = ParallelConfig(dp=64, ep=64, num_micro_batches=4)
+    half = Constants.shipped().with_({"ep_hidden": 0.5})
+
+    def exchanged_s(nic: int, overlap: frozenset[str], contention: float, config: ParallelConfig = config) -> float:
+        options = RunOptions(overlap=overlap, dispatcher=Dispatcher.FLEX, launch=Launch.FULL_GRAPHS)
+        found = estimate(
+            config,
+            NODES.with_(nic=nic),
+            options,
+            mode=Mode.FUSED,
+            model="qwen3-30b-a3b",
+            constants=half.with_({"contention": contention}),
+        )
+        return found.breakdown["ep_comm"].mid
+
+    for nic, least, most in ((3200, 0.0, 0.2), (50, 0.7, 0.97)):
+        plain = exchanged_s(nic, frozenset(), 0.0)
+        beside, slowed = (exchanged_s(nic, frozenset({"ep"}), c) for c in (0.0, 0.2))
+        assert least * plain <= beside < most * plain
+        assert slowed == pytest.approx(beside + 0.2 * (plain - beside))  # what hides slows the computing down
+    both = replace(config, pp=2, dp=32, ep=32, schedule="DualPipe", num_micro_batches=8)
+    once = replace(both, schedule="1F1B")
+    hidden = [exchanged_s(100, frozenset({"ep"}), 0.0, c) / exchanged_s(100, frozenset(), 0.0, c) for c in (both, once)]
+    assert hidden[0] < hidden[1] < 1  # all computing hides them where a forward always runs beside a backward
 
 
 def test_transfers_of_an_interleaved_schedule_may_overlap() -> None:

@@ -1,5 +1,7 @@
 """Plain flags with --like give the price of a published row that leaves everything else to its framework."""
 
+from dataclasses import replace
+
 import pytest
 from made_up import QWEN, case_of
 
@@ -23,15 +25,18 @@ STATED = {"tp": "2", "dp": "8", "zero_stage": "", "recompute": ""}
     ("internevo@24.03", {"source": "InternEvo", "gpu": "A100"}),
     ("maxtext@25.08", {"source": "maxtext"}),
     ("megatron-bridge@25.11", {**QWEN, "ep": "8", "source": "Megatron-Bridge", "notes": "container 25.11"}),
+    ("megatron-bridge@26.04", {  # a recipe of this model
+        **QWEN, "model": "Qwen3_30B_a3B", "ep": "8", "source": "Megatron-Bridge",
+        "notes": QWEN["notes"] + "; container 26.04",
+    }),
     ("megatron-lm@24.06", {"source": "NVIDIA/Megatron-LM README", "pp": "2", "dp": "4", "schedule": "1F1B"}),
 ])  # fmt: skip
 def test_plain_flags_like_a_stack_give_the_price_of_its_row(like: str, fields: dict[str, str]) -> None:
     case = case_of(**{**STATED, **fields})
     task, stated = case.task, case.task.settings[0].config
     precision = task.precision.split("-")[0]
-    asked = PlanRequest(
-        graph_of(task.shape), task.cluster, task.seq_len, task.global_batch_size, precision=precision, like=like
-    )
+    graph = replace(graph_of(task.shape), name=case.row["model"])
+    asked = PlanRequest(graph, task.cluster, task.seq_len, task.global_batch_size, precision=precision, like=like)
     given = {name: getattr(stated, name) for name in ("tp", "pp", "dp", "ep", "micro_batch_size")}
     planned = estimate_config(asked, checked_config(asked, given))
     assert planned.estimate.step_time_s == price(task).estimates[0].step_time_s

@@ -14,7 +14,7 @@ from autoplan.capture.frontend.config_file import model_from_config
 from autoplan.catalog import load_model
 from autoplan.config.parallel import Launch, Mode, ParallelConfig, RunOptions
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.errors import GraphError
+from autoplan.errors import GraphError, PinError
 from autoplan.ir.graph import Call, ModelGraph
 from autoplan.search.estimate import estimate_config
 from autoplan.search.layouts import PlanRequest
@@ -159,7 +159,7 @@ def test_a_sliding_window_leaves_a_part_of_attention_to_price() -> None:
 
 
 def test_adapters_need_a_layer_of_that_name() -> None:
-    with pytest.raises(GraphError, match="no linear layer is named wq or wk"):
+    with pytest.raises(PinError, match=r"no linear layer of .* is named wq or wk; there are q_proj"):
         graph_of(replace(ADAPTED, adapters=Adapters(4, ("wq", "wk"))))
 
 

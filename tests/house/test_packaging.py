@@ -48,9 +48,9 @@ def import_all_of(package: str) -> str:
 
 def test_the_doors_names_are_exactly_the_public_ones():
     public = (
-        "Cluster ParallelConfig ParallelModel Plan PlanRequest PowerSGD Profile __version__ capacity compile "
+        "Cluster ParallelConfig ParallelModel Plan PlanRequest PowerSGD Profile StepLog __version__ capacity compile "
         "estimate_config "
-        "experts_forward load_model parallelize plan rehearse rule search_plan whatif"
+        "experts_forward explain fit load_model parallelize plan rehearse rule search_plan size whatif"
     ).split()
     assert autoplan.__all__ == public
     assert dir(autoplan) == public

@@ -83,9 +83,9 @@ def test_plan_answers_first_with_units_and_evidence() -> None:
 def test_the_space_is_one_line_unless_asked() -> None:
     words = ("plan", *TASK, "--top", "2")
     short, long = (run(*words, *more).stdout for more in ((), ("--verbose",)))
-    (line,) = [line for line in short.splitlines() if "candidates" in line]
+    (line,) = [line for line in short.splitlines() if "candidates, " in line]
     assert re.fullmatch(
-        r" [\d,]+ candidates, [\d.]+ s: the best of this space, at these prices \(--verbose: all\)", line
+        r"[\d,]+ candidates, [\d.]+ s: the best of this space, at these prices \(--verbose: all\)", line
     )
     assert "the space:" not in short and "the space: all devices are used" in long
     assert re.search(r"candidates: \d+ illegal, \d+ too big, [\d,]+ bounded out, \d+ solved in", long)

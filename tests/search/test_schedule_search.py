@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from typing import Any
 
+import models
 import pytest
-from enumeration import brute_force, request
+from enumeration import best_of, brute_force, request
 
+from autoplan.capture.export import capture
 from autoplan.catalog import load_model
 from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
+from autoplan.ir.graph import ModelGraph
 from autoplan.search.estimate import estimate_config
 from autoplan.search.interleaved_cuts import ChunkCutter, even_cut, even_cuts
+from autoplan.search.later_choices import more_stages
 from autoplan.search.layouts import LayoutCache, PlanRequest
-from autoplan.search.planner import NothingFits, search_plan
+from autoplan.search.planner import NothingFits, SearchResult, search_plan
 from autoplan.search.space import space
 
 
@@ -78,6 +83,43 @@ def test_the_search_over_schedules_is_enumeration(pins: dict[str, Any], share: f
     found = search_plan(r)
     assert found.plans[0].estimate.step_time_s.mid == pytest.approx(expected, rel=1e-9)
     assert found.certificate.gap == 0.0 and found.certificate.status == "complete"
+
+
+@functools.cache
+def _twelve_layers() -> ModelGraph:
+    return capture(models.make_llama(num_hidden_layers=12), models.token_batch(2, 16))
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
+def test_every_number_of_equal_stages_is_looked_at(schedule: str) -> None:
+    """12 layers on 2 ranks: 3 and 6 stages per rank beside the usual 2, 4 and 8; the best of all is found."""
+    pins = {"pp": 2, "dp": 1, "tp": 1, "num_micro_batches": 4, "zero_stage": 0, "schedule": schedule}
+    r = replace(request(2, pins=pins), graph=_twelve_layers())
+    found = search_plan(r)
+    steps = {
+        v: best_of(r, ParallelConfig(pp=2, num_micro_batches=4, micro_batch_size=2, zero_stage=0, schedule=schedule,
+                                     virtual_stages=v))
+        for v in (2, 3, 4, 6)
+    }  # fmt: skip
+    assert found.plans[0].estimate.step_time_s.mid == pytest.approx(min(steps.values()), rel=1e-9)
+    assert found.plans[0].config.virtual_stages == min(steps, key=steps.__getitem__)
+    assert any("other numbers of stages per rank" in text for text in _free(r).certificate.restrictions)
+
+
+def _free(r: PlanRequest) -> SearchResult:
+    return search_plan(replace(r, pins={k: v for k, v in r.pins.items() if k != "schedule"}))
+
+
+def test_more_stages_are_equal_and_legal() -> None:
+    """Llama 405B has 126 layers, and 128 with embedding and head: on 16 ranks 8 to each."""
+    r = PlanRequest(load_model("llama-3.1-405b"), Cluster.parse("128x8xh100-sxm5-80gb"), 8192, 512)
+    c = ParallelConfig(dp=8, tp=8, pp=16, num_micro_batches=64, schedule="Interleaved1F1B", virtual_stages=2)
+    assert [each.virtual_stages for each in more_stages(r, c)] == [4]  # 8 x 16 is more than 126 layers
+    assert [each.virtual_stages for each in more_stages(r, c.but(pp=2, dp=64, num_micro_batches=8))] == [
+        3, 4, 7, 8, 9, 16, 21, 32, 63,
+    ]  # fmt: skip
+    assert not list(more_stages(replace(r, pins={"virtual_stages": 2}), c))
+    assert not list(more_stages(r, c.but(schedule="ZBV")))
 
 
 def test_the_quick_bound_of_a_schedule_is_one() -> None:

@@ -40,6 +40,14 @@ def test_an_era_holds_until_the_next_and_changes_depend_on_device_and_precision(
     assert found.options_at(year_of("25.09"), "H100", "BF16").launch is Launch.GRAPHS
     assert not found.options_at(year_of("26.08"), "GB300", "BF16").fused_experts
     assert found.options_at(year_of("26.08"), "GB300", "MXFP8").fused_experts
+    # recipes that differ by model: what its file in Megatron Bridge says, on that device
+    at = year_of("26.04"), "H100", "BF16"
+    assert "ep" in found.options_at(*at, "Qwen3_235B_a22B").overlap
+    assert "ep" not in found.options_at(*at, "qwen3-30b-a3b").overlap
+    assert found.options_at(*at, "qwen3-30b-a3b").launch is Launch.ROUTER_GRAPHS
+    assert found.options_at(*at, "llama-3.1-70b").launch is Launch.ASYNC
+    assert found.recompute_at(*at, "GPT OSS 120B") == ("modules:layernorm,moe_act",)
+    assert found.recompute_at(*at, "a model") == found.recompute_at(*at) == found.kernels.recompute
     assert not found.experts_whole(year_of("25.06")) and found.experts_whole(year_of("25.09"))
 
 
@@ -58,6 +66,8 @@ def test_an_era_holds_until_the_next_and_changes_depend_on_device_and_precision(
         (("default_version",), "new", "write YY.MM"),
         (("equal_stages",), 1, "must be of type bool"),
         (("gradients_16", "when"), "alwais", "did you mean 'always'"),
+        (("changes", 0, "recompute"), ["fulll"], "recompute of 'fulll' is not known; did you mean 'full'"),
+        (("changes", 0, "recompute"), ["modules:mlps"], "did you mean mlp"),
     ],
 )
 def test_a_faulty_record_is_refused_by_the_nearest_name(path: tuple[object, ...], value: object, message: str) -> None:

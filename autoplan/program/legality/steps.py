@@ -169,6 +169,10 @@ def _options(c: ParallelConfig, f: Facts) -> str | None:
     return f"the options {', '.join(names)} are priced, but not executed" if names else None
 
 
+def _packed(c: ParallelConfig, f: Facts) -> str | None:
+    return "weights in 4 bits are priced, but not executed" if f.model is not None and f.model.packed else None
+
+
 RULES: tuple[Rule, ...] = (
     Rule(NEEDS_SHARDS, ("zero_stage", "offload", "dp", "cp", "zero_replicas"), _shards),
     Rule("no host link is known", ("recompute", "offload"), _host_link),
@@ -192,4 +196,5 @@ RULES: tuple[Rule, ...] = (
     Rule("the precision is not executed", (), _precision, Scope.EXECUTED),
     Rule("the mode is not executed", (), _mode, Scope.EXECUTED),
     Rule("the options are not executed", (), _options, Scope.EXECUTED),
+    Rule("weights in 4 bits are not executed", (), _packed, Scope.EXECUTED, priced="weights in 4 bits"),
 )

@@ -1,0 +1,53 @@
+"""Words of a run's setup: the kernel of attention, how kernels are launched, how tokens travel to experts."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Attention(StrEnum):
+    """The kernel that computes the core of attention.
+
+    UNFUSED: two batched products and a fused softmax, with the scores in memory (before 2022). FLASH1: Dao et al.,
+    2022.
+    FLASH2: Dao, 2023; the kernel of PyTorch's scaled_dot_product_attention on most devices. FUSED: made for the device
+    (cuDNN and Transformer Engine, FlashAttention-3).
+    """
+
+    UNFUSED = "unfused"
+    FLASH1 = "flash1"
+    FLASH2 = "flash2"
+    FUSED = "fused"
+
+
+class Launch(StrEnum):
+    """How the host starts kernels.
+
+    ASYNC: ahead of the device, which waits if the host is slower.
+    GRAPHS: from CUDA graphs, at no cost, except for experts, whose row counts the host must know; their router is in a
+    graph, too (Megatron-Core's cuda_graph_scope `attn, moe_router, moe_preprocess`).
+    ROUTER_GRAPHS: ahead of the device, the router of experts from CUDA graphs (`moe_router, moe_preprocess`).
+    FULL_GRAPHS: from CUDA graphs, experts included.
+    BLOCKING: one kernel at a time (CUDA_LAUNCH_BLOCKING=1), so that host and device alternate.
+    """
+
+    ASYNC = "async"
+    GRAPHS = "graphs"
+    ROUTER_GRAPHS = "router_graphs"
+    FULL_GRAPHS = "full_graphs"
+    BLOCKING = "blocking"
+
+
+class Dispatcher(StrEnum):
+    """How rows travel to the experts on other ranks and back (token dispatch).
+
+    ALL_TO_ALL: one copy per chosen expert (Megatron-Core `--moe-token-dispatcher-type alltoall`).
+    FLEX: a row travels once to each node and once to each device with experts for it, and is summed on the way back
+    (`flex` with DeepEP or HybridEP).
+    FLEX_FP8: as FLEX, with 8 bits on the way to the experts (DeepSeek-V3, arXiv 2412.19437, section 3.3.2; Megatron
+    sends 16 bits both ways).
+    """
+
+    ALL_TO_ALL = "alltoall"
+    FLEX = "flex"
+    FLEX_FP8 = "flex_fp8"

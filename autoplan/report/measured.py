@@ -1,0 +1,201 @@
+"""A plan beside a log of its steps (autoplan.runtime.step_log): `autoplan compare PLAN LOG`. No torch."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from autoplan.config.choices import OPTIONS, config_data
+from autoplan.errors import PinError
+from autoplan.files import write_whole
+from autoplan.plans.document import plain
+from autoplan.plans.record import Plan
+from autoplan.report.text import paragraph, plain_table
+
+WARM_UP = 2  # rows of the beginning that count for nothing
+_LOG_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of a step: as predicted (low and high if there is an interval) and as measured (median, quartiles)."""
+
+    name: str
+    predicted: float
+    low: float | None
+    high: float | None
+    measured: float
+    quartiles: tuple[float, float]
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured."""
+        return self.predicted / self.measured
+
+    @property
+    def inside(self) -> bool | None:
+        """True if the measured median lies in the predicted interval; None without one."""
+        return None if self.low is None or self.high is None else self.low <= self.measured <= self.high
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A plan and the steps that were run under it.
+
+    Attributes:
+        num_rows: rows that count. notes: what of the log is not what the plan was made for.
+        predicted_s: the predicted step by term, in seconds.
+    """
+
+    model: str
+    num_rows: int
+    figures: tuple[Figure, ...]
+    notes: tuple[str, ...]
+    predicted_s: Mapping[str, float]
+
+
+def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return head and rows of a log. A last line that is cut off is left out.
+
+    Raises:
+        PinError: the file is missing, or is no log.
+    """
+    try:
+        lines = path.read_text().split("\n")
+    except OSError as error:
+        raise PinError(f"{path}: {error.strerror or error}") from None
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            raise PinError(f"{path}: line {number} is not JSON; give the file that autoplan.StepLog wrote") from None
+    head = found[0] if found else {}
+    if not isinstance(head, dict) or head.get("autoplan_step_log") != _LOG_VERSION:
+        raise PinError(
+            f"{path} is no log of steps of version {_LOG_VERSION}; give the file that autoplan.StepLog wrote"
+        )
+    return head, found[1:]
+
+
+def compare(plan: Plan, log: Path) -> Comparison:
+    """Return a plan's prediction beside the steps of a log.
+
+    Raises:
+        PinError: the plan has no estimate, or the log has no rows after the first `WARM_UP`.
+    """
+    head, rows = read_log(log)
+    e = plan.estimate
+    if e is None:
+        raise PinError("the plan has no estimate: its degrees were given, not searched; compare one of `autoplan plan`")
+    counted = rows[WARM_UP:]
+    if not counted:
+        raise PinError(f"{log} has {len(rows)} rows, of which the first {WARM_UP} do not count; run more steps")
+    step = e.step_time_s
+    memory = e.peak_memory_bytes
+    if head["device"] != "cpu":  # what torch counts: tensors alone
+        memory = max((s.allocated_bytes for s in e.stages), key=lambda q: q.mid)
+    figures = [_figure("step_s", step.mid, (step.low, step.high), counted)]
+    if all(row["tokens_per_s"] is not None for row in counted):
+        figures.append(_figure("tokens_per_s", e.tokens_per_s, None, counted))
+        figures.append(_figure("mfu", e.mfu, None, counted))
+    figures.append(_figure("peak_bytes", memory.mid, (memory.low, memory.high), counted))
+    notes = []
+    if head["graph"] and plan.graph_hash and head["graph"] != plan.graph_hash:
+        notes.append(f"the log is of another graph ({head['model']}) than the plan ({plan.model})")
+    if head["world"] != plan.num_devices:
+        notes.append(f"the log is of {head['world']} ranks, the plan for {plan.num_devices} devices")
+    first = str(plan).splitlines()[0]
+    if head["plan"] and head["plan"] != first:
+        notes.append(f"the log is of another plan: {head['plan']}")
+    if head["device"] == "cpu":
+        notes.append("memory is the peak of a whole process, with Python and its libraries")
+    terms = {name: q.mid for name, q in e.breakdown.items()}
+    return Comparison(plan.model, len(counted), tuple(figures), tuple(notes), terms)
+
+
+def _figure(
+    name: str, predicted: float, interval: tuple[float, float] | None, rows: Sequence[Mapping[str, Any]]
+) -> Figure:
+    values = [float(row[name]) for row in rows]
+    quarters = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    low, high = interval if interval is not None else (None, None)
+    return Figure(name, predicted, low, high, statistics.median(values), (quarters[0], quarters[2]))
+
+
+_SHOWN = {
+    "step_s": ("step, s", 1.0, ".4g"),
+    "tokens_per_s": ("tokens/s", 1.0, ",.0f"),
+    "mfu": ("MFU, %", 100.0, ".1f"),
+    "peak_bytes": ("memory, GB", 1e-9, ".2f"),
+}
+
+
+def comparison_text(out: Console, found: Comparison) -> None:
+    """Print a comparison."""
+    out.print(f"{found.model}: predicted and measured, {found.num_rows} rows of the log")
+    table = plain_table("", "predicted", "interval", "measured", "quartiles", "predicted/measured", "inside")
+    for figure in found.figures:
+        title, factor, form = _SHOWN[figure.name]
+
+        def text(value: float | None, factor: float = factor, form: str = form) -> str:
+            return "" if value is None else format(value * factor, form)
+
+        interval = "" if figure.low is None else f"{text(figure.low)} to {text(figure.high)}"
+        inside = {True: "yes", False: "no", None: ""}[figure.inside]
+        quartiles = " to ".join(map(text, figure.quartiles))
+        cells = (
+            title,
+            text(figure.predicted),
+            interval,
+            text(figure.measured),
+            quartiles,
+            f"{figure.ratio:.2f}",
+            inside,
+        )
+        table.add_row(*cells)
+    out.print(table)
+    largest = sorted(found.predicted_s.items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in largest if seconds > 0)
+    paragraph(out, f"The predicted step: {shown}.")
+    for note in found.notes:
+        paragraph(out, f"Note: {note}.")
+
+
+def comparison_data(found: Comparison) -> dict[str, Any]:
+    """Return a comparison as JSON data."""
+    figures = [{**asdict(f), "ratio": f.ratio, "inside": f.inside} for f in found.figures]
+    return {"schema": 1, "command": "compare", **asdict(found), "figures": figures}
+
+
+def write_calibration(plan: Plan, found: Comparison, path: Path) -> None:
+    """Write the measured step as a file for `autoplan calibrate`.
+
+    Raises:
+        PinError: the plan is of a model that the command line cannot load by its name.
+    """
+    asked = plan.document.get("asked")
+    if not isinstance(asked, Mapping) or "model" not in asked:
+        raise PinError(
+            "--calibrate needs a plan of the command line (`autoplan plan MODEL ... --json`), whose model has a name"
+        )
+    import yaml
+
+    request = plan.document["request"]
+    data = config_data(plan.config)
+    degrees = {name: data[name] for name in data if data[name] is not None and name != "num_micro_batches"}
+    step = {
+        "name": f"{plan.model}, measured",
+        **{name: asked[name] for name in ("model", "cluster")},
+        **{name: request[name] for name in ("seq_len", "global_batch_size", "precision", "mode")},
+        "options": {name: request[name] for name in OPTIONS if request.get(name) is not None},
+        "step_time_s": found.figures[0].measured,
+        "degrees": plain(degrees),
+    }
+    write_whole(path, yaml.safe_dump([step], sort_keys=False))

@@ -1,0 +1,206 @@
+"""The answers of `autoplan size`: the fewest devices, the least money, and the curve, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from autoplan.config import numbers
+from autoplan.config.choices import config_data
+from autoplan.errors import PinError
+from autoplan.report.data import assumptions, head, to_text
+from autoplan.report.flags import TaskWords
+from autoplan.report.request import read_request, read_run
+from autoplan.report.text import console, graph_notes, paragraph, plain_table, prices
+from autoplan.report.waiting import waiting
+from autoplan.sweeps.label import plan_label
+from autoplan.sweeps.size import Kind, Size, SizePoint, nodes_of, read_kinds, rows, size
+from autoplan.sweeps.whatif import RunTask
+
+
+def size_command(
+    task: TaskWords,
+    pin: Sequence[str] | None,
+    deadline: str,
+    budget: str | None,
+    devices: Sequence[str] | None,
+    seconds: float,
+    as_json: bool,
+    **asked: Any,
+) -> int:
+    """Size a run, print the answer, and return the exit code: 0 if some kind of device meets it, else 3."""
+    run = read_run(task)
+    if run.tokens is None:
+        raise PinError("--tokens is missing: the size of the run, for example --tokens 15T")
+    days = numbers.read_days(deadline, "--deadline")
+    usd = None if budget is None else numbers.read_number(budget, "--budget")
+    kinds = [kind for text in devices or () for kind in read_kinds(text)]
+    cluster: str | None = task.__dict__["cluster"]
+    if not kinds and cluster is None:
+        raise PinError("--devices is missing: kinds of devices or instances, for example --devices h100,gb200")
+    if cluster is None:
+        task = replace(task, cluster=_cluster_text(kinds[0]))
+    request = read_request(task, pins=list(pin or ()), **asked)
+    with waiting("sizing", as_json) as status:
+        found = size(
+            request,
+            run.tokens,
+            days,
+            kinds=kinds,
+            budget_usd=usd,
+            assumptions=run.assumptions.given,
+            seconds=seconds,
+            told=lambda kind, nodes: status.update(f"sizing: {nodes} nodes of {kind}"),
+        )
+    if as_json:
+        print(to_text(size_report(found)))
+    else:
+        size_text(console(), found)
+    return 0 if found.fewest is not None else 3
+
+
+def _cluster_text(kind: str) -> str:
+    """Return the text of one node of a kind."""
+    at, overrides = kind.partition("@")[1:]
+    cluster = nodes_of(kind)
+    return f"1x{cluster.devices_per_node}x{cluster.device.name}{at}{overrides}"
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def size_text(out: Console, found: Size) -> None:
+    """Print the fewest devices, the least money, and the curve of every kind."""
+    from autoplan.versions import __version__
+
+    r = found.request
+    model = f"{r.graph.name} ({numbers.scaled(r.graph.num_params)} parameters)"
+    out.print(Text(f"autoplan {__version__} - size of a run of {model}", style="bold"), soft_wrap=True)
+    batch = numbers.scaled(r.seq_len * r.global_batch_size)
+    money = "" if found.budget_usd is None else f" for at most {numbers.dollars(found.budget_usd)}"
+    paragraph(
+        out,
+        f"{numbers.scaled(found.tokens)} tokens in {numbers.days(found.deadline_days)}{money}, steps of {batch} tokens "
+        f"({r.seq_len:,} x {r.global_batch_size:,}), {r.precision}, {r.mode}",
+        5,
+        first=2,
+    )
+    out.print()
+    _answers(out, found)
+    for kind in found.kinds:
+        _curve(out, kind, found)
+    _assumed(out, found)
+
+
+def _answers(out: Console, found: Size) -> None:
+    fewest, cheapest = found.fewest, found.cheapest
+    if fewest is None:
+        out.print(Text(" NOT POSSIBLE with these devices", style="bold red"))
+    else:
+        out.print(Text(f" FEWEST   {_answer(found, fewest)}", style="bold green"), soft_wrap=True)
+    if cheapest is not None and cheapest is not fewest:
+        out.print(Text(f" CHEAPEST {_answer(found, cheapest)}", style="bold green"), soft_wrap=True)
+    for kind in found.kinds:
+        if kind.fewest is None:
+            paragraph(out, f"{kind.name}: {kind.reason}", 3, "yellow", first=1)
+
+
+def _answer(found: Size, point: SizePoint) -> str:
+    kind = next(k.name for k in found.kinds if point in k.points)
+    money = "" if point.usd is None else f", {numbers.dollars(point.usd)}"
+    return f"{point.num_devices:,} devices ({_nodes(point.nodes)} of {kind}): {numbers.days(point.days or 0)}{money}"
+
+
+def _nodes(count: int) -> str:
+    return f"{count:,} node{'s' if count > 1 else ''}"
+
+
+def _curve(out: Console, kind: Kind, found: Size) -> None:
+    out.print()
+    table = plain_table(kind.name, "devices", "days", "low to high", "cost", "MFU", "", "plan", left=1)
+    table.columns[-2].justify = table.columns[-1].justify = "left"
+    for p in kind.points:
+        name = _nodes(p.nodes)
+        if p.run is None or p.point.planned is None:
+            table.add_row(name, f"{p.num_devices:,}", "-", "-", "-", "-", "", p.point.status)
+            continue
+        e, days = p.point.planned.estimate, p.run.days_with_failures or p.run.days
+        label = plan_label(p.point.planned.config, e)
+        c = p.point.certificate
+        label += f" ({c.status}, gap {numbers.percent(c.gap)})" if c is not None and c.gap > 0.05 else ""
+        mark = "meets" if p.meets(found.deadline_days, found.budget_usd) else ""
+        mark = "fewest" if p is kind.fewest else mark
+        table.add_row(
+            name,
+            f"{p.num_devices:,}",
+            numbers.digits(days.mid),
+            f"{numbers.digits(days.low)}-{numbers.digits(days.high)}",
+            "-" if p.usd is None else numbers.dollars(p.usd),
+            f"{100 * e.mfu:.0f} %",
+            mark,
+            label,
+        )
+    out.print(table)
+
+
+def _assumed(out: Console, found: Size) -> None:
+    out.print()
+    unsure = [k.name for k in found.kinds if k.fewest is not None and not k.adjacent]
+    sure = [k.name for k in found.kinds if k.fewest is not None and k.adjacent]
+    text = "Whole nodes are counted. Between the numbers that were planned, days are assumed to fall with more nodes"
+    if sure:
+        text += f"; of {', '.join(sure)} the next smaller legal number (if there is one) was planned and is too slow"
+    if unsure:
+        text += f"; of {', '.join(unsure)} smaller numbers that were not planned may be fast enough"
+    paragraph(out, f"{text}. Days and cost are with failures and checkpoints where known.", 2)
+    planned = [p for k in found.kinds for p in k.points if p.point.planned is not None]
+    requests = [p.point.request for p in planned if p.point.request is not None]
+    prices(out, requests, RunTask(found.tokens, found.assumptions))
+    for note in dict.fromkeys(n for p in planned if p.run is not None for n in p.run.notes):
+        paragraph(out, f"Note: {note}", 6, "yellow")
+    for text in graph_notes([found.request]):
+        paragraph(out, f"Note: {text}", 6, "yellow")
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def size_report(found: Size) -> dict[str, Any]:
+    """Return the answer of `autoplan size` as plain data."""
+    return {
+        **head("size", found.request, "ok" if found.fewest is not None else "infeasible"),
+        "tokens": found.tokens,
+        "deadline_days": found.deadline_days,
+        "budget_usd": found.budget_usd,
+        "fewest": _point_data(found, found.fewest),
+        "cheapest": _point_data(found, found.cheapest),
+        "kinds": [
+            {
+                "name": k.name,
+                "fewest_nodes": None if k.fewest is None else k.fewest.nodes,
+                "cheapest_nodes": None if k.cheapest is None else k.cheapest.nodes,
+                "adjacent": k.adjacent,
+                "reason": k.reason or None,
+            }
+            for k in found.kinds
+        ],
+        "rows": rows(found),
+        "assumptions": assumptions(found.assumptions),
+    }
+
+
+def _point_data(found: Size, point: SizePoint | None) -> dict[str, Any] | None:
+    if point is None or point.point.planned is None:
+        return None
+    return {
+        "kind": next(k.name for k in found.kinds if point in k.points),
+        "nodes": point.nodes,
+        "num_devices": point.num_devices,
+        "days": point.days,
+        "usd": point.usd,
+        "plan": config_data(point.point.planned.config),
+    }

@@ -1,0 +1,122 @@
+"""The module that a program was made of: its form without values, to give the trained module back."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autoplan.runtime.agree import AgreedRuntimeError
+
+_HOOK = "_autoplan_stale_hook"
+
+
+class GivenModule:
+    """A copy of a module without the memory of its parameters and persistent buffers; tied parameters stay tied.
+
+    Attributes:
+        reason: why Python cannot copy the module, and what to do instead; empty if it can.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        memo: dict[int, Any] = {id(p): _without_memory(p) for p in model.parameters()}
+        kept = {id(t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+        memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers() if id(b) in kept}
+        self._form: nn.Module | None = None
+        self.reason = ""
+        try:
+            self._form = copy.deepcopy(model, memo)
+        except Exception as exc:  # of anything that the user's module holds: a lock, an open file, a tensor of a graph
+            self.reason = (
+                f"{type(model).__name__} cannot be copied ({type(exc).__name__}: {exc}); build it again and load "
+                "pm.state_dict() into it"
+            )
+
+    def filled(self, state: Mapping[str, Any]) -> nn.Module:
+        """Return a module with the values of a full state, on the host.
+
+        Raises:
+            RuntimeError: the module cannot be copied, or the state lacks some of its keys or has others.
+        """
+        if self._form is None:
+            raise RuntimeError(self.reason)
+        made = copy.deepcopy(self._form)
+        forget_stale_warning(made)
+        with torch.no_grad():
+            made.load_state_dict(
+                {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in state.items()}, assign=True
+            )
+        _tie_again(made, self._form)
+        return made
+
+
+def _without_memory(p: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+
+
+def _tie_again(made: nn.Module, form: nn.Module) -> None:
+    """Let the names of one parameter of `form` name one parameter of `made` again; `assign` made one for each."""
+    first: dict[int, nn.Parameter] = {}
+    for prefix, module in form.named_modules(remove_duplicate=False):
+        mine = made.get_submodule(prefix)
+        for name, p in module._parameters.items():
+            held = mine._parameters.get(name)
+            if p is not None and held is not None:
+                held.requires_grad_(p.requires_grad)
+                mine._parameters[name] = first.setdefault(id(p), held)
+
+
+def given_back(given: GivenModule | None, state: Callable[[], dict[str, Any]], rank: int | None) -> nn.Module | None:
+    """Return the module with the full state that `state` returns (a collective) on one rank, or on all; None elsewhere.
+
+    Raises:
+        AgreedRuntimeError: (on all ranks) there is no module, or it cannot be copied.
+    """
+    if given is None or given.reason:
+        raise AgreedRuntimeError(
+            "this program was not made of a module; load pm.state_dict() into one" if given is None else given.reason
+        )
+    values = state()
+    mine = rank is None or not dist.is_initialized() or dist.get_rank() == rank
+    return given.filled(values) if mine else None
+
+
+class _Stale:
+    """The hook of `warn_when_stale`. A pickled or deep copy of it is silent."""
+
+    def __init__(self, pm: Any = None) -> None:
+        self._trained = None if pm is None else weakref.ref(pm)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Stale, ()
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        of = None if self._trained is None else self._trained()
+        if of is None or not of.progress.num_steps:
+            return
+        forget_stale_warning(module)  # once
+        warnings.warn(
+            f"this {type(module).__name__} has the values that it had before autoplan.parallelize; pm.to_module() "
+            "returns the trained module, pm.eval_step(batch) the loss of a batch",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def warn_when_stale(model: nn.Module, pm: Any) -> None:
+    """Warn in a forward of `model` if `pm`, which was made of it, has been trained: the module has its old values."""
+    forget_stale_warning(model)
+    setattr(model, _HOOK, model.register_forward_pre_hook(_Stale(pm)))
+
+
+def forget_stale_warning(model: nn.Module) -> None:
+    """Remove the hook of `warn_when_stale`, if there is one."""
+    hook = model.__dict__.pop(_HOOK, None)
+    if hook is not None:
+        hook.remove()

@@ -1,0 +1,117 @@
+"""What the stages of a program take besides the batch: denominators of the loss, the numbers behind dropout, sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autoplan.runtime.agree import AgreedValueError
+from autoplan.runtime.batch import Counts
+from autoplan.runtime.mesh import AxisMesh
+from autoplan.runtime.spec import CarriedSpec, ProgramSpec, evaluate_terms
+from autoplan.runtime.stages import Carried
+
+MicroBatch = dict[str, Any]
+"""Name -> tensor: the inputs of every stage. `rng` is None where nothing is dropped."""
+
+
+class StageInputs:
+    """Completes micro-batches.
+
+    Args:
+        spec, mesh: the program and its mesh.
+        stage: any stage of this rank; its `count` counts what the mean of the loss runs over.
+        device: where the stages run.
+        loss_dtype: dtype of the loss and of its denominators.
+        dtype: a floating dtype to run in instead of the captured one, or None.
+    """
+
+    def __init__(
+        self,
+        spec: ProgramSpec,
+        mesh: AxisMesh,
+        stage: Any,
+        device: torch.device,
+        loss_dtype: torch.dtype,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._spec, self._mesh, self._stage, self._device = spec, mesh, stage, device
+        self._loss_dtype, self._dtype = loss_dtype, dtype
+
+    def count(self, parts: Sequence[MicroBatch]) -> float | torch.Tensor:
+        """Return what this rank's micro-batches add to the denominators of the loss."""
+        if self._spec.loss_count == "none":
+            return 0
+        counted: torch.Tensor = sum(self._stage.count(**part) for part in parts)
+        return counted
+
+    def denominators(self, counts: Counts) -> dict[str, torch.Tensor]:
+        """Return the denominators of the loss over all ranks: the number of valid labels, of samples, or a total.
+
+        Raises:
+            AgreedValueError: (on all ranks) no label is valid, or the loss is also a mean over the samples of a
+                micro-batch and ranks have different numbers of samples.
+        """
+        if self._spec.loss_share and counts.samples is None:
+            raise AgreedValueError(
+                f"the loss is a mean over samples, and the {self._mesh.size('dp')} data-parallel ranks have different "
+                "numbers of samples; give each the same number"
+            )
+        out = {}
+        for (name, what), number in zip(self._spec.loss_counts, counts.labels, strict=True):
+            if number == 0 and what not in ("none", "total"):
+                raise AgreedValueError("no label of the global batch is valid, so the mean loss is not defined")
+            full = 1.0 if what == "none" else number  # full, not tensor: no copy from the host
+            out[name] = torch.full((), full, dtype=self._loss_dtype, device=self._device)
+        return out
+
+    def generators(
+        self, parts: Sequence[MicroBatch], num_batches: int, seed: int, step: int, data_rank: int
+    ) -> Sequence[torch.Tensor]:
+        """Return for each micro-batch what dropout is keyed by: seed, step, and the global number of its first sample.
+
+        Samples are numbered batch by batch, within a batch data rank by data rank. One copy to the device for all
+        micro-batches, without synchronisation.
+        """
+        size, each = _num_samples(parts[0]), len(parts) // num_batches
+        firsts = [((k // each * self._mesh.size("dp") + data_rank) * each + k % each) * size for k in range(len(parts))]
+        numbers = torch.tensor([[seed, step, first] for first in firsts])
+        return numbers.to(self._device, non_blocking=True).unbind()
+
+    def complete(
+        self,
+        parts: Sequence[MicroBatch],
+        denominators: Mapping[str, torch.Tensor],
+        generators: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Add to micro-batches what the stages take besides the batch."""
+        total = sum(map(_num_samples, parts))
+        for part, generator in zip(parts, generators, strict=True):
+            share = _num_samples(part) / total
+            part |= denominators
+            if self._spec.loss_share:
+                part["loss_share"] = torch.full((), share, dtype=self._loss_dtype, device=self._device)
+            part["rng"] = generator
+
+    def sizes(self, part: MicroBatch) -> dict[str, int]:
+        """Return this rank's sizes of a micro-batch, by symbol."""
+        env: dict[str, int] = {symbol: part[name].shape[dim] for symbol, name, dim in self._spec.sizes_from}
+        if self._mesh.has("cp"):
+            env["s"] //= self._mesh.size("cp")
+        return env
+
+    def carried(self, specs: Sequence[CarriedSpec], part: MicroBatch) -> tuple[Carried, ...]:
+        """Return shapes and dtypes of the tensors that travel between two stages for a micro-batch."""
+        env, out = self.sizes(part), []
+        for c in specs:
+            dtype: torch.dtype = getattr(torch, c.dtype)
+            if self._dtype is not None and dtype.is_floating_point and c.requires_grad:  # counts keep their dtype
+                dtype = self._dtype
+            out.append(Carried(tuple(evaluate_terms(s, env) for s in c.shape), dtype, c.requires_grad))
+        return tuple(out)
+
+
+def _num_samples(part: Mapping[str, torch.Tensor]) -> int:
+    return next(iter(part.values())).shape[0]

@@ -1,0 +1,87 @@
+"""experiments/published: what notes and names of rows say beyond their columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from made_up import QWEN, case_of
+
+from autoplan.config.parallel import Dispatcher, Launch
+from autoplan.stacks.records import Framework
+
+MOE = {**QWEN, "ep": "8", "flags": "", "recompute": "", "gpu_mem_gb": ""}
+SIZES = QWEN["notes"]
+BRIDGE = "NVIDIA-NeMo/Megatron-Bridge docs"
+CARD = "NVIDIA-NeMo/Megatron-Bridge examples/model_verification_cards"
+
+
+def options_of(notes: str = "", **fields: str) -> Any:
+    return case_of(**{**MOE, "notes": f"{SIZES}; {notes}", **fields}).task.settings[0].options
+
+
+@pytest.mark.parametrize(("notes", "overlaps"), [
+    ("EP overlap on (A2A_OVERLAP=1)", True), ("cross-node EP, +1f1b A2A overlap", True),
+    ("TE graphs; EP overlap", True), ("EP overlap off", False), ("", False),
+])  # fmt: skip
+def test_notes_say_whether_exchanges_of_experts_overlap(notes: str, overlaps: bool) -> None:
+    assert ("ep" in options_of(notes).overlap) is overlaps
+    assert "ep" not in options_of(notes, flags="DeepEP; A2A_OVERLAP=0").overlap
+    usual = {"source": BRIDGE, "model": "Qwen3_235B_a22B"}  # a recipe that overlaps, where the row says nothing else
+    assert ("ep" in options_of(f"container 26.04; {notes}", **usual).overlap) is (notes != "EP overlap off")
+
+
+@pytest.mark.parametrize(("words", "launch"), [
+    ("CUDA graphs (TE)", Launch.GRAPHS), ("HybridEP; TE graphs", Launch.GRAPHS),
+    ("TE CUDA graphs moe_router+moe_preprocess", Launch.ROUTER_GRAPHS),
+    ("TE CUDA graphs (attn, mamba)", Launch.GRAPHS), ("full-iteration CUDA graph", Launch.FULL_GRAPHS),
+])  # fmt: skip
+def test_notes_and_flags_say_what_graphs_hold(words: str, launch: Launch) -> None:
+    assert options_of(words).launch is options_of(flags=words).launch is launch
+    assert options_of().launch is Launch.ASYNC
+
+
+def test_dispatchers_are_read_and_dropped_tokens_travel_all_to_all() -> None:
+    assert options_of("intra-node EP, A2A dispatcher", flags="A2A").dispatcher is Dispatcher.ALL_TO_ALL
+    assert options_of("HybridEP permute fusion").dispatcher is Dispatcher.FLEX
+    assert options_of(flags="DeepEP", notes="A2A dispatcher").dispatcher is Dispatcher.FLEX  # flags come first
+    recipe = {"source": BRIDGE, "gpu": "GB200", "precision": "MXFP8"}
+    assert options_of("container 26.02", **recipe).dispatcher is Dispatcher.FLEX
+    dropped = options_of("container 26.02; (tokendrop)", model="Qwen3 (tokendrop)", **recipe)
+    assert dropped.dispatcher is Dispatcher.ALL_TO_ALL and dropped.launch is Launch.FULL_GRAPHS
+
+
+@pytest.mark.parametrize(("notes", "etps"), [("ETP=1", [1]), ("ETP=4", [None]), ("", [None, 1]), ("ETP=3", [None])])
+def test_how_experts_are_split_is_noted(notes: str, etps: list[int | None]) -> None:
+    settings = case_of(**{**MOE, "tp": "4", "dp": "4", "ep": "4", "notes": f"{SIZES}; {notes}"}).task.settings
+    assert list(dict.fromkeys(s.config.etp for s in settings)) == etps
+
+
+def test_a_card_of_a_performance_recipe_is_read_as_that_recipe() -> None:
+    fields = {**MOE, "source": CARD, "gpu": "GB300", "precision": "MXFP8", "model": "qwen3-30b-a3b"}
+    library = case_of(**{**fields, "notes": SIZES})
+    recipe = case_of(**{**fields, "notes": f"{SIZES}; performance recipe of release 26.08"})
+    assert (library.framework, recipe.framework) == (Framework.BRIDGE_LIBRARY, Framework.NEMO)
+    options = recipe.task.settings[0].options
+    assert options.launch is Launch.FULL_GRAPHS and options.fused_experts and options.narrow_attention
+
+
+def test_blank_recompute_is_that_of_the_recipe() -> None:
+    fields = {**MOE, "source": BRIDGE, "gpu": "B200", "notes": f"{SIZES}; container 26.04"}
+    found = {m: case_of(**{**fields, "model": m}).task.settings for m in ("GPT OSS 120B", "another")}
+    assert [s.config.recompute for s in found["GPT OSS 120B"]] == ["modules:layernorm,moe_act"]
+    assert found["another"][0].config.recompute == "none"
+
+
+def test_names_tell_layers_that_dimensions_do_not() -> None:
+    llama = case_of(**{**MOE, "model": "LLAMA4 maverick 400b"}).task.shape
+    assert llama.shared_ffn == llama.expert_ffn == 768  # in every layer with experts
+    assert case_of(**MOE).task.shape.shared_ffn == 0
+    recipe = {"source": BRIDGE, "notes": f"{SIZES}; container 26.04"}
+    deepseek = case_of(**{**MOE, **recipe, "model": "DeepSeekV3"})
+    assert deepseek.task.shape.layers == 49 and "multi-token prediction" in " ".join(deepseek.notes)
+    assert case_of(**{**MOE, "model": "DeepSeekV3", "source": "a blog"}).task.shape.layers == 48
+    few = {**MOE, "moe_experts": "8", "moe_topk": "2", "ep": "2", "kv_heads": "32", "params_b": ""}
+    proxy = case_of(**{**few, "source": "Megatron-LM functional_tests", "model": "deepseek_proxy"})
+    assert proxy.task.shape.kind.latent
+    assert not case_of(**{**few, "source": "Megatron-LM functional_tests"}).task.shape.kind.latent

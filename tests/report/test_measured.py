@@ -1,0 +1,99 @@
+"""A log of steps, and a plan beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import loop_jobs
+import pytest
+import yaml
+from harness import pool
+from typer.testing import CliRunner
+
+from autoplan.cli import app
+from autoplan.errors import PinError
+from autoplan.plans.record import Plan
+from autoplan.report.measured import compare, read_log
+
+TASK = "gpt2 --cluster 1x4xh100-sxm5-80gb --seq-len 1k --global-batch-size 16 --dp 4"
+
+
+def cli(line: str) -> Any:
+    return CliRunner().invoke(app, line.split(), prog_name="autoplan")
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    path.write_text(cli(f"estimate {TASK} --json").stdout)
+    return path
+
+
+def write_log(at: Path, seconds: list[float], **head: Any) -> Path:
+    """A log whose steps take these seconds."""
+    made = Plan.read(at)
+    first = {"autoplan_step_log": 1, "model": "gpt2", "graph": made.graph_hash, "device": "cuda", "world": 4}
+    rows = [
+        {"step": k, "step_s": s, "tokens_per_s": 16 * 1024 / s, "mfu": 0.1 / s, "peak_bytes": 10_000_000_000}
+        for k, s in enumerate(seconds)
+    ]
+    lines = [{**first, "plan": str(made).splitlines()[0], "predicted": None, **head}, *rows]
+    path = at.with_name("log.jsonl")
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_predicted_beside_measured(plan: Path) -> None:
+    step = Plan.read(plan).estimate.step_time_s  # type: ignore[union-attr]
+    found = compare(Plan.read(plan), write_log(plan, [9.0, 9.0, *[2 * step.mid] * 5]))
+    by_name = {f.name: f for f in found.figures}
+    assert found.num_rows == 5 and found.notes == ()
+    assert by_name["step_s"].ratio == pytest.approx(0.5) and by_name["step_s"].inside is (2 * step.mid <= step.high)
+    assert by_name["tokens_per_s"].ratio == pytest.approx(2.0)
+    assert compare(Plan.read(plan), write_log(plan, [9.0, 9.0, step.mid])).figures[0].inside
+
+
+def test_the_command_prints_and_feeds_calibrate(plan: Path, tmp_path: Path) -> None:
+    log, out = write_log(plan, [9.0, 9.0, 0.5, 0.5]), tmp_path / "steps.yaml"
+    done = cli(f"compare {plan} {log} --calibrate {out}")
+    assert done.exit_code == 0 and "step, s" in done.stdout and "The predicted step: compute" in done.stdout, (
+        done.output
+    )
+    (step,) = yaml.safe_load(out.read_text())
+    assert step["step_time_s"] == 0.5 and step["degrees"]["dp"] == 4
+    done = cli(f"calibrate {out}")
+    assert done.exit_code == 0 and "gpt2, measured" in done.stdout, done.output
+    data = json.loads(cli(f"compare {plan} {log} --json").stdout)
+    assert data["figures"][0]["measured"] == 0.5 and data["num_rows"] == 2
+
+
+def test_what_does_not_belong_together_is_said(plan: Path, tmp_path: Path) -> None:
+    found = compare(Plan.read(plan), write_log(plan, [1.0] * 4, world=8, graph="other", plan="another", device="cpu"))
+    said = "another graph", "8 ranks", "another plan: another", "a whole process"
+    assert all(text in note for text, note in zip(said, found.notes, strict=True))
+    with pytest.raises(PinError, match=r"has 2 rows, of which the first 2 do not count"):
+        compare(Plan.read(plan), write_log(plan, [1.0, 1.0]))
+    with pytest.raises(PinError, match="is no log of steps"):
+        read_log(plan.with_name("empty")) if plan.with_name("empty").write_text("{}\n") else None
+    with pytest.raises(PinError, match="No such file"):
+        read_log(tmp_path / "missing")
+
+
+def test_a_last_line_that_was_cut_off_is_left_out(plan: Path) -> None:
+    log = write_log(plan, [1.0] * 4)
+    log.write_text(log.read_text()[:-10])
+    assert len(read_log(log)[1]) == 3
+
+
+@pytest.mark.processes
+def test_training_writes_a_log(tmp_path: Path) -> None:
+    first, second = pool(2).run(loop_jobs.logged, str(tmp_path))
+    text, shown, values, rows = first
+    assert rows == second[3] == 4 and second[1] == second[2] == []
+    assert len(shown) == 4 and "step 8 | loss" in shown[-1] and "tokens/s" in shown[-1]
+    assert ("autoplan/loss", 8) in values and len(values) == 4 * 5
+    found = compare(Plan.from_json(text), tmp_path / "train.jsonl")
+    assert found.num_rows == 2 and [f.name for f in found.figures] == ["step_s", "tokens_per_s", "mfu", "peak_bytes"]
+    assert all(f.measured > 0 for f in found.figures)

@@ -1,0 +1,96 @@
+"""Nodes that are left idle where the number of devices does not divide."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from enumeration import graph
+from typer.testing import CliRunner
+
+from autoplan.catalog import load_model
+from autoplan.cli import app
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.quantity import Quantity, Tag
+from autoplan.cost_models.whole_run import whole_run
+from autoplan.errors import PinError
+from autoplan.search.idle import Use, best_use, fewer_nodes
+from autoplan.search.layouts import PlanRequest
+from autoplan.search.planner import search_plan
+
+
+def _asked(cluster: str, batch: int, model: str = "llama-3.1-8b") -> PlanRequest:
+    return PlanRequest(load_model(model), Cluster.parse(cluster), 8192, batch)
+
+
+def test_fewer_nodes_are_those_that_do_more() -> None:
+    """1,000 devices for 32 layers and a batch of 1,024: 896 are 7 stages of 5 layers or fewer, 768 are 3 of 11."""
+    found = fewer_nodes(_asked("125x8xh100-sxm5-80gb", 1024))
+    assert [(c.num_devices, c.idle_devices, c.paid_devices) for c in found] == [(896, 104, 1000), (768, 232, 1000)]
+    assert not fewer_nodes(_asked("125x8xh100-sxm5-80gb", 1000))  # dp takes the 125
+    assert not fewer_nodes(_asked("128x8xh100-sxm5-80gb", 1024))
+    assert not fewer_nodes(_asked("3x8xh100-sxm5-80gb", 512))  # 11, 11 and 10 layers
+    whole = _asked("125x8xh100-sxm5-80gb", 1024)
+    assert not fewer_nodes(replace(whole, executed=True))
+    assert not fewer_nodes(replace(whole, cluster=found[0]))
+
+
+@pytest.mark.parametrize("nodes", [3, 5, 6])
+def test_the_best_use_is_the_best_number_of_nodes(nodes: int) -> None:
+    """Against a search on every number of nodes above the half, 4 layers and a batch of 8."""
+    r = PlanRequest(graph(), Cluster.parse(f"{nodes}x1xh100-sxm5-80gb"), 64, 8, time_limit_s=1e9, equal_within=0.0)
+    steps = {}
+    for n in range(nodes, nodes // 2, -1):
+        try:
+            steps[n] = search_plan(replace(r, cluster=r.cluster.with_(nodes=n))).fastest_s
+        except PinError:
+            assert n == 5  # no degree divides both
+    found = best_use(r)
+    tried = {nodes, *(c.num_nodes for c in fewer_nodes(r))}
+    assert found.result.fastest_s == min(step for n, step in steps.items() if n in tried)
+    c = found.request.cluster
+    assert c.num_nodes + c.idle_nodes == nodes
+    text = found.text(f"{nodes}x1xh100-sxm5-80gb")
+    assert Cluster.parse(text) == c
+    restrictions = found.result.certificate.restrictions
+    said = f"{c.num_nodes} of {nodes} devices are used" if c.idle_nodes else "all devices are used"
+    assert any(text.startswith(said) for text in restrictions)
+
+
+def test_no_plan_at_all_is_the_refusal_of_all_nodes() -> None:
+    r = PlanRequest(graph(), Cluster.parse("5x1xh100-sxm5-80gb"), 64, 8, pins={"dp": 3})
+    with pytest.raises(PinError, match="dp=3"):
+        best_use(r)
+
+
+def test_all_devices_are_paid() -> None:
+    used = Cluster.parse("4x8xh100-sxm5-80gb")
+    paid = used.with_(idle=1)
+    assert (paid.num_devices, paid.paid_devices, paid.levels) == (32, 40, used.levels)
+    runs = [whole_run(Quantity(2.0, 2.0, 2.0, Tag.EXACT), 1e6, 1e12, c) for c in (used, paid)]
+    usd = [run.usd.mid for run in runs if run.usd is not None]
+    assert usd[1] == pytest.approx(usd[0] * 40 / 32)
+    assert runs[0].kwh == runs[1].kwh
+    assert any("40 devices" in note for note in runs[1].notes)
+    with pytest.raises(PinError, match="idle"):
+        used.with_(idle=0)
+
+
+def test_the_command_says_which_devices_are_idle() -> None:
+    """17 nodes of one device, 16 layers: one node is idle, and the plan file is one for this use."""
+    words = ["plan", "llama-3.2-1b", "--cluster", "17x1xh100-sxm5-80gb", "--seq-len", "1k", "--gbs", "64"]
+    words += ["--pin", "pp=1", "--pin", "tp=1", "--pin", "micro_batch_size=1"]
+    shown = CliRunner().invoke(app, words)
+    assert shown.exit_code == 0, shown.output
+    text = " ".join(shown.output.split())
+    assert "1 of 17 devices idle" in text and "--cluster 17x1xh100-sxm5-80gb@nodes=16,idle=1" in text
+    data = json.loads(CliRunner().invoke(app, [*words, "--json"]).output)
+    assert data["cluster"]["num_devices"] == 16 and data["cluster"]["idle_devices"] == 1
+    assert data["asked"]["cluster"] == "17x1xh100-sxm5-80gb@nodes=16,idle=1"
+
+
+def test_a_cluster_that_names_its_idle_nodes_is_kept() -> None:
+    r = _asked("16x8xh100-sxm5-80gb@idle=1", 1024)
+    assert not fewer_nodes(r)
+    assert Use(r, None).text("16x8xh100-sxm5-80gb@idle=1") == "16x8xh100-sxm5-80gb@idle=1"  # type: ignore[arg-type]

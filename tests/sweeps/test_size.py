@@ -1,0 +1,182 @@
+"""Sizes of runs against brute force over numbers of nodes, and against made-up step times."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from command_line import one_line_error, run
+
+from autoplan.catalog import load_model
+from autoplan.config.numbers import read_days
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.errors import InfeasibleError, PinError
+from autoplan.search.planner import PlanRequest, search_plan
+from autoplan.sweeps.size import nodes_of, read_kinds, rows, size
+from autoplan.sweeps.whatif import RunTask, run_of
+
+REQUEST = PlanRequest(load_model("gpt2"), Cluster.parse("1x2xh100-sxm5-80gb@price=2"), 1024, 96, {"pp": 1, "tp": 1})
+TOKENS = 20e9
+
+
+def test_the_fewest_nodes_are_those_of_brute_force() -> None:
+    brute: dict[int, tuple[float, float]] = {}
+    for nodes in range(1, 13):
+        request = replace(REQUEST, cluster=REQUEST.cluster.with_(nodes=nodes))
+        try:
+            best = search_plan(request).plans[0]
+        except PinError:
+            continue  # dp does not divide the batch
+        whole = run_of(best.estimate, request, RunTask(TOKENS))
+        assert whole is not None and whole.days_with_failures is not None and whole.usd_with_failures is not None
+        brute[nodes] = (whole.days_with_failures.mid, whole.usd_with_failures.mid)
+    assert {1, 2, 3, 4, 6, 8, 12} == set(brute)
+    for deadline in (brute[6][0] * 1.001, brute[4][0] * 1.001, brute[1][0] * 2):
+        found = size(REQUEST, TOKENS, deadline, seconds=600)
+        assert found.fewest is not None and found.cheapest is not None
+        assert found.fewest.nodes == min(n for n, (days, _) in brute.items() if days <= deadline)
+        assert found.kinds[0].adjacent
+        for p in found.kinds[0].points:
+            if p.nodes in brute:
+                assert (p.days, p.usd) == pytest.approx(brute[p.nodes])
+        assert found.cheapest.usd == min(p.usd or math.inf for p in found.kinds[0].points if p.meets(deadline, None))
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What a search returns, with a made-up step time."""
+
+    plans: tuple[Any, ...]
+    certificate: Any = None
+
+
+def made_up(step_s: Callable[[int], float]) -> tuple[Callable[[PlanRequest], _Made], list[int]]:
+    """A search whose step time is a function of the devices, and the devices that it was asked for."""
+    real = search_plan(REQUEST).plans[0]
+    asked: list[int] = []
+
+    def search(request: PlanRequest) -> _Made:
+        devices = request.cluster.num_devices
+        asked.append(devices)
+        seconds = step_s(devices)
+        if not seconds < math.inf:
+            raise InfeasibleError("nothing fits")
+        step = real.estimate.step_time_s * (seconds / real.estimate.step_time_s.mid)
+        return _Made((replace(real, estimate=replace(real.estimate, step_time_s=step)),))
+
+    return search, asked
+
+
+FREE = replace(REQUEST, pins={}, global_batch_size=2**20)  # every number of nodes is legal for some degrees
+
+
+def days_of(step_s: float) -> float:
+    """The days of a run of TOKENS without failures; with few devices failures hardly matter."""
+    return step_s * TOKENS / (1024 * 96) / 86400
+
+
+def test_every_number_is_searched_once_and_few_are() -> None:
+    search, asked = made_up(lambda devices: 64.0 / devices)
+    found = size(REQUEST, TOKENS, days_of(64.0 / 16) * 1.02, search=search)
+    assert found.fewest is not None and found.fewest.num_devices == 16
+    assert len(asked) == len(set(asked)) <= 6 and found.kinds[0].adjacent
+
+
+def test_what_does_not_fit_is_too_few() -> None:
+    search, _ = made_up(lambda devices: 0.01 if devices >= 12 else math.inf)
+    found = size(REQUEST, TOKENS, 30, search=search)
+    assert found.fewest is not None and found.fewest.num_devices == 12
+    states = {p.num_devices: p.point.status for p in found.kinds[0].points}
+    assert states[12] == "ok" and states[8] == "does not fit"
+
+
+def test_a_deadline_that_cannot_be_met_says_what_can() -> None:
+    search, asked = made_up(lambda devices: max(4.0, 64.0 / devices))
+    found = size(REQUEST, TOKENS, days_of(1.0), search=search)
+    (kind,) = found.kinds
+    assert found.fewest is None and kind.fewest is None
+    assert kind.reason == f"the fewest days found are {kind.points[-1].days:.1f}, with {max(asked):,} devices" or (
+        "the fewest days found are" in kind.reason
+    )
+    assert max(asked) <= 2**18 and len(asked) < 12
+
+
+def test_a_budget_limits_what_meets_the_deadline() -> None:
+    search, _ = made_up(lambda devices: 64.0 / devices**0.5)  # more devices are faster and cost more
+    free = size(REQUEST, TOKENS, days_of(64.0), search=search)
+    assert free.cheapest is not None and free.cheapest.usd is not None
+    dear = size(REQUEST, TOKENS, days_of(64.0), search=search, budget_usd=0.9 * free.cheapest.usd)
+    assert dear.fewest is None and dear.kinds[0].reason.startswith("in time it costs at least $")
+    enough = size(REQUEST, TOKENS, days_of(64.0), search=search, budget_usd=1.01 * free.cheapest.usd)
+    assert enough.fewest is not None and enough.fewest.usd == free.cheapest.usd
+    unpriced = replace(REQUEST, cluster=replace(REQUEST.cluster, price=None))
+    unknown = size(unpriced, TOKENS, days_of(64.0), search=search, budget_usd=1e6)
+    assert unknown.fewest is None and "no price is known" in unknown.kinds[0].reason
+
+
+def test_kinds_are_compared() -> None:
+    search, _ = made_up(lambda devices: 64.0 / devices)
+    found = size(REQUEST, TOKENS, 1.0, kinds=["h100@price=2", "gb200@price=1"], search=search)
+    assert found.fewest is not None and found.cheapest is not None
+    assert [k.name for k in found.kinds] == ["h100@price=2", "gb200@price=1"]
+    assert found.cheapest in found.kinds[1].points
+    table = rows(found)
+    assert {row["kind"] for row in table} == {"h100@price=2", "gb200@price=1"}
+    assert [row["in_time"] for row in table] == [row["days"] <= 1.0 for row in table]  # type: ignore[operator]
+
+
+def test_kinds_as_people_write_them() -> None:
+    assert read_kinds("h100@nic=400,price=2, gb200") == ["h100@nic=400,price=2", "gb200"]
+    assert str(nodes_of("gb200")) == "1 x 4 x gb200-nvl72" and str(nodes_of("h100", 3)) == "3 x 8 x h100-sxm5-80gb"
+    assert nodes_of("p5.48xlarge").num_devices == 8 and nodes_of("h100@price=2").price.usd_per_device_hour == 2  # type: ignore[union-attr]
+    with pytest.raises(PinError):
+        nodes_of("h1000")
+
+
+def test_times_as_people_write_them() -> None:
+    assert [read_days(text, "x") for text in ("30d", "36h", "2w", "1.5")] == [30, 1.5, 14, 1.5]
+    for text in ("0d", "-1d", "soon", "30 years"):
+        with pytest.raises(PinError, match="hours, days or weeks, for example 36h"):
+            read_days(text, "--deadline")
+
+
+TASK = (
+    "gpt2",
+    "--seq-len",
+    "1k",
+    "--global-batch-size",
+    "64",
+    "--pin",
+    "pp=1,tp=1,zero_stage=1,recompute=none,offload=none",
+)
+
+
+def test_size_on_the_command_line() -> None:
+    words = ("size", *TASK, "--tokens", "20B", "--deadline", "2d", "--devices", "h100@price=2,h100@price=3")
+    data = json.loads(run(*words, "--json").stdout)
+    assert data["command"] == "size" and data["fewest"]["num_devices"] == 8 and len(data["kinds"]) == 2
+    assert data["fewest"]["kind"] == "h100@price=2" and data["deadline_days"] == 2
+    assert data["rows"][0]["days"] == data["fewest"]["days"] and data["rows"][0]["meets"] is True
+    text = run(*words).stdout
+    assert " FEWEST   8 devices (1 node of h100@price=2): " in text and "fewest" in text
+    late = run("size", *TASK, "--tokens", "20B", "--deadline", "1h", "--cluster", "1x2xh100@price=2", "--budget", "1")
+    assert late.exit_code == 3 and "NOT POSSIBLE" in late.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--deadline", "2d"), "--devices is missing"),
+        (("--deadline", "2d", "--devices", "h100", "--no-tokens"), "--tokens is missing"),
+        (("--deadline", "soon", "--devices", "h100"), "--deadline 'soon' must be a time above 0"),
+        (("--deadline", "2d", "--devices", "h1000"), "h1000"),
+        (("--deadline", "2d", "--devices", "h100", "--budget", "much"), "--budget 'much'"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_named(words: tuple[str, ...], message: str) -> None:
+    rest = () if "--no-tokens" in words else ("--tokens", "20B")
+    assert message in one_line_error(run("size", *TASK, *rest, *(w for w in words if w != "--no-tokens")), 2)

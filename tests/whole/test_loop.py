@@ -1,0 +1,123 @@
+"""An ordinary training loop: evaluation, accumulation, parameter groups, and the trained module back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import loop_jobs
+import pytest
+import torch
+from harness import pool
+
+from autoplan.runtime.given_module import GivenModule
+from autoplan.runtime.param_groups import grouped, settings_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
+
+EVALUATED: list[tuple[str, dict[str, Any], list[int]]] = [
+    ("gpt", {"tp": 2, "num_micro_batches": 4}, [5]),
+    ("gpt", {"pp": 2, "num_micro_batches": 2}, [5]),
+    ("gpt", {"dp": 2, "zero_stage": 3, "num_micro_batches": 2}, [3, 6]),
+    ("llama", {"dp": 2, "zero_stage": 1}, [1, 7]),
+    ("llama", {"cp": 2}, [3]),
+    ("mixtral", {"dp": 2, "ep": 2}, [2, 5]),
+    ("llama", {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2, "num_micro_batches": 4}, [7]),
+    ("llama", {"pp": 2, "schedule": "ZBV", "virtual_stages": 2, "num_micro_batches": 4}, [3]),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("family", "pins", "sizes"), EVALUATED, ids=str)
+def test_an_evaluation_is_that_of_the_module(family: str, pins: dict[str, Any], sizes: list[int]) -> None:
+    """Without dropout, on any number of samples, which data ranks share unequally."""
+    results = pool(2).run(loop_jobs.evaluate, family, pins, sizes)
+    for found, wanted in results:
+        assert found == pytest.approx(wanted, rel=2e-7 if family != "gpt" else 1e-12)  # HF computes losses in float32
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "pins", [{"dp": 2, "zero_stage": 1}, {"dp": 2, "zero_stage": 3}, {"pp": 2, "num_micro_batches": 2}], ids=str
+)
+def test_an_evaluation_changes_nothing(pins: dict[str, Any]) -> None:
+    """Neither the next dropout masks nor gathered parameters, which an update would make stale."""
+    asked, alone = (pool(2).run(loop_jobs.between_steps, "gpt", pins, ask) for ask in (True, False))
+    assert asked == alone and asked[0][-1] != asked[0][0]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "pins", [{"dp": 2, "zero_stage": 2, "num_micro_batches": 2}, {"pp": 2, "num_micro_batches": 2}, {"tp": 2}], ids=str
+)
+def test_batches_of_one_step_are_one_batch(pins: dict[str, Any]) -> None:
+    for loss, gradient in pool(2).run(loop_jobs.accumulate, "llama", pins):
+        assert loss < 1e-6 and gradient < 1e-5  # Hugging Face computes losses in float32
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("pins", "by_pattern"), [({"dp": 2, "zero_stage": 2}, False), ({"pp": 2}, True)], ids=str)
+def test_groups_are_those_of_one_process(pins: dict[str, Any], by_pattern: bool) -> None:
+    """On every rank the same groups, in the same order, with their own learning rates and weight decay."""
+    results = pool(2).run(loop_jobs.groups, pins, by_pattern)
+    for error, mine, alone in results:
+        assert error < 1e-6 and len(mine) == len(alone) == 2
+    if "pp" in pins:  # stages share the parameters
+        assert [sum(mine[k] for _, mine, _ in results) for k in range(2)] == results[0][2]
+
+
+def test_groups_by_patterns_and_functions() -> None:
+    shapes = {"a.weight": (2, 3), "a.bias": (2,), "norm.weight": (2,)}
+    found = settings_of({"*.bias": {"lr": 1.0}, "norm*": {"lr": 2.0}}, shapes)
+    assert found == {"a.weight": {}, "a.bias": {"lr": 1.0}, "norm.weight": {"lr": 2.0}}
+    assert grouped(["a.bias"], ["p"], found) == [
+        {"params": []},
+        {"params": ["p"], "lr": 1.0},
+        {"params": [], "lr": 2.0},
+    ]
+    assert settings_of(lambda name, shape: {"lr": len(shape)}, shapes)["a.weight"] == {"lr": 2}
+    with pytest.raises(ValueError, match=r"'\*\.bais' fits no trained parameter; the nearest name is 'a.bias'"):
+        settings_of({"*.bais": {}}, shapes)
+    with pytest.raises(ValueError, match="give a mapping"):
+        settings_of(lambda name, shape: 1.0, shapes)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ValueError, match="contain 'params'"):
+        settings_of({"*": {"params": []}}, shapes)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("family", "pins"), [("gpt", {"pp": 2, "num_micro_batches": 2}), ("llama", {"dp": 2, "zero_stage": 3})], ids=str
+)
+def test_the_trained_module_comes_back_and_the_old_one_says_so(family: str, pins: dict[str, Any]) -> None:
+    first, second = pool(2).run(loop_jobs.give_back, family, pins)
+    assert second == {"rank": 1, "trained": None}
+    assert first["error"] < 1e-6 and first["trainable"] and first["early"] == []
+    given, back = first["num_parameters"]
+    assert given == back  # tied parameters are one again
+    (said,) = first["said"]  # once
+    assert said.startswith(f"this {first['trained']} has the values that it had before")
+
+
+def test_a_module_that_cannot_be_copied_says_what_to_do() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.source = (x for x in [1])  # type: ignore[assignment]
+    given = GivenModule(model)
+    assert "Linear cannot be copied (TypeError: cannot pickle 'generator' object)" in given.reason
+    with pytest.raises(RuntimeError, match=r"load pm\.state_dict"):
+        given.filled(model.state_dict())
+
+
+@pytest.mark.processes
+def test_what_cannot_be_done_is_said_on_all_ranks() -> None:
+    results = pool(2).run(loop_jobs.refused)
+    assert results[0] == results[1]
+    expected = [
+        "pm.eval() was called",
+        "was given no batch",
+        "must have the same shapes",
+        "must have the same shapes",
+        "rank 1: the batch has no samples",
+        "this program takes input_ids, labels",
+        "gradients are dropped",
+    ]
+    for said, wanted in zip(results[0], expected, strict=True):
+        assert wanted in said
