@@ -450,12 +450,9 @@ def compile(
     out: Annotated[Path, typer.Option(help="Folder of the program: a module per stage, and three JSON files.")],
 ) -> None:
     """Write the program of every rank of a plan, for parallelize(model, program=FOLDER). Needs no cluster."""
-    from autoplan.planning import compile
-    from autoplan.report.request import import_from_here
+    from autoplan.planning import compile_command
 
-    import_from_here()
-    with waiting("compiling", quiet=False):
-        spec = compile(model, plan, out).spec
+    spec = compile_command(model, plan, out)
     typer.echo(f"{out}: {spec.model}, {len(spec.stages)} stages for {math.prod(n for _, n in spec.axes):,} ranks")
 
 
@@ -468,9 +465,7 @@ def rehearse(
     """Run chosen ranks of a plan here, without weights, and compare them with the plan. Exit code 2 if they differ."""
     from autoplan.rehearsal.command import rehearse_command
 
-    with waiting("rehearsing", quiet=as_json):
-        difference = rehearse_command(plan, ranks, as_json)
-    if difference is not None:
+    if (difference := rehearse_command(plan, ranks, as_json)) is not None:
         raise _stop(difference, EXIT_BAD_INPUT)
 
 

@@ -2,8 +2,8 @@
 
 Equal to the byte: every collective of the ledger, the sums at the end of a step, what ZeRO moves. Equal to the
 operation: FLOPs of products, and of attention forward, to rounding. Memory may differ by
-`MEMORY_TOLERANCE` above the prediction and by `BELOW_TOLERANCE` below it (by `SPLIT_TOLERANCE` where a schedule splits
-backwards): activations are predicted from the graph, by a model of what autograd saves.
+`MEMORY_TOLERANCE` above the prediction and by `BELOW_TOLERANCE` below it: activations are predicted from the graph, by a
+model of what autograd saves.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from autoplan.rehearsal.expected import Expected, Messages
 from autoplan.rehearsal.rank import Observed
 
 MEMORY_TOLERANCE = 0.10  # of the predicted bytes of tensors, above them
-BELOW_TOLERANCE = 0.20  # below them: the price counts some values of a pipeline's stage for longer than they live
-# Below the prediction: of a split backward the price keeps all activations for the gradients of the weights, of which
-# torch's stages free a part with those of the inputs.
-SPLIT_TOLERANCE = 0.35
+# Below them: the price counts some values of a pipeline's stage for longer than they live (gradients of an embedding,
+# activations of a split backward), and experts without replicas.
+BELOW_TOLERANCE = 0.35
 MEMORY_FLOOR_BYTES = 64 * 2**20  # below which bookkeeping of a step weighs: differences are not judged
 _LOSS_BYTES = 8  # the sum of the loss over all ranks, float64
 
@@ -192,8 +191,8 @@ def _memory(observed: Observed, said: Expected) -> tuple[list[str], list[Row]]:
         Row("parameters and optimizer state", predicted, float(sum(states)), "bytes"),
         Row("peak of all tensors", None if written else mid, float(observed.peak_bytes), "bytes"),
     ]
-    less, more = SPLIT_TOLERANCE if said.splits_backward else BELOW_TOLERANCE, MEMORY_TOLERANCE
-    allowed = max((more if observed.peak_bytes > mid else less) * mid, MEMORY_FLOOR_BYTES)
+    share = MEMORY_TOLERANCE if observed.peak_bytes > mid else BELOW_TOLERANCE
+    allowed = max(share * mid, MEMORY_FLOOR_BYTES)
     wrong = []
     if abs(sum(states) - predicted) > max(MEMORY_TOLERANCE * predicted, MEMORY_FLOOR_BYTES):
         wrong.append(
@@ -202,6 +201,6 @@ def _memory(observed: Observed, said: Expected) -> tuple[list[str], list[Row]]:
     if not written and abs(observed.peak_bytes - mid) > allowed:
         wrong.append(
             f"the peak of its tensors is {observed.peak_bytes / 1e9:.2f} GB, predicted are {mid / 1e9:.2f} GB "
-            f"({low / 1e9:.2f} to {high / 1e9:.2f}); more than {more:.0%} above or {less:.0%} below"
+            f"({low / 1e9:.2f} to {high / 1e9:.2f}); more than {share:.0%} apart"
         )
     return wrong, rows

@@ -75,7 +75,6 @@ class Expected:
     unlisted: str
     zero: Totals
     flops: Mapping[str, float] | None
-    splits_backward: bool = False
 
 
 def expected(
@@ -110,7 +109,6 @@ def expected(
         unlisted=_unlisted(spec, at, [e for e in entries if e.per == "step"], local),
         zero=_zero(spec, at, stages, num_micro_batches),
         flops=None if work is None else work.flops([name for stage in stages for name in stage.calls]),
-        splits_backward=spec.schedule.splits_backward,
     )
 
 
