@@ -17,6 +17,7 @@ from torch import nn
 
 from autoplan import devices
 from autoplan.capture.frontend.buffers import all_buffers
+from autoplan.capture.frontend.huggingface import is_hf_model
 from autoplan.capture.frontend.inputs import LossFn, check_arguments
 from autoplan.capture.frontend.lengths import example_lengths
 from autoplan.codegen.program import Program, compile_program
@@ -39,9 +40,11 @@ from autoplan.planning import (
 )
 from autoplan.plans.folder import ModelOutline, TensorOutline, check_model, read_program, write_program
 from autoplan.plans.record import Plan
+from autoplan.pretrained.export import Exporter
+from autoplan.pretrained.weights import Init, is_empty, values_of
 from autoplan.program.facts import Facts
 from autoplan.program.legality import check_pins
-from autoplan.runtime.agree import agreed, different, fingerprint, first_difference
+from autoplan.runtime.agree import AgreedValueError, agree, agreed, different, fingerprint, first_difference
 from autoplan.runtime.compiled import compiles_by_itself
 from autoplan.runtime.compression import Compression, PowerSGD, check_compression
 from autoplan.runtime.failure import guarded, work_of_first
@@ -49,6 +52,7 @@ from autoplan.runtime.given_module import GivenModule, forget_stale_warning, war
 from autoplan.runtime.model import OptimizerFactory, ParallelModel
 from autoplan.runtime.param_groups import ParamGroups
 from autoplan.runtime.spec import ProgramSpec
+from autoplan.runtime.values import joined
 from autoplan.runtime.whole import broadcast_whole
 from autoplan.search.space import space
 from autoplan.verify.door import check_verify
@@ -84,13 +88,17 @@ def parallelize(
     device: torch.device | str | None = None,
     plan: Plan | Path | str | None = None,
     program: Path | str | None = None,
+    weights: str | Path | None = None,
+    init: Init | None = None,
 ) -> ParallelModel:
     """Plan for `cluster` and parallelise `model`. Call it on every rank (under torchrun), with the same model on each.
 
     With `plan` or `program` nothing is searched or measured; `cluster` then only says on which kind of device to run.
 
     Args:
-        model: an ordinary module on the CPU or on this rank's device. All ranks use rank 0's values.
+        model: an ordinary module on the CPU or on this rank's device. All ranks use rank 0's values. On the meta
+            device (built under `torch.device("meta")`) it has none: they come from `weights`, or from the model's own
+            initialisation, and a rank never has more of the model than its part and one block.
         cluster: 'local' for all processes of this job, priced by measurements on them; or a Cluster, priced by its
             figures (and by `profile`).
         optimizer: `parameters -> Optimizer`, e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`. None: memory is
@@ -145,6 +153,11 @@ def parallelize(
         program: the folder of a program for as many processes, which rank 0 reads (of `autoplan.compile`, or an earlier
             `folder`). The model is not captured, but compared by its parameters, buffers and config
             (autoplan.plans.folder); verify='required' captures it and compares the graph too.
+        weights: a folder of safetensors files, as `save_pretrained` writes it, whose values replace the model's. Each
+            rank reads what it holds.
+        init: `model -> None`: gives all parameters and buffers of a model on the meta device their values, in place.
+            None: `initialize_weights` of Hugging Face models, `reset_parameters` of all modules of others. `seed` is
+            the seed; the values do not depend on the plan or the number of ranks.
 
     Returns:
         A ParallelModel: `loss = pm.step(batch)`, `pm.optimizer`, `pm.clip_grad_norm_`, `pm.eval_step`,
@@ -167,7 +180,6 @@ def parallelize(
         raise PinError("param_groups needs optimizer=, a function from parameter groups to an optimizer")
     forget_stale_warning(model)
     compile = async_tp or compile
-    _check_values(model)
     known = Profile.load(profile) if isinstance(profile, str) else profile
     placement = devices.start(device, cluster.device_type, timeout_s, model)
     device = placement.device
@@ -179,9 +191,7 @@ def parallelize(
         made, ready = _searched(task, known, measured, device, check)
     else:
         made, ready = _agree(lambda: _given_program(task, plan, program, gradient_compression, async_tp), "the plan")
-    parameters, buffers = _tensors(model)
-    if cluster.num_devices > 1:
-        _same_values(parameters, buffers, device)
+    parameters, buffers = _values(model, weights, init, seed, device)
     path = None if folder is None else _written(Path(folder), made, ready, model)
     pm = ParallelModel(
         ready.spec,
@@ -195,12 +205,13 @@ def parallelize(
         folder=path,
         seed=seed,
         aliases=_aliases(model),
-        extra_state=_not_in(ready.spec, model, {**parameters, **buffers}),
+        extra_state=_not_in(ready.spec, model, joined(parameters, buffers)),
         async_tp=async_tp,
         compile=None if not made.compiled else _BACKEND if compile in (True, AUTO) else str(compile),
         gradient_compression=gradient_compression,
     )
-    pm.plan, pm.given = made, GivenModule(model)
+    pm.plan, pm.given = made, GivenModule(model, buffers)
+    pm.exporter = Exporter(model) if is_hf_model(model) else None
     warn_when_stale(model, pm)
     return pm
 
@@ -330,13 +341,26 @@ def _cluster_of_job(cluster: Cluster | str, model: nn.Module, device: torch.devi
     return cluster
 
 
-def _check_values(model: nn.Module) -> None:
-    """Raise CaptureError for a parameter or buffer without values."""
-    for name, tensor in (*model.named_parameters(), *all_buffers(model)):
-        if tensor.is_meta:
-            raise CaptureError(
-                f"{name!r} is on the meta device and has no values; build the model on the CPU (or load it) first"
-            )
+def _values(
+    model: nn.Module, weights: str | Path | None, init: Init | None, seed: int, device: torch.device
+) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
+    """Return parameters and buffers by name. Raises CaptureError, on all ranks, if one of them has no values."""
+    if weights is None and not is_empty(model):
+        parameters, buffers = _tensors(model)
+        _same_values(parameters, buffers, device)
+        return parameters, buffers
+    found: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]] | None = None
+    problem = None
+    try:
+        found = values_of(model, None if weights is None else Path(weights), init, seed)
+    except CaptureError as exc:
+        problem = str(exc)
+    try:
+        agree(problem, device)
+    except AgreedValueError as exc:
+        raise CaptureError(str(exc)) from None
+    assert found is not None
+    return found
 
 
 def _written(folder: Path, plan: Plan, program: Program, model: nn.Module) -> Path:
@@ -523,6 +547,8 @@ def _same_values(parameters: dict[str, torch.Tensor], buffers: dict[str, torch.T
     Values are compared where they are. Those that differ are sent to the hosts of the other ranks, which takes a bucket
     of device memory (`autoplan.runtime.whole`).
     """
+    if dist.get_world_size() == 1:
+        return
     everything = {**parameters, **buffers}
     prints = [fingerprint({"": t}) for t in everything.values()]
     for (name, tensor), differs in zip(everything.items(), different(prints, device), strict=True):

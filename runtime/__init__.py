@@ -6,10 +6,11 @@ A model and its program:
 `model`: ParallelModel, the program of this rank
 `program`: the names that emitted modules use, and their base class Block
 `params`: cut full tensors into shards, reassemble them, reduce deferred gradients
+`values`: tensors that are made when they are asked for, and the recorded initialisation of a model
 `shards`: parameters and optimizer states as DTensors of the model's own shapes
 `tied`: tied parameters
 `whole`: whole tensors on the host, from shards or from one rank
-`model_state`, `state`: the state of a rank and of the whole model; loading one, checked on all ranks
+`state_methods`, `model_state`, `state`: the state of a rank and of the whole model; loading one, checked on all ranks
 `checkpoint`: checkpoints that go on under any other plan
 `tensor_files`: tensors in files, written in one pass and read slice by slice
 `batch`: checks of a step's batch over all ranks

@@ -20,14 +20,18 @@ _HOOK = "_autoplan_stale_hook"
 class GivenModule:
     """A copy of a module without the memory of its parameters and persistent buffers; tied parameters stay tied.
 
+    Args:
+        buffers: values of its buffers by name, for those that are on the meta device and in no state.
+
     Attributes:
         reason: why Python cannot copy the module, and what to do instead; empty if it can.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, buffers: Mapping[str, torch.Tensor] | None = None) -> None:
         memo: dict[int, Any] = {id(p): _without_memory(p) for p in model.parameters()}
         kept = {id(t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
         memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers() if id(b) in kept}
+        memo |= {id(b): (buffers or {})[n] for n, b in model.named_buffers() if b.is_meta and id(b) not in kept}
         self._form: nn.Module | None = None
         self.reason = ""
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,13 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.files import temporary_folder, write_whole
 from autoplan.runtime.batch import Batches
-from autoplan.runtime.checkpoint.contents import Progress, Stateful, Training, Updated, named, updated_of
-from autoplan.runtime.checkpoint.door import Checkpoints, Resumed, Saving, root_of
+from autoplan.runtime.checkpoint.contents import Progress
+from autoplan.runtime.checkpoint.door import Checkpoints
 from autoplan.runtime.compiled import compile_blocks
 from autoplan.runtime.compression import Compression
 from autoplan.runtime.evaluate import Waves, only_trains
 from autoplan.runtime.failure import guard, guarded
-from autoplan.runtime.given_module import GivenModule, given_back
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model_state import ModelState
 from autoplan.runtime.norm import scale_, square_sum
@@ -29,8 +28,10 @@ from autoplan.runtime.offload import PARAMETERS, HostShards, check_offload
 from autoplan.runtime.optim import check_elementwise, guard_step, on_local_shards
 from autoplan.runtime.param_groups import ParamGroups, grouped, settings_of
 from autoplan.runtime.params import (
+    declare,
+    fill,
+    fill_buffers,
     local_of,
-    materialise,
     reduce_deferred,
 )
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
@@ -40,21 +41,23 @@ from autoplan.runtime.replicas import Replicas
 from autoplan.runtime.shards import Shards, show_states
 from autoplan.runtime.spec import ParamSpec, ProgramSpec, StageSpec
 from autoplan.runtime.stage_inputs import StageInputs
-from autoplan.runtime.state import IncompatibleKeys
+from autoplan.runtime.state_methods import StateMethods
 from autoplan.runtime.tied import TiedGradients, share_tied
+from autoplan.runtime.values import dtypes_of
 from autoplan.runtime.zero import GradientSync, apply_zero, reduces_beside
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Batch = Mapping[str, torch.Tensor]
 
 
-class ParallelModel:
+class ParallelModel(StateMethods):
     """One rank's part of a parallel program.
 
     Args:
         spec: the program.
         sources: file name -> emitted text of every stage.
-        parameters, buffers: full tensors by their original names (views are fine; only this rank's shards are copied).
+        parameters, buffers: full tensors by their original names (views are fine; only this rank's shards are copied),
+            or `autoplan.runtime.values.Values` of them: at most one block that ZeRO shards is whole at a time.
         num_micro_batches: the number of equal parts into which `step` cuts this rank's batch.
         optimizer: `parameters -> Optimizer` (e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`), or None.
         param_groups: the optimizer's groups of parameters (`autoplan.runtime.param_groups`); None: one group.
@@ -103,7 +106,8 @@ class ParallelModel:
     ) -> None:
         self.spec, self.source = spec, dict(sources)
         self.plan: Any = None  # a Plan, whose class the runtime does not know
-        self.given: GivenModule | None = None
+        self.exporter = None
+        self.given = None
         self.num_micro_batches, self.device = num_micro_batches, torch.device(device)
         self.progress = Progress(seed)
         self.mesh = mesh or AxisMesh(spec.axes, dict(spec.groups), device_type=self.device.type)
@@ -111,14 +115,14 @@ class ParallelModel:
         self.data_rank, self.data_world = self._coordinate("dp"), self.mesh.size("dp")
         self._specs = {s.index: s for s in spec.stages_of(self._coordinate("pp"))}
         self._dtype = dtype
-        self._given = {name: t.dtype for name, t in parameters.items()}
+        self._given = dtypes_of(parameters)
         double = torch.float64 in self._given.values()
         self._loss_dtype = dtype or (torch.float64 if double else torch.float32)
         self.precision = MixedPrecision.of(spec)
         check_precision(spec, self.precision, dtype, gradient_compression)
         self._num_evaluations, self.training = 0, True
         self.folder = folder or temporary_folder(self)
-        self.stages = {index: self._build(mine, parameters, buffers) for index, mine in self._specs.items()}
+        self.stages = {index: self._build(mine, buffers) for index, mine in self._specs.items()}
         if compile is not None:
             hidden = [self.mesh.group("tp")] if async_tp and self.mesh.size("tp") > 1 else ()
             for stage in self.stages.values():
@@ -137,7 +141,7 @@ class ParallelModel:
         )
         self._compression = gradient_compression
         self._on_host = check_offload(spec.offload)
-        self._syncs, self._copies = self._synchronised()
+        self._syncs, self._copies = self._synchronised(parameters)
         self._state.host = self._host = self._host_shards()
         self.loss_scaler = self._make_loss_scaler()
         self._tied = TiedGradients(spec, self.mesh, self.stages)
@@ -147,8 +151,8 @@ class ParallelModel:
         self._runner: PipelineRunner | None = None
         self._runner_shape: tuple[int, ...] = ()
         self._checkpoints = Checkpoints(self.device)
-        self.optimizer: torch.optim.Optimizer | None = None
-        self._updated: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # name, tensor of self.optimizer, as shown
+        self.optimizer = None
+        self._updated = []
         if optimizer is not None:
             self.optimizer = self._make_optimizer(optimizer, param_groups)
             check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
@@ -185,10 +189,17 @@ class ParallelModel:
         self._updated = [(s.name, local, whole) for (s, _), local, whole in zip(trained, given, shown, strict=False)]
         return optimizer
 
-    def _synchronised(self) -> tuple[dict[int, GradientSync], Copies | None]:
-        """Apply ZeRO to every stage; return its syncs and the 16-bit copies of parameters that it does not gather."""
+    def _synchronised(self, parameters: Mapping[str, torch.Tensor]) -> tuple[dict[int, GradientSync], Copies | None]:
+        """Fill the parameters and apply ZeRO to every stage; return its syncs and the 16-bit copies of parameters that
+        it does not gather."""
         precision, copies, syncs = self.precision, None, {}
+
+        def fill_stage(index: int, block: str | None = None) -> None:
+            fill(self.stages[index], self._specs[index], parameters, self.mesh.size, self._coordinate, block)
+
         if self._replicas.plain:
+            for index in self.stages:
+                fill_stage(index)
             copies = self._make_copies()
         # gradients summed in 16 bits are reduced in the 16-bit copies
         in_copies = copies is not None and precision is not None and precision.gradients != MASTER
@@ -207,7 +218,9 @@ class ParallelModel:
                     compression=self._compression,
                     offload=PARAMETERS in self._on_host,
                     beside=leaf if reduces_beside(self.device.type) else None,
+                    fill=functools.partial(fill_stage, index),
                 )
+                fill_stage(index)  # what ZeRO does not shard
         # copies of the parameters that fully_shard ignores: experts without replicas
         return syncs, copies if copies is not None else self._make_copies()
 
@@ -251,19 +264,15 @@ class ParallelModel:
     def _coordinate(self, axis: str) -> int:
         return self.mesh.coordinate(axis)
 
-    def _build(
-        self, mine: StageSpec, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
-    ) -> nn.Module:
+    def _build(self, mine: StageSpec, buffers: Mapping[str, torch.Tensor]) -> nn.Module:
         path, text = self.folder / mine.source, self.source[mine.source]
         if not path.exists() or path.read_bytes() != text.encode():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, text)
         module = load_module(path, f"autoplan_program_{abs(hash(str(path)))}_{mine.index}", text)
         stage: nn.Module = module.Stage()
-        stored = self.precision.stored if self.precision is not None else None
-        materialise(
-            stage, mine, parameters, buffers, self.mesh.size, self._coordinate, self.device, self._dtype, stored
-        )
+        declare(stage, mine, self.mesh.size, self.device, self._stored_dtype)
+        fill_buffers(stage, mine, buffers, self.device, self._dtype)
         if self._replicas.plain:
             share_tied(stage, mine, self.spec.tied)
         copy_beside_computing(stage, self.device)
@@ -470,124 +479,12 @@ class ParallelModel:
             if grad is not None:
                 yield p, local_of(grad)
 
-    # -- state ------------------------------------------------------------------------------------------------------
-
     def _stored_dtype(self, p: ParamSpec) -> torch.dtype:
+        """Return the dtype in which a parameter is stored: that of its values, unless another was asked for."""
+        given = self._given[p.name]
         if self.precision is not None:
-            return self.precision.stored(p, self._given[p.name])
-        dtype: torch.dtype = self._dtype or getattr(torch, p.dtype)
-        return dtype
-
-    @guarded("full_tensors")
-    def full_tensors(self, pick: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        """Return full tensors by original name, on the host of every rank (a collective). `pick` chooses parameter or
-        gradient. The tensors come one by one: a device holds one bucket at a time (`autoplan.runtime.whole`)."""
-        return self._state.full_tensors(pick)
-
-    @guarded("state_dict")
-    def state_dict(self) -> dict[str, Any]:
-        """Return full parameters and persistent buffers under the original model's names, on every rank (a collective).
-
-        The tensors are on the host, whatever the model runs on (as FSDP's full state with `cpu_offload`): every rank's
-        host holds the whole model, its device one bucket at a time. `load_state_dict` takes them from any device.
-        """
-        return self._state.state_dict()
-
-    @guarded("to_module")
-    def to_module(self, rank: int | None = 0) -> nn.Module | None:
-        """Return the module that was given in with the trained values, on the host of one rank (a collective).
-
-        Args:
-            rank: the rank that gets it; None: every rank. The others return None.
-
-        Raises:
-            RuntimeError: the module cannot be copied, or the program was not made of a module (on all ranks alike).
-        """
-        return given_back(self.given, self._state.state_dict, rank)
-
-    @guarded("gradients")
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Return full gradients under the original names, on the host of every rank (a collective)."""
-        return self._state.full_tensors(lambda p: p.grad)
-
-    @guarded("load_state_dict")
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> IncompatibleKeys:
-        """Load full tensors by original name, as `nn.Module.load_state_dict` does (a collective).
-
-        Args:
-            state: as `state_dict` returns it, equal on all ranks; of a tied parameter's names the last one counts.
-            strict: True if missing and unexpected keys are errors.
-
-        Returns: missing and unexpected keys.
-        Raises:
-            RuntimeError: missing or unexpected keys if `strict`, or other shapes; all ranks raise it, and nothing is
-                loaded.
-            ValueError: the ranks were given different states.
-        """
-        return self._state.load_state_dict(state, strict)
-
-    @guarded("save_checkpoint")
-    def save_checkpoint(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        states: Mapping[str, Stateful] | None = None,
-        keep: int | None = None,
-        wait: bool = True,
-        optimizer: torch.optim.Optimizer | None = None,
-    ) -> Saving:
-        """Write a checkpoint of the whole training into a folder of its step; call it between steps, on every rank.
-
-        It holds parameters, buffers, the optimizer, the loss scaler, the random generators and `progress`. Each rank
-        writes its own parts, and `load_checkpoint` takes them under any other plan. The checkpoint is complete or not
-        there (`autoplan.runtime.checkpoint.folders`).
-
-        Args:
-            folder: of all checkpoints; all ranks see it.
-            states: further objects by name, such as schedulers of the learning rate; rank 0's states are stored.
-            keep: number of checkpoints to keep; None: all.
-            wait: False: copy everything to the host and write it beside the next steps. The next call, or `wait()` of
-                what is returned, waits for it and raises its error.
-            optimizer: one that you made of `parameters()`; None: `self.optimizer`.
-
-        Raises:
-            CheckpointError: (on all ranks) it could not be written; older ones are unchanged, and the job can go on.
-        """
-        return self._checkpoints.save(self._training(optimizer), root_of(folder), states or {}, keep, wait)
-
-    @guarded("load_checkpoint")
-    def load_checkpoint(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        states: Mapping[str, Stateful] | None = None,
-        step: int | None = None,
-        model_only: bool = False,
-        optimizer: torch.optim.Optimizer | None = None,
-    ) -> Resumed | None:
-        """Load a checkpoint that a program of this model wrote under any plan; call it on every rank.
-
-        Args:
-            folder, states, optimizer: as for `save_checkpoint`.
-            step: which one; None: the newest that is complete.
-            model_only: load parameters and buffers, and leave the rest of the training as it is.
-
-        Returns: what was loaded, or None if the folder has no checkpoint and `step` is None.
-        Raises:
-            CheckpointError: (on all ranks) it is damaged or does not fit; nothing is changed, and the text names an
-                older one.
-        """
-        training = self._training(optimizer)
-        return self._checkpoints.load(training, root_of(folder), states or {}, step, model_only)
-
-    def _training(self, given: torch.optim.Optimizer | None) -> Training:
-        """Return what checkpoints are made of, with an optimizer that was given or the program's own."""
-        optimizer = given or self.optimizer
-        updated: list[Updated] = []
-        if optimizer is not None:
-            updated = updated_of(optimizer, self._updated if given is None else named(self._state))
-        ranks = self.data_rank, self.data_world
-        return Training(self._state, self.progress, optimizer, updated, self.loss_scaler, *ranks)
+            return self.precision.stored(p, given)
+        return self._dtype if self._dtype is not None and given.is_floating_point else given
 
     def __repr__(self) -> str:
         degrees = " ".join(f"{n}={k}" for n, k in self.mesh.axes.items())

@@ -151,6 +151,32 @@ class ModelState:
                 broadcast_whole(out[name], source, self.device, group)
         return out
 
+    def whole(self, name: str) -> torch.Tensor:
+        """Return one parameter or persistent buffer, whole, on the host of every rank (a collective)."""
+        home = next((i for i, stage in enumerate(self.spec.stages) for p in stage.params if p.name == name), None)
+        if home is None:
+            return self._whole_buffer(name)
+        p = next(p for p in self.spec.stages[home].params if p.name == name)
+        full = torch.empty(p.shape, dtype=self._stored(p))
+        if home in self.stages:
+            p, parameter = next((p, t) for p, t in self.first_copies() if p.name == name)
+            local = local_of(self.held(parameter)).detach()
+            if isinstance(parameter, DTensor):
+                local = of_shards(local, parameter, self.device)
+            full = unshard(local, p, self.mesh, self.device).contiguous()
+        if self.mesh.size("pp") > 1:
+            full = full.clone() if home in self.stages else full
+            broadcast_whole(full, self._rank_of_stage(home), self.device, self.mesh.group("pp"))
+        return full
+
+    def _whole_buffer(self, name: str) -> torch.Tensor:
+        updated = any(b.updated and b.name == name for stage in self.spec.stages for b in stage.buffers)
+        if not updated:
+            found: torch.Tensor = self.extra[name].to(CPU)
+            return found
+        only = {name: self.extra[name]}
+        return updated_buffers(self.spec, self.stages, only, self.mesh, self.dtype, self.device)[name]
+
     def _rank_of_stage(self, index: int) -> int:
         return dist.get_global_rank(self.mesh.group("pp"), self.spec.rank_of(index))
 

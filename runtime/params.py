@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.runtime.mesh import AxisMesh
 from autoplan.runtime.spec import BufferSpec, ParamSpec, StageSpec
+from autoplan.runtime.values import dtypes_of
 from autoplan.runtime.whole import CPU, gather
 
 
@@ -99,27 +100,67 @@ def materialise(
     coordinate: Callable[[str], int],
     device: torch.device,
     dtype: torch.dtype | None = None,
-    stored: Callable[[ParamSpec, torch.dtype], torch.dtype] | None = None,
 ) -> None:
-    """Give a freshly built stage its parameters and buffers, in place.
+    """Give a freshly built stage its parameters and buffers, in place. `dtype` replaces every floating dtype."""
+    given = dtypes_of(parameters)
+    kinds = {n: dtype if dtype is not None and kind.is_floating_point else kind for n, kind in given.items()}
+    declare(stage, spec, size, device, lambda p: kinds[p.name])
+    fill(stage, spec, parameters, size, coordinate)
+    fill_buffers(stage, spec, buffers, device, dtype)
+
+
+def declare(
+    stage: nn.Module,
+    spec: StageSpec,
+    size: Callable[[str], int],
+    device: torch.device,
+    stored: Callable[[ParamSpec], torch.dtype],
+) -> None:
+    """Give a freshly built stage its parameters, which have no memory until `fill`.
 
     Args:
-        dtype: replaces every floating dtype (parity runs).
-        stored: returns the dtype to store a parameter in, given the dtype of its values (mixed precision); None: the
-            values' dtype.
+        size: size of a sub-axis.
+        stored: the dtype to store a parameter in.
     """
+    for p in spec.params:
+        value = torch.empty(local_param_shape(p, size), dtype=stored(p), device=device)
+        value.untyped_storage().resize_(0)
+        setattr(stage.get_submodule(f"blocks.{p.block}"), p.attr, nn.Parameter(value, requires_grad=p.trainable))
 
-    def cast(x: torch.Tensor) -> torch.Tensor:
-        return x.to(device=device, dtype=dtype if dtype is not None and x.is_floating_point() else x.dtype)
 
-    with torch.no_grad():
-        for p in spec.params:
-            block = stage.get_submodule(f"blocks.{p.block}")
-            local = shard_param(parameters[p.name].detach(), p, size, coordinate)
-            value = cast(local).clone() if stored is None else local.to(device, stored(p, local.dtype), copy=True)
-            setattr(block, p.attr, nn.Parameter(value, requires_grad=p.trainable))
-        for b in spec.buffers:
-            setattr(buffer_owner(stage, b), b.attr, cast(buffers[b.name].detach()).clone())
+def fill(
+    stage: nn.Module,
+    spec: StageSpec,
+    parameters: Mapping[str, torch.Tensor],
+    size: Callable[[str], int],
+    coordinate: Callable[[str], int],
+    block: str | None = None,
+) -> None:
+    """Give the declared parameters of a block memory and their values, one after the other; None: of all blocks."""
+    for p in spec.params:
+        if block is not None and p.block != block:
+            continue
+        parameter = stage.get_submodule(f"blocks.{p.block}").get_parameter(p.attr)
+        storage = parameter.untyped_storage() if not isinstance(parameter, DTensor) else None
+        if storage is None or storage.nbytes() or not parameter.numel():
+            continue
+        storage.resize_(parameter.numel() * parameter.element_size())
+        with torch.no_grad():
+            parameter.copy_(shard_param(parameters[p.name].detach(), p, size, coordinate))
+
+
+def fill_buffers(
+    stage: nn.Module,
+    spec: StageSpec,
+    buffers: Mapping[str, torch.Tensor],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Give a stage its buffers. `dtype` replaces every floating dtype."""
+    for b in spec.buffers:
+        value = buffers[b.name].detach()
+        kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
+        setattr(buffer_owner(stage, b), b.attr, value.to(device=device, dtype=kind, copy=True))
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ RECEIVES_INTO_FRESH_BUFFERS, `end_of_backward`, `mend_simulated_groups`.
 | _C._current_graph_task_id, autograd.graph._engine_run_backward (in convert.py, statistics.py, autoplan/verify/wide.py) | recorded collectives are told apart by forward, backward and recompute; a recompute updates no running statistics; a backward under a TorchFunctionMode, which torch.autograd.backward leaves | |
 | _foreach_norm, _foreach_mul_ (in norm.py) | a few kernels for the gradients of all parameters, as in torch.nn.utils.get_total_norm, which adds in the dtype of the gradients | |
 | _assert_async (in experts.py) | an index beyond the experts is refused without a wait for the device | |
-| UntypedStorage._cdata (in recompute.py) | tells views of an argument from other values | |
+| UntypedStorage._cdata (in recompute.py, values.py) | tells views of an argument from other values | |
 | nn.Module._parameters (in precision.py, model_state.py, params.py, capture/passes/cast.py) | a parameter is exchanged for its 16-bit copy in place, without registering it anew | |
 | distributed_c10d._get_default_store | the store through which ranks learn where the others answer | |
 | TCPStore's client connection (/proc/self/fd) | its calls wait forever for a stopped host; they raise once it is shut down | |

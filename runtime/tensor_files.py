@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 
 from autoplan.files import Written, write_pieces
@@ -169,6 +170,18 @@ class TensorFile:
         out = torch.empty(tuple(shape), dtype=entry.dtype)
         self.read_into(name, out, ranges)
         return out
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """Return a tensor whose pages are read from the file when they are used, and can be dropped at any time.
+
+        Writing to it changes memory alone.
+        """
+        entry = self.entries[name]
+        size = _num_bytes(entry)
+        if not size:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        raw = np.memmap(self.path, dtype=np.uint8, mode="c", offset=entry.begin, shape=(size,))
+        return torch.from_numpy(raw).view(entry.dtype).reshape(entry.shape)
 
 
 def _entry(name: str, raw: Mapping[str, Any], start: int, size: int) -> Entry:

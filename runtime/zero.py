@@ -316,6 +316,7 @@ def apply_zero(
     compression: Compression | None = None,
     offload: bool = False,
     beside: Leaf | None = None,
+    fill: Callable[[str], None] = lambda block: None,
 ) -> GradientSync:
     """Apply a ZeRO stage to a generated pipeline stage, in place.
 
@@ -333,6 +334,8 @@ def apply_zero(
         offload: True to keep shards of parameters and gradients on the host (ZeRO 1 to 3 over several ranks).
         beside: to reduce beside the last backward (ZeRO 0, unless the backward is split): the function from a parameter
             to its leaf (`Leaf`). None: reduce after it.
+        fill: called with the name of each block before it is sharded (ZeRO 1 to 3), so that only one block is whole at
+            a time.
 
     Returns:
         The GradientSync that the driver of the micro-batches calls around every backward pass.
@@ -359,7 +362,7 @@ def apply_zero(
         usual = mesh.get_group() if mesh.size() > 1 else None
         return _AllReduce(stage, usual, bucket_bytes, apart, group, compression, beside)
     _check_shardable(blocks)
-    root = _shard(stage, blocks, mesh, zero, apart, apart_mesh, policies or {}, offload)
+    root = _shard(stage, blocks, mesh, zero, apart, apart_mesh, policies or {}, offload, fill)
     return (_ShardedSplit if splits else _Sharded)(root, zero)
 
 
@@ -384,6 +387,7 @@ def _shard(
     apart_mesh: DeviceMesh | None,
     policies: Mapping[str, MixedPrecisionPolicy],
     offload: bool,
+    fill: Callable[[str], None],
 ) -> FSDPModule:
     """Apply `fully_shard` to every block of a stage and to the stage itself; arguments as for `apply_zero`."""
     alone = set(apart) if apart_mesh is None or apart_mesh.size() == 1 else set()  # no ranks to shard them over
@@ -392,6 +396,7 @@ def _shard(
     policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     for name, block in blocks.items():
         gathered = getattr(block, "gathered", "again") if zero is ZeroStage.PARAMETERS else "keep"
+        fill(name)
         fully_shard(
             block,
             mp_policy=policies.get(name, MixedPrecisionPolicy(cast_forward_inputs=False)),

@@ -1,0 +1,166 @@
+"""The methods of ParallelModel that read and write its state, whole or part by part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autoplan.runtime.agree import AgreedRuntimeError
+from autoplan.runtime.checkpoint.contents import Progress, Stateful, Training, Updated, named, updated_of
+from autoplan.runtime.checkpoint.door import Checkpoints, Resumed, Saving, root_of
+from autoplan.runtime.failure import guarded
+from autoplan.runtime.given_module import GivenModule, given_back
+from autoplan.runtime.model_state import ModelState
+from autoplan.runtime.precision import LossScaler
+from autoplan.runtime.spec import ProgramSpec
+from autoplan.runtime.state import IncompatibleKeys
+
+
+class StateMethods:
+    """What ParallelModel does with its state. It sets the attributes."""
+
+    spec: ProgramSpec
+    device: torch.device
+    optimizer: torch.optim.Optimizer | None
+    loss_scaler: LossScaler | None
+    progress: Progress
+    data_rank: int
+    data_world: int
+    given: GivenModule | None
+    exporter: Any  # an Exporter, if the model is one of transformers' (autoplan.pretrained)
+    _state: ModelState
+    _checkpoints: Checkpoints
+    _updated: list[tuple[str, torch.Tensor, torch.Tensor]]  # name, tensor of self.optimizer, as shown
+
+    @guarded("full_tensors")
+    def full_tensors(self, pick: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """Return full tensors by original name, on the host of every rank (a collective). `pick` chooses parameter or
+        gradient. The tensors come one by one: a device holds one bucket at a time (`autoplan.runtime.whole`)."""
+        return self._state.full_tensors(pick)
+
+    @guarded("state_dict")
+    def state_dict(self) -> dict[str, Any]:
+        """Return full parameters and persistent buffers under the original model's names, on every rank (a collective).
+
+        The tensors are on the host, whatever the model runs on (as FSDP's full state with `cpu_offload`): every rank's
+        host holds the whole model, its device one bucket at a time. `load_state_dict` takes them from any device.
+        """
+        return self._state.state_dict()
+
+    @guarded("to_module")
+    def to_module(self, rank: int | None = 0) -> nn.Module | None:
+        """Return the module that was given in with the trained values, on the host of one rank (a collective).
+
+        Args:
+            rank: the rank that gets it; None: every rank. The others return None.
+
+        Raises:
+            RuntimeError: the module cannot be copied, or the program was not made of a module (on all ranks alike).
+        """
+        return given_back(self.given, self._state.state_dict, rank)
+
+    @guarded("gradients")
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return full gradients under the original names, on the host of every rank (a collective)."""
+        return self._state.full_tensors(lambda p: p.grad)
+
+    @guarded("load_state_dict")
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> IncompatibleKeys:
+        """Load full tensors by original name, as `nn.Module.load_state_dict` does (a collective).
+
+        Args:
+            state: as `state_dict` returns it, equal on all ranks; of a tied parameter's names the last one counts.
+            strict: True if missing and unexpected keys are errors.
+
+        Returns: missing and unexpected keys.
+        Raises:
+            RuntimeError: missing or unexpected keys if `strict`, or other shapes; all ranks raise it, and nothing is
+                loaded.
+            ValueError: the ranks were given different states.
+        """
+        return self._state.load_state_dict(state, strict)
+
+    @guarded("save_pretrained")
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the model for Hugging Face's `from_pretrained`, under the names of its own files (a collective).
+
+        Rank 0 writes, one tensor after the other; no rank holds more than one of them whole (of one conversion).
+
+        Raises:
+            RuntimeError: the model that was parallelized is none of transformers', or the folder cannot be written.
+        """
+        if self.exporter is None:
+            raise AgreedRuntimeError(
+                f"{self.spec.model} is no model of transformers; use pm.state_dict() or pm.save_checkpoint()"
+            )
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.exporter.write(Path(folder), self._state.whole, rank, self.device)
+
+    @guarded("save_checkpoint")
+    def save_checkpoint(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        states: Mapping[str, Stateful] | None = None,
+        keep: int | None = None,
+        wait: bool = True,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> Saving:
+        """Write a checkpoint of the whole training into a folder of its step; call it between steps, on every rank.
+
+        It holds parameters, buffers, the optimizer, the loss scaler, the random generators and `progress`. Each rank
+        writes its own parts, and `load_checkpoint` takes them under any other plan. The checkpoint is complete or not
+        there (`autoplan.runtime.checkpoint.folders`).
+
+        Args:
+            folder: of all checkpoints; all ranks see it.
+            states: further objects by name, such as schedulers of the learning rate; rank 0's states are stored.
+            keep: number of checkpoints to keep; None: all.
+            wait: False: copy everything to the host and write it beside the next steps. The next call, or `wait()` of
+                what is returned, waits for it and raises its error.
+            optimizer: one that you made of `parameters()`; None: `self.optimizer`.
+
+        Raises:
+            CheckpointError: (on all ranks) it could not be written; older ones are unchanged, and the job can go on.
+        """
+        return self._checkpoints.save(self._training(optimizer), root_of(folder), states or {}, keep, wait)
+
+    @guarded("load_checkpoint")
+    def load_checkpoint(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        states: Mapping[str, Stateful] | None = None,
+        step: int | None = None,
+        model_only: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> Resumed | None:
+        """Load a checkpoint that a program of this model wrote under any plan; call it on every rank.
+
+        Args:
+            folder, states, optimizer: as for `save_checkpoint`.
+            step: which one; None: the newest that is complete.
+            model_only: load parameters and buffers, and leave the rest of the training as it is.
+
+        Returns: what was loaded, or None if the folder has no checkpoint and `step` is None.
+        Raises:
+            CheckpointError: (on all ranks) it is damaged or does not fit; nothing is changed, and the text names an
+                older one.
+        """
+        training = self._training(optimizer)
+        return self._checkpoints.load(training, root_of(folder), states or {}, step, model_only)
+
+    def _training(self, given: torch.optim.Optimizer | None) -> Training:
+        """Return what checkpoints are made of, with an optimizer that was given or the program's own."""
+        optimizer = given or self.optimizer
+        updated: list[Updated] = []
+        if optimizer is not None:
+            updated = updated_of(optimizer, self._updated if given is None else named(self._state))
+        ranks = self.data_rank, self.data_world
+        return Training(self._state, self.progress, optimizer, updated, self.loss_scaler, *ranks)
