@@ -233,6 +233,7 @@ EVERYTHING = RunOptions(
     True,
     True,
     True,
+    fused_loss=True,
     overlap_zero=False,
     document_len=256,
     overlap_gather=False,
