@@ -2,7 +2,7 @@
 
 Equal to the byte: every collective of the ledger, the sums at the end of a step, what ZeRO moves. Equal to the
 operation: FLOPs of products, and of attention forward, to rounding. Memory may differ by `MEMORY_TOLERANCE` above the
-prediction and by `BELOW_TOLERANCE` below it: activations are predicted from the graph, by a model of what autograd saves.
+prediction and by `BELOW_TOLERANCE` below it: activations are predicted by a model of what autograd saves.
 """
 
 from __future__ import annotations
