@@ -72,8 +72,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage._cdata
         if key in self._sizes or key in self._outside:
             return
+        size = storage.nbytes()
         self._sizes[key] = 0
-        self._resized(key, storage.nbytes())
+        self._resized(key, size)
         weakref.finalize(storage, self._gone, key)
 
     def _gone(self, key: int) -> None:
@@ -87,19 +88,33 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def resizes(self) -> Iterator[None]:
-        """Follow storages that are emptied and filled again, as fully_shard does with gathered parameters."""
-        resize = torch.UntypedStorage.resize_
+        """Follow storages that are emptied and filled again, as declared and gathered parameters are.
+
+        The storage of a fake tensor keeps its first size whatever `resize_` says, so that its size is told from here.
+        """
+        kind = torch.UntypedStorage
+        resize, sizes = kind.resize_, {name: getattr(kind, name) for name in ("size", "nbytes")}
 
         def followed(storage: torch.UntypedStorage, size: int) -> Any:
             out = resize(storage, size)
             self._resized(storage._cdata, size)
             return out
 
-        torch.UntypedStorage.resize_ = followed  # type: ignore[method-assign,assignment]
+        def told(name: str) -> Callable[[torch.UntypedStorage], int]:
+            return lambda storage: self._size(storage, sizes[name])
+
+        replaced: dict[str, Any] = {"resize_": followed, **{name: told(name) for name in sizes}}
+        for name, function in replaced.items():
+            setattr(kind, name, function)
         try:
             yield
         finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+            for name, function in {"resize_": resize, **sizes}.items():
+                setattr(kind, name, function)
+
+    def _size(self, storage: torch.UntypedStorage, first: Callable[[torch.UntypedStorage], int]) -> int:
+        known = self._sizes.get(storage._cdata)
+        return first(storage) if known is None else known
 
 
 def _attention_flops(packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
