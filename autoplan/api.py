@@ -30,13 +30,14 @@ from autoplan.ir.graph import ModelGraph
 from autoplan.planning import (
     AUTO,
     capture_verified,
-    cheaper_program,
+    cheapest_program,
     check_world,
     default_global_batch,
     examples,
     model_facts,
     plan_program,
     ready_plan,
+    ways_to_run,
 )
 from autoplan.plans.folder import ModelOutline, TensorOutline, check_model, read_program, write_program
 from autoplan.plans.record import Plan
@@ -81,7 +82,7 @@ def parallelize(
     timeout_s: float | None = None,
     check: bool = False,
     compile: bool | str = "auto",
-    async_tp: bool = False,
+    async_tp: bool | str = False,
     precision: str = "native",
     gradient_compression: Compression | None = None,
     verify: bool | str = True,
@@ -130,9 +131,10 @@ def parallelize(
             C++ compiler on the CPU); a name: by that backend. False: no. 'auto': on CUDA if a plan with compiled blocks
             has the lower price (`pm.plan.compiled` says so), not on the CPU. A compiled block itself decides which
             activations it keeps: its recompute is none, full or offload, and it is priced with fused kernels.
-        async_tp: True: hide the gathers and reduce-scatters of tensor parallelism behind parts of the adjacent products
-            (torch's async TP, an experiment of inductor). Needs compiled blocks on CUDA and tp ranks joined by NVLink.
-            Its effect is not priced, and it has never been run.
+        async_tp: True: hide the gathers and reduce-scatters of tensor parallelism behind pieces of the adjacent
+            products (torch's async TP, an experiment of inductor). Needs compiled blocks on CUDA and tp ranks joined by
+            NVLink. 'auto': where a plan with it has the lower price, which counts what small pieces cost
+            (`pm.plan.async_tp` says so). It has never been run.
         precision: 'native' computes in the dtypes of the model. 'bf16' and 'fp16' keep parameters, gradients and the
             optimizer in float32 and compute in 16 bits; fp16 has a dynamic loss scale (`pm.loss_scaler`). 'bf16-grad16'
             also sums gradients in 16 bits. 'fp32' keeps and computes everything in float32.
@@ -179,14 +181,16 @@ def parallelize(
     if param_groups is not None and optimizer is None:
         raise PinError("param_groups needs optimizer=, a function from parameter groups to an optimizer")
     forget_stale_warning(model)
-    compile = async_tp or compile
+    compile = True if async_tp is True else compile
     known = Profile.load(profile) if isinstance(profile, str) else profile
     placement = devices.start(device, cluster.device_type, timeout_s, model)
     device = placement.device
     if measured:
         cluster = _with_memory(cluster, placement)
     _check_same_model(model, device)
-    task = _Task(model, cluster, example_inputs or {}, loss_fn, global_batch_size, pins, precision, verify, compile)
+    task = _Task(
+        model, cluster, example_inputs or {}, loss_fn, global_batch_size, pins, precision, verify, compile, async_tp
+    )
     if given is None:
         made, ready = _searched(task, known, measured, device, check)
     else:
@@ -206,7 +210,7 @@ def parallelize(
         seed=seed,
         aliases=_aliases(model),
         extra_state=_not_in(ready.spec, model, joined(parameters, buffers)),
-        async_tp=async_tp,
+        async_tp=made.async_tp or (given is not None and async_tp is True),
         compile=None if not made.compiled else _BACKEND if compile in (True, AUTO) else str(compile),
         gradient_compression=gradient_compression,
     )
@@ -229,6 +233,7 @@ class _Task:
     precision: str
     verify: bool | str
     compile: bool | str
+    async_tp: bool | str
 
     def captured(self, precision: str) -> tuple[ModelGraph, str]:
         """Return the graph of the model as it computes in a precision, and the line on its verification."""
@@ -243,21 +248,21 @@ def _searched(
     """Capture, measure what the profile lacks, search and compile, on rank 0; every rank gets the result."""
     captured = _on_first(lambda: task.captured(task.precision), "capture")
     graph, verified = captured if captured is not None else (None, "")
-    cluster, pins, precision, compile = task.cluster, task.pins, task.precision, task.compile
+    cluster, pins, precision = task.cluster, task.pins, task.precision
     seq_len, target_len = example_lengths(task.model, task.example_inputs)
     first = next(iter(task.example_inputs.values()))
     batch = task.global_batch_size or default_global_batch(pins, cluster.num_devices, first.shape[0])
     if known is None and measured:
         known = _machine_profile(graph, cluster, batch, seq_len, pins, target_len, device, precision)
 
-    def planned(compiled: bool) -> tuple[Plan, Program]:
+    def planned(compiled: bool, in_pieces: bool) -> tuple[Plan, Program]:
         if graph is None:
             raise AutoplanError("only rank 0 plans")
-        return plan_program(graph, cluster, pins, batch, seq_len, known, compiled, target_len, precision)
+        return plan_program(graph, cluster, pins, batch, seq_len, known, compiled, target_len, precision, in_pieces)
 
     def chain() -> tuple[Plan, Program]:
-        compared = compile == AUTO and compiles_by_itself(device)
-        plan, program = cheaper_program(planned) if compared else planned(bool(compile) and compile != AUTO)
+        ways = ways_to_run(task.compile, task.async_tp, device.type, compiles_by_itself(device))
+        plan, program = cheapest_program(planned, ways)
         if check:
             _type_check(program)
         return replace(plan, capture=verified), program
@@ -282,7 +287,7 @@ def _given_program(
     plan: Plan | Path | str | None,
     program: Path | str | None,
     compression: Compression | None,
-    async_tp: bool,
+    async_tp: bool | str,
 ) -> tuple[Plan, Program]:
     """Return a plan that was given, or the plan of a program that was, with the program, checked against the model."""
     folder = None if program is None else read_program(Path(program))
@@ -395,7 +400,7 @@ def _check_run(
     pins: Mapping[str, Any],
     precision: str,
     compression: Compression | None,
-    async_tp: bool,
+    async_tp: bool | str,
     compile: bool | str,
 ) -> None:
     """Raise PinError for pins and arguments that cannot be, whatever the model is."""

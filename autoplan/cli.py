@@ -138,7 +138,7 @@ def plan(
     """The best plan that fits, with its certificate: of equally fast ones the simplest."""
     from autoplan.errors import InfeasibleError
     from autoplan.report.request import read_request, read_run
-    from autoplan.search.idle import best_use
+    from autoplan.search.best_use import best_use
 
     run = read_run(task)
     chosen = {"memory_risk": memory_risk, "equal_within": equal_within}
@@ -156,8 +156,7 @@ def plan(
     if as_json:
         from autoplan.report.data import plan_report
 
-        asked = {**task.asked, "cluster": used.text(task.cluster)}
-        _print_json(plan_report(used.request, used.result, run, asked))
+        _print_json(plan_report(used.request, used.result, run, used.asked(task.asked)))
     else:
         from autoplan.report.text import console, plan_text
 

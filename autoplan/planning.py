@@ -7,7 +7,7 @@ autoplan.compile(model, plan, "program", example_inputs=batch)     # the program
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from autoplan.codegen.program import Layouts, Program, compile_program
 from autoplan.config.choices import option_data
 from autoplan.config.parallel import Mode, RunOptions, executed_precision
+from autoplan.config.pins import Pins
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import AutoplanError, CaptureError, PinError
@@ -24,6 +25,8 @@ from autoplan.plans.document import graph_of_text, graph_text, plain
 from autoplan.plans.folder import buffer_texts, write_program
 from autoplan.plans.layouts import layouts_of, open_layouts, solved_again
 from autoplan.plans.record import Plan, searched_plan
+from autoplan.program.facts import Facts
+from autoplan.program.legality import check_pins
 from autoplan.runtime.spec import ProgramSpec
 from autoplan.search.planner import PlanRequest, search_plan
 
@@ -69,6 +72,7 @@ def plan(
     profile: Profile | str | None = None,
     precision: str = "native",
     compile: bool | str = AUTO,
+    async_tp: bool | str = False,
     verify: bool | str = True,
     time_limit_s: float = 60.0,
 ) -> Plan:
@@ -86,6 +90,7 @@ def plan(
         global_batch_size: samples per step over all data-parallel ranks; None: as in `parallelize`.
         profile: measured times: a Profile, or the name or path of one. None: the figures of the cluster.
         compile: True: blocks run through torch.compile; False: no; 'auto': on CUDA, if that has the lower price.
+        async_tp: as `parallelize` takes it.
         time_limit_s: after this time the best plan so far is returned.
 
     Returns:
@@ -97,6 +102,8 @@ def plan(
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if compile not in (True, False, AUTO):
         raise PinError(f"compile={compile!r} does not exist here; use True, False or 'auto'")
+    facts = Facts(where.num_devices, device_type=where.device_type, async_tp=async_tp, compile=compile)
+    check_pins(Pins(pins or {}), facts)
     known = Profile.load(profile) if isinstance(profile, str) else profile
     task = captured(model, example_inputs, loss_fn, precision, verify)
     if seq_len is None and task.seq_len is None:
@@ -106,7 +113,7 @@ def plan(
     pins = dict(pins or {})
     batch = global_batch_size or default_global_batch(pins, where.num_devices, task.batch)
 
-    def made(compiled: bool) -> tuple[Plan, Layouts]:
+    def made(compiled: bool, in_pieces: bool) -> tuple[Plan, Layouts]:
         request = PlanRequest(
             task.graph,
             where,
@@ -117,14 +124,16 @@ def plan(
             profile=known,
             profile_file=profile if isinstance(profile, str) else None,
             mode=Mode.COMPILED if compiled else Mode.EAGER,
+            options=options_of_way(in_pieces),
             executed=True,
             target_len=target_len or task.target_len,
             time_limit_s=time_limit_s,
         )
         return planned(request, task.name, cluster if isinstance(cluster, str) else None)
 
-    compared = compile == AUTO and where.device_type == "cuda"
-    best = cheaper_program(made) if compared else made(bool(compile) and compile != AUTO)
+    compile = True if async_tp is True else compile
+    cuda = where.device_type == "cuda"
+    best = cheapest_program(made, ways_to_run(compile, async_tp, where.device_type, cuda))
     return replace(best[0], capture=task.verified)
 
 
@@ -348,12 +357,14 @@ def plan_program(
     compiled: bool = False,
     target_len: int | None = None,
     precision: str = "native",
+    async_tp: bool = False,
 ) -> tuple[Plan, Program]:
     """Search and compile in this process: everything after the capture of the graph. Needs no process group.
 
     Args:
         compiled: True if blocks will run through torch.compile.
         precision: the precision that the graph was captured for.
+        async_tp: True if compiled blocks will hide collectives of tensor parallelism behind pieces of products.
     """
     request = PlanRequest(
         graph,
@@ -364,6 +375,7 @@ def plan_program(
         precision=precision,
         profile=profile,
         mode=Mode.COMPILED if compiled else Mode.EAGER,
+        options=options_of_way(async_tp),
         executed=True,
         target_len=target_len,
     )
@@ -371,17 +383,41 @@ def plan_program(
     return plan, compile_program(graph, layouts)
 
 
-def cheaper_program(made: Callable[[bool], tuple[Plan, T]]) -> tuple[Plan, T]:
-    """Return the program with the lower price of a step: op by op (`made(False)`) or with compiled blocks.
+Way = tuple[bool, bool]  # how blocks run: compiled, and with async TP
 
-    If only one of the two can be planned, it is returned: pins such as regions of recompute do not allow compiled
-    blocks, and some models fit only with them. If neither can be planned, the error of the first is raised.
+
+def ways_to_run(compile: bool | str, async_tp: bool | str, device_type: str, compiles: bool) -> list[Way]:
+    """Return how blocks may run, as pairs (compiled, async TP): one, or several where the price decides.
+
+    Args:
+        compile, async_tp: as `parallelize` takes them.
+        compiles: True if blocks may be compiled by default.
+    """
+    modes: tuple[bool, ...] = (bool(compile),)
+    if compile == AUTO:
+        modes = (False, True) if compiles else (False,)
+    pieces: tuple[bool, ...] = (async_tp is True,)
+    if async_tp == AUTO and device_type == "cuda" and compile in (True, AUTO, "inductor"):
+        pieces = (False, True)
+    return [(compiled, split) for compiled in modes for split in pieces if compiled or not split]
+
+
+def options_of_way(async_tp: bool) -> RunOptions:
+    """Return the options of a run: with async TP, collectives of tensor parallelism overlap with computing."""
+    return RunOptions(overlap=frozenset({"tp"} if async_tp else ()))
+
+
+def cheapest_program(made: Callable[[bool, bool], tuple[Plan, T]], ways: Sequence[Way]) -> tuple[Plan, T]:
+    """Return the program with the lowest price of a step, of `made(compiled, async_tp)` for all `ways`.
+
+    Ways that cannot be planned are left out: pins such as regions of recompute do not allow compiled blocks, and some
+    models fit only with them. If none can be planned, the error of the first is raised.
     """
     refused: AutoplanError | None = None
     found = []
-    for compiled in (False, True):
+    for way in ways:
         try:
-            found.append(made(compiled))
+            found.append(made(*way))
         except AutoplanError as exc:
             refused = refused or exc
     if not found:

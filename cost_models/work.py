@@ -85,6 +85,8 @@ class CommWork:
         part: (ranks, stride) if it runs over a part of its axis.
         behind_attention: For a step of a ring: the ranks of the ring, where attention over the keys that have arrived
             hides it.
+        products: Positions in the block's `ops` of the products that read what it gathers, or whose result it reduces
+            and scatters.
     """
 
     what: str
@@ -96,6 +98,7 @@ class CommWork:
     top_k: int = 0
     part: tuple[int, int] | None = None
     behind_attention: int = 0
+    products: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
 """torch.compile of the blocks of a stage: each block's `compute`, inside the hooks of ZeRO and recompute.
 
-Equal layers share their compiled code (parameters are its inputs). A dense block is one graph. Attention is traced;
-collectives, dropout, losses and the vocabulary-parallel embedding are nodes that AOTAutograd looks into (functional
-collectives, plain operations and our kernels, whose shapes depend on no value), so that a compiler fuses up to them.
-Operations that a graph cannot hold run between compiled parts, each with a graph break: experts (the host needs their
-counts), attention over a cut sequence (point-to-point transfers), all-to-alls (spmd_types calls them in place, on a
-process group that no graph can copy), updates of running statistics (not in a recompute). Assertions of types, which
-only act while type-checking, are left out. Another batch size or sequence length compiles once more, then for all
-sizes. torch compiles nothing while a dispatch mode is active, such as `record_collectives`: then operations run one by
-one.
+Equal layers share their compiled code (parameters are its inputs). A dense block is one graph, whatever is sharded.
+Attention is traced; attention over a cut sequence, collectives, dropout, losses and the vocabulary-parallel embedding
+are nodes that AOTAutograd looks into (functional collectives, plain operations and our kernels, whose shapes depend on
+no value), so that a compiler fuses up to them. A ring, which sends point to point, is one operator to it. Experts are
+such a node where all are on this rank and one kernel computes their products (bfloat16). Operations that a graph cannot
+hold run between compiled parts, each with a graph break: other experts (the host needs their counts), updates of
+running statistics (not in a recompute). Assertions of types, which only act while type-checking, are left out. Another
+batch size or sequence length compiles once more, then for all sizes. torch compiles nothing while a dispatch mode is
+active, such as `record_collectives`: then operations run one by one.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autoplan.runtime.expert_products import begins_well, fit_one_product
 from autoplan.runtime.fused import has_triton
 from autoplan.runtime.private import share_memory
 from autoplan.runtime.program import Block
 
 # names of an emitted module: nodes of a graph, each with its own forward and backward
 _NODES = (
-    "all_gather all_reduce cross_entropy_sum dropout reduce_scatter slice_ to_partial to_replicate "
-    "vocab_parallel_cross_entropy_sum vocab_parallel_embedding"
+    "all_gather all_reduce all_to_all context_part cross_entropy_sum dropout reduce_scatter slice_ to_partial "
+    "to_replicate vocab_parallel_cross_entropy_sum vocab_parallel_embedding"
 ).split()
-_APART = ("all_to_all", "context_part", "experts", "running_statistics")
+_APART = ("running_statistics",)
 _ASSERTIONS = ("typed", "vary")
 _CUTS = ("gather", "ring", "ulysses")  # arguments of attention: the axis over which the sequence is cut
+_SPREADS = ("axes", "dispatch", "inner")  # arguments of experts: axes over which they are spread
 
 
 def compiles_by_itself(device: torch.device) -> bool:
@@ -66,7 +68,7 @@ def compile_blocks(
         names[name] = torch.compiler.allow_in_graph(names[name])  # type: ignore[no-untyped-call]
     for name in _APART:
         names[name] = torch.compiler.disable(names[name])  # type: ignore[no-untyped-call]
-    names["attention"] = _attention(names["attention"])
+    names["attention"], names["experts"] = _attention(names["attention"]), _experts(names["experts"])
     for name in _ASSERTIONS:
         names[name] = _value
     blocks = [m for m in stage.modules() if isinstance(m, Block)]
@@ -77,13 +79,50 @@ def compile_blocks(
 
 
 def _attention(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return `attention`, traced if the whole sequence is on this rank, else run outside the graph."""
-    apart: Callable[..., torch.Tensor] = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
+    """Return `attention`, traced if the whole sequence is on this rank, else one node with what it sends inside."""
+
+    @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+    def cut(*args: Any, **how: Any) -> torch.Tensor:
+        return attention(*args, **how)
 
     @functools.wraps(attention)
     def called(*args: Any, **how: Any) -> torch.Tensor:
-        cut = any(how.get(name) is not None for name in _CUTS)
-        return apart(*args, **how) if cut else attention(*args, **how)
+        out: torch.Tensor = (cut if any(how.get(name) is not None for name in _CUTS) else attention)(*args, **how)
+        return out
+
+    return called
+
+
+def _experts(experts: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return `experts`, one node if the host need not know the rows of each expert, else run outside the graph."""
+    apart: Callable[..., torch.Tensor] = torch.compiler.disable(experts)  # type: ignore[no-untyped-call]
+
+    @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+    def together(
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+        *matrices_and_biases: torch.Tensor,
+        **how: Any,
+    ) -> torch.Tensor:
+        given = (x if begins_well(x) else x.clone() for x in matrices_and_biases)
+        return experts(hidden, index, weights, *given, **how)
+
+    @functools.wraps(experts)
+    def called(
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        *biases: torch.Tensor,
+        **how: Any,
+    ) -> torch.Tensor:
+        here = all(how.get(name) is None for name in _SPREADS)
+        known = gate_up.dtype == torch.bfloat16  # what the product of all experts takes in a graph
+        run = together if here and known and fit_one_product(hidden, gate_up, down) else apart
+        out: torch.Tensor = run(hidden, index, weights, gate_up, down, *biases, **how)
+        return out
 
     return called
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autoplan.runtime import functional
 from autoplan.runtime.mesh import current_mesh
 from autoplan.runtime.ring import gathered, same_document
 from autoplan.runtime.sdpa import choose_for, flash, sdpa
@@ -77,24 +78,19 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         parts = _by_rank(grad, ctx.ranks)
-        out = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(out, parts.flatten(0, 1), group=ctx.group)
-        return out, None, None
+        return functional.reduce_scatter(parts.flatten(0, 1), ctx.group, ctx.ranks), None, None
 
 
 def _to_heads(x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
     """Exchange [b, h, 2 l, d] -> [b, h / ranks, 2 l ranks, d]: this rank's heads of all ranks' parts, in order."""
-    sent = x.reshape(x.shape[0], ranks, -1, *x.shape[2:]).movedim(1, 0).contiguous()
-    parts = torch.empty_like(sent)
-    dist.all_to_all_single(parts, sent, group=group)
-    return _in_order(parts)
+    sent = x.reshape(x.shape[0], ranks, -1, *x.shape[2:]).movedim(1, 0)
+    return _in_order(functional.all_to_all(sent.flatten(0, 1), group).view(sent.shape))
 
 
 def _to_sequence(x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
     """Exchange heads for a part of the sequence: the inverse of ``_to_heads``."""
     sent = _by_rank(x, ranks)
-    parts = torch.empty_like(sent)
-    dist.all_to_all_single(parts, sent, group=group)
+    parts = functional.all_to_all(sent.flatten(0, 1), group).view(sent.shape)
     return parts.movedim(0, 1).flatten(1, 2)
 
 

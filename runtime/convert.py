@@ -44,7 +44,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autoplan.runtime import recompute
+from autoplan.runtime import functional, recompute
 from autoplan.runtime.mesh import AxisMesh, current_mesh
 from autoplan.runtime.private import mend_simulated_groups
 
@@ -57,6 +57,23 @@ warnings.filterwarnings(
     message=r"`torch\.distributed\._functional_collectives\.(all_gather|reduce_scatter)_tensor` is deprecated",
     category=FutureWarning,
 )
+
+
+class _AllToAll(torch.autograd.Function):
+    """S(src_dim) -> S(dst_dim) over a group, by one collective; the gradient goes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, src_dim: int, dst_dim: int) -> torch.Tensor:
+        ctx.group, ctx.dims = group, (dst_dim, src_dim)
+        ranks = dist.get_world_size(group)
+        # parts for and from one rank lie together: along dim 0 they do anyway
+        come = functional.all_to_all(x if dst_dim == 0 else torch.cat(x.chunk(ranks, dst_dim)), group)
+        return come if src_dim == 0 else torch.cat(come.chunk(ranks), src_dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        out: torch.Tensor = _AllToAll.apply(grad, ctx.group, *ctx.dims)  # type: ignore[no-untyped-call]
+        return out, None, None, None
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -216,7 +233,13 @@ def all_to_all(x: torch.Tensor, axis: str, src_dim: int, dst_dim: int) -> torch.
     src_dim, dst_dim = _dim(x, src_dim, "all_to_all"), _divisible(x, dst_dim, axis, "all_to_all")
     if src_dim == dst_dim:
         raise ValueError(f"all_to_all: src_dim and dst_dim are both {src_dim}")
-    return _converted(spmd_types.all_to_all, x, axis, S(src_dim), S(dst_dim))
+    mesh = current_mesh()
+    if spmd_types.is_type_checking():  # the same exchange, in a form that no compiler takes into a graph
+        return _converted(spmd_types.all_to_all, x, axis, S(src_dim), S(dst_dim))
+    if mesh.size(axis) == 1:
+        return x
+    out: torch.Tensor = _AllToAll.apply(x, mesh.group(axis), src_dim, dst_dim)  # type: ignore[no-untyped-call]
+    return out
 
 
 def to_partial(x: torch.Tensor, axis: str, src: Type) -> torch.Tensor:

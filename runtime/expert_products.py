@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from autoplan.runtime.fused import cuda_capability
 from autoplan.runtime.host_copies import to_host
 from autoplan.runtime.mesh import Axes, AxisMesh
 
@@ -39,13 +40,22 @@ def grouped_kernel(
 
 def in_one_product(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
     """Apply `grouped_kernel` to these operands."""
-    capability = None
-    if x.device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability(x.device)[0]
-    begins = (int(m.storage_offset()) for m in (gate_up, down))
+    return all(begins_well(m) for m in (gate_up, down)) and fit_one_product(x, gate_up, down)
+
+
+def begins_well(matrices: torch.Tensor) -> bool:
+    """Return True if matrices begin where the kernel can read them: not in the midst of some other tensor."""
+    return matrices.storage_offset() * matrices.dtype.itemsize % _GROUPED_BYTES == 0
+
+
+def fit_one_product(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
+    """Apply `grouped_kernel` to these operands, wherever they begin in memory."""
+    known = None if torch.version.hip is not None else cuda_capability(x.device)
     plain = gate_up.dtype == down.dtype == x.dtype and gate_up.is_contiguous() and down.is_contiguous()
-    sizes = (*gate_up.shape[1:], *down.shape[1:], *begins)
-    return plain and grouped_kernel(x.device.type, x.dtype, capability, sizes, gate_up.shape[0])
+    sizes = (*gate_up.shape[1:], *down.shape[1:])
+    return plain and grouped_kernel(
+        x.device.type, x.dtype, None if known is None else known[0], sizes, gate_up.shape[0]
+    )
 
 
 @dataclass(frozen=True)

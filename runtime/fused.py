@@ -70,6 +70,17 @@ def one_kernel(device: torch.device) -> bool:
     return device.type == "meta" or (device.type == "cuda" and has_triton())
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile does not look into it
+def cuda_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of a CUDA device; None for other devices, and where no GPU is to be seen.
+
+    torch's own function breaks the graph of a compiled block: its result is no tensor.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
 def _kernels() -> Any:
     return importlib.import_module("autoplan.runtime.triton_kernels")  # imports triton
 

@@ -4,9 +4,9 @@ It is a sum, not a mean: the caller divides by the number of valid tokens of the
 first backward. So the result depends neither on micro-batches nor on the data-parallel split.
 
 On GPUs one kernel reads the logits for a token's maximum, sum of exponentials and target logit, and another reads them
-for the gradient (autoplan.runtime.fused). Elsewhere the sharded loss does so in chunks of tokens. Maximum and sum are
-first taken over the local classes, then rescaled by exp(local maximum - maximum) after the all-reduce of maxima, as
-online softmax does (Milakov, Gimelshein: Online normalizer calculation for softmax, 2018).
+for the gradient (autoplan.runtime.fused). Without Triton, and for the sharded loss on the CPU, that is done in chunks
+of tokens. Maximum and sum are first taken over the local classes, then rescaled by exp(local maximum - maximum) after
+the all-reduce of maxima, as online softmax does (Milakov, Gimelshein: Online normalizer calculation for softmax, 2018).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from spmd_types import I, V, rules
 from torch.nn import functional
 
+from autoplan.runtime import functional as functional_collectives
 from autoplan.runtime.convert import as_constant_beside
 from autoplan.runtime.fused import one_kernel
 from autoplan.runtime.mesh import Axes, AxisMesh, current_mesh
@@ -34,7 +35,8 @@ def cross_entropy_sum(
     """``F.cross_entropy(logits, target, reduction='sum', ...)``, except that bf16 and fp16 are summed in float32.
 
     A sum over thousands of tokens does not fit the 8 bits of bf16; its gradient is unaffected. On GPUs the softmax of
-    16-bit logits is computed in float32 too, and no second tensor of the size of the logits is kept.
+    16-bit logits is computed in float32 too, and no second tensor of the size of the logits is kept, with or without
+    Triton.
 
     Args:
         logits: [N, C], or [N, C, ...] as ``F.cross_entropy`` takes it.
@@ -45,7 +47,7 @@ def cross_entropy_sum(
     Returns:
         [], float32 for bf16 and fp16 logits, else in the dtype of the logits; 0 if every target is ignored.
     """
-    if one_kernel(logits.device) and logits.dim() == 2 and target.dim() == 1:
+    if logits.device.type != "cpu" and logits.dim() == 2 and target.dim() == 1:
         _check(logits, target, label_smoothing, "cross_entropy_sum")
         fused: torch.Tensor = _CrossEntropySum.apply(  # type: ignore[no-untyped-call]
             logits, target, None, (), ignore_index, label_smoothing
@@ -106,10 +108,8 @@ def _check(logits: torch.Tensor, target: torch.Tensor, label_smoothing: float, n
 
 
 def _all_reduce(x: torch.Tensor, op: str, groups: tuple[dist.ProcessGroup, ...]) -> torch.Tensor:
-    # The raw operators: their Python wrappers return an asynchronous tensor subclass.
     for group in groups:
-        x = torch.ops._c10d_functional.all_reduce(x, op, group.group_name)
-        x = torch.ops._c10d_functional.wait_tensor(x)
+        x = functional_collectives.all_reduce(x, op, group)
     return x
 
 

@@ -25,7 +25,7 @@ def square_sum(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.T
         float64 [].
     """
     parts = []
-    for same in _alike(tensors):
+    for same in alike(tensors):
         if same[0].device.type == "cpu":
             same = [piece for t in same for piece in torch.split(t.reshape(-1), _ON_CPU)]
         norms = torch.stack(torch._foreach_norm(same, 2, dtype=torch.float64))
@@ -40,11 +40,11 @@ def scale_(tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
 
     The factor is copied once to each other device; for tensors on the host this waits for the device.
     """
-    for same in _alike(tensors):
+    for same in alike(tensors):
         torch._foreach_mul_(same, factor.to(same[0]))
 
 
-def _alike(tensors: Iterable[torch.Tensor]) -> Sequence[list[torch.Tensor]]:
+def alike(tensors: Iterable[torch.Tensor]) -> Sequence[list[torch.Tensor]]:
     """Group the tensors by device and dtype, in order."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for t in tensors:

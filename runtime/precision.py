@@ -29,6 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from autoplan.runtime.compression import Compression, PowerSGD
+from autoplan.runtime.norm import alike
 from autoplan.runtime.params import local_of
 from autoplan.runtime.spec import ParamSpec, ProgramSpec
 
@@ -174,10 +175,8 @@ class Copies:
 
     def refresh(self) -> None:
         """Copy the values of the masters, rounded."""
-        with torch.no_grad():
-            for c in self._copies:
-                # from pinned memory only the computing stream waits, not the host, and the device rounds
-                c.copy.copy_(c.master if c.source is None else c.source, non_blocking=True)
+        # from pinned memory only the computing stream waits, not the host, and the device rounds
+        _copy([(c.copy, c.master if c.source is None else c.source) for c in self._copies])
 
     def read_from(self, sources: Mapping[int, torch.Tensor]) -> None:
         """Let `refresh` read the values of masters, keyed by id, from elsewhere (`autoplan.runtime.offload`)."""
@@ -190,14 +189,44 @@ class Copies:
         Called after the reduction over ranks of 16-bit sums, and for schedules that write `.grad` without autograd's
         hooks.
         """
-        for c in self._copies:
-            if c.copy.grad is not None:
-                _add(c.master, c.copy)
+        made, given = [], []
+        with torch.no_grad():
+            for c in self._copies:
+                grad, c.copy.grad = c.copy.grad, None
+                if grad is None:
+                    continue
+                if c.master.grad is None:
+                    c.master.grad = torch.empty_like(grad, dtype=c.master.dtype)
+                    made.append((c.master.grad, grad))
+                else:
+                    given.append((c.master.grad, grad))
+        _copy(made)
+        for sums, gradients in _alike_pairs(given):
+            torch._foreach_add_(sums, gradients)
 
     def drop_gradients(self) -> None:
         """Drop gradients left by an interrupted step."""
         for c in self._copies:
             c.copy.grad = None
+
+
+def _alike_pairs(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+) -> Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Group pairs of tensors by devices and dtypes: one kernel works on many pairs that are alike."""
+    groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for a, b in pairs:
+        first, second = groups.setdefault((a.device, a.dtype, b.device, b.dtype), ([], []))
+        first.append(a)
+        second.append(b)
+    return groups.values()
+
+
+def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second tensor of every pair to the first, rounded to its dtype."""
+    with torch.no_grad():
+        for to, source in _alike_pairs(pairs):
+            torch._foreach_copy_(to, source, non_blocking=True)
 
 
 def _adder(master: nn.Parameter) -> Any:
@@ -273,11 +302,12 @@ class LossScaler:
         """
         mine = [p for p in parameters if p.grad is not None]
         with torch.no_grad():
-            bad = torch.zeros((), device=device)
-            for p in mine:
-                grad = local_of(p.grad)  # type: ignore[arg-type]  # there is one
-                grad.mul_(1.0 / self.scale)
-                bad = torch.maximum(bad, (~torch.isfinite(grad)).any().to(bad))
+            found = [torch.zeros((), device=device)]
+            for same in alike(local_of(p.grad) for p in mine):  # type: ignore[arg-type]  # there is one
+                here, factor = (torch.full((), x, device=same[0].device) for x in (0.0, 1.0 / self.scale))
+                torch._amp_foreach_non_finite_check_and_unscale_(same, here, factor)
+                found.append(here.to(device, non_blocking=True))
+            bad = torch.stack(found).amax()
         if num_ranks > 1:
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         self._update(bool(bad))

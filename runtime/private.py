@@ -18,9 +18,10 @@ RECEIVES_INTO_FRESH_BUFFERS, `end_of_backward`, `mend_simulated_groups`.
 | _local_tensor.rank_map, enabled_local_tensor_mode, _c10d._prepare_collective_groups (in mesh.py, convert.py) | ranks that tests simulate in one process | up to 2.14 the last returns (ranks, offsets, offset), which spmd_types 0.3.1 unpacks, in 2.15 only the first two: `mend_simulated_groups` |
 | aten._scaled_dot_product_flash_attention, ..._for_cpu, and their backwards (in ring.py) | a part of a ring needs the log-sum-exp, which scaled_dot_product_attention does not return | |
 | aten._flash_attention_forward, _fused_sdp_choice (in sdpa.py) | windows, and causal masks that end with the keys, without a mask tensor; torch's choice of kernel | |
-| _c10d_functional.all_reduce, all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single, wait_tensor (in loss.py, convert.py) | the Python wrappers return an asynchronous tensor subclass | |
+| _c10d_functional.all_reduce, all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single, wait_tensor (in functional.py, convert.py) | the Python wrappers return an asynchronous tensor subclass | |
 | _C._current_graph_task_id, autograd.graph._engine_run_backward (in convert.py, statistics.py, autoplan/verify/wide.py) | recorded collectives are told apart by forward, backward and recompute; a recompute updates no running statistics; a backward under a TorchFunctionMode, which torch.autograd.backward leaves | |
 | _foreach_norm, _foreach_mul_ (in norm.py) | a few kernels for the gradients of all parameters, as in torch.nn.utils.get_total_norm, which adds in the dtype of the gradients | |
+| _foreach_copy_, _foreach_add_, _amp_foreach_non_finite_check_and_unscale_ (in precision.py) | a few kernels for the 16-bit copies of all parameters, and for unscaling all gradients, as in torch.amp.GradScaler | |
 | _assert_async (in experts.py) | an index beyond the experts is refused without a wait for the device | |
 | UntypedStorage._cdata (in recompute.py, values.py) | tells views of an argument from other values | |
 | nn.Module._parameters (in precision.py, model_state.py, params.py, capture/passes/cast.py) | a parameter is exchanged for its 16-bit copy in place, without registering it anew | |
@@ -31,6 +32,7 @@ RECEIVES_INTO_FRESH_BUFFERS, `end_of_backward`, `mend_simulated_groups`.
 | distributed.rendezvous.rendezvous | the store from torchrun's variables before there is a group: ranks agree on devices first, since NCCL's first communicator hangs or dies if two ranks share a device or one has none | |
 | ProcessGroup.abort, ProcessGroupNCCL._group_start, _group_end, distributed_c10d._world.pg_names | aborts the NCCL communicators from the thread that knows of a failure, while the main thread waits for a kernel that never ends; torch's own tables, which the main thread reads, stay. After `abort` torch's watchdog ignores their errors, so that it does not end the process (ProcessGroupNCCL::Watchdog::runLoop, terminateProcessGroup_) | |
 | _symmetric_memory.enable_symm_mem_for_group, _inductor.config._micro_pipeline_tp (in compiled.py) | torch's async TP: for named groups inductor splits a matrix product and the gather before it, or the reduce-scatter after it, into pieces that overlap | |
+| _guards.TracingContext, distributed_c10d._resolve_process_group (in ring.py, convert.py) | a ring of sends and receives is one operator of a compiled graph, which takes the name of its group | |
 | ProcessGroup.group_desc | tells the groups that autoplan made from the caller's | |
 | distributed_c10d._abort_process_group | closes the connections of a failing rank at once, so that its peers do not wait for the timeout | |
 
@@ -66,6 +68,16 @@ def share_memory(group: dist.ProcessGroup) -> None:
     with warnings.catch_warnings():  # "no need to call it", but inductor still asks whether somebody did
         warnings.simplefilter("ignore", FutureWarning)
         enable_symm_mem_for_group(group.group_name)
+
+
+def in_graph() -> bool:
+    """Return True while torch.compile traces a function, so that the operations called make a graph."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """Return the process group with this name, which operators of a graph take in its place."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
 
 
 def end_of_backward(root: Any) -> None:

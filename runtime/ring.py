@@ -26,7 +26,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autoplan.runtime import functional
 from autoplan.runtime.mesh import current_mesh
+from autoplan.runtime.private import group_named, in_graph
 from autoplan.runtime.sdpa import HALVES, LARGEST_HEAD, multiple_of_head, padded
 
 Documents = tuple[torch.Tensor, torch.Tensor]  # the documents of queries and keys, [b, l] and [b, t]
@@ -113,9 +115,7 @@ def ring_attention(
 
 def gathered(x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
     """Gather [b, ...] of every rank -> [ranks, b, ...], without gradients."""
-    parts = x.new_empty(ranks * x.shape[0], *x.shape[1:])  # gloo needs the ranks inside the first dim
-    dist.all_gather_into_tensor(parts, x.contiguous(), group=group)
-    return parts.view(ranks, *x.shape)
+    return functional.all_gather(x, group, ranks).view(ranks, *x.shape)
 
 
 @dataclass(frozen=True)
@@ -196,57 +196,146 @@ class _RingAttention(torch.autograd.Function):
         window: int | None,
         ids: torch.Tensor | None,
     ) -> torch.Tensor:
-        length = q.shape[2] // 2
-        wide = torch.float32 if q.dtype in HALVES else q.dtype
-        out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide)
-        lse = q.new_full(q.shape[:3], -math.inf, dtype=wide)
-        for source, buffer in ring.rotate(_packed(k, v)):
-            keys, values = _unpacked(buffer, k, v)
-            for part in parts_of(ring.index, source, ring.ranks, length, causal, window):
-                rows, mine, ends = (_chunks(x, part.queries, length) for x in (q, out, lse))
-                there, given = (_chunks(x, part.keys, length) for x in (keys, values))
-                same = _documents(ids, ring, source, part, length)
-                _join(mine, ends, *attend(rows, there, given, part, scale, same))
-        result = out.to(q.dtype)
+        how = ring, causal, scale, window
+        result, lse = _operator("forward", q, k, v, ids, how) if in_graph() else _forward(q, k, v, ids, *how)
         ctx.save_for_backward(q, k, v, result, lse, ids)
-        ctx.ring, ctx.causal, ctx.scale, ctx.window = ring, causal, scale, window
+        ctx.how = how
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse, ids = ctx.saved_tensors
-        ring: _Ring = ctx.ring
-        length = q.shape[2] // 2
-        wide = lse.dtype
-        for_q = torch.zeros_like(q, dtype=wide)
-        own = torch.zeros(k.numel() + v.numel(), dtype=wide, device=k.device)  # gradients of own keys and values
         back = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        behind: list[dist.Work] = []  # gradients of other ranks' keys and values follow them, a step later
-        received = k.new_empty(0)
-        for source, buffer in ring.rotate(_packed(k, v)):
-            keys, values = _unpacked(buffer, k, v)
-            mine = own if source == ring.index else torch.zeros_like(own)
-            for_k, for_v = _unpacked(mine, k, v)
-            for part in parts_of(ring.index, source, ring.ranks, length, ctx.causal, ctx.window):
-                arrived, rows, result, ends = (_chunks(x, part.queries, length) for x in (grad, q, out, lse))
-                there, given = (_chunks(x, part.keys, length) for x in (keys, values))
-                same = _documents(ids, ring, source, part, length)
-                found = attend_backward(arrived, rows, there, given, result, ends, part, ctx.scale, same)
-                _chunks(for_q, part.queries, length).add_(found[0])
-                _chunks(for_k, part.keys, length).add_(found[1])
-                _chunks(for_v, part.keys, length).add_(found[2])
-            if not back or source == ring.index:
-                continue
-            _wait(behind)
-            if received.numel():  # empty at first, when this rank is the first to add to them
-                mine += received
-            sent, received = mine.to(k.dtype), k.new_empty(own.numel())
-            behind = ring.pass_on(sent, received, tag=1)
+        if in_graph():
+            found = _operator("backward", grad, q, k, v, out, lse, ids, back, ctx.how)
+        else:
+            found = _backward(grad, q, k, v, out, lse, ids, back, *ctx.how)
+        return (*found, None, None, None, None, None)
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ids: torch.Tensor | None,
+    ring: _Ring,
+    causal: bool,
+    scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the result, [b, h, 2 l, e], and the log-sum-exp of all scores, [b, h, 2 l], float32 or wider."""
+    length = q.shape[2] // 2
+    wide = _wide(q.dtype)
+    out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide)
+    lse = q.new_full(q.shape[:3], -math.inf, dtype=wide)
+    for source, buffer in ring.rotate(_packed(k, v)):
+        keys, values = _unpacked(buffer, k, v)
+        for part in parts_of(ring.index, source, ring.ranks, length, causal, window):
+            rows, mine, ends = (_chunks(x, part.queries, length) for x in (q, out, lse))
+            there, given = (_chunks(x, part.keys, length) for x in (keys, values))
+            same = _documents(ids, ring, source, part, length)
+            _join(mine, ends, *attend(rows, there, given, part, scale, same))
+    return out.to(q.dtype), lse
+
+
+def _backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    ids: torch.Tensor | None,
+    back: bool,
+    ring: _Ring,
+    causal: bool,
+    scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k and v. Not `back`: those of k and v are not needed, and not summed over ranks."""
+    length = q.shape[2] // 2
+    wide = lse.dtype
+    for_q = torch.zeros_like(q, dtype=wide)
+    own = torch.zeros(k.numel() + v.numel(), dtype=wide, device=k.device)  # gradients of own keys and values
+    behind: list[dist.Work] = []  # gradients of other ranks' keys and values follow them, a step later
+    received = k.new_empty(0)
+    for source, buffer in ring.rotate(_packed(k, v)):
+        keys, values = _unpacked(buffer, k, v)
+        mine = own if source == ring.index else torch.zeros_like(own)
+        for_k, for_v = _unpacked(mine, k, v)
+        for part in parts_of(ring.index, source, ring.ranks, length, causal, window):
+            arrived, rows, result, ends = (_chunks(x, part.queries, length) for x in (grad, q, out, lse))
+            there, given = (_chunks(x, part.keys, length) for x in (keys, values))
+            same = _documents(ids, ring, source, part, length)
+            found = attend_backward(arrived, rows, there, given, result, ends, part, scale, same)
+            _chunks(for_q, part.queries, length).add_(found[0])
+            _chunks(for_k, part.keys, length).add_(found[1])
+            _chunks(for_v, part.keys, length).add_(found[2])
+        if not back or source == ring.index:
+            continue
         _wait(behind)
-        if received.numel():
-            own += received
-        for_k, for_v = _unpacked(own, k, v)
-        return for_q.to(q.dtype), for_k.to(k.dtype), for_v.to(v.dtype), None, None, None, None, None
+        if received.numel():  # empty at first, when this rank is the first to add to them
+            mine += received
+        sent, received = mine.to(k.dtype), k.new_empty(own.numel())
+        behind = ring.pass_on(sent, received, tag=1)
+    _wait(behind)
+    if received.numel():
+        own += received
+    for_k, for_v = _unpacked(own, k, v)
+    return for_q.to(q.dtype), for_k.to(k.dtype), for_v.to(v.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in HALVES else dtype
+
+
+# -- as one operator of a compiled graph, which cannot hold sends and receives ----------------------------------------
+
+_LIBRARY = torch.library.Library("autoplan_ring", "DEF")  # type: ignore[no-untyped-call]
+_HOW = "str group, int index, bool causal, float scale, int? window"
+_SCHEMAS = (
+    f"forward(Tensor q, Tensor k, Tensor v, Tensor? ids, {_HOW}) -> (Tensor, Tensor)",
+    "backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? ids, bool back, "
+    f"{_HOW}) -> (Tensor, Tensor, Tensor)",
+)
+for _schema in _SCHEMAS:
+    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+
+
+def _operator(name: str, *args: Any) -> Any:
+    """Call the operator with the tensors of `_forward` or `_backward`; the last of `args` are their other arguments."""
+    ring, causal, scale, window = args[-1]
+    operator = getattr(torch.ops.autoplan_ring, name)
+    return operator(*args[:-1], ring.group.group_name, ring.index, causal, scale, window)
+
+
+def _ring_of(name: str, index: int) -> _Ring:
+    group = group_named(name)
+    return _Ring(group, dist.get_world_size(group), index)
+
+
+def _run_forward(q: Any, k: Any, v: Any, ids: Any, group: str, index: int, *how: Any) -> Any:
+    return _forward(q, k, v, ids, _ring_of(group, index), *how)
+
+
+def _run_backward(*args: Any) -> Any:
+    tensors, (group, index, *how) = args[:8], args[8:]
+    given: tuple[Any, ...] = (*tensors, _ring_of(group, index), *how)
+    for_q, for_k, for_v = _backward(*given)
+    return for_q, for_k.clone(), for_v.clone()  # an operator's results share no memory
+
+
+def _like_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
+
+
+def _like_backward(grad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+    return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+for _name, _run, _like in (("forward", _run_forward, _like_forward), ("backward", _run_backward, _like_backward)):
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"autoplan_ring::{_name}", _like, lib=_LIBRARY)
 
 
 def _join(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:

@@ -24,6 +24,8 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
+from autoplan.runtime.fused import cuda_capability
+
 HALVES = (torch.float16, torch.bfloat16)
 HEAD_MULTIPLE = 8  # CUDA's kernels take head dims that are multiples of this
 LARGEST_HEAD = 256
@@ -83,13 +85,10 @@ def choose_for(
     window: bool = False,
 ) -> Kernel:
     """Apply `choose` to these tensors, [b, h, s, d], [b, kv, t, d] and [b, kv, t, e]."""
-    capability = None
-    if q.device.type == "cuda" and torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability(q.device)
     return choose(
         q.device.type,
         q.dtype,
-        capability,
+        cuda_capability(q.device),
         (k.shape[3], v.shape[3]),
         grouped=q.shape[1] != k.shape[1],
         masked=masked,
@@ -151,7 +150,12 @@ def refuse_large_scores(
     grouped: bool,
     limit_bytes: int = _LARGE_SCORES_BYTES,
 ) -> None:
-    """Raise ValueError if torch would compute all scores at once and they take more than `limit_bytes`."""
+    """Raise ValueError if torch would compute all scores at once and they take more than `limit_bytes`.
+
+    In compiled blocks nobody asks: torch's answer is no tensor, and would break the block's graph at every attention.
+    """
+    if torch.compiler.is_compiling():
+        return
     num_bytes = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.dtype.itemsize
     if num_bytes <= limit_bytes:
         return

@@ -410,7 +410,7 @@ def _bytes(func: Any, name: str, args: Any, kwargs: dict[str, Any], made: list[t
 
 
 def _launches(name: str, args: Any) -> int:
-    if not name.startswith("_foreach"):
+    if not name.startswith(("_foreach", "_amp_foreach")):
         return _SEVERAL.get(name, 1)
     lists = [
         value for value in args if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor)

@@ -30,9 +30,10 @@ class Mode(StrEnum):
     COMPILED = "compiled"
 
 
-# Communication that may run beside compute. tp: Megatron's user buffers or PyTorch's AsyncTP. ep: experts of one
-# micro-batch beside another micro-batch. pp: transfers between stages of an interleaved schedule. cp: keys and values
-# that travel around a ring while attention works (Megatron's cp-comm-type p2p, its default).
+# Communication that may run beside compute. tp: Megatron's user buffers, or with compiled blocks PyTorch's async TP,
+# pieces of products (`cost_models.time.pieces`). ep: experts of one micro-batch beside another micro-batch. pp:
+# transfers between stages of an interleaved schedule. cp: keys and values that travel around a ring while attention
+# works (Megatron's cp-comm-type p2p, its default).
 OVERLAPS = ("tp", "ep", "pp", "cp")
 
 
@@ -121,12 +122,11 @@ class RunOptions:
         written=Written.SWITCH,
         said_as="fused loss",
     )
-    # Megatron's --overlap-grad-reduce and --overlap-param-gather, which are off by default; fully_shard and the emitted
-    # programs always overlap. In fused modes this includes the gradients of ZeRO 0 (as torch's DistributedDataParallel
-    # does; emitted programs reduce them at the end).
+    # Megatron's --overlap-grad-reduce and --overlap-param-gather, which are off by default; fully_shard, torch's
+    # DistributedDataParallel and the emitted programs always overlap, but for ZeRO 0 under a split backward.
     overlap_zero: bool = choice(
         True,
-        "Whether what ZeRO 1 and 2 (with fused kernels also ZeRO 0) send once per step overlaps with computing.",
+        "Whether what ZeRO 0, 1 and 2 send once per step overlaps with computing.",
         written=Written.SWITCH,
         said_as="ZeRO not overlapped",
     )

@@ -12,7 +12,7 @@ from autoplan.ir.symbols import Expr, Shape
 from autoplan.ops.arguments import Args, IrOp, IrResult
 from autoplan.ops.language import Labels, OpRule, Role, bind, parse
 from autoplan.ops.record import OpKind, OpRecord, Trait
-from autoplan.ops.saved import Form, OpFacts, SavedRule, TensorFacts, keeps, statistics_bytes
+from autoplan.ops.saved import HALF, Form, OpFacts, SavedRule, TensorFacts, keeps, statistics_bytes
 from autoplan.ops.text import OpText
 from autoplan.units import DTYPE_BYTES
 
@@ -100,6 +100,28 @@ def _lse(f: OpFacts) -> tuple[int, ...]:
     return (q.num_elements // q.shape[-1] * statistics_bytes(q.dtype),)
 
 
+# Head dims up to this one are taken by flash attention on CUDA (`LARGEST_HEAD` of runtime/sdpa.py).
+_LARGEST_HEAD = 256
+
+
+def _repeats(f: OpFacts) -> int:
+    """Return how often the runtime repeats keys and values for a kernel that takes no grouped heads; 1 if it does not.
+
+    On CUDA that is every kernel but flash attention, which takes 16 bits and no masks (`choose` of runtime/sdpa.py).
+    """
+    q, k, v = f.inputs[:3]
+    if f.device_type == "cpu" or q.dtype not in (*HALF, "float32"):
+        return 1
+    aligned = not f.attrs.get("causal") or q.shape[2] == k.shape[2]
+    by_flash = q.dtype in HALF and len(f.inputs) == 3 and q.shape[3] == v.shape[3] <= _LARGEST_HEAD and aligned
+    return 1 if by_flash else q.shape[1] // k.shape[1]
+
+
+def _repeated(f: OpFacts) -> tuple[int, ...]:
+    """Return the bytes of keys and values for all query heads."""
+    return tuple(_repeats(f) * t.num_bytes for t in f.inputs[1:3])
+
+
 def _own_mask_extra(f: OpFacts) -> tuple[int, ...]:
     """Return the bytes of a mask that the runtime combines with the causal one, or that torch makes a float."""
     q, k, _, mask = f.inputs[:4]
@@ -146,13 +168,16 @@ def _windowed_extra(f: OpFacts) -> tuple[int, ...]:
         return replace(t, shape=(b * num_blocks, heads, times * window, d))
 
     q, k, v = f.inputs[:3]
-    ins = blocks(q, 1), blocks(k, 2), blocks(v, 2)
+    ins = [blocks(q, 1), blocks(k, 2), blocks(v, 2)]
     if f.device_type == "cpu" and q.shape[-1] != v.shape[-1]:
-        return (ins[2].num_bytes, *_written_out_extra(replace(f, inputs=ins)))
+        return (ins[2].num_bytes, *_written_out_extra(replace(f, inputs=tuple(ins))))
     mask = TensorFacts((ins[0].shape[0], 1, window, 2 * window), "bool", False)
     out = replace(ins[0], shape=(*ins[0].shape[:3], v.shape[3]))
     of_blocks = replace(f, inputs=(*ins, mask), attrs={**f.attrs, "causal": False, "documents": False})
-    return (*(t.num_bytes for t in (*ins, out)), *_own_mask_extra(of_blocks))
+    # Windows alone are taken by flash attention on most GPUs, without blocks: for them this is an upper bound.
+    alone = q.dtype in HALF and not f.attrs.get("documents")
+    there = [t.num_bytes for t in ins[1:]] if alone else _repeated(of_blocks)
+    return (ins[0].num_bytes, *there, out.num_bytes, *_own_mask_extra(of_blocks))
 
 
 def _workspace(f: OpFacts) -> tuple[int, ...]:
@@ -178,6 +203,12 @@ def _learned_mask_workspace(f: OpFacts) -> tuple[int, int]:
 
 PLAIN_ATTENTION = keeps("x0<0,1,2 x1<0,1,2 x2<0,1,2 x3<0,1,2 y0<0,1,2", Form.NEW, extra=_lse, workspace=_workspace)
 _OWN_MASK = keeps("x0<0,1,2 x1<0,1,2 x2<0,1,2 y0<0,1,2", Form.NEW, extra=_own_mask_extra, workspace=_workspace)
+_REPEATED = keeps(
+    "x0<0,1,2 x3<0,1,2 y0<0,1,2", Form.NEW, extra=lambda f: (*_lse(f), *_repeated(f)), workspace=_workspace
+)
+_OWN_MASK_REPEATED = keeps(
+    "x0<0,1,2 y0<0,1,2", Form.NEW, extra=lambda f: (*_own_mask_extra(f), *_repeated(f)), workspace=_workspace
+)
 _WINDOWED = keeps("", Form.NEW, extra=_windowed_extra, workspace=_workspace)
 _WRITTEN_OUT = keeps("x2<0,1,2", Form.NEW, extra=_written_out_extra, workspace=_workspace)
 _LEARNED_MASK = keeps("x2<0,1,2", Form.NEW, extra=_learned_mask_extra, workspace=_learned_mask_workspace)
@@ -190,8 +221,19 @@ def _form(f: OpFacts) -> SavedRule | None:
         return _WRITTEN_OUT
     if f.device_type == "cpu" and len(f.inputs) > 3 and f.inputs[3].requires_grad:
         return _LEARNED_MASK
+    if _repeats(f) > 1:
+        return _OWN_MASK_REPEATED if _has_own_mask(f) else _REPEATED
+    return _OWN_MASK if _has_own_mask(f) else None
+
+
+def _has_own_mask(f: OpFacts) -> bool:
     own = f.attrs.get("causal") or f.attrs.get("documents")
-    return _OWN_MASK if len(f.inputs) > 3 and (f.inputs[3].dtype == "bool" or own) else None
+    return len(f.inputs) > 3 and bool(f.inputs[3].dtype == "bool" or own)
+
+
+def taking_groups(f: OpFacts) -> SavedRule:
+    """Return the rule of kernels that take grouped heads in all dtypes, together with masks or windows."""
+    return _OWN_MASK if f.attrs.get("window") is None and _has_own_mask(f) else PLAIN_ATTENTION
 
 
 def _text(t: OpText) -> str:

@@ -66,10 +66,7 @@ def _loss_arguments(a: Args) -> IrResult:
 
 
 def _cross_entropy_extra(f: OpFacts) -> tuple[int, ...]:
-    """Return the bytes that `F.cross_entropy` keeps, on every device.
-
-    The runtime's loss on GPUs keeps the logits instead, which are as large, and needs less while it runs.
-    """
+    """Return the bytes that `F.cross_entropy` keeps, which the runtime calls on the CPU."""
     logits, target = f.inputs
     smoothed = (target.num_elements,) if f.attrs.get("label_smoothing") else ()  # which targets are ignored
     # log-probabilities, and the total weight of the targets
@@ -123,13 +120,13 @@ def _classes(attrs: Mapping[str, Any], inputs: IndexSizes, outputs: IndexSizes) 
     return {1: inputs[0][-1]}
 
 
-_PART_OF_CLASSES = keeps(
+_OF_THE_RUNTIME = keeps(
     "x0<0 x1<0", form=Form.NEW, extra=_vocab_cross_entropy_extra, workspace=_vocab_cross_entropy_workspace
 )
 
 
 def _loss_form(f: OpFacts) -> SavedRule | None:
-    return _PART_OF_CLASSES if f.special else None
+    return _OF_THE_RUNTIME if f.special or f.device_type != "cpu" else None
 
 
 RECORDS = (

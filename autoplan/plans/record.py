@@ -81,6 +81,12 @@ class Plan:
         return {**pinned, **stages, "recompute": recompute}
 
     @property
+    def async_tp(self) -> bool:
+        """True if collectives of tensor parallelism hide behind pieces of products, in compiled blocks."""
+        overlap = self.document.get("request", {}).get("overlap") or ()
+        return self.compiled and self.config.tp > 1 and "tp" in overlap
+
+    @property
     def global_batch_size(self) -> int:
         """Sequences per step over all data-parallel ranks."""
         c = self.config
@@ -147,6 +153,7 @@ class Plan:
             f"{self.model} on {self.num_devices} devices: dp={c.dp} tp={c.tp} pp={c.pp}{spread} zero={c.zero_stage}"
             f"{copies}{held} micro-batches={c.num_micro_batches} schedule={c.schedule}"
             f"{'' if self.precision == 'native' else f' precision={self.precision}'}{' compiled' * self.compiled}"
+            f"{' async-tp' * self.async_tp}"
         ]
         if self.estimate is not None:
             step, peak = self.estimate.step_time_s, self.estimate.peak_memory_bytes

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from autoplan.config.context_methods import ContextMethod
 from autoplan.errors import RuleError
 from autoplan.ir.symbols import Expr
+from autoplan.ops.attention import taking_groups
 from autoplan.ops.record import OpKind
 from autoplan.ops.saved import Form, OpFacts, SavedRule, TensorFacts, extra_bytes, kept, workspace_bytes
 from autoplan.ops.strides import Ints
@@ -156,7 +157,9 @@ def saved_by(method: ContextMethod, gathered: Callable[[int], SavedRule], fused:
     def rule_of(f: OpFacts) -> SavedRule:
         if method.inner == "ring":
             return _RING
-        return gathered(method.ranks) if method.inner == "gather" and not fused else saved_rule(f)
+        if method.inner == "gather" and not fused:
+            return gathered(method.ranks)
+        return taking_groups(f) if fused else saved_rule(f)
 
     def extra(f: OpFacts) -> tuple[int, ...]:
         inner = facts_of(f)

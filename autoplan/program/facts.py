@@ -214,6 +214,7 @@ class Facts:
         async_tp, compile: as `autoplan.parallelize` takes them.
         like: the stack that runs the plan, whose abilities hold; None: anything with a price.
         host_link: False if the speed between devices and their host is not known.
+        peers: devices that read each other's memory over NVLink.
     """
 
     devices: int
@@ -228,9 +229,10 @@ class Facts:
     target_len: int | None = None
     device_type: str = "cpu"
     gradient_compression: str = ""
-    async_tp: bool = False
+    async_tp: bool | str = False
     compile: bool | str = "auto"
     like: Like | None = None
+    peers: int | None = None
 
     @classmethod
     def of(
@@ -259,6 +261,7 @@ class Facts:
             target_len,
             cluster.device_type,
             like=like,
+            peers=cluster.peers,
         )
 
     def length(self, symbol: str) -> int | None:

@@ -26,7 +26,7 @@ from math import prod
 
 from autoplan.config.context_methods import ContextMethod
 from autoplan.config.parallel import Attention, Mode
-from autoplan.ops.attention import PLAIN_ATTENTION
+from autoplan.ops.attention import taking_groups
 from autoplan.ops.experts import experts_rows
 from autoplan.ops.record import OpKind
 from autoplan.ops.saved import Form, Gradient, OpFacts, SavedRule
@@ -89,8 +89,8 @@ def rule_of(f: OpFacts, kernels: Kernels) -> SavedRule | None:
         return _gathered(kernels.context)
     if not kernels.megatron:
         return None
-    if what is OpKind.ATTENTION:  # its kernels support windows; our plain form slices them
-        return PLAIN_ATTENTION if f.attrs.get("window") is not None else None
+    if what is OpKind.ATTENTION:  # our plain form slices windows, and repeats keys where there are masks
+        return taking_groups(f)
     if what is OpKind.LOSS:
         return _LOSS
     if what is OpKind.EXPERTS:

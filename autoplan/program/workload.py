@@ -241,7 +241,7 @@ def _block(lowered: LoweredBlock, activation_bytes: Activations, op_costs: OpCos
         joined = joined_ops(lowered, ops, position)
         ops = fused_traffic(lowered, ops, position)
     sent = [_sends(statement, op_costs) for statement in lowered.statements]
-    of_layout = [_sends(statement, op_costs, of_layout=True) for statement in (*lowered.statements, *lowered.params)]
+    of_layout = _of_layouts(lowered, position, op_costs)
     modules = None
     if op_costs.kernels.modules:
         both = [[*mine, *others] for mine, others in zip(sent, of_layout, strict=False)]
@@ -281,6 +281,47 @@ def _copy(statement: Convert, block: Block, op_costs: OpCosts) -> OpWork:
     if statement.step.kind is ConversionKind.ALL_GATHER:
         size *= math.prod(op_costs.axes[i].size for i in statement.step.axes)
     return copy_work(size, op_costs.dtype(statement.value))
+
+
+def _of_layouts(lowered: LoweredBlock, position: Mapping[int, int], op_costs: OpCosts) -> list[list[CommWork]]:
+    """Return the collectives that follow from the layouts alone, by statement and parameter."""
+    beside = _products_beside(lowered.statements, position)
+    return [
+        [replace(c, products=beside.get((k, c.phase), ())) for c in _sends(statement, op_costs, of_layout=True)]
+        for k, statement in enumerate((*lowered.statements, *lowered.params))
+    ]
+
+
+def _products_beside(
+    statements: Sequence[Statement], position: Mapping[int, int]
+) -> Mapping[tuple[int, str], tuple[int, ...]]:
+    """Return the products that a gather or reduce-scatter may hide behind, by statement and phase.
+
+    A gather hides behind all products that read it. Its backward, a reduce-scatter, hides behind the product of the
+    gradient if there is only one: of several the sum is reduced. A compiler finds no others
+    (torch/_inductor/fx_passes/micro_pipeline_tp.py).
+
+    Args:
+        position: statement -> op.
+    """
+    readers: dict[str, list[int]] = {}
+    makers: dict[str, int] = {}
+    for k, statement in enumerate(statements):
+        if not isinstance(statement, Op) or op_kind(statement.node.op) is not OpKind.PRODUCT:
+            continue
+        if op_record(statement.node.op).weights and statement.args[0] is not None:
+            readers.setdefault(statement.args[0], []).append(position[k])
+            makers[statement.targets[0]] = position[k]
+    out: dict[tuple[int, str], tuple[int, ...]] = {}
+    for k, statement in enumerate(statements):
+        if not isinstance(statement, Convert):
+            continue
+        if statement.step.kind is ConversionKind.ALL_GATHER:
+            found = tuple(readers.get(statement.target, ()))
+            out[k, "forward"], out[k, "backward"] = found, found if len(found) == 1 else ()
+        elif statement.step.kind is ConversionKind.REDUCE_SCATTER and statement.source in makers:
+            out[k, "forward"] = out[k, "backward"] = (makers[statement.source],)
+    return out
 
 
 _PRICED_AXES = {"cpu": "cp", "cpr": "cp", "replicas": "batch"}  # mesh axis -> priced axis; `part` tells the parts of cp

@@ -13,7 +13,7 @@ from autoplan.plans.document import chosen
 from autoplan.report.text import plain_table
 from autoplan.stacks.records import Abilities, Era, Stack, stack, stacks, version_of
 
-_ABLE = "modes degrees schedules recompute zero_stages offload precisions"
+_ABLE = "modes degrees schedules recompute zero_stages offload precisions dispatcher launch"
 
 
 def stack_data(found: Stack) -> dict[str, Any]:

@@ -9,53 +9,11 @@ no factor of 5. Then fewer nodes may do more.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.errors import AutoplanError
-from autoplan.search.certificate import SearchResult, Status
 from autoplan.search.layouts import PlanRequest
-from autoplan.search.planner import search_plan
-from autoplan.search.progress import Progress
 
 MOST_TRIED = 2  # numbers of nodes besides all of them; each is a search of its own
-
-
-@dataclass(frozen=True)
-class Use:
-    """The best plans, and the request that they answer: that of the user, or with some nodes idle."""
-
-    request: PlanRequest
-    result: SearchResult
-
-    def text(self, cluster: str) -> str:
-        """Return the words for the cluster in commands, given those of the whole one."""
-        c = self.request.cluster
-        if not c.idle_nodes or "idle=" in cluster:
-            return cluster
-        return f"{cluster}{',' if '@' in cluster else '@'}nodes={c.num_nodes},idle={c.idle_nodes}"
-
-
-def best_use(request: PlanRequest, told: Callable[[Progress], None] | None = None) -> Use:
-    """Return the best plan on all nodes, or on fewer if that is faster.
-
-    Raises: as `search_plan`, of all nodes, if there is no plan on fewer either.
-    """
-    uses: list[Use] = []
-    failed: AutoplanError | None = None
-    for cluster in (request.cluster, *fewer_nodes(request)):
-        part = request if cluster is request.cluster else replace(request, cluster=cluster)
-        try:
-            uses.append(Use(part, search_plan(part, told)))
-        except AutoplanError as error:
-            failed = failed or error
-            continue
-        if uses[-1].result.certificate.status == Status.INTERRUPTED:
-            break
-    if not uses:
-        raise failed or AutoplanError("no plan")
-    return min(uses, key=lambda use: use.result.fastest_s)
 
 
 def fewer_nodes(request: PlanRequest) -> list[Cluster]:

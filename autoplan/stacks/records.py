@@ -21,7 +21,7 @@ from typing import Any
 
 from autoplan.config.choices import options_of
 from autoplan.config.offload import OFFLOADS
-from autoplan.config.parallel import PRECISIONS, ZERO_STAGES, Mode, RunOptions
+from autoplan.config.parallel import PRECISIONS, ZERO_STAGES, Dispatcher, Launch, Mode, RunOptions
 from autoplan.config.recompute import RECOMPUTE, RECOMPUTE_KINDS, modules_of
 from autoplan.errors import PinError
 from autoplan.schedules.schedule import SCHEDULES
@@ -77,6 +77,7 @@ class Abilities:
     """What a stack can do: the values that it takes of each choice. Everything else it cannot.
 
     `degrees`: those that may be above 1; `recompute`: names of RECOMPUTE_KINDS; `offload`: state on the host.
+    `dispatcher`, `launch`: values of these options that a search tries beside the default; empty: only the default.
     """
 
     modes: tuple[Mode, ...]
@@ -86,6 +87,8 @@ class Abilities:
     zero_stages: tuple[int, ...]
     offload: tuple[str, ...]
     precisions: tuple[str, ...]
+    dispatcher: tuple[Dispatcher, ...] = ()
+    launch: tuple[Launch, ...] = ()
     source: str = ""
 
 
@@ -285,6 +288,8 @@ _ABLE: Mapping[str, Sequence[Any]] = {
     "precisions": tuple(PRECISIONS),
 }
 
+SETTINGS: Mapping[str, Sequence[Any]] = {"dispatcher": tuple(Dispatcher), "launch": tuple(Launch)}  # of Abilities
+
 
 def _options(read: _Reader) -> RunOptions:
     try:
@@ -297,8 +302,9 @@ def _eras(read: _Reader, can: Abilities) -> tuple[Era, ...]:
     out = []
     for k, data in enumerate(read.one("eras", list)):
         each = _Reader(data, f"{read.where}: eras[{k}]", ("since", "source", "options"), ("can",))
-        changed = each.inner("can", (), tuple(_ABLE))
-        given: dict[str, Any] = {} if changed is None else {n: changed.some(n, _ABLE[n]) for n in changed.data}
+        known = {**_ABLE, **SETTINGS}
+        changed = each.inner("can", (), tuple(known))
+        given: dict[str, Any] = {} if changed is None else {n: changed.some(n, known[n]) for n in changed.data}
         abilities = replace(can, **given)
         out.append(Era(float(each.one("since", (int, float))), _options(each), each.one("source", str), abilities))
     years = [era.since for era in out]
@@ -330,7 +336,7 @@ def stack_of(data: object, where: str) -> Stack:
     """
     read = _Reader(data, where, _NEEDED, _OPTIONAL)
     kernels = _Reader(read.data["kernels"], f"{where}: kernels", ("modes", "recompute", "zero_stages", "source"))
-    can = _Reader(read.data["can"], f"{where}: can", (*_ABLE, "source"))
+    can = _Reader(read.data["can"], f"{where}: can", (*_ABLE, "source"), tuple(SETTINGS))
     known = tuple(name for name in RECOMPUTE_KINDS if name in RECOMPUTE)
     chunks = read.inner("chunks", ("default", "source"))
     whole = read.inner("whole_experts", ("since", "source"))
@@ -348,7 +354,8 @@ def stack_of(data: object, where: str) -> Stack:
         "kept_gathered": kept,
     }
     inner |= {"gradients_16": narrow, "moments_16": moments, "vocab": vocab, "adapters": adapters, "packed": packed}
-    able = Abilities(**{name: can.some(name, words) for name, words in _ABLE.items()}, source=can.one("source", str))
+    words = {**_ABLE, **{name: values for name, values in SETTINGS.items() if name in can.data}}
+    able = Abilities(**{name: can.some(name, values) for name, values in words.items()}, source=can.one("source", str))
     when = Gradients16.NEVER if narrow is None else narrow.one("when", str)
     if when not in tuple(Gradients16):
         known_16 = [str(each) for each in Gradients16]

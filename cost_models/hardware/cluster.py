@@ -155,6 +155,11 @@ class Cluster(Nodes):
         inner = self.levels[0]
         return 1 if inner.name in NETWORKS else inner.size
 
+    @property
+    def peers(self) -> int:
+        """The number of devices that read each other's memory over NVLink, or over links that are not known."""
+        return self.domain_size if self.levels[0].fabric.startswith(("nvlink", "plain")) else 1
+
     def shared_level(self, here: int, there: int) -> tuple[Level, int]:
         """Return the innermost level with both ranks in one unit, and the size of a unit of the level below (or 1)."""
         below = 1

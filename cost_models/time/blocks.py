@@ -23,6 +23,7 @@ from autoplan.cost_models.network.groups import mesh_groups
 from autoplan.cost_models.profile import PHASES
 from autoplan.cost_models.quantity import ZERO, Quantity, total
 from autoplan.cost_models.time.host import host_op_s, host_s, slack_s, waited_s
+from autoplan.cost_models.time.pieces import Pieces, pieces_of, takes_apart
 from autoplan.cost_models.time.states import StatePricer, ZeroTerms, narrow
 from autoplan.cost_models.work import (
     BlockWork,
@@ -34,6 +35,7 @@ from autoplan.cost_models.work import (
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import op_kind, op_record
 from autoplan.schedules.schedule import num_copies
+from autoplan.streams import has_streams
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class OpTimes:
         groups: Recomputing a group of regions, by group.
         modules, host_modules: Recomputing modules, on the device and on the host.
         host_recompute: Host time of recomputing groups and `selective`, if a profile has host times.
+        pieces: The products that collectives of tensor parallelism hide behind, if a compiler takes them apart.
     """
 
     forward: Quantity
@@ -61,6 +64,7 @@ class OpTimes:
     modules: Quantity = ZERO
     host_modules: Quantity = ZERO
     host_recompute: Mapping[str, Quantity] = field(default_factory=dict)
+    pieces: Mapping[CommWork, Pieces] = field(default_factory=dict)
 
 
 def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
@@ -95,6 +99,7 @@ def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
                 for name, ops in ((SELECTIVE, block.selective_ops), *block.group_ops.items())
                 if costs.measures_host
             },
+            pieces_of(block, workload.axes, costs),
         )
     return out
 
@@ -139,7 +144,7 @@ class BlockCost:
     reduce: Quantity
     groups: Mapping[str, Quantity] = field(default_factory=dict)  # recomputing a group of regions
     modules: Quantity = ZERO  # recomputing modules
-    offload: Quantity = ZERO  # its activations to the host and back, nothing hidden
+    offload: Quantity = ZERO  # its activations to the host and back, where computing does not hide them
     moved: Quantity = ZERO  # gradients to an optimizer on the host, and updated parameters back, once per step
 
     def comm_s(self, phase: str) -> Quantity:
@@ -262,7 +267,7 @@ class BlockPricer:
             reduce=zero.reduce_once + self.states.all_reduces(block),
             groups={group: repeated(group, seconds) for group, seconds in self._groups(times, comm).items()},
             modules=self._modules(block, times, host),
-            offload=self._offload(block),
+            offload=self._offload(block, times, sent),
             moved=self.states.moved(block),
         )
 
@@ -284,7 +289,7 @@ class BlockPricer:
         comms = [c for c in block.comms if self._is_sent(c)]
         inside = {phase: sum(c.phase == phase and c.per != "step" for c in comms) for phase in PHASES}
         plain: dict[tuple[str, str], Quantity] = {}
-        parts: dict[tuple[str, str], Quantity] = {}  # over a part of the ranks of cp
+        parts: dict[tuple[str, str], Quantity] = {}  # over a part of the ranks of cp, or behind pieces of products
         rings: dict[tuple[str, int], Quantity] = {}  # by phase and number of attention steps that they run beside
         per_step = ZERO
         for c in comms:
@@ -296,6 +301,9 @@ class BlockPricer:
             if c.behind_attention:
                 ring = c.phase, c.behind_attention
                 rings[ring] = rings.get(ring, ZERO) + seconds + waited
+            elif times.pieces and c in times.pieces:
+                key = self.families.get(c.axis, "tp"), c.phase
+                parts[key] = parts.get(key, ZERO) + times.pieces[c].shown_s(seconds, self.hidden["tp"]) + waited
             else:
                 table, family = (plain, self.families.get(c.axis, "tp")) if c.part is None else (parts, "cp")
                 table[family, c.phase] = table.get((family, c.phase), ZERO) + seconds + waited
@@ -318,7 +326,7 @@ class BlockPricer:
 
     def _exposed(self, family: str, phase: str, seconds: Quantity, times: OpTimes) -> Quantity:
         """Return the part of a family's collectives in a phase that compute does not hide."""
-        if family not in self.costs.options.overlap:
+        if family not in self.costs.options.overlap or (family == "tp" and takes_apart(self.costs)):
             return seconds
         if family == "cp":  # every step of the ring but the first computes attention on keys of the step before
             ring = (self.config.cp - 1) / self.config.cp
@@ -409,9 +417,19 @@ class BlockPricer:
                 sent.append(seconds.less(seconds * hidden))
         return host.adds("backward", times.host_modules, times.modules + total(sent))
 
-    def _offload(self, block: BlockWork) -> Quantity:
-        """Return the seconds of copying activations to the host and, in the backward, back; nothing hides."""
-        return self.costs.host_copy_s(2 * block.offloaded_bytes) if self.activations else ZERO
+    def _offload(self, block: BlockWork, times: OpTimes, sent: Mapping[str, Quantity]) -> Quantity:
+        """Return the seconds of copying activations to the host and, in the backward, back, as far as they show.
+
+        Where a device has streams, copies run beside the block's pass (`runtime.side_stream`), one block ahead. They
+        slow computing down no more than ZeRO's traffic does: copy engines take no multiprocessors.
+        """
+        if not self.activations:
+            return ZERO
+        copy = self.costs.host_copy_s(block.offloaded_bytes)
+        if not has_streams(self.costs.cluster.device_type):
+            return copy * 2.0
+        computed = {"forward": times.forward, "backward": times.backward}
+        return total([self.states.beside(copy, computed[phase] + sent[phase], self.states.overlap) for phase in PHASES])
 
     def _sent_share(self, block: BlockWork, comm: CommWork) -> float:
         """Return the share of a collective's bytes that is sent.

@@ -64,7 +64,8 @@ class StatePricer:
     """The prices of the parameters of blocks at given degrees.
 
     Attributes:
-        hides: The share of compute behind which ZeRO's traffic hides.
+        overlap: The share of compute behind which traffic on a stream of its own hides.
+        hides: The same for ZeRO's traffic; 0 if it has no stream of its own.
         contention: The share of hidden traffic by which compute slows down.
         reduces_beside: True if ZeRO 0 reduces gradients during the backward.
     """
@@ -73,16 +74,13 @@ class StatePricer:
         self.config, self.costs, self.precision, self.groups = config, costs, precision, groups
         given, c = costs.overlap_fraction(), costs.constants
         streams = has_streams(costs.cluster.device_type)
-        self.hides = c.overlap if given is None else given
+        self.overlap = c.overlap if given is None else given
         self.by_tensor = costs.options.zero_by_tensor and config.zero_stage == 3
-        if self.by_tensor:
-            self.hides = 0.0
+        self.hides = 0.0 if self.by_tensor else self.overlap
         self.contention = c.contention if costs.profile is None and streams else 0.0
-        # Megatron's --overlap-grad-reduce without a distributed optimizer; emitted programs if there are streams, and
-        # if the schedule has no split backward (`runtime.zero.apply_zero`). Other runs that execute one operation at a
-        # time are priced as reduced after the backward.
-        emitted = costs.profile is not None and not SCHEDULES[config.schedule].split_backward
-        beside = (costs.mode is Mode.FUSED or emitted) and costs.options.overlap_zero and streams
+        # Megatron's --overlap-grad-reduce without a distributed optimizer, torch's DistributedDataParallel, emitted
+        # programs (`runtime.zero.apply_zero`). A split backward gives the gradients of weights too late for it.
+        beside = costs.options.overlap_zero and streams and not SCHEDULES[config.schedule].split_backward
         self.reduces_beside = beside and config.zero_stage == 0
 
     def share(self, expert: bool) -> int:
@@ -168,8 +166,12 @@ class StatePricer:
         return total([self.costs.collective_s(kind, size * p.num_elements / whole, group) + copies for p in params])
 
     def _beside(self, moved: Quantity, computed: Quantity) -> Quantity:
-        """Return the cost of traffic beside compute: the exposed part, and a share of the hidden part."""
-        exposed = moved.less(computed * self.hides)
+        """Return the cost of ZeRO's traffic beside compute."""
+        return self.beside(moved, computed, self.hides)
+
+    def beside(self, moved: Quantity, computed: Quantity, share: float) -> Quantity:
+        """Return the cost of traffic behind a `share` of compute: the exposed part, and a share of the hidden part."""
+        exposed = moved.less(computed * share)
         return exposed + moved.beyond(exposed) * self.contention
 
     def gathers_again(self, block: BlockWork) -> bool:

@@ -33,8 +33,14 @@ def append_row(path: Path, row: Row) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file; none where there is no file."""
-    return [Row(**json.loads(line)) for line in path.read_text().splitlines()] if path.is_file() else []
+    """The rows of a file; none where there is no file. A process that was killed may have left half a line."""
+    out = []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            out.append(Row(**json.loads(line)))
+        except json.JSONDecodeError:
+            break
+    return out
 
 
 @dataclass(frozen=True)

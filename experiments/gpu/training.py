@@ -104,37 +104,43 @@ def parity(run: Run) -> None:
     size = Size(64, 2, 32, vocab=256) if run.quick else Size(1024, 4, 1024, 4, 32000, 16, 4)
     with one_rank(run):
         for family in ("llama", "mixtral"):
-            given = _make(run, family, size).to(torch.bfloat16)
-            batch = _batch(run, size)
-            exact = copy.deepcopy(given).float()
-            loss, gradients = _eager(exact, batch)
-            norm = float(torch.stack([g.double().norm() for g in gradients.values()]).norm())
-            truth = {n: g.detach().cpu() for n, g in gradients.items()}
-            for dtype in (torch.float32, torch.bfloat16):
-                name = f"{family}, {str(dtype)[6:]}"
-                with run.case(name):
-                    model = exact if dtype == torch.float32 else given
-                    eager_loss, eager = _eager(model, batch)
-                    eager_peak = run.peak_bytes(lambda: _eager(model, batch))  # noqa: B023
-                    theirs = worst_difference(eager, truth)
-                    for p in model.parameters():
-                        p.grad = None
-                    pm = program(run, model, batch, optimizer=False)
-                    found = float(pm.step(batch))
-                    my_norm = float(pm.grad_norm())
-                    mine = worst_difference(pm.gradients(), truth)
-                    peak = run.peak_bytes(functools.partial(pm.step, batch))
-                    limit = FP32_LIMIT if dtype == torch.float32 else MOST_OF_EAGER * theirs
-                    away = abs(found - loss) / abs(loss)
-                    theirs_away = abs(eager_loss - loss) / abs(loss)
-                    most = FP32_LIMIT if dtype == torch.float32 else MOST_OF_EAGER * theirs_away + LOSS_ROUNDING
-                    run.write(
-                        name, mine <= limit and away <= most, loss_error=away, gradient_error=mine,
-                        eager_gradient_error=theirs, norm_error=abs(my_norm - norm) / norm, peak_mb=peak / 1e6,
-                        eager_peak_mb=eager_peak / 1e6,
-                    )  # fmt: skip
-                    del pm
-                free(run)
+            with run.case(family):
+                _parity_of(run, family, size)
+            free(run)
+
+
+def _parity_of(run: Run, family: str, size: Size) -> None:
+    given = _make(run, family, size).to(torch.bfloat16)
+    batch = _batch(run, size)
+    exact = copy.deepcopy(given).float()
+    loss, gradients = _eager(exact, batch)
+    norm = float(torch.stack([g.double().norm() for g in gradients.values()]).norm())
+    truth = {n: g.detach().cpu() for n, g in gradients.items()}
+    for dtype in (torch.float32, torch.bfloat16):
+        name = f"{family}, {str(dtype)[6:]}"
+        with run.case(name):
+            model = exact if dtype == torch.float32 else given
+            eager_loss, eager = _eager(model, batch)
+            eager_peak = run.peak_bytes(lambda: _eager(model, batch))  # noqa: B023
+            theirs = worst_difference(eager, truth)
+            for p in model.parameters():
+                p.grad = None
+            pm = program(run, model, batch, optimizer=False)
+            found = float(pm.step(batch))
+            my_norm = float(pm.grad_norm())
+            mine = worst_difference(pm.gradients(), truth)
+            peak = run.peak_bytes(functools.partial(pm.step, batch))
+            limit = FP32_LIMIT if dtype == torch.float32 else MOST_OF_EAGER * theirs
+            away = abs(found - loss) / abs(loss)
+            theirs_away = abs(eager_loss - loss) / abs(loss)
+            most = FP32_LIMIT if dtype == torch.float32 else MOST_OF_EAGER * theirs_away + LOSS_ROUNDING
+            run.write(
+                name, mine <= limit and away <= most, loss_error=away, gradient_error=mine,
+                eager_gradient_error=theirs, norm_error=abs(my_norm - norm) / norm, peak_mb=peak / 1e6,
+                eager_peak_mb=eager_peak / 1e6,
+            )  # fmt: skip
+            del pm
+        free(run)
 
 
 # -- host syncs --------------------------------------------------------------------------------------------------------
@@ -362,11 +368,18 @@ def step(run: Run) -> None:
                 parameters = list(module.parameters())
                 called = functools.partial(module, use_cache=False) if make is eager else module
                 contenders[name] = of_module(torch.compile(called, backend=backend) if compiled else called, parameters)
-        for name in list(contenders):
+        ready: dict[str, Callable[[], object]] = {}  # what fails, or has no time left to be compiled, is not timed
+        for name in sorted(contenders, key=lambda n: "compiled" in n):
+            if run.left_s < 20.0 and ready:
+                run.write(name, None, "no time left")
+                continue
             with run.case(name):
                 contenders[name]()
                 contenders[name]()
-        waited = {name: functools.partial(_waited, run, work) for name, work in contenders.items()}
+                ready[name] = contenders[name]
+        if not ready:
+            return
+        waited = {name: functools.partial(_waited, run, work) for name, work in ready.items()}
         times = interleave(waited, budget_s=max(5.0, run.left_s - 10.0), min_repeats=3 if run.quick else 7,
                            max_repeats=4 if run.quick else 20)  # fmt: skip
         tokens = size.batch * size.seq
@@ -404,10 +417,10 @@ def offload(run: Run) -> None:
                 losses = [train() for _ in range(3)]
                 state = {n: t.detach().cpu().clone() for n, t in pm.state_dict().items()}
                 seconds, peak = run.median_s(train, 3 if run.quick else 5), float(run.peak_bytes(train))
-                if base is None:
+                if name == "none":
                     base = losses, state, seconds, peak
                     run.write("nothing", None, ms=1e3 * seconds, peak_mb=peak / 1e6)
-                else:
+                elif base is not None:
                     apart = max(difference(state[n], base[1][n]) for n in base[1])
                     away = max(abs(a - b) / abs(b) for a, b in zip(losses, base[0], strict=True))
                     run.write(

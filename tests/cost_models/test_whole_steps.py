@@ -229,8 +229,8 @@ def test_what_runs_together_reads_and_writes_once() -> None:
 
 
 def test_a_fused_loss_reads_logits_as_they_are_and_writes_their_gradient_in_place() -> None:
-    """8,192 tokens of Llama's vocabulary: 2.1 GB of logits. Without it they are cast to 4 bytes, log_softmax keeps
-    another copy of that, and both have gradients; with it 2 bytes are kept and become their own gradient."""
+    """8,192 tokens of Llama's vocabulary: 2.1 GB of logits. Without it they are cast to 4 bytes, which the loss keeps
+    and which get a gradient; with it 2 bytes are kept and become their own gradient."""
     config = ParallelConfig(dp=8, zero_stage=3, recompute="full")
     logits = 8192 * 128256
     for mode in (Mode.EAGER, Mode.COMPILED, Mode.FUSED):
@@ -240,7 +240,7 @@ def test_a_fused_loss_reads_logits_as_they_are_and_writes_their_gradient_in_plac
         assert fused.step_time_s.mid < plain.step_time_s.mid
         held = {name: max(s.allocated_bytes.mid for s in e.stages) for name, e in (("plain", plain), ("fused", fused))}
         # Megatron's own loss keeps 4 bytes in place of the logits; then gradients of the head, not the loss, are most
-        least = 1.0 if mode is Mode.FUSED else 6.0
+        least = 1.0 if mode is Mode.FUSED else 2.5
         assert held["plain"] - held["fused"] > least * logits, (mode, held)
         activations = fused.stages[0].memory["activations"].mid + fused.stages[0].memory["transient"].mid
         assert activations > 2 * logits * 0.7, (mode, activations)  # they are not for nothing
@@ -400,8 +400,8 @@ def test_zero_that_does_not_overlap_is_paid_in_full() -> None:
     assert beside.breakdown["dp_comm"].mid + 0.5 * moved[0] < gathers < after.breakdown["dp_comm"].mid
 
 
-def test_zero_0_reduces_beside_the_backward_in_fused_modes() -> None:
-    """Megatron's --overlap-grad-reduce without a distributed optimizer; emitted programs reduce at the end."""
+def test_zero_0_reduces_beside_the_backward() -> None:
+    """Megatron's --overlap-grad-reduce without a distributed optimizer, and emitted programs."""
     config = ParallelConfig(dp=8, num_micro_batches=4, zero_stage=0)
     beside, after = (estimate(config, options=RunOptions(overlap_zero=o)) for o in (True, False))
     costs = Costs(NODE, mode=Mode.FUSED)
@@ -410,8 +410,12 @@ def test_zero_0_reduces_beside_the_backward_in_fused_modes() -> None:
     assert 0 < beside.breakdown["dp_comm"].mid < 0.5 * whole
     assert beside.breakdown["dp_comm"].tag is after.breakdown["dp_comm"].tag is not Tag.EXACT
     assert beside.step_time_s.mid < after.step_time_s.mid
-    one, other = (estimate(config, options=RunOptions(overlap_zero=o), mode=Mode.EAGER) for o in (True, False))
-    assert one.step_time_s == other.step_time_s
+    for mode in (Mode.EAGER, Mode.COMPILED):
+        one, other = (estimate(config, options=RunOptions(overlap_zero=o), mode=mode) for o in (True, False))
+        assert one.breakdown["dp_comm"].mid < 0.5 * other.breakdown["dp_comm"].mid
+        split = replace(config, pp=2, dp=4, schedule="ZB-H1")
+        one, other = (estimate(split, options=RunOptions(overlap_zero=o), mode=mode) for o in (True, False))
+        assert one.step_time_s == other.step_time_s
     sharded = estimate(replace(config, zero_stage=1))  # gathers too, and has less to reduce
     assert beside.breakdown["dp_comm"].mid == pytest.approx(sharded.breakdown["dp_comm"].mid, rel=0.5)
 

@@ -34,6 +34,7 @@ from autoplan.codegen.program import compile_program
 from autoplan.errors import RuleError
 from autoplan.ir.graph import Block, Call, Node
 from autoplan.ops.saved import OpFacts, TensorFacts, extra_bytes, workspace_bytes
+from autoplan.ops.saved import kept as kept_names
 from autoplan.ops.strategies import Strategy
 from autoplan.ops.strides import elementwise, is_contiguous, reshaped
 from autoplan.ops.table import saved_rule
@@ -41,7 +42,10 @@ from autoplan.program.activation_bytes import Activations, peak_bytes_of, saved_
 from autoplan.program.activations import activations
 from autoplan.program.lower import BlockLowering
 from autoplan.program.statements import LoweredBlock, Op
-from autoplan.runtime.loss import vocab_parallel_cross_entropy_sum
+from autoplan.runtime import attention as runtime_attention
+from autoplan.runtime import sdpa
+from autoplan.runtime.attention import attention
+from autoplan.runtime.loss import cross_entropy_sum, vocab_parallel_cross_entropy_sum
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
 from experiments.plans.live_memory import LiveBytes, measure_step
@@ -141,15 +145,16 @@ def test_an_operation_keeps_what_the_table_says(case: OpCase, turned: bool, one_
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_sharded_loss_needs_what_the_table_says(device: str, dtype: str) -> None:
+@pytest.mark.parametrize(("device", "sharded"), [("cpu", True), ("meta", True), ("meta", False)])
+def test_the_runtime_s_loss_needs_what_the_table_says(device: str, sharded: bool, dtype: str) -> None:
     """Forward and backward; `meta` stands for a GPU, which makes nothing as large as the logits but their gradient."""
     tokens, classes = 600, 3000
     logits = torch.zeros(tokens, classes, dtype=getattr(torch, dtype), device=device, requires_grad=True)
     target, kept = torch.zeros(tokens, dtype=torch.int64, device=device), Kept()
     shapes = (TensorFacts((tokens, classes), dtype, True), TensorFacts((tokens,), "int64", False))
     where = "cpu" if device == "cpu" else "cuda"
-    facts = OpFacts("cross_entropy_sum", {}, shapes, (TensorFacts((), "float32", True),), "vocab_cross_entropy", where)
+    special = "vocab_cross_entropy" if sharded else None
+    facts = OpFacts("cross_entropy_sum", {}, shapes, (TensorFacts((), "float32", True),), special, where)
     rule = saved_rule(facts)
     forward, backward = workspace_bytes(facts, rule)
     with fake_group(1), use_mesh(AxisMesh([("tp", 1)])), LiveBytes() as live:
@@ -158,7 +163,9 @@ def test_the_sharded_loss_needs_what_the_table_says(device: str, dtype: str) -> 
                 loss = vocab_parallel_cross_entropy_sum(logits, target, "tp")
             assert kept.num_bytes([logits, target]) == sum(extra_bytes(facts, rule))
         else:  # without addresses, which Kept tells storages by
-            loss = vocab_parallel_cross_entropy_sum(logits, target, "tp")
+            loss = (
+                vocab_parallel_cross_entropy_sum(logits, target, "tp") if sharded else cross_entropy_sum(logits, target)
+            )
         assert live.current_bytes <= sum(extra_bytes(facts, rule)) + 16
         after = live.current_bytes
         assert live.peak_bytes - after <= forward <= (live.peak_bytes - after) * 1.2 + 40 * tokens
@@ -167,6 +174,65 @@ def test_the_sharded_loss_needs_what_the_table_says(device: str, dtype: str) -> 
         found = live.peak_bytes - after - logits.numel() * logits.element_size()
         assert found <= backward + 128 <= found * 1.2 + 40 * tokens
     assert forward < logits.numel() * logits.element_size() * (0.01 if device == "meta" else 1)
+
+
+@dataclass(frozen=True)
+class OnGpu:
+    """Attention on a GPU: arguments besides queries, keys and values, whose heads are 8 and `groups` of 16."""
+
+    name: str
+    dtype: str = "bfloat16"
+    groups: int = 2
+    causal: bool = True
+    mask: str = ""  # "bool", "additive" or "documents"
+    window: int | None = None
+
+
+ON_GPU = [
+    OnGpu("flash takes groups"),
+    OnGpu("a mask", mask="bool", causal=False),
+    OnGpu("a causal mask", mask="bool"),
+    OnGpu("an additive mask", mask="additive", causal=False),
+    OnGpu("documents", mask="documents"),
+    OnGpu("float32", dtype="float32"),
+    OnGpu("as many key heads", groups=8, mask="bool", causal=False),
+    OnGpu("documents in windows", mask="documents", window=16),
+]
+
+
+@pytest.mark.parametrize("case", ON_GPU, ids=lambda c: c.name)
+def test_attention_on_a_gpu_keeps_repeated_keys_where_its_kernel_takes_no_groups(
+    case: OnGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The choice of the GPU's kernel, made on the CPU, whose kernels keep the same."""
+    dtype, s, chosen = getattr(torch, case.dtype), 64, []
+
+    def choice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> str:
+        sizes = k.shape[3], v.shape[3]
+        square, grouped = q.shape[2] == k.shape[2], q.shape[1] != k.shape[1]
+        chosen.append(sdpa.choose("cuda", q.dtype, (9, 0), sizes, grouped=grouped, square=square, **how))
+        return chosen[-1]
+
+    for module in (sdpa, runtime_attention):
+        monkeypatch.setattr(module, "choose_for", choice)
+    q, k, v = (torch.zeros(2, heads, s, 16, dtype=dtype).requires_grad_() for heads in (8, case.groups, case.groups))
+    how: dict[str, Any] = {"causal": case.causal, "scale": None, "window": case.window}
+    facts = [TensorFacts(tuple(x.shape), case.dtype, True) for x in (q, k, v)]
+    if case.mask == "documents":
+        how["documents"] = torch.zeros(2, s, dtype=torch.int64)
+        facts.append(TensorFacts((2, s), "int64"))
+    elif case.mask:
+        how["mask"] = torch.ones(s, s, dtype=torch.bool if case.mask == "bool" else dtype)
+        facts.append(TensorFacts((s, s), "bool" if case.mask == "bool" else case.dtype))
+    kept = Kept()
+    with fake_group(1), use_mesh(AxisMesh([("tp", 1)])), saved_tensors_hooks(kept.pack, lambda x: x):
+        out = attention(q, k, v, **how)
+    attrs = {"causal": case.causal, "window": case.window, "documents": case.mask == "documents"}
+    given = OpFacts("attention", attrs, tuple(facts), (facts[0],), device_type="cuda")
+    rule = saved_rule(given)
+    sizes = {f"x{i}": fact.num_bytes for i, fact in enumerate(facts)} | {"y0": out.numel() * out.element_size()}
+    assert kept.num_bytes() == sum(sizes[n] for n in kept_names(given, rule)) + sum(extra_bytes(given, rule))
+    assert ("repeated" in chosen) == (case.groups < 8 and (bool(case.mask) or case.dtype == "float32"))
 
 
 def test_an_unknown_operation_is_an_error() -> None:

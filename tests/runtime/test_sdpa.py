@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from autoplan.runtime import attention as attention_module
-from autoplan.runtime import context, sdpa
+from autoplan.runtime import context, fused, sdpa
 from autoplan.runtime.attention import attention
+from autoplan.runtime.fused import cuda_capability
 from autoplan.runtime.sdpa import choose, flash, refuse_large_scores
 
 HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float32, torch.float64
@@ -205,3 +207,19 @@ def test_large_scores_are_refused() -> None:
     with pytest.raises(ValueError, match=r"attention: no kernel .* takes torch\.float64 queries \(2, 2, 8, 8\), keys"):
         refuse_large_scores(q, k, v, None, False, 1.0, False, limit_bytes=2 * 2 * 8 * 8 * 8 - 1)
     refuse_large_scores(q, k, k, None, False, 1.0, False, limit_bytes=0)  # one takes it
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile's own modules
+def test_the_choice_of_a_kernel_breaks_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's functions for the capability of a GPU and its own choice return no tensors: a compiler stops there."""
+    gpu = SimpleNamespace(is_available=lambda: True, get_device_capability=lambda device: (9, 0))
+    monkeypatch.setattr(fused, "torch", SimpleNamespace(cuda=gpu))
+
+    def asked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        sdpa.refuse_large_scores(q, k, v, None, True, 0.1, True, limit_bytes=1)
+        return q * 2 if cuda_capability(torch.device("cuda", 0)) == (9, 0) else q
+
+    q, k, v = (torch.ones(1, heads, 4, 8) for heads in (4, 2, 2))
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(asked, backend="eager", fullgraph=True)(q, k, v), q * 2)
+    assert cuda_capability(torch.device("cpu")) is None

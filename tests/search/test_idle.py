@@ -15,7 +15,8 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.whole_run import whole_run
 from autoplan.errors import PinError
-from autoplan.search.idle import Use, best_use, fewer_nodes
+from autoplan.search.best_use import Use, best_use
+from autoplan.search.idle import fewer_nodes
 from autoplan.search.layouts import PlanRequest
 from autoplan.search.planner import search_plan
 

@@ -20,6 +20,7 @@ from parity import (
     fake_group,
     full_tensors,
     global_batch,
+    graph_of,
     model_of,
     part_of,
     reference,
@@ -29,10 +30,11 @@ from parity import (
 from parity_matrix import refusal
 
 import autoplan.runtime.compiled
-from autoplan.api import cheaper_program
 from autoplan.config.pins import Pins
+from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.errors import PinError
+from autoplan.planning import cheapest_program, plan_program, ways_to_run
 from autoplan.plans.record import Plan
 from autoplan.program.facts import Facts
 from autoplan.program.legality import check_pins
@@ -122,9 +124,11 @@ def compiled_job(rank: int, world: int, case: Case, spec_json: str, sources: dic
             (Case("gpt", tp=2, compile="aot_eager", prices="latency"), ()),
             (Case("qwen2-mixed", tp=2, compile="aot_eager"), ()),
             (Case("gpt", tp=2, dropout=0.25, compile="aot_eager", prices="latency"), ()),
-            (Case("gpt", tp=2, compile="aot_eager"), ("all_to_all",)),
+            (Case("gpt", tp=2, compile="aot_eager"), ()),  # with all-to-alls
             pytest.param(Case("deepseek", tp=2, compile="aot_eager"), ("experts",), marks=pytest.mark.slow),
-            (Case("llama", cp=2, compile="aot_eager", context_method="ring"), ("attention",)),
+            (Case("llama", cp=2, compile="aot_eager", context_method="ring"), ()),
+            (Case("llama", cp=2, compile="aot_eager", context_method="ulysses"), ()),
+            (Case("llama", cp=2, compile="aot_eager", context_method="gather"), ()),
             pytest.param(Case("llama", tp=2, compile="inductor"), (), marks=NEEDS_COMPILER),
         ],
         8,
@@ -142,6 +146,30 @@ def test_collectives_and_attention_do_not_break_the_graph_of_a_block(case: Case,
     named = {name for name in ("all_to_all", "attention", "experts", "dropout") if name in "".join(found.breaks)}
     assert named == set(apart)
     assert bool(found.breaks) is bool(apart), found.breaks
+
+
+def test_experts_of_one_kernel_are_in_the_graph() -> None:
+    """All of them are here and their products are one kernel (bfloat16): the host needs no counts.
+
+    What is compiled is as near to float64 as what is not.
+    """
+    case = Case("mixtral", compile="aot_eager", precision="bf16")
+    program, errors = compiled(case), []
+    params, buffers = full_tensors(case, torch.float32)
+    _, want = reference(replace(case, precision="native"))
+    with fake_group(1):
+        for compiles in (False, True):
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            own = {name: p.clone() for name, p in params.items()}
+            pm = ParallelModel(program.spec, program.sources, own, dict(buffers))
+            if compiles:
+                compile_blocks(pm.stage, "aot_eager")
+            pm.step(global_batch(case))
+            errors.append(worst(pm.gradients(), want)[0])
+    counted = torch._dynamo.utils.counters
+    assert not counted["graph_break"] and counted["stats"]["unique_graphs"] >= 3, counted["graph_break"]
+    assert 0 < errors[1] < 1.2 * errors[0] < 0.2
 
 
 PROCESSES = [
@@ -226,29 +254,70 @@ def test_async_tp_needs_inductor_on_cuda(compile, device_type, message) -> None:
         check_pins(Pins(), Facts(2, device_type=device_type, async_tp=True, compile=compile))
     check_pins(Pins(), Facts(2, device_type=device_type, compile=compile))
     check_pins(Pins(), Facts(2, device_type="cuda", async_tp=True))
+    check_pins(Pins(), Facts(2, device_type=device_type, async_tp="auto", compile=compile))
+    with pytest.raises(PinError, match="async_tp='yes' is not known; use True, False or 'auto'"):
+        check_pins(Pins(), Facts(2, async_tp="yes"))
 
 
-def _planned(eager_s: float | None, compiled_s: float | None) -> Callable[[bool], tuple[Plan, Any]]:
+Way = tuple[bool, bool]
+OP_BY_OP, COMPILED, IN_PIECES = (False, False), (True, False), (True, True)
+
+
+def _planned(steps_s: dict[Way, float]) -> Callable[[bool, bool], tuple[Plan, Any]]:
     """What `parallelize` plans with: steps of these prices, or a refusal."""
 
-    def planned(compiled: bool) -> tuple[Plan, Any]:
-        seconds = compiled_s if compiled else eager_s
+    def planned(compiled: bool, async_tp: bool) -> tuple[Plan, Any]:
+        seconds = steps_s.get((compiled, async_tp))
         if seconds is None:
             raise PinError(f"refused, compiled={compiled}")
         step = SimpleNamespace(step_time_s=Quantity.spread(seconds, 0.0, Tag.ASSUMED))
-        return cast(Plan, SimpleNamespace(estimate=step, compiled=compiled)), None
+        return cast(Plan, SimpleNamespace(estimate=step, compiled=compiled, async_tp=async_tp)), None
 
     return planned
 
 
 @pytest.mark.parametrize(
-    ("eager_s", "compiled_s", "compiles"), [(2.0, 1.0, True), (1.0, 2.0, False), (1.0, None, False)]
+    ("steps_s", "chosen"),
+    [
+        ({OP_BY_OP: 2.0, COMPILED: 1.0}, COMPILED),
+        ({OP_BY_OP: 1.0, COMPILED: 2.0, IN_PIECES: 1.5}, OP_BY_OP),
+        ({OP_BY_OP: 1.0}, OP_BY_OP),
+        ({COMPILED: 1.0}, COMPILED),
+        ({OP_BY_OP: 3.0, COMPILED: 2.0, IN_PIECES: 1.0}, IN_PIECES),
+        ({OP_BY_OP: 3.0, COMPILED: 2.0, IN_PIECES: 2.0}, COMPILED),  # nothing to hide
+    ],
 )
-def test_blocks_are_compiled_where_that_is_cheaper(eager_s, compiled_s, compiles) -> None:
-    assert cheaper_program(_planned(eager_s, compiled_s))[0].compiled is compiles
-    assert cheaper_program(_planned(None, 1.0))[0].compiled
+def test_blocks_run_the_way_that_is_cheapest(steps_s: dict[Way, float], chosen: Way) -> None:
+    plan = cheapest_program(_planned(steps_s), (OP_BY_OP, COMPILED, IN_PIECES))[0]
+    assert (plan.compiled, plan.async_tp) == chosen
     with pytest.raises(PinError, match="compiled=False"):
-        cheaper_program(_planned(None, None))
+        cheapest_program(_planned({}), (OP_BY_OP, COMPILED))
+
+
+def test_the_price_decides_where_it_is_asked() -> None:
+    ways = functools.partial(ways_to_run, device_type="cuda", compiles=True)
+    assert ways("auto", False) == [OP_BY_OP, COMPILED]
+    assert ways("auto", "auto") == [OP_BY_OP, COMPILED, IN_PIECES]
+    assert ways(True, "auto") == ways("inductor", "auto") == [COMPILED, IN_PIECES]
+    assert ways(True, True) == [IN_PIECES]
+    assert ways("aot_eager", "auto") == [COMPILED]
+    assert ways(False, "auto") == [OP_BY_OP]
+    assert ways_to_run("auto", "auto", "cpu", compiles=False) == [OP_BY_OP]
+    assert ways_to_run("auto", "auto", "cuda", compiles=False) == [OP_BY_OP]  # without Triton
+
+
+def test_async_tp_is_planned_within_nvlink_only() -> None:
+    """The plan says that it hides collectives, and what it costs is the price with that overlap."""
+    graph = graph_of("llama", 0.0)
+    nvlink, pcie = (Cluster.parse(text) for text in ("1x4xh100-sxm5-80gb", "1x4xh100-pcie-80gb"))
+    plan, _ = plan_program(graph, nvlink, {"tp": 2}, 8, 64, compiled=True, async_tp=True)
+    assert plan.async_tp and " compiled async-tp" in str(plan)
+    assert Plan.from_json(plan.to_json()).async_tp
+    assert not plan_program(graph, nvlink, {"tp": 1}, 8, 64, compiled=True, async_tp=True)[0].async_tp
+    with pytest.raises(PinError, match=r"tp=2 with overlap of tp in compiled blocks: .* nearest legal: tp=1"):
+        plan_program(graph, pcie, {"tp": 2}, 8, 64, compiled=True, async_tp=True)
+    searched, _ = plan_program(graph, pcie, {}, 8, 64, compiled=True, async_tp=True)
+    assert searched.config.tp == 1
 
 
 def test_a_cpu_compiles_nothing_by_itself(monkeypatch) -> None:

@@ -38,6 +38,7 @@ from autoplan.config.parallel import precision_of
 from autoplan.config.recompute import read_recompute
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.recompute_frontier import RecomputeChoice, RecomputeFrontier
+from autoplan.cost_models.time.blocks import op_times
 from autoplan.cost_models.time.price import Pricer
 from autoplan.errors import PinError
 from autoplan.program.activation_bytes import Activations, peak_bytes_of
@@ -168,7 +169,7 @@ def test_what_waits_on_the_host_is_what_is_predicted(monkeypatch: pytest.MonkeyP
 
 
 def test_offload_is_priced_by_the_host_link() -> None:
-    """Bytes there and back at the catalog's speed; a device of unknown speed is refused."""
+    """Bytes there and back at the catalog's speed, less what computing hides; a device of unknown speed is refused."""
     graph = load_model("gpt2")
     request = PlanRequest(graph, Cluster.parse("1x8xh100-sxm5-80gb"), 1024, 64, {"recompute": "offload", "tp": 1})
     none = search_plan(replace(request, pins={"recompute": "none", "tp": 1, "pp": 1})).plans[0]
@@ -183,8 +184,19 @@ def test_offload_is_priced_by_the_host_link() -> None:
     ]
     moved = sum(work.blocks[b].offloaded_bytes for b in layers)
     assert moved > 0
-    want = 2 * moved / speed * config.num_micro_batches
+    whole = 2 * moved / speed * config.num_micro_batches
+    times, constants, shown = op_times(work, request.costs), request.costs.constants, 0.0
+    for name in layers:
+        copy = work.blocks[name].offloaded_bytes / speed
+        for computed in (times[name].forward.mid, times[name].backward.mid):
+            exposed = max(0.0, copy - constants.overlap * computed)
+            shown += exposed + constants.contention * (copy - exposed)
+    want = shown * config.num_micro_batches
     assert estimate.breakdown["offload"].mid == pytest.approx(want, rel=1e-9)
+    assert constants.contention * whole < want < whole
+    beside_nothing = replace(request.costs, cluster=replace(request.cluster, device_type="cpu"))
+    alone = Pricer(work, config, beside_nothing, precision_of(request.precision)).blocks
+    assert sum(alone[name].offload.mid for name in layers) == pytest.approx(2 * moved / speed, rel=1e-9)
     assert "recompute" not in estimate.breakdown
     held = [e.stages[0].memory["activations"].mid for e in (none.estimate, estimate)]
     assert held[1] < held[0]

@@ -146,11 +146,32 @@ def _compressed_sums(c: ParallelConfig, f: Facts) -> str | None:
 
 
 def _async_tp(c: ParallelConfig, f: Facts) -> str | None:
-    if f.async_tp and f.device_type != "cuda":
+    if f.async_tp not in (True, False, "auto"):
+        return f"async_tp={f.async_tp!r} is not known; use True, False or 'auto'"
+    if f.async_tp is True and f.device_type != "cuda":
         return f"async_tp=True works on CUDA only, but the cluster has {f.device_type} devices; leave it out"
-    if f.async_tp and f.compile not in (True, "auto", "inductor"):
+    if f.async_tp is True and f.compile not in (True, "auto", "inductor"):
         return f"async_tp=True needs torch.compile, but compile={f.compile!r}; nearest legal: compile=True"
     return None
+
+
+def _in_pieces(f: Facts) -> bool:
+    """Return True if the run hides collectives of tp behind pieces of products, as compiled blocks can (async TP)."""
+    return f.mode is Mode.COMPILED and f.options.overlap == {"tp"}
+
+
+def _pieces(c: ParallelConfig, f: Facts) -> str | None:
+    if not _in_pieces(f) or c.tp == 1:
+        return None
+    if f.device_type != "cuda":
+        return f"overlap of tp with compiled blocks works on CUDA only, but the cluster has {f.device_type} devices"
+    if f.peers is None or (c.tp <= f.peers and f.peers % c.tp == 0):
+        return None
+    least = max(n for n in range(1, min(c.tp, f.peers) + 1) if f.peers % n == 0)
+    return (
+        f"tp={c.tp} with overlap of tp in compiled blocks: its ranks read each other's memory, and NVLink joins "
+        f"{f.peers} devices; nearest legal: tp={least}"
+    )
 
 
 def _precision(c: ParallelConfig, f: Facts) -> str | None:
@@ -164,6 +185,8 @@ def _mode(c: ParallelConfig, f: Facts) -> str | None:
 def _options(c: ParallelConfig, f: Facts) -> str | None:
     records = (r for r in choices_of(RunOptions) if not r.executed)
     names = [r.name for r in records if getattr(f.options, r.name) != r.default]
+    if _in_pieces(f):
+        names.remove("overlap")
     if f.mode is not Mode.FUSED and f.options.attention_in(f.mode) is not Attention.FLASH2:
         names.insert(0, "attention")
     return f"the options {', '.join(names)} are priced, but not executed" if names else None
@@ -193,6 +216,7 @@ RULES: tuple[Rule, ...] = (
     Rule("compressed gradients of ZeRO", ("zero_stage",), _compressed_shards, of_pins=True),
     Rule("compressed gradients in fp16", (), _compressed_sums, of_pins=True),
     Rule("async_tp without inductor on CUDA", (), _async_tp, of_pins=True),
+    Rule("pieces of products without NVLink", ("tp",), _pieces, Scope.EXECUTED),
     Rule("the precision is not executed", (), _precision, Scope.EXECUTED),
     Rule("the mode is not executed", (), _mode, Scope.EXECUTED),
     Rule("the options are not executed", (), _options, Scope.EXECUTED),

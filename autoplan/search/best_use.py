@@ -1,0 +1,101 @@
+"""The best plan of a request, or of one that differs in what a search holds fixed: nodes in use, settings of the stack.
+
+Each is a search of its own, near the best plan: fewer nodes where devices do not divide (`autoplan.search.idle`), other
+settings of the stack at the degrees of the best plan (`autoplan.search.stack_settings`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autoplan.errors import AutoplanError
+from autoplan.search.certificate import SearchResult, Status
+from autoplan.search.idle import fewer_nodes
+from autoplan.search.layouts import PlanRequest
+from autoplan.search.planner import search_plan
+from autoplan.search.progress import Progress
+from autoplan.search.stack_settings import at_degrees, other_settings
+
+_Told = Callable[[Progress], None] | None
+
+
+@dataclass(frozen=True)
+class Use:
+    """The best plans, and the request that they answer.
+
+    Attributes:
+        request: that of the user, or with some nodes idle and other settings of the stack.
+        settings: options that differ from those of the user's request, as texts by name.
+    """
+
+    request: PlanRequest
+    result: SearchResult
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    def text(self, cluster: str) -> str:
+        """Return the words for the cluster in commands, given those of the whole one."""
+        c = self.request.cluster
+        if not c.idle_nodes or "idle=" in cluster:
+            return cluster
+        return f"{cluster}{',' if '@' in cluster else '@'}nodes={c.num_nodes},idle={c.idle_nodes}"
+
+    def asked(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the command with which this use is asked for."""
+        return {**asked, **self.settings, "cluster": self.text(asked["cluster"])}
+
+
+def best_use(request: PlanRequest, told: _Told = None) -> Use:
+    """Return the best plan on all nodes or fewer, with the settings of the stack or better ones.
+
+    Raises: as `search_plan`, of all nodes, if there is no plan on fewer either.
+    """
+    use = _on_nodes(request, told)
+    return use if _interrupted(use) else _with_settings(use, told)
+
+
+def _interrupted(use: Use) -> bool:
+    return use.result.certificate.status == Status.INTERRUPTED
+
+
+def _on_nodes(request: PlanRequest, told: _Told) -> Use:
+    uses: list[Use] = []
+    failed: AutoplanError | None = None
+    for cluster in (request.cluster, *fewer_nodes(request)):
+        part = request if cluster is request.cluster else replace(request, cluster=cluster)
+        try:
+            uses.append(Use(part, search_plan(part, told)))
+        except AutoplanError as error:
+            failed = failed or error
+            continue
+        if _interrupted(uses[-1]):
+            break
+    if not uses:
+        raise failed or AutoplanError("no plan")
+    return min(uses, key=lambda use: use.result.fastest_s)
+
+
+def _with_settings(use: Use, told: _Told) -> Use:
+    """Return the use, or a better one with one other setting; the certificate says what was tried."""
+    plan = use.result.plans[0]
+    below = plan.estimate.step_time_s.mid / (1 + use.request.equal_within)
+    better: Use | None = None
+    tried = []
+    for name, value, changed in other_settings(use.request, plan.config):
+        tried.append(f"{name}={value}")
+        try:
+            found = search_plan(at_degrees(changed, plan.config))
+        except AutoplanError:  # nothing fits with it, or no layout was found in time
+            continue
+        if found.fastest_s < below:
+            below, better = found.fastest_s, Use(changed, found, {name: value})
+    if not tried:
+        return use
+    if better is not None:
+        again = replace(better, result=search_plan(better.request, told))
+        use = again if again.result.fastest_s < use.result.fastest_s else use
+    where = "settings of the stack: its defaults; at the degrees of the best plan also, one at a time, "
+    certificate = use.result.certificate
+    certificate = replace(certificate, restrictions=(*certificate.restrictions, where + ", ".join(tried)))
+    return replace(use, result=replace(use.result, certificate=certificate))

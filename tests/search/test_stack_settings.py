@@ -1,0 +1,60 @@
+"""Settings of a stack beside its defaults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autoplan.catalog import load_model
+from autoplan.config.parallel import Dispatcher, Launch
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.search.best_use import best_use
+from autoplan.search.layouts import PlanRequest
+from autoplan.search.planner import search_plan
+from autoplan.search.stack_settings import at_degrees, other_settings
+from autoplan.stacks.like import read_like
+
+
+def _asked(like: str, model: str = "llama-3.2-1b", **pins: int) -> PlanRequest:
+    return PlanRequest(load_model(model), Cluster.parse("1x8xh100-sxm5-80gb"), 4096, 32, like=like, pins=pins)
+
+
+def test_only_what_the_stack_can_and_nobody_gave() -> None:
+    r = _asked("megatron-lm@25.06", "mixtral-8x7b", dp=8)
+    plan = search_plan(replace(_asked("megatron-lm@25.06"), pins={"dp": 8})).plans[0].config
+    spread = plan.but(ep=8)
+    found = [(name, value) for name, value, _ in other_settings(r, spread)]
+    assert found == [("dispatcher", "flex"), ("launch", "graphs")]
+    assert [name for name, _, _ in other_settings(r, plan)] == ["launch"]  # no experts travel
+    (changed,) = (made for name, _, made in other_settings(r, spread) if name == "dispatcher")
+    assert changed.options == replace(r.options, dispatcher=Dispatcher.FLEX)
+    given = replace(r, like=read_like("megatron-lm@25.06", {"launch": "async"}))
+    assert [name for name, _, _ in other_settings(given, spread)] == ["dispatcher"]
+    assert not list(other_settings(_asked("megatron-lm@23.10"), spread))
+    assert not list(other_settings(replace(r, like=None), spread))
+
+
+@pytest.mark.parametrize(("pins", "faster"), [({"tp": 8}, False), ({"tp": 8, "micro_batch_size": 1}, True)])
+def test_a_setting_that_is_faster_is_taken_and_named(pins: dict[str, int], faster: bool) -> None:
+    """Against a search of the whole space with either value. CUDA graphs spare small kernels their host's time."""
+    r = _asked("megatron-lm@25.06", **pins)
+    steps = {}
+    for launch in Launch.ASYNC, Launch.GRAPHS:
+        like = read_like("megatron-lm@25.06", {"launch": str(launch)})
+        steps[launch] = search_plan(replace(r, like=like)).fastest_s
+    assert (steps[Launch.GRAPHS] * (1 + r.equal_within) < steps[Launch.ASYNC]) is faster
+    used = best_use(r)
+    assert used.result.fastest_s == steps[Launch.GRAPHS if faster else Launch.ASYNC]
+    assert used.settings == ({"launch": "graphs"} if faster else {})
+    assert used.request.options.launch is (Launch.GRAPHS if faster else Launch.ASYNC)
+    assert used.asked({"cluster": "c", "launch": None})["launch"] == ("graphs" if faster else None)
+    assert any("launch=graphs" in text for text in used.result.certificate.restrictions)
+
+
+def test_the_degrees_of_a_plan_are_all_that_is_searched() -> None:
+    r = _asked("megatron-lm@25.06", tp=2)
+    plan = search_plan(r).plans[0].config
+    found = search_plan(at_degrees(r, plan))
+    assert found.plans[0].config == plan
+    assert found.certificate.considered < 20
