@@ -44,7 +44,7 @@ def show_rank(rank: RankReport) -> None:
         table.add_row(row.name, *(_shown(value, row) for value in (row.expected, row.observed)))
     out.print(table)
     low, _, high = (size / 1e9 for size in rank.predicted_bytes)
-    out.print(f"memory of tensors predicted from {low:.2f} to {high:.2f} GB; {MEMORY_TOLERANCE:.0%} more are tolerated")
+    out.print(f"memory of tensors predicted from {low:.2f} to {high:.2f} GB; {MEMORY_TOLERANCE:.0%} are tolerated")
     for text in rank.differences:
         out.print(f"DIFFERS: {text}")
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from autoplan.codegen.program import Layouts
 from autoplan.config.parallel import precision_of
 from autoplan.cost_models.memory.ranks import NOT_ALLOCATED
+from autoplan.cost_models.quantity import Quantity
+from autoplan.cost_models.time.estimate import StageEstimate
 from autoplan.cost_models.work import OpWork
 from autoplan.errors import RehearsalError
 from autoplan.ir.graph import ModelGraph
@@ -96,20 +98,30 @@ def expected(
     entries = [e for e in spec.ledger if any(e.stage == s.index for s in stages) and at.sizes[e.axis] > 1]
     often = [e for e in entries if e.per == "micro_batch"]
     counted = [e for e in often if not _of_rows(e)]
-    terms = plan.estimate.stages[at.coordinates["pp"]].memory
-    held = {name: q for name, q in terms.items() if name not in NOT_ALLOCATED}
-    ends = (sum(getattr(q, end) for q in held.values()) for end in ("low", "mid", "high"))
-    low, mid, high = ends
+    held = _held(plan.estimate.stages[at.coordinates["pp"]])
     return Expected(
         memory={name: q.mid for name, q in held.items()},
-        memory_bytes=(low, mid, high),
+        memory_bytes=(_sum(held, "low"), _sum(held, "mid"), _sum(held, "high")),
         per_micro_batch=Counter(_message(e, evaluate_terms(e.bytes, local)) for e in counted),
-        rows=Counter(_message(e, 0)[:3] for e in often if _of_rows(e)),
+        rows=_rows(often),
         deferred=_deferred(spec, at, stages),
         unlisted=_unlisted(spec, at, [e for e in entries if e.per == "step"], local),
         zero=_zero(spec, at, stages, num_micro_batches),
         flops=None if work is None else work.flops([name for stage in stages for name in stage.calls]),
     )
+
+
+def _held(stage: StageEstimate) -> dict[str, Quantity]:
+    """Return the predicted terms that a tensor of the program has."""
+    return {name: q for name, q in stage.memory.items() if name not in NOT_ALLOCATED}
+
+
+def _sum(terms: Mapping[str, Quantity], end: str) -> float:
+    return float(sum(getattr(q, end) for q in terms.values()))
+
+
+def _rows(entries: list[LedgerEntry]) -> Counter[tuple[str, str, str]]:
+    return Counter(_message(e, 0)[:3] for e in entries if _of_rows(e))
 
 
 def _message(e: LedgerEntry, num_bytes: int) -> tuple[str, str, str, int]:
