@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoplan.runtime.checkpoint.folders import folder_of, read_manifest
+from autoplan.runtime.checkpoint.folders import read_manifest
 from autoplan.runtime.checkpoint.storage import whole_tensors
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.params import local_of
@@ -99,9 +99,9 @@ def load_and_go_on(rank: int, world: int, job: Job, folders: Iterable[str], spoi
         if spoiled:
             CONTROLS[spoiled](pm)
         with _shared_folder() as again:
-            pm.save_checkpoint(again, states={"scheduler": scheduler})
+            saved = pm.save_checkpoint(again, states={"scheduler": scheduler})
             if rank == 0:
-                changed = tuple(differing(resumed.folder, folder_of(Path(again), STEPS)))
+                changed = tuple(differing(resumed.folder, saved.folder))
         out.append(Loaded(_after(pm, scheduler), changed))
     return out
 
