@@ -1,8 +1,8 @@
 """What a rank did beside what its plan says, and the first difference.
 
 Equal to the byte: every collective of the ledger, the sums at the end of a step, what ZeRO moves. Equal to the
-operation: FLOPs of products, and of attention forward, to rounding. Memory may differ: parameters and optimizer state by
-`STATE_TOLERANCE`, the peak by `MEMORY_TOLERANCE`.
+operation: FLOPs of products, and of attention forward, to rounding. Memory may differ: parameters and optimizer state
+by `STATE_TOLERANCE`, the peak by `MEMORY_TOLERANCE`.
 """
 
 from __future__ import annotations
