@@ -279,6 +279,7 @@ def whatif(
     from autoplan.report.arguments import read_vary
     from autoplan.report.files import check_writable
     from autoplan.report.request import read_request, read_run
+    from autoplan.report.sweep_text import outcome_of
     from autoplan.sweeps.whatif import check_varied, columns, points, row
 
     run = read_run(task)
@@ -291,7 +292,7 @@ def whatif(
     pairs = ((point, row(point, run)) for point in points(request, values))
     done, interrupted = _planned_rows(pairs, columns(values, run), Countdown(count, "points"), csv, as_json)
     found = [point for point, _ in done]
-    outcome = _outcome(found, interrupted)
+    outcome = outcome_of(found, interrupted)
     if as_json:
         from autoplan.report.data import whatif_report
 
@@ -325,16 +326,6 @@ def _planned_rows(
         except KeyboardInterrupt:  # between two searches; during a search, its last point says so
             return done, True
     return done, False
-
-
-# The outcome of a sweep, by the best state among its points
-_OUTCOMES = {"ok": "ok", "stopped": "stopped", "does not fit": "infeasible"}
-
-
-def _outcome(found: Sequence[Point], interrupted: bool) -> str:
-    states = {point.status for point in found}
-    interrupted = interrupted or (bool(found) and found[-1].interrupted)
-    return "interrupted" if interrupted else next((n for s, n in _OUTCOMES.items() if s in states), "illegal")
 
 
 def _end_sweep(outcome: str, found: Sequence[Point], count: int) -> None:
@@ -420,6 +411,7 @@ def capacity(
     from autoplan.report.capacity import capacity_report, capacity_text
     from autoplan.report.files import check_writable
     from autoplan.report.request import import_from_here
+    from autoplan.report.sweep_text import outcome_of
     from autoplan.sweeps.capacity import cell_columns, cell_row, cells, read_task
 
     import_from_here()
@@ -432,7 +424,7 @@ def capacity(
     done, interrupted = _planned_rows(pairs, cell_columns(), Countdown(count, "rows"), csv, as_json)
     found = [cell for cell, _ in done]
     found_points = [cell.point for cell in found]
-    outcome = _outcome(found_points, interrupted)
+    outcome = outcome_of(found_points, interrupted)
     if as_json:
         _print_json(capacity_report(str(file), outcome, task, found))
     else:

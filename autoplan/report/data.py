@@ -50,8 +50,9 @@ Schema 1:
      "model", "cluster", "request": as of plan, before anything is varied,
      "vary": {name: [values]}, "rows": [...]}  # not ok if no point has a plan; columns: autoplan.sweeps.whatif.whatif
 
-    {"schema": 1, "status": "ok", "command": "explain", "model", "cluster", "request", "priced_not_executed", "plan",
-     "estimate": as of plan, "certificate": null | as of plan,   # null: the plan was given, not searched
+    {"schema": 1, "status": "ok" | "interrupted", "command": "explain", "model", "cluster", "request",
+     "priced_not_executed", "plan", "estimate": as of plan,
+     "certificate": null | as of plan,          # null: the plan was given, not searched
      "decisions": [{"name", "value",            # what matters most first
                     "alternatives": [{"value", "pins", "status": "ok" | "does not fit" | "illegal" | "stopped",
                                       "cost": null | share of the step, "sentence", "plan",
@@ -59,12 +60,26 @@ Schema 1:
                                       "shortage": null | {"stage", "term", "needed_bytes", "available_bytes"}}]}],
      "settings": [{"name", "what", "own", "value", "same_gain", "gain",   # shares of tokens per second; null: not known
                    "plan", "search_status"}],
-     "front": [{"capacity_bytes", "step_s", "peak_bytes", "plan", "search_status", "gap"}]}
+     "front": [{"capacity_bytes", "step_s", "peak_bytes", "plan", "search_status", "gap"}],
+     "front_end": str}   # why the front has no plan with less memory
     # with --vs: "vs": {"name", "plan", "estimate", ...} and "difference" in place of all from certificate on
     difference: {"decisions": {name: {"own", "other"}}, "time_s": {term: other - own},
                  "memory_bytes": {term: other - own},
                  "step_s" | "peak_bytes" | "tokens_per_s" | "mfu" | "num_devices" | "usd_per_hour" | "days" | "usd":
                      {"own": null | number, "other": null | number}}
+
+    {"schema": 1, "status": "ok" | "infeasible", "command": "fit", "model", "cluster", "request", "fits": null | bool,
+     "plan", "estimate",   # of the best plan; if nothing fits, of one with little memory, or null
+     "shortage": null | {"stage", "term", "needed_bytes", "available_bytes"},
+     "ways": [{"name", "status": "fits" | "does not fit" | "stopped", "plan", "peak_memory_bytes", "tokens_per_s",
+               "shortage", "search_status"}]}
+
+    {"schema": 1, "status": "ok" | "infeasible", "command": "size", "model", "cluster": of the first kind, "request",
+     "tokens", "deadline_days", "budget_usd", "fewest" | "cheapest": null | {"kind", "nodes", "num_devices", "days",
+     "usd", "plan"}, "kinds": [{"name", "fewest_nodes", "cheapest_nodes", "adjacent", "proved", "reason"}],
+     "rows": [{"kind", "nodes", "num_devices", "status", "days", "usd", "mfu", "step_time_s", "tokens_per_s", "goodput",
+               "in_time", "meets", "search_status", "gap", "reason"}],   # days and usd with failures where known
+     "assumptions": as of run}
 
     {"schema": 1, "status": as of whatif, "command": "capacity", "file", "pins",
      "options": {option of RunOptions: value}, "profile", "constants": null | file, "assumptions": as of run,

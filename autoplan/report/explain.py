@@ -146,6 +146,8 @@ def explain_command(
         print(to_text(report))
     else:
         show(console())
+    if vs is None and found.interrupted:
+        raise KeyboardInterrupt
 
 
 def _say_progress(status: Any, done: int, num: int, what: str) -> None:
@@ -175,6 +177,7 @@ def explain_text(out: Console, found: Explanation) -> None:
         out.print()
         out.print(Text("Step time against memory (no plan found is better in both):", style="bold"))
         _front(out, found.front)
+        paragraph(out, found.front_end, 1, first=1)
 
 
 def _plan_line(out: Console, title: str, planned: Planned) -> None:
@@ -311,7 +314,7 @@ def explain_report(found: Explanation, run: RunTask) -> dict[str, Any]:
     """Return the answer of `autoplan explain` as plain data."""
     r = found.request
     return {
-        **head("explain", r),
+        **head("explain", r, "interrupted" if found.interrupted else "ok"),
         **planned_data(found.planned, r, run),
         "certificate": plain(found.certificate),
         "decisions": [
@@ -341,6 +344,7 @@ def explain_report(found: Explanation, run: RunTask) -> dict[str, Any]:
             }
             for p in found.front
         ],
+        "front_end": found.front_end,
     }
 
 

@@ -36,6 +36,8 @@ def fit_command(task: TaskWords, pin: list[str] | None, ways: bool, seconds: flo
         print(to_text(fit_report(found)))
     else:
         fit_text(console(), found)
+    if found.interrupted:
+        raise KeyboardInterrupt
     return {True: 0, False: 3, None: 2}[found.fits]
 
 

@@ -60,6 +60,8 @@ def size_command(
         print(to_text(size_report(found)))
     else:
         size_text(console(), found)
+    if found.interrupted:
+        raise KeyboardInterrupt
     return 0 if found.fewest is not None else 3
 
 
@@ -99,9 +101,13 @@ def size_text(out: Console, found: Size) -> None:
 def _answers(out: Console, found: Size) -> None:
     fewest, cheapest = found.fewest, found.cheapest
     if fewest is None:
-        out.print(Text(" NOT POSSIBLE with these devices", style="bold red"))
+        proved = all(k.proved for k in found.kinds)
+        text = "NOT POSSIBLE with these devices" if proved else "NOT FOUND with these devices, not proved"
+        out.print(Text(f" {text}", style="bold red"))
     else:
-        out.print(Text(f" FEWEST   {_answer(found, fewest)}", style="bold green"), soft_wrap=True)
+        kind = next(k for k in found.kinds if fewest in k.points)
+        title = "FEWEST  " if kind.proved else "FEWEST KNOWN, not proved:"
+        out.print(Text(f" {title} {_answer(found, fewest)}", style="bold green"), soft_wrap=True)
     if cheapest is not None and cheapest is not fewest:
         out.print(Text(f" CHEAPEST {_answer(found, cheapest)}", style="bold green"), soft_wrap=True)
     for kind in found.kinds:
@@ -149,21 +155,27 @@ def _curve(out: Console, kind: Kind, found: Size) -> None:
 
 def _assumed(out: Console, found: Size) -> None:
     out.print()
-    unsure = [k.name for k in found.kinds if k.fewest is not None and not k.adjacent]
-    sure = [k.name for k in found.kinds if k.fewest is not None and k.adjacent]
     text = "Whole nodes are counted. Between the numbers that were planned, days are assumed to fall with more nodes"
-    if sure:
-        text += f"; of {', '.join(sure)} the next smaller legal number (if there is one) was planned and is too slow"
-    if unsure:
-        text += f"; of {', '.join(unsure)} smaller numbers that were not planned may be fast enough"
-    paragraph(out, f"{text}. Days and cost are with failures and checkpoints where known.", 2)
+    paragraph(out, f"{text}{_proof(found)}. Days and cost are with failures and checkpoints where known.", 2)
     planned = [p for k in found.kinds for p in k.points if p.point.planned is not None]
     requests = [p.point.request for p in planned if p.point.request is not None]
     prices(out, requests, RunTask(found.tokens, found.assumptions))
-    for note in dict.fromkeys(n for p in planned if p.run is not None for n in p.run.notes):
-        paragraph(out, f"Note: {note}", 6, "yellow")
-    for text in graph_notes([found.request]):
+    runs = [p.run for p in planned if p.run is not None]
+    for text in dict.fromkeys([*(note for run in runs for note in run.notes), *graph_notes([found.request])]):
         paragraph(out, f"Note: {text}", 6, "yellow")
+
+
+def _proof(found: Size) -> str:
+    """Return what is known of smaller numbers of nodes than the answers."""
+    sure = [k.name for k in found.kinds if k.fewest is not None and k.adjacent and k.proved]
+    unsure = [k.name for k in found.kinds if k.fewest is not None and not k.adjacent]
+    stopped = [k.name for k in found.kinds if not k.proved]
+    texts = (
+        (sure, "the next smaller legal number (if there is one) was planned and is too slow"),
+        (unsure, "smaller numbers that were not planned may be fast enough"),
+        (stopped, "searches were stopped (--seconds) that may have found plans that are in time"),
+    )
+    return "".join(f"; of {', '.join(names)} {text}" for names, text in texts if names)
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
@@ -184,6 +196,7 @@ def size_report(found: Size) -> dict[str, Any]:
                 "fewest_nodes": None if k.fewest is None else k.fewest.nodes,
                 "cheapest_nodes": None if k.cheapest is None else k.cheapest.nodes,
                 "adjacent": k.adjacent,
+                "proved": k.proved,
                 "reason": k.reason or None,
             }
             for k in found.kinds

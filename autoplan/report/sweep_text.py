@@ -58,3 +58,14 @@ def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], run:
     prices(out, [p.request for p in found if p.request is not None and p.planned is not None], run)
     for text in graph_notes([request]):
         paragraph(out, f"Note: {text}", 6, "yellow")
+
+
+# The outcome of a sweep, by the best state among its points
+_OUTCOMES = {"ok": "ok", "stopped": "stopped", "does not fit": "infeasible"}
+
+
+def outcome_of(found: Sequence[Point], interrupted: bool) -> str:
+    """Return the outcome of a sweep. `interrupted`: between two of its points."""
+    states = {point.status for point in found}
+    interrupted = interrupted or (bool(found) and found[-1].interrupted)
+    return "interrupted" if interrupted else next((n for s, n in _OUTCOMES.items() if s in states), "illegal")

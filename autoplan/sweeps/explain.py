@@ -24,7 +24,16 @@ from autoplan.cost_models.memory.room import Room
 from autoplan.errors import AutoplanError, InfeasibleError, PinError
 from autoplan.search.infeasible import InfeasibleReport
 from autoplan.search.layouts import space_of
-from autoplan.search.planner import Certificate, Planned, PlanRequest, StoppedError, estimate_config, search_plan
+from autoplan.search.planner import (
+    Certificate,
+    Planned,
+    PlanRequest,
+    SearchResult,
+    Status,
+    StoppedError,
+    estimate_config,
+    search_plan,
+)
 from autoplan.sweeps.difference import Difference, decided, difference
 from autoplan.sweeps.whatif import STEP_ONLY, RunTask
 from autoplan.units import GB
@@ -144,7 +153,8 @@ class Explanation:
     Attributes:
         decisions: what matters most first.
         settings: what would help most first.
-        front: fastest first; empty unless it was asked for.
+        front: fastest first; empty unless it was asked for. `front_end`: why it has no plan with less memory.
+        interrupted: True if Ctrl-C ended it, so that some of it is missing.
     """
 
     request: PlanRequest
@@ -153,6 +163,8 @@ class Explanation:
     decisions: tuple[Decision, ...]
     settings: tuple[Setting, ...] = ()
     front: tuple[FrontPoint, ...] = ()
+    front_end: str = ""
+    interrupted: bool = False
 
 
 def explain(
@@ -198,21 +210,35 @@ def explain(
     shares = _FRONT if front else ()
     num = len(asked) + len(changes) + min(len(changes), _NUM_SEARCHED) + len(shares)
     found: dict[str, list[Alternative]] = {}
-    for done, (name, value, pins) in enumerate(asked):
-        told(done, num, f"{name}={value}")
-        found.setdefault(name, []).append(alternative(quick, own, value, pins, run))
+    priced: list[Setting] = []
+    points: list[FrontPoint] = []
+    ended, interrupted = "", False
+    try:
+        for done, (name, value, pins) in enumerate(asked):
+            told(done, num, f"{name}={value}")
+            found.setdefault(name, []).append(alternative(quick, own, value, pins, run))
+        priced = _settings(quick, own, changes, lambda k, what: told(len(asked) + k, num, what))
+        points, ended = _front(quick, shares, lambda k, what: told(num - len(shares) + k, num, what))
+    except KeyboardInterrupt:
+        interrupted = True
     values = decided(request, own.config)
     decisions = [
         Decision(name, values[name], tuple(sorted(each, key=_by_cost))) for name, each in found.items() if each
     ]
     decisions.sort(key=lambda d: (math.isnan(d.cost), -d.cost if not math.isnan(d.cost) else 0.0))
-    priced = _settings(quick, own, changes, lambda k, what: told(len(asked) + k, num, what))
-    points = _front(quick, shares, lambda k, what: told(num - len(shares) + k, num, what))
-    return Explanation(request, own, certificate, tuple(decisions), tuple(priced), tuple(points))
+    return Explanation(request, own, certificate, tuple(decisions), tuple(priced), tuple(points), ended, interrupted)
 
 
 def _by_cost(a: Alternative) -> tuple[bool, float]:
     return (math.isnan(a.cost), 0.0 if math.isnan(a.cost) else a.cost)
+
+
+def _searched(request: PlanRequest) -> SearchResult:
+    """Return the best plan. Raises: KeyboardInterrupt also where a search answers it with the best plan so far."""
+    result = search_plan(request)
+    if result.certificate.status is Status.INTERRUPTED:
+        raise KeyboardInterrupt
+    return result
 
 
 # -- alternatives ------------------------------------------------------------------------------------------------------
@@ -224,7 +250,7 @@ def alternative(
     """Return the best plan of a request with further pins, in comparison with a plan."""
     try:
         asked = replace(request, pins={**request.pins, **pins})
-        result = search_plan(asked)
+        result = _searched(asked)
     except StoppedError as error:
         return Alternative(value, pins, "stopped", reason=str(error))
     except InfeasibleError as error:
@@ -415,7 +441,7 @@ def _same_plan(change: _Change, own: Planned) -> Planned | None:
 
 def _planned_anew(setting: Setting, change: _Change, request: PlanRequest, tokens_per_s: float) -> Setting:
     try:
-        result = search_plan(replace(change.request, top=1, time_limit_s=request.time_limit_s, patient=False))
+        result = _searched(replace(change.request, top=1, time_limit_s=request.time_limit_s, patient=False))
     except AutoplanError:
         return setting
     best = result.plans[0]
@@ -426,8 +452,10 @@ def _planned_anew(setting: Setting, change: _Change, request: PlanRequest, token
 # -- the front of time against memory ----------------------------------------------------------------------------------
 
 
-def _front(request: PlanRequest, shares: Sequence[float], told: Callable[[int, str], None]) -> list[FrontPoint]:
-    """Search the best plan under less and less memory per device, until nothing fits; return those not dominated."""
+def _front(
+    request: PlanRequest, shares: Sequence[float], told: Callable[[int, str], None]
+) -> tuple[list[FrontPoint], str]:
+    """Search the best plan under less and less memory per device. Return those not dominated, and why it ended."""
     found: list[FrontPoint] = []
     whole = request.cluster.device.memory_bytes
     for k, share in enumerate(shares):
@@ -436,11 +464,13 @@ def _front(request: PlanRequest, shares: Sequence[float], told: Callable[[int, s
             continue  # the last plan fits there, too
         cluster = request.cluster.with_(memory_gb=share * whole / GB)
         try:
-            result = search_plan(replace(request, cluster=cluster))
+            result = _searched(replace(request, cluster=cluster))
+        except StoppedError:
+            return undominated(found), f"in time no plan was found for {share * whole / GB:.1f} GB and less"
         except InfeasibleError:
-            break
+            return undominated(found), f"nothing fits into {share * whole / GB:.1f} GB"
         found.append(FrontPoint(share * whole, result.plans[0], result.certificate))
-    return undominated(found)
+    return undominated(found), f"less than {shares[-1] * whole / GB:.1f} GB was not tried" if shares else ""
 
 
 def _need(request: PlanRequest, planned: Planned) -> float:

@@ -55,11 +55,13 @@ class Fit:
         asked: the task as it was asked: every plan of the space may be used.
         closest: if nothing fits, a plan with as little memory as was found, with its terms; else None.
         ways: ways that were tried, in the order of what they change.
+        interrupted: True if Ctrl-C ended it, so that some ways are missing.
     """
 
     asked: Way
     ways: tuple[Way, ...]
     closest: Planned | None = None
+    interrupted: bool = False
 
     @property
     def fits(self) -> bool | None:
@@ -88,6 +90,17 @@ def fit(
     if asked.status == "illegal":
         raise PinError(asked.reason)
     found: list[Way] = []
+    interrupted = False
+    try:
+        _try_ways(request, found, seconds, told, ways)
+    except KeyboardInterrupt:
+        interrupted = True
+    closest = None if asked.status == "fits" else _closest(request)
+    return Fit(asked, tuple(found), closest, interrupted)
+
+
+def _try_ways(request: PlanRequest, found: list[Way], seconds: float, told: Callable[[str], None], ways: bool) -> None:
+    """Try all ways, and add them to `found`."""
     for maker in (_of_plan, _shorter, _of_adapters, _more_devices) if ways else ():
         mine: list[Way] = []
         for name, made in maker(request):
@@ -97,8 +110,6 @@ def fit(
             if way.status == "fits" and maker in _ONE_OF:
                 break
         found += mine[-1:] if maker in _ONE_OF else mine
-    closest = None if asked.status == "fits" else _closest(request)
-    return Fit(asked, tuple(found), closest)
 
 
 def _tried(name: str, request: PlanRequest) -> Way:

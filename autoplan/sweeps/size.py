@@ -5,7 +5,8 @@
 
 For each kind of device, plans are searched at numbers of nodes that are doubled until the deadline is met, and then
 halved in between. A number is tried once. Between tried numbers the days are assumed to fall with more nodes; the next
-smaller legal number below the answer was tried if `Kind.adjacent` is True. Days and money include failures and
+smaller legal number below the answer was tried if `Kind.adjacent` is True, and `Kind.proved` says whether searches that
+found no plan in time were stopped before they could tell. Days and money include failures and
 checkpoints, where they are known.
 """
 
@@ -55,6 +56,13 @@ class SizePoint:
         q = self._of("usd_with_failures", "usd")
         return None if q is None else q.mid
 
+    def is_too_slow(self, deadline_days: float) -> bool:
+        """Return True if no plan of this number of nodes can be in time: its search proves it, or nothing fits."""
+        if self.days is None:
+            return self.point.status in ("does not fit", "illegal")
+        gap = 0.0 if self.point.certificate is None else self.point.certificate.gap
+        return self.days * (1 - gap) > deadline_days
+
     def _of(self, *names: str) -> Quantity | None:
         values = (getattr(self.run, name) for name in names)
         return None if self.run is None else next((v for v in values if v is not None), None)
@@ -73,7 +81,8 @@ class Kind:
         name: as it was given.
         fewest: the point with the fewest nodes that meets the deadline and the budget; None if no point does.
         cheapest: the point with the least money among those that meet both; None also without prices.
-        adjacent: True if the next smaller legal number of nodes below `fewest` was tried, and does not meet them.
+        adjacent: True if the next smaller legal number of nodes below `fewest` was tried.
+        proved: True if every smaller number that was tried is proved to be too slow; False: its search was stopped.
         reason: why no point meets them.
     """
 
@@ -83,11 +92,12 @@ class Kind:
     cheapest: SizePoint | None
     adjacent: bool
     reason: str = ""
+    proved: bool = True
 
 
 @dataclass(frozen=True)
 class Size:
-    """The answer for all kinds of devices."""
+    """The answer for all kinds of devices. `interrupted`: Ctrl-C ended it, so that points or kinds are missing."""
 
     request: PlanRequest
     tokens: float
@@ -95,6 +105,7 @@ class Size:
     budget_usd: float | None
     kinds: tuple[Kind, ...]
     assumptions: Assumptions = field(default_factory=Assumptions)
+    interrupted: bool = False
 
     @property
     def fewest(self) -> SizePoint | None:
@@ -165,7 +176,9 @@ def size(
             raise PinError(f"the number of nodes of {cluster} follows from its fabric; name a device or an instance")
         sizer = _Sizer(replace(asked, cluster=cluster), run, deadline_days, budget_usd, search)
         found.append(sizer.kind(name, told))
-    return Size(request, tokens, deadline_days, budget_usd, tuple(found), run.assumptions)
+        if sizer.interrupted:
+            break
+    return Size(request, tokens, deadline_days, budget_usd, tuple(found), run.assumptions, sizer.interrupted)
 
 
 class _Sizer:
@@ -184,14 +197,19 @@ class _Sizer:
         self.points: dict[int, SizePoint] = {}
         self.told: Callable[[int], None] = lambda nodes: None
         self.legal: dict[int, bool] = {}
+        self.interrupted = False
 
     def kind(self, name: str, told: Callable[[str, int], None]) -> Kind:
         """Return all that was found of this kind."""
         self.told = lambda nodes: told(name, nodes)
-        first = self._in_time()
-        adjacent = first is not None and self._bisect(first)
-        if first is not None:
-            self._at(2 * min(n for n in self.points if self._quick(n)))  # the next point of the curve
+        adjacent = False
+        try:
+            first = self._in_time()
+            adjacent = first is not None and self._bisect(first)
+            if first is not None:
+                self._at(2 * min(n for n in self.points if self._quick(n)))  # the next point of the curve
+        except KeyboardInterrupt:
+            self.interrupted = True
         points = tuple(self.points[n] for n in sorted(self.points))
         meeting = [p for p in points if self._meets(p)]
         priced = [p for p in meeting if p.usd is not None]
@@ -202,6 +220,7 @@ class _Sizer:
             min(priced, key=lambda p: (p.usd or 0.0, p.nodes), default=None),
             adjacent,
             "" if meeting else self._reason(points),
+            all(p.is_too_slow(self.deadline_days) for p in points if not meeting or p.nodes < meeting[0].nodes),
         )
 
     def _meets(self, point: SizePoint) -> bool:

@@ -82,7 +82,7 @@ def test_an_explanation_in_words() -> None:
         Setting("overlap", "overlap", frozenset(), frozenset(("tp", "pp")), 0.004),
     )
     front = (FrontPoint(80e9, OWN, CERTIFICATE), FrontPoint(40e9, SPLIT, CERTIFICATE))
-    found = Explanation(REQUEST, OWN, CERTIFICATE, decisions, settings, front)
+    found = Explanation(REQUEST, OWN, CERTIFICATE, decisions, settings, front, "nothing fits into 24.0 GB")
     golden("explain.txt", shown(lambda out: explain_text(out, found)))
 
 

@@ -12,7 +12,7 @@ import pytest
 from autoplan.catalog import load_model
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
-from autoplan.search.planner import PlanRequest, estimate_config, search_plan
+from autoplan.search.planner import PlanRequest, SearchResult, estimate_config, search_plan
 from autoplan.sweeps.difference import Pair, decided, difference
 from autoplan.sweeps.explain import Explanation, FrontPoint, explain, undominated
 from autoplan.sweeps.whatif import RunTask
@@ -110,6 +110,7 @@ def test_the_front_is_what_no_plan_beats() -> None:
     steps, peaks = zip(*((p.step_s, p.peak_bytes) for p in found.front), strict=True)
     assert len(found.front) > 1 and list(steps) == sorted(steps) and list(peaks) == sorted(peaks, reverse=True)
     assert found.front[0].planned.config == found.planned.config
+    assert found.front_end.startswith("nothing fits into ")
     for p in found.front:
         assert p.planned.estimate.peak_memory_bytes.high <= p.capacity_bytes
 
@@ -127,3 +128,17 @@ def test_the_front_is_what_no_plan_beats() -> None:
 def test_an_unknown_choice_is_named() -> None:
     with pytest.raises(PinError, match="'dp' is no choice that can be explained; known: tp, pp"):
         explain(REQUEST, only=("dp",))
+
+
+def test_ctrl_c_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[PlanRequest] = []
+
+    def search(request: PlanRequest) -> SearchResult:
+        calls.append(request)
+        if len(calls) == 3:  # the plan, and one alternative before
+            raise KeyboardInterrupt
+        return search_plan(request)
+
+    monkeypatch.setattr("autoplan.sweeps.explain.search_plan", search)
+    found = explain(REQUEST, only=("zero_stage",), settings=False, seconds=600)
+    assert found.interrupted and [len(d.alternatives) for d in found.decisions] == [1] and len(calls) == 3

@@ -180,3 +180,30 @@ def test_size_on_the_command_line() -> None:
 def test_what_is_missing_or_wrong_is_named(words: tuple[str, ...], message: str) -> None:
     rest = () if "--no-tokens" in words else ("--tokens", "20B")
     assert message in one_line_error(run("size", *TASK, *rest, *(w for w in words if w != "--no-tokens")), 2)
+
+
+def test_ctrl_c_keeps_the_points_that_were_found() -> None:
+    made, asked = made_up(lambda devices: 64.0 / devices)
+
+    def search(request: PlanRequest) -> Any:
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return made(request)
+
+    found = size(REQUEST, TOKENS, days_of(64.0 / 16) * 1.02, kinds=["h100@price=2", "gb200@price=1"], search=search)
+    assert found.interrupted and len(found.kinds) == 1
+    assert sum(p.run is not None for p in found.kinds[0].points) == 2
+
+
+@pytest.mark.parametrize(("gap", "proved"), [(0.0, True), (0.2, True), (0.6, False)])
+def test_a_search_that_was_stopped_proves_nothing(gap: float, proved: bool) -> None:
+    """With 8 devices it takes 1.5 times the deadline: a gap of 0.6 leaves room for a plan that is in time."""
+    made, _ = made_up(lambda devices: 64.0 / devices)
+    real = search_plan(REQUEST)
+
+    def search(request: PlanRequest) -> Any:
+        return replace(made(request), certificate=replace(real.certificate, gap=gap, status="stopped by time limit"))
+
+    found = size(REQUEST, TOKENS, days_of(64.0 / 12) * 1.02, search=search)
+    assert found.fewest is not None and found.fewest.num_devices == 12
+    assert found.kinds[0].proved is proved
