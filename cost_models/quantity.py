@@ -70,7 +70,9 @@ ZERO = Quantity(0.0, 0.0, 0.0, Tag.EXACT)
 
 def total(quantities: list[Quantity]) -> Quantity:
     """Return the sum; ZERO for an empty list."""
-    out = ZERO
-    for q in quantities:
-        out = out + q
-    return out
+    low = mid = high = 0.0
+    tag = Tag.EXACT
+    for q in quantities:  # as ZERO + q + .., without an object for every sum
+        tag = max(tag if high else Tag.EXACT, q.tag if q.high else Tag.EXACT)
+        low, mid, high = low + q.low, mid + q.mid, high + q.high
+    return Quantity(low, mid, high, tag)

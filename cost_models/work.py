@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 from autoplan.config.adapters import PACKED_BYTES
 from autoplan.config.recompute import OFFLOAD
@@ -253,3 +254,9 @@ class Workload:
     # not included in the bytes of units above
     shared: tuple[SharedValue, ...] = ()
     masked_flops: float = 0.0  # of model_flops, the part that causal masks hide: the later half of each query's keys
+
+    @cached_property
+    def unit_kinds(self) -> tuple[int, ...]:
+        """A number per unit, the same for units that call the same blocks as layers and beside them."""
+        found: dict[object, int] = {}
+        return tuple(found.setdefault(unit, len(found)) for unit in zip(self.units, self.is_layer, strict=True))

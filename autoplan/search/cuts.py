@@ -88,17 +88,9 @@ class Cutter:
         self.pp, self.m = pricer.config.pp, pricer.config.num_micro_batches
         self.num_units = pricer.num_units
         self.fixed = recompute
-        layers = pricer.workload.layers
-        self.layer_count = np.concatenate([[0], np.cumsum(layers)])
-        # per rung of the frontier, prefix sums over units of steps, of bytes freed and of seconds
-        rungs = pricer.frontier.rungs if recompute is None else ()
-        self.steps = [np.concatenate([[0], np.cumsum([c is not None for c in r.choices])]) for r in rungs]
-        self.gains = [_prefix(np.array(r.freed_bytes)) for r in rungs]
-        self.costs = [_prefix(np.array(r.recompute_s)) for r in rungs]
         action = pricer.costs.overhead_s("pipeline_action_s") if self.pp > 1 else 0.0
         self.stage_s = pricer.free_forward.mid + 2 * action  # on every stage and micro-batch
         self.time = _prefix(np.array(pricer.forward) + np.array(pricer.backward) + self._selective())
-        self.recompute_s = _prefix(np.array(pricer.recompute_s))
         self.after_s = pricer.fixed_s + max(max(pricer.optimizer), sum(pricer.optimizer) / self.pp)
         self._built = False
 
@@ -111,7 +103,15 @@ class Cutter:
         """Compute the windows of every stage, which the quick bound does not need."""
         if self._built:
             return
-        self._built, pricer = True, self.pricer
+        self._built, pricer, recompute = True, self.pricer, self.fixed
+        layers = pricer.workload.layers
+        self.layer_count = np.concatenate([[0], np.cumsum(layers)])
+        # per rung of the frontier, prefix sums over units of steps, of bytes freed and of seconds
+        rungs = pricer.frontier.rungs if recompute is None else ()
+        self.steps = [np.concatenate([[0], np.cumsum([c is not None for c in r.choices])]) for r in rungs]
+        self.gains = [_prefix(np.array(r.freed_bytes)) for r in rungs]
+        self.costs = [_prefix(np.array(r.recompute_s)) for r in rungs]
+        self.recompute_s = _prefix(np.array(pricer.recompute_s))
         self._i, self._j = np.meshgrid(np.arange(self.num_units + 1), np.arange(self.num_units + 1), indexing="ij")
         memory = pricer.memory
         # only the last unit's: before an earlier unit runs its backward, later ones are freed

@@ -6,6 +6,7 @@ no step of m micro-batches over pp stages is shorter than
 
     m T / pp                                under any schedule: some rank does at least its share
     T / (1 - (1 - 1 / m)^pp)                under 1F1B (autoplan.search.cuts)
+    max over ranks r of   m T_r + W_r       under others, whose few cuts are known (autoplan.search.interleaved_cuts)
 
 All else (sends, ZeRO, recompute, the update, memory) only adds to it. So no `Pricer` is made for a candidate until the
 best plan known leaves room for it.
@@ -17,11 +18,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoplan.config.parallel import ParallelConfig
-from autoplan.cost_models.time.blocks import BlockPricer
 from autoplan.schedules.schedule import SCHEDULES
-from autoplan.search.layouts import LayoutCache
+from autoplan.search.interleaved_cuts import LeastPass, even_cuts, ranks_s
+
+Array = NDArray[np.float64]
 
 
 class GroupKey(NamedTuple):
@@ -40,21 +43,33 @@ def group_key(candidate: ParallelConfig) -> GroupKey:
     return GroupKey(c.micro_batch_size, c.tp, c.cp, c.ep, c.expert_tp)
 
 
-def least_pass_s(points: LayoutCache, candidate: ParallelConfig, limit_s: float) -> float | None:
-    """Return the T of the module for a candidate; None if no layout exists. Raises StoppedError."""
-    point = points.of(candidate, limit_s)
-    if point is None:
-        return None
-    pricer = BlockPricer(point.workload, candidate, points.costs, points.precision)
-    each = {name: pricer.least_s(block, point.times[name]) for name, block in point.workload.blocks.items()}
-    return sum(each[name] for unit in point.workload.units for name in unit)
+def step_bounds_s(least: LeastPass, members: Sequence[ParallelConfig], below_s: float = np.inf) -> list[float]:
+    """Return the bounds of the module for candidates with the same work inside blocks.
 
-
-def step_bounds_s(pass_s: float, members: Sequence[ParallelConfig]) -> list[float]:
-    """Return the bounds of the module for candidates with the same T."""
+    Args:
+        below_s: bounds that are not below it are not made stronger.
+    """
     num = np.array([c.num_micro_batches for c in members], dtype=float)
     stages = np.array([c.pp for c in members], dtype=float)
     plain = np.array([SCHEDULES[c.schedule].windows for c in members], dtype=bool)
-    spread = pass_s / (1.0 - (1.0 - 1.0 / num) ** stages)
-    found: list[float] = np.where(plain, spread, num * pass_s / stages).tolist()
+    total = least.total_s
+    spread = total / (1.0 - (1.0 - 1.0 / num) ** stages)
+    found: list[float] = np.where(plain, spread, num * total / stages).tolist()
+    alike: dict[tuple[str, int, int], list[int]] = {}
+    for i, c in enumerate(members):
+        if found[i] < below_s and not plain[i] and c.stages is None and SCHEDULES[c.schedule].num_copies == 1:
+            alike.setdefault((c.schedule, c.pp, c.virtual_stages), []).append(i)
+    for key, at in alike.items():
+        for i, bound in zip(at, _chunked_s(least, *key, num[at]), strict=True):
+            found[i] = max(found[i], bound)
     return found
+
+
+def _chunked_s(least: LeastPass, schedule: str, pp: int, virtual_stages: int, num: Array) -> list[float]:
+    """Return the bound for schedules with fixed cuts, by number of micro-batches."""
+    found = np.full(len(num), np.inf)
+    for cut in even_cuts(least.seconds, pp, virtual_stages):
+        each, waits = ranks_s(schedule, pp, virtual_stages, cut, least.forward, least.backward)
+        found = np.minimum(found, (num[:, None] * each + waits).max(axis=1))
+    out: list[float] = found.tolist()
+    return out

@@ -18,12 +18,12 @@ from autoplan.search.layouts import (
     ILP_LIMIT_S,
     LayoutCache,
     PlanRequest,
-    QuickMemory,
     least_memory_first,
     no_layout,
     offloaded,
     space_of,
 )
+from autoplan.search.quick_memory import QuickMemory
 
 _BUDGET_S = 30.0  # time to find the cheapest change
 _MORE_NODES = (2, 4, 8, 16, 32)

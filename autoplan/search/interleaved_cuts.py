@@ -16,9 +16,11 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoplan.config.recompute import FULL
 from autoplan.cost_models.memory.ranks import RankMemory
@@ -26,8 +28,10 @@ from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks
 from autoplan.search.cuts import Cut, Cutter, Shortage, shortage_of, worst_of
 
+Array = NDArray[np.float64]
 
-@lru_cache(maxsize=256)  # candidates that differ in ZeRO or micro-batches share cuts
+
+@lru_cache(maxsize=4096)  # candidates that differ in ZeRO or micro-batches share cuts
 def even_cut(seconds: tuple[float, ...], num_chunks: int) -> tuple[int, ...]:
     """Return units per chunk, each at least one, with the least sum of squared times of chunks."""
     n = len(seconds)
@@ -48,7 +52,7 @@ def even_cut(seconds: tuple[float, ...], num_chunks: int) -> tuple[int, ...]:
     return tuple(out)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def even_cuts(seconds: tuple[float, ...], pp: int, virtual_stages: int) -> tuple[tuple[int, ...], ...]:
     """Return candidates for units per chunk, each at least one: the most even cut by time, and up to two more.
 
@@ -73,9 +77,58 @@ def even_cuts(seconds: tuple[float, ...], pp: int, virtual_stages: int) -> tuple
     return tuple(dict.fromkeys(found))
 
 
-def fastest(cuts: Sequence[tuple[int, ...]], step_s: Callable[[tuple[int, ...]], float]) -> tuple[int, ...]:
-    """Return the cut with the shortest step; a single cut is not simulated."""
-    return cuts[0] if len(cuts) == 1 else min(cuts, key=step_s)
+@dataclass(frozen=True)
+class LeastPass:
+    """Seconds of a forward and a backward of one micro-batch, by unit, that pp, dp and ZeRO do not change."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+    @cached_property
+    def seconds(self) -> tuple[float, ...]:
+        """Both together."""
+        return tuple(f + b for f, b in zip(self.forward, self.backward, strict=True))
+
+    @cached_property
+    def total_s(self) -> float:
+        """The whole model."""
+        return sum(self.seconds)
+
+
+def ranks_s(
+    schedule: str,
+    pp: int,
+    virtual_stages: int,
+    cut: Sequence[int],
+    forward: Sequence[float],
+    backward: Sequence[float],
+) -> tuple[Array, Array]:
+    """Return by rank the seconds of one micro-batch on all of its stages, and those before its first stage starts."""
+    ends = np.cumsum(cut)
+    through_f, through_b = (np.concatenate([[0.0], np.cumsum(seconds)])[[0, *ends]] for seconds in (forward, backward))
+    before = through_f if SCHEDULES[schedule].split_backward else through_f + through_b
+    each = np.diff(through_f + through_b)
+    mine = chunks_of_ranks(schedule, pp, virtual_stages)
+    return np.array([each[list(chunks)].sum() for chunks in mine]), before[[chunks[0] for chunks in mine]]
+
+
+def fastest(
+    cuts: Sequence[tuple[int, ...]],
+    step_s: Callable[[tuple[int, ...]], float],
+    least_s: Callable[[tuple[int, ...]], float] = lambda cut: 0.0,
+) -> tuple[int, ...]:
+    """Return the cut with the shortest step; a single cut is not simulated.
+
+    Args:
+        least_s: a lower bound of the step; what it excludes is not simulated either.
+    """
+    if len(cuts) == 1:
+        return cuts[0]
+    best, found = cuts[0], step_s(cuts[0])
+    for cut in cuts[1:]:
+        if least_s(cut) < found and (step := step_s(cut)) < found:
+            best, found = cut, step
+    return best
 
 
 _NOTHING = Cut(None, (), math.inf, math.inf, True)
@@ -87,6 +140,8 @@ class ChunkCutter:
     Args:
         plain: cutter of the same degrees under 1F1B with one stage per rank.
         schedule, virtual_stages: schedule and stages per rank of the candidate.
+        least: the seconds by which cuts are even. ZeRO and the number of micro-batches do not change them, so that the
+            bound of many candidates at once speaks of the same cuts (autoplan.search.group_bounds).
         recompute: pinned recompute, as for Cutter.
         stages: pinned units per stage, or None.
     """
@@ -96,6 +151,7 @@ class ChunkCutter:
         plain: Cutter,
         schedule: str,
         virtual_stages: int,
+        least: LeastPass,
         recompute: str | Mapping[str, str] | None = None,
         stages: tuple[int, ...] | None = None,
     ) -> None:
@@ -104,10 +160,10 @@ class ChunkCutter:
         base = plain.pricer
         self.pp, self.m = base.config.pp, base.config.num_micro_batches
         self.chunks_of = chunks_of_ranks(schedule, self.pp, virtual_stages)
-        seconds = tuple(f + b for f, b in zip(base.forward, base.backward, strict=True))
-        self.cuts = (stages,) if stages else even_cuts(seconds, self.pp, virtual_stages)
+        self.cuts = (stages,) if stages else even_cuts(least.seconds, self.pp, virtual_stages)
         self._found: Cut | None = None
         self._free_s: float | None = None
+        self._steps: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
 
     @cached_property
     def pricer(self) -> Pricer:
@@ -117,7 +173,13 @@ class ChunkCutter:
     @cached_property
     def chunks(self) -> tuple[int, ...]:
         """The cut that is fastest with unlimited memory."""
-        return fastest(self.cuts, lambda cut: self.pricer.step_s(cut, [0] * len(cut)))
+        return fastest(self.cuts, lambda cut: self._step_s(cut, (0,) * len(cut)), self._quick_bound_s)
+
+    def _step_s(self, cut: tuple[int, ...], recompute: tuple[int, ...]) -> float:
+        """Return the simulated step; each is simulated once."""
+        if (cut, recompute) not in self._steps:
+            self._steps[cut, recompute] = self.pricer.step_s(cut, recompute)
+        return self._steps[cut, recompute]
 
     @property
     def least_s(self) -> float:
@@ -129,18 +191,10 @@ class ChunkCutter:
         return min(self._quick_bound_s(cut) for cut in self.cuts)
 
     def _quick_bound_s(self, cut: Sequence[int]) -> float:
-        base, extra = self.plain.pricer, self.plain.stage_s
-        forward = [sum(base.forward[u] for u in units) for units in ranges_of(cut)]
-        backward = [sum(base.backward[u] for u in units) for units in ranges_of(cut)]
-        if SCHEDULES[self.schedule].split_backward:
-            through = np.concatenate([[0.0], np.cumsum(forward)])
-        else:
-            through = np.concatenate([[0.0], np.cumsum(np.add(forward, backward))])
-        most = 0.0
-        for mine in self.chunks_of:
-            each = sum(forward[k] + backward[k] + extra for k in mine)
-            most = max(most, self.m * each + float(through[mine[0]]))
-        return most + self.plain.after_s
+        base = self.plain.pricer
+        each, waits = ranks_s(self.schedule, self.pp, self.virtual_stages, cut, base.forward, base.backward)
+        each += self.plain.stage_s * np.array([len(mine) for mine in self.chunks_of])
+        return float((self.m * each + waits).max()) + self.plain.after_s
 
     def bound_s(self, cutoff_s: float = math.inf) -> float:
         """Return the step time in seconds, inf if nothing fits; above `cutoff_s` perhaps only a lower bound of it."""
@@ -159,7 +213,7 @@ class ChunkCutter:
             if recompute is None:
                 self._found = _NOTHING
             else:
-                step = self.pricer.step_s(self.chunks, recompute)
+                step = self._step_s(self.chunks, recompute)
                 self._found = Cut(self.chunks, recompute, step, step, True)
         found = self._found
         if found.step_s < cutoff_s or found.chunks is None:
@@ -179,7 +233,7 @@ class ChunkCutter:
             if split and walks:  # recomputed layers do not have it
                 self._free_s = self.quick_bound_s()
             else:
-                self._free_s = self.pricer.step_s(self.chunks, self._pinned())
+                self._free_s = self._step_s(self.chunks, self._pinned())
         return self._free_s
 
     def _pinned(self) -> tuple[int, ...]:

@@ -30,9 +30,6 @@ from autoplan.cost_models.work import Workload
 from autoplan.errors import InfeasibleError, PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import Axis
-from autoplan.ops.record import Trait
-from autoplan.ops.saved import Form
-from autoplan.ops.table import op_record
 from autoplan.program.context_parallel import frozen
 from autoplan.program.context_pins import (
     Chosen,
@@ -55,7 +52,7 @@ from autoplan.program.workload import LoweredModel, lower_all, workload
 from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES
 from autoplan.search.cuts import Cutter
 from autoplan.search.degrees import Space
-from autoplan.search.interleaved_cuts import ChunkCutter
+from autoplan.search.interleaved_cuts import ChunkCutter, LeastPass, even_cuts
 from autoplan.search.intra import IntraSolution, StoppedError, solve
 from autoplan.search.refusals import refusal
 from autoplan.search.space import limits_of, space
@@ -221,6 +218,7 @@ class LayoutCache:
         self._worth: dict[tuple[int, int, int], list[Chosen]] = {}
         self._cutters: dict[ParallelConfig, Cutter] = {}
         self._least: dict[int, LeastMemory] = {}  # by the id of a layout, which this cache keeps
+        self._passes: dict[int, LeastPass] = {}  # likewise
 
     def get(
         self,
@@ -416,6 +414,35 @@ class LayoutCache:
             known = self._least[id(point)] = made
         return known
 
+    def shortage(self, candidate: ParallelConfig) -> str | None:
+        """Return the memory term of a candidate that cannot fit, whatever its cut and recompute are; None if it may."""
+        point, least = self.of(candidate), self.least_pass(candidate)
+        if point is None or least is None:
+            return None
+        cuts: tuple[tuple[int, ...], ...] | None = None
+        if candidate.stages is not None:
+            cuts = (candidate.stages,)
+        elif not SCHEDULES[candidate.schedule].windows:
+            cuts = even_cuts(least.seconds, candidate.pp, candidate.virtual_stages)
+        return self.least_memory(point).shortage(candidate, self.room, cuts)
+
+    def least_pass(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> LeastPass | None:
+        """Return the seconds of units that pp, dp and ZeRO do not change; None if there is no layout.
+
+        Raises:
+            StoppedError: the layout is not decided within `limit_s`.
+        """
+        point = self.of(candidate, limit_s)
+        if point is None:
+            return None
+        if id(point) not in self._passes:
+            pricer = BlockPricer(point.workload, candidate, self.costs, self.precision)
+            each = {name: pricer.least_s(block, point.times[name]) for name, block in point.workload.blocks.items()}
+            units = [[each[name] for name in unit] for unit in point.workload.units]
+            forward, backward = (tuple(sum(pair[i] for pair in unit) for unit in units) for i in (0, 1))
+            self._passes[id(point)] = LeastPass(forward, backward)
+        return self._passes[id(point)]
+
     def pricer(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> Pricer | None:
         """Return the prices of a candidate; None if no layout exists. Raises StoppedError."""
         point = self.of(candidate, limit_s)
@@ -434,7 +461,10 @@ class LayoutCache:
             plain = self._plain(replace(candidate, schedule=PLAIN_SCHEDULE, virtual_stages=1), limit_s)
             if plain is None:
                 return None
-            return ChunkCutter(plain, candidate.schedule, candidate.virtual_stages, recompute, stages)
+            least = self.least_pass(candidate, limit_s)
+            if least is None:
+                return None
+            return ChunkCutter(plain, candidate.schedule, candidate.virtual_stages, least, recompute, stages)
         return self._plain(candidate, limit_s, stages)
 
     def _plain(self, candidate: ParallelConfig, limit_s: float, stages: tuple[int, ...] | None = None) -> Cutter | None:
@@ -512,48 +542,6 @@ def least_memory_first(candidate: ParallelConfig) -> tuple[int, ...]:
     """Return the sort key that puts the candidates most likely to fit first."""
     c = candidate
     return c.micro_batch_size, -len(held_on_host(c.offload)), -c.zero_stage, -c.tp, -c.pp
-
-
-class QuickMemory:
-    """A lower bound of memory that needs no layout: the largest value that an operation makes, split over all of tp.
-
-    Every value that is not a view is alive at some time, at least by itself.
-    """
-
-    def __init__(self, request: PlanRequest) -> None:
-        self.request, self.capacity_bytes = request, request.cluster.device.memory_bytes
-        self._largest: dict[int, float] = {}
-
-    def too_big(self, candidate: ParallelConfig) -> bool:
-        """Return True if the largest value of the graph alone does not fit."""
-        return self.largest_bytes(candidate.micro_batch_size) / (candidate.tp * candidate.cp) > self.capacity_bytes
-
-    def largest_bytes(self, size: int) -> float:
-        """Return the bytes of the largest value that an operation makes for `size` sequences, on all of tp together."""
-        # selective recompute may drop the largest value, which then counts nowhere in the memory model
-        pinned = self.request.pins.get("recompute")
-        if pinned == "selective" or modules_of(pinned):
-            return 0.0
-        if size not in self._largest:
-            self._largest[size] = self._find(size)
-        return self._largest[size]
-
-    def _find(self, size: int) -> float:
-        r = self.request
-        op_costs = OpCosts(r.graph, (), r.env(size), precision=precision_of(r.precision))
-        largest = 0.0
-        for block in r.graph.blocks.values():
-            for node in block.nodes:
-                op = op_record(node.op)
-                same = Trait.RANDOM in op.traits and not node.attrs["p"]
-                if Trait.CAST in op.traits:
-                    before, after = (block.values[n] for n in (node.tensor_inputs[0], node.outputs[0]))
-                    same = op_costs.dtype(before) == op_costs.dtype(after)
-                if op.saved is None or op.saved.form is Form.VIEW or same:  # a view, or perhaps one
-                    continue
-                made = [block.values[n] for n in node.outputs if block.values[n].requires_grad]
-                largest = max([largest, *(op_costs.num_bytes(block.name, v, ()) for v in made)])
-        return largest
 
 
 def check_task(request: PlanRequest) -> None:

@@ -29,7 +29,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from enum import Enum
 
 from autoplan.config.offload import held_on_host
 from autoplan.config.parallel import ParallelConfig
@@ -42,7 +41,7 @@ from autoplan.search.cuts import Cut, Cutter, Shortage
 from autoplan.search.degrees import Space, search_order
 from autoplan.search.estimate import Planned, chosen_recompute, estimate_config
 from autoplan.search.first_plans import Neighbours, usual
-from autoplan.search.group_bounds import GroupKey, group_key, least_pass_s, step_bounds_s
+from autoplan.search.group_bounds import GroupKey, group_key, step_bounds_s
 from autoplan.search.infeasible import InfeasibleReport, NothingFits, nothing_fits
 from autoplan.search.interleaved_cuts import ChunkCutter
 from autoplan.search.intra import StoppedError
@@ -52,14 +51,15 @@ from autoplan.search.layouts import (
     CandidateLayout,
     LayoutCache,
     PlanRequest,
-    QuickMemory,
     check_task,
     least_memory_first,
     offloaded,
     space_of,
     without_activations,
 )
+from autoplan.search.outcomes import LARGE_VALUES, NO_LAYOUT, Decided, Outcome
 from autoplan.search.progress import Progress, Teller
+from autoplan.search.quick_memory import QuickMemory
 from autoplan.search.simplicity import MOST_EXAMINED, Complexity, complexity, kind_of, limit_s, simpler_first
 
 __all__ = [
@@ -89,18 +89,6 @@ _FIRST_SHARE, _FEW = 0.5, 200
 _BOUND_SHARES = (0.75, 1.0)
 
 
-class _Outcome(Enum):
-    """The way in which a candidate was decided."""
-
-    ILLEGAL = "illegal"
-    TOO_BIG = "too big"
-    BOUNDED_OUT = "bounded out"
-    SOLVED = "solved"
-
-
-_Decided = tuple[_Outcome, str]  # how, and by which rule or term
-_LARGE_VALUES: _Decided = (_Outcome.TOO_BIG, "activations")
-_NO_LAYOUT: _Decided = (_Outcome.ILLEGAL, "no layout exists at this tp")
 _Entry = tuple[float, ParallelConfig, tuple[int, ...], tuple[int, ...]]  # step, cut, recomputed layers
 
 
@@ -119,7 +107,7 @@ class _Search:
         self.phases: dict[str, float] = defaultdict(float)
         self.points = LayoutCache(request, self.phases)
         self.quick = QuickMemory(request)
-        self.outcomes: dict[ParallelConfig, _Decided] = {}
+        self.outcomes: dict[ParallelConfig, Decided] = {}
         self.bounds: dict[ParallelConfig, float] = {}
         self.first_bounds: dict[ParallelConfig, float] = {}  # bounds that ignore memory
         self.cutters: dict[ParallelConfig, Cutter | ChunkCutter] = {}
@@ -127,7 +115,7 @@ class _Search:
         self.pending: dict[GroupKey, list[ParallelConfig]] = defaultdict(list)  # candidates without a bound
         self.grouped: list[ParallelConfig] = []  # all others
         self.later: list[ParallelConfig] = []  # made near the best plans
-        self.not_made = Counter[_Decided | None]()  # candidates with offload, decided as those without
+        self.not_made = Counter[Decided | None]()  # candidates with offload, decided as those without
         self.shortages: list[tuple[Shortage, ParallelConfig]] = []
         self.status = Status.COMPLETE
         longer_s = max(_PATIENCE * request.time_limit_s, _LEAST_PATIENCE_S)
@@ -234,7 +222,7 @@ class _Search:
             with suppress(StoppedError):
                 found = self.points.with_methods(candidate, self._layout_limit_s())
         if not found:
-            self.outcomes[candidate] = (_Outcome.ILLEGAL, "the pinned context_method does not exist at this tp")
+            self.outcomes[candidate] = (Outcome.ILLEGAL, "the pinned context_method does not exist at this tp")
         return found
 
     def _bound_groups(self, until_s: float) -> None:
@@ -259,25 +247,27 @@ class _Search:
     def _bound_group(self, members: Sequence[ParallelConfig]) -> None:
         """Bound candidates with the same work inside blocks, or decide them all."""
         if self.quick.too_big(members[0]):
-            self._decide(members, _LARGE_VALUES)
+            self._decide(members, LARGE_VALUES)
             return
         with self._phase("bounds"):
             try:
-                seconds = least_pass_s(self.points, members[0], self._layout_limit_s())
+                least = self.points.least_pass(members[0], self._layout_limit_s())
             except StoppedError:
                 return
-            if seconds is None:
-                self._decide(members, _NO_LAYOUT)
+            if least is None:
+                self._decide(members, NO_LAYOUT)
                 return
-            for candidate, bound in zip(members, step_bounds_s(seconds, members), strict=True):
+            cutoff = self._cutoff_s()
+            for candidate, bound in zip(members, step_bounds_s(least, members, cutoff), strict=True):
                 if candidate not in self.first_bounds:
                     self.bounds[candidate] = self.first_bounds[candidate] = bound
-                    self._exclude(candidate)
+                    if bound < cutoff:
+                        self._exclude(candidate)
 
     def _bound(self, candidate: ParallelConfig, limit_s: float | None = None) -> None:
         """Decide a candidate, or give it a cutter and a first bound; it gets neither if its layout was stopped."""
         if self.quick.too_big(candidate):
-            self._decide([candidate], _LARGE_VALUES)
+            self._decide([candidate], LARGE_VALUES)
             return
         with self._phase("bounds"):
             try:
@@ -285,7 +275,7 @@ class _Search:
             except StoppedError:
                 return
             if cutter is None:
-                self._decide([candidate], _NO_LAYOUT)
+                self._decide([candidate], NO_LAYOUT)
                 return
             bound = cutter.quick_bound_s()
             self.first_bounds[candidate] = bound
@@ -293,19 +283,20 @@ class _Search:
             self.cutters[candidate] = cutter
 
     def _exclude(self, candidate: ParallelConfig) -> None:
-        """Decide a candidate whose parameters and least activations do not fit, whatever its cut is."""
-        point = self.points.of(candidate)
-        term = None if point is None else self.points.least_memory(point).shortage(candidate, self.points.room)
+        """Decide a candidate whose states and least activations do not fit, whatever its cut and recompute are."""
+        term = self.points.shortage(candidate)
         if term is not None:
-            self.outcomes.setdefault(candidate, (_Outcome.TOO_BIG, term))
+            self.outcomes.setdefault(candidate, (Outcome.TOO_BIG, term))
 
-    def _decide(self, candidates: Sequence[ParallelConfig], how: _Decided) -> None:
+    def _decide(self, candidates: Sequence[ParallelConfig], how: Decided) -> None:
         """Give candidates an outcome, if they have none."""
         for candidate in candidates:
             self.outcomes.setdefault(candidate, how)
 
     def _refine(self, candidate: ParallelConfig) -> float:
-        """Return the bound that includes memory; if nothing fits, it is inf and the candidate is decided."""
+        """Return the bound that includes memory; if nothing fits, or nothing is gained, it is inf: it is decided."""
+        if self._offers_offload(candidate) and not self._memory_binds(candidate):
+            return math.inf
         cutter = self.cutters[candidate]
         with self._phase("bounds"):
             bound = cutter.bound_s() if isinstance(cutter, Cutter) else cutter.bound_s(self._cutoff_s())
@@ -322,7 +313,7 @@ class _Search:
     def _too_big(self, candidate: ParallelConfig) -> None:
         shortage = self.cutters[candidate].shortage()
         self.shortages.append((shortage, candidate))
-        self.outcomes[candidate] = (_Outcome.TOO_BIG, shortage.term)
+        self.outcomes[candidate] = (Outcome.TOO_BIG, shortage.term)
 
     def _cutoff_s(self) -> float:
         """Return the step time that a plan must beat to be among the requested ones."""
@@ -346,13 +337,13 @@ class _Search:
         left = [c for members in self.pending.values() for c in members]
         for candidate in (*self.grouped, *left):
             outcome, bound = self.outcomes.get(candidate), self.first_bounds.get(candidate)
-            if outcome is not None and outcome[0] is _Outcome.ILLEGAL:
+            if outcome is not None and outcome[0] is Outcome.ILLEGAL:
                 continue
             each = offloaded(self.request, candidate)
             if bound is None:  # too big by the quick bound, or open
                 self.not_made[outcome] += len(each)
             elif bound >= self._cutoff_s():
-                self.not_made[_Outcome.BOUNDED_OUT, ""] += len(each)
+                self.not_made[Outcome.BOUNDED_OUT, ""] += len(each)
             else:
                 new += each
                 self.bounds |= dict.fromkeys(each, bound)
@@ -364,7 +355,7 @@ class _Search:
         near = limit_s(self._cutoff_s(), NEAR)
         new: dict[ParallelConfig, float] = {}
         for candidate, cutter in self.cutters.items():
-            decided = self.outcomes.get(candidate, (_Outcome.SOLVED, ""))[0] is not _Outcome.SOLVED
+            decided = self.outcomes.get(candidate, (Outcome.SOLVED, ""))[0] is not Outcome.SOLVED
             if decided or not isinstance(cutter, ChunkCutter) or self.bounds[candidate] > near:
                 continue
             some = more_stages(self.request, candidate)
@@ -381,18 +372,20 @@ class _Search:
         with self._phase("bounds"):
             cutter, cutoff = self.cutters[kept], self._cutoff_s()
             binds = self.first_bounds[kept] < cutoff and cutter.free_bound_s() < cutoff
-            if binds and self.outcomes.get(kept, (None, ""))[0] is not _Outcome.TOO_BIG:
+            if binds and self.outcomes.get(kept, (None, ""))[0] is not Outcome.TOO_BIG:
                 binds = cutter.binds(cutoff)
         if not binds:
-            self.outcomes[candidate] = (_Outcome.BOUNDED_OUT, "")
+            self.outcomes[candidate] = (Outcome.BOUNDED_OUT, "")
         return binds
 
     def _best_first(self, bounds: Mapping[ParallelConfig, float]) -> None:
         """Take the candidate with the least bound; make its cutter, refine the bound, then evaluate it."""
         # among equals, the one with most on the host comes first: if it is too big, so are the others
+        cutoff = self._cutoff_s()
         heap = [
             (bound, 0, -len(held_on_host(candidate.offload)), search_order(candidate), candidate)
             for candidate, bound in bounds.items()
+            if bound < cutoff and candidate not in self.outcomes
         ]
         heapq.heapify(heap)
         while heap:
@@ -421,12 +414,15 @@ class _Search:
 
     def _prepare(self, candidate: ParallelConfig) -> bool:
         """Give a candidate its cutter. Return False if it is decided, or its layout was stopped."""
-        searched = bool(candidate.offload) and "offload" not in self.request.pins
-        if searched:
+        if self._offers_offload(candidate):
             self._exclude(candidate)
-        if candidate not in self.outcomes and (not searched or self._memory_binds(candidate)):
+        if candidate not in self.outcomes:
             self._bound(candidate)
         return candidate in self.cutters
+
+    def _offers_offload(self, candidate: ParallelConfig) -> bool:
+        """Return True for a candidate with offload that is not pinned."""
+        return bool(candidate.offload) and "offload" not in self.request.pins
 
     def _evaluate(self, candidate: ParallelConfig, cutoff_s: float, max_evaluated: int) -> None:
         """Search the cuts of a candidate; it stays open if none is found and none is excluded."""
@@ -437,14 +433,14 @@ class _Search:
         elif cut.chunks is not None:
             self._take(candidate, cut)
         elif cut.exact:
-            self.outcomes[candidate] = (_Outcome.SOLVED, "")
+            self.outcomes[candidate] = (Outcome.SOLVED, "")
             self.bounds[candidate] = max(self.bounds[candidate], cutoff_s)
         else:
             self.bounds[candidate] = max(self.bounds[candidate], cut.bound_s)
 
     def _take(self, candidate: ParallelConfig, cut: Cut) -> None:
         self.bounds[candidate] = max(self.bounds[candidate], cut.bound_s)
-        self.outcomes[candidate] = (_Outcome.SOLVED, "")
+        self.outcomes[candidate] = (Outcome.SOLVED, "")
         degrees = candidate.but(context_method=None, offload=())
         self.best.append((cut.step_s, candidate, cut.chunks or (), cut.recompute))
         self.best.sort(key=lambda e: (e[0], search_order(e[1])))
@@ -487,7 +483,7 @@ class _Search:
         below = limit_s(self.best[0][0], self.request.equal_within)
         least = self._complexity(self._equals()[0])
         found = {e[1] for e in self.best}
-        out = (_Outcome.ILLEGAL, _Outcome.TOO_BIG)
+        out = (Outcome.ILLEGAL, Outcome.TOO_BIG)
         some = [
             (c, self.bounds[c])
             for c in checked.candidates
@@ -535,18 +531,18 @@ class _Search:
         for candidate in checked.candidates:
             bound = self.bounds.get(candidate, 0.0)
             if candidate not in self.outcomes and bound >= cutoff:
-                self.outcomes[candidate] = (_Outcome.BOUNDED_OUT, "")
+                self.outcomes[candidate] = (Outcome.BOUNDED_OUT, "")
             num_open += candidate not in self.outcomes
-            if self.outcomes.get(candidate, (_Outcome.SOLVED, ""))[0] is _Outcome.SOLVED:
+            if self.outcomes.get(candidate, (Outcome.SOLVED, ""))[0] is Outcome.SOLVED:
                 least_open = min(least_open, bound)
         decided = Counter(self.outcomes.values())
         decided += Counter({outcome: n for outcome, n in self.not_made.items() if outcome is not None})
-        counts: Counter[_Outcome] = Counter()
+        counts: Counter[Outcome] = Counter()
         for (outcome, _), number in decided.items():
             counts[outcome] += number
         rules, terms = (
             {detail: n for (outcome, detail), n in decided.items() if outcome is which}
-            for which in (_Outcome.ILLEGAL, _Outcome.TOO_BIG)
+            for which in (Outcome.ILLEGAL, Outcome.TOO_BIG)
         )
         num_open += self.not_made[None]
         point, status = self.points.of(self.best[0][1]), self.status
@@ -558,10 +554,10 @@ class _Search:
             status = Status.CUTS
         return Certificate(
             considered=checked.num_considered + self.not_made.total(),
-            illegal=sum(checked.illegal.values()) + counts[_Outcome.ILLEGAL],
-            too_big=counts[_Outcome.TOO_BIG],
-            bounded_out=counts[_Outcome.BOUNDED_OUT],
-            solved=counts[_Outcome.SOLVED],
+            illegal=sum(checked.illegal.values()) + counts[Outcome.ILLEGAL],
+            too_big=counts[Outcome.TOO_BIG],
+            bounded_out=counts[Outcome.BOUNDED_OUT],
+            solved=counts[Outcome.SOLVED],
             open=num_open,
             gap=max(0.0, (best - least_open) / best) if least_open < best else 0.0,
             solve_time_s=time.perf_counter() - self.began,

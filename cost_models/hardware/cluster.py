@@ -74,7 +74,6 @@ class Override:
 OVERRIDES: Mapping[str, Override] = {
     "nodes": Override("number of nodes", COUNT),
     "devices_per_node": Override("devices per node", COUNT),
-    "idle": Override("number of further nodes that are paid for and not used", COUNT),
     "nic": Override("Gbit/s per device and direction between nodes", GBIT_S, column="scaleout_gbit_s_per_device"),
     "scaleup": Override(
         "GB/s per device and direction in the scale-up domain", GB_S, column="scaleup_gb_s_per_dir_per_device"
@@ -84,6 +83,7 @@ OVERRIDES: Mapping[str, Override] = {
     "host_memory_gb": Override("GB (1e9 bytes) of the host's memory per device", MEMORY_GB, "host_memory_bytes", GB),
     "power": Override("W per device: products slow down under a cap", WATTS, "power_w", column="power_w"),
     "price": Override("US dollars per device and hour", USD),
+    "idle": Override("number of further nodes that are paid for and not used", COUNT),
 }
 _NODES = ("nodes", "devices_per_node")  # overrides of the number of devices
 _IDLE = "idle"

@@ -1,8 +1,17 @@
-"""A lower bound of the memory of the fullest rank, without a cut and without a schedule.
+"""Lower bounds of the memory of the fullest rank. They cost microseconds where a `MemoryModel` costs milliseconds.
 
-All ranks of a pipeline together hold every parameter with its state, and at some moment the activations of one
-micro-batch on all of their layers: the fullest rank holds at least its share. It costs some microseconds where a
-`MemoryModel` costs milliseconds, so a search excludes with it what has no chance.
+Without a cut and a schedule (`terms`): all ranks of a pipeline together hold every parameter with its state, and at
+some moment the activations of one micro-batch on all of their layers. The fullest rank holds at least its share.
+
+With a cut (`cut_terms`): every rank holds the states of its units, and the activations of as many micro-batches of each
+of its chunks as when it holds most of them, each unit under the recompute choice that keeps least.
+
+Over all cuts of one chunk per rank (`no_cut_fits`): let rank s hold w_s micro-batches, and unit u need S_u bytes of
+states and A_u of activations. If all ranks fit into C bytes, then for any weights y_s > 0
+
+    sum_s y_s C  >=  sum_s y_s (sum of S_u + w_s A_u over the units of s)  >=  sum_u min_s y_s (S_u + w_s A_u)
+
+The weights are 1 / (S + w_s A), with S and A the sums over all units: those that are tight if all units are equal.
 
 With one micro-batch and one stage per rank, gradients appear while activations go, and do not count. With stages in
 both directions the two stages of a rank may hold activations at different moments, which do not count either.
@@ -11,7 +20,11 @@ both directions the two stages of a rank may hold activations at different momen
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autoplan.config.offload import ACTIVATIONS
 from autoplan.config.parallel import Mode, ParallelConfig, Precision
@@ -20,9 +33,12 @@ from autoplan.cost_models.memory.parameters import ParameterMemory, States
 from autoplan.cost_models.memory.ranks import activation_need, fixed_need
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.work import ParamWork, Workload
-from autoplan.schedules.schedule import num_copies
+from autoplan.schedules.schedule import actions, chunks_of_ranks, num_copies, ranks_of_chunks
 from autoplan.units import dtype_bytes
 
+Array = NDArray[np.float64]
+_CLOSE = 1 + 1e-9  # sums in another order are equal up to this
+_STATES = ("parameters", "gathered parameters", "gradients", "optimizer")
 _Kind = tuple[str, bool, bool, bool]  # dtype, trainable, of experts, packed
 
 
@@ -31,57 +47,172 @@ class LeastMemory:
 
     def __init__(self, workload: Workload, precision: Precision, cluster: Cluster, mode: Mode) -> None:
         self.precision, self.cluster, self.megatron = precision, cluster, mode is Mode.FUSED
-        self.elements = _elements(workload)
-        self.activations = _least_kept(workload)
+        by_unit = _elements(workload)
+        self.elements: Counter[_Kind] = Counter()
+        for found in by_unit:
+            self.elements.update(found)
+        kinds = tuple(self.elements)
+        self._units = np.array([[float(found[kind]) for kind in kinds] for found in by_unit])
+        kept = _least_kept(workload)
+        self.activations, self._kept = sum(kept), np.array(kept)
+        self._free_saved = workload.free_saved
+        self._transient = np.minimum(workload.unit_transient, workload.unit_recompute_transient)
+        # what a chunk sends, if it is held and no other term holds it
+        sent = (0.0,) * len(kept) if self.megatron or workload.shared else (*workload.cut_bytes, 0.0)
+        self._sent = np.array(sent[: len(kept)])
         self._states: dict[object, States] = {}
+        self._each: dict[object, Array] = {}
+        self._ranks: dict[object, tuple[Array, Array, NDArray[np.int64]]] = {}
 
     def terms(self, config: ParallelConfig, room: Room) -> Mapping[str, float]:
         """Return the bytes of the terms that have to fit into the fullest rank, at least."""
         c = config
         states, share = self._total(c), num_copies(c.schedule) / c.pp
-        whole = c.num_micro_batches > 1 or c.virtual_stages > 1 or num_copies(c.schedule) > 1
-        whole = whole or (self.megatron and c.zero_stage < 2)
         once = num_copies(c.schedule) == 1 and ACTIVATIONS not in c.offload
         held = self.activations / c.pp if once else 0.0
         return {
             "parameters": states.stored * share,
             "gathered parameters": states.gathered * share if c.zero_stage < 3 else 0.0,
-            "gradients": states.gradients * share if whole else 0.0,
+            "gradients": states.gradients * share if self._whole(c) else 0.0,
             "optimizer": states.optimizer * share,
             "activations": held * room.bytes_of(activation_need(self.cluster)),
             "context and communicators": room.bytes_of(fixed_need(c, self.cluster)),
         }
 
-    def shortage(self, config: ParallelConfig, room: Room) -> str | None:
-        """Return the largest term of a configuration that cannot fit; None if it may."""
+    def shortage(self, config: ParallelConfig, room: Room, cuts: Sequence[tuple[int, ...]] | None = None) -> str | None:
+        """Return the largest term of a configuration that cannot fit; None if it may.
+
+        Args:
+            cuts: units per chunk, all that there are; None: any cut into one chunk per rank.
+        """
         terms = self.terms(config, room)
-        return max(terms, key=lambda name: terms[name]) if sum(terms.values()) > room.device_bytes else None
+        if sum(terms.values()) > room.device_bytes:
+            return max(terms, key=lambda name: terms[name])
+        if num_copies(config.schedule) > 1:
+            return None
+        if cuts is None:
+            single = config.virtual_stages == 1
+            return "activations" if single and self.no_cut_fits(config, room) else None
+        for cut in cuts:
+            terms = self.cut_terms(config, room, cut)
+            if sum(terms.values()) <= room.device_bytes * _CLOSE:
+                return None
+        return max(terms, key=lambda name: terms[name])
+
+    def _whole(self, config: ParallelConfig) -> bool:
+        """Return True if all gradients of a rank exist while it holds most activations."""
+        c = config
+        several = c.num_micro_batches > 1 or c.virtual_stages > 1 or num_copies(c.schedule) > 1
+        return several or (self.megatron and c.zero_stage < 2)
+
+    def cut_terms(self, config: ParallelConfig, room: Room, chunks: Sequence[int]) -> Mapping[str, float]:
+        """Return the bytes of the terms that have to fit into the fullest rank with these units per chunk, at least.
+
+        The schedule has one copy of every stage.
+        """
+        c = config
+        key = (c.schedule, c.pp, c.virtual_stages, chunks)
+        if key not in self._ranks:
+            ends = np.cumsum(chunks)
+            home = np.array(ranks_of_chunks(c.schedule, c.pp, c.virtual_stages))
+            elements = np.zeros((c.pp, self._units.shape[1]))
+            np.add.at(elements, np.repeat(home, chunks), self._units)
+            kept = np.diff(np.concatenate([[0.0], np.cumsum(self._kept)])[[0, *ends]])
+            self._ranks[key] = elements, kept + self._sent[ends - 1] + self._free_saved, ends - 1
+        elements, kept, last = self._ranks[key]
+        states = elements @ self._bytes_each(c).T
+        held, running = most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
+        home = np.array(ranks_of_chunks(c.schedule, c.pp, c.virtual_stages))
+        active = np.bincount(home, held * kept, c.pp) + self._transient[last[running]]
+        if ACTIVATIONS in c.offload:
+            active[:] = 0.0
+        active *= room.bytes_of(activation_need(self.cluster))
+        fullest = int(np.argmax(states.sum(axis=1) + active))
+        found = dict(zip(_STATES, states[fullest].tolist(), strict=True))
+        fixed = room.bytes_of(fixed_need(c, self.cluster))
+        return found | {"activations": float(active[fullest]), "context and communicators": fixed}
+
+    def no_cut_fits(self, config: ParallelConfig, room: Room) -> bool:
+        """Return True if no cut into one chunk per rank fits, whatever is recomputed."""
+        c, need = config, room.bytes_of(activation_need(self.cluster))
+        if ACTIVATIONS in c.offload:
+            return False
+        held, _ = most_held(c.schedule, c.pp, c.num_micro_batches, 1)
+        states = self._units @ self._bytes_each(c).sum(axis=0)
+        weights = 1.0 / (states.sum() + need * self.activations * held + 1.0)
+        units = (weights * (states[:, None] + need * self._kept[:, None] * held)).min(axis=1)
+        rest = room.device_bytes - room.bytes_of(fixed_need(c, self.cluster)) - need * float(self._transient.min())
+        return bool(units.sum() > (weights * (rest - need * self._free_saved * held)).sum() * _CLOSE)
+
+    def _bytes_each(self, config: ParallelConfig) -> Array:
+        """Return the bytes per element of the terms of states (rows), by kind of parameter."""
+        memory, c = ParameterMemory(config, self.precision, self.megatron), config
+        key = (*self._key(memory), self._whole(c))
+        if key not in self._each:
+            found = [memory.of(ParamWork("", 1, *kind)) for kind in self.elements]
+            gathered, whole = c.zero_stage < 3, self._whole(c)
+            rows = [(s.stored, s.gathered * gathered, s.gradients * whole, s.optimizer) for s in found]
+            self._each[key] = np.array(rows).T
+        return self._each[key]
+
+    @staticmethod
+    def _key(memory: ParameterMemory) -> tuple[object, ...]:
+        c = memory.config
+        return (*memory.shares.values(), c.zero_stage, c.offload, c.num_micro_batches == 1)
 
     def _total(self, config: ParallelConfig) -> States:
         memory = ParameterMemory(config, self.precision, self.megatron)
-        key = (*memory.shares.values(), config.zero_stage, config.offload, config.num_micro_batches == 1)
+        key = self._key(memory)
         if key not in self._states:
             parts = (ParamWork("", n, *kind) for kind, n in self.elements.items())
             self._states[key] = States.total(map(memory.of, parts))
         return self._states[key]
 
 
-def _elements(workload: Workload) -> Mapping[_Kind, int]:
-    """Return the number of elements of all parameters by kind; those that several units use count once."""
-    w, found = workload, Counter[_Kind]()
-    for name, count in Counter(name for unit in w.units for name in unit).items():
-        for p in w.blocks[name].params:
-            found[p.dtype, p.trainable, p.expert, p.packed] += count * p.num_elements
+@lru_cache(maxsize=4096)
+def most_held(
+    schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int
+) -> tuple[Array, NDArray[np.int64]]:
+    """Return by chunk the micro-batches held when its rank holds most, and by rank the chunk that runs at that moment.
+
+    With one chunk per rank they are those that it holds after its first backward, if it has another one.
+    """
+    table = actions(schedule, num_stages, num_micro_batches, virtual_stages)
+    homes = chunks_of_ranks(schedule, num_stages, virtual_stages)
+    held = np.zeros(sum(map(len, homes)))
+    running = np.zeros(num_stages, dtype=np.int64)
+    for rank, mine in enumerate(homes):
+        if len(mine) == 1:
+            first, later = table.flights[rank]
+            held[mine[0]], running[rank] = later or first, mine[0]
+            continue
+        row = table.held[rank]
+        now = np.cumsum(row.begins - row.ends) + row.ends  # an action still holds what it frees
+        at = int(np.argmax(now))
+        np.add.at(held, row.chunks[: at + 1], row.begins[: at + 1])
+        np.subtract.at(held, row.chunks[:at], row.ends[:at])
+        running[rank] = row.chunks[at]
+    return held, running
+
+
+def _elements(workload: Workload) -> list[Counter[_Kind]]:
+    """Return the elements of the parameters of each unit by kind; those that several units use count in the first."""
+    w = workload
+    found = [Counter[_Kind]() for _ in w.units]
+    for mine, unit in zip(found, w.units, strict=True):
+        for name in unit:
+            for p in w.blocks[name].params:
+                mine[p.dtype, p.trainable, p.expert, p.packed] += p.num_elements
     for t in w.tied:
         if t.first != t.last:
             dtype = next(p.dtype for name in w.units[t.last] for p in w.blocks[name].params)
-            found[dtype, True, False, False] -= round(t.num_bytes / dtype_bytes(dtype))
+            found[t.last][dtype, True, False, False] -= round(t.num_bytes / dtype_bytes(dtype))
     return found
 
 
-def _least_kept(workload: Workload) -> float:
-    """Return the bytes of the activations of one micro-batch, each unit under the choice that keeps least."""
+def _least_kept(workload: Workload) -> list[float]:
+    """Return the bytes of the activations of one micro-batch by unit, each under the choice that keeps least."""
     w = workload
     least = map(min, w.unit_saved, w.unit_selective, w.unit_kept)
     choices = w.unit_choices or ({},) * len(w.units)
-    return sum(min(size, *each.values()) if each else size for size, each in zip(least, choices, strict=True))
+    return [min(size, *each.values()) if each else size for size, each in zip(least, choices, strict=True)]

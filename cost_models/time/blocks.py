@@ -271,15 +271,16 @@ class BlockPricer:
             moved=self.states.moved(block),
         )
 
-    def least_s(self, block: BlockWork, times: OpTimes) -> float:
-        """Return the expected seconds of a forward and a backward that pp, dp and ZeRO do not change.
+    def least_s(self, block: BlockWork, times: OpTimes) -> tuple[float, float]:
+        """Return the expected seconds of a forward and of a backward that pp, dp and ZeRO do not change.
 
         These are the operations, and the collectives over tp, cp and ep if the block has no others in a pass.
         """
-        seconds = times.forward.mid + times.backward.mid
-        if any(self.families.get(c.axis, "tp") == "dp" for c in block.comms if c.per != "step"):
-            return seconds
-        return seconds + total(list(self._comm(block, times)[0].values())).mid
+        found = {"forward": times.forward.mid, "backward": times.backward.mid}
+        if not any(self.families.get(c.axis, "tp") == "dp" for c in block.comms if c.per != "step"):
+            for (_, phase), sent in self._comm(block, times)[0].items():
+                found[phase] += sent.mid
+        return found["forward"], found["backward"]
 
     # -- collectives inside the block --------------------------------------------------------------------------------
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from autoplan.config.parallel import Mode, ParallelConfig, Precision, precision_of
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, Searched, recompute_kind, region_groups
@@ -32,6 +33,7 @@ from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, OpTimes, op
 from autoplan.cost_models.time.estimate import Estimate, StageEstimate
 from autoplan.cost_models.time.simulation import ChunkTimes, Timeline, simulate
 from autoplan.cost_models.time.states import MovedOnce, StatePricer
+from autoplan.cost_models.time.table import Table
 from autoplan.cost_models.work import Workload
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import op_kind
@@ -47,57 +49,6 @@ _MODEL_ERROR, _UNPROFILED_ERROR = 0.05, 0.15
 def ranges_of(chunks: Sequence[int]) -> list[range]:
     """Return the units of every chunk, from the number of units in each."""
     return [range(end - count, end) for count, end in zip(chunks, itertools.accumulate(chunks), strict=True)]
-
-
-class _Table:
-    """The seconds of every unit in one scenario, by kind of work. Chunks are sums over units."""
-
-    def __init__(self, workload: Workload, blocks: Mapping[str, BlockCost], which: str) -> None:
-        def mid(q: Quantity) -> float:
-            seconds: float = getattr(q, which)
-            return seconds
-
-        marked = list(zip(workload.units, workload.is_layer, strict=True))
-
-        def per_unit(of: Callable[[BlockCost], Quantity], layers_only: bool = False) -> list[float]:
-            """Return the sum over every unit's blocks, or over those of its layers. Equal units are summed once."""
-            each = {name: mid(of(block)) for name, block in blocks.items()}
-            known = {(u, ls): sum(each[n] for n, layer in zip(u, ls, strict=True) if layer or not layers_only)
-                     for u, ls in set(marked)}  # fmt: skip
-            return [known[pair] for pair in marked]
-
-        self.forward = per_unit(lambda b: b.forward_s)
-        self.backward = per_unit(lambda b: b.backward_s)
-        self.weight = per_unit(lambda b: b.weight + b.accumulate)
-        self.weight_of_layers = per_unit(lambda b: b.weight + b.accumulate, layers_only=True)
-        self.recompute_s = per_unit(lambda b: b.recompute_s, layers_only=True)
-        self.selective = per_unit(lambda b: b.selective)
-        self._layers = [[blocks[n] for n, layer in zip(unit, layers, strict=True) if layer] for unit, layers in marked]
-        self._mid = mid
-        self._names = [tuple(n for n, layer in zip(unit, layers, strict=True) if layer) for unit, layers in marked]
-        self._repeated: dict[tuple[tuple[str, ...], str], float] = {}  # cached, because layers are calls of few blocks
-        self.gather = per_unit(lambda b: b.gather)
-        self.reduce = per_unit(lambda b: b.reduce)
-        self.first = per_unit(lambda b: b.zero_first)
-        self.last = per_unit(lambda b: b.zero_last)
-        self.per_step = per_unit(lambda b: b.per_step)
-        self.waited_once = per_unit(lambda b: b.waited_once)
-        self.waited_split = per_unit(lambda b: b.waited_split, layers_only=True)
-        self._units, self._blocks, self._which = workload.units, blocks, which
-        self.optimizer = per_unit(lambda b: b.optimizer + b.moved)
-
-    def slack(self, units: Sequence[int], *phases: str) -> float:
-        """Return the host's idle seconds in `phases` of units: the more, the shorter the step."""
-        which = {"low": "high", "mid": "mid", "high": "low"}[self._which]
-        names = [n for u in units for n in self._units[u]]
-        return sum(float(getattr(self._blocks[n].slack[phase], which)) for phase in phases for n in names)
-
-    def repeated(self, unit: int, how: str) -> float:
-        """Return the seconds that a recompute choice adds to the backward of a unit."""
-        key = self._names[unit], how
-        if key not in self._repeated:
-            self._repeated[key] = sum(self._mid(b.repeated(how)) for b in self._layers[unit])
-        return self._repeated[key]
 
 
 class Pricer:
@@ -129,7 +80,6 @@ class Pricer:
         self.groups, self.device = prices.groups, costs.cluster.device
         self._reduces_beside = prices.states.reduces_beside
         self.blocks = {name: prices.cost(block, times[name]) for name, block in workload.blocks.items()}
-        self.memory = MemoryModel(workload, config, self.precision, costs.cluster, costs.mode)
         self.num_units = len(workload.units)
         # measured constants of a step of the runtime; a step does not include clipping
         self.fixed_s = costs.overhead_s("step_s") + costs.overhead_s("optimizer_step_s")
@@ -144,29 +94,87 @@ class Pricer:
         self.chained = not has_streams(costs.cluster.device_type)
         self.pinned_recompute = self._pinned_recompute()
         self.free_forward = total([self.blocks[name].recompute_s for name in workload.free])
-        self._tables = {"mid": _Table(workload, self.blocks, "mid")}
+        self._tables = {"mid": Table(workload, self.blocks, "mid")}
         self.contention = prices.states.contention
         # share of compute that hides traffic once per step
         self.hides_once = prices.states.hides if costs.options.overlap_zero else 0.0
-        mid = self._tables["mid"]
-        self.forward, self.backward, self.recompute_s = mid.forward, mid.backward, mid.recompute_s
-        self.first, self.last, self.optimizer = mid.first, mid.last, mid.optimizer
-        # (traffic once per step, compute that may hide it, share of the compute that hides)
-        self.once_s = self._once(mid)
-        self.frontier = self.memory.frontier = self._frontier(searched, activations)
-        units = [[self.blocks[name] for name in unit] for unit in workload.units]
-        groups = sorted({g for b in self.blocks.values() for g in b.reduced_bytes})
-        self._reduced = {g: [sum(b.reduced_bytes.get(g, 0.0) for b in u) for u in units] for g in groups}
         self.runs = config.num_micro_batches // num_copies(config.schedule)  # micro-batches per chunk of a rank
         self._sends: dict[tuple[Group, str], list[float]] = {}
-        self._hop_groups = self._hop_groups_of()
-        self.hops = [self._send_s(group, "mid") for group in self._hop_groups]
-        self._schedule()
 
-    def _schedule(self) -> None:
+    # What only some candidates of a search are asked for is made when it is.
+
+    @cached_property
+    def memory(self) -> MemoryModel:
+        """The memory of ranks, with the recompute frontier."""
+        out = MemoryModel(self.workload, self.config, self.precision, self.costs.cluster, self.costs.mode)
+        out.frontier = self._frontier(out)
+        return out
+
+    @property
+    def frontier(self) -> RecomputeFrontier:
+        """The recompute frontier."""
+        return self.memory.frontier
+
+    @property
+    def forward(self) -> list[float]:
+        """The seconds of a forward of every unit."""
+        return self._tables["mid"].forward
+
+    @property
+    def backward(self) -> list[float]:
+        """The seconds of a backward of every unit."""
+        return self._tables["mid"].backward
+
+    @property
+    def recompute_s(self) -> list[float]:
+        """The seconds of recomputing the layers of every unit in full."""
+        return self._tables["mid"].recompute_s
+
+    @property
+    def first(self) -> list[float]:
+        """The seconds of ZeRO in the first forward of every unit."""
+        return self._tables["mid"].first
+
+    @property
+    def last(self) -> list[float]:
+        """The seconds of ZeRO in the last backward of every unit."""
+        return self._tables["mid"].last
+
+    @property
+    def optimizer(self) -> list[float]:
+        """The seconds of the update of every unit."""
+        return self._tables["mid"].optimizer
+
+    @cached_property
+    def once_s(self) -> tuple[MovedOnce, ...]:
+        """The traffic once per step."""
+        return self._once(self._tables["mid"])
+
+    @cached_property
+    def _reduced(self) -> dict[str, list[float]]:
+        """The bytes of gradients of every unit that ZeRO 0 reduces after the last backward, by group."""
+        units = [[self.blocks[name] for name in unit] for unit in self.workload.units]
+        groups = sorted({g for b in self.blocks.values() for g in b.reduced_bytes})
+        return {g: [sum(b.reduced_bytes.get(g, 0.0) for b in u) for u in units] for g in groups}
+
+    @cached_property
+    def _hop_groups(self) -> list[Group]:
+        return self._hop_groups_of()
+
+    @cached_property
+    def hops(self) -> list[list[float]]:
+        """The seconds of a send after each unit, by the pipeline rank that sends."""
+        return [self._send_s(group, "mid") for group in self._hop_groups]
+
+    @cached_property
+    def chunks_of(self) -> tuple[tuple[int, ...], ...]:
+        """The chunks of every rank."""
         c = self.config
-        self.chunks_of = chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
-        self._boundaries = self._boundaries_of(self._hop_groups)
+        return chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
+
+    @cached_property
+    def _boundaries(self) -> list[Group | None]:
+        return self._boundaries_of(self._hop_groups)
 
     def under(self, schedule: str, virtual_stages: int) -> Pricer:
         """Return a Pricer for another schedule with as many copies of a stage. It shares the costs of operations."""
@@ -178,12 +186,13 @@ class Pricer:
         out = copy.copy(self)
         out.config = config
         out.memory = self.memory.under(schedule, virtual_stages)
-        out._schedule()
+        for name in ("chunks_of", "_boundaries"):  # made anew for this schedule
+            out.__dict__.pop(name, None)
         return out
 
-    def _table(self, which: str) -> _Table:
+    def _table(self, which: str) -> Table:
         if which not in self._tables:
-            self._tables[which] = _Table(self.workload, self.blocks, which)
+            self._tables[which] = Table(self.workload, self.blocks, which)
         return self._tables[which]
 
     # -- sends ------------------------------------------------------------------------------------------------------
@@ -238,11 +247,11 @@ class Pricer:
             updates.append(sum(table.optimizer[u] for u in units) + self._update_wait_s(units, table))
         return max(ends) + max(once) + max(updates) + self.fixed_s
 
-    def _pass_wait_s(self, units: Sequence[int], table: _Table, phase: str) -> float:
+    def _pass_wait_s(self, units: Sequence[int], table: Table, phase: str) -> float:
         """Return the host seconds of a pass over a chunk that its blocks do not hide."""
         return max(0.0, self.host_pass_s - table.slack(units, phase)) if self.host_pass_s else 0.0
 
-    def _update_wait_s(self, units: Sequence[int], table: _Table) -> float:
+    def _update_wait_s(self, units: Sequence[int], table: Table) -> float:
         """Return the exposed host seconds of a call of `optimizer.step()`, which directly follows the last backward."""
         slack = table.slack(units, "backward", "optimizer") if self.host_update_s else 0.0
         return max(0.0, self.host_update_s - slack)
@@ -254,7 +263,7 @@ class Pricer:
         seconds = self.runs * passes + self._update_wait_s(units, table)
         return Quantity.spread(seconds, 0.0, Tag.MEASURED) if seconds else ZERO
 
-    def _once_s(self, units: Sequence[int], table: _Table) -> float:
+    def _once_s(self, units: Sequence[int], table: Table) -> float:
         """Return the exposed seconds of the traffic of ZeRO 1 and 2 that moves once per step.
 
         Gathers hide behind the forwards before the last chunk's first forward, reductions behind the backwards after
@@ -272,7 +281,7 @@ class Pricer:
             exposed += shown + self.contention * (sum(sizes) - shown)
         return exposed
 
-    def _once(self, table: _Table) -> tuple[MovedOnce, ...]:
+    def _once(self, table: Table) -> tuple[MovedOnce, ...]:
         gathers = self.hides_once if self.costs.options.overlap_gather else 0.0
         return (
             MovedOnce(table.gather, table.forward, gathers),
@@ -343,12 +352,10 @@ class Pricer:
             return []
         return [FULL, SELECTIVE, *(self.workload.unit_choices[unit] if self.workload.unit_choices else ())]
 
-    def _frontier(self, searched: bool, activations: bool) -> RecomputeFrontier:
-        """Return the recompute frontier: layers in full, or with `searched` all choices, by kind of layer.
-
-        `activations`: include offloading activations to the host.
-        """
-        w, memory, table = self.workload, self.memory, self._tables["mid"]
+    def _frontier(self, memory: MemoryModel) -> RecomputeFrontier:
+        """Return the recompute frontier: layers in full, or with `searched` all choices, by kind of layer."""
+        w, table = self.workload, self._tables["mid"]
+        _, searched, activations = self._given
         freed = [a - b for a, b in zip(memory.saved, memory.kept, strict=True)]
         if not searched and not activations:
             return RecomputeFrontier.full_only(w.layers, freed, self.recompute_s)

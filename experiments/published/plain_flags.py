@@ -72,13 +72,13 @@ def flags_of(case: Case) -> dict[str, Any]:
     return given | ({"offload": config.offload} if config.offload else {})
 
 
-def seconds(case: Case, like: str | None) -> float:
-    """Return the predicted seconds of a step by plain flags, with or without a stack. AutoplanError if refused."""
+def request_of(case: Case, like: str | None) -> PlanRequest:
+    """Return the task of a row by plain flags, with or without a stack. AutoplanError if refused."""
     task = case.task
     precision = task.precision.partition("-")[0]
     said = {"sequence_parallel": False if case.row["sp"] == "0" and case.row["tp"] != "1" else None}
     chosen = read_like(like, {**said, "precision": precision}) if like is not None else None
-    request = PlanRequest(
+    return PlanRequest(
         replace(graph_of(task.shape), name=case.row["model"]),  # some recipes differ by model
         task.cluster,
         task.seq_len,
@@ -87,6 +87,11 @@ def seconds(case: Case, like: str | None) -> float:
         options=options_of(said),
         like=chosen,
     )
+
+
+def seconds(case: Case, like: str | None) -> float:
+    """Return the predicted seconds of a step by plain flags, with or without a stack. AutoplanError if refused."""
+    request = request_of(case, like)
     return estimate_config(request, checked_config(request, flags_of(case))).estimate.step_time_s.mid
 
 

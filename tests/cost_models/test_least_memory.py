@@ -14,6 +14,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.least import LeastMemory
 from autoplan.cost_models.memory.room import Room
 from autoplan.errors import AutoplanError
+from autoplan.schedules.schedule import num_copies
 from autoplan.search.planner import PlanRequest, estimate_config
 
 DEVICES = 16
@@ -35,6 +36,7 @@ def configs() -> Iterator[ParallelConfig]:
 @pytest.mark.parametrize("model", spread_out(["mixtral-8x7b", "gpt2"], 2))
 def test_it_is_a_bound_and_a_useful_one(model: str, mode: Mode) -> None:
     cluster, nearest, tried = Cluster.parse(f"{DEVICES // 8}x8xh100-sxm5-80gb"), 0.0, 0
+    nearest_cut, no_cut = 0.0, 0
     for config in configs():
         r = PlanRequest(load_model(model), cluster, 1024, config.dp * config.num_micro_batches, mode=mode)
         try:
@@ -51,4 +53,16 @@ def test_it_is_a_bound_and_a_useful_one(model: str, mode: Mode) -> None:
             assert bound.shortage(found.config, Room(fullest * 1.0001, guard=guard)) is None
             assert bound.shortage(found.config, Room(least * 0.9999, guard=guard)) is not None
             nearest = max(nearest, least / fullest)
-    assert tried > 30 and nearest > 0.7
+            if num_copies(config.schedule) > 1:
+                continue
+            chunks = tuple(found.config.stages or ())
+            of_cut = sum(bound.cut_terms(found.config, room, chunks).values())
+            assert of_cut <= fullest * (1 + 1e-9), config
+            assert bound.shortage(found.config, Room(fullest * 1.0001, guard=guard), [chunks]) is None
+            if of_cut > least:
+                assert bound.shortage(found.config, Room(of_cut * 0.9999, guard=guard), [chunks]) is not None
+            nearest_cut = max(nearest_cut, of_cut / fullest)
+            if config.virtual_stages == 1:
+                assert not bound.no_cut_fits(found.config, Room(fullest * 1.0001, guard=guard)), config
+                no_cut += bound.no_cut_fits(found.config, Room(fullest * 0.7, guard=guard))
+    assert tried > 30 and nearest > 0.7 and nearest_cut > 0.85 and no_cut > 5

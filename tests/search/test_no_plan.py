@@ -19,7 +19,6 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import AutoplanError, PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.search import clock, infeasible
-from autoplan.search import layouts as points
 from autoplan.search.cuts import Shortage
 from autoplan.search.planner import (
     InfeasibleReport,
@@ -29,6 +28,7 @@ from autoplan.search.planner import (
     estimate_config,
     search_plan,
 )
+from autoplan.search.quick_memory import QuickMemory
 from autoplan.search.space import space
 
 INTERLEAVED = "Interleaved1F1B"
@@ -129,7 +129,7 @@ def test_the_quick_memory_bound_is_below_the_memory_model(name: str, seq_len: in
             config = ParallelConfig(tp=tp, micro_batch_size=size, recompute=recompute)
             terms = estimate_config(r, config).estimate.stages[0].memory
             held = terms["activations"].mid + terms["transient"].mid
-            assert 0 < points.QuickMemory(r).largest_bytes(size) / tp <= held
+            assert 0 < QuickMemory(r).largest_bytes(size) / tp <= held
 
 
 @pytest.mark.parametrize(
