@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from autoplan.planning import compile as compile
     from autoplan.planning import plan as plan
     from autoplan.plans.record import Plan as Plan
+    from autoplan.rehearsal.rehearse import rehearse as rehearse
     from autoplan.report.exports import export_plan as export_plan
     from autoplan.runtime.compression import PowerSGD as PowerSGD
     from autoplan.runtime.model import ParallelModel as ParallelModel
@@ -55,6 +56,7 @@ _HOMES = {
     "parallelize": "autoplan.api",
     "plan": "autoplan.planning",
     "read_config": "autoplan.exporters.door",
+    "rehearse": "autoplan.rehearsal.rehearse",
     "rule": "autoplan.capture.rules",
     "search_plan": "autoplan.search.planner",
     "size": "autoplan.sweeps.size",

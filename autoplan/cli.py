@@ -280,7 +280,7 @@ def explain_plan(
     help=f"""The best plan at every point of a sweep over hardware and task.
 
     Names for --vary: nodes, devices_per_node, device, nic (Gbit/s per device), scaleup (GB/s), memory_gb,
-    memory_gb_s, host_memory_gb, power (W per device), price, cluster, seq_len, global_batch_size, precision, mode,
+    memory_gb_s, host_memory_gb, power (W per device), price, idle (unused nodes), cluster, seq_len, global_batch_size, precision, mode,
     and the pins: {", ".join(PINS)}. Values that contain commas are separated by /: stages=8,8/10,6."""
 )
 @with_choices
@@ -442,15 +442,23 @@ def compile(
     out: Annotated[Path, typer.Option(help="Folder of the program: a module per stage, and three JSON files.")],
 ) -> None:
     """Write the program of every rank of a plan, for parallelize(model, program=FOLDER). Needs no cluster."""
-    from autoplan.planning import compile
-    from autoplan.report.request import import_from_here
+    from autoplan.planning import compile_command
 
-    if ":" in model:
-        import_from_here()
-    with waiting("compiling", quiet=False):
-        program = compile(model, plan, out)
-    stages, ranks = len(program.spec.stages), math.prod(size for _, size in program.spec.axes)
-    typer.echo(f"{out}: {program.spec.model} in {stages} stage{'s' * (stages != 1)} for {ranks:,} ranks")
+    spec = compile_command(model, plan, out)
+    typer.echo(f"{out}: {spec.model}, {len(spec.stages)} stages for {math.prod(n for _, n in spec.axes):,} ranks")
+
+
+@app.command()
+def rehearse(
+    plan: Annotated[Path, typer.Argument(help="The file of a plan, or the folder that `autoplan compile` wrote.")],
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, `last`, `random:N`, separated by commas.")] = "0,last",
+    as_json: AsJson = False,
+) -> None:
+    """Run chosen ranks of a plan here, without weights, and compare them with the plan. Exit code 2 if they differ."""
+    from autoplan.rehearsal.command import rehearse_command
+
+    if (difference := rehearse_command(plan, ranks, as_json)) is not None:
+        raise _stop(difference, EXIT_BAD_INPUT)
 
 
 @app.command()

@@ -10,6 +10,7 @@ AutoplanError(ValueError)
   DeviceError       a rank without a device to run on, or devices that do not go together
   PinError          an illegal pin, degree or cluster (names the rule and the nearest legal value)
   InfeasibleError   nothing satisfies the constraints
+  RehearsalError    a program that fails in a rehearsal, or does something else than its plan says
 """
 
 from __future__ import annotations
@@ -65,3 +66,7 @@ class PinError(AutoplanError):
 
 class InfeasibleError(AutoplanError):
     """No assignment satisfies the constraints."""
+
+
+class RehearsalError(AutoplanError):
+    """A program fails in a rehearsal, or does something else than its plan says; names the first difference."""

@@ -27,6 +27,7 @@ from autoplan.plans.layouts import layouts_of, open_layouts, solved_again
 from autoplan.plans.record import Plan, searched_plan
 from autoplan.program.facts import Facts
 from autoplan.program.legality import check_pins
+from autoplan.runtime.spec import ProgramSpec
 from autoplan.search.planner import PlanRequest, search_plan
 
 if TYPE_CHECKING:
@@ -168,6 +169,14 @@ def compile(
     program = compile_program(task.graph, layouts)
     write_program(Path(out), ready, program, buffer_texts(task.graph), model_facts(model))
     return program
+
+
+def compile_command(model: str, plan: Path, out: Path) -> ProgramSpec:
+    """Run `autoplan compile`: as `compile`, with modules of the current folder."""
+    from autoplan.report.request import import_from_here
+
+    import_from_here()
+    return compile(model, plan, out).spec
 
 
 # -- capture -----------------------------------------------------------------------------------------------------------

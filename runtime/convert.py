@@ -369,29 +369,33 @@ _GROUP_ARGUMENTS = ("group_name", "process_group", "group")
 
 
 @contextmanager
-def record_collectives(mesh: AxisMesh | None = None) -> Iterator[list[CollectiveRecord]]:
+def record_collectives(
+    mesh: AxisMesh | None = None, *, between_stages: bool = False
+) -> Iterator[list[CollectiveRecord]]:
     """Yield a list that receives a record of every collective executed inside, in forward, backward and recompute.
 
     It watches the dispatcher, not the functions of this module, so it sees collectives added anywhere. A collective
     over a group that is not an axis of the mesh is recorded under the description of its group. Of point-to-point
     transfers the sends of this rank are recorded, except those between pipeline stages (``pp``), which PyTorch's
-    schedules issue. Collectives over a single rank move nothing and are not recorded.
+    schedules issue (see ``between_stages``). Collectives over a single rank move nothing and are not recorded.
 
     Enter it inside ``LocalTensorMode`` or ``FakeTensorMode``: they answer collectives themselves and would hide them.
 
     Args:
         mesh: names the groups; the current mesh by default.
+        between_stages: record the sends between pipeline stages, too.
 
     Raises:
         RuntimeError: no mesh, or ``LocalTensorMode`` was entered inside.
     """
-    with _Recorder(mesh if mesh is not None else current_mesh()) as recorder:
+    with _Recorder(mesh if mesh is not None else current_mesh(), between_stages) as recorder:
         yield recorder.records
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, mesh: AxisMesh) -> None:
+    def __init__(self, mesh: AxisMesh, between_stages: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._between_stages = between_stages
         self.records: list[CollectiveRecord] = []
         self._mesh = mesh
         self._simulated = enabled_local_tensor_mode() is not None
@@ -413,8 +417,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             payload = result if index == _RESULT else args[index]
             axis = self._mesh.axis_of_group(group)
             name = axis if axis is not None else f"group {group.group_desc}"
-            if (kind, name) != ("send_recv", "pp"):
-                self.records.append(CollectiveRecord(kind, name, _bytes(payload), _phase()))
+            if self._between_stages or (kind, name) != ("send_recv", "pp"):
+                self.records.append(CollectiveRecord(kind, name, _bytes(payload), phase_of_call()))
         return result
 
 
@@ -444,7 +448,8 @@ def _bytes(payload: Any) -> int:
 _REPEATS = (torch.utils.checkpoint.__file__, recompute.__file__)
 
 
-def _phase() -> Literal["forward", "backward", "recompute"]:
+def phase_of_call() -> Literal["forward", "backward", "recompute"]:
+    """Return the phase in which the caller runs, by the autograd engine and the frames above."""
     # Private torch API (see private.py): -1 unless the autograd engine is running this thread.
     if torch._C._current_graph_task_id() == -1:
         return "forward"

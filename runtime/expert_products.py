@@ -147,7 +147,8 @@ def by_expert(
     if grouped and axes is None:
         torch._assert_async(ends[-1] == index.numel(), complaint)  # without a host wait
         return chosen, Groups(ends, None)
-    counts = to_host(ends.diff(prepend=ends.new_zeros(1)))
+    everywhere = num_local * (1 if mesh is None or axes is None else mesh.size(axes))
+    counts = to_host(ends.diff(prepend=ends.new_zeros(1)), index.numel(), everywhere)
     if axes is None and sum(counts) != index.numel():
         raise ValueError(complaint)
     return chosen[: sum(counts)], Groups(ends if grouped else None, counts)

@@ -168,7 +168,7 @@ def _dispatched(
         theirs = there
     if inner is not None:
         theirs = _exchange(there.repeat(ways), [total] * ways, [total] * ways, mesh.group(inner))
-    known = to_host(torch.cat((here, there, theirs)))
+    known = to_host(torch.cat((here, there, theirs)), chosen.numel(), total)
     if sum(known[:total]) != chosen.numel():
         raise ValueError(f"experts: an index is beyond the {total} experts of {ranks} ranks")
     sent, come = _sums(known[:total], num_local), _sums(known[total : 2 * total], num_local)

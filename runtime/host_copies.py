@@ -6,6 +6,9 @@ forward, which :func:`kept_copies` keeps.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
 
 import torch
@@ -52,7 +55,32 @@ def kept_copies() -> tuple[_Entered, _Entered]:
     return _Entered(kept), _Entered(kept)
 
 
-def to_host(x: torch.Tensor) -> list[int]:
-    """Return the integers of `x`, [n]. The host waits for them; a recomputed forward reuses the first forward's."""
+_balanced: ContextVar[bool] = ContextVar("balanced rows", default=False)
+
+
+@contextmanager
+def balanced_rows() -> Iterator[None]:
+    """Give every expert its equal share of the rows, whatever the tensors say: a rehearsal has tensors without values.
+
+    It holds for the thread that enters it.
+    """
+    token = _balanced.set(True)
+    try:
+        yield
+    finally:
+        _balanced.reset(token)
+
+
+def to_host(x: torch.Tensor, num_rows: int, num_experts: int) -> list[int]:
+    """Return the integers of `x`, [n]. The host waits for them; a recomputed forward reuses the first forward's.
+
+    Args:
+        x: numbers of rows per expert; further ones follow after those of `num_experts` experts.
+        num_rows: the rows that `num_experts` experts share, which only `balanced_rows` needs.
+    """
+    if _balanced.get():
+        ends = [num_rows * i // num_experts for i in range(num_experts + 1)]
+        shares = [end - begin for begin, end in itertools.pairwise(ends)]
+        return [shares[i % num_experts] for i in range(x.shape[0])]
     kept = _current.get()
     return x.tolist() if kept is None else kept.copy(x)

@@ -12,6 +12,7 @@ RECEIVES_INTO_FRESH_BUFFERS, `end_of_backward`, `mend_simulated_groups`.
 | Tensor._post_accumulate_grad_hooks, Tensor._is_view (in split_backward.py) | a split backward writes .grad itself and calls the hooks that would follow; views cannot be detached in place | |
 | fully_shard.state, _state_ctx.all_states, _fsdp_param_groups, post_backward, _root_post_backward_final_callback (in zero.py) | the reductions of a split backward, whose weight gradients come after FSDP's hooks have run | 2.15: the callback needs to know who ends a backward, manual_backward_finalization_active: `end_of_backward` |
 | fsdp._fully_shard._fsdp_common.FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult (in zero.py) | experts under token dispatch have fewer replicas than the rest of their block, so shard_placement_fn gives them their own mesh | |
+| _subclasses.fake_tensor.unset_fake_temporarily | the ranks of a mesh are read in a rehearsal too, where all other tensors are fake | |
 | DeviceMesh(_init_backend=False) | a mesh of one rank without a communicator: nothing is sent over it | |
 | tensor._dtensor_spec.DTensorSpec, TensorMeta, placement_types._StridedShard (in shards.py) | a DTensor over existing memory, without copies; a dim whose outer factors are not cut | |
 | _local_tensor.rank_map, enabled_local_tensor_mode, _c10d._prepare_collective_groups (in mesh.py, convert.py) | ranks that tests simulate in one process | up to 2.14 the last returns (ranks, offsets, offset), which spmd_types 0.3.1 unpacks, in 2.15 only the first two: `mend_simulated_groups` |
@@ -146,6 +147,14 @@ def group_alone(world_size: int) -> dist.ProcessGroup:
 def mesh_without_group(device_type: str, rank: int, name: str) -> DeviceMesh:
     """Return a mesh of one rank that is only asked for its size."""
     return DeviceMesh(device_type, [rank], mesh_dim_names=(name,), _init_backend=False)
+
+
+def same_ranks(one: DeviceMesh, other: DeviceMesh) -> bool:
+    """Return True if two meshes have the same ranks in the same places, also while all other tensors are fake."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        return torch.equal(one.mesh, other.mesh)
 
 
 def bound_device() -> torch.device | None:

@@ -34,7 +34,7 @@ class TiedGradients:
     def __init__(self, spec: ProgramSpec, mesh: AxisMesh, stages: Mapping[int, nn.Module]) -> None:
         self._stages = stages
         self._groups: list[tuple[list[tuple[int, str, str]], dist.ProcessGroup | None]] = []
-        ranks = torch.arange(mesh.world_size).reshape(mesh.size("pp"), -1)
+        per_stage = mesh.world_size // mesh.size("pp")  # the pipeline is the outermost axis
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for tied in spec.tied:
             homes = sorted({spec.rank_of(stage) for stage, _, _ in tied.places})
@@ -42,7 +42,7 @@ class TiedGradients:
             group: dist.ProcessGroup | None = None
             if len(homes) > 1:
                 if tuple(homes) not in groups:
-                    columns: list[list[int]] = ranks[homes].T.tolist()
+                    columns = [[home * per_stage + i for home in homes] for i in range(per_stage)]
                     groups[tuple(homes)] = mesh.group_of_some(columns, "tied")
                 group = groups[tuple(homes)]
             self._groups.append((mine, group))

@@ -35,7 +35,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from autoplan.runtime.compression import Compression, Compressor
-from autoplan.runtime.private import end_of_backward
+from autoplan.runtime.private import end_of_backward, same_ranks
 from autoplan.runtime.spec import ScheduleSpec
 from autoplan.streams import has_streams
 
@@ -350,7 +350,7 @@ def apply_zero(
     check_schedule(zero, schedule)
     _check_mesh(mesh, zero, compression, offload)
     blocks = _blocks_of(stage)
-    if apart_mesh is not None and torch.equal(apart_mesh.mesh, mesh.mesh):
+    if apart_mesh is not None and same_ranks(apart_mesh, mesh):
         apart, apart_mesh = (), None  # the same ranks: FSDP wants one mesh for them
     several = bool(apart) and apart_mesh is not None and apart_mesh.size() > 1
     if mesh.size() == 1 and not several:

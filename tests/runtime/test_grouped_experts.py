@@ -253,14 +253,14 @@ def test_a_repeated_forward_has_the_copies_of_the_first() -> None:
     """Call by call, from the first on at every repetition; outside, every call copies."""
     forward, again = kept_copies()
     with forward:
-        assert [to_host(torch.tensor([k])) for k in (1, 2)] == [[1], [2]]
+        assert [to_host(torch.tensor([k]), k, 1) for k in (1, 2)] == [[1], [2]]
     for _ in range(2):
         with again:
-            assert [to_host(torch.tensor([k])) for k in (8, 9)] == [[1], [2]]
-    assert to_host(torch.tensor([3])) == [3]
+            assert [to_host(torch.tensor([k]), k, 1) for k in (8, 9)] == [[1], [2]]
+    assert to_host(torch.tensor([3]), 3, 1) == [3]
     other, _ = kept_copies()
     with again, other:  # inside another one
-        assert to_host(torch.tensor([4])) == [4]
+        assert to_host(torch.tensor([4]), 4, 1) == [4]
 
 
 def waits(rank: int, world: int, kind: str, dtype: torch.dtype) -> dict[str, list[str]]:

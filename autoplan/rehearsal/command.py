@@ -1,0 +1,57 @@
+"""`autoplan rehearse`: the lines of every rank as text or JSON, and an exit code for the first difference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+from rich.table import Table
+
+from autoplan.plans.document import plain
+from autoplan.rehearsal.compare import MEMORY_TOLERANCE, RankReport, Row
+from autoplan.rehearsal.rehearse import rehearse
+from autoplan.report.data import report, to_text
+from autoplan.report.request import import_from_here
+from autoplan.report.text import console
+
+
+def rehearse_command(plan: Path, ranks: str, as_json: bool) -> str | None:
+    """Rehearse, print each rank when it is there, or everything as JSON; return the first difference."""
+    import_from_here()
+    shown = (lambda report: None) if as_json else show_rank
+    found = rehearse(plan, ranks, check=False, show=shown)
+    if as_json:
+        status = "differs" if found.differences else "ok"
+        typer.echo(to_text(report("rehearse", status, rehearsal=plain(found))))
+    else:
+        flops = "" if found.compares_flops else "; FLOPs were not compared, since the graph of the model is not here"
+        console().print(
+            f"{found.model}: {len(found.ranks)} of {found.num_ranks:,} ranks rehearsed; all {found.actions:,} actions "
+            f"of the schedule end{flops}"
+        )
+    return next(iter(found.differences), None)
+
+
+def show_rank(rank: RankReport) -> None:
+    """Print one rank."""
+    out = console()
+    place = " ".join(f"{name}={i}" for name, i in rank.coordinates.items())
+    held = ", ".join(map(str, rank.stages))
+    ran = f"{rank.num_micro_batches} micro-batches in {rank.seconds:.0f} s"
+    out.print(f"rank {rank.rank} ({place}), stage {held}: {ran}")
+    table = Table("", "plan", "rehearsed", box=None, pad_edge=False)
+    for row in rank.rows:
+        table.add_row(row.name, *(_shown(value, row) for value in (row.expected, row.observed)))
+    out.print(table)
+    low, _, high = (size / 1e9 for size in rank.predicted_bytes)
+    out.print(f"memory of tensors predicted from {low:.2f} to {high:.2f} GB; {MEMORY_TOLERANCE:.0%} are tolerated")
+    for text in rank.differences:
+        out.print(f"DIFFERS: {text}")
+
+
+def _shown(value: float | None, row: Row) -> str:
+    if value is None:
+        return "-"
+    if row.unit == "bytes":
+        return f"{value / 1e9:.4g} GB" if value >= 1e6 else f"{value:,.0f} bytes"
+    return f"{value:,.0f} times" if row.unit == "times" else f"{value:.6g}"

@@ -1,0 +1,204 @@
+"""What a rank did beside what its plan says, and the first difference.
+
+Equal to the byte: every collective of the ledger, the sums at the end of a step, what ZeRO moves. Equal to the
+operation: FLOPs of products, and of attention forward, to rounding. Memory may differ: parameters and optimizer state
+by `STATE_TOLERANCE`, the peak by `MEMORY_TOLERANCE`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoplan.errors import RehearsalError
+from autoplan.rehearsal.expected import Expected, Messages
+from autoplan.rehearsal.rank import Observed
+
+# Of the predicted bytes of all tensors at the fullest moment. Wide: the kernels are the CPU's (a loss over a large
+# vocabulary keeps more there), and the price counts some values of a pipeline's stage for longer than they live.
+MEMORY_TOLERANCE = 0.35
+STATE_TOLERANCE = 0.10  # of parameters and optimizer state
+MEMORY_FLOOR_BYTES = 64 * 2**20  # below which bookkeeping of a step weighs: differences are not judged
+_LOSS_BYTES = 8  # the sum of the loss over all ranks, float64
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the comparison; `expected` None: nothing is said about it, it is shown."""
+
+    name: str
+    expected: float | None
+    observed: float
+    unit: str
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank: the lines, and what differs in words, first things first."""
+
+    rank: int
+    coordinates: Mapping[str, int]
+    stages: tuple[int, ...]
+    num_micro_batches: int
+    rows: tuple[Row, ...]
+    differences: tuple[str, ...]
+    peak_bytes: int
+    predicted_bytes: tuple[float, float, float]
+    seconds: float
+
+
+def compared(observed: Observed, said: Expected, stages: tuple[int, ...], trained: bool = True) -> RankReport:
+    """Return the comparison of a rank with what is said about it.
+
+    Args:
+        trained: every parameter is trained, so that a backward computes exactly twice a forward.
+    """
+    messages, differences = _sent(observed), []
+    rows = []
+    for found, lines in (_ledger(messages, said, observed), _sums(messages, said, observed)):
+        differences += found
+        rows += lines
+    if said.unlisted:
+        differences.append(said.unlisted)
+    left = _left(messages, said)
+    if left:
+        differences.append(f"it sends what nobody planned: {left}")
+    for found, lines in (_flops(observed, said, trained), _memory(observed, said)):
+        differences += found
+        rows += lines
+    return RankReport(
+        rank=observed.rank,
+        coordinates=observed.place.coordinates,
+        stages=stages,
+        num_micro_batches=observed.num_micro_batches,
+        rows=tuple(rows),
+        differences=tuple(differences),
+        peak_bytes=observed.peak_bytes,
+        predicted_bytes=said.memory_bytes,
+        seconds=observed.seconds,
+    )
+
+
+def raise_first(report: RankReport) -> None:
+    """Raise RehearsalError with the first difference of a rank, if there is one."""
+    if report.differences:
+        more = len(report.differences) - 1
+        place = " ".join(f"{name}={i}" for name, i in report.coordinates.items())
+        raise RehearsalError(
+            f"rank {report.rank} ({place}) differs from its plan: {report.differences[0]}"
+            + (f"; and {more} more differences" if more else "")
+        )
+
+
+def _sent(observed: Observed) -> Messages:
+    """Return the collectives of a step, without the sums of the loss over replicas and stages."""
+    out: Messages = Counter((r.kind, r.axis, r.phase, r.bytes) for r in observed.collectives)
+    place = observed.place
+    for axis in (place.replicas["all"], "pp"):
+        if place.sizes[axis] > 1:
+            out["all_reduce", place.canonical[axis], "forward", _LOSS_BYTES] -= 1
+    return +out
+
+
+def _ledger(messages: Messages, said: Expected, observed: Observed) -> tuple[list[str], list[Row]]:
+    """Take the collectives of the ledger out of `messages`; return what differs, and the lines."""
+    wrong, rows, times = [], [], observed.num_micro_batches
+    for (kind, axis, phase, size), count in sorted(said.per_micro_batch.items()):
+        found, wanted = messages.pop((kind, axis, phase, size), 0), count * times
+        rows.append(Row(f"{kind} over {axis}, {phase}, {size:,} bytes", wanted, found, "times"))
+        if found != wanted:
+            wrong.append(
+                f"{kind} over {axis} in the {phase} of {size:,} bytes: {found} times, the ledger says {wanted} "
+                f"({count} per micro-batch)"
+            )
+    for (kind, axis, phase), count in sorted(said.rows.items()):
+        mine = [key for key in messages if key[:3] == (kind, axis, phase)]
+        found, wanted = sum(messages.pop(key) for key in mine), count * times
+        rows.append(Row(f"{kind} over {axis} of rows, {phase}", wanted, found, "times"))
+        if found != wanted:
+            wrong.append(f"{kind} over {axis} of rows in the {phase}: {found} times, the ledger says {wanted}")
+    return wrong, rows
+
+
+def _sums(messages: Messages, said: Expected, observed: Observed) -> tuple[list[str], list[Row]]:
+    """Take what moves parameters and gradients out of `messages`."""
+    wrong, rows = [], []
+    wanted = Counter(said.deferred)
+    wanted.update(said.zero)
+    for (kind, axis), size in sorted(wanted.items()):
+        mine = [key for key in messages if key[:2] == (kind, axis) and key[2] != "recompute"]
+        found = sum(key[3] * messages.pop(key) for key in mine)
+        what = f"{kind} over {axis} of parameters and gradients"
+        rows.append(Row(what, size, found, "bytes"))
+        if found != size:
+            wrong.append(
+                f"{what}: {found:,} bytes, {size:,} are expected in {observed.num_micro_batches} micro-batches"
+            )
+    return wrong, rows
+
+
+def _left(messages: Messages, said: Expected) -> str:
+    """Return what is left after a recompute's repeats are taken out: they repeat collectives of the forward."""
+    forward = {(kind, axis, size) for kind, axis, phase, size in said.per_micro_batch if phase == "forward"}
+    rows = {(kind, axis) for kind, axis, phase in said.rows if phase == "forward"}
+    for key in list(messages):
+        kind, axis, phase, size = key
+        repeated = phase == "recompute" and ((kind, axis, size) in forward or (kind, axis) in rows)
+        if repeated or axis.startswith("group "):  # copies of a tied parameter on several stages
+            del messages[key]
+    return ", ".join(f"{n} {k} over {a} of {b:,} bytes in the {p}" for (k, a, p, b), n in sorted(messages.items()))
+
+
+def _flops(observed: Observed, said: Expected, trained: bool) -> tuple[list[str], list[Row]]:
+    if said.flops is None:
+        return [], []
+    wrong, rows, times = [], [], observed.num_micro_batches
+    written = written_out(observed, said)
+    for what in ("products", "attention"):
+        for phase, factor in (("forward", 1.0), ("backward", 2.0)):
+            found, wanted = float(observed.flops.get((what, phase), 0)), said.flops[what] * times * factor
+            if written:  # all products, none of them halved by a mask
+                wanted = (said.flops["products"] + 2 * said.flops["attention"]) * times * factor
+            judged = what == "products" or (phase == "forward" and not written)
+            exact = phase == "forward" or trained
+            rows.append(Row(f"FLOPs of {what}, {phase}", wanted if judged else None, found, "FLOPs"))
+            if judged and (not math.isclose(found, wanted, rel_tol=1e-6) if exact else found > wanted):
+                wrong.append(f"FLOPs of {what} in the {phase}: {found:.6g}, the price counts {wanted:.6g}")
+        again = float(observed.flops.get((what, "recompute"), 0))
+        if again:
+            rows.append(Row(f"FLOPs of {what}, recomputed", None, again, "FLOPs"))
+    return wrong, rows
+
+
+def written_out(observed: Observed, said: Expected) -> bool:
+    """Return True if the CPU has no kernel for this attention (keys wider than values): it ran as plain products.
+
+    Its scores are then in memory, which no GPU's kernel keeps: the peak is shown, not judged.
+    """
+    planned = said.flops is not None and said.flops["attention"] > 0
+    return planned and not any(what == "attention" for what, _ in observed.flops)
+
+
+def _memory(observed: Observed, said: Expected) -> tuple[list[str], list[Row]]:
+    low, mid, high = said.memory_bytes
+    states = [observed.state_bytes[name] for name in ("parameters", "optimizer")]
+    predicted = sum(said.memory.get(name, 0.0) for name in ("parameters", "optimizer"))
+    written = written_out(observed, said)
+    rows = [
+        Row("parameters and optimizer state", predicted, float(sum(states)), "bytes"),
+        Row("peak of all tensors", None if written else mid, float(observed.peak_bytes), "bytes"),
+    ]
+    allowed = max(MEMORY_TOLERANCE * mid, MEMORY_FLOOR_BYTES)
+    wrong = []
+    if abs(sum(states) - predicted) > max(STATE_TOLERANCE * predicted, MEMORY_FLOOR_BYTES):
+        wrong.append(
+            f"parameters and optimizer state take {sum(states) / 1e9:.2f} GB, predicted are {predicted / 1e9:.2f} GB"
+        )
+    if not written and abs(observed.peak_bytes - mid) > allowed:
+        wrong.append(
+            f"the peak of its tensors is {observed.peak_bytes / 1e9:.2f} GB, predicted are {mid / 1e9:.2f} GB "
+            f"({low / 1e9:.2f} to {high / 1e9:.2f}); more than {MEMORY_TOLERANCE:.0%} apart"
+        )
+    return wrong, rows

@@ -1,0 +1,281 @@
+"""What a plan, its program's ledger and its price say of one rank, in the units in which a rehearsal observes it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from autoplan.codegen.program import Layouts
+from autoplan.config.parallel import precision_of
+from autoplan.cost_models.memory.ranks import NOT_ALLOCATED
+from autoplan.cost_models.quantity import Quantity
+from autoplan.cost_models.time.estimate import StageEstimate
+from autoplan.cost_models.work import OpWork
+from autoplan.errors import RehearsalError
+from autoplan.ir.graph import ModelGraph
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import op_kind
+from autoplan.plans.record import Plan
+from autoplan.program.expert_degrees import ExpertDegrees
+from autoplan.program.op_costs import OpCosts
+from autoplan.program.workload import lower_all, workload
+from autoplan.runtime.params import local_param_shape
+from autoplan.runtime.spec import LedgerEntry, ParamSpec, ProgramSpec, StageSpec, evaluate_terms
+from autoplan.units import DTYPE_BYTES
+
+MASTER = "float32"  # dtype of sums of gradients under mixed precision, if no other is given
+Messages = Counter[tuple[str, str, str, int]]  # kind, axis, phase, bytes
+Totals = Counter[tuple[str, str]]  # kind, axis -> bytes of a step
+# what the number of rows decides, which is equal for all experts in a rehearsal
+_ROWS = ("dispatch", "combine", "gather", "scatter")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands, and over which axes its program shards and reduces.
+
+    Attributes:
+        sizes: ranks along every axis and group of the mesh.
+        ranks: this rank's index along every axis and group.
+        canonical: axis or group -> the name under which its collectives are recorded.
+        replicas: all, edp, shards, expert_shards, copies, expert_copies -> axis; empty if there is none.
+        plain: True if ZeRO shards nothing.
+        gathered: block -> what happens to parameters that ZeRO 3 gathers.
+    """
+
+    coordinates: Mapping[str, int]
+    sizes: Mapping[str, int]
+    ranks: Mapping[str, int]
+    canonical: Mapping[str, str]
+    replicas: Mapping[str, str]
+    plain: bool
+    gathered: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a rank should do.
+
+    Attributes:
+        memory: predicted bytes by term that a tensor of the program has, of its fullest moment.
+        memory_bytes: their sum: low, expected, high.
+        per_micro_batch: the ledger's collectives of one micro-batch.
+        rows: those whose bytes follow from numbers of rows, without bytes: kind, axis, phase.
+        deferred: bytes of the sums at the end of a step, by (kind, axis).
+        unlisted: how the ledger's sums at the end of a step differ from those of the parameters; empty if they do not.
+        zero: bytes that ZeRO moves in a step of this many micro-batches, by (kind, axis).
+        flops: forward FLOPs of the products, and of attention, of one micro-batch; None: the graph is not at hand.
+    """
+
+    memory: Mapping[str, float]
+    memory_bytes: tuple[float, float, float]
+    per_micro_batch: Messages
+    rows: Counter[tuple[str, str, str]]
+    deferred: Totals
+    unlisted: str
+    zero: Totals
+    flops: Mapping[str, float] | None
+
+
+def expected(
+    plan: Plan, spec: ProgramSpec, at: Place, num_micro_batches: int, env: Mapping[str, int], work: Work | None
+) -> Expected:
+    """Return what a rank should do in a step of so many micro-batches.
+
+    Args:
+        env: b of one micro-batch, and the whole lengths s and t.
+        work: the price's operations; None: not at hand.
+
+    Raises:
+        RehearsalError: the plan has no predicted memory.
+    """
+    if plan.estimate is None:
+        raise RehearsalError("the plan has no price, so that there is nothing to compare its memory with")
+    stages = spec.stages_of(at.coordinates["pp"])
+    local = {**env, "s": env["s"] // at.sizes.get("cp", 1)}
+    entries = [e for e in spec.ledger if any(e.stage == s.index for s in stages) and at.sizes[e.axis] > 1]
+    often = [e for e in entries if e.per == "micro_batch"]
+    counted = [e for e in often if not _of_rows(e)]
+    held = _held(plan.estimate.stages[at.coordinates["pp"]])
+    return Expected(
+        memory={name: q.mid for name, q in held.items()},
+        memory_bytes=(_sum(held, "low"), _sum(held, "mid"), _sum(held, "high")),
+        per_micro_batch=Counter(_message(e, evaluate_terms(e.bytes, local)) for e in counted),
+        rows=_rows(often),
+        deferred=_deferred(spec, at, stages),
+        unlisted=_unlisted(spec, at, [e for e in entries if e.per == "step"], local),
+        zero=_zero(spec, at, stages, num_micro_batches),
+        flops=None if work is None else work.flops([name for stage in stages for name in stage.calls]),
+    )
+
+
+def _held(stage: StageEstimate) -> dict[str, Quantity]:
+    """Return the predicted terms that a tensor of the program has."""
+    return {name: q for name, q in stage.memory.items() if name not in NOT_ALLOCATED}
+
+
+def _sum(terms: Mapping[str, Quantity], end: str) -> float:
+    return float(sum(getattr(q, end) for q in terms.values()))
+
+
+def _rows(entries: list[LedgerEntry]) -> Counter[tuple[str, str, str]]:
+    return Counter(_message(e, 0)[:3] for e in entries if _of_rows(e))
+
+
+def _message(e: LedgerEntry, num_bytes: int) -> tuple[str, str, str, int]:
+    """Return a line of the ledger as it is observed: transfers between stages are sent outside of a backward."""
+    return e.kind, e.axis, "forward" if (e.kind, e.axis) == ("send_recv", "pp") else e.phase, num_bytes
+
+
+def _of_rows(e: LedgerEntry) -> bool:
+    return e.kind == "all_to_all" and e.what.split()[-1] in _ROWS
+
+
+def _deferred(spec: ProgramSpec, at: Place, stages: tuple[StageSpec, ...]) -> Totals:
+    """Return the sums of gradients at the end of a step of what ZeRO leaves here: over sub-axes, and of tied copies."""
+    out: Totals = Counter()
+    for stage in stages:
+        for p in stage.params:
+            size = _own_elements(spec, at, p) * _summed_width(spec, p)
+            for axis in p.reduce_axes if p.trainable else ():
+                if at.sizes[axis] > 1:
+                    out["all_reduce", at.canonical[axis]] += size
+    held = {s.index: s for s in stages}
+    for tied in spec.tied:  # copies on all pipeline ranks; on some of them they have a group of their own
+        homes = {spec.rank_of(stage) for stage, _, _ in tied.places}
+        first = next((place for place in tied.places if place[0] in held), None)
+        if first is not None and len(homes) == at.sizes["pp"] > 1:
+            p = next(p for p in held[first[0]].params if (p.block, p.attr) == first[1:])
+            masters = p.dtype == spec.compute_dtype
+            out["all_reduce", at.canonical["pp"]] += (
+                _own_elements(spec, at, p) * DTYPE_BYTES[MASTER if masters else p.dtype]
+            )
+    return out
+
+
+def _own_elements(spec: ProgramSpec, at: Place, p: ParamSpec) -> int:
+    """Return the elements of a gradient that this rank holds at the end of a step."""
+    shape = local_param_shape(p, at.sizes.__getitem__)
+    axis = at.replicas["expert_shards" if any(s.axis == "ep" for s in p.shards) else "shards"]
+    if at.plain or at.sizes[axis] == 1 or not shape:
+        return math.prod(shape)
+    chunk = math.ceil(shape[0] / at.sizes[axis])
+    rows = min(chunk, max(0, shape[0] - chunk * at.ranks[axis]))
+    return rows * math.prod(shape[1:])
+
+
+def _summed_width(spec: ProgramSpec, p: ParamSpec) -> int:
+    """Return the bytes of an element of a sum over tensor-parallel ranks: under mixed precision that of all sums."""
+    return DTYPE_BYTES[p.dtype if spec.compute_dtype is None else spec.gradient_dtype or MASTER]
+
+
+def _unlisted(spec: ProgramSpec, at: Place, entries: list[LedgerEntry], env: Mapping[str, int]) -> str:
+    """Return how the ledger's sums at the end of a step differ from the parameters'; empty if they do not."""
+    said, params = Counter[str](), Counter[str]()
+    for e in entries:
+        said[e.axis] += evaluate_terms(e.bytes, env)
+    for stage in spec.stages_of(at.coordinates["pp"]):
+        for p in stage.params:
+            live = [axis for axis in p.reduce_axes if at.sizes[axis] > 1]
+            if live and p.trainable:
+                shape = local_param_shape(p, at.sizes.__getitem__)
+                axis = at.canonical[live[0]] if len(live) == 1 else _product(spec, at, live)
+                params[axis] += math.prod(shape) * _reduced_width(spec, p)
+    wrong = [a for a in {**said, **params} if said[a] != params[a]]
+    if not wrong:
+        return ""
+    at_first = wrong[0]
+    return (
+        f"the ledger sums {said[at_first]:,} bytes over {at_first} per step, the parameters need {params[at_first]:,}"
+    )
+
+
+def _product(spec: ProgramSpec, at: Place, axes: list[str]) -> str:
+    """Return the name under which the ledger lists several sub-axes together."""
+    found = [name for name, members in spec.groups if {m for m in members if at.sizes[m] > 1} == set(axes)]
+    return at.canonical[found[0]] if found else "+".join(axes)
+
+
+def _zero(spec: ProgramSpec, at: Place, stages: tuple[StageSpec, ...], num_micro_batches: int) -> Totals:
+    """Return the bytes that ZeRO moves: gathered parameters, and gradients that are reduced.
+
+    ZeRO 0 and 1 reduce once per step, 2 and 3 in every backward; 1 and 2 gather once per step, 3 in every pass that
+    reads the parameters (autoplan.runtime.zero). fully_shard pads dim 0 to whole shards.
+    """
+    out: Totals = Counter()
+    for stage in stages:
+        for p in {(p.name if at.plain else (p.block, p.attr)): p for p in stage.params}.values():
+            apart = any(s.axis == "ep" for s in p.shards)
+            shape = local_param_shape(p, at.sizes.__getitem__)
+            width = _reduced_width(spec, p)
+            if at.plain:
+                axis = at.replicas["edp" if apart else "all"]
+                if at.sizes[axis] > 1 and p.trainable:
+                    out["all_reduce", at.canonical[axis]] += math.prod(shape) * width
+                continue
+            axis = at.replicas["expert_shards" if apart else "shards"]
+            ranks = at.sizes[axis]
+            padded = math.ceil(shape[0] / ranks) * ranks * math.prod(shape[1:]) if shape else ranks
+            if ranks > 1:
+                passes = 1 if at.gathered.get(p.block, "again") in ("drop", "keep") else 2
+                gathers = num_micro_batches * passes if spec.zero_stage == 3 else 1
+                out["all_gather", at.canonical[axis]] += padded * DTYPE_BYTES[p.dtype] * gathers
+                reductions = 1 if spec.zero_stage == 1 else num_micro_batches
+                out["reduce_scatter", at.canonical[axis]] += padded * width * reductions * p.trainable
+            copies = at.replicas["expert_copies" if apart else "copies"]
+            if copies and at.sizes[copies] > 1 and p.trainable:
+                out["all_reduce", at.canonical[copies]] += padded * width // ranks
+    return +out
+
+
+def _reduced_width(spec: ProgramSpec, p: ParamSpec) -> int:
+    """Return the bytes of an element of a gradient that is sent."""
+    return _summed_width(spec, p) if p.dtype == spec.compute_dtype else DTYPE_BYTES[p.dtype]
+
+
+# -- the price's arithmetic --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """Forward FLOPs of one call of every block on one rank, by what computes them."""
+
+    by_call: Mapping[str, Mapping[str, float]]
+
+    @classmethod
+    def of(cls, plan: Plan, graph: ModelGraph, layouts: Layouts, env: Mapping[str, int]) -> Work:
+        """Return the arithmetic that the plan's price counts.
+
+        Args:
+            env: b of one micro-batch, and the whole lengths s and t.
+        """
+        c = plan.config
+        local = {**env, "s": env["s"] // c.cp}
+        op_costs = OpCosts(
+            graph, layouts.axes, local, context=c.cp, precision=precision_of(plan.precision), methods=layouts.context
+        )
+        experts = ExpertDegrees(c.ep, c.expert_tp, executed=True) if c.spreads_experts else None
+        found = workload(
+            graph, layouts.selection, op_costs, experts, made=lower_all(graph, layouts.selection, op_costs)
+        )
+        by_block = {name: dict(_arithmetic(block.ops)) for name, block in found.blocks.items()}
+        return cls({call.name: by_block[call.block] for call in graph.calls})
+
+    def flops(self, calls: list[str]) -> Mapping[str, float]:
+        """Return the sum over calls."""
+        out: Counter[str] = Counter()
+        for name in calls:
+            out.update(self.by_call[name])
+        return out
+
+
+def _arithmetic(ops: tuple[OpWork, ...]) -> Iterator[tuple[str, float]]:
+    totals = {"products": 0.0, "attention": 0.0}
+    for op in ops:
+        if op_kind(op.op) is OpKind.ATTENTION:
+            totals["attention"] += op.flops
+        elif op_kind(op.op) in (OpKind.PRODUCT, OpKind.EXPERTS):
+            totals["products"] += op.flops
+    yield from totals.items()

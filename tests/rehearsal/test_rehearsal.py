@@ -1,0 +1,155 @@
+"""A rehearsal runs any rank of a program without weights, and what differs from the plan is named."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autoplan
+from autoplan.codegen.program import Program
+from autoplan.errors import PinError, RehearsalError
+from autoplan.plans.folder import read_program, write_program
+from autoplan.plans.record import Plan
+from autoplan.rehearsal.rehearse import read_ranks
+
+# name -> model, cluster, tokens, sequences, pins, ranks
+SMALL: dict[str, tuple[str, str, int, int, dict[str, Any], str]] = {
+    "tensor and ZeRO 3": ("llama-3.2-1b", "1x8xh100-sxm5-80gb", 2048, 8, {"tp": 2, "zero_stage": 3}, "3"),
+    "ZeRO 0": ("gpt2", "1x4xh100-sxm5-80gb", 1024, 8, {"tp": 2, "zero_stage": 0, "recompute": "full"}, "last"),
+    "pipeline": ("gpt2", "1x8xh100-sxm5-80gb", 1024, 32, {"pp": 4, "zero_stage": 1, "schedule": "1F1B"}, "0,last"),
+    "stages": ("gpt2", "1x4xh100-sxm5-80gb", 1024, 16, {"pp": 2, "virtual_stages": 2, "num_micro_batches": 4}, "0"),
+    "split backwards": ("gpt2", "1x4xh100-sxm5-80gb", 1024, 16, {"pp": 2, "schedule": "ZB-H1", "zero_stage": 0}, "1"),
+    "ring": ("llama-3.2-1b", "1x8xh100-sxm5-80gb", 16384, 2, {"cp": 4, "tp": 2, "context_method": "ring"}, "5"),
+    "hybrid ZeRO": ("gpt2", "2x4xh100-sxm5-80gb", 1024, 16, {"dp": 8, "zero_stage": 2, "zero_replicas": 2}, "7"),
+}
+# full size: Llama 3's report (arXiv 2407.21783, table 4), DeepSeek-V3's (2412.19437, section 3.2), a long context
+LARGE: dict[str, tuple[str, str, int, int, dict[str, Any], str]] = {
+    "llama-3.1-405b on 16,384": (
+        *("llama-3.1-405b", "2048x8xh100-sxm5-80gb", 8192, 2048),
+        {"tp": 8, "pp": 16, "cp": 1, "dp": 128, "zero_stage": 1, "micro_batch_size": 1, "recompute": "full"},
+        "last",
+    ),
+    "deepseek-v3 on 2,048": (
+        *("deepseek-v3", "256x8xh100-sxm5-80gb", 4096, 2048),
+        {"pp": 16, "tp": 1, "ep": 64, "zero_stage": 1, "micro_batch_size": 1, "recompute": "full"},
+        "last",
+    ),
+    "llama-3.1-8b at 1M tokens": (
+        *("llama-3.1-8b", "16x8xh100-sxm5-80gb", 1 << 20, 2),
+        {"tp": 8, "cp": 8, "dp": 2, "zero_stage": 3, "context_method": "ring", "recompute": "full"},
+        "127",
+    ),
+}
+
+
+def plan_of(case: tuple[str, str, int, int, dict[str, Any], str]) -> Plan:
+    model, cluster, seq_len, batch, pins, _ = case
+    return autoplan.plan(
+        model, cluster, seq_len=seq_len, global_batch_size=batch, pins=pins, precision="bf16", compile=False
+    )
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_rehearsed_rank_does_what_its_plan_says(name: str) -> None:
+    plan = plan_of(SMALL[name])
+    found = autoplan.rehearse(plan, SMALL[name][-1])
+    assert found.differences == () and found.compares_flops
+    for report in found.ranks:
+        names = [row.name for row in report.rows]
+        assert "FLOPs of products, forward" in names and report.peak_bytes > 64 * 2**20  # memory is judged
+        sends = [row for row in report.rows if row.unit in ("times", "bytes") and " over " in row.name]
+        assert sends and all(row.expected == row.observed for row in sends)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_a_rank_of_a_large_plan_does_what_the_plan_says(name: str) -> None:
+    plan = plan_of(LARGE[name])
+    assert autoplan.rehearse(plan, LARGE[name][-1]).differences == ()
+
+
+def test_ranks_are_read_by_name() -> None:
+    assert read_ranks("0,last", 16384) == [0, 16383]
+    some = read_ranks("random:4,0", 16384)
+    assert some == read_ranks("random:4, 0", 16384) and len(some) == 5
+    assert read_ranks("last,random:9", 2) == [1, 0]
+    for text in ("first", "16384", "random:0", "-1", ""):
+        with pytest.raises(PinError, match="cannot be read; use numbers from 0 to 16383"):
+            read_ranks(text, 16384)
+
+
+# -- negative controls -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("programs") / "good"
+    case = ("gpt2", "1x2xh100-sxm5-80gb", 1024, 4, {"tp": 2}, "1")
+    autoplan.compile("gpt2", plan_of(case), out)
+    assert autoplan.rehearse(out, "1").differences == ()
+    return out
+
+
+def changed(folder: Path, out: Path, text: Any = lambda t: t, spec: Any = lambda s: s, plan: Any = lambda p: p) -> Path:
+    """The same program with something changed, and a fingerprint that says so."""
+    good = read_program(folder)
+    sources = {name: text(source) for name, source in good.program.sources.items()}
+    program = Program(spec(good.program.spec), sources)
+    assert (program, plan(good.plan)) != (good.program, good.plan)
+    write_program(out, plan(good.plan), program, good.fingerprint["buffers"], good.fingerprint)
+    return out
+
+
+def test_a_dropped_collective_is_caught(folder: Path, tmp_path: Path) -> None:
+    bad = changed(folder, tmp_path, lambda t: re.sub(r"all_reduce\((\w+), [^)]*\)", r"\1", t, count=1))
+    with pytest.raises(RehearsalError, match=r"rank 1 .* differs from its plan: all_reduce over tp .* the ledger says"):
+        autoplan.rehearse(bad, "1")
+
+
+def test_a_wrong_shape_is_caught(folder: Path, tmp_path: Path) -> None:
+    def whole(spec: Any) -> Any:
+        stage = spec.stages[0]
+        at = next(i for i, p in enumerate(stage.params) if p.attr.endswith("weight") and p.shards and len(p.shape) > 1)
+        params = [replace(p, shards=()) if i == at else p for i, p in enumerate(stage.params)]
+        return replace(spec, stages=(replace(stage, params=tuple(params)),))
+
+    with pytest.raises(RehearsalError, match="rank 0 fails: RuntimeError"):
+        autoplan.rehearse(changed(folder, tmp_path, spec=whole), "0")
+
+
+def test_a_collective_that_nobody_planned_is_caught(folder: Path, tmp_path: Path) -> None:
+    def forgotten(spec: Any) -> Any:
+        return replace(spec, ledger=tuple(e for e in spec.ledger if e.phase == "forward"))
+
+    with pytest.raises(RehearsalError, match=r"it sends what nobody planned: .* in the backward"):
+        autoplan.rehearse(changed(folder, tmp_path, spec=forgotten), "0")
+
+
+def test_a_price_of_other_memory_is_caught(folder: Path, tmp_path: Path) -> None:
+    def doubled(plan: Plan) -> Plan:
+        data = plan.to_data()
+        for quantity in data["estimate"]["memory_bytes"][0].values():
+            quantity.update({end: 2 * quantity[end] for end in ("low", "mid", "high")})
+        return Plan.from_json(json.dumps(data))
+
+    bad = changed(folder, tmp_path, plan=doubled)
+    found = autoplan.rehearse(bad, "0", check=False)
+    states, peak = found.differences
+    assert "parameters and optimizer state take" in states and "the peak of its tensors is" in peak
+
+
+def test_the_command_says_what_differs(folder: Path, tmp_path: Path) -> None:
+    from command_line import run
+
+    good = run("rehearse", str(folder), "--ranks", "0", "--json")
+    data = json.loads(good.stdout)
+    assert good.exit_code == 0 and data["status"] == "ok" and data["rehearsal"]["ranks"][0]["differences"] == []
+    bad = changed(folder, tmp_path, lambda t: re.sub(r"all_reduce\((\w+), [^)]*\)", r"\1", t, count=1))
+    result = run("rehearse", str(bad), "--ranks", "0")
+    assert result.exit_code == 2 and "DIFFERS: all_reduce over tp" in result.stdout
+    assert "rank 0: all_reduce over tp" in result.stderr
