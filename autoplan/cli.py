@@ -280,8 +280,8 @@ def explain_plan(
     help=f"""The best plan at every point of a sweep over hardware and task.
 
     Names for --vary: nodes, devices_per_node, device, nic (Gbit/s per device), scaleup (GB/s), memory_gb,
-    memory_gb_s, host_memory_gb, power (W per device), price, idle (unused nodes), cluster, seq_len, global_batch_size, precision, mode,
-    and the pins: {", ".join(PINS)}. Values that contain commas are separated by /: stages=8,8/10,6."""
+    memory_gb_s, host_memory_gb, power (W per device), price, idle (unused nodes), cluster, seq_len,
+    global_batch_size, precision, mode, and the pins: {", ".join(PINS)}. Values that contain commas are separated by /: stages=8,8/10,6."""
 )
 @with_choices
 def whatif(
