@@ -281,7 +281,8 @@ def explain_plan(
 
     Names for --vary: nodes, devices_per_node, device, nic (Gbit/s per device), scaleup (GB/s), memory_gb,
     memory_gb_s, host_memory_gb, power (W per device), price, idle (unused nodes), cluster, seq_len,
-    global_batch_size, precision, mode, and the pins: {", ".join(PINS)}. Values that contain commas are separated by /: stages=8,8/10,6."""
+    global_batch_size, precision, mode, and the pins: {", ".join(PINS)}.
+    Values that contain commas are separated by /: stages=8,8/10,6."""
 )
 @with_choices
 def whatif(
