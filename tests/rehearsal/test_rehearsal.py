@@ -31,7 +31,7 @@ SMALL: dict[str, tuple[str, str, int, int, dict[str, Any], str]] = {
 LARGE: dict[str, tuple[str, str, int, int, dict[str, Any], str]] = {
     "llama-3.1-405b on 16,384": (
         *("llama-3.1-405b", "2048x8xh100-sxm5-80gb", 8192, 2048),
-        {"tp": 8, "pp": 16, "cp": 1, "dp": 128, "zero_stage": 1, "micro_batch_size": 1, "recompute": "full"},
+        {"tp": 8, "pp": 16, "cp": 1, "dp": 128, "zero_stage": 1, "micro_batch_size": 1, "schedule": "1F1B"},
         "last",
     ),
     "deepseek-v3 on 2,048": (
