@@ -78,7 +78,7 @@ def bad_batches(rank: int, world: int) -> list[str]:
     out = []
     for batch in tries:
         try:
-            pm._step(batch)
+            pm.step(batch)
         except ValueError as exc:
             out.append(str(exc))
     return out

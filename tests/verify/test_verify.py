@@ -429,11 +429,11 @@ def test_fewer_layers_of_the_same_config(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def lossy_capture(rank: int, world: int, verify: bool | str) -> str:
     """What every rank is told where capture loses the mask of attention."""
-    from autoplan import api
+    from autoplan.capture.frontend import cache
 
     model, batch = models.make_llama(), models.token_batch(2, SEQ)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(api, "cached", lambda *_: with_node(capture(model, batch), *LOST_MASK))
+        patched.setattr(cache, "cached", lambda *_: with_node(capture(model, batch), *LOST_MASK))
         try:
             pm = autoplan.parallelize(model, "local", example_inputs=batch, pins={"tp": world}, verify=verify)
         except CaptureError as exc:
