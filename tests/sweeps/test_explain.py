@@ -110,7 +110,10 @@ def test_the_front_is_what_no_plan_beats() -> None:
     steps, peaks = zip(*((p.step_s, p.peak_bytes) for p in found.front), strict=True)
     assert len(found.front) > 1 and list(steps) == sorted(steps) and list(peaks) == sorted(peaks, reverse=True)
     assert found.front[0].planned.config == found.planned.config
-    assert found.front_end.startswith("nothing fits into ")
+    assert found.front_end == "less than 8.5 GB was not tried"
+    small = replace(REQUEST, cluster=REQUEST.cluster.with_(memory_gb=12))
+    ended = explain(small, only=("tp",), settings=False, front=True, seconds=600).front_end
+    assert ended.startswith("nothing fits into ")
     for p in found.front:
         assert p.planned.estimate.peak_memory_bytes.high <= p.capacity_bytes
 
