@@ -103,12 +103,12 @@ class StepLog:
         pm, e = self._pm, self._estimate
         predicted = None
         if e is not None:
-            peak = e.peak_memory_bytes if pm.device.type == "cpu" else max(s.allocated_bytes.mid for s in e.stages)
+            peak = e.peak_memory_bytes if pm.device.type == "cpu" else e.peak_allocated_bytes
             predicted = {
                 "step_s": [e.step_time_s.low, e.step_time_s.mid, e.step_time_s.high],
                 "tokens_per_s": e.tokens_per_s,
                 "mfu": e.mfu,
-                "peak_bytes": getattr(peak, "mid", peak),
+                "peak_bytes": peak.mid,
             }
         return {
             "autoplan_step_log": LOG_VERSION,

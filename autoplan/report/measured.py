@@ -98,9 +98,7 @@ def compare(plan: Plan, log: Path) -> Comparison:
     if not counted:
         raise PinError(f"{log} has {len(rows)} rows, of which the first {WARM_UP} do not count; run more steps")
     step = e.step_time_s
-    memory = e.peak_memory_bytes
-    if head["device"] != "cpu":  # what torch counts: tensors alone
-        memory = max((s.allocated_bytes for s in e.stages), key=lambda q: q.mid)
+    memory = e.peak_memory_bytes if head["device"] == "cpu" else e.peak_allocated_bytes  # as the log counts
     figures = [_figure("step_s", step.mid, (step.low, step.high), counted)]
     if all(row["tokens_per_s"] is not None for row in counted):
         figures.append(_figure("tokens_per_s", e.tokens_per_s, None, counted))

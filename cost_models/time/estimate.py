@@ -72,6 +72,11 @@ class Estimate:
         return self.peak_memory_bytes.mid <= self.memory_capacity_bytes and self.fits_host
 
     @property
+    def peak_allocated_bytes(self) -> Quantity:
+        """The tensors of the stage that has most of them, as `torch.cuda.max_memory_allocated` counts."""
+        return max((s.allocated_bytes for s in self.stages), key=lambda q: q.mid)
+
+    @property
     def peak_host_bytes(self) -> Quantity:
         """The host memory of the stage that uses most of it."""
         return max((s.host_bytes for s in self.stages), key=lambda q: q.mid)
