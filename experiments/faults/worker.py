@@ -32,7 +32,7 @@ import torch
 
 import autoplan
 import autoplan.api
-import autoplan.runtime.model
+import autoplan.runtime.model_state
 
 WORLD = 4
 PINS = {"tp": 2, "pp": 2, "num_micro_batches": 2, "micro_batch_size": 2}
@@ -196,7 +196,7 @@ def _arm(pm: autoplan.ParallelModel, where: str, act: Callable[[], None]) -> Non
     elif where == "optimizer":
         Faulty.act = staticmethod(act)
     elif where == "state_dict":
-        before(autoplan.runtime.model, "unshard", act, call=2)
+        before(autoplan.runtime.model_state, "unshard", act, call=2)
 
 
 def launch() -> None:
