@@ -99,18 +99,28 @@ def _uneven(document: Document, at: At, layers: int, chunks: int) -> tuple[int, 
         return (each - ends[0], *(each,) * (chunks - 2), each - ends[1])
     left, inner = layers - (first or 0) - (last or 0), chunks - (first is not None) - (last is not None)
     if inner <= 0 or left <= 0 or left % inner:
-        given = [n for n in (first, last) if n is not None]
-        each = max(1, round(layers / chunks))
-        rest = layers - each * max(inner, 0)
-        near = f"nearest: {each} layers in each of the others and {rest} in {'these' if len(given) > 1 else 'this'}"
-        raise PinError(
-            f"{left} layers do not split into the {inner} stages beside {' and '.join(map(str, given))} layers in the "
-            f"{'first and the last' if len(given) > 1 else 'first' if last is None else 'last'}; "
-            f"{near if rest > 0 else 'nearest: no such flag'}",
-            ("pp",),
-        )
+        raise _not_cut(layers, chunks, first, last)
     middle = (left // inner,) * inner
     return (*(() if first is None else (first,)), *middle, *(() if last is None else (last,)))
+
+
+def _not_cut(layers: int, chunks: int, first: int | None, last: int | None) -> PinError:
+    """Return the error of layers of the first or the last stage that leave the others no equal numbers."""
+    given = [n for n in (first, last) if n is not None]
+    inner, each = chunks - len(given), max(1, round(layers / chunks))
+    rest = layers - each * inner
+    ends = "first and the last" if len(given) > 1 else "first" if last is None else "last"
+    these = "these together" if len(given) > 1 else "this"
+    near = (
+        f"{each} layers in each of the others and {rest} in {these}"
+        if rest >= len(given) and inner > 0
+        else "fewer stages"
+    )
+    return PinError(
+        f"{layers - sum(given)} layers do not split into the {inner} stages beside {' and '.join(map(str, given))} layers "
+        f"in the {ends}; nearest: {near}",
+        ("pp",),
+    )
 
 
 # -- recompute ---------------------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def _checked(task: TaskWords, degrees: Mapping[str, Any], how: Mapping[str, Any]
     if written is None or written.config is None:
         raise PinError(f"{task.model} is not the input of a framework")
     read = written.config
-    if task.seq_len is None or task.global_batch_size is None:
+    if None in (task.seq_len, task.global_batch_size):
         return Check(read, None, read.faults)
     request = replace(read_request(task), **how)
     if read.faults:
