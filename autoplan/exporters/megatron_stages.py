@@ -117,8 +117,8 @@ def _not_cut(layers: int, chunks: int, first: int | None, last: int | None) -> P
         else "fewer stages"
     )
     return PinError(
-        f"{layers - sum(given)} layers do not split into the {inner} stages beside {' and '.join(map(str, given))} layers "
-        f"in the {ends}; nearest: {near}",
+        f"{layers - sum(given)} layers do not split into the {inner} stages beside {' and '.join(map(str, given))} "
+        f"layers in the {ends}; nearest: {near}",
         ("pp",),
     )
 
