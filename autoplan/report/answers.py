@@ -80,6 +80,7 @@ def answer_estimate(
     request = read_request(task, runnable=runnable)
     given = read_degrees(degrees, layer_calls(request.graph))
     if task.written is not None:
+        task.written.check_taken()
         for lost in task.written.dropped(given):
             say_note(f"{lost} of {task.written.path} was made for other degrees and is left out")
         given = task.written.but(given, task.cluster)

@@ -143,7 +143,7 @@ def _stack(request: PlanRequest) -> str:
     return f"of {like.name}, {like.stack.about}" + (f"; given instead: {', '.join(against)}" if against else "")
 
 
-def _evidence(out: Console, request: PlanRequest, estimate: Estimate) -> None:
+def evidence(out: Console, request: PlanRequest, estimate: Estimate) -> None:
     """Print whose settings are assumed, and which numbers are measured, fitted or assumed."""
     paragraph(out, f"Settings: {_stack(request)}", 10, "dim")
     source = f"profile {request.profile.name}" if request.profile is not None else "catalog figures, no profile"
@@ -194,7 +194,7 @@ def _energy_text(run: Run) -> str:
     return text if run.usd_energy is None else f"{text}; {with_span(run.usd_energy, numbers.dollars)} of electricity"
 
 
-def _answer(out: Console, title: str, planned: Planned, request: PlanRequest, run: RunTask) -> None:
+def answer(out: Console, title: str, planned: Planned, request: PlanRequest, run: RunTask) -> None:
     e = planned.estimate
     out.print()
     out.print(Text(f" {title}  {plan_label(planned.config, e)}", style="bold green" if e.fits else "bold red"))
@@ -400,7 +400,7 @@ def proof_text(gap: float, intra_gap: float) -> str:
     return proof
 
 
-def _certificate(out: Console, c: Certificate) -> None:
+def certificate_text(out: Console, c: Certificate) -> None:
     """Print the certificate and the space."""
     out.print()
     state = "" if c.status == "complete" else f" ({c.status})"
@@ -450,7 +450,7 @@ def notes_of(e: Estimate, request: PlanRequest, run: RunTask) -> list[str]:
     return found
 
 
-def _notes(out: Console, e: Estimate, request: PlanRequest, run: RunTask) -> None:
+def warnings(out: Console, e: Estimate, request: PlanRequest, run: RunTask) -> None:
     for text in notes_of(e, request, run):
         paragraph(out, f"Note: {text}", 6, "yellow")
 
@@ -531,15 +531,15 @@ def plan_text(
     """Print the answer of `autoplan plan --verbose`: every figure with its evidence, and the proof."""
     best = result.plans[0]
     heading(out, request)
-    _evidence(out, request, best.estimate)
-    _answer(out, "BEST KNOWN, not proved:" if result.certificate.stopped_far else "BEST", best, request, run)
+    evidence(out, request, best.estimate)
+    answer(out, "BEST KNOWN, not proved:" if result.certificate.stopped_far else "BEST", best, request, run)
     memory_table(out, best.estimate)
     _breakdown(out, best.estimate)
     _ranking(out, result, request, run)
     _equals(out, result, request)
-    _certificate(out, result.certificate)
+    certificate_text(out, result.certificate)
     prices(out, [request], run)
-    _notes(out, best.estimate, request, run)
+    warnings(out, best.estimate, request, run)
     next_commands(
         out,
         [
@@ -559,10 +559,10 @@ def estimate_text(
 ) -> None:
     """Print the answer of `autoplan estimate`."""
     heading(out, request)
-    _evidence(out, request, planned.estimate)
-    _answer(out, "PLAN", planned, request, run)
+    evidence(out, request, planned.estimate)
+    answer(out, "PLAN", planned, request, run)
     memory_table(out, planned.estimate)
     _breakdown(out, planned.estimate)
     prices(out, [request], run)
-    _notes(out, planned.estimate, request, run)
+    warnings(out, planned.estimate, request, run)
     next_commands(out, [plan_command(model, cluster, request)])
