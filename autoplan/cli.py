@@ -1,8 +1,8 @@
 """The command line: `autoplan plan`, `estimate`, `explain`, `fit`, `size`, `whatif`, `capacity`, `compile` and others.
 
-Exit codes: 0 a plan, 2 bad input (one line on stderr), 3 nothing fits (names the obstacle and the cheapest change), 4
-standard output cannot be written, 130 interrupted, 141 the reader has gone (`| head -1`). Catalog models need no torch;
-`--json` is versioned (autoplan.report.data).
+Exit codes: 0 a plan, 1 a checked file is illegal or does not fit, 2 bad input (one line on stderr), 3 nothing fits
+(names the obstacle and the cheapest change), 4 standard output cannot be written, 130 interrupted, 141 the reader has
+gone (`| head -1`). Catalog models need no torch; `--json` is versioned (autoplan.report.data).
 """
 
 from __future__ import annotations
@@ -190,6 +190,7 @@ def estimate(
     request = read_request(task, runnable=runnable)
     given = read_degrees(degrees, layer_calls(request.graph))
     if task.written is not None:
+        task.written.check_taken()
         for lost in task.written.dropped(given):
             say_note(f"{lost} of {task.written.path} was made for other degrees and is left out")
         given = task.written.but(given, task.cluster)
@@ -220,7 +221,7 @@ def export(
         typer.Option(
             "--to",
             help="NAME or NAME@VERSION (a month YY.MM or a release): megatron-lm, megatron-bridge, torchtitan, "
-            "deepspeed, accelerate, lightning, nanotron or maxtext.",
+            "deepspeed, accelerate, transformers, lightning, nanotron or maxtext.",
         ),
     ],
     out: Annotated[Path | None, typer.Option(help="Write the file here; default: standard output.")] = None,
@@ -230,6 +231,35 @@ def export(
     from autoplan.report.exports import export_command
 
     export_command(plan_file, to, out, as_json)
+
+
+@app.command()
+@partial(with_choices, may_miss=("seq_len", "global_batch_size"))
+def check(
+    from_file: Annotated[
+        str,
+        typer.Argument(metavar="FILE", help="The input of another framework; FILE.py:FUNCTION of several functions."),
+    ],
+    task: TaskWords,
+    degrees: Mapping[str, Any] = CHOSEN,
+    format: FileFormat = None,
+    better: Annotated[bool, typer.Option("--better/--no-better", help="Also search for a better plan.")] = True,
+    pin: PinTexts = None,
+    seconds: Annotated[float, typer.Option("--seconds", help="Time limit of the search.", min=1)] = 10.0,
+    out: Annotated[Path | None, typer.Option(help="Write the better plan to this file, for autoplan export.")] = None,
+    memory_risk: MemoryRisk = DEFAULT_RISK,
+    equal_within: EqualWithin = EQUAL_WITHIN,
+    as_json: AsJson = False,
+) -> None:
+    """Is the input of another framework legal, does it fit, how long is a step, and is there a better plan?
+
+    Exit codes: 0 legal and fits, 1 illegal or does not fit, 2 bad input. --pin: what a better plan must keep.
+    """
+    from autoplan.report.check import check_command
+
+    how = {"memory_risk": memory_risk, "equal_within": equal_within}
+    if code := check_command(task, degrees, pin or (), seconds if better else None, out, as_json, how):
+        raise typer.Exit(code)
 
 
 @app.command("explain")
@@ -530,14 +560,9 @@ def calibrate(
 @app.command()
 def models(as_json: AsJson = False) -> None:
     """The models that ship with autoplan."""
-    from autoplan.report.catalogs import models_data, models_table
-    from autoplan.report.data import report
-    from autoplan.report.text import console
+    from autoplan.report.catalogs import models_command
 
-    if as_json:
-        _print_json(report("models", models=models_data()))
-    else:
-        console().print(models_table())
+    models_command(as_json)
 
 
 @app.command()
@@ -546,31 +571,17 @@ def stacks(
     as_json: AsJson = False,
 ) -> None:
     """The frameworks of --like: settings by version, what they can do, and the sources."""
-    from autoplan.report.data import report
-    from autoplan.report.stacks import show_stack, stack_data, stacks_data, stacks_table
-    from autoplan.report.text import console
-    from autoplan.stacks.records import stack
+    from autoplan.report.stacks import stacks_command
 
-    if as_json:
-        _print_json(report("stacks", stacks=stacks_data() if name is None else [stack_data(stack(name))]))
-    elif name is None:
-        console().print(stacks_table())
-    else:
-        show_stack(console(), name)
+    stacks_command(name, as_json)
 
 
 @hw.command("list")
 def hw_list(as_json: AsJson = False) -> None:
     """All devices: dense FLOP/s, memory, and bandwidth per device and direction."""
-    from autoplan.cost_models.hardware.catalog import entries
-    from autoplan.report.catalogs import device_data, devices_table
-    from autoplan.report.data import report
-    from autoplan.report.text import console
+    from autoplan.report.catalogs import devices_command
 
-    if as_json:
-        _print_json(report("hw list", devices=[device_data(d) for d in entries()]))
-    else:
-        console().print(devices_table())
+    devices_command(as_json)
 
 
 @hw.command("show")
@@ -578,14 +589,9 @@ def hw_show(
     device: Annotated[str, typer.Argument(help="An id from autoplan hw list.")], as_json: AsJson = False
 ) -> None:
     """Everything that is known about one device, with its sources."""
-    from autoplan.report.catalogs import device_data, show_device
-    from autoplan.report.data import report
-    from autoplan.report.text import console
+    from autoplan.report.catalogs import device_command
 
-    if as_json:
-        _print_json(report("hw show", device=device_data(device)))
-    else:
-        show_device(console(), device)
+    device_command(device, as_json)
 
 
 def main() -> None:

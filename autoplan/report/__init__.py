@@ -3,6 +3,7 @@
 `arguments`: read the text arguments of the command line.
 `capacity`: the capacity table as text and JSON.
 `catalogs`: listings of models and hardware.
+`check`: the input of another framework, checked.
 `commands`: command lines that a report proposes.
 `data`: reports as JSON.
 `degrees`: the configuration for given degrees.

@@ -197,7 +197,7 @@ def with_choices(command: Callable[..., None], may_miss: Sequence[str] = ()) -> 
         asked = _asked(values, written, may_miss)
         values |= {group: {name: values.pop(name) for name in names} for group, names in groups.items()}
         taken = {word.name: values.pop(word.name) for word in _typed_words()}
-        command(TaskWords(**taken, asked=asked, written=written), **values)
+        command(task=TaskWords(**taken, asked=asked, written=written), **values)
 
     given.append(_option("context", typer.Context))
     called.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]
@@ -241,6 +241,7 @@ def _asked(values: Mapping[str, Any], written: WrittenPlan | None, may_miss: Seq
     for name, flag in _FLAG_OF.items():
         if values[name] is None and name not in may_miss:
             if written is not None:
+                written.check_taken()
                 raise PinError(f"{written.path} does not say the {name} that was asked; give {flag}")
             raise PinError(f"{flag} is missing; only a plan file in place of MODEL brings its own")
     return {name: _plain(v) for name, v in values.items() if name not in (*_OUTPUT, *_DEGREES) and v is not None}
@@ -279,6 +280,8 @@ _OUTPUT = frozenset(
         "vary",
         "from_file",
         "format",
+        "better",
+        "out",
     }
 )
 _DEGREES = frozenset(record.name for record in choices_of(ParallelConfig))  # a plan file has all of them as its plan

@@ -137,7 +137,7 @@ def _stack(request: PlanRequest) -> str:
     return f"of {like.name}, {like.stack.about}" + (f"; given instead: {', '.join(against)}" if against else "")
 
 
-def _evidence(out: Console, request: PlanRequest, estimate: Estimate) -> None:
+def evidence(out: Console, request: PlanRequest, estimate: Estimate) -> None:
     """Print whose settings are assumed, and which numbers are measured, fitted or assumed."""
     paragraph(out, f"Settings: {_stack(request)}", 10, "dim")
     source = f"profile {request.profile.name}" if request.profile is not None else "catalog figures, no profile"
@@ -188,7 +188,7 @@ def _energy_text(run: Run) -> str:
     return text if run.usd_energy is None else f"{text}; {_span(run.usd_energy, numbers.dollars)} of electricity"
 
 
-def _answer(out: Console, title: str, planned: Planned, request: PlanRequest, run: RunTask) -> None:
+def answer(out: Console, title: str, planned: Planned, request: PlanRequest, run: RunTask) -> None:
     e = planned.estimate
     out.print()
     out.print(Text(f" {title}  {plan_label(planned.config, e)}", style="bold green" if e.fits else "bold red"))
@@ -394,7 +394,7 @@ def proof_text(gap: float, intra_gap: float) -> str:
     return proof
 
 
-def _certificate(out: Console, c: Certificate, verbose: bool) -> None:
+def certificate_text(out: Console, c: Certificate, verbose: bool) -> None:
     """Print the space and the certificate in one line; all of both if `verbose`."""
     out.print()
     state = "" if c.status == "complete" else f" ({c.status})"
@@ -419,7 +419,7 @@ def _certificate(out: Console, c: Certificate, verbose: bool) -> None:
     paragraph(out, f"the space: {'; '.join(c.restrictions)}", 2, "dim")
 
 
-def _warnings(out: Console, e: Estimate, request: PlanRequest, run: RunTask) -> None:
+def warnings(out: Console, e: Estimate, request: PlanRequest, run: RunTask) -> None:
     peak, capacity = e.peak_memory_bytes, e.memory_capacity_bytes
     found = []
     if e.fits and peak.high > capacity:
@@ -497,7 +497,7 @@ def _run_options(request: PlanRequest) -> str:
     return "".join(f", {text}" for text in said)
 
 
-def _next(out: Console, commands: Sequence[Sequence[str]]) -> None:
+def next_commands(out: Console, commands: Sequence[Sequence[str]]) -> None:
     out.print()
     for i, command in enumerate(commands):
         for j, line in enumerate(wrapped(command, out.width - 12)):
@@ -517,19 +517,19 @@ def plan_text(
     """Print the answer of `autoplan plan`."""
     best = result.plans[0]
     heading(out, request)
-    _evidence(out, request, best.estimate)
-    _answer(out, "BEST KNOWN, not proved:" if result.certificate.stopped_far else "BEST", best, request, run)
+    evidence(out, request, best.estimate)
+    answer(out, "BEST KNOWN, not proved:" if result.certificate.stopped_far else "BEST", best, request, run)
     memory_table(out, best.estimate)
     _breakdown(out, best.estimate)
     _ranking(out, result, request, run)
     _equals(out, result, request)
-    _certificate(out, result.certificate, verbose)
+    certificate_text(out, result.certificate, verbose)
     prices(out, [request], run)
-    _warnings(out, best.estimate, request, run)
+    warnings(out, best.estimate, request, run)
     nodes, memory_gb = request.cluster.num_nodes, round(request.cluster.device.memory_bytes / 1e9)
     fixed = request.cluster.fabric is not None  # it fixes the number of devices
     varied = f"memory_gb={memory_gb},{2 * memory_gb}" if fixed else f"nodes={nodes}..{4 * nodes}"
-    _next(
+    next_commands(
         out,
         [
             estimate_command(model, cluster, request, best.config, run),
@@ -548,10 +548,10 @@ def estimate_text(
 ) -> None:
     """Print the answer of `autoplan estimate`."""
     heading(out, request)
-    _evidence(out, request, planned.estimate)
-    _answer(out, "PLAN", planned, request, run)
+    evidence(out, request, planned.estimate)
+    answer(out, "PLAN", planned, request, run)
     memory_table(out, planned.estimate)
     _breakdown(out, planned.estimate)
     prices(out, [request], run)
-    _warnings(out, planned.estimate, request, run)
-    _next(out, [plan_command(model, cluster, request)])
+    warnings(out, planned.estimate, request, run)
+    next_commands(out, [plan_command(model, cluster, request)])
