@@ -19,7 +19,6 @@ from autoplan.cost_models.time.estimate import Estimate
 from autoplan.program.facts import layer_calls
 from autoplan.program.legality import not_executed
 from autoplan.report.commands import estimate_command, explain_command, whatif_command
-from autoplan.report.explain import value_text
 from autoplan.report.text import (
     TERMS,
     grouped,
@@ -33,6 +32,7 @@ from autoplan.report.text import (
     varied_text,
     with_span,
 )
+from autoplan.report.words import value_text
 from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchResult
 from autoplan.sweeps.explain import Setting
 from autoplan.sweeps.label import plan_label
