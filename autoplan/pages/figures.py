@@ -144,43 +144,14 @@ def timeline(events: Sequence[Sequence[Any]]) -> Spec:
 
     An event is rank, chunk, micro-batch, action, start and end in seconds.
     """
-    ranks = sorted({e[0] for e in events})
-    kept = ranks
-    if len(events) > _MOST_EVENTS:
-        share = max(2, _MOST_EVENTS * len(ranks) // len(events))
-        kept = sorted({ranks[round(k * (len(ranks) - 1) / (share - 1))] for k in range(share)})
+    kept = _drawn_ranks(events)
     shown = [e for e in events if e[0] in set(kept)]
-    chunks = {rank: sorted({e[1] for e in shown if e[0] == rank}) for rank in kept}
-    data = []
-    for action in dict.fromkeys(e[3] for e in shown):
-        own = [e for e in shown if e[3] == action]
-        colour, hatch = _ACTIONS.get(action, (PURPLE, ""))
-        data.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": action.lower().replace("_", " "),
-                "y": [f"rank {e[0]}" for e in own],
-                "base": [e[4] for e in own],
-                "x": [e[5] - e[4] for e in own],
-                "customdata": [[e[2], e[1], e[4], e[5]] for e in own],
-                "marker": {
-                    "color": colour,
-                    "opacity": [0.55 if chunks[e[0]].index(e[1]) % 2 else 1.0 for e in own],
-                    "line": {"color": "white", "width": 0.5},
-                    "pattern": {"shape": hatch, "fgcolor": "white", "fillmode": "overlay"},
-                },
-                "hovertemplate": "%{y}, micro-batch %{customdata[0]}, chunk %{customdata[1]}: "
-                "%{customdata[2]:.4g} to %{customdata[3]:.4g} s<extra>" + action.lower() + "</extra>",
-            }
-        )
+    data = [_actions(shown, action, len(kept)) for action in dict.fromkeys(e[3] for e in shown)]
     names = [f"rank {rank}" for rank in kept]
     whole = [len(names) - 0.5, -0.5]
     buttons = [{"label": "all ranks", "method": "relayout", "args": [{"yaxis.range": whole}]}]
-    buttons += [
-        {"label": name, "method": "relayout", "args": [{"yaxis.range": [k + 0.5, k - 0.5]}]}
-        for k, name in enumerate(names)
-    ]
+    for k, name in enumerate(names):
+        buttons.append({"label": name, "method": "relayout", "args": [{"yaxis.range": [k + 0.5, k - 0.5]}]})
     menu = {"buttons": buttons, "x": 0, "xanchor": "left", "y": 1.0, "yanchor": "bottom", "showactive": True}
     rows = {"type": "category", "categoryorder": "array", "categoryarray": names, "range": whole, "automargin": True}
     return figure(
@@ -191,6 +162,42 @@ def timeline(events: Sequence[Sequence[Any]]) -> Spec:
         updatemenus=[menu] if len(names) > 1 else [],
         dragmode="zoom",
     )
+
+
+def _drawn_ranks(events: Sequence[Sequence[Any]]) -> list[int]:
+    """Return the ranks that are drawn: all, or evenly chosen ones where they have too many events."""
+    ranks = sorted({e[0] for e in events})
+    if len(events) <= _MOST_EVENTS:
+        return ranks
+    share = max(2, _MOST_EVENTS * len(ranks) // len(events))
+    return sorted({ranks[round(k * (len(ranks) - 1) / (share - 1))] for k in range(share)})
+
+
+def _actions(shown: Sequence[Sequence[Any]], action: str, num_ranks: int) -> Spec:
+    """Return the bars of one action; those of every second chunk of a rank are lighter."""
+    chunks: dict[int, list[int]] = {}
+    for e in shown:
+        if e[1] not in chunks.setdefault(e[0], []):
+            chunks[e[0]].append(e[1])
+    own = [e for e in shown if e[3] == action]
+    colour, hatch = _ACTIONS.get(action, (PURPLE, ""))
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": action.lower().replace("_", " "),
+        "y": [f"rank {e[0]}" for e in own],
+        "base": [e[4] for e in own],
+        "x": [e[5] - e[4] for e in own],
+        "customdata": [[e[2], e[1], e[4], e[5]] for e in own],
+        "marker": {
+            "color": colour,
+            "opacity": [0.55 if sorted(chunks[e[0]]).index(e[1]) % 2 else 1.0 for e in own],
+            "line": {"color": "white", "width": 0.5 if len(shown) < 100 * num_ranks else 0},  # thin bars would vanish
+            "pattern": {"shape": hatch, "fgcolor": "white", "fillmode": "overlay"},
+        },
+        "hovertemplate": "%{y}, micro-batch %{customdata[0]}, chunk %{customdata[1]}: "
+        "%{customdata[2]:.4g} to %{customdata[3]:.4g} s<extra>" + action.lower() + "</extra>",
+    }
 
 
 _KINDS = {  # of a candidate: colour and symbol
@@ -252,10 +259,8 @@ def mesh(drawn: Mapping[str, Any]) -> Spec:
     """Draw the ranks on their nodes, coloured by pipeline stage (or by the outermost axis), all coordinates as text."""
     axes = [(a["name"], a["size"]) for a in drawn["axes"]]
     per_node, total = drawn["devices_per_node"], min(drawn["num_devices"], _MOST_RANKS)
+    coloured = _coloured(axes)
     steps = [math.prod(size for _, size in axes[k + 1 :]) for k in range(len(axes))]
-    coloured = next((k for k, (name, size) in enumerate(axes) if size > 1 and name == "pp"), None)
-    if coloured is None:
-        coloured = next((k for k, (_, size) in enumerate(axes) if size > 1), 0)
 
     def where(rank: int) -> list[int]:
         return [rank // step % size for step, (_, size) in zip(steps, axes, strict=True)]
@@ -286,6 +291,12 @@ def mesh(drawn: Mapping[str, Any]) -> Spec:
         xaxis={"automargin": True, "side": "top", "showgrid": False, "type": "category", "title": {"text": "device"}},
         yaxis={"automargin": True, "autorange": "reversed", "showgrid": False},
     )
+
+
+def _coloured(axes: Sequence[tuple[str, int]]) -> int:
+    """Return the number of the axis that gives ranks their colours: pp, or the outermost with several ranks."""
+    several = [k for k, (_, size) in enumerate(axes) if size > 1]
+    return next((k for k in several if axes[k][0] == "pp"), several[0] if several else 0)
 
 
 def _place(coordinates: Sequence[int], axes: Sequence[tuple[str, int]]) -> str:

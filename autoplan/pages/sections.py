@@ -188,25 +188,24 @@ def _sweep(answer: Answer) -> Iterator[Block]:
     varied = list(answer["vary"]) if "vary" in answer else ["model", "cluster"]
     several = [name for name in varied if len({str(row[name]) for row in rows}) > 1] or varied[:1]
     shown = [name for name in _VALUES if any(row.get(name) is not None for row in rows)]
-    for value in shown:
-        if len(several) >= 2:
-            across, down = several[1], several[0]
-            height = 170 + 34 * len({str(row[down]) for row in rows})
-            yield Figure(_VALUES[value], figures.heatmap(rows, across, down, value, _VALUES[value]), height)
-        else:
-            low, high = _ends(value)
-            yield Figure(_VALUES[value], figures.curve(rows, several[0], value, _VALUES[value], low, high), 320)
+    yield from (_sweep_figure(rows, several, value) for value in shown)
     heads = (*varied, "status", *(_VALUES[n] for n in shown), "plan")
-    cells = [
-        (
-            *(numbers.plain(row[n]) for n in varied),
-            str(row["status"]),
-            *("" if row.get(n) is None else numbers.digits(row[n]) for n in shown),
-            str(row.get("plan") or row.get("reason") or ""),
-        )
-        for row in rows
-    ]
-    yield Table(heads, cells, left=len(varied) + 1, ends_in_words=True)
+    yield Table(heads, [_sweep_row(row, varied, shown) for row in rows], left=len(varied) + 1, ends_in_words=True)
+
+
+def _sweep_figure(rows: Sequence[Mapping[str, Any]], varied: Sequence[str], value: str) -> Figure:
+    """Return one column of a sweep as a heatmap over the first two things that were varied, or as a curve over one."""
+    title = _VALUES[value]
+    if len(varied) < 2:
+        return Figure(title, figures.curve(rows, varied[0], value, title, *_ends(value)), 320)
+    height = 170 + 34 * len({str(row[varied[0]]) for row in rows})
+    return Figure(title, figures.heatmap(rows, varied[1], varied[0], value, title), height)
+
+
+def _sweep_row(row: Mapping[str, Any], varied: Sequence[str], shown: Sequence[str]) -> tuple[str, ...]:
+    figures_of_row = ("" if row.get(n) is None else numbers.digits(row[n]) for n in shown)
+    plan = str(row.get("plan") or row.get("reason") or "")
+    return (*(numbers.plain(row[n]) for n in varied), str(row["status"]), *figures_of_row, plan)
 
 
 def _ends(value: str) -> tuple[str, str]:
