@@ -76,7 +76,8 @@ def answer_plan(task: TaskWords, pin: list[str] | None, by_kind: bool, shown: Sh
 def _answer(task: TaskWords, used: Use, run: RunTask) -> tuple[Answer, Usual | None]:
     """Return what the first screen shows, and the usual run that it uses; what would help is left out after Ctrl-C."""
     usual = usual_run(task.model) if task.written is None and (run.tokens is None or task.usual) else None
-    known = run.tokens is None and usual is not None and usual.tokens is not None
+    # of pre-training, not of a fine-tuning run
+    known = run.tokens is None and usual is not None and usual.tokens is not None and used.request.adapters is None
     interrupted = used.result.certificate.status == Status.INTERRUPTED
     answer = Answer(
         model=task.model,

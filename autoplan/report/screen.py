@@ -172,7 +172,7 @@ def _figures(a: Answer) -> Iterator[tuple[str, str]]:
     yield "time", "; ".join(shares)
     run = run_of(e, a.request, a.run)
     if run is None:
-        yield "run", "tokens of this model's training are not published; --tokens 300B adds days and money"
+        yield "run", "no usual number of tokens is known; --tokens 300B adds days and money"
         return
     usual = " (usual)" if a.usual_tokens else ""
     text = f"{numbers.scaled(run.tokens)} tokens{usual}: {with_span(run.days, numbers.days)}"
