@@ -237,11 +237,12 @@ def captured(name: str) -> ModelGraph:
     known = configs()
     if name not in known:
         raise AutoplanError(f"no config named {name!r}; there are {', '.join(known)}")
-    return replace(graph_of_config(known[name]["config"], name), name=name)
+    # a shipped text has the hash of its graph, which leaves out results
+    return replace(graph_of_config(known[name]["config"], name), name=name).without_results()
 
 
 def _write(name: str, folder: Path) -> Path:
-    graph = captured(name).without_results()  # a shipped text has the hash of its graph
+    graph = captured(name)
     stored = {"content_hash": graph.content_hash, "graph": graph.to_json(), "source": configs()[name]["source"]}
     data = gzip.compress(json.dumps(stored, sort_keys=True).encode(), 9, mtime=0)  # no time: equal graphs, equal bytes
     folder.mkdir(parents=True, exist_ok=True)
