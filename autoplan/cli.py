@@ -1,15 +1,14 @@
 """The command line: `autoplan plan`, `estimate`, `explain`, `fit`, `size`, `whatif`, `capacity`, `compile` and others.
 
-Exit codes: 0 a plan, 2 bad input (one line on stderr), 3 nothing fits (names the obstacle and the cheapest change), 4
-standard output cannot be written, 130 interrupted, 141 the reader has gone (`| head -1`). Catalog models need no torch;
-`--json` is versioned (autoplan.report.data).
+Exit codes: 0 a plan, 1 a checked file is illegal or does not fit, 2 bad input (one line on stderr), 3 nothing fits
+(names the obstacle and the cheapest change), 4 standard output cannot be written, 130 interrupted, 141 the reader has
+gone (`| head -1`). Catalog models need no torch; `--json` is versioned (autoplan.report.data).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,8 +34,8 @@ from autoplan.report.flags import (
     TimeLimit,
     with_choices,
 )
-from autoplan.report.output import say_error, say_note, written_output
-from autoplan.report.waiting import Countdown, telling, waiting
+from autoplan.report.output import say_error, written_output
+from autoplan.report.waiting import waiting
 
 if TYPE_CHECKING:
     from autoplan.sweeps.whatif import Point
@@ -46,8 +45,37 @@ EXIT_NOTHING_FITS = 3
 EXIT_INTERRUPTED = 130
 
 
+# The commands by what they are for, in the order of --help; a command of none of them stands under "Other"
+_GROUPS = {
+    "Plan": ("plan", "estimate", "fit", "explain", "check"),
+    "Compare hardware, size and money": ("whatif", "size", "capacity"),
+    "Run a plan": ("export", "compile", "launch", "rehearse", "compare"),
+    "Measure": ("profile", "calibrate"),
+    "Look up": ("models", "hw", "stacks"),
+}
+_EXAMPLES = """\b
+Examples:
+  autoplan plan llama-3.1-70b --cluster 64xh100
+  autoplan fit qwen3-32b --cluster 8xh100
+  autoplan whatif llama-3.1-8b --cluster 64xh100 --vary nodes=4,8,16
+  autoplan size llama-3.1-70b --devices h100,gb200 --deadline 60d --tokens 1T
+  autoplan plan llama-3.1-70b --cluster 64xh100 --json > plan.json
+  autoplan export plan.json --to megatron-lm"""
+
+
 class _Commands(TyperGroup):
     """The commands: the user's errors, and lost output, become one line on stderr and an exit code."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands in groups."""
+        told = {name for names in _GROUPS.values() for name in names}
+        others = tuple(name for name in self.commands if name not in told)
+        for group, names in {**_GROUPS, "Other": others}.items():
+            found = [(name, self.commands[name]) for name in names if name in self.commands]
+            if found:
+                width = formatter.width - 6 - max(map(len, self.commands))
+                with formatter.section(group):
+                    formatter.write_dl([(name, command.get_short_help_str(width)) for name, command in found])
 
     def main(self, *args: Any, **settings: Any) -> Any:
         with written_output():
@@ -80,6 +108,7 @@ app = typer.Typer(
     add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    epilog=_EXAMPLES,
     help="Plan how to train a model on a cluster: degrees, stages, recompute and ZeRO, with time, memory and cost.",
 )
 hw = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The hardware catalog.")
@@ -130,37 +159,17 @@ def plan(
     memory_risk: MemoryRisk = DEFAULT_RISK,
     equal_within: EqualWithin = EQUAL_WITHIN,
     runnable: Runnable = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also the space, and all counts of the search.")] = (
-        False
-    ),
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="All figures with their evidence, more plans, the proof and its space."),
+    ] = (False),
     as_json: AsJson = False,
 ) -> None:
     """The best plan that fits, with its certificate: of equally fast ones the simplest."""
-    from autoplan.errors import InfeasibleError
-    from autoplan.report.request import read_request, read_run
-    from autoplan.search.best_use import best_use
+    from autoplan.report.answers import answer_plan
 
-    run = read_run(task)
-    chosen = {"memory_risk": memory_risk, "equal_within": equal_within}
-    request = read_request(task, pins=pin, top=top, time_limit=time_limit, runnable=runnable, **chosen)
-    request = replace(request, by_kind=by_kind)
-    try:
-        with waiting("searching", as_json) as status:
-            used = best_use(request, telling(status))
-    except InfeasibleError as error:
-        if as_json:
-            from autoplan.report.data import infeasible_report
-
-            _print_json(infeasible_report(error))
-        raise
-    if as_json:
-        from autoplan.report.data import plan_report
-
-        _print_json(plan_report(used.request, used.result, run, used.asked(task.asked)))
-    else:
-        from autoplan.report.text import console, plan_text
-
-        plan_text(console(), task.model, used.text(task.cluster), used.request, used.result, run, verbose)
+    limits = {"memory_risk": memory_risk, "equal_within": equal_within, "time_limit": time_limit}
+    answer_plan(task, pin, by_kind, verbose, as_json, top=top, runnable=runnable, **limits)
 
 
 @app.command()
@@ -177,39 +186,10 @@ def estimate(
     as_json: AsJson = False,
 ) -> None:
     """Price one configuration. Exit code 3 if it does not fit the memory."""
-    from autoplan.program.facts import layer_calls
-    from autoplan.report.arguments import read_degrees
-    from autoplan.report.degrees import checked_config
-    from autoplan.report.files import check_writable
-    from autoplan.report.request import read_request, read_run
-    from autoplan.search.planner import estimate_config
+    from autoplan.report.answers import answer_estimate
 
-    run = read_run(task)
-    if timeline is not None:
-        check_writable(timeline)
-    request = read_request(task, runnable=runnable)
-    given = read_degrees(degrees, layer_calls(request.graph))
-    if task.written is not None:
-        for lost in task.written.dropped(given):
-            say_note(f"{lost} of {task.written.path} was made for other degrees and is left out")
-        given = task.written.but(given, task.cluster)
-    config = checked_config(request, given)
-    with waiting("pricing", as_json):
-        planned = estimate_config(request, config)
-    if timeline is not None:
-        from autoplan.report.timeline import write
-
-        write(planned.estimate, timeline)
-    if as_json:
-        from autoplan.report.data import estimate_report
-
-        _print_json(estimate_report(request, planned, run, task.asked))
-    else:
-        from autoplan.report.text import console, estimate_text
-
-        estimate_text(console(), task.model, task.cluster, request, planned, run)
-    if not planned.estimate.fits:
-        raise _stop(f"does not fit: {planned.estimate.missing()}", EXIT_NOTHING_FITS)
+    if (missing := answer_estimate(task, degrees, timeline, runnable, as_json)) is not None:
+        raise _stop(f"does not fit: {missing}", EXIT_NOTHING_FITS)
 
 
 @app.command()
@@ -220,7 +200,7 @@ def export(
         typer.Option(
             "--to",
             help="NAME or NAME@VERSION (a month YY.MM or a release): megatron-lm, megatron-bridge, torchtitan, "
-            "deepspeed, accelerate, lightning, nanotron or maxtext.",
+            "deepspeed, accelerate, transformers, lightning, nanotron or maxtext.",
         ),
     ],
     out: Annotated[Path | None, typer.Option(help="Write the file here; default: standard output.")] = None,
@@ -230,6 +210,35 @@ def export(
     from autoplan.report.exports import export_command
 
     export_command(plan_file, to, out, as_json)
+
+
+@app.command()
+@partial(with_choices, may_miss=("seq_len", "global_batch_size"))
+def check(
+    from_file: Annotated[
+        str,
+        typer.Argument(metavar="FILE", help="The input of another framework; FILE.py:FUNCTION of several functions."),
+    ],
+    task: TaskWords,
+    degrees: Mapping[str, Any] = CHOSEN,
+    format: FileFormat = None,
+    better: Annotated[bool, typer.Option("--better/--no-better", help="Also search for a better plan.")] = True,
+    pin: PinTexts = None,
+    seconds: Annotated[float, typer.Option("--seconds", help="Time limit of the search.", min=1)] = 10.0,
+    out: Annotated[Path | None, typer.Option(help="Write the better plan to this file, for autoplan export.")] = None,
+    memory_risk: MemoryRisk = DEFAULT_RISK,
+    equal_within: EqualWithin = EQUAL_WITHIN,
+    as_json: AsJson = False,
+) -> None:
+    """Is the input of another framework legal, does it fit, how long is a step, and is there a better plan?
+
+    Exit codes: 0 legal and fits, 1 illegal or does not fit, 2 bad input. --pin: what a better plan must keep.
+    """
+    from autoplan.report.check import check_command
+
+    how = {"memory_risk": memory_risk, "equal_within": equal_within}
+    if code := check_command(task, degrees, pin or (), seconds if better else None, out, as_json, how):
+        raise typer.Exit(code)
 
 
 @app.command("explain")
@@ -299,34 +308,10 @@ def whatif(
     as_json: AsJson = False,
 ) -> None:
     """Plan every point of a sweep."""
-    from autoplan.report.arguments import read_vary
-    from autoplan.report.files import check_writable
-    from autoplan.report.request import read_request, read_run
-    from autoplan.report.sweep_rows import planned_rows
-    from autoplan.report.sweep_text import outcome_of
-    from autoplan.sweeps.whatif import check_varied, columns, points, row
+    from autoplan.report.answers import answer_whatif
 
-    run = read_run(task)
-    values = read_vary(vary)
-    check_varied(values)
-    if csv is not None:
-        check_writable(csv)
-    request = read_request(task, pins=pin, time_limit=time_limit, memory_risk=memory_risk, equal_within=equal_within)
-    count = math.prod(map(len, values.values()))
-    pairs = ((point, row(point, run)) for point in points(request, values))
-    done, interrupted = planned_rows(pairs, columns(values, run), Countdown(count, "points"), csv, as_json)
-    found = [point for point, _ in done]
-    outcome = outcome_of(found, interrupted)
-    if as_json:
-        from autoplan.report.data import whatif_report
-
-        _print_json(whatif_report(outcome, request, values, [cells for _, cells in done]))
-    else:
-        from autoplan.report.sweep_text import whatif_text
-        from autoplan.report.text import console
-
-        whatif_text(console(), request, found, run)
-    _end_sweep(outcome, found, count)
+    limits = {"memory_risk": memory_risk, "equal_within": equal_within, "time_limit": time_limit}
+    _end_sweep(*answer_whatif(task, vary, pin, csv, as_json, **limits))
 
 
 def _end_sweep(outcome: str, found: Sequence[Point], count: int) -> None:
@@ -409,31 +394,11 @@ def capacity(
     as_json: AsJson = False,
 ) -> None:
     """Plan every row of a capacity file."""
-    from autoplan.report.capacity import capacity_report, capacity_text
-    from autoplan.report.files import check_writable
+    from autoplan.report.answers import answer_capacity
     from autoplan.report.request import import_from_here
-    from autoplan.report.sweep_rows import planned_rows
-    from autoplan.report.sweep_text import outcome_of
-    from autoplan.sweeps.capacity import cell_columns, cell_row, cells, read_task
 
     import_from_here()
-    if csv is not None:
-        check_writable(csv)
-    with waiting("reading", as_json):
-        task = read_task(file)
-    count = task.num_searches * len(task.tokens)
-    pairs = ((cell, cell_row(cell)) for cell in cells(task))
-    done, interrupted = planned_rows(pairs, cell_columns(), Countdown(count, "rows"), csv, as_json)
-    found = [cell for cell, _ in done]
-    found_points = [cell.point for cell in found]
-    outcome = outcome_of(found_points, interrupted)
-    if as_json:
-        _print_json(capacity_report(str(file), outcome, task, found))
-    else:
-        from autoplan.report.text import console
-
-        capacity_text(console(), str(file), task, found)
-    _end_sweep(outcome, found_points, count)
+    _end_sweep(*answer_capacity(file, csv, as_json))
 
 
 @app.command()
@@ -530,14 +495,9 @@ def calibrate(
 @app.command()
 def models(as_json: AsJson = False) -> None:
     """The models that ship with autoplan."""
-    from autoplan.report.catalogs import models_data, models_table
-    from autoplan.report.data import report
-    from autoplan.report.text import console
+    from autoplan.report.catalogs import models_command
 
-    if as_json:
-        _print_json(report("models", models=models_data()))
-    else:
-        console().print(models_table())
+    models_command(as_json)
 
 
 @app.command()
@@ -546,31 +506,17 @@ def stacks(
     as_json: AsJson = False,
 ) -> None:
     """The frameworks of --like: settings by version, what they can do, and the sources."""
-    from autoplan.report.data import report
-    from autoplan.report.stacks import show_stack, stack_data, stacks_data, stacks_table
-    from autoplan.report.text import console
-    from autoplan.stacks.records import stack
+    from autoplan.report.stacks import stacks_command
 
-    if as_json:
-        _print_json(report("stacks", stacks=stacks_data() if name is None else [stack_data(stack(name))]))
-    elif name is None:
-        console().print(stacks_table())
-    else:
-        show_stack(console(), name)
+    stacks_command(name, as_json)
 
 
 @hw.command("list")
 def hw_list(as_json: AsJson = False) -> None:
     """All devices: dense FLOP/s, memory, and bandwidth per device and direction."""
-    from autoplan.cost_models.hardware.catalog import entries
-    from autoplan.report.catalogs import device_data, devices_table
-    from autoplan.report.data import report
-    from autoplan.report.text import console
+    from autoplan.report.catalogs import devices_command
 
-    if as_json:
-        _print_json(report("hw list", devices=[device_data(d) for d in entries()]))
-    else:
-        console().print(devices_table())
+    devices_command(as_json)
 
 
 @hw.command("show")
@@ -578,14 +524,9 @@ def hw_show(
     device: Annotated[str, typer.Argument(help="An id from autoplan hw list.")], as_json: AsJson = False
 ) -> None:
     """Everything that is known about one device, with its sources."""
-    from autoplan.report.catalogs import device_data, show_device
-    from autoplan.report.data import report
-    from autoplan.report.text import console
+    from autoplan.report.catalogs import device_command
 
-    if as_json:
-        _print_json(report("hw show", device=device_data(device)))
-    else:
-        show_device(console(), device)
+    device_command(device, as_json)
 
 
 def main() -> None:

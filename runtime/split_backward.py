@@ -9,8 +9,8 @@ encoder-decoders); a block is recomputed, because `torch.utils.checkpoint` repea
 autograd, which would be once per matrix product. Here such parameters get their gradients in the first part.
 
 Between the parts, a graph that autograd kept whole would hold more memory than before the first part, because the
-arrived gradients come on top (57 % of a Llama layer). `Kept` frees the tensors that only the first part needed, which
-leaves about as much as a forward does (the paper's M_W and M_B).
+arrived gradients come on top (57 % of a Llama layer). `Kept` frees the tensors that only the first part needs while it
+goes on, which leaves about as much as a forward does (the paper's M_W and M_B), also during the first part.
 """
 
 from __future__ import annotations
@@ -57,21 +57,26 @@ class Kept:
         return slot.tensor
 
     def enter(self, _: object) -> None:
-        """Hook that runs before an operation that the second part repeats."""
+        """Hook that runs before an operation that the second part repeats. The operations before it have ended."""
+        self._empty()
         self._branch = True
 
     def leave(self, *_: object) -> None:
         """Hook that runs after it."""
         self._branch = False
 
+    def _empty(self) -> None:
+        for slot in self._spent or ():
+            slot.tensor = None
+        self._spent = []
+
     @contextmanager
     def spending(self) -> Iterator[None]:
-        """Context of a first part: empties the slots that it used."""
+        """Context of a first part: empties the slots that it used, each once its operation has ended."""
         self._spent = []
         try:
             yield
-            for slot in self._spent:
-                slot.tensor = None
+            self._empty()
         finally:
             self._spent, self._branch = None, False
 

@@ -20,7 +20,7 @@ copies per step.
 Parameters of experts under token dispatch have fewer replicas, and are sharded and reduced over those ranks only.
 
 Stage 0 keeps plain parameters. Stages 1 to 3 apply ``fully_shard`` to each block: parameters and gradients become
-DTensors sharded on dim 0, so that the optimizer works on shards without knowing it.
+DTensors sharded on one dim (`shard_dim`), so that the optimizer works on shards without knowing it.
 """
 
 import enum
@@ -48,6 +48,22 @@ ALONE_BYTES = 2 * 2**20
 
 Leaf = Callable[[nn.Parameter], nn.Parameter]
 """From a parameter to the leaf after whose backward (and hooks) the parameter's gradient is complete."""
+
+
+_MOST_PADDING = 1 / 8  # of a parameter: more than this costs more than the copies that shards of another dim need
+
+
+def shard_dim(shape: Sequence[int], ranks: int) -> int:
+    """Return the dim on which a parameter is sharded over `ranks` ranks.
+
+    `fully_shard` pads dim 0 to whole shards: 4 local experts over 32 ranks would take 8 times their bytes. Then it is
+    the first dim that divides evenly, if there is one. On a dim other than 0 every gather and reduction copies the
+    parameter once more, between the shards' order and its own.
+    """
+    padded = -(-shape[0] // ranks) * ranks
+    if padded <= (1 + _MOST_PADDING) * shape[0]:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if size and size % ranks == 0), 0)
 
 
 class ZeroStage(enum.IntEnum):
@@ -391,7 +407,7 @@ def _shard(
 ) -> FSDPModule:
     """Apply `fully_shard` to every block of a stage and to the stage itself; arguments as for `apply_zero`."""
     alone = set(apart) if apart_mesh is None or apart_mesh.size() == 1 else set()  # no ranks to shard them over
-    place = None if apart_mesh is None or alone or not apart else placement_apart(mesh, apart, apart_mesh)
+    place = placement(mesh) if apart_mesh is None or alone or not apart else placement_apart(mesh, apart, apart_mesh)
     # torch pins memory through an accelerator's driver; a CPU has none
     policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     for name, block in blocks.items():
@@ -420,6 +436,11 @@ def _shard(
     return root
 
 
+def placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
+    """Return a placement function for ``fully_shard`` over ``mesh``, whose last dim are the ranks to shard over."""
+    return lambda parameter: Shard(shard_dim(parameter.shape, mesh.size(-1)))
+
+
 def placement_apart(
     mesh: DeviceMesh, apart: Sequence[nn.Parameter], apart_mesh: DeviceMesh
 ) -> Callable[[nn.Parameter], Any]:
@@ -432,10 +453,11 @@ def placement_apart(
         return HSDPMeshInfo(over, shard_mesh_dim=1, replicate_mesh_dim=0) if hybrid else FSDPMeshInfo(over, 0)
 
     mine = {id(p) for p in apart}
-    elsewhere, usual = info(apart_mesh), info(mesh)
+    elsewhere, usual = ((info(over), placement(over)) for over in (apart_mesh, mesh))
 
     def place(parameter: nn.Parameter) -> Any:
-        return ShardPlacementResult(Shard(0), elsewhere if id(parameter) in mine else usual)
+        found, placed = elsewhere if id(parameter) in mine else usual
+        return ShardPlacementResult(placed(parameter), found)
 
     return place
 

@@ -159,13 +159,12 @@ def with_documents(batch: dict[str, torch.Tensor], packed: bool, left: bool = Fa
 MOE = dict(vocab_size=96, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=64)
 
 
-def make_mixtral(**extra: Any) -> nn.Module:
-    """A small HF Mixtral: 4 experts, 2 per token."""
+def make_mixtral(num_experts: int = 4, **extra: Any) -> nn.Module:
+    """A small HF Mixtral, 2 experts per token."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    config = MixtralConfig(
-        **MOE, num_key_value_heads=2, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2, **extra
-    )
+    sizes = {**MOE, "num_key_value_heads": 2, "intermediate_size": 24, "num_experts_per_tok": 2}
+    config = MixtralConfig(**sizes, num_local_experts=num_experts, **extra)
     torch.manual_seed(0)
     return MixtralForCausalLM(config)
 

@@ -128,6 +128,7 @@ class Case:
 
 MOE = {
     "mixtral": models.make_mixtral,
+    "mixtral-of-two": functools.partial(models.make_mixtral, 2),  # fewer experts than replicas of them
     "qwen3-moe": models.make_qwen3_moe,
     "deepseek": models.make_deepseek,
     "mixtral-aux": functools.partial(models.make_mixtral, **models.ROUTER_LOSS),

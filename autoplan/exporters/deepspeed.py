@@ -18,6 +18,7 @@ from autoplan.exporters.record import (
     data_parallel,
     derived,
     micro_batches,
+    near_parts,
     precision_word,
 )
 from autoplan.exporters.setup import Setup
@@ -27,7 +28,8 @@ from autoplan.stacks.records import year_of
 _Z = "zero_optimization."
 
 
-def _write_zero(setup: Setup) -> Values:
+def write_zero(setup: Setup) -> Values:
+    """Return the section zero_optimization of a setup."""
     c = setup.config
     out: dict[str, Any] = {_Z + "stage": c.zero_stage}
     if c.zero_replicas > 1 and c.zero_stage == 3:
@@ -41,7 +43,8 @@ def _write_zero(setup: Setup) -> Values:
     return out
 
 
-def _read_zero(document: Document, found: Values) -> Values:
+def read_zero(document: Document, found: Values) -> Values:
+    """Return the ZeRO stage and its replicas. PinError for a stage that does not exist."""
     stage = document.count(_Z + "stage", 0)
     if stage not in (0, 1, 2, 3):
         raise PinError(
@@ -52,18 +55,22 @@ def _read_zero(document: Document, found: Values) -> Values:
         ranks = found["dp"] * found["cp"]
         if ranks % shards:
             raise PinError(
-                f"mics_shard_size={shards} does not divide the {ranks} data-parallel ranks", ("zero_replicas",)
+                f"mics_shard_size={shards} does not divide the {ranks} data-parallel ranks; nearest: "
+                f"{near_parts(ranks, shards)}",
+                ("zero_replicas",),
             )
         out["zero_replicas"] = ranks // shards
     return out
 
 
-def _read_offload(document: Document, found: Values) -> Values:
+def read_offload(document: Document, found: Values) -> Values:
+    """Return what is on the host."""
     held = [document.get(f"{_Z}{path}.device") in ("cpu", "nvme") for path in ("offload_param", "offload_optimizer")]
     return {"offload": ("parameters",) if held[0] else ("optimizer",) if held[1] else ()}
 
 
-def _read_overlap(document: Document, found: Values) -> Values:
+def read_overlap(document: Document, found: Values) -> Values:
+    """Return which traffic of ZeRO overlaps, where the file says so."""
     # overlap_comm reduces gradients during the backward; the gather after the step is not overlapped
     given = document.get(_Z + "overlap_comm")
     return {"overlap_zero": bool(given), "overlap_gather": False} if given is not None else {}
@@ -159,9 +166,9 @@ DEEPSPEED = Target(
             "context_method",
         ),
         derived(data_parallel, "dp"),
-        Field(("zero_stage", "zero_replicas"), _write_zero, _read_zero),
-        derived(_read_offload, "offload"),
-        derived(_read_overlap, "overlap_zero", "overlap_gather"),
+        Field(("zero_stage", "zero_replicas"), write_zero, read_zero),
+        derived(read_offload, "offload"),
+        derived(read_overlap, "overlap_zero", "overlap_gather"),
         Field(("micro_batch_size", "global_batch_size"), _write_batch, _read_batch),
         derived(micro_batches, "num_micro_batches"),
         Field(("ep", "etp"), _write_experts, _read_experts, since=year_of("26.04")),

@@ -96,6 +96,7 @@ def read_config(
     graph: ModelGraph | None = None,
     cluster: Cluster | str | None = None,
     given: Mapping[str, Any] | None = None,
+    lenient: bool = False,
 ) -> ConfigFile:
     """Read the input of another framework.
 
@@ -105,8 +106,9 @@ def read_config(
         graph: the model, without which stages and recomputed layers are not known.
         cluster: the devices, without which dp may not be known.
         given: choices that the file does not say, for example micro_batch_size.
+        lenient: True: a value that a field refuses is one of the `faults`, and its choices are not in `says`.
 
-    Raises: PinError if the file cannot be read, is of no known target, or has a value that has no price.
+    Raises: PinError if the file cannot be read, is of no known target, or has a value that a field refuses.
     """
     name = str(path)
     file = name.rpartition(":")[0] if ".py:" in name else name
@@ -118,18 +120,29 @@ def read_config(
         raise PinError(f"{file} is not a text file") from None
     target, version = target_of(format) if format else detected(name, text)
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    return read_text(text, name, target, version, task_of(graph, where), given or {})
+    return read_text(text, name, target, version, task_of(graph, where), given or {}, lenient)
 
 
-def read_text(text: str, path: str, target: Target, version: str, task: Task, given: Mapping[str, Any]) -> ConfigFile:
-    """Return the input of a target that this text is."""
+def read_text(
+    text: str,
+    path: str,
+    target: Target,
+    version: str,
+    task: Task,
+    given: Mapping[str, Any],
+    lenient: bool = False,
+) -> ConfigFile:
+    """Return the input of a target that this text is; the arguments are those of `read_config`."""
     year = year_of(version)
     found = target.syntax(year).read(text, path)
     unknown = [f"{name.removeprefix(UNKNOWN)} = {v}" for name, v in found.items() if name.startswith(UNKNOWN)]
     found = {name: value for name, value in found.items() if not name.startswith(UNKNOWN)}
     document = Document(found, target.schema, year, task)
-    says = _read(target, document, given)
-    faults = [*target.schema.faults(found, year), *_broken(target, document, says, warns=False)]
+    says, refused = _read(target, document, given)
+    if refused and not lenient:
+        raise refused[0]
+    faults = [*target.schema.faults(found, year), *map(str, refused)]
+    faults += _broken(target, document, says, warns=False) if not refused else []
     warnings = [*_broken(target, document, says, warns=True), *_misspelt(target, found)]
     stack = target.stack_of(document) if target.stack_of is not None else target.stack
     seen = document.seen | set(target.base) | _IDLE
@@ -157,13 +170,17 @@ def _misspelt(target: Target, found: Mapping[str, Any]) -> list[str]:
 _IDLE = frozenset(("compute_environment", "machine_rank", "base_config", "hardware", "env", "env_vars", "launch"))
 
 
-def _read(target: Target, document: Document, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the fields say; `given` stands for what the file says elsewhere."""
+def _read(target: Target, document: Document, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[PinError]]:
+    """Return what the fields say and which refuse the file; `given` stands for what the file says elsewhere."""
     known = {name: value for name, value in given.items() if value is not None and name in target.elsewhere}
     says: dict[str, Any] = {}
+    refused: list[PinError] = []
     for each in target.fields_at(document.year):
-        says |= each.read(document, _Found({**known, **says}, target.name))
-    return says
+        try:
+            says |= each.read(document, _Found({**known, **says}, target.name))
+        except PinError as error:
+            refused.append(error)
+    return says, refused
 
 
 class _Found(dict[str, Any]):

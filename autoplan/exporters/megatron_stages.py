@@ -8,7 +8,7 @@ from typing import Any
 
 from autoplan.config.recompute import FULL, MODULES, NONE, OFFLOAD, SELECTIVE, modules_choice, modules_of
 from autoplan.errors import PinError
-from autoplan.exporters.record import Document, Values
+from autoplan.exporters.record import Document, Values, near_parts
 from autoplan.exporters.setup import Setup
 
 At = Callable[[str], str]
@@ -60,7 +60,12 @@ def read_stages(at: At, virtual: str) -> Callable[[Document, Mapping[str, Any]],
         if per_chunk is not None and layers:
             if layers % (pp * per_chunk):
                 raise PinError(
-                    f"num_layers_per_virtual_pipeline_stage={per_chunk} x pp={pp} does not divide the {layers} layers",
+                    f"num_layers_per_virtual_pipeline_stage={per_chunk} x pp={pp} does not divide the {layers} layers; "
+                    + (
+                        f"nearest: {near_parts(layers // pp, per_chunk)} layers"
+                        if layers % pp == 0
+                        else f"nearest: pp={near_parts(layers, pp)}"
+                    ),
                     ("virtual_stages", "pp"),
                 )
             v = layers // (pp * per_chunk)
@@ -86,16 +91,36 @@ def _uneven(document: Document, at: At, layers: int, chunks: int) -> tuple[int, 
         if (layers + sum(ends)) % chunks:
             raise PinError(
                 f"{layers + sum(ends)} layers{' with embedding and loss' if any(ends) else ''} do not split into "
-                f"{chunks} equal stages; give pipeline_model_parallel_layout",
+                f"{chunks} equal stages; nearest: {near_parts(layers + sum(ends), chunks)} stages, or uneven ones by "
+                "pipeline_model_parallel_layout",
                 ("pp", "virtual_stages"),
             )
         each = (layers + sum(ends)) // chunks
         return (each - ends[0], *(each,) * (chunks - 2), each - ends[1])
     left, inner = layers - (first or 0) - (last or 0), chunks - (first is not None) - (last is not None)
-    if inner <= 0 or left % inner:
-        raise PinError(f"{left} layers do not split into the {inner} stages between the first and the last", ("pp",))
+    if inner <= 0 or left <= 0 or left % inner:
+        raise _not_cut(layers, chunks, first, last)
     middle = (left // inner,) * inner
     return (*(() if first is None else (first,)), *middle, *(() if last is None else (last,)))
+
+
+def _not_cut(layers: int, chunks: int, first: int | None, last: int | None) -> PinError:
+    """Return the error of layers of the first or the last stage that leave the others no equal numbers."""
+    given = [n for n in (first, last) if n is not None]
+    inner, each = chunks - len(given), max(1, round(layers / chunks))
+    rest = layers - each * inner
+    ends = "first and the last" if len(given) > 1 else "first" if last is None else "last"
+    these = "these together" if len(given) > 1 else "this"
+    near = (
+        f"{each} layers in each of the others and {rest} in {these}"
+        if rest >= len(given) and inner > 0
+        else "fewer stages"
+    )
+    return PinError(
+        f"{layers - sum(given)} layers do not split into the {inner} stages beside {' and '.join(map(str, given))} "
+        f"layers in the {ends}; nearest: {near}",
+        ("pp",),
+    )
 
 
 # -- recompute ---------------------------------------------------------------------------------------------------------

@@ -69,6 +69,24 @@ class Document:
         return words[value]
 
 
+def section(document: Document, prefix: str, schema: Schema) -> Document:
+    """Return a section of a file as the input of another target, whose paths have no prefix."""
+    values = {path.removeprefix(prefix): v for path, v in document.values.items() if path.startswith(prefix)}
+    return Document(values, schema, document.year, document.task, _SeenBelow(document.seen, prefix))
+
+
+class _SeenBelow(set[str]):
+    """Paths of a section that were asked for; the whole file knows them with their prefix."""
+
+    def __init__(self, whole: set[str], prefix: str) -> None:
+        super().__init__()
+        self._whole, self._prefix = whole, prefix
+
+    def add(self, element: str) -> None:
+        self._whole.add(self._prefix + element)
+        super().add(element)
+
+
 @dataclass(frozen=True)
 class Field:
     """One field of a target, or a few that belong together.
@@ -247,6 +265,13 @@ def base_of(precision: str) -> str:
 def derived(read: Callable[[Document, Values], Values], *names: str) -> Field:
     """Return a field that is not written, because it follows from others."""
     return Field(names, lambda setup: {}, read)
+
+
+def near_parts(number: int, value: int) -> str:
+    """Return the numbers next to a value into which a number can be cut equally, in words: `4 or 8`."""
+    parts = [n for n in range(1, number + 1) if number % n == 0]
+    near = [max((n for n in parts if n < value), default=None), min((n for n in parts if n >= value), default=None)]
+    return " or ".join(str(n) for n in near if n is not None)
 
 
 def data_parallel(document: Document, found: Values, *other: str) -> Values:

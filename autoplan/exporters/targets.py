@@ -15,9 +15,10 @@ from autoplan.exporters.megatron_bridge import MEGATRON_BRIDGE
 from autoplan.exporters.nanotron import NANOTRON
 from autoplan.exporters.record import Target
 from autoplan.exporters.torchtitan import TORCHTITAN
+from autoplan.exporters.transformers import TRANSFORMERS
 from autoplan.stacks.records import near, stack, version_of, year_of
 
-_ALL = (MEGATRON_LM, MEGATRON_BRIDGE, TORCHTITAN, DEEPSPEED, ACCELERATE, LIGHTNING, NANOTRON, MAXTEXT)
+_ALL = (MEGATRON_LM, MEGATRON_BRIDGE, TORCHTITAN, DEEPSPEED, ACCELERATE, TRANSFORMERS, LIGHTNING, NANOTRON, MAXTEXT)
 TARGETS: Mapping[str, Target] = {target.name: target for target in _ALL}
 
 

@@ -23,6 +23,7 @@ from autoplan.program.op_costs import OpCosts
 from autoplan.program.workload import lower_all, workload
 from autoplan.runtime.params import local_param_shape
 from autoplan.runtime.spec import LedgerEntry, ParamSpec, ProgramSpec, StageSpec, evaluate_terms
+from autoplan.runtime.zero import shard_dim
 from autoplan.units import DTYPE_BYTES
 
 MASTER = "float32"  # dtype of sums of gradients under mixed precision, if no other is given
@@ -161,9 +162,10 @@ def _own_elements(spec: ProgramSpec, at: Place, p: ParamSpec) -> int:
     axis = at.replicas["expert_shards" if any(s.axis == "ep" for s in p.shards) else "shards"]
     if at.plain or at.sizes[axis] == 1 or not shape:
         return math.prod(shape)
-    chunk = math.ceil(shape[0] / at.sizes[axis])
-    rows = min(chunk, max(0, shape[0] - chunk * at.ranks[axis]))
-    return rows * math.prod(shape[1:])
+    dim = shard_dim(shape, at.sizes[axis])
+    chunk = math.ceil(shape[dim] / at.sizes[axis])
+    mine = min(chunk, max(0, shape[dim] - chunk * at.ranks[axis]))
+    return mine * math.prod(size for d, size in enumerate(shape) if d != dim)
 
 
 def _summed_width(spec: ProgramSpec, p: ParamSpec) -> int:
@@ -202,7 +204,7 @@ def _zero(spec: ProgramSpec, at: Place, stages: tuple[StageSpec, ...], num_micro
     """Return the bytes that ZeRO moves: gathered parameters, and gradients that are reduced.
 
     ZeRO 0 and 1 reduce once per step, 2 and 3 in every backward; 1 and 2 gather once per step, 3 in every pass that
-    reads the parameters (autoplan.runtime.zero). fully_shard pads dim 0 to whole shards.
+    reads the parameters (autoplan.runtime.zero). fully_shard pads a dim to whole shards.
     """
     out: Totals = Counter()
     for stage in stages:
@@ -217,7 +219,7 @@ def _zero(spec: ProgramSpec, at: Place, stages: tuple[StageSpec, ...], num_micro
                 continue
             axis = at.replicas["expert_shards" if apart else "shards"]
             ranks = at.sizes[axis]
-            padded = math.ceil(shape[0] / ranks) * ranks * math.prod(shape[1:]) if shape else ranks
+            padded = _padded(shape, ranks)
             if ranks > 1:
                 passes = 1 if at.gathered.get(p.block, "again") in ("drop", "keep") else 2
                 gathers = num_micro_batches * passes if spec.zero_stage == 3 else 1
@@ -228,6 +230,14 @@ def _zero(spec: ProgramSpec, at: Place, stages: tuple[StageSpec, ...], num_micro
             if copies and at.sizes[copies] > 1 and p.trainable:
                 out["all_reduce", at.canonical[copies]] += padded * width // ranks
     return +out
+
+
+def _padded(shape: tuple[int, ...], ranks: int) -> int:
+    """Return the elements of a parameter whose sharded dim is padded to whole shards."""
+    whole = list(shape) or [1]
+    dim = shard_dim(whole, ranks)
+    whole[dim] = math.ceil(whole[dim] / ranks) * ranks
+    return math.prod(whole)
 
 
 def _reduced_width(spec: ProgramSpec, p: ParamSpec) -> int:

@@ -1,8 +1,10 @@
 """Reports: plans, estimates and what-ifs as text for people and as versioned JSON. No torch.
 
+`answers`: the commands plan, estimate, whatif and capacity.
 `arguments`: read the text arguments of the command line.
 `capacity`: the capacity table as text and JSON.
 `catalogs`: listings of models and hardware.
+`check`: the input of another framework, checked.
 `commands`: command lines that a report proposes.
 `data`: reports as JSON.
 `degrees`: the configuration for given degrees.
@@ -10,6 +12,7 @@
 `flags`: arguments and options that several commands share.
 `output`: standard output, whose loss is an error.
 `request`: the options of a command as a PlanRequest.
+`screen`: the first screen of `autoplan plan`.
 `stacks`: listings of the stacks of `--like`.
 `text`: reports as text.
 `timeline`: the predicted step as Chrome trace events.

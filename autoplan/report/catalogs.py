@@ -12,13 +12,14 @@ from autoplan import catalog as models
 from autoplan.config import numbers
 from autoplan.cost_models.hardware import catalog as hardware
 from autoplan.plans.document import chosen, plain
-from autoplan.report.text import plain_table
+from autoplan.report.data import report, to_text
+from autoplan.report.text import console, plain_table
 from autoplan.units import GB, TERA
 
 
 def models_data() -> list[dict[str, Any]]:
-    """Return every model of the catalog."""
-    return [plain(models.describe_model(name)) for name in models.names()]
+    """Return every model of the catalog, with its usual run (null if it has none)."""
+    return [{**plain(models.describe_model(n)), "usual": plain(models.usual_run(n))} for n in models.names()]
 
 
 def models_table() -> Table:
@@ -37,6 +38,30 @@ def models_table() -> Table:
             experts,
         )
     return table
+
+
+def models_command(as_json: bool) -> None:
+    """Write the answer of `autoplan models`."""
+    if as_json:
+        print(to_text(report("models", models=models_data())))
+    else:
+        console().print(models_table())
+
+
+def devices_command(as_json: bool) -> None:
+    """Write the answer of `autoplan hw list`."""
+    if as_json:
+        print(to_text(report("hw list", devices=[device_data(d) for d in hardware.entries()])))
+    else:
+        console().print(devices_table())
+
+
+def device_command(device: str, as_json: bool) -> None:
+    """Write the answer of `autoplan hw show`."""
+    if as_json:
+        print(to_text(report("hw show", device=device_data(device))))
+    else:
+        show_device(console(), device)
 
 
 def device_data(device_id: str) -> dict[str, Any]:

@@ -38,17 +38,15 @@ def read_for(values: Mapping[str, Any], typed: set[str]) -> ConfigFile:
     given = {name: values[name] for name in PINS if name in typed}
     given |= {name: read_count(values[name], flag) for name, flag in _RUN.items() if values.get(name) is not None}
     graph, cluster = load_model(values["model"]), Cluster.parse(values["cluster"])
-    return read_config(path, values.get("format"), graph=graph, cluster=cluster, given=given)
+    return read_config(path, values.get("format"), graph=graph, cluster=cluster, given=given, lenient=True)
 
 
 def written_config(values: Mapping[str, Any], typed: set[str]) -> WrittenPlan:
     """Return what a config file says in place of the arguments that were not typed, and say on stderr what it does not.
 
-    Raises: PinError if the target itself would refuse the file, naming the nearest that it takes.
+    What the target itself would refuse is in `WrittenPlan.config` (`WrittenPlan.check_taken`).
     """
     read = read_for(values, typed)
-    if read.faults:
-        raise PinError(f"{read.path}: {'; '.join(read.faults)}")
     for line in notes(read, typed):
         say_note(line)
     return as_written(read, values)
@@ -61,7 +59,7 @@ def as_written(read: ConfigFile, values: Mapping[str, Any]) -> WrittenPlan:
     for name, flag in _RUN.items():
         if name in says:
             asked[name] = str(says[name])
-        elif values.get(name) is None:
+        elif values.get(name) is None and not read.faults:  # a fault is said first
             raise PinError(f"{read.path} does not say {name}; give {flag}")
     asked |= {name: plain_option(says[name]) for name in (*OPTIONS, "precision", "mode") if name in says}
     asked |= {name: ",".join(value) for name, value in asked.items() if isinstance(value, list)}
@@ -69,7 +67,7 @@ def as_written(read: ConfigFile, values: Mapping[str, Any]) -> WrittenPlan:
     degrees = {name: tuple(value) if isinstance(value, list) else value for name, value in degrees.items()}
     if degrees.get("ep", 1) == 1 and degrees.get("etp") == degrees.get("tp"):
         degrees.pop("etp", None)
-    return WrittenPlan(Path(read.path), asked, degrees, {})
+    return WrittenPlan(Path(read.path), asked, degrees, {}, config=read)
 
 
 def notes(read: ConfigFile, typed: set[str]) -> list[str]:

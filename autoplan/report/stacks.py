@@ -10,10 +10,21 @@ from rich.table import Table
 
 from autoplan.config.choices import option_data, option_texts
 from autoplan.plans.document import chosen
-from autoplan.report.text import plain_table
+from autoplan.report.data import report, to_text
+from autoplan.report.text import console, plain_table
 from autoplan.stacks.records import Abilities, Era, Stack, stack, stacks, version_of
 
 _ABLE = "modes degrees schedules recompute zero_stages offload precisions dispatcher launch"
+
+
+def stacks_command(name: str | None, as_json: bool) -> None:
+    """Write the answer of `autoplan stacks`. `name`: one stack; None: all."""
+    if as_json:
+        print(to_text(report("stacks", stacks=stacks_data() if name is None else [stack_data(stack(name))])))
+    elif name is None:
+        console().print(stacks_table())
+    else:
+        show_stack(console(), name)
 
 
 def stack_data(found: Stack) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from autoplan.errors import PinError
 from autoplan.plans.document import NEXT, checked_document, is_document, made_for, read_json, tuples, what_differs
 
 if TYPE_CHECKING:
+    from autoplan.exporters.door import ConfigFile
     from autoplan.search.layouts import PlanRequest
 
 NEEDED = ("model", "cluster", "seq_len", "global_batch_size")
@@ -39,6 +40,7 @@ class WrittenPlan:
         degrees: the plan, by names of ParallelConfig; what follows from the rest is left out.
         made_for: the model, the cluster and the version that the plan was made for.
         graph: the graph of its model (autoplan.plans.document), if no name stands for it.
+        config: the input of another framework that it was read from, else None.
     """
 
     path: Path
@@ -46,6 +48,12 @@ class WrittenPlan:
     degrees: Mapping[str, Any] = field(repr=False)
     made_for: Mapping[str, Any] = field(repr=False)
     graph: str | None = field(default=None, repr=False)
+    config: ConfigFile | None = field(default=None, repr=False)
+
+    def check_taken(self) -> None:
+        """Raise PinError if this is the input of a framework that refuses it, naming the nearest that it takes."""
+        if self.config is not None and self.config.faults:
+            raise PinError(f"{self.path}: {'; '.join(self.config.faults)}")
 
     def but(self, given: Mapping[str, Any], cluster: str = "") -> dict[str, Any]:
         """Return the degrees with others given; None changes nothing.

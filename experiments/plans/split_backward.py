@@ -90,11 +90,15 @@ def measure(way: str, again: bool) -> dict[str, Any]:
             y = layers(x)
         sizes = {"after the forward": live.live_bytes - live.start_bytes}
         ran = [layers.calls]
+        live.peak_bytes = live.live_bytes
         _, rest = first([y], [gradient], [x], params, kept)
         del y
+        sizes["most in the first"] = live.peak_bytes - live.start_bytes
         sizes["between the parts"] = live.live_bytes - live.start_bytes
         ran.append(layers.calls)
+        live.peak_bytes = live.live_bytes
         second(rest)
+        sizes["most in the second"] = live.peak_bytes - live.start_bytes
         del rest
         ran.append(layers.calls)
     worst = max(float((p.grad - w).abs().max() / w.abs().max()) for p, w in zip(params, want, strict=True))
@@ -111,7 +115,7 @@ def main(json: Annotated[Path | None, typer.Option(help="store the figures here"
     rows = [measure(way, again) for again in (False, True) for way in WAYS]
     env = environment()
     table = Table(title=f"{SIZE.num_layers} layers of HF Llama, h{SIZE.hidden}; {describe(env)}")
-    for name in ("parts", "layers", "MB after the forward", "MB between the parts", "runs of a layer"):
+    for name in ("parts", "layers", *(f"MB {name}" for name in rows[0]["bytes"]), "runs of a layer"):
         table.add_column(name)
     for row in rows:
         held = [f"{n / 1e6:.1f}" for n in row["bytes"].values()]

@@ -89,8 +89,9 @@ def make_model(family: str) -> nn.Module:
     model: nn.Module
     if family == "dropout":
         return Dropping()
-    if family == "mixtral":
-        model = MixtralForCausalLM(MixtralConfig(**DENSE, num_local_experts=4, num_experts_per_tok=2))
+    if family in ("mixtral", "few experts"):
+        experts = 4 if family == "mixtral" else 2
+        model = MixtralForCausalLM(MixtralConfig(**DENSE, num_local_experts=experts, num_experts_per_tok=2))
     elif family == "deepseek":
         sizes = {k: v for k, v in DENSE.items() if k != "head_dim"}
         model = DeepseekV3ForCausalLM(

@@ -24,7 +24,7 @@ DEVICES, BATCH = 16, 64
 # Versions of which names or files differ
 VERSIONS = (
     *("megatron-lm", "megatron-bridge", "torchtitan", "torchtitan@0.2.2", "torchtitan@0.2.0", "deepspeed"),
-    *("accelerate", "accelerate@1.9.0", "accelerate@25.01", "lightning", "nanotron", "maxtext"),
+    *("accelerate", "accelerate@1.9.0", "accelerate@25.01", "transformers", "lightning", "nanotron", "maxtext"),
 )
 
 

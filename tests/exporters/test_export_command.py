@@ -21,6 +21,7 @@ DEGREES = {
     "torchtitan@0.2.2": ("--tp", "2", "--pp", "2", "--zero", "1"),
     "deepspeed": ("--zero", "3", "--offload", "optimizer"),
     "accelerate": ("--tp", "2", "--zero", "3", "--mbs", "2", "--recompute", "full"),
+    "transformers": ("--zero", "3", "--mbs", "2", "--recompute", "full"),
     "lightning": ("--zero", "3", "--mbs", "2"),
     "nanotron": ("--tp", "2", "--pp", "2", "--zero", "1"),
     "maxtext": ("--tp", "2", "--zero", "3", "--recompute", "full"),
@@ -46,7 +47,7 @@ def test_a_plan_comes_back_with_its_price(to: str, tmp_path: Path) -> None:
     assert "not said" not in result.stderr
     left = [] if to not in ("accelerate", "lightning") else ["--mbs", "2"]
     run_words = ["--seq-len", "4k", "--global-batch-size", "64"] if to in ("accelerate", "lightning") else []
-    run_words = ["--seq-len", "4k"] if to == "deepspeed" else run_words
+    run_words = ["--seq-len", "4k"] if to in ("deepspeed", "transformers") else run_words
     again = run("estimate", TASK[0], "--cluster", CLUSTER, "--from", str(out), *left, *run_words, "--json")
     assert again.exit_code == 0, again.output
     second = json.loads(again.stdout)

@@ -119,6 +119,91 @@ def test_deepspeed_reads_its_json(name: str) -> None:
     assert [bool(each) for each in held] == [bool(config.offload), config.offload == ("parameters",)]
 
 
+TRANSFORMERS = {
+    "ddp": PLAIN.but(zero_stage=0, recompute="full"),
+    "zero 1": PLAIN.but(zero_stage=1, micro_batch_size=2, num_micro_batches=2, recompute="full"),
+    "zero 2": PLAIN.but(zero_stage=2),
+    "zero 3": PLAIN.but(offload=("parameters",), recompute="full"),
+    "host": PLAIN.but(offload=("optimizer",)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers_reads_its_arguments(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HfArgumentParser reads the file; what it makes of the engine is what the plan says."""
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    if name in ("zero 1", "host"):
+        pytest.importorskip("deepspeed")
+    from transformers import HfArgumentParser, TrainingArguments
+
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # it sets this by itself
+    config, file = TRANSFORMERS[name], tmp_path / "args.json"
+    data = json.loads(exported("transformers", config).text)
+    file.write_text(json.dumps({**data, "output_dir": str(tmp_path), "use_cpu": True}))
+    (read,) = HfArgumentParser(TrainingArguments).parse_json_file(str(file))
+    assert (read.per_device_train_batch_size, read.gradient_accumulation_steps) == (
+        config.micro_batch_size,
+        config.num_micro_batches,
+    )
+    assert read.bf16 and not read.fp16
+    deepspeed, fsdp = read.deepspeed_plugin, read.fsdp_plugin_args
+    assert (deepspeed is not None) == (name in ("zero 1", "host"))
+    if fsdp is not None:
+        assert fsdp["fsdp_version"] == 2 and fsdp["reshard_after_forward"] == (config.zero_stage == 3)
+        assert fsdp["activation_checkpointing"] == (config.recompute == "full")
+        assert fsdp.get("cpu_offload", False) is (config.offload == ("parameters",))
+    elif deepspeed is not None:
+        assert read.hf_deepspeed_config.get_value("zero_optimization.stage") == config.zero_stage
+        batch = read.hf_deepspeed_config.get_value("train_micro_batch_size_per_gpu")
+        assert batch == config.micro_batch_size  # "auto" became the argument's
+        assert read.hf_deepspeed_config.is_offload() is (name == "host")
+        assert read.gradient_checkpointing is (config.recompute == "full")
+    else:
+        assert config.zero_stage == 0 and read.gradient_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"bf16": True, "fp16": True}, "exclude each other; nearest: bf16 alone"),
+        ({"fsdp": "full_shard", "deepspeed": {"zero_optimization": {"stage": 1}}}, "nearest: one of them"),
+        ({"deepspeed": {"gradient_accumulation_steps": 2}}, 'gradient_accumulation_steps=1; nearest: "auto"'),
+        ({"deepspeed": {"zero_optimization": {"stge": 1}}}, "did you mean 'zero_optimization.stage'?"),
+        ({"deepspeed": "ds.json"}, "nearest: its contents in place of its name"),
+        ({"fsdp": "hybrid_shard"}, "is of FSDP 1; nearest: fsdp_config.version=1"),
+    ],
+)
+def test_arguments_that_transformers_refuses_are_faults(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    from autoplan.exporters.door import read_config
+
+    file = tmp_path / "args.json"
+    file.write_text(json.dumps({"per_device_train_batch_size": 1, **values}))
+    read = read_config(file, cluster="2x8xh100-sxm5-80gb", lenient=True)
+    assert read.target == "transformers" and any(message in fault for fault in read.faults), read.faults
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "config", "zero", "offload"),
+    [
+        ("full_shard auto_wrap", {}, 3, ()),
+        (True, {"reshard_after_forward": False}, 2, ()),
+        (["shard_grad_op", "offload"], {}, 2, ("parameters",)),
+        ("full_shard", {"version": 1, "reshard_after_forward": "shard_grad_op"}, 2, ()),
+        ("", {"reshard_after_forward": True}, 0, ()),
+    ],
+)
+def test_all_ways_to_write_fsdp_are_read(
+    fsdp: Any, config: dict[str, Any], zero: int, offload: tuple[str, ...], tmp_path: Path
+) -> None:
+    from autoplan.exporters.door import read_config
+
+    file = tmp_path / "args.json"
+    file.write_text(json.dumps({"per_device_train_batch_size": 1, "fsdp": fsdp, "fsdp_config": config}))
+    read = read_config(file, cluster="2x8xh100-sxm5-80gb")
+    assert (read.says["zero_stage"], read.says["offload"]) == (zero, offload)
+
+
 def test_trainings_arguments_of_transformers_read_it(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     pytest.importorskip("deepspeed")

@@ -23,7 +23,14 @@ from autoplan.stacks.records import year_of
 # What of the grid a target can at least say, of every 11th setup
 LEAST = {
     **{"megatron-lm": 60, "megatron-bridge": 60, "torchtitan": 35, "torchtitan@0.2.2": 35, "torchtitan@0.2.0": 35},
-    **{"deepspeed": 18, "accelerate": 6, "accelerate@1.9.0": 1, "accelerate@25.01": 1, "lightning": 4},
+    **{
+        "deepspeed": 18,
+        "accelerate": 6,
+        "accelerate@1.9.0": 1,
+        "accelerate@25.01": 1,
+        "transformers": 2,
+        "lightning": 4,
+    },
     **{"nanotron": 14, "maxtext": 6},
 }
 
@@ -91,7 +98,7 @@ def altered(setup: Setup) -> list[tuple[str, Setup]]:
 def test_options_are_read_back_or_named(to: str, tmp_path: Path) -> None:
     """Each option of a run, alone."""
     config = ParallelConfig(dp=8, tp=2, zero_stage=3, num_micro_batches=8, recompute="full")
-    if to.startswith(("accelerate@", "lightning", "nanotron")):
+    if to.startswith(("accelerate@", "transformers", "lightning", "nanotron")):
         config = config.but(dp=16, tp=1, num_micro_batches=4, zero_stage=0 if to == "nanotron" else 3)
     mixed = request("mixtral-8x7b", to)
     ep = 2 if to.startswith(("megatron", "deepspeed", "torchtitan")) else 1

@@ -59,7 +59,7 @@ def test_the_commands_run(line: str) -> None:
 
 
 def test_there_are_commands() -> None:
-    assert len(COMMANDS) == 6 and len(SEARCHES) == 3
+    assert len(COMMANDS) == 7 and len(SEARCHES) == 4
 
 
 PAGES = [README, *(README.parent / name for name in ("ARCHITECTURE.md", "experiments/README.md"))]

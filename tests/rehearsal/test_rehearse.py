@@ -39,6 +39,12 @@ LARGE: dict[str, tuple[str, str, int, int, dict[str, Any], str]] = {
         {"pp": 16, "tp": 1, "ep": 64, "zero_stage": 1, "micro_batch_size": 1, "recompute": "full"},
         "last",
     ),
+    # 8 experts over 16 replicas each: sharded on another dim than the first
+    "mixtral-8x7b": (
+        *("mixtral-8x7b", "4x8xh100-sxm5-80gb", 2048, 32),
+        {"tp": 1, "pp": 1, "ep": 2, "zero_stage": 3},
+        "31",
+    ),
     "llama-3.1-8b at 1M tokens": (
         *("llama-3.1-8b", "16x8xh100-sxm5-80gb", 1 << 20, 2),
         {"tp": 8, "cp": 8, "dp": 2, "zero_stage": 3, "context_method": "ring", "recompute": "full"},

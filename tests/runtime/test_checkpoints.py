@@ -51,6 +51,7 @@ def test_a_training_goes_on_under_another_plan(tmp_path: Path) -> None:
         Cell(Training("llama"), "optimizer on the host, dp2", "pp2, ZeRO 2, dp2"),
         Cell(Training("tied"), "ZeRO 1, dp2", "pp2, tp2"),
         Cell(Training("mixtral"), "ep2, etp2", "ep2, ZeRO 3, dp4"),
+        Cell(Training("few experts"), "ep2, ZeRO 3, dp4", "ZeRO 3, dp4"),  # fewer local ones than replicas
         Cell(Training("llama", "bf16"), "pp2", "dp2"),
     ],
     ids=str,

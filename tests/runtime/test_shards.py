@@ -35,6 +35,7 @@ WHOLE = [
     Case("gpt-untied", tp=2, dp=2, zero=2),
     Case("llama", dp=4, zero=3, zero_replicas=2),
     Case("gpt", dp=2, tp=2, zero=3),
+    Case("mixtral-of-two", dp=4, zero=3),
 ]
 
 
@@ -60,9 +61,10 @@ def test_what_a_dtensor_cannot_say_is_refused_by_name() -> None:
 
 
 @pytest.mark.processes
-def test_experts_have_a_mesh_of_their_own() -> None:
+@pytest.mark.parametrize("family", ["mixtral", "mixtral-of-two"])  # shards of dim 0, and of dim 1
+def test_experts_have_a_mesh_of_their_own(family: str) -> None:
     """Norms over both meshes are refused by name; each parameter and the checkpoint are whole all the same."""
-    results = run(shard_jobs.use, Case("mixtral", dp=4, ep=2, zero=3))
+    results = run(shard_jobs.use, Case(family, dp=4, ep=2, zero=3))
     assert all("over parameters of experts" in found["refused"] for found in results)
     assert all("pm.clip_grad_norm_" in found["refused"] for found in results)
     assert all(found["saved"] and found["loaded"] for found in results)

@@ -179,9 +179,14 @@ def test_between_the_parts_nothing_is_held_that_only_the_first_needs(lets_go: bo
     kept = Kept() if lets_go else None
     with kept.forward() if kept is not None else contextlib.nullcontext():
         outputs = stage(*inputs)
+    during: list[bool] = []
+    first = next(x for x in inputs if x.requires_grad)
+    watching = first.register_hook(lambda _: during.append(made["up"].expired()))
     _, deferred = backward_input(outputs, gradients, inputs, stage.parameters(), kept=kept)
+    watching.remove()
     del outputs
-    assert made["up"].expired() == lets_go  # silu's backward
+    assert during == [lets_go]  # silu's backward, which ran long before the inputs' gradients
+    assert made["up"].expired() == lets_go
     assert not made["into up"].expired() and not made["into down"].expired()  # of the weights
     backward_weight(deferred)
     assert made["into up"].expired() and made["into down"].expired()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from toy_stages import MLP, Stage, batch, make_runner, stage_names, train, train_made
 
 from autoplan.codegen.schedules import schedule_spec
-from autoplan.runtime.zero import ALONE_BYTES, ZeroStage, _AllReduce, apply_zero, buckets, check_schedule
+from autoplan.runtime.zero import ALONE_BYTES, ZeroStage, _AllReduce, apply_zero, buckets, check_schedule, shard_dim
 from autoplan.schedules.schedule import SCHEDULES
 
 TIGHT = 1e-12
@@ -158,6 +158,58 @@ def test_what_each_stage_holds_after_the_first_backward(shape):
                 assert held.whole_gradients == 0, (zero, rank, held)
                 assert 0 < held.sharded_gradients < everything, (zero, rank, held)
                 assert held.whole_parameters == (everything if zero == 2 else 0), (zero, rank, held)
+
+
+# Which dim is sharded.
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dim"),
+    [
+        ((64, 32), 8, 0),
+        ((50257, 768), 8, 0),  # 7 rows of padding are less than the copies of another dim
+        ((4, 4096, 7168), 32, 1),  # DeepSeek-V3, tp 8, ep 64: 4 local experts with 32 replicas
+        ((9, 64), 8, 1),  # 16 rows for 9
+        ((8, 64), 7, 0),  # no dim divides
+        ((4, 0, 6), 8, 0),
+        ((5,), 8, 0),
+    ],
+)
+def test_the_dim_that_is_sharded(shape, ranks, dim):
+    assert shard_dim(shape, ranks) == dim
+
+
+class _Experts(nn.Module):
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.zeros(num, 64, 8)), nn.Parameter(torch.zeros(num, 8, 32))
+        self.norm = nn.Parameter(torch.zeros(64))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_few_experts_are_not_padded_to_one_per_replica(apart):
+    """Every one of 32 replicas holds a 32nd of 4 experts; with shards of dim 0 the first four would hold an eighth."""
+    for rank in (0, 31):
+        dist.init_process_group("fake", rank=rank, world_size=64)
+        try:
+            both = dist.device_mesh.init_device_mesh("cpu", (2, 32), mesh_dim_names=("ep", "edp"))
+            stage = WithBlocks(layer=_Experts(4))
+            experts = [stage.blocks["layer"].up, stage.blocks["layer"].down]
+            whole = dist.device_mesh.init_device_mesh("cpu", (64,), mesh_dim_names=("dp",))
+            if apart:
+                apply_zero(stage, whole, 3, apart=experts, apart_mesh=both["edp"])
+            else:
+                apply_zero(stage, both["edp"], 3)
+            held = {
+                name: p.to_local().untyped_storage().nbytes() for name, p in stage.blocks["layer"].named_parameters()
+            }
+        finally:
+            dist.destroy_process_group()
+        assert held == {
+            "up": 4 * 64 * 8 * 4 // 32,
+            "down": 4 * 8 * 32 * 4 // 32,
+            "norm": 64 * 4 // (64 if apart else 32),
+        }
 
 
 # All-reduce of ZeRO 0.

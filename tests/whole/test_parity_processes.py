@@ -84,6 +84,8 @@ CASES = [
     Case(
         "llama-tied", pp=2, dp=2, tp=2, zero=3, num_micro_batches=2, labels="unequal", recompute="full", stages=(1, 3)
     ),
+    Case("mixtral-of-two", dp=4, ep=2, zero=3, num_micro_batches=3),
+    Case("mixtral-of-two", dp=4, zero=2, num_micro_batches=3),
 ]
 
 

@@ -1,0 +1,200 @@
+"""Hugging Face transformers: the JSON file of TrainingArguments (`HfArgumentParser.parse_json_file`).
+
+The engine is part of the file: `fsdp` with `fsdp_config`, DeepSpeed's own JSON under `deepspeed`, or neither.
+"""
+
+from __future__ import annotations
+
+from autoplan.config.parallel import Mode
+from autoplan.config.recompute import FULL, NONE
+from autoplan.errors import PinError
+from autoplan.exporters.accelerate import engine
+from autoplan.exporters.deepspeed import DEEPSPEED, read_offload, read_overlap, read_zero, write_zero
+from autoplan.exporters.launching import torchrun
+from autoplan.exporters.record import (
+    Document,
+    Field,
+    Rule,
+    Target,
+    Values,
+    base_of,
+    data_parallel,
+    derived,
+    micro_batches,
+    section,
+)
+from autoplan.exporters.setup import Setup
+from autoplan.exporters.syntax import Json
+
+_D, _F = "deepspeed.", "fsdp_config."
+_BATCH = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+}
+_STRATEGIES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2, "no_shard": 0}
+
+
+def _deepspeed(document: Document) -> bool:
+    """Return True if DeepSpeed runs the file. PinError for a file of its own, which is not read here."""
+    if isinstance(document.get("deepspeed"), str):
+        raise PinError(
+            f"deepspeed={document.get('deepspeed')!r} is a file of its own; nearest: its contents in place of its name"
+        )
+    return document.has("deepspeed")
+
+
+def _strategies(document: Document) -> list[str]:
+    """Return the words of `fsdp`: `full_shard auto_wrap`, as a text or a list; true is full_shard."""
+    given = document.get("fsdp")
+    if isinstance(given, bool) or not given:
+        return ["full_shard"] if given else []
+    return [str(word).lower() for word in (given.split() if isinstance(given, str) else given)]
+
+
+def _write_engine(setup: Setup) -> Values:
+    c = setup.config
+    if engine(setup) == "DEEPSPEED":
+        out = {_D + path: value for path, value in write_zero(setup).items()}
+        out |= {_D + path: "auto" for path in (*_BATCH, "gradient_clipping")}
+        return out | (
+            {_D + f"{base}.enabled": "auto"} if (base := base_of(setup.precision)) in ("bf16", "fp16") else {}
+        )
+    if engine(setup) != "FSDP":
+        return {}
+    out = {"fsdp": True, _F + "version": 2, _F + "reshard_after_forward": c.zero_stage == 3}
+    out |= {_F + "activation_checkpointing": setup.any_recompute != NONE}
+    return out | ({_F + "cpu_offload": True} if c.offload == ("parameters",) else {})
+
+
+def _read_engine(document: Document, found: Values) -> Values:
+    if _deepspeed(document):
+        inner = section(document, _D, DEEPSPEED.schema)
+        zero = read_zero(inner, found)
+        return {**zero, **read_offload(inner, found), **read_overlap(inner, {**found, **zero})}
+    words = _strategies(document)
+    if not words:
+        return {"zero_stage": 0, "zero_replicas": 1, "offload": ()}
+    unknown = [word for word in words if word not in (*_STRATEGIES, "auto_wrap", "offload")]
+    if unknown:
+        raise PinError(f"fsdp={unknown[0]!r} is not known; use true, {', '.join(_STRATEGIES)}, auto_wrap or offload")
+    word = next((word for word in words if word in _STRATEGIES), "full_shard")
+    resharded = document.get(_F + "reshard_after_forward")
+    if document.count(_F + "version", 2) == 1:
+        word = str(resharded).lower() if str(resharded).lower() in _STRATEGIES else word
+        stage = _STRATEGIES[word]
+    elif word.startswith("hybrid") or word == "no_shard":
+        raise PinError(f"fsdp={word!r} is of FSDP 1; nearest: fsdp_config.version=1, or full_shard", ("zero_stage",))
+    else:
+        stage = _STRATEGIES[word] if resharded is None else 3 if resharded in (True, "true", "True") else 2
+    copies = document.task.num_nodes if word.startswith("hybrid") else 1
+    held = "offload" in words or document.get(_F + "cpu_offload") is True
+    return {"zero_stage": stage, "zero_replicas": max(1, copies), "offload": ("parameters",) if held else ()}
+
+
+def _write_batch(setup: Setup) -> Values:
+    c = setup.config
+    return {"per_device_train_batch_size": c.micro_batch_size, "gradient_accumulation_steps": c.num_micro_batches}
+
+
+def _read_batch(document: Document, found: Values) -> Values:
+    size, steps = (document.count(path) for path in _BATCH.values())
+    batch = {"global_batch_size": size * steps * found["dp"]} if "dp" in found else {}
+    return {"micro_batch_size": size, **batch}
+
+
+def _write_recompute(setup: Setup) -> Values:
+    return {} if engine(setup) == "FSDP" or setup.any_recompute == NONE else {"gradient_checkpointing": True}
+
+
+def _read_recompute(document: Document, found: Values) -> Values:
+    paths = ("gradient_checkpointing", "activation_checkpointing")
+    given = [
+        bool(document.get(path))
+        for path in (*paths, *([_F + "activation_checkpointing"] if _strategies(document) else []))
+    ]
+    return {"recompute": FULL if any(given) else NONE}
+
+
+def _write_precision(setup: Setup) -> Values:
+    base = base_of(setup.precision)
+    return {} if base == "fp32" else {base if base in ("bf16", "fp16") else "bf16": True}
+
+
+def _read_precision(document: Document, found: Values) -> Values:
+    return {"precision": next((name for name in ("bf16", "fp16") if document.get(name)), "fp32")}
+
+
+def _write_mode(setup: Setup) -> Values:
+    return {"torch_compile": True} if setup.mode is Mode.COMPILED else {}
+
+
+def _read_mode(document: Document, found: Values) -> Values:
+    given = [document.get(f"torch_compile{end}") for end in ("", "_backend", "_mode")]
+    return {"mode": "compiled" if any(given) else "eager"}
+
+
+def _one_precision(document: Document, found: Values) -> str | None:
+    both = document.get("bf16") and document.get("fp16")
+    return "bf16 and fp16 exclude each other; nearest: bf16 alone" if both else None
+
+
+def _one_engine(document: Document, found: Values) -> str | None:
+    both = document.has("deepspeed") and _strategies(document)
+    return "fsdp and deepspeed exclude each other; nearest: one of them" if both else None
+
+
+def _taken_by_deepspeed(document: Document, found: Values) -> str | None:
+    """The section has DeepSpeed's own fields, and the batch of the arguments beside it."""
+    inner = section(document, _D, DEEPSPEED.schema)
+    faults = [f"deepspeed: {text}" for text in DEEPSPEED.schema.faults(inner.values, document.year)]
+    for path, name in _BATCH.items():
+        given, own = inner.get(path), document.get(name)
+        if given not in (None, "auto", own):
+            faults.append(f'deepspeed.{path}={given}, but {name}={own}; nearest: "auto"')
+    return "; ".join(faults) or None
+
+
+def _launch(setup: Setup, file: str, year: float) -> list[str]:
+    return torchrun(setup, ["train.py", file])
+
+
+TRANSFORMERS = Target(
+    name="transformers",
+    about="the JSON file of TrainingArguments, with fsdp_config or DeepSpeed's JSON in it",
+    stack="accelerate",
+    files=((0.0, Json()),),
+    fields=(
+        derived(lambda d, found: {"tp": 1, "cp": 1, "context_method": None}, "tp", "cp", "context_method"),
+        derived(data_parallel, "dp"),
+        Field(
+            ("zero_stage", "zero_replicas", "offload", "overlap_zero", "overlap_gather"), _write_engine, _read_engine
+        ),
+        Field(("micro_batch_size", "global_batch_size"), _write_batch, _read_batch),
+        derived(micro_batches, "num_micro_batches"),
+        Field(("recompute",), _write_recompute, _read_recompute),
+        Field(("precision",), _write_precision, _read_precision),
+        Field(("mode",), _write_mode, _read_mode),
+    ),
+    marks=("per_device_train_batch_size", "gradient_checkpointing", "activation_checkpointing", "fsdp", "output_dir"),
+    launch=_launch,
+    elsewhere={"seq_len": "the data", "attention": "the model (attn_implementation)"},
+    cannot={
+        "pp": "Trainer has no pipelines",
+        "schedule": "Trainer has no pipelines",
+        "virtual_stages": "Trainer has no pipelines",
+        "tp": "parallelism_config is an object of Python; accelerate's YAML has it",
+        "cp": "parallelism_config is an object of Python; accelerate's YAML has it",
+        "ep": "Trainer has no expert parallelism",
+        "etp": "Trainer has no expert parallelism",
+        "zero_stage": "FSDP shards parameters (3) or gathers them once (2), DeepSpeed has 1 to 3",
+        "zero_replicas": "FSDP 2 replicates by parallelism_config; MiCS of DeepSpeed is of ZeRO 3",
+        "offload": "FSDP offloads everything, DeepSpeed the optimizer, and parameters with ZeRO 3",
+        "precision": "TrainingArguments have bf16 and fp16, and do not say how gradients are kept",
+        "recompute": "a layer is checkpointed whole or not at all",
+        "overlap_gather": "overlap_comm of DeepSpeed overlaps the gradients alone",
+        "sequence_parallel": "a property of the model's plan of tensor parallelism",
+        "state_slack": "a setting of autoplan's layouts",
+    },
+    stack_of=lambda d: "deepspeed" if d.has("deepspeed") else "accelerate",
+    rules=(Rule(_one_precision), Rule(_one_engine), Rule(_taken_by_deepspeed)),
+)
