@@ -36,7 +36,7 @@ from experiments.faults.worker import before
 ROOT = Path(__file__).resolve().parents[2]
 PLANS: Mapping[str, Mapping[str, Any]] = {
     "ZeRO 3, dp 2": {"dp": 2, "zero_stage": 3},
-    "pp 2": {"pp": 2, "num_micro_batches": 2},
+    "tp 2": {"tp": 2, "num_micro_batches": 2},
 }
 LOSS = re.compile(r"^step (\d+): loss (\S+)$", re.MULTILINE)
 LOST = "an agent is lost"
