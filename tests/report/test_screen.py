@@ -91,6 +91,11 @@ def test_what_is_not_given_is_the_models_usual_run() -> None:
     assert row["step_time_s"] == data["estimate"]["step_time_s"]["mid"]
 
 
+def test_a_fine_tuning_run_has_no_usual_tokens() -> None:
+    words = ("plan", "gpt2", "--cluster", "1xh100", "--gbs", "8", "--pin", "micro_batch_size=8", "--adapters", "lora:8")
+    assert "no usual number of tokens is known" in run(*words).stdout
+
+
 def test_a_model_without_a_usual_run_needs_the_flags() -> None:
     line = one_line_error(run("plan", "whisper-large-v3", "--cluster", "4xh100"), 2)
     assert "--seq-len is missing" in line
