@@ -29,6 +29,7 @@ from autoplan.report.flags import (
     MemoryRisk,
     PinTexts,
     ProfileName,
+    ReportPath,
     Runnable,
     TaskWords,
     TimeLimit,
@@ -163,13 +164,14 @@ def plan(
         bool,
         typer.Option("--verbose", "-v", help="All figures with their evidence, more plans, the proof and its space."),
     ] = (False),
+    report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
     """The best plan that fits, with its certificate: of equally fast ones the simplest."""
-    from autoplan.report.answers import answer_plan
+    from autoplan.report.answers import Shown, answer_plan
 
     limits = {"memory_risk": memory_risk, "equal_within": equal_within, "time_limit": time_limit}
-    answer_plan(task, pin, by_kind, verbose, as_json, top=top, runnable=runnable, **limits)
+    answer_plan(task, pin, by_kind, Shown(as_json, verbose, report), top=top, runnable=runnable, **limits)
 
 
 @app.command()
@@ -183,12 +185,13 @@ def estimate(
     from_file: FromFile = None,
     format: FileFormat = None,
     runnable: Runnable = False,
+    report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
     """Price one configuration. Exit code 3 if it does not fit the memory."""
-    from autoplan.report.answers import answer_estimate
+    from autoplan.report.answers import Shown, answer_estimate
 
-    if (missing := answer_estimate(task, degrees, timeline, runnable, as_json)) is not None:
+    if (missing := answer_estimate(task, degrees, timeline, runnable, Shown(as_json, report=report))) is not None:
         raise _stop(f"does not fit: {missing}", EXIT_NOTHING_FITS)
 
 
@@ -263,6 +266,7 @@ def explain_plan(
     memory_risk: MemoryRisk = DEFAULT_RISK,
     equal_within: EqualWithin = EQUAL_WITHIN,
     runnable: Runnable = False,
+    report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
     """Why this plan: what each other choice costs, term by term, and which settings would help most.
@@ -282,7 +286,7 @@ def explain_plan(
         equal_within=equal_within,
     )
     asked = {"only": only or (), "every_value": every_value, "settings": settings, "front": pareto}
-    explain_command(task, request, vs, seconds, as_json, **asked)
+    explain_command(task, request, vs, seconds, as_json, report, **asked)
 
 
 @app.command(
@@ -305,13 +309,14 @@ def whatif(
     memory_risk: MemoryRisk = DEFAULT_RISK,
     equal_within: EqualWithin = EQUAL_WITHIN,
     csv: CsvPath = None,
+    report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan every point of a sweep."""
-    from autoplan.report.answers import answer_whatif
+    from autoplan.report.answers import Shown, answer_whatif
 
     limits = {"memory_risk": memory_risk, "equal_within": equal_within, "time_limit": time_limit}
-    _end_sweep(*answer_whatif(task, vary, pin, csv, as_json, **limits))
+    _end_sweep(*answer_whatif(task, vary, pin, csv, Shown(as_json, report=report), **limits))
 
 
 def _end_sweep(outcome: str, found: Sequence[Point], count: int) -> None:
@@ -369,13 +374,23 @@ def size_run(
     seconds: Annotated[float, typer.Option("--seconds", help="Time limit of the search at one size.", min=1)] = 30.0,
     memory_risk: MemoryRisk = DEFAULT_RISK,
     equal_within: EqualWithin = EQUAL_WITHIN,
+    report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
     """The fewest devices, and the least money, that train on --tokens within the deadline, and the curve of both."""
     from autoplan.report.size import size_command
 
     code = size_command(
-        task, pin, deadline, budget, devices, seconds, as_json, memory_risk=memory_risk, equal_within=equal_within
+        task,
+        pin,
+        deadline,
+        budget,
+        devices,
+        seconds,
+        as_json,
+        report,
+        memory_risk=memory_risk,
+        equal_within=equal_within,
     )
     if code:
         raise typer.Exit(code)
@@ -391,14 +406,35 @@ def size_run(
 def capacity(
     file: Annotated[Path, typer.Argument(help="YAML: models, clusters, tokens, seq_len, global_batch_size, ...")],
     csv: CsvPath = None,
+    report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan every row of a capacity file."""
-    from autoplan.report.answers import answer_capacity
+    from autoplan.report.answers import Shown, answer_capacity
     from autoplan.report.request import import_from_here
 
     import_from_here()
-    _end_sweep(*answer_capacity(file, csv, as_json))
+    _end_sweep(*answer_capacity(file, csv, Shown(as_json, report=report)))
+
+
+@app.command()
+def launch(
+    plan: Annotated[Path, typer.Argument(help="The file of a plan, or the folder that `autoplan compile` wrote.")],
+    to: Annotated[
+        str,
+        typer.Option("--for", help="slurm, trainjob (Kubeflow Trainer), jobset, ray (Ray Train) or skypilot."),
+    ],
+    script: Annotated[str, typer.Option(help="The training script and its arguments.")] = "train.py",
+    name: Annotated[str, typer.Option(help="Name of the job.")] = "autoplan",
+    image: Annotated[str, typer.Option(help="Image of the containers; default: PyTorch's.")] = "",
+    max_restarts: Annotated[int, typer.Option(help="How often the job starts again after a failure.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="Write the file here; default: standard output.")] = None,
+) -> None:
+    """The job of a plan for a cluster's scheduler: nodes, devices, where they meet, and restarts."""
+    from autoplan.report.launch import IMAGE, launch_command
+
+    settings = {"script": script, "name": name, "image": image or IMAGE, "max_restarts": max_restarts}
+    launch_command(plan, to, out, **settings)
 
 
 @app.command()
@@ -434,14 +470,19 @@ def compare(
     calibrate: Annotated[
         Path | None, typer.Option(help="Write the measured step to this file, for `autoplan calibrate`.")
     ] = None,
+    report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
     """A plan's prediction beside the steps that were run."""
     from autoplan.plans.record import Plan
     from autoplan.report import measured
+    from autoplan.report.html import check_report, write_report
 
+    check_report(report)
     given = Plan.read(plan)
     found = measured.compare(given, log)
+    if report is not None:
+        write_report(report, measured.comparison_data(found))
     if calibrate is not None:
         measured.write_calibration(given, found, calibrate)
     if as_json:

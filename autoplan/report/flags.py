@@ -39,6 +39,10 @@ FromFile = Annotated[
 FileFormat = Annotated[
     str | None, typer.Option("--format", help="NAME or NAME@VERSION of the framework of the file; default: detected.")
 ]
+ReportPath = Annotated[
+    Path | None,
+    typer.Option("--report", help="Also write the answer as one HTML file that opens offline; needs autoplan[report]."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds; then the best plan so far, marked.", min=1)]
 MemoryRisk = Annotated[

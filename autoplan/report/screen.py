@@ -19,7 +19,6 @@ from autoplan.cost_models.time.estimate import Estimate
 from autoplan.program.facts import layer_calls
 from autoplan.program.legality import not_executed
 from autoplan.report.commands import estimate_command, explain_command, whatif_command
-from autoplan.report.explain import value_text
 from autoplan.report.text import (
     TERMS,
     grouped,
@@ -33,6 +32,7 @@ from autoplan.report.text import (
     varied_text,
     with_span,
 )
+from autoplan.report.words import value_text
 from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchResult
 from autoplan.sweeps.explain import Setting
 from autoplan.sweeps.label import plan_label
@@ -172,7 +172,7 @@ def _figures(a: Answer) -> Iterator[tuple[str, str]]:
     yield "time", "; ".join(shares)
     run = run_of(e, a.request, a.run)
     if run is None:
-        yield "run", "tokens of this model's training are not published; --tokens 300B adds days and money"
+        yield "run", "no usual number of tokens is known; --tokens 300B adds days and money"
         return
     usual = " (usual)" if a.usual_tokens else ""
     text = f"{numbers.scaled(run.tokens)} tokens{usual}: {with_span(run.days, numbers.days)}"
