@@ -418,6 +418,26 @@ def capacity(
 
 
 @app.command()
+def launch(
+    plan: Annotated[Path, typer.Argument(help="The file of a plan, or the folder that `autoplan compile` wrote.")],
+    to: Annotated[
+        str,
+        typer.Option("--for", help="slurm, trainjob (Kubeflow Trainer), jobset, ray (Ray Train) or skypilot."),
+    ],
+    script: Annotated[str, typer.Option(help="The training script and its arguments.")] = "train.py",
+    name: Annotated[str, typer.Option(help="Name of the job.")] = "autoplan",
+    image: Annotated[str, typer.Option(help="Image of the containers; default: PyTorch's.")] = "",
+    max_restarts: Annotated[int, typer.Option(help="How often the job starts again after a failure.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="Write the file here; default: standard output.")] = None,
+) -> None:
+    """The job of a plan for a cluster's scheduler: nodes, devices, where they meet, and restarts."""
+    from autoplan.report.launch import IMAGE, launch_command
+
+    settings = {"script": script, "name": name, "image": image or IMAGE, "max_restarts": max_restarts}
+    launch_command(plan, to, out, **settings)
+
+
+@app.command()
 def compile(
     model: Annotated[str, typer.Argument(help="The model, as plan takes it; the one that the plan was made for.")],
     plan: Annotated[Path, typer.Argument(help="The plan: what `autoplan plan --json` or `Plan.to_json` wrote.")],
