@@ -64,31 +64,43 @@ class Trace:
 
 def read_trace(path: Path) -> Trace:
     """Return a trace. Raises PinError if the file is none, or has no steps."""
-    try:
-        data = path.read_bytes()
-        found = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
-        events = [e for e in found["traceEvents"] if e.get("ph") == "X"]
-    except OSError as error:
-        raise PinError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError):
-        raise PinError(f"{path} is neither a log of autoplan.StepLog nor a trace of torch.profiler") from None
+    events, about = _read(path)
     kinds = {str(e.get("cat")) for e in events}
-    on_gpu = bool(kinds & _ON_GPU)
     mark = "gpu_user_annotation" if "gpu_user_annotation" in kinds else "user_annotation"
     marks = [e for e in events if e.get("cat") == mark]
     steps = sorted(_span(e) for e in marks if e["name"].startswith(_STEP))
     if not steps:
         raise PinError(f"{path} has no steps (ProfilerStep#N): call prof.step() after each step of the loop")
     optimizer = _union(_span(e) for e in marks if e["name"].startswith(_OPTIMIZER))
-    if on_gpu:
-        kernels = [e for e in events if e.get("cat") in _ON_GPU]
-        comm = _union(_span(e) for e in kernels if "nccl" in e["name"].lower())
-        compute = _union(_span(e) for e in kernels if "nccl" not in e["name"].lower())
-    else:
-        comm = _union(_span(e) for e in events if str(e["name"]).startswith(("gloo:", "mpi:")))
-        compute = _union(span for thread in _threads(events) for span in _busy(thread))
-    about = found.get("distributedInfo") or {}
+    compute, comm = _on_gpu(events) if kinds & _ON_GPU else _on_cpu(events)
     return Trace(steps, compute, comm, optimizer, about.get("rank"), about.get("world_size"))
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the complete events of a trace, and what torch notes of the job."""
+    try:
+        data = path.read_bytes()
+        found = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+        return [e for e in found["traceEvents"] if e.get("ph") == "X"], found.get("distributedInfo") or {}
+    except OSError as error:
+        raise PinError(f"{path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError):
+        raise PinError(f"{path} is neither a log of autoplan.StepLog nor a trace of torch.profiler") from None
+
+
+def _on_gpu(events: Sequence[dict[str, Any]]) -> tuple[Spans, Spans]:
+    """Return when kernels compute, and when those of NCCL run."""
+    spans: dict[bool, Spans] = {True: [], False: []}
+    for e in events:
+        if e.get("cat") in _ON_GPU:
+            spans["nccl" in e["name"].lower()].append(_span(e))
+    return _union(spans[False]), _union(spans[True])
+
+
+def _on_cpu(events: Sequence[dict[str, Any]]) -> tuple[Spans, Spans]:
+    """Return when operations compute, and when collectives run."""
+    comm = _union(_span(e) for e in events if str(e["name"]).startswith(("gloo:", "mpi:")))
+    return _union(span for thread in _threads(events) for span in _busy(thread)), comm
 
 
 def _span(event: dict[str, Any]) -> tuple[float, float]:
