@@ -21,6 +21,7 @@ from autoplan.runtime.compiled import compile_blocks
 from autoplan.runtime.compression import Compression
 from autoplan.runtime.evaluate import Waves, only_trains
 from autoplan.runtime.failure import guard, guarded
+from autoplan.runtime.host_memory import give_back_freed_memory
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model_state import ModelState
 from autoplan.runtime.norm import scale_, square_sum
@@ -196,6 +197,7 @@ class ParallelModel(StateMethods):
         precision, copies, syncs = self.precision, None, {}
 
         def fill_stage(index: int, block: str | None = None) -> None:
+            give_back_freed_memory()  # of the block before, which is sharded now
             fill(self.stages[index], self._specs[index], parameters, self.mesh.size, self._coordinate, block)
 
         if self._replicas.plain:
