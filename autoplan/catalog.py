@@ -62,6 +62,23 @@ class Description:
     source: str
 
 
+@dataclass(frozen=True)
+class Usual:
+    """The training run that a model is known for: what a command takes where nothing else is given.
+
+    Attributes:
+        seq_len: tokens per sequence.
+        global_batch_size: sequences per step.
+        tokens: of the whole run; None if they are not published.
+        source: where the three are published, and which of them are assumed.
+    """
+
+    seq_len: int
+    global_batch_size: int
+    tokens: float | None
+    source: str
+
+
 def names() -> tuple[str, ...]:
     """Return the names of the shipped models, sorted."""
     folder = resources.files("autoplan.profiles") / "models"
@@ -117,6 +134,19 @@ def named(text: str) -> str:
     if len(found) > 1:
         raise AutoplanError(f"model {text!r} {one_of(found)}")
     return found[0]
+
+
+def usual_run(text: str) -> Usual | None:
+    """Return the usual run of a catalog model; None for a file, a factory, and a model without one.
+
+    Raises:
+        AutoplanError: for another name than `named` reads.
+    """
+    if ":" in text or text.endswith(".json") or Path(text).is_dir():
+        return None
+    file = resources.files("autoplan.profiles") / "model_configs" / f"{named(text)}.json"
+    said = json.loads(file.read_text()).get("usual")
+    return None if said is None else Usual(**said)
 
 
 def _without_weights(written: str) -> str:
@@ -221,7 +251,7 @@ def read_file(data: bytes, name: str) -> Mapping[str, str]:
 
 
 def configs() -> dict[str, dict[str, Any]]:
-    """Return the configs of all shipped graphs: `source`, `published_params`, `config`."""
+    """Return the configs of all shipped graphs: `source`, `published_params`, `config`, `usual` (see `Usual`)."""
     folder = resources.files("autoplan.profiles") / "model_configs"
     return {
         f.name.removesuffix(".json"): json.loads(f.read_text())
@@ -237,7 +267,8 @@ def captured(name: str) -> ModelGraph:
     known = configs()
     if name not in known:
         raise AutoplanError(f"no config named {name!r}; there are {', '.join(known)}")
-    return replace(graph_of_config(known[name]["config"], name), name=name)
+    # a shipped text has the hash of its graph, which leaves out results
+    return replace(graph_of_config(known[name]["config"], name), name=name).without_results()
 
 
 def _write(name: str, folder: Path) -> Path:

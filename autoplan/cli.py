@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,13 +29,14 @@ from autoplan.report.flags import (
     MemoryRisk,
     PinTexts,
     ProfileName,
+    ReportPath,
     Runnable,
     TaskWords,
     TimeLimit,
     with_choices,
 )
-from autoplan.report.output import say_error, say_note, written_output
-from autoplan.report.waiting import Countdown, telling, waiting
+from autoplan.report.output import say_error, written_output
+from autoplan.report.waiting import waiting
 
 if TYPE_CHECKING:
     from autoplan.sweeps.whatif import Point
@@ -46,8 +46,37 @@ EXIT_NOTHING_FITS = 3
 EXIT_INTERRUPTED = 130
 
 
+# The commands by what they are for, in the order of --help; a command of none of them stands under "Other"
+_GROUPS = {
+    "Plan": ("plan", "estimate", "fit", "explain", "check"),
+    "Compare hardware, size and money": ("whatif", "size", "capacity"),
+    "Run a plan": ("export", "compile", "launch", "rehearse", "compare"),
+    "Measure": ("profile", "calibrate"),
+    "Look up": ("models", "hw", "stacks"),
+}
+_EXAMPLES = """\b
+Examples:
+  autoplan plan llama-3.1-70b --cluster 64xh100
+  autoplan fit qwen3-32b --cluster 8xh100
+  autoplan whatif llama-3.1-8b --cluster 64xh100 --vary nodes=4,8,16
+  autoplan size llama-3.1-70b --devices h100,gb200 --deadline 60d --tokens 1T
+  autoplan plan llama-3.1-70b --cluster 64xh100 --json > plan.json
+  autoplan export plan.json --to megatron-lm"""
+
+
 class _Commands(TyperGroup):
     """The commands: the user's errors, and lost output, become one line on stderr and an exit code."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands in groups."""
+        told = {name for names in _GROUPS.values() for name in names}
+        others = tuple(name for name in self.commands if name not in told)
+        for group, names in {**_GROUPS, "Other": others}.items():
+            found = [(name, self.commands[name]) for name in names if name in self.commands]
+            if found:
+                width = formatter.width - 6 - max(map(len, self.commands))
+                with formatter.section(group):
+                    formatter.write_dl([(name, command.get_short_help_str(width)) for name, command in found])
 
     def main(self, *args: Any, **settings: Any) -> Any:
         with written_output():
@@ -80,6 +109,7 @@ app = typer.Typer(
     add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    epilog=_EXAMPLES,
     help="Plan how to train a model on a cluster: degrees, stages, recompute and ZeRO, with time, memory and cost.",
 )
 hw = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The hardware catalog.")
@@ -130,37 +160,18 @@ def plan(
     memory_risk: MemoryRisk = DEFAULT_RISK,
     equal_within: EqualWithin = EQUAL_WITHIN,
     runnable: Runnable = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also the space, and all counts of the search.")] = (
-        False
-    ),
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="All figures with their evidence, more plans, the proof and its space."),
+    ] = (False),
+    report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
     """The best plan that fits, with its certificate: of equally fast ones the simplest."""
-    from autoplan.errors import InfeasibleError
-    from autoplan.report.request import read_request, read_run
-    from autoplan.search.best_use import best_use
+    from autoplan.report.answers import Shown, answer_plan
 
-    run = read_run(task)
-    chosen = {"memory_risk": memory_risk, "equal_within": equal_within}
-    request = read_request(task, pins=pin, top=top, time_limit=time_limit, runnable=runnable, **chosen)
-    request = replace(request, by_kind=by_kind)
-    try:
-        with waiting("searching", as_json) as status:
-            used = best_use(request, telling(status))
-    except InfeasibleError as error:
-        if as_json:
-            from autoplan.report.data import infeasible_report
-
-            _print_json(infeasible_report(error))
-        raise
-    if as_json:
-        from autoplan.report.data import plan_report
-
-        _print_json(plan_report(used.request, used.result, run, used.asked(task.asked)))
-    else:
-        from autoplan.report.text import console, plan_text
-
-        plan_text(console(), task.model, used.text(task.cluster), used.request, used.result, run, verbose)
+    limits = {"memory_risk": memory_risk, "equal_within": equal_within, "time_limit": time_limit}
+    answer_plan(task, pin, by_kind, Shown(as_json, verbose, report), top=top, runnable=runnable, **limits)
 
 
 @app.command()
@@ -174,43 +185,14 @@ def estimate(
     from_file: FromFile = None,
     format: FileFormat = None,
     runnable: Runnable = False,
+    report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
     """Price one configuration. Exit code 3 if it does not fit the memory."""
-    from autoplan.program.facts import layer_calls
-    from autoplan.report.arguments import read_degrees
-    from autoplan.report.degrees import checked_config
-    from autoplan.report.files import check_writable
-    from autoplan.report.request import read_request, read_run
-    from autoplan.search.planner import estimate_config
+    from autoplan.report.answers import Shown, answer_estimate
 
-    run = read_run(task)
-    if timeline is not None:
-        check_writable(timeline)
-    request = read_request(task, runnable=runnable)
-    given = read_degrees(degrees, layer_calls(request.graph))
-    if task.written is not None:
-        task.written.check_taken()
-        for lost in task.written.dropped(given):
-            say_note(f"{lost} of {task.written.path} was made for other degrees and is left out")
-        given = task.written.but(given, task.cluster)
-    config = checked_config(request, given)
-    with waiting("pricing", as_json):
-        planned = estimate_config(request, config)
-    if timeline is not None:
-        from autoplan.report.timeline import write
-
-        write(planned.estimate, timeline)
-    if as_json:
-        from autoplan.report.data import estimate_report
-
-        _print_json(estimate_report(request, planned, run, task.asked))
-    else:
-        from autoplan.report.text import console, estimate_text
-
-        estimate_text(console(), task.model, task.cluster, request, planned, run)
-    if not planned.estimate.fits:
-        raise _stop(f"does not fit: {planned.estimate.missing()}", EXIT_NOTHING_FITS)
+    if (missing := answer_estimate(task, degrees, timeline, runnable, Shown(as_json, report=report))) is not None:
+        raise _stop(f"does not fit: {missing}", EXIT_NOTHING_FITS)
 
 
 @app.command()
@@ -284,6 +266,7 @@ def explain_plan(
     memory_risk: MemoryRisk = DEFAULT_RISK,
     equal_within: EqualWithin = EQUAL_WITHIN,
     runnable: Runnable = False,
+    report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
     """Why this plan: what each other choice costs, term by term, and which settings would help most.
@@ -303,7 +286,7 @@ def explain_plan(
         equal_within=equal_within,
     )
     asked = {"only": only or (), "every_value": every_value, "settings": settings, "front": pareto}
-    explain_command(task, request, vs, seconds, as_json, **asked)
+    explain_command(task, request, vs, seconds, as_json, report, **asked)
 
 
 @app.command(
@@ -326,37 +309,14 @@ def whatif(
     memory_risk: MemoryRisk = DEFAULT_RISK,
     equal_within: EqualWithin = EQUAL_WITHIN,
     csv: CsvPath = None,
+    report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan every point of a sweep."""
-    from autoplan.report.arguments import read_vary
-    from autoplan.report.files import check_writable
-    from autoplan.report.request import read_request, read_run
-    from autoplan.report.sweep_rows import planned_rows
-    from autoplan.report.sweep_text import outcome_of
-    from autoplan.sweeps.whatif import check_varied, columns, points, row
+    from autoplan.report.answers import Shown, answer_whatif
 
-    run = read_run(task)
-    values = read_vary(vary)
-    check_varied(values)
-    if csv is not None:
-        check_writable(csv)
-    request = read_request(task, pins=pin, time_limit=time_limit, memory_risk=memory_risk, equal_within=equal_within)
-    count = math.prod(map(len, values.values()))
-    pairs = ((point, row(point, run)) for point in points(request, values))
-    done, interrupted = planned_rows(pairs, columns(values, run), Countdown(count, "points"), csv, as_json)
-    found = [point for point, _ in done]
-    outcome = outcome_of(found, interrupted)
-    if as_json:
-        from autoplan.report.data import whatif_report
-
-        _print_json(whatif_report(outcome, request, values, [cells for _, cells in done]))
-    else:
-        from autoplan.report.sweep_text import whatif_text
-        from autoplan.report.text import console
-
-        whatif_text(console(), request, found, run)
-    _end_sweep(outcome, found, count)
+    limits = {"memory_risk": memory_risk, "equal_within": equal_within, "time_limit": time_limit}
+    _end_sweep(*answer_whatif(task, vary, pin, csv, Shown(as_json, report=report), **limits))
 
 
 def _end_sweep(outcome: str, found: Sequence[Point], count: int) -> None:
@@ -414,13 +374,23 @@ def size_run(
     seconds: Annotated[float, typer.Option("--seconds", help="Time limit of the search at one size.", min=1)] = 30.0,
     memory_risk: MemoryRisk = DEFAULT_RISK,
     equal_within: EqualWithin = EQUAL_WITHIN,
+    report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
     """The fewest devices, and the least money, that train on --tokens within the deadline, and the curve of both."""
     from autoplan.report.size import size_command
 
     code = size_command(
-        task, pin, deadline, budget, devices, seconds, as_json, memory_risk=memory_risk, equal_within=equal_within
+        task,
+        pin,
+        deadline,
+        budget,
+        devices,
+        seconds,
+        as_json,
+        report,
+        memory_risk=memory_risk,
+        equal_within=equal_within,
     )
     if code:
         raise typer.Exit(code)
@@ -436,34 +406,35 @@ def size_run(
 def capacity(
     file: Annotated[Path, typer.Argument(help="YAML: models, clusters, tokens, seq_len, global_batch_size, ...")],
     csv: CsvPath = None,
+    report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan every row of a capacity file."""
-    from autoplan.report.capacity import capacity_report, capacity_text
-    from autoplan.report.files import check_writable
+    from autoplan.report.answers import Shown, answer_capacity
     from autoplan.report.request import import_from_here
-    from autoplan.report.sweep_rows import planned_rows
-    from autoplan.report.sweep_text import outcome_of
-    from autoplan.sweeps.capacity import cell_columns, cell_row, cells, read_task
 
     import_from_here()
-    if csv is not None:
-        check_writable(csv)
-    with waiting("reading", as_json):
-        task = read_task(file)
-    count = task.num_searches * len(task.tokens)
-    pairs = ((cell, cell_row(cell)) for cell in cells(task))
-    done, interrupted = planned_rows(pairs, cell_columns(), Countdown(count, "rows"), csv, as_json)
-    found = [cell for cell, _ in done]
-    found_points = [cell.point for cell in found]
-    outcome = outcome_of(found_points, interrupted)
-    if as_json:
-        _print_json(capacity_report(str(file), outcome, task, found))
-    else:
-        from autoplan.report.text import console
+    _end_sweep(*answer_capacity(file, csv, Shown(as_json, report=report)))
 
-        capacity_text(console(), str(file), task, found)
-    _end_sweep(outcome, found_points, count)
+
+@app.command()
+def launch(
+    plan: Annotated[Path, typer.Argument(help="The file of a plan, or the folder that `autoplan compile` wrote.")],
+    to: Annotated[
+        str,
+        typer.Option("--for", help="slurm, trainjob (Kubeflow Trainer), jobset, ray (Ray Train) or skypilot."),
+    ],
+    script: Annotated[str, typer.Option(help="The training script and its arguments.")] = "train.py",
+    name: Annotated[str, typer.Option(help="Name of the job.")] = "autoplan",
+    image: Annotated[str, typer.Option(help="Image of the containers; default: PyTorch's.")] = "",
+    max_restarts: Annotated[int, typer.Option(help="How often the job starts again after a failure.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="Write the file here; default: standard output.")] = None,
+) -> None:
+    """The job of a plan for a cluster's scheduler: nodes, devices, where they meet, and restarts."""
+    from autoplan.report.launch import IMAGE, launch_command
+
+    settings = {"script": script, "name": name, "image": image or IMAGE, "max_restarts": max_restarts}
+    launch_command(plan, to, out, **settings)
 
 
 @app.command()
@@ -499,14 +470,19 @@ def compare(
     calibrate: Annotated[
         Path | None, typer.Option(help="Write the measured step to this file, for `autoplan calibrate`.")
     ] = None,
+    report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
     """A plan's prediction beside the steps that were run."""
     from autoplan.plans.record import Plan
     from autoplan.report import measured
+    from autoplan.report.html import check_report, write_report
 
+    check_report(report)
     given = Plan.read(plan)
     found = measured.compare(given, log)
+    if report is not None:
+        write_report(report, measured.comparison_data(found))
     if calibrate is not None:
         measured.write_calibration(given, found, calibrate)
     if as_json:

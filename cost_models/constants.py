@@ -37,21 +37,26 @@ _SUSTAINED = {
 # Steps that wait for the host beyond this share form a class of their own: hosts and versions of a framework differ by
 # more than devices do.
 HOST_SHARE = 0.2
+# Steps of dense models that wait for data-parallel and pipeline traffic beyond this share form a class of their own:
+# such traffic leaves the node, over networks that are shared and differ more than devices do.
+NETWORK_SHARE = 0.15
 OF_FAMILY = " of "
 
 
-def class_of_step(experts: bool, host_share: float, family: str = "") -> str:
-    """Return the class of steps that err alike: `host` if the device waits for the host, else `experts` or `dense`.
+def class_of_step(experts: bool, host_share: float, network_share: float = 0.0, family: str = "") -> str:
+    """Return the class of steps that err alike.
 
-    With a family of devices the class is narrower (`dense of blackwell`), because software for a new family changes
-    faster. The class `host` has no families.
+    `host` if the device waits for the host, else `experts`, or `network` if it waits for traffic between nodes, or
+    `dense`. With a family of devices the class is narrower (`dense of blackwell`), because software for a new family
+    changes faster. The class `host` has no families.
 
     Args:
         host_share: The share of the step that the device waits for the host.
+        network_share: The share of the step that it waits for data-parallel and pipeline traffic.
     """
     if host_share > HOST_SHARE:
         return "host"
-    kind = "experts" if experts else "dense"
+    kind = "experts" if experts else "network" if network_share > NETWORK_SHARE else "dense"
     return f"{kind}{OF_FAMILY}{family}" if family else kind
 
 
@@ -147,9 +152,11 @@ class Constants:
     def step_interval(self, name: str) -> tuple[float, float] | None:
         """Return the shares of a predicted step of this class between which a measured step lies; None if not known.
 
-        The interval of the class within its family of devices is preferred over the interval of the class.
+        The interval of the class within its family of devices is preferred over the interval of the class; a file that
+        knows no `network` has it in `dense`.
         """
-        for wanted in (name, name.partition(OF_FAMILY)[0]):
+        kind = name.partition(OF_FAMILY)[0]
+        for wanted in (name, kind, *(("dense",) if kind == "network" else ())):
             for known, low, high in self.step_intervals:
                 if known == wanted:
                     return low, high

@@ -1,14 +1,14 @@
 """torch.compile of the blocks of a stage: each block's `compute`, inside the hooks of ZeRO and recompute.
 
 Equal layers share their compiled code (parameters are its inputs). A dense block is one graph, whatever is sharded.
-Attention is traced; attention over a cut sequence, collectives, dropout, losses and the vocabulary-parallel embedding
-are nodes that AOTAutograd looks into (functional collectives, plain operations and our kernels, whose shapes depend on
-no value), so that a compiler fuses up to them. A ring, which sends point to point, is one operator to it. Experts are
-such a node where all are on this rank and one kernel computes their products (bfloat16). Operations that a graph cannot
-hold run between compiled parts, each with a graph break: other experts (the host needs their counts), updates of
-running statistics (not in a recompute). Assertions of types, which only act while type-checking, are left out. Another
-batch size or sequence length compiles once more, then for all sizes. torch compiles nothing while a dispatch mode is
-active, such as `record_collectives`: then operations run one by one.
+Attention is traced; attention over a cut sequence, collectives, dropout, losses, experts and the vocabulary-parallel
+embedding are nodes that AOTAutograd looks into (functional collectives, plain operations and our kernels), so that a
+compiler fuses up to them. A ring, which sends point to point, is one operator to it. Experts are plain operations where
+all are on this rank and one kernel computes their products (bfloat16); else counting rows, sending them and the
+products are operators (:mod:`autoplan.runtime.expert_operators`). Updates of running statistics (not in a recompute)
+run between compiled parts, each with a graph break. Assertions of types, which only act while type-checking, are left
+out. Another batch size or sequence length compiles once more, then for all sizes. torch compiles nothing while a
+dispatch mode is active, such as `record_collectives`: then operations run one by one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autoplan.runtime.expert_products import begins_well, fit_one_product
+from autoplan.runtime.expert_products import IN_GRAPH, begins_well, fit_one_product
 from autoplan.runtime.fused import has_triton
 from autoplan.runtime.private import share_memory
 from autoplan.runtime.program import Block
@@ -94,8 +94,11 @@ def _attention(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 
 def _experts(experts: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return `experts`, one node if the host need not know the rows of each expert, else run outside the graph."""
-    apart: Callable[..., torch.Tensor] = torch.compiler.disable(experts)  # type: ignore[no-untyped-call]
+    """Return `experts` as one node."""
+
+    @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+    def counted(*args: torch.Tensor, **how: Any) -> torch.Tensor:
+        return experts(*args, **how)
 
     @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
     def together(
@@ -118,9 +121,8 @@ def _experts(experts: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         *biases: torch.Tensor,
         **how: Any,
     ) -> torch.Tensor:
-        here = all(how.get(name) is None for name in _SPREADS)
-        known = gate_up.dtype == torch.bfloat16  # what the product of all experts takes in a graph
-        run = together if here and known and fit_one_product(hidden, gate_up, down) else apart
+        here = gate_up.dtype == IN_GRAPH and all(how.get(name) is None for name in _SPREADS)
+        run = together if here and fit_one_product(hidden, gate_up, down) else counted
         out: torch.Tensor = run(hidden, index, weights, gate_up, down, *biases, **how)
         return out
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn import functional
 
 from autoplan.runtime.fused import cuda_capability
 from autoplan.runtime.host_copies import to_host
-from autoplan.runtime.mesh import Axes, AxisMesh
 
 _GROUPED_BYTES = 16  # every row and every matrix starts at a multiple of this
 _MOST_GROUPS = 1023
+IN_GRAPH = torch.bfloat16  # what a compiler takes in the product of all experts
 _GROUPED_ON_CUDA = (9, 10)  # compute capabilities with the kernel; others would wait for the host at each product
 
 
@@ -129,29 +129,63 @@ class Groups:
         return out
 
 
+@dataclass(frozen=True)
+class TracedGroups(Groups):
+    """Rows of a graph that is being traced: their counts are a tensor on the host, known when the graph runs.
+
+    Attributes:
+        held: int64 [e], rows of each expert.
+    """
+
+    held: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+
 def by_expert(
-    index: torch.Tensor, num_local: int, mesh: AxisMesh | None, axes: Axes | None, grouped: bool
+    index: torch.Tensor, num_local: int, first: torch.Tensor | int | None, ranks: int, grouped: bool
 ) -> tuple[torch.Tensor, Groups]:
     """Sort the places in [t, k] by local expert, then by token; places of experts on other ranks are left out.
 
     If experts are sharded, the host waits for the number of rows even if one kernel does all products: otherwise every
     rank would hold rows for all t k choices instead of for its share of them.
+
+    Args:
+        first: the first expert of this rank; None: all experts are here.
+        ranks: number of ranks that share the experts.
+        grouped: one kernel does the products of all experts.
     """
-    local = index.flatten()
-    if mesh is not None and axes is not None:
-        local = local - mesh.index_tensor(axes, index.device) * num_local
+    places, ends = _sorted(index, num_local, first)
+    if grouped and first is None:
+        torch._assert_async(ends[-1] == index.numel(), _BEYOND.format(num_local))  # without a host wait
+        return places, Groups(ends, None)
+    counts = _counted(index, ends, first, ranks)
+    return places[: sum(counts)], Groups(ends if grouped else None, counts)
+
+
+def by_expert_counted(
+    index: torch.Tensor, num_local: int, first: int | None, ranks: int
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Return the places of `by_expert`, the ends of the experts' rows, int32 on the device, and their counts."""
+    places, ends = _sorted(index, num_local, first)
+    counts = _counted(index, ends, first, ranks)
+    return places[: sum(counts)], ends, counts
+
+
+_BEYOND = "experts: an index is beyond the {} experts"
+
+
+def _sorted(index: torch.Tensor, num_local: int, first: torch.Tensor | int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    local = index.flatten() if first is None else index.flatten() - first
     local = local.masked_fill((local < 0) | (local >= num_local), num_local)  # other ranks' experts sort last
-    by_expert, chosen = local.sort(stable=True)
-    ends = torch.searchsorted(by_expert, torch.arange(num_local, device=index.device), right=True, out_int32=True)
-    complaint = f"experts: an index is beyond the {num_local} experts"
-    if grouped and axes is None:
-        torch._assert_async(ends[-1] == index.numel(), complaint)  # without a host wait
-        return chosen, Groups(ends, None)
-    everywhere = num_local * (1 if mesh is None or axes is None else mesh.size(axes))
-    counts = to_host(ends.diff(prepend=ends.new_zeros(1)), index.numel(), everywhere)
-    if axes is None and sum(counts) != index.numel():
-        raise ValueError(complaint)
-    return chosen[: sum(counts)], Groups(ends if grouped else None, counts)
+    by_expert, places = local.sort(stable=True)
+    experts_ = torch.arange(num_local, device=index.device)
+    return places, torch.searchsorted(by_expert, experts_, right=True, out_int32=True)
+
+
+def _counted(index: torch.Tensor, ends: torch.Tensor, first: torch.Tensor | int | None, ranks: int) -> list[int]:
+    counts = to_host(ends.diff(prepend=ends.new_zeros(1)), index.numel(), ends.numel() * ranks)
+    if first is None and sum(counts) != index.numel():
+        raise ValueError(_BEYOND.format(ends.numel()))
+    return counts
 
 
 def of_sources(counts: torch.Tensor, known: list[int], num_local: int, grouped: bool) -> tuple[torch.Tensor, Groups]:

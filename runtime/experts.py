@@ -20,15 +20,18 @@ from typing import Any
 
 import spmd_types
 import torch
-import torch.distributed as dist
 from spmd_types import P, V, rules
 from torch.nn import functional
 
+from autoplan.runtime import expert_operators as operators
+from autoplan.runtime import expert_rows
 from autoplan.runtime.convert import as_constant_beside
+from autoplan.runtime.expert_exchange import Ranks, Route, count_rows
 from autoplan.runtime.expert_forms import ExpertForm
-from autoplan.runtime.expert_products import Groups, by_expert, in_one_product, of_sources
-from autoplan.runtime.host_copies import to_host
+from autoplan.runtime.expert_products import IN_GRAPH, Groups, TracedGroups, by_expert, in_one_product, of_sources
+from autoplan.runtime.expert_rows import Chosen, Needs, by_token, of_tokens, of_weights
 from autoplan.runtime.mesh import Axes, AxisMesh, current_mesh
+from autoplan.runtime.private import in_graph
 
 
 def experts(
@@ -152,71 +155,53 @@ def _dispatched(
     summed; each part adds its own columns of the second bias. All row counts are exchanged first and copied to the host
     once.
     """
-    mesh = current_mesh()
-    ranks, ways = mesh.size(axis), 1 if inner is None else mesh.size(inner)
+    mesh, num_local = current_mesh(), gate_up.shape[0]
     if biases is not None and inner is not None:
         before = mesh.coordinate(inner) * biases[1].shape[1]
         behind = hidden.shape[1] - before - biases[1].shape[1]
         biases = (biases[0], functional.pad(biases[1], (before, behind)))
-    num_local = gate_up.shape[0]
-    total = ranks * num_local
-    by_expert, chosen = index.flatten().sort(stable=True)
-    here = torch.searchsorted(by_expert, torch.arange(total + 1, device=index.device)).diff()
-    there = theirs = here  # there: rows by (source rank, local expert); theirs: the same for every part
-    if ranks > 1:
-        there = _exchange(here, [num_local] * ranks, [num_local] * ranks, mesh.group(axis))
-        theirs = there
-    if inner is not None:
-        theirs = _exchange(there.repeat(ways), [total] * ways, [total] * ways, mesh.group(inner))
-    known = to_host(torch.cat((here, there, theirs)), chosen.numel(), total)
-    if sum(known[:total]) != chosen.numel():
-        raise ValueError(f"experts: an index is beyond the {total} experts of {ranks} ranks")
-    sent, come = _sums(known[:total], num_local), _sums(known[total : 2 * total], num_local)
-    parts = _sums(known[2 * total :], total)
     taken, given = (weights, None) if form.scales_inputs else (None, weights)
+    ranks, ways = mesh.size(axis), 1 if inner is None else mesh.size(inner)
+    group = mesh.group(axis) if ranks > 1 else None
+    several = None if inner is None else mesh.group(inner)
+    there: Route | None
+    parts: Route | None
+    if in_graph():
+        chosen, there, parts, order, groups = operators.dispatch(index, num_local, group, several)
+    else:
+        found = count_rows(index, num_local, ranks, group, ways, several)
+        chosen, there = found.chosen, None if group is None else Ranks(found.sent, found.come, group)
+        parts = None if several is None else Ranks([sum(found.come)] * ways, found.parts, several)
+        order, groups = of_sources(found.theirs, found.known, num_local, in_one_product(hidden, gate_up, down))
     rows: torch.Tensor = _Spread.apply(hidden, taken, chosen, index.shape[1])  # type: ignore[no-untyped-call]
-    if ranks > 1:
-        rows = _Exchange.apply(rows, sent, come, mesh.group(axis))  # type: ignore[no-untyped-call]
-    each, shape = [rows.shape[0]] * ways, rows.shape
-    if inner is not None:
-        rows = _Exchange.apply(rows.repeat(ways, 1), each, parts, mesh.group(inner))  # type: ignore[no-untyped-call]
-    grouped = in_one_product(rows, gate_up, down)
-    order, groups = of_sources(theirs, known[2 * total :], num_local, grouped)
+    if there is not None:
+        rows = _Exchange.apply(rows, there, False)  # type: ignore[no-untyped-call]
+    shape = rows.shape
+    if parts is not None:
+        rows = _Exchange.apply(rows.repeat(ways, 1), parts, False)  # type: ignore[no-untyped-call]
     rows = _Experts.apply(  # type: ignore[no-untyped-call]
         rows, order.unsqueeze(1), None, gate_up, down, *(biases or (None, None)), form, None, None, groups
     )
-    if inner is not None:
-        rows = _Exchange.apply(rows, parts, each, mesh.group(inner))  # type: ignore[no-untyped-call]
+    if parts is not None:
+        rows = _Exchange.apply(rows, parts, True)  # type: ignore[no-untyped-call]
         rows = rows.view(ways, *shape).sum(0)
-    if ranks > 1:
-        rows = _Exchange.apply(rows, come, sent, mesh.group(axis))  # type: ignore[no-untyped-call]
+    if there is not None:
+        rows = _Exchange.apply(rows, there, True)  # type: ignore[no-untyped-call]
     out: torch.Tensor = _Combine.apply(rows, given, chosen, *index.shape)  # type: ignore[no-untyped-call]
     return out
 
 
-def _sums(counts: list[int], size: int) -> list[int]:
-    return [sum(counts[i : i + size]) for i in range(0, len(counts), size)]
-
-
-def _exchange(rows: torch.Tensor, sent: list[int], come: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    out = rows.new_empty(sum(come), *rows.shape[1:])
-    dist.all_to_all_single(out, rows.contiguous(), come, sent, group=group)
-    return out
-
-
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows within a group, with a row count for each pair of ranks; gradients go back the same way."""
+    """All-to-all of rows along a way, or back; gradients go the other way."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, sent: list[int], come: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.sent, ctx.come, ctx.group = sent, come, group
-        return _exchange(rows, sent, come, group)
+    def forward(ctx: Any, rows: torch.Tensor, way: Route, back: bool) -> torch.Tensor:
+        ctx.way, ctx.back = way, back
+        return way.move(rows, back)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _exchange(grad, ctx.come, ctx.sent, ctx.group), None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.way.move(grad, not ctx.back), None, None
 
 
 class _Spread(torch.autograd.Function):
@@ -228,15 +213,15 @@ class _Spread(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden if weights is not None else None, weights, chosen)
         ctx.tokens, ctx.k = hidden.shape[0], k
-        return _of_tokens(hidden, chosen, k, weights)
+        return of_tokens(hidden, chosen, k, weights)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         hidden, weights, chosen = ctx.saved_tensors
         for_weights = None
         if ctx.needs_input_grad[1]:
-            for_weights = _of_weights(grad, _of_tokens(hidden, chosen, ctx.k), weights, chosen)
-        return _by_token(grad, chosen, ctx.tokens, ctx.k, weights), for_weights, None, None
+            for_weights = of_weights(grad, of_tokens(hidden, chosen, ctx.k), weights, chosen)
+        return by_token(grad, chosen, ctx.tokens, ctx.k, weights), for_weights, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -248,51 +233,18 @@ class _Combine(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(rows if weights is not None else None, weights, chosen)
         ctx.k = k
-        return _by_token(rows, chosen, t, k, weights)
+        return by_token(rows, chosen, t, k, weights)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
         rows, weights, chosen = ctx.saved_tensors
         for_rows = for_weights = None
-        arrived = _of_tokens(grad, chosen, ctx.k)
+        arrived = of_tokens(grad, chosen, ctx.k)
         if ctx.needs_input_grad[1]:
-            for_weights = _of_weights(arrived, rows, weights, chosen)
+            for_weights = of_weights(arrived, rows, weights, chosen)
         if ctx.needs_input_grad[0]:
             for_rows = arrived if weights is None else arrived.mul_(weights.flatten()[chosen].unsqueeze(1))
         return for_rows, for_weights, None, None, None
-
-
-def _of_tokens(hidden: torch.Tensor, chosen: torch.Tensor, k: int, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """[t, h] -> [rows, h]: the token of every row, scaled by the weight [t, k] at its place, in the token's dtype."""
-    rows = hidden.index_select(0, chosen // k)
-    return rows if weights is None else rows.mul_(weights.flatten()[chosen].unsqueeze(1))
-
-
-def _by_token(
-    rows: torch.Tensor, chosen: torch.Tensor, t: int, k: int, weights: torch.Tensor | None = None
-) -> torch.Tensor:
-    """[rows, h] -> [t, h]: sum the rows of every token, in the order of its choices and in at least float32.
-
-    One kernel reads every row once, without atomics: the same bits in every run (`index_add` on CUDA adds in the order
-    of arrival, and rounds 16-bit sums after every addition).
-
-    Args:
-        chosen: the place of every row in [t, k]; no place occurs twice.
-        weights: [t, k], the scale of the row at each place; None: unscaled.
-    """
-    places, order = chosen.sort()
-    starts = torch.searchsorted(places, torch.arange(0, t * k, k, device=chosen.device))
-    if weights is not None:  # rounded like a model that adds rows one by one: a sum of two has its bits
-        rows = torch.mul(rows, weights.flatten()[chosen].unsqueeze(1), out=torch.empty_like(rows))
-    if rows.device.type == "cpu" and rows.dtype.itemsize < 4:  # its CPU kernel does not round 16-bit sums to nearest
-        return functional.embedding_bag(order, rows.float(), starts, mode="sum").to(rows.dtype)
-    return functional.embedding_bag(order, rows, starts, mode="sum")
-
-
-def _of_weights(a: torch.Tensor, b: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Gradient of routing weights, [t, k]: dot products of matching rows of `a` and `b`; 0 at places without a row."""
-    each = (a * b).sum(1).to(weights.dtype)
-    return weights.new_zeros(weights.numel()).index_copy_(0, chosen, each).view_as(weights)
 
 
 # -- computation -------------------------------------------------------------------------------------------------------
@@ -319,56 +271,26 @@ class _Experts(torch.autograd.Function):
         axes: Axes | None,
         groups: Groups | None,
     ) -> torch.Tensor:
-        chosen, k = index.flatten(), index.shape[1]
+        places, ctx.form, ctx.k = index.flatten(), form, index.shape[1]
         if groups is None:
-            chosen, groups = by_expert(index, gate_up.shape[0], mesh, axes, in_one_product(hidden, gate_up, down))
-        taken, given = (weights, None) if form.scales_inputs else (None, weights)
-        first = groups.products(_of_tokens(hidden, chosen, k, taken), form.forward_matrices(gate_up), gate_up_bias)
-        rows = groups.products(form.between(first), form.forward_matrices(down), down_bias)
-        ctx.save_for_backward(hidden, weights, gate_up, down, down_bias, chosen, first, groups.ends)
-        ctx.counts, ctx.form, ctx.k = groups.counts, form, k
-        return _by_token(rows, chosen, hidden.shape[0], k, given)
+            grouped = in_one_product(hidden, gate_up, down) and (gate_up.dtype == IN_GRAPH or not in_graph())
+            places, groups = _by_expert(index, gate_up.shape[0], mesh, axes, grouped)
+        chosen, operands = Chosen(places, weights, ctx.k, form), (gate_up, down, gate_up_bias, down_bias)
+        run = operators.forward if operators.traced(groups) else expert_rows.forward
+        out, first = run(hidden, chosen, groups, *operands)
+        ctx.counts, held = groups.counts, groups.held if isinstance(groups, TracedGroups) else None
+        ctx.save_for_backward(hidden, weights, gate_up, down, down_bias, places, first, groups.ends, held)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weights, gate_up, down, down_bias, chosen, first, ends = ctx.saved_tensors
-        need_hidden, _, need_weights, need_first, need_down, need_first_bias, need_down_bias = ctx.needs_input_grad[:7]
-        form, groups = ctx.form, Groups(ends, ctx.counts)
-        taken, given = (weights, None) if form.scales_inputs else (None, weights)
-        arrived = _of_tokens(grad, chosen, ctx.k)
-        with torch.enable_grad():  # to differentiate the activation
-            made = first.detach().requires_grad_()
-            inner = form.between(made)
-        behind = groups.products(arrived, form.backward_matrices(down))  # of the inner rows, before the routing weight
-        for_weights = for_down = for_down_bias = None
-        if need_weights and given is not None:  # <grad, down inner + bias> = <down^T grad, inner> + <grad, bias>
-            for_weights = _of_weights(behind, inner.detach(), weights, chosen)
-            if down_bias is not None:
-                for_weights += _of_weights(arrived, groups.by_row(down_bias, arrived.shape[0]), weights, chosen)
-        if given is not None:
-            share = given.flatten()[chosen].unsqueeze(1)
-            arrived, behind = arrived.mul_(share), behind.mul_(share)
-        if need_down:
-            for_down = _outer(groups, form, inner.detach(), arrived)
-        if need_down_bias:
-            for_down_bias = groups.sums(arrived)
-        del arrived
-        for_first = for_first_bias = for_hidden = None
-        needs_inputs = need_hidden or (need_weights and taken is not None)
-        if needs_inputs or need_first or need_first_bias:
-            (behind,) = torch.autograd.grad(inner, made, behind)
-        if need_first:
-            for_first = _outer(groups, form, _of_tokens(hidden, chosen, ctx.k, taken), behind)
-        if need_first_bias:
-            for_first_bias = groups.sums(behind)
-        if needs_inputs:
-            rows = groups.products(behind, form.backward_matrices(gate_up))
-            if need_weights and taken is not None:
-                for_weights = _of_weights(rows, _of_tokens(hidden, chosen, ctx.k), weights, chosen)
-            if need_hidden:
-                for_hidden = _by_token(rows, chosen, hidden.shape[0], ctx.k, taken)
-        nothing = (None,) * 4
-        return for_hidden, None, for_weights, for_first, for_down, for_first_bias, for_down_bias, *nothing
+        hidden, weights, gate_up, down, down_bias, places, first, ends, held = ctx.saved_tensors
+        chosen = Chosen(places, weights, ctx.k, ctx.form)
+        groups = Groups(ends, ctx.counts) if held is None else TracedGroups(ends, None, held)
+        need_hidden, _, *needs = ctx.needs_input_grad[:7]
+        run = operators.backward if operators.traced(groups) else expert_rows.backward
+        found = run(grad, hidden, chosen, groups, gate_up, down, down_bias, first, Needs(need_hidden, *needs))
+        return found[0], None, *found[1:], *(None,) * 4
 
     @staticmethod
     def spmd_typecheck(
@@ -396,6 +318,20 @@ class _Experts(torch.autograd.Function):
 def _outer(groups: Groups, form: ExpertForm, taken: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Return the gradient of weights from the rows that they took and the gradient of what they gave."""
     return groups.outer(taken, grad) if form.transposed else groups.outer(grad, taken)
+
+
+def _by_expert(
+    index: torch.Tensor, num_local: int, mesh: AxisMesh | None, axes: Axes | None, grouped: bool
+) -> tuple[torch.Tensor, Groups]:
+    """Sort the places in [t, k] by local expert (`expert_products.by_expert`), here or as an operator of a graph."""
+    if mesh is None or axes is None:
+        if in_graph() and not grouped:
+            return operators.by_expert(index, num_local, None, 1)
+        return by_expert(index, num_local, None, 1, grouped)
+    if in_graph():
+        return operators.by_expert(index, num_local, mesh.coordinate(axes) * num_local, mesh.size(axes))
+    first = mesh.index_tensor(axes, index.device) * num_local
+    return by_expert(index, num_local, first, mesh.size(axes), grouped)
 
 
 def _type_of_result(

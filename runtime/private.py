@@ -33,6 +33,7 @@ RECEIVES_INTO_FRESH_BUFFERS, `end_of_backward`, `mend_simulated_groups`.
 | ProcessGroup.abort, ProcessGroupNCCL._group_start, _group_end, distributed_c10d._world.pg_names | aborts the NCCL communicators from the thread that knows of a failure, while the main thread waits for a kernel that never ends; torch's own tables, which the main thread reads, stay. After `abort` torch's watchdog ignores their errors, so that it does not end the process (ProcessGroupNCCL::Watchdog::runLoop, terminateProcessGroup_) | |
 | _symmetric_memory.enable_symm_mem_for_group, _inductor.config._micro_pipeline_tp (in compiled.py) | torch's async TP: for named groups inductor splits a matrix product and the gather before it, or the reduce-scatter after it, into pieces that overlap | |
 | _guards.TracingContext, distributed_c10d._resolve_process_group (in ring.py, convert.py) | a ring of sends and receives is one operator of a compiled graph, which takes the name of its group | |
+| _guards.detect_fake_mode, ShapeEnv.create_unbacked_symint, ignore_fresh_unbacked_symbols, fx.experimental.proxy_tensor.get_proxy_mode (new_size, ignored_sizes) | experts are a node of a compiled graph, inside which rows have sizes that depend on values | |
 | ProcessGroup.group_desc | tells the groups that autoplan made from the caller's | |
 | distributed_c10d._abort_process_group | closes the connections of a failing rank at once, so that its peers do not wait for the timeout | |
 
@@ -46,7 +47,7 @@ import socket
 import stat
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,6 +57,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import _RecvInfo
+
+from autoplan.runtime.lives import of_this_life
 
 # True if torch allocates receive buffers at the receive and frees them when they are used.
 RECEIVES_INTO_FRESH_BUFFERS = hasattr(_RecvInfo, "take_buffer")
@@ -73,6 +76,35 @@ def share_memory(group: dist.ProcessGroup) -> None:
 def in_graph() -> bool:
     """Return True while torch.compile traces a function, so that the operations called make a graph."""
     return torch._guards.TracingContext.try_get() is not None
+
+
+def new_size() -> Any:
+    """Return a size of a traced operator's result that no compiler knows: what values decide when the graph runs.
+
+    `torch.library.get_ctx().new_dynamic_size` refuses unless a setting of dynamo's allows it for the whole process.
+    """
+    mode = torch._guards.detect_fake_mode()
+    assert mode is not None and mode.shape_env is not None
+    size = mode.shape_env.create_unbacked_symint()
+    torch._check(size >= 0)  # type: ignore[no-untyped-call]
+    return size
+
+
+@contextlib.contextmanager
+def ignored_sizes() -> Iterator[None]:
+    """Let operators of sizes that depend on values run inside a node of a graph.
+
+    When dynamo makes the node it sees only the results of the node, and would miss these sizes among them. AOTAutograd,
+    which looks into the node, keeps them.
+    """
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = torch._guards.detect_fake_mode()
+    if mode is None or mode.shape_env is None or get_proxy_mode() is not None:
+        yield
+        return
+    with mode.shape_env.ignore_fresh_unbacked_symbols():
+        yield
 
 
 def group_named(name: str) -> dist.ProcessGroup:
@@ -172,12 +204,12 @@ class Meeting(NamedTuple):
 
 
 def rendezvous(timeout: timedelta) -> Meeting:
-    """Return what torchrun's variables say, as `init_process_group` reads them."""
+    """Return what torchrun's variables say, as `init_process_group` reads them, in a store of this life of the job."""
     from torch.distributed.rendezvous import rendezvous as handler
 
     store, rank, world = next(handler("env://", timeout=timeout))
     store.set_timeout(timeout)
-    return Meeting(PrefixStore("default_pg", store), rank, world)
+    return Meeting(PrefixStore("default_pg", of_this_life(store, rank, world, timeout)), rank, world)
 
 
 def gpu_id(device: torch.device) -> str:

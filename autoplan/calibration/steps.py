@@ -34,6 +34,7 @@ from autoplan.cost_models.hardware.cluster_file import read_yaml
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.time.blocks import op_times
 from autoplan.cost_models.time.price import Pricer
+from autoplan.cost_models.time.step_class import step_class
 from autoplan.cost_models.work import Workload
 from autoplan.errors import AutoplanError, PinError
 from autoplan.report.degrees import checked_config
@@ -62,12 +63,23 @@ class PlannedStep:
 
     def step_s(self, constants: Constants) -> float:
         """Return the seconds of one step at `constants`. Layout, stages and recompute stay as they are."""
+        pricer, chunks, recompute = self._at(constants)
+        return pricer.step_s(chunks, recompute)
+
+    def step_class(self, constants: Constants) -> str:
+        """Return the class of the step at `constants`, with its family of devices (`class_of_step`)."""
+        pricer, chunks, recompute = self._at(constants)
+        found = pricer.estimate(chunks, recompute)
+        return step_class(self.workload, pricer.device, found.breakdown, found.step_time_s.mid)
+
+    def _at(self, constants: Constants) -> tuple[Pricer, tuple[int, ...], tuple[int, ...]]:
+        """Return what prices the step at `constants`, its chunks, and the recomputed layers of each."""
         request = replace(self.request, constants=constants)
         costs, config = request.costs, self.config
         times = op_times(self.workload, costs)
         pricer = Pricer(self.workload, config, costs, precision_of(request.precision), times)
         chunks = units_of(config.stages or (), ends_apart(request.graph, config))
-        return pricer.step_s(chunks, recompute_counts(pricer, config, chunks))
+        return pricer, chunks, recompute_counts(pricer, config, chunks)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from autoplan.units import GB, TERA
 
 
 def models_data() -> list[dict[str, Any]]:
-    """Return every model of the catalog."""
-    return [plain(models.describe_model(name)) for name in models.names()]
+    """Return every model of the catalog, with its usual run (null if it has none)."""
+    return [{**plain(models.describe_model(n)), "usual": plain(models.usual_run(n))} for n in models.names()]
 
 
 def models_table() -> Table:

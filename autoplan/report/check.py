@@ -5,7 +5,7 @@ JSON of schema 1 (report.data):
     {"schema": 1, "status": "ok" | "illegal" | "infeasible", "command": "check", "file", "target", "version", "like",
      "faults": [str],       # what is illegal, each with the nearest that is legal
      "warnings": [str], "not_read": [field], "said_elsewhere": {name: where},
-     "model", "cluster", "request": as of estimate,           # left out if seq_len or the batch is not known
+     "model", "cluster", "request": as of estimate,   # left out if seq_len or the batch is not known
      "fits": null | bool, "shortage": null | str, "plan", "estimate": as of estimate, null if it is illegal
      "search": null | {"limit_s", "seconds", "reason": null | str, "certificate": null | as of plan},
      "better": null | {"plan", "estimate", "gain": null | share of the step, "not_said": [str], "export": [word]}}
@@ -37,13 +37,23 @@ from autoplan.report.data import estimate_report, head, planned_data, report, to
 from autoplan.report.degrees import checked_config
 from autoplan.report.files import check_writable, write_text
 from autoplan.report.flags import TaskWords
-from autoplan.report.request import read_request
-from autoplan.report.text import answer, console, evidence, heading, memory_table, paragraph, proof_text, warnings
+from autoplan.report.request import read_request, read_run
+from autoplan.report.text import (
+    answer,
+    console,
+    evidence,
+    heading,
+    memory_table,
+    paragraph,
+    prices,
+    proof_text,
+    warnings,
+)
 from autoplan.report.waiting import telling, waiting
 from autoplan.search.planner import Certificate, Planned, PlanRequest, estimate_config, search_plan
 from autoplan.stacks.records import year_of
 from autoplan.sweeps.label import plan_label
-from autoplan.sweeps.whatif import STEP_ONLY
+from autoplan.sweeps.whatif import RunTask
 
 EXIT_REFUSED = 1  # illegal, or does not fit
 _SHOWN = 4  # plans of a search, of which the first that the target can say is taken
@@ -126,6 +136,7 @@ def check_command(
         out: file for the better plan.
         how: `memory_risk` and `equal_within` of the search.
     """
+    run = read_run(task)
     if out is not None:
         check_writable(out)
     with waiting("pricing", as_json) as status:
@@ -136,12 +147,12 @@ def check_command(
     better = found.better
     plan_file = None
     if better is not None and better.is_better and better.planned is not None and out is not None:
-        write_text(out, to_text(estimate_report(better.request, better.planned, asked=task.asked)) + "\n")
+        write_text(out, to_text(estimate_report(better.request, better.planned, run, task.asked)) + "\n")
         plan_file = out
     if as_json:
-        print(to_text(check_report(found, task, plan_file)))
+        print(to_text(check_report(found, run, plan_file)))
     else:
-        _text(console(), found, task, plan_file)
+        _text(console(), found, task, run, plan_file)
     return 0 if found.fits else EXIT_REFUSED
 
 
@@ -232,16 +243,12 @@ def _export_words(found: Better, plan_file: Path | None) -> list[str]:
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 
-def check_report(found: Check, task: TaskWords, plan_file: Path | None = None) -> dict[str, Any]:
+def check_report(found: Check, run: RunTask, plan_file: Path | None = None) -> dict[str, Any]:
     """Return the answer of `autoplan check` as plain data. `plan_file`: where the better plan was written."""
     read, better = found.read, found.better
     first = report("check", found.status) if found.request is None else head("check", found.request, found.status)
     none = dict.fromkeys(("priced_not_executed", "plan", "estimate"))
-    own = (
-        none
-        if found.planned is None or found.request is None
-        else planned_data(found.planned, found.request, STEP_ONLY)
-    )
+    own = none if found.planned is None or found.request is None else planned_data(found.planned, found.request, run)
     lacking = None if found.planned is None or found.fits else found.planned.estimate.missing()
     return {
         **first,
@@ -257,7 +264,7 @@ def check_report(found: Check, task: TaskWords, plan_file: Path | None = None) -
         "shortage": lacking,
         **own,
         "search": None if better is None else _search(better),
-        "better": None if better is None or not better.is_better else _better_data(better, plan_file),
+        "better": None if better is None or not better.is_better else _better_data(better, run, plan_file),
     }
 
 
@@ -270,11 +277,11 @@ def _search(better: Better) -> dict[str, Any]:
     }
 
 
-def _better_data(better: Better, plan_file: Path | None) -> dict[str, Any]:
+def _better_data(better: Better, run: RunTask, plan_file: Path | None) -> dict[str, Any]:
     if better.planned is None or better.export is None:
         return {}
     return {
-        **planned_data(better.planned, better.request, STEP_ONLY),
+        **planned_data(better.planned, better.request, run),
         "gain": better.gain,
         "not_said": list(better.export.not_said),
         "export": _export_words(better, plan_file),
@@ -284,7 +291,7 @@ def _better_data(better: Better, plan_file: Path | None) -> dict[str, Any]:
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
-def _text(out: Console, found: Check, task: TaskWords, plan_file: Path | None) -> None:
+def _text(out: Console, found: Check, task: TaskWords, run: RunTask, plan_file: Path | None) -> None:
     """Print the answer."""
     read, request = found.read, found.request
     if request is not None:
@@ -292,21 +299,22 @@ def _text(out: Console, found: Check, task: TaskWords, plan_file: Path | None) -
     if found.planned is not None and request is not None:
         evidence(out, request, found.planned.estimate)
         fits = "fits" if found.fits else "DOES NOT FIT"
-        answer(out, f"{read.path}: legal, {fits}:", found.planned, request, STEP_ONLY)
+        answer(out, f"{read.path}: legal, {fits}:", found.planned, request, run)
         if not found.fits:
             paragraph(out, found.planned.estimate.missing(), 1, first=1)
         memory_table(out, found.planned.estimate)
-        warnings(out, found.planned.estimate, request, STEP_ONLY)
+        prices(out, [request], run)
+        warnings(out, found.planned.estimate, request, run)
     else:
         out.print()
         out.print(Text(f" {read.path}: ILLEGAL for {read.target}@{read.version}", style="bold red"), soft_wrap=True)
         for fault in found.faults:
             paragraph(out, f"- {fault}", 3, first=1)
     if found.better is not None:
-        _better_text(out, found.better, task, plan_file)
+        _better_text(out, found.better, task, run, plan_file)
 
 
-def _better_text(out: Console, better: Better, task: TaskWords, plan_file: Path | None) -> None:
+def _better_text(out: Console, better: Better, task: TaskWords, run: RunTask, plan_file: Path | None) -> None:
     out.print()
     searched = f"a search of {better.seconds:.1f} s (limit {better.limit_s:g} s)"
     planned, export = better.planned, better.export
@@ -328,7 +336,7 @@ def _better_text(out: Console, better: Better, task: TaskWords, plan_file: Path 
         paragraph(out, f"{export.target} cannot say {line}", 1, first=1)
     lines = wrapped(_export_words(better, plan_file), out.width - 12)
     if plan_file is None:
-        again = estimate_command(task.model, task.cluster, better.request, planned.config)
+        again = estimate_command(task.model, task.cluster, better.request, planned.config, run)
         *first, last = wrapped([*again, "--json"], out.width - 12)
         lines = [*first, f"{last} > {_NAME}", *lines]
     for line in lines:

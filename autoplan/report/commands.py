@@ -65,8 +65,14 @@ def estimate_command(
 
 
 def _planning(request: PlanRequest) -> list[str]:
-    words = _given("--memory-risk", request.memory_risk, DEFAULT_RISK)
+    """Return the words that limit a search: pins, the risk of memory, and the error within which plans are equal."""
+    words = [word for name, value in request.pins.items() for word in ("--pin", f"{name}={_pinned(value)}")]
+    words += _given("--memory-risk", request.memory_risk, DEFAULT_RISK)
     return words + _given("--equal-within", request.equal_within, EQUAL_WITHIN)
+
+
+def _pinned(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
 def plan_command(model: str, cluster: str, request: PlanRequest) -> list[str]:
@@ -79,6 +85,11 @@ def plan_command(model: str, cluster: str, request: PlanRequest) -> list[str]:
         *_planning(request),
         *_executed(request),
     ]
+
+
+def explain_command(model: str, cluster: str, request: PlanRequest) -> list[str]:
+    """Return the words of the command line that says why the plan of this task is the best."""
+    return ["autoplan", "explain", *plan_command(model, cluster, request)[2:]]
 
 
 def whatif_command(model: str, cluster: str, request: PlanRequest, vary: str) -> list[str]:

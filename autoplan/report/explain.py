@@ -21,10 +21,12 @@ from autoplan.report.arguments import read_pin_words
 from autoplan.report.data import head, planned_data, to_text
 from autoplan.report.degrees import checked_config
 from autoplan.report.flags import TaskWords
+from autoplan.report.html import check_report, write_report
 from autoplan.report.plan_file import read_plan_file
 from autoplan.report.request import read_run
 from autoplan.report.text import TERMS, console, heading, paragraph, plain_table, proof_text
 from autoplan.report.waiting import telling, waiting
+from autoplan.report.words import choice_text, value_text
 from autoplan.search.planner import Planned, PlanRequest, estimate_config, search_plan
 from autoplan.sweeps.difference import Difference, Pair, difference, fullest
 from autoplan.sweeps.explain import Alternative, Decision, Explanation, FrontPoint, Setting, explain
@@ -33,35 +35,6 @@ from autoplan.sweeps.whatif import RunTask
 
 _LEAST_SHARE = 0.002  # of a step: smaller differences of a term are not worth a word
 _MOST_TERMS = 3
-_NAMES = {
-    "zero_stage": "ZeRO",
-    "micro_batch_size": "micro-batch",
-    "virtual_stages": "stages per rank",
-    "context_method": "context method",
-    "zero_replicas": "ZeRO replicas",
-    "etp": "etp",
-}
-
-
-def choice_text(name: str, value: Any) -> str:
-    """Return a choice with its value in words: `tp 4`, `ZeRO 1`, `offload none`."""
-    return f"{_NAMES.get(name, name)} {value_text(value, name)}"
-
-
-_OPEN = {"stages": "even", "etp": "as tp", "context_method": "none"}  # what None means
-
-
-def value_text(value: Any, name: str = "") -> str:
-    """Return the value of a choice in words."""
-    if value is None:
-        return _OPEN.get(name, "default")
-    if isinstance(value, (tuple, list, frozenset)):
-        return ",".join(map(str, sorted(value) if isinstance(value, frozenset) else value)) or "none"
-    if isinstance(value, Mapping):
-        return ",".join(f"{k}={v}" for k, v in value.items())
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return numbers.digits(value) if isinstance(value, float) else str(value)
 
 
 def terms_text(changed: Mapping[str, float], whole: float, unit: str = "s", scale: float = 1.0) -> str:
@@ -116,22 +89,30 @@ def _shortage(a: Alternative) -> str:
 
 
 def explain_command(
-    task: TaskWords, request: PlanRequest, vs: str | None, seconds: float, as_json: bool, **asked: Any
+    task: TaskWords,
+    request: PlanRequest,
+    vs: str | None,
+    seconds: float,
+    as_json: bool,
+    file: Path | None = None,
+    **asked: Any,
 ) -> None:
     """Explain the plan of a request, or of the plan file that a command was given, and print the answer.
 
     Args:
         vs: what to compare the plan with; None: explain its decisions.
         seconds: time limit of one search.
+        file: where a report is written, too.
         asked: what to look at, as `sweeps.explain.explain` takes it.
     """
+    check_report(file)
     run = read_run(task)
     config = None if task.written is None else checked_config(request, task.written.but({}, task.cluster))
     if vs is None:
         with waiting("explaining", as_json) as status:
             told = partial(_say_progress, status)
             found = explain(request, config, seconds=seconds, run=run, told=told, **asked)
-        report, show = explain_report(found, run), partial(explain_text, found=found)
+        report, show, own = explain_report(found, run), partial(explain_text, found=found), found.planned
     else:
         with waiting("searching", as_json) as status:
             if config is None:
@@ -146,6 +127,10 @@ def explain_command(
         print(to_text(report))
     else:
         show(console())
+    if file is not None:
+        from autoplan.report.drawn import drawn_of
+
+        write_report(file, report, drawn_of(request, own))
     if vs is None and found.interrupted:
         raise KeyboardInterrupt
 
@@ -255,9 +240,7 @@ def versus_text(
     terms = terms_text(found.time_s, found.step_s.own or 0.0)
     paragraph(out, f"The other plan {cost_text(share)} per step{f': {terms}' if terms else ''}.", 1)
     if found.decisions:
-        words = [
-            f"{_NAMES.get(n, n)} {value_text(a, n)} -> {value_text(b, n)}" for n, (a, b) in found.decisions.items()
-        ]
+        words = [f"{choice_text(n, a)} -> {value_text(b, n)}" for n, (a, b) in found.decisions.items()]
         paragraph(out, f"Decided differently: {'; '.join(words)}", 2)
     else:
         paragraph(out, "Both decide the same.", 2)

@@ -39,6 +39,10 @@ FromFile = Annotated[
 FileFormat = Annotated[
     str | None, typer.Option("--format", help="NAME or NAME@VERSION of the framework of the file; default: detected.")
 ]
+ReportPath = Annotated[
+    Path | None,
+    typer.Option("--report", help="Also write the answer as one HTML file that opens offline; needs autoplan[report]."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds; then the best plan so far, marked.", min=1)]
 MemoryRisk = Annotated[
@@ -67,6 +71,7 @@ class TaskWords:
     Attributes:
         asked: every argument of the command that says what to answer, by name: what a plan file keeps.
         written: the plan file that was given in place of the model.
+        usual: the arguments that were not given, and that the model's usual run says (autoplan.catalog.Usual).
     """
 
     model: Annotated[
@@ -88,12 +93,19 @@ class TaskWords:
     seq_len: Annotated[
         str,
         typer.Option(
-            "--seq-len", "--seq", help="Tokens per sequence, in powers of 1024: 8k is 8,192, 1M is 1,048,576."
+            "--seq-len",
+            "--seq",
+            help="Tokens per sequence, in powers of 1024: 8k is 8,192, 1M is 1,048,576; default: that of the "
+            "catalog model's usual run (autoplan models).",
         ),
     ]
     global_batch_size: Annotated[
         str,
-        typer.Option("--global-batch-size", "--gbs", help="Sequences per step, over all devices; 1k is 1,024."),
+        typer.Option(
+            "--global-batch-size",
+            "--gbs",
+            help="Sequences per step, over all devices; 1k is 1,024; default: as --seq-len.",
+        ),
     ]
     precision: Annotated[
         str | None,
@@ -145,6 +157,7 @@ class TaskWords:
     ] = None
     asked: Mapping[str, Any] = field(default_factory=dict, metadata={"typed": False})
     written: WrittenPlan | None = field(default=None, metadata={"typed": False})
+    usual: tuple[str, ...] = field(default=(), metadata={"typed": False})
 
 
 # Parameters that take several choices as one mapping -> the class of these choices
@@ -194,10 +207,12 @@ def with_choices(command: Callable[..., None], may_miss: Sequence[str] = ()) -> 
     def called(context: typer.Context, **values: Any) -> None:
         typed = {name for name in values if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"}
         values, written = _completed(values, typed)
+        usual = _usual(values, written, may_miss)
+        values |= usual
         asked = _asked(values, written, may_miss)
         values |= {group: {name: values.pop(name) for name in names} for group, names in groups.items()}
         taken = {word.name: values.pop(word.name) for word in _typed_words()}
-        command(task=TaskWords(**taken, asked=asked, written=written), **values)
+        command(task=TaskWords(**taken, asked=asked, written=written, usual=tuple(usual)), **values)
 
     given.append(_option("context", typer.Context))
     called.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]
@@ -243,8 +258,22 @@ def _asked(values: Mapping[str, Any], written: WrittenPlan | None, may_miss: Seq
             if written is not None:
                 written.check_taken()
                 raise PinError(f"{written.path} does not say the {name} that was asked; give {flag}")
-            raise PinError(f"{flag} is missing; only a plan file in place of MODEL brings its own")
+            raise PinError(
+                f"{flag} is missing; only a plan file in place of MODEL brings its own"
+                f"{', and a catalog model its usual one' if name in _USUAL else ''}"
+            )
     return {name: _plain(v) for name, v in values.items() if name not in (*_OUTPUT, *_DEGREES) and v is not None}
+
+
+def _usual(values: Mapping[str, Any], written: WrittenPlan | None, may_miss: Sequence[str]) -> dict[str, str]:
+    """Return the arguments that are not given, as the usual run of a catalog model says them."""
+    missing = [name for name in _USUAL if values[name] is None and name not in may_miss]
+    if not missing or written is not None or (values["cluster"] is None and "cluster" not in may_miss):
+        return {}
+    from autoplan.catalog import usual_run
+
+    run = usual_run(values["model"])
+    return {} if run is None else {name: str(getattr(run, name)) for name in missing}
 
 
 def words_of(written: WrittenPlan) -> TaskWords:
@@ -280,11 +309,13 @@ _OUTPUT = frozenset(
         "vary",
         "from_file",
         "format",
+        "report",
         "better",
         "out",
     }
 )
 _DEGREES = frozenset(record.name for record in choices_of(ParallelConfig))  # a plan file has all of them as its plan
+_USUAL = ("seq_len", "global_batch_size")
 _FLAG_OF = {"cluster": "--cluster", "seq_len": "--seq-len", "global_batch_size": "--global-batch-size"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from autoplan.config.choices import config_data
 from autoplan.errors import PinError
 from autoplan.report.data import assumptions, head, to_text
 from autoplan.report.flags import TaskWords
+from autoplan.report.html import check_report, write_report
 from autoplan.report.request import read_request, read_run
 from autoplan.report.text import console, graph_notes, paragraph, plain_table, prices
 from autoplan.report.waiting import waiting
@@ -30,9 +32,11 @@ def size_command(
     devices: Sequence[str] | None,
     seconds: float,
     as_json: bool,
+    report: Path | None = None,
     **asked: Any,
 ) -> int:
     """Size a run, print the answer, and return the exit code: 0 if some kind of device meets it, else 3."""
+    check_report(report)
     run = read_run(task)
     if run.tokens is None:
         raise PinError("--tokens is missing: the size of the run, for example --tokens 15T")
@@ -60,6 +64,10 @@ def size_command(
         print(to_text(size_report(found)))
     else:
         size_text(console(), found)
+    if report is not None:
+        from autoplan.report.drawn import drawn_task
+
+        write_report(report, size_report(found), drawn_task(request, run))
     if found.interrupted:
         raise KeyboardInterrupt
     return 0 if found.fewest is not None else 3

@@ -7,6 +7,7 @@ others, or between measured points), assumed.
 from __future__ import annotations
 
 import math
+import os
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
@@ -52,16 +53,16 @@ TERMS = {  # of a step, in words
 
 
 def console(stderr: bool = False) -> Console:
-    """Return a console of at most TEXT_WIDTH columns; colours only on a terminal and without NO_COLOR."""
+    """Return a console of at most TEXT_WIDTH columns, or COLUMNS; colours only on a terminal and without NO_COLOR."""
     probe = Console(stderr=stderr)
-    width = min(TEXT_WIDTH, probe.width) if probe.is_terminal else TEXT_WIDTH
+    width = min(TEXT_WIDTH, probe.width) if probe.is_terminal or os.environ.get("COLUMNS") else TEXT_WIDTH
     return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
 
 
 def paragraph(out: Console, text: str, indent: int = 0, style: str = "", first: int = 0) -> None:
     """Print `text` in lines of the console's width; nothing if it is empty."""
     lines = textwrap.wrap(
-        text,
+        text.replace(" %", "\u00a0%"),  # no line begins with the unit
         max(40, out.width),
         initial_indent=" " * first,
         subsequent_indent=" " * indent,
@@ -69,7 +70,7 @@ def paragraph(out: Console, text: str, indent: int = 0, style: str = "", first: 
         break_on_hyphens=False,
     )
     for line in lines:
-        out.print(Text(line, style=style), soft_wrap=True)
+        out.print(Text(line.replace("\u00a0", " "), style=style), soft_wrap=True)
 
 
 def plain_table(*columns: str, left: int = 1) -> Table:
@@ -80,34 +81,39 @@ def plain_table(*columns: str, left: int = 1) -> Table:
     return table
 
 
-def _interval(q: Quantity) -> str:
+def interval(q: Quantity) -> str:
     """Return seconds with their interval: `1.70 s (1.06 to 2.72)`."""
     unit, factor = ("s", 1.0) if q.high >= 1 else ("ms", 1e3)
     low, mid, high = (numbers.digits(v * factor) for v in (q.low, q.mid, q.high))
     return f"{mid} {unit} ({low} to {high})"
 
 
-def heading(out: Console, request: PlanRequest) -> None:
-    """Print the model, the cluster and the task of a request."""
+def title(request: PlanRequest) -> str:
+    """Return the version and the model: `autoplan 0.1.0 - gpt2 (124 M parameters, 12 layers)`."""
     from autoplan.versions import __version__
 
+    layers = len(layer_calls(request.graph))
+    model = f"{request.graph.name} ({numbers.scaled(request.graph.num_params)} parameters, {layers} layers)"
+    return f"autoplan {__version__} - {model}"
+
+
+def heading(out: Console, request: PlanRequest) -> None:
+    """Print the model, the cluster and the task of a request."""
     r = request
-    layers = len(layer_calls(r.graph))
-    model = f"{r.graph.name} ({numbers.scaled(r.graph.num_params)} parameters, {layers} layers)"
-    out.print(Text(f"autoplan {__version__} - {model}", style="bold"), soft_wrap=True)
+    out.print(Text(title(r), style="bold"), soft_wrap=True)
     paragraph(out, f"on {cluster_line(r.cluster)}", 5, first=2)
     batch = r.seq_len * r.global_batch_size
     target = f" (target {r.target_len:,})" if r.target_len is not None else ""
     paragraph(
         out,
         f"{r.seq_len:,} tokens{target} x {r.global_batch_size:,} sequences = {numbers.scaled(batch)} tokens per step, "
-        f"{r.precision}, {r.mode}{_run_options(r)}{', pinned ' + _pins(r.pins) if r.pins else ''}",
+        f"{r.precision}, {r.mode}{_run_options(r)}{', pinned ' + pins_text(r.pins) if r.pins else ''}",
         5,
         first=2,
     )
 
 
-def _pins(pins: Mapping[str, object]) -> str:
+def pins_text(pins: Mapping[str, object]) -> str:
     return " ".join(f"{k}={','.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in pins.items())
 
 
@@ -158,10 +164,10 @@ def _run_text(run: Run) -> str:
     text = f"{numbers.scaled(run.tokens)} tokens: {numbers.days(run.days.mid)} {span}"
     if run.usd is None:
         return f"{text}, no price known (cluster@price=USD per device and hour)"
-    return f"{text}, {_span(run.usd, numbers.dollars)}"
+    return f"{text}, {with_span(run.usd, numbers.dollars)}"
 
 
-def _span(q: Quantity, shown: Callable[[float], str]) -> str:
+def with_span(q: Quantity, shown: Callable[[float], str]) -> str:
     """Return a quantity with its interval: `$562k ($402k to $850k)`."""
     return f"{shown(q.mid)} ({shown(q.low)} to {shown(q.high)})"
 
@@ -171,21 +177,21 @@ def _failures_text(run: Run) -> str:
     days, good = run.days_with_failures, run.goodput
     if days is None or good is None:
         return ""
-    text = f"with failures: {_span(days, numbers.days)}"
+    text = f"with failures: {with_span(days, numbers.days)}"
     if run.usd_with_failures is not None:
-        text += f", {_span(run.usd_with_failures, numbers.dollars)}"
+        text += f", {with_span(run.usd_with_failures, numbers.dollars)}"
     every = numbers.days(good.interval_s.mid / 86400)
-    share = _span(good.share, numbers.uptime)
+    share = with_span(good.share, numbers.uptime)
     return f"{text}; goodput {share}, a checkpoint every {every}"
 
 
 def _energy_text(run: Run) -> str:
     if run.kwh is None:
         return ""
-    text = f"energy: {_span(run.kwh, numbers.energy)}"
+    text = f"energy: {with_span(run.kwh, numbers.energy)}"
     if run.kwh_with_failures is not None:
-        text += f", with failures {_span(run.kwh_with_failures, numbers.energy)}"
-    return text if run.usd_energy is None else f"{text}; {_span(run.usd_energy, numbers.dollars)} of electricity"
+        text += f", with failures {with_span(run.kwh_with_failures, numbers.energy)}"
+    return text if run.usd_energy is None else f"{text}; {with_span(run.usd_energy, numbers.dollars)} of electricity"
 
 
 def answer(out: Console, title: str, planned: Planned, request: PlanRequest, run: RunTask) -> None:
@@ -196,7 +202,7 @@ def answer(out: Console, title: str, planned: Planned, request: PlanRequest, run
     stage = max(e.stages, key=lambda s: s.memory_bytes.mid).index
     where = f" (stage {stage})" if len(e.stages) > 1 else ""
     line = (
-        f" step {_interval(e.step_time_s)}   {numbers.scaled(e.tokens_per_s)} tokens/s   "
+        f" step {interval(e.step_time_s)}   {numbers.scaled(e.tokens_per_s)} tokens/s   "
         f"{numbers.scaled(e.tokens_per_s_per_device)} tokens/s per device"
     )
     out.print(Text(line), soft_wrap=True)
@@ -238,7 +244,7 @@ def _host_text(e: Estimate) -> str:
     return f" host memory {host.mid / 1e9:.1f} GB{of} per device: {verdict}"
 
 
-def _grouped(stages: Sequence[StageEstimate]) -> list[list[StageEstimate]]:
+def grouped(stages: Sequence[StageEstimate]) -> list[list[StageEstimate]]:
     """Group neighbouring stages with the same figures into one column; at most _MAX_STAGE_COLUMNS, the fullest kept."""
 
     def shown(s: StageEstimate) -> tuple[object, ...]:
@@ -264,10 +270,10 @@ _SHOWN_BYTES = 5e6  # a term below it on every stage would be 0.00 GB
 
 def memory_table(out: Console, e: Estimate) -> None:
     """Print the memory of every group of equal stages, by term."""
-    groups = _grouped(e.stages)
+    groups = grouped(e.stages)
     stages = [group[0] for group in groups]
     out.print()
-    table = plain_table("memory per device, GB", *(_stage_names(g, len(e.stages)) for g in groups), "evidence", left=1)
+    table = plain_table("memory per device, GB", *(stage_names(g, len(e.stages)) for g in groups), "evidence", left=1)
     _terms(table, "{}", [s.memory for s in stages], _SHOWN_BYTES)
     totals = [s.memory_bytes for s in stages]
     table.add_section()
@@ -287,7 +293,7 @@ def memory_table(out: Console, e: Estimate) -> None:
         out.print(Text(f"and {hidden} more stages: --json has all", style="dim"))
 
 
-def _stage_names(group: Sequence[StageEstimate], num_stages: int) -> str:
+def stage_names(group: Sequence[StageEstimate], num_stages: int) -> str:
     """Name a group of neighbouring stages in the head of a table."""
     first, last = group[0].index, group[-1].index
     if num_stages == 1:
@@ -394,15 +400,11 @@ def proof_text(gap: float, intra_gap: float) -> str:
     return proof
 
 
-def certificate_text(out: Console, c: Certificate, verbose: bool) -> None:
-    """Print the space and the certificate in one line; all of both if `verbose`."""
+def certificate_text(out: Console, c: Certificate) -> None:
+    """Print the certificate and the space."""
     out.print()
     state = "" if c.status == "complete" else f" ({c.status})"
     proof = f"{proof_text(c.gap, c.intra_gap)}, at these prices{state}"
-    if not verbose:
-        undecided = f"{c.open:,} left open, " if c.open else ""
-        paragraph(out, f"{c.considered:,} candidates, {undecided}{c.solve_time_s:.1f} s: {proof} (--verbose: all)", 1)
-        return
     undecided = f", {c.open:,} left open" if c.open else ""
     paragraph(
         out,
@@ -419,7 +421,8 @@ def certificate_text(out: Console, c: Certificate, verbose: bool) -> None:
     paragraph(out, f"the space: {'; '.join(c.restrictions)}", 2, "dim")
 
 
-def warnings(out: Console, e: Estimate, request: PlanRequest, run: RunTask) -> None:
+def notes_of(e: Estimate, request: PlanRequest, run: RunTask) -> list[str]:
+    """Return what a user may not expect of a plan, in sentences: tight memory, unverified figures, unusual batches."""
     peak, capacity = e.peak_memory_bytes, e.memory_capacity_bytes
     found = []
     if e.fits and peak.high > capacity:
@@ -444,7 +447,11 @@ def warnings(out: Console, e: Estimate, request: PlanRequest, run: RunTask) -> N
     found += whole.notes if whole is not None else ()
     found += graph_notes([request])
     found += [warning] if warning is not None else []
-    for text in found:
+    return found
+
+
+def warnings(out: Console, e: Estimate, request: PlanRequest, run: RunTask) -> None:
+    for text in notes_of(e, request, run):
         paragraph(out, f"Note: {text}", 6, "yellow")
 
 
@@ -497,7 +504,15 @@ def _run_options(request: PlanRequest) -> str:
     return "".join(f", {text}" for text in said)
 
 
+def varied_text(request: PlanRequest) -> str:
+    """Return what `whatif` could vary next: `nodes=8..32`, or the memory where a fabric fixes the devices."""
+    nodes, memory_gb = request.cluster.num_nodes, round(request.cluster.device.memory_bytes / 1e9)
+    fixed = request.cluster.fabric is not None
+    return f"memory_gb={memory_gb},{2 * memory_gb}" if fixed else f"nodes={nodes}..{4 * nodes}"
+
+
 def next_commands(out: Console, commands: Sequence[Sequence[str]]) -> None:
+    """Print command lines that go on from an answer, broken with backslashes so that they can be copied."""
     out.print()
     for i, command in enumerate(commands):
         for j, line in enumerate(wrapped(command, out.width - 12)):
@@ -512,9 +527,8 @@ def plan_text(
     request: PlanRequest,
     result: SearchResult,
     run: RunTask = STEP_ONLY,
-    verbose: bool = False,
 ) -> None:
-    """Print the answer of `autoplan plan`."""
+    """Print the answer of `autoplan plan --verbose`: every figure with its evidence, and the proof."""
     best = result.plans[0]
     heading(out, request)
     evidence(out, request, best.estimate)
@@ -523,17 +537,14 @@ def plan_text(
     _breakdown(out, best.estimate)
     _ranking(out, result, request, run)
     _equals(out, result, request)
-    certificate_text(out, result.certificate, verbose)
+    certificate_text(out, result.certificate)
     prices(out, [request], run)
     warnings(out, best.estimate, request, run)
-    nodes, memory_gb = request.cluster.num_nodes, round(request.cluster.device.memory_bytes / 1e9)
-    fixed = request.cluster.fabric is not None  # it fixes the number of devices
-    varied = f"memory_gb={memory_gb},{2 * memory_gb}" if fixed else f"nodes={nodes}..{4 * nodes}"
     next_commands(
         out,
         [
             estimate_command(model, cluster, request, best.config, run),
-            whatif_command(model, cluster, request, varied),
+            whatif_command(model, cluster, request, varied_text(request)),
         ],
     )
 

@@ -407,16 +407,23 @@ def _other_values(record: Choice, own: Any) -> list[Any]:
     return []
 
 
+def quick_gains(request: PlanRequest, own: Planned) -> list[Setting]:
+    """Price a plan with twice of every figure of the hardware, and other settings of the task, without a search.
+
+    Return those that gain, best first.
+    """
+    settled = replace(request, like=None)
+    changes = [change for maker in (_of_cluster, _of_task) for change in maker(settled)]
+    found = _priced(own, changes, lambda k, what: None)
+    return sorted((s for s in found if s.best_gain >= _LEAST_GAIN), key=lambda s: -s.best_gain)
+
+
 def _settings(
     request: PlanRequest, own: Planned, changes: Sequence[_Change], told: Callable[[int, str], None]
 ) -> list[Setting]:
     """Price every change with the same plan, plan the best of them anew, and return those that gain, best first."""
-    tokens_per_s, found = own.estimate.tokens_per_s, []
-    for k, change in enumerate(changes):
-        told(k, f"{change.name}={change.value}")
-        priced = _same_plan(change, own)
-        gain = None if priced is None else priced.estimate.tokens_per_s / tokens_per_s - 1
-        found.append((Setting(change.name, change.what, change.own, change.value, gain), change))
+    tokens_per_s = own.estimate.tokens_per_s
+    found = list(zip(_priced(own, changes, told), changes, strict=True))
     found.sort(key=lambda pair: (not pair[1].replans, -pair[0].best_gain))
     out = []
     for k, (setting, change) in enumerate(found):
@@ -425,6 +432,17 @@ def _settings(
             setting = _planned_anew(setting, change, request, tokens_per_s)
         out.append(setting)
     return sorted((s for s in out if s.best_gain >= _LEAST_GAIN), key=lambda s: -s.best_gain)
+
+
+def _priced(own: Planned, changes: Sequence[_Change], told: Callable[[int, str], None]) -> list[Setting]:
+    """Price every change with the same plan."""
+    found = []
+    for k, change in enumerate(changes):
+        told(k, f"{change.name}={change.value}")
+        priced = _same_plan(change, own)
+        gain = None if priced is None else priced.estimate.tokens_per_s / own.estimate.tokens_per_s - 1
+        found.append(Setting(change.name, change.what, change.own, change.value, gain))
+    return found
 
 
 def _same_plan(change: _Change, own: Planned) -> Planned | None:

@@ -276,7 +276,8 @@ class Cluster(Nodes):
     def parse(text: str, world_size: int = 1, device_type: str = "cpu") -> Cluster:
         """Parse `local` (all processes of this job), `local:N`, `NxMx<device>`, `Nx<instance>` or a YAML file name.
 
-        `Mx<device>` is one node of M devices, `<device>` one device.
+        `Mx<device>` is one node of M devices, or the usual nodes that they fill (`64xh100`: 8 of 8); `<device>` is one
+        device.
 
         All take overrides: `@nic=400,price=2.5` (see OVERRIDES).
 
@@ -346,7 +347,7 @@ def _parse_base(text: str, world_size: int, device_type: str) -> Cluster:
     example = f"2x{catalog.entry(near[0]).devices_per_node}x{near[0]}" if near else "2x8xh100-sxm5-80gb"
     raise PinError(
         f"cluster {text!r} is not known; use 'local', 'local:N', nodes x devices per node x device ({example}), "
-        "devices of one node x device (8xh100), nodes x cloud instance (2xp5.48xlarge), a YAML file or a Cluster"
+        "devices x device (8xh100, 64xh100), nodes x cloud instance (2xp5.48xlarge), a YAML file or a Cluster"
     )
 
 
@@ -356,9 +357,11 @@ def _is_device(name: str) -> bool:
 
 
 def _one_node(count: int, device_id: str) -> Cluster:
-    """Return one node of `count` devices. Raises PinError if they usually fill several nodes."""
+    """Return one node of `count` devices, or the usual nodes that they fill. Raises PinError if one is not full."""
     usual = catalog.entry(device_id)
     most = usual.devices_per_node
+    if count > most and count % most == 0:
+        return Cluster.of_catalog(count // most, most, device_id)
     if count > most:
         raise PinError(
             f"cluster '{count}x{device_id}' is one node of {count} devices, but a node of {usual.id} usually has "

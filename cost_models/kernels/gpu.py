@@ -42,6 +42,10 @@ _LEAST_ACCELERATOR_FLOPS = 50e12
 # Assumed.
 _ALIGNMENT_BITS = 128
 _MISALIGNED_SHARE = 0.33
+# Batches of such products (attention scores in memory, of heads whose size is no multiple of 8) have no kernel with
+# matrix units: what is left are the other units, an eighth of the speed (A100: 39 of 312 TFLOP/s in bf16, H100: 134 of
+# 989; NVIDIA, "A100 Tensor Core GPU Architecture" and "H100 Tensor Core GPU Architecture", table of peak rates).
+_MISALIGNED_BATCH_SHARE = 0.125
 _MISALIGNED_ERROR = 1.0
 _NORM = 4.0  # exponent by which arithmetic and traffic combine; 4 fits slightly better than their maximum
 # Share of the peak of a hand-made device without a stated one (cuBLAS on A100 and H100; NVIDIA, "Matrix Multiplication
@@ -188,7 +192,7 @@ class KernelTimings:
         grouped = grouped and groups > 1
         share = self.sustained(kind) * (self.steps.grouped_share if grouped else 1.0)
         if not aligned:
-            share *= _MISALIGNED_SHARE
+            share *= _MISALIGNED_SHARE if grouped or groups == 1 else _MISALIGNED_BATCH_SHARE
         beside = min(groups, streams) if streams else groups
         compute_s = _product_compute_s(
             fit.constants, self.tiles, self.units, rows, columns, depth, beside, device.peak_flops * share, bandwidth

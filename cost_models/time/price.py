@@ -22,7 +22,6 @@ from functools import cached_property
 
 from autoplan.config.parallel import Mode, ParallelConfig, Precision, precision_of
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, Searched, recompute_kind, region_groups
-from autoplan.cost_models.constants import class_of_step
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group
 from autoplan.cost_models.kernels.gpu import kernels_of
@@ -33,10 +32,9 @@ from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, OpTimes, op
 from autoplan.cost_models.time.estimate import Estimate, StageEstimate
 from autoplan.cost_models.time.simulation import ChunkTimes, Timeline, simulate
 from autoplan.cost_models.time.states import MovedOnce, StatePricer
+from autoplan.cost_models.time.step_class import step_class
 from autoplan.cost_models.time.table import Table
 from autoplan.cost_models.work import Workload
-from autoplan.ops.record import OpKind
-from autoplan.ops.table import op_kind
 from autoplan.schedules.orders import ActionKind
 from autoplan.schedules.schedule import SCHEDULES, Transfer, actions, chunks_of_ranks, num_copies, ranks_of_chunks
 from autoplan.streams import has_streams
@@ -454,7 +452,7 @@ class Pricer:
         times = self.chunk_times(chunks, recompute, "mid")
         breakdown = self._breakdown(chunks, recompute, times, mid)
         terms = low, high
-        low, high = self._interval_s(low, mid, high, breakdown.get("launch", ZERO).mid / mid)
+        low, high = self._interval_s(low, mid, high, breakdown)
         if "offload" in breakdown or self.config.offload:  # no published step had offloading
             low, high = min(low, terms[0]), max(high, terms[1])
         tag = max(q.tag for q in breakdown.values() if q.high)
@@ -499,7 +497,9 @@ class Pricer:
             host_capacity_bytes=self.costs.cluster.host_memory_bytes,
         )
 
-    def _interval_s(self, low: float, mid: float, high: float, host_share: float) -> tuple[float, float]:
+    def _interval_s(
+        self, low: float, mid: float, high: float, breakdown: Mapping[str, Quantity]
+    ) -> tuple[float, float]:
         """Return the seconds between which a step lies. `low`, `high`: all terms at their low and at their high end.
 
         If published timings hold the device, the interval is the error of such predictions for runs without a part in
@@ -507,10 +507,7 @@ class Pricer:
         """
         known = kernels_of(self.device, self.costs.constants) if self.costs.profile is None else None
         if known is not None and known.own_launch:
-            experts = any(
-                op_kind(op.op) is OpKind.EXPERTS for block in self.workload.blocks.values() for op in block.ops
-            )
-            found = self.costs.constants.step_interval(class_of_step(experts, host_share, known.family))
+            found = self.costs.constants.step_interval(step_class(self.workload, self.device, breakdown, mid))
             if found is not None:
                 return mid * found[0], mid * found[1]
         unexplained = _UNPROFILED_ERROR if self.costs.profile is None else _MODEL_ERROR

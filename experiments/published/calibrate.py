@@ -38,8 +38,7 @@ from autoplan.calibration.fit import (
 )
 from autoplan.calibration.steps import PlannedStep
 from autoplan.calibration.tables import constants_table, merged, stored
-from autoplan.cost_models.constants import OF_FAMILY, Constants, class_of_step
-from autoplan.cost_models.kernels.gpu import family_of
+from autoplan.cost_models.constants import OF_FAMILY, Constants
 from autoplan.errors import AutoplanError
 from autoplan.report.files import write_text
 from experiments.published.intervals import Interval, groups_table, interval, interval_text, stored_intervals
@@ -73,6 +72,11 @@ def seconds(questions: Sequence[tuple[Constants, Sequence[Task]]]) -> list[list[
     return [
         [p.step_s(constants) for task in tasks if (p := planned(task)) is not None] for constants, tasks in questions
     ]
+
+
+def classes(constants: Constants, tasks: Sequence[Task]) -> list[str]:
+    """Of tasks at constants, with their families of devices."""
+    return [p.step_class(constants) for task in tasks if (p := planned(task)) is not None]
 
 
 class Workers:
@@ -113,6 +117,17 @@ class Workers:
                     out[q][place] = value
         return out
 
+    def classes(self, indices: Sequence[int], constants: Constants) -> list[str]:
+        """Of steps of these tasks, in order."""
+        found: dict[int, str] = {}
+        asked = []
+        for k, pool in enumerate(self.pools):
+            mine = sorted({i for i in indices if self.home[i] == k})
+            asked.append((mine, pool.submit(classes, constants, [self.tasks[i] for i in mine])))
+        for mine, future in asked:
+            found |= dict(zip(mine, future.result(), strict=True))
+        return [found[i] for i in indices]
+
 
 def cases_of(rows: Sequence[Row], everything: Sequence[Row]) -> list[Case]:
     """Those that can be read."""
@@ -146,18 +161,6 @@ def mean_errors(groups: Sequence[str], logs: Floats) -> dict[str, float]:
     for group, value in zip(groups, logs, strict=True):
         found[group].append(abs(math.exp(value) - 1))
     return {name: float(np.mean(found[name])) for name in sorted(found)}
-
-
-def classes_of(cases: Sequence[Case], fitted: Constants, price: StepPrice) -> list[str]:
-    """Of every step with its family of devices, as `Pricer.estimate` finds it: what a step is shorter by where the host
-    costs nothing is what it waits for it."""
-    free = fitted.with_({name: 0.0 for name in fitted.values if re.fullmatch(r"host_.*_s", name)})
-    usual, without = price([(c, range(len(cases))) for c in (fitted, free)])
-    shares = [1 - b / a for a, b in zip(usual, without, strict=True)]
-    return [
-        class_of_step(c.task.shape.num_experts > 0, share, family_of(c.task.cluster.device) or "")
-        for c, share in zip(cases, shares, strict=True)
-    ]
 
 
 def stated_interval(
@@ -242,15 +245,15 @@ def main(
             )
             fitted = fit(steps, price, begin, names=wanted, rounds=rounds, looseness=looseness)
             held = held_out_errors(fitted, steps, price)
-            of_step = classes_of(cases, fitted.constants, price)
+            of_step = workers.classes(indices, fitted.constants)
             # what the constants are worth: every step with them, those that had no part in the fit included
             indices = everywhere
             unseen = unseen_errors(all_steps, held, fitted.constants, price)
         # intervals are for steps that the model is meant for: those far off would stretch them over orders of magnitude
         intervals = [interval(steps, held.errors, aimed) for aimed in AIMED]
-        kinds = ("experts",) if experts else ("dense", "experts", "host")
+        kinds = ("experts",) if experts else ("dense", "network", "experts", "host")
         names = (*kinds, *sorted({name for name in of_step if OF_FAMILY in name}))
-        classes = {name: stated_interval(of_step, steps, held.errors, name) for name in names}
+        stated = {name: stated_interval(of_step, steps, held.errors, name) for name in names}
     except AutoplanError as exc:
         raise typer.BadParameter(str(exc)) from exc
     console.print(constants_table(fitted, held, "campaign"))
@@ -258,7 +261,7 @@ def main(
     for found in intervals:
         console.print(interval_text(found), soft_wrap=True)
     console.print(f"{fitted.rounds} rounds; constants of fewer than {LEAST_GROUPS} campaigns stay")
-    for name, known in classes.items():
+    for name, known in stated.items():
         if known is not None:
             console.print(f"{name}: {interval_text(known)}", soft_wrap=True)
     more = {
@@ -266,7 +269,7 @@ def main(
         # measured / predicted of an interval holds 1: what is predicted is within what is stated
         "step_intervals": {
             name: {"low": min(1.0, found.low), "high": max(1.0, found.high), "covered": found.covered}
-            for name, found in classes.items()
+            for name, found in stated.items()
             if found is not None
         },
         # of all steps of a campaign, with constants fitted without it

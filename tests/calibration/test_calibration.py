@@ -32,6 +32,7 @@ from autoplan.config.choices import options_of
 from autoplan.config.parallel import Attention, Dispatcher, Launch, Mode
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.time.estimate import Estimate
 from autoplan.errors import AutoplanError, PinError, ProfileError
 from autoplan.report.degrees import config_of
 from autoplan.search.estimate import estimate_config
@@ -39,7 +40,7 @@ from autoplan.search.layouts import PlanRequest
 from experiments.published import calibrate as experiment
 from experiments.published import validate as validate_published
 from experiments.published.intervals import groups_table, interval, interval_text, macro, stored_intervals
-from experiments.published.rows import COLUMNS, Row, Shapes, interpret
+from experiments.published.rows import COLUMNS, Row, Shapes, Task, interpret
 
 START = Constants()
 TRUE = START.with_({"sustained_hopper": 0.85, "host_fused_s": 4.5e-4, "overlap": 0.6})
@@ -475,6 +476,10 @@ def catalog_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validate_published, "graph_of", lambda shape: graph)
 
 
+def prices(tasks: Sequence[Task]) -> list[Estimate]:
+    return [validate_published.price(task).estimates[0] for task in tasks]
+
+
 def test_the_experiment_answers_every_question_in_order(catalog_graph: None) -> None:
     rows = [Row(i, published(seq_len=n)) for i, n in enumerate(("4096", "2048", "1024"))]
     tasks = [interpret(row, Shapes(rows)).task for row in rows]
@@ -485,8 +490,10 @@ def test_the_experiment_answers_every_question_in_order(catalog_graph: None) -> 
     slow = begin.with_({"sustained_hopper": 0.7})
     steps = [0, 1, 2, 0]  # steps may share a task
     (first, second) = workers.price(steps, [(begin, [3, 2, 1]), (slow, [0])])
-    alone = [validate_published.price(task).estimates[0].step_time_s.mid for task in tasks]
+    alone = [estimate.step_time_s.mid for estimate in prices(tasks)]
     assert first == pytest.approx([alone[0], alone[2], alone[1]], rel=1e-9) and second[0] > 1.1 * first[0]
+    short = [estimate.breakdown["launch"].mid / estimate.step_time_s.mid > 0.2 for estimate in prices(tasks)]
+    assert workers.classes(steps, begin) == ["host" if short[i] else "dense of hopper" for i in steps]
     assert experiment.planned(refused) is None  # more chunks than layers
 
 

@@ -120,6 +120,18 @@ def test_rows_of_odd_sizes_are_slow() -> None:
     assert not kernels.is_aligned(KernelKind.HALF, 2.0, 50257) and kernels.is_aligned(KernelKind.HALF, 4.0, 4)
 
 
+def test_scores_of_misaligned_heads_run_without_matrix_units() -> None:
+    """Batches of products with heads of 150 take up to eight times those of 152, single products three times."""
+
+    def busy(head: int, groups: int) -> float:
+        aligned = kernels.is_aligned(KernelKind.HALF, 2.0, head)
+        sizes = (2048, 2048, head)
+        return known(H100).product_s(H100, KernelKind.HALF, *sizes, groups=groups, aligned=aligned).busy_s
+
+    assert 4 < busy(150, 64) / busy(152, 64) < 8.5
+    assert 1.5 < busy(150, 1) / busy(152, 1) < 3.5
+
+
 def test_quantisation_a_row_beyond_a_whole_wave_costs_more_than_a_row_within() -> None:
     """132 units, tiles of 256 x 128: 66 x 2 tiles fill one wave; the last row of a tile is free."""
     rows, columns = 256 * 2, 128 * 66

@@ -519,6 +519,7 @@ def test_what_is_stated_is_what_was_wrong_elsewhere(tmp_path: Path) -> None:
         "experts": {"low": 0.7, "high": 1.5},
         "host": {"low": 0.5, "high": 2.0},
         "dense of blackwell": {"low": 0.8, "high": 1.4},
+        "network": {"low": 0.6, "high": 1.7},
     }
     path.write_text(json.dumps({"constants": {}, "step_intervals": intervals}))
     constants = Constants.load(path)
@@ -534,6 +535,13 @@ def test_what_is_stated_is_what_was_wrong_elsewhere(tmp_path: Path) -> None:
     assert (step.low, step.high) == (pytest.approx(0.8 * step.mid), pytest.approx(1.4 * step.mid))
     experts = estimate(ParallelConfig(dp=8, ep=8), young, constants=constants, model="mixtral-8x7b").step_time_s
     assert experts.high == pytest.approx(1.5 * experts.mid)
+    slow = Cluster.parse("2x8xh100-sxm5-80gb@nic=10")  # a tenth of the usual network, which gradients wait for
+    step = estimate(ParallelConfig(dp=16), slow, constants=constants)
+    assert step.breakdown["dp_comm"].mid > 0.15 * step.step_time_s.mid > 0.0
+    assert step.step_time_s.high == pytest.approx(1.7 * step.step_time_s.mid)
+    path.write_text(json.dumps({"constants": {}, "step_intervals": {"dense": {"low": 0.9, "high": 1.2}}}))
+    step = estimate(ParallelConfig(dp=16), slow, constants=Constants.load(path)).step_time_s
+    assert step.high == pytest.approx(1.2 * step.mid)  # of a file that does not know the class
     other = estimate(ParallelConfig(dp=8), Cluster.parse("1x8xmi300x-192gb"), constants=constants).step_time_s
     assert other.high > 1.3 * other.mid  # no timings hold it
     path.write_text(json.dumps({"constants": {}, "step_intervals": {"dense": {"low": 1.1, "high": 1.2}}}))

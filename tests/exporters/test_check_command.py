@@ -42,8 +42,8 @@ def checked(*words: str, code: int = 0) -> dict[str, Any]:
 
 def test_a_legal_file_has_the_price_of_estimate(tmp_path: Path) -> None:
     path = titan(tmp_path)
-    found = checked(path, *TASK, "--no-better")
-    priced = json.loads(run("estimate", *TASK, "--from", path, "--json").stdout)
+    found = checked(path, *TASK, "--no-better", "--tokens", "1T")
+    priced = json.loads(run("estimate", *TASK, "--from", path, "--json", "--tokens", "1T").stdout)
     assert (found["status"], found["fits"], found["faults"], found["shortage"]) == ("ok", True, [], None)
     assert found["estimate"] == priced["estimate"] and found["plan"] == priced["plan"]
     assert (found["target"], found["search"], found["better"]) == ("torchtitan", None, None)

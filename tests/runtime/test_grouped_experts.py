@@ -171,7 +171,7 @@ def test_sums_over_choices_are_rounded_once() -> None:
     """16-bit rows are summed in 32 bits: 256 + 1 + 1 loses both ones where every sum is rounded."""
     rows = torch.tensor([256.0, 1.0, 1.0, 3.0, 5.0, 7.0], dtype=torch.bfloat16)[:, None].expand(-1, 8).contiguous()
     chosen = torch.tensor([2, 0, 1, 5, 3, 4])
-    got = module._by_token(rows, chosen, 2, 3)
+    got = module.by_token(rows, chosen, 2, 3)
     assert got[:, 0].tolist() == [258.0, 15.0]
     assert (rows[0] + rows[1] + rows[2])[0] == 256.0  # control
 
@@ -181,7 +181,7 @@ def test_16_bit_sums_are_rounded_to_the_nearest() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         rows, chosen = torch.randn(60, 16, generator=g).to(dtype), torch.randperm(60, generator=g)
         want = rows[chosen.argsort()].double().view(20, 3, 16).sum(1).to(dtype)
-        assert torch.equal(module._by_token(rows, chosen, 20, 3), want)
+        assert torch.equal(module.by_token(rows, chosen, 20, 3), want)
 
 
 def test_one_order_of_sums() -> None:

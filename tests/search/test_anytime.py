@@ -151,6 +151,6 @@ def test_what_is_not_proved_is_not_called_the_best(monkeypatch: pytest.MonkeyPat
     pins = "--pin tp=4 --pin pp=8 --pin ep=8 --pin micro_batch_size=1 --pin schedule=1F1B"
     for words, readings, title in ((task, 20, "BEST KNOWN, not proved:"), (f"{task} {pins}", 1e9, "BEST ")):
         clocks.ticking(monkeypatch, 600 / readings)
-        done = CliRunner().invoke(app, words.split(), prog_name="autoplan")
+        done = CliRunner().invoke(app, [*words.split(), "--verbose"], prog_name="autoplan")
         assert done.exit_code == 0 and re.search(rf"^ {title}", done.stdout, flags=re.MULTILINE), done.output
         assert ("not proved" in done.stdout) == (readings == 20)

@@ -125,7 +125,12 @@ def compiled_job(rank: int, world: int, case: Case, spec_json: str, sources: dic
             (Case("qwen2-mixed", tp=2, compile="aot_eager"), ()),
             (Case("gpt", tp=2, dropout=0.25, compile="aot_eager", prices="latency"), ()),
             (Case("gpt", tp=2, compile="aot_eager"), ()),  # with all-to-alls
-            pytest.param(Case("deepseek", tp=2, compile="aot_eager"), ("experts",), marks=pytest.mark.slow),
+            (Case("deepseek", tp=2, compile="aot_eager"), ()),
+            (Case("mixtral", dp=4, ep=2, zero=3, num_micro_batches=3, compile="aot_eager"), ()),
+            (Case("mixtral", tp=2, ep=2, etp=1, num_micro_batches=2, compile="aot_eager", recompute="full"), ()),
+            (Case("mixtral", dp=2, ep=2, compile="aot_eager"), ()),
+            pytest.param(Case("mixtral", dp=2, ep=2, compile="inductor"), (), marks=NEEDS_COMPILER),
+            (Case("mixtral", dp=2, tp=2, ep=2, etp=2, compile="aot_eager"), ()),
             (Case("llama", cp=2, compile="aot_eager", context_method="ring"), ()),
             (Case("llama", cp=2, compile="aot_eager", context_method="ulysses"), ()),
             (Case("llama", cp=2, compile="aot_eager", context_method="gather"), ()),
@@ -148,12 +153,13 @@ def test_collectives_and_attention_do_not_break_the_graph_of_a_block(case: Case,
     assert bool(found.breaks) is bool(apart), found.breaks
 
 
-def test_experts_of_one_kernel_are_in_the_graph() -> None:
-    """All of them are here and their products are one kernel (bfloat16): the host needs no counts.
+@pytest.mark.parametrize("precision", ["bf16", "native"])
+def test_experts_of_one_rank_are_in_the_graph(precision: str) -> None:
+    """In bfloat16 their products are one kernel, and the host needs no counts; in float32 they are an operator.
 
     What is compiled is as near to float64 as what is not.
     """
-    case = Case("mixtral", compile="aot_eager", precision="bf16")
+    case = Case("mixtral", compile="aot_eager", precision=precision)
     program, errors = compiled(case), []
     params, buffers = full_tensors(case, torch.float32)
     _, want = reference(replace(case, precision="native"))

@@ -1,0 +1,85 @@
+"""What a section of a page consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure: the data of plotly, with its title, which is also its text for who cannot see it."""
+
+    kind: ClassVar[str] = "figure"
+    title: str
+    spec: Mapping[str, Any]
+    height: int = 360  # pixels
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts. The first `left` columns are words, and the last one if `ends_in_words`; others are numbers."""
+
+    kind: ClassVar[str] = "table"
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: int = 1
+    ends_in_words: bool = False
+    note: str = ""
+
+    @property
+    def styles(self) -> tuple[str, ...]:
+        """The style of every column: `w` for words."""
+        last = len(self.heads) - 1
+        return tuple("w" if k < self.left or (self.ends_in_words and k == last) else "" for k in range(last + 1))
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One figure of the answer in large letters, with what stands under it."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Figures of the answer side by side."""
+
+    kind: ClassVar[str] = "facts"
+    facts: Sequence[Fact]
+
+
+@dataclass(frozen=True)
+class Words:
+    """A paragraph. `state`: `good`, `bad`, or nothing."""
+
+    kind: ClassVar[str] = "words"
+    text: str
+    state: str = ""
+
+
+@dataclass(frozen=True)
+class Code:
+    """A text to copy. `folded`: it is shown only when it is opened."""
+
+    kind: ClassVar[str] = "code"
+    title: str
+    text: str
+    notes: Sequence[str] = ()
+    folded: bool = False
+
+
+Block = Figure | Table | Facts | Words | Code
+
+
+@dataclass(frozen=True)
+class Section:
+    """A titled part of a page."""
+
+    title: str
+    blocks: Sequence[Block]
+    about: str = ""
+    anchor: str = field(default="")

@@ -1,0 +1,384 @@
+"""The sections of a report: each is declared once, with the part of an answer that it needs.
+
+A section is made from a JSON answer (autoplan.report.data) alone; under `drawn` the answer has what only a report shows
+(autoplan.report.drawn). A maker returns no blocks where the answer has nothing for it, and the section is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoplan.config import numbers
+from autoplan.pages import figures
+from autoplan.pages.blocks import Block, Code, Fact, Facts, Figure, Section, Table, Words
+
+Answer = Mapping[str, Any]
+_VALUES = {"step_time_s": "step, s", "tokens_per_s": "tokens/s", "days": "days", "usd": "US dollars"}  # of sweeps
+_ROW_HEIGHT = 26  # pixels of a row in a figure
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section of all reports: its title, what it says about itself, and its maker."""
+
+    title: str
+    make: Callable[[Answer], Iterator[Block]]
+    about: str = ""
+
+
+def sections(answer: Answer) -> list[Section]:
+    """Return the sections that an answer fills, in their order."""
+    found = [Section(p.title, tuple(p.make(answer)), p.about, p.title.lower().replace(" ", "-")) for p in PARTS]
+    return [section for section in found if section.blocks]
+
+
+def _drawn(answer: Answer, name: str) -> Any:
+    return answer.get("drawn", {}).get(name)
+
+
+def _span(q: Mapping[str, Any], shown: Callable[[float], str]) -> str:
+    return f"{shown(q['low'])} to {shown(q['high'])}"
+
+
+# -- the answer --------------------------------------------------------------------------------------------------------
+
+
+def _verdict(answer: Answer) -> Iterator[Block]:
+    said = _drawn(answer, "verdict")
+    if said:
+        yield Words(said, "good" if answer.get("estimate", {}).get("fits", True) else "bad")
+    estimate = answer.get("estimate")
+    if estimate is None:
+        return
+    step, peak = estimate["step_time_s"], max((s["memory_bytes"] for s in estimate["stages"]), key=lambda q: q["mid"])
+    capacity = estimate["memory_capacity_bytes"]
+    facts = [
+        Fact("step", f"{numbers.digits(step['mid'])} s", _span(step, numbers.digits)),
+        Fact(
+            "tokens per second",
+            numbers.scaled(estimate["tokens_per_s"]),
+            f"{numbers.scaled(estimate['tokens_per_s_per_device'])} per device",
+        ),
+        Fact("MFU", f"{100 * estimate['mfu']:.0f} %", f"causal {100 * estimate['mfu_causal']:.0f} %"),
+        Fact("memory", numbers.gigabytes(peak["mid"]), f"of {numbers.gigabytes(capacity)}, fullest stage"),
+    ]
+    run = estimate.get("run") or _drawn(answer, "usual_run")
+    if run is not None:
+        facts.append(
+            Fact(
+                f"{numbers.scaled(run['tokens'])} tokens",
+                numbers.days(run["days"]["mid"]),
+                _span(run["days"], numbers.days),
+            )
+        )
+        if run["usd"] is not None:
+            facts.append(Fact("money", numbers.dollars(run["usd"]["mid"]), _span(run["usd"], numbers.dollars)))
+        if run["kwh"] is not None:
+            facts.append(Fact("energy", numbers.energy(run["kwh"]["mid"]), _span(run["kwh"], numbers.energy)))
+        if run["goodput"] is not None:
+            share = run["goodput"]["share"]
+            facts.append(Fact("goodput", numbers.uptime(share["mid"]), "failures and checkpoints"))
+    yield Facts(facts)
+
+
+def _plan(answer: Answer) -> Iterator[Block]:
+    if _drawn(answer, "label"):
+        yield Words(_drawn(answer, "label"), "plan")
+        yield Words(_drawn(answer, "words"))
+    for note in _drawn(answer, "notes") or ():
+        yield Words(f"Note: {note}", "note")
+    for title, command in _drawn(answer, "commands") or ():
+        yield Code(title, command)
+
+
+def _mesh(answer: Answer) -> Iterator[Block]:
+    drawn = _drawn(answer, "mesh")
+    if not drawn:
+        return
+    rows = -(-min(drawn["num_devices"], 4096) // drawn["devices_per_node"])
+    yield Figure("Ranks on nodes", figures.mesh(drawn), max(190, min(1200, 110 + 26 * rows)))
+    if drawn["num_devices"] > 4096:
+        yield Words(f"The first 4,096 of {drawn['num_devices']:,} ranks are drawn.")
+    heads = ("group", "ranks", "apart", "its collectives run over")
+    found = [(g["name"], str(g["size"]), str(g["stride"]), g["link"]) for g in drawn["groups"]]
+    yield Table(
+        heads,
+        found,
+        ends_in_words=True,
+        note="Apart: the difference between the numbers of neighbouring ranks of a group.",
+    )
+
+
+def _memory(answer: Answer) -> Iterator[Block]:
+    estimate = answer.get("estimate")
+    if not estimate:
+        return
+    stages = estimate["memory_bytes"]
+    yield Figure("Memory of every stage by term", figures.memory(estimate), 190 + _ROW_HEIGHT * len(stages))
+    shown = stages[:16]
+    terms = dict.fromkeys(term for stage in shown for term in stage)
+    rows = []
+    for term in terms:
+        cells = [f"{stage[term]['mid'] / 1e9:.2f}" if term in stage else "" for stage in shown]
+        rows.append((term, *cells, max(stage[term]["evidence"] for stage in shown if term in stage)))
+    heads = ("GB", *(f"stage {k}" if len(stages) > 1 else "all" for k in range(len(shown))), "evidence")
+    yield Table(
+        heads,
+        rows,
+        ends_in_words=True,
+        note="" if len(shown) == len(stages) else f"The first 16 of {len(stages)} stages.",
+    )
+
+
+def _step(answer: Answer) -> Iterator[Block]:
+    estimate = answer.get("estimate")
+    if not estimate:
+        return
+    words = answer.get("drawn", {}).get("terms", {})
+    count = sum(q["mid"] > 0 for q in estimate["breakdown_s"].values())
+    yield Figure("The step of the busiest rank, term by term", figures.step(estimate, words), 130 + 32 * count)
+
+
+def _timeline(answer: Answer) -> Iterator[Block]:
+    events = _drawn(answer, "events")
+    if not events:
+        return
+    ranks = len({e[0] for e in events})
+    yield Figure("The pipeline of one step", figures.timeline(events), min(900, 190 + 30 * ranks))
+    yield Words("Drag to zoom, double-click to see the whole; the menu shows one rank or all.")
+
+
+def _candidates(answer: Answer) -> Iterator[Block]:
+    found = _drawn(answer, "candidates")
+    if not found:
+        return
+    limit = answer["estimate"]["memory_capacity_bytes"]
+    yield Figure("Plans by time and memory", figures.candidates(found, limit), 420)
+    heads = ("plan", "step s", "GB", "why it was not taken")
+    rows = [
+        (
+            c["label"],
+            "" if c["step_s"] is None else numbers.digits(c["step_s"]),
+            "" if c["memory_bytes"] is None else f"{c['memory_bytes'] / 1e9:.1f}",
+            c["why"],
+        )
+        for c in found
+    ]
+    yield Table(heads, rows, ends_in_words=True)
+
+
+def _sensitivity(answer: Answer) -> Iterator[Block]:
+    gains, tornado = _drawn(answer, "gains"), _drawn(answer, "tornado")
+    if gains:
+        yield Figure("What would help most, with the same plan", figures.gains(gains), 110 + 30 * min(12, len(gains)))
+    if tornado:
+        yield Figure("Cost of the tokens if a figure is 20 % off", figures.tornado(tornado), 150 + 30 * len(tornado))
+
+
+# -- sweeps ------------------------------------------------------------------------------------------------------------
+
+
+def _sweep(answer: Answer) -> Iterator[Block]:
+    rows = answer.get("rows") if answer.get("command") in ("whatif", "capacity") else None
+    if not rows:
+        return
+    varied = list(answer["vary"]) if "vary" in answer else ["model", "cluster"]
+    several = [name for name in varied if len({str(row[name]) for row in rows}) > 1] or varied[:1]
+    shown = [name for name in _VALUES if any(row.get(name) is not None for row in rows)]
+    yield from (_sweep_figure(rows, several, value) for value in shown)
+    heads = (*varied, "status", *(_VALUES[n] for n in shown), "plan")
+    yield Table(heads, [_sweep_row(row, varied, shown) for row in rows], left=len(varied) + 1, ends_in_words=True)
+
+
+def _sweep_figure(rows: Sequence[Mapping[str, Any]], varied: Sequence[str], value: str) -> Figure:
+    """Return one column of a sweep as a heatmap over the first two things that were varied, or as a curve over one."""
+    title = _VALUES[value]
+    if len(varied) < 2:
+        return Figure(title, figures.curve(rows, varied[0], value, title, *_ends(value)), 320)
+    height = 170 + 34 * len({str(row[varied[0]]) for row in rows})
+    return Figure(title, figures.heatmap(rows, varied[1], varied[0], value, title), height)
+
+
+def _sweep_row(row: Mapping[str, Any], varied: Sequence[str], shown: Sequence[str]) -> tuple[str, ...]:
+    figures_of_row = ("" if row.get(n) is None else numbers.digits(row[n]) for n in shown)
+    plan = str(row.get("plan") or row.get("reason") or "")
+    return (*(numbers.plain(row[n]) for n in varied), str(row["status"]), *figures_of_row, plan)
+
+
+def _ends(value: str) -> tuple[str, str]:
+    """Return the columns of the low and the high end of a value of a sweep."""
+    return {"step_time_s": ("step_time_low_s", "step_time_high_s"), "tokens_per_s": ("", "")}.get(
+        value, (f"{value}_low", f"{value}_high")
+    )
+
+
+def _sizes(answer: Answer) -> Iterator[Block]:
+    if answer.get("command") != "size":
+        return
+    rows, days, usd = answer["rows"], answer["deadline_days"], answer["budget_usd"]
+    facts = []
+    for name in ("fewest", "cheapest"):
+        found = answer[name]
+        if found is not None:
+            money = "" if found["usd"] is None else numbers.dollars(found["usd"])
+            devices = f"{found['num_devices']:,} x {found['kind']}"
+            facts.append(Fact(f"{name} in time", devices, f"{numbers.days(found['days'])}, {money}"))
+    yield Facts(facts) if facts else Words("Nothing that was tried meets the deadline and the budget.", "bad")
+    yield Figure("Cost against days", figures.sizes(rows, days, usd), 400)
+    heads = ("kind", "devices", "days", "cost", "MFU %", "meets")
+    yield Table(
+        heads,
+        [
+            (
+                row["kind"],
+                f"{row['num_devices']:,}" if row["num_devices"] is not None else "",
+                "" if row["days"] is None else numbers.digits(row["days"]),
+                "" if row["usd"] is None else numbers.dollars(row["usd"]),
+                "" if row["mfu"] is None else f"{100 * row['mfu']:.0f}",
+                "yes" if row["meets"] else "no",
+            )
+            for row in rows
+        ],
+    )
+
+
+# -- explanations ------------------------------------------------------------------------------------------------------
+
+
+def _decisions(answer: Answer) -> Iterator[Block]:
+    rows = [
+        (d["name"], _value(d["value"]), _value(a["value"]), _cost(a), a["sentence"])
+        for d in answer.get("decisions", ())
+        for a in d["alternatives"]
+    ]
+    if rows:
+        yield Table(("choice", "now", "instead", "step", "what changes"), rows, left=3, ends_in_words=True)
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else "none" if value is None else json.dumps(value)
+
+
+def _cost(a: Mapping[str, Any]) -> str:
+    return a["status"] if a["cost"] is None else f"{100 * a['cost']:+.1f} %"
+
+
+def _settings(answer: Answer) -> Iterator[Block]:
+    found = [
+        {"what": s["what"], "own": _value(s["own"]), "value": _value(s["value"]), "gain": s["gain"] or s["same_gain"]}
+        for s in answer.get("settings", ())
+    ]
+    if found:
+        yield Figure(
+            "What other hardware and settings would gain", figures.gains(found), 110 + 30 * min(12, len(found))
+        )
+
+
+def _front(answer: Answer) -> Iterator[Block]:
+    front = answer.get("front")
+    if not front:
+        return
+    found = [
+        {
+            "kind": "best" if k == 0 else "slower",
+            "step_s": p["step_s"],
+            "memory_bytes": p["peak_bytes"],
+            "label": f"searched within {numbers.gigabytes(p['capacity_bytes'])}",
+            "why": f"{p['search_status']}",
+        }
+        for k, p in enumerate(front)
+    ]
+    yield Figure("The front of time against memory", figures.candidates(found, None), 380)
+    if answer.get("front_end"):
+        yield Words(f"It ends here: {answer['front_end']}.")
+
+
+def _versus(answer: Answer) -> Iterator[Block]:
+    changed = answer.get("difference")
+    if not changed:
+        return
+    other = answer["vs"]["name"]
+    choices = [(name, _value(v["own"]), _value(v["other"])) for name, v in changed["decisions"].items()]
+    yield Table(("choice", "plan", other), choices, left=3)
+    seconds = [(name, numbers.digits(delta)) for name, delta in changed["time_s"].items()]
+    yield Table(("term", f"seconds more with {other}"), seconds)
+    sizes = [(name, f"{delta / 1e9:+.2f}") for name, delta in changed["memory_bytes"].items()]
+    yield Table(("term", f"GB more with {other}"), sizes)
+
+
+def _measured(answer: Answer) -> Iterator[Block]:
+    if answer.get("command") != "compare":
+        return
+    found = answer["figures"]
+    yield Figure("Predicted over measured", figures.measured(found), 130 + 40 * len(found))
+    heads = ("figure", "predicted", "measured", "predicted over measured", "inside the interval")
+    inside = {True: "yes", False: "no", None: ""}
+    rows = [
+        (f["name"], f"{f['predicted']:.4g}", f"{f['measured']:.4g}", f"{f['ratio']:.2f}", inside[f["inside"]])
+        for f in found
+    ]
+    yield Table(heads, rows)
+    yield from (Words(f"Note: {note}.", "note") for note in answer["notes"])
+
+
+# -- sources and exports -----------------------------------------------------------------------------------------------
+
+
+def _reliability(answer: Answer) -> Iterator[Block]:
+    run = answer.get("estimate", {}).get("run") or _drawn(answer, "usual_run")
+    if run is None:
+        return
+    if run["goodput"] is None:
+        yield from (Words(note) for note in run["notes"])
+        return
+    yield Figure("Goodput against the checkpoint interval", figures.goodput(run["goodput"]), 340)
+    days, usd = run["days_with_failures"], run["usd_with_failures"]
+    money = "" if usd is None else f" and costs {numbers.dollars(usd['mid'])}"
+    yield Words(f"With failures the run takes {numbers.days(days['mid'])} ({_span(days, numbers.days)}){money}.")
+
+
+def _assumptions(answer: Answer) -> Iterator[Block]:
+    rows = [(s["what"], s["value"], s["source"]) for s in _drawn(answer, "sources") or ()]
+    if rows:
+        yield Table(("figure", "value", "source"), rows, left=3)
+
+
+def _exports(answer: Answer) -> Iterator[Block]:
+    for e in _drawn(answer, "exports") or ():
+        if "refused" in e:
+            yield Words(f"{e['target']}: {e['refused']}", "note")
+        else:
+            yield Code(
+                f"{e['target']}@{e['version']}: {e['file']}", e["text"], (*e["launch"], *e["not_said"]), folded=True
+            )
+
+
+def _data(answer: Answer) -> Iterator[Block]:
+    kept = {name: value for name, value in answer.items() if name not in ("drawn", "graph")}
+    yield Code("JSON of this answer", json.dumps(kept, indent=1, allow_nan=False), folded=True)
+
+
+PARTS: Sequence[Part] = (
+    Part("Answer", _verdict),
+    Part("Sizes", _sizes),
+    Part("Sweep", _sweep),
+    Part("Predicted and measured", _measured),
+    Part("Plan", _plan),
+    Part("Mesh", _mesh, "Which rank is where, and which links each group uses."),
+    Part("Memory", _memory, "Expected memory at the fullest moment of the step; the dashed line is the device's."),
+    Part("Step", _step),
+    Part("Pipeline", _timeline),
+    Part("Other plans", _candidates, "Plans that were found or tried next to this one, and why each lost."),
+    Part("Choices", _decisions, "What every other choice would cost; each is the best plan with it."),
+    Part("Two plans", _versus),
+    Part("Front", _front),
+    Part("Sensitivity", _sensitivity),
+    Part("Settings", _settings),
+    Part("Failures", _reliability),
+    Part("Assumptions", _assumptions, "Every figure that is not exact, with its source and date."),
+    Part("Exports", _exports, "The plan as the input of other frameworks."),
+    Part("Data", _data),
+)
