@@ -196,7 +196,10 @@ def _drop_dead(trace: Trace, loss: _Loss) -> None:
             if needed & set(node.outputs) or op_has(node.op, Trait.UPDATES):
                 needed |= set(node.tensor_inputs)
                 keep.append((kind, index))
-    trace.order = keep[::-1]
+    live = sorted(index for kind, index in keep if kind == "node")
+    number = {index: i for i, index in enumerate(live)}
+    trace.nodes = [trace.nodes[index] for index in live]
+    trace.order = [(kind, number[index] if kind == "node" else index) for kind, index in reversed(keep)]
 
 
 def _with_gradient(block: Block, outputs: Iterable[str]) -> set[str]:
