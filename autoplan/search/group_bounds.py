@@ -29,19 +29,24 @@ Array = NDArray[np.float64]
 
 
 class GroupKey(NamedTuple):
-    """What the work inside blocks depends on."""
+    """What the work inside blocks depends on.
+
+    `copies`: the ranks that hold each chunk; with two, a forward runs beside a backward, and hides more of what experts
+    exchange.
+    """
 
     micro_batch_size: int
     tp: int
     cp: int
     ep: int
     expert_tp: int
+    copies: int
 
 
 def group_key(candidate: ParallelConfig) -> GroupKey:
     """Return the group of a candidate."""
     c = candidate
-    return GroupKey(c.micro_batch_size, c.tp, c.cp, c.ep, c.expert_tp)
+    return GroupKey(c.micro_batch_size, c.tp, c.cp, c.ep, c.expert_tp, SCHEDULES[c.schedule].num_copies)
 
 
 def grouped(candidates: Iterable[ParallelConfig]) -> Iterable[list[ParallelConfig]]:

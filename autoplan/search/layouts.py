@@ -50,7 +50,7 @@ from autoplan.program.problem import IntraProblem, IntraSettings, build_problem
 from autoplan.program.token_dispatch_layouts import with_token_dispatch
 from autoplan.program.without_sequence_parallel import without_sequence_parallelism
 from autoplan.program.workload import LoweredModel, lower_all, workload
-from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES
+from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES, num_copies
 from autoplan.search.cuts import Cutter
 from autoplan.search.degrees import Space
 from autoplan.search.interleaved_cuts import ChunkCutter, LeastPass, even_cuts
@@ -190,6 +190,7 @@ class CandidateLayout:
 
 
 _Key = tuple[int, int, int, ExpertDegrees | None, bool, Chosen]
+_Pass = tuple[int, int]  # id of a layout, ranks that hold each chunk
 _Cut = tuple[int, int, int, bool]  # tp, micro-batch size, cp, True if every rank dispatches its own tokens
 
 
@@ -220,8 +221,8 @@ class LayoutCache:
         self._worth: dict[tuple[int, int, int], list[Chosen]] = {}
         self._cutters: dict[ParallelConfig, Cutter] = {}
         self._least: dict[int, LeastMemory] = {}  # by the id of a layout, which this cache keeps
-        self._passes: dict[int, LeastPass] = {}  # likewise
-        self._state_bounds: dict[int, StateBounds] = {}  # likewise
+        self._passes: dict[_Pass, LeastPass] = {}  # likewise
+        self._state_bounds: dict[_Pass, StateBounds] = {}  # likewise
         self._state_seconds: StateSeconds = {}
 
     def get(
@@ -441,13 +442,14 @@ class LayoutCache:
         point = self.of(candidate, limit_s)
         if point is None:
             return None
-        if id(point) not in self._passes:
+        key = id(point), num_copies(candidate.schedule)
+        if key not in self._passes:
             pricer = BlockPricer(point.workload, candidate, self.costs, self.precision)
             each = {name: pricer.least_s(block, point.times[name]) for name, block in point.workload.blocks.items()}
             units = [[each[name] for name in unit] for unit in point.workload.units]
             forward, backward = (tuple(sum(pair[i] for pair in unit) for unit in units) for i in (0, 1))
-            self._passes[id(point)] = LeastPass(forward, backward)
-        return self._passes[id(point)]
+            self._passes[key] = LeastPass(forward, backward)
+        return self._passes[key]
 
     def state_bounds(
         self, members: Sequence[ParallelConfig], below_s: float = math.inf
@@ -462,12 +464,13 @@ class LayoutCache:
         point, least = self.of(members[0]), self.least_pass(members[0])
         if point is None or least is None:
             return None
-        known = self._state_bounds.get(id(point))
+        key = id(point), num_copies(members[0].schedule)
+        known = self._state_bounds.get(key)
         if known is None:
             seconds = LeastTime(point.workload, point.times, self.costs, self.precision, self._state_seconds)
             fixed = self.request.fixed.recompute is not None
             known = StateBounds(seconds, self.least_memory(point), least.seconds, fixed)
-            self._state_bounds[id(point)] = known
+            self._state_bounds[key] = known
         return known.of(members, self.room, below_s)
 
     def pricer(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> Pricer | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 
 import clocks
@@ -16,6 +17,7 @@ from autoplan.cli import app
 from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
 from autoplan.ir.graph import ModelGraph
+from autoplan.schedules.schedule import takes
 from autoplan.search.first_plans import Neighbours, usual
 from autoplan.search.group_bounds import group_key, step_bounds_s
 from autoplan.search.interleaved_cuts import LeastPass
@@ -88,11 +90,22 @@ def test_a_bound_that_adds_the_wait_twice_is_above_that_of_a_candidate() -> None
     assert above
 
 
-def test_members_of_a_group_have_one_pass() -> None:
-    r = request("mixtral")
+@pytest.mark.parametrize("overlap", [(), ("ep",)])
+def test_members_of_a_group_have_one_pass(overlap: tuple[str, ...]) -> None:
+    """Also if what experts exchange overlaps, of which DualPipe hides more than other schedules do."""
+    r = request("mixtral", Mode.FUSED if overlap else Mode.EAGER)
+    slow = replace(r.cluster, link=Level(1e-6, 3e6, "made up"))  # so that not all of it is hidden
+    r = replace(r, cluster=slow, options=replace(r.options, overlap=frozenset(overlap)))
     points = LayoutCache(r)
     found: dict[object, set[LeastPass | None]] = {}
-    for candidate in space_of(r).candidates:
+    plain = space_of(r).candidates
+    both_ways = [
+        c.but(schedule="DualPipe")
+        for c in plain
+        if c.schedule == "1F1B" and takes("DualPipe", c.pp, c.num_micro_batches)
+    ]
+    assert both_ways
+    for candidate in (*plain, *both_ways):
         fresh = LayoutCache(r)
         fresh._found, fresh._layouts, fresh._lowered = points._found, points._layouts, points._lowered
         found.setdefault(group_key(candidate), set()).add(fresh.least_pass(candidate))
