@@ -418,6 +418,26 @@ def capacity(
 
 
 @app.command()
+def launch(
+    plan: Annotated[Path, typer.Argument(help="The file of a plan, or the folder that `autoplan compile` wrote.")],
+    to: Annotated[
+        str,
+        typer.Option("--for", help="slurm, trainjob (Kubeflow Trainer), jobset, ray (Ray Train) or skypilot."),
+    ],
+    script: Annotated[str, typer.Option(help="The training script and its arguments.")] = "train.py",
+    name: Annotated[str, typer.Option(help="Name of the job.")] = "autoplan",
+    image: Annotated[str, typer.Option(help="Image of the containers; default: PyTorch's.")] = "",
+    max_restarts: Annotated[int, typer.Option(help="How often the job starts again after a failure.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="Write the file here; default: standard output.")] = None,
+) -> None:
+    """The job of a plan for a cluster's scheduler: nodes, devices, where they meet, and restarts."""
+    from autoplan.report.launch import IMAGE, launch_command
+
+    settings = {"script": script, "name": name, "image": image or IMAGE, "max_restarts": max_restarts}
+    launch_command(plan, to, out, **settings)
+
+
+@app.command()
 def compile(
     model: Annotated[str, typer.Argument(help="The model, as plan takes it; the one that the plan was made for.")],
     plan: Annotated[Path, typer.Argument(help="The plan: what `autoplan plan --json` or `Plan.to_json` wrote.")],
@@ -446,21 +466,29 @@ def rehearse(
 @app.command()
 def compare(
     plan: Annotated[Path, typer.Argument(help="The plan: what `autoplan plan --json` or `Plan.to_json` wrote.")],
-    log: Annotated[Path, typer.Argument(help="The log of its steps: the file of `autoplan.StepLog`.")],
+    log: Annotated[
+        Path, typer.Argument(help="Its steps: the file of `autoplan.StepLog`, or a trace of torch.profiler.")
+    ],
     calibrate: Annotated[
         Path | None, typer.Option(help="Write the measured step to this file, for `autoplan calibrate`.")
+    ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(help="Write the predicted and the traced step to this file as one trace (ui.perfetto.dev)."),
     ] = None,
     report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
     """A plan's prediction beside the steps that were run."""
     from autoplan.plans.record import Plan
-    from autoplan.report import measured
+    from autoplan.report import measured, traced
     from autoplan.report.html import check_report, write_report
 
     check_report(report)
     given = Plan.read(plan)
-    found = measured.compare(given, log)
+    found = traced.compare_trace(given, log) if traced.is_trace(log) else measured.compare(given, log)
+    if timeline is not None:
+        traced.write_beside(plan, log, timeline)
     if report is not None:
         write_report(report, measured.comparison_data(found))
     if calibrate is not None:

@@ -75,6 +75,7 @@ def plan(
     async_tp: bool | str = False,
     verify: bool | str = True,
     time_limit_s: float = 60.0,
+    top: int = 1,
 ) -> Plan:
     """Plan how to train `model` on `cluster`, which need not be this machine. Needs no processes and no devices.
 
@@ -92,6 +93,7 @@ def plan(
         compile: True: blocks run through torch.compile; False: no; 'auto': on CUDA, if that has the lower price.
         async_tp: as `parallelize` takes it.
         time_limit_s: after this time the best plan so far is returned.
+        top: how many plans are searched; the others are in the text of the plan (`alternatives`) and its figures.
 
     Returns:
         The plan, one that autoplan's own runtime executes.
@@ -128,6 +130,7 @@ def plan(
             executed=True,
             target_len=target_len or task.target_len,
             time_limit_s=time_limit_s,
+            top=top,
         )
         return planned(request, task.name, cluster if isinstance(cluster, str) else None)
 

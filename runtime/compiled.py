@@ -5,11 +5,10 @@ Attention is traced; attention over a cut sequence, collectives, dropout, losses
 embedding are nodes that AOTAutograd looks into (functional collectives, plain operations and our kernels), so that a
 compiler fuses up to them. A ring, which sends point to point, is one operator to it. Experts are plain operations where
 all are on this rank and one kernel computes their products (bfloat16); else counting rows, sending them and the
-products are operators (:mod:`autoplan.runtime.expert_operators`). What a graph cannot hold runs between compiled parts,
-each with a graph break: experts that are themselves split over ranks with other tokens, and updates of running
-statistics (not in a recompute). Assertions of types, which only act while type-checking, are left out. Another batch
-size or sequence length compiles once more, then for all sizes. torch compiles nothing while a dispatch mode is active,
-such as `record_collectives`: then operations run one by one.
+products are operators (:mod:`autoplan.runtime.expert_operators`). Updates of running statistics (not in a recompute)
+run between compiled parts, each with a graph break. Assertions of types, which only act while type-checking, are left
+out. Another batch size or sequence length compiles once more, then for all sizes. torch compiles nothing while a
+dispatch mode is active, such as `record_collectives`: then operations run one by one.
 """
 
 from __future__ import annotations
@@ -95,8 +94,7 @@ def _attention(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 
 def _experts(experts: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return `experts` as one node; outside the graph if every expert is split over ranks that get its rows, too."""
-    apart: Callable[..., torch.Tensor] = torch.compiler.disable(experts)  # type: ignore[no-untyped-call]
+    """Return `experts` as one node."""
 
     @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
     def counted(*args: torch.Tensor, **how: Any) -> torch.Tensor:
@@ -125,8 +123,6 @@ def _experts(experts: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     ) -> torch.Tensor:
         here = gate_up.dtype == IN_GRAPH and all(how.get(name) is None for name in _SPREADS)
         run = together if here and fit_one_product(hidden, gate_up, down) else counted
-        if how.get("inner") is not None:
-            run = apart
         out: torch.Tensor = run(hidden, index, weights, gate_up, down, *biases, **how)
         return out
 

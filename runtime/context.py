@@ -67,6 +67,17 @@ def _by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
     return torch.stack([_part(chunks, i, 2) for i in range(ranks)])
 
 
+def whole_sequence(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
+    """Return the whole of which every rank has `context_part` along ``dim``. Its inverse, without a gradient."""
+    mesh = current_mesh()
+    if mesh.size(axis) == 1:
+        return x
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(mesh.size(axis))]
+    dist.all_gather(parts, x.contiguous(), group=mesh.group(axis))
+    halves = [part.chunk(2, dim) for part in parts]
+    return torch.cat([*(first for first, _ in halves), *(second for _, second in reversed(halves))], dim)
+
+
 class _Gather(torch.autograd.Function):
     """[b, h, 2 l, d] of every rank -> [b, h, 2 l c, d] in sequence order; gradients are reduced and scattered."""
 

@@ -44,10 +44,13 @@ class Waves:
         self._group = mesh.group("pp") if pipeline else None
         self._me = mesh.coordinate("pp") if pipeline else 0
 
-    def run(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+    def run(
+        self, micro_batches: Sequence[MicroBatch], after: Callable[[int, MicroBatch], None] | None = None
+    ) -> list[torch.Tensor]:
         """Return the loss of every micro-batch on the rank of the last stage, nothing elsewhere; no gradients.
 
-        ZeRO's gathered parameters are freed at the end, since an optimizer may change the shards next.
+        `after` is called with the index of a stage and a micro-batch once the stage has run on it. ZeRO's gathered
+        parameters are freed at the end, since an optimizer may change the shards next.
         """
         losses: list[torch.Tensor] = []
         arrived: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}  # by stage and micro-batch
@@ -59,6 +62,8 @@ class Waves:
                     inputs = micro_batches[wave - index]
                     out = self._stages[index](*arrived.pop((index, wave - index), ()), **inputs)
                     made[index] = (out,) if isinstance(out, torch.Tensor) else tuple(out)
+                    if after is not None:
+                        after(index, inputs)
             if self._count - 1 in made:
                 losses.append(made.pop(self._count - 1)[0].detach())
             handed = [i for i in running if i < self._count - 1]

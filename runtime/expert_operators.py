@@ -29,8 +29,8 @@ _ROWS = (
 )
 _SCHEMAS = (
     "by_expert(Tensor index, int num_local, int? first, int ranks) -> (Tensor, Tensor, Tensor)",
-    "dispatch(Tensor index, int num_local, str group) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "move(Tensor rows, Tensor sent, Tensor come, Tensor like, str group) -> Tensor",
+    f"dispatch(Tensor index, int num_local, str? group, str? inner) -> ({', '.join(['Tensor'] * 9)})",
+    "move(Tensor rows, Tensor sent, Tensor come, Tensor like, int times, str group) -> Tensor",
     "forward(Tensor hidden, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias, "
     f"{_ROWS}) -> (Tensor, Tensor)",
     "backward(Tensor grad, Tensor hidden, Tensor gate_up, Tensor down, Tensor? down_bias, Tensor first, bool[] need, "
@@ -65,11 +65,7 @@ def _by_expert(index: torch.Tensor, num_local: int, first: int | None, ranks: in
 
 
 def _like_by_expert(index: torch.Tensor, num_local: int, *_: Any) -> tuple[torch.Tensor, ...]:
-    return _new_rows(index), index.new_empty(num_local, dtype=torch.int32), _host_like(num_local)
-
-
-def _new_rows(index: torch.Tensor) -> torch.Tensor:
-    return index.new_empty(new_size())
+    return index.new_empty(new_size()), index.new_empty(num_local, dtype=torch.int32), _host_like(num_local)
 
 
 def _host_like(size: int) -> torch.Tensor:
@@ -82,7 +78,7 @@ class TracedRanks:
 
     Attributes:
         sent, come: int64 on the host, rows by rank.
-        here, there: tensors with as many rows as this rank sends, and gets.
+        here, there: tensors with as many rows as this rank sends (`times` as many), and gets.
         group: name of the group.
     """
 
@@ -91,49 +87,61 @@ class TracedRanks:
     here: torch.Tensor
     there: torch.Tensor
     group: str
+    times: int = 1
 
     def move(self, rows: torch.Tensor, back: bool) -> torch.Tensor:
         """Exchange the rows; a collective."""
-        there, here, like = (self.come, self.sent, self.here) if back else (self.sent, self.come, self.there)
-        out: torch.Tensor = _OPERATORS.move(rows, there, here, like, self.group)
+        there, here = (self.come, self.sent) if back else (self.sent, self.come)
+        like, times = (self.here, self.times) if back else (self.there, 1)
+        out: torch.Tensor = _OPERATORS.move(rows, there, here, like, times, self.group)
         return out
 
 
 def dispatch(
-    index: torch.Tensor, num_local: int, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, TracedRanks, torch.Tensor, Groups]:
-    """Count the rows of a token dispatch.
+    index: torch.Tensor, num_local: int, group: dist.ProcessGroup | None, inner: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, TracedRanks | None, TracedRanks | None, torch.Tensor, Groups]:
+    """Count the rows of a token dispatch. `group`, `inner`: as of `count_rows`.
 
     Returns:
-        The places [t k] in [t, k] by expert; their way; the order by expert of the rows that come; these rows' groups.
+        The places [t k] in [t, k] by expert; their way to the ranks of their experts, None without `group`, and from
+        there to the parts of every expert, None without `inner`; the order by expert of the rows that come; their
+        groups.
     """
-    name = group.group_name
+    names = [None if g is None else g.group_name for g in (group, inner)]
     with ignored_sizes():
-        chosen, order, ends, held, sent, come = _OPERATORS.dispatch(index, num_local, name)
-    return chosen, TracedRanks(sent, come, chosen, order, name), order, TracedGroups(ends, None, held)
+        chosen, arrived, order, ends, held, sent, come, each, parts = _OPERATORS.dispatch(index, num_local, *names)
+    between = chosen if names[0] is None else arrived if names[1] is not None else order
+    there = None if names[0] is None else TracedRanks(sent, come, chosen, between, names[0])
+    to_parts = None if names[1] is None else TracedRanks(each, parts, between, order, names[1], each.shape[0])
+    return chosen, there, to_parts, order, TracedGroups(ends, None, held)
 
 
-def _dispatch(index: torch.Tensor, num_local: int, name: str) -> tuple[torch.Tensor, ...]:
-    group = group_named(name)
-    found = count_rows(index, num_local, dist.get_world_size(group), group)
-    order, groups = of_sources(found.theirs, found.known, num_local, True)
-    return found.chosen, order, groups.ends, *map(_host, (groups.counts, found.sent, found.come))  # type: ignore[arg-type]
+def _dispatch(index: torch.Tensor, num_local: int, group: str | None, inner: str | None) -> tuple[torch.Tensor, ...]:
+    groups = [None if name is None else group_named(name) for name in (group, inner)]
+    ranks, ways = (1 if g is None else dist.get_world_size(g) for g in groups)
+    found = count_rows(index, num_local, ranks, groups[0], ways, groups[1])
+    order, of_rows = of_sources(found.theirs, found.known, num_local, True)
+    num_rows = sum(found.come)
+    counts = (of_rows.counts or [], found.sent, found.come, [num_rows] * ways, found.parts)
+    assert of_rows.ends is not None
+    return found.chosen, index.new_empty(num_rows, 0), order, of_rows.ends, *map(_host, counts)
 
 
-def _like_dispatch(index: torch.Tensor, num_local: int, name: str) -> tuple[torch.Tensor, ...]:
-    ranks = dist.get_world_size(group_named(name))
+def _like_dispatch(
+    index: torch.Tensor, num_local: int, group: str | None, inner: str | None
+) -> tuple[torch.Tensor, ...]:
+    ranks, ways = (1 if name is None else dist.get_world_size(group_named(name)) for name in (group, inner))
+    arrived, order = index.new_empty(new_size(), 0), index.new_empty(new_size())
     ends = index.new_empty(num_local, dtype=torch.int32)
-    return index.new_empty(index.numel()), _new_rows(index), ends, *map(_host_like, (num_local, ranks, ranks))
+    return index.new_empty(index.numel()), arrived, order, ends, *map(_host_like, (num_local, ranks, ranks, ways, ways))
 
 
-def _move(rows: torch.Tensor, sent: torch.Tensor, come: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
+def _move(rows: torch.Tensor, sent: torch.Tensor, come: torch.Tensor, _: Any, __: int, name: str) -> torch.Tensor:
     return exchange(rows, sent.tolist(), come.tolist(), group_named(name))
 
 
-def _like_move(
-    rows: torch.Tensor, sent: torch.Tensor, come: torch.Tensor, like: torch.Tensor, name: str
-) -> torch.Tensor:
-    return rows.new_empty(like.shape[0], rows.shape[1])
+def _like_move(rows: torch.Tensor, _: Any, __: Any, like: torch.Tensor, times: int, name: str) -> torch.Tensor:
+    return rows.new_empty(like.shape[0] * times, rows.shape[1])
 
 
 # -- the products ------------------------------------------------------------------------------------------------------

@@ -163,12 +163,12 @@ def _dispatched(
     taken, given = (weights, None) if form.scales_inputs else (None, weights)
     ranks, ways = mesh.size(axis), 1 if inner is None else mesh.size(inner)
     group = mesh.group(axis) if ranks > 1 else None
+    several = None if inner is None else mesh.group(inner)
     there: Route | None
-    parts: Route | None = None
-    if group is not None and inner is None and in_graph():
-        chosen, there, order, groups = operators.dispatch(index, num_local, group)
+    parts: Route | None
+    if in_graph():
+        chosen, there, parts, order, groups = operators.dispatch(index, num_local, group, several)
     else:
-        several = None if inner is None else mesh.group(inner)
         found = count_rows(index, num_local, ranks, group, ways, several)
         chosen, there = found.chosen, None if group is None else Ranks(found.sent, found.come, group)
         parts = None if several is None else Ranks([sum(found.come)] * ways, found.parts, several)

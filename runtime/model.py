@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,11 +21,13 @@ from autoplan.runtime.compiled import compile_blocks
 from autoplan.runtime.compression import Compression
 from autoplan.runtime.evaluate import Waves, only_trains
 from autoplan.runtime.failure import guard, guarded
+from autoplan.runtime.host_memory import give_back_freed_memory
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model_state import ModelState
 from autoplan.runtime.norm import scale_, square_sum
 from autoplan.runtime.offload import PARAMETERS, HostShards, check_offload
 from autoplan.runtime.optim import check_elementwise, guard_step, on_local_shards
+from autoplan.runtime.outputs import Each, Outputs, why_no_outputs
 from autoplan.runtime.param_groups import ParamGroups, grouped, settings_of
 from autoplan.runtime.params import (
     declare,
@@ -195,6 +197,7 @@ class ParallelModel(StateMethods):
         precision, copies, syncs = self.precision, None, {}
 
         def fill_stage(index: int, block: str | None = None) -> None:
+            give_back_freed_memory()  # of the block before, which is sharded now
             fill(self.stages[index], self._specs[index], parameters, self.mesh.size, self._coordinate, block)
 
         if self._replicas.plain:
@@ -400,8 +403,31 @@ class ParallelModel(StateMethods):
         with guard(call="eval_step"), torch.inference_mode(False), torch.no_grad():
             return self._evaluate(batch)
 
-    def _evaluate(self, batch: Batch) -> torch.Tensor:
-        problem = self._batches.problem_of_evaluation(batch) or only_trains(self.spec)
+    def eval_outputs(
+        self, batch: Batch, *, rows: str = "own", each: Each | None = None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Evaluate a batch as `eval_step` does; return also what the model returns besides the loss, on every rank.
+
+        Args:
+            batch: as for `eval_step`.
+            rows: `own`, the outputs of this data-parallel rank's samples; `all`, those of the global batch, in the
+                order of the data-parallel ranks.
+            each: reduces the outputs of a micro-batch (name -> tensor, whole) to those to return, tensors [rows, ...]:
+                `lambda out: {"guess": out["logits"].argmax(-1)}` keeps no logits. It gets the outputs of the last
+                pipeline stage that makes any.
+
+        Returns: the loss of the global batch, and the outputs by name: `logits` of a mapping (Hugging Face), `0` of a
+            tuple, `output` of a tensor alone. Outputs that the loss does not depend on are left out.
+
+        Raises: as `eval_step`; ValueError also for a program without outputs, and for another value of `rows`.
+        """
+        with guard(call="eval_outputs"), torch.inference_mode(False), torch.no_grad():
+            outputs = Outputs(self.spec, self.mesh, self.stages, self._inputs, self.device, each)
+            loss = self._evaluate(batch, why_no_outputs(self.spec, rows, each), outputs)
+            return loss, outputs.result(rows)
+
+    def _evaluate(self, batch: Batch, problem: str | None = None, outputs: Outputs | None = None) -> torch.Tensor:
+        problem = problem or self._batches.problem_of_evaluation(batch) or only_trains(self.spec)
         num = self._batches.num_parts(batch, problem)
         if problem is None and num:
             problem = self._batches.problem_of_evaluation(batch, num)
@@ -415,8 +441,13 @@ class ParallelModel(StateMethods):
             self._host.give_parameters()
         self._inputs.complete(parts, denominators, [None] * len(parts))
         waves = Waves(self.spec, self.mesh, self.stages, self._inputs, self.device)
-        with self._in_mesh(), self._copies.in_place() if self._copies is not None else nullcontext():
-            losses = waves.run(parts)
+        with ExitStack() as entered:
+            entered.enter_context(self._in_mesh())
+            if self._copies is not None:
+                entered.enter_context(self._copies.in_place())
+            if outputs is not None:
+                entered.enter_context(outputs.asked())
+            losses = waves.run(parts, outputs.take if outputs is not None else None)
         self._num_evaluations += 1
         return self._total(losses)
 

@@ -58,6 +58,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import _RecvInfo
 
+from autoplan.runtime.lives import of_this_life
+
 # True if torch allocates receive buffers at the receive and frees them when they are used.
 RECEIVES_INTO_FRESH_BUFFERS = hasattr(_RecvInfo, "take_buffer")
 
@@ -202,12 +204,12 @@ class Meeting(NamedTuple):
 
 
 def rendezvous(timeout: timedelta) -> Meeting:
-    """Return what torchrun's variables say, as `init_process_group` reads them."""
+    """Return what torchrun's variables say, as `init_process_group` reads them, in a store of this life of the job."""
     from torch.distributed.rendezvous import rendezvous as handler
 
     store, rank, world = next(handler("env://", timeout=timeout))
     store.set_timeout(timeout)
-    return Meeting(PrefixStore("default_pg", store), rank, world)
+    return Meeting(PrefixStore("default_pg", of_this_life(store, rank, world, timeout)), rank, world)
 
 
 def gpu_id(device: torch.device) -> str:

@@ -92,6 +92,7 @@ class Block(nn.Module):
         super().__init__()
         self.recompute, self.site, self.gathered = recompute, site, gathered
         self.compiled = False
+        self.outputs: dict[str, Tensor] | None = None  # while an evaluation asks for them (autoplan.runtime.outputs)
         self._regions: Regions | None = None
         self._ran: weakref.WeakSet[Regions | OffloadedActivations] = weakref.WeakSet()
         self._offloads, self._follows = Offloads(), False
@@ -125,6 +126,11 @@ class Block(nn.Module):
                 return self.compute(*args, **kwargs)
             finally:
                 self._regions = None
+
+    def output(self, name: str, value: Tensor) -> None:
+        """Keep a result of the model if an evaluation asks for it."""
+        if self.outputs is not None:
+            self.outputs[name] = value
 
     @property
     def whole_backward(self) -> bool:

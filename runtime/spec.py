@@ -133,6 +133,29 @@ class TiedSpec:
 
 
 @dataclass(frozen=True)
+class OutputSpec:
+    """A tensor that the model returns besides the loss.
+
+    Attributes:
+        stage, block: where it is made.
+        sizes: every dim as a tuple of factors, for the b and s of a rank's micro-batch.
+        batch_dim: the dim whose slowest factor is the batch.
+        shards: the sub-axes that split it, major to minor.
+        pending: sub-axes over which it is a pending sum.
+        lengths: (dim, position) of the factors that context parallelism cuts.
+    """
+
+    name: str
+    stage: int
+    block: str
+    sizes: tuple[tuple[Terms, ...], ...]
+    batch_dim: int
+    shards: tuple[ShardSpec, ...]
+    pending: tuple[str, ...]
+    lengths: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class ScheduleSpec:
     """The pipeline schedule of a program.
 
@@ -173,6 +196,7 @@ class ProgramSpec:
     bounds: tuple[tuple[str, int, int | None], ...] = ()  # s or t, its least and largest value (None: unlimited)
     whole: tuple[Terms, ...] = ()  # local sizes, fractions of b, s and t, that must be whole numbers
     input_dtypes: tuple[tuple[str, str], ...] = ()  # input -> its dtype in the example
+    outputs: tuple[OutputSpec, ...] = ()  # what an evaluation can return besides the loss
     more_loss_counts: tuple[tuple[str, str], ...] = ()  # further denominators: input, and what it counts (loss_count)
 
     @property
@@ -207,6 +231,11 @@ def _tuples(data: Any) -> Any:
     return tuple(_tuples(x) for x in data) if isinstance(data, list) else data
 
 
+def _output(data: dict[str, Any]) -> OutputSpec:
+    plain = {k: _tuples(v) for k, v in data.items() if k != "shards"}
+    return OutputSpec(**plain, shards=tuple(ShardSpec(**s) for s in data["shards"]))
+
+
 def _program(data: dict[str, Any]) -> ProgramSpec:
     def stage(raw: dict[str, Any]) -> StageSpec:
         return StageSpec(
@@ -225,11 +254,12 @@ def _program(data: dict[str, Any]) -> ProgramSpec:
             carried_out=tuple(CarriedSpec(**{k: _tuples(v) for k, v in c.items()}) for c in raw["carried_out"]),
         )
 
-    plain = {k: _tuples(v) for k, v in data.items() if k not in ("schedule", "stages", "tied", "ledger")}
+    plain = {k: _tuples(v) for k, v in data.items() if k not in ("schedule", "stages", "tied", "ledger", "outputs")}
     return ProgramSpec(
         **plain,
         schedule=ScheduleSpec(**data["schedule"]),
         stages=tuple(stage(s) for s in data["stages"]),
         tied=tuple(TiedSpec(**{k: _tuples(v) for k, v in t.items()}) for t in data["tied"]),
         ledger=tuple(LedgerEntry(**{k: _tuples(v) for k, v in e.items()}) for e in data["ledger"]),
+        outputs=tuple(_output(o) for o in data.get("outputs", ())),
     )

@@ -138,6 +138,7 @@ class StateMethods:
         *,
         states: Mapping[str, Stateful] | None = None,
         step: int | None = None,
+        older: bool = False,
         model_only: bool = False,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> Resumed | None:
@@ -145,7 +146,9 @@ class StateMethods:
 
         Args:
             folder, states, optimizer: as for `save_checkpoint`.
-            step: which one; None: the newest that is complete.
+            step: which one; None: the newest that is complete, that is, the last one written (of a training that went
+                back to an earlier step too).
+            older: True: if the newest is damaged, warn and load the newest that is not, for a job that nobody watches.
             model_only: load parameters and buffers, and leave the rest of the training as it is.
 
         Returns: what was loaded, or None if the folder has no checkpoint and `step` is None.
@@ -154,7 +157,7 @@ class StateMethods:
                 older one.
         """
         training = self._training(optimizer)
-        return self._checkpoints.load(training, root_of(folder), states or {}, step, model_only)
+        return self._checkpoints.load(training, root_of(folder), states or {}, step, model_only, older)
 
     def _training(self, given: torch.optim.Optimizer | None) -> Training:
         """Return what checkpoints are made of, with an optimizer that was given or the program's own."""

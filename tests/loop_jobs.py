@@ -67,13 +67,37 @@ def part(pm: ParallelModel, batch: Batch, sizes: list[int]) -> Batch:
     return {n: x[begin : begin + sizes[pm.data_rank]] for n, x in batch.items()}
 
 
-def evaluate(rank: int, world: int, family: str, pins: dict[str, Any], sizes: list[int]) -> tuple[float, float]:
-    """Losses of a batch with `sizes` samples on each data rank: of the program and of the module."""
+def outputs_alone(model: nn.Module, family: str, batch: Batch) -> torch.Tensor:
+    """The logits of the module itself on the whole batch."""
+    out: torch.Tensor = model(batch["ids"]) if family == "gpt" else model(**batch).logits
+    return out
+
+
+def evaluate(
+    rank: int, world: int, family: str, pins: dict[str, Any], sizes: list[int]
+) -> tuple[list[float], list[tuple[int, ...]]]:
+    """Errors of loss, own logits, all logits and guesses of a batch against the module's, and the shapes.
+
+    The batch has `sizes` samples on each data rank.
+    """
     model, pm = program(family, pins)
-    batch = batch_of(family, sum(sizes), seed=7)
-    found = pm.eval_step(part(pm, batch, sizes))
+    batch, name = batch_of(family, sum(sizes), seed=7), "output" if family == "gpt" else "logits"
+    mine = part(pm, batch, sizes)
     with torch.no_grad():
-        return found.item(), loss_alone(model.eval(), family, batch).item()
+        wanted, loss = outputs_alone(model.eval(), family, batch), loss_alone(model, family, batch)
+    found_loss, own = pm.eval_outputs(mine)
+    _, every = pm.eval_outputs(mine, rows="all")
+    _, guesses = pm.eval_outputs(mine, rows="all", each=lambda out: {"guess": out[name].argmax(-1)})
+    assert own.keys() == every.keys() == {name} and guesses.keys() == {"guess"}
+    of_mine = part(pm, {"": wanted}, sizes)[""]
+    errors = [
+        abs(found_loss.item() / loss.item() - 1),
+        (own[name] - of_mine).abs().max().item(),
+        (every[name] - wanted).abs().max().item(),
+        float((guesses["guess"] != wanted.argmax(-1)).sum()),
+        abs(pm.eval_step(mine).item() - found_loss.item()),
+    ]
+    return errors, [tuple(x.shape) for x in (own[name], every[name], guesses["guess"])]
 
 
 def between_steps(rank: int, world: int, family: str, pins: dict[str, Any], ask: bool) -> list[float]:

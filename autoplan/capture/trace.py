@@ -26,6 +26,7 @@ class Trace:
         region: node name -> layer, "" outside layers.
         params, buffers: value -> full name in the model.
         layer_inputs, layer_outputs: layer -> values that enter and leave it.
+        results: what the model returns besides the loss, where the loss depends on it: name -> value.
         order: program order: ("node", index into `nodes`) or ("repeat", index into `repeats`).
     """
 
@@ -40,6 +41,7 @@ class Trace:
     repeats: list[Repeat] = field(default_factory=list)
     order: list[tuple[str, int]] = field(default_factory=list)
     output: str = ""
+    results: dict[str, str] = field(default_factory=dict)
 
     def flow(self) -> Dataflow:
         """Return the dependences among `nodes`, by index."""

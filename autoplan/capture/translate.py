@@ -123,6 +123,8 @@ class Translator:
         if self.refused:
             raise self._refusals()
         self.trace.output = self._name_of(outputs[-1])
+        results = outputs[-1 - len(self.wrapper.results) : -1]
+        self.trace.results = dict(zip(self.wrapper.results, map(self._name_of, results), strict=True))
         return self.trace
 
     @staticmethod

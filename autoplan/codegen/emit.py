@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from types import MappingProxyType
 
 from autoplan.errors import RuleError
 from autoplan.ir.dataflow import last_uses
@@ -181,13 +182,19 @@ def _opened_dims(local: Sequence[Sequence[Expr]], shards: Sequence[AxisType]) ->
 
 
 def block_source(
-    lowered: LoweredBlock, ctx: Context, calls: Sequence[str], free: bool, groups: Iterable[str] = ()
+    lowered: LoweredBlock,
+    ctx: Context,
+    calls: Sequence[str],
+    free: bool,
+    groups: Iterable[str] = (),
+    given: Mapping[int, Sequence[str]] = MappingProxyType({}),
 ) -> tuple[list[str], dict[str, bool]]:
     """Return the source lines of a block's class, and which of b, s, t, device, rng its forward takes.
 
     Args:
         free: emit a plain module, not a unit of recompute, since nothing in it depends on a parameter.
         groups: groups of the regions that a call of the block recomputes; the regions become functions.
+        given: lines to put behind statements, by their index: results that an evaluation may ask for.
     """
     lines, site = [], 0
     for statement in lowered.statements:
@@ -202,6 +209,7 @@ def block_source(
         )
         lines.append(_assign(", ".join(statement.targets), text, comment))
     flow = Flow(lowered.statements)
+    lines = ["\n".join((line, *given.get(i, ()))) for i, line in enumerate(lines)]
     body = _body(lowered, flow, lines, regions(flow, lowered.outputs, groups))
     joined = "\n".join(line.split("#")[0] for line in body)
     needs = {name: _mentions(joined, name) for name in (*SYMBOLS, "device", "rng")}
@@ -245,7 +253,7 @@ def _body(lowered: LoweredBlock, flow: Flow, lines: Sequence[str], apart: Sequen
             body.append(f"del {', '.join(dead)}")  # the locals of a module would be gone here, too
             dead = []
         if i not in at:
-            body.append(lines[i])
+            body += lines[i].split("\n")
             continue
         body += _region_lines(at[i], lines, names.fresh(f"{at[i].group}_region"))
     return body
@@ -256,7 +264,7 @@ def _region_lines(region: Region, lines: Sequence[str], name: str) -> list[str]:
     results = ", ".join(region.writes)
     signature = ", ".join(f"{v}: Tensor" for v in region.reads)
     body = [f"def {name}({signature}) -> {_returns(len(region.writes))}:  # may be computed again"]
-    body += [f"    {lines[k]}" for k in region.statements]
+    body += [f"    {line}" for k in region.statements for line in lines[k].split("\n")]
     arguments = ", ".join([repr(region.group), name, *region.reads])
     return [*body, f"    return {results}", f"{results} = self.again({arguments})"]
 

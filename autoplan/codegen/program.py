@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from autoplan.codegen.emit import Context, block_source
+from autoplan.codegen.outputs import FoundOutput, find_output, terms
 from autoplan.codegen.schedules import schedule_spec
 from autoplan.config.context_methods import ContextMethod
 from autoplan.config.parallel import executed_precision
@@ -66,11 +67,6 @@ class Program:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in {**self.sources, "program.json": self.spec.to_json()}.items():
             write_whole(folder / name, text)
-
-
-def terms(size: Expr) -> Terms:
-    """Return the plain form of a size for the runtime."""
-    return tuple((c.numerator, c.denominator, m) for m, c in size.terms)
 
 
 def _made(lowered: LoweredBlock) -> Iterator[tuple[Value, Layout]]:
@@ -161,6 +157,7 @@ class _Compiler:
             offload=self.layouts.offload,
             bounds=tuple((symbol, *limits) for symbol, limits in sorted(self.graph.bounds.items())),
             whole=self._whole(),
+            outputs=tuple(found.spec for found in self._found(self.calls)),
             input_dtypes=tuple((n, self.graph.values[n].dtype) for n in self.graph.inputs if of_the_batch(n)),
         )
         return Program(program, sources)
@@ -177,6 +174,15 @@ class _Compiler:
                         if size.symbols and any(c.denominator != 1 for _, c in size.terms):
                             found[str(size)] = size
         return tuple(terms(found[k]) for k in sorted(found))
+
+    def _found(self, calls: Iterable[str]) -> list[FoundOutput]:
+        """Return where these calls make what the model returns besides the loss."""
+        mine, found = set(calls) - self.free_names, []
+        for result in (r for r in self.graph.results if r.call in mine):
+            lowered = self.lowered[self.calls[result.call].block]
+            home = self.stage_of[result.call], identifier(result.call)
+            found.append(find_output(lowered, result, *home, cut=self.cut_over is not None))
+        return [each for each in found if each is not None]
 
     def _stage_ranks(self) -> tuple[int, ...]:
         num_ranks = len(self.layouts.stages) // self.layouts.virtual_stages
@@ -310,7 +316,11 @@ class _Compiler:
             parts = {**self.ctx.parts, "s": 1} if free_block else self.ctx.parts  # sequences are cut after free blocks
             ctx = replace(self.ctx, parts=parts)
             groups = {g for call in calls for g in region_groups(self.layouts.recompute.get(call, "none"))}
-            text, needs[name] = block_source(self.lowered[name], ctx, calls, free_block, groups)
+            given: dict[int, list[str]] = {}
+            for found in () if free_block else self._found(calls):
+                given.setdefault(found.statement, []).append(f"self.output({found.spec.name!r}, {found.variable})")
+            given = {at: list(dict.fromkeys(texts)) for at, texts in given.items()}
+            text, needs[name] = block_source(self.lowered[name], ctx, calls, free_block, groups, given)
             lines += text
         lines += self._stage_class(index, spec, free, mine, needs)
         return "\n".join(lines) + "\n"

@@ -50,6 +50,11 @@ SEARCHED_OFFLOADS = (*_STATES, (ACTIVATIONS,), *((ACTIVATIONS, *state) for state
 NEEDS_SHARDS = "parameters on the host need ZeRO 1 to 3 over several ranks"
 
 
+def of_states(offload: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the offloaded kinds without activations, which a search treats as a recompute choice."""
+    return tuple(name for name in offload if name != ACTIVATIONS)
+
+
 def read_offload(value: object) -> tuple[str, ...]:
     """Return the offloaded kinds in canonical order; `optimizer` is dropped if `parameters` is named.
 

@@ -42,6 +42,14 @@ class LossCount(NamedTuple):
     ignore_index: int = -100
 
 
+class Result(NamedTuple):
+    """A tensor that the model returns besides the loss: its name, and the value of a block in one of its calls."""
+
+    name: str
+    call: str
+    value: str
+
+
 def denominator(index: int) -> str:
     """Return the name of the input with a denominator of the loss."""
     return f"{LOSS_DENOMINATOR}{index + 1}" if index else LOSS_DENOMINATOR
@@ -167,6 +175,8 @@ class ModelGraph:
         bounds: least and largest length that this graph holds for; with other lengths the forward computes something
             else.
         notes: what a user may not expect of this graph, in sentences.
+        results: what the model returns besides the loss, as far as the loss depends on it. Not part of `content_hash`:
+            plans do not depend on it.
     """
 
     name: str
@@ -184,6 +194,7 @@ class ModelGraph:
     bounds: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)  # of s and t
     notes: tuple[str, ...] = ()
     more_counts: tuple[LossCount, ...] = ()
+    results: tuple[Result, ...] = ()
 
     @property
     def loss_counts(self) -> tuple[LossCount, ...]:
@@ -288,8 +299,12 @@ class ModelGraph:
 
     @property
     def content_hash(self) -> str:
-        """SHA-256 of the text form."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        """SHA-256 of the text form without `results`."""
+        return hashlib.sha256(self.without_results().to_json().encode()).hexdigest()
+
+    def without_results(self) -> ModelGraph:
+        """Return the graph of the loss alone."""
+        return replace(self, results=()) if self.results else self
 
     def __str__(self) -> str:
         lines = [
@@ -327,7 +342,7 @@ def _sorted(things: Mapping[str, _Thing]) -> dict[str, _Thing]:
     return dict(sorted(things.items()))
 
 
-_RARE = ("notes", "more_counts")  # nearly always empty
+_RARE = ("notes", "more_counts", "results")  # nearly always empty
 
 
 def _encode(obj: Any) -> Any:
@@ -387,6 +402,7 @@ def _decode_graph(data: Any) -> ModelGraph:
         bounds=_plain(data["bounds"]),
         notes=tuple(data.get("notes", ())),
         more_counts=tuple(LossCount(*count) for count in data.get("more_counts", ())),
+        results=tuple(Result(*result) for result in data.get("results", ())),
     )
 
 
@@ -484,6 +500,10 @@ def check(graph: ModelGraph) -> None:
                 raise GraphError(f"call {call.name} uses {name!r} before it is defined")
         _check_call(graph, call)
         _define(f"call {call.name}", available, call.outputs)
+    blocks = {call.name: graph.blocks[call.block] for call in graph.calls}
+    for result in graph.results:
+        if result.call not in blocks or result.value not in blocks[result.call].values:
+            raise GraphError(f"result {result.name!r} is not a value of call {result.call!r}: {result.value!r}")
     targets = (("loss target", count.target) for count in graph.loss_counts)
     for what, wanted in (("output", graph.output), *targets):
         if wanted is not None and wanted not in available:

@@ -109,10 +109,16 @@ def memory(estimate: Mapping[str, Any]) -> Spec:
     )
 
 
+def terms_of(estimate: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the terms of a step, the largest first, without those below 0.01 % of it."""
+    least = 1e-4 * estimate["step_time_s"]["mid"]
+    found = [(name, q) for name, q in estimate["breakdown_s"].items() if q["mid"] >= least]
+    return sorted(found, key=lambda pair: -pair[1]["mid"])
+
+
 def step(estimate: Mapping[str, Any], words: Mapping[str, str]) -> Spec:
     """Draw the step as a waterfall of its terms. `words`: terms in words."""
-    terms = [(words.get(n, n), q) for n, q in estimate["breakdown_s"].items() if q["mid"] > 0]
-    terms.sort(key=lambda pair: -pair[1]["mid"])
+    terms = [(words.get(name, name), q) for name, q in terms_of(estimate)]
     whole = estimate["step_time_s"]
     names = [name for name, _ in terms] + ["step"]
     values = [q["mid"] for _, q in terms] + [whole["mid"]]

@@ -138,7 +138,7 @@ def _step(answer: Answer) -> Iterator[Block]:
     if not estimate:
         return
     words = answer.get("drawn", {}).get("terms", {})
-    count = sum(q["mid"] > 0 for q in estimate["breakdown_s"].values())
+    count = len(figures.terms_of(estimate))
     yield Figure("The step of the busiest rank, term by term", figures.step(estimate, words), 130 + 32 * count)
 
 
@@ -342,6 +342,11 @@ def _reliability(answer: Answer) -> Iterator[Block]:
 
 def _assumptions(answer: Answer) -> Iterator[Block]:
     rows = [(s["what"], s["value"], s["source"]) for s in _drawn(answer, "sources") or ()]
+    if not rows:  # a capacity table has many clusters, and only the assumptions about the runs in common
+        for name, figure in (answer.get("assumptions") or {}).items():
+            q = figure["value"]
+            value = "not known" if q is None else f"{numbers.digits(q['mid'])} ({_span(q, numbers.digits)})"
+            rows.append((f"{name}: {figure['what']}", value, figure["source"]))
     if rows:
         yield Table(("figure", "value", "source"), rows, left=3)
 
@@ -367,13 +372,13 @@ PARTS: Sequence[Part] = (
     Part("Sweep", _sweep),
     Part("Predicted and measured", _measured),
     Part("Plan", _plan),
+    Part("Choices", _decisions, "What every other choice would cost; each is the best plan with it."),
+    Part("Two plans", _versus),
     Part("Mesh", _mesh, "Which rank is where, and which links each group uses."),
     Part("Memory", _memory, "Expected memory at the fullest moment of the step; the dashed line is the device's."),
     Part("Step", _step),
     Part("Pipeline", _timeline),
     Part("Other plans", _candidates, "Plans that were found or tried next to this one, and why each lost."),
-    Part("Choices", _decisions, "What every other choice would cost; each is the best plan with it."),
-    Part("Two plans", _versus),
     Part("Front", _front),
     Part("Sensitivity", _sensitivity),
     Part("Settings", _settings),

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.codegen.program import Layouts
-from autoplan.config.choices import config_data
+from autoplan.config.choices import config_data, config_label
+from autoplan.config.html import table
 from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
+from autoplan.pages.plots import Plots
 from autoplan.plans.document import (
     NEXT,
     PROGRAM,
@@ -137,6 +139,37 @@ class Plan:
     def read(path: Path | str) -> Plan:
         """Return the plan in a file (see `from_json`)."""
         return plan_of_data(read_json(Path(path)), str(path))
+
+    @property
+    def plot(self) -> Plots:
+        """The figures of the plan, for notebooks: `plan.plot.memory()`. They need the extra [report]."""
+        events = [] if self.estimate is None else self.estimate.events
+        drawn = [[e.rank, e.chunk, e.micro_batch, e.kind.name, e.start_s, e.end_s] for e in events]
+        return Plots(self.to_data(), drawn, self._candidates())
+
+    def _candidates(self) -> list[dict[str, Any]]:
+        """Return this plan and the others that its search returned, by time and memory."""
+        data = self.to_data()
+        found = [("best", data), *(("slower", other) for other in data.get("alternatives", ()))]
+        out = []
+        for kind, one in found:
+            if "estimate" in one:
+                estimate = estimate_of_data(one["estimate"], self.model)
+                label = config_label(config_of_data(one["plan"]), sum(s.num_layers for s in estimate.stages))
+                step, peak = estimate.step_time_s.mid, estimate.peak_memory_bytes.mid
+                out.append({"kind": kind, "label": label, "step_s": step, "memory_bytes": peak, "why": ""})
+        return out
+
+    def _repr_html_(self) -> str:
+        """Return tables for a notebook: the choices, the estimate and the certificate."""
+        rows = [(name, value) for name, value in config_data(self.config).items() if value not in (None, [], "none")]
+        parts = [table(f"{self.model} on {self.num_devices} devices", ("choice", "value"), rows)]
+        if self.estimate is not None:
+            parts.append(self.estimate._repr_html_())
+        if self.certificate:
+            counted = [(n, v) for n, v in self.certificate.items() if isinstance(v, int | float | str)]
+            parts.append(table("certificate", ("", "value"), counted))
+        return "".join(parts)
 
     def __str__(self) -> str:
         c = self.config

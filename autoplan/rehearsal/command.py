@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from autoplan.plans.document import plain
-from autoplan.rehearsal.compare import MEMORY_TOLERANCE, RankReport, Row
+from autoplan.rehearsal.compare import MEMORY_TOLERANCE, UNKNOWN_KERNELS_TOLERANCE, RankReport, Row
 from autoplan.rehearsal.rehearse import rehearse
 from autoplan.report.data import report, to_text
 from autoplan.report.request import import_from_here
@@ -44,7 +44,10 @@ def show_rank(rank: RankReport) -> None:
         table.add_row(row.name, *(_shown(value, row) for value in (row.expected, row.observed)))
     out.print(table)
     low, _, high = (size / 1e9 for size in rank.predicted_bytes)
-    out.print(f"memory of tensors predicted from {low:.2f} to {high:.2f} GB; {MEMORY_TOLERANCE:.0%} are tolerated")
+    out.print(
+        f"memory of tensors predicted from {low:.2f} to {high:.2f} GB on the device; the peak above is of the kernels "
+        f"of a CPU, {MEMORY_TOLERANCE:.0%} are tolerated ({UNKNOWN_KERNELS_TOLERANCE:.0%} without the model's graph)"
+    )
     for text in rank.differences:
         out.print(f"DIFFERS: {text}")
 

@@ -8,17 +8,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autoplan.codegen.program import Layouts
-from autoplan.config.parallel import precision_of
-from autoplan.cost_models.memory.ranks import NOT_ALLOCATED
+from autoplan.config.parallel import Attention, Mode, precision_of
+from autoplan.config.recompute import NONE
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.memory.ranks import NOT_ALLOCATED, MemoryModel, RankMemory
 from autoplan.cost_models.quantity import Quantity
-from autoplan.cost_models.time.estimate import StageEstimate
-from autoplan.cost_models.work import OpWork
+from autoplan.cost_models.work import OpWork, Workload
 from autoplan.errors import RehearsalError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import op_kind
 from autoplan.plans.record import Plan
 from autoplan.program.expert_degrees import ExpertDegrees
+from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.workload import lower_all, workload
 from autoplan.runtime.params import local_param_shape
@@ -62,6 +64,8 @@ class Expected:
     Attributes:
         memory: predicted bytes by term that a tensor of the program has, of its fullest moment.
         memory_bytes: their sum: low, expected, high.
+        kernels_bytes: by how much the fullest moment grows with the kernels of a CPU, which a rehearsal runs, instead
+            of the device's; None: the graph is not at hand.
         per_micro_batch: the ledger's collectives of one micro-batch.
         rows: those whose bytes follow from numbers of rows, without bytes: kind, axis, phase.
         deferred: bytes of the sums at the end of a step, by (kind, axis).
@@ -72,6 +76,7 @@ class Expected:
 
     memory: Mapping[str, float]
     memory_bytes: tuple[float, float, float]
+    kernels_bytes: float | None
     per_micro_batch: Messages
     rows: Counter[tuple[str, str, str]]
     deferred: Totals
@@ -99,10 +104,11 @@ def expected(
     entries = [e for e in spec.ledger if any(e.stage == s.index for s in stages) and at.sizes[e.axis] > 1]
     often = [e for e in entries if e.per == "micro_batch"]
     counted = [e for e in often if not _of_rows(e)]
-    held = _held(plan.estimate.stages[at.coordinates["pp"]])
+    held = _held(plan.estimate.stages[at.coordinates["pp"]].memory)
     return Expected(
         memory={name: q.mid for name, q in held.items()},
         memory_bytes=(_sum(held, "low"), _sum(held, "mid"), _sum(held, "high")),
+        kernels_bytes=None if work is None else work.kernels_bytes(at.coordinates["pp"]),
         per_micro_batch=Counter(_message(e, evaluate_terms(e.bytes, local)) for e in counted),
         rows=_rows(often),
         deferred=_deferred(spec, at, stages),
@@ -112,9 +118,9 @@ def expected(
     )
 
 
-def _held(stage: StageEstimate) -> dict[str, Quantity]:
+def _held(terms: Mapping[str, Quantity]) -> dict[str, Quantity]:
     """Return the predicted terms that a tensor of the program has."""
-    return {name: q for name, q in stage.memory.items() if name not in NOT_ALLOCATED}
+    return {name: q for name, q in terms.items() if name not in NOT_ALLOCATED}
 
 
 def _sum(terms: Mapping[str, Quantity], end: str) -> float:
@@ -250,28 +256,37 @@ def _reduced_width(spec: ProgramSpec, p: ParamSpec) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """Forward FLOPs of one call of every block on one rank, by what computes them."""
+    """What the price counts of a plan.
+
+    Attributes:
+        by_call: forward FLOPs of one call of every block on one rank, by what computes them.
+        here, there: memory of every rank of the pipeline, with the kernels of a CPU and of the plan's device.
+    """
 
     by_call: Mapping[str, Mapping[str, float]]
+    here: tuple[RankMemory, ...]
+    there: tuple[RankMemory, ...]
 
     @classmethod
     def of(cls, plan: Plan, graph: ModelGraph, layouts: Layouts, env: Mapping[str, int]) -> Work:
-        """Return the arithmetic that the plan's price counts.
+        """Return the arithmetic and the memory that the plan's price counts.
 
         Args:
             env: b of one micro-batch, and the whole lengths s and t.
         """
-        c = plan.config
-        local = {**env, "s": env["s"] // c.cp}
-        op_costs = OpCosts(
-            graph, layouts.axes, local, context=c.cp, precision=precision_of(plan.precision), methods=layouts.context
-        )
-        experts = ExpertDegrees(c.ep, c.expert_tp, executed=True) if c.spreads_experts else None
-        found = workload(
-            graph, layouts.selection, op_costs, experts, made=lower_all(graph, layouts.selection, op_costs)
-        )
-        by_block = {name: dict(_arithmetic(block.ops)) for name, block in found.blocks.items()}
-        return cls({call.name: by_block[call.block] for call in graph.calls})
+        task = plan.document.get("request", {})
+        mode, cpu = Mode(task.get("mode", Mode.EAGER)), plan.document.get("cluster", {}).get("device") == "cpu"
+        here = _workload(plan, graph, layouts, env, "cpu", Kernels(context=plan.config.cp))
+        by_block = {name: dict(_arithmetic(block.ops)) for name, block in here.blocks.items()}
+        ranks = _ranks(plan, layouts, here, "cpu", Mode.EAGER)
+        if cpu and mode is Mode.EAGER:
+            there = ranks
+        else:
+            attention = Attention(task.get("attention", Attention.FLASH2))
+            kernels = Kernels(mode, attention, fused_loss=bool(task.get("fused_loss")), context=plan.config.cp)
+            on_device = _workload(plan, graph, layouts, env, "cuda", kernels)
+            there = _ranks(plan, layouts, on_device, "cuda", mode)
+        return cls({call.name: by_block[call.block] for call in graph.calls}, ranks, there)
 
     def flops(self, calls: list[str]) -> Mapping[str, float]:
         """Return the sum over calls."""
@@ -279,6 +294,42 @@ class Work:
         for name in calls:
             out.update(self.by_call[name])
         return out
+
+    def kernels_bytes(self, coordinate: int) -> float:
+        """Return what a rank of the pipeline holds more at its fullest moment with the kernels of a CPU."""
+        here, there = (_sum(_held(ranks[coordinate].terms), "mid") for ranks in (self.here, self.there))
+        return here - there
+
+
+def _workload(
+    plan: Plan, graph: ModelGraph, layouts: Layouts, env: Mapping[str, int], device_type: str, kernels: Kernels
+) -> Workload:
+    c = plan.config
+    op_costs = OpCosts(
+        graph,
+        layouts.axes,
+        {**env, "s": env["s"] // c.cp},
+        context=c.cp,
+        precision=precision_of(plan.precision),
+        device_type=device_type,
+        kernels=kernels,
+        methods=layouts.context,
+    )
+    experts = ExpertDegrees(c.ep, c.expert_tp, executed=True) if c.spreads_experts else None
+    return workload(graph, layouts.selection, op_costs, experts, made=lower_all(graph, layouts.selection, op_costs))
+
+
+def _ranks(plan: Plan, layouts: Layouts, work: Workload, device_type: str, mode: Mode) -> tuple[RankMemory, ...]:
+    """Return the memory of every rank of the pipeline in a step of the plan."""
+    c = plan.config
+    model = MemoryModel(work, c, precision_of(plan.precision), Cluster.local(c.num_devices, device_type), mode)
+    unit_of = {call: u for u, unit in enumerate(work.unit_calls) for call in unit}
+    chunks = []
+    for calls in layouts.stages:
+        units = sorted({unit_of[call] for call in calls if call in unit_of})
+        chunks.append(range(units[0], units[-1] + 1))
+    again = {unit_of[call]: how for call, how in layouts.recompute.items() if call in unit_of and how != NONE}
+    return tuple(model.stages(chunks, [0] * len(chunks), again))
 
 
 def _arithmetic(ops: tuple[OpWork, ...]) -> Iterator[tuple[str, float]]:

@@ -43,7 +43,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def leave_out(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Do not count these tensors, nor views of them: whole parameters, which no rank has."""
-        self._outside |= {tensor.untyped_storage()._cdata for tensor in tensors.values()}
+        for storage in [tensor.untyped_storage() for tensor in tensors.values()]:
+            if storage._cdata not in self._outside:
+                self._outside.add(storage._cdata)
+                # the address is another storage's afterwards
+                weakref.finalize(storage, self._outside.discard, storage._cdata)
 
     def start(self) -> None:
         """Begin to look for the peak."""

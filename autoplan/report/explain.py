@@ -128,9 +128,9 @@ def explain_command(
     else:
         show(console())
     if file is not None:
-        from autoplan.report.drawn import drawn_of
+        from autoplan.report.drawn import drawn_of, sources
 
-        write_report(file, report, drawn_of(request, own))
+        write_report(file, report, {**drawn_of(request, own), "sources": list(sources(request, run, None))})
     if vs is None and found.interrupted:
         raise KeyboardInterrupt
 

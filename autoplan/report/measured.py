@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -35,8 +36,8 @@ class Figure:
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured."""
-        return self.predicted / self.measured
+        """Predicted over measured; infinite if nothing was measured."""
+        return self.predicted / self.measured if self.measured else math.inf
 
     @property
     def inside(self) -> bool | None:
@@ -99,11 +100,11 @@ def compare(plan: Plan, log: Path) -> Comparison:
         raise PinError(f"{log} has {len(rows)} rows, of which the first {WARM_UP} do not count; run more steps")
     step = e.step_time_s
     memory = e.peak_memory_bytes if head["device"] == "cpu" else e.peak_allocated_bytes  # as the log counts
-    figures = [_figure("step_s", step.mid, (step.low, step.high), counted)]
+    figures = [figure("step_s", step.mid, (step.low, step.high), counted)]
     if all(row["tokens_per_s"] is not None for row in counted):
-        figures.append(_figure("tokens_per_s", e.tokens_per_s, None, counted))
-        figures.append(_figure("mfu", e.mfu, None, counted))
-    figures.append(_figure("peak_bytes", memory.mid, (memory.low, memory.high), counted))
+        figures.append(figure("tokens_per_s", e.tokens_per_s, None, counted))
+        figures.append(figure("mfu", e.mfu, None, counted))
+    figures.append(figure("peak_bytes", memory.mid, (memory.low, memory.high), counted))
     notes = []
     if head["graph"] and plan.graph_hash and head["graph"] != plan.graph_hash:
         notes.append(f"the log is of another graph ({head['model']}) than the plan ({plan.model})")
@@ -118,9 +119,10 @@ def compare(plan: Plan, log: Path) -> Comparison:
     return Comparison(plan.model, len(counted), tuple(figures), tuple(notes), terms)
 
 
-def _figure(
+def figure(
     name: str, predicted: float, interval: tuple[float, float] | None, rows: Sequence[Mapping[str, Any]]
 ) -> Figure:
+    """Return a figure from its prediction, with an interval or without, and its values in the rows."""
     values = [float(row[name]) for row in rows]
     quarters = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
     low, high = interval if interval is not None else (None, None)
@@ -129,6 +131,10 @@ def _figure(
 
 _SHOWN = {
     "step_s": ("step, s", 1.0, ".4g"),
+    "compute_s": ("compute, s", 1.0, ".4g"),
+    "comm_s": ("exposed comm, s", 1.0, ".4g"),
+    "optimizer_s": ("optimizer, s", 1.0, ".4g"),
+    "rest_s": ("rest, s", 1.0, ".4g"),
     "tokens_per_s": ("tokens/s", 1.0, ",.0f"),
     "mfu": ("MFU, %", 100.0, ".1f"),
     "peak_bytes": ("memory, GB", 1e-9, ".2f"),
@@ -137,7 +143,7 @@ _SHOWN = {
 
 def comparison_text(out: Console, found: Comparison) -> None:
     """Print a comparison."""
-    out.print(f"{found.model}: predicted and measured, {found.num_rows} rows of the log")
+    out.print(f"{found.model}: predicted and measured, steps: {found.num_rows}")
     table = plain_table("", "predicted", "interval", "measured", "quartiles", "predicted/measured", "inside")
     for figure in found.figures:
         title, factor, form = _SHOWN[figure.name]

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from autoplan.errors import PinError
 from autoplan.schedules import orders
 from autoplan.schedules.dependencies import VisitOrder, visit_order
-from autoplan.schedules.orders import Action, B, F, I, W
+from autoplan.schedules.orders import Action, B, F, W
 
 if TYPE_CHECKING:
     import numpy as np
@@ -370,7 +370,8 @@ def _actions(schedule: str, num_stages: int, num_micro_batches: int, virtual_sta
 def held_at_backwards(row: Sequence[Action]) -> tuple[int, int]:
     """Return the most micro-batches that a rank holds: until its first backward ends, and afterwards.
 
-    Both count all chunks of the rank. The second number is 0 if that backward is the only one.
+    Both count all chunks of the rank. The second number is 0 if that backward is the only one. A backward in two parts
+    ends with the second, which gives the parameters' gradients.
     """
     held, most = 0, [0, 0]
     begun = False
@@ -378,7 +379,7 @@ def held_at_backwards(row: Sequence[Action]) -> tuple[int, int]:
         if kind is F:
             held += 1
         most[begun] = max(most[begun], held)
-        if kind is not F:
+        if kind is B or kind is W:
             begun = True
-            held -= kind is not I
+            held -= 1
     return most[0], most[1]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from autoplan.config.html import table
 from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import nodes_with
@@ -86,6 +87,15 @@ class Certificate:
     illegal_by_rule: Mapping[str, int]
     too_big_by_term: Mapping[str, int]
     by_phase_s: Mapping[str, float]
+
+    def _repr_html_(self) -> str:
+        """Return a table for a notebook: the counts, and what they prove."""
+        names = ("considered", "illegal", "too_big", "bounded_out", "solved", "open")
+        rows = [(name.replace("_", " "), f"{getattr(self, name):,}") for name in names]
+        proved = f"{self.status} in {self.solve_time_s:.1f} s; " + (
+            "no bound on the best step" if self.gap >= 1 else f"the best step is at most {100 * self.gap:.1f} % shorter"
+        )
+        return table("certificate", ("candidates", "number"), rows, proved)
 
     @property
     def stopped_far(self) -> bool:

@@ -8,19 +8,20 @@ no step of m micro-batches over pp stages is shorter than
     T / (1 - (1 - 1 / m)^pp)                under 1F1B (autoplan.search.cuts)
     max over ranks r of   m T_r + W_r       under others, whose few cuts are known (autoplan.search.interleaved_cuts)
 
-All else (sends, ZeRO, recompute, the update, memory) only adds to it. So no `Pricer` is made for a candidate until the
-best plan known leaves room for it.
+All else (sends, ZeRO, recompute, the update, memory) only adds to it; `autoplan.search.state_bounds` adds some of it.
+So no `Pricer` is made for a candidate until the best plan known leaves room for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.config.parallel import ParallelConfig
+from autoplan.program.context_pins import Chosen
 from autoplan.schedules.schedule import SCHEDULES
 from autoplan.search.interleaved_cuts import LeastPass, even_cuts, ranks_s
 
@@ -41,6 +42,14 @@ def group_key(candidate: ParallelConfig) -> GroupKey:
     """Return the group of a candidate."""
     c = candidate
     return GroupKey(c.micro_batch_size, c.tp, c.cp, c.ep, c.expert_tp)
+
+
+def grouped(candidates: Iterable[ParallelConfig]) -> Iterable[list[ParallelConfig]]:
+    """Return the candidates by what the work inside blocks depends on, methods of context parallelism included."""
+    found: dict[tuple[GroupKey, Chosen], list[ParallelConfig]] = {}
+    for candidate in candidates:
+        found.setdefault((group_key(candidate), candidate.methods), []).append(candidate)
+    return found.values()
 
 
 def step_bounds_s(least: LeastPass, members: Sequence[ParallelConfig], below_s: float = np.inf) -> list[float]:

@@ -131,6 +131,43 @@ def fastest(
     return best
 
 
+@dataclass(frozen=True)
+class _Choices:
+    """The steps along the recompute frontier for the chunks of a rank, fewest first: taken in turn from its chunks.
+
+    Attributes:
+        highest: the most steps of every chunk; empty if they are pinned.
+        pinned: the pinned steps of every chunk.
+    """
+
+    highest: tuple[int, ...]
+    pinned: tuple[int, ...] = ()
+
+    @property
+    def most(self) -> int:
+        """The number of the last choice."""
+        return sum(self.highest)
+
+    def of(self, number: int) -> tuple[int, ...]:
+        """Return the steps of every chunk after `number` steps in all."""
+        if not self.highest:
+            return self.pinned
+        low, high = 0, max(self.highest)  # full rounds, in which every chunk that is not at its most takes a step
+        while low < high:
+            rounds = (low + high + 1) // 2
+            if sum(min(rounds, most) for most in self.highest) <= number:
+                low = rounds
+            else:
+                high = rounds - 1
+        left = number - sum(min(low, most) for most in self.highest)
+        out = []
+        for most in self.highest:
+            again = left > 0 and most > low
+            left -= again
+            out.append(min(low, most) + again)
+        return tuple(out)
+
+
 _NOTHING = Cut(None, (), math.inf, math.inf, True)
 
 
@@ -240,7 +277,7 @@ class ChunkCutter:
         """Return the pinned steps along the recompute frontier of every chunk; zeros if recompute is searched."""
         out = [0] * len(self.chunks)
         for mine in self.chunks_of:
-            for k, count in zip(mine, self._choices(mine)[0], strict=True):
+            for k, count in zip(mine, self._choices(mine).of(0), strict=True):
                 out[k] = count
         return tuple(out)
 
@@ -252,42 +289,40 @@ class ChunkCutter:
         out = [0] * len(self.chunks)
         for rank, mine in enumerate(self.chunks_of):
             choices = self._choices(mine)
-            if not self.room.fits_device(self._memory(rank, mine, choices[-1])):
+            if not self.room.fits_device(self._memory(rank, mine, choices.of(choices.most))):
                 return None
             least = bisect.bisect_left(
-                range(len(choices) - 1), True, key=lambda n: self.room.fits_device(self._memory(rank, mine, choices[n]))
+                range(choices.most),
+                True,
+                key=lambda n: self.room.fits_device(self._memory(rank, mine, choices.of(n))),
             )
-            while not self.room.fits_host(self._memory(rank, mine, choices[least])):
+            while not self.room.fits_host(self._memory(rank, mine, choices.of(least))):
                 least += 1  # recomputed activations are not on the host
-                if least == len(choices):
+                if least > choices.most:
                     return None
-            for k, count in zip(mine, choices[least], strict=True):
+            for k, count in zip(mine, choices.of(least), strict=True):
                 out[k] = count
         return tuple(out)
 
     def _may_fit(self) -> bool:
         """Return False if none of the cuts fits, whatever is recomputed; no step is simulated for it."""
-        return any(
-            all(
-                self.room.fits_device(self._memory(rank, mine, self._choices(mine, cut)[-1], cut))
-                for rank, mine in enumerate(self.chunks_of)
-            )
-            for cut in self.cuts
-        )
+        return any(all(self._with_most(rank, cut) for rank in range(self.pp)) for cut in self.cuts)
 
-    def _choices(self, mine: Sequence[int], cut: Sequence[int] | None = None) -> list[tuple[int, ...]]:
-        """Return steps along the recompute frontier for the chunks of a rank, fewest first. `cut`: None, the chosen."""
+    def _with_most(self, rank: int, cut: tuple[int, ...]) -> bool:
+        """Return True if a rank fits with the most recompute."""
+        mine = self.chunks_of[rank]
+        choices = self._choices(mine, cut)
+        return self.room.fits_device(self._memory(rank, mine, choices.of(choices.most), cut))
+
+    def _choices(self, mine: Sequence[int], cut: Sequence[int] | None = None) -> _Choices:
+        """Return the steps along the recompute frontier for the chunks of a rank. `cut`: None, the chosen."""
         ranges = ranges_of(cut or self.chunks)
         most = [self.pricer.frontier.height(ranges[k]) for k in mine]  # the chunk's layers if recompute is not searched
         if self.fixed is None:
-            turns = sorted((turn, place) for place, m in enumerate(most) for turn in range(m))
-            taken = [(0,) * len(most)]
-            for _, place in turns:
-                taken.append(tuple(n + (at == place) for at, n in enumerate(taken[-1])))
-            return taken
+            return _Choices(tuple(most))
         if self.fixed == FULL:
-            return [tuple(most)]
-        return [tuple(sum(u in self.pricer.pinned_recompute for u in ranges[k]) for k in mine)]
+            return _Choices((), tuple(most))
+        return _Choices((), tuple(sum(u in self.pricer.pinned_recompute for u in ranges[k]) for k in mine))
 
     def _memory(
         self, rank: int, mine: Sequence[int], counts: Sequence[int], cut: Sequence[int] | None = None
@@ -305,9 +340,10 @@ class ChunkCutter:
             [
                 shortage_of(
                     rank,
-                    [self._memory(rank, mine, self._choices(mine, cut)[-1], cut)],
+                    [self._memory(rank, mine, most.of(most.most), cut)],
                     self.room,
                 )
                 for rank, mine in enumerate(self.chunks_of)
+                for most in [self._choices(mine, cut)]
             ]
         )

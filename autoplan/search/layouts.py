@@ -13,11 +13,11 @@ from typing import Any
 from autoplan.config.choice import is_count
 from autoplan.config.choices import option_data
 from autoplan.config.context_methods import ContextMethod, read_method
-from autoplan.config.offload import ACTIVATIONS, held_on_host, searched_offload
+from autoplan.config.offload import ACTIVATIONS, held_on_host, of_states, searched_offload
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.config.pins import Pins
 from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN, check_planning
-from autoplan.config.recompute import OFFLOAD, modules_of, recompute_kind
+from autoplan.config.recompute import OFFLOAD, kinds_in, modules_of, recompute_kind
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
@@ -25,6 +25,7 @@ from autoplan.cost_models.memory.least import LeastMemory
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.time.blocks import BlockPricer, OpTimes, op_times
+from autoplan.cost_models.time.least import LeastTime, StateSeconds
 from autoplan.cost_models.time.price import Pricer
 from autoplan.cost_models.work import Workload
 from autoplan.errors import InfeasibleError, PinError
@@ -56,6 +57,7 @@ from autoplan.search.interleaved_cuts import ChunkCutter, LeastPass, even_cuts
 from autoplan.search.intra import IntraSolution, StoppedError, solve
 from autoplan.search.refusals import refusal
 from autoplan.search.space import limits_of, space
+from autoplan.search.state_bounds import StateBounds
 from autoplan.stacks.like import Like, read_like
 
 ILP_LIMIT_S = 120.0  # time limit of one integer program of layouts
@@ -219,6 +221,8 @@ class LayoutCache:
         self._cutters: dict[ParallelConfig, Cutter] = {}
         self._least: dict[int, LeastMemory] = {}  # by the id of a layout, which this cache keeps
         self._passes: dict[int, LeastPass] = {}  # likewise
+        self._state_bounds: dict[int, StateBounds] = {}  # likewise
+        self._state_seconds: StateSeconds = {}
 
     def get(
         self,
@@ -410,7 +414,9 @@ class LayoutCache:
         """Return the lower bound of the memory of a workload."""
         known = self._least.get(id(point))
         if known is None:
-            made = LeastMemory(point.workload, self.precision, self.request.cluster, self.request.mode)
+            r, pinned = self.request, self.request.fixed.recompute
+            on_host = pinned is not None and OFFLOAD in kinds_in(pinned)
+            made = LeastMemory(point.workload, self.precision, r.cluster, r.mode, on_host)
             known = self._least[id(point)] = made
         return known
 
@@ -442,6 +448,27 @@ class LayoutCache:
             forward, backward = (tuple(sum(pair[i] for pair in unit) for unit in units) for i in (0, 1))
             self._passes[id(point)] = LeastPass(forward, backward)
         return self._passes[id(point)]
+
+    def state_bounds(
+        self, members: Sequence[ParallelConfig], below_s: float = math.inf
+    ) -> list[tuple[float, float]] | None:
+        """Return the bounds of `autoplan.search.state_bounds` for candidates with the same work inside blocks.
+
+        None if there is no layout.
+
+        Raises:
+            StoppedError: the layout is not decided.
+        """
+        point, least = self.of(members[0]), self.least_pass(members[0])
+        if point is None or least is None:
+            return None
+        known = self._state_bounds.get(id(point))
+        if known is None:
+            seconds = LeastTime(point.workload, point.times, self.costs, self.precision, self._state_seconds)
+            fixed = self.request.fixed.recompute is not None
+            known = StateBounds(seconds, self.least_memory(point), least.seconds, fixed)
+            self._state_bounds[id(point)] = known
+        return known.of(members, self.room, below_s)
 
     def pricer(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> Pricer | None:
         """Return the prices of a candidate; None if no layout exists. Raises StoppedError."""
@@ -513,14 +540,19 @@ def space_of(request: PlanRequest) -> Space:
 
 def offloaded(request: PlanRequest, candidate: ParallelConfig) -> list[ParallelConfig]:
     """Return the same degrees with each kind of offload that a search tries; empty if it tries none."""
+    return [candidate.but(offload=kind) for kind in offload_kinds(request, candidate)]
+
+
+def offload_kinds(request: PlanRequest, candidate: ParallelConfig) -> tuple[tuple[str, ...], ...]:
+    """Return the kinds of offload that a search tries for a candidate."""
     if not request.cluster.offloads:
-        return []
+        return ()
     kinds = searched_offload(request.pins, candidate.zero_stage, candidate.num_shards)
     like = request.facts.like
     if like is not None:
         able = {*like.can.offload, *((ACTIVATIONS,) if OFFLOAD in like.can.recompute else ())}
         kinds = tuple(kind for kind in kinds if able.issuperset(kind))
-    return [candidate.but(offload=kind) for kind in kinds]
+    return kinds
 
 
 def no_layout(request: PlanRequest, where: str) -> InfeasibleError:
@@ -535,7 +567,7 @@ def without_activations(candidate: ParallelConfig) -> ParallelConfig:
     """Return a candidate without activation offload, which a search treats as a recompute choice."""
     if ACTIVATIONS not in candidate.offload:
         return candidate
-    return candidate.but(offload=tuple(name for name in candidate.offload if name != ACTIVATIONS))
+    return candidate.but(offload=of_states(candidate.offload))
 
 
 def least_memory_first(candidate: ParallelConfig) -> tuple[int, ...]:

@@ -34,14 +34,13 @@ from autoplan.config.offload import held_on_host
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.errors import InfeasibleError
-from autoplan.program.context_pins import Chosen
 from autoplan.search import clock
 from autoplan.search.certificate import Certificate, SearchResult, Status, restrictions_of
 from autoplan.search.cuts import Cut, Cutter, Shortage
 from autoplan.search.degrees import Space, search_order
 from autoplan.search.estimate import Planned, chosen_recompute, estimate_config
 from autoplan.search.first_plans import Neighbours, usual
-from autoplan.search.group_bounds import GroupKey, group_key, step_bounds_s
+from autoplan.search.group_bounds import GroupKey, group_key, grouped, step_bounds_s
 from autoplan.search.infeasible import InfeasibleReport, NothingFits, nothing_fits
 from autoplan.search.interleaved_cuts import ChunkCutter
 from autoplan.search.intra import StoppedError
@@ -53,11 +52,12 @@ from autoplan.search.layouts import (
     PlanRequest,
     check_task,
     least_memory_first,
+    offload_kinds,
     offloaded,
     space_of,
     without_activations,
 )
-from autoplan.search.outcomes import LARGE_VALUES, NO_LAYOUT, Decided, Outcome
+from autoplan.search.outcomes import LARGE_VALUES, NO_LAYOUT, Decided, Outcome, tally
 from autoplan.search.progress import Progress, Teller
 from autoplan.search.quick_memory import QuickMemory
 from autoplan.search.simplicity import MOST_EXAMINED, Complexity, complexity, kind_of, limit_s, simpler_first
@@ -87,8 +87,6 @@ _PATIENCE, _LEAST_PATIENCE_S = 5.0, 60.0
 _FIRST_SHARE, _FEW = 0.5, 200
 # Shares of the time after which candidates with a bound are evaluated although others have none yet.
 _BOUND_SHARES = (0.75, 1.0)
-
-
 _Entry = tuple[float, ParallelConfig, tuple[int, ...], tuple[int, ...]]  # step, cut, recomputed layers
 
 
@@ -163,8 +161,8 @@ class _Search:
         return self.status is Status.TIME_LIMIT
 
     def _layout_limit_s(self) -> float:
-        """Return the seconds that the next layout may take: the rest of the time, or more while there is no cutter."""
-        total = self.request.time_limit_s if self.cutters else self.patience_s
+        """Return the seconds that the next layout may take: the rest of the time, or more while there is no bound."""
+        total = self.request.time_limit_s if self.bounds else self.patience_s
         return min(ILP_LIMIT_S, max(0.0, total - self._elapsed_s()))
 
     @contextmanager
@@ -209,10 +207,9 @@ class _Search:
         for candidate in candidates:
             if self.best and self._elapsed_s() > until_s:
                 break
-            for each in self._with_methods(candidate):
-                if each not in self.outcomes and each not in self.bounds:
-                    self._bound(each)
-                some.append(each)
+            some += self._with_methods(candidate)
+        for members in grouped(c for c in some if c not in self.outcomes and c not in self.bounds):
+            self._bound_group(members)
         self._best_first({c: self.bounds[c] for c in some if c in self.bounds})
 
     def _with_methods(self, candidate: ParallelConfig) -> list[ParallelConfig]:
@@ -231,17 +228,16 @@ class _Search:
         Candidates of cut sequences are replaced by one per combination of context-parallel methods.
         """
         for key in sorted(self.pending):
-            if self.cutters and self._elapsed_s() > until_s:
+            if self.bounds and self._elapsed_s() > until_s:
                 self._out_of_time()
                 return
             self._tell(0.0)
-            alike: dict[Chosen, list[ParallelConfig]] = defaultdict(list)
+            some: list[ParallelConfig] = []
             for candidate in self.pending.pop(key):
                 found = self._with_methods(candidate)
                 self.grouped += found or [candidate]
-                for each in found:
-                    alike[each.methods].append(each)
-            for members in alike.values():
+                some += found
+            for members in grouped(some):
                 self._bound_group(members)
 
     def _bound_group(self, members: Sequence[ParallelConfig]) -> None:
@@ -258,11 +254,22 @@ class _Search:
                 self._decide(members, NO_LAYOUT)
                 return
             cutoff = self._cutoff_s()
+            left: list[ParallelConfig] = []
             for candidate, bound in zip(members, step_bounds_s(least, members, cutoff), strict=True):
                 if candidate not in self.first_bounds:
                     self.bounds[candidate] = self.first_bounds[candidate] = bound
-                    if bound < cutoff:
-                        self._exclude(candidate)
+                    left += [candidate] if bound < cutoff else []
+            self._bound_states(left, cutoff)
+            for candidate in left:
+                if self.bounds[candidate] < cutoff:
+                    self._exclude(candidate)
+
+    def _bound_states(self, candidates: Sequence[ParallelConfig], cutoff_s: float) -> None:
+        """Make the bounds of candidates with the same work inside blocks stronger, by their states and memory."""
+        found = self.points.state_bounds(candidates, cutoff_s) if candidates else None
+        for candidate, (free, tight) in zip(candidates, found or (), strict=found is not None):
+            self.first_bounds[candidate] = max(free, self.first_bounds.get(candidate, 0.0))
+            self.bounds[candidate] = max(free, tight, self.bounds.get(candidate, 0.0))
 
     def _bound(self, candidate: ParallelConfig, limit_s: float | None = None) -> None:
         """Decide a candidate, or give it a cutter and a first bound; it gets neither if its layout was stopped."""
@@ -278,7 +285,7 @@ class _Search:
                 self._decide([candidate], NO_LAYOUT)
                 return
             bound = cutter.quick_bound_s()
-            self.first_bounds[candidate] = bound
+            self.first_bounds[candidate] = max(bound, self.first_bounds.get(candidate, 0.0))
             self.bounds[candidate] = max(bound, self.bounds.get(candidate, 0.0))
             self.cutters[candidate] = cutter
 
@@ -294,9 +301,7 @@ class _Search:
             self.outcomes.setdefault(candidate, how)
 
     def _refine(self, candidate: ParallelConfig) -> float:
-        """Return the bound that includes memory; if nothing fits, or nothing is gained, it is inf: it is decided."""
-        if self._offers_offload(candidate) and not self._memory_binds(candidate):
-            return math.inf
+        """Return the bound that includes memory; if nothing fits, it is inf: it is decided."""
         cutter = self.cutters[candidate]
         with self._phase("bounds"):
             bound = cutter.bound_s() if isinstance(cutter, Cutter) else cutter.bound_s(self._cutoff_s())
@@ -339,14 +344,17 @@ class _Search:
             outcome, bound = self.outcomes.get(candidate), self.first_bounds.get(candidate)
             if outcome is not None and outcome[0] is Outcome.ILLEGAL:
                 continue
-            each = offloaded(self.request, candidate)
             if bound is None:  # too big by the quick bound, or open
-                self.not_made[outcome] += len(each)
+                self.not_made[outcome] += len(offload_kinds(self.request, candidate))
             elif bound >= self._cutoff_s():
-                self.not_made[Outcome.BOUNDED_OUT, ""] += len(each)
+                self.not_made[Outcome.BOUNDED_OUT, ""] += len(offload_kinds(self.request, candidate))
             else:
+                each = offloaded(self.request, candidate)
                 new += each
                 self.bounds |= dict.fromkeys(each, bound)
+        with self._phase("bounds"):
+            for members in grouped(new):
+                self._bound_states(members, self._cutoff_s())
         self._best_first({c: self.bounds[c] for c in new})
         return replace(checked, candidates=(*self.grouped, *left, *self.later, *new))
 
@@ -365,15 +373,17 @@ class _Search:
 
     def _memory_binds(self, candidate: ParallelConfig) -> bool:
         """Return False, and decide the candidate, if offloading cannot help its degrees."""
-        if (kept := candidate.but(offload=())) not in self.cutters:
+        kept = candidate.but(offload=())
+        too_big = self.outcomes.get(kept, (None, ""))[0] is Outcome.TOO_BIG
+        if too_big or self.bounds.get(kept, 0.0) > self.first_bounds.get(kept, math.inf):
+            return True
+        if kept not in self.cutters:
             self._bound(kept)
         if kept not in self.cutters:  # its layout was stopped
             return False
         with self._phase("bounds"):
             cutter, cutoff = self.cutters[kept], self._cutoff_s()
-            binds = self.first_bounds[kept] < cutoff and cutter.free_bound_s() < cutoff
-            if binds and self.outcomes.get(kept, (None, ""))[0] is not Outcome.TOO_BIG:
-                binds = cutter.binds(cutoff)
+            binds = self.first_bounds[kept] < cutoff and cutter.free_bound_s() < cutoff and cutter.binds(cutoff)
         if not binds:
             self.outcomes[candidate] = (Outcome.BOUNDED_OUT, "")
         return binds
@@ -416,6 +426,8 @@ class _Search:
         """Give a candidate its cutter. Return False if it is decided, or its layout was stopped."""
         if self._offers_offload(candidate):
             self._exclude(candidate)
+            if candidate not in self.outcomes and not self._memory_binds(candidate):
+                return False
         if candidate not in self.outcomes:
             self._bound(candidate)
         return candidate in self.cutters
@@ -482,8 +494,7 @@ class _Search:
             return
         below = limit_s(self.best[0][0], self.request.equal_within)
         least = self._complexity(self._equals()[0])
-        found = {e[1] for e in self.best}
-        out = (Outcome.ILLEGAL, Outcome.TOO_BIG)
+        found, out = {e[1] for e in self.best}, (Outcome.ILLEGAL, Outcome.TOO_BIG)
         some = [
             (c, self.bounds[c])
             for c in checked.candidates
@@ -535,15 +546,7 @@ class _Search:
             num_open += candidate not in self.outcomes
             if self.outcomes.get(candidate, (Outcome.SOLVED, ""))[0] is Outcome.SOLVED:
                 least_open = min(least_open, bound)
-        decided = Counter(self.outcomes.values())
-        decided += Counter({outcome: n for outcome, n in self.not_made.items() if outcome is not None})
-        counts: Counter[Outcome] = Counter()
-        for (outcome, _), number in decided.items():
-            counts[outcome] += number
-        rules, terms = (
-            {detail: n for (outcome, detail), n in decided.items() if outcome is which}
-            for which in (Outcome.ILLEGAL, Outcome.TOO_BIG)
-        )
+        counts, rules, terms = tally(self.outcomes.values(), self.not_made)
         num_open += self.not_made[None]
         point, status = self.points.of(self.best[0][1]), self.status
         if status is Status.TIME_LIMIT and not num_open:  # everything was decided just in time

@@ -99,7 +99,7 @@ class _Step(LossModule):
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Return the loss; gradients are in the parameters' `grad`."""
-        loss = super().forward(*tensors)
+        loss: torch.Tensor = super().forward(*tensors)
         if self.backward:
             torch.autograd.backward(loss)
         return loss

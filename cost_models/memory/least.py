@@ -21,15 +21,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.config.offload import ACTIVATIONS
 from autoplan.config.parallel import Mode, ParallelConfig, Precision
+from autoplan.config.recompute import recompute_kind
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.memory.parameters import ParameterMemory, States
+from autoplan.cost_models.memory.parameters import NO_STATES, ParameterMemory, States
 from autoplan.cost_models.memory.ranks import activation_need, fixed_need
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.work import ParamWork, Workload
@@ -43,9 +44,16 @@ _Kind = tuple[str, bool, bool, bool]  # dtype, trainable, of experts, packed
 
 
 class LeastMemory:
-    """The bound of the module for one workload at many degrees."""
+    """The bound of the module for one workload at many degrees.
 
-    def __init__(self, workload: Workload, precision: Precision, cluster: Cluster, mode: Mode) -> None:
+    Args:
+        on_host: layers may keep their activations on the host also where a configuration does not offload them: it is
+            pinned as their recompute choice.
+    """
+
+    def __init__(
+        self, workload: Workload, precision: Precision, cluster: Cluster, mode: Mode, on_host: bool = True
+    ) -> None:
         self.precision, self.cluster, self.megatron = precision, cluster, mode is Mode.FUSED
         by_unit = _elements(workload)
         self.elements: Counter[_Kind] = Counter()
@@ -53,13 +61,17 @@ class LeastMemory:
             self.elements.update(found)
         kinds = tuple(self.elements)
         self._units = np.array([[float(found[kind]) for kind in kinds] for found in by_unit])
-        kept = _least_kept(workload)
-        self.activations, self._kept = sum(kept), np.array(kept)
-        self._free_saved = workload.free_saved
+        kept = _least_kept(workload, on_host)
+        self.activations, self.kept = sum(kept), np.array(kept)
+        self.free_saved = workload.free_saved
         self._transient = np.minimum(workload.unit_transient, workload.unit_recompute_transient)
         # what a chunk sends, if it is held and no other term holds it
         sent = (0.0,) * len(kept) if self.megatron or workload.shared else (*workload.cut_bytes, 0.0)
         self._sent = np.array(sent[: len(kept)])
+        self._params = [block.params for block in workload.blocks.values()]
+        at = {name: i for i, name in enumerate(workload.blocks)}
+        self._blocks = [[at[name] for name in unit] for unit in workload.units]
+        self._buffers: dict[object, tuple[float, float]] = {}
         self._states: dict[object, States] = {}
         self._each: dict[object, Array] = {}
         self._ranks: dict[object, tuple[Array, Array, NDArray[np.int64]]] = {}
@@ -70,10 +82,11 @@ class LeastMemory:
         states, share = self._total(c), num_copies(c.schedule) / c.pp
         once = num_copies(c.schedule) == 1 and ACTIVATIONS not in c.offload
         held = self.activations / c.pp if once else 0.0
+        gathered, scattered = self.least_buffers(c)
         return {
             "parameters": states.stored * share,
-            "gathered parameters": states.gathered * share if c.zero_stage < 3 else 0.0,
-            "gradients": states.gradients * share if self._whole(c) else 0.0,
+            "gathered parameters": states.gathered * share if c.zero_stage < 3 else gathered,
+            "gradients": (states.gradients * share if self._whole(c) else 0.0) + scattered,
             "optimizer": states.optimizer * share,
             "activations": held * room.bytes_of(activation_need(self.cluster)),
             "context and communicators": room.bytes_of(fixed_need(c, self.cluster)),
@@ -117,8 +130,8 @@ class LeastMemory:
             home = np.array(ranks_of_chunks(c.schedule, c.pp, c.virtual_stages))
             elements = np.zeros((c.pp, self._units.shape[1]))
             np.add.at(elements, np.repeat(home, chunks), self._units)
-            kept = np.diff(np.concatenate([[0.0], np.cumsum(self._kept)])[[0, *ends]])
-            self._ranks[key] = elements, kept + self._sent[ends - 1] + self._free_saved, ends - 1
+            kept = np.diff(np.concatenate([[0.0], np.cumsum(self.kept)])[[0, *ends]])
+            self._ranks[key] = elements, kept + self._sent[ends - 1] + self.free_saved, ends - 1
         elements, kept, last = self._ranks[key]
         states = elements @ self._bytes_each(c).T
         held, running = most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
@@ -129,20 +142,58 @@ class LeastMemory:
         active *= room.bytes_of(activation_need(self.cluster))
         fullest = int(np.argmax(states.sum(axis=1) + active))
         found = dict(zip(_STATES, states[fullest].tolist(), strict=True))
+        for name, size in zip(("gathered parameters", "gradients"), self.least_buffers(c), strict=True):
+            found[name] += size
         fixed = room.bytes_of(fixed_need(c, self.cluster))
         return found | {"activations": float(active[fullest]), "context and communicators": fixed}
 
     def no_cut_fits(self, config: ParallelConfig, room: Room) -> bool:
         """Return True if no cut into one chunk per rank fits, whatever is recomputed."""
-        c, need = config, room.bytes_of(activation_need(self.cluster))
+        c, need = config, self.need_bytes(room)
         if ACTIVATIONS in c.offload:
             return False
         held, _ = most_held(c.schedule, c.pp, c.num_micro_batches, 1)
-        states = self._units @ self._bytes_each(c).sum(axis=0)
+        states = self.unit_states(c)
         weights = 1.0 / (states.sum() + need * self.activations * held + 1.0)
-        units = (weights * (states[:, None] + need * self._kept[:, None] * held)).min(axis=1)
-        rest = room.device_bytes - room.bytes_of(fixed_need(c, self.cluster)) - need * float(self._transient.min())
-        return bool(units.sum() > (weights * (rest - need * self._free_saved * held)).sum() * _CLOSE)
+        units = (weights * (states[:, None] + need * self.kept[:, None] * held)).min(axis=1)
+        rest = room.device_bytes - self.fixed_bytes(c, room) - sum(self.least_buffers(c)) - need * self.least_transient
+        return bool(units.sum() > (weights * (rest - need * self.free_saved * held)).sum() * _CLOSE)
+
+    def unit_states(self, config: ParallelConfig) -> Array:
+        """Return the bytes of parameters, gradients and optimizer state of every unit at its rank's fullest moment."""
+        out: Array = self._units @ self._bytes_each(config).sum(axis=0)
+        return out
+
+    def least_buffers(self, config: ParallelConfig) -> tuple[float, float]:
+        """Return the bytes of gathered parameters (ZeRO 3) and of gradients to be scattered (2 and 3) on any rank.
+
+        A rank holds them at its fullest moment: those of its largest block, of parameters twice.
+        """
+        c = config
+        if c.zero_stage < 2:
+            return 0.0, 0.0
+        memory = ParameterMemory(c, self.precision, self.megatron)
+        key = self._key(memory)
+        if key not in self._buffers:
+            of = [States.total([NO_STATES, *map(memory.of, params)]) for params in self._params]
+            units = [[of[i] for i in unit] for unit in self._blocks]
+            twice = (min(sum(s.gathered for s in u), 2 * max(s.gathered for s in u)) for u in units)
+            self._buffers[key] = min(twice), min(max(s.whole for s in u) for u in units)
+        gathered, whole = self._buffers[key]
+        return (gathered if c.zero_stage == 3 else 0.0), (whole if self._whole(c) else 0.0)
+
+    def need_bytes(self, room: Room) -> float:
+        """Return the bytes that have to fit for a byte of activations."""
+        return room.bytes_of(activation_need(self.cluster))
+
+    def fixed_bytes(self, config: ParallelConfig, room: Room) -> float:
+        """Return the bytes that a process needs before it makes a tensor."""
+        return room.bytes_of(fixed_need(config, self.cluster))
+
+    @cached_property
+    def least_transient(self) -> float:
+        """The fewest transient bytes of a unit's backward."""
+        return float(self._transient.min())
 
     def _bytes_each(self, config: ParallelConfig) -> Array:
         """Return the bytes per element of the terms of states (rows), by kind of parameter."""
@@ -210,9 +261,10 @@ def _elements(workload: Workload) -> list[Counter[_Kind]]:
     return found
 
 
-def _least_kept(workload: Workload) -> list[float]:
+def _least_kept(workload: Workload, on_host: bool) -> list[float]:
     """Return the bytes of the activations of one micro-batch by unit, each under the choice that keeps least."""
     w = workload
     least = map(min, w.unit_saved, w.unit_selective, w.unit_kept)
     choices = w.unit_choices or ({},) * len(w.units)
-    return [min(size, *each.values()) if each else size for size, each in zip(least, choices, strict=True)]
+    legal = ([n for how, n in each.items() if on_host or not recompute_kind(how).on_host] for each in choices)
+    return [min([size, *each]) for size, each in zip(least, legal, strict=True)]

@@ -44,6 +44,9 @@ class RecomputeFrontier:
 
     def __init__(self, rungs: Sequence[Rung]) -> None:
         self.rungs = tuple(rungs)
+        self._heights = [
+            sum(name is not None for name in each) for each in zip(*(r.choices for r in rungs), strict=True)
+        ]
 
     @classmethod
     def of(cls, options: Sequence[Sequence[RecomputeChoice]], kinds: Sequence[object]) -> RecomputeFrontier:
@@ -103,7 +106,7 @@ class RecomputeFrontier:
 
     def height(self, units: Sequence[int]) -> int:
         """Return the number of steps of these units."""
-        return sum(rung.choices[u] is not None for rung in self.rungs for u in units)
+        return sum(self._heights[u] for u in units) if self.rungs else 0
 
 
 def front(options: Sequence[RecomputeChoice]) -> list[RecomputeChoice]:

@@ -282,6 +282,14 @@ class BlockPricer:
                 found[phase] += sent.mid
         return found["forward"], found["backward"]
 
+    def waited_s(self, block: BlockWork, times: OpTimes) -> tuple[float, float]:
+        """Return the expected seconds that the host adds to a forward and a backward, if its times are not measured."""
+        comm, _ = self._comm(block, times)
+        sent = {phase: total([q for (_, when), q in comm.items() if when == phase]) for phase in PHASES}
+        launch = self.costs.options.launch
+        forward = waited_s(times.host_forward, times.forward + sent["forward"], launch)
+        return forward.mid, waited_s(times.host_backward, times.backward + sent["backward"], launch).mid
+
     # -- collectives inside the block --------------------------------------------------------------------------------
 
     def _comm(self, block: BlockWork, times: OpTimes) -> tuple[dict[tuple[str, str], Quantity], Quantity]:

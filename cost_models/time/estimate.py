@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autoplan.config import numbers
+from autoplan.config.html import table
 from autoplan.cost_models.memory.ranks import NOT_ALLOCATED
 from autoplan.cost_models.quantity import Quantity, total
 from autoplan.cost_models.time.simulation import TimelineEvent
@@ -86,6 +88,21 @@ class Estimate:
         """True if the offloaded data fits a device's share of its host."""
         return self.peak_host_bytes.mid <= self.host_capacity_bytes
 
+    def _repr_html_(self) -> str:
+        """Return two tables for a notebook: the step by term, and the memory of every stage by term."""
+        seconds = [(name, _q(q, 1.0), str(q.tag)) for name, q in self.breakdown.items() if q.mid > 0]
+        seconds.append(("step", _q(self.step_time_s, 1.0), str(self.step_time_s.tag)))
+        verdict = "fits" if self.fits else f"does not fit: {self.missing()}"
+        rates = f"{numbers.scaled(self.tokens_per_s)} tokens/s, MFU {100 * self.mfu:.0f} %; {verdict}"
+        terms = dict.fromkeys(term for stage in self.stages for term in stage.memory)
+        rows = [(term, *(_q(s.memory[term], 1e9) if term in s.memory else "" for s in self.stages)) for term in terms]
+        rows.append(("total", *(_q(s.memory_bytes, 1e9) for s in self.stages)))
+        heads = ("term", *(f"stage {s.index}" for s in self.stages))
+        limit = f"GB per device, low to high; a device has {self.memory_capacity_bytes / 1e9:.1f}"
+        return table("step", ("term", "seconds, low to high", "evidence"), seconds, rates) + table(
+            "memory", heads, rows, limit
+        )
+
     def missing(self) -> str:
         """Return what the fullest stage needs more than its device, or its host, has; for a plan that does not fit."""
         fullest = max(self.stages, key=lambda s: s.memory_bytes.mid)
@@ -101,3 +118,10 @@ class Estimate:
             f"stage {held.index} offloads {held.host_bytes.mid / 1e9:.1f} GB to the host, where a device's share "
             f"of the memory is {self.host_capacity_bytes / 1e9:.1f} GB (@host_memory_gb)"
         )
+
+
+def _q(q: Quantity, unit: float) -> str:
+    """Return a quantity in a unit, with its interval."""
+    if q.low == q.high:
+        return numbers.digits(q.mid / unit)
+    return f"{numbers.digits(q.mid / unit)} ({numbers.digits(q.low / unit)} to {numbers.digits(q.high / unit)})"

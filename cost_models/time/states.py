@@ -153,6 +153,15 @@ class StatePricer:
                 reduce.append(self.costs.host_copy_s(back))
         return total(gather), total(reduce), bool(gather)
 
+    def traffic_s(self, block: BlockWork) -> tuple[float, float]:
+        """Return the seconds of one gather and of one reduction of a block over its replicas, nothing hidden."""
+        gather, reduce, _ = self._zero(block)
+        return gather.mid, (reduce + self.all_reduces(block)).mid
+
+    def across_s(self, block: BlockWork) -> float:
+        """Return the seconds of summing gradient shards over replicas (hybrid ZeRO)."""
+        return self._across_replicas(block).mid
+
     def _moved_s(self, kind: str, size: float, params: Sequence[ParamWork], name: str) -> Quantity:
         """Return the seconds of one collective of `size` bytes for all parameters, or of one per parameter.
 

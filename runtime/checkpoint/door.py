@@ -37,6 +37,7 @@ from autoplan.runtime.checkpoint.folders import (
     folder_of,
     older_than,
     read_manifest,
+    recover,
     remove_old,
     steps_in,
     write_manifest,
@@ -121,6 +122,7 @@ class Checkpoints:
         agree(problem, self._device, CheckpointError)
         if _rank() == 0:
             try:
+                recover(root)
                 fresh_folder(temporary)
             except OSError as exc:
                 problem = _failed(step, root, f"{exc.filename}: {exc.strerror}")
@@ -137,26 +139,36 @@ class Checkpoints:
         return self._last
 
     def load(
-        self, training: Training, root: Path, states: Mapping[str, Stateful], step: int | None, model_only: bool
+        self,
+        training: Training,
+        root: Path,
+        states: Mapping[str, Stateful],
+        step: int | None,
+        model_only: bool,
+        older: bool,
     ) -> Resumed | None:
         """Load a checkpoint; None if there is none and no step was named."""
+        if older and step is not None:
+            raise CheckpointError(f"step={step} and older=True: the one names a checkpoint, the other takes the newest")
         if self._last is not None:
             last, self._last = self._last, None
             last.wait()
         group = self._own_group()
-        there: list[Any] = [steps_in(root)] if _rank() == 0 else [None]
+        there: list[Any] = [_found(root)] if _rank() == 0 else [None]
         if group is not None:
             dist.broadcast_object_list(there, 0, group=group)
         steps: list[int] = there[0]
         if step is None and not steps:
             return None
-        if step is None:
-            step = steps[0]
-        elif step not in steps:
+        if step is not None and step not in steps:
             have = f"it has the steps {', '.join(map(str, reversed(steps)))}" if steps else "it has none"
             raise CheckpointError(f"there is no complete checkpoint of step {step} in {root}; {have}")
+        if older:
+            step, manifest = self._newest(root, steps)
+        else:
+            step = steps[0] if step is None else step
+            manifest = self._checked(root, folder_of(root, step), step)
         folder = folder_of(root, step)
-        manifest = self._checked(root, folder, step)
         tensors, facts = manifest["tensors"], manifest["facts"]
         asked = returned(training, states, tensors, facts, model_only)
         misfit = f"the checkpoint {folder} does not fit: {'; '.join(asked.problems)}" if asked.problems else None
@@ -165,6 +177,16 @@ class Checkpoints:
         self._put(asked, folder)
         same = facts["data_world"] == training.data_world
         return Resumed(step, int(facts["progress"]["num_samples"]), folder, same)
+
+    def _newest(self, root: Path, steps: list[int]) -> tuple[int, dict[str, Any]]:
+        """Return the newest checkpoint that is not damaged and its manifest; warn of those passed over."""
+        for step in steps[:-1]:
+            try:
+                return step, self._checked(root, folder_of(root, step), step)
+            except CheckpointError as exc:
+                if _rank() == 0:
+                    warnings.warn(f"{exc}; it is passed over (older=True)", RuntimeWarning, stacklevel=2)
+        return steps[-1], self._checked(root, folder_of(root, steps[-1]), steps[-1])
 
     def _checked(self, root: Path, folder: Path, step: int) -> dict[str, Any]:
         """Return the manifest after every file was read once by one of the ranks; raise on all ranks for damage."""
@@ -225,6 +247,15 @@ class Checkpoints:
         return self._group
 
 
+def _found(root: Path) -> list[int]:
+    """Return the steps of the complete checkpoints, the newest first, after an interrupted replacement is undone."""
+    try:
+        recover(root)
+    except OSError as error:
+        logger.warning("an interrupted replacement in %s could not be undone: %s", root, error)
+    return steps_in(root)
+
+
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -261,6 +292,7 @@ def _write(content: Content, group: dist.ProcessGroup | None, step: int, root: P
     except CheckpointException as exc:
         if _rank() == 0:
             try:
+                recover(root)
                 remove_folder(temporary)
             except OSError as error:
                 logger.warning("%s could not be removed: %s", temporary, error)

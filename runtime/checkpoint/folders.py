@@ -3,8 +3,11 @@
     FOLDER/step_0000000020/            a checkpoint
         rank_00000.safetensors, ...    tensors, one file per rank that wrote any
         checkpoint.json                what is in them, all that is no tensor, size and digest of every file
-        complete.json                  the digest of checkpoint.json, written last
+        complete.json                  the digest of checkpoint.json and the checkpoint's number, written last
     FOLDER/.step_0000000030.writing/   one that is being written, or was when its job died
+
+Checkpoints are numbered in the order in which they were written: the newest is the last one, whatever its step. (A
+training that went back to step 10 and saved step 12 goes on from there, although step 30 was saved before.)
 
 A checkpoint is written under the hidden name, and gets its own when it is complete and on the disk. Digests (SHA-256)
 find damage: truncated, missing and changed files. They are no signature; but nothing in a checkpoint is executed.
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -42,17 +46,42 @@ def writing_folder(root: Path, step: int) -> Path:
 
 
 def steps_in(root: Path) -> list[int]:
-    """Return the steps of all checkpoints that were written completely, the newest first."""
-    if not root.is_dir():
-        return []
-    found = ((_NAME.fullmatch(path.name), path) for path in root.iterdir())
-    return sorted((int(match[1]) for match, path in found if match and (path / MARKER).is_file()), reverse=True)
+    """Return the steps of all checkpoints that were written completely, the newest first.
+
+    One whose number cannot be read counts as the newest: it is damaged, and nobody knows that an older one will do.
+    """
+    numbered = [(_number(path), int(match[1])) for match, path in _complete(root)]
+    return [step for _, step in sorted(numbered, reverse=True)]
+
+
+def _complete(root: Path) -> list[tuple[re.Match[str], Path]]:
+    found = ((_NAME.fullmatch(path.name), path) for path in root.iterdir()) if root.is_dir() else ()
+    return [(match, path) for match, path in found if match and (path / MARKER).is_file()]
+
+
+def _number(folder: Path) -> float:
+    """Return the number of a checkpoint; 0 of one that was written before there were numbers; else infinity."""
+    try:
+        return int(json.loads((folder / MARKER).read_bytes()).get("number", 0))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return math.inf
+
+
+def recover(root: Path) -> None:
+    """Give checkpoints their names back whose replacement was never named. Raises OSError."""
+    for path in list(root.glob(".step_*.old")) if root.is_dir() else ():
+        final = path.with_name(path.name[1 : -len(".old")])
+        if _NAME.fullmatch(final.name) and (path / MARKER).is_file() and not final.exists():
+            path.rename(final)
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write what a checkpoint holds, and then that it is complete. Raises OSError."""
+    """Write what a checkpoint holds, and then that it is complete, after all others in its folder. Raises OSError."""
     written = write_pieces(folder / MANIFEST, [json.dumps({"version": VERSION, **manifest}).encode()])
-    write_pieces(folder / MARKER, [json.dumps({"bytes": written.num_bytes, "sha256": written.sha256}).encode()])
+    numbers = (_number(path) for _, path in _complete(folder.parent))
+    number = 1 + max((n for n in numbers if math.isfinite(n)), default=0)
+    marker = {"number": number, "bytes": written.num_bytes, "sha256": written.sha256}
+    write_pieces(folder / MARKER, [json.dumps(marker).encode()])
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -96,14 +125,14 @@ def damage_of(folder: Path, files: Mapping[str, Mapping[str, Any]], names: Itera
 
 
 def older_than(root: Path, step: int) -> str:
-    """Return a clause that offers the newest usable checkpoint before `step`."""
-    for other in steps_in(root):
-        if other < step:
-            try:
-                read_manifest(folder_of(root, other))
-            except Damaged:
-                continue
-            return f"the checkpoint of step {other} is complete: load it with step={other}"
+    """Return a clause that offers the newest usable checkpoint of those written before that of `step`."""
+    steps = steps_in(root)
+    for other in steps[steps.index(step) + 1 :] if step in steps else steps:
+        try:
+            read_manifest(folder_of(root, other))
+        except Damaged:
+            continue
+        return f"the checkpoint of step {other} is complete: load it with step={other}, or with older=True"
     return "there is no older checkpoint"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from autoplan.capture.frontend import cache
 from autoplan.capture.frontend.cache import cached, capture_key
 from autoplan.capture.frontend.inputs import LossModule
 from autoplan.capture.frontend.scans import Scans
-from autoplan.errors import CaptureError
+from autoplan.errors import CaptureError, GraphError
 from autoplan.ir.graph import ModelGraph, check
 from autoplan.ir.symbols import Expr
 from autoplan.ops.batch import batch_obstacle
@@ -457,3 +458,42 @@ def test_a_batch_that_can_be_split() -> None:
     assert batch_obstacle(capture(Stack(UnusedNumber), {"ids": torch.zeros(2, 4, dtype=torch.long)}, two_means)) is None
     assert batch_obstacle(capture(models.make_llama(), models.token_batch(2, 8))) is None
     assert batch_obstacle(capture(models.make_gpt(dropout=0.1), gpt_batch(), models.gpt_loss)) is None
+
+
+class _Several(nn.Module):
+    """Returns a mapping with what the loss needs, what it does not, and what has no batch dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        states = [x]
+        for layer in self.layers:
+            states.append(layer(states[-1]))
+        return {
+            "states": states,
+            "logits": self.head(states[-1]),
+            "unused": torch.special.i1e(self.head.bias),  # an op that the capture refuses
+            "weight": self.head.weight.square().sum(),
+            "note": "no tensor",
+        }
+
+
+def test_results_are_what_the_loss_depends_on() -> None:
+    """By name and nested; not the input, not what the loss does not need, not what has no batch dim."""
+
+    def loss(out: Any, batch: Any) -> torch.Tensor:
+        return out["logits"].square().mean() + out["weight"]
+
+    graph = capture(_Several(), {"x": torch.zeros(4, 8)}, loss)
+    found = {result.name: result for result in graph.results}
+    assert found.keys() == {"states.1", "states.2", "states.3", "logits"}
+    assert found["states.2"].call == "layers.1" and found["logits"].call == "head"
+    assert graph.content_hash == graph.without_results().content_hash
+    again = type(graph).from_json(graph.to_json())
+    assert again == graph
+    broken = replace(graph, results=(found["logits"]._replace(value="nowhere"),))
+    with pytest.raises(GraphError, match="result 'logits' is not a value of call"):
+        type(graph).from_json(broken.to_json())

@@ -37,6 +37,12 @@ def program(body: str, loss: str = TERM, init: str = "") -> FuzzProgram:
 
 
 EQUAL = {
+    "a mean that only the shape of another tensor needs": (
+        "with torch.no_grad():\n    scale = h.abs().mean()\nv = torch.zeros_like(h / (scale + 1))\nv.clamp_(-1, 1)\n"
+        "return self.head(v + h * 0)",
+        ENTROPY,
+    ),
+    "a power in place": ("v = h * 1\nv.pow_(2)\nreturn self.head(v + 2)", ENTROPY),
     "a sum along a dim of a tensor without dims": ("return h, h.sum()", f"{TERM} + out[1].sum(-1) * 0.1"),
     "a copy into a new tensor": ("v = torch.zeros_like(h)\nv.copy_(h * 2)\nreturn v", TERM),
     "squeeze of a batch that a micro-batch cuts to one sample": ("return self.head(h.squeeze())", ENTROPY),

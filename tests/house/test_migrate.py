@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrate.md"
-LOOPS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+*LOOPS, TRAINER = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 
 
 @pytest.mark.slow
@@ -19,13 +19,55 @@ LOOPS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 @pytest.mark.parametrize("num", [1, 2])
 @pytest.mark.parametrize("text", LOOPS, ids=["nanogpt", "ddp"])
 def test_a_loop_of_the_page_runs(text: str, num: int, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(text)
+    said = run(text, num, tmp_path)
+    losses = losses_in(said)
+    assert len(losses) >= 3 and losses[-1] < 0.8 * losses[0], said
+    if "val loss" in text:
+        assert len(re.findall(r"val loss \d", said)) == 2 and "saved" in said
+
+
+def run(text: str, num: int, folder: Path, *arguments: str, name: str = "train.py") -> str:
+    """Run a script on so many processes; return what it printed."""
+    (folder / name).write_text(text)
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num)] if num > 1 else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *start, "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
+    command = [sys.executable, *start, name, *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-4000:]
-    losses = [float(loss) for loss in re.findall(r"(?:iter|epoch) \d+: loss (\d+\.\d+)", done.stdout)]
-    assert len(losses) >= 3 and losses[-1] < 0.8 * losses[0], done.stdout
-    if "val loss" in text:
-        assert len(re.findall(r"val loss \d", done.stdout)) == 2 and "saved" in done.stdout
+    return done.stdout
+
+
+def losses_in(said: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"(?:iter|epoch) \d+: loss (\d+\.\d+)", said)]
+
+
+PLAIN = """
+import train
+from transformers import LlamaForCausalLM, Trainer
+
+losses, metrics = train.job(Trainer, "plain", 12)
+resumed, _ = train.job(train.AutoplanTrainer, "out", 12, resume="out/checkpoint-8")
+for losses in (losses, resumed):
+    for step, loss in enumerate(losses):
+        print(f"iter {step}: loss {loss:.4f}")
+print(f"accuracy {metrics['eval_accuracy']:.4f}, eval loss {metrics['eval_loss']:.4f}")
+pairs = zip(*(LlamaForCausalLM.from_pretrained(f"{folder}/trained").parameters() for folder in ("plain", "out")))
+print("difference", max((a - b).abs().max().item() for a, b in pairs))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_trainer_of_the_page_is_the_plain_one(tmp_path: Path) -> None:
+    """Losses, metrics and saved model on two processes against the plain Trainer on one; resumed on one process."""
+    pytest.importorskip("accelerate")
+    said = run(TRAINER, 2, tmp_path)
+    found, plain = losses_in(said), run(PLAIN, 1, tmp_path, name="plain.py")
+    wanted = losses_in(plain)
+    assert len(found) == 12 and len(wanted) == 24 and wanted[11] < 0.8 * wanted[0]
+    assert found == pytest.approx(wanted[:12], abs=2e-4) and found == pytest.approx(wanted[12:], abs=2e-4)
+    of_run, of_plain = (
+        [float(x) for x in re.findall(r"(?:accuracy|eval loss) (\S+?),?\s", text)] for text in (said, plain)
+    )
+    assert of_run == pytest.approx(of_plain, abs=2e-4) and of_plain[0] > 0.9
+    assert float(plain.rsplit("difference ", 1)[1]) < 1e-3

@@ -162,7 +162,7 @@ def test_the_wheel_holds_the_whole_package_and_the_profiles(tmp_path):
     expected = {"autoplan/py.typed"}
     for folder, package in PACKAGES.items():
         for path in (source / folder).rglob("*"):
-            if path.suffix in {".py", ".json", ".csv", ".gz", ".html"}:
+            if path.suffix in {".py", ".json", ".csv", ".gz", ".html", ".j2"}:
                 expected.add(f"{package.replace('.', '/')}/{path.relative_to(source / folder).as_posix()}")
     assert "autoplan/profiles/probe.json" in expected
     shipped = {path.relative_to(unpacked).as_posix() for path in (unpacked / "autoplan").rglob("*") if path.is_file()}

@@ -8,7 +8,7 @@ import shlex
 from dataclasses import replace
 
 import pytest
-from command_line import one_line_error, run, shell
+from command_line import ROOT, one_line_error, run, shell
 from made_up_plans import CERTIFICATE, OWN, REQUEST, SPLIT, STOPPED, golden, shown
 
 from autoplan import catalog
@@ -33,6 +33,17 @@ def test_the_first_screen(width: int) -> None:
     text = shown(lambda out: first_screen(out, ANSWER), width)
     golden(f"screen_{width}.txt", text)
     assert max(map(len, text.splitlines())) <= width and len(text.splitlines()) <= 40
+
+
+def test_the_readme_shows_this_screen() -> None:
+    """Its figures are of the day they were made; the lines are those of today."""
+
+    def labels(text: str) -> list[str]:
+        return re.findall(r"^(?:autoplan|[A-Za-z]+(?: good)?)(?=:? )", text, flags=re.MULTILINE)
+
+    (shown_there,) = re.findall(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert labels(shown_there) == labels(shown(lambda out: first_screen(out, ANSWER), 80))
+    assert max(map(len, shown_there.splitlines())) <= 80
 
 
 def test_several_stages_have_a_bar_each() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections import Counter
 from collections.abc import Callable
@@ -158,6 +159,57 @@ def test_damage_is_named_and_the_older_checkpoint_offered(how: str, tmp_path: Pa
         assert all(torch.equal(before[n], t) for n, t in pm.state_dict().items())
         resumed = pm.load_checkpoint(tmp_path, states={"scheduler": scheduler_of(pm)}, step=1)
         assert resumed is not None and (resumed.step, resumed.num_samples) == (1, 12)
+        with pytest.warns(RuntimeWarning, match=r"step_0000000002 is damaged: .* passed over"):
+            resumed = pm.load_checkpoint(tmp_path, states={"scheduler": scheduler_of(pm)}, older=True)
+        assert resumed is not None and resumed.step == 1
+        (tmp_path / "step_0000000001" / "checkpoint.json").unlink()
+        with pytest.warns(RuntimeWarning), pytest.raises(CheckpointError, match="step_0000000001 is damaged"):
+            pm.load_checkpoint(tmp_path, states={"scheduler": scheduler_of(pm)}, older=True)
+
+
+def test_the_newest_is_the_last_one_written(tmp_path: Path) -> None:
+    """Also after going back: not the highest step; and the older one is that written before."""
+    with fake_group(1):
+        pm = started(tmp_path, (1, 2, 5))
+        states = {"scheduler": scheduler_of(pm)}
+        assert pm.load_checkpoint(tmp_path, states=states, step=2) is not None
+        go_on(pm, states["scheduler"], 1)
+        pm.save_checkpoint(tmp_path, states=states, keep=3)
+        assert folders.steps_in(tmp_path) == [3, 5, 2]
+        resumed = pm.load_checkpoint(tmp_path, states=states)
+        assert resumed is not None and resumed.step == pm.progress.num_steps == 3
+        change(tmp_path / "step_0000000003" / "rank_00000.safetensors")
+        with pytest.raises(CheckpointError, match="the checkpoint of step 5 is complete: load it with step=5"):
+            pm.load_checkpoint(tmp_path, states=states)
+        with pytest.raises(CheckpointError, match="step=2 and older=True"):
+            pm.load_checkpoint(tmp_path, states=states, step=2, older=True)
+        marker = tmp_path / "step_0000000002" / "complete.json"
+        text = json.loads(marker.read_text())
+        del text["number"]  # written before there were numbers
+        marker.write_text(json.dumps(text))
+        assert folders.steps_in(tmp_path) == [3, 5, 2]
+
+
+def test_a_replacement_that_was_interrupted_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the two renames no folder has the name of the checkpoint."""
+
+    def die(source: Path, target: Path) -> None:
+        if Path(source).suffix == ".writing":
+            raise OSError(28, "No space left on device", str(target))
+        rename(source, target)
+
+    rename = os.rename
+    with fake_group(1):
+        pm = started(tmp_path)
+        with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="No space left"):
+            patched.setattr(os, "rename", die)
+            pm.save_checkpoint(tmp_path, states={"scheduler": scheduler_of(pm)})
+        assert folders.steps_in(tmp_path) == [2, 1]
+        final = tmp_path / "step_0000000002"
+        final.rename(tmp_path / ".step_0000000002.old")  # as a job leaves it that is killed there
+        assert folders.steps_in(tmp_path) == [1]
+        resumed = pm.load_checkpoint(tmp_path, states={"scheduler": scheduler_of(pm)})
+        assert resumed is not None and resumed.step == 2
 
 
 def test_what_was_not_completed_is_not_found(tmp_path: Path) -> None:

@@ -26,17 +26,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import autoplan
-from autoplan.runtime import convert, fused, ring
+from autoplan.runtime import convert, fused, program, ring
 from autoplan.runtime.attention import attention
+from autoplan.runtime.context import context_part, to_heads, to_sequence
 from autoplan.runtime.convert import I, R
 from autoplan.runtime.dropout import dropout
 from autoplan.runtime.embedding import vocab_parallel_embedding
+from autoplan.runtime.experts import experts
 from autoplan.runtime.loss import cross_entropy_sum, vocab_parallel_cross_entropy_sum
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.norm import scale_, square_sum
 from autoplan.runtime.optim import on_local_shards
 from autoplan.runtime.precision import Copies, LossScaler, MixedPrecision
 from autoplan.runtime.spec import ParamSpec
+from autoplan.runtime.statistics import running_statistics
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
@@ -120,6 +123,36 @@ def _moved(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Mad
     return make
 
 
+def _heads(there: bool) -> Callable[[], Made]:
+    def make() -> Made:
+        x = on_meta(1, 16, TOKENS, HIDDEN // 16)  # [b, h, s, d]
+        return lambda x: (to_heads if there else to_sequence)(x, "tp"), [x], x.numel()
+
+    return make
+
+
+def _experts() -> Made:
+    """Four experts of half the hidden size inside, two per token; bytes are per element of a chosen row."""
+    tokens, hidden, inner, num = 1 << 10, 64, 32, 4
+    x, first, down = (torch.zeros(n) for n in ((tokens, hidden), (num, 2 * inner, hidden), (num, hidden, inner)))
+    index = (torch.arange(2 * tokens, device=x.device) % num).view(tokens, 2)
+    weights = torch.ones(tokens, 2, device=x.device)
+    tensors = [t.requires_grad_() for t in (x, weights, first, down)]
+    call = functools.partial(experts, activation="silu", gated=True)
+    return lambda x, w, first, down: call(x, index, w, first, down), tensors, 2 * tokens * hidden
+
+
+def _statistics() -> Made:
+    """Running statistics of batch norm, by channel; there is no backward."""
+    mean, variance, *running = (on_meta(HIDDEN, dtype=torch.float32, grad=False) for _ in range(4))
+    batches = on_meta(dtype=torch.int64, grad=False)
+
+    def update(*given: torch.Tensor) -> None:
+        running_statistics(*given, *running, batches, momentum=0.1, number=64)
+
+    return update, [mean, variance], HIDDEN  # type: ignore[return-value]
+
+
 def _join() -> Made:
     """One part of a ring's softmax joined to what was there."""
     shape = (1, 16, TOKENS, HIDDEN // 16)
@@ -148,6 +181,12 @@ OPERATIONS: dict[str, tuple[Callable[[], Made], Budget]] = {
     "slice, dim 0": (_moved(lambda x: convert.slice_(x, "tp", 0, I)), Budget(1, 3, 0, 0, collectives=1)),
     "slice, dim 1": (_moved(lambda x: convert.slice_(x, "tp", 1, I)), Budget(1, 3, 1, 4, collectives=1)),
     "to replicate": (_moved(lambda x: convert.to_replicate(x, "tp")), Budget(0, 0, 0, 0, collectives=1)),
+    "to partial, from I": (_moved(lambda x: convert.to_partial(x, "tp", I)), Budget(1, 4, 0, 0)),
+    "to partial, from R": (_moved(lambda x: convert.to_partial(x, "tp", R)), Budget(1, 4, 1, 4)),
+    "context part": (_moved(lambda x: context_part(x, "tp", 0)), Budget(1, 2, 3, 5)),
+    # laid out by rank before it is sent, and in the order of the sequence afterwards
+    "context, to heads": (_heads(True), Budget(2, 6, 3, 8, collectives=2)),
+    "context, to sequence": (_heads(False), Budget(3, 8, 2, 6, collectives=2)),
     "all-to-all": (_moved(lambda x: convert.all_to_all(x, "tp", 0, 1)), Budget(1, 4, 1, 4, collectives=2)),
     # float32, several passes where one could do: `out` twice read and written, a product between
     # float32 queries, keys, values and result, and again with gradients; keys of a group are not repeated. On the CPU:
@@ -155,6 +194,9 @@ OPERATIONS: dict[str, tuple[Callable[[], Made], Budget]] = {
     "attention, causal": (_attention(8, False), Budget(1, 16, 1, 32, device="cpu")),
     "attention, grouped": (_attention(2, False), Budget(1, 10, 1, 20, device="cpu")),
     "attention, grouped, masked": (_attention(2, True), Budget(4, 12.3, 1, 21, device="cpu")),
+    # float32: rows of tokens, read by products, and the rows between these; the sum over choices; weights
+    "experts": (_experts, Budget(21, 47.6, 25, 106.2, device="cpu")),
+    "running statistics": (_statistics, Budget(9, 72.1, 0, 0)),
     "ring: join": (_join, Budget(12, 29.2, 0, 0)),
 }
 _SLACK = 0.75
@@ -197,6 +239,35 @@ def test_an_operation_keeps_its_budget(name: str) -> None:
         assert _SLACK * per_element <= counter.moved_bytes / counted.elements <= per_element + 0.1, said
     collectives = len(counted.forward.of("collective")) + len(counted.backward.of("collective"))
     assert collectives == budget.collectives, counted.forward.report("collective")
+
+
+def test_every_operation_of_an_emitted_program_has_a_budget() -> None:
+    """All that emitted text may call: the first words of the rows, or why there is none."""
+    without = {
+        "parameter": "a declaration",
+        "context_length": "a number",
+        "typed": "only type-checked",
+        "vary": "only type-checked",
+        "scan": "runs a model's own function",
+    }
+    otherwise = {
+        "all_gather": "all-gather",
+        "all_reduce": "all-reduce to R",
+        "all_to_all": "all-to-all",
+        "context_part": "context part",
+        "cross_entropy_sum": "cross entropy",
+        "reduce_scatter": "reduce-scatter",
+        "running_statistics": "running statistics",
+        "slice_": "slice",
+        "to_partial": "to partial",
+        "to_replicate": "to replicate",
+        "vocab_parallel_cross_entropy_sum": "vocabulary-parallel cross entropy",
+        "vocab_parallel_embedding": "vocabulary-parallel embedding",
+    }
+    rows = {name.partition(",")[0] for name in OPERATIONS}
+    called = {name for name in program.__all__ if callable(getattr(program, name)) and not name[0].isupper()}
+    assert {otherwise.get(name, name) for name in called - set(without)} <= rows
+    assert set(without) <= set(program.__all__)
 
 
 @pytest.mark.parametrize("lacking", ["the package triton", "a C compiler", "Python.h", "nothing"])

@@ -30,7 +30,7 @@ def graph(kind: str) -> ModelGraph:
 def with_more(least: LeastMemory) -> LeastMemory:
     """The same bounds of eight times the activations."""
     out = copy.copy(least)
-    out.activations, out._kept, out._ranks = 8 * least.activations, 8 * least._kept, {}
+    out.activations, out.kept, out._ranks = 8 * least.activations, 8 * least.kept, {}
     return out
 
 

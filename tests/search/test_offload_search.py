@@ -14,7 +14,7 @@ from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.ranks import MemoryModel
 from autoplan.errors import PinError
-from autoplan.search.cuts import Cutter
+from autoplan.search import planner
 from autoplan.search.estimate import estimate_config
 from autoplan.search.layouts import LayoutCache, offloaded, space_of
 from autoplan.search.planner import NothingFits, PlanRequest, SearchResult, search_plan
@@ -116,7 +116,7 @@ def test_parameters_go_to_the_host_where_their_shards_are_too_large() -> None:
 
 
 def test_what_fits_without_is_faster_with_a_fast_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies cost less than computing again: equal to enumeration, and not if `Cutter.binds` were wrong."""
+    """Copies cost less than computing again: equal to enumeration, and not if the search were wrong about memory."""
     pins = {"pp": 2, "dp": 1, "tp": 1, "micro_batch_size": 2, "schedule": "1F1B"}
     peak = peak_bytes(pins, 2)
     memory = int(0.7 * peak)
@@ -125,7 +125,7 @@ def test_what_fits_without_is_faster_with_a_fast_host(monkeypatch: pytest.Monkey
     found = search_plan(r)
     assert offloads(found) and found.plans[0].estimate.step_time_s.mid < without * (1 - 1e-3)
     assert found.plans[0].estimate.step_time_s.mid == pytest.approx(brute_force(r), rel=1e-9)
-    monkeypatch.setattr(Cutter, "binds", lambda self, limit_s: False)
+    monkeypatch.setattr(planner._Search, "_memory_binds", lambda self, candidate: False)
     assert search_plan(r).plans[0].estimate.step_time_s.mid == pytest.approx(without, rel=1e-9)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import loop_jobs
@@ -10,6 +11,7 @@ import torch
 from harness import pool
 
 from autoplan.runtime.given_module import GivenModule
+from autoplan.runtime.outputs import why_no_outputs
 from autoplan.runtime.param_groups import grouped, settings_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
@@ -29,10 +31,13 @@ EVALUATED: list[tuple[str, dict[str, Any], list[int]]] = [
 @pytest.mark.processes
 @pytest.mark.parametrize(("family", "pins", "sizes"), EVALUATED, ids=str)
 def test_an_evaluation_is_that_of_the_module(family: str, pins: dict[str, Any], sizes: list[int]) -> None:
-    """Without dropout, on any number of samples, which data ranks share unequally."""
-    results = pool(2).run(loop_jobs.evaluate, family, pins, sizes)
-    for found, wanted in results:
-        assert found == pytest.approx(wanted, rel=2e-7 if family != "gpt" else 1e-12)  # HF computes losses in float32
+    """Loss and logits: without dropout, on any number of samples, which data ranks share unequally."""
+    for rank, (errors, shapes) in enumerate(pool(2).run(loop_jobs.evaluate, family, pins, sizes)):
+        loss, own, every, guesses, again = errors
+        assert loss < (2e-7 if family != "gpt" else 1e-12)  # Hugging Face computes losses in float32
+        assert own < 1e-12 and every < 1e-12 and guesses == again == 0
+        rows = sizes[rank if len(sizes) > 1 else 0]
+        assert shapes == [(n, loop_jobs.SEQ, 96) for n in (rows, sum(sizes))] + [(sum(sizes), loop_jobs.SEQ)]
 
 
 @pytest.mark.processes
@@ -121,3 +126,13 @@ def test_what_cannot_be_done_is_said_on_all_ranks() -> None:
     ]
     for said, wanted in zip(results[0], expected, strict=True):
         assert wanted in said
+
+
+def test_outputs_that_cannot_be() -> None:
+    """Negative: other rows than those there are, no function, and a program without outputs."""
+    some = SimpleNamespace(model="Net", outputs=("logits",))
+    none = SimpleNamespace(model="Net", outputs=())
+    assert "Net has no output besides the loss" in str(why_no_outputs(none, "own", None))  # type: ignore[arg-type]
+    assert why_no_outputs(some, "all", lambda out: out) is None  # type: ignore[arg-type]
+    assert str(why_no_outputs(some, "mine", None)).startswith("rows='mine'; give 'own'")  # type: ignore[arg-type]
+    assert "each is of type int" in str(why_no_outputs(some, "own", 3))  # type: ignore[arg-type]

@@ -185,7 +185,7 @@ def out_of_place(target: str, node: fx.Node, written: Set[fx.Node] = frozenset()
 
     `written`: earlier views that were only written to.
     """
-    name, dot, overload = target.removeprefix("aten.").partition(".")
+    name = target.removeprefix("aten.").partition(".")[0]
     changed = node.args[0] if node.args else None
     in_place = name.endswith("_") and not name.endswith("__")
     if not in_place or not isinstance(changed, fx.Node) or changed.op != "call_function":
@@ -200,4 +200,20 @@ def out_of_place(target: str, node: fx.Node, written: Set[fx.Node] = frozenset()
         # later code uses the result of the in-place op: a later use of the old tensor means a second holder
         if user is not node and (order[user] > order[node] or (_is_view(user) and user not in written)):
             return None
-    return f"aten.{name[:-1]}{dot}{overload}"
+    return _same_arguments(name[:-1], cast(torch._ops.OpOverload, node.target))
+
+
+def _same_arguments(name: str, op: torch._ops.OpOverload) -> str | None:
+    """Return the overload of `aten.name` that takes what `op` takes; None if there is none.
+
+    Mostly it has the same name, but that of pow_.Scalar is pow.Tensor_Scalar: in pow.Scalar the base is a number.
+    """
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return None
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
+    named = op._overloadname
+    for overload in sorted(packet.overloads(), key=lambda overload: overload != named):
+        if [(a.name, str(a.type)) for a in getattr(packet, overload)._schema.arguments] == wanted:
+            return f"aten.{name}.{overload}"
+    return None

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import MappingKey, SequenceKey, tree_flatten_with_path
 
 from autoplan.capture.frontend.held import HeldParameters
 from autoplan.capture.frontend.huggingface import is_hf_model
@@ -112,6 +114,29 @@ def _only_number(out: Any) -> torch.Tensor | None:
     return found[0] if len(found) == 1 and found[0].is_floating_point() else None
 
 
+def results_of(out: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors in what a model returned that a gradient flows to, by name, each once."""
+    found: dict[str, torch.Tensor] = {}
+    for path, leaf in tree_flatten_with_path(out)[0]:
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and all(leaf is not x for x in found.values()):
+            found[".".join(map(_key_text, path)) or "output"] = leaf
+    return found
+
+
+def _key_text(key: Any) -> str:
+    if isinstance(key, SequenceKey):
+        return str(key.idx)
+    return str(key.key if isinstance(key, MappingKey) else getattr(key, "name", key))
+
+
+@dataclass
+class _Found:
+    """Names that a forward leaves behind. An object of its own: torch.export undoes what a forward assigns to a module
+    or its lists."""
+
+    names: tuple[str, ...] = ()
+
+
 class LossModule(nn.Module):
     """Model and loss as one module: takes tensors in the order of `names` and returns the scalar loss.
 
@@ -124,6 +149,7 @@ class LossModule(nn.Module):
 
     Attributes:
         within: makes the context that the forward runs in.
+        with_results: True: `forward` returns a tuple, first the tensors that the model returned besides the loss.
     """
 
     within: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -139,15 +165,25 @@ class LossModule(nn.Module):
         self._read: set[str] = set()
         takes_cache = is_hf_model(without_compile(model))
         self._extra: dict[str, Any] = {"use_cache": False} if takes_cache else {}
+        self.with_results = False
+        self._found = _Found()
 
-    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(self, *tensors: torch.Tensor) -> Any:
         """Return the scalar loss of one micro-batch."""
         with self._held.replaced(), self.within():
             return self._loss(tensors)
 
-    def _loss(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def _loss(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         batch = dict(zip(self._names, tensors, strict=True))
         out = self.model(**{n: batch[n] for n in self._model_names}, **self._extra)
+        found = results_of(out) if self.with_results else {}
+        loss = self._loss_of(out, batch)
+        if not self.with_results:
+            return loss
+        self._found.names = tuple(name for name, tensor in found.items() if tensor is not loss)
+        return (*(found[name] for name in self._found.names), loss)
+
+    def _loss_of(self, out: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if self._loss_fn is not None:
             return self._loss_fn(out, _Recorded(batch, self._read))
         loss = getattr(out, "loss", None)
@@ -159,6 +195,16 @@ class LossModule(nn.Module):
                 "example_inputs"
             )
         return loss
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The names of the model's tensors that the last forward returned: `logits` of a mapping, `1` of a tuple,
+        `output` of a tensor alone, joined by points where they are nested."""
+        return self._found.names
+
+    @results.setter
+    def results(self, names: tuple[str, ...]) -> None:
+        self._found.names = names
 
     def gives_more(self) -> bool:
         """Return True if `forward` ran without an input that belongs to the model's `**kwargs`; later calls pass it."""

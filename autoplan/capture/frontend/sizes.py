@@ -13,6 +13,7 @@ import torch
 from torch.export import _trace
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+from torch.utils._pytree import tree_structure
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from autoplan.capture.frontend.layer_tracer import LayerTracer
@@ -75,16 +76,19 @@ def export_symbolic(
         CaptureError: if torch.export fails.
     """
     dims, tensors = _dims(example_inputs, target_inputs(wrapper.model))
+    wrapper.with_results = True
     quiet = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     level = quiet.level
     quiet.setLevel(logging.ERROR)
     try:
         program = _export_refining(wrapper, tensors, dims, tracer)
+        _drop_other_results(program, wrapper)
     except CaptureError:
         raise
     except Exception as exc:
         raise CaptureError(f"torch.export cannot capture {type(wrapper.model).__name__}: {_where(exc)}{exc}") from exc
     finally:
+        wrapper.with_results = False
         quiet.setLevel(level)
     symbols: dict[str, str] = {}
     placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
@@ -101,6 +105,30 @@ def export_symbolic(
                 )
             symbols[str(expr)] = dim.__name__
     return program, symbols
+
+
+def _drop_other_results(program: torch.export.ExportedProgram, wrapper: LossModule) -> None:
+    """Take from the outputs of a program what does not lead to the loss: it may need ops that cannot be captured.
+
+    The last outputs are the results of the model, in the order of `wrapper.results`, and the loss.
+    """
+    output = next(n for n in program.graph.nodes if n.op == "output")
+    given, loss = list(output.args[0]), output.args[0][-1]
+    above, left = set[Any](), [loss]
+    while left:
+        node = left.pop()
+        if node not in above:
+            above.add(node)
+            left += node.all_input_nodes
+    first = len(given) - 1 - len(wrapper.results)
+    kept = [i for i in range(first, len(given)) if given[i] in above and given[i].op != "placeholder"]
+    wrapper.results = tuple(wrapper.results[i - first] for i in kept[:-1])
+    output.args = ((*given[:first], *(given[i] for i in kept)),)
+    specs = program.graph_signature.output_specs
+    specs[first:] = [specs[i] for i in kept]
+    signature = program.module_call_graph[0].signature
+    if signature is not None:
+        signature.out_spec = tree_structure(tuple(kept))
 
 
 def _export_refining(

@@ -24,6 +24,7 @@ from autoplan.ir.graph import (
     ModelGraph,
     Node,
     Parameter,
+    Result,
     Value,
     denominator,
     of_the_batch,
@@ -195,7 +196,10 @@ def _drop_dead(trace: Trace, loss: _Loss) -> None:
             if needed & set(node.outputs) or op_has(node.op, Trait.UPDATES):
                 needed |= set(node.tensor_inputs)
                 keep.append((kind, index))
-    trace.order = keep[::-1]
+    live = sorted(index for kind, index in keep if kind == "node")
+    number = {index: i for i, index in enumerate(live)}
+    trace.nodes = [trace.nodes[index] for index in live]
+    trace.order = [(kind, number[index] if kind == "node" else index) for kind, index in reversed(keep)]
 
 
 def _with_gradient(block: Block, outputs: Iterable[str]) -> set[str]:
@@ -307,6 +311,7 @@ class _Builder:
         # layer -> its block, actual inputs and actual outputs, for first layers
         self.by_layer: dict[str, tuple[Block, list[str], list[str]]] = {}
         self.calls: list[Call] = []
+        self.places: dict[str, tuple[str, str]] = {}  # value -> its call, and its name in the block
         self.rename: dict[str, str] = {}
         self.ok = True
 
@@ -341,7 +346,17 @@ class _Builder:
             loss_target=count.target,
             ignore_index=count.ignore_index,
             more_counts=tuple(more),
+            results=self._results(),
             notes=(*_untrained_note(untrained), *_unsplit_notes(self.blocks.values())),
+        )
+
+    def _results(self) -> tuple[Result, ...]:
+        """Return what the model returns besides the loss, as far as a call makes it and it has a batch dim."""
+        found = ((name, self.rename.get(value, value)) for name, value in self.trace.results.items())
+        return tuple(
+            Result(name, *self.places[value])
+            for name, value in found
+            if value in self.places and any("b" in size.symbols for size in self.trace.values[value].shape)
         )
 
     def _refuse_shared_updates(self, buffers: Mapping[str, Parameter]) -> None:
@@ -405,6 +420,7 @@ class _Builder:
         block = self._intern(self._block(segment.name, layer, nodes, given, params, buffers, outs), layer)
         names = self._names(nodes, given, layer)
         self.by_layer[segment.name] = (block, given, outs)
+        self._place(segment.name, names)
         self.calls.append(
             Call(
                 segment.name,
@@ -415,6 +431,11 @@ class _Builder:
                 {names[x]: self.trace.buffers[x] for x in buffers},
             )
         )
+
+    def _place(self, call: str, names: Mapping[str, str]) -> None:
+        """Note the call that makes or first takes each of these values, and its name in the block."""
+        for value, name in names.items():
+            self.places.setdefault(value, (call, name))
 
     def _in_order_of_layer(self, layer: str, ins: list[str]) -> list[str] | None:
         """Return the inputs of a layer in the order of its arguments.
@@ -542,6 +563,7 @@ class _Builder:
             return
         for theirs, mine in results.items():
             self.trace.values[mine] = replace(self.trace.values[theirs], name=mine)
+            self.places[mine] = layer, self.places[theirs][1]
         call = next(c for c in self.calls if c.name == first)
 
         def move(full: str) -> str:

@@ -65,6 +65,7 @@ def _whole_numbers(trace: Trace, maker: Mapping[str, Node], value: str) -> str:
 def _rename(trace: Trace, same: Mapping[str, str]) -> None:
     """Rename values outside the nodes, which have their new names already."""
     trace.output = same.get(trace.output, trace.output)
+    trace.results = {name: same.get(value, value) for name, value in trace.results.items()}
     trace.repeats = [replace(r, inputs=tuple(same.get(x, x) for x in r.inputs)) for r in trace.repeats]
     for of in (trace.layer_inputs, trace.layer_outputs):
         for layer, values in of.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autoplan.ir.graph import LOSS_DENOMINATOR, LOSS_SHARE, Block, ModelGraph, Node, Value
+from autoplan.ir.graph import LOSS_SHARE, Block, ModelGraph, Node, Value, denominator
 from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.strategies import Strategy
 from autoplan.ops.table import op_has, op_kind
@@ -66,10 +66,8 @@ def cases(
         WrongNode: an output has another shape or dtype than the graph says.
     """
     setting = Setting(graph.factors, env)
-    shared = {
-        LOSS_DENOMINATOR: torch.tensor(5.0, dtype=torch.float64),
-        LOSS_SHARE: torch.tensor(1.0, dtype=torch.float64),
-    }
+    shared = {denominator(i): torch.tensor(5.0, dtype=torch.float64) for i in range(len(graph.loss_counts))}
+    shared[LOSS_SHARE] = torch.tensor(1.0, dtype=torch.float64)
     top: dict[str, torch.Tensor] = {**shared, **batch}
     for call in graph.calls:
         block = graph.blocks[call.block]

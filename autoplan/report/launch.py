@@ -1,0 +1,151 @@
+"""Launch files: a plan as the job of a cluster's scheduler. The templates and their fields are in `profiles/launch`.
+
+    text = autoplan.report.launch.launch_text(Path("plan.json"), "slurm", script="train.py")
+
+Every file starts the script with one process per device on the plan's nodes, and again after a failure; the script goes
+on from its last checkpoint (docs/training.md).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.errors import PinError
+from autoplan.report.files import check_writable, write_text
+from autoplan.report.plan_file import read_plan_file
+
+PORT = 29500
+IMAGE = "pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime"
+TEMPLATES: Mapping[str, str] = {
+    "slurm": "slurm.sh",
+    "trainjob": "trainjob.yaml",
+    "jobset": "jobset.yaml",
+    "ray": "ray.py",
+    "skypilot": "skypilot.yaml",
+}
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+_KINDS = {"string": str, "integer": int, "boolean": bool}
+
+
+def launch_text(
+    plan: Path,
+    to: str,
+    *,
+    script: str = "train.py",
+    name: str = "autoplan",
+    image: str = IMAGE,
+    max_restarts: int = 3,
+) -> str:
+    """Return the launch file of a plan.
+
+    Args:
+        plan: a plan file, or the folder of a compiled program.
+        to: slurm, trainjob (Kubeflow Trainer), jobset, ray (Ray Train) or skypilot.
+        script: the training script and its arguments, as on a command line.
+        name: of the job, as Kubernetes takes names.
+        image: of the containers.
+        max_restarts: how often the job starts again after a failure.
+
+    Raises:
+        PinError: an unknown scheduler, a name that Kubernetes refuses, no script, a negative number of restarts, or a
+            plan file that is none.
+    """
+    if to not in TEMPLATES:
+        raise PinError(f"no launch file for {to!r}; there are {', '.join(TEMPLATES)}")
+    if not _NAME.fullmatch(name):
+        raise PinError(f"name {name!r}: lower-case letters, digits and hyphens, at most 40, beginning with a letter")
+    words = shlex.split(script)
+    if not words:
+        raise PinError("--script is empty; give the training script, such as train.py")
+    if max_restarts < 0:
+        raise PinError(f"--max-restarts {max_restarts}: at least 0")
+    cluster = read_plan_file(plan / "plan.json" if plan.is_dir() else plan).request.cluster
+    text = _rendered(to, cluster, words, {"name": name, "image": image, "max_restarts": max_restarts})
+    if TEMPLATES[to].endswith(".yaml"):
+        check_fields(to, yaml.safe_load(text))
+    return text
+
+
+def _rendered(to: str, cluster: Cluster, words: list[str], given: Mapping[str, Any]) -> str:
+    import jinja2
+
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters["pylist"] = repr
+    environment.policies["json.dumps_function"] = lambda value, **_: json.dumps(value)
+    nodes, devices = cluster.num_nodes - cluster.idle_nodes, cluster.devices_per_node
+    head = f"{given['name']}-node-0-0.{given['name']}"
+    run = ["torchrun", "--nnodes", nodes, "--nproc-per-node", devices, "--max-restarts", 0]
+    run += ["--rdzv-backend", "c10d", "--rdzv-id", given["name"], "--rdzv-endpoint", f"{head}:{PORT}", *words]
+    device = cluster.device.name
+    values = {
+        **given,
+        "nodes": nodes,
+        "devices": devices,
+        "gpus": _resource(cluster),
+        "accelerator": _data()["accelerators"].get(device, device.split("-")[0].upper()),
+        "port": PORT,
+        "words": words,
+        "script": shlex.join(words),
+        "command": list(map(str, run)),
+    }
+    text = (resources.files("autoplan.profiles") / "launch" / f"{TEMPLATES[to]}.j2").read_text()
+    return environment.from_string(text).render(values)
+
+
+def _resource(cluster: Cluster) -> str | None:
+    """Return the name under which Kubernetes counts the devices; None for CPUs."""
+    if cluster.device_type == "cpu":
+        return None
+    return "amd.com/gpu" if cluster.device.name.startswith("mi") else "nvidia.com/gpu"
+
+
+def _data() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((resources.files("autoplan.profiles") / "launch" / "fields.json").read_text())
+    return found
+
+
+def check_fields(to: str, document: Any) -> None:
+    """Raise PinError for a field of a launch file that its scheduler does not have, or a value of another kind."""
+    known = {tuple(path.split(".")): kind for path, kind in _data()[to].items()}
+    for path, value in _leaves(document, ()):
+        kind = known.get(path) or known.get((*path[:-1], "*"))
+        shown = ".".join(path)
+        if kind is None:
+            raise PinError(f"{to} has no field {shown}; there are {', '.join(_data()[to])}")
+        if type(value) is not _KINDS[kind]:
+            raise PinError(f"{to}: {shown} is {value!r}; it must be of kind {kind}")
+
+
+def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, Mapping):
+        for key, inside in value.items():
+            yield from _leaves(inside, (*path, str(key)))
+    elif isinstance(value, list):
+        for inside in value:
+            yield from _leaves(inside, (*path[:-1], f"{path[-1]}[]"))
+    else:
+        yield path, value
+
+
+def launch_command(plan: Path, to: str, out: Path | None, **settings: Any) -> None:
+    """Write the answer of `autoplan launch`."""
+    if out is not None:
+        check_writable(out)
+    text = launch_text(plan, to, **settings)
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        write_text(out, text)
+        typer.echo(f"wrote {out}: {to}")

@@ -1,0 +1,283 @@
+"""Lower bounds of candidates that include parameters and the recompute that memory forces. No `Pricer` is made.
+
+Let unit u take T_u seconds per micro-batch, S_u bytes of states, and under recompute choice h R_uh more seconds and
+K_uh bytes of activations. Stage i holds w_i micro-batches, and C_i bytes fit. Whatever the cut and the choices are, for
+any weights z_i >= 0 (of sum 1) and y_i >= 0 the step of m micro-batches under 1F1B is at least
+
+    max_i (m t_i + sum_{j<i} t_j)  >=  sum_i a_i t_i       with  t_i = sum over i of T_u + R_uh,
+                                                           a_i = m z_i + sum_{j>i} z_j
+                                   >=  sum_u min_ih [a_i (T_u + R_uh) + y_i (S_u + w_i K_uh)]  -  sum_i y_i C_i
+
+since all that fits has  sum over i of (S_u + w_i K_uh) <= C_i. So every choice of z and y gives a bound; a bad choice
+gives a weak one. Good ones let all stages take equally long, and make y_i the price of a byte there: the seconds per
+byte of the last recompute choice that the stage needs.
+
+Schedules with few cuts are bounded cut by cut: a rank r with chunks c of known units needs at least
+
+    max_y  sum_c sum_u min_h (R_uh + y w_c K_uh)  +  y (S_r - C_r)
+
+seconds of recompute per micro-batch. All bounds add the traffic once per step and the update, of which some rank has at
+least its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.config.offload import ACTIVATIONS, of_states
+from autoplan.config.parallel import ParallelConfig
+from autoplan.cost_models.memory.least import LeastMemory, most_held
+from autoplan.cost_models.memory.room import Room
+from autoplan.cost_models.time.least import LeastTime
+from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks, num_copies
+from autoplan.search.interleaved_cuts import even_cuts
+
+Array = NDArray[np.float64]
+_CLOSE = 1 - 1e-9  # sums in another order are equal up to this
+_ROUNDS = 3  # improvements of the weights
+_BEYOND = 4.0  # price of a byte where no choice frees enough, over that of the dearest choice
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """Arrays of candidates that differ only in the sharding of parameters; rows are candidates.
+
+    Attributes:
+        forward, backward, states: by kind of unit; states in bytes of activations.
+        again, kept: the seconds (row, choice, kind) and bytes (choice, kind) of recompute choices.
+        room: the bytes that states and activations of the fullest moment may take.
+        free_saved: bytes that every stage holds per micro-batch besides its units'.
+        beside: the seconds per step outside of passes.
+    """
+
+    forward: Array
+    backward: Array
+    states: Array
+    again: Array
+    kept: Array
+    counts: Array
+    room: Array
+    free_saved: float
+    beside: Array
+
+
+class StateBounds:
+    """The bounds of the module for one workload.
+
+    Args:
+        even_s: seconds by unit by which cuts of other schedules are even.
+        fixed: recompute is pinned.
+    """
+
+    def __init__(self, time: LeastTime, memory: LeastMemory, even_s: tuple[float, ...], fixed: bool) -> None:
+        self.time, self.memory, self.even_s, self.fixed = time, memory, even_s, fixed
+
+    def of(self, members: Sequence[ParallelConfig], room: Room, below_s: float = np.inf) -> list[tuple[float, float]]:
+        """Return for every candidate the bound with unlimited memory, and with the memory there is.
+
+        Args:
+            below_s: bounds that are not below it are not made stronger.
+        """
+        out = [(0.0, 0.0)] * len(members)
+        for at in _alike(members):
+            some = [members[i] for i in at]
+            arrays = self._arrays(some, room)
+            free = self._free_s(some[0], arrays)
+            bounds = free.copy()
+            open_to = np.flatnonzero(free < below_s)
+            if len(open_to) and num_copies(some[0].schedule) == 1:
+                bounds[open_to] = np.maximum(free[open_to], self._tight_s(some[0], _rows(arrays, open_to)))
+            for i, least, bound in zip(at, free.tolist(), bounds.tolist(), strict=True):
+                out[i] = least * _CLOSE, bound * _CLOSE
+        return out
+
+    def _arrays(self, members: Sequence[ParallelConfig], room: Room) -> _Alike:
+        t, first = self.time, members[0]
+        on_device = [c.but(offload=of_states(c.offload)) if c.offload else c for c in members]
+        found = [t.of(c) for c in on_device]
+        need, transient = self.memory.need_bytes(room), self.memory.least_transient
+        on_host = ACTIVATIONS in first.offload
+        again = np.repeat(t.again[None], len(members), axis=0)
+        again[:, 1] = [each.whole for each in found]
+        kept = t.kept if on_host else np.where(t.on_host[:, None], np.inf, t.kept)
+        if self.fixed:  # which choice is not known here: the least bytes, for nothing
+            kept = t.least_by_kind(self.memory.kept)[None]
+            again = np.zeros((len(members), *kept.shape))
+        fixed = np.array([self.memory.fixed_bytes(c, room) for c in members])
+        buffers = np.array([sum(self.memory.least_buffers(c)) for c in on_device])
+        states = np.array([t.least_by_kind(self.memory.unit_states(c)) for c in on_device]) / need
+        return _Alike(
+            np.array([each.forward for each in found]),
+            np.array([each.backward for each in found]),
+            states,
+            again,
+            kept,
+            t.counts,
+            (room.device_bytes - fixed - buffers) / need - transient,
+            self.memory.free_saved,
+            np.array([each.once + each.update for each in found]) / first.pp,
+        )
+
+    # -- unlimited memory ---------------------------------------------------------------------------------------------
+
+    def _free_s(self, c: ParallelConfig, a: _Alike) -> Array:
+        total = (a.forward + a.backward) @ a.counts
+        m, schedule = c.num_micro_batches, SCHEDULES[c.schedule]
+        bound: Array = m * total / c.pp
+        if schedule.windows:
+            bound = total / (1.0 - (1.0 - 1.0 / m) ** c.pp)
+        elif num_copies(c.schedule) == 1:
+            cuts = (self._ranks_s(c, a, cut, np.zeros((1, c.pp))).max(axis=1) for cut in self._cuts(c))
+            bound = np.maximum(bound, np.array(list(cuts)).min(axis=0))
+        return bound + a.beside
+
+    def _cuts(self, c: ParallelConfig) -> tuple[tuple[int, ...], ...]:
+        return even_cuts(self.even_s, c.pp, c.virtual_stages) if c.stages is None else (c.stages,)
+
+    def _held(self, cut: Sequence[int]) -> Array:
+        """Return the number of units of each kind (columns) in every chunk of a cut."""
+        one = np.zeros((len(self.time.kinds) + 1, len(self.time.counts)))
+        one[np.arange(1, len(one)), self.time.kinds] = 1.0
+        out: Array = np.diff(one.cumsum(axis=0)[[0, *np.cumsum(cut)]], axis=0)
+        return out
+
+    def _ranks_s(self, c: ParallelConfig, a: _Alike, cut: Sequence[int], again: Array) -> Array:
+        """Return by candidate and rank the seconds of all micro-batches, and those before its first stage starts.
+
+        Args:
+            again: seconds of recompute per micro-batch, by candidate and rank.
+        """
+        held, mine = self._held(cut), chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
+        forward, backward = a.forward @ held.T, a.backward @ held.T
+        before = forward if SCHEDULES[c.schedule].split_backward else forward + backward
+        waits = (before.cumsum(axis=1) - before)[:, [chunks[0] for chunks in mine]]
+        each = np.stack([(forward + backward)[:, list(chunks)].sum(axis=1) for chunks in mine], axis=1)
+        out: Array = c.num_micro_batches * (each + again) + waits
+        return out
+
+    # -- the memory there is ------------------------------------------------------------------------------------------
+
+    def _tight_s(self, c: ParallelConfig, a: _Alike) -> Array:
+        if SCHEDULES[c.schedule].windows and c.virtual_stages == 1:
+            return self._any_cut_s(c, a) + a.beside
+        found = [self._ranks_s(c, a, cut, self._forced_s(c, a, cut)).max(axis=1) for cut in self._cuts(c)]
+        best: Array = np.array(found).min(axis=0)
+        return best + a.beside
+
+    def _any_cut_s(self, c: ParallelConfig, a: _Alike) -> Array:
+        """Return the bound over all cuts into one stage per rank."""
+        held, _ = most_held(c.schedule, c.pp, c.num_micro_batches, 1)
+        room = a.room[:, None] - a.free_saved * held
+        seconds, states = a.forward + a.backward, a.states @ a.counts
+        total = (seconds @ a.counts)[:, None]
+        prices = _prices(a)
+        # least seconds of recompute and the bytes' price, by candidate and price, of the whole model
+        whole = _least(a, prices[:, :, None]) @ a.counts
+        share = np.full(room.shape, 1.0 / c.pp)
+        best = np.zeros(len(total))
+        for _ in range(_ROUNDS):
+            priced = (share * states[:, None] - room) / held
+            need = share[:, :, None] * whole[:, None] + prices[:, None] * priced[:, :, None]
+            at = need.argmax(axis=2)
+            again = np.maximum(0.0, need.max(axis=2)) / share
+            price = np.take_along_axis(prices, at, axis=1)
+            each = total + np.take_along_axis(whole, at, axis=1) + price * states[:, None] / held
+            weights, shares = _weights(1.0 / each, c.num_micro_batches)
+            inside = _least(a, price[:, :, None]) + seconds[:, None, :] + (price / held)[:, :, None] * a.states[:, None]
+            bound = (weights[:, :, None] * inside).min(axis=1) @ a.counts - (weights * price * room / held).sum(axis=1)
+            best = np.maximum(best, bound / shares)
+            share = 1.0 / (total + again)
+            share /= share.sum(axis=1, keepdims=True)
+        return best
+
+    def _forced_s(self, c: ParallelConfig, a: _Alike, cut: Sequence[int]) -> Array:
+        """Return by candidate and rank the least seconds of recompute per micro-batch with which a cut fits."""
+        units, mine = self._held(cut), chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
+        held, _ = most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
+        states, prices = a.states @ units.T, _prices(a)
+        most, least = (units @ kept * held for kept in (a.kept[0], a.kept.min(axis=0)))  # bytes of every chunk
+        out = np.zeros((len(a.room), c.pp))
+        for rank, chunks in enumerate(map(list, mine)):
+            room = a.room - a.free_saved * held[chunks].sum() - states[:, chunks].sum(axis=1)
+            out[least[chunks].sum() * _CLOSE > room, rank] = np.inf
+            short = np.flatnonzero((most[chunks].sum() > room) & np.isfinite(out[:, rank]))
+            if not short.size:
+                continue
+            some, tried = _rows(a, short), prices[short] / max(1.0, float(held[chunks].max()))
+            found = -tried * room[short, None]
+            for number in np.unique(held[chunks]):
+                alike = [k for k in chunks if held[k] == number]
+                found += _least(some, (tried * number)[:, :, None]) @ units[alike].sum(axis=0)
+            out[short, rank] = np.maximum(0.0, found.max(axis=1))
+        return out
+
+
+def _least(a: _Alike, price: Array) -> Array:
+    """Return the least of seconds and bytes at a price, over recompute choices: by candidate, price and kind."""
+    out = np.full((*price.shape[:2], a.kept.shape[1]), np.inf)
+    for k in range(len(a.kept)):
+        free = np.isinf(a.kept[k])
+        cost = a.again[:, None, k] + price * np.where(free, 0.0, a.kept[k])
+        np.minimum(out, np.where(free, np.inf, cost), out=out)
+    return out
+
+
+def _prices(a: _Alike) -> Array:
+    """Return by candidate the prices of a byte worth trying: 0, what choices cost per byte that they free, and more.
+
+    They are those of the convex front of the kind of unit with most activations.
+    """
+    main = int(np.argmax(a.kept[0] * a.counts))
+    kept = a.kept[:, main]
+    found = []
+    for again in a.again[:, :, main]:
+        at, prices = 0, [0.0]
+        while (less := np.flatnonzero(kept < kept[at])).size:
+            slopes = (again[less] - again[at]) / (kept[at] - kept[less])
+            best = np.lexsort((kept[less], slopes))[0]  # of equal slopes, the one that frees most
+            prices.append(max(0.0, float(slopes[best])))
+            at = int(less[best])
+        found.append(prices)
+    most = max(map(len, found))
+    out = np.array([prices + prices[-1:] * (most - len(prices)) for prices in found])
+    dear = out.max(axis=1, keepdims=True)
+    whole = ((a.forward + a.backward) @ a.counts)[:, None] / max(1.0, float(kept[0]))
+    return np.concatenate([out, _BEYOND * np.where(dear > 0, dear, whole)], axis=1)
+
+
+def _weights(wanted: Array, num_micro_batches: int) -> tuple[Array, Array]:
+    """Return by candidate a_i for the z >= 0 whose a_i are as `wanted`, as near as can be, and the sum of z."""
+    m = float(num_micro_batches)
+    out, behind = np.zeros_like(wanted), np.zeros(len(wanted))
+    for i in reversed(range(wanted.shape[1])):
+        z = np.maximum(0.0, (wanted[:, i] - behind) / m)
+        out[:, i] = m * z + behind
+        behind = behind + z
+    return out, behind
+
+
+def _alike(members: Sequence[ParallelConfig]) -> Iterator[list[int]]:
+    """Yield the positions of the candidates that differ only in the sharding of parameters."""
+    found: dict[object, list[int]] = {}
+    for i, c in enumerate(members):
+        key = c.schedule, c.pp, c.virtual_stages, c.num_micro_batches, c.stages, ACTIVATIONS in c.offload
+        found.setdefault(key, []).append(i)
+    yield from found.values()
+
+
+def _rows(a: _Alike, at: NDArray[np.int64]) -> _Alike:
+    return _Alike(
+        a.forward[at],
+        a.backward[at],
+        a.states[at],
+        a.again[at],
+        a.kept,
+        a.counts,
+        a.room[at],
+        a.free_saved,
+        a.beside[at],
+    )

@@ -1,0 +1,273 @@
+"""Lower bounds of the seconds of units at given degrees. They cost microseconds where a `Pricer` costs milliseconds.
+
+They are the terms of a `Pricer` for which degrees of parameters (pp, dp, ZeRO, offload) matter, as numbers instead of
+quantities, shared by all candidates that agree in what a term depends on: operations and collectives inside blocks,
+ZeRO's traffic as far as it shows, sums of gradients, the update. Left out, because they only add to it: sends, waiting
+for ranks and for measured costs of the host, fixed costs of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.config.parallel import Mode, ParallelConfig, Precision
+from autoplan.config.recompute import FULL, NONE, OFFLOAD, SELECTIVE, recompute_kind, region_groups
+from autoplan.cost_models.costs import Costs
+from autoplan.cost_models.network.groups import mesh_groups
+from autoplan.cost_models.time.blocks import BlockPricer, OpTimes
+from autoplan.cost_models.time.states import REPLICAS, StatePricer, narrow
+from autoplan.cost_models.work import BlockWork, Gathered, Workload
+from autoplan.schedules.schedule import num_copies
+from autoplan.streams import has_streams
+
+Array = NDArray[np.float64]
+# Seconds of parameters by what they depend on, for all workloads of a search. Equal parameters share them.
+StateSeconds = dict[object, float]
+Passes = tuple[Array, Array]
+
+
+@dataclass(frozen=True)
+class LeastSeconds:
+    """Lower bounds of the seconds of units, by kind of unit.
+
+    Attributes:
+        forward, backward: of every pass.
+        whole: recomputing the layers of a unit in full.
+        once: the whole model's traffic of ZeRO once per step.
+        update: the update of the whole model.
+    """
+
+    forward: Array
+    backward: Array
+    whole: Array
+    once: float
+    update: float
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Seconds by block that parameters do not change: operations, collectives inside blocks, waiting for the host."""
+
+    forward: Array
+    backward: Array
+    sent_forward: Array
+    sent_backward: Array
+    waited_forward: Array
+    waited_backward: Array
+
+
+class LeastTime:
+    """The bounds of the module for one workload.
+
+    Args:
+        times: `op_times` of the workload.
+        known: seconds of parameters, shared by the workloads of a search.
+    """
+
+    def __init__(
+        self, workload: Workload, times: Mapping[str, OpTimes], costs: Costs, precision: Precision, known: StateSeconds
+    ) -> None:
+        self.workload, self.times, self.costs, self.precision, self.known = workload, times, costs, precision, known
+        self.blocks = tuple(workload.blocks.values())
+        self._at = {name: i for i, name in enumerate(workload.blocks)}
+        kinds = workload.unit_kinds
+        self._first = [kinds.index(kind) for kind in range(max(kinds) + 1)]
+        # equal parameters are priced once
+        self._params = [known.setdefault((b.params, narrow(b)), float(len(known))) for b in self.blocks]
+        self.counts = np.array([workload.unit_kinds.count(kind) for kind in range(len(self._first))], dtype=float)
+        self._all = self._matrix(layers_only=False)
+        self._layers = self._matrix(layers_only=True)
+        self._passes: dict[int, _Pass] = {}
+        self._found: dict[object, LeastSeconds] = {}
+
+    def _matrix(self, *, layers_only: bool) -> Array:
+        """Return how often each block (columns) occurs in a unit of each kind (rows)."""
+        out, w = np.zeros((len(self._first), len(self.blocks))), self.workload
+        for row, unit in zip(out, self._first, strict=True):
+            for name, layer in zip(w.units[unit], w.is_layer[unit], strict=True):
+                row[self._at[name]] += layer or not layers_only
+        return out
+
+    @cached_property
+    def kinds(self) -> NDArray[np.int64]:
+        """The kind of every unit."""
+        return np.array(self.workload.unit_kinds)
+
+    def least_by_kind(self, values: Array) -> Array:
+        """Return the least of values by unit for every kind of unit."""
+        out = np.full(len(self.counts), np.inf)
+        np.minimum.at(out, self.kinds, values)
+        return out
+
+    # -- recompute ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The recompute choices of the model, first `none` and `full`."""
+        found = dict.fromkeys(name for choices in self.workload.unit_choices for name in choices)
+        return (NONE, FULL, SELECTIVE, *found)
+
+    @cached_property
+    def kept(self) -> Array:
+        """The fewest bytes that a unit of each kind (columns) keeps under a choice (rows); inf if it has none such."""
+        w = self.workload
+        by_unit = np.full((len(self.names), len(w.units)), np.inf)
+        by_unit[0] = w.unit_saved
+        for u, layers in enumerate(w.layers):
+            choices = {FULL: w.unit_kept[u], SELECTIVE: w.unit_selective[u]} if layers else {}
+            choices |= w.unit_choices[u] if layers and w.unit_choices else {}
+            for name in self.names[1:]:
+                size = choices.get(name, np.inf)
+                by_unit[self.names.index(name), u] = size
+        out = np.full((len(self.names), len(self._first)), np.inf)
+        np.minimum.at(out.T, self.kinds, by_unit.T)
+        return out
+
+    @cached_property
+    def on_host(self) -> NDArray[np.bool_]:
+        """True for the choices that keep activations on the host."""
+        return np.array([recompute_kind(name).on_host for name in self.names])
+
+    @cached_property
+    def again(self) -> Array:
+        """The seconds that a choice adds to the backward of a unit of each kind, but for `full`: 0."""
+        if self.costs.measures_host:  # recompute may hide behind waiting for the host
+            return np.zeros(self.kept.shape)
+        each = np.zeros((len(self.names), len(self.blocks)))
+        for i, block in enumerate(self.blocks):
+            times = self.times[block.name]
+            for k, name in enumerate(self.names):
+                if name == SELECTIVE:
+                    each[k, i] = times.selective.mid
+                elif name == OFFLOAD:
+                    each[k, i] = self._moved_s(block)
+                elif name not in (NONE, FULL):
+                    each[k, i] = sum(times.groups[g].mid for g in region_groups(name) if g in times.groups)
+        out: Array = each @ self._layers.T
+        return out
+
+    def _moved_s(self, block: BlockWork) -> float:
+        """Return the seconds that moving a block's activations to the host and back adds to a backward, at least."""
+        costs = self.costs
+        if not costs.cluster.offloads:
+            return 0.0
+        copy = costs.host_copy_s(block.offloaded_bytes).mid
+        if not has_streams(costs.cluster.device_type):
+            return 2.0 * copy
+        return 2.0 * copy * min(1.0, StatePricer(ParallelConfig(), costs, self.precision, {}).contention)
+
+    # -- seconds at given degrees -------------------------------------------------------------------------------------
+
+    def of(self, config: ParallelConfig) -> LeastSeconds:
+        """Return the bounds at these degrees."""
+        c, copies = config, num_copies(config.schedule)
+        states = StatePricer(c, self.costs, self.precision, {})
+        beside = states.reduces_beside
+        key = (c.pp, c.dp, c.zero_stage, c.zero_replicas, c.num_micro_batches, c.offload, c.virtual_stages, copies)
+        if (*key, beside) not in self._found:
+            self._found[*key, beside] = self._made(c, copies)
+        return self._found[*key, beside]
+
+    def _made(self, c: ParallelConfig, copies: int) -> LeastSeconds:
+        if copies not in self._passes:
+            self._passes[copies] = self._pass(c)
+        p = self._passes[copies]
+        pricer = StatePricer(c, self.costs, self.precision, mesh_groups(c, self.workload.axes))
+        gather, reduce, across, accumulate, update = self._of_states(pricer)
+        forward = p.forward + p.sent_forward + p.waited_forward
+        backward = p.backward + p.sent_backward + p.waited_backward + accumulate
+        hidden = np.zeros(len(self.blocks))
+        if c.zero_stage == 2:
+            backward = backward + _beside(reduce, p.backward, pricer)
+        elif c.zero_stage == 3:
+            again = np.array([b.gathered is Gathered.TWICE or self.costs.mode is Mode.FUSED for b in self.blocks])
+            moved, behind = gather * again + reduce, p.backward + p.sent_backward
+            shown = _beside(moved, behind, pricer)
+            forward, backward = forward + _beside(gather, p.forward, pricer), backward + shown
+            hidden = np.maximum(0.0, shown - _beside(moved, behind + p.forward, pricer))
+        whole = p.forward + p.sent_forward + p.waited_forward - hidden
+        if self.costs.measures_host:
+            whole = np.zeros(len(self.blocks))
+        return LeastSeconds(
+            self._all @ forward,
+            self._all @ backward,
+            np.maximum(0.0, self._layers @ whole),
+            self._once(c, pricer, (gather, reduce, across), (forward, backward)),
+            float(self.counts @ self._all @ update),
+        )
+
+    def _once(self, c: ParallelConfig, states: StatePricer, moved: tuple[Array, Array, Array], passes: Passes) -> float:
+        """Return the seconds of ZeRO's traffic once per step (`Pricer._once_s`), over all ranks."""
+        if not has_streams(self.costs.cluster.device_type):
+            return 0.0
+        gather, reduce, across = moved
+        options, count = self.costs.options, self.counts @ self._all
+        hides = states.hides if options.overlap_zero else 0.0
+        window = ((c.virtual_stages - 1) * min(c.pp, c.num_micro_batches) + 1) / c.virtual_stages
+        parts = [(across, passes[1], hides)]
+        if c.zero_stage <= 1:
+            parts[0] = (reduce + across, passes[1], hides)
+        if c.zero_stage in (1, 2):
+            parts.append((gather, passes[0], hides if options.overlap_gather else 0.0))
+        out = 0.0
+        for sizes, computed, share in parts:
+            total = float(count @ sizes)
+            # longer passes than these bounds may hide more
+            hidden = share * window * float(count @ computed) if self._exact and c.zero_stage < 3 else np.inf
+            shown = max(0.0, total - hidden) if share else total
+            out += shown + states.contention * (total - shown)
+        return out
+
+    @cached_property
+    def _exact(self) -> bool:
+        """True if the seconds of passes are not only bounds: nothing is measured, and no collective is left out."""
+        coupled = any(c.axis in ("dp", "batch") and c.per != "step" for block in self.blocks for c in block.comms)
+        return self.costs.profile is None and not coupled
+
+    def _pass(self, config: ParallelConfig) -> _Pass:
+        pricer = BlockPricer(self.workload, config, self.costs, self.precision)
+        rows = []
+        for block in self.blocks:
+            times = self.times[block.name]
+            forward, backward = pricer.least_s(block, times)
+            waited = (0.0, 0.0) if self.costs.measures_host else pricer.waited_s(block, times)
+            f, b = times.forward.mid, times.backward.mid
+            rows.append((f, b, forward - f, backward - b, *waited))
+        return _Pass(*np.array(rows).T)
+
+    def _of_states(self, pricer: StatePricer) -> tuple[Array, Array, Array, Array, Array]:
+        """Return by block the seconds of a gather, of a reduction, of sums over replicas, of adding, of the update."""
+        c, groups = pricer.config, pricer.groups
+        shards = (*(groups[name] for name in REPLICAS.values()), pricer.by_tensor, c.offload)
+        runs = c.num_micro_batches // num_copies(c.schedule)
+        shares = (pricer.share(False), pricer.share(True))
+        terms: tuple[tuple[object, Callable[[BlockWork], float]], ...] = (
+            (("gather", c.zero_stage > 0, *shards), lambda b: pricer.traffic_s(b)[0]),
+            (("reduce", c.zero_stage > 0, pricer.reduces_beside, *shards), lambda b: pricer.traffic_s(b)[1]),
+            (("across", *shares, groups["zero_replicas"]), lambda b: pricer.across_s(b)),
+            (("add", runs, shares if c.zero_stage >= 2 else 1), lambda b: pricer.accumulate(b).mid),
+            (("update", *shares, c.offload), lambda b: pricer.optimizer(b).mid + pricer.moved(b).mid),
+        )
+        gather, reduce, across, add, update = (
+            np.array([self._seconds((key, self._params[i]), of, b) for i, b in enumerate(self.blocks)])
+            for key, of in terms
+        )
+        return gather, reduce, across, add, update
+
+    def _seconds(self, key: object, of: Callable[[BlockWork], float], block: BlockWork) -> float:
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = of(block)
+        return found
+
+
+def _beside(moved: Array, computed: Array, states: StatePricer) -> Array:
+    """Return the seconds of ZeRO's traffic beside computing (`StatePricer.beside`)."""
+    shown = np.maximum(0.0, moved - states.hides * computed)
+    out: Array = shown + states.contention * (moved - shown)
+    return out

@@ -1,0 +1,98 @@
+"""No plan of a candidate is faster than the bounds that a search has of it before it makes any price."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+
+import pytest
+
+from autoplan.catalog import load_model
+from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.memory.ranks import fixed_need
+from autoplan.cost_models.memory.room import Room
+from autoplan.search.cuts import Cutter
+from autoplan.search.group_bounds import group_key, step_bounds_s
+from autoplan.search.interleaved_cuts import ChunkCutter
+from autoplan.search.layouts import LayoutCache, PlanRequest, offloaded, space_of
+
+CASES = [  # model, tp, mode, every which candidate
+    ("llama-3.1-8b", 2, Mode.EAGER, 5),
+    ("llama-3.1-8b", 1, Mode.FUSED, 13),
+    ("mixtral-8x7b", 1, Mode.EAGER, 29),
+]
+
+
+def request(model: str, tp: int, mode: Mode) -> PlanRequest:
+    return PlanRequest(load_model(model), Cluster.parse("2x4xh100-sxm5-80gb"), 4096, 16, pins={"tp": tp}, mode=mode)
+
+
+def some(r: PlanRequest, step: int) -> Iterator[ParallelConfig]:
+    for candidate in space_of(r).candidates[::step]:
+        yield candidate
+        yield from offloaded(r, candidate)[:2]
+
+
+def bounds_of(points: LayoutCache, candidate: ParallelConfig) -> tuple[float, float]:
+    found = points.state_bounds([candidate])
+    assert found is not None
+    return found[0]
+
+
+def step_s(cutter: Cutter | ChunkCutter) -> float:
+    """The fastest plan of a candidate; inf if none fits."""
+    return cutter.search(math.inf, 500).step_s
+
+
+@pytest.mark.parametrize(("model", "tp", "mode", "every"), CASES)
+def test_no_plan_is_faster_than_its_bounds(model: str, tp: int, mode: Mode, every: int) -> None:
+    """With memory that is scarce and memory that is not; the bounds are stronger than those of groups."""
+    r = request(model, tp, mode)
+    points, stronger, forced, checked = LayoutCache(r), 0, 0, 0
+    for candidate in some(r, every):
+        points.room = Room(1e15)
+        cutter = points.cutter(candidate)
+        if cutter is None:
+            continue
+        needed, fixed = cutter.shortage().needed_bytes, fixed_need(candidate, r.cluster).mid
+        free, tight = bounds_of(points, candidate)
+        unlimited = step_s(cutter)
+        assert free <= tight <= unlimited, candidate
+        least = points.least_pass(candidate)
+        assert least is not None
+        checked, stronger = checked + 1, stronger + (free > 1.01 * step_bounds_s(least, [candidate])[0])
+        for share in (1.02, 1.2, 1.6):
+            points.room = Room(fixed + share * (needed - fixed))
+            points._cutters.clear()
+            limited = points.cutter(candidate)
+            assert limited is not None
+            _, bound = bounds_of(points, candidate)
+            assert bound <= step_s(limited), (candidate, share)
+            forced += bound > 1.001 * free
+    assert checked > 40 and stronger > checked / 2 and forced > checked / 10, (checked, stronger, forced)
+
+
+def test_candidates_are_bounded_together_as_one_by_one() -> None:
+    r = request(*CASES[2][:3])
+    points = LayoutCache(r)
+    key = group_key(space_of(r).candidates[0])
+    members = [c for c in space_of(r).candidates if group_key(c) == key]
+    found = points.state_bounds(members)
+    assert found is not None and len(members) > 20
+    for candidate, pair in zip(members, found, strict=True):
+        assert pair == pytest.approx(bounds_of(points, candidate), rel=1e-9)
+
+
+def test_a_bound_that_is_not_one_is_found() -> None:
+    """The comparison of the first test fails for bounds of a twentieth more seconds."""
+    r = request(*CASES[0][:3])
+    points, beyond = LayoutCache(r), 0
+    points.room = Room(1e15)
+    for candidate in some(r, 5):
+        cutter = points.cutter(candidate)
+        assert cutter is not None
+        free, _ = bounds_of(points, candidate)
+        beyond += 1.05 * free > step_s(copy.copy(cutter))
+    assert beyond > 5
