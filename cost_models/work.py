@@ -18,7 +18,7 @@ from enum import Enum
 from functools import cached_property
 
 from autoplan.config.adapters import PACKED_BYTES
-from autoplan.config.recompute import OFFLOAD
+from autoplan.config.recompute import FULL, OFFLOAD, SELECTIVE, region_groups
 from autoplan.ops.saved import TensorFacts
 from autoplan.units import dtype_bytes
 
@@ -260,3 +260,14 @@ class Workload:
         """A number per unit, the same for units that call the same blocks as layers and beside them."""
         found: dict[object, int] = {}
         return tuple(found.setdefault(unit, len(found)) for unit in zip(self.units, self.is_layer, strict=True))
+
+    def recompute_choices(self, unit: int) -> list[str]:
+        """Return the recompute choices of a unit."""
+        if not self.layers[unit]:
+            return []
+        return [FULL, SELECTIVE, *(self.unit_choices[unit] if self.unit_choices else ())]
+
+    def recompute_of(self, unit: int, how: str) -> str:
+        """Return what a choice for all layers is for this one: the groups of regions that it has; empty if none."""
+        known = self.recompute_choices(unit)
+        return how if how in known else "+".join(group for group in region_groups(how) if group in known)

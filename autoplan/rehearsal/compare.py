@@ -5,7 +5,9 @@ operation: FLOPs of products, and of attention forward, to rounding. Memory may 
 by `STATE_TOLERANCE`, the peak by `MEMORY_TOLERANCE`. The kernels that a rehearsal runs are the CPU's, which keep other
 tensors than those of a GPU (a loss over a large vocabulary keeps more), so that the peak is compared with the plan's
 prediction plus the difference that the memory model sees between the two; without the graph of the model that is not
-known, and `UNKNOWN_KERNELS_TOLERANCE` holds.
+known, and `UNKNOWN_KERNELS_TOLERANCE` holds. With several stages per rank the price counts all gradients beside all
+micro-batches in flight, which may not meet: the peak may be lower by the gradients. Not judged is the peak of a plan
+that keeps something on the host, which is the same memory here.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ def compared(observed: Observed, said: Expected, stages: tuple[int, ...], traine
     left = _left(messages, said)
     if left:
         differences.append(f"it sends what nobody planned: {left}")
-    for found, lines in (_flops(observed, said, trained), _memory(observed, said)):
+    for found, lines in (_flops(observed, said, trained), _memory(observed, said, len(stages))):
         differences += found
         rows += lines
     return RankReport(
@@ -183,17 +185,18 @@ def written_out(observed: Observed, said: Expected) -> bool:
     return planned and not any(what == "attention" for what, _ in observed.flops)
 
 
-def _memory(observed: Observed, said: Expected) -> tuple[list[str], list[Row]]:
+def _memory(observed: Observed, said: Expected, num_stages: int) -> tuple[list[str], list[Row]]:
     low, mid, high = said.memory_bytes
     known = said.kernels_bytes is not None
     expected = mid + (said.kernels_bytes or 0.0)
+    least = expected - (said.memory.get("gradients", 0.0) if num_stages > 1 else 0.0)
     tolerance = MEMORY_TOLERANCE if known else UNKNOWN_KERNELS_TOLERANCE
     states = [observed.state_bytes[name] for name in ("parameters", "optimizer")]
     predicted = sum(said.memory.get(name, 0.0) for name in ("parameters", "optimizer"))
-    written = written_out(observed, said)
+    judged = not written_out(observed, said) and not said.host_bytes
     rows = [
         Row("parameters and optimizer state", predicted, float(sum(states)), "bytes"),
-        Row("peak of all tensors", None if written else expected, float(observed.peak_bytes), "bytes"),
+        Row("peak of all tensors", expected if judged else None, float(observed.peak_bytes), "bytes"),
     ]
     allowed = max(tolerance * expected, MEMORY_FLOOR_BYTES)
     wrong = []
@@ -201,7 +204,7 @@ def _memory(observed: Observed, said: Expected) -> tuple[list[str], list[Row]]:
         wrong.append(
             f"parameters and optimizer state take {sum(states) / 1e9:.2f} GB, predicted are {predicted / 1e9:.2f} GB"
         )
-    if not written and abs(observed.peak_bytes - expected) > allowed:
+    if judged and not least - allowed <= observed.peak_bytes <= expected + allowed:
         kernels = f" with the kernels of a CPU, {mid / 1e9:.2f} GB with those of the device" if known else ""
         wrong.append(
             f"the peak of its tensors is {observed.peak_bytes / 1e9:.2f} GB, predicted are {expected / 1e9:.2f} GB"

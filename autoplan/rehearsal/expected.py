@@ -66,6 +66,7 @@ class Expected:
         memory_bytes: their sum: low, expected, high.
         kernels_bytes: by how much the fullest moment grows with the kernels of a CPU, which a rehearsal runs, instead
             of the device's; None: the graph is not at hand.
+        host_bytes: what the plan keeps in host memory, which is the same memory here.
         per_micro_batch: the ledger's collectives of one micro-batch.
         rows: those whose bytes follow from numbers of rows, without bytes: kind, axis, phase.
         deferred: bytes of the sums at the end of a step, by (kind, axis).
@@ -77,6 +78,7 @@ class Expected:
     memory: Mapping[str, float]
     memory_bytes: tuple[float, float, float]
     kernels_bytes: float | None
+    host_bytes: float
     per_micro_batch: Messages
     rows: Counter[tuple[str, str, str]]
     deferred: Totals
@@ -104,11 +106,13 @@ def expected(
     entries = [e for e in spec.ledger if any(e.stage == s.index for s in stages) and at.sizes[e.axis] > 1]
     often = [e for e in entries if e.per == "micro_batch"]
     counted = [e for e in often if not _of_rows(e)]
-    held = _held(plan.estimate.stages[at.coordinates["pp"]].memory)
+    stage = plan.estimate.stages[at.coordinates["pp"]]
+    held = _held(stage.memory)
     return Expected(
         memory={name: q.mid for name, q in held.items()},
         memory_bytes=(_sum(held, "low"), _sum(held, "mid"), _sum(held, "high")),
         kernels_bytes=None if work is None else work.kernels_bytes(at.coordinates["pp"]),
+        host_bytes=stage.host_bytes.mid,
         per_micro_batch=Counter(_message(e, evaluate_terms(e.bytes, local)) for e in counted),
         rows=_rows(often),
         deferred=_deferred(spec, at, stages),
@@ -328,7 +332,8 @@ def _ranks(plan: Plan, layouts: Layouts, work: Workload, device_type: str, mode:
     for calls in layouts.stages:
         units = sorted({unit_of[call] for call in calls if call in unit_of})
         chunks.append(range(units[0], units[-1] + 1))
-    again = {unit_of[call]: how for call, how in layouts.recompute.items() if call in unit_of and how != NONE}
+    given = {unit_of[call]: how for call, how in layouts.recompute.items() if call in unit_of and how != NONE}
+    again = {u: found for u, how in given.items() if (found := work.recompute_of(u, how))}
     return tuple(model.stages(chunks, [0] * len(chunks), again))
 
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from autoplan.config.parallel import Mode, ParallelConfig, Precision, precision_of
-from autoplan.config.recompute import FULL, NONE, SELECTIVE, Searched, recompute_kind, region_groups
+from autoplan.config.recompute import NONE, SELECTIVE, Searched, recompute_kind
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group
 from autoplan.cost_models.kernels.gpu import kernels_of
@@ -337,18 +337,10 @@ class Pricer:
             layers = [c for c, layer in zip(calls, marked, strict=True) if layer]
             found = [pinned if isinstance(pinned, str) else pinned.get(c, NONE) for c in layers]
             how = next((name for name in found if name != NONE), NONE)
-            known = self.choices_of(u)
-            if how not in known:  # the groups that the layer has
-                how = "+".join(g for g in region_groups(how) if g in known)
+            how = w.recompute_of(u, how)
             if how:
                 out[u] = how
         return out
-
-    def choices_of(self, unit: int) -> list[str]:
-        """Return the recompute choices of a unit."""
-        if not self.workload.layers[unit]:
-            return []
-        return [FULL, SELECTIVE, *(self.workload.unit_choices[unit] if self.workload.unit_choices else ())]
 
     def _frontier(self, memory: MemoryModel) -> RecomputeFrontier:
         """Return the recompute frontier: layers in full, or with `searched` all choices, by kind of layer."""
@@ -366,7 +358,7 @@ class Pricer:
         options = [
             [
                 RecomputeChoice(how, memory.saved[u] - memory.kept_bytes(u, how), table.repeated(u, how))
-                for how in self.choices_of(u)
+                for how in w.recompute_choices(u)
                 if looked_at[recompute_kind(how).searched]
             ]
             for u in range(self.num_units)
