@@ -155,8 +155,8 @@ class Constants:
         The interval of the class within its family of devices is preferred over the interval of the class; a file that
         knows no `network` has it in `dense`.
         """
-        kind = name.partition(OF_FAMILY)[0]
-        for wanted in (name, kind, *(("dense",) if kind == "network" else ())):
+        kind, of, family = name.partition(OF_FAMILY)
+        for wanted in (name, kind, *((f"dense{of}{family}", "dense") if kind == "network" else ())):
             for known, low, high in self.step_intervals:
                 if known == wanted:
                     return low, high

@@ -83,6 +83,8 @@ class Flags:
                 out[flag] = (
                     value_read if known is True else [*(known if isinstance(known, list) else [known]), value_read]
                 )
+                if flag.startswith("launch."):  # one value; the script follows
+                    flag = None
             else:
                 flag = None
         return out

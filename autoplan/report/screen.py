@@ -107,9 +107,12 @@ def _task(out: Console, a: Answer) -> None:
     usual = " (usual for this model)" if a.usual else ""
     pinned = f", pinned {pins_text(r.pins)}" if r.pins else ""
     like = "" if r.facts.like is None else f", like {r.facts.like.name}"
+    c = r.cluster
+    idle = f" ({c.idle_devices} of {c.paid_devices:,} devices idle)" if c.idle_nodes else ""
+    target = "" if r.target_len is None else f" (target {r.target_len:,})"
     paragraph(
         out,
-        f"{r.cluster.num_devices} x {r.cluster.device.name}, {r.seq_len:,} tokens x {r.global_batch_size:,} sequences"
+        f"{c.num_devices} x {c.device.name}{idle}, {r.seq_len:,} tokens{target} x {r.global_batch_size:,} sequences"
         f"{usual}, {r.precision}, {r.mode}{like}{pinned}",
         2,
         first=2,

@@ -448,7 +448,7 @@ def test_run_options_of_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "c.json"
     file.write_text('{"constants": {"memory_share": 0.7}}')
     given = ("--attention", "flash1", "--launch", "blocking", "--overlap", "pp,tp", "--constants", str(file))
-    result = run("plan", "gpt2", "-c", "1x2xh100-sxm5-80gb", "--seq-len", "1k", "--gbs", "4", "--top", "1", *given)
+    result = run("plan", "gpt2", "-c", "1x2xh100-sxm5-80gb", "--seq-len", "1k", "--gbs", "4", "--verbose", *given)
     words = " ".join(result.stdout.replace("\\", "").split())
     assert "eager, flash1 attention, blocking launch, overlap of pp and tp, constants of" in words
     assert f"--attention flash1 --launch blocking --overlap pp,tp --constants {file}" in words  # to price it again

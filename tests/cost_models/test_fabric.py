@@ -361,7 +361,7 @@ def test_an_estimate_on_the_command_line(tmp_path: Path) -> None:
     assert fast == pytest.approx(step_s(f"1x4x{DEVICE}"), rel=1e-9) and slow > 1.2 * fast
     task = ("gpt2", "--cluster", f"{files[0]}@nic=400", "--seq-len", "1k", "--global-batch-size", "16")
     assert "nic cannot be overridden: it follows from the fabric" in one_line_error(run("estimate", *task), 2)
-    found = run("plan", "gpt2", "--cluster", files[0], "--seq-len", "1k", "--global-batch-size", "16", "--pin", "tp=4")
+    found = run("plan", *task[:2], files[0], *task[3:], "--pin", "tp=4", "--verbose")
     assert "1 switches, 4 links" in found.stdout.replace("\n", " ") and "--vary memory_gb=" in found.stdout
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(Path(files[0]).read_text().replace("i: 4", "i: 3"))

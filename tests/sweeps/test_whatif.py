@@ -120,7 +120,8 @@ def test_whatif_labels_and_ends_a_stopped_sweep(monkeypatch: pytest.MonkeyPatch)
             raise KeyboardInterrupt
         return real
 
-    monkeypatch.setattr("autoplan.sweeps.whatif.points", lambda base, vary: points(base, vary, stopped))
+    for door in ("autoplan.report.answers", "autoplan.sweeps.whatif"):  # the command line's, and Python's
+        monkeypatch.setattr(f"{door}.points", lambda base, vary: points(base, vary, stopped))
     result = CliRunner().invoke(app, ["whatif", *TASK, "--vary", "memory_gb=80,70,60", "--json"], env=PLAIN)
     assert result.exit_code == 130 and "interrupted after 2 of 3 points" in result.stderr
     data = json.loads(result.stdout)
