@@ -315,7 +315,7 @@ def test_a_factory_on_the_command_line() -> None:
         sizes.append(data["estimate"]["stages"][0]["memory_bytes"]["mid"])
     assert sizes[0] == sizes[1] > sizes[2]
     code, text = answer("plan", model, *TASK, "--target-len", "8")
-    assert code == 0 and "32 tokens (target 8) x 8 sequences" in text and text.count("--target-len 8") == 2
+    assert code == 0 and "32 tokens (target 8) x 8 sequences" in text and text.count("--target-len 8") == 3
     code, text = answer("estimate", model, *TASK, "--cp", "2", "--micro-batch-size", "8")
     assert code == 2 and "cannot be computed for a part of the sequence" in text
     code, text = answer("plan", "gpt2", *TASK, "--target-len", "8")
