@@ -246,8 +246,15 @@ def test_experts_and_cut_sequences_in_a_pipeline_are_enumeration(
     assert len(seen) > 1
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("windows", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("devices", "kind"),
+    [
+        (2, "llama"),
+        pytest.param(4, "llama", marks=pytest.mark.slow),
+        pytest.param(2, "windows", marks=pytest.mark.slow),
+        pytest.param(4, "windows", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_search_over_cut_sequences_is_enumeration(devices: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every method in every block, where a part of 4 tokens is long enough: with all of the memory, with the median of
     what plans need, and with as little as leaves one plan."""

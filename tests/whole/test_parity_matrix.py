@@ -38,7 +38,7 @@ def test_pair_is_equal_or_refused(pair: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    spread_out(TOGETHER, 22),
+    spread_out(TOGETHER, 22, all_every=2),
     ids=str,
 )
 def test_many_at_once(case: Case) -> None:
