@@ -82,7 +82,7 @@ def test_the_command_says_which_devices_are_idle() -> None:
     """17 nodes of one device, 16 layers: one node is idle, and the plan file is one for this use."""
     words = ["plan", "llama-3.2-1b", "--cluster", "17x1xh100-sxm5-80gb", "--seq-len", "1k", "--gbs", "64"]
     words += ["--pin", "pp=1", "--pin", "tp=1", "--pin", "micro_batch_size=1"]
-    shown = CliRunner().invoke(app, words)
+    shown = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
     text = " ".join(shown.output.split())
     assert "1 of 17 devices idle" in text and "--cluster 17x1xh100-sxm5-80gb@nodes=16,idle=1" in text

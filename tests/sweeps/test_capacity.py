@@ -206,7 +206,9 @@ assumptions: {pue: 1.1, usd_per_kwh: 0.1}
 
 
 def run_file(path: Path, *words: str) -> Result:
-    return CliRunner().invoke(app, ["capacity", str(path), *words], env={"NO_COLOR": "1", "TERM": "dumb"})
+    return CliRunner().invoke(
+        app, ["capacity", str(path), *words], env={"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "110"}
+    )
 
 
 def test_capacity_is_a_frame_of_all_combinations(no_search: None) -> None:
