@@ -22,7 +22,7 @@ from autoplan.report.data import assumptions, run_data
 from autoplan.report.degrees import checked_config
 from autoplan.report.exports import export_plan
 from autoplan.report.screen import Answer, verdict, words_of_plan
-from autoplan.report.text import TERMS, cluster_line, notes_of, title, varied_text
+from autoplan.report.text import TERMS, batch_text, cluster_line, notes_of, title, varied_text
 from autoplan.report.words import value_text
 from autoplan.search.planner import Planned, PlanRequest, SearchResult, estimate_config
 from autoplan.sweeps.label import evidence_label, plan_label
@@ -75,7 +75,7 @@ def drawn_task(request: PlanRequest, run: RunTask) -> dict[str, Any]:
 
 
 def _task(request: PlanRequest) -> str:
-    batch = f"{request.seq_len:,} tokens x {request.global_batch_size:,} sequences"
+    batch = batch_text(request)
     return f"{title(request)}; {cluster_line(request.cluster)}; {batch}, {request.precision}, {request.mode}"
 
 

@@ -21,7 +21,9 @@ from autoplan.program.legality import not_executed
 from autoplan.report.commands import estimate_command, explain_command, whatif_command
 from autoplan.report.text import (
     TERMS,
+    batch_text,
     grouped,
+    idle_text,
     interval,
     next_commands,
     notes_of,
@@ -108,12 +110,10 @@ def _task(out: Console, a: Answer) -> None:
     pinned = f", pinned {pins_text(r.pins)}" if r.pins else ""
     like = "" if r.facts.like is None else f", like {r.facts.like.name}"
     c = r.cluster
-    idle = f" ({c.idle_devices} of {c.paid_devices:,} devices idle)" if c.idle_nodes else ""
-    target = "" if r.target_len is None else f" (target {r.target_len:,})"
+    idle = f" ({idle_text(c)})" if c.idle_nodes else ""
     paragraph(
         out,
-        f"{c.num_devices} x {c.device.name}{idle}, {r.seq_len:,} tokens{target} x {r.global_batch_size:,} sequences"
-        f"{usual}, {r.precision}, {r.mode}{like}{pinned}",
+        f"{c.num_devices} x {c.device.name}{idle}, {batch_text(r)}{usual}, {r.precision}, {r.mode}{like}{pinned}",
         2,
         first=2,
     )

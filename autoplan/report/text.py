@@ -103,10 +103,9 @@ def heading(out: Console, request: PlanRequest) -> None:
     out.print(Text(title(r), style="bold"), soft_wrap=True)
     paragraph(out, f"on {cluster_line(r.cluster)}", 5, first=2)
     batch = r.seq_len * r.global_batch_size
-    target = f" (target {r.target_len:,})" if r.target_len is not None else ""
     paragraph(
         out,
-        f"{r.seq_len:,} tokens{target} x {r.global_batch_size:,} sequences = {numbers.scaled(batch)} tokens per step, "
+        f"{batch_text(r)} = {numbers.scaled(batch)} tokens per step, "
         f"{r.precision}, {r.mode}{_run_options(r)}{', pinned ' + pins_text(r.pins) if r.pins else ''}",
         5,
         first=2,
@@ -115,6 +114,17 @@ def heading(out: Console, request: PlanRequest) -> None:
 
 def pins_text(pins: Mapping[str, object]) -> str:
     return " ".join(f"{k}={','.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in pins.items())
+
+
+def idle_text(c: Cluster) -> str:
+    """Return how many devices are paid for and not used, for example `1 of 17 devices idle`."""
+    return f"{c.idle_devices} of {c.paid_devices:,} devices idle"
+
+
+def batch_text(r: PlanRequest) -> str:
+    """Return the batch of a step, for example `8,192 tokens (target 512) x 64 sequences`."""
+    target = f" (target {r.target_len:,})" if r.target_len is not None else ""
+    return f"{r.seq_len:,} tokens{target} x {r.global_batch_size:,} sequences"
 
 
 def cluster_line(c: Cluster) -> str:
@@ -130,7 +140,7 @@ def cluster_line(c: Cluster) -> str:
         links.append(f"{level.name} {text} over {level.size}")
     nodes = f"{c.num_nodes} node{'s' if c.num_nodes > 1 else ''} of {c.devices_per_node}"
     nodes += "" if c.fabric is None else f", {len(c.fabric.switches)} switches, {len(c.fabric.links)} links"
-    nodes += f", {c.idle_devices} of {c.paid_devices:,} devices idle" if c.idle_nodes else ""
+    nodes += f", {idle_text(c)}" if c.idle_nodes else ""
     return f"{c.num_devices} x {c.device.name} ({nodes}; per device and direction: {', '.join(links)})"
 
 
