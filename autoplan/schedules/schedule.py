@@ -248,11 +248,22 @@ class HeldRow(NamedTuple):
     """Arrays over the actions of a rank.
 
     `chunks`: the chunk. `begins`: 1 if the action starts to hold a micro-batch. `ends`: 1 if it releases one.
+    `first_ends`: by chunk the first action that releases one, which leaves the chunk's first gradients.
     """
 
     chunks: NDArray[np.int64]
     begins: NDArray[np.float64]
     ends: NDArray[np.float64]
+    first_ends: dict[int, int]
+
+    def held(self, chunk_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the bytes held during every action, which still holds what it frees. `chunk_bytes`: by chunk."""
+        import numpy as np
+
+        each = chunk_bytes[self.chunks]
+        ends: NDArray[np.float64] = self.ends * each
+        out: NDArray[np.float64] = np.cumsum(self.begins * each) - np.cumsum(ends) + ends
+        return out
 
 
 class ActionLists(tuple[tuple[Action, ...], ...]):
@@ -278,6 +289,7 @@ class ActionLists(tuple[tuple[Action, ...], ...]):
                 np.array([a.chunk for a in row]),
                 np.array([float(a.kind is F) for a in row]),
                 np.array([float(a.kind is B or a.kind is W) for a in row]),
+                {a.chunk: i for i, a in reversed(list(enumerate(row))) if a.kind is B or a.kind is W},
             )
             for row in self
         )

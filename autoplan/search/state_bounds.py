@@ -170,7 +170,7 @@ class StateBounds:
 
     def _any_cut_s(self, c: ParallelConfig, a: _Alike) -> Array:
         """Return the bound over all cuts into one stage per rank."""
-        held, _ = most_held(c.schedule, c.pp, c.num_micro_batches, 1)
+        held = most_held(c.schedule, c.pp, c.num_micro_batches, 1).held
         room = a.room[:, None] - a.free_saved * held
         seconds, states = a.forward + a.backward, a.states @ a.counts
         total = (seconds @ a.counts)[:, None]
@@ -197,7 +197,7 @@ class StateBounds:
     def _forced_s(self, c: ParallelConfig, a: _Alike, cut: Sequence[int]) -> Array:
         """Return by candidate and rank the least seconds of recompute per micro-batch with which a cut fits."""
         units, mine = self._held(cut), chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
-        held, _ = most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
+        held = most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages).held
         states, prices = a.states @ units.T, _prices(a)
         most, least = (units @ kept * held for kept in (a.kept[0], a.kept.min(axis=0)))  # bytes of every chunk
         out = np.zeros((len(a.room), c.pp))

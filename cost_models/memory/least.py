@@ -13,14 +13,16 @@ states and A_u of activations. If all ranks fit into C bytes, then for any weigh
 
 The weights are 1 / (S + w_s A), with S and A the sums over all units: those that are tight if all units are equal.
 
-With one micro-batch and one stage per rank, gradients appear while activations go, and do not count. With stages in
-both directions the two stages of a rank may hold activations at different moments, which do not count either.
+With one micro-batch and one stage per rank, gradients appear while activations go, and do not count; with several
+stages per rank they count if all are there at a moment at which a rank holds most. With stages in both directions the
+two stages of a rank may hold activations at different moments, which do not count either.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -115,8 +117,13 @@ class LeastMemory:
     def _whole(self, config: ParallelConfig) -> bool:
         """Return True if all gradients of a rank exist while it holds most activations."""
         c = config
-        several = c.num_micro_batches > 1 or c.virtual_stages > 1 or num_copies(c.schedule) > 1
-        return several or (self.megatron and c.zero_stage < 2)
+        if self.megatron and c.zero_stage < 2:
+            return True
+        if num_copies(c.schedule) > 1:
+            return True
+        if c.virtual_stages > 1:
+            return most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages).with_gradients
+        return c.num_micro_batches > 1
 
     def cut_terms(self, config: ParallelConfig, room: Room, chunks: Sequence[int]) -> Mapping[str, float]:
         """Return the bytes of the terms that have to fit into the fullest rank with these units per chunk, at least.
@@ -134,7 +141,8 @@ class LeastMemory:
             self._ranks[key] = elements, kept + self._sent[ends - 1] + self.free_saved, ends - 1
         elements, kept, last = self._ranks[key]
         states = elements @ self._bytes_each(c).T
-        held, running = most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
+        most = most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
+        held, running = most.held, most.running
         home = np.array(ranks_of_chunks(c.schedule, c.pp, c.virtual_stages))
         active = np.bincount(home, held * kept, c.pp) + self._transient[last[running]]
         if ACTIVATIONS in c.offload:
@@ -152,7 +160,7 @@ class LeastMemory:
         c, need = config, self.need_bytes(room)
         if ACTIVATIONS in c.offload:
             return False
-        held, _ = most_held(c.schedule, c.pp, c.num_micro_batches, 1)
+        held = most_held(c.schedule, c.pp, c.num_micro_batches, 1).held
         states = self.unit_states(c)
         weights = 1.0 / (states.sum() + need * self.activations * held + 1.0)
         units = (weights * (states[:, None] + need * self.kept[:, None] * held)).min(axis=1)
@@ -220,30 +228,43 @@ class LeastMemory:
         return self._states[key]
 
 
-@lru_cache(maxsize=4096)
-def most_held(
-    schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int
-) -> tuple[Array, NDArray[np.int64]]:
-    """Return by chunk the micro-batches held when its rank holds most, and by rank the chunk that runs at that moment.
+@dataclass(frozen=True)
+class MostHeld:
+    """The moments at which the ranks hold most micro-batches.
 
-    With one chunk per rank they are those that it holds after its first backward, if it has another one.
+    Attributes:
+        held: by chunk the micro-batches held when its rank holds most. With one chunk per rank those that it holds
+            after its first backward, if it has another one.
+        running: by rank the chunk that runs at that moment.
+        with_gradients: at that moment every rank has the gradients of all its chunks, and holds a micro-batch of each.
     """
+
+    held: Array
+    running: NDArray[np.int64]
+    with_gradients: bool
+
+
+@lru_cache(maxsize=4096)
+def most_held(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> MostHeld:
+    """Return the moments at which the ranks of a pipeline hold most, with several chunks the last such moments."""
     table = actions(schedule, num_stages, num_micro_batches, virtual_stages)
     homes = chunks_of_ranks(schedule, num_stages, virtual_stages)
     held = np.zeros(sum(map(len, homes)))
     running = np.zeros(num_stages, dtype=np.int64)
+    with_gradients = num_micro_batches > 1
     for rank, mine in enumerate(homes):
         if len(mine) == 1:
             first, later = table.flights[rank]
             held[mine[0]], running[rank] = later or first, mine[0]
             continue
         row = table.held[rank]
-        now = np.cumsum(row.begins - row.ends) + row.ends  # an action still holds what it frees
-        at = int(np.argmax(now))
+        now = row.held(np.ones(len(held)))
+        at = len(now) - 1 - int(np.argmax(now[::-1]))
         np.add.at(held, row.chunks[: at + 1], row.begins[: at + 1])
         np.subtract.at(held, row.chunks[:at], row.ends[:at])
         running[rank] = row.chunks[at]
-    return held, running
+        with_gradients &= max(row.first_ends.values()) < at and bool((held[list(mine)] > 0).all())
+    return MostHeld(held, running, with_gradients)
 
 
 def _elements(workload: Workload) -> list[Counter[_Kind]]:

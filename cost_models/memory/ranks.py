@@ -32,8 +32,8 @@ twice as many replicas to shard over. The memory of a rank is that of its fulles
 
 | moment | micro-batches held | gradients |
 |---|---|---|
-| first backward | all whose forward ran before it | only of the layers it has passed |
-| a later backward | all in flight | all |
+| first backward of a chunk | all whose forward ran before it | of the layers it has passed, and of earlier chunks |
+| a later backward | all in flight | of all chunks that have run backward |
 | reduction at the end of the step (ZeRO 0) | none | all, and the buffers they are sent from |
 | optimizer step (ZeRO 0, 16-bit gradients) | none | all, in float32 |
 """
@@ -309,7 +309,7 @@ class MemoryModel:
         }
         twice = self.counted_twice(units)
         grads = sum(self.grads[u] for u in units) - twice.gradients
-        fullest = max(self._moments(rank, units, held, grads), key=lambda m: m.num_bytes)
+        fullest = max(self._moments(rank, chunks, held, grads), key=lambda m: m.num_bytes)
         gathered = sum(self.gathered[u] for u in units) - twice.gathered
         if self.config.zero_stage == 3:
             gathered = min(gathered, 2 * max(self.largest[u] for u in units))
@@ -330,18 +330,19 @@ class MemoryModel:
         in_flight = max(self.flights[rank])
         return RankMemory(terms, in_flight, fullest.name, self._host(chunks, mine, recompute, pinned, in_flight))
 
-    def _moments(self, rank: int, units: Sequence[int], held: dict[int, _Held], grads: float) -> list[_Moment]:
+    def _moments(self, rank: int, chunks: Sequence[range], held: dict[int, _Held], grads: float) -> list[_Moment]:
         """Return the moments of a step at which a rank may be fullest. `grads`: bytes of all its gradients."""
         first, later = self.flights[rank]
+        units = [u for k in held for u in chunks[k]]
         reducing = max(self.largest_grad[u] for u in units) if self.config.zero_stage >= 2 else 0.0
         if len(held) > 1:
-            moments = [_Moment(LATER, grads + reducing, *_fullest(self.table.held[rank], held))]
+            moments = self._of_several(self.table.held[rank], chunks, held, grads, reducing)
         else:
             (only,) = held.values()
             if self.megatron and self.config.zero_stage < 2:  # all gradients exist from the start
                 moments = [_Moment(FIRST, grads, first * only.one, only.transient)]
             else:
-                moments = self._first_backward(units, first, only)
+                moments = self._first_backward(units, (first - 1) * only.one, only)
             if later:
                 moments.append(_Moment(LATER, grads + reducing, later * only.one, only.transient))
         if self.widened and self.config.zero_stage == 0:
@@ -384,14 +385,53 @@ class MemoryModel:
             self._placeheld[names] = float(size)
         return self._placeheld[names]
 
-    def _first_backward(self, units: Sequence[int], num_held: int, chunk: _Held) -> list[_Moment]:
-        """Return the moments of the first backward, one per unit.
+    def _of_several(
+        self,
+        row: HeldRow,
+        chunks: Sequence[range],
+        held: Mapping[int, _Held],
+        most_grads: float,
+        scattered: float,
+    ) -> list[_Moment]:
+        """Return the moments of a rank with several chunks.
 
-        While a unit runs backward, later units have left their gradients and freed their activations.
+        Gradients of a chunk exist from its first backward on, those of Megatron's buffer (ZeRO 0 and 1) always.
+
+        Args:
+            most_grads: bytes of all its gradients.
+            scattered: bytes of the largest gradient that is reduced and not kept whole.
         """
-        out, gradients, reducing = [], 0.0, 0.0
+        one = np.zeros((2, max(held) + 1))
+        for k, h in held.items():
+            one[:, k] = h.one, h.transient
+        now, transient = row.held(one[0]), one[1][row.chunks]
+        grads, reducing = np.full(len(now), most_grads), np.full(len(now), scattered)
+        first_ends = row.first_ends
+        if self.megatron and self.config.zero_stage < 2:
+            first_ends = {}
+        else:
+            grads = np.zeros(len(now) + 1)
+            for k, at in first_ends.items():
+                grads[at + 1] = sum(self.grads[u] for u in chunks[k])
+            grads = np.minimum(np.cumsum(grads)[:-1], most_grads)
+            reducing[: min(first_ends.values()) + 1] = 0.0
+        most = int(np.argmax(now + transient + grads + reducing))
+        out = [_Moment(LATER, float(grads[most] + reducing[most]), float(now[most]), float(transient[most]))]
+        for k, at in first_ends.items():
+            waiting = float(now[at]) - held[k].one
+            out += self._first_backward(chunks[k], waiting, held[k], float(grads[at]), float(reducing[at]))
+        return out
+
+    def _first_backward(
+        self, units: Sequence[int], waiting: float, chunk: _Held, gradients: float = 0.0, reducing: float = 0.0
+    ) -> list[_Moment]:
+        """Return the moments of the first backward of a chunk, one per unit.
+
+        While a unit runs backward, later units have left their gradients and freed their activations. `waiting`: the
+        bytes of other micro-batches and chunks; `gradients`, `reducing`: those of other chunks.
+        """
+        out = []
         for u, (held, transient) in zip(reversed(units), reversed(chunk.running), strict=True):
-            waiting = (num_held - 1) * chunk.one
             out.append(_Moment(FIRST, gradients + reducing, waiting + held, transient))
             gradients += self.first_grads[u]
             if self.config.zero_stage >= 2 or (self.config.zero_stage and self.config.num_micro_batches == 1):
@@ -404,16 +444,3 @@ def _weights(block: BlockWork) -> Iterable[tuple[tuple[int, ...], str]]:
     for op in block.ops:
         trained = [op.inputs[i] for i in op_record(op.op).weights if op.inputs[i].requires_grad]
         yield from ((t.shape[-2:], t.dtype) for t in trained)
-
-
-def _fullest(row: HeldRow, held: dict[int, _Held]) -> tuple[float, float]:
-    """Return the largest (held, transient) bytes of several chunks over the actions of a rank."""
-    one, transient = (np.zeros(max(held) + 1) for _ in range(2))
-    for chunk, h in held.items():
-        one[chunk], transient[chunk] = h.one, h.transient
-    moved, running = one[row.chunks], transient[row.chunks]
-    given_up = np.cumsum(row.ends * moved)
-    # an action still holds the activations that it frees
-    now = np.cumsum(row.begins * moved) - given_up + row.ends * moved
-    most = int(np.argmax(now + running))
-    return float(now[most]), float(running[most])

@@ -30,7 +30,7 @@ from autoplan.errors import AutoplanError, InfeasibleError
 from autoplan.ir.graph import ModelGraph
 from autoplan.profiler.processes import run_ranks
 from autoplan.runtime.model import ParallelModel
-from experiments.compatibility import hf_classes
+from experiments.compatibility import hf_classes, packages
 from experiments.compatibility.architectures import decoders, plain, vision
 from experiments.compatibility.one_by_one import (
     CRASHED,
@@ -317,7 +317,16 @@ def families() -> list[Family]:
     own(others, "litgpt Gemma 2", decoders.lit_gemma, partial(tokens, "idx"), token_loss)
     own(others, "litgpt Mixtral", decoders.lit_mixtral, partial(tokens, "idx"), token_loss)
     own(others, "x-transformers", decoders.XTransformer, partial(tokens, "x"), token_loss)
+    out += [_packaged(m) for m in packages.models()]
     return out
+
+
+def _packaged(model: packages.Packaged) -> Family:
+    batch: Callable[[], Batch] = partial(tokens, model.takes)
+    if model.kind == packages.IMAGES:
+        batch = lambda: {model.takes if n == "x" else n: x for n, x in images().items()}  # noqa: E731
+    loss = {packages.IMAGES: class_loss, packages.TOKENS: token_loss, packages.OUTPUT: None}[model.kind]
+    return Family("package", model.name, partial(_plain, model.make, batch), loss)
 
 
 def eager(family: Family, model: nn.Module, batch: Batch, num_parts: int = 1) -> tuple[float, dict[str, torch.Tensor]]:

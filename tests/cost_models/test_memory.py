@@ -151,6 +151,32 @@ def test_a_transient_counts_with_what_is_held_at_that_time() -> None:
     )
 
 
+@pytest.mark.parametrize(("m", "schedule"), [(2, "Interleaved1F1B"), (8, "Interleaved1F1B"), (4, "ZBV")])
+def test_gradients_of_a_chunk_exist_from_its_first_backward_on(m: int, schedule: str) -> None:
+    """Against a walk over the actions, with one unit per chunk; Megatron's buffer exists from the start."""
+    config = ParallelConfig(pp=2, num_micro_batches=m, schedule=schedule, virtual_stages=2)
+    sizes, saved = (3e4, 5e3, 1e4, 7e3), (2e3, 1e3, 9e3, 4e3)
+    work = workload(unit_saved=saved, cut_bytes=(0.0,) * 3, unit_transient=(0.0,) * 4)
+    for rank in range(2):
+        model = memory(config, work)
+        model.grads = model.first_grads = list(sizes)
+        row, held, most = actions(schedule, 2, m, 2)[rank], 0.0, (0.0, 0.0, 0.0)
+        done: set[int] = set()
+        for a in row:
+            held += saved[a.chunk] if a.kind is F else 0.0
+            grads = sum(sizes[k] for k in done)
+            most = max(most, (held + grads, held, grads))
+            if a.kind.value in "BW":
+                done.add(a.chunk)
+                held -= saved[a.chunk]
+        terms = model.rank(rank, ranges(1, 1, 1, 1), [0] * 4).terms
+        assert (terms["activations"].mid, terms["gradients"].mid if "gradients" in terms else 0.0) == most[1:]
+        fused = memory(config, work, Mode.FUSED)
+        fused.grads = list(sizes)
+        mine = sum(sizes[k] for k in model.chunks_of[rank])
+        assert fused.rank(rank, ranges(1, 1, 1, 1), [0] * 4).terms["gradients"].mid == mine
+
+
 def test_tied_parameters_are_held_once_on_one_stage() -> None:
     work = workload(tied=(TiedParam(0, 3, GRADS),))
     for zero, mode in ((0, Mode.EAGER), (0, Mode.FUSED), (1, Mode.FUSED)):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import networkx as nx
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +22,6 @@ from typer.testing import CliRunner
 
 from autoplan import cli
 from autoplan.codegen.schedules import schedule_spec
-from autoplan.cost_models.memory.ranks import _fullest, _Held
 from autoplan.cost_models.time.simulation import ChunkTimes, Timeline, simulate
 from autoplan.errors import PinError
 from autoplan.runtime.pipeline import class_of
@@ -30,6 +30,7 @@ from autoplan.schedules.graph import action_graph, deadlock
 from autoplan.schedules.orders import Action, ActionKind
 from autoplan.schedules.schedule import (
     SCHEDULES,
+    ActionLists,
     Transfer,
     actions,
     chunks_of_ranks,
@@ -41,10 +42,9 @@ F, B, I, W = ActionKind  # noqa: E741
 SHAPES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 4, 5, 7, 8, 9, 10, 12, 16, 21)]
 
 
-def peaks(table: Iterable[Sequence[Action]], chunk_bytes: Sequence[float]) -> tuple[float, ...]:
+def peaks(table: ActionLists, chunk_bytes: Sequence[float]) -> tuple[float, ...]:
     """Per rank the most that its chunks hold together, as memory counts it."""
-    held = {chunk: _Held(size, ((size, 0.0),)) for chunk, size in enumerate(chunk_bytes)}
-    return tuple(_fullest(row, held)[0] for row in table.held)
+    return tuple(float(row.held(np.array(chunk_bytes)).max()) for row in table.held)
 
 
 class _Stage:
