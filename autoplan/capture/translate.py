@@ -234,7 +234,8 @@ class Translator:
             self._marker(target, node)
         elif getattr(node.target, "__name__", "") == "getitem":
             source, index = cast(tuple[fx.Node, int], node.args)
-            self.env[node] = self.env[source][index]
+            if (found := self.env[source][index]) is not None:
+                self.env[node] = found
         elif target in SKIP or not self._has_tensor(node):
             return
         elif target in ALLOCATIONS:
@@ -322,7 +323,9 @@ class Translator:
         given = {id(p): self.env.get(actual) for p, actual in zip(inner, inputs, strict=True)}
 
         def value(o: fx.Node) -> Any:
-            return given.get(id(o), self.env[o])  # a value that the region passes through keeps its gradient
+            if id(o) in given:
+                return given[id(o)]  # a value that the region passes through keeps its gradient
+            return self.env[o] if self._has_tensor(o) else None  # a size is read where it is used
 
         self.env[node] = [value(o) for o in out] if isinstance(out, (tuple, list)) else value(out)
 

@@ -244,17 +244,25 @@ def _rule(schedule: str) -> Schedule:
     return SCHEDULES[schedule]
 
 
+class ChunkSpan(NamedTuple):
+    """Positions in the actions of a rank: the first forward of a chunk, and the ends of its first and last backward."""
+
+    first_forward: int
+    first_end: int
+    last_end: int
+
+
 class HeldRow(NamedTuple):
     """Arrays over the actions of a rank.
 
     `chunks`: the chunk. `begins`: 1 if the action starts to hold a micro-batch. `ends`: 1 if it releases one.
-    `first_ends`: by chunk the first action that releases one, which leaves the chunk's first gradients.
+    `spans`: of every chunk.
     """
 
     chunks: NDArray[np.int64]
     begins: NDArray[np.float64]
     ends: NDArray[np.float64]
-    first_ends: dict[int, int]
+    spans: dict[int, ChunkSpan]
 
     def held(self, chunk_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the bytes held during every action, which still holds what it frees. `chunk_bytes`: by chunk."""
@@ -289,10 +297,21 @@ class ActionLists(tuple[tuple[Action, ...], ...]):
                 np.array([a.chunk for a in row]),
                 np.array([float(a.kind is F) for a in row]),
                 np.array([float(a.kind is B or a.kind is W) for a in row]),
-                {a.chunk: i for i, a in reversed(list(enumerate(row))) if a.kind is B or a.kind is W},
+                _spans(row),
             )
             for row in self
         )
+
+
+def _spans(row: Sequence[Action]) -> dict[int, ChunkSpan]:
+    forwards: dict[int, int] = {}
+    ends: dict[int, list[int]] = {}
+    for i, a in enumerate(row):
+        if a.kind is F:
+            forwards.setdefault(a.chunk, i)
+        elif a.kind is B or a.kind is W:
+            ends.setdefault(a.chunk, []).append(i)
+    return {chunk: ChunkSpan(forwards[chunk], found[0], found[-1]) for chunk, found in ends.items()}
 
 
 def actions(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> ActionLists:

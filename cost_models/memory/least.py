@@ -14,7 +14,8 @@ states and A_u of activations. If all ranks fit into C bytes, then for any weigh
 The weights are 1 / (S + w_s A), with S and A the sums over all units: those that are tight if all units are equal.
 
 With one micro-batch and one stage per rank, gradients appear while activations go, and do not count; with several
-stages per rank they count if all are there at a moment at which a rank holds most. With stages in both directions the
+stages per rank they count, and what ZeRO 1 and 2 gather counts, if all of it is there at the last moment at which a
+rank holds most. With stages in both directions the
 two stages of a rank may hold activations at different moments, which do not count either.
 """
 
@@ -87,7 +88,7 @@ class LeastMemory:
         gathered, scattered = self.least_buffers(c)
         return {
             "parameters": states.stored * share,
-            "gathered parameters": states.gathered * share if c.zero_stage < 3 else gathered,
+            "gathered parameters": states.gathered * share if self._gathers_all(c) else gathered,
             "gradients": (states.gradients * share if self._whole(c) else 0.0) + scattered,
             "optimizer": states.optimizer * share,
             "activations": held * room.bytes_of(activation_need(self.cluster)),
@@ -119,11 +120,16 @@ class LeastMemory:
         c = config
         if self.megatron and c.zero_stage < 2:
             return True
-        if num_copies(c.schedule) > 1:
-            return True
-        if c.virtual_stages > 1:
-            return most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages).with_gradients
-        return c.num_micro_batches > 1
+        most = most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
+        return most.meet if num_copies(c.schedule) > 1 else most.with_gradients
+
+    def _gathers_all(self, config: ParallelConfig) -> bool:
+        """Return True if a rank has gathered all of its parameters while it holds most activations."""
+        c = config
+        if c.zero_stage == 3 or self.megatron:
+            return c.zero_stage < 3
+        most = most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
+        return most.meet if num_copies(c.schedule) > 1 else most.of_all
 
     def cut_terms(self, config: ParallelConfig, room: Room, chunks: Sequence[int]) -> Mapping[str, float]:
         """Return the bytes of the terms that have to fit into the fullest rank with these units per chunk, at least.
@@ -206,10 +212,10 @@ class LeastMemory:
     def _bytes_each(self, config: ParallelConfig) -> Array:
         """Return the bytes per element of the terms of states (rows), by kind of parameter."""
         memory, c = ParameterMemory(config, self.precision, self.megatron), config
-        key = (*self._key(memory), self._whole(c))
+        key = (*self._key(memory), self._whole(c), self._gathers_all(c))
         if key not in self._each:
             found = [memory.of(ParamWork("", 1, *kind)) for kind in self.elements]
-            gathered, whole = c.zero_stage < 3, self._whole(c)
+            gathered, whole = self._gathers_all(c), self._whole(c)
             rows = [(s.stored, s.gathered * gathered, s.gradients * whole, s.optimizer) for s in found]
             self._each[key] = np.array(rows).T
         return self._each[key]
@@ -236,12 +242,16 @@ class MostHeld:
         held: by chunk the micro-batches held when its rank holds most. With one chunk per rank those that it holds
             after its first backward, if it has another one.
         running: by rank the chunk that runs at that moment.
-        with_gradients: at that moment every rank has the gradients of all its chunks, and holds a micro-batch of each.
+        of_all: at that moment every rank holds a micro-batch of each of its chunks,
+        with_gradients: and has gradients of all of them.
+        meet: at some moment every rank with several chunks has gradients of all of them and goes on with each.
     """
 
     held: Array
     running: NDArray[np.int64]
+    of_all: bool
     with_gradients: bool
+    meet: bool
 
 
 @lru_cache(maxsize=4096)
@@ -251,20 +261,24 @@ def most_held(schedule: str, num_stages: int, num_micro_batches: int, virtual_st
     homes = chunks_of_ranks(schedule, num_stages, virtual_stages)
     held = np.zeros(sum(map(len, homes)))
     running = np.zeros(num_stages, dtype=np.int64)
-    with_gradients = num_micro_batches > 1
+    of_all, with_gradients, meet = True, num_micro_batches > 1, True
     for rank, mine in enumerate(homes):
         if len(mine) == 1:
             first, later = table.flights[rank]
             held[mine[0]], running[rank] = later or first, mine[0]
             continue
-        row = table.held[rank]
+        row, here = table.held[rank], np.zeros(len(held))
         now = row.held(np.ones(len(held)))
         at = len(now) - 1 - int(np.argmax(now[::-1]))
-        np.add.at(held, row.chunks[: at + 1], row.begins[: at + 1])
-        np.subtract.at(held, row.chunks[:at], row.ends[:at])
+        np.add.at(here, row.chunks[: at + 1], row.begins[: at + 1])
+        np.subtract.at(here, row.chunks[:at], row.ends[:at])
+        held += here
         running[rank] = row.chunks[at]
-        with_gradients &= max(row.first_ends.values()) < at and bool((held[list(mine)] > 0).all())
-    return MostHeld(held, running, with_gradients)
+        last_first = max(span.first_end for span in row.spans.values())
+        of_all &= bool((here[list(mine)] > 0).all())
+        with_gradients &= of_all and last_first < at
+        meet &= last_first < min(span.last_end for span in row.spans.values())
+    return MostHeld(held, running, of_all, with_gradients, meet)
 
 
 def _elements(workload: Workload) -> list[Counter[_Kind]]:

@@ -24,6 +24,7 @@ class States:
         optimizer: Optimizer state.
         whole: A gradient before it is scattered.
         first: Gradients after the first backward.
+        reduced: Gradients that ZeRO has reduced: what is left of them until the optimizer step.
         host: The part of all this that is in host memory.
     """
 
@@ -33,6 +34,7 @@ class States:
     optimizer: float = 0.0
     whole: float = 0.0
     first: float = 0.0
+    reduced: float = 0.0
     host: float = 0.0
 
     @staticmethod
@@ -77,6 +79,7 @@ class ParameterMemory:
                 self._optimizer_bytes(p, masters) / share,
                 grad if share > 1 else 0.0,
                 shard if self.scatters_first else grad,
+                shard,
             )
         return self._offloaded_states(p, share, masters, found) if c.offload else found
 
@@ -97,11 +100,12 @@ class ParameterMemory:
         counted = self._has_master(p) and not sharded_masters
         state = self._optimizer_bytes(p, sharded_masters)
         host = (state + float(p.num_elements) * shown * (1 if counted else 2)) / share
-        kept, first = device.gradients, device.first
+        kept, first, reduced = device.gradients, device.first, device.reduced
         if by_policy:
             kept = 0.0 if self.config.zero_stage >= 2 else kept
             first = 0.0 if self.scatters_first else first
-        return replace(device, stored=stored, gradients=kept, optimizer=0.0, first=first, host=host)
+            reduced = 0.0
+        return replace(device, stored=stored, gradients=kept, optimizer=0.0, first=first, reduced=reduced, host=host)
 
     @property
     def whole_always(self) -> bool:

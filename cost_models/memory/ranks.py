@@ -33,7 +33,7 @@ twice as many replicas to shard over. The memory of a rank is that of its fulles
 | moment | micro-batches held | gradients |
 |---|---|---|
 | first backward of a chunk | all whose forward ran before it | of the layers it has passed, and of earlier chunks |
-| a later backward | all in flight | of all chunks that have run backward |
+| a later backward | all in flight | of all chunks that have run backward; sharded after a chunk's last (ZeRO 1) |
 | reduction at the end of the step (ZeRO 0) | none | all, and the buffers they are sent from |
 | optimizer step (ZeRO 0, 16-bit gradients) | none | all, in float32 |
 """
@@ -94,18 +94,22 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class _Moment:
-    """The terms that differ between the moments of a step, in bytes."""
+    """The terms that differ between the moments of a step, in bytes.
+
+    `gathered`: parameters that ZeRO has gathered; None: as many as a rank ever has.
+    """
 
     name: str
     gradients: float
     held: float
     transient: float
     buffers: float = 0.0
+    gathered: float | None = None
 
-    @property
-    def num_bytes(self) -> float:
-        """The sum of the terms."""
-        return self.gradients + self.held + self.transient + self.buffers
+    def num_bytes(self, gathered: float) -> float:
+        """The sum of the terms. `gathered`: parameters that a rank gathers."""
+        now = gathered if self.gathered is None else self.gathered
+        return self.gradients + self.held + self.transient + self.buffers + now
 
 
 @dataclass(frozen=True)
@@ -190,6 +194,7 @@ class MemoryModel:
         self.stored, self.gathered = [u.stored for u in sums], [u.gathered for u in sums]
         self.grads, self.states = [u.gradients for u in sums], [u.optimizer for u in sums]
         self.first_grads, self.hosted = [u.first for u in sums], [u.host for u in sums]
+        self.reduced = [u.reduced for u in sums]
         self.largest = [max(b.gathered for b in unit) for unit in units]
         self.largest_grad = [max(b.whole for b in unit) for unit in units]
 
@@ -309,13 +314,13 @@ class MemoryModel:
         }
         twice = self.counted_twice(units)
         grads = sum(self.grads[u] for u in units) - twice.gradients
-        fullest = max(self._moments(rank, chunks, held, grads), key=lambda m: m.num_bytes)
         gathered = sum(self.gathered[u] for u in units) - twice.gathered
         if self.config.zero_stage == 3:
             gathered = min(gathered, 2 * max(self.largest[u] for u in units))
+        fullest = max(self._moments(rank, chunks, held, grads), key=lambda m: m.num_bytes(gathered))
         exact = {
             "parameters": sum(self.stored[u] for u in units) - twice.stored,
-            "gathered parameters": gathered,
+            "gathered parameters": gathered if fullest.gathered is None else fullest.gathered,
             "gradients": fullest.gradients,
             "optimizer": sum(self.states[u] for u in units) - twice.optimizer,
             "communication buffers": fullest.buffers,
@@ -395,7 +400,9 @@ class MemoryModel:
     ) -> list[_Moment]:
         """Return the moments of a rank with several chunks.
 
-        Gradients of a chunk exist from its first backward on, those of Megatron's buffer (ZeRO 0 and 1) always.
+        What ZeRO 1 and 2 gather of a chunk is there from its first forward to its last backward, and its gradients
+        from its first backward on, those of ZeRO 1 as shards after its last. Megatron's buffers of ZeRO 0 to 2 (of
+        gradients: 0 and 1) always exist.
 
         Args:
             most_grads: bytes of all its gradients.
@@ -405,21 +412,40 @@ class MemoryModel:
         for k, h in held.items():
             one[:, k] = h.one, h.transient
         now, transient = row.held(one[0]), one[1][row.chunks]
-        grads, reducing = np.full(len(now), most_grads), np.full(len(now), scattered)
-        first_ends = row.first_ends
-        if self.megatron and self.config.zero_stage < 2:
-            first_ends = {}
-        else:
-            grads = np.zeros(len(now) + 1)
-            for k, at in first_ends.items():
-                grads[at + 1] = sum(self.grads[u] for u in chunks[k])
-            grads = np.minimum(np.cumsum(grads)[:-1], most_grads)
-            reducing[: min(first_ends.values()) + 1] = 0.0
-        most = int(np.argmax(now + transient + grads + reducing))
-        out = [_Moment(LATER, float(grads[most] + reducing[most]), float(now[most]), float(transient[most]))]
-        for k, at in first_ends.items():
-            waiting = float(now[at]) - held[k].one
-            out += self._first_backward(chunks[k], waiting, held[k], float(grads[at]), float(reducing[at]))
+        spans, zero = row.spans, self.config.zero_stage
+        grads, gathered = (np.zeros(len(now) + 1) for _ in range(2))
+        for k, at in spans.items():
+            whole, left = (sum(each[u] for u in chunks[k]) for each in (self.grads, self.reduced))
+            grads[at.first_end + 1] += whole
+            grads[at.last_end + 1] += left - whole
+            size = sum(self.gathered[u] for u in chunks[k])
+            gathered[at.first_forward] += size
+            gathered[at.last_end + 1] -= size
+        grads = np.minimum(np.cumsum(grads)[:-1], most_grads)
+        gathered = np.cumsum(gathered)[:-1]
+        reducing = np.where(np.arange(len(now)) > min(at.first_end for at in spans.values()), scattered, 0.0)
+        if self.megatron and zero < 2:
+            grads[:] = most_grads
+        by_chunk = zero in (1, 2) and not self.megatron
+        total = now + transient + grads + reducing + (gathered if by_chunk else 0.0)
+        most = int(np.argmax(total))
+        out = [
+            _Moment(
+                LATER,
+                float(grads[most] + reducing[most]),
+                float(now[most]),
+                float(transient[most]),
+                gathered=float(gathered[most]) if by_chunk else None,
+            )
+        ]
+        if self.megatron and zero < 2:
+            return out
+        for k, at in spans.items():
+            i = at.first_end
+            found = self._first_backward(
+                chunks[k], float(now[i]) - held[k].one, held[k], float(grads[i]), float(reducing[i])
+            )
+            out += [replace(m, gathered=float(gathered[i])) for m in found] if by_chunk else found
         return out
 
     def _first_backward(

@@ -159,12 +159,13 @@ def main() -> int:
 
 def _page(is_breadth: bool, rows: Sequence[Row], before: Mapping[str, Row], every: Sequence[str]) -> str:
     """Return the text of a page from the rows of this run and, of classes, those of the page before."""
+    if not is_breadth:
+        text = DEPTH.read_text() if DEPTH.exists() else ""
+        return families.page(rows, text, f"torch {torch.__version__}, transformers {transformers.__version__}")
     ran = {r.name for r in rows}
     earlier = [before[n] for n in every if n in before and n not in ran]
     absent = [n for n in every if n not in ran and n not in before]
-    if is_breadth:
-        return breadth_page(Found(rows, earlier, absent))
-    return families.page(rows, absent, f"torch {torch.__version__}, transformers {transformers.__version__}")
+    return breadth_page(Found(rows, earlier, absent))
 
 
 if __name__ == "__main__":

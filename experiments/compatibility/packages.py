@@ -59,7 +59,7 @@ def _convnext_tv() -> nn.Module:
 
 def _resnet_tv(block: str) -> nn.Module:
     made: nn.Module = _of("torchvision.models.ResNet")(
-        _of(f"torchvision.models.resnet.{block}"), [1, 1, 1, 1], num_classes=CLASSES
+        _of(f"torchvision.models.resnet.{block}"), [2, 2, 1, 1], num_classes=CLASSES
     )
     return made
 
@@ -101,7 +101,7 @@ def _lora() -> nn.Module:
 _TIMM: dict[str, dict[str, Any]] = {
     "vision_transformer.VisionTransformer": {"img_size": IMAGE, "patch_size": 8, "embed_dim": DIM, "depth": LAYERS},
     "eva.Eva": {"img_size": IMAGE, "patch_size": 8, "embed_dim": DIM, "depth": LAYERS, "use_rot_pos_emb": True},
-    "convnext.ConvNeXt": {"depths": (1, 1, 1, 1), "dims": (16, 32, 32, 32)},
+    "convnext.ConvNeXt": {"depths": (2, 2), "dims": (16, 32)},
     "mlp_mixer.MlpMixer": {"img_size": IMAGE, "patch_size": 8, "embed_dim": DIM, "num_blocks": LAYERS},
     "swin_transformer.SwinTransformer": {
         "img_size": IMAGE,
@@ -110,6 +110,7 @@ _TIMM: dict[str, dict[str, Any]] = {
         "embed_dim": DIM,
         "depths": (2, 2),
         "num_heads": (2, 4),
+        "drop_path_rate": 0.0,
     },
     "beit.Beit": {"img_size": IMAGE, "patch_size": 8, "embed_dim": DIM, "depth": LAYERS, "use_rel_pos_bias": True},
     "cait.Cait": {"img_size": IMAGE, "patch_size": 8, "embed_dim": DIM, "depth": LAYERS},
@@ -185,7 +186,6 @@ def models() -> list[Packaged]:
         out.append(Packaged("x-transformers", f"x-transformers, {name}", partial(_x, **settings), TOKENS, "x"))
     for name, (config, changes) in _LITGPT.items():
         out.append(Packaged("litgpt", f"litgpt {name}", partial(_litgpt, config, **changes), TOKENS, "idx"))
-    for name in ("llama3", "qwen3", "deepseek_v3"):
-        out.append(Packaged("torchtitan", f"torchtitan {name}", partial(_titan, name), TOKENS, "tokens"))
+    out.append(Packaged("torchtitan", "torchtitan llama3", partial(_titan, "llama3"), TOKENS, "tokens"))
     out.append(Packaged("peft", "peft LoRA on Llama", _lora, OUTPUT, "input_ids"))
     return out

@@ -41,6 +41,19 @@ def test_a_region_without_autocast_is_inlined() -> None:
     assert_equal(Model(cast_off), batch, mean_square, x=batch["x"])
 
 
+def size_of_a_region(model: Model, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):
+        start = -x.shape[1]
+        y = x[:, start:] + model.weight[0]
+    return y[:, start:] * 2
+
+
+def test_a_region_may_return_a_size() -> None:
+    """As the rotary embedding of x-transformers, which torch.export then returns beside the tensor."""
+    batch = given()
+    assert_equal(Model(size_of_a_region), batch, mean_square, x=batch["x"])
+
+
 def cast_on(model: Model, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = x @ model.weight

@@ -24,7 +24,7 @@ PIPELINES = (("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("ZB-H1", 1), ("
 def configs() -> Iterator[ParallelConfig]:
     for tp, zero, (schedule, v) in itertools.product((1, 4), (0, 1, 2, 3), PIPELINES):
         pp, recompute = (1 if schedule in ("1F1B", "GPipe") and zero == 3 else 4), "full" if tp == 4 else "none"
-        for m in (1, 8) if v == 1 else (1, 4, 8, 24):
+        for m in (1, 8) if schedule in ("1F1B", "GPipe") else (1, 4, 8, 24):
             offload = ("optimizer",) if zero == 1 and m == 8 else ()
             yield ParallelConfig(
                 dp=DEVICES // tp // pp, tp=tp, pp=pp, zero_stage=zero, num_micro_batches=m, schedule=schedule,
