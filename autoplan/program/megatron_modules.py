@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from autoplan.ops.record import Linear, OpKind, Trait
-from autoplan.program.regions import PRODUCTS, Flow, Region, is_view, region_of
+from autoplan.program.regions import PRODUCTS, Flow, Region, is_view_or_cast, region_of
 from autoplan.program.statements import Convert
 
 DISCARDING = frozenset(("layernorm", "mla_up_proj", "moe_act"))  # modules whose output is dropped as well
@@ -97,7 +97,7 @@ class _Modules:
         return out
 
     def _is_view(self, k: int) -> bool:
-        return isinstance(self.statements[k], Convert) or is_view(self.ops[k])
+        return isinstance(self.statements[k], Convert) or is_view_or_cast(self.ops[k])
 
     def _views_before(self, found: Iterable[int]) -> set[int]:
         """Return the views and conversions that lead to these statements."""

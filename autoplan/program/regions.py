@@ -83,7 +83,7 @@ def region_of(group: str, part: Collection[int], flow: Flow, outputs: Sequence[s
     return Region(group, places, tuple(reads), tuple(v for i in places for v in flow.variables[i][1] if v in used))
 
 
-def is_view(op: OpRecord) -> bool:
+def is_view_or_cast(op: OpRecord) -> bool:
     """Return True for views and casts, which hand on the same numbers in another form."""
     return op.kind is OpKind.VIEW or Trait.CAST in op.traits
 
@@ -107,7 +107,7 @@ class Flow(Dataflow):
             return op.kind in PRODUCTS if megatron else op.kind is OpKind.PRODUCT and bool(op.weights)
 
         def through(op: OpRecord) -> bool:
-            return Trait.POINTWISE in op.traits or (megatron and is_view(op))
+            return Trait.POINTWISE in op.traits or (megatron and is_view_or_cast(op))
 
         out: set[int] = set()
         for i, op in enumerate(self.ops):

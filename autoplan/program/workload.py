@@ -25,7 +25,7 @@ from autoplan.program.facts import layer_calls, pipeline_units
 from autoplan.program.fusion import fused_traffic, joined_ops
 from autoplan.program.lower import BlockLowering
 from autoplan.program.op_costs import OpCosts
-from autoplan.program.passes import Stack, rewritten
+from autoplan.program.passes import PassFacts, rewritten
 from autoplan.program.problem import Selection, copy_work
 from autoplan.program.shared_values import Crossing, crossing_values, shared_values
 from autoplan.program.statements import BlockParam, Convert, LoweredBlock, Op, Statement
@@ -149,7 +149,7 @@ def _blocks(
 def _finished(made: LoweredModel, name: str, experts: ExpertDegrees | None) -> tuple[LoweredBlock, BlockWork]:
     """Return the statements of one block after all passes, and their work."""
     op_costs = made.op_costs
-    stack = Stack(op_costs.context, op_costs.methods, experts, op_costs.kernels)
+    stack = PassFacts(op_costs.context, op_costs.methods, experts, op_costs.kernels)
     lowered = rewritten(made.blocks[name], stack)
     return lowered, _block(lowered, made.activation_bytes[name], op_costs)
 
