@@ -82,7 +82,7 @@ class _Vote:
         return 1
 
 
-class FakeMode(FakeTensorMode):
+class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake tensors that die. Torch keeps what it knows of an operation by its arguments, a storage among them: `set_`,
     by which offloaded activations come back, would hold every storage that it was ever given.
     """
