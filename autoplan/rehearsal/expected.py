@@ -66,7 +66,7 @@ class Expected:
         memory_bytes: their sum: low, expected, high.
         kernels_bytes: by how much the fullest moment grows with the kernels of a CPU, which a rehearsal runs, instead
             of the device's; None: the graph is not at hand.
-        host_bytes: what the plan keeps in host memory, which is the same memory here.
+        host: what the plan keeps in host memory, by term: state, activations. It is the same memory here.
         per_micro_batch: the ledger's collectives of one micro-batch.
         rows: those whose bytes follow from numbers of rows, without bytes: kind, axis, phase.
         deferred: bytes of the sums at the end of a step, by (kind, axis).
@@ -78,7 +78,7 @@ class Expected:
     memory: Mapping[str, float]
     memory_bytes: tuple[float, float, float]
     kernels_bytes: float | None
-    host_bytes: float
+    host: Mapping[str, float]
     per_micro_batch: Messages
     rows: Counter[tuple[str, str, str]]
     deferred: Totals
@@ -112,7 +112,7 @@ def expected(
         memory={name: q.mid for name, q in held.items()},
         memory_bytes=(_sum(held, "low"), _sum(held, "mid"), _sum(held, "high")),
         kernels_bytes=None if work is None else work.kernels_bytes(at.coordinates["pp"]),
-        host_bytes=stage.host_bytes.mid,
+        host={name: q.mid for name, q in stage.host_memory.items()},
         per_micro_batch=Counter(_message(e, evaluate_terms(e.bytes, local)) for e in counted),
         rows=_rows(often),
         deferred=_deferred(spec, at, stages),
