@@ -14,8 +14,8 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.search.estimate import Planned, estimate_config
-from autoplan.search.layouts import PlanRequest
 from autoplan.search.planner import search_plan
+from autoplan.search.request import PlanRequest
 from experiments.published.graphs import graph_of
 from experiments.published.rows import Kind, Shape
 
