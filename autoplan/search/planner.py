@@ -59,7 +59,7 @@ from autoplan.search.request import (
     without_activations,
 )
 from autoplan.search.simplicity import MOST_EXAMINED, Complexity, complexity, limit_s, simpler_first
-from autoplan.search.standings import Entry, Standings
+from autoplan.search.standings import Evaluated, Standings
 
 __all__ = [
     "CandidateLayout",
@@ -460,14 +460,14 @@ class _Search:
 
     # -- equals -----------------------------------------------------------------------------------------------------
 
-    def _equals(self) -> list[Entry]:
+    def _equals(self) -> list[Evaluated]:
         """Return the plans that are equal to the fastest within the error, the simplest first."""
         below = limit_s(self.plans.best[0][0], self.request.equal_within)
         if below == self.plans.best[0][0]:
             return self.plans.best[:1]
         return sorted((e for e in self.plans.best if e[0] <= below), key=lambda e: (self._complexity(e), e[0]))
 
-    def _complexity(self, entry: Entry) -> Complexity:
+    def _complexity(self, entry: Evaluated) -> Complexity:
         _, candidate, chunks, steps = entry
         pricer = self._pricer(candidate)
         again = sum(len(pricer.recomputed(units, n)) for units, n in zip(ranges_of(chunks), steps, strict=True))
@@ -504,7 +504,7 @@ class _Search:
             raise InfeasibleError(f"no layout exists at tp={candidate.tp}")
         return pricer
 
-    def _planned(self, entry: Entry) -> Planned:
+    def _planned(self, entry: Evaluated) -> Planned:
         _, candidate, chunks, recompute = entry
         candidate = self.points.decided(candidate)
         estimate = self._pricer(candidate).estimate(chunks, recompute, events=True)
@@ -513,7 +513,7 @@ class _Search:
             raise InfeasibleError(f"no layout exists at tp={candidate.tp}")
         return Planned(self._config(entry), estimate, point)
 
-    def _config(self, entry: Entry) -> ParallelConfig:
+    def _config(self, entry: Evaluated) -> ParallelConfig:
         """Return the configuration of an evaluated plan."""
         _, candidate, chunks, recompute = entry
         candidate = self.points.decided(candidate)

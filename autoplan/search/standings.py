@@ -11,7 +11,7 @@ from autoplan.search.degrees import search_order
 from autoplan.search.request import PlanRequest
 from autoplan.search.simplicity import kind_of
 
-Entry = tuple[float, ParallelConfig, tuple[int, ...], tuple[int, ...]]  # step, cut, recomputed layers
+Evaluated = tuple[float, ParallelConfig, tuple[int, ...], tuple[int, ...]]  # step, cut, recomputed layers
 
 
 class Standings:
@@ -23,7 +23,7 @@ class Standings:
 
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
-        self.best: list[Entry] = []
+        self.best: list[Evaluated] = []
 
     def cutoff_s(self) -> float:
         """Return the step time that a plan must beat to be among the requested ones."""
@@ -37,7 +37,7 @@ class Standings:
         """
         return self.cutoff_s() * (1.0 - self.request.allowed_gap)
 
-    def asked(self, entries: list[Entry], beside: Sequence[Entry] = ()) -> list[Entry]:
+    def asked(self, entries: list[Evaluated], beside: Sequence[Evaluated] = ()) -> list[Evaluated]:
         """Return the entries that may be answers: all, or the first of each kind that is not among those beside."""
         if not self.request.by_kind:
             return entries
