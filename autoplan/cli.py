@@ -482,9 +482,9 @@ def compare(
     """A plan's prediction beside the steps that were run."""
     from autoplan.plans.record import Plan
     from autoplan.report import measured, traced
-    from autoplan.report.html import check_report, write_report
+    from autoplan.report.html import check_report_path, write_report
 
-    check_report(report)
+    check_report_path(report)
     given = Plan.read(plan)
     found = traced.compare_trace(given, log) if traced.is_trace(log) else measured.compare(given, log)
     if timeline is not None:

@@ -25,7 +25,7 @@ ESSENTIAL = (
     *("micro_batch_size", "seq_len", "global_batch_size", "dp", "num_micro_batches"),  # those that follow come last
 )
 # A name of every value of a setup
-NAMES = (*(c.name for c in CHOICES), *OPTIONS, *RUN)
+SETUP_NAMES = (*(c.name for c in CHOICES), *OPTIONS, *RUN)
 
 
 @dataclass(frozen=True)

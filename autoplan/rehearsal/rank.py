@@ -82,6 +82,18 @@ class _Vote:
         return 1
 
 
+class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Fake tensors that die. Torch keeps what it knows of an operation by its arguments, a storage among them: `set_`,
+    by which offloaded activations come back, would hold every storage that it was ever given.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.cache_enabled = func._overloadpacket is not torch.ops.aten.set_
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
 @contextmanager
 def fake_world(rank: int, world: int) -> Iterator[None]:
     """Be one rank of a job of `world` ranks that are not there. RehearsalError in a job of its own."""
@@ -140,7 +152,7 @@ def _observed(folder: ProgramFolder, mesh: AxisMesh, rank: int, lengths: Mapping
     spec, config = folder.program.spec, folder.plan.config
     count = rehearsed_micro_batches(folder, mesh.coordinate("pp"))
     watch = Watch()
-    with FakeTensorMode(allow_non_fake_inputs=True), watch, watch.resizes(), balanced_rows():
+    with FakeMode(allow_non_fake_inputs=True), watch, watch.resizes(), balanced_rows():
         whole, buffers = _whole_tensors(folder)
         watch.leave_out(whole)
         model = ParallelModel(

@@ -33,7 +33,7 @@ _FOLDED = {"model": 12, "cluster": 20}  # columns that may take several lines, a
 
 
 def _shown(name: str, value: object) -> str:
-    return numbers.scaled(value) if name == "tokens" and isinstance(value, float) else numbers.plain(value)
+    return numbers.scaled(value) if name == "tokens" and isinstance(value, float) else numbers.plain_number(value)
 
 
 def capacity_text(out: Console, title: str, task: CapacityTask, found: Sequence[Cell]) -> None:

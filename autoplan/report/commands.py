@@ -87,7 +87,7 @@ def plan_command(model: str, cluster: str, request: PlanRequest) -> list[str]:
     ]
 
 
-def explain_command(model: str, cluster: str, request: PlanRequest) -> list[str]:
+def explain_words(model: str, cluster: str, request: PlanRequest) -> list[str]:
     """Return the words of the command line that says why the plan of this task is the best."""
     return ["autoplan", "explain", *plan_command(model, cluster, request)[2:]]
 

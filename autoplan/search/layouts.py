@@ -33,7 +33,7 @@ from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import Axis
 from autoplan.program.context_parallel import frozen
 from autoplan.program.context_pins import (
-    Chosen,
+    MethodChoice,
     chosen_methods,
     combinations,
     legal_methods,
@@ -189,7 +189,7 @@ class CandidateLayout:
     times: Mapping[str, OpTimes]
 
 
-_Key = tuple[int, int, int, ExpertDegrees | None, bool, Chosen]
+_Key = tuple[int, int, int, ExpertDegrees | None, bool, MethodChoice]
 _Pass = tuple[int, int]  # id of a layout, ranks that hold each chunk
 _Cut = tuple[int, int, int, bool]  # tp, micro-batch size, cp, True if every rank dispatches its own tokens
 
@@ -216,9 +216,9 @@ class LayoutCache:
         self.gap, self.all_proved = 0.0, True
         self._found: dict[_Key, CandidateLayout] = {}
         self._layouts: dict[_Cut, tuple[tuple[Axis, ...], IntraSolution] | None] = {}
-        self._lowered: dict[tuple[_Cut, Chosen], LoweredModel] = {}
+        self._lowered: dict[tuple[_Cut, MethodChoice], LoweredModel] = {}
         self._stopped: dict[_Cut, float] = {}  # the limit that was too short
-        self._worth: dict[tuple[int, int, int], list[Chosen]] = {}
+        self._worth: dict[tuple[int, int, int], list[MethodChoice]] = {}
         self._cutters: dict[ParallelConfig, Cutter] = {}
         self._least: dict[int, LeastMemory] = {}  # by the id of a layout, which this cache keeps
         self._passes: dict[_Pass, LeastPass] = {}  # likewise
@@ -233,7 +233,7 @@ class LayoutCache:
         experts: ExpertDegrees | None = None,
         limit_s: float = ILP_LIMIT_S,
         ends: bool = False,
-        methods: Chosen = (),
+        methods: MethodChoice = (),
     ) -> CandidateLayout | None:
         """Return the layout and its work; None if no layout exists.
 
@@ -303,7 +303,7 @@ class LayoutCache:
         cut: _Cut,
         experts: ExpertDegrees | None,
         ends: bool,
-        methods: Chosen,
+        methods: MethodChoice,
     ) -> CandidateLayout:
         made = self._lowered.get((cut, methods))  # shared by all degrees of experts
         if made is None:
@@ -317,7 +317,7 @@ class LayoutCache:
             work = replace(work, unit_choices=tuple(choices))
         return CandidateLayout(solution, work, op_times(work, self.costs))
 
-    def _op_costs(self, axes: tuple[Axis, ...], cut: _Cut, methods: Chosen) -> OpCosts:
+    def _op_costs(self, axes: tuple[Axis, ...], cut: _Cut, methods: MethodChoice) -> OpCosts:
         r, (_, size, cp, _) = self.request, cut
         return OpCosts(
             r.graph,
@@ -363,7 +363,7 @@ class LayoutCache:
         found = self.with_methods(candidate, limit_s)
         return min(found, key=lambda c: self._kept(c, limit_s)) if len(found) > 1 else (*found, candidate)[0]
 
-    def methods_of(self, tp: int, size: int, cp: int, limit_s: float = ILP_LIMIT_S) -> list[Chosen]:
+    def methods_of(self, tp: int, size: int, cp: int, limit_s: float = ILP_LIMIT_S) -> list[MethodChoice]:
         """Return the combinations of `with_methods`; empty if no layout exists."""
         key, pinned = (tp, size, cp), self.request.pins.get("context_method")
         if pinned is not None:

@@ -318,7 +318,7 @@ class _Sizer:
         return f"the fewest days found are {best.days:.1f}, with {best.num_devices:,} devices"
 
 
-def rows(found: Size) -> list[dict[str, object]]:
+def size_rows(found: Size) -> list[dict[str, object]]:
     """Return all points as flat rows: the curve of devices against days, money and MFU, for each kind."""
     out: list[dict[str, object]] = []
     for kind in found.kinds:

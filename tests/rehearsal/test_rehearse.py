@@ -25,6 +25,11 @@ SMALL: dict[str, tuple[str, str, int, int, dict[str, Any], str]] = {
     "stages": ("gpt2", "1x4xh100-sxm5-80gb", 1024, 16, {"pp": 2, "virtual_stages": 2, "num_micro_batches": 4}, "0"),
     "split backwards": ("gpt2", "1x4xh100-sxm5-80gb", 1024, 16, {"pp": 2, "schedule": "ZB-H1", "zero_stage": 0}, "1"),
     "ring": ("llama-3.2-1b", "1x8xh100-sxm5-80gb", 16384, 2, {"cp": 4, "tp": 2, "context_method": "ring"}, "5"),
+    "on the host": (
+        *("gpt2", "1x4xh100-sxm5-80gb", 1024, 16),
+        {"dp": 4, "zero_stage": 3, "num_micro_batches": 1, "offload": "parameters", "recompute": "offload"},
+        "1",
+    ),
     "hybrid ZeRO": ("gpt2", "2x4xh100-sxm5-80gb", 1024, 16, {"dp": 8, "zero_stage": 2, "zero_replicas": 2}, "7"),
 }
 # full size: Llama 3's report (arXiv 2407.21783, table 4), DeepSeek-V3's (2412.19437, section 3.2), a long context
