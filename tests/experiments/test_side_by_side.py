@@ -1,44 +1,89 @@
-"""experiments/published/side_by_side.py: autoplan and another predictor on published steps."""
+"""The experiments that run programs beside what one writes by hand: each contender trains as one process does, and one
+that does not is found out."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-import autoplan
-from experiments.published import side_by_side
-
-CALCULON = """
-import json, sys
-_, command, model, execution, system, answer = sys.argv
-assert command == "llm" and model.endswith("models/megatron-22B.json") and system.endswith("a100_80g.json"), sys.argv
-json.dump({"total_time": 1.42 if "full" in execution else 1.21}, open(answer, "w"))
-"""
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 280.0
 
 
-def test_the_commands_are_those_of_the_paper() -> None:
-    lines = [
-        " ".join(side_by_side.autoplan_command(step, full)) for step in side_by_side.STEPS for full in (True, False)
-    ]
-    assert len(set(lines)) == 8 and all(line.startswith("autoplan estimate ") for line in lines)
-    for step in side_by_side.STEPS:  # tensor parallel over a node, one replica; layers divide into the stages
-        layers = sum(call.block == "layer" for call in autoplan.load_model(step.model).calls)
-        assert step.nodes == step.pp and layers % (step.pp * step.virtual_stages) == 0
+def run(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def rows_of(experiment: str, processes: int, folder: Path) -> list[dict[str, Any]]:
+    out = folder / "out.json"
+    run("-m", f"experiments.by_hand.{experiment}", "--processes", str(processes), "--quick", "--json", str(out))
+    return [row for case in json.loads(out.read_text())["cases"] for row in case["rows"]]
+
+
+def assert_measured(rows: list[dict[str, Any]], pairs: list[tuple[str, str]]) -> None:
+    assert [(r["program"], r["by_hand"]) for r in rows] == pairs
+    for r in rows:
+        assert r["repeats"] >= 5 and r["program_s"] > 0 and r["by_hand_s"] > 0 and r["ratio"]["median"] > 0
+        assert max(r["differences"].values()) <= 1e-4
 
 
 @pytest.mark.slow
-def test_a_table_of_measured_and_predicted_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "calculon").write_text(CALCULON)
-    monkeypatch.setattr(side_by_side, "STEPS", side_by_side.STEPS[:1])
-    app = side_by_side.typer.Typer()
-    app.command()(side_by_side.main)
-    done = CliRunner().invoke(app, ["--calculon", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    assert "| gpt-22b | 8 | full | 1.42 |" in done.stdout and "| 1.42 | +0.0% |" in done.stdout
-    assert "Calculon: mean error 5.0%, worst +10.0%" in done.stdout and "of 2 measured steps" in done.stdout
-    (tmp_path / "bin" / "calculon").write_text("raise SystemExit('no such model')")
-    failed = CliRunner().invoke(app, ["--calculon", str(tmp_path)])
-    assert failed.exit_code == 2 and "no such model" in failed.output
+@pytest.mark.processes
+def test_zero_0_to_3_beside_ddp_and_fully_shard(tmp_path: Path) -> None:
+    one = [
+        ("ZeRO 0", "DDP"),
+        ("ZeRO 1", "fully_shard kept"),
+        ("ZeRO 1", "DDP, ZeroRedundancyOptimizer"),
+        ("ZeRO 2", "fully_shard kept"),
+        ("ZeRO 3", "fully_shard"),
+    ]
+    four = [
+        ("ZeRO 0", "DDP"),
+        ("ZeRO 1", "fully_shard kept, reduced once"),
+        ("ZeRO 1", "DDP, ZeroRedundancyOptimizer"),
+        ("ZeRO 2", "fully_shard kept"),
+        ("ZeRO 3", "fully_shard"),
+        ("ZeRO 3", "fully_shard, reduced once"),
+    ]
+    assert_measured(rows_of("fully_sharded", 2, tmp_path), one + four)
+
+
+FSDP_TP = [("dp2 x tp2 ZeRO 3", "FSDP2, TP+SP"), ("dp2 x tp2 ZeRO 3", "FSDP2, TP shared")]
+FSDP_PP = [("dp2 x pp2 ZeRO 1", "FSDP2, 1F1B")]
+TP_PP = [("tp2 x pp2 ZeRO 0", "TP+SP, 1F1B"), ("tp2 x pp2 ZeRO 0", "TP shared, 1F1B")]
+ALL = [("dp2 x tp2 x pp2 ZeRO 1", "FSDP2, TP+SP, 1F1B"), ("dp2 x tp2 x pp2 ZeRO 1", "FSDP2, TP shared, 1F1B")]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_two_axes_beside_the_same_by_hand(tmp_path: Path) -> None:
+    assert_measured(rows_of("composed", 4, tmp_path), FSDP_TP + FSDP_PP + TP_PP)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_three_axes_beside_the_same_by_hand(tmp_path: Path) -> None:
+    assert_measured(rows_of("composed", 8, tmp_path), ALL)
+
+
+@pytest.mark.processes
+def test_the_check_notices_what_trains_otherwise() -> None:
+    said = run("-m", "tests.side_by_side_fault").splitlines()
+    expected = [
+        "none: equal",
+        "data: loss differ by",
+        "weights: loss differ by",
+        "no step: parameters differ by",
+        "name: no rank has 'model.embed_tokens.weight'",
+    ]
+    assert len(said) == 2 * len(expected)
+    assert all(line.startswith(start) for line, start in zip(said, 2 * expected, strict=True)), said
