@@ -15,7 +15,7 @@ from autoplan.config.context_methods import methods_text
 from autoplan.config.parallel import Dispatcher, Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.config.recompute import FULL, NONE, read_recompute
 from autoplan.program.facts import expert_counts, latent_attention, layer_calls
-from autoplan.search.layouts import PlanRequest
+from autoplan.search.request import PlanRequest
 from autoplan.stacks.like import Like
 
 RUN = ("seq_len", "global_batch_size", "precision", "mode")
