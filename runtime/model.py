@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.files import temporary_folder, write_whole
 from autoplan.runtime.batch import Batches
-from autoplan.runtime.checkpoint.contents import Progress
+from autoplan.runtime.checkpoint.contents import TrainingProgress
 from autoplan.runtime.checkpoint.door import Checkpoints
 from autoplan.runtime.compiled import compile_blocks
 from autoplan.runtime.compression import Compression
@@ -28,7 +28,7 @@ from autoplan.runtime.norm import scale_, square_sum
 from autoplan.runtime.offload import PARAMETERS, HostShards, check_offload
 from autoplan.runtime.optim import check_elementwise, guard_step, on_local_shards
 from autoplan.runtime.outputs import Each, Outputs, why_no_outputs
-from autoplan.runtime.param_groups import ParamGroups, grouped, settings_of
+from autoplan.runtime.param_groups import ParamGroups, grouped_parameters, settings_of
 from autoplan.runtime.params import (
     declare,
     fill,
@@ -59,7 +59,7 @@ class ParallelModel(StateMethods):
         spec: the program.
         sources: file name -> emitted text of every stage.
         parameters, buffers: full tensors by their original names (views are fine; only this rank's shards are copied),
-            or `autoplan.runtime.values.Values` of them: at most one block that ZeRO shards is whole at a time.
+            or `autoplan.runtime.values.MadeTensors` of them: at most one block that ZeRO shards is whole at a time.
         num_micro_batches: the number of equal parts into which `step` cuts this rank's batch.
         optimizer: `parameters -> Optimizer` (e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`), or None.
         param_groups: the optimizer's groups of parameters (`autoplan.runtime.param_groups`); None: one group.
@@ -111,7 +111,7 @@ class ParallelModel(StateMethods):
         self.exporter = None
         self.given = None
         self.num_micro_batches, self.device = num_micro_batches, torch.device(device)
-        self.progress = Progress(seed)
+        self.progress = TrainingProgress(seed)
         self.mesh = mesh or AxisMesh(spec.axes, dict(spec.groups), device_type=self.device.type)
         self._replicas = Replicas(spec, self.mesh)
         self.data_rank, self.data_world = self._coordinate("dp"), self.mesh.size("dp")
@@ -180,7 +180,7 @@ class ParallelModel(StateMethods):
             if groups is None:
                 return factory(given)
             every = {p.name: p.shape for stage in self.spec.stages for p in stage.params if p.trainable}
-            made: list[Any] = grouped(
+            made: list[Any] = grouped_parameters(
                 [s.name for s, _ in trained], given if trained else [], settings_of(groups, every)
             )
             return factory(made)

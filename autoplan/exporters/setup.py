@@ -15,7 +15,7 @@ from autoplan.config.context_methods import methods_text
 from autoplan.config.parallel import Dispatcher, Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.config.recompute import FULL, NONE, read_recompute
 from autoplan.program.facts import expert_counts, latent_attention, layer_calls
-from autoplan.search.layouts import PlanRequest
+from autoplan.search.request import PlanRequest
 from autoplan.stacks.like import Like
 
 RUN = ("seq_len", "global_batch_size", "precision", "mode")
@@ -25,7 +25,7 @@ ESSENTIAL = (
     *("micro_batch_size", "seq_len", "global_batch_size", "dp", "num_micro_batches"),  # those that follow come last
 )
 # A name of every value of a setup
-NAMES = (*(c.name for c in CHOICES), *OPTIONS, *RUN)
+SETUP_NAMES = (*(c.name for c in CHOICES), *OPTIONS, *RUN)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from autoplan.capture.frontend.buffers import all_buffers
 from autoplan.capture.frontend.huggingface import is_hf_model
 from autoplan.errors import CaptureError
 from autoplan.runtime.tensor_files import TensorFile, TensorFileError, stored_names
-from autoplan.runtime.values import Recording, Values
+from autoplan.runtime.values import MadeTensors, Recording
 
 logger = logging.getLogger(__name__)
 
@@ -182,8 +182,8 @@ def values_of(
         return tensor.detach()
 
     return (
-        Values({n: p.dtype for n, p in parameters.items()}, make),
-        Values({n: b.dtype for n, b in buffers.items()}, make),
+        MadeTensors({n: p.dtype for n, p in parameters.items()}, make),
+        MadeTensors({n: b.dtype for n, b in buffers.items()}, make),
     )
 
 

@@ -12,7 +12,7 @@ from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.facts import AttentionHeads, attention_heads, kv_ranks
 
-Chosen = tuple[tuple[str, str], ...]  # (block, name of its method)
+MethodChoice = tuple[tuple[str, str], ...]  # (block, name of its method)
 
 
 def _obstacle(method: ContextMethod, found: Sequence[AttentionHeads], tp: int, major: int) -> str | None:
@@ -31,10 +31,10 @@ def legal_methods(graph: ModelGraph, cp: int, tp: int) -> dict[str, list[Context
     return {block: [m for m in methods(cp) if _obstacle(m, found, tp, major) is None] for block, found in heads.items()}
 
 
-def combinations(options: Mapping[str, Sequence[ContextMethod]]) -> list[Chosen]:
+def combinations(options: Mapping[str, Sequence[ContextMethod]]) -> list[MethodChoice]:
     """Return every choice of one method per block. All products in one choice have the same two axes."""
     factors = {m.ulysses for found in options.values() for m in found if m.is_product}
-    out: dict[Chosen, None] = {}
+    out: dict[MethodChoice, None] = {}
     for u in (None, *sorted(factors)):
         allowed = [
             [(block, m.name) for m in found if not m.is_product or m.ulysses == u] for block, found in options.items()

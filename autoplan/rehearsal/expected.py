@@ -28,7 +28,7 @@ from autoplan.runtime.spec import LedgerEntry, ParamSpec, ProgramSpec, StageSpec
 from autoplan.runtime.zero import shard_dim
 from autoplan.units import DTYPE_BYTES
 
-MASTER = "float32"  # dtype of sums of gradients under mixed precision, if no other is given
+_MASTER = "float32"  # dtype of sums of gradients under mixed precision, if no other is given
 Messages = Counter[tuple[str, str, str, int]]  # kind, axis, phase, bytes
 Totals = Counter[tuple[str, str]]  # kind, axis -> bytes of a step
 # what the number of rows decides, which is equal for all experts in a rehearsal
@@ -161,7 +161,7 @@ def _deferred(spec: ProgramSpec, at: Place, stages: tuple[StageSpec, ...]) -> To
             p = next(p for p in held[first[0]].params if (p.block, p.attr) == first[1:])
             masters = p.dtype == spec.compute_dtype
             out["all_reduce", at.canonical["pp"]] += (
-                _own_elements(spec, at, p) * DTYPE_BYTES[MASTER if masters else p.dtype]
+                _own_elements(spec, at, p) * DTYPE_BYTES[_MASTER if masters else p.dtype]
             )
     return out
 
@@ -180,7 +180,7 @@ def _own_elements(spec: ProgramSpec, at: Place, p: ParamSpec) -> int:
 
 def _summed_width(spec: ProgramSpec, p: ParamSpec) -> int:
     """Return the bytes of an element of a sum over tensor-parallel ranks: under mixed precision that of all sums."""
-    return DTYPE_BYTES[p.dtype if spec.compute_dtype is None else spec.gradient_dtype or MASTER]
+    return DTYPE_BYTES[p.dtype if spec.compute_dtype is None else spec.gradient_dtype or _MASTER]
 
 
 def _unlisted(spec: ProgramSpec, at: Place, entries: list[LedgerEntry], env: Mapping[str, int]) -> str:

@@ -17,7 +17,7 @@ from autoplan.errors import AutoplanError
 from autoplan.exporters.targets import TARGETS
 from autoplan.program.facts import layer_calls
 from autoplan.program.parallel_dims import ParallelDims
-from autoplan.report.commands import estimate_command, explain_command, whatif_command
+from autoplan.report.commands import estimate_command, explain_words, whatif_command
 from autoplan.report.data import assumptions, run_data
 from autoplan.report.degrees import checked_config
 from autoplan.report.exports import export_plan
@@ -40,7 +40,7 @@ def drawn_plan(a: Answer, usual: Usual | None = None) -> dict[str, Any]:
     given = STEP_ONLY if a.usual_tokens else a.run
     commands = {
         "Price this plan": estimate_command(a.model, a.cluster, a.request, a.best.config, given),
-        "Why this plan": explain_command(a.model, a.cluster, a.request),
+        "Why this plan": explain_words(a.model, a.cluster, a.request),
         "More devices": whatif_command(a.model, a.cluster, a.request, varied_text(a.request)),
     }
     out |= {

@@ -28,8 +28,8 @@ def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], run:
     reasons: dict[str, int] = {}
     for point in found:
         data = row(point, run)
-        cells = [numbers.plain(point.varied[name]) for name in varied]
-        cells.append(numbers.plain(data["num_devices"]) if data["num_devices"] is not None else "-")
+        cells = [numbers.plain_number(point.varied[name]) for name in varied]
+        cells.append(numbers.plain_number(data["num_devices"]) if data["num_devices"] is not None else "-")
         if point.planned is None:
             cells += ["-", "-", "-"] + (["-", "-"] if run.tokens is not None else []) + ["-"]
             cells.append(f"{point.status} [{reasons.setdefault(point.reason, len(reasons) + 1)}]")

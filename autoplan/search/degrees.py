@@ -282,7 +282,7 @@ class _Walk:
         return [self.pins[name]] if name in self.pins else divisors(limit)
 
 
-def candidates(limits: Limits, pins: Pins) -> Space:
+def legal_candidates(limits: Limits, pins: Pins) -> Space:
     """Return the candidates of a search under checked pins; if there are none, all legal ones."""
     walk = _Walk(limits, pins, early=False)
     found = tuple(walk.candidates())

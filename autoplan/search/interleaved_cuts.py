@@ -20,15 +20,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autoplan.config.recompute import FULL
+from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.memory.ranks import RankMemory
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks
 from autoplan.search.cuts import Cut, Cutter, Shortage, shortage_of, worst_of
-
-Array = NDArray[np.float64]
 
 
 @lru_cache(maxsize=4096)  # candidates that differ in ZeRO or micro-batches share cuts

@@ -13,7 +13,7 @@ from autoplan.ir.graph import ModelGraph
 from autoplan.program.facts import Facts, ModelFacts, divisors
 from autoplan.program.legality import Scope
 from autoplan.schedules.schedule import SEARCHED_SCHEDULES
-from autoplan.search.degrees import Limits, Space, candidates
+from autoplan.search.degrees import Limits, Space, legal_candidates
 from autoplan.search.refusals import refusal
 
 # Least tokens per rank and sequence for which cp is searched; with fewer, a device has little work. Where there are
@@ -51,7 +51,7 @@ def space(
     error = refusal(limits, pins)
     if error is not None:
         raise error
-    return candidates(limits, Pins(pins))
+    return legal_candidates(limits, Pins(pins))
 
 
 def limits_of(facts: Facts, cluster: Cluster, scope: Scope) -> Limits:

@@ -30,13 +30,13 @@ from numpy.typing import NDArray
 
 from autoplan.config.offload import ACTIVATIONS, of_states
 from autoplan.config.parallel import ParallelConfig
+from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.memory.least import LeastMemory, most_held
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.least import LeastTime
 from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks, num_copies
 from autoplan.search.interleaved_cuts import even_cuts
 
-Array = NDArray[np.float64]
 _CLOSE = 1 - 1e-9  # sums in another order are equal up to this
 _ROUNDS = 3  # improvements of the weights
 _BEYOND = 4.0  # price of a byte where no choice frees enough, over that of the dearest choice

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from autoplan.config.offload import ACTIVATIONS
 from autoplan.config.parallel import Mode, ParallelConfig, Precision
 from autoplan.config.recompute import recompute_kind
+from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.parameters import NO_STATES, ParameterMemory, States
 from autoplan.cost_models.memory.ranks import activation_need, fixed_need
@@ -37,7 +38,6 @@ from autoplan.cost_models.work import ParamWork, Workload
 from autoplan.schedules.schedule import actions, chunks_of_ranks, num_copies, ranks_of_chunks
 from autoplan.units import dtype_bytes
 
-Array = NDArray[np.float64]
 _CLOSE = 1 + 1e-9  # sums in another order are equal up to this
 _STATES = ("parameters", "gathered parameters", "gradients", "optimizer")
 _Kind = tuple[str, bool, bool, bool]  # dtype, trainable, of experts, packed
