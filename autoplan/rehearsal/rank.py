@@ -209,8 +209,8 @@ def _observed(folder: ProgramFolder, mesh: AxisMesh, rank: int, lengths: Mapping
 def _keep_padding(model: ParallelModel) -> None:
     """Do not let the first forward pad shards again.
 
-    `fully_shard` compares addresses there to see that a shard is still the one that it has padded, and fake tensors have
-    none: an uneven shard would be held twice.
+    `fully_shard` compares addresses there to see that a shard is still the one that it has padded, and fake tensors
+    have none: an uneven shard would be held twice.
     """
     for module in (m for stage in model.stages.values() for m in stage.modules() if isinstance(m, FSDPModule)):
         for group in fully_shard.state(module)._fsdp_param_groups:  # type: ignore[attr-defined]
