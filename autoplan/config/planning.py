@@ -1,4 +1,4 @@
-"""What a search takes for good enough: how sure a plan must be to fit, and which plans count as equally fast.
+"""The tolerances of a search: how sure a plan must be to fit, and which plans count as equally fast.
 
 Both are settings of `plan`, `whatif` and `capacity`, on the command line and in Python under the same names.
 """
