@@ -75,6 +75,7 @@ def plan(
     async_tp: bool | str = False,
     verify: bool | str = True,
     time_limit_s: float = 60.0,
+    gap: float | None = None,
     top: int = 1,
 ) -> Plan:
     """Plan how to train `model` on `cluster`, which need not be this machine. Needs no processes and no devices.
@@ -93,6 +94,8 @@ def plan(
         compile: True: blocks run through torch.compile; False: no; 'auto': on CUDA, if that has the lower price.
         async_tp: as `parallelize` takes it.
         time_limit_s: after this time the best plan so far is returned.
+        gap: the search ends when no plan can have a step shorter by more than this share; None: 0.01, or 0.05 for a
+            model with experts; 0: it proves the best.
         top: how many plans are searched; the others are in the text of the plan (`alternatives`) and its figures.
 
     Returns:
@@ -130,6 +133,7 @@ def plan(
             executed=True,
             target_len=target_len or task.target_len,
             time_limit_s=time_limit_s,
+            gap=gap,
             top=top,
         )
         return planned(request, task.name, cluster if isinstance(cluster, str) else None)
@@ -330,6 +334,7 @@ def asked_of(request: PlanRequest, name: str | None, cluster: str | None) -> dic
         "pin": plain(dict(request.pins)) or None,
         "memory_risk": request.memory_risk,
         "equal_within": request.equal_within,
+        "gap": request.gap,
         "runnable": request.executed or None,
         **{n: v for n, v in option_data(request.options).items() if v != usual[n]},
     }

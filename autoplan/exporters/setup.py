@@ -16,7 +16,7 @@ from autoplan.config.parallel import Dispatcher, Mode, ParallelConfig, RunOption
 from autoplan.config.recompute import FULL, NONE, read_recompute
 from autoplan.config.settings import VARIED_SETTINGS
 from autoplan.program.facts import expert_counts, latent_attention, layer_calls
-from autoplan.search.layouts import PlanRequest
+from autoplan.search.request import PlanRequest
 
 # A configuration without these would be another one: an export that cannot write them is refused.
 ESSENTIAL = (

@@ -24,8 +24,9 @@ from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.facts import pipeline_units, stage_calls
 from autoplan.program.parallel_dims import ParallelDims
 from autoplan.program.problem import IntraProblem, Selection, evaluate_selection
-from autoplan.search.layouts import PlanRequest, cut_of, layout_problem
+from autoplan.search.layouts import cut_of, layout_problem
 from autoplan.search.planner import estimate_config
+from autoplan.search.request import PlanRequest
 
 
 def layouts_of(plan: Plan, graph: ModelGraph) -> Layouts:

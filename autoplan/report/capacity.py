@@ -16,6 +16,7 @@ from autoplan.cost_models.whole_run import Run
 from autoplan.plans.document import plain
 from autoplan.report import data
 from autoplan.report.text import graph_notes, paragraph, plain_table, prices, run_cells
+from autoplan.search.certificate import Status
 from autoplan.sweeps.capacity import CapacityTask, Cell, cell_row
 from autoplan.sweeps.label import plan_label
 from autoplan.sweeps.whatif import RunTask, notes, run_of
@@ -98,7 +99,8 @@ def _plan_columns(cell: Cell, run: Run | None, marks: dict[str, int]) -> list[st
     words = [plan_label(point.planned.config, e)]
     c = point.certificate
     if c is not None and c.status != "complete":
-        words.append(f"({c.status}, gap {numbers.percent(c.gap)})")
+        near = c.status == Status.NEAR
+        words.append(f"({'' if near else f'{c.status}, '}gap {numbers.percent(c.gap)})")
     words += [f"[{marks.setdefault(note, len(marks) + 1)}]" for note in notes(point, cell.run)]
     return [
         numbers.digits(e.step_time_s.mid),

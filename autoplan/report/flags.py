@@ -15,6 +15,7 @@ import typer
 from autoplan.config.choice import Choice, Written, choices_of
 from autoplan.config.choices import plain_option, text_of
 from autoplan.config.parallel import ParallelConfig, RunOptions
+from autoplan.config.planning import DENSE_GAP, EXPERTS_GAP
 from autoplan.config.settings import setting
 from autoplan.errors import PinError
 from autoplan.report.written import WrittenPlan, find_written
@@ -69,6 +70,14 @@ EqualWithin = Annotated[
         "--equal-within",
         help="Plans within this share of the fastest step count as equal, and the simplest of them is taken; 0 takes "
         "the fastest.",
+    ),
+]
+Gap = Annotated[
+    float | None,
+    typer.Option(
+        "--gap",
+        help="The search ends when no plan can have a step shorter by more than this share; 0 proves the best.",
+        show_default=f"{DENSE_GAP}, with experts {EXPERTS_GAP}",
     ),
 ]
 CHOSEN: Mapping[str, Any] = {}  # the default of a parameter that takes several choices

@@ -69,11 +69,12 @@ def read_request(
     runnable: bool = False,
     memory_risk: float = DEFAULT_RISK,
     equal_within: float = EQUAL_WITHIN,
+    gap: float | None = None,
 ) -> PlanRequest:
     """Return the request. Everything else is read and checked before the model is loaded, which may take long."""
     if not math.isfinite(time_limit):
         raise PinError(f"--time-limit {time_limit} must be a finite number of at least 1")
-    check_planning(memory_risk, equal_within)
+    check_planning(memory_risk, equal_within, gap)
     where = Cluster.parse(task.cluster)
     like = None
     if task.like is not None:
@@ -107,6 +108,7 @@ def read_request(
         time_limit_s=time_limit,
         memory_risk=memory_risk,
         equal_within=equal_within,
+        gap=gap,
         executed=runnable,
         target_len=None if task.target_len is None else read_count(task.target_len, "--target-len"),
         like=like,

@@ -35,7 +35,7 @@ from autoplan.report.text import (
     with_span,
 )
 from autoplan.report.words import value_text
-from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchResult
+from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchResult, Status
 from autoplan.sweeps.explain import Setting
 from autoplan.sweeps.label import plan_label
 from autoplan.sweeps.whatif import STEP_ONLY, RunTask, run_of
@@ -150,6 +150,8 @@ def verdict(c: Certificate, result: SearchResult) -> str:
     among = f"the best of {c.considered:,} candidates"
     if c.gap <= _PROVED:
         return f"proved {among}{simplest}"
+    if c.status == Status.NEAR:
+        return f"proved to be within {numbers.percent(c.gap)} of {among}{simplest}"
     undecided = f", {c.open:,} undecided" if c.open else ""
     found = f"the best found among {c.considered:,} candidates{undecided} ({c.status}){simplest}"
     if c.gap >= _SAYS_LITTLE:

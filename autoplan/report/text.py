@@ -28,7 +28,7 @@ from autoplan.program.facts import layer_calls
 from autoplan.program.legality import not_executed
 from autoplan.report.arguments import imbalance_of
 from autoplan.report.commands import estimate_command, plan_command, whatif_command, wrapped
-from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchResult
+from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchResult, Status
 from autoplan.sweeps.label import evidence_label, plan_label
 from autoplan.sweeps.whatif import STEP_ONLY, RunTask, batch_warning, run_of
 
@@ -395,6 +395,12 @@ def run_cells(run: Run | None) -> list[str]:
     ]
 
 
+def _title(c: Certificate) -> str:
+    if c.stopped_far:
+        return "BEST KNOWN, not proved:"
+    return f"WITHIN {numbers.percent(c.gap)} OF THE BEST:" if c.status == Status.NEAR and c.gap > _PROVED else "BEST"
+
+
 def proof_text(gap: float, intra_gap: float) -> str:
     """Say in words what a certificate proves. Both gaps are (found - bound) / found."""
     if gap >= 1:
@@ -542,7 +548,7 @@ def plan_text(
     best = result.plans[0]
     heading(out, request)
     evidence(out, request, best.estimate)
-    answer(out, "BEST KNOWN, not proved:" if result.certificate.stopped_far else "BEST", best, request, run)
+    answer(out, _title(result.certificate), best, request, run)
     memory_table(out, best.estimate)
     _breakdown(out, best.estimate)
     _ranking(out, result, request, run)

@@ -25,7 +25,8 @@ from autoplan.schedules.schedule import SCHEDULES, num_copies
 from autoplan.search import nearest
 from autoplan.search.cuts import Cutter
 from autoplan.search.interleaved_cuts import even_cuts, fastest
-from autoplan.search.layouts import CandidateLayout, LayoutCache, PlanRequest, check_task, no_layout
+from autoplan.search.layouts import CandidateLayout, LayoutCache, no_layout
+from autoplan.search.request import PlanRequest, check_task
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ or a YAML file (`autoplan capacity FILE.yaml`) with the same names. `models` to 
     time_limit_s: 60                            # of one search
     memory_risk: 0.05                           # accepted probability that a plan runs out of memory
     equal_within: 0.02                          # plans this close to the fastest are equal, the simplest is taken
+    gap: 0.01                                   # share of a step that a search may leave unproved
 
 Paths in a file are relative to its folder. Rows that do not fit or are illegal stay, with the reason.
 """
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _NEEDED = ("models", "clusters", "tokens", "seq_len", "global_batch_size")
-_PLANNING = {"memory_risk": DEFAULT_RISK, "equal_within": EQUAL_WITHIN}
+_PLANNING = {"memory_risk": DEFAULT_RISK, "equal_within": EQUAL_WITHIN, "gap": None}
 _LISTED = tuple(dict.fromkeys((*_NEEDED, *VARIED_SETTINGS)))  # one value or a list: rows are their product
 _OPTIONAL = (
     *(name for name in _LISTED if name not in _NEEDED),
@@ -106,6 +107,7 @@ class CapacityTask:
     time_limit_s: float
     memory_risk: float = DEFAULT_RISK
     equal_within: float = EQUAL_WITHIN
+    gap: float | None = None
     like: Like | None = None
 
     @property
@@ -223,7 +225,7 @@ def _time_limit(given: Mapping[str, Any], where: str) -> float:
     return float(limit)
 
 
-def _planning(given: Mapping[str, Any], where: str) -> dict[str, float]:
+def _planning(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     found = {name: given.get(name, default) for name, default in _PLANNING.items()}
     _read(where, lambda values: check_planning(**values), found)
     return found
@@ -319,6 +321,7 @@ def cells(task: CapacityTask, search: Callable[[PlanRequest], Any] = search_plan
             time_limit_s=task.time_limit_s,
             memory_risk=task.memory_risk,
             equal_within=task.equal_within,
+            gap=task.gap,
         )
         for point in points(base, vary, search):
             for tokens in task.tokens:
@@ -359,6 +362,7 @@ def capacity(
     time_limit_s: float = 60.0,
     memory_risk: float = DEFAULT_RISK,
     equal_within: float = EQUAL_WITHIN,
+    gap: float | None = None,
     like: str | None = None,
 ) -> pd.DataFrame:
     """Return the best plan of every model on every cluster, with the cost of its run, one row each.
@@ -380,6 +384,7 @@ def capacity(
         time_limit_s: Seconds for one search.
         memory_risk: The accepted probability that a plan runs out of memory.
         equal_within: Plans within this share of the fastest step are equal; the simplest is taken.
+        gap: A search ends when no plan can have a step shorter by more than this share; None: 0.01, 0.05 with experts.
         like: The stack that will run the plans, `megatron-bridge@26.08`; other arguments override it where they differ
             from their defaults.
 
@@ -410,6 +415,7 @@ def capacity(
             "time_limit_s": time_limit_s,
             "memory_risk": memory_risk,
             "equal_within": equal_within,
+            "gap": gap,
         },
         "capacity",
     )

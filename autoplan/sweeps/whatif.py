@@ -417,6 +417,7 @@ def whatif(
     time_limit_s: float = 60.0,
     memory_risk: float = DEFAULT_RISK,
     equal_within: float = EQUAL_WITHIN,
+    gap: float | None = None,
     assumptions: Mapping[str, float] | None = None,
     target_len: int | None = None,
     like: str | None = None,
@@ -436,6 +437,7 @@ def whatif(
         time_limit_s: Seconds for the search of one point.
         memory_risk: The accepted probability that a plan runs out of memory.
         equal_within: Plans within this share of the fastest step are equal; the simplest is taken.
+        gap: A search ends when no plan can have a step shorter by more than this share; None: 0.01, 0.05 with experts.
         assumptions: Assumptions of the whole run, by the names of `cost_models.whole_run.FIGURES`.
         target_len: Tokens per target sequence of an encoder-decoder; None: as seq_len.
         like: The stack that will run the plan, `megatron-bridge@26.08`; other arguments override it where they differ
@@ -476,6 +478,7 @@ def whatif(
         time_limit_s=time_limit_s,
         memory_risk=memory_risk,
         equal_within=equal_within,
+        gap=gap,
         target_len=target_len,
         like=like,
         adapters=None if beside is None else str(beside),

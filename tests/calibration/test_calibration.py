@@ -36,7 +36,7 @@ from autoplan.cost_models.time.estimate import Estimate
 from autoplan.errors import AutoplanError, PinError, ProfileError
 from autoplan.report.degrees import config_of
 from autoplan.search.estimate import estimate_config
-from autoplan.search.layouts import PlanRequest
+from autoplan.search.request import PlanRequest
 from experiments.published import calibrate as experiment
 from experiments.published import validate as validate_published
 from experiments.published.intervals import groups_table, interval, interval_text, macro, stored_intervals

@@ -26,7 +26,7 @@ from autoplan.cost_models.time.blocks import BlockPricer
 from autoplan.cost_models.time.price import Pricer
 from autoplan.errors import LayoutError, PinError
 from autoplan.search.estimate import estimate_config
-from autoplan.search.layouts import PlanRequest
+from autoplan.search.request import PlanRequest
 from experiments.kernels import collective_accuracy as tool
 from experiments.kernels.collective_fit import errors, fit
 from experiments.kernels.collective_rows import Sample, samples_of

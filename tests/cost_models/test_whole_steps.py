@@ -34,7 +34,7 @@ from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.program.workload import workload
 from autoplan.search.estimate import estimate_config
 from autoplan.search.intra import solve
-from autoplan.search.layouts import PlanRequest
+from autoplan.search.request import PlanRequest
 
 NODE = Cluster.parse("1x8xh100-sxm5-80gb")
 NODES = Cluster.parse("8x8xh100-sxm5-80gb")

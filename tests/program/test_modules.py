@@ -19,8 +19,8 @@ from autoplan.program.facts import ModelFacts
 from autoplan.program.megatron_modules import modules
 from autoplan.program.regions import Flow, Region
 from autoplan.search.estimate import Planned, estimate_config
-from autoplan.search.layouts import PlanRequest
 from autoplan.search.planner import search_plan
+from autoplan.search.request import PlanRequest
 from experiments.published.graphs import graph_of
 from experiments.published.rows import Kind, Shape
 

@@ -25,8 +25,8 @@ from autoplan.program.context_pins import combinations, legal_methods, neighbour
 from autoplan.program.parallel_dims import folds
 from autoplan.search.degrees import BEYOND
 from autoplan.search.estimate import estimate_config
-from autoplan.search.layouts import PlanRequest
 from autoplan.search.planner import SearchResult, search_plan
+from autoplan.search.request import PlanRequest
 from autoplan.search.space import LEAST_PART, space
 
 SEQ = 16
@@ -54,6 +54,7 @@ def request(devices: int, pins: Mapping[str, Any], kind: str = "mixtral", **sett
         precision="native",
         memory_risk=0.5,
         equal_within=0.0,
+        gap=0.0,
         executed=True,
     )
 

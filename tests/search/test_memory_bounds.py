@@ -16,7 +16,8 @@ from autoplan.cost_models.memory.least import LeastMemory
 from autoplan.cost_models.memory.ranks import fixed_need
 from autoplan.cost_models.memory.room import Room
 from autoplan.ir.graph import ModelGraph
-from autoplan.search.layouts import LayoutCache, PlanRequest, space_of
+from autoplan.search.layouts import LayoutCache
+from autoplan.search.request import PlanRequest, space_of
 
 SEQ = 16
 

@@ -16,8 +16,9 @@ from autoplan.cost_models.memory.ranks import MemoryModel
 from autoplan.errors import PinError
 from autoplan.search import planner
 from autoplan.search.estimate import estimate_config
-from autoplan.search.layouts import LayoutCache, offloaded, space_of
+from autoplan.search.layouts import LayoutCache
 from autoplan.search.planner import NothingFits, PlanRequest, SearchResult, search_plan
+from autoplan.search.request import offloaded, space_of
 
 ROOM = 1 << 40
 FAST, SLOW = 1e10, 1e8  # bytes per second to the host

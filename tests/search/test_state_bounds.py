@@ -16,7 +16,8 @@ from autoplan.cost_models.memory.room import Room
 from autoplan.search.cuts import Cutter
 from autoplan.search.group_bounds import group_key, step_bounds_s
 from autoplan.search.interleaved_cuts import ChunkCutter
-from autoplan.search.layouts import LayoutCache, PlanRequest, offloaded, space_of
+from autoplan.search.layouts import LayoutCache
+from autoplan.search.request import PlanRequest, offloaded, space_of
 
 CASES = [  # model, tp, mode, every which candidate
     ("llama-3.1-8b", 2, Mode.EAGER, 5),

@@ -100,7 +100,7 @@ def test_whatif_never_lets_a_profile_stand_for_other_hardware() -> None:
 
 
 def test_whatif_labels_and_ends_a_stopped_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    base = PlanRequest(load_model("gpt2"), Cluster.parse("1x4xh100-sxm5-80gb"), 1024, 16)
+    base = PlanRequest(load_model("gpt2"), Cluster.parse("1x4xh100-sxm5-80gb"), 1024, 16, gap=0.0)
     real = search_plan(base)
     for status, gap in (("stopped by time limit", 0.2), ("interrupted", 1.0)):
         result = replace(real, certificate=replace(real.certificate, status=status, gap=gap))

@@ -37,8 +37,8 @@ from autoplan.program.token_dispatch import travelled_bytes
 from autoplan.program.token_dispatch_layouts import with_token_dispatch
 from autoplan.runtime.experts import experts
 from autoplan.runtime.spec import evaluate_terms
-from autoplan.search.layouts import PlanRequest
 from autoplan.search.planner import search_plan
+from autoplan.search.request import PlanRequest
 from experiments.shared.default_plans import make_plan, read_pins
 
 SEQ = 16
@@ -168,6 +168,7 @@ def test_what_is_priced_is_what_the_program_does(cp: int, tp: int, ep: int, etp:
         precision="native",
         memory_risk=0.5,
         equal_within=0.0,
+        gap=0.0,
         executed=True,
     )
     found = search_plan(r)
