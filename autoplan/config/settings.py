@@ -19,7 +19,7 @@ def _precision(name: str, value: object) -> str | None:
     return None
 
 
-SETTINGS: tuple[Choice, ...] = (
+TASK_SETTINGS: tuple[Choice, ...] = (
     Choice(
         "seq_len",
         help="Tokens per sequence, in powers of 1024: 8k is 8,192, 1M is 1,048,576; default: that of the catalog "
@@ -72,8 +72,8 @@ SETTINGS: tuple[Choice, ...] = (
     ),
 )
 # The settings whose value a plan depends on, and that a sweep may vary
-VARIED_SETTINGS: tuple[str, ...] = tuple(record.name for record in SETTINGS if record.varied)
-_BY_NAME = {record.name: record for record in SETTINGS}
+VARIED_SETTINGS: tuple[str, ...] = tuple(record.name for record in TASK_SETTINGS if record.varied)
+_BY_NAME = {record.name: record for record in TASK_SETTINGS}
 
 
 def setting(name: str) -> Choice:

@@ -22,7 +22,7 @@ from autoplan.config.choices import CHOICES, PINS, options_of, read_mode
 from autoplan.config.numbers import Range, scaled
 from autoplan.config.parallel import Mode, RunOptions, precision_of
 from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN
-from autoplan.config.settings import SETTINGS
+from autoplan.config.settings import TASK_SETTINGS
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import OVERRIDES, Cluster
 from autoplan.cost_models.profile import Profile
@@ -50,14 +50,14 @@ if TYPE_CHECKING:
 TASK = {
     "device": "catalog id of the device, in the same nodes with what was given for them",
     "cluster": "a whole cluster",
-    **{record.name: record.varied for record in SETTINGS if record.varied},
+    **{record.name: record.varied for record in TASK_SETTINGS if record.varied},
 }
 VARIED: dict[str, str] = {**{n: o.what for n, o in OVERRIDES.items()}, **TASK, **{name: "pinned" for name in PINS}}
 INTERRUPTED = "interrupted"  # the status of a search that Ctrl-C ended, and of a point left without a plan
 _MOST_TOKENS = 1e30
 _MOST_POINTS = 10_000  # of one sweep; each takes a search of at least a tenth of a second
 # Types of values: words, lists of numbers, whole numbers; all others are numbers.
-_RECORDS = (*(record for record in SETTINGS if record.varied), *CHOICES)
+_RECORDS = (*(record for record in TASK_SETTINGS if record.varied), *CHOICES)
 TEXTS = ("device", "cluster", *(c.name for c in _RECORDS if c.written is Written.WORD))
 LISTS = tuple(c.name for c in CHOICES if c.written is Written.LIST)
 WHOLE_NUMBERS = ("nodes", "devices_per_node", *(c.name for c in _RECORDS if c.written is Written.COUNT))

@@ -9,7 +9,7 @@ import pytest
 
 from autoplan.catalog import load_model
 from autoplan.config.parallel import Mode
-from autoplan.config.settings import SETTINGS, VARIED_SETTINGS, check_setting, setting
+from autoplan.config.settings import TASK_SETTINGS, VARIED_SETTINGS, check_setting, setting
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.exporters.setup import SETUP_NAMES
@@ -20,7 +20,7 @@ from autoplan.sweeps.capacity import CapacityTask, task_of
 from autoplan.sweeps.whatif import RANGES, VARIED, check_varied
 
 
-@pytest.mark.parametrize("name", [record.name for record in SETTINGS])
+@pytest.mark.parametrize("name", [record.name for record in TASK_SETTINGS])
 def test_the_command_line_has_the_flags_of_the_record(name: str) -> None:
     # of an option in Annotated, typer keeps the first flag as its default until it makes the command
     option = typing.get_args(typing.get_type_hints(TaskWords, include_extras=True)[name])[1]
