@@ -21,6 +21,7 @@ from autoplan.runtime.compiled import compile_blocks
 from autoplan.runtime.compression import Compression
 from autoplan.runtime.evaluate import Waves, only_trains
 from autoplan.runtime.failure import guard, guarded
+from autoplan.runtime.given_module import GivenModule
 from autoplan.runtime.host_memory import give_back_freed_memory
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model_state import ModelState
@@ -106,13 +107,15 @@ class ParallelModel(StateMethods):
         async_tp: bool = False,
         gradient_compression: Compression | None = None,
     ) -> None:
-        self.spec, self.source = spec, dict(sources)
+        self.spec: ProgramSpec = spec
+        self.source: dict[str, str] = dict(sources)
         self.plan: Any = None  # a Plan, whose class the runtime does not know
-        self.exporter = None
-        self.given = None
-        self.num_micro_batches, self.device = num_micro_batches, torch.device(device)
-        self.progress = TrainingProgress(seed)
-        self.mesh = mesh or AxisMesh(spec.axes, dict(spec.groups), device_type=self.device.type)
+        self.exporter: Any = None
+        self.given: GivenModule | None = None
+        self.num_micro_batches: int = num_micro_batches
+        self.device: torch.device = torch.device(device)
+        self.progress: TrainingProgress = TrainingProgress(seed)
+        self.mesh: AxisMesh = mesh or AxisMesh(spec.axes, dict(spec.groups), device_type=self.device.type)
         self._replicas = Replicas(spec, self.mesh)
         self.data_rank, self.data_world = self._coordinate("dp"), self.mesh.size("dp")
         self._specs = {s.index: s for s in spec.stages_of(self._coordinate("pp"))}
@@ -120,11 +123,12 @@ class ParallelModel(StateMethods):
         self._given = dtypes_of(parameters)
         double = torch.float64 in self._given.values()
         self._loss_dtype = dtype or (torch.float64 if double else torch.float32)
-        self.precision = MixedPrecision.of(spec)
+        self.precision: MixedPrecision | None = MixedPrecision.of(spec)
         check_precision(spec, self.precision, dtype, gradient_compression)
-        self._num_evaluations, self.training = 0, True
-        self.folder = folder or temporary_folder(self)
-        self.stages = {index: self._build(mine, buffers) for index, mine in self._specs.items()}
+        self._num_evaluations = 0
+        self.training: bool = True
+        self.folder: Path = folder or temporary_folder(self)
+        self.stages: dict[int, nn.Module] = {index: self._build(mine, buffers) for index, mine in self._specs.items()}
         if compile is not None:
             hidden = [self.mesh.group("tp")] if async_tp and self.mesh.size("tp") > 1 else ()
             for stage in self.stages.values():

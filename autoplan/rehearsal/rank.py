@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from autoplan.errors import RehearsalError
 from autoplan.plans.folder import ProgramFolder
@@ -165,6 +166,7 @@ def _observed(folder: ProgramFolder, mesh: AxisMesh, rank: int, lengths: Mapping
             folder=folder.path if folder.path.is_dir() else None,
             mesh=mesh,
         )
+        _keep_padding(model)
         del whole, buffers
         gc.collect()
         size = config.micro_batch_size * count
@@ -202,6 +204,17 @@ def _observed(folder: ProgramFolder, mesh: AxisMesh, rank: int, lengths: Mapping
             collectives=collectives,
             seconds=time.perf_counter() - start,
         )
+
+
+def _keep_padding(model: ParallelModel) -> None:
+    """Do not let the first forward pad shards again.
+
+    `fully_shard` compares addresses there to see that a shard is still the one that it has padded, and fake tensors
+    have none: an uneven shard would be held twice.
+    """
+    for module in (m for stage in model.stages.values() for m in stage.modules() if isinstance(m, FSDPModule)):
+        for group in fully_shard.state(module)._fsdp_param_groups:  # type: ignore[attr-defined]
+            group._reset_sharded_params = True
 
 
 def _bytes_of(optimizer: torch.optim.Optimizer) -> int:

@@ -76,7 +76,9 @@ class Saving:
     """A checkpoint that is being written, or was."""
 
     def __init__(self, step: int, folder: Path, future: Future[None]) -> None:
-        self.step, self.folder, self._future = step, folder, future
+        self.step: int = step
+        self.folder: Path = folder
+        self._future = future
 
     def done(self) -> bool:
         """Return True if it was written on this rank, or failed."""

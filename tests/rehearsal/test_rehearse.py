@@ -164,3 +164,10 @@ def test_the_command_says_what_differs(folder: Path, tmp_path: Path) -> None:
     result = run("rehearse", str(bad), "--ranks", "0")
     assert result.exit_code == 2 and "DIFFERS: all_reduce over tp" in result.stdout
     assert "rank 0: all_reduce over tp" in result.stderr
+
+
+def test_an_uneven_shard_is_held_once() -> None:
+    """50,257 rows over 4 ranks: the last has a shorter shard, and a peak like the first's."""
+    case = ("gpt2", "1x4xh100-sxm5-80gb", 256, 4, {"dp": 4, "zero_stage": 3, "num_micro_batches": 1}, "0,last")
+    first, last = (r.peak_bytes for r in autoplan.rehearse(plan_of(case), case[-1], check=False).ranks)
+    assert abs(first - last) < 10 * 2**20  # the shard has 39 MB in float32

@@ -50,6 +50,7 @@ def test_every_file_has_the_mesh_of_the_plan(to: str, plan: Path, tmp_path: Path
     elif to == "ray":
         ast.parse(text)
         assert "num_workers=16, use_gpu=True" in text and "max_failures=7" in text and repr(WORDS) in text
+        assert text.index('"RAY_CHDIR_TO_TRIAL_DIR"] = "0"') < text.index("TorchTrainer(\n")  # read by its fit()
     else:
         YAML[to](yaml.safe_load(text))
 
