@@ -137,7 +137,7 @@ class Recomputed:
 
 
 class Gathered(Enum):
-    """What happens to the parameters that ZeRO 3 gathers for a forward."""
+    """The fate of parameters that ZeRO 3 gathers for a forward: freed, kept, or gathered again."""
 
     TWICE = "twice"  # freed, and gathered a second time for the backward
     LAST = "last"  # of the last block of the model: kept if its backward follows directly

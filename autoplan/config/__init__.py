@@ -4,6 +4,7 @@
 `mesh`: the device grid of a configuration: its axes, groups and communicators.
 `choice`: `Choice`, the record of one choice.
 `choices`: reading and writing choices as data, command-line words and labels.
+`settings`: the settings of a task beside its plan: lengths, batch, precision, mode, profile.
 `pins`: `Pins`, the choices that the user fixed.
 `recompute`: the kinds of recompute and how they are written.
 `offload`: the kinds of data that can be offloaded to the host.

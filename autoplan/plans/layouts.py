@@ -127,8 +127,8 @@ def solved_again(plan: Plan, request: PlanRequest) -> tuple[Plan, Layouts]:
     return replace(made, compiled=plan.compiled, document=plan.document), layouts
 
 
-def open_layouts(plan: Plan) -> None:
-    """Raise InfeasibleError if nothing can run a plan without layouts: parts of it have a price only."""
+def check_executed(plan: Plan) -> None:
+    """Raise InfeasibleError if parts of a plan have a price only, as the rules of legality said when it was made."""
     priced = plan.document.get("priced_not_executed") or []
     if priced:
         raise InfeasibleError(

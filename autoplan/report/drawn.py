@@ -1,4 +1,4 @@
-"""What a report draws beside the JSON answer of a command: mesh, events, other plans, sensitivity, exports, sources."""
+"""Figures of a report that a JSON answer does not hold: mesh, events, other plans, sensitivity, exports, sources."""
 
 from __future__ import annotations
 
