@@ -61,7 +61,7 @@ from autoplan.verify.door import check_verify
 if TYPE_CHECKING:
     from autoplan.profiler.ops import MeasureTask as ProfilerTask
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 _BACKEND = "inductor"
 
 
@@ -485,7 +485,7 @@ def _machine_profile(
 _PROFILE_BUDGET_S = 60.0
 
 
-def _agree(work: Callable[[], T], what: str) -> T:
+def _agree(work: Callable[[], _T], what: str) -> _T:
     """Run `work` on rank 0; return its result, or raise its error, on every rank. `what`: shown to waiting ranks."""
     box: list[Any] = [None]
     failure: Exception | None = None
@@ -503,13 +503,13 @@ def _agree(work: Callable[[], T], what: str) -> T:
         raise agreed(failure)
     if isinstance(box[0], AutoplanError):
         raise box[0]
-    result: T = box[0]
+    result: _T = box[0]
     return result
 
 
-def _on_first(work: Callable[[], T], what: str) -> T | None:
+def _on_first(work: Callable[[], _T], what: str) -> _T | None:
     """Run `work` on rank 0 and return its result there, None on the others. Its error is raised on every rank."""
-    kept: list[T] = []
+    kept: list[_T] = []
     _agree(lambda: kept.append(work()), what)
     return kept[0] if kept else None
 

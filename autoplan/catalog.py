@@ -1,7 +1,7 @@
 """Models by name, without torch: `load_model("llama-3.1-70b")` reads a graph that was captured before.
 
     load_model("llama-3.1-70b")              # shipped with the package; loads no torch
-    load_model("meta-llama/Llama-3.1-70B")   # the same, as people write it (`named`)
+    load_model("meta-llama/Llama-3.1-70B")   # the same, as people write it (`shipped_name`)
     load_model("path/to/config.json")        # a Hugging Face config: captured on fake tensors, then cached
     load_model("my_package.models:make_gpt") # a function that returns a module (and its example inputs, loss)
 
@@ -30,7 +30,7 @@ from typing import Any
 from autoplan.errors import AutoplanError, CaptureError, GraphError
 from autoplan.files import write_whole
 from autoplan.ir.graph import ModelGraph
-from autoplan.names import matching, one_of, plain
+from autoplan.names import matching, one_of, plain_name
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import nodes_with
 
@@ -89,9 +89,9 @@ def load_model(text: str) -> ModelGraph:
     """Return the graph of a model.
 
     Args:
-        text: one of three forms. A name of the catalog as people write it (`named`; loads no torch). The path of a
-            Hugging Face `config.json` or of its folder. Or `package.module:factory`, a function without arguments that
-            returns a module, `(module, example_inputs)` or `(module, example_inputs, loss_fn)`.
+        text: one of three forms. A name of the catalog as people write it (`shipped_name`; loads no torch). The path of
+            a Hugging Face `config.json` or of its folder. Or `package.module:factory`, a function without arguments
+            that returns a module, `(module, example_inputs)` or `(module, example_inputs, loss_fn)`.
 
     Raises:
         AutoplanError: names the candidates, the nearest names, the missing file, the problem of the factory, or the op
@@ -111,10 +111,10 @@ def load_model(text: str) -> ModelGraph:
         from autoplan.capture.source import load_factory
 
         return load_factory(text)
-    return _shipped(named(text))[0]
+    return _shipped(shipped_name(text))[0]
 
 
-def named(text: str) -> str:
+def shipped_name(text: str) -> str:
     """Return the name of the shipped model that `text` means.
 
     It may be a name in any case, a unique beginning of one (`llama-3.1-8`), or the name of its repository, with or
@@ -124,7 +124,7 @@ def named(text: str) -> str:
         AutoplanError: lists the candidates if it may mean several models, else the nearest names.
     """
     known = names()
-    written = plain(text.strip("/").rsplit("/", 1)[-1])
+    written = plain_name(text.strip("/").rsplit("/", 1)[-1])
     found = matching(text, known) or matching(written, known)
     if not found:
         bare = _without_weights(written)
@@ -140,11 +140,11 @@ def usual_run(text: str) -> Usual | None:
     """Return the usual run of a catalog model; None for a file, a factory, and a model without one.
 
     Raises:
-        AutoplanError: for another name than `named` reads.
+        AutoplanError: for another name than `shipped_name` reads.
     """
     if ":" in text or text.endswith(".json") or Path(text).is_dir():
         return None
-    file = resources.files("autoplan.profiles") / "model_configs" / f"{named(text)}.json"
+    file = resources.files("autoplan.profiles") / "model_configs" / f"{shipped_name(text)}.json"
     said = json.loads(file.read_text()).get("usual")
     return None if said is None else Usual(**said)
 
@@ -158,7 +158,7 @@ def _written_forms() -> dict[str, tuple[str, ...]]:
     found = {}
     for name, config in configs().items():
         repository = re.match(r"https://huggingface\.co/[^/]+/([^/]+)", config["source"])
-        found[name] = (name, *([_without_weights(plain(repository.group(1)))] if repository else []))
+        found[name] = (name, *([_without_weights(plain_name(repository.group(1)))] if repository else []))
     return found
 
 
@@ -166,9 +166,9 @@ def describe_model(text: str) -> Description:
     """Return the dimensions of a shipped model, read off its graph.
 
     Raises:
-        AutoplanError: for another name than `named` reads.
+        AutoplanError: for another name than `shipped_name` reads.
     """
-    name = named(text)
+    name = shipped_name(text)
     graph, source = _shipped(name)
     return description(graph, name, source)
 
@@ -260,7 +260,7 @@ def configs() -> dict[str, dict[str, Any]]:
     }
 
 
-def captured(name: str) -> ModelGraph:
+def capture_catalog_model(name: str) -> ModelGraph:
     """Capture a catalog model from its config. Raises AutoplanError for an unknown name."""
     from autoplan.capture.source import graph_of_config
 
@@ -272,7 +272,7 @@ def captured(name: str) -> ModelGraph:
 
 
 def _write(name: str, folder: Path) -> Path:
-    graph = captured(name)
+    graph = capture_catalog_model(name)
     stored = {"content_hash": graph.content_hash, "graph": graph.to_json(), "source": configs()[name]["source"]}
     data = gzip.compress(json.dumps(stored, sort_keys=True).encode(), 9, mtime=0)  # no time: equal graphs, equal bytes
     folder.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,7 @@ from autoplan.report.flags import (
     EqualWithin,
     FileFormat,
     FromFile,
+    Gap,
     MemoryRisk,
     PinTexts,
     ProfileName,
@@ -159,6 +160,7 @@ def plan(
     time_limit: TimeLimit = 60.0,
     memory_risk: MemoryRisk = DEFAULT_RISK,
     equal_within: EqualWithin = EQUAL_WITHIN,
+    gap: Gap = None,
     runnable: Runnable = False,
     verbose: Annotated[
         bool,
@@ -170,7 +172,7 @@ def plan(
     """The best plan that fits, with its certificate: of equally fast ones the simplest."""
     from autoplan.report.answers import Shown, answer_plan
 
-    limits = {"memory_risk": memory_risk, "equal_within": equal_within, "time_limit": time_limit}
+    limits = {"memory_risk": memory_risk, "equal_within": equal_within, "gap": gap, "time_limit": time_limit}
     answer_plan(task, pin, by_kind, Shown(as_json, verbose, report), top=top, runnable=runnable, **limits)
 
 
@@ -231,6 +233,7 @@ def check(
     out: Annotated[Path | None, typer.Option(help="Write the better plan to this file, for autoplan export.")] = None,
     memory_risk: MemoryRisk = DEFAULT_RISK,
     equal_within: EqualWithin = EQUAL_WITHIN,
+    gap: Gap = None,
     as_json: AsJson = False,
 ) -> None:
     """Is the input of another framework legal, does it fit, how long is a step, and is there a better plan?
@@ -239,7 +242,7 @@ def check(
     """
     from autoplan.report.check import check_command
 
-    how = {"memory_risk": memory_risk, "equal_within": equal_within}
+    how = {"memory_risk": memory_risk, "equal_within": equal_within, "gap": gap}
     if code := check_command(task, degrees, pin or (), seconds if better else None, out, as_json, how):
         raise typer.Exit(code)
 
@@ -265,6 +268,7 @@ def explain_plan(
     time_limit: TimeLimit = 60.0,
     memory_risk: MemoryRisk = DEFAULT_RISK,
     equal_within: EqualWithin = EQUAL_WITHIN,
+    gap: Gap = None,
     runnable: Runnable = False,
     report: ReportPath = None,
     as_json: AsJson = False,
@@ -284,6 +288,7 @@ def explain_plan(
         runnable=runnable,
         memory_risk=memory_risk,
         equal_within=equal_within,
+        gap=gap,
     )
     asked = {"only": only or (), "every_value": every_value, "settings": settings, "front": pareto}
     explain_command(task, request, vs, seconds, as_json, report, **asked)
@@ -308,6 +313,7 @@ def whatif(
     time_limit: TimeLimit = 60.0,
     memory_risk: MemoryRisk = DEFAULT_RISK,
     equal_within: EqualWithin = EQUAL_WITHIN,
+    gap: Gap = None,
     csv: CsvPath = None,
     report: ReportPath = None,
     as_json: AsJson = False,
@@ -315,7 +321,7 @@ def whatif(
     """Plan every point of a sweep."""
     from autoplan.report.answers import Shown, answer_whatif
 
-    limits = {"memory_risk": memory_risk, "equal_within": equal_within, "time_limit": time_limit}
+    limits = {"memory_risk": memory_risk, "equal_within": equal_within, "gap": gap, "time_limit": time_limit}
     _end_sweep(*answer_whatif(task, vary, pin, csv, Shown(as_json, report=report), **limits))
 
 
@@ -374,6 +380,7 @@ def size_run(
     seconds: Annotated[float, typer.Option("--seconds", help="Time limit of the search at one size.", min=1)] = 30.0,
     memory_risk: MemoryRisk = DEFAULT_RISK,
     equal_within: EqualWithin = EQUAL_WITHIN,
+    gap: Gap = None,
     report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
@@ -391,6 +398,7 @@ def size_run(
         report,
         memory_risk=memory_risk,
         equal_within=equal_within,
+        gap=gap,
     )
     if code:
         raise typer.Exit(code)
@@ -482,9 +490,9 @@ def compare(
     """A plan's prediction beside the steps that were run."""
     from autoplan.plans.record import Plan
     from autoplan.report import measured, traced
-    from autoplan.report.html import check_report, write_report
+    from autoplan.report.html import check_report_path, write_report
 
-    check_report(report)
+    check_report_path(report)
     given = Plan.read(plan)
     found = traced.compare_trace(given, log) if traced.is_trace(log) else measured.compare(given, log)
     if timeline is not None:

@@ -23,7 +23,7 @@ from torch import nn
 from autoplan.errors import DeviceError
 from autoplan.runtime import private
 from autoplan.runtime.agree import agreed, listed, ranks_text
-from autoplan.runtime.failure import exchange, give_back_at_exit, init_process_group, timeout_of, watch
+from autoplan.runtime.failure import exchange_texts, give_back_at_exit, init_process_group, timeout_of, watch
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # backends of the group that is made here, by device type
 # Variables with a rank's number on its host: torchrun, Slurm, Open MPI, MPICH and Intel MPI.
@@ -36,7 +36,7 @@ _KEY = "autoplan/device"
 
 @dataclass(frozen=True)
 class Sight:
-    """What one process sees.
+    """The devices that one process sees.
 
     Attributes:
         num_gpus: number of GPUs visible to it.
@@ -66,7 +66,7 @@ class Sight:
 
     @property
     def shown(self) -> str:
-        """How many GPUs the process sees, and the variable that hides others."""
+        """The number of GPUs that the process sees, and the variable that hides others, in words."""
         hidden = (self.environment or {}).get(VISIBLE)
         text = "no GPU" if not self.num_gpus else f"{self.num_gpus} GPU{'s' if self.num_gpus > 1 else ''}"
         return f"the process sees {text}" + ("" if hidden is None else f" ({VISIBLE}={hidden!r})")
@@ -318,6 +318,6 @@ def _meet(
     if job.world > 1:
         turn = job.store.add(f"{_KEY}/calls/{job.rank}", 1)  # the first call of every rank meets the others' first
         timeout = timeout_of(timeout_s).total_seconds()
-        texts = exchange(*job, f"{_KEY}/{turn}", json.dumps(vars(mine)), timeout)
+        texts = exchange_texts(*job, f"{_KEY}/{turn}", json.dumps(vars(mine)), timeout)
         places = [DevicePlace(**json.loads(text)) for text in texts]
     return settle(places, job.rank)

@@ -61,7 +61,8 @@ class PinError(AutoplanError):
 
     def __init__(self, message: str, names: Sequence[str] = (), suggestions: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(message)
-        self.names, self.suggestions = tuple(names), tuple(suggestions)
+        self.names: tuple[str, ...] = tuple(names)
+        self.suggestions: tuple[Mapping[str, Any], ...] = tuple(suggestions)
 
 
 class InfeasibleError(AutoplanError):

@@ -44,14 +44,14 @@ def write_whole(path: Path | str, data: str | bytes) -> None:
         raise
 
 
-class Written(NamedTuple):
-    """What a file holds: its size in bytes, and the SHA-256 of its content in hexadecimal digits."""
+class WrittenFile(NamedTuple):
+    """The fingerprint of a file: its size in bytes, and the SHA-256 of its content in hexadecimal digits."""
 
     num_bytes: int
     sha256: str
 
 
-def write_pieces(path: Path | str, pieces: Iterable[bytes | memoryview]) -> Written:
+def write_pieces(path: Path | str, pieces: Iterable[bytes | memoryview]) -> WrittenFile:
     """Write a file piece by piece, whole or not at all, and wait until it is on the disk. Raises OSError."""
     path = Path(path)
     digest, size = hashlib.sha256(), 0
@@ -70,17 +70,17 @@ def write_pieces(path: Path | str, pieces: Iterable[bytes | memoryview]) -> Writ
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise
-    return Written(size, digest.hexdigest())
+    return WrittenFile(size, digest.hexdigest())
 
 
-def digest_of(path: Path | str) -> Written:
+def digest_of(path: Path | str) -> WrittenFile:
     """Return what a file holds. Raises OSError."""
     digest, size = hashlib.sha256(), 0
     with Path(path).open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
             digest.update(piece)
             size += len(piece)
-    return Written(size, digest.hexdigest())
+    return WrittenFile(size, digest.hexdigest())
 
 
 _PIECE_BYTES = 1 << 24

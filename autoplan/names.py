@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def plain(text: str) -> str:
+def plain_name(text: str) -> str:
     """Return a name in lower case, with `-` for `_` and spaces."""
     return "-".join(text.lower().replace("_", " ").split())
 
 
 def matching(text: str, known: Iterable[str]) -> list[str]:
     """Return the names that `text` may mean, in the order of `known`; none if it means none of them."""
-    names, written = list(known), plain(text)
+    names, written = list(known), plain_name(text)
     if text in names:
         return [text]
-    same = [name for name in names if plain(name) == written]
-    return same or [name for name in names if written and plain(name).startswith(written)]
+    same = [name for name in names if plain_name(name) == written]
+    return same or [name for name in names if written and plain_name(name).startswith(written)]
 
 
 def one_of(candidates: Iterable[str]) -> str:

@@ -23,7 +23,7 @@ from autoplan.ir.graph import ModelGraph
 from autoplan.plans.differences import differences_text, graph_differences
 from autoplan.plans.document import graph_of_text, graph_text, plain
 from autoplan.plans.folder import buffer_texts, write_program
-from autoplan.plans.layouts import layouts_of, open_layouts, solved_again
+from autoplan.plans.layouts import check_executed, layouts_of, solved_again
 from autoplan.plans.record import Plan, searched_plan
 from autoplan.program.facts import Facts
 from autoplan.program.legality import check_pins
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from autoplan.capture.frontend.inputs import LossFn
 
 AUTO = "auto"
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Task:
+class CapturedModel:
     """A captured model, and the sizes of its example.
 
     Attributes:
@@ -75,6 +75,7 @@ def plan(
     async_tp: bool | str = False,
     verify: bool | str = True,
     time_limit_s: float = 60.0,
+    gap: float | None = None,
     top: int = 1,
 ) -> Plan:
     """Plan how to train `model` on `cluster`, which need not be this machine. Needs no processes and no devices.
@@ -93,6 +94,8 @@ def plan(
         compile: True: blocks run through torch.compile; False: no; 'auto': on CUDA, if that has the lower price.
         async_tp: as `parallelize` takes it.
         time_limit_s: after this time the best plan so far is returned.
+        gap: the search ends when no plan can have a step shorter by more than this share; None: 0.01, or 0.05 for a
+            model with experts; 0: it proves the best.
         top: how many plans are searched; the others are in the text of the plan (`alternatives`) and its figures.
 
     Returns:
@@ -130,6 +133,7 @@ def plan(
             executed=True,
             target_len=target_len or task.target_len,
             time_limit_s=time_limit_s,
+            gap=gap,
             top=top,
         )
         return planned(request, task.name, cluster if isinstance(cluster, str) else None)
@@ -191,7 +195,7 @@ def captured(
     loss_fn: LossFn | None,
     precision: str,
     verify: bool | str,
-) -> Task:
+) -> CapturedModel:
     """Return the graph of a model, and the sizes of its example. Loads no torch for a model of the catalog."""
     computed = executed_precision(precision).compute
     if isinstance(model, str):
@@ -201,7 +205,7 @@ def captured(
             raise CaptureError(f"the model {model!r} brings its example and its loss; give the module instead")
         graph = load_model(model)
         check_dtype(graph, computed, precision)
-        return Task(graph, model)
+        return CapturedModel(graph, model)
     import torch
 
     from autoplan.capture.frontend.inputs import check_arguments
@@ -215,7 +219,7 @@ def captured(
         model, example, loss_fn, None if computed is None else getattr(torch, computed), verify
     )
     seq_len, target_len = example_lengths(model, example)
-    return Task(graph, None, verified, seq_len, target_len, int(next(iter(example.values())).shape[0]))
+    return CapturedModel(graph, None, verified, seq_len, target_len, int(next(iter(example.values())).shape[0]))
 
 
 def examples(model: nn.Module, given: Mapping[str, torch.Tensor] | None) -> Mapping[str, torch.Tensor]:
@@ -330,6 +334,7 @@ def asked_of(request: PlanRequest, name: str | None, cluster: str | None) -> dic
         "pin": plain(dict(request.pins)) or None,
         "memory_risk": request.memory_risk,
         "equal_within": request.equal_within,
+        "gap": request.gap,
         "runnable": request.executed or None,
         **{n: v for n, v in option_data(request.options).items() if v != usual[n]},
     }
@@ -386,10 +391,10 @@ def plan_program(
     return plan, compile_program(graph, layouts)
 
 
-Way = tuple[bool, bool]  # how blocks run: compiled, and with async TP
+_Way = tuple[bool, bool]  # how blocks run: compiled, and with async TP
 
 
-def ways_to_run(compile: bool | str, async_tp: bool | str, device_type: str, compiles: bool) -> list[Way]:
+def ways_to_run(compile: bool | str, async_tp: bool | str, device_type: str, compiles: bool) -> list[_Way]:
     """Return how blocks may run, as pairs (compiled, async TP): one, or several where the price decides.
 
     Args:
@@ -410,7 +415,7 @@ def options_of_way(async_tp: bool) -> RunOptions:
     return RunOptions(overlap=frozenset({"tp"} if async_tp else ()))
 
 
-def cheapest_program(made: Callable[[bool, bool], tuple[Plan, T]], ways: Sequence[Way]) -> tuple[Plan, T]:
+def cheapest_program(made: Callable[[bool, bool], tuple[Plan, _T]], ways: Sequence[_Way]) -> tuple[Plan, _T]:
     """Return the program with the lowest price of a step, of `made(compiled, async_tp)` for all `ways`.
 
     Ways that cannot be planned are left out: pins such as regions of recompute do not allow compiled blocks, and some
@@ -447,13 +452,9 @@ def ready_plan(plan: Plan, graph: ModelGraph) -> tuple[Plan, Layouts]:
         LayoutError, PinError: the plan does not fit the graph, or its layouts are open and cannot be solved again.
     """
     _check_graph(plan, graph)
-    if plan.document.get("request", {}).get("mode") == Mode.FUSED:
-        raise PinError(
-            "the plan is one of fused kernels, which are priced, not executed; plan in mode eager or compiled"
-        )
+    check_executed(plan)
     if plan.layout:
         return plan, layouts_of(plan, graph)
-    open_layouts(plan)
     from autoplan.report.plan_file import PlanFile
     from autoplan.report.written import written_of
 

@@ -26,7 +26,7 @@ _MAX_EXPONENT = 50.0  # of Daly's model: beyond it a failure practically always 
 
 
 @dataclass(frozen=True)
-class Figure:
+class AssumptionRecord:
     """An assumption of a whole run: its meaning, default (None: not known), source and legal range."""
 
     what: str
@@ -39,8 +39,8 @@ def _assumed(low: float, mid: float, high: float) -> Quantity:
     return Quantity(low, mid, high, Tag.ASSUMED)
 
 
-FIGURES: dict[str, Figure] = {
-    "mtbf_device_days": Figure(
+FIGURES: dict[str, AssumptionRecord] = {
+    "mtbf_device_days": AssumptionRecord(
         "mean days until one device (with its share of host and network) stops the job",
         _assumed(567.0, 54 * 16384 / 419, 3419.0),
         "419 unexpected interruptions in 54 days on 16,384 H100 (Dubey et al., Llama 3, 2024, table 5); low: about 105 "
@@ -48,54 +48,54 @@ FIGURES: dict[str, Figure] = {
         "node-days of 8 A100 (Kokolis et al., 2025, cluster RSC-2)",
         Range(1e-3, 1e7, "days"),
     ),
-    "restart_s": Figure(
+    "restart_s": AssumptionRecord(
         "seconds from a failure until training goes on from the last checkpoint",
         _assumed(300.0, 600.0, 1800.0),
         "less than 10 minutes to detect and diagnose (Jiang et al., MegaScale, 2024); low and high are assumed: half, "
         "and 3 times as long",
         Range(0, 1e7, "s"),
     ),
-    "storage_gb_s": Figure(
+    "storage_gb_s": AssumptionRecord(
         "GB/s at which the whole cluster writes a checkpoint; training waits for it",
         None,  # scales with the cluster: _STORAGE_PER_DEVICE
         "2 TB/s sustained and 7 TB/s peak for 16,384 devices (Dubey et al., Llama 3, 2024, section 3.3.1), in "
         "proportion to the devices; low is assumed: a quarter",
         Range(1e-6, 1e9, "GB/s"),
     ),
-    "power_w": Figure(
+    "power_w": AssumptionRecord(
         "stated power of one device",
         None,  # the catalog's
         "data sheet of the device (hardware catalog)",
         Range(0, 1e6, "W"),
     ),
-    "busy_share": Figure(
+    "busy_share": AssumptionRecord(
         "share of a device's stated power that it draws while it computes",
         _assumed(0.7, 0.9, 1.0),
         "assumed; with host_share it gives the 7.8 kW (76 % of the rated 10.2 kW) of 8 x H100 that compute-bound "
         "training draws (Newkirk et al., 2025)",
         Range(0, 1),
     ),
-    "waiting_share": Figure(
+    "waiting_share": AssumptionRecord(
         "share of a device's stated power that it draws while it waits for others or for data",
         _assumed(0.2, 0.4, 0.7),
         "assumed: between an idle device and a busy one",
         Range(0, 1),
     ),
-    "host_share": Figure(
+    "host_share": AssumptionRecord(
         "power of host, network and fans per device, as a share of the device's stated power",
         _assumed(0.1, 0.48, 0.82),
         "low: 330 W per 300 W V100 in all (Patterson et al., 2021); high: 10.2 kW rated for 8 x 700 W (DGX "
         "H100 data sheet); middle: what the measured 7.8 kW leave (Newkirk et al., 2025)",
         Range(0, 100),
     ),
-    "pue": Figure(
+    "pue": AssumptionRecord(
         "power of the data centre per power of its computers",
         _assumed(1.09, 1.2, 1.56),
         "low: Google's fleet; middle: Jean Zay (Luccioni et al., BLOOM, 2023); high: mean of the industry (Uptime "
         "Institute survey, 2024)",
         Range(1, 10),
     ),
-    "usd_per_kwh": Figure(
+    "usd_per_kwh": AssumptionRecord(
         "price of electricity, for who pays it apart from the devices",
         None,
         "no default: it differs by site",
@@ -243,7 +243,7 @@ def whole_run(
         kwh = times(days, watts * (24 * cluster.num_devices / 1000))
         price = known.get("usd_per_kwh")
         usd_energy = None if price is None else times(kwh, price)
-    found = goodput(cluster, state_bytes, known)
+    found = goodput_of(cluster, state_bytes, known)
     if found is None:
         notes.append(_unknown_goodput(cluster, state_bytes))
     elif found.share.low <= 0:
@@ -306,7 +306,7 @@ def useful_share(interval_s: float, checkpoint_s: float, restart_s: float, mtbf_
     return interval_s / (mtbf_s * lost)
 
 
-def goodput(cluster: Cluster, state_bytes: float | None, assumptions: Assumptions) -> Goodput | None:
+def goodput_of(cluster: Cluster, state_bytes: float | None, assumptions: Assumptions) -> Goodput | None:
     """Return the share of useful time at the best checkpoint interval; None if the state or failure rate is not known.
 
     The low end combines frequent failures, slow storage and slow restarts; the high end the opposite.

@@ -105,7 +105,7 @@ def is_agreed(error: BaseException) -> bool:
 _MARK = "autoplan_agreed"
 
 
-class Difference(NamedTuple):
+class _Difference(NamedTuple):
     """The first entry in which a rank differs from rank 0; None stands for a missing entry."""
 
     rank: int
@@ -114,7 +114,7 @@ class Difference(NamedTuple):
     of_rank: str | int | None
 
 
-def first_difference(entries: Mapping[str, str | int], device: torch.device | str) -> Difference | None:
+def first_difference(entries: Mapping[str, str | int], device: torch.device | str) -> _Difference | None:
     """Compare entries over all ranks: one number is all-reduced, and the entries are sent only if it differs.
 
     Args:
@@ -136,7 +136,7 @@ def first_difference(entries: Mapping[str, str | int], device: torch.device | st
     for rank, theirs in enumerate(everybody):
         for name in dict.fromkeys([*first, *theirs]):
             if first.get(name) != theirs.get(name):
-                return Difference(rank, name, first.get(name), theirs.get(name))
+                return _Difference(rank, name, first.get(name), theirs.get(name))
     raise RuntimeError("digests of the ranks' entries differ, but no entry does")
 
 

@@ -26,7 +26,7 @@ class Route(Protocol):
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RowsByRank:
     """The way to the ranks of a group: numbers of rows by rank."""
 
     sent: list[int]

@@ -26,7 +26,7 @@ from torch.nn import functional
 from autoplan.runtime import expert_operators as operators
 from autoplan.runtime import expert_rows
 from autoplan.runtime.convert import as_constant_beside
-from autoplan.runtime.expert_exchange import Ranks, Route, count_rows
+from autoplan.runtime.expert_exchange import Route, RowsByRank, count_rows
 from autoplan.runtime.expert_forms import ExpertForm
 from autoplan.runtime.expert_products import IN_GRAPH, Groups, TracedGroups, by_expert, in_one_product, of_sources
 from autoplan.runtime.expert_rows import Chosen, Needs, by_token, of_tokens, of_weights
@@ -170,8 +170,8 @@ def _dispatched(
         chosen, there, parts, order, groups = operators.dispatch(index, num_local, group, several)
     else:
         found = count_rows(index, num_local, ranks, group, ways, several)
-        chosen, there = found.chosen, None if group is None else Ranks(found.sent, found.come, group)
-        parts = None if several is None else Ranks([sum(found.come)] * ways, found.parts, several)
+        chosen, there = found.chosen, None if group is None else RowsByRank(found.sent, found.come, group)
+        parts = None if several is None else RowsByRank([sum(found.come)] * ways, found.parts, several)
         order, groups = of_sources(found.theirs, found.known, num_local, in_one_product(hidden, gate_up, down))
     rows: torch.Tensor = _Spread.apply(hidden, taken, chosen, index.shape[1])  # type: ignore[no-untyped-call]
     if there is not None:

@@ -82,8 +82,8 @@ _GLOO_ADVICE = ". This is typically caused by"
 
 _ADDRESS = "autoplan/address"
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class RankFailure(RuntimeError):
@@ -197,7 +197,7 @@ def _exchange_addresses(state: Ranks) -> None:
     state.listener = Listener(host, state.answer, backlog=min(state.world, 1024))
     try:
         mine = state.listener.address.to_json()
-        texts = exchange(state.store, state.rank, state.world, f"{_ADDRESS}/{state.turn}", mine, state.timeout_s)
+        texts = exchange_texts(state.store, state.rank, state.world, f"{_ADDRESS}/{state.turn}", mine, state.timeout_s)
     except BaseException:
         state.listener.close()
         raise
@@ -206,7 +206,7 @@ def _exchange_addresses(state: Ranks) -> None:
     state.ask({r: state.addresses[r] for r in sorted(hosts.values())[:_HOSTS_TRIED]}, GRACE_S)
 
 
-def exchange(store: Any, rank: int, world: int, name: str, text: str, timeout_s: float) -> list[str | bytes]:
+def exchange_texts(store: Any, rank: int, world: int, name: str, text: str, timeout_s: float) -> list[str | bytes]:
     """Return every rank's text under `name`, in rank order, through a key-value store; needs no process group.
 
     Raises:
@@ -342,7 +342,7 @@ def _end_watch(state: Ranks) -> None:
 
 
 def _after_fork() -> None:
-    """In a forked child: close its copy of the parent's port, and never speak for the parent."""
+    """Close a forked child's copy of the parent's port; the child never speaks for the parent."""
     global _state
     if _state is not None and _state.listener is not None:
         _state.listener.drop()
@@ -419,12 +419,12 @@ def guard(
             raise
 
 
-def guarded(call: str, passing: tuple[type[Exception], ...] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def guarded(call: str, passing: tuple[type[Exception], ...] = ()) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Run every call of a function under ``guard(call=call, passing=passing)``."""
 
-    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
+    def decorate(fn: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(fn)
-        def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+        def inside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             with guard(call=call, passing=passing):
                 return fn(*args, **kwargs)
 

@@ -33,7 +33,7 @@ class GivenModule:
         memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers() if id(b) in kept}
         memo |= {id(b): (buffers or {})[n] for n, b in model.named_buffers() if b.is_meta and id(b) not in kept}
         self._form: nn.Module | None = None
-        self.reason = ""
+        self.reason: str = ""
         try:
             self._form = copy.deepcopy(model, memo)
         except Exception as exc:  # of anything that the user's module holds: a lock, an open file, a tensor of a graph

@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.files import temporary_folder, write_whole
 from autoplan.runtime.batch import Batches
-from autoplan.runtime.checkpoint.contents import Progress
+from autoplan.runtime.checkpoint.contents import TrainingProgress
 from autoplan.runtime.checkpoint.door import Checkpoints
 from autoplan.runtime.compiled import compile_blocks
 from autoplan.runtime.compression import Compression
 from autoplan.runtime.evaluate import Waves, only_trains
 from autoplan.runtime.failure import guard, guarded
+from autoplan.runtime.given_module import GivenModule
 from autoplan.runtime.host_memory import give_back_freed_memory
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model_state import ModelState
@@ -28,7 +29,7 @@ from autoplan.runtime.norm import scale_, square_sum
 from autoplan.runtime.offload import PARAMETERS, HostShards, check_offload
 from autoplan.runtime.optim import check_elementwise, guard_step, on_local_shards
 from autoplan.runtime.outputs import Each, Outputs, why_no_outputs
-from autoplan.runtime.param_groups import ParamGroups, grouped, settings_of
+from autoplan.runtime.param_groups import ParamGroups, grouped_parameters, settings_of
 from autoplan.runtime.params import (
     declare,
     fill,
@@ -59,7 +60,7 @@ class ParallelModel(StateMethods):
         spec: the program.
         sources: file name -> emitted text of every stage.
         parameters, buffers: full tensors by their original names (views are fine; only this rank's shards are copied),
-            or `autoplan.runtime.values.Values` of them: at most one block that ZeRO shards is whole at a time.
+            or `autoplan.runtime.values.MadeTensors` of them: at most one block that ZeRO shards is whole at a time.
         num_micro_batches: the number of equal parts into which `step` cuts this rank's batch.
         optimizer: `parameters -> Optimizer` (e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`), or None.
         param_groups: the optimizer's groups of parameters (`autoplan.runtime.param_groups`); None: one group.
@@ -106,13 +107,15 @@ class ParallelModel(StateMethods):
         async_tp: bool = False,
         gradient_compression: Compression | None = None,
     ) -> None:
-        self.spec, self.source = spec, dict(sources)
+        self.spec: ProgramSpec = spec
+        self.source: dict[str, str] = dict(sources)
         self.plan: Any = None  # a Plan, whose class the runtime does not know
-        self.exporter = None
-        self.given = None
-        self.num_micro_batches, self.device = num_micro_batches, torch.device(device)
-        self.progress = Progress(seed)
-        self.mesh = mesh or AxisMesh(spec.axes, dict(spec.groups), device_type=self.device.type)
+        self.exporter: Any = None
+        self.given: GivenModule | None = None
+        self.num_micro_batches: int = num_micro_batches
+        self.device: torch.device = torch.device(device)
+        self.progress: TrainingProgress = TrainingProgress(seed)
+        self.mesh: AxisMesh = mesh or AxisMesh(spec.axes, dict(spec.groups), device_type=self.device.type)
         self._replicas = Replicas(spec, self.mesh)
         self.data_rank, self.data_world = self._coordinate("dp"), self.mesh.size("dp")
         self._specs = {s.index: s for s in spec.stages_of(self._coordinate("pp"))}
@@ -120,11 +123,12 @@ class ParallelModel(StateMethods):
         self._given = dtypes_of(parameters)
         double = torch.float64 in self._given.values()
         self._loss_dtype = dtype or (torch.float64 if double else torch.float32)
-        self.precision = MixedPrecision.of(spec)
+        self.precision: MixedPrecision | None = MixedPrecision.of(spec)
         check_precision(spec, self.precision, dtype, gradient_compression)
-        self._num_evaluations, self.training = 0, True
-        self.folder = folder or temporary_folder(self)
-        self.stages = {index: self._build(mine, buffers) for index, mine in self._specs.items()}
+        self._num_evaluations = 0
+        self.training: bool = True
+        self.folder: Path = folder or temporary_folder(self)
+        self.stages: dict[int, nn.Module] = {index: self._build(mine, buffers) for index, mine in self._specs.items()}
         if compile is not None:
             hidden = [self.mesh.group("tp")] if async_tp and self.mesh.size("tp") > 1 else ()
             for stage in self.stages.values():
@@ -180,7 +184,7 @@ class ParallelModel(StateMethods):
             if groups is None:
                 return factory(given)
             every = {p.name: p.shape for stage in self.spec.stages for p in stage.params if p.trainable}
-            made: list[Any] = grouped(
+            made: list[Any] = grouped_parameters(
                 [s.name for s, _ in trained], given if trained else [], settings_of(groups, every)
             )
             return factory(made)

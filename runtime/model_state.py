@@ -19,14 +19,14 @@ from autoplan.runtime.offload import HostShards
 from autoplan.runtime.params import buffer_owner, local_of, shard_param, unshard
 from autoplan.runtime.shards import Shards
 from autoplan.runtime.spec import BufferSpec, ParamSpec, ProgramSpec
-from autoplan.runtime.state import IncompatibleKeys, check_state, like, updated_buffers
+from autoplan.runtime.state import IncompatibleKeys, check_state, gather_updated_buffers, like
 from autoplan.runtime.whole import CPU, broadcast_whole, of_shards, own_shard
 
 StoredDtype = Callable[[ParamSpec], torch.dtype]
 
 
 class ModelState:
-    """What a rank holds of a model's state.
+    """A rank's part of a model's state.
 
     Args:
         spec: the program. mesh: its mesh.
@@ -175,7 +175,7 @@ class ModelState:
             found: torch.Tensor = self.extra[name].to(CPU)
             return found
         only = {name: self.extra[name]}
-        return updated_buffers(self.spec, self.stages, only, self.mesh, self.dtype, self.device)[name]
+        return gather_updated_buffers(self.spec, self.stages, only, self.mesh, self.dtype, self.device)[name]
 
     def _rank_of_stage(self, index: int) -> int:
         return dist.get_global_rank(self.mesh.group("pp"), self.spec.rank_of(index))
@@ -187,7 +187,7 @@ class ModelState:
             for other in others:
                 out[other] = out[name]
         out |= {n: v.to(CPU) if isinstance(v, torch.Tensor) else v for n, v in self.extra.items()}
-        return {**out, **updated_buffers(self.spec, self.stages, self.extra, self.mesh, self.dtype, self.device)}
+        return {**out, **gather_updated_buffers(self.spec, self.stages, self.extra, self.mesh, self.dtype, self.device)}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> IncompatibleKeys:
         """Load full tensors by original name (a collective), as `ParallelModel.load_state_dict` says."""

@@ -42,7 +42,7 @@ OPTIMIZER, PARAMETERS = "optimizer", "parameters"
 # includes the first.
 STATE_OFFLOADS = (OPTIMIZER, PARAMETERS)
 
-HOST = torch.device("cpu")
+_HOST = torch.device("cpu")
 
 
 def check_offload(offload: Iterable[str]) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ def check_offload(offload: Iterable[str]) -> tuple[str, ...]:
 
 def on_host(x: torch.Tensor) -> torch.Tensor:
     """Return a copy on the host, pinned if `x` is on a GPU."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=x.device.type == "cuda")
+    out = torch.empty(x.shape, dtype=x.dtype, device=_HOST, pin_memory=x.device.type == "cuda")
     out.copy_(x)
     return out
 

@@ -1,4 +1,4 @@
-"""What the model returns besides the loss (logits), of an evaluation: whole tensors from the parts that ranks have.
+"""Outputs of an evaluation besides the loss (logits): whole tensors from the parts that ranks have.
 
 The stage that makes a result hands it out micro-batch by micro-batch. Its parts are put together over tensor and
 context parallelism, and given to `each` if the caller wants less than all of it. After the last micro-batch the rows go
@@ -23,8 +23,8 @@ from autoplan.runtime.program import Block
 from autoplan.runtime.spec import OutputSpec, ProgramSpec, evaluate_terms
 from autoplan.runtime.stage_inputs import MicroBatch, StageInputs
 
-Tensors = dict[str, torch.Tensor]
-Each = Callable[[Tensors], Mapping[str, torch.Tensor]]
+_Tensors = dict[str, torch.Tensor]
+Each = Callable[[_Tensors], Mapping[str, torch.Tensor]]
 ROWS = ("own", "all")
 
 
@@ -64,7 +64,7 @@ class Outputs:
         self._stages = stages
         last = max((o.stage for o in spec.outputs), default=0)
         self._wanted = [o for o in spec.outputs if each is None or o.stage == last]
-        self._parts: dict[int, list[Tensors]] = {}  # by stage, of every micro-batch
+        self._parts: dict[int, list[_Tensors]] = {}  # by stage, of every micro-batch
 
     @contextmanager
     def asked(self) -> Iterator[None]:
@@ -85,7 +85,7 @@ class Outputs:
 
     def take(self, stage: int, micro_batch: MicroBatch) -> None:
         """Put together what a stage made of a micro-batch. A collective of the ranks that hold the stage."""
-        part: Tensors = {}
+        part: _Tensors = {}
         for output in (o for o in self._wanted if o.stage == stage):
             kept = self._block(output).outputs
             assert kept is not None
@@ -93,7 +93,7 @@ class Outputs:
         if part:
             self._parts.setdefault(stage, []).append(part if self._each is None else self._reduced(part))
 
-    def _reduced(self, part: Tensors) -> Tensors:
+    def _reduced(self, part: _Tensors) -> _Tensors:
         assert self._each is not None
         found = self._each(part)
         if not isinstance(found, Mapping) or not all(isinstance(x, torch.Tensor) and x.dim() for x in found.values()):
@@ -126,10 +126,10 @@ class Outputs:
         dist.all_gather(parts, x, group=self._mesh.group(axis))
         return torch.cat(parts, dim)
 
-    def result(self, rows: str) -> Tensors:
+    def result(self, rows: str) -> _Tensors:
         """Return the outputs on every rank, by name. A collective over all ranks."""
         dims = {o.name: o.batch_dim for o in self._wanted} if self._each is None else {}
-        out: Tensors = {}
+        out: _Tensors = {}
         for parts in self._parts.values():
             out |= {name: torch.cat([part[name] for part in parts], dims.get(name, 0)) for name in parts[0]}
         if self._mesh.size("pp") > 1:
@@ -140,14 +140,14 @@ class Outputs:
             out = {name: self._all_rows(x, dims.get(name, 0)) for name, x in sorted(out.items())}
         return out
 
-    def _from_stage(self, mine: Tensors, home: int) -> Tensors:
+    def _from_stage(self, mine: _Tensors, home: int) -> _Tensors:
         """Return on every rank of the pipeline what its rank `home` has."""
         group = self._mesh.group("pp")
         source = dist.get_global_rank(group, home)
         here = self._mesh.coordinate("pp") == home
         form: list[Any] = [[(name, tuple(x.shape), x.dtype) for name, x in mine.items()] if here else None]
         dist.broadcast_object_list(form, src=source, group=group, device=self._device)
-        out: Tensors = {}
+        out: _Tensors = {}
         for name, shape, dtype in form[0]:
             out[name] = mine[name].contiguous() if here else torch.empty(shape, dtype=dtype, device=self._device)
             dist.broadcast(out[name], src=source, group=group)

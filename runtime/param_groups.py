@@ -53,7 +53,7 @@ def settings_of(groups: ParamGroups, params: Mapping[str, Sequence[int]]) -> dic
     return found
 
 
-def grouped(
+def grouped_parameters(
     names: Sequence[str], parameters: Sequence[Any], settings: Mapping[str, GroupSettings]
 ) -> list[dict[str, Any]]:
     """Return the groups of this rank's parameters, as an optimizer takes them.

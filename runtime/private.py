@@ -12,6 +12,8 @@ RECEIVES_INTO_FRESH_BUFFERS, `end_of_backward`, `mend_simulated_groups`.
 | Tensor._post_accumulate_grad_hooks, Tensor._is_view (in split_backward.py) | a split backward writes .grad itself and calls the hooks that would follow; views cannot be detached in place | |
 | fully_shard.state, _state_ctx.all_states, _fsdp_param_groups, post_backward, _root_post_backward_final_callback (in zero.py) | the reductions of a split backward, whose weight gradients come after FSDP's hooks have run | 2.15: the callback needs to know who ends a backward, manual_backward_finalization_active: `end_of_backward` |
 | fsdp._fully_shard._fsdp_common.FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult (in zero.py) | experts under token dispatch have fewer replicas than the rest of their block, so shard_placement_fn gives them their own mesh | |
+| fully_shard.state, _fsdp_param_groups, _reset_sharded_params (in autoplan/rehearsal/rank.py) | fake tensors have no address by which FSDP sees that a shard is padded already | |
+| _subclasses.fake_tensor.FakeTensorMode.cache_enabled (in autoplan/rehearsal/rank.py) | the key of a cached set_ has its storage, which then never dies | |
 | _subclasses.fake_tensor.unset_fake_temporarily | the ranks of a mesh are read in a rehearsal too, where all other tensors are fake | |
 | DeviceMesh(_init_backend=False) | a mesh of one rank without a communicator: nothing is sent over it | |
 | tensor._dtensor_spec.DTensorSpec, TensorMeta, placement_types._StridedShard (in shards.py) | a DTensor over existing memory, without copies; a dim whose outer factors are not cut | |
@@ -196,7 +198,7 @@ def bound_device() -> torch.device | None:
 
 
 class Meeting(NamedTuple):
-    """Where the ranks of a job meet: their store, the rank of this process and the number of ranks."""
+    """The meeting point of the ranks of a job: their store, the rank of this process and the number of ranks."""
 
     store: Store
     rank: int

@@ -102,7 +102,7 @@ def like(value: Any, old: Any) -> Any:
     return value.detach().reshape(old.shape).to(device=old.device, dtype=old.dtype, copy=True)
 
 
-def updated_buffers(
+def gather_updated_buffers(
     spec: ProgramSpec,
     stages: Mapping[int, nn.Module],
     extra: Mapping[str, Any],

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autoplan.runtime.agree import AgreedRuntimeError
-from autoplan.runtime.checkpoint.contents import Progress, Stateful, Training, Updated, named, updated_of
+from autoplan.runtime.checkpoint.contents import Stateful, Training, TrainingProgress, Updated, named, updated_of
 from autoplan.runtime.checkpoint.door import Checkpoints, Resumed, Saving, root_of
 from autoplan.runtime.failure import guarded
 from autoplan.runtime.given_module import GivenModule, given_back
@@ -23,13 +23,13 @@ from autoplan.runtime.state import IncompatibleKeys
 
 
 class StateMethods:
-    """What ParallelModel does with its state. It sets the attributes."""
+    """The methods of ParallelModel that handle its state. It sets the attributes."""
 
     spec: ProgramSpec
     device: torch.device
     optimizer: torch.optim.Optimizer | None
     loss_scaler: LossScaler | None
-    progress: Progress
+    progress: TrainingProgress
     data_rank: int
     data_world: int
     given: GivenModule | None

@@ -13,8 +13,6 @@ reads it. The lines stay readable whatever ends the process.
 from __future__ import annotations
 
 import json
-import resource
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -26,6 +24,7 @@ import torch.distributed as dist
 
 from autoplan.files import AppendedFile
 from autoplan.runtime.failure import guarded
+from autoplan.runtime.host_memory import peak_resident_bytes
 
 if TYPE_CHECKING:
     from autoplan.runtime.model import ParallelModel
@@ -34,7 +33,7 @@ LOG_VERSION = 1
 
 
 class Writer(Protocol):
-    """What takes values by name: torch.utils.tensorboard's SummaryWriter, or anything alike."""
+    """A writer of values by name: torch.utils.tensorboard's SummaryWriter, or anything alike."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
         """Take one value."""
@@ -42,7 +41,7 @@ class Writer(Protocol):
 
 @dataclass(frozen=True)
 class StepRow:
-    """What was measured of the steps since the row before.
+    """The measurements of the steps since the row before.
 
     Attributes:
         step: number of steps so far. num_steps: of those that this row is about.
@@ -146,10 +145,7 @@ class StepLog:
     def _peak_bytes(self) -> int:
         """Return the most memory of any rank. A collective."""
         device = self._pm.device
-        if device.type == "cuda":
-            mine = torch.cuda.max_memory_allocated(device)
-        else:
-            mine = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        mine = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
         if self._pm.mesh.world_size == 1:
             return mine
         found = torch.tensor(mine, dtype=torch.int64, device=device)

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from autoplan.files import Written, write_pieces
+from autoplan.files import WrittenFile, write_pieces
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -66,7 +66,9 @@ class NewTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(path: Path, tensors: Mapping[str, NewTensor], metadata: Mapping[str, str] | None = None) -> Written:
+def write_tensors(
+    path: Path, tensors: Mapping[str, NewTensor], metadata: Mapping[str, str] | None = None
+) -> WrittenFile:
     """Write a file of tensors; one at a time is in memory.
 
     Raises:

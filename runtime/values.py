@@ -1,10 +1,10 @@
 """Tensors by name that are made when they are asked for: a model that is larger than the memory of a process starts.
 
-`Values` is a mapping that keeps nothing. `Recording` is one way to make values: the initialisation of a model on the
-meta device is run once, without values, and recorded. What it does to a single tensor is then run again with values, on
-the host, for one tensor at a time. The seed of a random operation depends on its place in the recording alone, so that
-a tensor has the same values on every rank and under every plan. The idea is that of torchdistx's deferred
-initialisation (https://pytorch.org/torchdistx/latest/deferred_init.html).
+`MadeTensors` is a mapping that keeps nothing. `Recording` is one way to make values: the initialisation of a model on
+the meta device is run once, without values, and recorded. What it does to a single tensor is then run again with
+values, on the host, for one tensor at a time. The seed of a random operation depends on its place in the recording
+alone, so that a tensor has the same values on every rank and under every plan. The idea is that of torchdistx's
+deferred initialisation (https://pytorch.org/torchdistx/latest/deferred_init.html).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 
-class Values(Mapping[str, torch.Tensor]):
+class MadeTensors(Mapping[str, torch.Tensor]):
     """Tensors by name, each made anew whenever it is asked for.
 
     Args:
@@ -47,12 +47,12 @@ class Values(Mapping[str, torch.Tensor]):
 
 def dtypes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.dtype]:
     """Return the dtypes of tensors, without making any."""
-    return dict(tensors.dtypes) if isinstance(tensors, Values) else {name: t.dtype for name, t in tensors.items()}
+    return dict(tensors.dtypes) if isinstance(tensors, MadeTensors) else {name: t.dtype for name, t in tensors.items()}
 
 
 def joined(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """Return a mapping of both, without making any tensor."""
-    return Values({**dtypes_of(other), **dtypes_of(one)}, lambda name: one[name] if name in one else other[name])
+    return MadeTensors({**dtypes_of(other), **dtypes_of(one)}, lambda name: one[name] if name in one else other[name])
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,12 @@ copies per step.
 Parameters of experts under token dispatch have fewer replicas, and are sharded and reduced over those ranks only.
 
 Stage 0 keeps plain parameters. Stages 1 to 3 apply ``fully_shard`` to each block: parameters and gradients become
-DTensors sharded on one dim (`shard_dim`), so that the optimizer works on shards without knowing it.
+DTensors sharded on one dim (`shard_dim`), so that the optimizer works on shards without knowing it. Stages 1 and 2,
+which hold all blocks whole anyway, gather and reduce small neighbouring blocks in one message (`messages`).
 """
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -342,7 +343,8 @@ def apply_zero(
             (ZeRO 1 to 3): the copies of the sharded state, and the ranks it is sharded over.
         zero: 0 to 3, see the table of this module.
         schedule: the pipeline schedule that the stage will run under; None: it is the whole model.
-        bucket_bytes: largest flat buffer of the all-reduce of ZeRO 0, in bytes.
+        bucket_bytes: largest flat buffer of the all-reduce of ZeRO 0, in bytes, and largest message of several blocks
+            under ZeRO 1 and 2.
         apart: parameters with fewer replicas (experts under token dispatch).
         apart_mesh: the ranks that hold replicas of ``apart``.
         policies: mixed precision by block (ZeRO 1 to 3); other blocks compute in the dtype of their parameters.
@@ -378,7 +380,7 @@ def apply_zero(
         usual = mesh.get_group() if mesh.size() > 1 else None
         return _AllReduce(stage, usual, bucket_bytes, apart, group, compression, beside)
     _check_shardable(blocks)
-    root = _shard(stage, blocks, mesh, zero, apart, apart_mesh, policies or {}, offload, fill)
+    root = _shard(stage, blocks, mesh, zero, apart, apart_mesh, policies or {}, offload, fill, bucket_bytes)
     return (_ShardedSplit if splits else _Sharded)(root, zero)
 
 
@@ -404,26 +406,31 @@ def _shard(
     policies: Mapping[str, MixedPrecisionPolicy],
     offload: bool,
     fill: Callable[[str], None],
+    bucket_bytes: int,
 ) -> FSDPModule:
     """Apply `fully_shard` to every block of a stage and to the stage itself; arguments as for `apply_zero`."""
     alone = set(apart) if apart_mesh is None or apart_mesh.size() == 1 else set()  # no ranks to shard them over
     place = placement(mesh) if apart_mesh is None or alone or not apart else placement_apart(mesh, apart, apart_mesh)
     # torch pins memory through an accelerator's driver; a CPU has none
     policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
-    for name, block in blocks.items():
-        gathered = getattr(block, "gathered", "again") if zero is ZeroStage.PARAMETERS else "keep"
-        fill(name)
+    usual = MixedPrecisionPolicy(cast_forward_inputs=False)
+    policy_of = {name: policies.get(name, usual) for name in blocks}
+    for names in messages(blocks, policy_of, 0 if zero is ZeroStage.PARAMETERS else bucket_bytes):
+        first = blocks[names[0]]
+        gathered = getattr(first, "gathered", "again") if zero is ZeroStage.PARAMETERS else "keep"
+        for name in names:
+            fill(name)
         fully_shard(
-            block,
-            mp_policy=policies.get(name, MixedPrecisionPolicy(cast_forward_inputs=False)),
+            [blocks[name] for name in names] if len(names) > 1 else first,
+            mp_policy=policy_of[names[0]],
             mesh=mesh,
             reshard_after_forward=gathered != "keep",
             shard_placement_fn=place,
             ignored_params=alone,
             offload_policy=policy,
         )
-        if isinstance(block, FSDPModule) and gathered == "drop":
-            block.set_unshard_in_backward(False)
+        if isinstance(first, FSDPModule) and gathered == "drop":
+            first.set_unshard_in_backward(False)
     # The stage itself too, although it owns no parameter: it is the root, whose streams and switches all blocks share.
     reshard = zero is ZeroStage.PARAMETERS
     root = fully_shard(stage, mesh=mesh, reshard_after_forward=reshard, ignored_params=alone, offload_policy=policy)
@@ -434,6 +441,26 @@ def _shard(
             module.set_force_sum_reduction_for_comms(True)
     _prefetch_in_block_order(list(blocks.values()))
     return root
+
+
+def messages(
+    blocks: Mapping[str, nn.Module], policies: Mapping[str, MixedPrecisionPolicy], limit_bytes: int
+) -> Iterator[list[str]]:
+    """Yield the names of neighbouring blocks that `fully_shard` gathers and reduces together, at most so many bytes.
+
+    A larger block is alone. Blocks of several policies or dtypes are apart, since a message has one buffer.
+    """
+    group: list[str] = []
+    size, kind = 0, None
+    for name, block in blocks.items():
+        mine = sum(p.nbytes for p in block.parameters())
+        its = policies[name], {p.dtype for p in block.parameters() if p.requires_grad}
+        if group and (size + mine > limit_bytes or its != kind):
+            yield group
+            group, size = [], 0
+        group, size, kind = [*group, name], size + mine, its
+    if group:
+        yield group
 
 
 def placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:

@@ -42,7 +42,7 @@ def cluster(devices: int, memory_bytes: int, latency_s: float = 1e-6, host: tupl
 
 def request(devices: int = 4, memory_bytes: int = 1 << 40, **kw: Any) -> PlanRequest:
     kw = {"precision": "native", "mode": Mode.COMPILED, "time_limit_s": 1e9, **kw}
-    kw = {"memory_risk": 0.5, "equal_within": 0.0, **kw}
+    kw = {"memory_risk": 0.5, "equal_within": 0.0, "gap": 0.0, **kw}
     made = cluster(devices, memory_bytes, host=kw.pop("host", None))
     return PlanRequest(graph(), made, SEQ, kw.pop("batch", 8), **kw)
 

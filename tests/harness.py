@@ -32,7 +32,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from autoplan.profiler.processes import GRACE_S, Outcome, answer, environment, outcomes, problems
+from autoplan.profiler.processes import STOP_GRACE_S, ProcessOutcome, answer_of, environment, outcomes, problems
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -89,7 +89,7 @@ class Pool:
             JobError: if any rank raised, died or took longer than ``timeout_s``. The pool is gone then.
         """
         timeout_s *= PATIENCE
-        found = self.run_each(fn, *args, timeout_s=timeout_s, grace_s=GRACE_S)
+        found = self.run_each(fn, *args, timeout_s=timeout_s, grace_s=STOP_GRACE_S)
         if any(outcome.status != "ok" for outcome in found):
             self.kill()
             raise JobError(_report(fn, found, timeout_s))
@@ -97,7 +97,7 @@ class Pool:
 
     def run_each(
         self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0, grace_s: float = math.inf
-    ) -> list[Outcome]:
+    ) -> list[ProcessOutcome]:
         """As ``run``, but says what became of each rank instead of raising. Only a rank that
         hangs ends the pool here.
 
@@ -117,7 +117,7 @@ class Pool:
 
     def _collect(
         self, ranks: Sequence[int], timeout_s: float, must: str | None, grace_s: float = math.inf
-    ) -> list[Outcome]:
+    ) -> list[ProcessOutcome]:
         found = outcomes([self._pipes[rank] for rank in ranks], timeout_s, grace_s)
         if must and any(outcome.status != "ok" for outcome in found):
             self.kill()
@@ -226,15 +226,15 @@ def _worker(rank: int, world: int, pipe: Connection, group_timeout_s: float, var
         return fn(rank, world, *args)
 
     for _ in range(2 if rank == 0 else 1):
-        answer(pipe, join)
+        answer_of(pipe, join)
     while True:
         try:
             job = pipe.recv_bytes()
         except EOFError:
             os._exit(0)
-        answer(pipe, run, job)
+        answer_of(pipe, run, job)
 
 
-def _report(fn: Callable[..., Any] | str, found: Sequence[Outcome], timeout_s: float) -> str:
+def _report(fn: Callable[..., Any] | str, found: Sequence[ProcessOutcome], timeout_s: float) -> str:
     name = fn if isinstance(fn, str) else f"{fn.__module__}.{fn.__qualname__}"
     return f"{name} failed\n{problems(found, timeout_s)}"

@@ -39,8 +39,8 @@ from parity import (
 from autoplan.config.parallel import Mode
 from autoplan.errors import CaptureError, PinError
 from autoplan.report.files import write_text
-from autoplan.search.layouts import PlanRequest
 from autoplan.search.planner import search_plan
+from autoplan.search.request import PlanRequest
 
 NUM_SAMPLES = 12  # of the global batch
 NUM_STEPS = 3
@@ -214,6 +214,7 @@ def refusal(case: Case) -> str:
         precision=case.precision,
         memory_risk=0.5,
         equal_within=0.0,
+        gap=0.0,
         mode=Mode.EAGER if case.compile is None else Mode.COMPILED,
         executed=True,
         target_len=TARGET if graph.has_target else None,

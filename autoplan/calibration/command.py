@@ -12,9 +12,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from autoplan.calibration.fit import Fitted, Floats, HeldOut, MeasuredStep, fit, held_out_errors, priced_by
+from autoplan.calibration.fit import Fitted, HeldOut, MeasuredStep, fit_constants, held_out_errors, priced_by
 from autoplan.calibration.steps import functions, read_steps
 from autoplan.calibration.tables import constants_table, rounded, stored
+from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import PinError
@@ -40,7 +41,7 @@ def calibrate_command(
     measured = read_steps(file, start, None if profile is None else Profile.load(profile))
     steps = [m.step for m in measured]
     price = priced_by(functions(measured))
-    fitted = fit(steps, price, start, names=names, least_groups=_LEAST_GROUPS)
+    fitted = fit_constants(steps, price, start, names=names, least_groups=_LEAST_GROUPS)
     several = len({step.group for step in steps}) > 1
     held = held_out_errors(fitted, steps, price, least_groups=_LEAST_GROUPS) if several else None
     if write is not None:
@@ -75,7 +76,7 @@ def _show(
         paragraph(out, f"Written to {write}; use it with --constants {write}", 2)
 
 
-def _mean(logs: Floats) -> str:
+def _mean(logs: Array) -> str:
     return f"{np.mean(np.abs(np.expm1(logs))):.1%}"
 
 

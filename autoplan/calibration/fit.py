@@ -28,10 +28,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.constants import Constants
 from autoplan.errors import AutoplanError, ProfileError
-
-Floats = NDArray[np.float64]
 
 # Assumed, as priors are. SCALE: how far (log) a group's steps lie from a right model, which weighs groups against the
 # prior: the order by which repeated runs of one configuration in different clusters differ.
@@ -109,7 +108,7 @@ def range_of(name: str, value: float) -> FittedRange:
 
 
 @dataclass(frozen=True)
-class Row:
+class FittedConstant:
     """The result of the fit for one constant.
 
     Attributes:
@@ -142,9 +141,9 @@ class Fitted:
     """Constants, a row for each, and log(predicted / measured) of every step before and after the fit."""
 
     constants: Constants
-    rows: Mapping[str, Row]
-    before: Floats
-    after: Floats
+    rows: Mapping[str, FittedConstant]
+    before: Array
+    after: Array
     rounds: int
     linear: _Linear
 
@@ -159,7 +158,7 @@ class HeldOut:
         span: lowest and highest value of every constant among them.
     """
 
-    errors: Floats
+    errors: Array
     constants: Mapping[str, Constants]
     span: Mapping[str, tuple[float, float]]
 
@@ -169,16 +168,16 @@ class _Linear:
     """The model r(z) = residual + jacobian (z - at), and all that a fit of it needs; logarithms, columns by `names`."""
 
     names: tuple[str, ...]
-    prior: Floats
-    width: Floats
-    low: Floats
-    high: Floats
-    at: Floats
-    residual: Floats
-    jacobian: Floats
+    prior: Array
+    width: Array
+    low: Array
+    high: Array
+    at: Array
+    residual: Array
+    jacobian: Array
     group: NDArray[np.int64]
 
-    def weights(self, kept: NDArray[np.bool_]) -> Floats:
+    def weights(self, kept: NDArray[np.bool_]) -> Array:
         """Return the weight of every step, so that a group counts once."""
         sizes = np.bincount(self.group[kept], minlength=int(self.group.max()) + 1)
         return np.where(kept, 1.0 / np.maximum(1, sizes[self.group]), 0.0)
@@ -188,7 +187,7 @@ class _Linear:
         felt = (np.abs(self.jacobian) >= LEAST_ELASTICITY) & kept[:, None]
         return [set(self.group[felt[:, j]].tolist()) for j in range(len(self.names))]
 
-    def solve(self, weights: Floats, free: NDArray[np.bool_], radius: float) -> tuple[Floats, Floats]:
+    def solve(self, weights: Array, free: NDArray[np.bool_], radius: float) -> tuple[Array, Array]:
         """Return z within bounds and radius, and the objective's curvature. Constants that are not free keep the
         prior."""
         z = np.where(free, self.at, self.prior)
@@ -209,7 +208,7 @@ class _Linear:
         return z, curvature
 
 
-def _bounded(curvature: Floats, gradient: Floats, z: Floats, low: Floats, high: Floats) -> Floats:
+def _bounded(curvature: Array, gradient: Array, z: Array, low: Array, high: Array) -> Array:
     """Minimise a convex quadratic in a box, by coordinates (it converges for any positive definite curvature)."""
     step, g = np.zeros_like(z), gradient.copy()
     for _ in range(200):
@@ -223,11 +222,11 @@ def _bounded(curvature: Floats, gradient: Floats, z: Floats, low: Floats, high: 
                 largest = max(largest, abs(moved))
         if largest < _CLOSE:
             break
-    out: Floats = z + step
+    out: Array = z + step
     return out
 
 
-def objective(residual: Floats, weights: Floats, z: Floats, prior: Floats, width: Floats) -> float:
+def objective(residual: Array, weights: Array, z: Array, prior: Array, width: Array) -> float:
     """Return the objective of the fit; see the top of the file."""
     a = np.abs(residual) / SCALE
     huber = np.where(a <= HUBER, a**2 / 2, HUBER * (a - HUBER / 2))
@@ -246,7 +245,7 @@ def _check_arguments(steps: Sequence[MeasuredStep], least_groups: int, rounds: i
         raise AutoplanError(f"looseness={looseness!r} must be a positive number")
 
 
-def fit(
+def fit_constants(
     steps: Sequence[MeasuredStep],
     price: StepPrice,
     start: Constants,
@@ -320,8 +319,8 @@ def held_out_errors(
     """Fit without each group in turn, and price that group with the result.
 
     Each fit solves the linear model at the end of the whole fit; how far it goes from there is decided by true prices
-    of the remaining steps (a line search, as in `fit`). A constant that has too few groups left without the group
-    returns to its value before the fit, by the same rule.
+    of the remaining steps (a line search, as in `fit_constants`). A constant that has too few groups left without the
+    group returns to its value before the fit, by the same rule.
 
     Raises:
         AutoplanError: if there is only one group.
@@ -330,7 +329,7 @@ def held_out_errors(
     if len(labels) < 2:
         raise AutoplanError(f"leaving out a group needs at least two; there is only {', '.join(labels) or 'none'}")
     measured, everything = np.log([s.measured_s for s in steps]), range(len(steps))
-    tried: list[tuple[int, Floats]] = []
+    tried: list[tuple[int, Array]] = []
     for g in range(len(labels)):
         kept = linear.group != g
         free = np.array([len(rest) >= least_groups for rest in linear.determining(kept)], dtype=bool)
@@ -364,14 +363,14 @@ def _names(names: Sequence[str], start: Constants) -> list[str]:
     return [n for n in known if known[n] and (not names or n in names)]
 
 
-def _constants(start: Constants, names: Sequence[str], z: Floats) -> Constants:
+def _constants(start: Constants, names: Sequence[str], z: Array) -> Constants:
     before = start.values
     values = {n: float(math.exp(v)) for n, v in zip(names, z, strict=True)}
     # a constant that stays keeps its digits
     return start.with_({n: v for n, v in values.items() if not math.isclose(v, before[n], rel_tol=1e-12)})
 
 
-def _logs(steps: Sequence[MeasuredStep], indices: Sequence[int], seconds: Sequence[float]) -> Floats:
+def _logs(steps: Sequence[MeasuredStep], indices: Sequence[int], seconds: Sequence[float]) -> Array:
     for i, value in zip(indices, seconds, strict=True):
         if not 0 < value < math.inf:
             raise AutoplanError(f"step {steps[i].name}: the predicted time {value!r} is not above 0 s")
@@ -407,15 +406,15 @@ def _rows(
     start: Constants,
     constants: Constants,
     free: NDArray[np.bool_],
-    curvature: Floats,
-) -> dict[str, Row]:
+    curvature: Array,
+) -> dict[str, FittedConstant]:
     out = {}
     errors = linear.width.copy()
     if free.any():
         errors[free] = np.sqrt(np.diag(np.linalg.inv(curvature[np.ix_(free, free)])))
     everywhere = linear.determining(np.ones(len(linear.residual), dtype=bool))
     for j, name in enumerate(linear.names):
-        out[name] = Row(
+        out[name] = FittedConstant(
             name=name,
             before=start.values[name],
             value=constants.values[name],
@@ -432,7 +431,7 @@ def _rows(
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def group_errors(steps: Sequence[MeasuredStep], logs: Floats) -> dict[str, float]:
+def group_errors(steps: Sequence[MeasuredStep], logs: Array) -> dict[str, float]:
     """Return the mean |log(predicted / measured)| by group, in order of their names."""
     found: dict[str, list[float]] = {}
     for step, value in zip(steps, np.abs(logs), strict=True):

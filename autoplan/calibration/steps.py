@@ -39,7 +39,7 @@ from autoplan.cost_models.work import Workload
 from autoplan.errors import AutoplanError, PinError
 from autoplan.report.degrees import checked_config
 from autoplan.search.estimate import ends_apart, estimate_config, recompute_counts, units_of
-from autoplan.search.layouts import PlanRequest
+from autoplan.search.request import PlanRequest
 from autoplan.sweeps.capacity import beside
 from autoplan.sweeps.whatif import check_measured_on, check_sweep
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from autoplan.calibration.fit import Fitted, HeldOut, MeasuredStep, Row, group_errors
+from autoplan.calibration.fit import Fitted, FittedConstant, HeldOut, MeasuredStep, group_errors
 from autoplan.cost_models.constants import Constants
 
 _DIGITS = 4  # of stored values: far finer than any error
@@ -47,7 +47,7 @@ def constants_table(fitted: Fitted, held: HeldOut | None, group: str) -> Table:
     return table
 
 
-def state(row: Row) -> str:
+def state(row: FittedConstant) -> str:
     """Return a word for what the fit did with a constant."""
     if not row.fitted:
         return "few steps"
@@ -104,7 +104,7 @@ def stored(
     }
 
 
-def merged(before: Mapping[str, Any], now: Mapping[str, Any], mixed: Collection[str]) -> dict[str, Any]:
+def merged_constants(before: Mapping[str, Any], now: Mapping[str, Any], mixed: Collection[str]) -> dict[str, Any]:
     """Return the data of a constants file after a fit of some of its constants to some of the steps.
 
     Constants that were not fitted now stay as they were, and so do errors of groups without a step in this fit.

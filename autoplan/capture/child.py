@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-LIMIT_S = 60.0
+_LIMIT_S = 60.0
 
 
-def in_child(function: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
+def in_child(function: Callable[[], Any], limit_s: float = _LIMIT_S) -> Any:
     """Return the result of `function`, which can be pickled; None if its process dies or takes longer than `limit_s`.
 
     Raises:

@@ -14,15 +14,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from autoplan.capture import positions
-from autoplan.capture.frontend.written_out import attention
+from autoplan.capture.frontend.written_out import written_attention
 from autoplan.capture.ops import OPS, SKIP
 
-Function = Callable[..., Any]
+_Function = Callable[..., Any]
 Known = Callable[[fx.Node], bool]
 Traces = dict[object, fx.GraphModule | None]  # the decompositions of one capture, by op and arguments
 
 
-def rewritten(target: str, node: fx.Node, traces: Traces) -> fx.GraphModule | None:
+def other_form(target: str, node: fx.Node, traces: Traces) -> fx.GraphModule | None:
     """Return the ops of another form of `node` that can be split in more ways; None if there is none.
 
     Args:
@@ -62,7 +62,7 @@ def decomposed(node: fx.Node, op: torch._ops.OpOverload, known: Known, traces: T
 
 
 @functools.cache
-def _tables(op: torch._ops.OpOverload) -> tuple[Mapping[Any, Function], ...]:
+def _tables(op: torch._ops.OpOverload) -> tuple[Mapping[Any, _Function], ...]:
     """Return the decompositions of an op to try: into core ATen, then all that PyTorch has.
 
     Other ops with a record stay whole. The op itself may have one, for other forms than that of the node.
@@ -79,7 +79,7 @@ def _plain(node: fx.Node) -> bool:
 
 
 def _once(
-    traces: Traces, node: fx.Node, function: Function, table: Mapping[Any, Function], pre_dispatch: bool = False
+    traces: Traces, node: fx.Node, function: _Function, table: Mapping[Any, _Function], pre_dispatch: bool = False
 ) -> fx.GraphModule | None:
     """Return the trace of a function of a node's arguments, from `traces` if it was made for equal arguments."""
     key = (function, id(table) if table else 0, _form(node))
@@ -109,7 +109,7 @@ def _form(node: fx.Node) -> str:
 
 
 def _traced(
-    node: fx.Node, function: Function, table: Mapping[Any, Function], pre_dispatch: bool = False
+    node: fx.Node, function: _Function, table: Mapping[Any, _Function], pre_dispatch: bool = False
 ) -> fx.GraphModule | None:
     """Trace a function of a node's arguments. `pre_dispatch`: composite ops of the function stay whole."""
     flat, spec = pytree.tree_flatten((node.args, node.kwargs))
@@ -138,10 +138,10 @@ class _Form:
     """A form of an op that is written in terms of others: `covers` tells whether a node has it."""
 
     covers: Callable[[fx.Node], bool]
-    function: Function
+    function: _Function
 
 
-def _given(covers: Callable[..., bool], function: Function) -> tuple[_Form, ...]:
+def _given(covers: Callable[..., bool], function: _Function) -> tuple[_Form, ...]:
     """Return the form of an op whose arguments, with fake tensors, are covered."""
     return (_Form(lambda node: covers(*_values(node.args), **_values(node.kwargs)), function),)
 
@@ -220,10 +220,13 @@ def _drops(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: f
 
 
 _OWN: Mapping[str, tuple[_Form, ...]] = {
-    "aten.scaled_dot_product_attention.default": _given(_drops, attention),
+    "aten.scaled_dot_product_attention.default": _given(_drops, written_attention),
     "aten.cross_entropy_loss.default": _given(_is_loss, _loss),
     **{f"aten.conv{n}d.default": _given(_are_patches, _patches) for n in (1, 2, 3)},
     "aten.copy.default": _given(lambda *given: True, _copy),
     "aten.cat.default": _given(lambda tensors, dim=0: any(x.shape == (0,) for x in tensors), _join),
-    "aten.index.Tensor": (_Form(positions.is_view, positions.viewed), _Form(positions.is_gather, positions.gathered)),
+    "aten.index.Tensor": (
+        _Form(positions.is_view, positions.viewed),
+        _Form(positions.is_gather, positions.written_gather),
+    ),
 }

@@ -39,7 +39,7 @@ from autoplan.capture.frontend.masks import Ledger
 from autoplan.capture.frontend.own_backward import checked_backwards, refuse_gradient_hooks
 from autoplan.capture.frontend.recurrences import find_scans
 from autoplan.capture.frontend.recurrent import capture_recurrent
-from autoplan.capture.frontend.rehearsal import rehearse
+from autoplan.capture.frontend.rehearsal import rehearse_capture
 from autoplan.capture.frontend.scans import Scan, Scans
 from autoplan.capture.frontend.sizes import export_symbolic
 from autoplan.capture.frontend.torch_transformer import capture_transformers
@@ -194,7 +194,9 @@ def _rehearsed(
     if scans.found:  # they are tried on real tensors
         return frozenset()
     loops = ExpertLoops(wrapper.model)
-    return rehearse(wrapper, example_inputs, tracer, ledger, lambda: _patched(wrapper, tracer, ledger, loops, scans))
+    return rehearse_capture(
+        wrapper, example_inputs, tracer, ledger, lambda: _patched(wrapper, tracer, ledger, loops, scans)
+    )
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from autoplan.capture.child import in_child
 from autoplan.capture.ops import Arguments
-from autoplan.capture.rules import check_rule, disproved, rule_of
+from autoplan.capture.rules import check_rule, disproved, rule_line
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import OF_THE_WHOLE_BATCH
 from autoplan.ir.symbols import SYMBOLS, Expr, Shape
@@ -36,7 +36,7 @@ _MOST_SPLITS = 256
 _CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
 SizeOf = Callable[[Any], Expr]
-Place = tuple[int, int]  # (tensor, dim); outputs follow the inputs
+_Place = tuple[int, int]  # (tensor, dim); outputs follow the inputs
 
 
 def is_pointwise(op: Any) -> bool:
@@ -94,7 +94,7 @@ def _generic(
         small = [[1 if d.value == 1 else _SMALL[len(s) - k] for k, d in enumerate(s)] for s in shapes]
         trial = _Trial.of(op, node, leaves, small, size_of)
         return IrOp(POINTWISE, tensors, attrs | _kept(trial, leaves))
-    given = None if sizes else rule_of(op)
+    given = None if sizes else rule_line(op)
     if given is not None:
         check_rule(op, given, shapes[: len(leaves)], shapes[len(leaves) :])
 
@@ -297,9 +297,9 @@ def _as_expected(outputs: Sequence[torch.Tensor], shapes: Sequence[Shape], small
 # -- splits ------------------------------------------------------------------------------------------------------------
 
 
-def _splits(trial: _Trial, shapes: Sequence[Shape]) -> Iterator[list[Place]]:
+def _splits(trial: _Trial, shapes: Sequence[Shape]) -> Iterator[list[_Place]]:
     """Yield the dims of inputs and outputs that are split together; every dim at most once, all of one size."""
-    taken: set[Place] = set()
+    taken: set[_Place] = set()
     for places in itertools.islice(_candidates(trial.inputs), _MOST_SPLITS):
         if taken.isdisjoint(places):
             found = _outputs_of(trial, places)
@@ -309,7 +309,7 @@ def _splits(trial: _Trial, shapes: Sequence[Shape]) -> Iterator[list[Place]]:
                 yield [*places, *found]
 
 
-def _candidates(inputs: Sequence[torch.Tensor]) -> Iterator[list[Place]]:
+def _candidates(inputs: Sequence[torch.Tensor]) -> Iterator[list[_Place]]:
     """Yield sets of dims of equal size, at most one of each input, by their number."""
     for count in range(1, len(inputs) + 1):
         for chosen in itertools.combinations(range(len(inputs)), count):
@@ -319,7 +319,7 @@ def _candidates(inputs: Sequence[torch.Tensor]) -> Iterator[list[Place]]:
                     yield list(zip(chosen, dims, strict=True))
 
 
-def _outputs_of(trial: _Trial, places: Sequence[Place]) -> list[Place] | None:
+def _outputs_of(trial: _Trial, places: Sequence[_Place]) -> list[_Place] | None:
     """Return the dim of every output that splits with these dims of inputs; None if an output has none."""
     halves = []
     for k in range(2):

@@ -81,7 +81,7 @@ def is_gather(node: fx.Node) -> bool:
     return second.dtype in _WHOLE and _place(first, num_dims) == 0
 
 
-def gathered(self: torch.Tensor, indices: Sequence[torch.Tensor]) -> torch.Tensor:
+def written_gather(self: torch.Tensor, indices: Sequence[torch.Tensor]) -> torch.Tensor:
     """Write indices for which `is_gather` holds as a gather along dim 1. Places below 0 count from its end."""
     first, second = indices
     places = torch.where(second < 0, second + self.shape[1], second).long()

@@ -19,7 +19,7 @@ from autoplan.ops.language import OpRule, Role, bind, parse
 _RULE = "_autoplan_rule"
 _RELATIVE, _ABSOLUTE = 1e-9, 1e-12
 _Op = TypeVar("_Op")
-Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+_Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 def rule(line: str) -> Callable[[_Op], _Op]:
@@ -53,7 +53,7 @@ def rule(line: str) -> Callable[[_Op], _Op]:
     return mark
 
 
-def rule_of(op: torch._ops.OpOverload) -> str | None:
+def rule_line(op: torch._ops.OpOverload) -> str | None:
     """Return the line that a user gave for an operator, if any."""
     return getattr(op, _RULE, None)
 
@@ -71,7 +71,7 @@ def check_rule(
         raise CaptureError(f"{op}: {exc}") from exc
 
 
-def disproved(line: str, run: Run, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> str:
+def disproved(line: str, run: _Run, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> str:
     """Run an operator on the halves of small tensors, for every label that a rule splits.
 
     Returns:
@@ -96,7 +96,7 @@ def _splits(bound: OpRule, label: str) -> bool:
 
 
 def _holds(
-    bound: OpRule, label: str, run: Run, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    bound: OpRule, label: str, run: _Run, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> bool:
     parts: list[Sequence[torch.Tensor]] = []
     for half in range(2):

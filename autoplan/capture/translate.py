@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autoplan.capture.decompose import Traces, decomposed, rewritten
+from autoplan.capture.decompose import Traces, decomposed, other_form
 from autoplan.capture.frontend import inputs
 from autoplan.capture.frontend.buffers import plain_tensors
 from autoplan.capture.frontend.inplace import (
@@ -21,9 +21,9 @@ from autoplan.capture.frontend.inplace import (
     Constant,
     ConstantTensor,
     Window,
-    fill,
     out_of_place,
     place,
+    record_fill,
     window,
 )
 from autoplan.capture.frontend.inputs import LossModule
@@ -253,7 +253,7 @@ class Translator:
             target_place = self.env[self._first(node)]
             if target_place.one or self.trace.values[value].shape != self._shape(node.meta["val"]):
                 raise CaptureError(f"{source_of(node)}: what is written into a slice must have its shape")
-            fill(target_place, value, source_of(node))
+            record_fill(target_place, value, source_of(node))
             self.env[node] = target_place
         else:
             self._op(target, node)
@@ -267,7 +267,7 @@ class Translator:
             raise CaptureError(f"{source_of(node)}: a slice can be filled with a fixed number only")
         like = node.meta["val"].unsqueeze(written.dim) if written.one else node.meta["val"]
         item = IrOp("full", (), {"scalar": scalar})
-        fill(written, self._emit(item, (), [like], source_of(node), _scope_of(node))[0], source_of(node))
+        record_fill(written, self._emit(item, (), [like], source_of(node), _scope_of(node))[0], source_of(node))
         self.env[node] = written
 
     @staticmethod
@@ -381,7 +381,7 @@ class Translator:
 
     def _lowered(self, target: str, node: fx.Node) -> IrResult | None:
         """Return the IR of an op; None if its decomposition was translated instead."""
-        parts = rewritten(target, node, self.traces)
+        parts = other_form(target, node, self.traces)
         if parts is not None:
             self._replace(node, parts)
             return None

@@ -208,7 +208,7 @@ def block_source(
             describe_value(v, o, ctx) for v, o in zip(statement.values, statement.strategy.outputs, strict=True)
         )
         lines.append(_assign(", ".join(statement.targets), text, comment))
-    flow = Flow(lowered.statements)
+    flow = Flow.of(lowered.statements)
     lines = ["\n".join((line, *given.get(i, ()))) for i, line in enumerate(lines)]
     body = _body(lowered, flow, lines, regions(flow, lowered.outputs, groups))
     joined = "\n".join(line.split("#")[0] for line in body)

@@ -176,7 +176,7 @@ def dollars(value: float) -> str:
     return f"${value / 1e3:.3g}k" if value >= 9995 else f"${value:,.0f}" if value >= 10 else f"${value:.2f}"
 
 
-def plain(value: object) -> str:
+def plain_number(value: object) -> str:
     """Format a value of a table: whole numbers without a decimal point."""
     if isinstance(value, float):
         return f"{value:,.0f}" if value == int(value) else f"{value:.4g}"

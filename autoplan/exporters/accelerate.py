@@ -8,7 +8,17 @@ from typing import Any
 from autoplan.config.parallel import Mode
 from autoplan.config.recompute import FULL, NONE
 from autoplan.errors import PinError
-from autoplan.exporters.record import Document, Field, Rule, Target, Values, base_of, constant, derived, micro_batches
+from autoplan.exporters.record import (
+    Document,
+    Field,
+    Target,
+    TargetRule,
+    Values,
+    base_of,
+    constant,
+    derived,
+    micro_batches,
+)
 from autoplan.exporters.setup import Setup
 from autoplan.exporters.syntax import Yaml
 from autoplan.stacks.records import year_of
@@ -255,5 +265,5 @@ ACCELERATE = Target(
         "state_slack": "a setting of autoplan's layouts",
     },
     stack_of=lambda d: "deepspeed" if str(d.get("distributed_type")).upper() == "DEEPSPEED" else "accelerate",
-    rules=(Rule(_processes), Rule(_product), Rule(_pure_replicas), Rule(_one_kind)),
+    rules=(TargetRule(_processes), TargetRule(_product), TargetRule(_pure_replicas), TargetRule(_one_kind)),
 )

@@ -10,8 +10,8 @@ from autoplan.exporters.launching import torchrun
 from autoplan.exporters.record import (
     Document,
     Field,
-    Rule,
     Target,
+    TargetRule,
     Values,
     base_of,
     constant,
@@ -63,7 +63,7 @@ def read_zero(document: Document, found: Values) -> Values:
     return out
 
 
-def read_offload(document: Document, found: Values) -> Values:
+def read_zero_offload(document: Document, found: Values) -> Values:
     """Return what is on the host."""
     held = [document.get(f"{_Z}{path}.device") in ("cpu", "nvme") for path in ("offload_param", "offload_optimizer")]
     return {"offload": ("parameters",) if held[0] else ("optimizer",) if held[1] else ()}
@@ -167,7 +167,7 @@ DEEPSPEED = Target(
         ),
         derived(data_parallel, "dp"),
         Field(("zero_stage", "zero_replicas"), write_zero, read_zero),
-        derived(read_offload, "offload"),
+        derived(read_zero_offload, "offload"),
         derived(read_overlap, "overlap_zero", "overlap_gather"),
         Field(("micro_batch_size", "global_batch_size"), _write_batch, _read_batch),
         derived(micro_batches, "num_micro_batches"),
@@ -197,5 +197,5 @@ DEEPSPEED = Target(
         "state_slack": "a setting of autoplan's layouts",
         "overlap": "a setting of the model's code",
     },
-    rules=(Rule(_triple),),
+    rules=(TargetRule(_triple),),
 )

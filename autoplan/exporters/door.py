@@ -22,7 +22,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.exporters.record import Document, Target
 from autoplan.exporters.scripts import UNKNOWN, Name
-from autoplan.exporters.setup import ESSENTIAL, NAMES, Setup, Task, values
+from autoplan.exporters.setup import ESSENTIAL, SETUP_NAMES, Setup, Task, values
 from autoplan.exporters.targets import detected, target_of
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.facts import expert_counts, latent_attention, layer_calls
@@ -77,7 +77,7 @@ class ConfigFile:
     warnings: tuple[str, ...]
 
 
-def task_of(graph: ModelGraph | None = None, cluster: Cluster | None = None) -> Task:
+def setup_task(graph: ModelGraph | None = None, cluster: Cluster | None = None) -> Task:
     """Return the task of a model and a cluster, of which either may not be known."""
     model: dict[str, Any] = {}
     if graph is not None:
@@ -120,7 +120,7 @@ def read_config(
         raise PinError(f"{file} is not a text file") from None
     target, version = target_of(format) if format else detected(name, text)
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    return read_text(text, name, target, version, task_of(graph, where), given or {}, lenient)
+    return read_text(text, name, target, version, setup_task(graph, where), given or {}, lenient)
 
 
 def read_text(
@@ -184,7 +184,7 @@ def _read(target: Target, document: Document, given: Mapping[str, Any]) -> tuple
 
 
 class _Found(dict[str, Any]):
-    """What was read so far. A degree that the target has no field for is 1."""
+    """The values read so far. A degree that the target has no field for is 1."""
 
     def __init__(self, read: Mapping[str, Any], target: str) -> None:
         super().__init__(read)
@@ -290,7 +290,7 @@ def _differences(setup: Setup, target: Target, version: str, text: str, path: st
         ) from None
     elsewhere = [f"{n}={_said(wanted[n])}: {where}" for n, where in left.items() if wanted[n] != _DEFAULTS.get(n)]
     lost: dict[str, str] = {}
-    for name in NAMES:
+    for name in SETUP_NAMES:
         if wanted[name] == runs[name] or (name == "context_method" and wanted[name] is None):
             continue
         why = target.cannot.get(name, "no field of it says so")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoplan.errors import PinError
-from autoplan.exporters.record import Document, Field, Rule, Target, Values, base_of, derived, micro_batches
+from autoplan.exporters.record import Document, Field, Target, TargetRule, Values, base_of, derived, micro_batches
 from autoplan.exporters.scripts import Name, PythonCall
 from autoplan.exporters.setup import Setup
 
@@ -188,5 +188,5 @@ LIGHTNING = Target(
         "state_slack": "a setting of autoplan's layouts",
     },
     stack_of=lambda d: "deepspeed" if "eep" in str(d.get("strategy")) else "torch-eager",
-    rules=(Rule(_world),),
+    rules=(TargetRule(_world),),
 )

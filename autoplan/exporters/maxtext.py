@@ -10,7 +10,17 @@ from autoplan.config.context_methods import read_method
 from autoplan.config.parallel import Attention
 from autoplan.config.recompute import FULL, NONE, OFFLOAD, SELECTIVE
 from autoplan.errors import PinError
-from autoplan.exporters.record import Document, Field, Rule, Target, Values, base_of, constant, derived, micro_batches
+from autoplan.exporters.record import (
+    Document,
+    Field,
+    Target,
+    TargetRule,
+    Values,
+    base_of,
+    constant,
+    derived,
+    micro_batches,
+)
 from autoplan.exporters.setup import Setup
 from autoplan.exporters.syntax import Yaml
 
@@ -273,5 +283,5 @@ MAXTEXT = Target(
         "sequence_parallel": "XLA decides where norms are split",
         "state_slack": "a setting of autoplan's layouts",
     },
-    rules=(Rule(_world),),
+    rules=(TargetRule(_world),),
 )

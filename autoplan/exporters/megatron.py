@@ -12,12 +12,12 @@ from autoplan.config.context_methods import read_method
 from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16, Attention, Dispatcher, Launch
 from autoplan.errors import PinError
 from autoplan.exporters.launching import srun
-from autoplan.exporters.megatron_stages import At, read_recompute, read_stages, write_recompute, write_stages
+from autoplan.exporters.megatron_stages import At, read_stages, recompute_reader, write_recompute, write_stages
 from autoplan.exporters.record import (
     Document,
     Field,
-    Rule,
     Target,
+    TargetRule,
     Values,
     base_of,
     data_parallel,
@@ -254,7 +254,7 @@ def fields_of(
         *_experts(at),
         _zero(at, checkpoint),
         _context(at),
-        Field(("recompute",), write_recompute(at), read_recompute(at)),
+        Field(("recompute",), write_recompute(at), recompute_reader(at)),
         _offload(at),
         *precision,
         overlap_field(at),
@@ -319,7 +319,7 @@ def _tp_for_sequences(document: Document, found: Values) -> str | None:
     return None if path is None or found.get("tp", 1) > 1 else f"{path} needs tp of at least 2; nearest: without it"
 
 
-def _said_of_experts(setting: str, why: str) -> Rule:
+def _said_of_experts(setting: str, why: str) -> TargetRule:
     """Return the rule that a setting is said for a model with experts, whose default is seldom meant."""
 
     def found(document: Document, found: Values) -> str | None:
@@ -327,7 +327,7 @@ def _said_of_experts(setting: str, why: str) -> Rule:
             return None
         return None if setting == _ETP and found["tp"] == 1 else f"{setting} is not said: {why}"
 
-    return Rule(found, warns=True)
+    return TargetRule(found, warns=True)
 
 
 def _launched(document: Document, found: Values) -> str | None:
@@ -339,9 +339,9 @@ def _launched(document: Document, found: Values) -> str | None:
     return f"torchrun starts {nodes * devices} processes, but the cluster has {total} devices; nearest: {near}"
 
 
-RULES = (
-    Rule(_launched),
-    Rule(_tp_for_sequences),
+MEGATRON_RULES = (
+    TargetRule(_launched),
+    TargetRule(_tp_for_sequences),
     _said_of_experts(_ETP, "it is as tp, which is often not meant; say 1 or tp"),
     _said_of_experts("moe_token_dispatcher_type", "Megatron's default allgather has no price; alltoall is priced"),
 )
@@ -371,5 +371,5 @@ MEGATRON_LM = Target(
     marks=("tensor_model_parallel_size", "pipeline_model_parallel_size", "use_distributed_optimizer"),
     launch=lambda setup, file, year: [f"bash {file}"],
     cannot=CANNOT,
-    rules=RULES,
+    rules=MEGATRON_RULES,
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16
 from autoplan.exporters.launching import srun
-from autoplan.exporters.megatron import CANNOT, FP8, RULES, fields_of, overlap_field
+from autoplan.exporters.megatron import CANNOT, FP8, MEGATRON_RULES, fields_of, overlap_field
 from autoplan.exporters.record import Document, Field, Target, Values, base_of, precision_word
 from autoplan.exporters.scripts import Name, Python
 from autoplan.exporters.setup import Setup
@@ -148,6 +148,6 @@ MEGATRON_BRIDGE = Target(
     marks=("model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"),
     launch=lambda setup, file, year: srun(setup, ["train.py"]),
     cannot=CANNOT,
-    rules=RULES,
+    rules=MEGATRON_RULES,
     base=_BASE,
 )

@@ -173,7 +173,7 @@ def write_recompute(at: At) -> Callable[[Setup], Values]:
     return write
 
 
-def read_recompute(at: At) -> Callable[[Document, Mapping[str, Any]], Values]:
+def recompute_reader(at: At) -> Callable[[Document, Mapping[str, Any]], Values]:
     def read(document: Document, found: Values) -> Values:
         layers = document.task.layers
         granularity = document.get(at("recompute_granularity"))

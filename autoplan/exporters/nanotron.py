@@ -10,8 +10,8 @@ from autoplan.exporters.launching import torchrun
 from autoplan.exporters.record import (
     Document,
     Field,
-    Rule,
     Target,
+    TargetRule,
     Values,
     base_of,
     precision_word,
@@ -135,5 +135,5 @@ NANOTRON = Target(
         "mode": "nanotron runs PyTorch modules one by one",
         "state_slack": "a setting of autoplan's layouts",
     },
-    rules=(Rule(_world),),
+    rules=(TargetRule(_world),),
 )

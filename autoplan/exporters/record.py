@@ -110,7 +110,7 @@ class Field:
 
 
 class Syntax(Protocol):
-    """How the values of a target are text."""
+    """The text form of the values of a target."""
 
     @property
     def suffix(self) -> str:
@@ -124,7 +124,7 @@ class Syntax(Protocol):
 
 
 @dataclass(frozen=True)
-class Rule:
+class TargetRule:
     """Something that the target itself refuses: returns what is wrong and what would work, or None."""
 
     broken: Callable[[Document, Mapping[str, Any]], str | None]
@@ -160,7 +160,7 @@ class Target:
     elsewhere: Mapping[str, str] = field(default_factory=dict, hash=False)
     cannot: Mapping[str, str] = field(default_factory=dict, hash=False)
     stack_of: Callable[[Document], str] | None = None
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[TargetRule, ...] = ()
     base: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @cached_property

@@ -27,7 +27,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TargetField:
     """One field of a target.
 
     Attributes:
@@ -69,7 +69,7 @@ class Schema:
     name: str
     source: str
     releases: Mapping[str, str] = field(hash=False)
-    entries: Mapping[str, Entry] = field(hash=False, repr=False)
+    entries: Mapping[str, TargetField] = field(hash=False, repr=False)
     closed: tuple[str, ...] = ()
     open: tuple[str, ...] = ()
 
@@ -122,15 +122,15 @@ class Schema:
             raise PinError("; ".join(found))
 
 
-def _nearest(path: str, known: Mapping[str, Entry]) -> str:
+def _nearest(path: str, known: Mapping[str, TargetField]) -> str:
     """Return a hint at the nearest field, or at where fields of such names are."""
     near = difflib.get_close_matches(path, known, 1, 0.5)
     return f"did you mean {near[0]!r}?" if near else "nothing near is; the fields: profiles/targets"
 
 
-def _entry(data: Mapping[str, Any]) -> Entry:
+def _entry(data: Mapping[str, Any]) -> TargetField:
     kinds = data.get("type", ())
-    return Entry(
+    return TargetField(
         (kinds,) if isinstance(kinds, str) else tuple(kinds),
         tuple(data.get("values", ())),
         data.get("default"),

@@ -12,8 +12,8 @@ from autoplan.exporters.launching import torchrun
 from autoplan.exporters.record import (
     Document,
     Field,
-    Rule,
     Target,
+    TargetRule,
     Values,
     derived,
     micro_batches,
@@ -465,6 +465,6 @@ TORCHTITAN = Target(
         "state_slack": "a setting of autoplan's layouts",
         "overlap": "torchtitan overlaps tensor parallelism if it compiles",
     },
-    rules=(Rule(_world), Rule(_fills), Rule(_drains, warns=True)),
+    rules=(TargetRule(_world), TargetRule(_fills), TargetRule(_drains, warns=True)),
     base=_BASE,
 )

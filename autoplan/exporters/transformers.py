@@ -9,13 +9,13 @@ from autoplan.config.parallel import Mode
 from autoplan.config.recompute import FULL, NONE
 from autoplan.errors import PinError
 from autoplan.exporters.accelerate import engine
-from autoplan.exporters.deepspeed import DEEPSPEED, read_offload, read_overlap, read_zero, write_zero
+from autoplan.exporters.deepspeed import DEEPSPEED, read_overlap, read_zero, read_zero_offload, write_zero
 from autoplan.exporters.launching import torchrun
 from autoplan.exporters.record import (
     Document,
     Field,
-    Rule,
     Target,
+    TargetRule,
     Values,
     base_of,
     data_parallel,
@@ -70,7 +70,7 @@ def _read_engine(document: Document, found: Values) -> Values:
     if _deepspeed(document):
         inner = section(document, _D, DEEPSPEED.schema)
         zero = read_zero(inner, found)
-        return {**zero, **read_offload(inner, found), **read_overlap(inner, {**found, **zero})}
+        return {**zero, **read_zero_offload(inner, found), **read_overlap(inner, {**found, **zero})}
     words = _strategies(document)
     if not words:
         return {"zero_stage": 0, "zero_replicas": 1, "offload": ()}
@@ -196,5 +196,5 @@ TRANSFORMERS = Target(
         "state_slack": "a setting of autoplan's layouts",
     },
     stack_of=lambda d: "deepspeed" if d.has("deepspeed") else "accelerate",
-    rules=(Rule(_one_precision), Rule(_one_engine), Rule(_taken_by_deepspeed)),
+    rules=(TargetRule(_one_precision), TargetRule(_one_engine), TargetRule(_taken_by_deepspeed)),
 )

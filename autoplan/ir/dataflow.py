@@ -20,13 +20,13 @@ class Dataflow:
     """The makers and the readers of the values of a sequence of steps, each given as (values read, values written)."""
 
     def __init__(self, steps: Steps) -> None:
-        self.makes = {v: i for i, (_, writes) in enumerate(steps) for v in writes}
+        self.makes: dict[str, int] = {v: i for i, (_, writes) in enumerate(steps) for v in writes}
         self.readers: dict[str, list[int]] = {}
         for i, (reads, _) in enumerate(steps):
             for v in dict.fromkeys(reads):
                 self.readers.setdefault(v, []).append(i)
-        self.after = [[k for v in writes for k in self.readers.get(v, ())] for _, writes in steps]
-        self.before = [[self.makes[v] for v in reads if v in self.makes] for reads, _ in steps]
+        self.after: list[list[int]] = [[k for v in writes for k in self.readers.get(v, ())] for _, writes in steps]
+        self.before: list[list[int]] = [[self.makes[v] for v in reads if v in self.makes] for reads, _ in steps]
 
     def leading_to(self, found: Iterable[int], through: Callable[[int], bool] = lambda _: True) -> set[int]:
         """Return the steps that lead to `found` through steps that `through` accepts; without `found` itself."""

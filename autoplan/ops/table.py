@@ -48,7 +48,7 @@ _FAMILIES = (
 )
 
 
-def merged(records: Iterable[OpRecord]) -> dict[str, OpRecord]:
+def merged_records(records: Iterable[OpRecord]) -> dict[str, OpRecord]:
     """Return records by name. RuleError for a name, an ATen op or a special form that two of them give."""
     out: dict[str, OpRecord] = {}
     taken: dict[str, str] = {}
@@ -61,7 +61,7 @@ def merged(records: Iterable[OpRecord]) -> dict[str, OpRecord]:
     return out
 
 
-RECORDS: Mapping[str, OpRecord] = merged(r for family in _FAMILIES for r in family.RECORDS)
+RECORDS: Mapping[str, OpRecord] = merged_records(r for family in _FAMILIES for r in family.RECORDS)
 ATEN: Mapping[str, Lowering] = {target: lowering for r in RECORDS.values() for target, lowering in r.aten.items()}
 # type of the output under a split of a marked label; the runtime module of that name does the work
 SPECIAL_OUTPUT: Mapping[str, AxisType] = {name: kind for r in RECORDS.values() for name, kind in r.special.items()}

@@ -1,4 +1,4 @@
-"""What a section of a page consists of."""
+"""The parts of a section of a page: figures, tables, facts, words and code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 
 @dataclass(frozen=True)
-class Figure:
+class FigureBlock:
     """A figure: the data of plotly, with its title, which is also its text for who cannot see it."""
 
     kind: ClassVar[str] = "figure"
@@ -18,7 +18,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Table:
+class TableBlock:
     """A table of texts. The first `left` columns are words, and the last one if `ends_in_words`; others are numbers."""
 
     kind: ClassVar[str] = "table"
@@ -45,7 +45,7 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Facts:
+class FactsBlock:
     """Figures of the answer side by side."""
 
     kind: ClassVar[str] = "facts"
@@ -53,7 +53,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Words:
+class WordsBlock:
     """A paragraph. `state`: `good`, `bad`, or nothing."""
 
     kind: ClassVar[str] = "words"
@@ -62,7 +62,7 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Code:
+class CodeBlock:
     """A text to copy. `folded`: it is shown only when it is opened."""
 
     kind: ClassVar[str] = "code"
@@ -72,7 +72,7 @@ class Code:
     folded: bool = False
 
 
-Block = Figure | Table | Facts | Words | Code
+PageBlock = FigureBlock | TableBlock | FactsBlock | WordsBlock | CodeBlock
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,6 @@ class Section:
     """A titled part of a page."""
 
     title: str
-    blocks: Sequence[Block]
+    blocks: Sequence[PageBlock]
     about: str = ""
     anchor: str = field(default="")

@@ -210,6 +210,7 @@ _KINDS = {  # of a candidate: colour and symbol
     "best": (GREEN, "star"),
     "as fast": (BLUE, "circle"),
     "slower": (ORANGE, "diamond"),
+    "pinned": (GREY, "square-open"),  # what was given rules it out
     "too big": (RED, "x"),
 }
 
@@ -233,7 +234,7 @@ def candidates(found: Sequence[Mapping[str, Any]], limit_bytes: float | None) ->
                     "hovertemplate": "%{customdata[0]}<br>%{y:.4g} s, %{x:.1f} GB<br>%{customdata[1]}<extra></extra>",
                 }
             )
-    front = _front([(c["memory_bytes"] / 1e9, c["step_s"]) for c in priced if c["kind"] != "too big"])
+    front = _front([(c["memory_bytes"] / 1e9, c["step_s"]) for c in priced if c["kind"] not in ("too big", "pinned")])
     data.append(
         {
             "type": "scatter",

@@ -73,7 +73,7 @@ def page(answer: Mapping[str, Any], today: datetime.date | None = None) -> str:
     environment.filters["data"] = _data
     template = environment.from_string((resources.files("autoplan.pages") / "page.html").read_text(encoding="utf-8"))
     return template.render(
-        title=title(answer),
+        title=_title(answer),
         task=answer.get("drawn", {}).get("task", ""),
         evidence=answer.get("drawn", {}).get("evidence", ""),
         version=__version__,
@@ -83,7 +83,7 @@ def page(answer: Mapping[str, Any], today: datetime.date | None = None) -> str:
     )
 
 
-def title(answer: Mapping[str, Any]) -> str:
+def _title(answer: Mapping[str, Any]) -> str:
     """Return the title of a report: `plan: llama-3.1-70b on 8x8xh100-sxm5-80gb`."""
     what = _COMMANDS.get(answer.get("command", ""), "report")
     model, cluster = answer.get("model"), answer.get("cluster")

@@ -10,8 +10,7 @@ from typing import Any
 
 from autoplan.errors import PinError
 from autoplan.pages import figures
-
-EXTRA = "pip install 'autoplan[report]'"
+from autoplan.pages.page import EXTRA
 
 
 @dataclass(frozen=True)

@@ -13,29 +13,29 @@ from typing import Any
 
 from autoplan.config import numbers
 from autoplan.pages import figures
-from autoplan.pages.blocks import Block, Code, Fact, Facts, Figure, Section, Table, Words
+from autoplan.pages.blocks import CodeBlock, Fact, FactsBlock, FigureBlock, PageBlock, Section, TableBlock, WordsBlock
 
-Answer = Mapping[str, Any]
+_Answer = Mapping[str, Any]
 _VALUES = {"step_time_s": "step, s", "tokens_per_s": "tokens/s", "days": "days", "usd": "US dollars"}  # of sweeps
 _ROW_HEIGHT = 26  # pixels of a row in a figure
 
 
 @dataclass(frozen=True)
-class Part:
+class _Part:
     """A section of all reports: its title, what it says about itself, and its maker."""
 
     title: str
-    make: Callable[[Answer], Iterator[Block]]
+    make: Callable[[_Answer], Iterator[PageBlock]]
     about: str = ""
 
 
-def sections(answer: Answer) -> list[Section]:
+def sections(answer: _Answer) -> list[Section]:
     """Return the sections that an answer fills, in their order."""
     found = [Section(p.title, tuple(p.make(answer)), p.about, p.title.lower().replace(" ", "-")) for p in PARTS]
     return [section for section in found if section.blocks]
 
 
-def _drawn(answer: Answer, name: str) -> Any:
+def _drawn(answer: _Answer, name: str) -> Any:
     return answer.get("drawn", {}).get(name)
 
 
@@ -46,10 +46,10 @@ def _span(q: Mapping[str, Any], shown: Callable[[float], str]) -> str:
 # -- the answer --------------------------------------------------------------------------------------------------------
 
 
-def _verdict(answer: Answer) -> Iterator[Block]:
+def _verdict(answer: _Answer) -> Iterator[PageBlock]:
     said = _drawn(answer, "verdict")
     if said:
-        yield Words(said, "good" if answer.get("estimate", {}).get("fits", True) else "bad")
+        yield WordsBlock(said, "good" if answer.get("estimate", {}).get("fits", True) else "bad")
     estimate = answer.get("estimate")
     if estimate is None:
         return
@@ -81,30 +81,30 @@ def _verdict(answer: Answer) -> Iterator[Block]:
         if run["goodput"] is not None:
             share = run["goodput"]["share"]
             facts.append(Fact("goodput", numbers.uptime(share["mid"]), "failures and checkpoints"))
-    yield Facts(facts)
+    yield FactsBlock(facts)
 
 
-def _plan(answer: Answer) -> Iterator[Block]:
+def _plan(answer: _Answer) -> Iterator[PageBlock]:
     if _drawn(answer, "label"):
-        yield Words(_drawn(answer, "label"), "plan")
-        yield Words(_drawn(answer, "words"))
+        yield WordsBlock(_drawn(answer, "label"), "plan")
+        yield WordsBlock(_drawn(answer, "words"))
     for note in _drawn(answer, "notes") or ():
-        yield Words(f"Note: {note}", "note")
+        yield WordsBlock(f"Note: {note}", "note")
     for title, command in _drawn(answer, "commands") or ():
-        yield Code(title, command)
+        yield CodeBlock(title, command)
 
 
-def _mesh(answer: Answer) -> Iterator[Block]:
+def _mesh(answer: _Answer) -> Iterator[PageBlock]:
     drawn = _drawn(answer, "mesh")
     if not drawn:
         return
     rows = -(-min(drawn["num_devices"], 4096) // drawn["devices_per_node"])
-    yield Figure("Ranks on nodes", figures.mesh(drawn), max(190, min(1200, 110 + 26 * rows)))
+    yield FigureBlock("Ranks on nodes", figures.mesh(drawn), max(190, min(1200, 110 + 26 * rows)))
     if drawn["num_devices"] > 4096:
-        yield Words(f"The first 4,096 of {drawn['num_devices']:,} ranks are drawn.")
+        yield WordsBlock(f"The first 4,096 of {drawn['num_devices']:,} ranks are drawn.")
     heads = ("group", "ranks", "apart", "its collectives run over")
     found = [(g["name"], str(g["size"]), str(g["stride"]), g["link"]) for g in drawn["groups"]]
-    yield Table(
+    yield TableBlock(
         heads,
         found,
         ends_in_words=True,
@@ -112,12 +112,12 @@ def _mesh(answer: Answer) -> Iterator[Block]:
     )
 
 
-def _memory(answer: Answer) -> Iterator[Block]:
+def _memory(answer: _Answer) -> Iterator[PageBlock]:
     estimate = answer.get("estimate")
     if not estimate:
         return
     stages = estimate["memory_bytes"]
-    yield Figure("Memory of every stage by term", figures.memory(estimate), 190 + _ROW_HEIGHT * len(stages))
+    yield FigureBlock("Memory of every stage by term", figures.memory(estimate), 190 + _ROW_HEIGHT * len(stages))
     shown = stages[:16]
     terms = dict.fromkeys(term for stage in shown for term in stage)
     rows = []
@@ -125,7 +125,7 @@ def _memory(answer: Answer) -> Iterator[Block]:
         cells = [f"{stage[term]['mid'] / 1e9:.2f}" if term in stage else "" for stage in shown]
         rows.append((term, *cells, max(stage[term]["evidence"] for stage in shown if term in stage)))
     heads = ("GB", *(f"stage {k}" if len(stages) > 1 else "all" for k in range(len(shown))), "evidence")
-    yield Table(
+    yield TableBlock(
         heads,
         rows,
         ends_in_words=True,
@@ -133,30 +133,30 @@ def _memory(answer: Answer) -> Iterator[Block]:
     )
 
 
-def _step(answer: Answer) -> Iterator[Block]:
+def _step(answer: _Answer) -> Iterator[PageBlock]:
     estimate = answer.get("estimate")
     if not estimate:
         return
     words = answer.get("drawn", {}).get("terms", {})
     count = len(figures.terms_of(estimate))
-    yield Figure("The step of the busiest rank, term by term", figures.step(estimate, words), 130 + 32 * count)
+    yield FigureBlock("The step of the busiest rank, term by term", figures.step(estimate, words), 130 + 32 * count)
 
 
-def _timeline(answer: Answer) -> Iterator[Block]:
+def _timeline(answer: _Answer) -> Iterator[PageBlock]:
     events = _drawn(answer, "events")
     if not events:
         return
     ranks = len({e[0] for e in events})
-    yield Figure("The pipeline of one step", figures.timeline(events), min(900, 190 + 30 * ranks))
-    yield Words("Drag to zoom, double-click to see the whole; the menu shows one rank or all.")
+    yield FigureBlock("The pipeline of one step", figures.timeline(events), min(900, 190 + 30 * ranks))
+    yield WordsBlock("Drag to zoom, double-click to see the whole; the menu shows one rank or all.")
 
 
-def _candidates(answer: Answer) -> Iterator[Block]:
+def _candidates(answer: _Answer) -> Iterator[PageBlock]:
     found = _drawn(answer, "candidates")
     if not found:
         return
     limit = answer["estimate"]["memory_capacity_bytes"]
-    yield Figure("Plans by time and memory", figures.candidates(found, limit), 420)
+    yield FigureBlock("Plans by time and memory", figures.candidates(found, limit), 420)
     heads = ("plan", "step s", "GB", "why it was not taken")
     rows = [
         (
@@ -167,21 +167,25 @@ def _candidates(answer: Answer) -> Iterator[Block]:
         )
         for c in found
     ]
-    yield Table(heads, rows, ends_in_words=True)
+    yield TableBlock(heads, rows, ends_in_words=True)
 
 
-def _sensitivity(answer: Answer) -> Iterator[Block]:
+def _sensitivity(answer: _Answer) -> Iterator[PageBlock]:
     gains, tornado = _drawn(answer, "gains"), _drawn(answer, "tornado")
     if gains:
-        yield Figure("What would help most, with the same plan", figures.gains(gains), 110 + 30 * min(12, len(gains)))
+        yield FigureBlock(
+            "What would help most, with the same plan", figures.gains(gains), 110 + 30 * min(12, len(gains))
+        )
     if tornado:
-        yield Figure("Cost of the tokens if a figure is 20 % off", figures.tornado(tornado), 150 + 30 * len(tornado))
+        yield FigureBlock(
+            "Cost of the tokens if a figure is 20 % off", figures.tornado(tornado), 150 + 30 * len(tornado)
+        )
 
 
 # -- sweeps ------------------------------------------------------------------------------------------------------------
 
 
-def _sweep(answer: Answer) -> Iterator[Block]:
+def _sweep(answer: _Answer) -> Iterator[PageBlock]:
     rows = answer.get("rows") if answer.get("command") in ("whatif", "capacity") else None
     if not rows:
         return
@@ -190,22 +194,22 @@ def _sweep(answer: Answer) -> Iterator[Block]:
     shown = [name for name in _VALUES if any(row.get(name) is not None for row in rows)]
     yield from (_sweep_figure(rows, several, value) for value in shown)
     heads = (*varied, "status", *(_VALUES[n] for n in shown), "plan")
-    yield Table(heads, [_sweep_row(row, varied, shown) for row in rows], left=len(varied) + 1, ends_in_words=True)
+    yield TableBlock(heads, [_sweep_row(row, varied, shown) for row in rows], left=len(varied) + 1, ends_in_words=True)
 
 
-def _sweep_figure(rows: Sequence[Mapping[str, Any]], varied: Sequence[str], value: str) -> Figure:
+def _sweep_figure(rows: Sequence[Mapping[str, Any]], varied: Sequence[str], value: str) -> FigureBlock:
     """Return one column of a sweep as a heatmap over the first two things that were varied, or as a curve over one."""
     title = _VALUES[value]
     if len(varied) < 2:
-        return Figure(title, figures.curve(rows, varied[0], value, title, *_ends(value)), 320)
+        return FigureBlock(title, figures.curve(rows, varied[0], value, title, *_ends(value)), 320)
     height = 170 + 34 * len({str(row[varied[0]]) for row in rows})
-    return Figure(title, figures.heatmap(rows, varied[1], varied[0], value, title), height)
+    return FigureBlock(title, figures.heatmap(rows, varied[1], varied[0], value, title), height)
 
 
 def _sweep_row(row: Mapping[str, Any], varied: Sequence[str], shown: Sequence[str]) -> tuple[str, ...]:
     figures_of_row = ("" if row.get(n) is None else numbers.digits(row[n]) for n in shown)
     plan = str(row.get("plan") or row.get("reason") or "")
-    return (*(numbers.plain(row[n]) for n in varied), str(row["status"]), *figures_of_row, plan)
+    return (*(numbers.plain_number(row[n]) for n in varied), str(row["status"]), *figures_of_row, plan)
 
 
 def _ends(value: str) -> tuple[str, str]:
@@ -215,7 +219,7 @@ def _ends(value: str) -> tuple[str, str]:
     )
 
 
-def _sizes(answer: Answer) -> Iterator[Block]:
+def _sizes(answer: _Answer) -> Iterator[PageBlock]:
     if answer.get("command") != "size":
         return
     rows, days, usd = answer["rows"], answer["deadline_days"], answer["budget_usd"]
@@ -226,10 +230,10 @@ def _sizes(answer: Answer) -> Iterator[Block]:
             money = "" if found["usd"] is None else numbers.dollars(found["usd"])
             devices = f"{found['num_devices']:,} x {found['kind']}"
             facts.append(Fact(f"{name} in time", devices, f"{numbers.days(found['days'])}, {money}"))
-    yield Facts(facts) if facts else Words("Nothing that was tried meets the deadline and the budget.", "bad")
-    yield Figure("Cost against days", figures.sizes(rows, days, usd), 400)
+    yield FactsBlock(facts) if facts else WordsBlock("Nothing that was tried meets the deadline and the budget.", "bad")
+    yield FigureBlock("Cost against days", figures.sizes(rows, days, usd), 400)
     heads = ("kind", "devices", "days", "cost", "MFU %", "meets")
-    yield Table(
+    yield TableBlock(
         heads,
         [
             (
@@ -248,14 +252,14 @@ def _sizes(answer: Answer) -> Iterator[Block]:
 # -- explanations ------------------------------------------------------------------------------------------------------
 
 
-def _decisions(answer: Answer) -> Iterator[Block]:
+def _decisions(answer: _Answer) -> Iterator[PageBlock]:
     rows = [
         (d["name"], _value(d["value"]), _value(a["value"]), _cost(a), a["sentence"])
         for d in answer.get("decisions", ())
         for a in d["alternatives"]
     ]
     if rows:
-        yield Table(("choice", "now", "instead", "step", "what changes"), rows, left=3, ends_in_words=True)
+        yield TableBlock(("choice", "now", "instead", "step", "what changes"), rows, left=3, ends_in_words=True)
 
 
 def _value(value: Any) -> str:
@@ -266,18 +270,18 @@ def _cost(a: Mapping[str, Any]) -> str:
     return a["status"] if a["cost"] is None else f"{100 * a['cost']:+.1f} %"
 
 
-def _settings(answer: Answer) -> Iterator[Block]:
+def _settings(answer: _Answer) -> Iterator[PageBlock]:
     found = [
         {"what": s["what"], "own": _value(s["own"]), "value": _value(s["value"]), "gain": s["gain"] or s["same_gain"]}
         for s in answer.get("settings", ())
     ]
     if found:
-        yield Figure(
+        yield FigureBlock(
             "What other hardware and settings would gain", figures.gains(found), 110 + 30 * min(12, len(found))
         )
 
 
-def _front(answer: Answer) -> Iterator[Block]:
+def _front(answer: _Answer) -> Iterator[PageBlock]:
     front = answer.get("front")
     if not front:
         return
@@ -291,56 +295,56 @@ def _front(answer: Answer) -> Iterator[Block]:
         }
         for k, p in enumerate(front)
     ]
-    yield Figure("The front of time against memory", figures.candidates(found, None), 380)
+    yield FigureBlock("The front of time against memory", figures.candidates(found, None), 380)
     if answer.get("front_end"):
-        yield Words(f"It ends here: {answer['front_end']}.")
+        yield WordsBlock(f"It ends here: {answer['front_end']}.")
 
 
-def _versus(answer: Answer) -> Iterator[Block]:
+def _versus(answer: _Answer) -> Iterator[PageBlock]:
     changed = answer.get("difference")
     if not changed:
         return
     other = answer["vs"]["name"]
     choices = [(name, _value(v["own"]), _value(v["other"])) for name, v in changed["decisions"].items()]
-    yield Table(("choice", "plan", other), choices, left=3)
+    yield TableBlock(("choice", "plan", other), choices, left=3)
     seconds = [(name, numbers.digits(delta)) for name, delta in changed["time_s"].items()]
-    yield Table(("term", f"seconds more with {other}"), seconds)
+    yield TableBlock(("term", f"seconds more with {other}"), seconds)
     sizes = [(name, f"{delta / 1e9:+.2f}") for name, delta in changed["memory_bytes"].items()]
-    yield Table(("term", f"GB more with {other}"), sizes)
+    yield TableBlock(("term", f"GB more with {other}"), sizes)
 
 
-def _measured(answer: Answer) -> Iterator[Block]:
+def _measured(answer: _Answer) -> Iterator[PageBlock]:
     if answer.get("command") != "compare":
         return
     found = answer["figures"]
-    yield Figure("Predicted over measured", figures.measured(found), 130 + 40 * len(found))
+    yield FigureBlock("Predicted over measured", figures.measured(found), 130 + 40 * len(found))
     heads = ("figure", "predicted", "measured", "predicted over measured", "inside the interval")
     inside = {True: "yes", False: "no", None: ""}
     rows = [
         (f["name"], f"{f['predicted']:.4g}", f"{f['measured']:.4g}", f"{f['ratio']:.2f}", inside[f["inside"]])
         for f in found
     ]
-    yield Table(heads, rows)
-    yield from (Words(f"Note: {note}.", "note") for note in answer["notes"])
+    yield TableBlock(heads, rows)
+    yield from (WordsBlock(f"Note: {note}.", "note") for note in answer["notes"])
 
 
 # -- sources and exports -----------------------------------------------------------------------------------------------
 
 
-def _reliability(answer: Answer) -> Iterator[Block]:
+def _reliability(answer: _Answer) -> Iterator[PageBlock]:
     run = answer.get("estimate", {}).get("run") or _drawn(answer, "usual_run")
     if run is None:
         return
     if run["goodput"] is None:
-        yield from (Words(note) for note in run["notes"])
+        yield from (WordsBlock(note) for note in run["notes"])
         return
-    yield Figure("Goodput against the checkpoint interval", figures.goodput(run["goodput"]), 340)
+    yield FigureBlock("Goodput against the checkpoint interval", figures.goodput(run["goodput"]), 340)
     days, usd = run["days_with_failures"], run["usd_with_failures"]
     money = "" if usd is None else f" and costs {numbers.dollars(usd['mid'])}"
-    yield Words(f"With failures the run takes {numbers.days(days['mid'])} ({_span(days, numbers.days)}){money}.")
+    yield WordsBlock(f"With failures the run takes {numbers.days(days['mid'])} ({_span(days, numbers.days)}){money}.")
 
 
-def _assumptions(answer: Answer) -> Iterator[Block]:
+def _assumptions(answer: _Answer) -> Iterator[PageBlock]:
     rows = [(s["what"], s["value"], s["source"]) for s in _drawn(answer, "sources") or ()]
     if not rows:  # a capacity table has many clusters, and only the assumptions about the runs in common
         for name, figure in (answer.get("assumptions") or {}).items():
@@ -348,42 +352,42 @@ def _assumptions(answer: Answer) -> Iterator[Block]:
             value = "not known" if q is None else f"{numbers.digits(q['mid'])} ({_span(q, numbers.digits)})"
             rows.append((f"{name}: {figure['what']}", value, figure["source"]))
     if rows:
-        yield Table(("figure", "value", "source"), rows, left=3)
+        yield TableBlock(("figure", "value", "source"), rows, left=3)
 
 
-def _exports(answer: Answer) -> Iterator[Block]:
+def _exports(answer: _Answer) -> Iterator[PageBlock]:
     for e in _drawn(answer, "exports") or ():
         if "refused" in e:
-            yield Words(f"{e['target']}: {e['refused']}", "note")
+            yield WordsBlock(f"{e['target']}: {e['refused']}", "note")
         else:
-            yield Code(
+            yield CodeBlock(
                 f"{e['target']}@{e['version']}: {e['file']}", e["text"], (*e["launch"], *e["not_said"]), folded=True
             )
 
 
-def _data(answer: Answer) -> Iterator[Block]:
+def _data(answer: _Answer) -> Iterator[PageBlock]:
     kept = {name: value for name, value in answer.items() if name not in ("drawn", "graph")}
-    yield Code("JSON of this answer", json.dumps(kept, indent=1, allow_nan=False), folded=True)
+    yield CodeBlock("JSON of this answer", json.dumps(kept, indent=1, allow_nan=False), folded=True)
 
 
-PARTS: Sequence[Part] = (
-    Part("Answer", _verdict),
-    Part("Sizes", _sizes),
-    Part("Sweep", _sweep),
-    Part("Predicted and measured", _measured),
-    Part("Plan", _plan),
-    Part("Choices", _decisions, "What every other choice would cost; each is the best plan with it."),
-    Part("Two plans", _versus),
-    Part("Mesh", _mesh, "Which rank is where, and which links each group uses."),
-    Part("Memory", _memory, "Expected memory at the fullest moment of the step; the dashed line is the device's."),
-    Part("Step", _step),
-    Part("Pipeline", _timeline),
-    Part("Other plans", _candidates, "Plans that were found or tried next to this one, and why each lost."),
-    Part("Front", _front),
-    Part("Sensitivity", _sensitivity),
-    Part("Settings", _settings),
-    Part("Failures", _reliability),
-    Part("Assumptions", _assumptions, "Every figure that is not exact, with its source and date."),
-    Part("Exports", _exports, "The plan as the input of other frameworks."),
-    Part("Data", _data),
+PARTS: Sequence[_Part] = (
+    _Part("Answer", _verdict),
+    _Part("Sizes", _sizes),
+    _Part("Sweep", _sweep),
+    _Part("Predicted and measured", _measured),
+    _Part("Plan", _plan),
+    _Part("Choices", _decisions, "What every other choice would cost; each is the best plan with it."),
+    _Part("Two plans", _versus),
+    _Part("Mesh", _mesh, "Which rank is where, and which links each group uses."),
+    _Part("Memory", _memory, "Expected memory at the fullest moment of the step; the dashed line is the device's."),
+    _Part("Step", _step),
+    _Part("Pipeline", _timeline),
+    _Part("Other plans", _candidates, "Plans that were found or tried next to this one, and why each lost."),
+    _Part("Front", _front),
+    _Part("Sensitivity", _sensitivity),
+    _Part("Settings", _settings),
+    _Part("Failures", _reliability),
+    _Part("Assumptions", _assumptions, "Every figure that is not exact, with its source and date."),
+    _Part("Exports", _exports, "The plan as the input of other frameworks."),
+    _Part("Data", _data),
 )

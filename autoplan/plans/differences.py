@@ -1,4 +1,4 @@
-"""What one graph has that another one has not, in words: parameters, inputs, calls of blocks, operations of a block.
+"""The differences between two graphs, in words: parameters, inputs, calls of blocks, operations of a block.
 
 Names of models, notes and places in source files are not compared: they change nothing that runs.
 """
@@ -11,7 +11,7 @@ from typing import TypeVar
 from autoplan.ir.graph import Block, Call, ModelGraph, Node, Parameter, Value
 
 _MOST = 3  # differences that an error names
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def graph_differences(then: ModelGraph, now: ModelGraph) -> list[str]:
@@ -42,7 +42,7 @@ def differences_text(found: list[str]) -> str:
     return "; ".join(found[:_MOST]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _missing(what: str, then: Mapping[str, T], now: Mapping[str, T]) -> list[str]:
+def _missing(what: str, then: Mapping[str, _T], now: Mapping[str, _T]) -> list[str]:
     gone = [f"{what} {name} is missing" for name in then if name not in now]
     new = [f"{what} {name} is not in the plan" for name in now if name not in then]
     return [*gone, *new]

@@ -43,8 +43,8 @@ PROGRAM = (
 )
 MADE_FOR = ("autoplan", "parameters", "graph", "cluster", "cluster_figures", "profile")
 _REQUEST = (
-    *("seq_len", "target_len", "global_batch_size", "pins", "precision", "memory_risk", "equal_within", "mode", "like"),
-    *(*OPTIONS, "profile", "constants", "adapters", "imbalance"),
+    *("seq_len", "target_len", "global_batch_size", "pins", "precision", "memory_risk", "equal_within", "gap", "mode"),
+    *("like", *OPTIONS, "profile", "constants", "adapters", "imbalance"),
 )
 _NESTED = {"program": PROGRAM, "made_for": MADE_FOR, "request": _REQUEST}
 

@@ -23,7 +23,7 @@ from autoplan.capture.frontend.buffers import all_buffers
 from autoplan.capture.frontend.huggingface import is_hf_model
 from autoplan.errors import CaptureError
 from autoplan.runtime.tensor_files import TensorFile, TensorFileError, stored_names
-from autoplan.runtime.values import Recording, Values
+from autoplan.runtime.values import MadeTensors, Recording
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ Init = Callable[[nn.Module], Any]
 
 @dataclass
 class _Source:
-    """What a tensor of the model is made of: keys of the files, and the conversion, if they are not the tensor itself.
+    """The source of a tensor of the model: keys of the files, and the conversion, if they are not the tensor itself.
 
     Attributes:
         keys: (key, the pattern of the conversion that it matched), in the order that the conversion expects.
@@ -182,8 +182,8 @@ def values_of(
         return tensor.detach()
 
     return (
-        Values({n: p.dtype for n, p in parameters.items()}, make),
-        Values({n: b.dtype for n, b in buffers.items()}, make),
+        MadeTensors({n: p.dtype for n, p in parameters.items()}, make),
+        MadeTensors({n: b.dtype for n, b in buffers.items()}, make),
     )
 
 

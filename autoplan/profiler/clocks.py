@@ -97,7 +97,7 @@ def read_states(system: System, device_type: str) -> tuple[DeviceState, ...]:
     return (DeviceState(0, max(found, default=None), governor=governor),)
 
 
-def warnings(before: Sequence[DeviceState], after: Sequence[DeviceState], where: str = "") -> list[str]:
+def clock_warnings(before: Sequence[DeviceState], after: Sequence[DeviceState], where: str = "") -> list[str]:
     """Return warnings about devices whose clock fell by more than 5 %, or that other processes used, too."""
     out, first = [], {s.index: s for s in before}
     for state in after:

@@ -1,4 +1,4 @@
-"""What a profile records about its machines: topology, nodes, clocks before and after."""
+"""The machines of a profile: topology, nodes, clocks before and after."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autoplan.profiler.clocks import WARNING, DeviceState, load_warning, read_states, warnings
+from autoplan.profiler.clocks import WARNING, DeviceState, clock_warnings, load_warning, read_states
 from autoplan.profiler.job import Job
 from autoplan.profiler.nodes import MeasuredNodes
 from autoplan.profiler.system import System, ThisMachine, Unreadable
@@ -71,7 +71,7 @@ class Machine:
         told = [
             line
             for index, (before, after) in enumerate(zip(self.before, self.after, strict=True))
-            for line in warnings(before, after, f" of node {index}" if many else "")
+            for line in clock_warnings(before, after, f" of node {index}" if many else "")
         ]
         return list(dict.fromkeys([*problems, *told]))
 

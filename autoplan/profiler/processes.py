@@ -23,32 +23,32 @@ from typing import Any, Literal, NamedTuple
 from autoplan.errors import AutoplanError
 
 # After the first failure the other ranks get this long to report theirs, which is often the more telling one.
-GRACE_S = 2.0
+STOP_GRACE_S = 2.0
 
 
 class RankError(AutoplanError):
     """Raised for a rank that failed, died or did not finish in time; the message has its traceback if it left one."""
 
 
-class Outcome(NamedTuple):
-    """What became of a process; `value`: its result, or the traceback of what it raised."""
+class ProcessOutcome(NamedTuple):
+    """The end of a process; `value`: its result, or the traceback of what it raised."""
 
     status: Literal["ok", "raised", "died", "hangs"]
     value: Any = None
 
 
-def answer(pipe: Connection, fn: Callable[..., Any], *args: Any) -> None:
+def answer_of(pipe: Connection, fn: Callable[..., Any], *args: Any) -> None:
     """Send what a function returns or raises."""
     try:  # plain pickle: Connection.send would pass tensors as shared memory, which ends with this process
-        data = pickle.dumps(Outcome("ok", fn(*args)))
+        data = pickle.dumps(ProcessOutcome("ok", fn(*args)))
     except BaseException:
-        data = pickle.dumps(Outcome("raised", traceback.format_exc()))
+        data = pickle.dumps(ProcessOutcome("raised", traceback.format_exc()))
     pipe.send_bytes(data)
 
 
-def outcomes(pipes: Sequence[Connection], timeout_s: float, grace_s: float = math.inf) -> list[Outcome]:
+def outcomes(pipes: Sequence[Connection], timeout_s: float, grace_s: float = math.inf) -> list[ProcessOutcome]:
     """Return the answers of the processes behind the pipes; after a failure the others have `grace_s` left."""
-    end, found = time.monotonic() + timeout_s, dict[object, Outcome]()
+    end, found = time.monotonic() + timeout_s, dict[object, ProcessOutcome]()
     while len(found) < len(pipes) and (left := end - time.monotonic()) > 0:
         # a dead process's pipe reads as closed, so that the pipes alone are enough to wait on
         ready = wait([pipe for pipe in pipes if pipe not in found], left)
@@ -56,13 +56,13 @@ def outcomes(pipes: Sequence[Connection], timeout_s: float, grace_s: float = mat
             try:
                 found[pipe] = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionResetError):
-                found[pipe] = Outcome("died")
+                found[pipe] = ProcessOutcome("died")
             if found[pipe].status != "ok":
                 end = min(end, time.monotonic() + grace_s)
-    return [found.get(pipe, Outcome("hangs")) for pipe in pipes]
+    return [found.get(pipe, ProcessOutcome("hangs")) for pipe in pipes]
 
 
-def problems(found: Sequence[Outcome], timeout_s: float) -> str:
+def problems(found: Sequence[ProcessOutcome], timeout_s: float) -> str:
     """Return what is wrong with each rank, on lines of its own; "" if nothing is."""
     silent = {"died": " the process died", "hangs": f" no answer (limit {timeout_s:g} s)"}
     texts = [silent.get(outcome.status, f"\n{outcome.value}") for outcome in found]
@@ -113,11 +113,11 @@ def run_ranks(
             for rank in range(world):
                 here, there = context.Pipe(duplex=False)
                 work = (_in_group, fn, rank, world, args, f"file://{folder}/store", timeout_s, gpus)
-                children.append(context.Process(target=answer, args=(there, *work), daemon=True))
+                children.append(context.Process(target=answer_of, args=(there, *work), daemon=True))
                 children[-1].start()
                 there.close()
                 pipes.append(here)
-            found = outcomes(pipes, timeout_s, GRACE_S)
+            found = outcomes(pipes, timeout_s, STOP_GRACE_S)
         finally:
             for child in children:  # they have answered, or will not
                 child.kill()

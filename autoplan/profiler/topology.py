@@ -207,7 +207,7 @@ class Matrix:
     numa: Mapping[int, int]
 
 
-Pair = tuple[int, int]  # devices, the lower number first
+_Pair = tuple[int, int]  # devices, the lower number first
 
 
 def _link(cell: str, where: str) -> tuple[LinkKind, int]:
@@ -242,8 +242,8 @@ def parse_matrix(text: str) -> Matrix:
     tail = [name for name in _TAIL if name in head]
     columns = (head[: head.index(tail[0])] if tail else head).split()
     legend = dict(_LEGEND.findall(text))
-    counts: dict[Pair, int] = {}
-    kinds: dict[Pair, LinkKind] = {}
+    counts: dict[_Pair, int] = {}
+    kinds: dict[_Pair, LinkKind] = {}
     nics: dict[str, dict[int, LinkKind]] = {}
     numa: dict[int, int] = {}
     for line in lines[header + 1 :]:
@@ -266,7 +266,7 @@ def parse_matrix(text: str) -> Matrix:
     return Matrix(_pair_links(kinds, counts), nics, numa)
 
 
-def _pair_links(kinds: Mapping[Pair, LinkKind], counts: Mapping[Pair, int]) -> tuple[PairLink, ...]:
+def _pair_links(kinds: Mapping[_Pair, LinkKind], counts: Mapping[_Pair, int]) -> tuple[PairLink, ...]:
     """Return the links of pairs of devices. A device with more NVLinks than any has is connected to a switch."""
     links = []
     for (a, b), kind in sorted(kinds.items()):

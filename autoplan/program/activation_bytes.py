@@ -29,7 +29,6 @@ class Activations:
         choice_bytes: kept under every other recompute choice: one or several of those groups (their results are dropped
             too), the requested modules, or `offload`.
         modules: the requested modules, by name (`program.megatron_modules`).
-        available: names of all modules of the block, if some are requested.
     """
 
     saved_bytes: int
@@ -43,7 +42,6 @@ class Activations:
     group_ops: Mapping[str, Ints] = field(default_factory=dict)
     choice_bytes: Mapping[str, int] = field(default_factory=dict)
     modules: Mapping[str, tuple[Region, ...]] = field(default_factory=dict)
-    available: tuple[str, ...] = ()
 
     @property
     def figures(self) -> Ints:

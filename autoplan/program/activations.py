@@ -392,7 +392,7 @@ class _Walk:
         outs = [(self._storage(v), low.block.values[n]) for v, n in zip(low.outputs, low.block.outputs, strict=True)]
         given = {s for s, value in outs if not value.requires_grad} & counted
         saved = given.union(*(step.saved & counted for step in self.steps))
-        flow, asked = Flow(low.statements), self.kernels.modules
+        flow, asked = Flow.of(low.statements), self.kernels.modules
         core, found = sorted(flow.attention_core()), regions(flow, low.outputs)
         there = modules(flow, low.outputs) if asked else {}
         saved_bytes, kept_bytes = self._bytes(saved), self._bytes({*given, *with_grad})
@@ -412,7 +412,6 @@ class _Walk:
             group_ops=_statements_by_group(found),
             choice_bytes=self._choice_bytes(found, there, given, counted),
             modules={name: there[name] for name in asked if name in there},
-            available=tuple(there),
         )
 
     def _choice_bytes(

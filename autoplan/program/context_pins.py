@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from autoplan.config.context_methods import ContextMethod, methods, read_method
 from autoplan.config.parallel import ParallelConfig
@@ -12,7 +12,7 @@ from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.facts import AttentionHeads, attention_heads, kv_ranks
 
-Chosen = tuple[tuple[str, str], ...]  # (block, name of its method)
+MethodChoice = tuple[tuple[str, str], ...]  # (block, name of its method)
 
 
 def _obstacle(method: ContextMethod, found: Sequence[AttentionHeads], tp: int, major: int) -> str | None:
@@ -31,10 +31,10 @@ def legal_methods(graph: ModelGraph, cp: int, tp: int) -> dict[str, list[Context
     return {block: [m for m in methods(cp) if _obstacle(m, found, tp, major) is None] for block, found in heads.items()}
 
 
-def combinations(options: Mapping[str, Sequence[ContextMethod]]) -> list[Chosen]:
+def combinations(options: Mapping[str, Sequence[ContextMethod]]) -> list[MethodChoice]:
     """Return every choice of one method per block. All products in one choice have the same two axes."""
     factors = {m.ulysses for found in options.values() for m in found if m.is_product}
-    out: dict[Chosen, None] = {}
+    out: dict[MethodChoice, None] = {}
     for u in (None, *sorted(factors)):
         allowed = [
             [(block, m.name) for m in found if not m.is_product or m.ulysses == u] for block, found in options.items()
@@ -120,14 +120,3 @@ def _methods(graph: ModelGraph, given: str | Mapping[str, str], cp: int, tp: int
             f"context_method: products with ulysses{factors[0]} and with ulysses{factors[1]} need two different meshes"
         )
     return found
-
-
-def product_degree(config: ParallelConfig) -> int:
-    """Return the ranks of Ulysses in the products of a configuration's methods; 1 if there is none."""
-    given = config.context_method
-    return neighbours_of(given.values() if isinstance(given, Mapping) else () if given is None else (given,), config.cp)
-
-
-def neighbours_of(names: Iterable[str], cp: int) -> int:
-    """Return the ranks of Ulysses in the products among these methods; 1 if there is none."""
-    return next((m.ulysses for m in (read_method(n, cp) for n in names) if m.is_product), 1)

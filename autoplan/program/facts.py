@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from autoplan.config.parallel import Mode, RunOptions
+from autoplan.config.recompute import MODULES
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.ir.graph import ModelGraph
 from autoplan.ops.batch import batch_obstacle, context_obstacle
@@ -15,6 +16,8 @@ from autoplan.ops.experts import SECOND_BIAS
 from autoplan.ops.products import packed_weights
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import nodes_with
+from autoplan.program.megatron_modules import modules
+from autoplan.program.regions import Flow
 from autoplan.stacks.like import Like
 
 
@@ -178,6 +181,12 @@ class ModelFacts:
             if len(symbols) == 1 and rows is not None:
                 found[symbols[0]] = min(rows, found.get(symbols[0], rows))
         return found
+
+    @cached_property
+    def modules(self) -> tuple[str, ...]:
+        """The modules of Megatron's recompute that some layer has (`program.megatron_modules`)."""
+        found = {name for b in self.graph.blocks.values() for name in modules(Flow.of_block(b), b.outputs)}
+        return tuple(name for name in MODULES if name in found)
 
     @cached_property
     def block_calls(self) -> tuple[str, ...]:

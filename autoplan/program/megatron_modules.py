@@ -25,8 +25,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from autoplan.ops.record import Linear, OpKind, Trait
-from autoplan.program.regions import PRODUCTS, Flow, Region, is_view, region_of
-from autoplan.program.statements import Convert
+from autoplan.program.regions import CONVERSION, PRODUCTS, Flow, Region, is_view_or_cast, region_of
 
 DISCARDING = frozenset(("layernorm", "mla_up_proj", "moe_act"))  # modules whose output is dropped as well
 
@@ -45,7 +44,7 @@ def modules(flow: Flow, outputs: Sequence[str]) -> dict[str, tuple[Region, ...]]
 class _Modules:
     def __init__(self, flow: Flow, outputs: Sequence[str]) -> None:
         self.flow, self.outputs = flow, outputs
-        self.statements, self.variables, self.ops = flow.statements, flow.variables, flow.ops
+        self.variables, self.ops = flow.variables, flow.ops
         self.experts = [k for k, op in enumerate(self.ops) if op.kind is OpKind.EXPERTS]
         self.core = flow.attention_core()
 
@@ -97,7 +96,7 @@ class _Modules:
         return out
 
     def _is_view(self, k: int) -> bool:
-        return isinstance(self.statements[k], Convert) or is_view(self.ops[k])
+        return self.ops[k] is CONVERSION or is_view_or_cast(self.ops[k])
 
     def _views_before(self, found: Iterable[int]) -> set[int]:
         """Return the views and conversions that lead to these statements."""
@@ -148,7 +147,7 @@ class _Modules:
         gathered = self._views_before(first)
         found = first | {k for k in between if k in self.flow.following(first)} | pointwise
         last = {k for p in pointwise for k in self.flow.after[p] if self.ops[k].kind in PRODUCTS}
-        found |= last | {k for p in last for k in self.flow.after[p] if isinstance(self.statements[k], Convert)}
+        found |= last | {k for p in last for k in self.flow.after[p] if self.ops[k] is CONVERSION}
         if self.experts:
             return found  # the experts use the gather of the layer's input, too
         found |= gathered

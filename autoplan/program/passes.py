@@ -22,7 +22,7 @@ from autoplan.program.token_dispatch import token_dispatch
 
 
 @dataclass(frozen=True)
-class Stack:
+class PassFacts:
     """The facts that decide which passes a program takes.
 
     Attributes:
@@ -40,15 +40,15 @@ class Stack:
     mesh: Mesh | None = None
 
 
-def executed(mesh: Mesh, methods: Mapping[str, ContextMethod]) -> Stack:
+def executed(mesh: Mesh, methods: Mapping[str, ContextMethod]) -> PassFacts:
     """Return the stack of a program that runs on `mesh`."""
     experts = None
     if mesh.has("ep"):
         experts = ExpertDegrees(mesh.size("ep"), mesh.size("etp") if mesh.has("etp") else 1, executed=True)
-    return Stack(mesh.size("cp") if mesh.has("cp") else 1, methods, experts, mesh=mesh)
+    return PassFacts(mesh.size("cp") if mesh.has("cp") else 1, methods, experts, mesh=mesh)
 
 
-def passes(stack: Stack) -> tuple[Pass, ...]:
+def passes(stack: PassFacts) -> tuple[Pass, ...]:
     """Return the passes of a stack, in order."""
     out: list[Pass] = [vocabulary_losses, batch_sums(stack.mesh)]
     if stack.context > 1:
@@ -61,7 +61,7 @@ def passes(stack: Stack) -> tuple[Pass, ...]:
     return tuple(out)
 
 
-def rewritten(lowered: LoweredBlock, stack: Stack) -> LoweredBlock:
+def rewritten(lowered: LoweredBlock, stack: PassFacts) -> LoweredBlock:
     """Return the statements of a block after all passes of a stack."""
     for change in passes(stack):
         lowered = change(lowered)

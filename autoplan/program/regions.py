@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from autoplan.config.recompute import GROUPS
 from autoplan.ir.dataflow import Dataflow
+from autoplan.ir.graph import Block
 from autoplan.ir.layout import ConversionKind
 from autoplan.ops.record import OpKind, OpRecord, Trait
 from autoplan.ops.table import op_record
@@ -17,7 +18,7 @@ PRODUCTS = (OpKind.PRODUCT, OpKind.EXPERTS)
 _SAME_LOGITS = frozenset((Trait.CAST, Trait.RESIZES))
 _Is = Callable[[OpRecord], bool]
 # the record that stands for a conversion between layouts
-_CONVERSION = OpRecord("", OpKind.OTHER)
+CONVERSION = OpRecord("", OpKind.OTHER)
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def region_of(group: str, part: Collection[int], flow: Flow, outputs: Sequence[s
     return Region(group, places, tuple(reads), tuple(v for i in places for v in flow.variables[i][1] if v in used))
 
 
-def is_view(op: OpRecord) -> bool:
+def is_view_or_cast(op: OpRecord) -> bool:
     """Return True for views and casts, which hand on the same numbers in another form."""
     return op.kind is OpKind.VIEW or Trait.CAST in op.traits
 
@@ -91,10 +92,22 @@ def is_view(op: OpRecord) -> bool:
 class Flow(Dataflow):
     """The data flow of a block: the variables that each statement reads and writes, and the record of its operation."""
 
-    def __init__(self, statements: Sequence[Op | Convert]) -> None:
-        self.statements, self.variables = statements, [(reads_of(s), writes_of(s)) for s in statements]
-        super().__init__(self.variables)
-        self.ops = [_CONVERSION if isinstance(s, Convert) else op_record(s.node.op) for s in statements]
+    def __init__(self, variables: Sequence[tuple[tuple[str, ...], tuple[str, ...]]], ops: Sequence[OpRecord]) -> None:
+        self.variables, self.ops = variables, ops
+        super().__init__(variables)
+
+    @classmethod
+    def of(cls, statements: Sequence[Op | Convert]) -> Flow:
+        """Return the data flow of lowered statements."""
+        ops = [CONVERSION if isinstance(s, Convert) else op_record(s.node.op) for s in statements]
+        return cls([(reads_of(s), writes_of(s)) for s in statements], ops)
+
+    @classmethod
+    def of_block(cls, block: Block) -> Flow:
+        """Return the data flow of a block before it has layouts: one statement per node, and no conversions."""
+        held = {name: f"self.{name}" for name in (*block.params, *block.buffers)}
+        nodes = [(tuple(held.get(v, v) for v in n.tensor_inputs), tuple(n.outputs)) for n in block.nodes]
+        return cls(nodes, [op_record(n.op) for n in block.nodes])
 
     def activation_functions(self, megatron: bool = False) -> set[int]:
         """Return the pointwise operations from an activation function to the product that takes their result.
@@ -107,7 +120,7 @@ class Flow(Dataflow):
             return op.kind in PRODUCTS if megatron else op.kind is OpKind.PRODUCT and bool(op.weights)
 
         def through(op: OpRecord) -> bool:
-            return Trait.POINTWISE in op.traits or (megatron and is_view(op))
+            return Trait.POINTWISE in op.traits or (megatron and is_view_or_cast(op))
 
         out: set[int] = set()
         for i, op in enumerate(self.ops):

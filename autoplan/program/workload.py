@@ -7,9 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoplan.config.recompute import MODULES, modules_choice
 from autoplan.cost_models.work import BlockWork, CommWork, Gathered, OpWork, ParamWork, Recomputed, TiedParam, Workload
-from autoplan.errors import PinError
 from autoplan.ir.graph import Block, ModelGraph, Node
 from autoplan.ir.layout import ConversionKind
 from autoplan.ops.attention import window_share
@@ -25,7 +23,7 @@ from autoplan.program.facts import layer_calls, pipeline_units
 from autoplan.program.fusion import fused_traffic, joined_ops
 from autoplan.program.lower import BlockLowering
 from autoplan.program.op_costs import OpCosts
-from autoplan.program.passes import Stack, rewritten
+from autoplan.program.passes import PassFacts, rewritten
 from autoplan.program.problem import Selection, copy_work
 from autoplan.program.shared_values import Crossing, crossing_values, shared_values
 from autoplan.program.statements import BlockParam, Convert, LoweredBlock, Op, Statement
@@ -87,7 +85,6 @@ def workload(
     """
     experts = _elsewhere(experts, op_costs)
     made = lower_all(graph, selection, op_costs) if made is None else made
-    _check_modules(op_costs.kernels.modules, made.activation_bytes)
     lowered, blocks = _blocks(graph, made, experts)
     activation_bytes = with_dispatch(made.activation_bytes, lowered, blocks, op_costs, experts)
     unit_calls, layers = pipeline_units(graph, ends), frozenset(layer_calls(graph))
@@ -149,20 +146,9 @@ def _blocks(
 def _finished(made: LoweredModel, name: str, experts: ExpertDegrees | None) -> tuple[LoweredBlock, BlockWork]:
     """Return the statements of one block after all passes, and their work."""
     op_costs = made.op_costs
-    stack = Stack(op_costs.context, op_costs.methods, experts, op_costs.kernels)
+    stack = PassFacts(op_costs.context, op_costs.methods, experts, op_costs.kernels)
     lowered = rewritten(made.blocks[name], stack)
     return lowered, _block(lowered, made.activation_bytes[name], op_costs)
-
-
-def _check_modules(asked: Sequence[str], activation_bytes: Mapping[str, Activations]) -> None:
-    """Raise PinError for a module that no layer has."""
-    for name in asked:
-        if not any(name in h.modules for h in activation_bytes.values()):
-            there = [m for m in MODULES if any(m in h.available for h in activation_bytes.values())]
-            raise PinError(
-                f"recompute names the module {name!r}, which no layer of the model has; it has {', '.join(there)}; "
-                f"nearest legal: {modules_choice([there[0]] if there else ())}"
-            )
 
 
 def _model_flops(graph: ModelGraph, op_costs: OpCosts) -> tuple[float, float]:

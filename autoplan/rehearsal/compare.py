@@ -1,4 +1,4 @@
-"""What a rank did beside what its plan says, and the first difference.
+"""Comparison of a rehearsed rank with its plan, up to the first difference.
 
 Equal to the byte: every collective of the ledger, the sums at the end of a step, what ZeRO moves. Equal to the
 operation: FLOPs of products, and of attention forward, to rounding. Memory may differ: parameters and optimizer state
@@ -6,8 +6,8 @@ by `STATE_TOLERANCE`, the peak by `MEMORY_TOLERANCE`. The kernels that a rehears
 tensors than those of a GPU (a loss over a large vocabulary keeps more), so that the peak is compared with the plan's
 prediction plus the difference that the memory model sees between the two; without the graph of the model that is not
 known, and `UNKNOWN_KERNELS_TOLERANCE` holds. With several stages per rank the price counts all gradients beside all
-micro-batches in flight, which may not meet: the peak may be lower by the gradients. Not judged is the peak of a plan
-that keeps something on the host, which is the same memory here.
+micro-batches in flight, which may not meet: the peak may be lower by the gradients. What a plan keeps on the host is in
+the same memory here and counts with the rest; gradients there are made after the fullest moment of a first step.
 """
 
 from __future__ import annotations
@@ -187,23 +187,24 @@ def written_out(observed: Observed, said: Expected) -> bool:
 
 def _memory(observed: Observed, said: Expected, num_stages: int) -> tuple[list[str], list[Row]]:
     low, mid, high = said.memory_bytes
-    known = said.kernels_bytes is not None
-    expected = mid + (said.kernels_bytes or 0.0)
-    least = expected - (said.memory.get("gradients", 0.0) if num_stages > 1 else 0.0)
+    known, hosted = said.kernels_bytes is not None, said.host.get("state", 0.0)
+    expected = mid + (said.kernels_bytes or 0.0) + sum(said.host.values())
+    least = expected - (observed.state_bytes["gradients"] if hosted else 0.0)
+    if num_stages > 1:
+        least -= said.memory.get("gradients", 0.0) + said.host.get("activations", 0.0)
     tolerance = MEMORY_TOLERANCE if known else UNKNOWN_KERNELS_TOLERANCE
-    states = [observed.state_bytes[name] for name in ("parameters", "optimizer")]
-    predicted = sum(said.memory.get(name, 0.0) for name in ("parameters", "optimizer"))
-    judged = not written_out(observed, said) and not said.host_bytes
+    states = [observed.state_bytes[n] for n in ("parameters", "optimizer", *(["gradients"] if hosted else []))]
+    predicted = hosted + sum(said.memory.get(name, 0.0) for name in ("parameters", "optimizer"))
+    judged = not written_out(observed, said)
+    what = "parameters and optimizer state" + (", gradients on the host" if hosted else "")
     rows = [
-        Row("parameters and optimizer state", predicted, float(sum(states)), "bytes"),
+        Row(what, predicted, float(sum(states)), "bytes"),
         Row("peak of all tensors", expected if judged else None, float(observed.peak_bytes), "bytes"),
     ]
     allowed = max(tolerance * expected, MEMORY_FLOOR_BYTES)
     wrong = []
     if abs(sum(states) - predicted) > max(STATE_TOLERANCE * predicted, MEMORY_FLOOR_BYTES):
-        wrong.append(
-            f"parameters and optimizer state take {sum(states) / 1e9:.2f} GB, predicted are {predicted / 1e9:.2f} GB"
-        )
+        wrong.append(f"{what} take {sum(states) / 1e9:.2f} GB, predicted are {predicted / 1e9:.2f} GB")
     if judged and not least - allowed <= observed.peak_bytes <= expected + allowed:
         kernels = f" with the kernels of a CPU, {mid / 1e9:.2f} GB with those of the device" if known else ""
         wrong.append(

@@ -1,4 +1,4 @@
-"""What a plan, its program's ledger and its price say of one rank, in the units in which a rehearsal observes it."""
+"""Expectations of one rank by its plan, ledger and price, in the units in which a rehearsal observes it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autoplan.runtime.spec import LedgerEntry, ParamSpec, ProgramSpec, StageSpec
 from autoplan.runtime.zero import shard_dim
 from autoplan.units import DTYPE_BYTES
 
-MASTER = "float32"  # dtype of sums of gradients under mixed precision, if no other is given
+_MASTER = "float32"  # dtype of sums of gradients under mixed precision, if no other is given
 Messages = Counter[tuple[str, str, str, int]]  # kind, axis, phase, bytes
 Totals = Counter[tuple[str, str]]  # kind, axis -> bytes of a step
 # what the number of rows decides, which is equal for all experts in a rehearsal
@@ -37,7 +37,7 @@ _ROWS = ("dispatch", "combine", "gather", "scatter")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands, and over which axes its program shards and reduces.
+    """The position of a rank, and the axes over which its program shards and reduces.
 
     Attributes:
         sizes: ranks along every axis and group of the mesh.
@@ -59,14 +59,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a rank should do.
+    """The expectations of a rank.
 
     Attributes:
         memory: predicted bytes by term that a tensor of the program has, of its fullest moment.
         memory_bytes: their sum: low, expected, high.
         kernels_bytes: by how much the fullest moment grows with the kernels of a CPU, which a rehearsal runs, instead
             of the device's; None: the graph is not at hand.
-        host_bytes: what the plan keeps in host memory, which is the same memory here.
+        host: what the plan keeps in host memory, by term: state, activations. It is the same memory here.
         per_micro_batch: the ledger's collectives of one micro-batch.
         rows: those whose bytes follow from numbers of rows, without bytes: kind, axis, phase.
         deferred: bytes of the sums at the end of a step, by (kind, axis).
@@ -78,7 +78,7 @@ class Expected:
     memory: Mapping[str, float]
     memory_bytes: tuple[float, float, float]
     kernels_bytes: float | None
-    host_bytes: float
+    host: Mapping[str, float]
     per_micro_batch: Messages
     rows: Counter[tuple[str, str, str]]
     deferred: Totals
@@ -112,7 +112,7 @@ def expected(
         memory={name: q.mid for name, q in held.items()},
         memory_bytes=(_sum(held, "low"), _sum(held, "mid"), _sum(held, "high")),
         kernels_bytes=None if work is None else work.kernels_bytes(at.coordinates["pp"]),
-        host_bytes=stage.host_bytes.mid,
+        host={name: q.mid for name, q in stage.host_memory.items()},
         per_micro_batch=Counter(_message(e, evaluate_terms(e.bytes, local)) for e in counted),
         rows=_rows(often),
         deferred=_deferred(spec, at, stages),
@@ -161,7 +161,7 @@ def _deferred(spec: ProgramSpec, at: Place, stages: tuple[StageSpec, ...]) -> To
             p = next(p for p in held[first[0]].params if (p.block, p.attr) == first[1:])
             masters = p.dtype == spec.compute_dtype
             out["all_reduce", at.canonical["pp"]] += (
-                _own_elements(spec, at, p) * DTYPE_BYTES[MASTER if masters else p.dtype]
+                _own_elements(spec, at, p) * DTYPE_BYTES[_MASTER if masters else p.dtype]
             )
     return out
 
@@ -180,7 +180,7 @@ def _own_elements(spec: ProgramSpec, at: Place, p: ParamSpec) -> int:
 
 def _summed_width(spec: ProgramSpec, p: ParamSpec) -> int:
     """Return the bytes of an element of a sum over tensor-parallel ranks: under mixed precision that of all sums."""
-    return DTYPE_BYTES[p.dtype if spec.compute_dtype is None else spec.gradient_dtype or MASTER]
+    return DTYPE_BYTES[p.dtype if spec.compute_dtype is None else spec.gradient_dtype or _MASTER]
 
 
 def _unlisted(spec: ProgramSpec, at: Place, entries: list[LedgerEntry], env: Mapping[str, int]) -> str:
@@ -260,7 +260,7 @@ def _reduced_width(spec: ProgramSpec, p: ParamSpec) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """What the price counts of a plan.
+    """The figures of a plan that its price counts.
 
     Attributes:
         by_call: forward FLOPs of one call of every block on one rank, by what computes them.

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from autoplan.errors import RehearsalError
 from autoplan.plans.folder import ProgramFolder
@@ -42,7 +43,7 @@ from autoplan.schedules.schedule import actions, held_at_backwards, obstacle
 
 @dataclass(frozen=True)
 class Observed:
-    """What a rank did.
+    """The observations of a rank.
 
     Attributes:
         num_micro_batches: those that were run.
@@ -80,6 +81,18 @@ class _Vote:
 
     def item(self) -> int:
         return 1
+
+
+class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Fake tensors that die. Torch keeps what it knows of an operation by its arguments, a storage among them: `set_`,
+    by which offloaded activations come back, would hold every storage that it was ever given.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.cache_enabled = func._overloadpacket is not torch.ops.aten.set_
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
 @contextmanager
@@ -140,7 +153,7 @@ def _observed(folder: ProgramFolder, mesh: AxisMesh, rank: int, lengths: Mapping
     spec, config = folder.program.spec, folder.plan.config
     count = rehearsed_micro_batches(folder, mesh.coordinate("pp"))
     watch = Watch()
-    with FakeTensorMode(allow_non_fake_inputs=True), watch, watch.resizes(), balanced_rows():
+    with FakeMode(allow_non_fake_inputs=True), watch, watch.resizes(), balanced_rows():
         whole, buffers = _whole_tensors(folder)
         watch.leave_out(whole)
         model = ParallelModel(
@@ -153,6 +166,7 @@ def _observed(folder: ProgramFolder, mesh: AxisMesh, rank: int, lengths: Mapping
             folder=folder.path if folder.path.is_dir() else None,
             mesh=mesh,
         )
+        _keep_padding(model)
         del whole, buffers
         gc.collect()
         size = config.micro_batch_size * count
@@ -190,6 +204,17 @@ def _observed(folder: ProgramFolder, mesh: AxisMesh, rank: int, lengths: Mapping
             collectives=collectives,
             seconds=time.perf_counter() - start,
         )
+
+
+def _keep_padding(model: ParallelModel) -> None:
+    """Do not let the first forward pad shards again.
+
+    `fully_shard` compares addresses there to see that a shard is still the one that it has padded, and fake tensors
+    have none: an uneven shard would be held twice.
+    """
+    for module in (m for stage in model.stages.values() for m in stage.modules() if isinstance(m, FSDPModule)):
+        for group in fully_shard.state(module)._fsdp_param_groups:  # type: ignore[attr-defined]
+            group._reset_sharded_params = True
 
 
 def _bytes_of(optimizer: torch.optim.Optimizer) -> int:

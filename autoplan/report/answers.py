@@ -18,7 +18,7 @@ from autoplan.report.data import estimate_report, infeasible_report, plan_report
 from autoplan.report.degrees import checked_config
 from autoplan.report.files import check_writable
 from autoplan.report.flags import TaskWords
-from autoplan.report.html import check_report, write_report
+from autoplan.report.html import check_report_path, write_report
 from autoplan.report.output import say_note
 from autoplan.report.request import read_request, read_run
 from autoplan.report.screen import Answer, first_screen
@@ -35,7 +35,7 @@ from autoplan.sweeps.whatif import Point, RunTask, check_varied, columns, points
 
 @dataclass(frozen=True)
 class Shown:
-    """How an answer is shown: as JSON, with all figures, and also as a report in this file."""
+    """The form of an answer: as JSON, with all figures, and also as a report in this file."""
 
     as_json: bool = False
     verbose: bool = False
@@ -44,7 +44,7 @@ class Shown:
 
 def answer_plan(task: TaskWords, pin: list[str] | None, by_kind: bool, shown: Shown, **asked: Any) -> None:
     """Plan the task, and print the first screen, all figures, or JSON. `asked`: the limits of the search."""
-    check_report(shown.report)
+    check_report_path(shown.report)
     as_json = shown.as_json
     run = read_run(task)
     request = replace(read_request(task, pins=pin, **asked), by_kind=by_kind)
@@ -96,7 +96,7 @@ def answer_estimate(
     task: TaskWords, degrees: Mapping[str, Any], timeline: Path | None, runnable: bool, shown: Shown
 ) -> str | None:
     """Price one configuration. Return why it does not fit; None if it fits."""
-    check_report(shown.report)
+    check_report_path(shown.report)
     as_json = shown.as_json
     run = read_run(task)
     if timeline is not None:
@@ -132,7 +132,7 @@ def answer_whatif(
     task: TaskWords, vary: Sequence[str], pin: list[str] | None, csv: Path | None, shown: Shown, **asked: Any
 ) -> tuple[str, list[Point], int]:
     """Plan every point of a sweep. Return the outcome, the points, and how many there are in all."""
-    check_report(shown.report)
+    check_report_path(shown.report)
     as_json = shown.as_json
     run = read_run(task)
     values = read_vary(vary)
@@ -162,7 +162,7 @@ def answer_capacity(file: Path, csv: Path | None, shown: Shown) -> tuple[str, li
     from autoplan.report.capacity import capacity_report, capacity_text
     from autoplan.sweeps.capacity import cell_columns, cell_row, cells, read_task
 
-    check_report(shown.report)
+    check_report_path(shown.report)
     as_json = shown.as_json
     if csv is not None:
         check_writable(csv)

@@ -19,7 +19,7 @@ from autoplan.errors import PinError
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import nodes_with
 from autoplan.plans.document import tuples
-from autoplan.search.layouts import PlanRequest
+from autoplan.search.request import PlanRequest
 from autoplan.sweeps.whatif import LISTS, RANGES, TEXTS, VARIED, WHOLE_NUMBERS
 
 _COMMA = re.compile(r",(?!\s*[A-Za-z_]+\s*=)")  # not the commas of `@nic=400,price=2`

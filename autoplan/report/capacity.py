@@ -10,11 +10,13 @@ from rich.text import Text
 
 from autoplan.config import numbers
 from autoplan.config.choices import option_data, option_texts
+from autoplan.config.settings import VARIED_SETTINGS
 from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.whole_run import Run
 from autoplan.plans.document import plain
 from autoplan.report import data
 from autoplan.report.text import graph_notes, paragraph, plain_table, prices, run_cells
+from autoplan.search.certificate import Status
 from autoplan.sweeps.capacity import CapacityTask, Cell, cell_row
 from autoplan.sweeps.label import plan_label
 from autoplan.sweeps.whatif import RunTask, notes, run_of
@@ -23,17 +25,14 @@ _LISTS = {
     "models": "model",
     "clusters": "cluster",
     "tokens": "tokens",
-    "seq_len": "seq_len",
-    "global_batch_size": "global_batch_size",
-    "precision": "precision",
-    "mode": "mode",
+    **{name: name for name in VARIED_SETTINGS},
 }
 _RUN = ("days", "with failures", "cost", "goodput")
 _FOLDED = {"model": 12, "cluster": 20}  # columns that may take several lines, and their least width
 
 
 def _shown(name: str, value: object) -> str:
-    return numbers.scaled(value) if name == "tokens" and isinstance(value, float) else numbers.plain(value)
+    return numbers.scaled(value) if name == "tokens" and isinstance(value, float) else numbers.plain_number(value)
 
 
 def capacity_text(out: Console, title: str, task: CapacityTask, found: Sequence[Cell]) -> None:
@@ -100,7 +99,8 @@ def _plan_columns(cell: Cell, run: Run | None, marks: dict[str, int]) -> list[st
     words = [plan_label(point.planned.config, e)]
     c = point.certificate
     if c is not None and c.status != "complete":
-        words.append(f"({c.status}, gap {numbers.percent(c.gap)})")
+        near = c.status == Status.NEAR
+        words.append(f"({'' if near else f'{c.status}, '}gap {numbers.percent(c.gap)})")
     words += [f"[{marks.setdefault(note, len(marks) + 1)}]" for note in notes(point, cell.run)]
     return [
         numbers.digits(e.step_time_s.mid),

@@ -13,7 +13,7 @@ from autoplan.config import numbers
 from autoplan.cost_models.hardware import catalog as hardware
 from autoplan.plans.document import chosen, plain
 from autoplan.report.data import report, to_text
-from autoplan.report.text import console, plain_table
+from autoplan.report.text import console, next_commands, plain_table
 from autoplan.units import GB, TERA
 
 
@@ -150,5 +150,5 @@ def show_device(out: Console, device_id: str) -> None:
         out.print()
         out.print(table)
     nodes = f"2x{e.devices_per_node}x{e.id}" + ("" if e.nic_gbit_s is not None else "@nic=400")
-    out.print()
-    out.print(f"Next: autoplan plan llama-3.1-8b --cluster {nodes} --seq-len 8k --global-batch-size 256", style="cyan")
+    task = ["--cluster", nodes, "--seq-len", "8k", "--global-batch-size", "256"]
+    next_commands(out, [["autoplan", "plan", "llama-3.1-8b", *task]])

@@ -47,7 +47,7 @@ from autoplan.report.text import (
     paragraph,
     prices,
     proof_text,
-    warnings,
+    say_warnings,
 )
 from autoplan.report.waiting import telling, waiting
 from autoplan.search.planner import Certificate, Planned, PlanRequest, estimate_config, search_plan
@@ -92,7 +92,7 @@ class Better:
 
 @dataclass(frozen=True)
 class Check:
-    """What is known of the input of a framework.
+    """The verdict on an input file of another framework.
 
     Attributes:
         request: the task; None if the file is illegal and does not say the batch or the length.
@@ -304,7 +304,7 @@ def _text(out: Console, found: Check, task: TaskWords, run: RunTask, plan_file: 
             paragraph(out, found.planned.estimate.missing(), 1, first=1)
         memory_table(out, found.planned.estimate)
         prices(out, [request], run)
-        warnings(out, found.planned.estimate, request, run)
+        say_warnings(out, found.planned.estimate, request, run)
     else:
         out.print()
         out.print(Text(f" {read.path}: ILLEGAL for {read.target}@{read.version}", style="bold red"), soft_wrap=True)

@@ -13,7 +13,7 @@ from autoplan.config.choices import choice_words
 from autoplan.config.parallel import ParallelConfig
 from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN
 from autoplan.program.facts import layer_calls
-from autoplan.search.layouts import PlanRequest
+from autoplan.search.request import PlanRequest
 from autoplan.sweeps.whatif import STEP_ONLY, RunTask
 
 
@@ -65,10 +65,11 @@ def estimate_command(
 
 
 def _planning(request: PlanRequest) -> list[str]:
-    """Return the words that limit a search: pins, the risk of memory, and the error within which plans are equal."""
+    """Return the words that limit a search: pins, risk of memory, error within which plans are equal, proof."""
     words = [word for name, value in request.pins.items() for word in ("--pin", f"{name}={_pinned(value)}")]
     words += _given("--memory-risk", request.memory_risk, DEFAULT_RISK)
-    return words + _given("--equal-within", request.equal_within, EQUAL_WITHIN)
+    words += _given("--equal-within", request.equal_within, EQUAL_WITHIN)
+    return words + _given("--gap", request.gap)
 
 
 def _pinned(value: object) -> str:
@@ -87,7 +88,7 @@ def plan_command(model: str, cluster: str, request: PlanRequest) -> list[str]:
     ]
 
 
-def explain_command(model: str, cluster: str, request: PlanRequest) -> list[str]:
+def explain_words(model: str, cluster: str, request: PlanRequest) -> list[str]:
     """Return the words of the command line that says why the plan of this task is the best."""
     return ["autoplan", "explain", *plan_command(model, cluster, request)[2:]]
 

@@ -47,7 +47,7 @@ def written_config(values: Mapping[str, Any], typed: set[str]) -> WrittenPlan:
     What the target itself would refuse is in `WrittenPlan.config` (`WrittenPlan.check_taken`).
     """
     read = read_for(values, typed)
-    for line in notes(read, typed):
+    for line in _notes(read, typed):
         say_note(line)
     return as_written(read, values)
 
@@ -70,7 +70,7 @@ def as_written(read: ConfigFile, values: Mapping[str, Any]) -> WrittenPlan:
     return WrittenPlan(Path(read.path), asked, degrees, {}, config=read)
 
 
-def notes(read: ConfigFile, typed: set[str]) -> list[str]:
+def _notes(read: ConfigFile, typed: set[str]) -> list[str]:
     """Return what a person should know of a file that was read."""
     out = [f"{read.path} is read as {read.target}@{read.version}; what it does not say is as in {read.like}"]
     left = [f"{name} ({where})" for name, where in read.open.items() if name not in typed and name not in _FOLLOWS]

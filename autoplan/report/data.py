@@ -10,7 +10,7 @@ Schema 1:
      "cluster": {"name", "num_nodes", "devices_per_node", "num_devices", "device", "memory_bytes", "levels": [...],
                  "price": null | {"usd_per_device_hour", "source", "as_of"}},
      "request": {"seq_len", ["target_len",] "global_batch_size", "pins", "precision", "memory_risk",
-                 "equal_within", "mode",
+                 "equal_within", "gap", "mode",
                  "like": null | str,   # the stack whose settings are taken, NAME@YY.MM
                  option of RunOptions: value, ..., "profile", "constants": null | file, "adapters": null | str,
                  "imbalance": null | {"value", "what", "source"}},  # of routing, of models with experts
@@ -177,6 +177,7 @@ def head(command: str, request: PlanRequest, status: str = "ok") -> dict[str, An
             "seq_len": r.seq_len,
             **({} if r.target_len is None else {"target_len": r.target_len}),
             **chosen(r, "global_batch_size pins precision memory_risk equal_within"),
+            "gap": r.allowed_gap,
             "mode": str(r.mode),
             "like": None if r.facts.like is None else r.facts.like.name,
             **option_data(r.options),

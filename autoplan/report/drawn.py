@@ -1,4 +1,4 @@
-"""What a report draws beside the JSON answer of a command: mesh, events, other plans, sensitivity, exports, sources."""
+"""Figures of a report that a JSON answer does not hold: mesh, events, other plans, sensitivity, exports, sources."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from autoplan.cost_models.hardware.parts import NETWORKS
 from autoplan.errors import AutoplanError
 from autoplan.exporters.targets import TARGETS
 from autoplan.program.facts import layer_calls
-from autoplan.program.parallel_dims import ParallelDims
-from autoplan.report.commands import estimate_command, explain_command, whatif_command
+from autoplan.program.parallel_dims import parallel_dims
+from autoplan.report.commands import estimate_command, explain_words, whatif_command
 from autoplan.report.data import assumptions, run_data
 from autoplan.report.degrees import checked_config
 from autoplan.report.exports import export_plan
@@ -30,6 +30,8 @@ from autoplan.sweeps.whatif import STEP_ONLY, RunTask, run_of
 from autoplan.units import GB
 
 _MOST_EQUALS = 12  # equally fast plans that are priced for the scatter
+_COMPARED = ("dp", "tp", "pp", "cp", "ep", "micro_batch_size", "zero_stage", "schedule", "virtual_stages")  # with pins
+_ROUNDING = 1e-9
 _OFF = 0.2  # by which a figure is wrong in the tornado
 
 
@@ -40,7 +42,7 @@ def drawn_plan(a: Answer, usual: Usual | None = None) -> dict[str, Any]:
     given = STEP_ONLY if a.usual_tokens else a.run
     commands = {
         "Price this plan": estimate_command(a.model, a.cluster, a.request, a.best.config, given),
-        "Why this plan": explain_command(a.model, a.cluster, a.request),
+        "Why this plan": explain_words(a.model, a.cluster, a.request),
         "More devices": whatif_command(a.model, a.cluster, a.request, varied_text(a.request)),
     }
     out |= {
@@ -101,7 +103,7 @@ def events_data(planned: Planned) -> list[list[Any]]:
 
 def mesh_data(request: PlanRequest, config: ParallelConfig) -> dict[str, Any]:
     """Return the axes of the mesh, major to minor, and its groups with the links that each uses."""
-    mesh, cluster = ParallelDims.of(request.graph, config).mesh, request.cluster
+    mesh, cluster = parallel_dims(request.graph, config).mesh, request.cluster
     strides, stride = {}, 1
     for axis in reversed(mesh.axes):
         strides[axis.name] = stride
@@ -137,7 +139,7 @@ def link_text(cluster: Cluster, reach: int) -> str:
 def candidates_data(request: PlanRequest, result: SearchResult) -> list[dict[str, Any]]:
     """Return the chosen plan, those found beside it, and single changes of it, each with why it was not taken."""
     best = result.plans[0]
-    own, within = best.estimate.step_time_s.mid, request.equal_within
+    own = best.estimate.step_time_s.mid
     seen = [best.config]
     out = [_candidate(best, "best", "it is the plan")]
     pending = list(result.plans[1:])
@@ -163,26 +165,30 @@ def candidates_data(request: PlanRequest, result: SearchResult) -> list[dict[str
                         "stages": "",
                     }
                 )
-    fastest = result.fastest_s
-    for p in pending:
-        step = p.estimate.step_time_s.mid
-        if not p.estimate.fits:
-            out.append(_candidate(p, "too big", p.estimate.missing()))
-        elif step <= fastest * (1 + within):
-            out.append(
-                _candidate(
-                    p,
-                    "as fast",
-                    f"{_percent(step / own - 1)}, within the {within:.0%} that count as equal; less simple",
-                )
-            )
-        else:
-            out.append(_candidate(p, "slower", _percent(step / own - 1)))
+    out += [_lost(request, p, own, result.fastest_s) for p in pending]
     for c in out:
         if c["stages"] and sum(c["label"] == other["label"] for other in out) > 1:
             c["label"] += f" stages {c['stages']}"
-    order = {"best": 0, "as fast": 1, "slower": 1, "too big": 2, "illegal": 3}
+    order = {"best": 0, "as fast": 1, "slower": 1, "pinned": 2, "too big": 3, "illegal": 4}
     return sorted(out, key=lambda c: (order[c["kind"]], c["step_s"] or 0.0))
+
+
+def _lost(request: PlanRequest, planned: Planned, own_s: float, fastest_s: float) -> dict[str, Any]:
+    """Return a plan that was not taken, with the reason; `own_s`: the step of the plan that was."""
+    step = planned.estimate.step_time_s.mid
+    than_own = _percent(step / own_s - 1)
+    pins = {name: request.pins[name] for name in _COMPARED if request.pins.get(name) is not None}
+    given = [f"{name}={value}" for name, value in pins.items() if getattr(planned.config, name) != value]
+    if not planned.estimate.fits:
+        return _candidate(planned, "too big", planned.estimate.missing())
+    if given:
+        return _candidate(planned, "pinned", f"{than_own}; not searched, since {', '.join(given)} was given")
+    if step < fastest_s * (1 - _ROUNDING):
+        return _candidate(planned, "as fast", f"{than_own}; the search did not come to it")
+    if step <= fastest_s * (1 + request.equal_within):
+        why = f"{than_own}, within the {request.equal_within:.0%} that count as equal; less simple"
+        return _candidate(planned, "as fast", why)
+    return _candidate(planned, "slower", than_own)
 
 
 def _percent(share: float) -> str:

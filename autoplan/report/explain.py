@@ -21,7 +21,7 @@ from autoplan.report.arguments import read_pin_words
 from autoplan.report.data import head, planned_data, to_text
 from autoplan.report.degrees import checked_config
 from autoplan.report.flags import TaskWords
-from autoplan.report.html import check_report, write_report
+from autoplan.report.html import check_report_path, write_report
 from autoplan.report.plan_file import read_plan_file
 from autoplan.report.request import read_run
 from autoplan.report.text import TERMS, console, heading, paragraph, plain_table, proof_text
@@ -105,7 +105,7 @@ def explain_command(
         file: where a report is written, too.
         asked: what to look at, as `sweeps.explain.explain` takes it.
     """
-    check_report(file)
+    check_report_path(file)
     run = read_run(task)
     config = None if task.written is None else checked_config(request, task.written.but({}, task.cluster))
     if vs is None:

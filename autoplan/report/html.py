@@ -10,7 +10,7 @@ from autoplan.report.files import check_writable, write_text
 from autoplan.report.output import say_note
 
 
-def check_report(path: Path | None) -> None:
+def check_report_path(path: Path | None) -> None:
     """Refuse a report that cannot be written, before the work. Raises AutoplanError, also if the extra is missing."""
     if path is not None:
         from autoplan.pages.page import check_extra

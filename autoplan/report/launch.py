@@ -1,4 +1,4 @@
-"""Launch files: a plan as the job of a cluster's scheduler. The templates and their fields are in `profiles/launch`.
+"""Launch files: a plan as the job of a cluster's scheduler. The templates are in `profiles/launch`.
 
     text = autoplan.report.launch.launch_text(Path("plan.json"), "slurm", script="train.py")
 
@@ -11,13 +11,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import typer
-import yaml
 
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
@@ -34,7 +33,6 @@ TEMPLATES: Mapping[str, str] = {
     "skypilot": "skypilot.yaml",
 }
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
-_KINDS = {"string": str, "integer": int, "boolean": bool}
 
 
 def launch_text(
@@ -70,10 +68,7 @@ def launch_text(
     if max_restarts < 0:
         raise PinError(f"--max-restarts {max_restarts}: at least 0")
     cluster = read_plan_file(plan / "plan.json" if plan.is_dir() else plan).request.cluster
-    text = _rendered(to, cluster, words, {"name": name, "image": image, "max_restarts": max_restarts})
-    if TEMPLATES[to].endswith(".yaml"):
-        check_fields(to, yaml.safe_load(text))
-    return text
+    return _rendered(to, cluster, words, {"name": name, "image": image, "max_restarts": max_restarts})
 
 
 def _rendered(to: str, cluster: Cluster, words: list[str], given: Mapping[str, Any]) -> str:
@@ -88,13 +83,12 @@ def _rendered(to: str, cluster: Cluster, words: list[str], given: Mapping[str, A
     head = f"{given['name']}-node-0-0.{given['name']}"
     run = ["torchrun", "--nnodes", nodes, "--nproc-per-node", devices, "--max-restarts", 0]
     run += ["--rdzv-backend", "c10d", "--rdzv-id", given["name"], "--rdzv-endpoint", f"{head}:{PORT}", *words]
-    device = cluster.device.name
     values = {
         **given,
         "nodes": nodes,
         "devices": devices,
         "gpus": _resource(cluster),
-        "accelerator": _data()["accelerators"].get(device, device.split("-")[0].upper()),
+        "accelerator": _accelerator(cluster.device.name),
         "port": PORT,
         "words": words,
         "script": shlex.join(words),
@@ -111,32 +105,10 @@ def _resource(cluster: Cluster) -> str | None:
     return "amd.com/gpu" if cluster.device.name.startswith("mi") else "nvidia.com/gpu"
 
 
-def _data() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((resources.files("autoplan.profiles") / "launch" / "fields.json").read_text())
-    return found
-
-
-def check_fields(to: str, document: Any) -> None:
-    """Raise PinError for a field of a launch file that its scheduler does not have, or a value of another kind."""
-    known = {tuple(path.split(".")): kind for path, kind in _data()[to].items()}
-    for path, value in _leaves(document, ()):
-        kind = known.get(path) or known.get((*path[:-1], "*"))
-        shown = ".".join(path)
-        if kind is None:
-            raise PinError(f"{to} has no field {shown}; there are {', '.join(_data()[to])}")
-        if type(value) is not _KINDS[kind]:
-            raise PinError(f"{to}: {shown} is {value!r}; it must be of kind {kind}")
-
-
-def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if isinstance(value, Mapping):
-        for key, inside in value.items():
-            yield from _leaves(inside, (*path, str(key)))
-    elif isinstance(value, list):
-        for inside in value:
-            yield from _leaves(inside, (*path[:-1], f"{path[-1]}[]"))
-    else:
-        yield path, value
+def _accelerator(device: str) -> str:
+    """Return SkyPilot's name of a device."""
+    known = json.loads((resources.files("autoplan.profiles") / "launch" / "accelerators.json").read_text())
+    return str(known.get(device, device.split("-")[0].upper()))
 
 
 def launch_command(plan: Path, to: str, out: Path | None, **settings: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from autoplan.config.choices import OPTIONS, config_data
+from autoplan.config.settings import VARIED_SETTINGS
 from autoplan.errors import PinError
 from autoplan.files import write_whole
 from autoplan.plans.document import plain
@@ -100,11 +101,11 @@ def compare(plan: Plan, log: Path) -> Comparison:
         raise PinError(f"{log} has {len(rows)} rows, of which the first {WARM_UP} do not count; run more steps")
     step = e.step_time_s
     memory = e.peak_memory_bytes if head["device"] == "cpu" else e.peak_allocated_bytes  # as the log counts
-    figures = [figure("step_s", step.mid, (step.low, step.high), counted)]
+    figures = [figure_of("step_s", step.mid, (step.low, step.high), counted)]
     if all(row["tokens_per_s"] is not None for row in counted):
-        figures.append(figure("tokens_per_s", e.tokens_per_s, None, counted))
-        figures.append(figure("mfu", e.mfu, None, counted))
-    figures.append(figure("peak_bytes", memory.mid, (memory.low, memory.high), counted))
+        figures.append(figure_of("tokens_per_s", e.tokens_per_s, None, counted))
+        figures.append(figure_of("mfu", e.mfu, None, counted))
+    figures.append(figure_of("peak_bytes", memory.mid, (memory.low, memory.high), counted))
     notes = []
     if head["graph"] and plan.graph_hash and head["graph"] != plan.graph_hash:
         notes.append(f"the log is of another graph ({head['model']}) than the plan ({plan.model})")
@@ -119,7 +120,7 @@ def compare(plan: Plan, log: Path) -> Comparison:
     return Comparison(plan.model, len(counted), tuple(figures), tuple(notes), terms)
 
 
-def figure(
+def figure_of(
     name: str, predicted: float, interval: tuple[float, float] | None, rows: Sequence[Mapping[str, Any]]
 ) -> Figure:
     """Return a figure from its prediction, with an interval or without, and its values in the rows."""
@@ -197,7 +198,7 @@ def write_calibration(plan: Plan, found: Comparison, path: Path) -> None:
     step = {
         "name": f"{plan.model}, measured",
         **{name: asked[name] for name in ("model", "cluster")},
-        **{name: request[name] for name in ("seq_len", "global_batch_size", "precision", "mode")},
+        **{name: request[name] for name in VARIED_SETTINGS},
         "options": {name: request[name] for name in OPTIONS if request.get(name) is not None},
         "step_time_s": found.figures[0].measured,
         "degrees": plain(degrees),

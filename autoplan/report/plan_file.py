@@ -36,7 +36,7 @@ class PlanFile:
         Raises: AutoplanError, as the command would, for a model, cluster, profile or option that is not there.
         """
         asked = self.written.asked
-        settings = {name: asked[name] for name in ("runnable", "memory_risk", "equal_within") if name in asked}
+        settings = {name: asked[name] for name in ("runnable", "memory_risk", "equal_within", "gap") if name in asked}
         return read_request(words_of(self.written), pins=asked.get("pin"), **settings)
 
     @cached_property

@@ -10,8 +10,8 @@ from autoplan.catalog import load_model
 from autoplan.config.adapters import Adapters, read_adapters
 from autoplan.config.choices import options_of, read_mode
 from autoplan.config.numbers import read_count, read_number
-from autoplan.config.parallel import Mode, precision_of
 from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN, check_planning
+from autoplan.config.settings import check_setting, setting
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import PinError
@@ -69,18 +69,20 @@ def read_request(
     runnable: bool = False,
     memory_risk: float = DEFAULT_RISK,
     equal_within: float = EQUAL_WITHIN,
+    gap: float | None = None,
 ) -> PlanRequest:
     """Return the request. Everything else is read and checked before the model is loaded, which may take long."""
     if not math.isfinite(time_limit):
         raise PinError(f"--time-limit {time_limit} must be a finite number of at least 1")
-    check_planning(memory_risk, equal_within)
+    check_planning(memory_risk, equal_within, gap)
     where = Cluster.parse(task.cluster)
     like = None
     if task.like is not None:
         like = read_like(task.like, {**task.options, "mode": task.mode, "precision": task.precision})
-    mode = read_mode(task.mode or Mode.EAGER)
+    mode = read_mode(task.mode or setting("mode").default)
+    precision = task.precision or setting("precision").default
     if like is None:
-        precision_of(task.precision or "bf16")
+        check_setting("precision", precision)
     tokens = read_count(task.seq_len, "--seq-len")
     batch = read_count(task.global_batch_size, "--global-batch-size")
     check_sweep(tokens, batch)
@@ -95,7 +97,7 @@ def read_request(
         seq_len=tokens,
         global_batch_size=batch,
         pins=fixed,
-        precision=task.precision or "bf16",
+        precision=precision,
         mode=mode,
         profile=measured,
         profile_file=task.profile,
@@ -106,6 +108,7 @@ def read_request(
         time_limit_s=time_limit,
         memory_risk=memory_risk,
         equal_within=equal_within,
+        gap=gap,
         executed=runnable,
         target_len=None if task.target_len is None else read_count(task.target_len, "--target-len"),
         like=like,

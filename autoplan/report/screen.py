@@ -18,11 +18,11 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.program.facts import layer_calls
 from autoplan.program.legality import not_executed
-from autoplan.report.commands import estimate_command, explain_command, whatif_command
+from autoplan.report.commands import estimate_command, explain_words, whatif_command
 from autoplan.report.text import (
     TERMS,
     batch_text,
-    grouped,
+    grouped_stages,
     idle_text,
     interval,
     next_commands,
@@ -35,7 +35,7 @@ from autoplan.report.text import (
     with_span,
 )
 from autoplan.report.words import value_text
-from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchResult
+from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchResult, Status
 from autoplan.sweeps.explain import Setting
 from autoplan.sweeps.label import plan_label
 from autoplan.sweeps.whatif import STEP_ONLY, RunTask, run_of
@@ -57,7 +57,7 @@ _ZERO = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What a first screen shows.
+    """The contents of a first screen.
 
     Attributes:
         model, cluster: the words of the command for them.
@@ -150,6 +150,8 @@ def verdict(c: Certificate, result: SearchResult) -> str:
     among = f"the best of {c.considered:,} candidates"
     if c.gap <= _PROVED:
         return f"proved {among}{simplest}"
+    if c.status == Status.NEAR:
+        return f"proved to be within {numbers.percent(c.gap)} of {among}{simplest}"
     undecided = f", {c.open:,} undecided" if c.open else ""
     found = f"the best found among {c.considered:,} candidates{undecided} ({c.status}){simplest}"
     if c.gap >= _SAYS_LITTLE:
@@ -200,7 +202,7 @@ def _mfu(e: Estimate) -> str:
 def _memory(out: Console, e: Estimate) -> None:
     """Print a bar for every group of equal stages: `#` the expected need, `-` up to its high end, `|` the limit."""
     capacity = e.memory_capacity_bytes
-    groups = grouped(e.stages)
+    groups = grouped_stages(e.stages)
     names = [stage_names(g, len(e.stages)) for g in groups]
     width = max(map(len, names))
     bar = max(16, min(40, out.width - _LABEL - width - 32))
@@ -252,6 +254,6 @@ def _commands(a: Answer) -> list[list[str]]:
     run = STEP_ONLY if a.usual_tokens else a.run
     return [
         estimate_command(a.model, a.cluster, a.request, a.best.config, run),
-        explain_command(a.model, a.cluster, a.request),
+        explain_words(a.model, a.cluster, a.request),
         whatif_command(a.model, a.cluster, a.request, varied_text(a.request)),
     ]

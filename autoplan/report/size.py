@@ -15,12 +15,12 @@ from autoplan.config.choices import config_data
 from autoplan.errors import PinError
 from autoplan.report.data import assumptions, head, to_text
 from autoplan.report.flags import TaskWords
-from autoplan.report.html import check_report, write_report
+from autoplan.report.html import check_report_path, write_report
 from autoplan.report.request import read_request, read_run
 from autoplan.report.text import console, graph_notes, paragraph, plain_table, prices
 from autoplan.report.waiting import waiting
 from autoplan.sweeps.label import plan_label
-from autoplan.sweeps.size import Kind, Size, SizePoint, nodes_of, read_kinds, rows, size
+from autoplan.sweeps.size import Kind, Size, SizePoint, nodes_of, read_kinds, size, size_rows
 from autoplan.sweeps.whatif import RunTask
 
 
@@ -36,7 +36,7 @@ def size_command(
     **asked: Any,
 ) -> int:
     """Size a run, print the answer, and return the exit code: 0 if some kind of device meets it, else 3."""
-    check_report(report)
+    check_report_path(report)
     run = read_run(task)
     if run.tokens is None:
         raise PinError("--tokens is missing: the size of the run, for example --tokens 15T")
@@ -209,7 +209,7 @@ def size_report(found: Size) -> dict[str, Any]:
             }
             for k in found.kinds
         ],
-        "rows": rows(found),
+        "rows": size_rows(found),
         "assumptions": assumptions(found.assumptions),
     }
 

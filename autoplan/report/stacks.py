@@ -11,7 +11,7 @@ from rich.table import Table
 from autoplan.config.choices import option_data, option_texts
 from autoplan.plans.document import chosen
 from autoplan.report.data import report, to_text
-from autoplan.report.text import console, plain_table
+from autoplan.report.text import console, next_commands, plain_table
 from autoplan.stacks.records import Abilities, Era, Stack, stack, stacks, version_of
 
 _ABLE = "modes degrees schedules recompute zero_stages offload precisions dispatcher launch"
@@ -117,9 +117,8 @@ def show_stack(out: Console, name: str) -> None:
             f"{n}={_joined(v) if isinstance(v, list) else v}" for n, v in _texts(change.options).items()
         )
         _line(out, f"from {version_of(change.since)} on", f"where {change.matches}: {changed} [{change.source}]")
-    out.print()
-    next_words = f"--like {found.name} --cluster 2x8xh100-sxm5-80gb --seq-len 8k --global-batch-size 256"
-    out.print(f"Next: autoplan plan llama-3.1-8b {next_words}", style="cyan", soft_wrap=True)
+    task = ["--cluster", "2x8xh100-sxm5-80gb", "--seq-len", "8k", "--global-batch-size", "256"]
+    next_commands(out, [["autoplan", "plan", "llama-3.1-8b", "--like", found.name, *task]])
 
 
 def _line(out: Console, what: str, text: str) -> None:

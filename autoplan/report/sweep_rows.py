@@ -9,20 +9,20 @@ from typing import TypeVar
 from autoplan.report.files import csv_rows
 from autoplan.report.waiting import Countdown, waiting
 
-Found = TypeVar("Found")
-Row = dict[str, object]
+_Found = TypeVar("_Found")
+_Row = dict[str, object]
 
 
 def planned_rows(
-    pairs: Iterable[tuple[Found, Row]], columns: Sequence[str], left: Countdown, csv: Path | None, quiet: bool
-) -> tuple[list[tuple[Found, Row]], bool]:
+    pairs: Iterable[tuple[_Found, _Row]], columns: Sequence[str], left: Countdown, csv: Path | None, quiet: bool
+) -> tuple[list[tuple[_Found, _Row]], bool]:
     """Plan row by row, and write each row when it is there. Return the rows, and True if they were interrupted.
 
     Args:
         pairs: What was found and its row; made one by one, which takes long.
         left: Counts the rows.
     """
-    done: list[tuple[Found, Row]] = []
+    done: list[tuple[_Found, _Row]] = []
     with csv_rows(csv, columns) as add, waiting("planning", quiet) as status:
         try:
             for pair in pairs:

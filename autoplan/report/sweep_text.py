@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.table import Table
 
 from autoplan.config import numbers
 from autoplan.report.text import graph_notes, heading, paragraph, plain_table, prices, run_cells
@@ -21,15 +22,13 @@ def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], run:
     heads = [*varied, "devices", "step s", "low to high", "tokens/s"]
     if run.tokens is not None:
         heads += ["days", "cost"]
-    table = plain_table(*heads, "GB left", "plan", left=0)
-    table.columns[-1].justify = "left"
-    for column in table.columns[:-1]:
-        column.no_wrap = True
+    heads += ["GB left", "plan"]
+    rows: list[list[str]] = []
     reasons: dict[str, int] = {}
     for point in found:
         data = row(point, run)
-        cells = [numbers.plain(point.varied[name]) for name in varied]
-        cells.append(numbers.plain(data["num_devices"]) if data["num_devices"] is not None else "-")
+        cells = [numbers.plain_number(point.varied[name]) for name in varied]
+        cells.append(numbers.plain_number(data["num_devices"]) if data["num_devices"] is not None else "-")
         if point.planned is None:
             cells += ["-", "-", "-"] + (["-", "-"] if run.tokens is not None else []) + ["-"]
             cells.append(f"{point.status} [{reasons.setdefault(point.reason, len(reasons) + 1)}]")
@@ -44,7 +43,8 @@ def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], run:
             cells.append(f"{(e.memory_capacity_bytes - e.peak_memory_bytes.mid) / 1e9:.1f}")
             ended = "" if data["search_status"] == "complete" else f" ({data['search_status']})"
             cells.append(plan_label(point.planned.config, e) + ended)
-        table.add_row(*cells)
+        rows.append(cells)
+    table, left_out = _fitting(heads, rows, out.width)
     out.print(table)
     for reason, number in reasons.items():
         paragraph(out, f"[{number}] {reason}", 4, "yellow")
@@ -52,12 +52,39 @@ def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], run:
     out.print()
     if planned is not None and planned.planned is not None:
         tag = planned.planned.estimate.step_time_s.tag
-        paragraph(
-            out, f"Each row is planned anew; times are {tag}, low to high as stated. All figures: --csv, --json", 2
-        )
+        spans = "low to high as stated" if not left_out else f"{' and '.join(left_out)} left out at this width"
+        paragraph(out, f"Each row is planned anew; times are {tag}, {spans}. All figures: --csv, --json", 2)
     prices(out, [p.request for p in found if p.request is not None and p.planned is not None], run)
     for text in graph_notes([request]):
         paragraph(out, f"Note: {text}", 6, "yellow")
+
+
+_LESS_NEEDED = ("low to high", "GB left")  # the first to go where a line is too short
+_PLAN_WIDTH, _GAP = 11, 3
+
+
+def _fitting(heads: list[str], rows: list[list[str]], width: int) -> tuple[Table, list[str]]:
+    """Return a table of this width, and the columns that it does without, since they are needed least.
+
+    All cells but those of the plan, the last column, stay on one line where that is possible.
+    """
+    widest = {name: max(len(text) for text in cells) for name, *cells in zip(heads, *rows, strict=True)}
+    widest = {name: max(len(name), most) for name, most in widest.items()}
+    left_out: list[str] = []
+    for name in (*_LESS_NEEDED, None):
+        kept = [head for head in heads if head not in left_out]
+        rest = width - sum(widest[head] + _GAP for head in kept[:-1])  # what is left to the plan
+        if name is None or rest >= _PLAN_WIDTH:
+            break
+        left_out.append(name)
+    table = plain_table(*kept, left=0)
+    table.columns[-1].justify = "left"
+    if rest >= _PLAN_WIDTH:
+        for column, head in zip(table.columns, kept, strict=True):
+            column.width = min(rest, widest[head]) if head == heads[-1] else widest[head]
+    for row_of_all in rows:
+        table.add_row(*(cell for head, cell in zip(heads, row_of_all, strict=True) if head in kept))
+    return table, left_out
 
 
 # The outcome of a sweep, by the best state among its points

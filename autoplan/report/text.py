@@ -28,7 +28,7 @@ from autoplan.program.facts import layer_calls
 from autoplan.program.legality import not_executed
 from autoplan.report.arguments import imbalance_of
 from autoplan.report.commands import estimate_command, plan_command, whatif_command, wrapped
-from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchResult
+from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchResult, Status
 from autoplan.sweeps.label import evidence_label, plan_label
 from autoplan.sweeps.whatif import STEP_ONLY, RunTask, batch_warning, run_of
 
@@ -254,7 +254,7 @@ def _host_text(e: Estimate) -> str:
     return f" host memory {host.mid / 1e9:.1f} GB{of} per device: {verdict}"
 
 
-def grouped(stages: Sequence[StageEstimate]) -> list[list[StageEstimate]]:
+def grouped_stages(stages: Sequence[StageEstimate]) -> list[list[StageEstimate]]:
     """Group neighbouring stages with the same figures into one column; at most _MAX_STAGE_COLUMNS, the fullest kept."""
 
     def shown(s: StageEstimate) -> tuple[object, ...]:
@@ -280,7 +280,7 @@ _SHOWN_BYTES = 5e6  # a term below it on every stage would be 0.00 GB
 
 def memory_table(out: Console, e: Estimate) -> None:
     """Print the memory of every group of equal stages, by term."""
-    groups = grouped(e.stages)
+    groups = grouped_stages(e.stages)
     stages = [group[0] for group in groups]
     out.print()
     table = plain_table("memory per device, GB", *(stage_names(g, len(e.stages)) for g in groups), "evidence", left=1)
@@ -395,6 +395,12 @@ def run_cells(run: Run | None) -> list[str]:
     ]
 
 
+def _title(c: Certificate) -> str:
+    if c.stopped_far:
+        return "BEST KNOWN, not proved:"
+    return f"WITHIN {numbers.percent(c.gap)} OF THE BEST:" if c.status == Status.NEAR and c.gap > _PROVED else "BEST"
+
+
 def proof_text(gap: float, intra_gap: float) -> str:
     """Say in words what a certificate proves. Both gaps are (found - bound) / found."""
     if gap >= 1:
@@ -460,7 +466,7 @@ def notes_of(e: Estimate, request: PlanRequest, run: RunTask) -> list[str]:
     return found
 
 
-def warnings(out: Console, e: Estimate, request: PlanRequest, run: RunTask) -> None:
+def say_warnings(out: Console, e: Estimate, request: PlanRequest, run: RunTask) -> None:
     for text in notes_of(e, request, run):
         paragraph(out, f"Note: {text}", 6, "yellow")
 
@@ -542,14 +548,14 @@ def plan_text(
     best = result.plans[0]
     heading(out, request)
     evidence(out, request, best.estimate)
-    answer(out, "BEST KNOWN, not proved:" if result.certificate.stopped_far else "BEST", best, request, run)
+    answer(out, _title(result.certificate), best, request, run)
     memory_table(out, best.estimate)
     _breakdown(out, best.estimate)
     _ranking(out, result, request, run)
     _equals(out, result, request)
     certificate_text(out, result.certificate)
     prices(out, [request], run)
-    warnings(out, best.estimate, request, run)
+    say_warnings(out, best.estimate, request, run)
     next_commands(
         out,
         [
@@ -574,5 +580,5 @@ def estimate_text(
     memory_table(out, planned.estimate)
     _breakdown(out, planned.estimate)
     prices(out, [request], run)
-    warnings(out, planned.estimate, request, run)
+    say_warnings(out, planned.estimate, request, run)
     next_commands(out, [plan_command(model, cluster, request)])

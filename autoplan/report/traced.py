@@ -23,12 +23,12 @@ from autoplan.errors import PinError
 from autoplan.plans.record import Plan
 from autoplan.report import timeline
 from autoplan.report.files import write_text
-from autoplan.report.measured import Comparison, figure
+from autoplan.report.measured import Comparison, figure_of
 from autoplan.report.plan_file import read_plan_file
 from autoplan.search.planner import estimate_config
 
 Spans = list[tuple[float, float]]
-TERMS = ("compute", "comm", "optimizer", "rest")
+_TERMS = ("compute", "comm", "optimizer", "rest")
 _STEP, _OPTIMIZER = "ProfilerStep#", "Optimizer.step#"
 _ON_GPU = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _WAITS = ("c10d::", "_c10d_functional::", "record_param_comms")  # operations that send, or wait for what is sent
@@ -46,7 +46,7 @@ def is_trace(path: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Trace:
+class StepTrace:
     """One rank's trace, in seconds.
 
     Attributes:
@@ -62,7 +62,7 @@ class Trace:
     world: int | None
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path) -> StepTrace:
     """Return a trace. Raises PinError if the file is none, or has no steps."""
     events, about = _read(path)
     kinds = {str(e.get("cat")) for e in events}
@@ -73,7 +73,7 @@ def read_trace(path: Path) -> Trace:
         raise PinError(f"{path} has no steps (ProfilerStep#N): call prof.step() after each step of the loop")
     optimizer = _union(_span(e) for e in marks if e["name"].startswith(_OPTIMIZER))
     compute, comm = _on_gpu(events) if kinds & _ON_GPU else _on_cpu(events)
-    return Trace(steps, compute, comm, optimizer, about.get("rank"), about.get("world_size"))
+    return StepTrace(steps, compute, comm, optimizer, about.get("rank"), about.get("world_size"))
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -156,7 +156,7 @@ def within(spans: Spans, start: float, end: float) -> Spans:
     return [(max(a, start), min(b, end)) for a, b in spans if b > start and a < end]
 
 
-def terms_of(trace: Trace) -> list[dict[str, float]]:
+def step_terms(trace: StepTrace) -> list[dict[str, float]]:
     """Return the seconds of every step and of its terms, which add up to it."""
     rows = []
     for start, end in trace.steps:
@@ -173,11 +173,11 @@ def predicted_terms(plan: Plan) -> dict[str, float]:
     """Return the predicted seconds of the terms. Raises PinError for a plan without an estimate."""
     if plan.estimate is None:
         raise PinError("the plan has no estimate: its degrees were given, not searched; compare one of `autoplan plan`")
-    out = dict.fromkeys(TERMS, 0.0)
+    out = dict.fromkeys(_TERMS, 0.0)
     for name, seconds in plan.estimate.breakdown.items():
         term = "comm" if name.endswith("_comm") else name
         term = {"recompute": "compute", "accumulate": "compute"}.get(term, term)
-        out[term if term in TERMS else "rest"] += seconds.mid
+        out[term if term in _TERMS else "rest"] += seconds.mid
     return out
 
 
@@ -189,9 +189,9 @@ def compare_trace(plan: Plan, path: Path) -> Comparison:
     """
     expected, trace = predicted_terms(plan), read_trace(path)
     assert plan.estimate is not None
-    step, rows = plan.estimate.step_time_s, terms_of(trace)
-    figures = [figure("step_s", step.mid, (step.low, step.high), rows)]
-    figures += [figure(f"{term}_s", expected[term], None, rows) for term in TERMS]
+    step, rows = plan.estimate.step_time_s, step_terms(trace)
+    figures = [figure_of("step_s", step.mid, (step.low, step.high), rows)]
+    figures += [figure_of(f"{term}_s", expected[term], None, rows) for term in _TERMS]
     notes = ["the trace is one rank's" + ("" if trace.rank is None else f" (rank {trace.rank})")]
     if trace.world is not None and trace.world != plan.num_devices:
         notes.append(f"the trace is of {trace.world} ranks, the plan for {plan.num_devices} devices")

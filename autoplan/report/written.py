@@ -1,4 +1,4 @@
-"""What a plan file holds: the answer of `autoplan plan --json` or `estimate --json`, checked, as plain values."""
+"""The contents of a plan file: the answer of `autoplan plan --json` or `estimate --json`, checked, as plain values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoplan.plans.document import NEXT, checked_document, is_document, made_fo
 
 if TYPE_CHECKING:
     from autoplan.exporters.door import ConfigFile
-    from autoplan.search.layouts import PlanRequest
+    from autoplan.search.request import PlanRequest
 
 NEEDED = ("model", "cluster", "seq_len", "global_batch_size")
 # A choice that is given -> choices of the plan that were made for another value of it

@@ -13,9 +13,9 @@ from typing import Any
 from autoplan.errors import AutoplanError
 from autoplan.search.certificate import SearchResult, Status
 from autoplan.search.idle import fewer_nodes
-from autoplan.search.layouts import PlanRequest
 from autoplan.search.planner import search_plan
 from autoplan.search.progress import Progress
+from autoplan.search.request import PlanRequest
 from autoplan.search.stack_settings import at_degrees, other_settings
 
 _Told = Callable[[Progress], None] | None

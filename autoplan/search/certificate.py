@@ -1,4 +1,4 @@
-"""What a search proves about its best plan, and what narrows the space that it speaks of."""
+"""The proof of a search about its best plan, and the restrictions of the space that it covers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from autoplan.schedules.schedule import searched_words
 from autoplan.search.degrees import MAX_ACTIONS, Space
 from autoplan.search.estimate import Planned
 from autoplan.search.later_choices import NEAR
-from autoplan.search.layouts import ENOUGH_TOKENS, PlanRequest
+from autoplan.search.layouts import ENOUGH_TOKENS
+from autoplan.search.request import PlanRequest
 from autoplan.search.space import least_part
 
 _NEAR = 0.05  # a stopped search with a larger gap has not found the best plan
@@ -48,11 +49,13 @@ _SCHEDULES = (
 class Status(StrEnum):
     """The end of a search: everything decided, or stopped.
 
+    NEAR: what is open, or has more cuts than are tried, has bounds within the gap that the request allows.
     CUTS: some candidate has more cuts than are tried, and a bound below the best plan.
     LAYOUTS: only the proof of some layout was stopped.
     """
 
     COMPLETE = "complete"
+    NEAR = "within the gap asked for"
     CUTS = "not all cuts tried"
     LAYOUTS = "layouts stopped by time limit"
     TIME_LIMIT = "stopped by time limit"
@@ -67,7 +70,8 @@ class Certificate:
 
     Attributes:
         bounded_out: a proved lower bound is not below the best plan (if several plans are requested: the last of them).
-        open: not decided, because the search was stopped or a candidate has more cuts than are tried.
+        open: not decided, because the search was stopped, a candidate has more cuts than are tried, or its bound is so
+            near the best plan that the request does not ask for more.
         gap: (best - bound) / best: the best step of the space is at most this share shorter than the one found; 1 if
             nothing is known about it.
         intra_gap: the gap of a layout inside its blocks.

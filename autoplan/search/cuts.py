@@ -25,11 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.config.recompute import FULL, NONE, SELECTIVE
+from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.memory.ranks import RankMemory
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.price import Pricer, ranges_of
 
-Array = NDArray[np.float64]
 _CLOSE = 1e-9  # relative: equal within rounding
 _BISECTED = 1e-3  # relative: precision of the bound
 _MOST_LEVELS = 8  # recompute levels examined for a shortage

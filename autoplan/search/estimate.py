@@ -17,7 +17,7 @@ from autoplan.ir.graph import ModelGraph
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import nodes_with
 from autoplan.program.context_parallel import frozen
-from autoplan.program.context_pins import Chosen, chosen_methods
+from autoplan.program.context_pins import MethodChoice, chosen_methods
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.facts import Facts, pipeline_units
 from autoplan.program.legality import Scope
@@ -25,7 +25,8 @@ from autoplan.schedules.schedule import SCHEDULES, num_copies
 from autoplan.search import nearest
 from autoplan.search.cuts import Cutter
 from autoplan.search.interleaved_cuts import even_cuts, fastest
-from autoplan.search.layouts import CandidateLayout, LayoutCache, PlanRequest, check_task, no_layout
+from autoplan.search.layouts import CandidateLayout, LayoutCache, no_layout
+from autoplan.search.request import PlanRequest, check_task
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _cheapest(points: LayoutCache, config: ParallelConfig, experts: ExpertDegree
 
 
 def _priced(
-    points: LayoutCache, config: ParallelConfig, experts: ExpertDegrees | None, ends: bool, methods: Chosen
+    points: LayoutCache, config: ParallelConfig, experts: ExpertDegrees | None, ends: bool, methods: MethodChoice
 ) -> Planned:
     r = points.request
     point = points.get(config.tp, config.micro_batch_size, config.cp, experts, ends=ends, methods=methods)

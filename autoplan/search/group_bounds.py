@@ -18,18 +18,16 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autoplan.config.parallel import ParallelConfig
-from autoplan.program.context_pins import Chosen
+from autoplan.cost_models.arrays import Array
+from autoplan.program.context_pins import MethodChoice
 from autoplan.schedules.schedule import SCHEDULES
 from autoplan.search.interleaved_cuts import LeastPass, even_cuts, ranks_s
 
-Array = NDArray[np.float64]
-
 
 class GroupKey(NamedTuple):
-    """What the work inside blocks depends on.
+    """The choices that the work inside blocks depends on.
 
     `copies`: the ranks that hold each chunk; with two, a forward runs beside a backward, and hides more of what experts
     exchange.
@@ -51,7 +49,7 @@ def group_key(candidate: ParallelConfig) -> GroupKey:
 
 def grouped(candidates: Iterable[ParallelConfig]) -> Iterable[list[ParallelConfig]]:
     """Return the candidates by what the work inside blocks depends on, methods of context parallelism included."""
-    found: dict[tuple[GroupKey, Chosen], list[ParallelConfig]] = {}
+    found: dict[tuple[GroupKey, MethodChoice], list[ParallelConfig]] = {}
     for candidate in candidates:
         found.setdefault((group_key(candidate), candidate.methods), []).append(candidate)
     return found.values()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.search.layouts import PlanRequest
+from autoplan.search.request import PlanRequest
 
 MOST_TRIED = 2  # numbers of nodes besides all of them; each is a search of its own
 

@@ -14,16 +14,9 @@ from autoplan.search import clock
 from autoplan.search.cuts import Shortage
 from autoplan.search.degrees import search_order
 from autoplan.search.intra import StoppedError
-from autoplan.search.layouts import (
-    ILP_LIMIT_S,
-    LayoutCache,
-    PlanRequest,
-    least_memory_first,
-    no_layout,
-    offloaded,
-    space_of,
-)
+from autoplan.search.layouts import ILP_LIMIT_S, LayoutCache, no_layout
 from autoplan.search.quick_memory import QuickMemory
+from autoplan.search.request import PlanRequest, least_memory_first, offloaded, space_of
 
 _BUDGET_S = 30.0  # time to find the cheapest change
 _MORE_NODES = (2, 4, 8, 16, 32)

@@ -20,15 +20,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autoplan.config.recompute import FULL
+from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.memory.ranks import RankMemory
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks
 from autoplan.search.cuts import Cut, Cutter, Shortage, shortage_of, worst_of
-
-Array = NDArray[np.float64]
 
 
 @lru_cache(maxsize=4096)  # candidates that differ in ZeRO or micro-batches share cuts
@@ -272,6 +270,11 @@ class ChunkCutter:
             else:
                 self._free_s = self._step_s(self.chunks, self._pinned())
         return self._free_s
+
+    @property
+    def known_free_s(self) -> float:
+        """The step time with unlimited memory, if it was simulated; else 0."""
+        return self._free_s or 0.0
 
     def _pinned(self) -> tuple[int, ...]:
         """Return the pinned steps along the recompute frontier of every chunk; zeros if recompute is searched."""

@@ -13,7 +13,7 @@ from autoplan.program.facts import divisors
 from autoplan.program.legality import broken
 from autoplan.schedules.schedule import SCHEDULES
 from autoplan.search.degrees import MAX_ACTIONS
-from autoplan.search.layouts import PlanRequest
+from autoplan.search.request import PlanRequest
 
 NEAR = 0.05  # share by which a bound may be above the best plan
 _MORE_ACTIONS = 4  # few candidates are simulated here, so that each may have more actions than others

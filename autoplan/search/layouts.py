@@ -1,4 +1,4 @@
-"""The request for a plan, and the layouts of its candidates: one per tensor-parallel degree and micro-batch size."""
+"""The layouts of the candidates of a request: one per tensor-parallel degree and micro-batch size."""
 
 from __future__ import annotations
 
@@ -7,177 +7,47 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-from autoplan.config.choice import is_count
-from autoplan.config.choices import option_data
-from autoplan.config.context_methods import ContextMethod, read_method
-from autoplan.config.offload import ACTIVATIONS, held_on_host, of_states, searched_offload
-from autoplan.config.parallel import Mode, ParallelConfig, RunOptions, precision_of
-from autoplan.config.pins import Pins
-from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN, check_planning
+from autoplan.config.context_methods import ContextMethod, neighbours_of, read_method
+from autoplan.config.mesh import folds
+from autoplan.config.offload import ACTIVATIONS
+from autoplan.config.parallel import Mode, ParallelConfig, precision_of
 from autoplan.config.recompute import OFFLOAD, kinds_in, modules_of, recompute_kind
-from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
-from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.least import LeastMemory
 from autoplan.cost_models.memory.room import Room
-from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.time.blocks import BlockPricer, OpTimes, op_times
 from autoplan.cost_models.time.least import LeastTime, StateSeconds
 from autoplan.cost_models.time.price import Pricer
 from autoplan.cost_models.work import Workload
 from autoplan.errors import InfeasibleError, PinError
-from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import Axis
 from autoplan.program.context_parallel import frozen
 from autoplan.program.context_pins import (
-    Chosen,
+    MethodChoice,
     chosen_methods,
     combinations,
     legal_methods,
-    neighbours_of,
     worth_looking_at,
 )
 from autoplan.program.expert_degrees import ExpertDegrees
-from autoplan.program.facts import Facts, latent_attention
-from autoplan.program.legality import Scope
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.op_costs import OpCosts
-from autoplan.program.parallel_dims import ParallelDims, folds
+from autoplan.program.parallel_dims import parallel_dims
 from autoplan.program.problem import IntraProblem, IntraSettings, build_problem
 from autoplan.program.token_dispatch_layouts import with_token_dispatch
 from autoplan.program.without_sequence_parallel import without_sequence_parallelism
 from autoplan.program.workload import LoweredModel, lower_all, workload
 from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES, num_copies
 from autoplan.search.cuts import Cutter
-from autoplan.search.degrees import Space
 from autoplan.search.interleaved_cuts import ChunkCutter, LeastPass, even_cuts
 from autoplan.search.intra import IntraSolution, StoppedError, solve
-from autoplan.search.refusals import refusal
-from autoplan.search.space import limits_of, space
+from autoplan.search.request import PlanRequest, without_activations
 from autoplan.search.state_bounds import StateBounds
-from autoplan.stacks.like import Like, read_like
 
 ILP_LIMIT_S = 120.0  # time limit of one integer program of layouts
 ENOUGH_TOKENS = 4096  # on a rank; micro-batches with more share a layout
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """The task of a search.
-
-    Attributes:
-        global_batch_size: sequences per step over all data-parallel ranks.
-        pins: fixed choices (autoplan.config.choices.PINS), checked here.
-        precision: a name of autoplan.config.parallel.PRECISIONS.
-        options: kernels of attention, how kernels are started, what overlaps.
-        constants: constants of the cost model, as shipped or fitted by `autoplan calibrate` to measured steps.
-        constants_file: file that they were read from, for reports.
-        profile: measured times that override the cluster's figures.
-        like: the stack that will run the plan, `megatron-bridge@26.08`: its settings take the place of the defaults of
-            mode, precision and options, and a search looks at what it can do (profiles/stacks). A value that differs
-            from its default overrides the stack; a `Like` knows what was given, and decides all three.
-        adapters: the adapters that `graph` has (`autoplan.program.adapters`), for reports.
-        profile_file: name or file that the profile was read from, for reports.
-        top: number of plans to return, best first, each with other degrees.
-        by_kind: True: these plans differ in kind, too (`autoplan.search.simplicity.kind_of`): each is the best that
-            uses just these kinds of parallelism.
-        time_limit_s: after this time the best plan so far is returned; while there is none, the search goes on for a
-            while.
-        patient: False: a search without a plan at its time limit ends there, and if nothing fits, it looks for no
-            change that would.
-        memory_risk: the accepted probability that a plan runs out of memory (`autoplan.config.planning`); 0.05
-            keeps the high end of every interval within the device, 0.5 the expected need.
-        equal_within: plans whose step times are at most this share above the fastest count as equal: the simplest is
-            taken (`autoplan.search.simplicity`); 0: the fastest.
-        executed: True: only plans that the runtime can execute.
-        target_len: tokens per target sequence, if the model has one with a length of its own; None: seq_len.
-    """
-
-    graph: ModelGraph
-    cluster: Cluster
-    seq_len: int
-    global_batch_size: int
-    pins: Mapping[str, Any] = field(default_factory=Pins)
-    precision: str = "bf16"
-    mode: Mode = Mode.EAGER
-    profile: Profile | None = None
-    options: RunOptions = field(default_factory=RunOptions)
-    constants: Constants = field(default_factory=Constants.shipped)
-    constants_file: str | None = None
-    top: int = 1
-    by_kind: bool = False
-    time_limit_s: float = 60.0
-    patient: bool = True
-    memory_risk: float = DEFAULT_RISK
-    equal_within: float = EQUAL_WITHIN
-    executed: bool = False
-    target_len: int | None = None
-    adapters: str | None = None
-    profile_file: str | None = None
-    like: Like | str | None = None
-
-    def __post_init__(self) -> None:
-        if self.like is not None:
-            self._settle(self.like)
-        try:
-            object.__setattr__(self, "pins", self.pins if isinstance(self.pins, Pins) else Pins(self.pins))
-        except PinError as error:
-            raise refusal(limits_of(self.facts, self.cluster, self.scope), self.pins) or error from None
-
-    def _settle(self, like: Like | str) -> None:
-        """Take the settings of the stack, but for what was given."""
-        if isinstance(like, str):
-            usual = option_data(RunOptions())
-            given = {name: v for name, v in option_data(self.options).items() if v != usual[name]}
-            given |= {"mode": None if self.mode is Mode.EAGER else self.mode}
-            like = read_like(like, {**given, "precision": None if self.precision == "bf16" else self.precision})
-        like = like.on(self.cluster.device.name, self.graph.name)
-        settled = {
-            "like": like,
-            "mode": like.mode,
-            "precision": like.precision(latent_attention(self.graph)),
-            "options": like.options(self.cluster.device.name),
-            "executed": self.executed or like.stack.executed,
-        }
-        for name, value in settled.items():
-            object.__setattr__(self, name, value)
-
-    @functools.cached_property
-    def facts(self) -> Facts:
-        """The facts of model, cluster and run that decide which configurations are legal."""
-        return Facts.of(
-            self.graph,
-            self.cluster,
-            self.global_batch_size,
-            self.seq_len,
-            self.mode,
-            self.precision,
-            self.options,
-            self.target_len,
-            self.like if isinstance(self.like, Like) else None,
-        )
-
-    @property
-    def fixed(self) -> Pins:
-        """The pins as Pins."""
-        return self.pins if isinstance(self.pins, Pins) else Pins(self.pins)
-
-    @property
-    def scope(self) -> Scope:
-        """The scope of rules that a search keeps."""
-        return Scope.EXECUTED if self.executed else Scope.SEARCHED
-
-    def env(self, size: int, cp: int = 1) -> dict[str, int]:
-        """Return the values of size symbols for `size` sequences, cut over `cp` ranks."""
-        return {"b": size, "s": self.seq_len // cp, "t": self.target_len or self.seq_len}
-
-    @property
-    def costs(self) -> Costs:
-        """The prices of operations and collectives in this task."""
-        return Costs(self.cluster, self.profile, self.mode, self.options, self.constants)
 
 
 @dataclass(frozen=True)
@@ -189,7 +59,7 @@ class CandidateLayout:
     times: Mapping[str, OpTimes]
 
 
-_Key = tuple[int, int, int, ExpertDegrees | None, bool, Chosen]
+_Key = tuple[int, int, int, ExpertDegrees | None, bool, MethodChoice]
 _Pass = tuple[int, int]  # id of a layout, ranks that hold each chunk
 _Cut = tuple[int, int, int, bool]  # tp, micro-batch size, cp, True if every rank dispatches its own tokens
 
@@ -216,9 +86,9 @@ class LayoutCache:
         self.gap, self.all_proved = 0.0, True
         self._found: dict[_Key, CandidateLayout] = {}
         self._layouts: dict[_Cut, tuple[tuple[Axis, ...], IntraSolution] | None] = {}
-        self._lowered: dict[tuple[_Cut, Chosen], LoweredModel] = {}
+        self._lowered: dict[tuple[_Cut, MethodChoice], LoweredModel] = {}
         self._stopped: dict[_Cut, float] = {}  # the limit that was too short
-        self._worth: dict[tuple[int, int, int], list[Chosen]] = {}
+        self._worth: dict[tuple[int, int, int], list[MethodChoice]] = {}
         self._cutters: dict[ParallelConfig, Cutter] = {}
         self._least: dict[int, LeastMemory] = {}  # by the id of a layout, which this cache keeps
         self._passes: dict[_Pass, LeastPass] = {}  # likewise
@@ -233,7 +103,7 @@ class LayoutCache:
         experts: ExpertDegrees | None = None,
         limit_s: float = ILP_LIMIT_S,
         ends: bool = False,
-        methods: Chosen = (),
+        methods: MethodChoice = (),
     ) -> CandidateLayout | None:
         """Return the layout and its work; None if no layout exists.
 
@@ -303,7 +173,7 @@ class LayoutCache:
         cut: _Cut,
         experts: ExpertDegrees | None,
         ends: bool,
-        methods: Chosen,
+        methods: MethodChoice,
     ) -> CandidateLayout:
         made = self._lowered.get((cut, methods))  # shared by all degrees of experts
         if made is None:
@@ -317,7 +187,7 @@ class LayoutCache:
             work = replace(work, unit_choices=tuple(choices))
         return CandidateLayout(solution, work, op_times(work, self.costs))
 
-    def _op_costs(self, axes: tuple[Axis, ...], cut: _Cut, methods: Chosen) -> OpCosts:
+    def _op_costs(self, axes: tuple[Axis, ...], cut: _Cut, methods: MethodChoice) -> OpCosts:
         r, (_, size, cp, _) = self.request, cut
         return OpCosts(
             r.graph,
@@ -363,7 +233,7 @@ class LayoutCache:
         found = self.with_methods(candidate, limit_s)
         return min(found, key=lambda c: self._kept(c, limit_s)) if len(found) > 1 else (*found, candidate)[0]
 
-    def methods_of(self, tp: int, size: int, cp: int, limit_s: float = ILP_LIMIT_S) -> list[Chosen]:
+    def methods_of(self, tp: int, size: int, cp: int, limit_s: float = ILP_LIMIT_S) -> list[MethodChoice]:
         """Return the combinations of `with_methods`; empty if no layout exists."""
         key, pinned = (tp, size, cp), self.request.pins.get("context_method")
         if pinned is not None:
@@ -517,7 +387,7 @@ def layout_problem(request: PlanRequest, costs: Costs, cut: _Cut) -> tuple[tuple
         InfeasibleError: no option is left of some choice.
     """
     r, (tp, size, cp, own) = request, cut
-    axes = ParallelDims.of(r.graph, ParallelConfig(tp=tp)).layout_axes
+    axes = parallel_dims(r.graph, ParallelConfig(tp=tp)).layout_axes
     steps = max(1, r.global_batch_size // (size * max(1, r.cluster.num_devices // (tp * cp))))
     slack = r.pins.get("state_slack", 1.02)
     settings = IntraSettings(axes, costs, r.env(size, cp), steps, slack, precision_of(r.precision), cp)
@@ -535,57 +405,9 @@ def cut_of(config: ParallelConfig, experts: ExpertDegrees | None) -> _Cut:
     return config.tp, config.micro_batch_size, config.cp, own
 
 
-def space_of(request: PlanRequest) -> Space:
-    """Return the candidates of a request. PinError if the pins leave none."""
-    r = request
-    return space(r.graph, r.cluster, r.global_batch_size, r.pins, seq_len=r.seq_len, facts=r.facts, scope=r.scope)
-
-
-def offloaded(request: PlanRequest, candidate: ParallelConfig) -> list[ParallelConfig]:
-    """Return the same degrees with each kind of offload that a search tries; empty if it tries none."""
-    return [candidate.but(offload=kind) for kind in offload_kinds(request, candidate)]
-
-
-def offload_kinds(request: PlanRequest, candidate: ParallelConfig) -> tuple[tuple[str, ...], ...]:
-    """Return the kinds of offload that a search tries for a candidate."""
-    if not request.cluster.offloads:
-        return ()
-    kinds = searched_offload(request.pins, candidate.zero_stage, candidate.num_shards)
-    like = request.facts.like
-    if like is not None:
-        able = {*like.can.offload, *((ACTIVATIONS,) if OFFLOAD in like.can.recompute else ())}
-        kinds = tuple(kind for kind in kinds if able.issuperset(kind))
-    return kinds
-
-
 def no_layout(request: PlanRequest, where: str) -> InfeasibleError:
     """Return the error for tensor-parallel degrees, `where`, at which no layout is legal inside blocks."""
     text = f"no layout of {request.graph.name} exists at {where}"
     if not request.options.sequence_parallel:
         text += " without sequence parallelism; allow it (leave out --no-sequence-parallel), or use tp=1"
     return InfeasibleError(text)
-
-
-def without_activations(candidate: ParallelConfig) -> ParallelConfig:
-    """Return a candidate without activation offload, which a search treats as a recompute choice."""
-    if ACTIVATIONS not in candidate.offload:
-        return candidate
-    return candidate.but(offload=of_states(candidate.offload))
-
-
-def least_memory_first(candidate: ParallelConfig) -> tuple[int, ...]:
-    """Return the sort key that puts the candidates most likely to fit first."""
-    c = candidate
-    return c.micro_batch_size, -len(held_on_host(c.offload)), -c.zero_stage, -c.tp, -c.pp
-
-
-def check_task(request: PlanRequest) -> None:
-    """Raise PinError for an impossible sequence length, memory risk or time limit."""
-    r = request
-    if not is_count(r.seq_len):
-        raise PinError(f"seq_len={r.seq_len!r}: must be a whole number of at least 1")
-    if r.target_len is not None and not is_count(r.target_len):
-        raise PinError(f"target_len={r.target_len!r}: must be a whole number of at least 1")
-    check_planning(r.memory_risk, r.equal_within)
-    if not r.time_limit_s >= 0:
-        raise PinError(f"time_limit_s={r.time_limit_s!r}: must be a number of seconds, at least 0")

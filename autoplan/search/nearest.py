@@ -19,7 +19,7 @@ from autoplan.config.choice import is_count
 from autoplan.config.context_methods import methods
 from autoplan.config.offload import OPTIMIZER, PARAMETERS, state_offload
 from autoplan.config.parallel import ZERO_STAGES, ParallelConfig
-from autoplan.config.recompute import FULL, RECOMPUTE
+from autoplan.config.recompute import FULL, RECOMPUTE, modules_choice
 from autoplan.errors import PinError
 from autoplan.program.facts import Facts, divisors
 from autoplan.program.legality import Scope, broken
@@ -197,7 +197,11 @@ def _lengths(name: str, value: int, given: Changes, facts: Facts) -> list[int]:
 def _words(name: str, value: Any, given: Changes, facts: Facts) -> list[Any]:
     if name == "recompute":
         stages, kinds = given.get("stages"), sorted(RECOMPUTE, key=lambda how: how != FULL)
-        return [tuple(map(min, value, stages)), *kinds] if isinstance(value, tuple) and stages else kinds
+        if isinstance(value, tuple) and stages:
+            return [tuple(map(min, value, stages)), *kinds]
+        asked = str(value).partition(":")[2].split(",")
+        there = [m for m in asked if facts.model is not None and m in facts.model.modules]
+        return [*([modules_choice(there)] if there else []), *kinds]
     if name == "offload":
         return [OPTIMIZER, "none", PARAMETERS]
     if name == "schedule":

@@ -26,14 +26,15 @@ import heapq
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from autoplan.config.offload import held_on_host
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.errors import InfeasibleError
+from autoplan.schedules.schedule import SCHEDULES
 from autoplan.search import clock
 from autoplan.search.certificate import Certificate, SearchResult, Status, restrictions_of
 from autoplan.search.cuts import Cut, Cutter, Shortage
@@ -45,10 +46,11 @@ from autoplan.search.infeasible import InfeasibleReport, NothingFits, nothing_fi
 from autoplan.search.interleaved_cuts import ChunkCutter
 from autoplan.search.intra import StoppedError
 from autoplan.search.later_choices import NEAR, more_stages
-from autoplan.search.layouts import (
-    ILP_LIMIT_S,
-    CandidateLayout,
-    LayoutCache,
+from autoplan.search.layouts import ILP_LIMIT_S, CandidateLayout, LayoutCache
+from autoplan.search.outcomes import LARGE_VALUES, NO_LAYOUT, Decided, Outcome, tally
+from autoplan.search.progress import Phases, Progress, Teller
+from autoplan.search.quick_memory import QuickMemory
+from autoplan.search.request import (
     PlanRequest,
     check_task,
     least_memory_first,
@@ -57,10 +59,8 @@ from autoplan.search.layouts import (
     space_of,
     without_activations,
 )
-from autoplan.search.outcomes import LARGE_VALUES, NO_LAYOUT, Decided, Outcome, tally
-from autoplan.search.progress import Progress, Teller
-from autoplan.search.quick_memory import QuickMemory
-from autoplan.search.simplicity import MOST_EXAMINED, Complexity, complexity, kind_of, limit_s, simpler_first
+from autoplan.search.simplicity import MOST_EXAMINED, Complexity, complexity, limit_s, simpler_first
+from autoplan.search.standings import Evaluated, Standings
 
 __all__ = [
     "CandidateLayout",
@@ -87,7 +87,6 @@ _PATIENCE, _LEAST_PATIENCE_S = 5.0, 60.0
 _FIRST_SHARE, _FEW = 0.5, 200
 # Shares of the time after which candidates with a bound are evaluated although others have none yet.
 _BOUND_SHARES = (0.75, 1.0)
-_Entry = tuple[float, ParallelConfig, tuple[int, ...], tuple[int, ...]]  # step, cut, recomputed layers
 
 
 class _Search:
@@ -95,25 +94,26 @@ class _Search:
 
     Attributes:
         bounds: the best lower bound in seconds of each candidate that has one.
-        best: evaluated plans, best first.
+        plans: evaluated plans.
     """
 
     def __init__(self, request: PlanRequest, told: Callable[[Progress], None] | None) -> None:
         check_task(request)
         self.request, self.start, self.began = request, clock.now_s(), time.perf_counter()
         self.teller, self.num_candidates = Teller(told), 0
-        self.phases: dict[str, float] = defaultdict(float)
+        self.phases = Phases()
         self.points = LayoutCache(request, self.phases)
         self.quick = QuickMemory(request)
         self.outcomes: dict[ParallelConfig, Decided] = {}
         self.bounds: dict[ParallelConfig, float] = {}
         self.first_bounds: dict[ParallelConfig, float] = {}  # bounds that ignore memory
         self.cutters: dict[ParallelConfig, Cutter | ChunkCutter] = {}
-        self.best: list[_Entry] = []
+        self.plans = Standings(request)
         self.pending: dict[GroupKey, list[ParallelConfig]] = defaultdict(list)  # candidates without a bound
         self.grouped: list[ParallelConfig] = []  # all others
         self.later: list[ParallelConfig] = []  # made near the best plans
         self.not_made = Counter[Decided | None]()  # candidates with offload, decided as those without
+        self.not_made_bounds = Counter[float]()  # likewise: numbers of candidates by bound
         self.shortages: list[tuple[Shortage, ParallelConfig]] = []
         self.status = Status.COMPLETE
         longer_s = max(_PATIENCE * request.time_limit_s, _LEAST_PATIENCE_S)
@@ -121,7 +121,7 @@ class _Search:
 
     def run(self) -> SearchResult:
         """Evaluate the first plans, bound all candidates, then refine and evaluate them best first."""
-        with self._phase("space"):
+        with self.phases.spent("space"):
             checked = space_of(self.request)
         self.num_candidates = len(checked.candidates)
         try:
@@ -135,17 +135,19 @@ class _Search:
                     self._best_first(self.bounds)
             self._more_stages()
             checked = self._with_offload(checked)
-            if not self.best:
+            if not self.plans.best:
                 self._least_memory_first(checked)
             self._look_for_simpler(checked)
         except KeyboardInterrupt:
-            if not self.best:
+            if not self.plans.best:
                 raise
             self.status = Status.INTERRUPTED
-        if not self.best:
+        if not self.plans.best:
             raise self._nothing(checked)
         chosen, *equals = self._equals()
-        others = self._asked([entry for entry in self.best if entry != chosen], [chosen])[: self.request.top - 1]
+        others = self.plans.asked([entry for entry in self.plans.best if entry != chosen], [chosen])[
+            : self.request.top - 1
+        ]
         plans = tuple(self._planned(entry) for entry in (chosen, *others))
         near = tuple((self._config(entry), entry[0]) for entry in sorted(equals, key=lambda e: e[0]))
         return SearchResult(plans, self._certificate(checked), near)
@@ -165,19 +167,10 @@ class _Search:
         total = self.request.time_limit_s if self.bounds else self.patience_s
         return min(ILP_LIMIT_S, max(0.0, total - self._elapsed_s()))
 
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        """Add the time spent inside to a phase, without that of nested phases."""
-        began, before = time.perf_counter(), sum(self.phases.values())
-        try:
-            yield
-        finally:
-            self.phases[name] += time.perf_counter() - began - (sum(self.phases.values()) - before)
-
     def _tell(self, bound_s: float) -> None:
         """Tell who waits how far the search is. `bound_s`: the least bound of the candidates at hand."""
         known = bool(self.grouped) and not self.pending
-        best_s = self.best[0][0] if self.best else None
+        best_s = self.plans.best[0][0] if self.plans.best else None
         self.teller.tell(self.num_candidates - len(self.outcomes), best_s, bound_s if known else None)
 
     # -- candidates -------------------------------------------------------------------------------------------------
@@ -186,26 +179,26 @@ class _Search:
         """Evaluate usual layouts, then the neighbours of the best plan while they are better."""
         until_s = _FIRST_SHARE * self.request.time_limit_s
         for some in usual(candidates):
-            if self.best and self._elapsed_s() > until_s:
+            if self.plans.best and self._elapsed_s() > until_s:
                 break
             self._evaluate_some(some, until_s)
-        if not self.best or len(candidates) < _FEW:
+        if not self.plans.best or len(candidates) < _FEW:
             return
-        with self._phase("space"):
+        with self.phases.spent("space"):
             neighbours = Neighbours(candidates)
         examined = None
-        while examined != self.best[0] and self._elapsed_s() < until_s:
-            examined = self.best[0]
+        while examined != self.plans.best[0] and self._elapsed_s() < until_s:
+            examined = self.plans.best[0]
             for some in neighbours.of(examined[1].but(context_method=None)):
                 self._evaluate_some(some, until_s)
-                if self.best[0] != examined:
+                if self.plans.best[0] != examined:
                     break
 
     def _evaluate_some(self, candidates: Sequence[ParallelConfig], until_s: float) -> None:
         """Evaluate those of the candidates that may be better than the best plan, best first."""
         some: list[ParallelConfig] = []
         for candidate in candidates:
-            if self.best and self._elapsed_s() > until_s:
+            if self.plans.best and self._elapsed_s() > until_s:
                 break
             some += self._with_methods(candidate)
         for members in grouped(c for c in some if c not in self.outcomes and c not in self.bounds):
@@ -245,7 +238,7 @@ class _Search:
         if self.quick.too_big(members[0]):
             self._decide(members, LARGE_VALUES)
             return
-        with self._phase("bounds"):
+        with self.phases.spent("bounds"):
             try:
                 least = self.points.least_pass(members[0], self._layout_limit_s())
             except StoppedError:
@@ -253,20 +246,20 @@ class _Search:
             if least is None:
                 self._decide(members, NO_LAYOUT)
                 return
-            cutoff = self._cutoff_s()
+            enough = self.plans.enough_s()
             left: list[ParallelConfig] = []
-            for candidate, bound in zip(members, step_bounds_s(least, members, cutoff), strict=True):
+            for candidate, bound in zip(members, step_bounds_s(least, members, enough), strict=True):
                 if candidate not in self.first_bounds:
                     self.bounds[candidate] = self.first_bounds[candidate] = bound
-                    left += [candidate] if bound < cutoff else []
-            self._bound_states(left, cutoff)
+                    left += [candidate] if bound < enough else []
+            self._bound_states(left, enough)
             for candidate in left:
-                if self.bounds[candidate] < cutoff:
+                if self.bounds[candidate] < enough:
                     self._exclude(candidate)
 
-    def _bound_states(self, candidates: Sequence[ParallelConfig], cutoff_s: float) -> None:
+    def _bound_states(self, candidates: Sequence[ParallelConfig], below_s: float) -> None:
         """Make the bounds of candidates with the same work inside blocks stronger, by their states and memory."""
-        found = self.points.state_bounds(candidates, cutoff_s) if candidates else None
+        found = self.points.state_bounds(candidates, below_s) if candidates else None
         for candidate, (free, tight) in zip(candidates, found or (), strict=found is not None):
             self.first_bounds[candidate] = max(free, self.first_bounds.get(candidate, 0.0))
             self.bounds[candidate] = max(free, tight, self.bounds.get(candidate, 0.0))
@@ -276,7 +269,7 @@ class _Search:
         if self.quick.too_big(candidate):
             self._decide([candidate], LARGE_VALUES)
             return
-        with self._phase("bounds"):
+        with self.phases.spent("bounds"):
             try:
                 cutter = self.points.cutter(candidate, self._layout_limit_s() if limit_s is None else limit_s)
             except StoppedError:
@@ -303,8 +296,12 @@ class _Search:
     def _refine(self, candidate: ParallelConfig) -> float:
         """Return the bound that includes memory; if nothing fits, it is inf: it is decided."""
         cutter = self.cutters[candidate]
-        with self._phase("bounds"):
-            bound = cutter.bound_s() if isinstance(cutter, Cutter) else cutter.bound_s(self._cutoff_s())
+        with self.phases.spent("bounds"):
+            if isinstance(cutter, Cutter):
+                bound = cutter.bound_s()
+            else:
+                bound = cutter.bound_s(self.plans.enough_s())
+                self.first_bounds[candidate] = max(self.first_bounds[candidate], cutter.known_free_s)
             if bound == math.inf:
                 self._too_big(candidate)
                 if candidate.offload and isinstance(cutter, Cutter) and cutter.lacks_device_memory():
@@ -320,19 +317,6 @@ class _Search:
         self.shortages.append((shortage, candidate))
         self.outcomes[candidate] = (Outcome.TOO_BIG, shortage.term)
 
-    def _cutoff_s(self) -> float:
-        """Return the step time that a plan must beat to be among the requested ones."""
-        asked = self._asked(self.best)
-        return asked[self.request.top - 1][0] if len(asked) >= self.request.top else math.inf
-
-    def _asked(self, entries: list[_Entry], beside: Sequence[_Entry] = ()) -> list[_Entry]:
-        """Return the entries that may be answers: all, or the first of each kind that is not among those beside."""
-        if not self.request.by_kind:
-            return entries
-        kinds = {kind_of(e[1]) for e in beside}
-        first = {kind: e for e in reversed(entries) if (kind := kind_of(e[1])) not in kinds}
-        return [e for e in entries if first.get(kind_of(e[1])) is e]
-
     def _with_offload(self, checked: Space) -> Space:
         """Search candidates with offload: bounded by the same degrees without it, examined if memory binds.
 
@@ -346,21 +330,21 @@ class _Search:
                 continue
             if bound is None:  # too big by the quick bound, or open
                 self.not_made[outcome] += len(offload_kinds(self.request, candidate))
-            elif bound >= self._cutoff_s():
-                self.not_made[Outcome.BOUNDED_OUT, ""] += len(offload_kinds(self.request, candidate))
+            elif bound >= self.plans.enough_s():
+                self.not_made_bounds[bound] += len(offload_kinds(self.request, candidate))
             else:
                 each = offloaded(self.request, candidate)
                 new += each
                 self.bounds |= dict.fromkeys(each, bound)
-        with self._phase("bounds"):
+        with self.phases.spent("bounds"):
             for members in grouped(new):
-                self._bound_states(members, self._cutoff_s())
+                self._bound_states(members, self.plans.enough_s())
         self._best_first({c: self.bounds[c] for c in new})
         return replace(checked, candidates=(*self.grouped, *left, *self.later, *new))
 
     def _more_stages(self) -> None:
         """Search other numbers of stages per rank (`later_choices`)."""
-        near = limit_s(self._cutoff_s(), NEAR)
+        near = limit_s(self.plans.cutoff_s(), NEAR)
         new: dict[ParallelConfig, float] = {}
         for candidate, cutter in self.cutters.items():
             decided = self.outcomes.get(candidate, (Outcome.SOLVED, ""))[0] is not Outcome.SOLVED
@@ -372,45 +356,49 @@ class _Search:
         self._best_first(new)
 
     def _memory_binds(self, candidate: ParallelConfig) -> bool:
-        """Return False, and decide the candidate, if offloading cannot help its degrees."""
+        """Return False, and decide or bound the candidate, if offloading cannot help its degrees."""
         kept = candidate.but(offload=())
         too_big = self.outcomes.get(kept, (None, ""))[0] is Outcome.TOO_BIG
-        if too_big or self.bounds.get(kept, 0.0) > self.first_bounds.get(kept, math.inf):
+        binds = too_big or self.bounds.get(kept, 0.0) > self.first_bounds.get(kept, math.inf)
+        if binds and SCHEDULES[kept.schedule].windows:
             return True
         if kept not in self.cutters:
             self._bound(kept)
-        if kept not in self.cutters:  # its layout was stopped
-            return False
-        with self._phase("bounds"):
-            cutter, cutoff = self.cutters[kept], self._cutoff_s()
-            binds = self.first_bounds[kept] < cutoff and cutter.free_bound_s() < cutoff and cutter.binds(cutoff)
-        if not binds:
+        if kept not in self.cutters:  # its layout was stopped, or a value of the graph is too big for a device
+            return binds
+        with self.phases.spent("bounds"):
+            cutter, cutoff = self.cutters[kept], self.plans.cutoff_s()
+            free = max(self.first_bounds[kept], cutter.free_bound_s())
+            binds = free < self.plans.enough_s() and (binds or cutter.binds(cutoff))
+        if free >= cutoff or not (binds or free >= self.plans.enough_s()):
             self.outcomes[candidate] = (Outcome.BOUNDED_OUT, "")
+        self.bounds[candidate] = max(self.bounds[candidate], free)
         return binds
 
     def _best_first(self, bounds: Mapping[ParallelConfig, float]) -> None:
         """Take the candidate with the least bound; make its cutter, refine the bound, then evaluate it."""
         # among equals, the one with most on the host comes first: if it is too big, so are the others
-        cutoff = self._cutoff_s()
+        enough = self.plans.enough_s()
         heap = [
             (bound, 0, -len(held_on_host(candidate.offload)), search_order(candidate), candidate)
             for candidate, bound in bounds.items()
-            if bound < cutoff and candidate not in self.outcomes
+            if bound < enough and candidate not in self.outcomes
         ]
         heapq.heapify(heap)
         while heap:
             bound, refined, _, _, candidate = heap[0]
-            cutoff = self._cutoff_s()
             self._tell(bound)
-            if bound >= cutoff:
+            if bound >= self.plans.enough_s():
                 return
-            if self._out_of_time() and (self.best or self._elapsed_s() > self.patience_s / 2):
+            if self._out_of_time() and (self.plans.best or self._elapsed_s() > self.patience_s / 2):
                 return
             heapq.heappop(heap)
             if candidate in self.outcomes:
                 continue
             if refined:
-                self._evaluate(candidate, cutoff, max(2, min(2000, _MAX_ACTIONS // candidate.num_actions)))
+                self._evaluate(
+                    candidate, self.plans.cutoff_s(), max(2, min(2000, _MAX_ACTIONS // candidate.num_actions))
+                )
                 continue
             if candidate not in self.cutters:
                 if not self._prepare(candidate):
@@ -438,7 +426,7 @@ class _Search:
 
     def _evaluate(self, candidate: ParallelConfig, cutoff_s: float, max_evaluated: int) -> None:
         """Search the cuts of a candidate; it stays open if none is found and none is excluded."""
-        with self._phase("evaluation"):
+        with self.phases.spent("evaluation"):
             cut = self.cutters[candidate].search(cutoff_s, max_evaluated)
         if cut.chunks is None and cut.exact and cutoff_s == math.inf:
             self._too_big(candidate)
@@ -453,11 +441,7 @@ class _Search:
     def _take(self, candidate: ParallelConfig, cut: Cut) -> None:
         self.bounds[candidate] = max(self.bounds[candidate], cut.bound_s)
         self.outcomes[candidate] = (Outcome.SOLVED, "")
-        degrees = candidate.but(context_method=None, offload=())
-        self.best.append((cut.step_s, candidate, cut.chunks or (), cut.recompute))
-        self.best.sort(key=lambda e: (e[0], search_order(e[1])))
-        alike = [e for e in self.best if e[1].but(context_method=None, offload=()) == degrees]
-        self.best = [e for e in self.best if e not in alike[1:]]  # requested plans differ in degrees
+        self.plans.add(candidate, cut)
 
     def _least_memory_first(self, checked: Space) -> None:
         """Evaluate open candidates, if nothing was found yet, until the first plan that fits or until patience ends."""
@@ -470,19 +454,19 @@ class _Search:
                 self._bound(candidate, min(ILP_LIMIT_S, left))
             if candidate in self.cutters and self._refine(candidate) < math.inf:
                 self._evaluate(candidate, math.inf, max(64, 20 * _MAX_ACTIONS // candidate.num_actions))
-            if self.best:
+            if self.plans.best:
                 return
 
     # -- equals -----------------------------------------------------------------------------------------------------
 
-    def _equals(self) -> list[_Entry]:
+    def _equals(self) -> list[Evaluated]:
         """Return the plans that are equal to the fastest within the error, the simplest first."""
-        below = limit_s(self.best[0][0], self.request.equal_within)
-        if below == self.best[0][0]:
-            return self.best[:1]
-        return sorted((e for e in self.best if e[0] <= below), key=lambda e: (self._complexity(e), e[0]))
+        below = limit_s(self.plans.best[0][0], self.request.equal_within)
+        if below == self.plans.best[0][0]:
+            return self.plans.best[:1]
+        return sorted((e for e in self.plans.best if e[0] <= below), key=lambda e: (self._complexity(e), e[0]))
 
-    def _complexity(self, entry: _Entry) -> Complexity:
+    def _complexity(self, entry: Evaluated) -> Complexity:
         _, candidate, chunks, steps = entry
         pricer = self._pricer(candidate)
         again = sum(len(pricer.recomputed(units, n)) for units, n in zip(ranges_of(chunks), steps, strict=True))
@@ -490,11 +474,11 @@ class _Search:
 
     def _look_for_simpler(self, checked: Space) -> None:
         """Evaluate candidates that may be simpler than the best plan and are equal to it within the error."""
-        if not self.best or not self.request.equal_within:
+        if not self.plans.best or not self.request.equal_within:
             return
-        below = limit_s(self.best[0][0], self.request.equal_within)
+        below = limit_s(self.plans.best[0][0], self.request.equal_within)
         least = self._complexity(self._equals()[0])
-        found, out = {e[1] for e in self.best}, (Outcome.ILLEGAL, Outcome.TOO_BIG)
+        found, out = {e[1] for e in self.plans.best}, (Outcome.ILLEGAL, Outcome.TOO_BIG)
         some = [
             (c, self.bounds[c])
             for c in checked.candidates
@@ -519,7 +503,7 @@ class _Search:
             raise InfeasibleError(f"no layout exists at tp={candidate.tp}")
         return pricer
 
-    def _planned(self, entry: _Entry) -> Planned:
+    def _planned(self, entry: Evaluated) -> Planned:
         _, candidate, chunks, recompute = entry
         candidate = self.points.decided(candidate)
         estimate = self._pricer(candidate).estimate(chunks, recompute, events=True)
@@ -528,7 +512,7 @@ class _Search:
             raise InfeasibleError(f"no layout exists at tp={candidate.tp}")
         return Planned(self._config(entry), estimate, point)
 
-    def _config(self, entry: _Entry) -> ParallelConfig:
+    def _config(self, entry: Evaluated) -> ParallelConfig:
         """Return the configuration of an evaluated plan."""
         _, candidate, chunks, recompute = entry
         candidate = self.points.decided(candidate)
@@ -538,23 +522,36 @@ class _Search:
         return config.but(recompute=chosen_recompute(self._pricer(candidate), chunks, recompute))
 
     def _certificate(self, checked: Space) -> Certificate:
-        best, cutoff, least_open, num_open = self.best[0][0], self._cutoff_s(), math.inf, 0
+        best, cutoff, least_solved, least_open, num_open = (
+            self.plans.best[0][0],
+            self.plans.cutoff_s(),
+            math.inf,
+            math.inf,
+            0,
+        )
+        for bound, number in self.not_made_bounds.items():
+            out = bound >= cutoff
+            self.not_made[(Outcome.BOUNDED_OUT, "") if out else None] += number
+            least_open = least_open if out else min(least_open, bound)
         for candidate in checked.candidates:
             bound = self.bounds.get(candidate, 0.0)
             if candidate not in self.outcomes and bound >= cutoff:
                 self.outcomes[candidate] = (Outcome.BOUNDED_OUT, "")
             num_open += candidate not in self.outcomes
-            if self.outcomes.get(candidate, (Outcome.SOLVED, ""))[0] is Outcome.SOLVED:
+            if candidate not in self.outcomes:
                 least_open = min(least_open, bound)
+            elif self.outcomes[candidate][0] is Outcome.SOLVED:
+                least_solved = min(least_solved, bound)
         counts, rules, terms = tally(self.outcomes.values(), self.not_made)
         num_open += self.not_made[None]
-        point, status = self.points.of(self.best[0][1]), self.status
-        if status is Status.TIME_LIMIT and not num_open:  # everything was decided just in time
+        least, enough = min(least_open, least_solved), self.plans.enough_s()
+        point, status = self.points.of(self.plans.best[0][1]), self.status
+        if status is Status.TIME_LIMIT and least_open >= enough:  # everything was decided just in time
             status = Status.COMPLETE
         if status is Status.COMPLETE and not self.points.all_proved:
             status = Status.LAYOUTS
-        if status is Status.COMPLETE and least_open < best:
-            status = Status.CUTS
+        if status is Status.COMPLETE and least < best:
+            status = Status.NEAR if least >= enough < cutoff else Status.CUTS
         return Certificate(
             considered=checked.num_considered + self.not_made.total(),
             illegal=sum(checked.illegal.values()) + counts[Outcome.ILLEGAL],
@@ -562,7 +559,7 @@ class _Search:
             bounded_out=counts[Outcome.BOUNDED_OUT],
             solved=counts[Outcome.SOLVED],
             open=num_open,
-            gap=max(0.0, (best - least_open) / best) if least_open < best else 0.0,
+            gap=max(0.0, (best - least) / best) if least < best else 0.0,
             solve_time_s=time.perf_counter() - self.began,
             restrictions=restrictions_of(self.request, checked, () if point is None else point.solution.restrictions),
             status=status,

@@ -8,7 +8,7 @@ from autoplan.ops.record import Trait
 from autoplan.ops.saved import Form
 from autoplan.ops.table import op_record
 from autoplan.program.op_costs import OpCosts
-from autoplan.search.layouts import PlanRequest
+from autoplan.search.request import PlanRequest
 
 
 class QuickMemory:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autoplan.config.choice import is_count
 from autoplan.config.pins import Pins
+from autoplan.config.settings import check_setting
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.facts import Facts, ModelFacts, divisors
 from autoplan.program.legality import Scope
 from autoplan.schedules.schedule import SEARCHED_SCHEDULES
-from autoplan.search.degrees import Limits, Space, candidates
+from autoplan.search.degrees import Limits, Space, legal_candidates
 from autoplan.search.refusals import refusal
 
 # Least tokens per rank and sequence for which cp is searched; with fewer, a device has little work. Where there are
@@ -43,15 +42,14 @@ def space(
     Raises:
         PinError: the pins leave no candidate; the message names the rule and the nearest value.
     """
-    if not is_count(global_batch_size):
-        raise PinError(f"global_batch_size={global_batch_size!r}: must be a whole number of at least 1")
+    check_setting("global_batch_size", global_batch_size)
     if facts is None:
         facts = Facts.of(graph, cluster, global_batch_size, seq_len or None)
     limits = limits_of(facts, cluster, scope)
     error = refusal(limits, pins)
     if error is not None:
         raise error
-    return candidates(limits, Pins(pins))
+    return legal_candidates(limits, Pins(pins))
 
 
 def limits_of(facts: Facts, cluster: Cluster, scope: Scope) -> Limits:

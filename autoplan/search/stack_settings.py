@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autoplan.config.parallel import ParallelConfig
-from autoplan.search.layouts import PlanRequest
+from autoplan.search.request import PlanRequest
 from autoplan.stacks.like import Like
 from autoplan.stacks.records import SETTINGS
 

@@ -12,11 +12,12 @@ from typing import Any
 
 from autoplan.config.choices import option_data, options_of, read_mode
 from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16, Mode, RunOptions, precision_of
+from autoplan.config.settings import setting
 from autoplan.errors import PinError
-from autoplan.stacks.records import Abilities, Era, Gradients16, Kept, Stack, near, stack, year_of
+from autoplan.stacks.records import Abilities, Era, Gradients16, KeptGathered, Stack, near, stack, year_of
 
 GRADIENTS_32 = "-grad32"  # suffix of a precision: gradients in 32 bits where the stack has 16
-_PLAIN = "bf16"  # the precision if none is given
+_PLAIN = setting("precision").default  # if none is given
 _WORDS = {"fp4": "NVFP4"}  # precisions whose name in the records of changes is another
 
 
@@ -60,7 +61,7 @@ class Like:
 
     @property
     def can(self) -> Abilities:
-        """What the version can do."""
+        """The abilities of the version."""
         return self.era.can
 
     @property
@@ -121,7 +122,7 @@ class Like:
         kernels, kept = self.stack.kernels, self.stack.kept_gathered
         tp, pp = (int(out.get(name) or 1) for name in ("tp", "pp"))
         if "zero_stage" not in out:
-            keeps = (pp > 1 and Kept.PIPELINES in kept) or (num_experts > 0 and Kept.EXPERTS in kept)
+            keeps = (pp > 1 and KeptGathered.PIPELINES in kept) or (num_experts > 0 and KeptGathered.EXPERTS in kept)
             stage = kernels.zero_stages[0]
             out["zero_stage"] = 1 if stage == 3 and keeps else stage
         out.setdefault("recompute", self.stack.recompute_at(*self._where)[0])

@@ -52,19 +52,19 @@ class Gradients16(StrEnum):
     ALWAYS = "always"
 
 
-class Kept(StrEnum):
-    """Where fully_shard keeps gathered parameters until the end of the step, which sends as much as ZeRO 1."""
+class KeptGathered(StrEnum):
+    """Programs in which fully_shard keeps gathered parameters to the end of a step, which sends as much as ZeRO 1."""
 
     PIPELINES = "pipelines"
     EXPERTS = "experts"
 
 
-DEGREES = ("dp", "tp", "pp", "cp", "ep", "etp")
+_DEGREES = ("dp", "tp", "pp", "cp", "ep", "etp")
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """How the stack runs if nothing is said. The first of each is the default, the others are what it may also be."""
+class StackKernels:
+    """The kernels of a stack. The first of each is the default, the others are what it may also be."""
 
     modes: tuple[Mode, ...]
     recompute: tuple[str, ...]
@@ -74,7 +74,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Abilities:
-    """What a stack can do: the values that it takes of each choice. Everything else it cannot.
+    """The abilities of a stack: the values of each choice that it supports; it supports no others.
 
     `degrees`: those that may be above 1; `recompute`: names of RECOMPUTE_KINDS; `offload`: state on the host.
     `dispatcher`, `launch`: values of these options that a search tries beside the default; empty: only the default.
@@ -109,7 +109,7 @@ class Era:
 
 @dataclass(frozen=True)
 class Change:
-    """What differs by device, precision or model since a year.
+    """A change of settings since a year, for some devices, precisions or models.
 
     Attributes:
         matches: A pattern of "DEVICE PRECISION MODEL" in capitals, the model as letters and digits (QWEN3235BA22B).
@@ -133,7 +133,7 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class Adapters:
+class AdapterDefaults:
     """Adapters of fine-tuning recipes: their rank, and the layers that have them."""
 
     rank: int
@@ -170,18 +170,18 @@ class Stack:
     about: str
     frameworks: tuple[Framework, ...]
     default_version: str
-    kernels: Kernels
+    kernels: StackKernels
     eras: tuple[Era, ...]
     changes: tuple[Change, ...] = ()
     executed: bool = False
     equal_stages: bool = False
     chunks: int | None = None
     whole_experts_since: float | None = None
-    kept_gathered: tuple[Kept, ...] = ()
+    kept_gathered: tuple[KeptGathered, ...] = ()
     gradients_16: Gradients16 = Gradients16.NEVER
     moments_16: bool = False
     vocab: Vocab | None = None
-    adapters: Adapters | None = None
+    adapters: AdapterDefaults | None = None
     packed: Packed | None = None
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -280,7 +280,7 @@ _OPTIONAL = (
 )
 _ABLE: Mapping[str, Sequence[Any]] = {
     "modes": tuple(Mode),
-    "degrees": DEGREES,
+    "degrees": _DEGREES,
     "schedules": tuple(SCHEDULES),
     "recompute": tuple(RECOMPUTE_KINDS),
     "zero_stages": ZERO_STAGES,
@@ -367,7 +367,7 @@ def stack_of(data: object, where: str) -> Stack:
         about=read.one("about", str),
         frameworks=read.some("frameworks", tuple(Framework)),
         default_version=version,
-        kernels=Kernels(
+        kernels=StackKernels(
             kernels.some("modes", tuple(Mode)),
             kernels.some("recompute", known),
             kernels.some("zero_stages", ZERO_STAGES),
@@ -379,11 +379,13 @@ def stack_of(data: object, where: str) -> Stack:
         equal_stages=read.one("equal_stages", bool, False),
         chunks=None if chunks is None else chunks.one("default", int),
         whole_experts_since=None if whole is None else float(whole.one("since", (int, float))),
-        kept_gathered=() if kept is None else kept.some("in", tuple(Kept)),
+        kept_gathered=() if kept is None else kept.some("in", tuple(KeptGathered)),
         gradients_16=Gradients16(when),
         moments_16=moments is not None,
         vocab=None if vocab is None else Vocab(**vocab.data),
-        adapters=None if adapters is None else Adapters(**{**adapters.data, "layers": tuple(adapters.data["layers"])}),
+        adapters=None
+        if adapters is None
+        else AdapterDefaults(**{**adapters.data, "layers": tuple(adapters.data["layers"])}),
         packed=None if packed is None else Packed(**packed.data),
         sources={key: each.one("source", str) for key, each in inner.items() if each is not None},
     )

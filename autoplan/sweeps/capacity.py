@@ -22,6 +22,7 @@ or a YAML file (`autoplan capacity FILE.yaml`) with the same names. `models` to 
     time_limit_s: 60                            # of one search
     memory_risk: 0.05                           # accepted probability that a plan runs out of memory
     equal_within: 0.02                          # plans this close to the fastest are equal, the simplest is taken
+    gap: 0.01                                   # share of a step that a search may leave unproved
 
 Paths in a file are relative to its folder. Rows that do not fit or are illegal stay, with the reason.
 """
@@ -40,6 +41,7 @@ from autoplan.config.choices import OPTIONS, PINS, option_data, options_of, read
 from autoplan.config.numbers import read_count, read_number
 from autoplan.config.parallel import Mode, RunOptions, precision_of
 from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN, check_planning
+from autoplan.config.settings import VARIED_SETTINGS, setting
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.hardware.cluster_file import read_yaml
@@ -66,11 +68,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _NEEDED = ("models", "clusters", "tokens", "seq_len", "global_batch_size")
-_PLANNING = {"memory_risk": DEFAULT_RISK, "equal_within": EQUAL_WITHIN}
-_LISTED = (*_NEEDED, "precision", "mode")  # one value or a list: rows are their product
+_PLANNING = {"memory_risk": DEFAULT_RISK, "equal_within": EQUAL_WITHIN, "gap": None}
+_LISTED = tuple(dict.fromkeys((*_NEEDED, *VARIED_SETTINGS)))  # one value or a list: rows are their product
 _OPTIONAL = (
-    "precision",
-    "mode",
+    *(name for name in _LISTED if name not in _NEEDED),
     "pins",
     "like",
     *OPTIONS,
@@ -106,13 +107,14 @@ class CapacityTask:
     time_limit_s: float
     memory_risk: float = DEFAULT_RISK
     equal_within: float = EQUAL_WITHIN
+    gap: float | None = None
     like: Like | None = None
 
     @property
     def num_searches(self) -> int:
         """The number of searches; different tokens share one."""
-        lists = (self.models, self.clusters, self.seq_len, self.global_batch_size, self.precision, self.mode)
-        return math.prod(len(values) for values in lists)
+        lists = (self.models, self.clusters, *(getattr(self, name) for name in VARIED_SETTINGS))
+        return math.prod(map(len, lists))
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
         tokens=read("tokens", _tokens),
         seq_len=read("seq_len", lambda v: _count("seq_len", v)),
         global_batch_size=read("global_batch_size", lambda v: _count("global_batch_size", v)),
-        precision=read("precision", lambda v: _precision(v, like), "bf16"),
+        precision=read("precision", lambda v: _precision(v, like), setting("precision").default),
         mode=read("mode", read_mode, Mode.EAGER if like is None else like.mode),
         like=like,
         pins={name: tuple(value) if isinstance(value, list) else value for name, value in pins.items()},
@@ -223,7 +225,7 @@ def _time_limit(given: Mapping[str, Any], where: str) -> float:
     return float(limit)
 
 
-def _planning(given: Mapping[str, Any], where: str) -> dict[str, float]:
+def _planning(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     found = {name: given.get(name, default) for name, default in _PLANNING.items()}
     _read(where, lambda values: check_planning(**values), found)
     return found
@@ -292,7 +294,7 @@ def _model(value: object, folder: Path | None) -> tuple[str, ModelGraph]:
 
 
 # The order in which `whatif.points` varies the lists; tokens need no search of their own.
-_SEARCHED = ("cluster", "seq_len", "global_batch_size", "precision", "mode")
+_SEARCHED = ("cluster", *VARIED_SETTINGS)
 
 
 def cells(task: CapacityTask, search: Callable[[PlanRequest], Any] = search_plan) -> Iterator[Cell]:
@@ -303,8 +305,7 @@ def cells(task: CapacityTask, search: Callable[[PlanRequest], Any] = search_plan
     """
     labels = {id(cluster): label for label, cluster in task.clusters}
     clusters = [cluster for _, cluster in task.clusters]
-    lists = (clusters, task.seq_len, task.global_batch_size, task.precision, task.mode)
-    vary: dict[str, Sequence[Any]] = dict(zip(_SEARCHED, lists, strict=True))
+    vary: dict[str, Sequence[Any]] = {"cluster": clusters, **{name: getattr(task, name) for name in VARIED_SETTINGS}}
     for name, graph in task.models:
         base = PlanRequest(
             graph,
@@ -320,6 +321,7 @@ def cells(task: CapacityTask, search: Callable[[PlanRequest], Any] = search_plan
             time_limit_s=task.time_limit_s,
             memory_risk=task.memory_risk,
             equal_within=task.equal_within,
+            gap=task.gap,
         )
         for point in points(base, vary, search):
             for tokens in task.tokens:
@@ -360,6 +362,7 @@ def capacity(
     time_limit_s: float = 60.0,
     memory_risk: float = DEFAULT_RISK,
     equal_within: float = EQUAL_WITHIN,
+    gap: float | None = None,
     like: str | None = None,
 ) -> pd.DataFrame:
     """Return the best plan of every model on every cluster, with the cost of its run, one row each.
@@ -381,6 +384,7 @@ def capacity(
         time_limit_s: Seconds for one search.
         memory_risk: The accepted probability that a plan runs out of memory.
         equal_within: Plans within this share of the fastest step are equal; the simplest is taken.
+        gap: A search ends when no plan can have a step shorter by more than this share; None: 0.01, 0.05 with experts.
         like: The stack that will run the plans, `megatron-bridge@26.08`; other arguments override it where they differ
             from their defaults.
 
@@ -411,6 +415,7 @@ def capacity(
             "time_limit_s": time_limit_s,
             "memory_risk": memory_risk,
             "equal_within": equal_within,
+            "gap": gap,
         },
         "capacity",
     )

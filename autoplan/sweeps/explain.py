@@ -23,7 +23,6 @@ from autoplan.cost_models.hardware.parts import NETWORKS
 from autoplan.cost_models.memory.room import Room
 from autoplan.errors import AutoplanError, InfeasibleError, PinError
 from autoplan.search.infeasible import InfeasibleReport
-from autoplan.search.layouts import space_of
 from autoplan.search.planner import (
     Certificate,
     Planned,
@@ -34,6 +33,7 @@ from autoplan.search.planner import (
     estimate_config,
     search_plan,
 )
+from autoplan.search.request import space_of
 from autoplan.sweeps.difference import Difference, decided, difference
 from autoplan.sweeps.whatif import STEP_ONLY, RunTask
 from autoplan.units import GB

@@ -19,8 +19,8 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import AutoplanError, InfeasibleError, PinError
 from autoplan.program.adapters import with_adapters
 from autoplan.search.infeasible import InfeasibleReport
-from autoplan.search.layouts import least_memory_first, offloaded, space_of, without_activations
 from autoplan.search.planner import Certificate, Planned, PlanRequest, StoppedError, estimate_config, search_plan
+from autoplan.search.request import least_memory_first, offloaded, space_of, without_activations
 
 WAY_S = 10.0  # seconds for one way
 _RANK = 16  # of adapters that are tried

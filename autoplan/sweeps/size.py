@@ -24,8 +24,8 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.whole_run import DAY_S, Assumptions, Run
 from autoplan.errors import PinError
-from autoplan.search.layouts import space_of
 from autoplan.search.planner import PlanRequest, search_plan
+from autoplan.search.request import space_of
 from autoplan.sweeps.whatif import Point, RunTask, check_tokens, point_of, run_of
 
 SEARCH_S = 30.0  # seconds for the plan of one number of nodes
@@ -318,7 +318,7 @@ class _Sizer:
         return f"the fewest days found are {best.days:.1f}, with {best.num_devices:,} devices"
 
 
-def rows(found: Size) -> list[dict[str, object]]:
+def size_rows(found: Size) -> list[dict[str, object]]:
     """Return all points as flat rows: the curve of devices against days, money and MFU, for each kind."""
     out: list[dict[str, object]] = []
     for kind in found.kinds:

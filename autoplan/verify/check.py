@@ -18,7 +18,7 @@ from autoplan.capture.frontend.buffers import all_buffers
 from autoplan.capture.frontend.lengths import example_lengths
 from autoplan.errors import CaptureError, GraphError
 from autoplan.verify.cost import LIMIT_S, USUAL_S, Cost, cost_of
-from autoplan.verify.first import explain
+from autoplan.verify.first import explain_difference
 from autoplan.verify.one_device import compile_one_device, load_stage
 from autoplan.verify.runs import NotComparable, VerifyTask, Wrong, copies_of, run_graph, run_module
 from autoplan.verify.sample import draw_batch, longest_window, sizes_to_try
@@ -34,7 +34,7 @@ ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Verification:
     """The result of a verification. `done`: whether it was compared; `text`: the line for the plan."""
 
     done: bool
@@ -45,7 +45,7 @@ def _wide_batch(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {n: x.to(WIDE) if x.is_floating_point() else x for n, x in batch.items()}
 
 
-def compare(task: VerifyTask, sizes: Mapping[str, int], moved: bool = True) -> Outcome:
+def compare_runs(task: VerifyTask, sizes: Mapping[str, int], moved: bool = True) -> Verification:
     """Run graph and module on one batch and compare them. `moved`: see `copies_of`.
 
     Raises:
@@ -61,12 +61,12 @@ def compare(task: VerifyTask, sizes: Mapping[str, int], moved: bool = True) -> O
     error = abs(float(got_loss - loss)) / max(abs(float(loss)), ROUNDING)
     wrong = differing(trained, got, gradients)
     if not error <= TOLERANCE or wrong:
-        raise CaptureError(explain(task, compiled, tensors, batch, (float(got_loss), float(loss)), wrong))
+        raise CaptureError(explain_difference(task, compiled, tensors, batch, (float(got_loss), float(loss)), wrong))
     window = _window(task)
     unseen = f"; windows of {window:,} tokens are longer" if window >= sizes.get("s", math.inf) else ""
     shown = ", ".join(f"{x}={n}" for x, n in sorted(sizes.items()))
     count = f"{len(trained)} gradients" if len(trained) != 1 else "1 gradient"
-    return Outcome(True, f"in float64: loss and {count} within {TOLERANCE:g} of the module ({shown}{unseen})")
+    return Verification(True, f"in float64: loss and {count} within {TOLERANCE:g} of the module ({shown}{unseen})")
 
 
 def differing(names: list[str], got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -> list[Wrong]:
@@ -116,7 +116,7 @@ def _window(task: VerifyTask) -> int:
     return max(longest_window(task.graph), wanted if isinstance(wanted, int) else 0)
 
 
-def verify_whole(task: VerifyTask, limit_s: float = LIMIT_S) -> Outcome:
+def verify_whole(task: VerifyTask, limit_s: float = LIMIT_S) -> Verification:
     """Compare graph and module at sizes that cost at most `limit_s`. The outcome says why if it is not done.
 
     Raises:
@@ -125,20 +125,20 @@ def verify_whole(task: VerifyTask, limit_s: float = LIMIT_S) -> Outcome:
     tensors = (*task.model.named_parameters(), *all_buffers(task.model))
     without = [n for n, p in tensors if p.is_meta or isinstance(p, FakeTensor)]
     if without:
-        return Outcome(False, f"{without[0]} has no values")
+        return Verification(False, f"{without[0]} has no values")
     sizes, cost = choose_sizes(task, limit_s)
     if sizes is None:
-        return Outcome(False, f"it would take about {cost} on this host")
+        return Verification(False, f"it would take about {cost} on this host")
     return compare_or_say(task, sizes)
 
 
-def compare_or_say(task: VerifyTask, sizes: Mapping[str, int]) -> Outcome:
-    """Run `compare` on moved values; if the module cannot run on them, on its exact values. Says why if neither
+def compare_or_say(task: VerifyTask, sizes: Mapping[str, int]) -> Verification:
+    """Run `compare_runs` on moved values; if the module cannot run on them, on its exact values. Says why if neither
     works."""
     try:
-        return compare(task, sizes)
+        return compare_runs(task, sizes)
     except NotComparable:
         try:
-            return compare(task, sizes, moved=False)
+            return compare_runs(task, sizes, moved=False)
         except NotComparable as exc:
-            return Outcome(False, str(exc))
+            return Verification(False, str(exc))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from autoplan.capture.frontend.cache import cache_folder, capture_key, code_hash, store_capture
 from autoplan.errors import CaptureError, PinError
-from autoplan.verify.check import Outcome, verify_whole
+from autoplan.verify.check import Verification, verify_whole
 from autoplan.verify.cost import LIMIT_S
 from autoplan.verify.runs import VerifyTask
 from autoplan.verify.shallow import verify_shallow
@@ -66,7 +66,7 @@ def verify_capture(task: VerifyTask, verify: bool | str = True, folder: Path | N
     whole = verify_whole(task, limit_s)
     outcome = whole if whole.done else verify_shallow(task, limit_s)
     if not outcome.done:
-        outcome = Outcome(False, "; ".join(x for x in (whole.text, outcome.text) if x))
+        outcome = Verification(False, "; ".join(x for x in (whole.text, outcome.text) if x))
         if verify == "required":
             raise CaptureError(
                 f"verify='required', but the captured graph of {task.graph.name} could not be compared with the "

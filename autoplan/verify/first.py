@@ -24,7 +24,7 @@ from autoplan.ir.graph import Call, Node
 from autoplan.program.lower import identifier
 from autoplan.program.statements import Op
 from autoplan.verify.one_device import MODULE, OneDevice, load_stage
-from autoplan.verify.runs import ADVICE, Tensors, VerifyTask, Wrong, run_graph, run_module
+from autoplan.verify.runs import ADVICE, VerifyTask, WideTensors, Wrong, run_graph, run_module
 
 _HIDDEN = 1e29
 _CLOSE = 1e-10  # relative, of fingerprints: both sides are float64
@@ -133,7 +133,9 @@ class _Instrument(ast.NodeTransformer):
         return [node, *ast.parse(seen).body]
 
 
-def _values(task: VerifyTask, compiled: OneDevice, tensors: Tensors, batch: Mapping[str, torch.Tensor]) -> list[_Value]:
+def _values(
+    task: VerifyTask, compiled: OneDevice, tensors: WideTensors, batch: Mapping[str, torch.Tensor]
+) -> list[_Value]:
     """Return all floating values of the graph, in the order of the program."""
     tree = ast.parse(compiled.text)
     for item in tree.body:
@@ -217,10 +219,10 @@ def _first_gradient(compiled: OneDevice, wrong: Sequence[Wrong]) -> Wrong:
     return wrong[0]
 
 
-def explain(
+def explain_difference(
     task: VerifyTask,
     compiled: OneDevice,
-    tensors: Tensors,
+    tensors: WideTensors,
     batch: Mapping[str, torch.Tensor],
     losses: tuple[float, float],
     wrong: Sequence[Wrong],
@@ -240,7 +242,11 @@ def explain(
 
 
 def _where(
-    task: VerifyTask, compiled: OneDevice, tensors: Tensors, batch: Mapping[str, torch.Tensor], wrong: Sequence[Wrong]
+    task: VerifyTask,
+    compiled: OneDevice,
+    tensors: WideTensors,
+    batch: Mapping[str, torch.Tensor],
+    wrong: Sequence[Wrong],
 ) -> str:
     made = _Made(task.model)
     with made.following(), made:

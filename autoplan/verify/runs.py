@@ -53,7 +53,7 @@ class VerifyTask:
 
 
 @dataclass(frozen=True)
-class Tensors:
+class WideTensors:
     """Float64 copies of a model's parameters and buffers, by name."""
 
     parameters: Mapping[str, nn.Parameter]
@@ -68,7 +68,7 @@ class Tensors:
         return found
 
 
-def copies_of(model: nn.Module, moved: bool = True) -> Tensors:
+def copies_of(model: nn.Module, moved: bool = True) -> WideTensors:
     """Return float64 copies on the host, where both are run.
 
     A tensor of equal elements, as in new norms and biases, is moved by up to a tenth unless `moved` is False. Zeros
@@ -86,7 +86,7 @@ def copies_of(model: nn.Module, moved: bool = True) -> Tensors:
             t += _NOISE * size * torch.rand(t.shape, generator=generator, dtype=WIDE)
         return t
 
-    return Tensors(
+    return WideTensors(
         {n: nn.Parameter(copied(p), requires_grad=p.requires_grad) for n, p in model.named_parameters()},
         {n: copied(b) for n, b in all_buffers(model)},
     )
@@ -106,7 +106,7 @@ class _Step(LossModule):
 
 
 def run_module(
-    task: VerifyTask, tensors: Tensors, batch: Mapping[str, torch.Tensor], backward: bool = True
+    task: VerifyTask, tensors: WideTensors, batch: Mapping[str, torch.Tensor], backward: bool = True
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return loss and gradients of the module. Raises NotComparable if it cannot run in float64."""
     names = tuple(task.example)
@@ -129,7 +129,7 @@ def run_module(
 
 
 def run_graph(
-    task: VerifyTask, stage: nn.Module, compiled: OneDevice, tensors: Tensors, batch: Mapping[str, torch.Tensor]
+    task: VerifyTask, stage: nn.Module, compiled: OneDevice, tensors: WideTensors, batch: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return loss and gradients of the program of one device. Raises CaptureError if it fails where the module runs."""
     try:

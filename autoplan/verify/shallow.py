@@ -20,7 +20,7 @@ from autoplan.capture.frontend.layer_tracer import layer_modules
 from autoplan.capture.passes.cast import computing_in, main_dtype
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import Block, ModelGraph
-from autoplan.verify.check import Outcome, choose_sizes, compare_or_say
+from autoplan.verify.check import Verification, choose_sizes, compare_or_say
 from autoplan.verify.cost import cost_of_parameters
 from autoplan.verify.runs import VerifyTask
 
@@ -108,14 +108,14 @@ def _signature(block: Block, widths: bool) -> tuple[Any, ...]:
     return tuple((n.op, n.inputs, n.outputs, n.scope, n.source, attributes(n.attrs)) for n in block.nodes)
 
 
-def verify_shallow(task: VerifyTask, limit_s: float) -> Outcome:
+def verify_shallow(task: VerifyTask, limit_s: float) -> Verification:
     """Compare graph and module of a smaller model of the same class. The outcome says why if it is not done.
 
     Raises:
         CaptureError: if the graph is not the module.
     """
     if not is_hf_model(task.model):
-        return Outcome(False, "")
+        return Verification(False, "")
     reason = ""
     task = replace(task, example={n: x.cpu() for n, x in task.example.items()})
     for change in _changes(_depths(task.graph, task.model)):
@@ -145,8 +145,8 @@ def verify_shallow(task: VerifyTask, limit_s: float) -> Outcome:
             torch.manual_seed(0)
             model = _like(task, config)
         outcome = compare_or_say(replace(shallow, model=model), sizes)
-        return Outcome(outcome.done, f"on {change.text} of the same config, {outcome.text}")
-    return Outcome(False, reason)
+        return Verification(outcome.done, f"on {change.text} of the same config, {outcome.text}")
+    return Verification(False, reason)
 
 
 def _like(task: VerifyTask, config: Any) -> nn.Module:

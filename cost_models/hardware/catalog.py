@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from autoplan.cost_models.hardware.parts import Device, Level, Price
 from autoplan.errors import PinError
-from autoplan.names import matching, one_of, plain
+from autoplan.names import matching, one_of, plain_name
 from autoplan.units import GB, GIB, MIB, TERA
 
 # Ranks per row: PyTorch sees both dies (GCD) of a MI250X and both TensorCores of a TPU7x; a Trainium2 chip is 4 logical
@@ -72,14 +72,14 @@ PEAK_COLUMNS: dict[str, str] = {  # columns of the catalog, by dtype
     "float4": "peak_tflops_fp4_dense",
     "int8": "peak_tops_int8_dense",
 }
-DTYPES = tuple(PEAK_COLUMNS)  # the dtypes that have a peak
+PEAK_DTYPES = tuple(PEAK_COLUMNS)  # the dtypes that have a peak
 
 
 _Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogEntry:
     """One row of the catalog: a device, its links, its usual node, network and price.
 
     `scaleup`: the innermost level. `host`: connects the scale-up domains of one node, if there are several.
@@ -140,7 +140,7 @@ def _as_of(source: str) -> str:
     return date.group(0) if date else source
 
 
-def _entry(row: Mapping[str, str]) -> Entry:
+def _entry(row: Mapping[str, str]) -> CatalogEntry:
     ranks = RANKS_PER_ROW.get(row["id"], 1)
     peaks = {d: v * TERA / ranks for d, column in PEAK_COLUMNS.items() if (v := _number(row, column)) is not None}
     train = next(d for d in ("bfloat16", "float16", "float32") if d in peaks)
@@ -193,7 +193,7 @@ def _entry(row: Mapping[str, str]) -> Entry:
     if usd is not None:
         source = f"{row['price_provider_region']} on demand, {row['price_source']}"
         price = Price(usd / ranks, source, _as_of(row["price_source"]))
-    return Entry(
+    return CatalogEntry(
         id=row["id"],
         vendor=row["vendor"],
         device=device,
@@ -208,7 +208,7 @@ def _entry(row: Mapping[str, str]) -> Entry:
 
 
 @lru_cache(maxsize=1)
-def entries() -> Mapping[str, Entry]:
+def entries() -> Mapping[str, CatalogEntry]:
     """Return the whole catalog by id, in file order."""
     return MappingProxyType({row["id"]: _entry(row) for row in _rows("devices.csv")})
 
@@ -227,7 +227,7 @@ def device_ids(text: str) -> list[str]:
     are meant where there is another form (PCIe): `h100` is h100-sxm5-80gb.
     """
     known = list(entries())
-    found = matching(text, known) or [name for name in known if _has_parts(plain(name), plain(text))]
+    found = matching(text, known) or [name for name in known if _has_parts(plain_name(name), plain_name(text))]
     boards = [name for name in found if re.search(r"-sxm\d?-", name)]
     return boards or found
 
@@ -242,7 +242,7 @@ def _has_parts(name: str, text: str) -> bool:
     return all(any(part.startswith(given) for part in left) for given in rest)
 
 
-def entry(text: str) -> Entry:
+def entry(text: str) -> CatalogEntry:
     """Return the row of a device, by its id or as people write it (`device_ids`).
 
     Raises:

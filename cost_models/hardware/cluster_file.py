@@ -44,7 +44,7 @@ from typing import Any
 
 from autoplan.config.numbers import Range
 from autoplan.cost_models.hardware import parts as hardware
-from autoplan.cost_models.hardware.catalog import DTYPES, PEAK_COLUMNS
+from autoplan.cost_models.hardware.catalog import PEAK_COLUMNS, PEAK_DTYPES
 from autoplan.cost_models.hardware.fabric_file import fabric_of_mapping
 from autoplan.cost_models.hardware.keys import as_mapping, as_number
 from autoplan.cost_models.hardware.nccl import FABRICS
@@ -206,7 +206,7 @@ def _device_fields(data: object, where: str, base: Device | None) -> dict[str, A
         peaks = given["peak_tflops"]
         if isinstance(peaks, Mapping):
             at = f"{where}, peak_tflops"
-            peaks = as_mapping(peaks, at, DTYPES)
+            peaks = as_mapping(peaks, at, PEAK_DTYPES)
             table = {k: as_number(peaks, k, at, hardware.TFLOPS) * TERA for k in peaks}
             table = {**(base.peak_flops_by_dtype if base is not None else {}), **table}
             train = next((d for d in ("bfloat16", "float16", "float32") if d in table), None)

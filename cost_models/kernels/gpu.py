@@ -35,7 +35,7 @@ from autoplan.cost_models.quantity import Tag
 # Splits of the loop over the contracted dimension that a library tries if there are few tiles (cuBLAS split-K).
 SPLITS = (1, 2, 4, 8)
 QUERIES_PER_TILE = 128
-LARGEST_HEAD = 256  # the head size for which the efficiency of attention is given
+_EFFICIENCY_HEAD = 256  # the head size for which the efficiency of attention is given
 _LEAST_ACCELERATOR_FLOPS = 50e12
 # Rows of operands that are not a multiple of 16 bytes cannot be loaded directly for matrix units: such kernels have a
 # third of the speed or less (NVIDIA, "Matrix Multiplication Background User's Guide", Tensor Core requirements).
@@ -117,7 +117,7 @@ class KernelConstants:
 
 
 @dataclass(frozen=True)
-class Fit:
+class KernelFit:
     """The constants for one device, their relative error (90 % of held-out rows) and their evidence."""
 
     constants: KernelConstants
@@ -142,9 +142,9 @@ class KernelTimings:
     family: str
     units: int
     tiles: tuple[tuple[int, int], ...]
-    gemm: Mapping[KernelKind, Fit]
-    attention: Fit
-    backward: Fit
+    gemm: Mapping[KernelKind, KernelFit]
+    attention: KernelFit
+    backward: KernelFit
     older: Mapping[Attention, float]  # speed of other attention kernels over the device's own kernel
     grouped_error: float
     own_launch: bool  # True if the launch times were fitted for this device
@@ -240,7 +240,7 @@ class KernelTimings:
         traffic_s = moved / (device.memory_bytes_per_s * self.memory_share)
         return Seconds(both_s(compute_s, traffic_s), self._launch_s(fit), fit.error, fit.tag)
 
-    def _launch_s(self, fit: Fit) -> float:
+    def _launch_s(self, fit: KernelFit) -> float:
         return fit.constants.launch_s if self.own_launch else 0.0
 
 
@@ -262,7 +262,7 @@ def tiles_s(
 
 def inverse_head(head_dim: float) -> float:
     """Return how much shorter a head is than the largest, as a difference of inverse sizes."""
-    return max(0.0, 1.0 / head_dim - 1.0 / LARGEST_HEAD)
+    return max(0.0, 1.0 / head_dim - 1.0 / _EFFICIENCY_HEAD)
 
 
 def both_s(compute_s: Any, traffic_s: Any) -> Any:
@@ -368,7 +368,7 @@ def _scale(device: Device, family_efficiency: float, recorded: float | None, ali
     return device.achievable.mid / family_efficiency
 
 
-def _fit(row: Mapping[str, Any], own: Mapping[str, Any] | None, scale: float, known: bool, spread: float) -> Fit:
+def _fit(row: Mapping[str, Any], own: Mapping[str, Any] | None, scale: float, known: bool, spread: float) -> KernelFit:
     """Return the fit of a device. `row`: of the family; `own`: of the device, if the data have it."""
     constants = _constants(row)
     factor = (1.0 if own is None else float(own["factor"])) * scale
@@ -376,7 +376,7 @@ def _fit(row: Mapping[str, Any], own: Mapping[str, Any] | None, scale: float, kn
     error = float(row["error"]) + spread
     if own is None or scale != 1.0:
         error += _SIBLING_ERROR if known else _INHERITED_ERROR
-    return Fit(constants, error, Tag.ASSUMED if own is None or scale != 1.0 else Tag.FITTED)
+    return KernelFit(constants, error, Tag.ASSUMED if own is None or scale != 1.0 else Tag.FITTED)
 
 
 @lru_cache(maxsize=64)

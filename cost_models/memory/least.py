@@ -32,15 +32,16 @@ from numpy.typing import NDArray
 from autoplan.config.offload import ACTIVATIONS
 from autoplan.config.parallel import Mode, ParallelConfig, Precision
 from autoplan.config.recompute import recompute_kind
+from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.memory.communicators import FixedMemory
 from autoplan.cost_models.memory.parameters import NO_STATES, ParameterMemory, States
-from autoplan.cost_models.memory.ranks import activation_need, fixed_need
+from autoplan.cost_models.memory.ranks import activation_need
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.work import ParamWork, Workload
-from autoplan.schedules.schedule import actions, chunks_of_ranks, num_copies, ranks_of_chunks
+from autoplan.schedules.schedule import SCHEDULES, actions, chunks_of_ranks, num_copies, ranks_of_chunks
 from autoplan.units import dtype_bytes
 
-Array = NDArray[np.float64]
 _CLOSE = 1 + 1e-9  # sums in another order are equal up to this
 _STATES = ("parameters", "gathered parameters", "gradients", "optimizer")
 _Kind = tuple[str, bool, bool, bool]  # dtype, trainable, of experts, packed
@@ -58,6 +59,7 @@ class LeastMemory:
         self, workload: Workload, precision: Precision, cluster: Cluster, mode: Mode, on_host: bool = True
     ) -> None:
         self.precision, self.cluster, self.megatron = precision, cluster, mode is Mode.FUSED
+        self._fixed = FixedMemory(workload, cluster)
         by_unit = _elements(workload)
         self.elements: Counter[_Kind] = Counter()
         for found in by_unit:
@@ -92,7 +94,7 @@ class LeastMemory:
             "gradients": (states.gradients * share if self._whole(c) else 0.0) + scattered,
             "optimizer": states.optimizer * share,
             "activations": held * room.bytes_of(activation_need(self.cluster)),
-            "context and communicators": room.bytes_of(fixed_need(c, self.cluster)),
+            "context and communicators": self.fixed_bytes(c, room),
         }
 
     def shortage(self, config: ParallelConfig, room: Room, cuts: Sequence[tuple[int, ...]] | None = None) -> str | None:
@@ -158,7 +160,7 @@ class LeastMemory:
         found = dict(zip(_STATES, states[fullest].tolist(), strict=True))
         for name, size in zip(("gathered parameters", "gradients"), self.least_buffers(c), strict=True):
             found[name] += size
-        fixed = room.bytes_of(fixed_need(c, self.cluster))
+        fixed = self.fixed_bytes(c, room)
         return found | {"activations": float(active[fullest]), "context and communicators": fixed}
 
     def no_cut_fits(self, config: ParallelConfig, room: Room) -> bool:
@@ -202,7 +204,7 @@ class LeastMemory:
 
     def fixed_bytes(self, config: ParallelConfig, room: Room) -> float:
         """Return the bytes that a process needs before it makes a tensor."""
-        return room.bytes_of(fixed_need(config, self.cluster))
+        return room.bytes_of(self._fixed.of(config))
 
     @cached_property
     def least_transient(self) -> float:
@@ -254,9 +256,17 @@ class MostHeld:
     meet: bool
 
 
-@lru_cache(maxsize=4096)
 def most_held(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> MostHeld:
     """Return the moments at which the ranks of a pipeline hold most, with several chunks the last such moments."""
+    rest = num_micro_batches % num_stages
+    if SCHEDULES[schedule].settles and not (rest and SCHEDULES[schedule].rounds):  # fewer actions hold as much
+        num_micro_batches = min(num_micro_batches, (virtual_stages + 2) * num_stages + rest)
+    return _most_held(schedule, num_stages, num_micro_batches, virtual_stages)
+
+
+@lru_cache(maxsize=4096)
+def _most_held(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> MostHeld:
+    """Return `most_held` by the actions of all these micro-batches."""
     table = actions(schedule, num_stages, num_micro_batches, virtual_stages)
     homes = chunks_of_ranks(schedule, num_stages, virtual_stages)
     held = np.zeros(sum(map(len, homes)))

@@ -240,7 +240,7 @@ def _spreads(kind: str, parts: list[_Part]) -> tuple[float, float]:
     return max(f.spread[kind] for f in fabrics), max(f.latency_spread[kind] for f in fabrics)
 
 
-def curve(
+def seconds_by_bytes(
     kind: str, group: Group, levels: tuple[Level, ...], fabrics: Mapping[str, Fabric] = FABRICS, top_k: int = TOP_K
 ) -> Curve:
     """Return the seconds by bytes of one collective over a group of at least 2. `top_k`: experts per token."""
@@ -283,7 +283,7 @@ def _choice(kind: str, ranks: int, parts: list[_Part], top_k: int) -> tuple[_Pat
 
 @lru_cache(maxsize=65536)
 def _curve(kind: str, group: Group, levels: tuple[Level, ...], top_k: int) -> Curve:
-    return curve(kind, group, levels, top_k=top_k)
+    return seconds_by_bytes(kind, group, levels, top_k=top_k)
 
 
 def group_collective_s(

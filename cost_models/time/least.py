@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from autoplan.config.parallel import Mode, ParallelConfig, Precision
 from autoplan.config.recompute import FULL, NONE, OFFLOAD, SELECTIVE, recompute_kind, region_groups
+from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.network.groups import mesh_groups
 from autoplan.cost_models.time.blocks import BlockPricer, OpTimes
@@ -25,7 +26,6 @@ from autoplan.cost_models.work import BlockWork, Gathered, Workload
 from autoplan.schedules.schedule import num_copies
 from autoplan.streams import has_streams
 
-Array = NDArray[np.float64]
 # Seconds of parameters by what they depend on, for all workloads of a search. Equal parameters share them.
 StateSeconds = dict[object, float]
 Passes = tuple[Array, Array]

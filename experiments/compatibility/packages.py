@@ -101,7 +101,6 @@ def _lora() -> nn.Module:
 _TIMM: dict[str, dict[str, Any]] = {
     "vision_transformer.VisionTransformer": {"img_size": IMAGE, "patch_size": 8, "embed_dim": DIM, "depth": LAYERS},
     "eva.Eva": {"img_size": IMAGE, "patch_size": 8, "embed_dim": DIM, "depth": LAYERS, "use_rot_pos_emb": True},
-    "convnext.ConvNeXt": {"depths": (2, 2), "dims": (16, 32)},
     "mlp_mixer.MlpMixer": {"img_size": IMAGE, "patch_size": 8, "embed_dim": DIM, "num_blocks": LAYERS},
     "swin_transformer.SwinTransformer": {
         "img_size": IMAGE,

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autoplan.cost_models.hardware.nccl import DATA, FABRICS, NCCL_KINDS, Fabric, fabric_of, rows
-from autoplan.cost_models.network.collectives import curve
+from autoplan.cost_models.network.collectives import seconds_by_bytes
 from autoplan.cost_models.quantity import Tag
 from experiments.kernels.collective_fit import Row, errors, fit
 from experiments.kernels.collective_rows import Sample, read_samples
@@ -116,7 +116,7 @@ def report(samples: Sequence[Sample], inside: np.ndarray, held_out: np.ndarray, 
     covered = tested = 0
     for i, s in enumerate(samples):
         if not math.isnan(held_out[i]):
-            spread = curve(s.kind, s.group, s.levels).quantity(s.num_bytes)
+            spread = seconds_by_bytes(s.kind, s.group, s.levels).quantity(s.num_bytes)
             tested += 1
             covered += abs(held_out[i]) <= math.log(spread.high / spread.mid)
     console.print(f"{covered} of {tested} rows held out lie within the interval of their fabric and collective")
@@ -176,7 +176,7 @@ def _with_errors(name: str, row: Row, samples: list[Sample], inside: np.ndarray,
 
 def _latency_share(s: Sample, fabrics: Mapping[str, Fabric]) -> float:
     """T(0) / T(N) as predicted."""
-    of_size = curve(s.kind, s.group, s.levels, fabrics)
+    of_size = seconds_by_bytes(s.kind, s.group, s.levels, fabrics)
     return of_size.seconds(0.0) / of_size.seconds(s.num_bytes)
 
 

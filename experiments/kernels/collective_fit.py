@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from autoplan.cost_models.hardware.nccl import Fabric, fabric_of
-from autoplan.cost_models.network.collectives import NCCL_KINDS, Curve, curve
+from autoplan.cost_models.network.collectives import NCCL_KINDS, Curve, seconds_by_bytes
 from experiments.kernels.collective_rows import Sample
 
 _OUTLIER = 0.15  # errors beyond this count less than their square (soft L1)
@@ -106,7 +106,7 @@ def errors(samples: Sequence[Sample], fabrics: Mapping[str, Fabric]) -> np.ndarr
     for i, s in enumerate(samples):
         key = (s.kind, s.ranks, s.levels)
         if key not in curves:
-            curves[key] = curve(s.kind, s.group, s.levels, fabrics)
+            curves[key] = seconds_by_bytes(s.kind, s.group, s.levels, fabrics)
         out[i] = math.log(curves[key].seconds(s.num_bytes) / s.seconds)
     return out
 

@@ -9,9 +9,7 @@ own, so that its peak memory is its own.
 
 from __future__ import annotations
 
-import resource
 import statistics
-import sys
 import time
 import warnings
 from dataclasses import asdict, dataclass
@@ -24,6 +22,7 @@ from rich.table import Table
 from torch import nn
 
 from autoplan.profiler.processes import run_ranks
+from autoplan.runtime.host_memory import peak_resident_bytes
 from experiments.shared.measure import describe, environment, make_console, run_command, write_json
 
 NUM_DEVICES = 8
@@ -74,12 +73,6 @@ def make_model(shape: Published, depth: int) -> tuple[nn.Module, dict[str, torch
         return model, {"input_ids": ids, "labels": ids.clone()}
 
 
-def _peak_bytes() -> int:
-    """Peak resident memory of this process so far."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
 def _capture(shape: Published, depth: int, merge: bool) -> tuple[Any, tuple[float, float]]:
     """ModelGraph, and seconds of processor time (one thread) and of wall time.
 
@@ -101,7 +94,7 @@ def measure_case(rank: int, world: int, shape: Published, depth: int, tps: list[
     """One model at one depth, in a process of its own."""
     warnings.filterwarnings("ignore")
     _capture(Published(64, 128, 2, 8), 2, True)  # imports and first-call costs
-    before = _peak_bytes()
+    before = peak_resident_bytes()
     start = time.perf_counter()
     make_model(shape, depth)
     build_s = time.perf_counter() - start
@@ -112,7 +105,7 @@ def measure_case(rank: int, world: int, shape: Published, depth: int, tps: list[
         for merge in (True, False) if i % 2 == 0 else (False, True):
             graphs[merge], seconds = _capture(shape, depth, merge)
             times[merge].append(seconds)
-            peaks.setdefault(merge, _peak_bytes())
+            peaks.setdefault(merge, peak_resident_bytes())
     sizes = {m: [(n, len(b.nodes)) for n, b in g.blocks.items()] for m, g in graphs.items()}
     if sizes[True] != sizes[False] or len(graphs[True].calls) != len(graphs[False].calls):
         raise RuntimeError(f"the two ways of capture disagree: {sizes}")

@@ -27,6 +27,7 @@ from rich.table import Table
 
 from autoplan import catalog
 from autoplan.profiler.processes import run_ranks
+from autoplan.runtime.host_memory import peak_resident_bytes
 from experiments.plans.capture_time_configs import NOT_IN_THE_CATALOG
 from experiments.shared.measure import describe, environment, make_console, run_command, write_json
 
@@ -64,9 +65,7 @@ def measure_capture(rank: int, world: int, name: str, config: Mapping[str, Any])
     except CaptureError as exc:
         row |= {"params": sum(p.numel() for p in model.parameters()), "blocks": 0, "calls": 0, "refused": str(exc)}
     row["capture_s"] = _between(built, _now())
-    row["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    row["peak_rss_bytes"] = peak_resident_bytes()
     return row
 
 

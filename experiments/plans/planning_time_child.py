@@ -8,12 +8,12 @@ import time
 START = time.perf_counter()
 
 import json  # noqa: E402
-import resource  # noqa: E402
 import sys  # noqa: E402
 from dataclasses import asdict  # noqa: E402
 
 from autoplan.catalog import load_model  # noqa: E402
 from autoplan.cost_models.hardware.cluster import Cluster  # noqa: E402
+from autoplan.runtime.host_memory import peak_resident_bytes  # noqa: E402
 from autoplan.search.planner import PlanRequest, search_plan  # noqa: E402
 
 
@@ -36,7 +36,7 @@ def main(model: str, machines: str, seq_len: int, batch: int, limit_s: float) ->
             {
                 "phases_s": phases,
                 "total_s": time.perf_counter() - START,
-                "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "peak_rss_bytes": peak_resident_bytes(),
                 "torch_loaded": "torch" in sys.modules,
                 "config": asdict(best.config),
                 "step_time_s": estimate.step_time_s.mid,

@@ -20,7 +20,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.ir.graph import ModelGraph, check
 from autoplan.search.estimate import estimate_config
-from autoplan.search.layouts import PlanRequest
+from autoplan.search.request import PlanRequest
 from experiments.published.graphs import graph_of
 from experiments.published.shapes import Shape
 

@@ -28,16 +28,16 @@ from rich.console import Console
 
 from autoplan.calibration.fit import (
     LEAST_GROUPS,
-    Floats,
     HeldOut,
     MeasuredStep,
     Question,
     StepPrice,
-    fit,
+    fit_constants,
     held_out_errors,
 )
 from autoplan.calibration.steps import PlannedStep
-from autoplan.calibration.tables import constants_table, merged, stored
+from autoplan.calibration.tables import constants_table, merged_constants, stored
+from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.constants import OF_FAMILY, Constants
 from autoplan.errors import AutoplanError
 from autoplan.report.files import write_text
@@ -140,7 +140,7 @@ def cases_of(rows: Sequence[Row], everything: Sequence[Row]) -> list[Case]:
     return out
 
 
-def unseen_errors(steps: Sequence[MeasuredStep], held: HeldOut, constants: Constants, price: StepPrice) -> Floats:
+def unseen_errors(steps: Sequence[MeasuredStep], held: HeldOut, constants: Constants, price: StepPrice) -> Array:
     """log(predicted / measured) of every step by constants fitted without its campaign.
 
     A campaign of which no step had a part in the fit is priced with `constants`, those of all.
@@ -155,7 +155,7 @@ def unseen_errors(steps: Sequence[MeasuredStep], held: HeldOut, constants: Const
     return out
 
 
-def mean_errors(groups: Sequence[str], logs: Floats) -> dict[str, float]:
+def mean_errors(groups: Sequence[str], logs: Array) -> dict[str, float]:
     """Mean |predicted / measured - 1| by group of every step."""
     found: dict[str, list[float]] = defaultdict(list)
     for group, value in zip(groups, logs, strict=True):
@@ -163,9 +163,7 @@ def mean_errors(groups: Sequence[str], logs: Floats) -> dict[str, float]:
     return {name: float(np.mean(found[name])) for name in sorted(found)}
 
 
-def stated_interval(
-    of_step: Sequence[str], steps: Sequence[MeasuredStep], errors: Floats, name: str
-) -> Interval | None:
+def stated_interval(of_step: Sequence[str], steps: Sequence[MeasuredStep], errors: Array, name: str) -> Interval | None:
     """Of steps of a class, over all families where it names none; None for too few campaigns of them: two, of a family
     as many as a constant needs."""
     mine = [i for i, found in enumerate(of_step) if name in (found, found.partition(OF_FAMILY)[0])]
@@ -243,7 +241,7 @@ def main(
             cases, indices, steps = (
                 [x for x, ok in zip(values, near, strict=True) if ok] for values in (cases, indices, steps)
             )
-            fitted = fit(steps, price, begin, names=wanted, rounds=rounds, looseness=looseness)
+            fitted = fit_constants(steps, price, begin, names=wanted, rounds=rounds, looseness=looseness)
             held = held_out_errors(fitted, steps, price)
             of_step = workers.classes(indices, fitted.constants)
             # what the constants are worth: every step with them, those that had no part in the fit included
@@ -281,7 +279,7 @@ def main(
     result = stored(steps, fitted, held, more)
     if experts and start is not None:
         mixed = left & {step.group for step in all_steps}
-        result = merged(json.loads(start.read_text(encoding="utf-8")), result, mixed)
+        result = merged_constants(json.loads(start.read_text(encoding="utf-8")), result, mixed)
     if write is not None:
         write_text(write, json.dumps(result, indent=1) + "\n")
     if json_path is not None:

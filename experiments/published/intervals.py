@@ -9,14 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 from rich.table import Table
 
-from autoplan.calibration.fit import Fitted, Floats, HeldOut, MeasuredStep, group_errors
+from autoplan.calibration.fit import Fitted, HeldOut, MeasuredStep, group_errors
 from autoplan.calibration.tables import short
+from autoplan.cost_models.arrays import Array
 from autoplan.errors import AutoplanError
 
 FEW_STEPS = 20  # a group of fewer steps counts in an interval as that share of a group
 
 
-def macro(steps: Sequence[MeasuredStep], logs: Floats) -> float:
+def macro(steps: Sequence[MeasuredStep], logs: Array) -> float:
     """Return the mean over groups of `group_errors`, each group counting once."""
     return float(np.mean(list(group_errors(steps, logs).values())))
 
@@ -39,7 +40,7 @@ class Interval:
         return self.high - self.low
 
 
-def interval(steps: Sequence[MeasuredStep], errors: Floats, aimed: float) -> Interval:
+def interval(steps: Sequence[MeasuredStep], errors: Array, aimed: float) -> Interval:
     """Return the central interval of measured / predicted from held-out errors, each group counting once.
 
     A group of few steps (under `FEW_STEPS`) counts by their share of these: a single step is not a tail. The coverage
@@ -66,7 +67,7 @@ def interval(steps: Sequence[MeasuredStep], errors: Floats, aimed: float) -> Int
     return Interval(aimed, math.exp(low), math.exp(high), float(np.mean(shares)))
 
 
-def _quantile(values: Floats, weights: Floats, q: float) -> float:
+def _quantile(values: Array, weights: Array, q: float) -> float:
     order = np.argsort(values, kind="stable")
     below = np.cumsum(weights[order]) / np.sum(weights)
     return float(values[order][min(len(values) - 1, int(np.searchsorted(below, q)))])

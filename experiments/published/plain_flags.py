@@ -27,7 +27,7 @@ from autoplan.config.choices import options_of
 from autoplan.errors import AutoplanError
 from autoplan.report.degrees import checked_config
 from autoplan.search.estimate import estimate_config
-from autoplan.search.layouts import PlanRequest
+from autoplan.search.request import PlanRequest
 from autoplan.stacks.like import read_like
 from autoplan.stacks.records import Framework, stacks_of_frameworks
 from experiments.published.graphs import graph_of

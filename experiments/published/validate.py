@@ -33,9 +33,10 @@ from autoplan.cost_models.time.price import Pricer
 from autoplan.errors import AutoplanError
 from autoplan.report.files import write_text
 from autoplan.search.estimate import Planned, check_config, ends_apart, estimate_config, recompute_counts, units_of
-from autoplan.search.layouts import PlanRequest
-from autoplan.stacks.defaults import BLOCKS, FORMATS, find
+from autoplan.search.request import PlanRequest
+from experiments.published.defaults import BLOCKS, FORMATS, find
 from experiments.published.graphs import graph_of
+from experiments.published.pictures import write as write_pictures
 from experiments.published.results import (
     FAILED,
     GROUPS,
@@ -412,7 +413,9 @@ def main(
     campaign: Annotated[str, typer.Option(help="only rows of this campaign; all by default")] = "",
     limit: Annotated[int, typer.Option(min=0, help="at most so many rows, spread over the file; 0: all")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="processes")] = 2,
-    readme: Annotated[Path | None, typer.Option(help="put the table between the marks of this file")] = None,
+    readme: Annotated[
+        Path | None, typer.Option(help="put the table and pictures between the marks of this file")
+    ] = None,
 ) -> None:
     """Price published measurements and print the planner's error."""
     console = Console()
@@ -427,7 +430,8 @@ def main(
     show(results, console)
     if readme is not None:
         try:
-            insert(readme, markdown(summary_of(results), held_out_errors()))
+            table = markdown(summary_of(results), held_out_errors())
+            insert(readme, "\n\n".join(part for part in (table, write_pictures(results, readme)) if part))
         except AutoplanError as exc:
             raise typer.BadParameter(str(exc)) from exc
     if json_path is not None:

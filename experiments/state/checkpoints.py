@@ -17,6 +17,7 @@ the same file does only what is missing.
 from __future__ import annotations
 
 import json
+import math
 import re
 import tempfile
 import time
@@ -37,7 +38,8 @@ from experiments.state.plans import TRAININGS, Cell, Training, all_cells, job_of
 
 TOLERANCE = 1e-12
 TOLERANCE_16 = 2e-3
-RUN_S = 600.0  # limit of one group of processes
+RUN_S = 1800.0  # limit of one group of processes
+GROUP_CELLS = 60  # a group of processes runs as many cells, so that it starts seldom and little is lost with it
 _CONTROLLED = (Training("dropout"), "pp2", "tp2"), (Training("llama"), "ZeRO 3, dp2", "ZeRO 3, dp2")
 
 
@@ -69,6 +71,19 @@ def _by_world(plans: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
         yield world, [p for p in plans if world_of(p) == world]
 
 
+def _groups(cells: Sequence[Cell]) -> Iterator[tuple[int, list[Cell]]]:
+    """Yield (world, cells) of each group of processes: those that load one plan, or several with few cells."""
+    for world, plans in _by_world(list(dict.fromkeys(c.loaded for c in cells))):
+        group: list[Cell] = []
+        for plan in plans:
+            more = [c for c in cells if c.loaded == plan]
+            if group and len(group) + len(more) > GROUP_CELLS:
+                yield world, group
+                group = []
+            group += more
+        yield world, group
+
+
 def run_training(training: Training, cells: Sequence[Cell], end: float) -> Iterator[tuple[Cell, dict[str, Any]]]:
     """Run cells of one training; yield each with its result. `end`: no new processes after this time."""
     saved = list(dict.fromkeys(c.saved for c in cells))
@@ -82,18 +97,35 @@ def run_training(training: Training, cells: Sequence[Cell], end: float) -> Itera
             found = run_ranks(save_all, world, jobs, [folders[p] for p in plans], timeout_s=RUN_S)
             for i, plan in enumerate(plans):
                 truth[plan] = [of_rank[i] for of_rank in found]
-        for world, plans in _by_world(list(dict.fromkeys(c.loaded for c in cells))):
+        for world, group in _groups(cells):
             if time.monotonic() > end:
                 return
-            mine = [[c for c in cells if c.loaded == p] for p in plans]
-            jobs = [job_of(training, p) for p in plans]
-            wanted = [[folders[c.saved] for c in some] for some in mine]
-            loaded = run_ranks(load_all, world, jobs, wanted, timeout_s=RUN_S)
-            for i, some in enumerate(mine):
-                for j, cell in enumerate(some):
-                    of_ranks = [of_rank[i][j] for of_rank in loaded]
-                    error = max(error_of(f.after, truth[cell.saved][0]) for f in of_ranks)
-                    yield cell, {"error": error, "wrong": verdict(cell, of_ranks, truth[cell.saved])}
+            try:
+                yield from _run_group(world, group, folders, truth)
+            except RankError:  # which cell was it?
+                for cell in group:
+                    try:
+                        yield from _run_group(world, [cell], folders, truth)
+                    except RankError as exc:
+                        yield cell, {"error": math.inf, "wrong": [str(exc).strip().splitlines()[-1]]}
+
+
+def _run_group(
+    world: int, cells: Sequence[Cell], folders: Mapping[str, str], truth: Mapping[str, Sequence[After]]
+) -> list[tuple[Cell, dict[str, Any]]]:
+    """Load and go on in one group of processes; return the cells with their results."""
+    plans = list(dict.fromkeys(c.loaded for c in cells))
+    mine = [[c for c in cells if c.loaded == p] for p in plans]
+    jobs = [job_of(cells[0].training, p) for p in plans]
+    wanted = [[folders[c.saved] for c in some] for some in mine]
+    loaded = run_ranks(load_all, world, jobs, wanted, timeout_s=RUN_S)
+    out = []
+    for i, some in enumerate(mine):
+        for j, cell in enumerate(some):
+            of_ranks = [of_rank[i][j] for of_rank in loaded]
+            error = max(error_of(f.after, truth[cell.saved][0]) for f in of_ranks)
+            out.append((cell, {"error": error, "wrong": verdict(cell, of_ranks, truth[cell.saved])}))
+    return out
 
 
 def run_controls() -> Iterator[tuple[str, dict[str, Any]]]:

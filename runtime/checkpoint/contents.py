@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a training, and how it is put back under another plan.
+"""The contents of a checkpoint, and how they are put back under another plan.
 
 Tensors have one key each, whatever ranks hold parts of them:
 
@@ -8,7 +8,7 @@ Tensors have one key each, whatever ranks hold parts of them:
     states/NAME/I            tensors in the states of the caller's own objects
 
 The rest, the *facts*, is JSON: steps, samples and the seed of dropout, options of the optimizer by parameter, the loss
-scaler, the states of the caller's objects. Every rank has some of it, and rank 0 merges them (`merged`).
+scaler, the states of the caller's objects. Every rank has some of it, and rank 0 merges them (`merged_facts`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from autoplan.runtime.shards import ParameterShard, TensorShard, retyped
 from autoplan.runtime.state import like
 from autoplan.runtime.tensor_files import DTYPES, stored_names
 
-Tensors = dict[str, torch.Tensor]
-Facts = dict[str, Any]
+_Tensors = dict[str, torch.Tensor]
+StateFacts = dict[str, Any]
 
 
 class Stateful(Protocol):
@@ -46,8 +46,8 @@ class Stateful(Protocol):
 
 
 @dataclass
-class Progress:
-    """How far a training is.
+class TrainingProgress:
+    """The progress of a training.
 
     Attributes:
         seed: of dropout.
@@ -71,10 +71,10 @@ class Updated:
 
 @dataclass(frozen=True)
 class Training:
-    """What a checkpoint is made of. `updated`: every copy of every parameter of the optimizer on this rank."""
+    """The parts of a checkpoint. `updated`: every copy of every parameter of the optimizer on this rank."""
 
     state: ModelState
-    progress: Progress
+    progress: TrainingProgress
     optimizer: torch.optim.Optimizer | None
     updated: Sequence[Updated]
     scaler: LossScaler | None
@@ -84,10 +84,10 @@ class Training:
 
 @dataclass
 class Content:
-    """What this rank has of a checkpoint."""
+    """This rank's part of a checkpoint."""
 
-    tensors: Tensors
-    facts: Facts
+    tensors: _Tensors
+    facts: StateFacts
 
     def staged(self) -> Content:
         """Return a copy on the host that later steps do not change."""
@@ -110,8 +110,8 @@ def content_of(training: Training, states: Mapping[str, Stateful], rank: int) ->
         TypeError: something that is not stored; says what and where.
     """
     state = training.state
-    tensors: Tensors = {}
-    facts: Facts = {"model": state.spec.model, "data_world": training.data_world}
+    tensors: _Tensors = {}
+    facts: StateFacts = {"model": state.spec.model, "data_world": training.data_world}
     facts["progress"] = vars(training.progress).copy()
     mine = _written_here(state)
     for p, parameter in state.first_copies():
@@ -155,12 +155,12 @@ def _written_here(state: ModelState) -> set[str]:
 
 
 def _of_optimizer(
-    optimizer: torch.optim.Optimizer, updated: Sequence[Updated], mine: set[str], tensors: Tensors
-) -> Facts:
+    optimizer: torch.optim.Optimizer, updated: Sequence[Updated], mine: set[str], tensors: _Tensors
+) -> StateFacts:
     """Add what the optimizer keeps for this rank's parameters to `tensors`; return the rest of its state."""
     names = {id(u.parameter): u.name for u in updated}
     encoder = Encoder("")
-    scalars: dict[str, Facts] = {}
+    scalars: dict[str, StateFacts] = {}
     for u in _first_of_each(updated):
         if u.name not in mine:
             continue
@@ -180,7 +180,7 @@ def _first_of_each(updated: Sequence[Updated]) -> list[Updated]:
     return list({u.name: u for u in reversed(updated)}.values())[::-1]
 
 
-def _options(group: Mapping[str, Any], encoder: Encoder) -> Facts:
+def _options(group: Mapping[str, Any], encoder: Encoder) -> StateFacts:
     """Return the options of a parameter group; a learning rate that is a tensor as its number."""
     return {
         key: encoder.encode(
@@ -203,7 +203,7 @@ def _part_of_whole(value: torch.Tensor, u: Updated, key: str) -> torch.Tensor:
     return TensorShard.of(value, retyped(u.shown._spec, value.dtype), u.shown.origin)
 
 
-def _random_state(training: Training, tensors: Tensors) -> Facts:
+def _random_state(training: Training, tensors: _Tensors) -> StateFacts:
     key = f"random/{training.data_rank}"
     tensors[f"{key}/torch"] = torch.get_rng_state()
     device = training.state.device
@@ -216,7 +216,7 @@ def _random_state(training: Training, tensors: Tensors) -> Facts:
     return {"gauss": gauss, "numpy": [int(position), int(has_gauss), float(cached)]}
 
 
-def merged(facts: Sequence[Facts]) -> Facts:
+def merged_facts(facts: Sequence[StateFacts]) -> StateFacts:
     """Return the facts of all ranks as one: of parameters and data-parallel ranks each once, the rest rank 0's."""
     out = dict(facts[0])
     out["random"] = {rank: kept for each in reversed(facts) for rank, kept in each["random"].items()}
@@ -239,7 +239,7 @@ def merged(facts: Sequence[Facts]) -> Facts:
 
 @dataclass
 class Return:
-    """What this rank asks of a checkpoint.
+    """The values that this rank reads from a checkpoint.
 
     Attributes:
         targets: the tensors to fill, by key. copies: keys of further copies of a tied parameter -> the key stored.
@@ -247,7 +247,7 @@ class Return:
         then: what to do once the tensors are filled.
     """
 
-    targets: Tensors = field(default_factory=dict)
+    targets: _Tensors = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     then: list[Callable[[], None]] = field(default_factory=list)
@@ -266,14 +266,14 @@ def returned(
     training: Training,
     states: Mapping[str, Stateful],
     stored: Mapping[str, Any],
-    facts: Facts,
+    facts: StateFacts,
     model_only: bool,
 ) -> Return:
     """Return what this rank asks of a checkpoint. Nothing is changed yet.
 
     Args:
         stored: key -> dtype, shape and chunks of every tensor of the checkpoint.
-        facts: as `merged` returned them.
+        facts: as `merged_facts` returned them.
         model_only: True: parameters and buffers alone.
     """
     out = Return()
@@ -295,7 +295,7 @@ def returned(
     return out
 
 
-def _ask_model(state: ModelState, stored: Mapping[str, Any], facts: Facts, out: Return) -> None:
+def _ask_model(state: ModelState, stored: Mapping[str, Any], facts: StateFacts, out: Return) -> None:
     _compare_names(state, stored, out)
     if out.problems:
         return
@@ -345,7 +345,7 @@ def _ask_optimizer(
     optimizer: torch.optim.Optimizer,
     updated: Sequence[Updated],
     stored: Mapping[str, Any],
-    facts: Facts,
+    facts: StateFacts,
     out: Return,
 ) -> None:
     kept = facts.get("optimizer")
@@ -384,7 +384,7 @@ def _ask_optimizer(
 
 
 def _ask_moments(
-    updated: Sequence[Updated], stored: Mapping[str, Any], scalars: Mapping[str, Facts], out: Return
+    updated: Sequence[Updated], stored: Mapping[str, Any], scalars: Mapping[str, StateFacts], out: Return
 ) -> dict[torch.Tensor, dict[str, Any]]:
     """Ask for what the optimizer keeps; return it by parameter, to be filled."""
     keys: dict[str, list[str]] = {}
@@ -403,7 +403,7 @@ def _ask_moments(
     return fresh
 
 
-def _set_options(group: dict[str, Any], entries: Facts) -> None:
+def _set_options(group: dict[str, Any], entries: StateFacts) -> None:
     for key, value in entries.items():
         if isinstance(group.get(key), torch.Tensor):
             group[key].fill_(value)
@@ -424,7 +424,7 @@ def _room_for(u: Updated, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[t
     return value, TensorShard.of(value, retyped(u.shown._spec, dtype), u.shown.origin)
 
 
-def _ask_random(training: Training, stored: Mapping[str, Any], facts: Facts, out: Return) -> None:
+def _ask_random(training: Training, stored: Mapping[str, Any], facts: StateFacts, out: Return) -> None:
     """Continue this data-parallel rank's generators; with another number of ranks, begin new streams from them."""
     same = facts["data_world"] == training.data_world
     rank = training.data_rank if same else 0
@@ -453,7 +453,7 @@ def _ask_random(training: Training, stored: Mapping[str, Any], facts: Facts, out
     out.then.append(put)
 
 
-def _ask_states(states: Mapping[str, Stateful], stored: Mapping[str, Any], facts: Facts, out: Return) -> None:
+def _ask_states(states: Mapping[str, Stateful], stored: Mapping[str, Any], facts: StateFacts, out: Return) -> None:
     kept = facts["states"]
     if missing := states.keys() - kept.keys():
         out.problems.append(f"it has no states[{sorted(missing)[0]!r}]")
@@ -466,7 +466,7 @@ def _ask_states(states: Mapping[str, Stateful], stored: Mapping[str, Any], facts
         for key, tensor in target.items():
             out.ask(key, tensor)
 
-        def put(stateful: Stateful = stateful, name: str = name, target: Tensors = target) -> None:
+        def put(stateful: Stateful = stateful, name: str = name, target: _Tensors = target) -> None:
             stateful.load_state_dict(decode(kept[name], target))
 
         out.then.append(put)

@@ -23,12 +23,12 @@ from autoplan.files import fresh_folder, move_folder, remove_folder
 from autoplan.runtime.agree import AgreedRuntimeError, agree, listed
 from autoplan.runtime.checkpoint.contents import (
     Content,
-    Facts,
     Return,
+    StateFacts,
     Stateful,
     Training,
     content_of,
-    merged,
+    merged_facts,
     returned,
 )
 from autoplan.runtime.checkpoint.folders import (
@@ -76,7 +76,9 @@ class Saving:
     """A checkpoint that is being written, or was."""
 
     def __init__(self, step: int, folder: Path, future: Future[None]) -> None:
-        self.step, self.folder, self._future = step, folder, future
+        self.step: int = step
+        self.folder: Path = folder
+        self._future = future
 
     def done(self) -> bool:
         """Return True if it was written on this rank, or failed."""
@@ -266,7 +268,7 @@ def _world() -> int:
 
 def _write(content: Content, group: dist.ProcessGroup | None, step: int, root: Path, keep: int | None) -> None:
     """Write a checkpoint on all ranks, in this thread."""
-    everybody: list[Facts | None] | None = [content.facts]
+    everybody: list[StateFacts | None] | None = [content.facts]
     if group is not None:
         everybody = [None] * _world() if _rank() == 0 else None
         dist.gather_object(content.facts, everybody, 0, group=group)
@@ -275,7 +277,7 @@ def _write(content: Content, group: dist.ProcessGroup | None, step: int, root: P
 
     def finish(tensors: dict[str, Any], files: dict[str, Any]) -> None:
         about = {"torch": torch.__version__, "step": step, "world_size": _world()}
-        write_manifest(temporary, {**about, "facts": merged(facts), "files": files, "tensors": tensors})
+        write_manifest(temporary, {**about, "facts": merged_facts(facts), "files": files, "tensors": tensors})
         move_folder(temporary, final)
 
     writer = FolderWriter(temporary, _rank(), finish)

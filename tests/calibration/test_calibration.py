@@ -17,7 +17,7 @@ from autoplan.calibration.fit import (
     Fitted,
     MeasuredStep,
     Question,
-    fit,
+    fit_constants,
     group_errors,
     held_out_errors,
     objective,
@@ -25,7 +25,7 @@ from autoplan.calibration.fit import (
     range_of,
 )
 from autoplan.calibration.steps import functions, read_steps
-from autoplan.calibration.tables import constants_table, merged, rounded, stored
+from autoplan.calibration.tables import constants_table, merged_constants, rounded, stored
 from autoplan.catalog import load_model
 from autoplan.cli import app
 from autoplan.config.choices import options_of
@@ -36,7 +36,7 @@ from autoplan.cost_models.time.estimate import Estimate
 from autoplan.errors import AutoplanError, PinError, ProfileError
 from autoplan.report.degrees import config_of
 from autoplan.search.estimate import estimate_config
-from autoplan.search.layouts import PlanRequest
+from autoplan.search.request import PlanRequest
 from experiments.published import calibrate as experiment
 from experiments.published import validate as validate_published
 from experiments.published.intervals import groups_table, interval, interval_text, macro, stored_intervals
@@ -72,7 +72,7 @@ def synthetic(groups: int, seed: int = 0, noise: float = 0.0) -> tuple[list[Meas
 
 
 def fitted_to(steps: Sequence[MeasuredStep], models: Sequence[Model], **settings: object) -> Fitted:
-    return fit(steps, priced_by(models), START, **{"rounds": 8, "looseness": 4.0, **settings})  # type: ignore[arg-type]
+    return fit_constants(steps, priced_by(models), START, **{"rounds": 8, "looseness": 4.0, **settings})  # type: ignore[arg-type]
 
 
 # -- the fit -----------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_a_constant_of_two_campaigns_is_not_fitted() -> None:
 def test_the_prior_holds_what_steps_do_not_determine() -> None:
     weak = [step_model(1.0, 0.0, 0.05 * (1 + i)) for i in range(4)]  # overlap is 1 to 4 % of a step
     steps = [MeasuredStep(str(i), str(i), m(TRUE)) for i, m in enumerate(weak)]
-    found = fit(steps, priced_by(weak), START, looseness=0.2)
+    found = fit_constants(steps, priced_by(weak), START, looseness=0.2)
     row = found.rows["overlap"]
     assert row.fitted and not row.determined and row.value == pytest.approx(START.overlap, rel=0.02)
     assert row.standard_error > 0.9 * row.prior_width
@@ -167,7 +167,7 @@ def test_every_shipped_constant_has_a_range_that_it_may_take() -> None:
 def test_a_fit_says_what_is_wrong(given: list[float], names: list[str], says: str) -> None:
     steps = [MeasuredStep(str(i), "g", 1.0) for i in range(len(given))]
     with pytest.raises(AutoplanError, match=re.escape(says)):
-        fit(steps, priced_by([lambda _, v=v: v for v in given]), START, names=names)
+        fit_constants(steps, priced_by([lambda _, v=v: v for v in given]), START, names=names)
 
 
 def test_limits_of_a_fit_are_checked() -> None:
@@ -175,13 +175,13 @@ def test_limits_of_a_fit_are_checked() -> None:
     with pytest.raises(AutoplanError, match="step b: measured_s=0"):
         MeasuredStep("b", "g", 0.0)
     with pytest.raises(AutoplanError, match="least_groups=0"):
-        fit(one, price, START, least_groups=0)
+        fit_constants(one, price, START, least_groups=0)
     with pytest.raises(AutoplanError, match="looseness=-1"):
-        fit(one, price, START, looseness=-1.0)
+        fit_constants(one, price, START, looseness=-1.0)
     with pytest.raises(ProfileError, match="'overlap' is 0"):
-        fit(one, price, START.with_({"overlap": 0.0}), names=["overlap"])
+        fit_constants(one, price, START.with_({"overlap": 0.0}), names=["overlap"])
     with pytest.raises(AutoplanError, match="only g"):
-        held_out_errors(fit(one, price, START), one, price)
+        held_out_errors(fit_constants(one, price, START), one, price)
 
 
 # -- held out ----------------------------------------------------------------------------------------------------------
@@ -530,7 +530,7 @@ def test_a_fit_of_some_steps_keeps_what_it_says_nothing_about() -> None:
 
     before = file({"a": (1.0, True), "b": (2.0, True)}, {"dense": 5, "both": 7}, date="then")
     now = file({"a": (9.0, False), "b": (3.0, True), "new": (4.0, False)}, {"both": 3, "experts": 2}, date="now")
-    found = merged(before, now, {"both"})
+    found = merged_constants(before, now, {"both"})
     assert {n: e["value"] for n, e in found["constants"].items()} == {"a": 1.0, "b": 3.0, "new": 4.0}
     assert {g: e["steps"] for g, e in found["errors"].items()} == {"dense": 5, "both": 3, "experts": 2}
     assert set(found["unseen"]) == {"dense", "experts"}  # of what has steps in both fits it is not known

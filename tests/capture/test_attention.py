@@ -16,7 +16,7 @@ from torch import nn
 from autoplan.capture.export import capture
 from autoplan.capture.frontend import hf_attention
 from autoplan.capture.frontend.hf_attention import is_standard
-from autoplan.capture.frontend.written_out import attention
+from autoplan.capture.frontend.written_out import written_attention
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import ModelGraph
 
@@ -244,7 +244,7 @@ def test_written_out_attention_is_that_of_torch(kind: str, grouped: bool) -> Non
     k, v = (torch.randn(2, 2 if grouped else 4, 7, 6, generator=generator).double() for _ in range(2))
     given = scores_of(kind) | ({"enable_gqa": True} if grouped else {})
     got, want = [], []
-    for function, found in ((attention, got), (F.scaled_dot_product_attention, want)):
+    for function, found in ((written_attention, got), (F.scaled_dot_product_attention, want)):
         tensors = [x.clone().requires_grad_() for x in (q, k, v)]
         out = function(*tensors, **given)
         out.square().sum().backward()

@@ -104,9 +104,9 @@ def _one_of_each_family() -> Iterator[Any]:
 
 @pytest.mark.parametrize("name", list(_one_of_each_family()))
 def test_shipped_graphs_are_what_capture_gives_now(name: str) -> None:
-    shipped, now = plain(catalog.load_model(name)), plain(catalog.captured(name))
+    shipped, now = plain(catalog.load_model(name)), plain(catalog.capture_catalog_model(name))
     if name in IN_ANY_ORDER:
-        code = f"from autoplan import catalog; print(catalog.captured({name!r}).to_json())"
+        code = f"from autoplan import catalog; print(catalog.capture_catalog_model({name!r}).to_json())"
         environment = {**os.environ, "PYTHONHASHSEED": catalog._HASH_SEED}
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
         assert now.num_params == shipped.num_params and len(now.calls) == len(shipped.calls)
@@ -193,7 +193,7 @@ def test_every_model_has_a_layout(name: str, degree: int) -> None:
     ],
 )
 def test_names_as_people_write_them(text: str, name: str) -> None:
-    assert catalog.named(text) == name
+    assert catalog.shipped_name(text) == name
     assert catalog.load_model(text).name == catalog.describe_model(text).name == name
 
 
@@ -203,7 +203,7 @@ def test_names_that_fit_several_models_or_another_one() -> None:
         catalog.load_model("Llama-3.1")
     for other in ("mistralai/Mistral-7B-v0.1", "Qwen2.5-Coder-7B", "t5-base", "-it", "", "/"):  # other shapes
         with pytest.raises(AutoplanError, match="unknown model"):
-            catalog.named(other)
+            catalog.shipped_name(other)
 
 
 def test_unknown_names() -> None:
@@ -212,7 +212,7 @@ def test_unknown_names() -> None:
     with pytest.raises(AutoplanError, match=r"config\.json, or package\.module:factory"):
         catalog.describe_model("xyz")
     with pytest.raises(AutoplanError, match="no config named 'xyz'"):
-        catalog.captured("xyz")
+        catalog.capture_catalog_model("xyz")
 
 
 LLAMA = dict(

@@ -15,7 +15,7 @@ from harness import pool
 from torch.utils import _pytree as pytree
 
 from autoplan.capture.export import capture
-from autoplan.capture.frontend.scan_trials import Facts, Trial
+from autoplan.capture.frontend.scan_trials import ScanFacts, Trial
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import ModelGraph, Node
 from autoplan.ops.batch import batch_obstacle, context_obstacle
@@ -87,7 +87,7 @@ def test_batch_groups_and_heads_can_be_split_and_the_sequence_cannot() -> None:
         assert (context_obstacle(graph) or "").endswith("cannot be computed for a part of the sequence")
 
 
-def _facts(function: Any, *shapes: tuple[int, ...]) -> Facts:
+def _facts(function: Any, *shapes: tuple[int, ...]) -> ScanFacts:
     tensors = [torch.empty(s) for s in shapes]
     leaves, spec = pytree.tree_flatten((tuple(tensors), {}))
     return Trial("function", function, leaves, spec, 0, ()).facts(tensors)

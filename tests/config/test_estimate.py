@@ -12,7 +12,7 @@ from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.search.estimate import estimate_config
-from autoplan.search.layouts import PlanRequest
+from autoplan.search.request import PlanRequest
 
 INTERLEAVED = "Interleaved1F1B"
 

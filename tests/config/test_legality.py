@@ -34,8 +34,8 @@ from autoplan.report.arguments import read_vary
 from autoplan.report.degrees import DEGREES, checked_config, config_of
 from autoplan.schedules.schedule import SCHEDULES
 from autoplan.search.estimate import check_config
-from autoplan.search.layouts import check_task, space_of
 from autoplan.search.planner import PlanRequest
+from autoplan.search.request import check_task, space_of
 from autoplan.sweeps.whatif import VARIED, points
 
 CATALOG = ("gpt2", "llama-3.1-8b", "mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")  # 12 heads; GQA; experts

@@ -16,9 +16,9 @@ from autoplan.cost_models.hardware.nccl import NCCL_KINDS as ALL_KINDS
 from autoplan.cost_models.hardware.nccl import Protocol, fabric_of, rows
 from autoplan.cost_models.network.collectives import (
     FABRICS,
-    curve,
     distinct_units,
     group_collective_s,
+    seconds_by_bytes,
     wire_bytes,
 )
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
@@ -26,7 +26,7 @@ from autoplan.cost_models.time.blocks import BlockPricer
 from autoplan.cost_models.time.price import Pricer
 from autoplan.errors import LayoutError, PinError
 from autoplan.search.estimate import estimate_config
-from autoplan.search.layouts import PlanRequest
+from autoplan.search.request import PlanRequest
 from experiments.kernels import collective_accuracy as tool
 from experiments.kernels.collective_fit import errors, fit
 from experiments.kernels.collective_rows import Sample, samples_of
@@ -148,7 +148,7 @@ def test_two_ranks_gather_in_one_hop() -> None:
     """Latency is one hop, of the fastest protocol that short messages take."""
     for name, fabric in FABRICS.items():
         level = Level(1e-3, 1e9, "", size=2, within_node=True, fabric=name)
-        alpha = curve("all_gather", Group(2), (level,)).seconds(0.0)
+        alpha = seconds_by_bytes("all_gather", Group(2), (level,)).seconds(0.0)
         # a fabric with a switch of protocols starts below it
         paths = [p for name, p in fabric.ring.items() if not fabric.switch_bytes or name is not Protocol.SIMPLE]
         assert alpha == pytest.approx(min(path.base_s + 1e-3 * path.hop for path in paths))
@@ -534,7 +534,7 @@ def test_intervals_come_from_rows_held_out(tmp_path: Path) -> None:
     fabrics = {**FABRICS, "nvlink4": fabric_of(new, ALL_KINDS)}
 
     def holds(s: Sample) -> bool:
-        time = curve(s.kind, s.group, s.levels, fabrics).quantity(s.num_bytes)
+        time = seconds_by_bytes(s.kind, s.group, s.levels, fabrics).quantity(s.num_bytes)
         return time.low <= s.seconds <= time.high
 
     assert sum(holds(s) for s in samples) >= 0.9 * len(samples)

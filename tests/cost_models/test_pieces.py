@@ -15,7 +15,7 @@ from autoplan.cost_models.time.pieces import Pieces, piece_of, pieces_of
 from autoplan.cost_models.work import BlockWork, OpWork
 from autoplan.ops.saved import TensorFacts
 from autoplan.search.estimate import Planned, estimate_config
-from autoplan.search.layouts import PlanRequest
+from autoplan.search.request import PlanRequest
 
 NODE = Cluster.parse("1x8xh100-sxm5-80gb")
 IN_PIECES = RunOptions(overlap=frozenset({"tp"}))

@@ -6,8 +6,8 @@ import pytest
 from made_up import QWEN, case_of
 
 from autoplan.report.degrees import checked_config
-from autoplan.search.layouts import PlanRequest
 from autoplan.search.planner import estimate_config
+from autoplan.search.request import PlanRequest
 from experiments.published.graphs import graph_of
 from experiments.published.validate import price
 

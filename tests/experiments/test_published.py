@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from made_up import QWEN, case_of, row, write_csv
@@ -16,6 +18,7 @@ from autoplan.config.parallel import Attention, Dispatcher, Mode
 from autoplan.errors import AutoplanError
 from autoplan.ir.graph import ModelGraph
 from autoplan.search.estimate import estimate_config
+from experiments.published import pictures as published_pictures
 from experiments.published import summary as published_summary
 from experiments.published import validate as tool
 from experiments.published.reading import Formula
@@ -555,6 +558,26 @@ def test_the_table_of_the_readme_is_generated(tmp_path: Path) -> None:
     readme.write_text("no marks")
     with pytest.raises(AutoplanError, match="once each"):
         published_summary.insert(readme, table)
+
+
+def test_the_pictures_show_every_step_and_name_the_worst(tmp_path: Path) -> None:
+    """A mark for each step, also where its error is beyond the edge; 800 steps stay below 200 kB."""
+    rows = [replace(result(1 + i / 4000, 1.0), experts=i % 2 == 0) for i in range(799)]
+    far = replace(result(5.0, 1.0, "e"), id="far", experts=False)
+    shown = published_pictures.write(
+        [*rows, far, tool.Result("id", "e", "A", "m", "d", "8", "refused")], tmp_path / "a.md"
+    )
+    assert "| far |" in shown and "+400%" in shown and shown.count("\n| ") == 9
+    for name in published_pictures.NAMES:
+        path = tmp_path / "images" / name
+        root = ElementTree.parse(path).getroot()
+        kinds = Counter(element.get("class") for element in root.iter())
+        assert kinds["e"] == 401 and kinds["d"] == 401  # with the key
+        assert path.stat().st_size < 200_000 and f"images/{name}" in shown
+        width = float(root.get("viewBox", "").split()[2])
+        places = [float(e.get("cx", 0)) for e in root.iter() if e.get("class") == "d"]
+        assert min(places) > 0 and max(places) < width
+    assert "of 800 published training steps" in shown and published_pictures.write([], tmp_path / "b.md") == ""
 
 
 def test_a_readme_that_cannot_be_written_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

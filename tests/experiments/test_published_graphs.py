@@ -17,7 +17,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import GraphError, PinError
 from autoplan.ir.graph import Call, ModelGraph
 from autoplan.search.estimate import estimate_config
-from autoplan.search.layouts import PlanRequest
+from autoplan.search.request import PlanRequest
 from experiments.published import validate as tool
 from experiments.published.graphs import deepened, graph_of
 from experiments.published.rows import Adapters, Kind, Shape

@@ -12,7 +12,7 @@ from autoplan.catalog import load_model
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
-from autoplan.exporters.door import read_config, setup_of, task_of
+from autoplan.exporters.door import read_config, setup_of, setup_task
 from autoplan.exporters.setup import Setup, values
 from autoplan.exporters.targets import TARGETS, target_of
 from autoplan.ir.graph import ModelGraph
@@ -93,4 +93,4 @@ def runs(path: Path | str, to: str, model: str, given: dict[str, Any]) -> dict[s
     read = read_config(path, to, graph=graph, cluster=cluster, given=given)
     if read.faults:
         raise PinError("; ".join(read.faults))
-    return values(setup_of(read, task_of(graph, cluster), given))
+    return values(setup_of(read, setup_task(graph, cluster), given))

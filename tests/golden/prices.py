@@ -118,7 +118,7 @@ def requests() -> Iterator[str]:
 
 def answer(words: str) -> dict[str, Any]:
     """What a command answers: its exit code, and of a priced one the step time, the memory and a digest of the rest."""
-    patient = ["--time-limit", "600"] if words.startswith("plan") else []
+    patient = ["--time-limit", "600", "--gap", "0"] if words.startswith("plan") else []
     result = CliRunner().invoke(app, [*words.split(), *patient, "--json"], prog_name="autoplan")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrate.md"
-*LOOPS, TRAINER = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+*LOOPS, TRAINER, LIGHTNING = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 
 
 @pytest.mark.slow
@@ -71,3 +73,28 @@ def test_the_trainer_of_the_page_is_the_plain_one(tmp_path: Path) -> None:
     )
     assert of_run == pytest.approx(of_plain, abs=2e-4) and of_plain[0] > 0.9
     assert float(plain.rsplit("difference ", 1)[1]) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_lightning_module_of_the_page_trains_as_a_plain_loop(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    torch.manual_seed(0)
+    features = torch.randn(256, 16)
+    targets = features @ torch.randn(16, 4)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for _ in range(3):
+        losses = []
+        for first in range(0, 256, 32):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(features[first : first + 32]), targets[first : first + 32])
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+        scheduler.step()
+    evaluated = nn.functional.mse_loss(model(features), targets).item()
+    found = [float(x) for x in re.findall(r"loss (\d+\.\d+)", run(LIGHTNING, 2, tmp_path))]
+    assert found == pytest.approx([sum(losses) / len(losses), evaluated], rel=1e-5)

@@ -16,7 +16,7 @@ from autoplan.ir.layout import AxisType, I, Layout, P, R, conversion, shard
 from autoplan.ir.symbols import Expr
 from autoplan.ops.record import Linear, OpKind, OpRecord, Trait
 from autoplan.ops.strategies import Strategy, axis_choices
-from autoplan.ops.table import ATEN, RECORDS, flops, merged, rule_for
+from autoplan.ops.table import ATEN, RECORDS, flops, merged_records, rule_for
 from experiments.shared.op_parity import (
     MESHES,
     Reference,
@@ -51,8 +51,8 @@ def test_a_name_is_given_once() -> None:
     silu = RECORDS["silu"]
     for again in (silu, OpRecord("swish", OpKind.ELEMENTWISE, aten=silu.aten)):
         with pytest.raises(RuleError, match=r"silu.* is given twice: in the records of 'silu' and "):
-            merged([*RECORDS.values(), again])
-    assert merged(RECORDS.values()) == RECORDS and set(ATEN) > set(silu.aten)
+            merged_records([*RECORDS.values(), again])
+    assert merged_records(RECORDS.values()) == RECORDS and set(ATEN) > set(silu.aten)
 
 
 def test_traits_of_written_out_modules() -> None:

@@ -41,8 +41,8 @@ from autoplan.profiler.run import graph_tasks, main_dtypes, measure_in_job
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
 from autoplan.search.estimate import estimate_config
-from autoplan.search.layouts import PlanRequest
 from autoplan.search.planner import search_plan
+from autoplan.search.request import PlanRequest
 
 CPU = torch.device("cpu")
 SEQ, MICRO, CACHE = 16, 2, 1 << 16

@@ -19,7 +19,7 @@ from autoplan.cost_models.time.blocks import BlockPricer
 from autoplan.cost_models.work import Workload
 from autoplan.errors import PinError, ProfileError
 from autoplan.profiler import command
-from autoplan.profiler.clocks import CLOCK_QUERY, PROCESS_QUERY, load_warning, parse_clocks, read_states, warnings
+from autoplan.profiler.clocks import CLOCK_QUERY, PROCESS_QUERY, clock_warnings, load_warning, parse_clocks, read_states
 from autoplan.profiler.nodes import MeasuredNodes, agree_on_nodes, num_nodes, under_torchrun
 from autoplan.profiler.ops import DeviceTimer
 from autoplan.profiler.proposal import catalog_id, cluster_data, write_cluster
@@ -152,11 +152,11 @@ _CLOCKS = "0, GPU-aa, {}, 1980, 2619, 650.12, 61\n1, GPU-bb, 1980, 1980, 2619, [
 def test_clocks_that_fell_and_company_are_told() -> None:
     before = parse_clocks(_CLOCKS.format(1980), "GPU-aa, 11\nGPU-bb, 12\n")
     assert before[0].clock_mhz == 1980 and before[0].power_w == 650.12 and before[1].power_w is None
-    assert warnings(before, before) == []
-    assert warnings(before, parse_clocks(_CLOCKS.format(1900))) == []  # 4 %
-    (fell,) = warnings(before, parse_clocks(_CLOCKS.format(1755)), " of node 1")
+    assert clock_warnings(before, before) == []
+    assert clock_warnings(before, parse_clocks(_CLOCKS.format(1900))) == []  # 4 %
+    (fell,) = clock_warnings(before, parse_clocks(_CLOCKS.format(1755)), " of node 1")
     assert fell.startswith("warning: device 0 of node 1: its clock fell from 1980 to 1755 MHz") and "61 C" in fell
-    (shared,) = warnings(before, parse_clocks(_CLOCKS.format(1980), "GPU-aa, 11\nGPU-bb, 12\nGPU-bb, 13\n"))
+    (shared,) = clock_warnings(before, parse_clocks(_CLOCKS.format(1980), "GPU-aa, 11\nGPU-bb, 12\nGPU-bb, 13\n"))
     assert shared.startswith("warning: device 1 was shared: 2 processes")
     with pytest.raises(Unreadable, match="is not a line of index"):
         parse_clocks("No devices were found")

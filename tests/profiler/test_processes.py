@@ -8,18 +8,18 @@ import time
 
 import pytest
 
-from autoplan.profiler.processes import Outcome, RankError, answer, outcomes, problems, run_ranks
+from autoplan.profiler.processes import ProcessOutcome, RankError, answer_of, outcomes, problems, run_ranks
 
 
 def test_what_became_of_each_process() -> None:
     pairs = [multiprocessing.Pipe(duplex=False) for _ in range(4)]
-    answer(pairs[0][1], pow, 2, 5)
-    answer(pairs[1][1], int, "two")
-    answer(pairs[2][1], lambda: lambda: None)  # what it returns does not pickle
+    answer_of(pairs[0][1], pow, 2, 5)
+    answer_of(pairs[1][1], int, "two")
+    answer_of(pairs[2][1], lambda: lambda: None)  # what it returns does not pickle
     pairs[2][1].close()
     pairs[3][1].close()
     right, wrong, unsent, dead = outcomes([here for here, _ in pairs], 5.0)
-    assert right == Outcome("ok", 32) and dead == Outcome("died")
+    assert right == ProcessOutcome("ok", 32) and dead == ProcessOutcome("died")
     assert wrong.status == "raised" and "ValueError" in wrong.value
     assert unsent.status == "raised" and "pickle" in unsent.value
     text = problems([right, wrong, dead], 5.0)
@@ -30,9 +30,9 @@ def test_after_a_failure_the_others_have_little_time_left() -> None:
     (silent, _open), (here, there) = (multiprocessing.Pipe(duplex=False) for _ in range(2))
     there.close()
     begin = time.monotonic()
-    assert outcomes([silent, here], 60.0, grace_s=0.1) == [Outcome("hangs"), Outcome("died")]
+    assert outcomes([silent, here], 60.0, grace_s=0.1) == [ProcessOutcome("hangs"), ProcessOutcome("died")]
     assert time.monotonic() - begin < 30.0
-    assert problems([Outcome("hangs")], 60.0) == "rank 0: no answer (limit 60 s)"
+    assert problems([ProcessOutcome("hangs")], 60.0) == "rank 0: no answer (limit 60 s)"
 
 
 def _ends(rank: int, world: int, how: str) -> tuple[int, int]:

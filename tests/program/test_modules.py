@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,9 +15,12 @@ from autoplan.config.recompute import GROUPS, MODULES, modules_choice, modules_o
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
+from autoplan.program.facts import ModelFacts
+from autoplan.program.megatron_modules import modules
+from autoplan.program.regions import Flow, Region
 from autoplan.search.estimate import Planned, estimate_config
-from autoplan.search.layouts import PlanRequest
 from autoplan.search.planner import search_plan
+from autoplan.search.request import PlanRequest
 from experiments.published.graphs import graph_of
 from experiments.published.rows import Kind, Shape
 
@@ -163,8 +168,8 @@ def test_names() -> None:
     [
         (DENSE, "modules:mpl", {}, "'mpl' is not a module.*did you mean mlp"),
         (DENSE, "modules:", {}, "'' is not a module"),
-        (DENSE, "modules:moe_act", {}, "'moe_act', which no layer.*core_attn, layernorm, mlp"),
-        (DENSE, "modules:mla_up_proj", {}, "'mla_up_proj', which no layer"),
+        (DENSE, "modules:moe_act", {}, "has the module 'moe_act'; there are core_attn, layernorm, mlp"),
+        (DENSE, "modules:mla_up_proj", {}, "has the module 'mla_up_proj'"),
         (DENSE, "modules:mlp", {"mode": Mode.EAGER}, "mode fused.*nearest legal: recompute='full'"),
         (DENSE, "modules:mlp", {"executed": True, "mode": Mode.EAGER}, "not executed"),
     ],
@@ -172,6 +177,34 @@ def test_names() -> None:
 def test_what_cannot_be(shape: Shape, recompute: str, given: dict[str, Any], text: str) -> None:
     with pytest.raises(PinError, match=text):
         planned(shape, recompute, **given)
+
+
+def test_estimate_and_plan_name_modules_that_layers_have() -> None:
+    """Both refuse by the same rule, and name what is left of the choice."""
+    facts = ("modules:core_attn,moe", "no layer of .* has the module 'moe'; there are core_attn, layernorm, mlp")
+    with pytest.raises(PinError, match=f"{facts[1]}; nearest legal: recompute='modules:core_attn'"):
+        planned(DENSE, facts[0])
+    request = PlanRequest(graph(DENSE), Cluster.parse("1x1xh100-sxm5-80gb"), SEQ, 1, mode=Mode.FUSED)
+    with pytest.raises(PinError, match=f"pin recompute=.*{facts[1]}"):
+        search_plan(replace(request, pins={"recompute": facts[0]}))
+
+
+@pytest.mark.parametrize("shape", [DENSE, PLAIN, EXPERTS])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_graph_has_the_modules_that_its_statements_have(
+    monkeypatch: pytest.MonkeyPatch, shape: Shape, tp: int
+) -> None:
+    """The rule looks at the graph, before layouts; pricing looks at statements, with conversions and fused biases."""
+    of_graph, of_statements = ModelFacts(graph(shape)).modules, set[str]()
+
+    def noted(flow: Flow, outputs: Sequence[str]) -> dict[str, tuple[Region, ...]]:
+        found = modules(flow, outputs)
+        of_statements.update(found)
+        return found
+
+    monkeypatch.setattr("autoplan.program.activations.modules", noted)
+    planned(shape, modules_choice(of_graph), tp)
+    assert of_graph and set(of_graph) == of_statements
 
 
 def test_not_for_some_layers_alone() -> None:

@@ -16,7 +16,7 @@ from autoplan.report.arguments import imbalance_of
 from autoplan.report.data import estimate_report
 from autoplan.report.text import estimate_text
 from autoplan.search.estimate import estimate_config
-from autoplan.search.layouts import PlanRequest
+from autoplan.search.request import PlanRequest
 
 UNCONFIRMED = "gb300-nvl72"
 

@@ -119,13 +119,18 @@ def test_other_plans_say_why_they_lost(report: tuple[dict[str, Any], str]) -> No
     found = specs(text)["Plans by time and memory"]["data"]
     best = next(trace for trace in found if trace["name"] == "best")
     assert best["y"] == [data["estimate"]["step_time_s"]["mid"]]
-    others = [
-        (y, why)
+    others = {
+        trace["name"]: [(y, why) for y, (_, why) in zip(trace["y"], trace["customdata"], strict=True)]
         for trace in found
-        if trace["name"] == "slower"
-        for y, (_, why) in zip(trace["y"], trace["customdata"], strict=True)
-    ]
-    assert others and all(y > best["y"][0] and re.fullmatch(r"\+[\d.]+ % step time", why) for y, why in others)
+        if trace["mode"] == "markers"
+    }
+    slower, pinned = others.get("slower", []), others["pinned"]
+    assert all(y > best["y"][0] and re.fullmatch(r"\+[\d.]+ % step time", why) for y, why in slower)
+    assert all(
+        re.fullmatch(r"[+-][\d.]+ % step time; not searched, since (\w+=\d+(, )?)+ was given", w) for _, w in pinned
+    )
+    (changed,) = {w.split("since ")[1] for _, w in pinned if "tp=" in w}
+    assert changed == "tp=2 was given"
 
 
 def test_the_tornado_moves_both_ways(report: tuple[dict[str, Any], str]) -> None:

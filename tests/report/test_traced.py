@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from autoplan.errors import PinError
 from autoplan.plans.record import Plan
-from autoplan.report.traced import compare_trace, is_trace, read_trace, terms_of, without
+from autoplan.report.traced import compare_trace, is_trace, read_trace, step_terms, without
 
 TASK = ("gpt2", "--cluster", "1x4xh100-sxm5-80gb", "--seq-len", "1k", "--global-batch-size", "16", "--dp", "4")
 
@@ -69,11 +69,11 @@ ON_GPU = [
 
 
 def test_terms_add_up_to_the_step(tmp_path: Path) -> None:
-    (row,) = terms_of(read_trace(written(tmp_path / "trace.json", ON_CPU)))
+    (row,) = step_terms(read_trace(written(tmp_path / "trace.json", ON_CPU)))
     assert row == pytest.approx(
         {"step_s": 0.1, "compute_s": 0.035, "comm_s": 0.013, "optimizer_s": 0.01, "rest_s": 0.042}
     )
-    one, two = terms_of(read_trace(written(tmp_path / "trace.json.gz", ON_GPU)))
+    one, two = step_terms(read_trace(written(tmp_path / "trace.json.gz", ON_GPU)))
     assert one == pytest.approx({"step_s": 0.05, "compute_s": 0.02, "comm_s": 0.01, "optimizer_s": 0.0, "rest_s": 0.02})
     assert two == pytest.approx(
         {"step_s": 0.05, "compute_s": 0.005, "comm_s": 0.0, "optimizer_s": 0.008, "rest_s": 0.037}
@@ -119,7 +119,7 @@ def test_a_trace_of_the_profiler(tmp_path: Path) -> None:
             profiler.step()
     path = tmp_path / "trace.json"
     profiler.export_chrome_trace(str(path))
-    rows = terms_of(read_trace(path))
+    rows = step_terms(read_trace(path))
     assert is_trace(path) and len(rows) == 2
     assert all(row["compute_s"] > 0 and row["optimizer_s"] > 0 and row["comm_s"] == 0 for row in rows)
     assert all(row["rest_s"] >= 0 for row in rows)

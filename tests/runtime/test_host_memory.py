@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,6 +38,15 @@ def test_systems_without_it_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         host_memory.give_back_freed_memory()
     finally:
         host_memory._trim.cache_clear()
+
+
+def test_the_peak_of_resident_memory_is_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux counts KiB, macOS bytes (getrusage(2))."""
+    counted = SimpleNamespace(ru_maxrss=7)
+    monkeypatch.setattr(host_memory.resource, "getrusage", lambda who: counted)  # type: ignore[attr-defined]
+    for platform, expected in (("linux", 7 * 1024), ("darwin", 7)):
+        monkeypatch.setattr(sys, "platform", platform)
+        assert host_memory.peak_resident_bytes() == expected
 
 
 def test_a_start_gives_back_every_block_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,8 @@ from autoplan.errors import PinError
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.offload import HostShards
 from autoplan.runtime.spec import ProgramSpec
-from autoplan.search.layouts import LayoutCache, PlanRequest
+from autoplan.search.layouts import LayoutCache
+from autoplan.search.request import PlanRequest
 from experiments.shared.default_plans import read_pins
 
 ignored = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")

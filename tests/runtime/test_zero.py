@@ -2,18 +2,31 @@
 
 import dataclasses
 import functools
+from collections import Counter
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import toy_stages
 from harness import pool, worker_mesh
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from toy_stages import MLP, Stage, batch, make_runner, stage_names, train, train_made
+from torch.profiler import profile
+from toy_stages import MLP, NUM_BLOCKS, Stage, batch, make_runner, stage_names, train, train_made
 
 from autoplan.codegen.schedules import schedule_spec
-from autoplan.runtime.zero import ALONE_BYTES, ZeroStage, _AllReduce, apply_zero, buckets, check_schedule, shard_dim
+from autoplan.runtime.zero import (
+    ALONE_BYTES,
+    ZeroStage,
+    _AllReduce,
+    apply_zero,
+    buckets,
+    check_schedule,
+    messages,
+    shard_dim,
+)
 from autoplan.schedules.schedule import SCHEDULES
 
 TIGHT = 1e-12
@@ -210,6 +223,60 @@ def test_few_experts_are_not_padded_to_one_per_replica(apart):
             "down": 4 * 8 * 32 * 4 // 32,
             "norm": 64 * 4 // (64 if apart else 32),
         }
+
+
+# Messages of ZeRO 1 and 2.
+
+
+def sized(sizes: list[int], dtypes: list[torch.dtype]) -> dict[str, nn.Module]:
+    out = {}
+    for name, (size, dtype) in zip("abcdef", zip(sizes, dtypes, strict=True), strict=False):
+        out[name] = nn.Module()
+        out[name].weight = nn.Parameter(torch.zeros(size // dtype.itemsize, dtype=dtype))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wide", "limit", "expected"),
+    [
+        ([8, 8, 8], "", 16, ["ab", "c"]),
+        ([24, 8, 8], "", 16, ["a", "bc"]),
+        ([8, 24, 8], "", 16, ["a", "b", "c"]),
+        ([8, 8, 8], "b", 99, ["a", "b", "c"]),
+        ([8, 0, 8], "", 99, ["abc"]),
+        ([8, 8, 8], "", 0, ["a", "b", "c"]),
+    ],
+)
+def test_small_neighbours_share_a_message(sizes, wide, limit, expected):
+    dtypes = [torch.float64 if name in wide else torch.float32 for name in "abc"]
+    blocks = sized(sizes, dtypes)
+    same = MixedPrecisionPolicy(cast_forward_inputs=False)
+    assert ["".join(names) for names in messages(blocks, dict.fromkeys(blocks, same), limit)] == expected
+    other = {name: same if name != "c" else MixedPrecisionPolicy(torch.bfloat16) for name in blocks}
+    assert "c" in ["".join(names) for names in messages(blocks, other, limit)]
+
+
+def sent(rank: int, world: int, zero: int, limit: int | None) -> Counter[str]:
+    options = {} if limit is None else {"bucket_bytes": limit}
+    with patch.object(toy_stages, "apply_zero", functools.partial(apply_zero, **options)):
+        (part,), runner = made = make_runner(DP2, zero)
+    with profile() as seen:
+        runner.run(batch(2, 2, 0)[rank])
+    for p in part.module.parameters():
+        p.grad = None
+    error = max(train_made(DP2, [2, 2], "sgd", made).values())
+    assert error < TIGHT, error
+    kinds = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce"}
+    return Counter(kinds[name] for e in seen.events() if (name := e.name.removeprefix("c10d::")) in kinds)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("zero", "reductions"), [(1, 1), (2, 2)])
+def test_zero_1_and_2_send_as_often_as_the_bucket_says(zero, reductions):
+    """Two micro-batches of four small blocks: in one message, and each in its own."""
+    for limit, count in ((None, 1), (1, NUM_BLOCKS)):
+        found = pool(2).run(sent, zero, limit)
+        assert found == [Counter(gather=count, reduce=count * reductions)] * 2
 
 
 # All-reduce of ZeRO 0.

@@ -21,8 +21,9 @@ from autoplan.schedules.schedule import takes
 from autoplan.search.first_plans import Neighbours, usual
 from autoplan.search.group_bounds import group_key, step_bounds_s
 from autoplan.search.interleaved_cuts import LeastPass
-from autoplan.search.layouts import LayoutCache, PlanRequest, space_of
+from autoplan.search.layouts import LayoutCache
 from autoplan.search.planner import estimate_config, search_plan
+from autoplan.search.request import PlanRequest, space_of
 
 SEQ = 16
 LARGE = PlanRequest(
@@ -44,7 +45,7 @@ def graph(kind: str) -> ModelGraph:
 def request(kind: str, mode: Mode = Mode.EAGER, pins: dict[str, object] | None = None) -> PlanRequest:
     link = Level(1e-6, 1e9, "made up")
     cluster = Cluster(1, 4, Device("made up", 1e12, 1e9, 1 << 33, "made up", host_bytes_per_s=1e9), link, "cuda")
-    return PlanRequest(graph(kind), cluster, SEQ, 8, pins or {}, mode=mode)
+    return PlanRequest(graph(kind), cluster, SEQ, 8, pins or {}, mode=mode, gap=0.0)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from autoplan.cost_models.whole_run import whole_run
 from autoplan.errors import PinError
 from autoplan.search.best_use import Use, best_use
 from autoplan.search.idle import fewer_nodes
-from autoplan.search.layouts import PlanRequest
 from autoplan.search.planner import search_plan
+from autoplan.search.request import PlanRequest
 
 
 def _asked(cluster: str, batch: int, model: str = "llama-3.1-8b") -> PlanRequest:
@@ -40,7 +40,9 @@ def test_fewer_nodes_are_those_that_do_more() -> None:
 @pytest.mark.parametrize("nodes", [3, 5, 6])
 def test_the_best_use_is_the_best_number_of_nodes(nodes: int) -> None:
     """Against a search on every number of nodes above the half, 4 layers and a batch of 8."""
-    r = PlanRequest(graph(), Cluster.parse(f"{nodes}x1xh100-sxm5-80gb"), 64, 8, time_limit_s=1e9, equal_within=0.0)
+    r = PlanRequest(
+        graph(), Cluster.parse(f"{nodes}x1xh100-sxm5-80gb"), 64, 8, time_limit_s=1e9, equal_within=0.0, gap=0.0
+    )
     steps = {}
     for n in range(nodes, nodes // 2, -1):
         try:

@@ -14,7 +14,7 @@ from autoplan.search.planner import PlanRequest, search_plan
 from autoplan.search.progress import Progress
 from autoplan.search.simplicity import kind_of
 
-REQUEST = PlanRequest(load_model("gpt2"), Cluster.parse("1x4xh100-sxm5-80gb"), 1024, 64, equal_within=0.0)
+REQUEST = PlanRequest(load_model("gpt2"), Cluster.parse("1x4xh100-sxm5-80gb"), 1024, 64, equal_within=0.0, gap=0.0)
 
 
 def test_a_search_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,9 @@ from autoplan.ir.graph import ModelGraph
 from autoplan.search.estimate import estimate_config
 from autoplan.search.interleaved_cuts import ChunkCutter, even_cut, even_cuts
 from autoplan.search.later_choices import more_stages
-from autoplan.search.layouts import LayoutCache, PlanRequest
+from autoplan.search.layouts import LayoutCache
 from autoplan.search.planner import NothingFits, SearchResult, search_plan
+from autoplan.search.request import PlanRequest
 from autoplan.search.space import space
 
 

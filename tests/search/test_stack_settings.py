@@ -10,8 +10,8 @@ from autoplan.catalog import load_model
 from autoplan.config.parallel import Dispatcher, Launch
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.search.best_use import best_use
-from autoplan.search.layouts import PlanRequest
 from autoplan.search.planner import search_plan
+from autoplan.search.request import PlanRequest
 from autoplan.search.stack_settings import at_degrees, other_settings
 from autoplan.stacks.like import read_like
 

@@ -9,8 +9,8 @@ from autoplan.catalog import load_model
 from autoplan.config.choices import option_data
 from autoplan.config.parallel import Dispatcher, Launch, Mode, ParallelConfig, RunOptions
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.search.layouts import PlanRequest, space_of
 from autoplan.search.planner import estimate_config
+from autoplan.search.request import PlanRequest, space_of
 from autoplan.stacks.like import equal_stages, read_like
 from autoplan.stacks.records import stacks
 from autoplan.sweeps.capacity import task_of

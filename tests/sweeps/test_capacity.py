@@ -29,7 +29,7 @@ from autoplan.cost_models.whole_run import (
     critical_batch_tokens,
     daly_interval_s,
     device_watts,
-    goodput,
+    goodput_of,
     useful_share,
     whole_run,
 )
@@ -65,7 +65,7 @@ def test_the_best_checkpoint_interval_is_the_best() -> None:
 def test_goodput_of_a_published_run() -> None:
     """Llama 3 405B on 16,384 H100: a failure every 3 hours, more than 90 % of the time effective."""
     cluster = Cluster.parse("2048x8xh100-sxm5-80gb")
-    found = goodput(cluster, 405e9 * 14, Assumptions())
+    found = goodput_of(cluster, 405e9 * 14, Assumptions())
     assert found is not None and found.mtbf_s.mid == pytest.approx(54 * 86400 / 419)
     assert 0.9 < found.share.mid < 0.95 and found.share.low < found.share.mid < found.share.high < 1
     assert found.share.tag is Tag.ASSUMED and found.checkpoint_s.mid == pytest.approx(405e9 * 14 / 2e12)

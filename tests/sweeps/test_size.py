@@ -16,7 +16,7 @@ from autoplan.config.numbers import read_days
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import InfeasibleError, PinError
 from autoplan.search.planner import PlanRequest, search_plan
-from autoplan.sweeps.size import nodes_of, read_kinds, rows, size
+from autoplan.sweeps.size import nodes_of, read_kinds, size, size_rows
 from autoplan.sweeps.whatif import RunTask, run_of
 
 REQUEST = PlanRequest(load_model("gpt2"), Cluster.parse("1x2xh100-sxm5-80gb@price=2"), 1024, 96, {"pp": 1, "tp": 1})
@@ -124,7 +124,7 @@ def test_kinds_are_compared() -> None:
     assert found.fewest is not None and found.cheapest is not None
     assert [k.name for k in found.kinds] == ["h100@price=2", "gb200@price=1"]
     assert found.cheapest in found.kinds[1].points
-    table = rows(found)
+    table = size_rows(found)
     assert {row["kind"] for row in table} == {"h100@price=2", "gb200@price=1"}
     assert [row["in_time"] for row in table] == [row["days"] <= 1.0 for row in table]  # type: ignore[operator]
 

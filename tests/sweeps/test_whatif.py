@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from command_line import PLAIN, TASK, run
+from made_up_plans import CERTIFICATE, OWN, REQUEST, shown
 from typer.testing import CliRunner
 
 import autoplan
@@ -19,8 +20,9 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import LinkRecord, Profile, Timing
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.errors import InfeasibleError, PinError
+from autoplan.report.sweep_text import whatif_text
 from autoplan.search.planner import PlanRequest, StoppedError, search_plan
-from autoplan.sweeps.whatif import Point, points, row, whatif, whole_run
+from autoplan.sweeps.whatif import Point, RunTask, points, row, whatif, whole_run
 
 
 def test_whatif_is_a_table_of_plans(tmp_path: Path) -> None:
@@ -39,6 +41,20 @@ def test_whatif_is_a_table_of_plans(tmp_path: Path) -> None:
     assert float(rows[0]["usd"]) == pytest.approx(float(rows[0]["days"]) * 24 * 2)
     assert float(rows[0]["days_with_failures"]) > float(rows[0]["days"]) and float(rows[0]["kwh"]) > 0
     assert "cost" in result.stdout and rows[0]["plan"].split()[0] in result.stdout
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_the_table_cuts_no_figure_off(width: int) -> None:
+    """Where a line is too short, whole columns are left out and named, or figures go on in the next line."""
+    found = [Point({"nodes": n, "nic": 100.0 * n}, REQUEST, OWN, "ok", certificate=CERTIFICATE) for n in (1, 2)]
+    text = shown(lambda out: whatif_text(out, REQUEST, found, RunTask(1e11)), width)
+    head, _, *rows = text.split("\n\n")[1].splitlines()
+    assert max(map(len, text.splitlines())) <= width
+    cells = "".join("".join(rows).split())
+    assert "zero2" in cells and "mbs16" in cells
+    if width >= 80:
+        assert all(word in rows[0].split() for word in ("100", "0.100", "dp4")), text
+        assert ("low to high" in head) == (width > 80) == ("left out at this width" not in text)
 
 
 def test_whatif_keeps_points_without_a_plan() -> None:
@@ -100,7 +116,7 @@ def test_whatif_never_lets_a_profile_stand_for_other_hardware() -> None:
 
 
 def test_whatif_labels_and_ends_a_stopped_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    base = PlanRequest(load_model("gpt2"), Cluster.parse("1x4xh100-sxm5-80gb"), 1024, 16)
+    base = PlanRequest(load_model("gpt2"), Cluster.parse("1x4xh100-sxm5-80gb"), 1024, 16, gap=0.0)
     real = search_plan(base)
     for status, gap in (("stopped by time limit", 0.2), ("interrupted", 1.0)):
         result = replace(real, certificate=replace(real.certificate, status=status, gap=gap))

@@ -21,7 +21,7 @@ from autoplan.errors import CaptureError, PinError
 from autoplan.ir.graph import Block, ModelGraph, Node
 from autoplan.ir.symbols import Expr
 from autoplan.verify import check, door, shallow
-from autoplan.verify.check import Outcome, verify_whole
+from autoplan.verify.check import Verification, verify_whole
 from autoplan.verify.door import check_verify, verify_capture
 from autoplan.verify.runs import VerifyTask
 from autoplan.verify.sample import draw_batch, sizes_to_try
@@ -380,7 +380,7 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
 def test_what_was_verified_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task, ran = task_of("llama"), []
 
-    def counted(task: VerifyTask, limit_s: float) -> Outcome:
+    def counted(task: VerifyTask, limit_s: float) -> Verification:
         ran.append(1)
         return verify_whole(task, limit_s)
 

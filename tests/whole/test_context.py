@@ -29,8 +29,8 @@ from autoplan.ops.saved import OpFacts, TensorFacts, extra_bytes, kept
 from autoplan.program.megatron_kernels import Kernels, rule_of
 from autoplan.runtime.ring import Part, attend, attend_backward, parts_of
 from autoplan.runtime.spec import evaluate_terms
-from autoplan.search.layouts import PlanRequest
 from autoplan.search.planner import search_plan
+from autoplan.search.request import PlanRequest
 
 SEQ = 16
 

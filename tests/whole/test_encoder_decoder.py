@@ -247,7 +247,7 @@ def test_a_skip_travels_only_to_where_it_is_needed() -> None:
 def request(family: str, seq_len: int, target_len: int | None, world: int = 1, **pins: int) -> PlanRequest:
     return PlanRequest(
         graph_of(family, 0.0), cluster_of(world, "bandwidth"), seq_len, 12, pins, precision="native",
-        memory_risk=0.5, equal_within=0.0, executed=True, target_len=target_len,
+        memory_risk=0.5, equal_within=0.0, gap=0.0, executed=True, target_len=target_len,
     )  # fmt: skip
 
 

@@ -27,8 +27,8 @@ from autoplan.errors import PinError
 from autoplan.program.legality import zero_replica_counts
 from autoplan.report.commands import estimate_command
 from autoplan.search.estimate import estimate_config
-from autoplan.search.layouts import PlanRequest, space_of
 from autoplan.search.planner import search_plan
+from autoplan.search.request import PlanRequest, space_of
 from autoplan.sweeps.label import plan_label
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
@@ -91,11 +91,11 @@ def test_what_it_costs(zero: int) -> None:
 
 def test_a_pin_is_kept_and_the_sum_over_copies_is_priced() -> None:
     pins = {"dp": 4, "zero_stage": 3, "zero_replicas": 2, "num_micro_batches": 1}
-    found = search_plan(request(4, 4, pins, executed=True, memory_risk=0.5, equal_within=0.0))
+    found = search_plan(request(4, 4, pins, executed=True, memory_risk=0.5, equal_within=0.0, gap=0.0))
     assert found.plans[0].config.zero_replicas == 2
     assert "zero_replicas pinned to 2" in found.certificate.restrictions
     alone = search_plan(
-        request(2, 2, {**pins, "dp": 2, "zero_replicas": 1}, executed=True, memory_risk=0.5, equal_within=0.0)
+        request(2, 2, {**pins, "dp": 2, "zero_replicas": 1}, executed=True, memory_risk=0.5, equal_within=0.0, gap=0.0)
     )
     assert not any("over all replicas" in text for text in alone.certificate.restrictions)  # pinned
     dp_comm = [p.plans[0].estimate.breakdown["dp_comm"].mid for p in (found, alone)]

@@ -12,7 +12,7 @@ from harness import pool
 
 from autoplan.runtime.given_module import GivenModule
 from autoplan.runtime.outputs import why_no_outputs
-from autoplan.runtime.param_groups import grouped, settings_of
+from autoplan.runtime.param_groups import grouped_parameters, settings_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
@@ -74,7 +74,7 @@ def test_groups_by_patterns_and_functions() -> None:
     shapes = {"a.weight": (2, 3), "a.bias": (2,), "norm.weight": (2,)}
     found = settings_of({"*.bias": {"lr": 1.0}, "norm*": {"lr": 2.0}}, shapes)
     assert found == {"a.weight": {}, "a.bias": {"lr": 1.0}, "norm.weight": {"lr": 2.0}}
-    assert grouped(["a.bias"], ["p"], found) == [
+    assert grouped_parameters(["a.bias"], ["p"], found) == [
         {"params": []},
         {"params": ["p"], "lr": 1.0},
         {"params": [], "lr": 2.0},

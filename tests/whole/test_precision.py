@@ -20,7 +20,8 @@ from autoplan.errors import PinError
 from autoplan.runtime.batch import settled_bytes
 from autoplan.runtime.precision import LossScaler, MixedPrecision
 from autoplan.runtime.spec import ProgramSpec, evaluate_terms
-from autoplan.search.layouts import LayoutCache, PlanRequest
+from autoplan.search.layouts import LayoutCache
+from autoplan.search.request import PlanRequest
 
 pytestmark = [
     pytest.mark.processes,

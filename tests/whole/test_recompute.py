@@ -46,8 +46,8 @@ from autoplan.runtime import recompute
 from autoplan.runtime.convert import CollectiveRecord
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.spec import evaluate_terms
-from autoplan.search.layouts import PlanRequest
 from autoplan.search.planner import estimate_config, search_plan
+from autoplan.search.request import PlanRequest
 from experiments.plans.live_memory import LiveBytes, measure_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")

@@ -35,7 +35,7 @@ def _(x: torch.Tensor, dims: list[int], number: int) -> torch.Tensor:
 
 
 @torch.library.custom_op("autoplan::running_statistics", mutates_args=())
-def running_statistics(
+def mark_running_statistics(
     mean: torch.Tensor,
     variance: torch.Tensor,
     running: list[torch.Tensor],
@@ -46,7 +46,7 @@ def running_statistics(
     raise RuntimeError("autoplan::running_statistics is a capture marker and cannot be run")
 
 
-@running_statistics.register_fake
+@mark_running_statistics.register_fake
 def _(mean: torch.Tensor, variance: torch.Tensor, running: Any, momentum: Any, number: int) -> torch.Tensor:
     return mean.new_empty(())
 

@@ -1,4 +1,4 @@
-"""What Hugging Face models get as their attention function during a capture.
+"""The attention function that Hugging Face models call during a capture.
 
 Attention that the ops of `autoplan.ops.attention` can say is one of them. Any other is computed by plain ops: behind
 'eager' by the function of the model's own file, behind 'sdpa' as `sdpa_attention_forward` of transformers does. Both
@@ -33,11 +33,11 @@ _NO_NUMBERS = frozenset(
 _READ = frozenset("scaling dropout is_causal position_bias sliding_window".split())
 _IGNORED_BY_SDPA = ("s_aux", "sinks")  # which other kernels of transformers read
 
-Function = Callable[..., Any]
+_Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionCall:
     """The attention function of one implementation.
 
     Attributes:
@@ -50,7 +50,7 @@ class Attention:
     implementation: str
     ledger: Ledger
     kernels: Mapping[int, str]
-    own: Function | None = None
+    own: _Function | None = None
 
     def __call__(
         self,
@@ -78,7 +78,7 @@ class Attention:
             self._check_sdpa(call)
         return _sdpa(call, self.implementation == "sdpa"), None
 
-    def _function(self, module: nn.Module) -> Function:
+    def _function(self, module: nn.Module) -> _Function:
         """Return the function that the module computes its attention with.
 
         Raises:
@@ -87,10 +87,10 @@ class Attention:
         if self.implementation == "sdpa":
             from transformers.integrations import sdpa_attention
 
-            transformers_own: Function = sdpa_attention.sdpa_attention_forward
+            transformers_own: _Function = sdpa_attention.sdpa_attention_forward
             return transformers_own
         name = type(module).__module__
-        found: Function | None = self.own or getattr(sys.modules.get(name), "eager_attention_forward", None)
+        found: _Function | None = self.own or getattr(sys.modules.get(name), "eager_attention_forward", None)
         if found is None:
             raise CaptureError(
                 f"{type(module).__name__}: attention 'eager' is the function of the model's own file, but {name} has "
@@ -142,7 +142,7 @@ class _Call:
         flag = self.given.get("is_causal")
         return bool(getattr(self.module, "is_causal", True) if flag is None else flag)
 
-    def is_plain_for_eager(self, function: Function) -> bool:
+    def is_plain_for_eager(self, function: _Function) -> bool:
         """Return True if the ops of attention cannot say what `function` computes."""
         unknown = {n for n, x in self.given.items() if x is not None and x is not False} - _NO_NUMBERS - _READ
         if unknown or (self.given.get("dropout") and self.module.training):
@@ -157,7 +157,7 @@ def _window(mask: torch.Tensor | PendingMask | None) -> int | None:
     return mask.asked.window if isinstance(mask, PendingMask) else None
 
 
-def _call_own(function: Function, call: _Call) -> Any:
+def _call_own(function: _Function, call: _Call) -> Any:
     """Call the attention function of a model's file. It needs masks as tensors; a PendingMask ends the trace."""
     for value in (call.mask, *call.given.values()):
         if isinstance(value, PendingMask):
@@ -166,7 +166,7 @@ def _call_own(function: Function, call: _Call) -> Any:
 
 
 @functools.cache
-def is_standard(function: Function, *, grouped: bool, masked: bool, biased: bool) -> bool:
+def is_standard(function: _Function, *, grouped: bool, masked: bool, biased: bool) -> bool:
     """Return True if an attention function computes softmax(q k^T scale + bias + mask) v, and nothing more.
 
     It is run on small random tensors, with a module that has what this formula needs. So attention that reads sinks

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from autoplan.capture.frontend import masks as masks_of
-from autoplan.capture.frontend.hf_attention import Attention
+from autoplan.capture.frontend.hf_attention import AttentionCall
 from autoplan.capture.frontend.masks import Ledger
 from autoplan.errors import CaptureError
 
@@ -126,7 +126,7 @@ def capture_attention(model: nn.Module, ledger: Ledger) -> Iterator[None]:
     configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     implementations = {key: getattr(config, "_attn_implementation", None) for key, config in configs.items()}
     kernels = {key: name for key, name in implementations.items() if name is not None and name not in _CAPTURED}
-    functions = {name: Attention(name, ledger, kernels) for name in _CAPTURED}
+    functions = {name: AttentionCall(name, ledger, kernels) for name in _CAPTURED}
     get = ALL_ATTENTION_FUNCTIONS.get_interface
 
     def get_interface(name: str | None, default: Callable[..., Any]) -> Callable[..., Any]:

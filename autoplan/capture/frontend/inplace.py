@@ -163,7 +163,7 @@ def source_size(source: Assembly | Window, dim: int) -> Any:
     return (source if isinstance(source, Assembly) else source.of).node.meta["val"].shape[dim]
 
 
-def fill(place: Window, value: str, where: str) -> None:
+def record_fill(place: Window, value: str, where: str) -> None:
     """Record `slice.copy_(value)`."""
     whole = place.of
     if whole.name or whole.dim not in (None, place.dim):

@@ -33,7 +33,7 @@ from autoplan.capture.frontend.buffers import attributes_restored
 from autoplan.capture.frontend.experts import capture_experts, capture_hf_experts
 from autoplan.capture.frontend.huggingface import capture_attention, own_hooks
 from autoplan.capture.frontend.masks import Ledger
-from autoplan.capture.frontend.scans import Call, Scan, replaced
+from autoplan.capture.frontend.scans import FunctionCall, Scan, replaced
 from autoplan.errors import CaptureError
 
 _log = logging.getLogger(__name__)
@@ -329,7 +329,7 @@ class _Probe:
 def _stand_in(length: int, scan: Scan, function: Any, args: Any, kwargs: Any) -> Any:
     """Return a result of the right form in place of a call of a function that was found."""
     try:
-        form = Call.of(scan, function, args, kwargs).result_form(length)
+        form = FunctionCall.of(scan, function, args, kwargs).result_form(length)
     except CaptureError as error:
         raise _NoFunction(error) from error
     return form.rebuild([torch.empty(shape, dtype=dtype) for shape, dtype in form.tensors])

@@ -22,7 +22,7 @@ from autoplan.capture.frontend.masks import Ledger, MaskUsed
 _log = logging.getLogger(__name__)
 
 
-def rehearse(
+def rehearse_capture(
     run: nn.Module,
     example_inputs: Mapping[str, torch.Tensor],
     tracer: LayerTracer,

@@ -1,4 +1,4 @@
-"""What a function along the sequence computes, found by running it on small tensors.
+"""Properties of a function along the sequence, found by running it on small tensors.
 
 Which dims can be split together is read from gradients: a dim of an input goes with a dim of the result if each half of
 the one influences the same half of the other, and nothing else. That is exact (a gradient that must be zero is zero),
@@ -33,11 +33,11 @@ _COUNTED = 32  # operations are counted at lengths of this many tokens, or of a 
 _CLOSE = 1e-4  # relative to the largest element; the functions compute in float32
 _ASKS = ("is_torchdynamo_compiling", "is_torchdynamo_exporting")  # functions of transformers that model files import
 
-Place = tuple[int, int]  # (tensor, dim); results follow the arguments
+_Place = tuple[int, int]  # (tensor, dim); results follow the arguments
 
 
 @dataclass(frozen=True)
-class Form:
+class ResultForm:
     """The form of a result: shape and dtype of its tensors, and the structure that holds them."""
 
     tensors: list[tuple[tuple[Any, ...], torch.dtype]]
@@ -54,8 +54,8 @@ _TENSOR = object()  # stands for a tensor in a result
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What a function along the sequence is to layouts, prices and memory.
+class ScanFacts:
+    """The properties of a function along the sequence that layouts, prices and memory depend on.
 
     Attributes:
         rule: how it can be split, as a line of the rule language.
@@ -69,7 +69,7 @@ class Facts:
 
     rule: str
     split: tuple[str, ...]
-    length: Place
+    length: _Place
     starts: tuple[float, float]
     flops: float
     moved: float
@@ -119,7 +119,7 @@ class Trial:
             stack.enter_context(torch.set_grad_enabled(grad))
             yield
 
-    def facts(self, tensors: Sequence[torch.Tensor]) -> Facts:
+    def facts(self, tensors: Sequence[torch.Tensor]) -> ScanFacts:
         """Return what the function is, for arguments of these shapes."""
         results = result_form(self, tensors, None).tensors
         with self.apart():
@@ -130,13 +130,13 @@ class Trial:
             starts, flops, moved, kept, keeps = _counted(self, tensors, length)
         rule = _line(tensors, labels, [len(shape) for shape, _ in results])
         split = tuple("the batch" if label.size is None else f"{label.size} channels" for label in labels)
-        return Facts(rule, split, length, starts, flops, moved, kept, keeps)
+        return ScanFacts(rule, split, length, starts, flops, moved, kept, keeps)
 
 
 # -- the form of the result --------------------------------------------------------------------------------------------
 
 
-def result_form(trial: Trial, tensors: Sequence[torch.Tensor], length: int | None) -> Form:
+def result_form(trial: Trial, tensors: Sequence[torch.Tensor], length: int | None) -> ResultForm:
     """Return the form of the result for these (fake) tensors, by running on small ones of two sizes.
 
     Args:
@@ -171,7 +171,7 @@ def result_form(trial: Trial, tensors: Sequence[torch.Tensor], length: int | Non
                 raise CaptureError(f"{trial.name} returns a size that none of its arguments has, so it is not captured")
             shape.append(m if m == n else named[m, n])
         found.append((tuple(shape), a.dtype))
-    return Form(found, [_TENSOR if isinstance(x, torch.Tensor) else x for x in few], spec)
+    return ResultForm(found, [_TENSOR if isinstance(x, torch.Tensor) else x for x in few], spec)
 
 
 class _Sizes:
@@ -203,7 +203,7 @@ class _Sizes:
 class _Label:
     """Dims that are split together. `size`: the fewest parts of one of them; None: a symbol, the batch."""
 
-    places: dict[Place, Any]  # with their sizes in the model
+    places: dict[_Place, Any]  # with their sizes in the model
     size: int | None
 
 
@@ -213,7 +213,7 @@ def _labels(trial: Trial, tensors: Sequence[torch.Tensor], results: Sequence[tup
     found = _Small.of(trial, tensors, _small_sizes(tensors)) or _Small.of(trial, tensors, {})
     if found is None:
         return []
-    labels, taken = [], set[Place]()
+    labels, taken = [], set[_Place]()
     for dim in range(len(shapes[len(tensors)])):
         places = found.together(dim)
         if places is None or not taken.isdisjoint(places):
@@ -225,7 +225,7 @@ def _labels(trial: Trial, tensors: Sequence[torch.Tensor], results: Sequence[tup
     return labels
 
 
-def _label(places: dict[Place, Any]) -> _Label | None:
+def _label(places: dict[_Place, Any]) -> _Label | None:
     """Return the label of dims with these sizes: equal symbols, or numbers that the smallest divides; else None."""
     sizes = list(places.values())
     if not all(isinstance(n, int) for n in sizes):
@@ -271,7 +271,7 @@ class _Small:
             return None
         return _Small(trial, inputs, outputs)
 
-    def together(self, dim: int) -> list[Place] | None:
+    def together(self, dim: int) -> list[_Place] | None:
         """Return the dims of arguments and results that are split with a dim of the first result."""
         if self.outputs[0].shape[dim] % 2:
             return None
@@ -306,14 +306,14 @@ class _Small:
         first, second = both
         return [[d for d in a if d in b] for a, b in zip(first, second, strict=True)]
 
-    def _other_inputs(self, size: int) -> Iterator[list[Place]]:
+    def _other_inputs(self, size: int) -> Iterator[list[_Place]]:
         """Yield sets of dims of arguments without a gradient (masks, places) that may be split, too."""
         others = [i for i, x in enumerate(self.inputs) if not x.requires_grad]
         yield [(i, list(self.inputs[i].shape).index(size)) for i in others if size in self.inputs[i].shape]
         if others:
             yield []
 
-    def _holds(self, places: Sequence[Place], results: Sequence[Place], parts: int) -> bool:
+    def _holds(self, places: Sequence[_Place], results: Sequence[_Place], parts: int) -> bool:
         """Return True if the function, run on each part, gives the parts of the whole; also if a dim is too small."""
         if any(self.inputs[i].shape[d] % parts for i, d in places):
             return True
@@ -352,7 +352,7 @@ def _random(dtype: torch.dtype, shape: Sequence[int], generator: torch.Generator
 
 def _line(tensors: Sequence[torch.Tensor], labels: Sequence[_Label], ranks: Sequence[int]) -> str:
     """Return the rule with these labels; a dim that holds several of the smallest one has a second label."""
-    names: dict[Place, str] = {}
+    names: dict[_Place, str] = {}
     for k, label in enumerate(labels):
         for place, size in label.places.items():
             more = "" if label.size is None or size == label.size else f" f{k}x{size // label.size}"
@@ -392,9 +392,9 @@ class _Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _counted(
-    trial: Trial, tensors: Sequence[torch.Tensor], length: Place
+    trial: Trial, tensors: Sequence[torch.Tensor], length: _Place
 ) -> tuple[tuple[float, float], float, float, float, tuple[int, ...]]:
-    """Return the costs of `Facts`, from fake tensors of two lengths."""
+    """Return the costs of `ScanFacts`, from fake tensors of two lengths."""
     rows: list[tuple[int, int, int, int, int]] = []
     keeps: tuple[int, ...] = ()
     short = max(_COUNTED, trial.reach if trial.reach <= _LONGEST_REACH else 0)

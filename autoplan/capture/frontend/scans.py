@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 from torch.utils import _pytree as pytree
 
-from autoplan.capture.frontend.scan_trials import Facts, Trial, result_form
+from autoplan.capture.frontend.scan_trials import ScanFacts, Trial, result_form
 from autoplan.errors import CaptureError
 from autoplan.ops.text import literal
 
@@ -44,7 +44,7 @@ class Scan:
 
 
 @torch.library.custom_op("autoplan::scan", mutates_args=())
-def scan(
+def mark_scan(
     xs: list[torch.Tensor],
     function: str,
     call: str,
@@ -66,7 +66,7 @@ def scan(
     raise RuntimeError("autoplan::scan is a capture marker and cannot be run")
 
 
-@scan.register_fake
+@mark_scan.register_fake
 def _(xs: list[torch.Tensor], function: str, call: str, facts: str, sizes: list[Any], ranks: list[int],
       dtypes: str) -> list[torch.Tensor]:  # fmt: skip
     out, rest = [], list(sizes)
@@ -96,7 +96,7 @@ class Scans:
             yield
 
     def _as_op(self, where: Scan, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        call = Call.of(where, function, args, kwargs)
+        call = FunctionCall.of(where, function, args, kwargs)
         form = call.result_form(None)
         key = (where, call.text, *((tuple(map(str, x.shape)), x.dtype) for x in call.tensors))
         if key not in self._known:
@@ -109,7 +109,7 @@ class Scans:
         outs = torch.ops.autoplan.scan(call.tensors, where.path, call.text, self._known[key], sizes, ranks, dtypes)
         return form.rebuild(outs)
 
-    def _note(self, where: Scan, facts: Facts) -> None:
+    def _note(self, where: Scan, facts: ScanFacts) -> None:
         ways = " and ".join(facts.split) or "nothing"
         note = f"{where.name} is one operation, the function of {where.file}; it can be split over {ways}"
         if note not in self.notes:
@@ -143,7 +143,7 @@ def _owner(where: Scan) -> tuple[Any, str]:
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A call of a function: its tensors, its other arguments as text, and how to run it on other tensors."""
 
     where: Scan
@@ -152,7 +152,7 @@ class Call:
     trial: Trial
 
     @staticmethod
-    def of(where: Scan, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    def of(where: Scan, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> FunctionCall:
         """Read the arguments of a call.
 
         Raises:
@@ -184,7 +184,7 @@ class Call:
             raise CaptureError(f"{where.path} is given tensors in an order that cannot be written")
         reach = max((v for v in (*leaves, *defaults.values()) if type(v) is int), default=0)
         trial = Trial(where.path, plain, leaves, spec, reach, [sys.modules[where.file]])
-        return Call(where, tensors, ", ".join(parts), trial)
+        return FunctionCall(where, tensors, ", ".join(parts), trial)
 
     def result_form(self, length: int | None) -> Any:
         """Return the form of the result; sizes of `length` are those of the sequence if sizes are plain numbers."""

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 
-def attention(
+def written_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

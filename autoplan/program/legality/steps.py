@@ -109,6 +109,16 @@ def _recompute_mode(c: ParallelConfig, f: Facts) -> str | None:
     return None
 
 
+def _recompute_modules(c: ParallelConfig, f: Facts) -> str | None:
+    if f.model is None:
+        return None
+    for name in modules_of(c.recompute):
+        if name not in f.model.modules:
+            there = ", ".join(f.model.modules) or "none"
+            return f"recompute={c.recompute!r}: no layer of {f.model.name} has the module {name!r}; there are {there}"
+    return None
+
+
 def _recompute_executed(c: ParallelConfig, f: Facts) -> str | None:
     reasons = (f"recompute={c.recompute!r}: {kind.does}, priced and not executed" for kind in _kinds(c)
                if not kind.executed)  # fmt: skip
@@ -211,6 +221,7 @@ RULES: tuple[Rule, ...] = (
     Rule("recompute per stage is pinned", ("recompute",), _recompute_found, of_pins=True),
     Rule("recompute per stage", ("recompute", "stages", "pp", "virtual_stages"), _recompute_stages),
     Rule("modules are priced with mode fused", ("recompute",), _recompute_mode),
+    Rule("no layer has the module", ("recompute",), _recompute_modules),
     Rule("modules are not executed", ("recompute",), _recompute_executed, Scope.EXECUTED),
     Rule("compiled blocks", ("recompute",), _compiled, Scope.EXECUTED),
     Rule("compressed gradients of ZeRO", ("zero_stage",), _compressed_shards, of_pins=True),

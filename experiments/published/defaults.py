@@ -13,14 +13,14 @@ from typing import TypeVar
 
 from autoplan.config.recompute import MODULES
 from autoplan.stacks.records import Framework as Framework
-from autoplan.stacks.records import Gradients16, Kept, Kernels, Stack, stacks_of_frameworks
+from autoplan.stacks.records import Gradients16, KeptGathered, Stack, StackKernels, stacks_of_frameworks
 
-Found = TypeVar("Found")
+_Found = TypeVar("_Found")
 
 
 # What each framework does by default: its record (profiles/stacks).
 _STACKS = stacks_of_frameworks()
-DEFAULTS: Mapping[Framework, Kernels] = {framework: _STACKS[framework].kernels for framework in Framework}
+DEFAULTS: Mapping[Framework, StackKernels] = {framework: _STACKS[framework].kernels for framework in Framework}
 
 
 def _where(true: Callable[[Stack], bool]) -> frozenset[Framework]:
@@ -61,8 +61,8 @@ ZERO_STAGE_WORDS: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"(zero|stage)\W*(stage\W*)?0|^(none|no|off|false|ddp)\b", (0,)),
 )
 
-KEPT_IN_PIPELINES = _where(lambda s: Kept.PIPELINES in s.kept_gathered)
-KEPT_WITH_EXPERTS = _where(lambda s: Kept.EXPERTS in s.kept_gathered)
+KEPT_IN_PIPELINES = _where(lambda s: KeptGathered.PIPELINES in s.kept_gathered)
+KEPT_WITH_EXPERTS = _where(lambda s: KeptGathered.EXPERTS in s.kept_gathered)
 
 # Words of a row -> offload. Megatron's and NeMo's cpu_offloading offloads activations, FSDP's CPUOffload parameters and
 # optimizer, ZeRO-Offload the optimizer, ZeRO-Infinity parameters as well.
@@ -116,6 +116,6 @@ ADAPTERS: Mapping[Framework, tuple[int, tuple[str, ...]]] = {
 USUAL_ADAPTERS: tuple[int, tuple[str, ...]] = (8, ("q_proj", "v_proj"))
 
 
-def find(table: Sequence[tuple[str, Found]], text: str) -> Found | None:
+def find(table: Sequence[tuple[str, _Found]], text: str) -> _Found | None:
     """Return the entry of the first pattern that matches in `text`, or None."""
     return next((value for pattern, value in table if re.search(pattern, text, re.IGNORECASE)), None)

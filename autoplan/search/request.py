@@ -1,0 +1,202 @@
+"""The request for a plan, and what follows from it alone: its candidates, and their kinds of offload."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autoplan.config.choices import option_data
+from autoplan.config.offload import ACTIVATIONS, held_on_host, of_states, searched_offload
+from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
+from autoplan.config.pins import Pins
+from autoplan.config.planning import DEFAULT_RISK, DENSE_GAP, EQUAL_WITHIN, EXPERTS_GAP, check_planning
+from autoplan.config.recompute import OFFLOAD
+from autoplan.config.settings import check_setting
+from autoplan.cost_models.constants import Constants
+from autoplan.cost_models.costs import Costs
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.profile import Profile
+from autoplan.errors import PinError
+from autoplan.ir.graph import ModelGraph
+from autoplan.ops.record import OpKind
+from autoplan.ops.table import nodes_with
+from autoplan.program.facts import Facts, latent_attention
+from autoplan.program.legality import Scope
+from autoplan.search.degrees import Space
+from autoplan.search.refusals import refusal
+from autoplan.search.space import limits_of, space
+from autoplan.stacks.like import Like, read_like
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The task of a search.
+
+    Attributes:
+        global_batch_size: sequences per step over all data-parallel ranks.
+        pins: fixed choices (autoplan.config.choices.PINS), checked here.
+        precision: a name of autoplan.config.parallel.PRECISIONS.
+        options: kernels of attention, how kernels are started, what overlaps.
+        constants: constants of the cost model, as shipped or fitted by `autoplan calibrate` to measured steps.
+        constants_file: file that they were read from, for reports.
+        profile: measured times that override the cluster's figures.
+        like: the stack that will run the plan, `megatron-bridge@26.08`: its settings take the place of the defaults of
+            mode, precision and options, and a search looks at what it can do (profiles/stacks). A value that differs
+            from its default overrides the stack; a `Like` knows what was given, and decides all three.
+        adapters: the adapters that `graph` has (`autoplan.program.adapters`), for reports.
+        profile_file: name or file that the profile was read from, for reports.
+        top: number of plans to return, best first, each with other degrees.
+        by_kind: True: these plans differ in kind, too (`autoplan.search.simplicity.kind_of`): each is the best that
+            uses just these kinds of parallelism.
+        time_limit_s: after this time the best plan so far is returned; while there is none, the search goes on for a
+            while.
+        patient: False: a search without a plan at its time limit ends there, and if nothing fits, it looks for no
+            change that would.
+        memory_risk: the accepted probability that a plan runs out of memory (`autoplan.config.planning`); 0.05
+            keeps the high end of every interval within the device, 0.5 the expected need.
+        equal_within: plans whose step times are at most this share above the fastest count as equal: the simplest is
+            taken (`autoplan.search.simplicity`); 0: the fastest.
+        gap: the search ends when the best step of the space is proved to be at most this share shorter than the one
+            found; None: 0.01, or 0.05 for a model with experts (`autoplan.config.planning`); 0: when nothing is left.
+        executed: True: only plans that the runtime can execute.
+        target_len: tokens per target sequence, if the model has one with a length of its own; None: seq_len.
+    """
+
+    graph: ModelGraph
+    cluster: Cluster
+    seq_len: int
+    global_batch_size: int
+    pins: Mapping[str, Any] = field(default_factory=Pins)
+    precision: str = "bf16"
+    mode: Mode = Mode.EAGER
+    profile: Profile | None = None
+    options: RunOptions = field(default_factory=RunOptions)
+    constants: Constants = field(default_factory=Constants.shipped)
+    constants_file: str | None = None
+    top: int = 1
+    by_kind: bool = False
+    time_limit_s: float = 60.0
+    patient: bool = True
+    memory_risk: float = DEFAULT_RISK
+    equal_within: float = EQUAL_WITHIN
+    gap: float | None = None
+    executed: bool = False
+    target_len: int | None = None
+    adapters: str | None = None
+    profile_file: str | None = None
+    like: Like | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.like is not None:
+            self._settle(self.like)
+        try:
+            object.__setattr__(self, "pins", self.pins if isinstance(self.pins, Pins) else Pins(self.pins))
+        except PinError as error:
+            raise refusal(limits_of(self.facts, self.cluster, self.scope), self.pins) or error from None
+
+    def _settle(self, like: Like | str) -> None:
+        """Take the settings of the stack, but for what was given."""
+        if isinstance(like, str):
+            usual = option_data(RunOptions())
+            given = {name: v for name, v in option_data(self.options).items() if v != usual[name]}
+            given |= {"mode": None if self.mode is Mode.EAGER else self.mode}
+            like = read_like(like, {**given, "precision": None if self.precision == "bf16" else self.precision})
+        like = like.on(self.cluster.device.name, self.graph.name)
+        settled = {
+            "like": like,
+            "mode": like.mode,
+            "precision": like.precision(latent_attention(self.graph)),
+            "options": like.options(self.cluster.device.name),
+            "executed": self.executed or like.stack.executed,
+        }
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
+
+    @functools.cached_property
+    def facts(self) -> Facts:
+        """The facts of model, cluster and run that decide which configurations are legal."""
+        return Facts.of(
+            self.graph,
+            self.cluster,
+            self.global_batch_size,
+            self.seq_len,
+            self.mode,
+            self.precision,
+            self.options,
+            self.target_len,
+            self.like if isinstance(self.like, Like) else None,
+        )
+
+    @property
+    def allowed_gap(self) -> float:
+        """The share of a step that may stay unproved."""
+        usual = EXPERTS_GAP if nodes_with(self.graph, OpKind.EXPERTS) else DENSE_GAP
+        return usual if self.gap is None else self.gap
+
+    @property
+    def fixed(self) -> Pins:
+        """The pins as Pins."""
+        return self.pins if isinstance(self.pins, Pins) else Pins(self.pins)
+
+    @property
+    def scope(self) -> Scope:
+        """The scope of rules that a search keeps."""
+        return Scope.EXECUTED if self.executed else Scope.SEARCHED
+
+    def env(self, size: int, cp: int = 1) -> dict[str, int]:
+        """Return the values of size symbols for `size` sequences, cut over `cp` ranks."""
+        return {"b": size, "s": self.seq_len // cp, "t": self.target_len or self.seq_len}
+
+    @property
+    def costs(self) -> Costs:
+        """The prices of operations and collectives in this task."""
+        return Costs(self.cluster, self.profile, self.mode, self.options, self.constants)
+
+
+def space_of(request: PlanRequest) -> Space:
+    """Return the candidates of a request. PinError if the pins leave none."""
+    r = request
+    return space(r.graph, r.cluster, r.global_batch_size, r.pins, seq_len=r.seq_len, facts=r.facts, scope=r.scope)
+
+
+def offloaded(request: PlanRequest, candidate: ParallelConfig) -> list[ParallelConfig]:
+    """Return the same degrees with each kind of offload that a search tries; empty if it tries none."""
+    return [candidate.but(offload=kind) for kind in offload_kinds(request, candidate)]
+
+
+def offload_kinds(request: PlanRequest, candidate: ParallelConfig) -> tuple[tuple[str, ...], ...]:
+    """Return the kinds of offload that a search tries for a candidate."""
+    if not request.cluster.offloads:
+        return ()
+    kinds = searched_offload(request.pins, candidate.zero_stage, candidate.num_shards)
+    like = request.facts.like
+    if like is not None:
+        able = {*like.can.offload, *((ACTIVATIONS,) if OFFLOAD in like.can.recompute else ())}
+        kinds = tuple(kind for kind in kinds if able.issuperset(kind))
+    return kinds
+
+
+def without_activations(candidate: ParallelConfig) -> ParallelConfig:
+    """Return a candidate without activation offload, which a search treats as a recompute choice."""
+    if ACTIVATIONS not in candidate.offload:
+        return candidate
+    return candidate.but(offload=of_states(candidate.offload))
+
+
+def least_memory_first(candidate: ParallelConfig) -> tuple[int, ...]:
+    """Return the sort key that puts the candidates most likely to fit first."""
+    c = candidate
+    return c.micro_batch_size, -len(held_on_host(c.offload)), -c.zero_stage, -c.tp, -c.pp
+
+
+def check_task(request: PlanRequest) -> None:
+    """Raise PinError for an impossible sequence length, memory risk or time limit."""
+    r = request
+    check_setting("seq_len", r.seq_len)
+    if r.target_len is not None:
+        check_setting("target_len", r.target_len)
+    check_planning(r.memory_risk, r.equal_within, r.gap)
+    if not r.time_limit_s >= 0:
+        raise PinError(f"time_limit_s={r.time_limit_s!r}: must be a number of seconds, at least 0")

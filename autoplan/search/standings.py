@@ -1,0 +1,54 @@
+"""The evaluated plans of a search, and the step time that another plan must beat."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autoplan.config.parallel import ParallelConfig
+from autoplan.search.cuts import Cut
+from autoplan.search.degrees import search_order
+from autoplan.search.request import PlanRequest
+from autoplan.search.simplicity import kind_of
+
+Evaluated = tuple[float, ParallelConfig, tuple[int, ...], tuple[int, ...]]  # step, cut, recomputed layers
+
+
+class Standings:
+    """Evaluated plans.
+
+    Attributes:
+        best: all of them, best first.
+    """
+
+    def __init__(self, request: PlanRequest) -> None:
+        self.request = request
+        self.best: list[Evaluated] = []
+
+    def cutoff_s(self) -> float:
+        """Return the step time that a plan must beat to be among the requested ones."""
+        asked = self.asked(self.best)
+        return asked[self.request.top - 1][0] if len(asked) >= self.request.top else math.inf
+
+    def enough_s(self) -> float:
+        """Return the bound from which on a candidate is not looked at: its plans are hardly better, if at all.
+
+        They improve the requested plans by no more than the gap that the request allows.
+        """
+        return self.cutoff_s() * (1.0 - self.request.allowed_gap)
+
+    def asked(self, entries: list[Evaluated], beside: Sequence[Evaluated] = ()) -> list[Evaluated]:
+        """Return the entries that may be answers: all, or the first of each kind that is not among those beside."""
+        if not self.request.by_kind:
+            return entries
+        kinds = {kind_of(e[1]) for e in beside}
+        first = {kind: e for e in reversed(entries) if (kind := kind_of(e[1])) not in kinds}
+        return [e for e in entries if first.get(kind_of(e[1])) is e]
+
+    def add(self, candidate: ParallelConfig, cut: Cut) -> None:
+        """Add the plan of a candidate. Of plans with the same degrees, the best stays."""
+        degrees = candidate.but(context_method=None, offload=())
+        self.best.append((cut.step_s, candidate, cut.chunks or (), cut.recompute))
+        self.best.sort(key=lambda e: (e[0], search_order(e[1])))
+        alike = [e for e in self.best if e[1].but(context_method=None, offload=()) == degrees]
+        self.best = [e for e in self.best if e not in alike[1:]]  # requested plans differ in degrees
