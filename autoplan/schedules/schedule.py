@@ -97,6 +97,8 @@ class Schedule:
         family: The word for the schedule in a report of what was searched.
         rounds: True if micro-batches run in equal rounds of about num_stages.
         least_rounds: The number of micro-batches is at least this times num_stages.
+        settles: True if a rank with v chunks holds no more with more than v + 2 rounds of num_stages micro-batches, and
+            the same rest, than with just these.
         transfer: Which rank a transfer keeps busy; in stock torch the receiver.
     """
 
@@ -113,6 +115,7 @@ class Schedule:
     family: str = ""
     rounds: bool = False
     least_rounds: int = 0
+    settles: bool = True
     transfer: Transfer = Transfer.RECEIVER
 
     def takes(self, virtual_stages: int) -> bool:
@@ -128,7 +131,7 @@ class Schedule:
 
 _RECORDS = (
     # Searched only if pinned: it is never faster than 1F1B.
-    Schedule("GPipe", orders.gpipe, "ScheduleGPipe", windows=True),
+    Schedule("GPipe", orders.gpipe, "ScheduleGPipe", windows=True, settles=False),
     Schedule("1F1B", orders.one_f_one_b, "Schedule1F1B", windows=True, backward_at_once=True),
     Schedule(
         "Interleaved1F1B",

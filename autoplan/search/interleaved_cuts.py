@@ -271,6 +271,11 @@ class ChunkCutter:
                 self._free_s = self._step_s(self.chunks, self._pinned())
         return self._free_s
 
+    @property
+    def known_free_s(self) -> float:
+        """The step time with unlimited memory, if it was simulated; else 0."""
+        return self._free_s or 0.0
+
     def _pinned(self) -> tuple[int, ...]:
         """Return the pinned steps along the recompute frontier of every chunk; zeros if recompute is searched."""
         out = [0] * len(self.chunks)

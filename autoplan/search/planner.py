@@ -26,14 +26,15 @@ import heapq
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from autoplan.config.offload import held_on_host
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.errors import InfeasibleError
+from autoplan.schedules.schedule import SCHEDULES
 from autoplan.search import clock
 from autoplan.search.certificate import Certificate, SearchResult, Status, restrictions_of
 from autoplan.search.cuts import Cut, Cutter, Shortage
@@ -47,7 +48,7 @@ from autoplan.search.intra import StoppedError
 from autoplan.search.later_choices import NEAR, more_stages
 from autoplan.search.layouts import ILP_LIMIT_S, CandidateLayout, LayoutCache
 from autoplan.search.outcomes import LARGE_VALUES, NO_LAYOUT, Decided, Outcome, tally
-from autoplan.search.progress import Progress, Teller
+from autoplan.search.progress import Phases, Progress, Teller
 from autoplan.search.quick_memory import QuickMemory
 from autoplan.search.request import (
     PlanRequest,
@@ -100,7 +101,7 @@ class _Search:
         check_task(request)
         self.request, self.start, self.began = request, clock.now_s(), time.perf_counter()
         self.teller, self.num_candidates = Teller(told), 0
-        self.phases: dict[str, float] = defaultdict(float)
+        self.phases = Phases()
         self.points = LayoutCache(request, self.phases)
         self.quick = QuickMemory(request)
         self.outcomes: dict[ParallelConfig, Decided] = {}
@@ -120,7 +121,7 @@ class _Search:
 
     def run(self) -> SearchResult:
         """Evaluate the first plans, bound all candidates, then refine and evaluate them best first."""
-        with self._phase("space"):
+        with self.phases.spent("space"):
             checked = space_of(self.request)
         self.num_candidates = len(checked.candidates)
         try:
@@ -166,15 +167,6 @@ class _Search:
         total = self.request.time_limit_s if self.bounds else self.patience_s
         return min(ILP_LIMIT_S, max(0.0, total - self._elapsed_s()))
 
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        """Add the time spent inside to a phase, without that of nested phases."""
-        began, before = time.perf_counter(), sum(self.phases.values())
-        try:
-            yield
-        finally:
-            self.phases[name] += time.perf_counter() - began - (sum(self.phases.values()) - before)
-
     def _tell(self, bound_s: float) -> None:
         """Tell who waits how far the search is. `bound_s`: the least bound of the candidates at hand."""
         known = bool(self.grouped) and not self.pending
@@ -192,7 +184,7 @@ class _Search:
             self._evaluate_some(some, until_s)
         if not self.plans.best or len(candidates) < _FEW:
             return
-        with self._phase("space"):
+        with self.phases.spent("space"):
             neighbours = Neighbours(candidates)
         examined = None
         while examined != self.plans.best[0] and self._elapsed_s() < until_s:
@@ -246,7 +238,7 @@ class _Search:
         if self.quick.too_big(members[0]):
             self._decide(members, LARGE_VALUES)
             return
-        with self._phase("bounds"):
+        with self.phases.spent("bounds"):
             try:
                 least = self.points.least_pass(members[0], self._layout_limit_s())
             except StoppedError:
@@ -277,7 +269,7 @@ class _Search:
         if self.quick.too_big(candidate):
             self._decide([candidate], LARGE_VALUES)
             return
-        with self._phase("bounds"):
+        with self.phases.spent("bounds"):
             try:
                 cutter = self.points.cutter(candidate, self._layout_limit_s() if limit_s is None else limit_s)
             except StoppedError:
@@ -304,8 +296,12 @@ class _Search:
     def _refine(self, candidate: ParallelConfig) -> float:
         """Return the bound that includes memory; if nothing fits, it is inf: it is decided."""
         cutter = self.cutters[candidate]
-        with self._phase("bounds"):
-            bound = cutter.bound_s() if isinstance(cutter, Cutter) else cutter.bound_s(self.plans.enough_s())
+        with self.phases.spent("bounds"):
+            if isinstance(cutter, Cutter):
+                bound = cutter.bound_s()
+            else:
+                bound = cutter.bound_s(self.plans.enough_s())
+                self.first_bounds[candidate] = max(self.first_bounds[candidate], cutter.known_free_s)
             if bound == math.inf:
                 self._too_big(candidate)
                 if candidate.offload and isinstance(cutter, Cutter) and cutter.lacks_device_memory():
@@ -340,7 +336,7 @@ class _Search:
                 each = offloaded(self.request, candidate)
                 new += each
                 self.bounds |= dict.fromkeys(each, bound)
-        with self._phase("bounds"):
+        with self.phases.spent("bounds"):
             for members in grouped(new):
                 self._bound_states(members, self.plans.enough_s())
         self._best_first({c: self.bounds[c] for c in new})
@@ -360,20 +356,23 @@ class _Search:
         self._best_first(new)
 
     def _memory_binds(self, candidate: ParallelConfig) -> bool:
-        """Return False, and decide the candidate, if offloading cannot help its degrees."""
+        """Return False, and decide or bound the candidate, if offloading cannot help its degrees."""
         kept = candidate.but(offload=())
         too_big = self.outcomes.get(kept, (None, ""))[0] is Outcome.TOO_BIG
-        if too_big or self.bounds.get(kept, 0.0) > self.first_bounds.get(kept, math.inf):
+        binds = too_big or self.bounds.get(kept, 0.0) > self.first_bounds.get(kept, math.inf)
+        if binds and SCHEDULES[kept.schedule].windows:
             return True
         if kept not in self.cutters:
             self._bound(kept)
-        if kept not in self.cutters:  # its layout was stopped
-            return False
-        with self._phase("bounds"):
+        if kept not in self.cutters:  # its layout was stopped, or a value of the graph is too big for a device
+            return binds
+        with self.phases.spent("bounds"):
             cutter, cutoff = self.cutters[kept], self.plans.cutoff_s()
-            binds = self.first_bounds[kept] < cutoff and cutter.free_bound_s() < cutoff and cutter.binds(cutoff)
-        if not binds:
+            free = max(self.first_bounds[kept], cutter.free_bound_s())
+            binds = free < self.plans.enough_s() and (binds or cutter.binds(cutoff))
+        if free >= cutoff or not (binds or free >= self.plans.enough_s()):
             self.outcomes[candidate] = (Outcome.BOUNDED_OUT, "")
+        self.bounds[candidate] = max(self.bounds[candidate], free)
         return binds
 
     def _best_first(self, bounds: Mapping[ParallelConfig, float]) -> None:
@@ -427,7 +426,7 @@ class _Search:
 
     def _evaluate(self, candidate: ParallelConfig, cutoff_s: float, max_evaluated: int) -> None:
         """Search the cuts of a candidate; it stays open if none is found and none is excluded."""
-        with self._phase("evaluation"):
+        with self.phases.spent("evaluation"):
             cut = self.cutters[candidate].search(cutoff_s, max_evaluated)
         if cut.chunks is None and cut.exact and cutoff_s == math.inf:
             self._too_big(candidate)

@@ -1,9 +1,11 @@
-"""The progress of a search, for people who wait for it."""
+"""The progress of a search, for people who wait for it, and what took its time."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 _EVERY_S = 0.2  # a person reads no faster
@@ -41,3 +43,19 @@ class Teller:
         self._next_s = time.perf_counter() + _EVERY_S
         gap = None if best_s is None or bound_s is None else max(0.0, 1 - bound_s / best_s)
         self._told(Progress(num_left, best_s, gap))
+
+
+class Phases(defaultdict[str, float]):
+    """Seconds by phase of a search."""
+
+    def __init__(self) -> None:
+        super().__init__(float)
+
+    @contextmanager
+    def spent(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to a phase, without that of nested phases."""
+        began, before = time.perf_counter(), sum(self.values())
+        try:
+            yield
+        finally:
+            self[name] += time.perf_counter() - began - (sum(self.values()) - before)

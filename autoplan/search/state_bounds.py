@@ -198,21 +198,23 @@ class StateBounds:
         """Return by candidate and rank the least seconds of recompute per micro-batch with which a cut fits."""
         units, mine = self._held(cut), chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
         held, _ = most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
-        states, prices = a.states @ units.T, _prices(a)
+        of_rank = np.zeros((c.pp, len(held)))
+        for rank, chunks in enumerate(mine):
+            of_rank[rank, list(chunks)] = 1.0
         most, least = (units @ kept * held for kept in (a.kept[0], a.kept.min(axis=0)))  # bytes of every chunk
-        out = np.zeros((len(a.room), c.pp))
-        for rank, chunks in enumerate(map(list, mine)):
-            room = a.room - a.free_saved * held[chunks].sum() - states[:, chunks].sum(axis=1)
-            out[least[chunks].sum() * _CLOSE > room, rank] = np.inf
-            short = np.flatnonzero((most[chunks].sum() > room) & np.isfinite(out[:, rank]))
-            if not short.size:
-                continue
-            some, tried = _rows(a, short), prices[short] / max(1.0, float(held[chunks].max()))
-            found = -tried * room[short, None]
-            for number in np.unique(held[chunks]):
-                alike = [k for k in chunks if held[k] == number]
-                found += _least(some, (tried * number)[:, :, None]) @ units[alike].sum(axis=0)
-            out[short, rank] = np.maximum(0.0, found.max(axis=1))
+        room = a.room[:, None] - (a.states @ units.T + a.free_saved * held) @ of_rank.T
+        too_big = of_rank @ least * _CLOSE > room
+        out = np.where(too_big, np.inf, 0.0)
+        short = (of_rank @ most > room) & ~too_big
+        rows = np.flatnonzero(short.any(axis=1))
+        if not rows.size:
+            return out
+        some, of_most = _rows(a, rows), np.maximum(1.0, (of_rank * held).max(axis=1))
+        prices = _prices(some)[:, None] / of_most[:, None]  # by candidate, rank and price
+        by_chunk = prices[:, of_rank.argmax(axis=0)] * held[:, None]
+        inside = _least(some, by_chunk.reshape(len(rows), -1, 1)).reshape(*by_chunk.shape, -1)
+        found = of_rank @ (inside * units[:, None]).sum(axis=3) - prices * room[rows][:, :, None]
+        out[rows] = np.where(short[rows], np.maximum(0.0, found.max(axis=2)), out[rows])
         return out
 
 

@@ -35,7 +35,7 @@ from autoplan.cost_models.memory.parameters import NO_STATES, ParameterMemory, S
 from autoplan.cost_models.memory.ranks import activation_need, fixed_need
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.work import ParamWork, Workload
-from autoplan.schedules.schedule import actions, chunks_of_ranks, num_copies, ranks_of_chunks
+from autoplan.schedules.schedule import SCHEDULES, actions, chunks_of_ranks, num_copies, ranks_of_chunks
 from autoplan.units import dtype_bytes
 
 _CLOSE = 1 + 1e-9  # sums in another order are equal up to this
@@ -220,7 +220,6 @@ class LeastMemory:
         return self._states[key]
 
 
-@lru_cache(maxsize=4096)
 def most_held(
     schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int
 ) -> tuple[Array, NDArray[np.int64]]:
@@ -228,6 +227,17 @@ def most_held(
 
     With one chunk per rank they are those that it holds after its first backward, if it has another one.
     """
+    rest = num_micro_batches % num_stages
+    if SCHEDULES[schedule].settles and not (rest and SCHEDULES[schedule].rounds):  # fewer actions hold as much
+        num_micro_batches = min(num_micro_batches, (virtual_stages + 2) * num_stages + rest)
+    return _most_held(schedule, num_stages, num_micro_batches, virtual_stages)
+
+
+@lru_cache(maxsize=4096)
+def _most_held(
+    schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int
+) -> tuple[Array, NDArray[np.int64]]:
+    """Return `most_held` by the actions of all these micro-batches."""
     table = actions(schedule, num_stages, num_micro_batches, virtual_stages)
     homes = chunks_of_ranks(schedule, num_stages, virtual_stages)
     held = np.zeros(sum(map(len, homes)))

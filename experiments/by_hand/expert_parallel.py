@@ -3,9 +3,10 @@
     python -m experiments.by_hand.expert_parallel [--processes 2] [--budget-s 20] [--json FILE]
 
 Hugging Face's Mixtral, forward and backward, in the same processes of one gloo group, in turn: `program` with every
-expert on every rank (ep 1) and with experts spread over the ranks (ep N), PyTorch's DDP around the untouched model, and
-DDP with the experts spread by hand (experts_by_hand.py). Loss and gradients of all four are compared with one process;
-it fails if one differs.
+expert on every rank (ep 1), with experts spread over the ranks (ep N), and with every expert cut over them (etp N),
+beside PyTorch's DDP around the untouched model, DDP with the experts spread by hand, and DTensor's tensor parallelism
+with the experts cut by hand (experts_by_hand.py). Loss and gradients of all six are compared with one process; it fails
+if one differs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import typer
 from torch.nn.parallel import DistributedDataParallel
 
 import autoplan
-from experiments.by_hand.experts_by_hand import gradients, make_step, spread
+from experiments.by_hand.experts_by_hand import cut, cut_gradients, gradients, make_step, spread
 from experiments.shared.in_turn import (
     Contender,
     check,
@@ -40,6 +41,7 @@ SIZES = (
 NUM_EXPERTS, TOP_K = 8, 2
 # (program, what it is compared with)
 PAIRS = (("program ep 1", "DDP"), ("program ep N", "by hand ep N"))
+CUT = ("program etp N", "by hand etp N")
 
 
 def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str) -> dict[str, Any]:
@@ -67,8 +69,19 @@ def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str
             lambda model=model: gradients(model),  # type: ignore[misc]
             share=1 / world,  # a mean over this rank's part of the batch, all parts equally large
         )
+    pm = autoplan.parallelize(
+        make_mixtral(size, NUM_EXPERTS, TOP_K),
+        "local",
+        example_inputs=whole,
+        pins={"dp": 1, "tp": world, "ep": 1, "etp": world},
+        global_batch_size=size.batch,
+        folder=f"{folder}/cut",
+    )
+    contenders[CUT[0]] = Contender(lambda: pm.step(whole), pm.gradients)
+    by_hands = cut(make_mixtral(size, NUM_EXPERTS, TOP_K))
+    contenders[CUT[1]] = Contender(make_step(by_hands, whole), lambda: cut_gradients(by_hands))
     differences = check(contenders, truth, size)
-    return results_of(time_together(contenders, budget_s), differences, dict(PAIRS))
+    return results_of(time_together(contenders, budget_s), differences, dict([*PAIRS, CUT]))
 
 
 def main(

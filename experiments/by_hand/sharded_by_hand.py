@@ -6,7 +6,7 @@ Face model; micro-batches are a loop that adds gradients.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,7 +28,9 @@ class Recipe:
 
     shards: `fully_shard`, else DDP. optimizer: DDP with ZeroRedundancyOptimizer. drops: parameters after the forward
     (reshard_after_forward). reduces_each: gradients after every micro-batch, else whole ones are added up and reduced
-    after the last. copies: of what is sharded, each on neighbours (a mesh of two axes).
+    after the last. copies: of what is sharded, each on neighbours (a mesh of two axes). on_host: what is sharded, by
+    torch's CPUOffloadPolicy. saves_on_host: what autograd keeps of every layer, by torch's save_on_cpu. compiled: every
+    layer, by torch.compile.
     """
 
     shards: bool
@@ -36,6 +38,9 @@ class Recipe:
     drops: bool = False
     reduces_each: bool = False
     copies: int = 1
+    on_host: bool = False
+    saves_on_host: bool = False
+    compiled: bool = False
 
 
 RECIPES = {
@@ -47,6 +52,9 @@ RECIPES = {
     "fully_shard, reduced once": Recipe(shards=True, drops=True),
     "fully_shard kept, 2 copies": Recipe(shards=True, reduces_each=True, copies=2),
     "fully_shard, 2 copies": Recipe(shards=True, drops=True, reduces_each=True, copies=2),
+    "fully_shard, on the host": Recipe(shards=True, drops=True, reduces_each=True, on_host=True),
+    "DDP, save_on_cpu": Recipe(shards=False, saves_on_host=True),
+    "DDP, compiled layers": Recipe(shards=False, compiled=True),
 }
 
 
@@ -55,6 +63,11 @@ def make_trainer(
 ) -> Trainer:
     """Wrap `model` (in place) and its optimizer; `batch` is this rank's part, its labels equally many on every rank."""
     parts = [part_of(batch, i, num_micro_batches) for i in range(num_micro_batches)]
+    layers: Any = model.get_submodule("model.layers")
+    for layer in layers if recipe.saves_on_host else ():
+        layer.forward = _saving_on_host(layer.forward)
+    for layer in layers if recipe.compiled else ():
+        layer.compile()
     wrapped = _sharded(model, recipe) if recipe.shards else DistributedDataParallel(model)
     optimizer: torch.optim.Optimizer
     if recipe.optimizer:
@@ -77,7 +90,17 @@ def make_trainer(
     )
 
 
+def _saving_on_host(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def saving(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return forward(*args, **kwargs)
+
+    return saving
+
+
 def _sharded(model: nn.Module, recipe: Recipe) -> FSDPModule:
+    if recipe.on_host:
+        return shard_by_layer(model, drops=recipe.drops, offload_policy=CPUOffloadPolicy(pin_memory=False))
     if recipe.copies == 1:
         return shard_by_layer(model, drops=recipe.drops)
     shape = recipe.copies, dist.get_world_size() // recipe.copies

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from parity import spread_out
 
 from autoplan.catalog import load_model
 from autoplan.config.parallel import Mode, ParallelConfig, precision_of
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.memory.least import LeastMemory
+from autoplan.cost_models.memory.least import LeastMemory, _most_held, most_held
 from autoplan.cost_models.memory.room import Room
 from autoplan.errors import AutoplanError
-from autoplan.schedules.schedule import num_copies
+from autoplan.schedules.schedule import SCHEDULES, num_copies, takes
 from autoplan.search.planner import PlanRequest, estimate_config
 
 DEVICES = 16
@@ -66,3 +67,16 @@ def test_it_is_a_bound_and_a_useful_one(model: str, mode: Mode) -> None:
                 assert not bound.no_cut_fits(found.config, Room(fullest * 1.0001, guard=guard)), config
                 no_cut += bound.no_cut_fits(found.config, Room(fullest * 0.7, guard=guard))
     assert tried > 30 and nearest > 0.7 and nearest_cut > 0.85 and no_cut > 5
+
+
+def test_what_a_rank_holds_settles() -> None:
+    """Many micro-batches are counted by few; GPipe holds all of them."""
+    settled = 0
+    for name, pp, v, m in itertools.product(SCHEDULES, (1, 2, 3, 4, 8), (1, 2, 3, 4), (1, 2, 3, 5, 8, 12, 24, 35, 64)):
+        if not takes(name, pp, m, v):
+            continue
+        held, running = most_held(name, pp, m, v)
+        wanted, runs = _most_held(name, pp, m, v)
+        assert np.array_equal(held, wanted) and np.array_equal(running, runs), (name, pp, v, m)
+        settled += SCHEDULES[name].settles and m > (v + 3) * pp
+    assert settled > 100 and most_held("GPipe", 2, 64, 1)[0].max() > 60

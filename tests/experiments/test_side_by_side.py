@@ -87,3 +87,14 @@ def test_the_check_notices_what_trains_otherwise() -> None:
     ]
     assert len(said) == 2 * len(expected)
     assert all(line.startswith(start) for line, start in zip(said, 2 * expected, strict=True)), said
+
+
+@pytest.mark.exhaustive
+@pytest.mark.processes
+def test_state_on_the_host_and_compiled_blocks_beside_the_same_by_hand(tmp_path: Path) -> None:
+    pairs = [
+        ("parameters on the host", "fully_shard, on the host"),
+        ("activations on the host", "DDP, save_on_cpu"),
+        ("compiled", "DDP, compiled layers"),
+    ]
+    assert_measured(rows_of("host_and_compiled", 2, tmp_path), pairs)

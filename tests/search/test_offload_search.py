@@ -265,3 +265,28 @@ def test_the_memory_model_of_one_parameter() -> None:
         m = MemoryModel(point.workload, config, LayoutCache(r).precision, r.cluster)
         got = tuple(sum(x) / elements for x in (m.stored, m.grads, m.states, m.hosted))
         assert got == pytest.approx(expected, rel=1e-6), (zero, offload)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7])
+def test_offload_that_cannot_help_is_not_priced(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the same degrees are too slow with unlimited memory. The plan is the same, and nothing is left open."""
+    pins = {"pp": 2, "dp": 1, "tp": 1, "micro_batch_size": 1}
+    r = request(2, int(share * peak_bytes(pins, 2)), pins=pins, host=(ROOM, 1e11))
+    priced: list[ParallelConfig] = []
+    refine = planner._Search._refine
+
+    def counted(self: planner._Search, candidate: ParallelConfig) -> float:
+        priced.append(candidate)
+        return refine(self, candidate)
+
+    def searched() -> tuple[float, int]:
+        priced.clear()
+        result = search_plan(r)
+        assert result.certificate.open == 0 and result.certificate.gap == 0.0
+        return result.plans[0].estimate.step_time_s.mid, sum(bool(c.offload) for c in priced)
+
+    monkeypatch.setattr(planner._Search, "_refine", counted)
+    best, few = searched()
+    monkeypatch.setattr(planner._Search, "_memory_binds", lambda self, candidate: True)
+    same, many = searched()
+    assert best == same and few < many
