@@ -36,7 +36,7 @@ _KEY = "autoplan/device"
 
 @dataclass(frozen=True)
 class Sight:
-    """What one process sees.
+    """The devices that one process sees.
 
     Attributes:
         num_gpus: number of GPUs visible to it.
@@ -66,7 +66,7 @@ class Sight:
 
     @property
     def shown(self) -> str:
-        """How many GPUs the process sees, and the variable that hides others."""
+        """The number of GPUs that the process sees, and the variable that hides others, in words."""
         hidden = (self.environment or {}).get(VISIBLE)
         text = "no GPU" if not self.num_gpus else f"{self.num_gpus} GPU{'s' if self.num_gpus > 1 else ''}"
         return f"the process sees {text}" + ("" if hidden is None else f" ({VISIBLE}={hidden!r})")

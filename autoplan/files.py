@@ -45,7 +45,7 @@ def write_whole(path: Path | str, data: str | bytes) -> None:
 
 
 class WrittenFile(NamedTuple):
-    """What a file holds: its size in bytes, and the SHA-256 of its content in hexadecimal digits."""
+    """The fingerprint of a file: its size in bytes, and the SHA-256 of its content in hexadecimal digits."""
 
     num_bytes: int
     sha256: str

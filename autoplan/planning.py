@@ -23,7 +23,7 @@ from autoplan.ir.graph import ModelGraph
 from autoplan.plans.differences import differences_text, graph_differences
 from autoplan.plans.document import graph_of_text, graph_text, plain
 from autoplan.plans.folder import buffer_texts, write_program
-from autoplan.plans.layouts import layouts_of, open_layouts, solved_again
+from autoplan.plans.layouts import check_executed, layouts_of, solved_again
 from autoplan.plans.record import Plan, searched_plan
 from autoplan.program.facts import Facts
 from autoplan.program.legality import check_pins
@@ -452,13 +452,9 @@ def ready_plan(plan: Plan, graph: ModelGraph) -> tuple[Plan, Layouts]:
         LayoutError, PinError: the plan does not fit the graph, or its layouts are open and cannot be solved again.
     """
     _check_graph(plan, graph)
-    if plan.document.get("request", {}).get("mode") == Mode.FUSED:
-        raise PinError(
-            "the plan is one of fused kernels, which are priced, not executed; plan in mode eager or compiled"
-        )
+    check_executed(plan)
     if plan.layout:
         return plan, layouts_of(plan, graph)
-    open_layouts(plan)
     from autoplan.report.plan_file import PlanFile
     from autoplan.report.written import written_of
 

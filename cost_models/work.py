@@ -137,7 +137,7 @@ class Recomputed:
 
 
 class Gathered(Enum):
-    """What happens to the parameters that ZeRO 3 gathers for a forward."""
+    """The fate of parameters that ZeRO 3 gathers for a forward: freed, kept, or gathered again."""
 
     TWICE = "twice"  # freed, and gathered a second time for the backward
     LAST = "last"  # of the last block of the model: kept if its backward follows directly
@@ -254,6 +254,17 @@ class Workload:
     # not included in the bytes of units above
     shared: tuple[SharedValue, ...] = ()
     masked_flops: float = 0.0  # of model_flops, the part that causal masks hide: the later half of each query's keys
+
+    @cached_property
+    def messages(self) -> frozenset[tuple[str, str, tuple[int, int] | None]]:
+        """The collectives that are messages between single ranks: kind (all_to_all, send_recv), axis and part."""
+        sent = (c for block in self.blocks.values() for c in block.comms if c.kind in ("all_to_all", "send_recv"))
+        return frozenset((c.kind, c.axis, c.part) for c in sent)
+
+    @cached_property
+    def has_expert_parameters(self) -> bool:
+        """True if parameters of experts are laid out on the axes of experts."""
+        return any(p.expert for block in self.blocks.values() for p in block.params)
 
     @cached_property
     def unit_kinds(self) -> tuple[int, ...]:

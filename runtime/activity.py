@@ -1,4 +1,4 @@
-"""What the main thread of a rank does, read from its stack when another rank asks: it costs the main thread nothing.
+"""Activity of a rank's main thread, read from its stack when another rank asks: it costs the thread nothing.
 
 `faulthandler` writes the stack of the running thread in one go, while Python stands still, and the text is parsed.
 Following frame objects from here would let the other thread run between two of them, which Python 3.11 does not
@@ -57,7 +57,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class StackPlace:
-    """Where a thread is.
+    """The position of a thread in the code.
 
     Attributes:
         phase: phase of a step, or "".

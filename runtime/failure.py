@@ -342,7 +342,7 @@ def _end_watch(state: Ranks) -> None:
 
 
 def _after_fork() -> None:
-    """In a forked child: close its copy of the parent's port, and never speak for the parent."""
+    """Close a forked child's copy of the parent's port; the child never speaks for the parent."""
     global _state
     if _state is not None and _state.listener is not None:
         _state.listener.drop()

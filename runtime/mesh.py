@@ -6,9 +6,9 @@ atomic sub-axes, listed major to minor over the ranks. A *group* is a named prod
 ``('tp0', 'tp1')``) with its own communicator.
 
 Communicators are made with the mesh, on every rank in the same order, and connected before the first step: a
-communicator that forms beside running kernels waits for them. Each costs device memory (`cost_models/memory`), so axes
-of size 1 have none, and axes that span the same ranks share one (for the whole world: the default group). ``close``
-destroys them.
+communicator that forms beside running kernels waits for them. Each costs device memory, which the price counts
+(`cost_models/memory/communicators.py`), so axes of size 1 have none, and axes that span the same ranks share one (for
+the whole world: the default group). ``close`` destroys them.
 
 The same mesh serves real processes (gloo, NCCL), the fake process group, and ``LocalTensorMode``, where one process
 simulates all ranks. A value that depends on the rank must then be a tensor that differs per rank

@@ -26,7 +26,7 @@ StoredDtype = Callable[[ParamSpec], torch.dtype]
 
 
 class ModelState:
-    """What a rank holds of a model's state.
+    """A rank's part of a model's state.
 
     Args:
         spec: the program. mesh: its mesh.

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class NewsKind(enum.Enum):
-    """How a rank failed, as far as the evidence goes."""
+    """The failure of a rank, as far as the evidence goes."""
 
     RAISED = "raised"  # it raised an exception and reported it
     GONE = "gone"  # its process is gone without a report

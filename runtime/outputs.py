@@ -1,4 +1,4 @@
-"""What the model returns besides the loss (logits), of an evaluation: whole tensors from the parts that ranks have.
+"""Outputs of an evaluation besides the loss (logits): whole tensors from the parts that ranks have.
 
 The stage that makes a result hands it out micro-batch by micro-batch. Its parts are put together over tensor and
 context parallelism, and given to `each` if the caller wants less than all of it. After the last micro-batch the rows go

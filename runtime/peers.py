@@ -42,7 +42,7 @@ class Silence(enum.Enum):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank answers. `token`: a secret of the job, so that questions of strangers on the network are ignored."""
+    """The address at which a rank answers. `token`: a secret of the job; questions of strangers are ignored."""
 
     host: str
     port: int

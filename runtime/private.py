@@ -198,7 +198,7 @@ def bound_device() -> torch.device | None:
 
 
 class Meeting(NamedTuple):
-    """Where the ranks of a job meet: their store, the rank of this process and the number of ranks."""
+    """The meeting point of the ranks of a job: their store, the rank of this process and the number of ranks."""
 
     store: Store
     rank: int

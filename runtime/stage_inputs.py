@@ -1,4 +1,4 @@
-"""What the stages of a program take besides the batch: denominators of the loss, the numbers behind dropout, sizes."""
+"""Inputs of stages besides the batch: denominators of the loss, the numbers behind dropout, sizes."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from autoplan.runtime.state import IncompatibleKeys
 
 
 class StateMethods:
-    """What ParallelModel does with its state. It sets the attributes."""
+    """The methods of ParallelModel that handle its state. It sets the attributes."""
 
     spec: ProgramSpec
     device: torch.device

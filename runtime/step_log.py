@@ -33,7 +33,7 @@ LOG_VERSION = 1
 
 
 class Writer(Protocol):
-    """What takes values by name: torch.utils.tensorboard's SummaryWriter, or anything alike."""
+    """A writer of values by name: torch.utils.tensorboard's SummaryWriter, or anything alike."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
         """Take one value."""
@@ -41,7 +41,7 @@ class Writer(Protocol):
 
 @dataclass(frozen=True)
 class StepRow:
-    """What was measured of the steps since the row before.
+    """The measurements of the steps since the row before.
 
     Attributes:
         step: number of steps so far. num_steps: of those that this row is about.

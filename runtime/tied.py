@@ -25,7 +25,7 @@ def share_tied(stage: nn.Module, spec: StageSpec, tied: Iterable[TiedSpec]) -> N
 
 
 class TiedGradients:
-    """For each tied parameter, this rank's copies and the group of pipeline ranks that hold one.
+    """This rank's copies of each tied parameter, and the group of pipeline ranks that hold one.
 
     Args:
         stages: this rank's stages, by index.

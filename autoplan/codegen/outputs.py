@@ -1,4 +1,4 @@
-"""Where a program makes what the model returns besides the loss, and how ranks have parts of it."""
+"""Outputs besides the loss: the stage of a program that makes them, and the parts that ranks hold."""
 
 from __future__ import annotations
 

@@ -42,6 +42,7 @@ class Choice:
             None if it is legal for some.
         least: The smallest legal number.
         most: The largest number that can be varied.
+        varied: The description under which a sweep varies it; empty for pins, and for what no sweep varies.
         may_be_open: True if None means that the choice is not pinned.
         read: Parses the text of the command line. The second argument is the names of the model's layers.
         text: Writes a value in the form that `read` parses.
@@ -67,6 +68,7 @@ class Choice:
     obstacle: Callable[[str, object], str | None] | None = None
     least: float = 1
     most: float = 10**9
+    varied: str = ""
     may_be_open: bool = False
     read: Callable[[str, Sequence[str]], object] | None = None
     text: Callable[[Any, Sequence[str]], str] | None = None

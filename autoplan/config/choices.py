@@ -14,6 +14,7 @@ from typing import Any
 
 from autoplan.config.choice import Choice, Written, choices_of
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
+from autoplan.config.settings import setting
 from autoplan.errors import PinError
 
 CHOICES: tuple[Choice, ...] = choices_of(ParallelConfig)
@@ -86,9 +87,8 @@ def options_of(data: object) -> RunOptions:
 
 def read_mode(name: object) -> Mode:
     """Return the mode with this name. Raises PinError that names the known modes."""
-    if not isinstance(name, str) or name not in tuple(Mode):
-        raise PinError(f"mode {name!r} is not known; use {', '.join(Mode)}")
-    return Mode(name)
+    mode: Mode = _value(setting("mode"), name)
+    return mode
 
 
 def _value(record: Choice, value: Any) -> Any:

@@ -9,7 +9,7 @@ ulysses2xring4    ulysses over 2 neighbours, ring (or gather) over the 4 groups 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autoplan.errors import PinError
@@ -108,3 +108,8 @@ def methods_text(given: str | Mapping[str, str]) -> str:
         return given
     names = set(given.values())
     return names.pop() if len(names) == 1 else ",".join(f"{block}={name}" for block, name in sorted(given.items()))
+
+
+def neighbours_of(names: Iterable[str], cp: int) -> int:
+    """Return the ranks of Ulysses in the products among these methods; 1 if there is none."""
+    return next((m.ulysses for m in (read_method(n, cp) for n in names) if m.is_product), 1)

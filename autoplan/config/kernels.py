@@ -21,7 +21,7 @@ class Attention(StrEnum):
 
 
 class Launch(StrEnum):
-    """How the host starts kernels.
+    """The way the host starts kernels.
 
     ASYNC: ahead of the device, which waits if the host is slower.
     GRAPHS: from CUDA graphs, at no cost, except for experts, whose row counts the host must know; their router is in a
@@ -39,7 +39,7 @@ class Launch(StrEnum):
 
 
 class Dispatcher(StrEnum):
-    """How rows travel to the experts on other ranks and back (token dispatch).
+    """The way rows travel to the experts on other ranks and back (token dispatch).
 
     ALL_TO_ALL: one copy per chosen expert (Megatron-Core `--moe-token-dispatcher-type alltoall`).
     FLEX: a row travels once to each node and once to each device with experts for it, and is summed on the way back

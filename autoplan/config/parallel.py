@@ -23,7 +23,7 @@ from autoplan.units import DTYPE_BYTES
 
 
 class Mode(StrEnum):
-    """How the program runs: op by op, with fused kernels (Megatron, Transformer Engine), or torch.compile."""
+    """The execution mode: op by op, with fused kernels (Megatron, Transformer Engine), or torch.compile."""
 
     EAGER = "eager"
     FUSED = "fused"
@@ -48,7 +48,7 @@ def _document_len(name: str, value: object) -> str | None:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run is set up beyond its mode and degrees. A value other than the default has a price of its own.
+    """The setup of a run beyond its mode and degrees. A value other than the default has a price of its own.
 
     An option is declared here and read where it is priced; commands, files and reports are derived from its record.
     """

@@ -1,4 +1,4 @@
-"""What a search takes for good enough: how sure a plan must be to fit, which plans are equally fast, what is proved.
+"""The tolerances of a search: how sure a plan must be to fit, which plans are equally fast, what is proved.
 
 All are settings of `plan`, `whatif` and `capacity`, on the command line and in Python under the same names.
 """

@@ -184,7 +184,7 @@ def _read(target: Target, document: Document, given: Mapping[str, Any]) -> tuple
 
 
 class _Found(dict[str, Any]):
-    """What was read so far. A degree that the target has no field for is 1."""
+    """The values read so far. A degree that the target has no field for is 1."""
 
     def __init__(self, read: Mapping[str, Any], target: str) -> None:
         super().__init__(read)

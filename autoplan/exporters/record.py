@@ -110,7 +110,7 @@ class Field:
 
 
 class Syntax(Protocol):
-    """How the values of a target are text."""
+    """The text form of the values of a target."""
 
     @property
     def suffix(self) -> str:

@@ -1,4 +1,4 @@
-"""How values of targets are text in scripts: flags of a command in a shell script, and Python.
+"""Text of target values in scripts: flags of a command in a shell script, and Python.
 
 Python is read, never run: assignments to attributes and arguments of calls, as far as they are literals. What is not
 is listed, since its value is not known.

@@ -14,18 +14,17 @@ from autoplan.config.choices import CHOICES, OPTIONS, option_data
 from autoplan.config.context_methods import methods_text
 from autoplan.config.parallel import Dispatcher, Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.config.recompute import FULL, NONE, read_recompute
+from autoplan.config.settings import VARIED_SETTINGS
 from autoplan.program.facts import expert_counts, latent_attention, layer_calls
 from autoplan.search.request import PlanRequest
-from autoplan.stacks.like import Like
 
-RUN = ("seq_len", "global_batch_size", "precision", "mode")
 # A configuration without these would be another one: an export that cannot write them is refused.
 ESSENTIAL = (
     *("pp", "tp", "cp", "ep", "etp", "schedule", "virtual_stages", "zero_stage", "zero_replicas", "offload"),
     *("micro_batch_size", "seq_len", "global_batch_size", "dp", "num_micro_batches"),  # those that follow come last
 )
 # A name of every value of a setup
-SETUP_NAMES = (*(c.name for c in CHOICES), *OPTIONS, *RUN)
+SETUP_NAMES = (*(c.name for c in CHOICES), *OPTIONS, *VARIED_SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -170,13 +169,4 @@ def _run_values(setup: Setup, zero: int, method: str | None) -> dict[str, Any]:
         "overlap_zero": overlap,
         "overlap_gather": o.overlap_gather or not (overlap and once),
         "zero_by_tensor": o.zero_by_tensor and zero == 3,
-    }
-
-
-def run_defaults(like: Like, task: Task) -> dict[str, Any]:
-    """Return the options, the mode and the precision of a stack, by name."""
-    return {
-        **option_data(like.options(task.device)),
-        "mode": str(like.mode),
-        "precision": like.precision(task.latent),
     }

@@ -1,4 +1,4 @@
-"""How values of targets are text: JSON, YAML and TOML, with paths for what is nested."""
+"""Text of target values: JSON, YAML and TOML, with paths for what is nested."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ OF_THE_WHOLE_BATCH = "of_the_whole_batch"  # attribute: a number of the node is 
 
 
 class LossCount(NamedTuple):
-    """What a denominator of the loss counts, in which value, and the label that does not count."""
+    """A denominator of the loss: the value whose labels it counts, and the label that does not count."""
 
     what: str  # "tokens" | "samples" | "total" | "none"
     target: str | None = None

@@ -99,6 +99,18 @@ class Mesh:
         wanted = [a for a in self.atoms(name) if sizes[a] > 1]
         return next(n for n in (*sizes, *self.groups) if [a for a in self.atoms(n) if sizes[a] > 1] == wanted)
 
+    @property
+    def communicators(self) -> tuple[tuple[str, ...], ...]:
+        """The communicators of a rank: for each, the sub-axes larger than 1 that its ranks differ along.
+
+        As the runtime makes them (`autoplan.runtime.mesh`): one of all ranks, and one for every axis or named product
+        that has more than one rank and does not span the ranks of an earlier one.
+        """
+        sizes = {a.name: a.size for a in self.axes}
+        spans = [tuple(sizes), *map(self.atoms, (*sizes, *self.groups))]
+        found = dict.fromkeys(tuple(a for a in span if sizes[a] > 1) for span in spans)
+        return tuple(span for span in found if span)
+
 
 class ConversionKind(Enum):
     """The kinds of conversion steps. The value is the runtime function's name."""

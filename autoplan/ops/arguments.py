@@ -1,4 +1,4 @@
-"""How the arguments of an ATen op become ops of the IR: the types of lowerings, and lowerings that many ops share."""
+"""Lowerings from the arguments of an ATen op to ops of the IR: their types, and those that many ops share."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def _flops(node: Node, ins: Sequence[Value], out: Value, rule: OpRule) -> Expr:
 
 
 class ExpertRows(NamedTuple):
-    """What experts compute on: rows (a token once per expert that takes it), their sizes, and bytes of an element."""
+    """The operands of experts: rows (a token once per expert that takes it), their sizes, and bytes of an element."""
 
     rows: int
     hidden: int

@@ -79,7 +79,7 @@ class Linear(Enum):
 
 @dataclass(frozen=True)
 class Inside:
-    """What an op that is a program of its own does in a forward: kernels, and the bytes that they read and write."""
+    """The work of an op that is a program of its own, in a forward: kernels, and the bytes that they read and write."""
 
     kernels: int
     moved_bytes: float

@@ -1,4 +1,4 @@
-"""What a section of a page consists of."""
+"""The parts of a section of a page: figures, tables, facts, words and code."""
 
 from __future__ import annotations
 

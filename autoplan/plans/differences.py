@@ -1,4 +1,4 @@
-"""What one graph has that another one has not, in words: parameters, inputs, calls of blocks, operations of a block.
+"""The differences between two graphs, in words: parameters, inputs, calls of blocks, operations of a block.
 
 Names of models, notes and places in source files are not compared: they change nothing that runs.
 """

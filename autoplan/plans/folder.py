@@ -58,7 +58,7 @@ class TensorOutline:
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """Of a module by what it is recognised.
+    """The facts by which a module is recognised.
 
     Attributes:
         parameters: each once, by its first name; buffers likewise.
@@ -72,7 +72,7 @@ class ModelOutline:
 
 @dataclass(frozen=True)
 class ProgramFolder:
-    """What a folder holds."""
+    """The contents of a program folder."""
 
     path: Path
     plan: Plan

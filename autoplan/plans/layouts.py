@@ -22,7 +22,7 @@ from autoplan.ir.graph import ModelGraph
 from autoplan.plans.record import Plan, layouts_for, plan_of_planned
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.facts import pipeline_units, stage_calls
-from autoplan.program.parallel_dims import ParallelDims
+from autoplan.program.parallel_dims import parallel_dims
 from autoplan.program.problem import IntraProblem, Selection, evaluate_selection
 from autoplan.search.layouts import cut_of, layout_problem
 from autoplan.search.planner import estimate_config
@@ -36,7 +36,7 @@ def layouts_of(plan: Plan, graph: ModelGraph) -> Layouts:
         LayoutError: the plan names a choice, an option or a stage that this graph has not; names it.
     """
     config = plan.config
-    axes = tuple((a.name, a.size) for a in ParallelDims.of(graph, config).mesh.axes)
+    axes = tuple((a.name, a.size) for a in parallel_dims(graph, config).mesh.axes)
     if axes != plan.axes:
         raise LayoutError(f"the plan names the mesh axes {_shown(plan.axes)}, its degrees make {_shown(axes)}")
     stages = stages_of(graph, config)
@@ -127,8 +127,8 @@ def solved_again(plan: Plan, request: PlanRequest) -> tuple[Plan, Layouts]:
     return replace(made, compiled=plan.compiled, document=plan.document), layouts
 
 
-def open_layouts(plan: Plan) -> None:
-    """Raise InfeasibleError if nothing can run a plan without layouts: parts of it have a price only."""
+def check_executed(plan: Plan) -> None:
+    """Raise InfeasibleError if parts of a plan have a price only, as the rules of legality said when it was made."""
     priced = plan.document.get("priced_not_executed") or []
     if priced:
         raise InfeasibleError(

@@ -31,7 +31,7 @@ from autoplan.plans.document import (
 )
 from autoplan.program.context_pins import chosen_methods
 from autoplan.program.facts import layer_calls, pipeline_units, stage_calls
-from autoplan.program.parallel_dims import ParallelDims
+from autoplan.program.parallel_dims import parallel_dims
 from autoplan.program.problem import Selection
 from autoplan.search.intra import IntraSolution
 from autoplan.search.planner import Certificate, Planned
@@ -286,7 +286,7 @@ def layouts_for(
     precision: str,
 ) -> Layouts:
     """Return what codegen takes of a configuration, with the options chosen for a graph."""
-    dims = ParallelDims.of(graph, config)
+    dims = parallel_dims(graph, config)
     return Layouts(
         dims.mesh,
         dims.layout_axes,

@@ -33,7 +33,7 @@ Init = Callable[[nn.Module], Any]
 
 @dataclass
 class _Source:
-    """What a tensor of the model is made of: keys of the files, and the conversion, if they are not the tensor itself.
+    """The source of a tensor of the model: keys of the files, and the conversion, if they are not the tensor itself.
 
     Attributes:
         keys: (key, the pattern of the conversion that it matched), in the order that the conversion expects.

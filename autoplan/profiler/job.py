@@ -1,4 +1,4 @@
-"""What the ranks of a measuring job agree on: when to stop, and whose time counts."""
+"""Agreement among the ranks of a measuring job: when to stop, and whose time counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a profile records about its machines: topology, nodes, clocks before and after."""
+"""The machines of a profile: topology, nodes, clocks before and after."""
 
 from __future__ import annotations
 

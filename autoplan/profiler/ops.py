@@ -223,7 +223,7 @@ class Clock:
 
     @cached_property
     def host_edges(self) -> tuple[float, float, float]:
-        """The same seconds of a host that fills a queue. On CUDA the engine runs on its own thread, which must wake."""
+        """The seconds of a host that fills a queue. On CUDA the engine runs on its own thread, which must wake."""
         samples: dict[int, float] = {}
         for count in (1, _MAX_CHAIN):
             samples[count] = self._backward_s(self.issue, lambda a, _: a.neg(), 1, count)

@@ -31,7 +31,7 @@ class RankError(AutoplanError):
 
 
 class ProcessOutcome(NamedTuple):
-    """What became of a process; `value`: its result, or the traceback of what it raised."""
+    """The end of a process; `value`: its result, or the traceback of what it raised."""
 
     status: Literal["ok", "raised", "died", "hangs"]
     value: Any = None

@@ -46,7 +46,7 @@ from autoplan.profiler.topology import cpu_model
 from autoplan.program.facts import Facts, ModelFacts
 from autoplan.program.legality import Scope, broken
 from autoplan.program.op_costs import OpCosts
-from autoplan.program.parallel_dims import ParallelDims
+from autoplan.program.parallel_dims import parallel_dims
 from autoplan.runtime.failure import RankFailure, guard
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 
@@ -503,7 +503,7 @@ def graph_tasks(graph: ModelGraph, degrees: Sequence[int], env: Mapping[str, int
         config = ParallelConfig(tp=tp)
         if broken(config, Facts(tp, ModelFacts(graph)), Scope.PRICED) is not None:
             continue
-        axes = ParallelDims.of(graph, config).layout_axes
+        axes = parallel_dims(graph, config).layout_axes
         for task in model_tasks(OpCosts(graph, axes, env)):
             found.setdefault(task.work.key, task)
     return list(found.values())

@@ -4,7 +4,7 @@
 `facts`: facts of model, cluster and run that decide which configurations are legal.
 `legality`: the rules of legal configurations (a sub-room).
 `context_pins`: context-parallel methods by block.
-`parallel_dims`: the device grid of a configuration.
+`parallel_dims`: the device grid of a model under a configuration.
 `expert_degrees`: the degrees over which experts are spread.
 `problem`: the intra-op problem as data: choices, options, conversions.
 `token_dispatch_layouts`, `without_sequence_parallel`: restrictions of that problem.

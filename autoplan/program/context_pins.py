@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from autoplan.config.context_methods import ContextMethod, methods, read_method
 from autoplan.config.parallel import ParallelConfig
@@ -120,14 +120,3 @@ def _methods(graph: ModelGraph, given: str | Mapping[str, str], cp: int, tp: int
             f"context_method: products with ulysses{factors[0]} and with ulysses{factors[1]} need two different meshes"
         )
     return found
-
-
-def product_degree(config: ParallelConfig) -> int:
-    """Return the ranks of Ulysses in the products of a configuration's methods; 1 if there is none."""
-    given = config.context_method
-    return neighbours_of(given.values() if isinstance(given, Mapping) else () if given is None else (given,), config.cp)
-
-
-def neighbours_of(names: Iterable[str], cp: int) -> int:
-    """Return the ranks of Ulysses in the products among these methods; 1 if there is none."""
-    return next((m.ulysses for m in (read_method(n, cp) for n in names) if m.is_product), 1)

@@ -1,4 +1,4 @@
-"""What a rank did beside what its plan says, and the first difference.
+"""Comparison of a rehearsed rank with its plan, up to the first difference.
 
 Equal to the byte: every collective of the ledger, the sums at the end of a step, what ZeRO moves. Equal to the
 operation: FLOPs of products, and of attention forward, to rounding. Memory may differ: parameters and optimizer state

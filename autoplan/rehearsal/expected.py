@@ -1,4 +1,4 @@
-"""What a plan, its program's ledger and its price say of one rank, in the units in which a rehearsal observes it."""
+"""Expectations of one rank by its plan, ledger and price, in the units in which a rehearsal observes it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ROWS = ("dispatch", "combine", "gather", "scatter")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands, and over which axes its program shards and reduces.
+    """The position of a rank, and the axes over which its program shards and reduces.
 
     Attributes:
         sizes: ranks along every axis and group of the mesh.
@@ -59,7 +59,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a rank should do.
+    """The expectations of a rank.
 
     Attributes:
         memory: predicted bytes by term that a tensor of the program has, of its fullest moment.
@@ -260,7 +260,7 @@ def _reduced_width(spec: ProgramSpec, p: ParamSpec) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """What the price counts of a plan.
+    """The figures of a plan that its price counts.
 
     Attributes:
         by_call: forward FLOPs of one call of every block on one rank, by what computes them.

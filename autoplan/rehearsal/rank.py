@@ -43,7 +43,7 @@ from autoplan.schedules.schedule import actions, held_at_backwards, obstacle
 
 @dataclass(frozen=True)
 class Observed:
-    """What a rank did.
+    """The observations of a rank.
 
     Attributes:
         num_micro_batches: those that were run.

@@ -42,7 +42,7 @@ class Rehearsal:
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """What differs from the plan, in words; empty if nothing does."""
+        """The differences from the plan, in words; empty if there are none."""
         return tuple(f"rank {r.rank}: {text}" for r in self.ranks for text in r.differences)
 
 

@@ -1,4 +1,4 @@
-"""What a rank does: live bytes of its tensors, arithmetic of its products, and collectives, seen at the dispatcher."""
+"""Observation of a rank at the dispatcher: live bytes of its tensors, arithmetic of its products, and collectives."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from autoplan.sweeps.whatif import Point, RunTask, check_varied, columns, points
 
 @dataclass(frozen=True)
 class Shown:
-    """How an answer is shown: as JSON, with all figures, and also as a report in this file."""
+    """The form of an answer: as JSON, with all figures, and also as a report in this file."""
 
     as_json: bool = False
     verbose: bool = False

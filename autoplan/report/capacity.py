@@ -10,6 +10,7 @@ from rich.text import Text
 
 from autoplan.config import numbers
 from autoplan.config.choices import option_data, option_texts
+from autoplan.config.settings import VARIED_SETTINGS
 from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.whole_run import Run
 from autoplan.plans.document import plain
@@ -24,10 +25,7 @@ _LISTS = {
     "models": "model",
     "clusters": "cluster",
     "tokens": "tokens",
-    "seq_len": "seq_len",
-    "global_batch_size": "global_batch_size",
-    "precision": "precision",
-    "mode": "mode",
+    **{name: name for name in VARIED_SETTINGS},
 }
 _RUN = ("days", "with failures", "cost", "goodput")
 _FOLDED = {"model": 12, "cluster": 20}  # columns that may take several lines, and their least width

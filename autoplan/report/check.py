@@ -92,7 +92,7 @@ class Better:
 
 @dataclass(frozen=True)
 class Check:
-    """What is known of the input of a framework.
+    """The verdict on an input file of another framework.
 
     Attributes:
         request: the task; None if the file is illegal and does not say the batch or the length.

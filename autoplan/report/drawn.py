@@ -1,4 +1,4 @@
-"""What a report draws beside the JSON answer of a command: mesh, events, other plans, sensitivity, exports, sources."""
+"""Figures of a report that a JSON answer does not hold: mesh, events, other plans, sensitivity, exports, sources."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autoplan.cost_models.hardware.parts import NETWORKS
 from autoplan.errors import AutoplanError
 from autoplan.exporters.targets import TARGETS
 from autoplan.program.facts import layer_calls
-from autoplan.program.parallel_dims import ParallelDims
+from autoplan.program.parallel_dims import parallel_dims
 from autoplan.report.commands import estimate_command, explain_words, whatif_command
 from autoplan.report.data import assumptions, run_data
 from autoplan.report.degrees import checked_config
@@ -103,7 +103,7 @@ def events_data(planned: Planned) -> list[list[Any]]:
 
 def mesh_data(request: PlanRequest, config: ParallelConfig) -> dict[str, Any]:
     """Return the axes of the mesh, major to minor, and its groups with the links that each uses."""
-    mesh, cluster = ParallelDims.of(request.graph, config).mesh, request.cluster
+    mesh, cluster = parallel_dims(request.graph, config).mesh, request.cluster
     strides, stride = {}, 1
     for axis in reversed(mesh.axes):
         strides[axis.name] = stride

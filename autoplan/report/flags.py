@@ -16,6 +16,7 @@ from autoplan.config.choice import Choice, Written, choices_of
 from autoplan.config.choices import plain_option, text_of
 from autoplan.config.parallel import ParallelConfig, RunOptions
 from autoplan.config.planning import DENSE_GAP, EXPERTS_GAP
+from autoplan.config.settings import setting
 from autoplan.errors import PinError
 from autoplan.report.written import WrittenPlan, find_written
 
@@ -26,7 +27,16 @@ PinTexts = Annotated[
 ConstantsFile = Annotated[
     Path | None, typer.Option("--constants", help="Constants of the cost model: a file written by autoplan calibrate.")
 ]
-ProfileName = Annotated[str | None, typer.Option("--profile", help="Measured times: the name or file of a profile.")]
+
+
+def _of_setting(name: str) -> Any:
+    """Return the option of a setting."""
+    record = setting(name)
+    shown = None if record.left_out or record.default is None else text_of(record, record.default)
+    return typer.Option(*(record.flags or (record.flag,)), help=record.help, show_default=shown or True)
+
+
+ProfileName = Annotated[str | None, _of_setting("profile")]
 CsvPath = Annotated[Path | None, typer.Option("--csv", help="Also write the rows to this file, one by one.")]
 Runnable = Annotated[bool, typer.Option("--runnable", help="Only what autoplan's own runtime can execute.")]
 FromFile = Annotated[
@@ -99,35 +109,10 @@ class TaskWords:
             "local:N, or a YAML file; overrides are appended: @nic=400,price=2.5.",
         ),
     ]
-    seq_len: Annotated[
-        str,
-        typer.Option(
-            "--seq-len",
-            "--seq",
-            help="Tokens per sequence, in powers of 1024: 8k is 8,192, 1M is 1,048,576; default: that of the "
-            "catalog model's usual run (autoplan models).",
-        ),
-    ]
-    global_batch_size: Annotated[
-        str,
-        typer.Option(
-            "--global-batch-size",
-            "--gbs",
-            help="Sequences per step, over all devices; 1k is 1,024; default: as --seq-len.",
-        ),
-    ]
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            help="bf16, fp16, fp32, fp8, mxfp8, fp4, or native (the model's own dtypes); the suffix -grad16 "
-            "(bf16-grad16) keeps gradients in 16 bits, -grad32 overrides those of --like.",
-            show_default="bf16",
-        ),
-    ] = None
-    mode: Annotated[
-        str | None,
-        typer.Option(help="How the program runs: eager, fused or compiled; default: that of --like, else eager."),
-    ] = None
+    seq_len: Annotated[str, _of_setting("seq_len")]
+    global_batch_size: Annotated[str, _of_setting("global_batch_size")]
+    precision: Annotated[str | None, _of_setting("precision")] = None
+    mode: Annotated[str | None, _of_setting("mode")] = None
     like: Annotated[
         str | None,
         typer.Option(
@@ -139,13 +124,7 @@ class TaskWords:
     options: Mapping[str, Any] = field(default_factory=dict)
     profile: ProfileName = None
     constants: ConstantsFile = None
-    target_len: Annotated[
-        str | None,
-        typer.Option(
-            "--target-len",
-            help="Tokens per target sequence of an encoder-decoder, read as --seq-len; default: the same.",
-        ),
-    ] = None
+    target_len: Annotated[str | None, _of_setting("target_len")] = None
     adapters: Annotated[
         str | None,
         typer.Option(

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from autoplan.config.choices import OPTIONS, config_data
+from autoplan.config.settings import VARIED_SETTINGS
 from autoplan.errors import PinError
 from autoplan.files import write_whole
 from autoplan.plans.document import plain
@@ -197,7 +198,7 @@ def write_calibration(plan: Plan, found: Comparison, path: Path) -> None:
     step = {
         "name": f"{plan.model}, measured",
         **{name: asked[name] for name in ("model", "cluster")},
-        **{name: request[name] for name in ("seq_len", "global_batch_size", "precision", "mode")},
+        **{name: request[name] for name in VARIED_SETTINGS},
         "options": {name: request[name] for name in OPTIONS if request.get(name) is not None},
         "step_time_s": found.figures[0].measured,
         "degrees": plain(degrees),

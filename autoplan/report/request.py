@@ -10,8 +10,8 @@ from autoplan.catalog import load_model
 from autoplan.config.adapters import Adapters, read_adapters
 from autoplan.config.choices import options_of, read_mode
 from autoplan.config.numbers import read_count, read_number
-from autoplan.config.parallel import Mode, precision_of
 from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN, check_planning
+from autoplan.config.settings import check_setting, setting
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import PinError
@@ -79,9 +79,10 @@ def read_request(
     like = None
     if task.like is not None:
         like = read_like(task.like, {**task.options, "mode": task.mode, "precision": task.precision})
-    mode = read_mode(task.mode or Mode.EAGER)
+    mode = read_mode(task.mode or setting("mode").default)
+    precision = task.precision or setting("precision").default
     if like is None:
-        precision_of(task.precision or "bf16")
+        check_setting("precision", precision)
     tokens = read_count(task.seq_len, "--seq-len")
     batch = read_count(task.global_batch_size, "--global-batch-size")
     check_sweep(tokens, batch)
@@ -96,7 +97,7 @@ def read_request(
         seq_len=tokens,
         global_batch_size=batch,
         pins=fixed,
-        precision=task.precision or "bf16",
+        precision=precision,
         mode=mode,
         profile=measured,
         profile_file=task.profile,

@@ -57,7 +57,7 @@ _ZERO = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What a first screen shows.
+    """The contents of a first screen.
 
     Attributes:
         model, cluster: the words of the command for them.

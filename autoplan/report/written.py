@@ -1,4 +1,4 @@
-"""What a plan file holds: the answer of `autoplan plan --json` or `estimate --json`, checked, as plain values."""
+"""The contents of a plan file: the answer of `autoplan plan --json` or `estimate --json`, checked, as plain values."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class Transfer(Enum):
-    """Which rank a transfer between ranks keeps busy.
+    """The rank that a transfer between ranks keeps busy.
 
     OVERLAPPED: none. The data arrives `send` seconds after the sender finished (receives are posted early).
     RECEIVER: the receiver. The transfer starts when the sender has finished and the receiver is free: stock torch
@@ -62,7 +62,7 @@ class Transfer(Enum):
 
 
 class ChunkPlacement(Enum):
-    """Which chunks a rank holds, by pass of the model through the ranks.
+    """The chunks that a rank holds, by pass of the model through the ranks.
 
     LOOP: every pass runs from the first rank to the last: rank r of p holds r, p + r, 2 p + r, ...
     V: every second pass runs back from the last rank to the first: rank r holds r, 2 p - 1 - r, ...

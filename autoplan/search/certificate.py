@@ -1,4 +1,4 @@
-"""What a search proves about its best plan, and what narrows the space that it speaks of."""
+"""The proof of a search about its best plan, and the restrictions of the space that it covers."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ from functools import lru_cache
 from typing import Any
 
 from autoplan.config.choices import CHOICES
+from autoplan.config.mesh import folds
 from autoplan.config.parallel import ZERO_STAGES, ParallelConfig
 from autoplan.config.pins import Pins
 from autoplan.errors import PinError
 from autoplan.program.facts import Facts, divisors
 from autoplan.program.legality import RULES, Rule, Scope, zero_replica_counts
-from autoplan.program.parallel_dims import folds
 from autoplan.schedules.schedule import SCHEDULES
 
 MAX_ACTIONS = 10_000  # limit for schedules other than 1F1B: with more micro-batches the bubble is small anyway

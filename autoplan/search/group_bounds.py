@@ -27,7 +27,7 @@ from autoplan.search.interleaved_cuts import LeastPass, even_cuts, ranks_s
 
 
 class GroupKey(NamedTuple):
-    """What the work inside blocks depends on.
+    """The choices that the work inside blocks depends on.
 
     `copies`: the ranks that hold each chunk; with two, a forward runs beside a backward, and hides more of what experts
     exchange.

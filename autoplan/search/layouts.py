@@ -9,7 +9,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoplan.config.context_methods import ContextMethod, read_method
+from autoplan.config.context_methods import ContextMethod, neighbours_of, read_method
+from autoplan.config.mesh import folds
 from autoplan.config.offload import ACTIVATIONS
 from autoplan.config.parallel import Mode, ParallelConfig, precision_of
 from autoplan.config.recompute import OFFLOAD, kinds_in, modules_of, recompute_kind
@@ -28,13 +29,12 @@ from autoplan.program.context_pins import (
     chosen_methods,
     combinations,
     legal_methods,
-    neighbours_of,
     worth_looking_at,
 )
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.op_costs import OpCosts
-from autoplan.program.parallel_dims import ParallelDims, folds
+from autoplan.program.parallel_dims import parallel_dims
 from autoplan.program.problem import IntraProblem, IntraSettings, build_problem
 from autoplan.program.token_dispatch_layouts import with_token_dispatch
 from autoplan.program.without_sequence_parallel import without_sequence_parallelism
@@ -387,7 +387,7 @@ def layout_problem(request: PlanRequest, costs: Costs, cut: _Cut) -> tuple[tuple
         InfeasibleError: no option is left of some choice.
     """
     r, (tp, size, cp, own) = request, cut
-    axes = ParallelDims.of(r.graph, ParallelConfig(tp=tp)).layout_axes
+    axes = parallel_dims(r.graph, ParallelConfig(tp=tp)).layout_axes
     steps = max(1, r.global_batch_size // (size * max(1, r.cluster.num_devices // (tp * cp))))
     slack = r.pins.get("state_slack", 1.02)
     settings = IntraSettings(axes, costs, r.env(size, cp), steps, slack, precision_of(r.precision), cp)

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoplan.config.choice import is_count
 from autoplan.config.choices import option_data
 from autoplan.config.offload import ACTIVATIONS, held_on_host, of_states, searched_offload
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
 from autoplan.config.pins import Pins
 from autoplan.config.planning import DEFAULT_RISK, DENSE_GAP, EQUAL_WITHIN, EXPERTS_GAP, check_planning
 from autoplan.config.recompute import OFFLOAD
+from autoplan.config.settings import check_setting
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
@@ -194,10 +194,9 @@ def least_memory_first(candidate: ParallelConfig) -> tuple[int, ...]:
 def check_task(request: PlanRequest) -> None:
     """Raise PinError for an impossible sequence length, memory risk or time limit."""
     r = request
-    if not is_count(r.seq_len):
-        raise PinError(f"seq_len={r.seq_len!r}: must be a whole number of at least 1")
-    if r.target_len is not None and not is_count(r.target_len):
-        raise PinError(f"target_len={r.target_len!r}: must be a whole number of at least 1")
+    check_setting("seq_len", r.seq_len)
+    if r.target_len is not None:
+        check_setting("target_len", r.target_len)
     check_planning(r.memory_risk, r.equal_within, r.gap)
     if not r.time_limit_s >= 0:
         raise PinError(f"time_limit_s={r.time_limit_s!r}: must be a number of seconds, at least 0")

@@ -18,7 +18,7 @@ MOST_EXAMINED = 64  # candidates that are priced only because they may be simple
 
 
 class Complexity(NamedTuple):
-    """What makes a plan less simple, the heaviest first; smaller is simpler.
+    """The complexity of a plan, the heaviest term first; smaller is simpler.
 
     Attributes:
         num_kinds: kinds of parallelism beside plain data parallelism and its ZeRO, and offload.

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autoplan.config.choice import is_count
 from autoplan.config.pins import Pins
+from autoplan.config.settings import check_setting
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.facts import Facts, ModelFacts, divisors
 from autoplan.program.legality import Scope
@@ -43,8 +42,7 @@ def space(
     Raises:
         PinError: the pins leave no candidate; the message names the rule and the nearest value.
     """
-    if not is_count(global_batch_size):
-        raise PinError(f"global_batch_size={global_batch_size!r}: must be a whole number of at least 1")
+    check_setting("global_batch_size", global_batch_size)
     if facts is None:
         facts = Facts.of(graph, cluster, global_batch_size, seq_len or None)
     limits = limits_of(facts, cluster, scope)

@@ -12,11 +12,12 @@ from typing import Any
 
 from autoplan.config.choices import option_data, options_of, read_mode
 from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16, Mode, RunOptions, precision_of
+from autoplan.config.settings import setting
 from autoplan.errors import PinError
 from autoplan.stacks.records import Abilities, Era, Gradients16, KeptGathered, Stack, near, stack, year_of
 
 GRADIENTS_32 = "-grad32"  # suffix of a precision: gradients in 32 bits where the stack has 16
-_PLAIN = "bf16"  # the precision if none is given
+_PLAIN = setting("precision").default  # if none is given
 _WORDS = {"fp4": "NVFP4"}  # precisions whose name in the records of changes is another
 
 
@@ -60,7 +61,7 @@ class Like:
 
     @property
     def can(self) -> Abilities:
-        """What the version can do."""
+        """The abilities of the version."""
         return self.era.can
 
     @property

@@ -53,7 +53,7 @@ class Gradients16(StrEnum):
 
 
 class KeptGathered(StrEnum):
-    """Where fully_shard keeps gathered parameters until the end of the step, which sends as much as ZeRO 1."""
+    """Programs in which fully_shard keeps gathered parameters to the end of a step, which sends as much as ZeRO 1."""
 
     PIPELINES = "pipelines"
     EXPERTS = "experts"
@@ -64,7 +64,7 @@ _DEGREES = ("dp", "tp", "pp", "cp", "ep", "etp")
 
 @dataclass(frozen=True)
 class StackKernels:
-    """How the stack runs if nothing is said. The first of each is the default, the others are what it may also be."""
+    """The kernels of a stack. The first of each is the default, the others are what it may also be."""
 
     modes: tuple[Mode, ...]
     recompute: tuple[str, ...]
@@ -74,7 +74,7 @@ class StackKernels:
 
 @dataclass(frozen=True)
 class Abilities:
-    """What a stack can do: the values that it takes of each choice. Everything else it cannot.
+    """The abilities of a stack: the values of each choice that it supports; it supports no others.
 
     `degrees`: those that may be above 1; `recompute`: names of RECOMPUTE_KINDS; `offload`: state on the host.
     `dispatcher`, `launch`: values of these options that a search tries beside the default; empty: only the default.
@@ -109,7 +109,7 @@ class Era:
 
 @dataclass(frozen=True)
 class Change:
-    """What differs by device, precision or model since a year.
+    """A change of settings since a year, for some devices, precisions or models.
 
     Attributes:
         matches: A pattern of "DEVICE PRECISION MODEL" in capitals, the model as letters and digits (QWEN3235BA22B).

@@ -41,6 +41,7 @@ from autoplan.config.choices import OPTIONS, PINS, option_data, options_of, read
 from autoplan.config.numbers import read_count, read_number
 from autoplan.config.parallel import Mode, RunOptions, precision_of
 from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN, check_planning
+from autoplan.config.settings import VARIED_SETTINGS, setting
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.hardware.cluster_file import read_yaml
@@ -68,10 +69,9 @@ if TYPE_CHECKING:
 
 _NEEDED = ("models", "clusters", "tokens", "seq_len", "global_batch_size")
 _PLANNING = {"memory_risk": DEFAULT_RISK, "equal_within": EQUAL_WITHIN, "gap": None}
-_LISTED = (*_NEEDED, "precision", "mode")  # one value or a list: rows are their product
+_LISTED = tuple(dict.fromkeys((*_NEEDED, *VARIED_SETTINGS)))  # one value or a list: rows are their product
 _OPTIONAL = (
-    "precision",
-    "mode",
+    *(name for name in _LISTED if name not in _NEEDED),
     "pins",
     "like",
     *OPTIONS,
@@ -113,8 +113,8 @@ class CapacityTask:
     @property
     def num_searches(self) -> int:
         """The number of searches; different tokens share one."""
-        lists = (self.models, self.clusters, self.seq_len, self.global_batch_size, self.precision, self.mode)
-        return math.prod(len(values) for values in lists)
+        lists = (self.models, self.clusters, *(getattr(self, name) for name in VARIED_SETTINGS))
+        return math.prod(map(len, lists))
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
         tokens=read("tokens", _tokens),
         seq_len=read("seq_len", lambda v: _count("seq_len", v)),
         global_batch_size=read("global_batch_size", lambda v: _count("global_batch_size", v)),
-        precision=read("precision", lambda v: _precision(v, like), "bf16"),
+        precision=read("precision", lambda v: _precision(v, like), setting("precision").default),
         mode=read("mode", read_mode, Mode.EAGER if like is None else like.mode),
         like=like,
         pins={name: tuple(value) if isinstance(value, list) else value for name, value in pins.items()},
@@ -294,7 +294,7 @@ def _model(value: object, folder: Path | None) -> tuple[str, ModelGraph]:
 
 
 # The order in which `whatif.points` varies the lists; tokens need no search of their own.
-_SEARCHED = ("cluster", "seq_len", "global_batch_size", "precision", "mode")
+_SEARCHED = ("cluster", *VARIED_SETTINGS)
 
 
 def cells(task: CapacityTask, search: Callable[[PlanRequest], Any] = search_plan) -> Iterator[Cell]:
@@ -305,8 +305,7 @@ def cells(task: CapacityTask, search: Callable[[PlanRequest], Any] = search_plan
     """
     labels = {id(cluster): label for label, cluster in task.clusters}
     clusters = [cluster for _, cluster in task.clusters]
-    lists = (clusters, task.seq_len, task.global_batch_size, task.precision, task.mode)
-    vary: dict[str, Sequence[Any]] = dict(zip(_SEARCHED, lists, strict=True))
+    vary: dict[str, Sequence[Any]] = {"cluster": clusters, **{name: getattr(task, name) for name in VARIED_SETTINGS}}
     for name, graph in task.models:
         base = PlanRequest(
             graph,

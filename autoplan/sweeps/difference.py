@@ -33,18 +33,18 @@ class Pair:
 
     @property
     def more(self) -> float | None:
-        """How much more the other plan has."""
+        """The other plan's figure less the own one."""
         return None if self.own is None or self.other is None else self.other - self.own
 
     @property
     def share(self) -> float | None:
-        """How much more the other plan has, as a share of the own figure."""
+        """The difference as a share of the own figure."""
         return None if self.own is None or self.other is None or not self.own else self.other / self.own - 1
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What another plan changes. Differences are the other plan's figure less the own one.
+    """The changes that another plan makes. Differences are the other plan's figure less the own one.
 
     Attributes:
         decisions: the choices that differ, by name: (own, other).

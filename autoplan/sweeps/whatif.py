@@ -20,8 +20,9 @@ from autoplan.config.adapters import Adapters, read_adapters
 from autoplan.config.choice import Written
 from autoplan.config.choices import CHOICES, PINS, options_of, read_mode
 from autoplan.config.numbers import Range, scaled
-from autoplan.config.parallel import PRECISIONS, Mode, RunOptions, precision_of
+from autoplan.config.parallel import Mode, RunOptions, precision_of
 from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN
+from autoplan.config.settings import TASK_SETTINGS
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import OVERRIDES, Cluster
 from autoplan.cost_models.profile import Profile
@@ -49,29 +50,21 @@ if TYPE_CHECKING:
 TASK = {
     "device": "catalog id of the device, in the same nodes with what was given for them",
     "cluster": "a whole cluster",
-    "seq_len": "tokens per sequence",
-    "global_batch_size": "sequences per step",
-    "precision": "one of " + ", ".join(PRECISIONS),
-    "mode": "one of " + ", ".join(Mode),
+    **{record.name: record.varied for record in TASK_SETTINGS if record.varied},
 }
 VARIED: dict[str, str] = {**{n: o.what for n, o in OVERRIDES.items()}, **TASK, **{name: "pinned" for name in PINS}}
 INTERRUPTED = "interrupted"  # the status of a search that Ctrl-C ended, and of a point left without a plan
-# Beyond any task: a larger value is a mistake, and would be simulated micro-batch by micro-batch.
-_TASK_RANGES = {"seq_len": Range(1, 10**9, whole=True), "global_batch_size": Range(1, 10**7, whole=True)}
 _MOST_TOKENS = 1e30
 _MOST_POINTS = 10_000  # of one sweep; each takes a search of at least a tenth of a second
 # Types of values: words, lists of numbers, whole numbers; all others are numbers.
-TEXTS = ("device", "cluster", "precision", "mode", *(c.name for c in CHOICES if c.written is Written.WORD))
+_RECORDS = (*(record for record in TASK_SETTINGS if record.varied), *CHOICES)
+TEXTS = ("device", "cluster", *(c.name for c in _RECORDS if c.written is Written.WORD))
 LISTS = tuple(c.name for c in CHOICES if c.written is Written.LIST)
-WHOLE_NUMBERS = (
-    *("nodes", "devices_per_node", "seq_len", "global_batch_size"),
-    *(c.name for c in CHOICES if c.written is Written.COUNT),
-)
+WHOLE_NUMBERS = ("nodes", "devices_per_node", *(c.name for c in _RECORDS if c.written is Written.COUNT))
 # The legal range of each number. The search checks pins further.
 RANGES: dict[str, Range] = {
-    **{c.name: Range(c.least, c.most, whole=True) for c in CHOICES if c.written is Written.COUNT},
+    **{c.name: Range(c.least, c.most, whole=True) for c in _RECORDS if c.written is Written.COUNT},
     **{name: override.legal for name, override in OVERRIDES.items()},
-    **_TASK_RANGES,
 }
 
 
@@ -189,7 +182,7 @@ def check_points(counts: Mapping[str, int], what: str = "vary") -> None:
 def check_sweep(seq_len: object, global_batch_size: object) -> None:
     """Raise PinError unless both are whole numbers in the range of a task."""
     for name, value in (("seq_len", seq_len), ("global_batch_size", global_batch_size)):
-        _TASK_RANGES[name].check(value, name)
+        RANGES[name].check(value, name)
 
 
 def check_tokens(tokens: object) -> None:

@@ -20,7 +20,7 @@ from autoplan.ir.symbols import SYMBOLS
 from autoplan.ops.record import Trait
 from autoplan.ops.table import op_has
 from autoplan.program.lower import BlockLowering
-from autoplan.program.parallel_dims import ParallelDims
+from autoplan.program.parallel_dims import parallel_dims
 from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.program.statements import LoweredBlock
 from autoplan.runtime.params import buffer_owner
@@ -60,7 +60,7 @@ def compile_one_device(graph: ModelGraph) -> OneDevice:
         RuleError: for an op without a rule or an emitter.
     """
     graph = replace(graph, blocks={name: _without_dropout(block) for name, block in graph.blocks.items()})
-    dims = ParallelDims.of(graph, ParallelConfig())
+    dims = parallel_dims(graph, ParallelConfig())
     axes = dims.layout_axes
     env = dict.fromkeys(SYMBOLS, 16)  # sizes for the prices only, which decide nothing here
     problem = build_problem(graph, IntraSettings(axes, Costs(Cluster.local(1, "cpu")), env))

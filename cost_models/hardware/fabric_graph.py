@@ -46,7 +46,7 @@ _DEVICE = re.compile(r"device(\d+)")
 
 
 class Traffic(Enum):
-    """Which ranks send to which in a group."""
+    """The pattern in which the ranks of a group send to each other."""
 
     RING = "ring"
     ALL_TO_ALL = "all to all"

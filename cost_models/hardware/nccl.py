@@ -1,4 +1,4 @@
-"""How a communication library runs collectives on each kind of link: protocols and algorithms, as data.
+"""Collectives of a communication library on each kind of link: protocols and algorithms, as data.
 
 FABRICS["nvlink4"]       Fabric, from profiles/links/nccl.json
 
@@ -33,7 +33,7 @@ NCCL_KINDS = (
 
 
 class Protocol(StrEnum):
-    """How a receiver knows that bytes have arrived. Simple is the only protocol that other libraries have."""
+    """The way a receiver knows that bytes have arrived. Simple is the only protocol that other libraries have."""
 
     LL = "LL"
     LL128 = "LL128"

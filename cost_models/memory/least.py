@@ -31,8 +31,9 @@ from autoplan.config.parallel import Mode, ParallelConfig, Precision
 from autoplan.config.recompute import recompute_kind
 from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.memory.communicators import FixedMemory
 from autoplan.cost_models.memory.parameters import NO_STATES, ParameterMemory, States
-from autoplan.cost_models.memory.ranks import activation_need, fixed_need
+from autoplan.cost_models.memory.ranks import activation_need
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.work import ParamWork, Workload
 from autoplan.schedules.schedule import SCHEDULES, actions, chunks_of_ranks, num_copies, ranks_of_chunks
@@ -55,6 +56,7 @@ class LeastMemory:
         self, workload: Workload, precision: Precision, cluster: Cluster, mode: Mode, on_host: bool = True
     ) -> None:
         self.precision, self.cluster, self.megatron = precision, cluster, mode is Mode.FUSED
+        self._fixed = FixedMemory(workload, cluster)
         by_unit = _elements(workload)
         self.elements: Counter[_Kind] = Counter()
         for found in by_unit:
@@ -89,7 +91,7 @@ class LeastMemory:
             "gradients": (states.gradients * share if self._whole(c) else 0.0) + scattered,
             "optimizer": states.optimizer * share,
             "activations": held * room.bytes_of(activation_need(self.cluster)),
-            "context and communicators": room.bytes_of(fixed_need(c, self.cluster)),
+            "context and communicators": self.fixed_bytes(c, room),
         }
 
     def shortage(self, config: ParallelConfig, room: Room, cuts: Sequence[tuple[int, ...]] | None = None) -> str | None:
@@ -144,7 +146,7 @@ class LeastMemory:
         found = dict(zip(_STATES, states[fullest].tolist(), strict=True))
         for name, size in zip(("gathered parameters", "gradients"), self.least_buffers(c), strict=True):
             found[name] += size
-        fixed = room.bytes_of(fixed_need(c, self.cluster))
+        fixed = self.fixed_bytes(c, room)
         return found | {"activations": float(active[fullest]), "context and communicators": fixed}
 
     def no_cut_fits(self, config: ParallelConfig, room: Room) -> bool:
@@ -188,7 +190,7 @@ class LeastMemory:
 
     def fixed_bytes(self, config: ParallelConfig, room: Room) -> float:
         """Return the bytes that a process needs before it makes a tensor."""
-        return room.bytes_of(fixed_need(config, self.cluster))
+        return room.bytes_of(self._fixed.of(config))
 
     @cached_property
     def least_transient(self) -> float:

@@ -52,20 +52,17 @@ import numpy as np
 from autoplan.config.parallel import MASTER_BYTES, Mode, ParallelConfig, Precision
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, recompute_kind
 from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.memory.communicators import FixedMemory
 from autoplan.cost_models.memory.parameters import NO_STATES, ParameterMemory, States
 from autoplan.cost_models.memory.recompute_frontier import RecomputeFrontier
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.work import BlockWork, ParamWork, Workload
 from autoplan.ops.table import op_record
 from autoplan.schedules.schedule import HeldRow, actions, chunks_of_ranks, num_copies
-from autoplan.units import GIB, MIB, dtype_bytes
+from autoplan.units import MIB, dtype_bytes
 
 # Flat buffers of the gradient all-reduce of ZeRO 0, two at a time: as in autoplan.runtime.zero, which a test checks.
 BUCKET_BYTES = 25 * MIB
-# On a GPU: the CUDA context with its kernels, and the buffers of a communicator (NCCL_BUFFSIZE 4 MiB x channels x
-# peers comes to some hundred MiB per group; NCCL documentation, NCCL_BUFFSIZE). Assumed, not measured here.
-_CONTEXT_BYTES = 0.6 * GIB
-_GROUP_BYTES = 0.25 * GIB
 # Fragmentation of the caching allocator: reserved over allocated bytes, of memory that changes within a step. Assumed.
 _FRAGMENTATION = Quantity(0.0, 0.03, 0.10, Tag.ASSUMED)
 # relative error of the liveness walk (autoplan.program.activations), compared with measured peaks
@@ -133,14 +130,6 @@ class TiedStates:
     states: States
 
 
-def fixed_need(config: ParallelConfig, cluster: Cluster) -> Quantity:
-    """Return the bytes that a process needs on its device before it makes a tensor."""
-    c = config
-    communicators = sum(n > 1 for n in (c.dp, c.tp, c.pp, c.cp, c.ep))
-    gpu = cluster.device_type != "cpu"
-    return Quantity.spread(_CONTEXT_BYTES + communicators * _GROUP_BYTES if gpu else 0.0, 0.5, Tag.ASSUMED)
-
-
 def _fragmentation(cluster: Cluster) -> Quantity:
     return Quantity(0.0, 0.0, 0.0, Tag.MEASURED) if cluster.device_type == "cpu" else _FRAGMENTATION
 
@@ -172,8 +161,9 @@ class MemoryModel:
         self._sum_states()
         self._sum_activations()
         self.tied = self._tied_states()
+        self._fixed = FixedMemory(workload, cluster)
         self._schedule()
-        self.fixed, self.fragmentation = fixed_need(c, cluster), _fragmentation(cluster)
+        self.fragmentation = _fragmentation(cluster)
         self.per_byte = activation_need(cluster)
         reduced = c.zero_stage == 0 and max(shares.values()) > 1
         # the optimizer takes gradients as wide as its parameters: sums in 16 bits are copied once more
@@ -221,6 +211,7 @@ class MemoryModel:
         self.chunks_of = chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
         # micro-batches held in the first backward, and the most afterwards
         self.flights = self.table.flights
+        self.fixed = self._fixed.of(c)
 
     def under(self, schedule: str, virtual_stages: int) -> MemoryModel:
         """Return the memory model under another schedule with as many copies."""

@@ -1,7 +1,7 @@
 """The groups of ranks that send to each other, by the axes of a configuration: their sizes and strides.
 
 Ranks are numbered pp, dp, cp, tp, major to minor; the ranks of a stage are numbered a second time as replicas, ep, etp.
-Counts of ranks are properties of `ParallelConfig`; names on a mesh are in `autoplan.program.parallel_dims`.
+Counts of ranks are properties of `ParallelConfig`; names on a mesh are in `autoplan.config.mesh`.
 """
 
 from __future__ import annotations

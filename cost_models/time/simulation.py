@@ -53,7 +53,7 @@ class Timeline:
 
     @property
     def bubble_s(self) -> tuple[float, ...]:
-        """How long each rank waits."""
+        """The seconds that each rank waits."""
         return tuple(self.end_s - busy for busy in self.busy_s)
 
 

@@ -25,7 +25,7 @@ _LIST_COPY_S = 5e-6
 
 @dataclass(frozen=True)
 class MovedOnce:
-    """What ZeRO moves once per step: seconds by unit, seconds of the passes that it may hide behind, and their share.
+    """ZeRO traffic once per step: seconds by unit, seconds of the passes that it may hide behind, and their share.
 
     `hides`: 0 to 1, the part of the passes that hides something.
     """

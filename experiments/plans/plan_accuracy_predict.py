@@ -17,7 +17,7 @@ from autoplan.profiler.ops import MeasureTask
 from autoplan.profiler.run import measure
 from autoplan.profiler.tasks import model_tasks
 from autoplan.program.op_costs import OpCosts
-from autoplan.program.parallel_dims import ParallelDims
+from autoplan.program.parallel_dims import parallel_dims
 from autoplan.search.planner import Certificate, Planned, PlanRequest, estimate_config
 from experiments.plans.plan_accuracy_worker import Trial
 from experiments.shared.models import Size, make_llama, token_batch
@@ -47,7 +47,7 @@ def _tasks(graph: ModelGraph, size: Size, trials: Sequence[Trial]) -> list[Measu
     """Every operation that some plan may run."""
     found: dict[str, MeasureTask] = {}
     for tp, share in sorted({(t.tp, size.batch // t.dp // t.num_micro_batches) for t in trials}):
-        axes = ParallelDims.of(graph, ParallelConfig(tp=tp)).layout_axes
+        axes = parallel_dims(graph, ParallelConfig(tp=tp)).layout_axes
         works = OpCosts(graph, axes, {"b": share, "s": size.seq}, precision=precision_of("native"))
         for task in model_tasks(works):
             found.setdefault(task.work.key, task)

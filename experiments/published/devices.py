@@ -18,9 +18,9 @@ from functools import lru_cache
 from autoplan.cost_models.hardware.catalog import RANKS_PER_ROW, entries, entry, nearest_names
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import AutoplanError
-from autoplan.stacks.defaults import find
 from autoplan.units import GB
 from experiments.published import reading
+from experiments.published.defaults import find
 from experiments.published.table import Row, Unpriced, Unstated
 
 # Form factors in the catalog's ids, the usual one of training clusters first: that of a row which names none.

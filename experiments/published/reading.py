@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from autoplan.stacks.defaults import MEGATRONS, Framework, find
+from experiments.published.defaults import MEGATRONS, Framework, find
 
 
 class Formula(StrEnum):

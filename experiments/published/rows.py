@@ -26,14 +26,14 @@ from autoplan.config.parallel import (
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import AutoplanError
 from autoplan.schedules.schedule import num_copies
-from autoplan.stacks import defaults as tables
-from autoplan.stacks.defaults import Framework, find
 from autoplan.stacks.like import equal_stages
-from autoplan.stacks.options import default_options
 from autoplan.stacks.records import stacks_of_frameworks
+from experiments.published import defaults as tables
 from experiments.published import reading
+from experiments.published.defaults import Framework, find
 from experiments.published.devices import cluster_of as cluster_of
 from experiments.published.devices import clusters_of
+from experiments.published.options import default_options
 from experiments.published.reading import Formula, Memory, era_of
 from experiments.published.shapes import Adapters as Adapters
 from experiments.published.shapes import Kind as Kind

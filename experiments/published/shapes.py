@@ -18,9 +18,9 @@ from typing import Any
 
 from autoplan.config.adapters import Adapters as Adapters
 from autoplan.errors import AutoplanError
-from autoplan.stacks import defaults as tables
-from autoplan.stacks.defaults import Framework, find
+from experiments.published import defaults as tables
 from experiments.published import reading
+from experiments.published.defaults import Framework, find
 from experiments.published.reading import era_of
 from experiments.published.table import Row, Unstated
 

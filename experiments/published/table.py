@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import AutoplanError
-from autoplan.stacks.defaults import Framework, find
 from experiments.published import reading
+from experiments.published.defaults import Framework, find
 
 COLUMNS = (
     "id campaign source trust model params_b layers hidden ffn_hidden heads kv_heads vocab seq_len moe_experts "

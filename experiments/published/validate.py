@@ -34,7 +34,7 @@ from autoplan.errors import AutoplanError
 from autoplan.report.files import write_text
 from autoplan.search.estimate import Planned, check_config, ends_apart, estimate_config, recompute_counts, units_of
 from autoplan.search.request import PlanRequest
-from autoplan.stacks.defaults import BLOCKS, FORMATS, find
+from experiments.published.defaults import BLOCKS, FORMATS, find
 from experiments.published.graphs import graph_of
 from experiments.published.pictures import write as write_pictures
 from experiments.published.results import (

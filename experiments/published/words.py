@@ -13,9 +13,9 @@ from typing import Generic, TypeVar
 from autoplan.config.recompute import modules_choice
 from autoplan.cost_models.hardware.parts import Device
 from autoplan.schedules.schedule import SCHEDULES
-from autoplan.stacks import defaults as tables
-from autoplan.stacks.defaults import find
+from experiments.published import defaults as tables
 from experiments.published import reading
+from experiments.published.defaults import find
 from experiments.published.table import Row
 
 Choice = TypeVar("Choice")

@@ -21,7 +21,7 @@ from autoplan.ops.table import flops, rule_for
 from autoplan.plans.record import Plan, plan_of
 from autoplan.program.facts import Facts, ModelFacts, pipeline_units, stage_calls
 from autoplan.program.legality import Scope, check_legal
-from autoplan.program.parallel_dims import ParallelDims
+from autoplan.program.parallel_dims import parallel_dims
 from autoplan.program.problem import IntraProblem, IntraSettings, build_problem
 from autoplan.program.token_dispatch_layouts import with_token_dispatch
 from autoplan.search.intra import IntraSolution, solve
@@ -83,7 +83,7 @@ def make_plan(
     check_with_nearest(
         config, Facts(config.num_devices, ModelFacts(graph), precision=precision), Scope.EXECUTED, "pin "
     )
-    axes = ParallelDims.of(graph, config).layout_axes
+    axes = parallel_dims(graph, config).layout_axes
     settings = IntraSettings(
         axes, Costs(cluster), env, config.num_micro_batches, config.state_slack, precision=executed_precision(precision)
     )

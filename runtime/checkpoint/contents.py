@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a training, and how it is put back under another plan.
+"""The contents of a checkpoint, and how they are put back under another plan.
 
 Tensors have one key each, whatever ranks hold parts of them:
 
@@ -47,7 +47,7 @@ class Stateful(Protocol):
 
 @dataclass
 class TrainingProgress:
-    """How far a training is.
+    """The progress of a training.
 
     Attributes:
         seed: of dropout.
@@ -71,7 +71,7 @@ class Updated:
 
 @dataclass(frozen=True)
 class Training:
-    """What a checkpoint is made of. `updated`: every copy of every parameter of the optimizer on this rank."""
+    """The parts of a checkpoint. `updated`: every copy of every parameter of the optimizer on this rank."""
 
     state: ModelState
     progress: TrainingProgress
@@ -84,7 +84,7 @@ class Training:
 
 @dataclass
 class Content:
-    """What this rank has of a checkpoint."""
+    """This rank's part of a checkpoint."""
 
     tensors: _Tensors
     facts: StateFacts
@@ -239,7 +239,7 @@ def merged_facts(facts: Sequence[StateFacts]) -> StateFacts:
 
 @dataclass
 class Return:
-    """What this rank asks of a checkpoint.
+    """The values that this rank reads from a checkpoint.
 
     Attributes:
         targets: the tensors to fill, by key. copies: keys of further copies of a tied parameter -> the key stored.

@@ -1,4 +1,4 @@
-"""Where torch.distributed.checkpoint writes and reads: safetensors files and an index, nothing pickled.
+"""The storage that torch.distributed.checkpoint writes and reads: safetensors files and an index, nothing pickled.
 
 torch's own FileSystemWriter pickles its metadata, and its reader unpickles it. A StorageWriter and a StorageReader are
 its supported extension points: the planning (who writes which part of which tensor, once) and the resharding at load
@@ -33,7 +33,7 @@ CheckpointId = str | os.PathLike[str] | None
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """Where a chunk of a tensor was written, and what its file holds."""
+    """The place of a written chunk of a tensor, and the fingerprint of its file."""
 
     file: str
     entry: str

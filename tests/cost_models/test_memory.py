@@ -10,7 +10,7 @@ import pytest
 from autoplan.config.parallel import Mode, ParallelConfig, executed_precision, precision_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
-from autoplan.cost_models.memory.ranks import BUCKET_BYTES, FIRST, LATER, REDUCTION, MemoryModel, fixed_need
+from autoplan.cost_models.memory.ranks import BUCKET_BYTES, FIRST, LATER, REDUCTION, MemoryModel
 from autoplan.cost_models.network.groups import mesh_groups
 from autoplan.cost_models.profile import LINK_WORK_S, Profile
 from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, op_times
@@ -232,17 +232,6 @@ def test_context_and_fragmentation_are_not_allocated_by_tensors() -> None:
     (stage,) = Pricer(workload(), config, Costs(cluster(8, 8), None, Mode.FUSED)).estimate([4], [0]).stages
     outside = stage.memory["context and communicators"].mid + stage.memory["fragmentation"].mid
     assert 0.0 < outside == pytest.approx(stage.memory_bytes.mid - stage.allocated_bytes.mid)
-
-
-def test_every_axis_of_several_ranks_has_a_communicator_in_device_memory() -> None:
-    """On GPUs; gloo keeps its buffers on the host."""
-    gpus, cpus = Cluster.parse("2x8xh100-sxm5-80gb"), Cluster.local(16, "cpu")
-    alone, one, four = (
-        fixed_need(config, gpus).mid
-        for config in (ParallelConfig(), ParallelConfig(dp=16), ParallelConfig(dp=2, tp=2, pp=2, cp=2))
-    )
-    assert 0 < alone < one and four - alone == pytest.approx(4 * (one - alone))
-    assert fixed_need(ParallelConfig(dp=16), cpus).mid == 0
 
 
 # -- experts, context parallelism --------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from autoplan.ops.saved import TensorFacts
 from autoplan.ops.table import op_kind, op_record
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.op_costs import OpCosts
-from autoplan.program.parallel_dims import ParallelDims
+from autoplan.program.parallel_dims import parallel_dims
 from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.program.workload import workload
 from autoplan.search.estimate import estimate_config
@@ -43,7 +43,7 @@ NODES = Cluster.parse("8x8xh100-sxm5-80gb")
 @lru_cache(maxsize=8)
 def fused_workload(model: str, tp: int = 1, precision: str = "bf16") -> Workload:
     graph = load_model(model)
-    axes = ParallelDims.of(graph, ParallelConfig(tp=tp)).layout_axes
+    axes = parallel_dims(graph, ParallelConfig(tp=tp)).layout_axes
     env, dtypes = {"b": 1, "s": 1024}, precision_of(precision)
     settings = IntraSettings(axes, Costs(NODE, mode=Mode.FUSED), env, 4, 1.02, dtypes)
     works = OpCosts(graph, axes, env, precision=dtypes, device_type="cuda", kernels=Kernels(Mode.FUSED))

@@ -17,7 +17,7 @@ from autoplan.capture.export import capture
 from autoplan.catalog import load_model
 from autoplan.codegen.program import compile_program
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.errors import CaptureError, LayoutError, PinError
+from autoplan.errors import CaptureError, InfeasibleError, LayoutError, PinError
 from autoplan.planning import cluster_text, graph_of_plan, planned, ready_plan
 from autoplan.plans.layouts import layouts_of
 from autoplan.plans.record import Plan
@@ -154,6 +154,10 @@ def test_an_older_answer_of_the_command_line_is_solved_again() -> None:
     data["estimate"]["step_time_s"]["mid"] *= 1.01
     with pytest.raises(PinError, match="has the price"):
         ready_plan(Plan.from_json(json.dumps(data)), graph)
+    data["priced_not_executed"] = ["mode fused is priced (kernels of Megatron), but not executed"]
+    for given in (data, {**plan.to_data(), "priced_not_executed": data["priced_not_executed"]}):  # layouts or not
+        with pytest.raises(InfeasibleError, match="does not execute this plan: mode fused is priced"):
+            ready_plan(Plan.from_json(json.dumps(given)), graph)
 
 
 # -- on processes ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import I, R
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.op_costs import OpCosts
-from autoplan.program.parallel_dims import ParallelDims
+from autoplan.program.parallel_dims import parallel_dims
 from autoplan.program.problem import IntraSettings, LayoutChoice, Option, Selection, build_problem
 from autoplan.program.workload import workload
 from autoplan.search.intra import solve
@@ -35,7 +35,7 @@ def solved(
     model: str, tp: int, seq_len: int = SEQ_LEN, cp: int = 1, keep: Callable[[LayoutChoice, Option], bool] = keep_all
 ) -> tuple[ModelGraph, Selection, OpCosts]:
     graph = load_model(model)
-    axes = ParallelDims.of(graph, ParallelConfig(tp=tp)).layout_axes
+    axes = parallel_dims(graph, ParallelConfig(tp=tp)).layout_axes
     env, precision = {"b": 1, "s": seq_len // cp}, precision_of("bf16")
     cluster = Cluster.parse("2x8xh100-sxm5-80gb")
     settings = IntraSettings(axes, Costs(cluster), env, 4, 1.02, precision, cp)

@@ -17,7 +17,7 @@ from autoplan.runtime import private
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 
 WORLD = 64
-# hybrid ZeRO beside pipeline and tensor parallelism, as `autoplan.program.parallel_dims` writes it
+# hybrid ZeRO beside pipeline and tensor parallelism, as `autoplan.config.mesh` writes it
 AXES = [("pp", 2), ("rdp", 1), ("sdp", 4), ("cp", 1), ("tp", 8)]
 GROUPS = {
     "dp": ("rdp", "sdp"),

@@ -16,13 +16,14 @@ import pytest
 from autoplan.api import plan_program
 from autoplan.capture.export import capture
 from autoplan.codegen.check import check_program
+from autoplan.config.context_methods import neighbours_of
+from autoplan.config.mesh import folds
 from autoplan.config.offload import SEARCHED_OFFLOADS
 from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
-from autoplan.program.context_pins import combinations, legal_methods, neighbours_of
-from autoplan.program.parallel_dims import folds
+from autoplan.program.context_pins import combinations, legal_methods
 from autoplan.search.degrees import BEYOND
 from autoplan.search.estimate import estimate_config
 from autoplan.search.planner import SearchResult, search_plan

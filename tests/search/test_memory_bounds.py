@@ -12,8 +12,8 @@ import pytest
 from autoplan.capture.export import capture
 from autoplan.config.parallel import Mode
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
+from autoplan.cost_models.memory.communicators import FixedMemory
 from autoplan.cost_models.memory.least import LeastMemory
-from autoplan.cost_models.memory.ranks import fixed_need
 from autoplan.cost_models.memory.room import Room
 from autoplan.ir.graph import ModelGraph
 from autoplan.search.layouts import LayoutCache
@@ -48,7 +48,9 @@ def test_what_is_excluded_does_not_fit(kind: str, mode: Mode) -> None:
             continue
         points.room = cutter.room = Room(1e15)
         needed = cutter.shortage().needed_bytes  # of one cut with the most recompute
-        fixed = fixed_need(candidate, cluster).mid  # nearly all of it: the models are tiny
+        point = points.of(candidate)
+        assert point is not None
+        fixed = FixedMemory(point.workload, cluster).of(candidate).mid  # nearly all of it: the models are tiny
         for share in (0.7, 0.95, 1.02):
             points.room = Room(fixed + share * (needed - fixed))
             points._cutters.clear()
@@ -58,8 +60,6 @@ def test_what_is_excluded_does_not_fit(kind: str, mode: Mode) -> None:
             fits = tight.search(math.inf, 200).chunks is not None
             assert not (out and fits), candidate
             excluded, beyond = excluded + out, beyond + (not fits)
-            point = points.of(candidate)
-            assert point is not None
             least = points.least_memory(point)
             points._least[id(point)] = with_more(least)
             wrong += fits and points.shortage(candidate) is not None

@@ -11,7 +11,7 @@ import pytest
 from autoplan.catalog import load_model
 from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.memory.ranks import fixed_need
+from autoplan.cost_models.memory.communicators import FixedMemory
 from autoplan.cost_models.memory.room import Room
 from autoplan.search.cuts import Cutter
 from autoplan.search.group_bounds import group_key, step_bounds_s
@@ -57,7 +57,10 @@ def test_no_plan_is_faster_than_its_bounds(model: str, tp: int, mode: Mode, ever
         cutter = points.cutter(candidate)
         if cutter is None:
             continue
-        needed, fixed = cutter.shortage().needed_bytes, fixed_need(candidate, r.cluster).mid
+        point = points.of(candidate)
+        assert point is not None
+        needed = cutter.shortage().needed_bytes
+        fixed = FixedMemory(point.workload, r.cluster).of(candidate).mid
         free, tight = bounds_of(points, candidate)
         unlimited = step_s(cutter)
         assert free <= tight <= unlimited, candidate

@@ -20,6 +20,7 @@ from parity import Case, Trained, assert_trains_as_one_device, compiled, trained
 from autoplan.capture.export import capture
 from autoplan.codegen.check import check_program
 from autoplan.codegen.program import Program, compile_program
+from autoplan.config.mesh import ParallelDims, folds
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
@@ -31,7 +32,7 @@ from autoplan.ir.symbols import Expr
 from autoplan.plans.record import searched_plan
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.op_costs import OpCosts
-from autoplan.program.parallel_dims import ParallelDims, folds
+from autoplan.program.parallel_dims import parallel_dims
 from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.program.token_dispatch import travelled_bytes
 from autoplan.program.token_dispatch_layouts import with_token_dispatch
@@ -108,7 +109,7 @@ def test_products_of_methods_leave_fewer_sub_axes() -> None:
     """4 ranks of experts among 6 of cp: 2 x 2 of groups and neighbours of cp=12, but not of 4 x 3."""
     assert folds(1, 12, 1, 4, 1, 1) and folds(1, 12, 1, 4, 1, 2) and not folds(1, 12, 1, 4, 1, 3)
     config = ParallelConfig(cp=12, ep=4, context_method="ulysses3xring4")
-    dims = ParallelDims.of(graph(), config)
+    dims = parallel_dims(graph(), config)
     with pytest.raises(PinError, match=r"ep=4 does not fold into dp x cp x tp with cp=12 as groups of 3"):
         _ = dims.mesh
 
@@ -126,7 +127,7 @@ def test_names_of_sub_axes() -> None:
     assert [(a.name, a.size) for a in product.axes if a.size > 1] == [("cpr0", 2), ("cpr1", 2), ("cpu", 2)]
     wanted = {"cpr": ("cpr0", "cpr1"), "cp": ("cpr0", "cpr1", "cpu"), "ep": ("cpr1", "cpu")}
     assert {name: product.groups[name] for name in wanted} == wanted
-    plain = ParallelDims.of(graph(), ParallelConfig(dp=2, tp=2)).mesh
+    plain = parallel_dims(graph(), ParallelConfig(dp=2, tp=2)).mesh
     assert "ep" not in plain.groups and all(a.name != "ep" for a in plain.axes)
 
 
@@ -147,7 +148,7 @@ def test_degrees_that_cannot_run_say_why(pins: dict[str, int], devices: int, why
 
 def test_a_sequence_that_tp_cannot_split_has_no_layout() -> None:
     """Tokens of its own for every rank: an odd sequence is refused by name, not sent twice."""
-    axes = ParallelDims.of(graph(), ParallelConfig(tp=2)).layout_axes
+    axes = parallel_dims(graph(), ParallelConfig(tp=2)).layout_axes
     problem = build_problem(graph(), IntraSettings(axes, Costs(cluster(2)), {"b": 2, "s": 15}))
     with pytest.raises(InfeasibleError, match=r"experts: the sequence cannot be split over tensor parallelism"):
         with_token_dispatch(problem, graph(), 1.02)
@@ -210,7 +211,7 @@ def test_tokens_that_others_have_too_do_not_type_check(ep: int) -> None:
 def test_layouts_of_another_plan_are_not_emitted() -> None:
     """Experts where tp has them, on a mesh over which they are spread: refused by codegen, not run."""
     _, layouts, _ = make_plan(graph(), cluster(2), read_pins({"tp": 2}, 2), {"b": 2, "s": SEQ})
-    mesh = ParallelDims.of(graph(), ParallelConfig(tp=2, ep=2, etp=1)).mesh
+    mesh = parallel_dims(graph(), ParallelConfig(tp=2, ep=2, etp=1)).mesh
     with pytest.raises(LayoutError, match=r"token dispatch needs a layout with different tokens on every rank"):
         compile_program(graph(), replace(layouts, mesh=mesh))
 

@@ -221,7 +221,7 @@ class _Dense(TorchFunctionMode):
 
 @dataclass
 class _Input:
-    """What a module was given: shapes for tensors, other values as they are."""
+    """The arguments of a module call: shapes for tensors, other values as they are."""
 
     args: Any
     kwargs: Any

@@ -149,7 +149,7 @@ def _call(
 
 @dataclass(frozen=True)
 class _Form:
-    """How an experts class of Hugging Face is captured.
+    """The capture of an experts class of Hugging Face.
 
     `spec`: as the one op. `why_dense`: why it cannot be; then every expert computes every token.
     """

@@ -1,4 +1,4 @@
-"""What Hugging Face models get as their attention function during a capture.
+"""The attention function that Hugging Face models call during a capture.
 
 Attention that the ops of `autoplan.ops.attention` can say is one of them. Any other is computed by plain ops: behind
 'eager' by the function of the model's own file, behind 'sdpa' as `sdpa_attention_forward` of transformers does. Both

@@ -25,7 +25,7 @@ class HiddenRead(CaptureError):
 
 
 class Hidden:
-    """What is hidden in one trace.
+    """The modules and values that one trace hides.
 
     Attributes:
         running: the forward of the model is running: a read of what is hidden matters.

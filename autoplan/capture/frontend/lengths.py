@@ -1,4 +1,4 @@
-"""Which inputs are sequences, and of which length: `s` (the first input's) or `t` (a target's).
+"""Inputs that are sequences, and the symbol of their length: `s` (the first input's) or `t` (a target's).
 
 The names of the inputs of a Hugging Face encoder-decoder say which sequence they belong to. In any other model an input
 starts a second sequence if it is a tensor of whole numbers [batch, length] whose length differs from the first input's

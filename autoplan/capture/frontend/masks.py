@@ -292,7 +292,7 @@ def untraced(compute: Callable[[], bool]) -> bool:
 
 @dataclass(frozen=True)
 class _Request:
-    """What transformers asks a mask function for: its arguments, of which `given` are those for `make`."""
+    """A request of transformers to a mask function: its arguments, of which `given` are those for `make`."""
 
     mask_function: Any
     q_length: Any

@@ -1,4 +1,4 @@
-"""What a function along the sequence computes, found by running it on small tensors.
+"""Properties of a function along the sequence, found by running it on small tensors.
 
 Which dims can be split together is read from gradients: a dim of an input goes with a dim of the result if each half of
 the one influences the same half of the other, and nothing else. That is exact (a gradient that must be zero is zero),
@@ -55,7 +55,7 @@ _TENSOR = object()  # stands for a tensor in a result
 
 @dataclass(frozen=True)
 class ScanFacts:
-    """What a function along the sequence is to layouts, prices and memory.
+    """The properties of a function along the sequence that layouts, prices and memory depend on.
 
     Attributes:
         rule: how it can be split, as a line of the rule language.

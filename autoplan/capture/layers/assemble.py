@@ -47,7 +47,7 @@ class _Segment:
 
 @dataclass(frozen=True)
 class _Loss:
-    """How the loss of a model is counted.
+    """The denominators of the loss of a model.
 
     Attributes:
         counts: of every denominator: its unit, the value with the labels or the total, and the label that does not

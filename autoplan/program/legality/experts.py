@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
+from autoplan.config.mesh import folds, product_degree
 from autoplan.config.parallel import ParallelConfig
-from autoplan.program.context_pins import product_degree
 from autoplan.program.facts import Facts, divisors
 from autoplan.program.legality.rule import Rule, Scope
-from autoplan.program.parallel_dims import folds
 
 _REPLICAS = "ZeRO cannot have as many replicas"
 

@@ -12,8 +12,8 @@ import re
 from dataclasses import replace
 
 from autoplan.config.parallel import Attention, Dispatcher, Launch, RunOptions
-from autoplan.stacks.defaults import Framework, find
 from autoplan.stacks.records import stacks_of_frameworks
+from experiments.published.defaults import Framework, find
 
 # Words of flags -> options.
 _LAUNCH: tuple[tuple[str, Launch], ...] = (

@@ -1,0 +1,88 @@
+"""Settings of a task beside its plan and its run options: lengths, batch, precision, mode and measured times.
+
+Their records are those of all choices (`autoplan.config.choice`). From them follow the options of the command line, the
+names that what-if and capacity vary with their ranges, the keys of files and the checks of values.
+"""
+
+from __future__ import annotations
+
+from autoplan.config.choice import Choice, Written
+from autoplan.config.parallel import PRECISIONS, Mode, precision_of
+from autoplan.errors import PinError
+
+
+def _precision(name: str, value: object) -> str | None:
+    try:
+        precision_of(str(value))
+    except PinError as error:
+        return str(error)
+    return None
+
+
+TASK_SETTINGS: tuple[Choice, ...] = (
+    Choice(
+        "seq_len",
+        help="Tokens per sequence, in powers of 1024: 8k is 8,192, 1M is 1,048,576; default: that of the catalog "
+        "model's usual run (autoplan models).",
+        flags=("--seq-len", "--seq"),
+        most=10**9,
+        varied="tokens per sequence",
+        executed=True,
+    ),
+    Choice(
+        "global_batch_size",
+        help="Sequences per step, over all devices; 1k is 1,024; default: as --seq-len.",
+        flags=("--global-batch-size", "--gbs"),
+        most=10**7,
+        varied="sequences per step",
+        executed=True,
+    ),
+    Choice(
+        "precision",
+        "bf16",
+        "bf16, fp16, fp32, fp8, mxfp8, fp4, or native (the model's own dtypes); the suffix -grad16 (bf16-grad16) keeps "
+        "gradients in 16 bits, -grad32 overrides those of --like.",
+        written=Written.WORD,
+        obstacle=_precision,
+        varied="one of " + ", ".join(PRECISIONS),
+        executed=True,  # as far as a rule says (`autoplan.program.legality`)
+    ),
+    Choice(
+        "mode",
+        Mode.EAGER,
+        "How the program runs: eager, fused or compiled; default: that of --like, else eager.",
+        written=Written.WORD,
+        words=Mode,
+        left_out=True,
+        varied="one of " + ", ".join(Mode),
+        executed=True,  # as far as a rule says
+    ),
+    Choice(
+        "target_len",
+        help="Tokens per target sequence of an encoder-decoder, read as --seq-len; default: the same.",
+        may_be_open=True,
+        executed=True,
+    ),
+    Choice(
+        "profile",
+        help="Measured times: the name or file of a profile.",
+        written=Written.WORD,
+        may_be_open=True,
+        executed=True,
+    ),
+)
+# The settings whose value a plan depends on, and that a sweep may vary
+VARIED_SETTINGS: tuple[str, ...] = tuple(record.name for record in TASK_SETTINGS if record.varied)
+_BY_NAME = {record.name: record for record in TASK_SETTINGS}
+
+
+def setting(name: str) -> Choice:
+    """Return the record of a setting."""
+    return _BY_NAME[name]
+
+
+def check_setting(name: str, value: object) -> None:
+    """Raise PinError for a value that no model and cluster makes legal."""
+    reason = setting(name).reason(value)
+    if reason is not None:
+        raise PinError(reason)
