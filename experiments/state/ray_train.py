@@ -56,7 +56,7 @@ def losses_of(command: list[str], folder: Path) -> list[tuple[int, float]]:
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-4000:]}")
-    return [(int(step), float(loss)) for step, loss in LOSS.findall(done.stdout + done.stderr)]
+    return [(int(step), float(loss)) for step, loss in LOSS.findall(done.stdout)]
 
 
 def run() -> None:
