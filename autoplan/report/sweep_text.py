@@ -9,6 +9,7 @@ from rich.table import Table
 
 from autoplan.config import numbers
 from autoplan.report.text import graph_notes, heading, paragraph, plain_table, prices, run_cells
+from autoplan.search.certificate import Status
 from autoplan.search.planner import PlanRequest
 from autoplan.sweeps.label import plan_label
 from autoplan.sweeps.whatif import STEP_ONLY, Point, RunTask, row, run_of
@@ -41,7 +42,7 @@ def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], run:
                 days_and_cost = run_cells(run_of(e, point.request, run))
                 cells += days_and_cost[::2]  # only --csv and --json show them with failures
             cells.append(f"{(e.memory_capacity_bytes - e.peak_memory_bytes.mid) / 1e9:.1f}")
-            ended = "" if data["search_status"] == "complete" else f" ({data['search_status']})"
+            ended = "" if data["search_status"] in _AS_ASKED else f" ({data['search_status']})"
             cells.append(plan_label(point.planned.config, e) + ended)
         rows.append(cells)
     table, left_out = _fitting(heads, rows, out.width)
@@ -86,6 +87,8 @@ def _fitting(heads: list[str], rows: list[list[str]], width: int) -> tuple[Table
         table.add_row(*(cell for head, cell in zip(heads, row_of_all, strict=True) if head in kept))
     return table, left_out
 
+
+_AS_ASKED = (Status.COMPLETE, Status.NEAR)  # searches that ended by themselves; their gap is in --csv and --json
 
 # The outcome of a sweep, by the best state among its points
 _OUTCOMES = {"ok": "ok", "stopped": "stopped", "does not fit": "infeasible"}
