@@ -5,3 +5,5 @@
 `sections`: the sections, each declared with the answers it belongs to.
 `page`: one HTML file with everything in it: style, data, and the library that draws.
 """
+
+EXTRA = "pip install 'autoplan[report]'"  # what installs the libraries of figures and reports

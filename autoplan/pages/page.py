@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import AutoplanError
+from autoplan.pages import EXTRA
 from autoplan.pages.sections import sections
 from autoplan.versions import __version__
 
-EXTRA = "pip install 'autoplan[report]'"
 _COMMANDS = {
     "plan": "plan",
     "estimate": "price of a configuration",

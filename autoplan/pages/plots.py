@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoplan.errors import PinError
-from autoplan.pages import figures
-from autoplan.pages.page import EXTRA
+from autoplan.pages import EXTRA, figures
 
 
 @dataclass(frozen=True)
