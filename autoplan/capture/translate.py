@@ -233,9 +233,7 @@ class Translator:
         elif target in ("autoplan.block_begin.default", "autoplan.block_end.default", "autoplan.block_repeat.default"):
             self._marker(target, node)
         elif getattr(node.target, "__name__", "") == "getitem":
-            source, index = cast(tuple[fx.Node, int], node.args)
-            if (found := self.env[source][index]) is not None:
-                self.env[node] = found
+            self._element(node)
         elif target in SKIP or not self._has_tensor(node):
             return
         elif target in ALLOCATIONS:
@@ -257,6 +255,11 @@ class Translator:
             self.env[node] = target_place
         else:
             self._op(target, node)
+
+    def _element(self, node: fx.Node) -> None:
+        source, index = cast(tuple[fx.Node, int], node.args)
+        if (found := self.env[source][index]) is not None:  # no size
+            self.env[node] = found
 
     def _fill(self, node: fx.Node) -> None:
         """Translate a number that is written into a slice."""
