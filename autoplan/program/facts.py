@@ -10,12 +10,13 @@ from functools import cached_property, lru_cache
 from autoplan.config.parallel import Mode, RunOptions
 from autoplan.config.recompute import MODULES
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.ir.graph import ModelGraph
+from autoplan.ir.graph import Block, ModelGraph, Node
+from autoplan.ir.symbols import Expr
 from autoplan.ops.batch import batch_obstacle, context_obstacle
 from autoplan.ops.experts import SECOND_BIAS
 from autoplan.ops.products import packed_weights
 from autoplan.ops.record import OpKind
-from autoplan.ops.table import nodes_with
+from autoplan.ops.table import flops, nodes_with, rule_for
 from autoplan.program.megatron_modules import modules
 from autoplan.program.regions import Flow
 from autoplan.stacks.like import Like
@@ -189,6 +190,19 @@ class ModelFacts:
         return tuple(name for name in MODULES if name in found)
 
     @cached_property
+    def _flops(self) -> dict[tuple[str, str], Expr]:
+        return {}
+
+    def flops(self, block: Block, node: Node) -> Expr:
+        """Return the forward arithmetic of a node as a function of the sizes of the batch; counted once per graph."""
+        if self.graph.blocks.get(block.name) is not block:
+            return flops(node, block.values, rule_for(node, block.values))
+        key = (block.name, node.name)
+        if key not in self._flops:
+            self._flops[key] = flops(node, block.values, rule_for(node, block.values))
+        return self._flops[key]
+
+    @cached_property
     def block_calls(self) -> tuple[str, ...]:
         """Calls that a mapping of recompute may name: those of blocks with work of their own."""
         return tuple(call.name for call in self.graph.bound_calls())
@@ -210,6 +224,11 @@ class _Same:
 @lru_cache(maxsize=8)  # all points of a sweep ask for the same few graphs
 def _model_facts(key: _Same) -> ModelFacts:
     return ModelFacts(key.graph)
+
+
+def facts_of_model(graph: ModelGraph) -> ModelFacts:
+    """Return the facts of a model, computed once for every graph."""
+    return _model_facts(_Same(graph))
 
 
 @dataclass(frozen=True)
@@ -259,7 +278,7 @@ class Facts:
         """Return the facts of a task."""
         return cls(
             cluster.num_devices,
-            _model_facts(_Same(graph)),
+            facts_of_model(graph),
             batch,
             seq_len,
             mode,

@@ -20,9 +20,9 @@ from autoplan.ops.attention import window_share
 from autoplan.ops.record import OpKind
 from autoplan.ops.saved import OpFacts, TensorFacts
 from autoplan.ops.strategies import Strategy
-from autoplan.ops.table import flops, op_kind, op_record, rule_for
+from autoplan.ops.table import op_kind, op_record
 from autoplan.program.context_parallel import exchanged
-from autoplan.program.facts import layer_calls
+from autoplan.program.facts import facts_of_model, layer_calls
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.statements import Collective
 from autoplan.units import DTYPE_BYTES
@@ -67,6 +67,7 @@ class OpCosts:
         layers = set(layer_calls(graph))
         self._narrow = {c.block for c in graph.calls if c.name in layers or not layers}
         self._local: dict[tuple[str, str, Layout], tuple[int, ...]] = {}
+        self._facts = facts_of_model(graph)
         self._flops: dict[tuple[str, str], float] = {}
 
     @property
@@ -121,7 +122,7 @@ class OpCosts:
         key = (block.name, node.name)
         found = self._flops.get(key)
         if found is None:
-            found = self.number(flops(node, block.values, rule_for(node, block.values)))
+            found = self.number(self._facts.flops(block, node))
             # attention sees the keys of the whole sequence; causal halves are balanced over the ranks
             if op_kind(node.op) is OpKind.ATTENTION:
                 found *= self.context * window_share(node, self.num_keys(block, node))

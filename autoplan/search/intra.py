@@ -91,32 +91,54 @@ def follow(problem: IntraProblem) -> IntraProblem:
     This is a restriction: converting a small operand just before a broadcast, for example, can be cheaper.
     """
     choices = {c.name: c for c in problem.choices}
-    changed = True
-    while changed:
-        changed = False
-        provider = {key: c.name for c in choices.values() for o in c.options for key, _ in o.provides}
-        consumers: dict[ValueKey, set[str]] = {}
-        for c in choices.values():
-            for o in c.options:
-                for key, _ in o.requires:
-                    consumers.setdefault(key, set()).add(c.name)
-        for key, names in consumers.items():
-            if len(names) != 1:
-                continue
-            a, b = choices[provider[key]], choices[next(iter(names))]
-            if not b.follows or a.name == b.name or a.weight != b.weight or a.name.startswith(_FIXED):
-                continue
-            merged = _merge(a, b, key)
-            if merged is not None:
-                del choices[b.name]
-                choices[a.name] = merged
-                changed = True
-                break
+    keys = {c.name: _keys(c) for c in problem.choices}
+    apart: set[tuple[str, str, ValueKey]] = set()
+    while merged := _next_merge(choices, keys, apart):
+        a, b, both = merged
+        del choices[b], keys[b]
+        choices[a], keys[a] = both, _keys(both)
+        apart = {pair for pair in apart if not {a, b} & set(pair[:2])}
     restrictions = (*problem.restrictions, "element-wise chains follow their producer")
     return replace(problem, choices=tuple(choices.values()), restrictions=restrictions)
 
 
 _FIXED = ("store ", "buffer ", "boundary ")
+_Keys = tuple[tuple[ValueKey, ...], tuple[ValueKey, ...]]  # the values that a choice provides, and those it requires
+
+
+def _keys(choice: LayoutChoice) -> _Keys:
+    """Return what the options of a choice provide and require, each value once, in the order of the options."""
+    gives = dict.fromkeys(key for o in choice.options for key, _ in o.provides)
+    takes = dict.fromkeys(key for o in choice.options for key, _ in o.requires)
+    return tuple(gives), tuple(takes)
+
+
+def _next_merge(
+    choices: Mapping[str, LayoutChoice],
+    keys: Mapping[str, _Keys],
+    apart: set[tuple[str, str, ValueKey]],
+) -> tuple[str, str, LayoutChoice] | None:
+    """Return the first producer and consumer, by name, that can be merged, and the choice that they become.
+
+    A pair between which some layout has to be converted is added to `apart`, and not looked at again.
+    """
+    provider = {key: name for name in choices for key in keys[name][0]}
+    consumers: dict[ValueKey, list[str]] = {}
+    for name in choices:
+        for key in keys[name][1]:
+            consumers.setdefault(key, []).append(name)
+    for key, names in consumers.items():
+        if len(names) != 1:
+            continue
+        a, b = choices[provider[key]], choices[names[0]]
+        if not b.follows or a.name == b.name or a.weight != b.weight or a.name.startswith(_FIXED):
+            continue
+        if (a.name, b.name, key) in apart:
+            continue
+        if (both := _merge(a, b, key)) is not None:
+            return a.name, b.name, both
+        apart.add((a.name, b.name, key))
+    return None
 
 
 def _merge(a: LayoutChoice, b: LayoutChoice, key: ValueKey) -> LayoutChoice | None:

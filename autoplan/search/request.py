@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from autoplan.config.choices import option_data
@@ -129,7 +130,7 @@ class PlanRequest:
             self.like if isinstance(self.like, Like) else None,
         )
 
-    @property
+    @cached_property
     def allowed_gap(self) -> float:
         """The share of a step that may stay unproved."""
         usual = EXPERTS_GAP if nodes_with(self.graph, OpKind.EXPERTS) else DENSE_GAP

@@ -40,7 +40,7 @@ from autoplan.program.problem import (
     copy_work,
     evaluate_selection,
 )
-from autoplan.search.intra import IntraSolution, StoppedError, solve
+from autoplan.search.intra import IntraSolution, StoppedError, follow, solve
 from autoplan.units import GB, GIB, MICRO, TERA
 
 DEVICE = Device("gpu", 400 * TERA, 2000.0 * GB, 64 * GIB, "assumed")
@@ -207,6 +207,26 @@ def test_restrictions_are_named() -> None:
     assert "element-wise chains follow their producer" not in solve(problem, merge_chains=False).restrictions
     assert any("1.02" in r for r in problem.restrictions)
     assert not any("1.02" in r for r in intra(toy_graph("plain"), (2,), slack=None).restrictions)
+
+
+def test_element_wise_chains_become_one_choice() -> None:
+    """A chain of three behind a product is merged into it, option by option; a value that two read, and a consumer that
+    needs a layout of its own, are not."""
+    kinds: tuple[Layout, ...] = ((R,), (shard(0),))
+
+    def makes(name: str, of: str | None, layouts: tuple[Layout, ...] = kinds) -> LayoutChoice:
+        reads = () if of is None else (("b", of),)
+        options = (Option(str(a), tuple((k, a) for k in reads), ((("b", name), a),), 1.0) for a in layouts)
+        return LayoutChoice(name, tuple(options), follows=of is not None)
+
+    chain = (makes("w", None), makes("x", "w"), makes("y", "x"), makes("z", "y"))
+    branches = (makes("p", "z"), makes("q", "z"), makes("last", "q", layouts=((R,),)))
+    weights = {("b", c.name): 1.0 for c in (*chain, *branches)}
+    merged = follow(IntraProblem((*chain, *branches), weights, lambda k, a, b: 1.0)).choices
+    assert [c.name for c in merged] == ["w", "p", "q", "last"]
+    for option, kind in zip(merged[0].options, kinds, strict=True):
+        assert [name for name, _ in option.parts] == ["w", "x", "y", "z"] and option.cost_s == 4.0
+        assert dict(option.provides)["b", "z"] == kind and option.requires == ()
 
 
 def test_a_value_is_converted_once_for_all_that_share_it() -> None:
