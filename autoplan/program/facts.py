@@ -195,12 +195,13 @@ class ModelFacts:
 
     def flops(self, block: Block, node: Node) -> Expr:
         """Return the forward arithmetic of a node as a function of the sizes of the batch; counted once per graph."""
-        if self.graph.blocks.get(block.name) is not block:
-            return flops(node, block.values, rule_for(node, block.values))
-        key = (block.name, node.name)
-        if key not in self._flops:
-            self._flops[key] = flops(node, block.values, rule_for(node, block.values))
-        return self._flops[key]
+        key, is_mine = (block.name, node.name), self.graph.blocks.get(block.name) is block
+        if is_mine and key in self._flops:
+            return self._flops[key]
+        found = flops(node, block.values, rule_for(node, block.values))
+        if is_mine:
+            self._flops[key] = found
+        return found
 
     @cached_property
     def block_calls(self) -> tuple[str, ...]:

@@ -5,9 +5,9 @@ operation: FLOPs of products, and of attention forward, to rounding. Memory may 
 by `STATE_TOLERANCE`, the peak by `MEMORY_TOLERANCE`. The kernels that a rehearsal runs are the CPU's, which keep other
 tensors than those of a GPU (a loss over a large vocabulary keeps more), so that the peak is compared with the plan's
 prediction plus the difference that the memory model sees between the two; without the graph of the model that is not
-known, and `UNKNOWN_KERNELS_TOLERANCE` holds. With several stages per rank the price counts all gradients beside all
-micro-batches in flight, which may not meet: the peak may be lower by the gradients. What a plan keeps on the host is in
-the same memory here and counts with the rest; gradients there are made after the fullest moment of a first step.
+known, and `UNKNOWN_KERNELS_TOLERANCE` holds. What a plan keeps on the host is in the same memory here and counts with
+the rest; gradients there are made after the fullest moment of a first step, and with several stages per rank the price
+counts activations there as if all micro-batches in flight were of the stage with most.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _memory(observed: Observed, said: Expected, num_stages: int) -> tuple[list[s
     expected = mid + (said.kernels_bytes or 0.0) + sum(said.host.values())
     least = expected - (observed.state_bytes["gradients"] if hosted else 0.0)
     if num_stages > 1:
-        least -= said.memory.get("gradients", 0.0) + said.host.get("activations", 0.0)
+        least -= said.host.get("activations", 0.0)
     tolerance = MEMORY_TOLERANCE if known else UNKNOWN_KERNELS_TOLERANCE
     states = [observed.state_bytes[n] for n in ("parameters", "optimizer", *(["gradients"] if hosted else []))]
     predicted = hosted + sum(said.memory.get(name, 0.0) for name in ("parameters", "optimizer"))

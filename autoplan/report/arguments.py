@@ -16,9 +16,8 @@ from autoplan.config.numbers import read_list, read_series
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.whole_run import Assumptions
 from autoplan.errors import PinError
-from autoplan.ops.record import OpKind
-from autoplan.ops.table import nodes_with
 from autoplan.plans.document import tuples
+from autoplan.program.facts import facts_of_model
 from autoplan.search.request import PlanRequest
 from autoplan.sweeps.whatif import LISTS, RANGES, TEXTS, VARIED, WHOLE_NUMBERS
 
@@ -118,7 +117,7 @@ def _values(name: str, text: str) -> list[str]:
 
 def imbalance_of(request: PlanRequest) -> dict[str, Any] | None:
     """Return the assumed imbalance of routing: `{"value", "what", "source"}`; None for a model without experts."""
-    if not nodes_with(request.graph, OpKind.EXPERTS):
+    if not facts_of_model(request.graph).num_experts:
         return None
     shipped = "stated, not fitted: published runs with experts force balance; to change: --constants FILE"
     return {

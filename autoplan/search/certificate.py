@@ -8,8 +8,7 @@ from enum import StrEnum
 
 from autoplan.config.html import table
 from autoplan.config.parallel import Mode, ParallelConfig
-from autoplan.ops.record import OpKind
-from autoplan.ops.table import nodes_with
+from autoplan.program.facts import facts_of_model
 from autoplan.schedules.schedule import searched_words
 from autoplan.search.degrees import MAX_ACTIONS, Space
 from autoplan.search.estimate import Planned
@@ -152,7 +151,7 @@ def restrictions_of(request: PlanRequest, checked: Space, layouts: tuple[str, ..
 def _of_degrees(request: PlanRequest, checked: Space) -> Iterator[str]:
     """Yield the restrictions of how experts and sequences are spread."""
     cut = any(c.cp > 1 for c in checked.candidates)
-    if nodes_with(request.graph, OpKind.EXPERTS):
+    if facts_of_model(request.graph).num_experts:
         yield _EXPERTS
     if "cp" not in request.pins:
         least = (

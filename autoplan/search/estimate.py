@@ -14,12 +14,10 @@ from autoplan.cost_models.time.estimate import Estimate
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.cost_models.work import Workload
 from autoplan.ir.graph import ModelGraph
-from autoplan.ops.record import OpKind
-from autoplan.ops.table import nodes_with
 from autoplan.program.context_parallel import frozen
 from autoplan.program.context_pins import MethodChoice, chosen_methods
 from autoplan.program.expert_degrees import ExpertDegrees
-from autoplan.program.facts import Facts, pipeline_units
+from autoplan.program.facts import Facts, facts_of_model, pipeline_units
 from autoplan.program.legality import Scope
 from autoplan.schedules.schedule import SCHEDULES, num_copies
 from autoplan.search import nearest
@@ -65,7 +63,7 @@ def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     check_task(r)
     check_config(r, config)
     experts = None
-    if _has_experts(r.graph):
+    if facts_of_model(r.graph).num_experts:
         experts = ExpertDegrees(config.ep, config.expert_tp, request.options.dispatcher, request.executed)
     points, ends = LayoutCache(r), ends_apart(r.graph, config)
     if config.cp > 1 and config.context_method is None and r.executed:
@@ -171,10 +169,6 @@ def chosen_recompute(
         for calls, marked in zip(w.unit_calls, w.is_layer, strict=True)
     ]
     return recompute_mapping(chosen, layers_of_units)
-
-
-def _has_experts(graph: ModelGraph) -> bool:
-    return bool(nodes_with(graph, OpKind.EXPERTS))
 
 
 def check_config(request: PlanRequest, config: ParallelConfig) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,9 +20,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
-from autoplan.ops.record import OpKind
-from autoplan.ops.table import nodes_with
-from autoplan.program.facts import Facts, latent_attention
+from autoplan.program.facts import Facts, facts_of_model, latent_attention
 from autoplan.program.legality import Scope
 from autoplan.search.degrees import Space
 from autoplan.search.refusals import refusal
@@ -115,7 +112,7 @@ class PlanRequest:
         for name, value in settled.items():
             object.__setattr__(self, name, value)
 
-    @functools.cached_property
+    @cached_property
     def facts(self) -> Facts:
         """The facts of model, cluster and run that decide which configurations are legal."""
         return Facts.of(
@@ -130,10 +127,10 @@ class PlanRequest:
             self.like if isinstance(self.like, Like) else None,
         )
 
-    @cached_property
+    @property
     def allowed_gap(self) -> float:
         """The share of a step that may stay unproved."""
-        usual = EXPERTS_GAP if nodes_with(self.graph, OpKind.EXPERTS) else DENSE_GAP
+        usual = EXPERTS_GAP if facts_of_model(self.graph).num_experts else DENSE_GAP
         return usual if self.gap is None else self.gap
 
     @property

@@ -218,6 +218,11 @@ class MemoryModel:
         self.flights = self.table.flights
         self.fixed = self._fixed.of(c)
 
+    @property
+    def has_gradient_buffer(self) -> bool:
+        """True if all gradients exist from the start, in Megatron's buffer."""
+        return self.megatron and self.config.zero_stage < 2
+
     def under(self, schedule: str, virtual_stages: int) -> MemoryModel:
         """Return the memory model under another schedule with as many copies."""
         out = copy.copy(self)
@@ -335,7 +340,7 @@ class MemoryModel:
             moments = self._of_several(self.table.held[rank], chunks, held, grads, reducing)
         else:
             (only,) = held.values()
-            if self.megatron and self.config.zero_stage < 2:  # all gradients exist from the start
+            if self.has_gradient_buffer:
                 moments = [_Moment(FIRST, grads, first * only.one, only.transient)]
             else:
                 moments = self._first_backward(units, (first - 1) * only.one, only)
@@ -403,7 +408,7 @@ class MemoryModel:
         for k, h in held.items():
             one[:, k] = h.one, h.transient
         now, transient = row.held(one[0]), one[1][row.chunks]
-        spans, zero = row.spans, self.config.zero_stage
+        spans = row.spans
         grads, gathered = (np.zeros(len(now) + 1) for _ in range(2))
         for k, at in spans.items():
             whole, left = (sum(each[u] for u in chunks[k]) for each in (self.grads, self.reduced))
@@ -415,9 +420,9 @@ class MemoryModel:
         grads = np.minimum(np.cumsum(grads)[:-1], most_grads)
         gathered = np.cumsum(gathered)[:-1]
         reducing = np.where(np.arange(len(now)) > min(at.first_end for at in spans.values()), scattered, 0.0)
-        if self.megatron and zero < 2:
+        if self.has_gradient_buffer:
             grads[:] = most_grads
-        by_chunk = zero in (1, 2) and not self.megatron
+        by_chunk = self.config.zero_stage in (1, 2) and not self.megatron
         total = now + transient + grads + reducing + (gathered if by_chunk else 0.0)
         most = int(np.argmax(total))
         out = [
@@ -429,7 +434,7 @@ class MemoryModel:
                 gathered=float(gathered[most]) if by_chunk else None,
             )
         ]
-        if self.megatron and zero < 2:
+        if self.has_gradient_buffer:
             return out
         for k, at in spans.items():
             i = at.first_end
