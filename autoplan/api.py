@@ -120,8 +120,8 @@ def parallelize(
             searched.
         profile: measured times: a Profile, or the name or path of one. None with 'local': the profile of this machine,
             which is measured first (bounded, once) if there is none; AUTOPLAN_PROFILE names another or says 'assumed'.
-        folder: where to write the emitted program (`stageN.py`, `program.json`) and `plan.json`; default: a temporary
-            folder.
+        folder: where to write the emitted program (`stageN.py`, `program.json`) and `plan.json`; by default they are
+            not written, and tracebacks, debuggers and `pm.source` have the text.
         seed: seed of dropout.
         timeout_s: seconds that any collective may wait before the job fails (default: AUTOPLAN_TIMEOUT_S or 10
             minutes).

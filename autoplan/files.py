@@ -11,7 +11,6 @@ import hashlib
 import os
 import shutil
 import tempfile
-import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -155,10 +154,3 @@ class AppendedFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def temporary_folder(owner: object) -> Path:
-    """Return a new folder that is removed with `owner`, or at the end of the process."""
-    folder = Path(tempfile.mkdtemp(prefix="autoplan_"))
-    weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
-    return folder

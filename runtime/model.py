@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoplan.files import temporary_folder, write_whole
+from autoplan.files import write_whole
 from autoplan.runtime.batch import Batches
 from autoplan.runtime.checkpoint.contents import TrainingProgress
 from autoplan.runtime.checkpoint.door import Checkpoints
@@ -39,7 +39,7 @@ from autoplan.runtime.params import (
 )
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
 from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecision, check_precision
-from autoplan.runtime.program import copy_beside_computing, load_module
+from autoplan.runtime.program import copy_beside_computing, load_module, unwritten_folder
 from autoplan.runtime.replicas import Replicas
 from autoplan.runtime.shards import Shards, show_states
 from autoplan.runtime.spec import ParamSpec, ProgramSpec, StageSpec
@@ -65,7 +65,7 @@ class ParallelModel(StateMethods):
         optimizer: `parameters -> Optimizer` (e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`), or None.
         param_groups: the optimizer's groups of parameters (`autoplan.runtime.param_groups`); None: one group.
         device: where to run.
-        folder: where the emitted modules are written; a fresh temporary folder by default.
+        folder: where the emitted modules are written, for readers; by default nowhere.
         seed: seed of dropout.
         dtype: a floating dtype to run in instead of the captured one (for parity in float64).
         aliases: further names of tied parameters, for `state_dict`.
@@ -127,7 +127,7 @@ class ParallelModel(StateMethods):
         check_precision(spec, self.precision, dtype, gradient_compression)
         self._num_evaluations = 0
         self.training: bool = True
-        self.folder: Path = folder or temporary_folder(self)
+        self.folder: Path | None = folder
         self.stages: dict[int, nn.Module] = {index: self._build(mine, buffers) for index, mine in self._specs.items()}
         if compile is not None:
             hidden = [self.mesh.group("tp")] if async_tp and self.mesh.size("tp") > 1 else ()
@@ -272,8 +272,8 @@ class ParallelModel(StateMethods):
         return self.mesh.coordinate(axis)
 
     def _build(self, mine: StageSpec, buffers: Mapping[str, torch.Tensor]) -> nn.Module:
-        path, text = self.folder / mine.source, self.source[mine.source]
-        if not path.exists() or path.read_bytes() != text.encode():
+        path, text = (self.folder or unwritten_folder()) / mine.source, self.source[mine.source]
+        if self.folder is not None and (not path.exists() or path.read_bytes() != text.encode()):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, text)
         module = load_module(path, f"autoplan_program_{abs(hash(str(path)))}_{mine.index}", text)

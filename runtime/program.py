@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import linecache
+import os
 import sys
+import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -175,11 +177,17 @@ def parameter(shape: tuple[int, ...], dtype: torch.dtype, trainable: bool) -> nn
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=trainable)
 
 
+def unwritten_folder() -> Path:
+    """Return a path that names no folder, another one at each call, for modules that no file holds."""
+    return Path(os.sep, f"<autoplan program {uuid.uuid4().hex[:8]}>")
+
+
 def load_module(path: Path, name: str, text: str) -> ModuleType:
     """Run `text`, the emitted source of the file at `path`, as the module `name`.
 
-    The file is not read: `text` runs even if something else writes to the file, and tracebacks, `inspect` and debuggers
-    show the lines of `text`. The caller makes sure that the file has the same text, for readers.
+    The file is not read and need not exist: `text` runs even if something else writes to the file, and tracebacks,
+    `inspect` and debuggers show the lines of `text`. Where there is a file for readers, the caller makes sure that it
+    has the same text.
 
     Raises:
         ValueError: `path` does not end in .py.

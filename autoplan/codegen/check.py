@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,7 @@ from torch import nn
 from autoplan.runtime.convert import typed
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.params import buffer_owner, local_param_shape
-from autoplan.runtime.program import load_module
+from autoplan.runtime.program import load_module, unwritten_folder
 from autoplan.runtime.spec import CarriedSpec, ProgramSpec, StageSpec, evaluate_terms
 
 _TYPES = {"R": R, "I": I, "P": P, "S": V}
@@ -57,11 +56,11 @@ def check_program(spec: ProgramSpec, sources: Mapping[str, str], *, batch: int =
     world = math.prod(size for _, size in axes)
     if world == 1:
         return
-    with _fake_group(world), tempfile.TemporaryDirectory() as folder:
+    with _fake_group(world):
         mesh = AxisMesh(axes, dict(spec.groups), device_type="cpu")
         env = {"b": batch, "s": sequence, "t": sequence}
         for stage in spec.stages:
-            path = Path(folder) / stage.source
+            path = unwritten_folder() / stage.source
             module = load_module(path, f"autoplan_check_{stage.index}", sources[stage.source])
             try:
                 _check_stage(module.Stage(), spec, stage, mesh, env)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from autoplan.program.parallel_dims import parallel_dims
 from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.program.statements import LoweredBlock
 from autoplan.runtime.params import buffer_owner
-from autoplan.runtime.program import load_module
+from autoplan.runtime.program import load_module, unwritten_folder
 from autoplan.verify.wide import thinned
 
 _STAGE = "stage0.py"
@@ -82,9 +80,8 @@ def _without_dropout(block: Block) -> Block:
 
 def load_stage(text: str) -> nn.Module:
     """Load the stage of an emitted text; its parameters have no memory yet."""
-    with tempfile.TemporaryDirectory(prefix="autoplan_") as folder, torch.device("meta"):
-        path = Path(folder) / _STAGE
-        stage: nn.Module = load_module(path, MODULE, text).Stage()
+    with torch.device("meta"):
+        stage: nn.Module = load_module(unwritten_folder() / _STAGE, MODULE, text).Stage()
         return stage
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import linecache
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -230,6 +231,27 @@ def test_a_program_is_what_was_broadcast_and_lies_in_its_folder(tmp_path: Path, 
     assert replaced
     with pytest.raises(ImportError, match="missing"):  # what reading the file again would run
         load_module(replaced[0], "stage_of_a_test", replaced[0].read_text())
+
+
+def test_a_program_without_a_folder_writes_no_file_and_shows_its_lines(monkeypatch: Any) -> None:
+    """A process that is killed would leave a temporary folder behind."""
+    model = Model(lambda m, x: x)
+    _, program = plan_program(graph_of(model, given()), cluster_of(1, "bandwidth"), {}, 4, 6)
+
+    def made(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a file is made")
+
+    for name in ("mkstemp", "mkdtemp"):
+        monkeypatch.setattr(tempfile, name, made)
+    with fake_group(1):
+        given_parameters = dict(model.named_parameters())
+        stages = [ParallelModel(program.spec, program.sources, given_parameters, {}).stage for _ in range(2)]
+    (text,) = program.sources.values()
+    linecache.checkcache()  # as traceback does
+    for stage in stages:
+        assert inspect.getsource(type(stage)) in text
+    paths = [str(inspect.getsourcefile(type(stage))) for stage in stages]
+    assert paths[0] != paths[1] and not any(Path(path).exists() for path in paths)
 
 
 # -- what is not trained ----------------------------------------------------------------------------------------------
