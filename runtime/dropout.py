@@ -19,7 +19,7 @@ import spmd_types
 import torch
 from spmd_types import R, V, rules
 
-from autoplan.runtime.fused import one_kernel
+from autoplan.runtime.fused import one_dropout
 from autoplan.runtime.mesh import AxisMesh, current_mesh
 
 Factor = tuple[int, int, tuple[str, ...] | Literal["batch"]]
@@ -139,8 +139,24 @@ def _counters(first: torch.Tensor | int, factors: list[tuple[int, int]], device:
     return counter
 
 
+def _traced_mask(state: torch.Tensor, start: torch.Tensor, index: tuple[Factor, ...], p: float) -> torch.Tensor:
+    """Return what `_mask` does, as a compiler makes one loop of it.
+
+    It multiplies with the golden number last: inductor computes sums and products of positions symbolically, and
+    refuses a constant beyond int64.
+    """
+    position = start
+    for (local, _, _), stride in zip(index, _strides(index), strict=True):
+        digit = torch.arange(local, dtype=torch.int64, device=state.device) * stride
+        position = position.unsqueeze(-1) + digit
+    drawn = _mix_(state + (position + 1) * _GOLDEN)
+    return (_shift(drawn, 64 - _BITS) < _kept_below(p)).reshape(-1)
+
+
 def _mask(state: torch.Tensor, start: torch.Tensor, index: tuple[Factor, ...], p: float) -> torch.Tensor:
     """Return a flattened bool mask, True where an element is kept."""
+    if torch.compiler.is_compiling():
+        return _traced_mask(state, start, index, p)
     factors = [(local, stride) for (local, _, _), stride in zip(index, _strides(index), strict=True)]
     block = 1 << 18 if state.device.type == "cpu" else 1 << 26
     split, columns = len(factors), 1
@@ -196,7 +212,7 @@ class _Dropout(torch.autograd.Function):
     ) -> torch.Tensor:
         # The backward draws the mask a second time. It does not consult the mesh: it may run in another thread.
         ctx.index, ctx.p = index, p
-        if one_kernel(x.device):
+        if one_dropout(x.device):
             ctx.fused = _fused_arguments(mesh, index, p, site)
             ctx.save_for_backward(rng)
             return _apply_fused(x, rng, ctx.fused)

@@ -1,6 +1,7 @@
 """Operators that are one kernel on a GPU: ``torch.ops.autoplan_fused.*``, written in Triton (triton_kernels.py).
 
-Without Triton, and always on the CPU, the callers compute the same from torch's operators. On ``meta`` the operators
+Without Triton dropout is one kernel of CUDA C++ (cuda_source.py). Elsewhere, and always on the CPU, the callers compute
+the same from torch's operators. On ``meta`` the operators
 stand for the GPU's: this is how kernels and bytes are counted without a GPU.
 """
 
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from autoplan.runtime import cuda_source
 
 _LIBRARY = torch.library.Library("autoplan_fused", "DEF")  # type: ignore[no-untyped-call]
 _SCHEMAS = (
@@ -57,8 +60,8 @@ def has_triton() -> bool:
     lacking = _lacking()
     if lacking is not None:
         warnings.warn(
-            f"dropout and losses run by many kernels instead of one each, and no block is compiled by itself: this "
-            f"machine lacks {lacking}",
+            f"losses run by many kernels instead of one each, and no block is compiled by itself: this machine lacks "
+            f"{lacking}",
             stacklevel=2,
         )
     return lacking is None
@@ -68,6 +71,12 @@ def has_triton() -> bool:
 def one_kernel(device: torch.device) -> bool:
     """Return True if these operators are to be used for tensors on this device. Warns once of a GPU without Triton."""
     return device.type == "meta" or (device.type == "cuda" and has_triton())
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile does not look into it
+def one_dropout(device: torch.device) -> bool:
+    """Return True if dropout is one kernel on this device. Warns once of a GPU where it is not."""
+    return one_kernel(device) or (device.type == "cuda" and cuda_source.works(device))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile does not look into it
@@ -81,14 +90,16 @@ def cuda_capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device)
 
 
-def _kernels() -> Any:
+def _kernels(name: str) -> Any:
+    if name == "dropout" and not has_triton():
+        return cuda_source
     return importlib.import_module("autoplan.runtime.triton_kernels")  # imports triton
 
 
 def _on_cuda(name: str) -> Callable[..., torch.Tensor]:
     def run(x: torch.Tensor, *rest: Any) -> torch.Tensor:
         with torch.cuda.device(x.device):
-            out: torch.Tensor = getattr(_kernels(), name)(x, *rest)
+            out: torch.Tensor = getattr(_kernels(name), name)(x, *rest)
             return out
 
     return run

@@ -34,6 +34,7 @@ RECEIVES_INTO_FRESH_BUFFERS, `end_of_backward`, `mend_simulated_groups`.
 | distributed.rendezvous.rendezvous | the store from torchrun's variables before there is a group: ranks agree on devices first, since NCCL's first communicator hangs or dies if two ranks share a device or one has none | |
 | ProcessGroup.abort, ProcessGroupNCCL._group_start, _group_end, distributed_c10d._world.pg_names | aborts the NCCL communicators from the thread that knows of a failure, while the main thread waits for a kernel that never ends; torch's own tables, which the main thread reads, stay. After `abort` torch's watchdog ignores their errors, so that it does not end the process (ProcessGroupNCCL::Watchdog::runLoop, terminateProcessGroup_) | |
 | _symmetric_memory.enable_symm_mem_for_group, _inductor.config._micro_pipeline_tp (in compiled.py) | torch's async TP: for named groups inductor splits a matrix product and the gather before it, or the reduce-scatter after it, into pieces that overlap | |
+| cuda._utils._nvrtc_compile, _cuda_load_module (in compile_cuda) | a kernel of our own without a compiler on the machine; torch.cuda._compile_kernel, which is both, asks for the folder of a CUDA toolkit even if the text includes nothing | |
 | _guards.TracingContext, distributed_c10d._resolve_process_group (in ring.py, convert.py) | a ring of sends and receives is one operator of a compiled graph, which takes the name of its group | |
 | _guards.detect_fake_mode, ShapeEnv.create_unbacked_symint, ignore_fresh_unbacked_symbols, fx.experimental.proxy_tensor.get_proxy_mode (new_size, ignored_sizes) | experts are a node of a compiled graph, inside which rows have sizes that depend on values | |
 | ProcessGroup.group_desc | tells the groups that autoplan made from the caller's | |
@@ -64,6 +65,31 @@ from autoplan.runtime.lives import of_this_life
 
 # True if torch allocates receive buffers at the receive and frees them when they are used.
 RECEIVES_INTO_FRESH_BUFFERS = hasattr(_RecvInfo, "take_buffer")
+
+
+def compile_cuda(source: str, name: str, capability: tuple[int, int]) -> Any:
+    """Compile a kernel without headers by NVRTC, and load it on the current device.
+
+    Returns: a function of `grid`, `block` and `args`, where an int is passed as C's int and a float as its double.
+    Raises: RuntimeError, OSError, ImportError, AttributeError: NVRTC or the driver is missing, or refuses it.
+    """
+    from torch.cuda._utils import _cuda_load_module
+
+    return _cuda_load_module(compile_cubin(source, name, capability), [name])[name]  # type: ignore[index]
+
+
+def compile_cubin(source: str, name: str, capability: tuple[int, int]) -> bytes:
+    """Compile a kernel without headers by NVRTC; needs no GPU. Raises as `compile_cuda`."""
+    from torch.cuda._utils import _nvrtc_compile
+    from torch.utils import cpp_extension
+
+    toolkit = cpp_extension.CUDA_HOME
+    cpp_extension.CUDA_HOME = toolkit or os.devnull  # where torch looks for headers, or refuses to compile
+    try:
+        code, _ = _nvrtc_compile(source, name, f"{capability[0]}{capability[1]}")
+    finally:
+        cpp_extension.CUDA_HOME = toolkit
+    return code
 
 
 def share_memory(group: dist.ProcessGroup) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autoplan.runtime import cuda_source
 from autoplan.runtime.attention import attention
-from autoplan.runtime.dropout import dropout
+from autoplan.runtime.dropout import _fused_arguments, dropout
 from autoplan.runtime.embedding import vocab_parallel_embedding
 from autoplan.runtime.experts import experts
 from autoplan.runtime.loss import cross_entropy_sum, vocab_parallel_cross_entropy_sum
-from autoplan.runtime.mesh import AxisMesh, use_mesh
+from autoplan.runtime.mesh import AxisMesh, current_mesh, use_mesh
 from autoplan.runtime.ring import Part, _join, attend, attend_backward
 from experiments.gpu.rows import Run, difference, worst_difference
 
@@ -187,6 +188,14 @@ def _dropouts(run: Run) -> None:
                 name, equal, ms=1e3 * seconds, native_ms=1e3 * native, gb_per_s=4 * x.nbytes / seconds / 1e9,
                 dropped=float((expected == 0).double().mean()),
             )  # fmt: skip
+            if run.cuda:  # the kernel of GPUs without Triton
+                arguments = _fused_arguments(current_mesh(), index, 0.1, 4)  # type: ignore[arg-type]
+
+                def written() -> torch.Tensor:
+                    return cuda_source.dropout(here.detach(), numbers, *arguments)  # noqa: B023
+
+                equal = torch.equal(written().cpu(), expected)
+                run.write(f"{name}, CUDA C++", equal, forward_ms=1e3 * run.median_s(written))
 
 
 def masks(run: Run) -> None:

@@ -39,6 +39,8 @@ from autoplan.plans.record import Plan
 from autoplan.program.facts import Facts
 from autoplan.program.legality import check_pins
 from autoplan.runtime.compiled import compile_blocks, compiles_by_itself
+from autoplan.runtime.dropout import dropout
+from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.compile's own modules
@@ -151,6 +153,30 @@ def test_collectives_and_attention_do_not_break_the_graph_of_a_block(case: Case,
     named = {name for name in ("all_to_all", "attention", "experts", "dropout") if name in "".join(found.breaks)}
     assert named == set(apart)
     assert bool(found.breaks) is bool(apart), found.breaks
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("batches", [(8,), pytest.param((8, 6, 7), marks=pytest.mark.slow)])
+def test_dropout_is_one_loop_of_a_compiled_block(batches: tuple[int, ...]) -> None:
+    """In forward and backward, with the bits of what runs op by op; the constants of positions stay within int64."""
+    torch._dynamo.reset()
+    torch._inductor.metrics.reset()
+    node = torch.compiler.allow_in_graph(dropout)  # as compile_blocks does
+    rng = torch.tensor([7, 3, 2**40])
+
+    def around(x: torch.Tensor, batch: int, drop: Callable[..., torch.Tensor]) -> torch.Tensor:
+        index = ((batch, batch, "batch"), (512, 512, ()), (1024, 2048, ("tp",)))
+        return drop(x * 2, 0.1, rng, 3, index) * 3
+
+    compiled_around = torch.compile(functools.partial(around, drop=node), fullgraph=True)
+    with fake_group(2), use_mesh(AxisMesh([("tp", 2)], {})):
+        for batch in batches:  # compiled for 8, then for all sizes
+            x, grad = (torch.randn(batch, 512, 1024).requires_grad_(k == 0) for k in range(2))
+            outs = [around(x, batch, dropout), compiled_around(x, batch)]
+            grads = [torch.autograd.grad(out, x, grad)[0] for out in outs]
+            assert torch.equal(*outs) and torch.equal(*grads) and 0.85 < float((grads[0] != 0).float().mean()) < 0.95
+    # forward: the state of the stream, then all elements; backward: all elements
+    assert torch._inductor.metrics.generated_kernel_count == 3 * min(len(batches), 2)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "native"])
