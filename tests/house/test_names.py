@@ -17,6 +17,7 @@ _TABLES = {"RECORDS", "RULES", "logger"}
 # node of a graph are named as the function that they run; the module of a block in an emitted program
 _SAME_THING = {
     "autoplan/cli.py",
+    "runtime/cuda_source.py",
     "runtime/triton_kernels.py",
     "runtime/expert_operators.py",
     "runtime/functional.py",
