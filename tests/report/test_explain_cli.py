@@ -74,7 +74,7 @@ def test_explain_on_the_command_line(tmp_path: Path) -> None:
         (("--vs", "tp4"), "--vs 'tp4' is neither name=value, for example --vs tp=4, nor a plan file"),
         (("--vs", "missing.json"), "missing.json: No such file"),
         (("--vs", "tp=3"), "tp=3"),
-        (("--only", "dp"), "'dp' is no choice that can be explained; known: tp, pp, cp"),
+        (("--only", "dp"), "explain: unknown choice 'dp'; known: tp, pp, cp"),
     ],
 )
 def test_bad_questions_are_one_line(words: tuple[str, ...], message: str) -> None:
