@@ -9,7 +9,7 @@ import pytest
 from command_line import TASK, one_line_error, run
 from made_up_plans import CERTIFICATE, OWN, REQUEST, SPLIT, STOPPED, golden, shown
 
-from autoplan.report.explain import explain_text, versus_text
+from autoplan.report.explain import OtherPlan, explain_text, versus_text
 from autoplan.search.infeasible import InfeasibleReport
 from autoplan.search.planner import Certificate, Planned
 from autoplan.sweeps.difference import difference
@@ -42,7 +42,7 @@ def test_an_explanation_in_words() -> None:
 
 def test_two_plans_in_words() -> None:
     changed = difference(REQUEST, OWN, REQUEST, SPLIT, RunTask(1e9))
-    other = (REQUEST, SPLIT, "tp=2")
+    other = OtherPlan(REQUEST, SPLIT, "tp=2")
     golden("explain_vs.txt", shown(lambda out: versus_text(out, REQUEST, OWN, other, changed)))
 
 
