@@ -416,8 +416,14 @@ def _check_run(
         gradient_compression="PowerSGD" if isinstance(compression, PowerSGD) else compression or "",
         async_tp=async_tp,
         compile=compile,
+        compile_backends=_backends() if isinstance(compile, str) and compile != AUTO else (),
     )
     check_pins(Pins(pins), facts)
+
+
+def _backends() -> tuple[str, ...]:
+    """Return the names of all backends of torch.compile, also those for debugging."""
+    return tuple(torch.compiler.list_backends(exclude_tags=()))
 
 
 def _with_memory(cluster: Cluster, placement: devices.Placement) -> Cluster:

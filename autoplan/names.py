@@ -6,6 +6,7 @@ begin so ("llama-3.1-8"). A name that fits several is an error of its caller, wh
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 
 
@@ -27,3 +28,15 @@ def one_of(candidates: Iterable[str]) -> str:
     """Return the end of an error about a name that fits several: `may be a, b or c; write one of them`."""
     *most, last = candidates
     return f"may be {', '.join(most)} or {last}; write one of them"
+
+
+def did_you_mean(name: object, known: Iterable[str], most: int | None = None) -> str:
+    """Return the end of an error about an unknown name: `did you mean 'a'? known: a, b`.
+
+    Args:
+        most: The number of known names to list at most. None: all.
+    """
+    names, text = list(known), str(name)
+    near = [k for k in names if text and k.startswith(text)] or difflib.get_close_matches(text, names, 1)
+    listed = names if most is None or len(names) <= most else [*names[:most], "..."]
+    return f"{f'did you mean {near[0]!r}? ' if near else ''}known: {', '.join(listed)}"

@@ -25,7 +25,7 @@ from autoplan.plans.document import graph_of_text, graph_text, plain
 from autoplan.plans.folder import buffer_texts, write_program
 from autoplan.plans.layouts import check_executed, layouts_of, solved_again
 from autoplan.plans.record import Plan, searched_plan
-from autoplan.program.facts import Facts
+from autoplan.program.facts import Facts, facts_of_model
 from autoplan.program.legality import check_pins
 from autoplan.runtime.spec import ProgramSpec
 from autoplan.search.planner import PlanRequest, search_plan
@@ -105,8 +105,6 @@ def plan(
         AutoplanError: PinError, CaptureError, NothingFits and others.
     """
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    if compile not in (True, False, AUTO):
-        raise PinError(f"compile={compile!r} does not exist here; use True, False or 'auto'")
     facts = Facts(where.num_devices, device_type=where.device_type, async_tp=async_tp, compile=compile)
     check_pins(Pins(pins or {}), facts)
     known = Profile.load(profile) if isinstance(profile, str) else profile
@@ -204,7 +202,8 @@ def captured(
         if example_inputs is not None or loss_fn is not None:
             raise CaptureError(f"the model {model!r} brings its example and its loss; give the module instead")
         graph = load_model(model)
-        check_dtype(graph, computed, precision)
+        # such rules look at no device
+        check_pins(Pins(), Facts(1, facts_of_model(graph), precision=precision, as_given=True))
         return CapturedModel(graph, model)
     import torch
 
@@ -253,19 +252,6 @@ def capture_verified(
         else:
             graph = cached(model, example_inputs, lambda: capture(model, example_inputs))
     return graph, verify_capture(VerifyTask(model, graph, example_inputs, loss_fn, dtype), verify)
-
-
-def check_dtype(graph: ModelGraph, computed: str | None, precision: str) -> None:
-    """Raise PinError if a graph that is given by name computes in another dtype than the precision of its plan."""
-    sizes: dict[str, int] = {}
-    for p in graph.params.values():
-        sizes[p.dtype] = sizes.get(p.dtype, 0) + p.num_elements
-    main = max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
-    if computed is not None and main is not None and main != computed:
-        raise PinError(
-            f"precision {precision!r} computes in {computed}, but the graph of {graph.name} is one of {main}; use a "
-            "precision of that dtype, or give the module (package.module:factory), which is captured in the precision"
-        )
 
 
 def model_facts(model: nn.Module | str) -> dict[str, Any]:

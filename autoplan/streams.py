@@ -1,6 +1,10 @@
-"""Streams: whether copies and collectives can run beside computation on a device."""
+"""Streams: whether copies and collectives can run beside computation on a device, and the size of such messages."""
 
 from __future__ import annotations
+
+# The gradients of ZeRO 0 are all-reduced in buckets of this size, two at a time. It is DDP's bucket size: large enough
+# to reach the links' bandwidth, small enough to overlap copying with sending.
+BUCKET_BYTES = 25 * 2**20
 
 
 def has_streams(device_type: str) -> bool:

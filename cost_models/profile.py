@@ -75,7 +75,7 @@ OVERHEADS = (
 # Seconds of one large product: in short bursts, as operations are measured, and at the end of many seconds without a
 # pause, when the device is as warm and as short of power as in training.
 CLOCK = ("burst_s", "sustained_s")
-_BANDWIDTH_BYTES = 1 << 20  # messages of at least this size reveal the bandwidth
+BANDWIDTH_BYTES = 1 << 20  # messages of at least this size reveal the bandwidth
 # The error of an interpolation that was never checked against held-out measurements.
 UNKNOWN_ERROR = 0.5
 
@@ -238,7 +238,7 @@ class Profile:
         curve = self._curves.get((kind, group_size, stride))
         if curve is None:
             return None
-        if curve.sizes[-1] < min(num_bytes, _BANDWIDTH_BYTES):
+        if curve.sizes[-1] < min(num_bytes, BANDWIDTH_BYTES):
             return None
         low, mid, high = (curve.at(num_bytes, which) for which in range(3))
         if num_bytes in curve.sizes:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autoplan.config.keys import check_names
 from autoplan.config.numbers import Range
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.quantity import Quantity, Tag
@@ -119,9 +120,8 @@ class Assumptions:
         Raises: PinError for a name that is not in FIGURES or a value out of its range.
         """
         values: dict[str, float] = {}
+        check_names(given or {}, FIGURES, where, "name")
         for name, value in (given or {}).items():
-            if name not in FIGURES:
-                raise PinError(f"{where}: unknown name {name!r}; known: {', '.join(FIGURES)}")
             figure = FIGURES[name]
             values[name] = float(figure.legal.check(value, f"{where}: {name}"))
         return Assumptions(values)

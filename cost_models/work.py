@@ -214,6 +214,15 @@ class TiedParam:
 
 
 @dataclass(frozen=True)
+class MessageKind:
+    """Messages between single ranks: their kind (all_to_all, send_recv), axis, and part of it (see `CommWork`)."""
+
+    kind: str
+    axis: str
+    part: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
 class Workload:
     """The model on one rank. A unit, one layer with the glue after it, lies between possible cuts of a pipeline.
 
@@ -256,10 +265,10 @@ class Workload:
     masked_flops: float = 0.0  # of model_flops, the part that causal masks hide: the later half of each query's keys
 
     @cached_property
-    def messages(self) -> frozenset[tuple[str, str, tuple[int, int] | None]]:
-        """The collectives that are messages between single ranks: kind (all_to_all, send_recv), axis and part."""
+    def messages(self) -> frozenset[MessageKind]:
+        """The collectives that are messages between single ranks."""
         sent = (c for block in self.blocks.values() for c in block.comms if c.kind in ("all_to_all", "send_recv"))
-        return frozenset((c.kind, c.axis, c.part) for c in sent)
+        return frozenset(MessageKind(c.kind, c.axis, c.part) for c in sent)
 
     @cached_property
     def has_expert_parameters(self) -> bool:

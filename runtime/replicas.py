@@ -46,7 +46,8 @@ class Replicas:
     def counts_here(self, p: ParamSpec) -> bool:
         """Return True on exactly one of the ranks that hold the same elements."""
         for tied in self._spec.tied:
-            if tied.name == p.name and tied.places[0][1:] != (p.block, p.attr):
+            first = tied.places[0]
+            if tied.name == p.name and (first.block, first.attr) != (p.block, p.attr):
                 return False
         sharded = {atom for s in p.shards for atom in self._mesh.atoms(s.axis)}
         if self._spec.zero_stage > 0:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 SPEC_VERSION = 3
 
@@ -124,12 +124,36 @@ class LedgerEntry:
     per: str
 
 
+class TiedPlace(NamedTuple):
+    """The place of one copy of a tied parameter."""
+
+    stage: int
+    block: str
+    attr: str
+
+
 @dataclass(frozen=True)
 class TiedSpec:
     """Copies of one parameter in several blocks, whose gradients are summed."""
 
     name: str
-    places: tuple[tuple[int, str, str], ...]  # stage, block, attr
+    places: tuple[TiedPlace, ...]
+
+
+class SizeSource(NamedTuple):
+    """The dim of an input from which a size (b, s or t) is read."""
+
+    symbol: str
+    input: str
+    dim: int
+
+
+class SizeBound(NamedTuple):
+    """The least and the largest value of a size (s or t) for which a program is valid; `high` None: unlimited."""
+
+    symbol: str
+    low: int
+    high: int | None
 
 
 @dataclass(frozen=True)
@@ -180,7 +204,7 @@ class ProgramSpec:
     zero_stage: int
     schedule: ScheduleSpec
     inputs: tuple[str, ...]
-    sizes_from: tuple[tuple[str, str, int], ...]  # symbol, input, dim
+    sizes_from: tuple[SizeSource, ...]
     loss_count: str
     stages: tuple[StageSpec, ...]
     tied: tuple[TiedSpec, ...]
@@ -193,7 +217,7 @@ class ProgramSpec:
     loss_share: bool = False  # the program takes `loss_share`, 1 / number of micro-batches
     gradient_dtype: str | None = None  # dtype of sums over micro-batches and ranks; None: the parameter's
     offload: tuple[str, ...] = ()  # offloaded state: optimizer, parameters (autoplan.runtime.offload)
-    bounds: tuple[tuple[str, int, int | None], ...] = ()  # s or t, its least and largest value (None: unlimited)
+    bounds: tuple[SizeBound, ...] = ()
     whole: tuple[Terms, ...] = ()  # local sizes, fractions of b, s and t, that must be whole numbers
     input_dtypes: tuple[tuple[str, str], ...] = ()  # input -> its dtype in the example
     outputs: tuple[OutputSpec, ...] = ()  # what an evaluation can return besides the loss
@@ -254,12 +278,15 @@ def _program(data: dict[str, Any]) -> ProgramSpec:
             carried_out=tuple(CarriedSpec(**{k: _tuples(v) for k, v in c.items()}) for c in raw["carried_out"]),
         )
 
-    plain = {k: _tuples(v) for k, v in data.items() if k not in ("schedule", "stages", "tied", "ledger", "outputs")}
+    own = ("schedule", "stages", "tied", "ledger", "outputs", "sizes_from", "bounds")
+    plain = {k: _tuples(v) for k, v in data.items() if k not in own}
     return ProgramSpec(
         **plain,
         schedule=ScheduleSpec(**data["schedule"]),
         stages=tuple(stage(s) for s in data["stages"]),
-        tied=tuple(TiedSpec(**{k: _tuples(v) for k, v in t.items()}) for t in data["tied"]),
+        tied=tuple(TiedSpec(t["name"], tuple(TiedPlace(*place) for place in t["places"])) for t in data["tied"]),
         ledger=tuple(LedgerEntry(**{k: _tuples(v) for k, v in e.items()}) for e in data["ledger"]),
+        sizes_from=tuple(SizeSource(*size) for size in data["sizes_from"]),
+        bounds=tuple(SizeBound(*bound) for bound in data.get("bounds", ())),
         outputs=tuple(_output(o) for o in data.get("outputs", ())),
     )

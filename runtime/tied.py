@@ -10,14 +10,14 @@ from torch import nn
 
 from autoplan.runtime.mesh import AxisMesh
 from autoplan.runtime.params import all_reduce_flat, local_of
-from autoplan.runtime.spec import ProgramSpec, StageSpec, TiedSpec
+from autoplan.runtime.spec import ProgramSpec, StageSpec, TiedPlace, TiedSpec
 
 
 def share_tied(stage: nn.Module, spec: StageSpec, tied: Iterable[TiedSpec]) -> None:
     """Use one tensor for the uses of a tied parameter that see it alike. Under ZeRO each block gathers its own copy."""
     specs = {(p.block, p.attr): p for p in spec.params}
     for each in tied:
-        mine = [(block, attr) for index, block, attr in each.places if index == spec.index]
+        mine = [(place.block, place.attr) for place in each.places if place.stage == spec.index]
         for block, attr in mine[1:]:
             if specs[block, attr].used_as == specs[mine[0]].used_as:
                 first = stage.get_submodule(f"blocks.{mine[0][0]}").get_parameter(mine[0][1])
@@ -33,12 +33,12 @@ class TiedGradients:
 
     def __init__(self, spec: ProgramSpec, mesh: AxisMesh, stages: Mapping[int, nn.Module]) -> None:
         self._stages = stages
-        self._groups: list[tuple[list[tuple[int, str, str]], dist.ProcessGroup | None]] = []
+        self._groups: list[tuple[list[TiedPlace], dist.ProcessGroup | None]] = []
         per_stage = mesh.world_size // mesh.size("pp")  # the pipeline is the outermost axis
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for tied in spec.tied:
-            homes = sorted({spec.rank_of(stage) for stage, _, _ in tied.places})
-            mine = [place for place in tied.places if place[0] in stages]
+            homes = sorted({spec.rank_of(place.stage) for place in tied.places})
+            mine = [place for place in tied.places if place.stage in stages]
             group: dist.ProcessGroup | None = None
             if len(homes) > 1:
                 if tuple(homes) not in groups:

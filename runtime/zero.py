@@ -38,10 +38,8 @@ from torch.distributed.tensor import Shard
 from autoplan.runtime.compression import Compression, Compressor
 from autoplan.runtime.private import end_of_backward, same_ranks
 from autoplan.runtime.spec import ScheduleSpec
-from autoplan.streams import has_streams
+from autoplan.streams import BUCKET_BYTES, has_streams
 
-# DDP's bucket size: large enough to reach the links' bandwidth, small enough to overlap copying with sending.
-BUCKET_BYTES = 25 * 2**20
 # From about this size on, copying a gradient into a bucket and back costs more on a CPU than a collective for it alone.
 # A GPU copies far faster than its links send.
 ALONE_BYTES = 2 * 2**20

@@ -26,6 +26,7 @@ from typing import Any
 from autoplan.calibration.fit import MeasuredStep
 from autoplan.catalog import load_model
 from autoplan.config.choices import options_of, read_mode
+from autoplan.config.keys import check_keys
 from autoplan.config.numbers import read_count
 from autoplan.config.parallel import ParallelConfig, precision_of
 from autoplan.cost_models.constants import Constants
@@ -126,12 +127,7 @@ def _measured(
     constants: Constants,
     profile: Profile | None,
 ) -> Measured:
-    for key in item:
-        if key not in (*_NEEDED, *_OPTIONAL):
-            raise PinError(f"unknown key {key!r}; known: {', '.join((*_NEEDED, *_OPTIONAL))}")
-    for key in _NEEDED:
-        if item.get(key) is None:
-            raise PinError(f"{key} is missing; needed are {', '.join(_NEEDED)}")
+    check_keys(item, _NEEDED, _OPTIONAL)
     given = {key: value for key, value in item.items() if value is not None}
     seconds = given["step_time_s"]
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:

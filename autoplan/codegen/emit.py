@@ -223,12 +223,12 @@ def block_source(
     lines += [f'    """{shown}"""', ""]
     if lowered.params or lowered.buffers:
         lines += _init_lines(lowered, ctx, free)
-    args = [f"{var}: Tensor" for var, _, _ in lowered.inputs]
+    args = [f"{given.var}: Tensor" for given in lowered.inputs]
     star = ["*"] if extra else []
     name = "forward" if free else "compute"
     lines.append(f"    def {name}({', '.join(['self', *args, *star, *extra])}) -> {_returns(len(lowered.outputs))}:")
-    for var, value, layout in lowered.inputs:
-        lines.append(f"        # {var}: {describe_value(value, layout, ctx)}")
+    for each in lowered.inputs:
+        lines.append(f"        # {each.var}: {describe_value(each.value, each.layout, ctx)}")
     lines += [f"        {line}" for line in body]
     lines.append(f"        return {', '.join(lowered.outputs)}")
     lines += ["", ""]
@@ -240,7 +240,7 @@ def _body(lowered: LoweredBlock, flow: Flow, lines: Sequence[str], apart: Sequen
     variables = flow.variables
     at = {region.statements[-1]: region for region in apart}
     inside = {i for region in apart for i in region.statements}
-    names = Names({v for pair in variables for side in pair for v in side} | {v for v, _, _ in lowered.inputs})
+    names = Names({v for pair in variables for side in pair for v in side} | {given.var for given in lowered.inputs})
     order = [i for i in range(len(lines)) if i not in inside or i in at]
     steps = [(i, at[i].reads, at[i].writes) if i in at else (i, *variables[i]) for i in order]
     last_use = last_uses(steps, lowered.outputs)

@@ -30,8 +30,11 @@ from autoplan.runtime.spec import (
     ParamSpec,
     ProgramSpec,
     ShardSpec,
+    SizeBound,
+    SizeSource,
     StageSpec,
     Terms,
+    TiedPlace,
     TiedSpec,
 )
 from autoplan.schedules.schedule import backward_follows, ranks_of_chunks
@@ -71,7 +74,7 @@ class Program:
 
 def _made(lowered: LoweredBlock) -> Iterator[tuple[Value, Layout]]:
     """Yield the inputs and results of a block, each with its layout."""
-    yield from ((value, layout) for _, value, layout in lowered.inputs)
+    yield from ((given.value, given.layout) for given in lowered.inputs)
     for statement in lowered.statements:
         if isinstance(statement, Op):
             yield from zip(statement.values, statement.strategy.outputs, strict=True)
@@ -155,7 +158,7 @@ class _Compiler:
             stage_ranks=self._stage_ranks(),
             loss_share=LOSS_SHARE in self.graph.inputs,
             offload=self.layouts.offload,
-            bounds=tuple((symbol, *limits) for symbol, limits in sorted(self.graph.bounds.items())),
+            bounds=tuple(SizeBound(symbol, *limits) for symbol, limits in sorted(self.graph.bounds.items())),
             whole=self._whole(),
             outputs=tuple(found.spec for found in self._found(self.calls)),
             input_dtypes=tuple((n, self.graph.values[n].dtype) for n in self.graph.inputs if of_the_batch(n)),
@@ -188,13 +191,13 @@ class _Compiler:
         num_ranks = len(self.layouts.stages) // self.layouts.virtual_stages
         return ranks_of_chunks(self.layouts.schedule, num_ranks, self.layouts.virtual_stages)
 
-    def _sizes_from(self) -> tuple[tuple[str, str, int], ...]:
-        out: dict[str, tuple[str, str, int]] = {}
+    def _sizes_from(self) -> tuple[SizeSource, ...]:
+        out: dict[str, SizeSource] = {}
         for name in self.graph.inputs:
             for i, size in enumerate(self.graph.values[name].shape):
                 for symbol in SYMBOLS:
                     if size == Expr.symbol(symbol):
-                        out.setdefault(symbol, (symbol, name, i))
+                        out.setdefault(symbol, SizeSource(symbol, name, i))
         return tuple(out[k] for k in sorted(out))
 
     def _tied(self) -> tuple[TiedSpec, ...]:
@@ -205,7 +208,7 @@ class _Compiler:
             places = []
             for call, local in uses:
                 attr = next(p.attr for p in self.lowered[self.calls[call].block].params if p.value.name == local)
-                places.append((self.stage_of[call], identifier(call), attr))
+                places.append(TiedPlace(self.stage_of[call], identifier(call), attr))
             out.append(TiedSpec(full, tuple(places)))
         return tuple(out)
 
@@ -408,11 +411,10 @@ class _Compiler:
     def _prologue(self, calls: Sequence[Call], needs: Mapping[str, Mapping[str, bool]]) -> list[str]:
         used = {n for c in calls for n, yes in needs[c.block].items() if yes}
         lines = []
-        for symbol, name, dim in self._sizes_from():
-            if symbol in used:
-                lines.append(f"        {symbol} = {name}.shape[{dim}]")
+        sizes = self._sizes_from()
+        lines += [f"        {size.symbol} = {size.input}.shape[{size.dim}]" for size in sizes if size.symbol in used]
         if "device" in used:
-            lines.append(f"        device = {self._sizes_from()[0][1]}.device")
+            lines.append(f"        device = {sizes[0].input}.device")
         return lines
 
     def _call_text(self, call: Call, has_params: bool, needs: Mapping[str, Mapping[str, bool]]) -> str:
@@ -436,7 +438,8 @@ class _Compiler:
             every = ", ".join(f"{text}.to(torch.float64)" for text in found)
             lines.append(f"        return {found[0] if len(found) == 1 else f'torch.stack([{every}])'}")
         elif self.graph.loss_count == "samples":
-            lines.append(f"        return torch.tensor({self._sizes_from()[0][1]}.shape[{self._sizes_from()[0][2]}])")
+            size = self._sizes_from()[0]
+            lines.append(f"        return torch.tensor({size.input}.shape[{size.dim}])")
         else:
             lines.append("        return torch.tensor(0)")
         return lines

@@ -8,7 +8,11 @@ from autoplan.schedules.schedule import SCHEDULES
 
 
 def schedule_spec(name: str) -> ScheduleSpec:
-    """Return the part of a schedule's record that a program needs. PinError for a schedule that is not executed."""
+    """Return the part of a schedule's record that a program needs.
+
+    Raises: PinError for a schedule that is not executed. The rules of legality refuse it earlier, in a search; this is
+        for a configuration that is compiled without one.
+    """
     record = SCHEDULES[name]
     if record.torch_class is None:
         executed = ", ".join(s.name for s in SCHEDULES.values() if s.torch_class is not None)

@@ -9,5 +9,6 @@
 `recompute`: the kinds of recompute and how they are written.
 `offload`: the kinds of data that can be offloaded to the host.
 `context_methods`: the methods of context parallelism.
+`keys`: checked keys of mappings.
 `numbers`: reading numbers that people write, and formatting numbers for people.
 """

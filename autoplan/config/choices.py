@@ -7,12 +7,12 @@ model, cluster and run.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 from autoplan.config.choice import Choice, Written, choices_of
+from autoplan.config.keys import check_names
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
 from autoplan.config.settings import setting
 from autoplan.errors import PinError
@@ -30,11 +30,7 @@ def check_values(values: Mapping[str, Any], known: Sequence[str] = PINS, what: s
         known: The accepted names, a subset of PINS.
         what: The word for one choice in messages.
     """
-    for name in values:
-        if name not in known:
-            near = [k for k in known if k.startswith(name)] or difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise PinError(f"unknown {what} {name!r}; {hint}known {what}s: {', '.join(known)}")
+    check_names(values, known, what=what)
     for record in CHOICES:
         value = values.get(record.name)
         left_open = record.name not in values or (value is None and record.may_be_open)
@@ -78,9 +74,7 @@ def options_of(data: object) -> RunOptions:
         return RunOptions() if data is None else data
     if not isinstance(data, Mapping):
         raise PinError(f"options={data!r} must be a mapping, for example {{launch: graphs}}")
-    for key in data:
-        if key not in OPTIONS:
-            raise PinError(f"unknown option {key!r}; known: {', '.join(OPTIONS)}")
+    check_names(data, OPTIONS, what="option")
     given = {c: data[c.name] for c in choices_of(RunOptions) if data.get(c.name) is not None}
     return RunOptions(**{c.name: _value(c, value) for c, value in given.items()})
 

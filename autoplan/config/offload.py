@@ -80,6 +80,9 @@ def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
 def with_offload(pins: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the pins with offloaded activations copied from the `offload` pin into the `recompute` pin.
 
+    A configuration says once that activations are offloaded, so it cannot hold two pins that contradict each other:
+    they are refused here, before there is a configuration that a rule could look at.
+
     Raises: PinError if the two pins contradict each other.
     """
     if "offload" not in pins or ACTIVATIONS not in read_offload(pins["offload"]):

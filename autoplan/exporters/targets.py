@@ -16,7 +16,8 @@ from autoplan.exporters.nanotron import NANOTRON
 from autoplan.exporters.record import Target
 from autoplan.exporters.torchtitan import TORCHTITAN
 from autoplan.exporters.transformers import TRANSFORMERS
-from autoplan.stacks.records import near, stack, version_of, year_of
+from autoplan.names import did_you_mean
+from autoplan.stacks.records import stack, version_of, year_of
 
 _ALL = (MEGATRON_LM, MEGATRON_BRIDGE, TORCHTITAN, DEEPSPEED, ACCELERATE, TRANSFORMERS, LIGHTNING, NANOTRON, MAXTEXT)
 TARGETS: Mapping[str, Target] = {target.name: target for target in _ALL}
@@ -27,7 +28,7 @@ def target_of(text: str) -> tuple[Target, str]:
     name, at, version = text.partition("@")
     found = TARGETS.get(name)
     if found is None:
-        raise PinError(f"{name!r} is not a target; {near(name, tuple(TARGETS))}")
+        raise PinError(f"{name!r} is not a target; {did_you_mean(name, TARGETS)}")
     if at and not version:
         raise PinError(f"{text!r} has no version after @; write YY.MM, for example {name}@{newest(found)}")
     return found, found.version(version) if at else newest(found)

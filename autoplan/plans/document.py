@@ -7,18 +7,18 @@ There is one form, whoever writes it: `autoplan plan --json`, `autoplan estimate
 from __future__ import annotations
 
 import base64
-import difflib
 import gzip
 import hashlib
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.config.choices import CHOICES, OPTIONS, PINS, check_values
+from autoplan.config.keys import check_names
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.errors import PinError
@@ -140,17 +140,8 @@ def checked_document(data: object, where: str) -> Mapping[str, Any]:
             if not isinstance(data[section], Mapping):
                 raise PinError(f"{where}: {section} must be an object, not {json.dumps(data[section])[:80]}")
             check_names(data[section], known_names, f"{where}: {section}", "key")
-    check_names(data["plan"], PINS, where, "choice of a plan")
+    check_names(data["plan"], PINS, f"{where}: plan", "choice")
     return data
-
-
-def check_names(data: Mapping[str, Any], known: Sequence[str], where: str, what: str) -> None:
-    """Raise PinError for a key that is not known; it names the nearest one."""
-    for name in data:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise PinError(f"{where}: {name!r} is no {what}; {hint}known: {', '.join(known)}")
 
 
 def config_of_data(data: Mapping[str, Any]) -> ParallelConfig:

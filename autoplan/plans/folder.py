@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.codegen.program import Program
+from autoplan.config.keys import check_names
 from autoplan.errors import CaptureError, PinError
 from autoplan.files import write_whole
 from autoplan.ir.graph import ModelGraph
 from autoplan.plans.differences import differences_text
-from autoplan.plans.document import check_names, read_json
+from autoplan.plans.document import read_json
 from autoplan.plans.record import Plan
 from autoplan.runtime.spec import ParamSpec, ProgramSpec
 from autoplan.versions import __version__
@@ -125,7 +126,7 @@ def read_program(folder: Path) -> ProgramFolder:
     fingerprint = read_json(path)
     if not isinstance(fingerprint, Mapping) or fingerprint.get("schema") != FINGERPRINT_VERSION:
         raise PinError(f"{path} is not of this version; compile the plan again")
-    check_names(fingerprint, _FINGERPRINT, str(path), "key")
+    check_names(fingerprint, _FINGERPRINT, str(path))
     texts = {}
     for name, wanted in fingerprint["files"].items():
         file = folder / name

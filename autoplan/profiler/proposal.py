@@ -9,11 +9,11 @@ from typing import Any
 from autoplan.cost_models.hardware import catalog
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.network.collectives import wire_bytes
-from autoplan.cost_models.profile import Profile
+from autoplan.cost_models.profile import BANDWIDTH_BYTES, Profile
 from autoplan.errors import PinError
 from autoplan.profiler.topology import LinkKind, Topology
 from autoplan.report.files import write_text
-from autoplan.units import GB, MIB, MICRO, TERA
+from autoplan.units import GB, MICRO, TERA
 
 # The driver's names without "NVIDIA" or "Tesla" -> id in the catalog.
 _CATALOG: tuple[tuple[str, str], ...] = (
@@ -37,7 +37,6 @@ _CATALOG: tuple[tuple[str, str], ...] = (
     (r"GeForce RTX 4090", "rtx4090-24gb"),
 )
 _NVLINKS = (LinkKind.NVSWITCH, LinkKind.NVLINK)
-_BANDWIDTH_BYTES = MIB  # smaller messages measure the latency
 _CPU_MEMORY_SHARE = 0.9  # of the machine: the rest is for the system and the interpreters
 
 
@@ -132,7 +131,7 @@ def _measured_bytes_per_s(profile: Profile | None, per_node: int, across: bool) 
     records = [
         r
         for r in (profile.links if profile is not None else ())
-        if r.kind == "all_gather" and r.num_bytes >= _BANDWIDTH_BYTES and r.crosses_nodes(per_node) is across
+        if r.kind == "all_gather" and r.num_bytes >= BANDWIDTH_BYTES and r.crosses_nodes(per_node) is across
     ]
     if not records:
         return None

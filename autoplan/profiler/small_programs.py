@@ -9,7 +9,7 @@ from autoplan.cost_models.work import OpWork
 from autoplan.ops.saved import TensorFacts
 from autoplan.profiler.lattice import attention_task
 from autoplan.profiler.ops import MeasureTask
-from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, StageSpec
+from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, SizeSource, StageSpec
 from autoplan.schedules.schedule import PLAIN_SCHEDULE
 
 HIDDEN_SIZE = 16  # elements that a tiny layer computes with
@@ -107,7 +107,7 @@ def _program(
         zero_stage,
         schedule_spec(PLAIN_SCHEDULE),
         ("x",),
-        (("b", "x", 0),),
+        (SizeSource("b", "x", 0),),
         "tokens",
         tuple(stages),
         (),

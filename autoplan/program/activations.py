@@ -41,7 +41,7 @@ from autoplan.ops.strides import Ints, broadcast, contiguous, elementwise, resha
 from autoplan.ops.table import op_kind, op_record, saved_rule
 from autoplan.program import megatron_kernels
 from autoplan.program.activation_bytes import Activations
-from autoplan.program.gradients import GradientStep, backward_peak
+from autoplan.program.gradients import GradientStep, MadeGradient, backward_peak
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.megatron_modules import DISCARDING, modules
 from autoplan.program.regions import Flow, Region, choices, logits, regions
@@ -163,9 +163,9 @@ class _Walk:
     def run(self) -> Activations:
         low = self.lowered
         inputs = []
-        for var, value, layout in low.inputs:
-            self.tensors[var] = self.fresh(value, self.local(value, layout))
-            inputs.append(self.tensors[var].storage)
+        for given in low.inputs:
+            self.tensors[given.var] = self.fresh(given.value, self.local(given.value, given.layout))
+            inputs.append(self.tensors[given.var].storage)
         for p in low.params:
             self.tensors[f"self.{p.attr}"] = self.fresh(p.value, self.local(p.value, p.stored))
             self.params.add(f"self.{p.attr}")
@@ -246,7 +246,7 @@ class _Walk:
                 step.forward = step.backward = sent
         passes = c.step.kind is ConversionKind.ALL_REDUCE and c.step.target.kind_name == "I"
         if value.requires_grad:
-            step.gradients.append((self._name(c.source), own, passes))
+            step.gradients.append(MadeGradient(self._name(c.source), own, passes))
         return step
 
     def _name(self, var: str) -> str | None:
@@ -307,9 +307,9 @@ class _Walk:
                 # the gradient has the size of the result and is summed to the size of the operand
                 passes = False
                 step.backward += out.num_bytes if rule.gradient is Gradient.NEW else 0
-            step.gradients.append((self._name(var), fact.num_bytes, passes))
+            step.gradients.append(MadeGradient(self._name(var), fact.num_bytes, passes))
         if op.bias is not None:
-            step.gradients.append((None, out.shape[-1] * DTYPE_BYTES[out.dtype], False))
+            step.gradients.append(MadeGradient(None, out.shape[-1] * DTYPE_BYTES[out.dtype], False))
 
     def _accumulates(self, op: Op) -> bool:
         """Return True if the operation adds the gradients of its weights to the gradient buffer itself."""
@@ -386,7 +386,7 @@ class _Walk:
 
     def _summary(self, inputs: list[int], first: int) -> Activations:
         low = self.lowered
-        with_grad = [s for s, (_, value, _) in zip(inputs, low.inputs, strict=True) if value.requires_grad]
+        with_grad = [s for s, given in zip(inputs, low.inputs, strict=True) if given.value.requires_grad]
         counted = {*with_grad, *range(first, len(self.storages))}
         # outputs without a gradient (tables and indices) are assumed to be used
         outs = [(self._storage(v), low.block.values[n]) for v, n in zip(low.outputs, low.block.outputs, strict=True)]

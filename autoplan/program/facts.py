@@ -143,6 +143,14 @@ class ModelFacts:
         return any(packed_weights(block) for block in self.graph.blocks.values())
 
     @cached_property
+    def main_dtype(self) -> str | None:
+        """The dtype of most elements of the parameters; None for a model without parameters."""
+        sizes: dict[str, int] = {}
+        for p in self.graph.params.values():
+            sizes[p.dtype] = sizes.get(p.dtype, 0) + p.num_elements
+        return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+
+    @cached_property
     def num_layers(self) -> int:
         """Layers that a pipeline may be cut between; 1 for a model without layers."""
         return len(pipeline_units(self.graph))
@@ -241,6 +249,9 @@ class Facts:
         batch: sequences per step over all data-parallel ranks.
         gradient_compression: name of the compression of gradients, which a door of a program asks for; "": none.
         async_tp, compile: as `autoplan.parallelize` takes them.
+        compile_backends: names of backends of torch.compile that `compile` may be, besides True, False and 'auto'.
+        as_given: True if the program is made from a graph of the catalog, in the dtypes that this graph has; False if
+            the graph was captured in the precision of the plan.
         like: the stack that runs the plan, whose abilities hold; None: anything with a price.
         host_link: False if the speed between devices and their host is not known.
         peers: devices that read each other's memory over NVLink.
@@ -260,6 +271,8 @@ class Facts:
     gradient_compression: str = ""
     async_tp: bool | str = False
     compile: bool | str = "auto"
+    compile_backends: tuple[str, ...] = ()
+    as_given: bool = False
     like: Like | None = None
     peers: int | None = None
 

@@ -4,6 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class MadeGradient(NamedTuple):
+    """A gradient that a statement makes in the backward.
+
+    Attributes:
+        var: its variable; None for a parameter.
+        passes: True if it is the output's gradient itself, which takes no memory of its own.
+    """
+
+    var: str | None
+    num_bytes: int
+    passes: bool
 
 
 @dataclass(slots=True)
@@ -15,7 +29,6 @@ class GradientStep:
         extra: those of `saved` that are not values of the program.
         fusible: an element-wise kernel may take it in.
         forward, backward: bytes of workspace.
-        gradients: (variable, or None for a parameter; bytes; True if it is the output's gradient itself).
     """
 
     reads: tuple[str, ...]
@@ -25,7 +38,7 @@ class GradientStep:
     fusible: bool = False
     forward: int = 0
     backward: int = 0
-    gradients: list[tuple[str | None, int, bool]] = field(default_factory=list)
+    gradients: list[MadeGradient] = field(default_factory=list)
 
 
 class _Gradients:
@@ -66,9 +79,11 @@ class _Gradients:
         mine = [self.of[v] for v in step.writes if v in self.of]
         if not mine:
             return 0
-        new = sum(size for _, size, passes in step.gradients if not passes)
+        new = sum(made.num_bytes for made in step.gradients if not made.passes)
         arriving = [
-            (var, mine[0] if passes else self.make(size)) for var, size, passes in step.gradients if var is not None
+            (made.var, mine[0] if made.passes else self.make(made.num_bytes))
+            for made in step.gradients
+            if made.var is not None
         ]
         peak = self.live + new + step.backward
         for var, grad in arriving:

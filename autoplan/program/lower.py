@@ -16,7 +16,16 @@ from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.strategies import Strategy
 from autoplan.ops.table import RECORDS, op_has, op_kind
 from autoplan.program.problem import COPIES, Option, Selection
-from autoplan.program.statements import BlockParam, Collective, Convert, LoweredBlock, Op, Statement, local_shape
+from autoplan.program.statements import (
+    BlockInput,
+    BlockParam,
+    Collective,
+    Convert,
+    LoweredBlock,
+    Op,
+    Statement,
+    local_shape,
+)
 
 
 def identifier(name: str) -> str:
@@ -85,7 +94,7 @@ class BlockLowering:
         for name in self.block.inputs:
             var = self.names.fresh(name)
             self.var[name, self.native[name]] = var
-            inputs.append((var, self.block.values[name], self.native[name]))
+            inputs.append(BlockInput(var, self.block.values[name], self.native[name]))
         params = [self._param(name) for name in self.block.params]
         buffers = []
         for name in self.block.buffers:

@@ -127,6 +127,15 @@ class BlockParam:
 
 
 @dataclass(frozen=True)
+class BlockInput:
+    """An input of an emitted block: its variable, its value, and the layout in which it arrives."""
+
+    var: str
+    value: Value
+    layout: Layout
+
+
+@dataclass(frozen=True)
 class LoweredBlock:
     """One emitted class: the statements of a block on the sub-axes that its layouts are chosen on."""
 
@@ -134,7 +143,7 @@ class LoweredBlock:
     factors: Mapping[str, Expr]
     axes: tuple[Axis, ...]
     class_name: str
-    inputs: tuple[tuple[str, Value, Layout], ...]
+    inputs: tuple[BlockInput, ...]
     params: tuple[BlockParam, ...]
     buffers: tuple[tuple[str, Value], ...]
     statements: tuple[Statement, ...]

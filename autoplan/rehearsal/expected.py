@@ -155,10 +155,10 @@ def _deferred(spec: ProgramSpec, at: Place, stages: tuple[StageSpec, ...]) -> To
                     out["all_reduce", at.canonical[axis]] += size
     held = {s.index: s for s in stages}
     for tied in spec.tied:  # copies on all pipeline ranks; on some of them they have a group of their own
-        homes = {spec.rank_of(stage) for stage, _, _ in tied.places}
-        first = next((place for place in tied.places if place[0] in held), None)
+        homes = {spec.rank_of(place.stage) for place in tied.places}
+        first = next((place for place in tied.places if place.stage in held), None)
         if first is not None and len(homes) == at.sizes["pp"] > 1:
-            p = next(p for p in held[first[0]].params if (p.block, p.attr) == first[1:])
+            p = next(p for p in held[first.stage].params if (p.block, p.attr) == (first.block, first.attr))
             masters = p.dtype == spec.compute_dtype
             out["all_reduce", at.canonical["pp"]] += (
                 _own_elements(spec, at, p) * DTYPE_BYTES[_MASTER if masters else p.dtype]

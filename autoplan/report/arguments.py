@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoplan.config.choice import choices_of
+from autoplan.config.keys import check_names
 from autoplan.config.numbers import read_list, read_series
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.whole_run import Assumptions
@@ -94,8 +95,7 @@ def read_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
             raise PinError(f"vary {text!r} is not name=values, for example --vary nodes=8,16,32")
         if name in out:
             raise PinError(f"vary {name} is given twice; write all values with commas")
-        if name not in VARIED:
-            raise PinError(f"cannot vary {name!r}; what can be varied: {', '.join(VARIED)}")
+        check_names((name,), VARIED, "vary", "name")
         if name in TEXTS or name in LISTS:
             parts = _values(name, values)
             out[name] = [read_list(f"vary {name}={part}", part) for part in parts] if name in LISTS else parts

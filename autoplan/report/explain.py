@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,7 @@ def explain_command(
             else:
                 own = estimate_config(request, config)
             other = other_plan(request, vs, seconds)
-        changed = difference(request, own, other[0], other[1], run)
+        changed = difference(request, own, other.request, other.planned, run)
         report = versus_report(request, own, other, changed, run)
         show = partial(versus_text, request=request, own=own, other=other, found=changed)
     if as_json:
@@ -213,28 +213,35 @@ def _front(out: Console, front: Sequence[FrontPoint]) -> None:
 # -- two plans ---------------------------------------------------------------------------------------------------------
 
 
-def other_plan(request: PlanRequest, vs: str, seconds: float) -> tuple[PlanRequest, Planned, str]:
-    """Return the request, the plan and the name of what `--vs` names: pins (searched), or a plan file (priced).
+@dataclass(frozen=True)
+class OtherPlan:
+    """A plan that another one is compared with, the request that it answers, and its name in the comparison."""
+
+    request: PlanRequest
+    planned: Planned
+    name: str
+
+
+def other_plan(request: PlanRequest, vs: str, seconds: float) -> OtherPlan:
+    """Return the plan that `--vs` names: pins (searched), or a plan file (priced).
 
     Raises: PinError if it is neither; AutoplanError as a search.
     """
     if vs.endswith(".json"):
         file = read_plan_file(Path(vs))
-        return file.request, estimate_config(file.request, file.config), vs
+        return OtherPlan(file.request, estimate_config(file.request, file.config), vs)
     if "=" not in vs:
         raise PinError(f"--vs {vs!r} is neither name=value, for example --vs tp=4, nor a plan file that ends in .json")
     pins = {**request.pins, **read_pin_words([vs])}
     asked = replace(request, pins=pins, top=1, time_limit_s=seconds)
-    return asked, search_plan(asked).plans[0], vs
+    return OtherPlan(asked, search_plan(asked).plans[0], vs)
 
 
-def versus_text(
-    out: Console, request: PlanRequest, own: Planned, other: tuple[PlanRequest, Planned, str], found: Difference
-) -> None:
+def versus_text(out: Console, request: PlanRequest, own: Planned, other: OtherPlan, found: Difference) -> None:
     """Print two plans side by side."""
     heading(out, request)
     _plan_line(out, "PLAN", own)
-    _plan_line(out, f"VS {other[2]}", other[1])
+    _plan_line(out, f"VS {other.name}", other.planned)
     out.print()
     share = found.step_s.share or 0.0
     terms = terms_text(found.time_s, found.step_s.own or 0.0)
@@ -244,7 +251,7 @@ def versus_text(
         paragraph(out, f"Decided differently: {'; '.join(words)}", 2)
     else:
         paragraph(out, "Both decide the same.", 2)
-    _terms_table(out, own.estimate, other[1].estimate, found)
+    _terms_table(out, own.estimate, other.planned.estimate, found)
     _rates(out, found)
 
 
@@ -359,7 +366,7 @@ def difference_data(found: Difference) -> dict[str, Any]:
 def versus_report(
     request: PlanRequest,
     own: Planned,
-    other: tuple[PlanRequest, Planned, str],
+    other: OtherPlan,
     found: Difference,
     run: RunTask,
 ) -> dict[str, Any]:
@@ -367,6 +374,6 @@ def versus_report(
     return {
         **head("explain", request),
         **planned_data(own, request, run),
-        "vs": {"name": other[2], **planned_data(other[1], other[0], run)},
+        "vs": {"name": other.name, **planned_data(other.planned, other.request, run)},
         "difference": difference_data(found),
     }

@@ -82,14 +82,14 @@ def _with_settings(use: Use, told: _Told) -> Use:
     below = plan.estimate.step_time_s.mid / (1 + use.request.equal_within)
     better: Use | None = None
     tried = []
-    for name, value, changed in other_settings(use.request, plan.config):
-        tried.append(f"{name}={value}")
+    for other in other_settings(use.request, plan.config):
+        tried.append(f"{other.option}={other.value}")
         try:
-            found = search_plan(at_degrees(changed, plan.config))
+            found = search_plan(at_degrees(other.request, plan.config))
         except AutoplanError:  # nothing fits with it, or no layout was found in time
             continue
         if found.fastest_s < below:
-            below, better = found.fastest_s, Use(changed, found, {name: value})
+            below, better = found.fastest_s, Use(other.request, found, {other.option: other.value})
     if not tried:
         return use
     if better is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -21,10 +22,23 @@ LARGE_VALUES: Decided = (Outcome.TOO_BIG, "activations")
 NO_LAYOUT: Decided = (Outcome.ILLEGAL, "no layout exists at this tp")
 
 
-def tally(
-    decided: Iterable[Decided], others: Mapping[Decided | None, int]
-) -> tuple[Counter[Outcome], dict[str, int], dict[str, int]]:
-    """Return the number of candidates by outcome, of illegal ones by rule, and of those too big by term.
+@dataclass(frozen=True)
+class Tally:
+    """Numbers of decided candidates.
+
+    Attributes:
+        outcomes: all of them, by outcome.
+        illegal: the illegal ones, by rule.
+        too_big: those that do not fit, by term of memory.
+    """
+
+    outcomes: Counter[Outcome]
+    illegal: dict[str, int]
+    too_big: dict[str, int]
+
+
+def tally(decided: Iterable[Decided], others: Mapping[Decided | None, int]) -> Tally:
+    """Count the decided candidates.
 
     Args:
         others: numbers of further candidates; those under None are not decided, and not counted.
@@ -38,4 +52,4 @@ def tally(
         {detail: n for (outcome, detail), n in found.items() if outcome is which}
         for which in (Outcome.ILLEGAL, Outcome.TOO_BIG)
     )
-    return counts, rules, terms
+    return Tally(counts, rules, terms)

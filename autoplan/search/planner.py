@@ -149,7 +149,7 @@ class _Search:
             : self.request.top - 1
         ]
         plans = tuple(self._planned(entry) for entry in (chosen, *others))
-        near = tuple((self._config(entry), entry[0]) for entry in sorted(equals, key=lambda e: e[0]))
+        near = tuple((self._config(entry), entry.step_s) for entry in sorted(equals, key=lambda e: e.step_s))
         return SearchResult(plans, self._certificate(checked), near)
 
     # -- time -------------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class _Search:
     def _tell(self, bound_s: float) -> None:
         """Tell who waits how far the search is. `bound_s`: the least bound of the candidates at hand."""
         known = bool(self.grouped) and not self.pending
-        best_s = self.plans.best[0][0] if self.plans.best else None
+        best_s = self.plans.best[0].step_s if self.plans.best else None
         self.teller.tell(self.num_candidates - len(self.outcomes), best_s, bound_s if known else None)
 
     # -- candidates -------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class _Search:
         examined = None
         while examined != self.plans.best[0] and self._elapsed_s() < until_s:
             examined = self.plans.best[0]
-            for some in neighbours.of(examined[1].but(context_method=None)):
+            for some in neighbours.of(examined.candidate.but(context_method=None)):
                 self._evaluate_some(some, until_s)
                 if self.plans.best[0] != examined:
                     break
@@ -461,24 +461,23 @@ class _Search:
 
     def _equals(self) -> list[Evaluated]:
         """Return the plans that are equal to the fastest within the error, the simplest first."""
-        below = limit_s(self.plans.best[0][0], self.request.equal_within)
-        if below == self.plans.best[0][0]:
+        below = limit_s(self.plans.best[0].step_s, self.request.equal_within)
+        if below == self.plans.best[0].step_s:
             return self.plans.best[:1]
-        return sorted((e for e in self.plans.best if e[0] <= below), key=lambda e: (self._complexity(e), e[0]))
+        return sorted((e for e in self.plans.best if e.step_s <= below), key=lambda e: (self._complexity(e), e.step_s))
 
     def _complexity(self, entry: Evaluated) -> Complexity:
-        _, candidate, chunks, steps = entry
-        pricer = self._pricer(candidate)
-        again = sum(len(pricer.recomputed(units, n)) for units, n in zip(ranges_of(chunks), steps, strict=True))
-        return complexity(candidate, again / max(1, sum(pricer.workload.layers)))
+        pricer, stages = self._pricer(entry.candidate), zip(ranges_of(entry.chunks), entry.recompute, strict=True)
+        again = sum(len(pricer.recomputed(units, steps)) for units, steps in stages)
+        return complexity(entry.candidate, again / max(1, sum(pricer.workload.layers)))
 
     def _look_for_simpler(self, checked: Space) -> None:
         """Evaluate candidates that may be simpler than the best plan and are equal to it within the error."""
         if not self.plans.best or not self.request.equal_within:
             return
-        below = limit_s(self.plans.best[0][0], self.request.equal_within)
+        below = limit_s(self.plans.best[0].step_s, self.request.equal_within)
         least = self._complexity(self._equals()[0])
-        found, out = {e[1] for e in self.plans.best}, (Outcome.ILLEGAL, Outcome.TOO_BIG)
+        found, out = {e.candidate for e in self.plans.best}, (Outcome.ILLEGAL, Outcome.TOO_BIG)
         some = [
             (c, self.bounds[c])
             for c in checked.candidates
@@ -504,9 +503,8 @@ class _Search:
         return pricer
 
     def _planned(self, entry: Evaluated) -> Planned:
-        _, candidate, chunks, recompute = entry
-        candidate = self.points.decided(candidate)
-        estimate = self._pricer(candidate).estimate(chunks, recompute, events=True)
+        candidate = self.points.decided(entry.candidate)
+        estimate = self._pricer(candidate).estimate(entry.chunks, entry.recompute, events=True)
         point = self.points.of(candidate)
         if point is None:
             raise InfeasibleError(f"no layout exists at tp={candidate.tp}")
@@ -514,16 +512,15 @@ class _Search:
 
     def _config(self, entry: Evaluated) -> ParallelConfig:
         """Return the configuration of an evaluated plan."""
-        _, candidate, chunks, recompute = entry
-        candidate = self.points.decided(candidate)
-        config = without_activations(candidate).but(stages=chunks)
+        candidate = self.points.decided(entry.candidate)
+        config = without_activations(candidate).but(stages=entry.chunks)
         if "recompute" in self.request.pins:
             return config
-        return config.but(recompute=chosen_recompute(self._pricer(candidate), chunks, recompute))
+        return config.but(recompute=chosen_recompute(self._pricer(candidate), entry.chunks, entry.recompute))
 
     def _certificate(self, checked: Space) -> Certificate:
         best, cutoff, least_solved, least_open, num_open = (
-            self.plans.best[0][0],
+            self.plans.best[0].step_s,
             self.plans.cutoff_s(),
             math.inf,
             math.inf,
@@ -542,10 +539,10 @@ class _Search:
                 least_open = min(least_open, bound)
             elif self.outcomes[candidate][0] is Outcome.SOLVED:
                 least_solved = min(least_solved, bound)
-        counts, rules, terms = tally(self.outcomes.values(), self.not_made)
+        decided = tally(self.outcomes.values(), self.not_made)
         num_open += self.not_made[None]
         least, enough = min(least_open, least_solved), self.plans.enough_s()
-        point, status = self.points.of(self.plans.best[0][1]), self.status
+        point, status = self.points.of(self.plans.best[0].candidate), self.status
         if status is Status.TIME_LIMIT and least_open >= enough:  # everything was decided just in time
             status = Status.COMPLETE
         if status is Status.COMPLETE and not self.points.all_proved:
@@ -554,17 +551,17 @@ class _Search:
             status = Status.NEAR if least >= enough < cutoff else Status.CUTS
         return Certificate(
             considered=checked.num_considered + self.not_made.total(),
-            illegal=sum(checked.illegal.values()) + counts[Outcome.ILLEGAL],
-            too_big=counts[Outcome.TOO_BIG],
-            bounded_out=counts[Outcome.BOUNDED_OUT],
-            solved=counts[Outcome.SOLVED],
+            illegal=sum(checked.illegal.values()) + decided.outcomes[Outcome.ILLEGAL],
+            too_big=decided.outcomes[Outcome.TOO_BIG],
+            bounded_out=decided.outcomes[Outcome.BOUNDED_OUT],
+            solved=decided.outcomes[Outcome.SOLVED],
             open=num_open,
             gap=max(0.0, (best - least) / best) if least < best else 0.0,
             solve_time_s=time.perf_counter() - self.began,
             restrictions=restrictions_of(self.request, checked, () if point is None else point.solution.restrictions),
             status=status,
-            illegal_by_rule={**checked.illegal, **rules},
-            too_big_by_term=terms,
+            illegal_by_rule={**checked.illegal, **decided.illegal},
+            too_big_by_term=decided.too_big,
             by_phase_s=dict(self.phases),
             intra_gap=self.points.gap,
         )

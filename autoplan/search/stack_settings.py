@@ -9,7 +9,7 @@ searched with it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autoplan.config.parallel import ParallelConfig
 from autoplan.search.request import PlanRequest
@@ -19,15 +19,24 @@ from autoplan.stacks.records import SETTINGS
 _DEGREES = ("tp", "pp", "dp", "cp", "ep", "zero_stage", "micro_batch_size", "schedule", "virtual_stages")
 
 
-def other_settings(request: PlanRequest, config: ParallelConfig) -> Iterator[tuple[str, str, PlanRequest]]:
-    """Yield (option, value, request with it) for every other value that the stack can take and nobody gave."""
+@dataclass(frozen=True)
+class OtherSetting:
+    """Another value of an option, and the request with it."""
+
+    option: str
+    value: str
+    request: PlanRequest
+
+
+def other_settings(request: PlanRequest, config: ParallelConfig) -> Iterator[OtherSetting]:
+    """Yield every other value that the stack can take and nobody gave."""
     like = request.like
     for name in SETTINGS if isinstance(like, Like) else ():
         if not isinstance(like, Like) or name in like.given or (name == "dispatcher" and config.ep == 1):
             continue
         for value in getattr(like.can, name):
             if value != getattr(request.options, name):
-                yield name, str(value), replace(request, like=like.but(**{name: value}))
+                yield OtherSetting(name, str(value), replace(request, like=like.but(**{name: value})))
 
 
 def at_degrees(request: PlanRequest, config: ParallelConfig) -> PlanRequest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from autoplan.config.parallel import ParallelConfig
 from autoplan.search.cuts import Cut
@@ -11,7 +12,15 @@ from autoplan.search.degrees import search_order
 from autoplan.search.request import PlanRequest
 from autoplan.search.simplicity import kind_of
 
-Evaluated = tuple[float, ParallelConfig, tuple[int, ...], tuple[int, ...]]  # step, cut, recomputed layers
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A candidate at its best cut: the units of every chunk, and the steps of recompute of every stage."""
+
+    step_s: float
+    candidate: ParallelConfig
+    chunks: tuple[int, ...]
+    recompute: tuple[int, ...]
 
 
 class Standings:
@@ -28,7 +37,7 @@ class Standings:
     def cutoff_s(self) -> float:
         """Return the step time that a plan must beat to be among the requested ones."""
         asked = self.asked(self.best)
-        return asked[self.request.top - 1][0] if len(asked) >= self.request.top else math.inf
+        return asked[self.request.top - 1].step_s if len(asked) >= self.request.top else math.inf
 
     def enough_s(self) -> float:
         """Return the bound from which on a candidate is not looked at: its plans are hardly better, if at all.
@@ -41,14 +50,14 @@ class Standings:
         """Return the entries that may be answers: all, or the first of each kind that is not among those beside."""
         if not self.request.by_kind:
             return entries
-        kinds = {kind_of(e[1]) for e in beside}
-        first = {kind: e for e in reversed(entries) if (kind := kind_of(e[1])) not in kinds}
-        return [e for e in entries if first.get(kind_of(e[1])) is e]
+        kinds = {kind_of(e.candidate) for e in beside}
+        first = {kind: e for e in reversed(entries) if (kind := kind_of(e.candidate)) not in kinds}
+        return [e for e in entries if first.get(kind_of(e.candidate)) is e]
 
     def add(self, candidate: ParallelConfig, cut: Cut) -> None:
         """Add the plan of a candidate. Of plans with the same degrees, the best stays."""
         degrees = candidate.but(context_method=None, offload=())
-        self.best.append((cut.step_s, candidate, cut.chunks or (), cut.recompute))
-        self.best.sort(key=lambda e: (e[0], search_order(e[1])))
-        alike = [e for e in self.best if e[1].but(context_method=None, offload=()) == degrees]
+        self.best.append(Evaluated(cut.step_s, candidate, cut.chunks or (), cut.recompute))
+        self.best.sort(key=lambda e: (e.step_s, search_order(e.candidate)))
+        alike = [e for e in self.best if e.candidate.but(context_method=None, offload=()) == degrees]
         self.best = [e for e in self.best if e not in alike[1:]]  # requested plans differ in degrees

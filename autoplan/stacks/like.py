@@ -14,7 +14,8 @@ from autoplan.config.choices import option_data, options_of, read_mode
 from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16, Mode, RunOptions, precision_of
 from autoplan.config.settings import setting
 from autoplan.errors import PinError
-from autoplan.stacks.records import Abilities, Era, Gradients16, KeptGathered, Stack, near, stack, year_of
+from autoplan.names import did_you_mean
+from autoplan.stacks.records import Abilities, Era, Gradients16, KeptGathered, Stack, stack, year_of
 
 GRADIENTS_32 = "-grad32"  # suffix of a precision: gradients in 32 bits where the stack has 16
 _PLAIN = setting("precision").default  # if none is given
@@ -166,7 +167,9 @@ def read_like(text: str, given: Mapping[str, Any] | None = None) -> Like:
     name, at, version = text.partition("@")
     found = stack(name)
     if at and not version:
-        raise PinError(f"like={text!r} has no version after @; {near(version, [era.version for era in found.eras])}")
+        raise PinError(
+            f"like={text!r} has no version after @; {did_you_mean(version, [era.version for era in found.eras])}"
+        )
     year = year_of(version or found.default_version)
     said = {n: v for n, v in (given or {}).items() if v is not None}
     return Like(found, f"{int(year) % 100:02d}.{int((year % 1) * 12) + 1:02d}", said)

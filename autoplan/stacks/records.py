@@ -8,7 +8,6 @@ until the next one. Files are read strictly: an unknown key or value is an error
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
@@ -20,10 +19,12 @@ from importlib.resources import files
 from typing import Any
 
 from autoplan.config.choices import options_of
+from autoplan.config.keys import check_names
 from autoplan.config.offload import OFFLOADS
 from autoplan.config.parallel import PRECISIONS, ZERO_STAGES, Dispatcher, Launch, Mode, RunOptions
 from autoplan.config.recompute import RECOMPUTE, RECOMPUTE_KINDS, modules_of
 from autoplan.errors import PinError
+from autoplan.names import did_you_mean
 from autoplan.schedules.schedule import SCHEDULES
 
 
@@ -230,21 +231,13 @@ def year_of(version: str) -> float:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def near(name: object, known: Sequence[str]) -> str:
-    """Return a hint at the nearest known name, or at all of them."""
-    found = [k for k in known if k.startswith(str(name))] or difflib.get_close_matches(str(name), known, 1)
-    return f"did you mean '{found[0]}'? known: {', '.join(known)}" if found else f"known: {', '.join(known)}"
-
-
 class _Reader:
     """One mapping of a file, whose keys are all known."""
 
     def __init__(self, data: object, where: str, needed: Sequence[str], optional: Sequence[str] = ()) -> None:
         if not isinstance(data, Mapping):
             raise PinError(f"{where} must be a mapping with {', '.join(needed)}")
-        for key in data:
-            if key not in (*needed, *optional):
-                raise PinError(f"{where}: unknown key {key!r}; {near(key, (*needed, *optional))}")
+        check_names(data, (*needed, *optional), where)
         for key in needed:
             if key not in data:
                 raise PinError(f"{where}: {key} is missing")
@@ -263,7 +256,9 @@ class _Reader:
         values = self.one(key, list)
         for value in values:
             if value not in known:
-                raise PinError(f"{self.where}: {key} of {value!r} is not known; {near(value, [str(k) for k in known])}")
+                raise PinError(
+                    f"{self.where}: {key} of {value!r} is not known; {did_you_mean(value, [str(k) for k in known])}"
+                )
         return tuple(known[known.index(value)] for value in values)
 
     def inner(self, key: str, needed: Sequence[str], optional: Sequence[str] = ()) -> _Reader | None:
@@ -323,7 +318,7 @@ def _changes(read: _Reader) -> tuple[Change, ...]:
         for how in again:
             if not modules_of(how) and how not in RECOMPUTE:
                 raise PinError(
-                    f"{each.where}: recompute of {how!r} is not known; {near(how, RECOMPUTE)}, or modules:..."
+                    f"{each.where}: recompute of {how!r} is not known; {did_you_mean(how, RECOMPUTE)}, or modules:..."
                 )
         out.append(Change(since, each.one("matches", str), changed, each.one("source", str), again))
     return tuple(out)
@@ -359,7 +354,7 @@ def stack_of(data: object, where: str) -> Stack:
     when = Gradients16.NEVER if narrow is None else narrow.one("when", str)
     if when not in tuple(Gradients16):
         known_16 = [str(each) for each in Gradients16]
-        raise PinError(f"{where}: gradients_16: when={when!r} is not known; {near(when, known_16)}")
+        raise PinError(f"{where}: gradients_16: when={when!r} is not known; {did_you_mean(when, known_16)}")
     version = read.one("default_version", str)
     year_of(version)
     return Stack(
@@ -425,5 +420,5 @@ def stack(name: str) -> Stack:
     """Return the stack with this name. PinError names the nearest one."""
     found = stacks().get(name)
     if found is None:
-        raise PinError(f"stack {name!r} is not known; {near(name, tuple(stacks()))}")
+        raise PinError(f"stack {name!r} is not known; {did_you_mean(name, tuple(stacks()))}")
     return found

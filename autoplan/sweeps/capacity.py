@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.catalog import load_model
 from autoplan.config.choices import OPTIONS, PINS, option_data, options_of, read_mode
+from autoplan.config.keys import check_keys, check_names
 from autoplan.config.numbers import read_count, read_number
 from autoplan.config.parallel import Mode, RunOptions, precision_of
 from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN, check_planning
@@ -158,9 +159,7 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
     lists = {name: given[name] for name in _LISTED if isinstance(given.get(name), list | tuple)}
     check_points({name: len(values) for name, values in lists.items()}, where)  # before any model is read
     pins = _mapping(given, "pins", "{tp: 8}", where)
-    for name in pins:
-        if name not in PINS:
-            raise PinError(f"{where}: unknown pin {name!r}; known: {', '.join(PINS)}")
+    check_names(pins, PINS, where, "pin")
     assumptions = _mapping(given, "assumptions", "{pue: 1.1}", where)
     option_given = {name: given[name] for name in OPTIONS if name in given}
     options = _read(where, options_of, option_given)
@@ -194,12 +193,7 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
 
 def _given(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the keys that have a value. PinError for an unknown key and for one that is missing."""
-    for name in data:
-        if name not in (*_NEEDED, *_OPTIONAL):
-            raise PinError(f"{where}: unknown key {name!r}; known: {', '.join((*_NEEDED, *_OPTIONAL))}")
-    for name in _NEEDED:
-        if data.get(name) is None:
-            raise PinError(f"{where}: {name} is missing; needed are {', '.join(_NEEDED)}")
+    check_keys(data, _NEEDED, _OPTIONAL, where)
     return {name: value for name, value in data.items() if value is not None}
 
 

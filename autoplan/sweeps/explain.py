@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoplan.config.choice import Choice, Written, choices_of
+from autoplan.config.keys import check_names
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.hardware.parts import NETWORKS
 from autoplan.cost_models.memory.room import Room
-from autoplan.errors import AutoplanError, InfeasibleError, PinError
+from autoplan.errors import AutoplanError, InfeasibleError
 from autoplan.search.infeasible import InfeasibleReport
 from autoplan.search.planner import (
     Certificate,
@@ -193,10 +194,7 @@ def explain(
 
     Raises: AutoplanError as `search_plan`; PinError for a choice that is not known.
     """
-    for name in only:
-        if name not in (*_FROM_SPACE, *_OTHER):
-            known = ", ".join((*_FROM_SPACE, *_OTHER))
-            raise PinError(f"{name!r} is no choice that can be explained; known: {known}")
+    check_names(only, (*_FROM_SPACE, *_OTHER), "explain", "choice")
     certificate = None
     told(0, 0, "the plan")
     if config is None:

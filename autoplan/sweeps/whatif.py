@@ -19,6 +19,7 @@ from autoplan.catalog import active_params
 from autoplan.config.adapters import Adapters, read_adapters
 from autoplan.config.choice import Written
 from autoplan.config.choices import CHOICES, PINS, options_of, read_mode
+from autoplan.config.keys import check_names
 from autoplan.config.numbers import Range, scaled
 from autoplan.config.parallel import Mode, RunOptions, precision_of
 from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN
@@ -155,8 +156,7 @@ class Point:
 def check_varied(vary: Mapping[str, Sequence[object]]) -> None:
     """Raise PinError for an unknown name, a name without values, a number outside of RANGES, or too many points."""
     for name, values in vary.items():
-        if name not in VARIED:
-            raise PinError(f"cannot vary {name!r}; what can be varied: {', '.join(VARIED)}")
+        check_names((name,), VARIED, "vary", "name")
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:
             raise PinError(f"vary {name}={values!r}: give a list of at least one value")
         for value in values:

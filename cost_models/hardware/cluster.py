@@ -22,6 +22,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 
+from autoplan.config.keys import check_names
 from autoplan.config.numbers import Range
 from autoplan.cost_models.hardware import catalog
 from autoplan.cost_models.hardware.cluster_file import nodes_from_data, read_nodes
@@ -293,8 +294,7 @@ class Cluster(Nodes):
 
 def _check_override(name: str, value: object) -> None:
     """Raise PinError for an illegal value of an override."""
-    if name not in OVERRIDES:
-        raise PinError(f"a cluster has no figure {name!r}; known: {', '.join(OVERRIDES)}")
+    check_names((name,), OVERRIDES, "cluster", "override")
     known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not known or value < 0 or (value == 0 and name != "price"):  # type: ignore[operator]
         least = "at least" if name == "price" else "above"
@@ -374,8 +374,7 @@ def _read_overrides(text: str, overrides: str) -> Mapping[str, float]:
     out: dict[str, float] = {}
     for part in overrides.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
-        if name not in OVERRIDES:
-            raise PinError(f"cluster {text!r}: unknown override {name!r}; known: {', '.join(OVERRIDES)}")
+        check_names((name,), OVERRIDES, f"cluster {text!r}", "override")
         try:
             out[name] = int(value) if name in (*_NODES, _IDLE) else float(value)
         except ValueError:

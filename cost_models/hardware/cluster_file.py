@@ -42,11 +42,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autoplan.config.keys import as_mapping, as_number
 from autoplan.config.numbers import Range
 from autoplan.cost_models.hardware import parts as hardware
 from autoplan.cost_models.hardware.catalog import PEAK_COLUMNS, PEAK_DTYPES
 from autoplan.cost_models.hardware.fabric_file import fabric_of_mapping
-from autoplan.cost_models.hardware.keys import as_mapping, as_number
 from autoplan.cost_models.hardware.nccl import FABRICS
 from autoplan.cost_models.hardware.nodes import Nodes
 from autoplan.cost_models.hardware.parts import NETWORK, NETWORKS, RAILS, Device, Level, Price

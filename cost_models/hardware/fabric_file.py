@@ -22,8 +22,8 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 
+from autoplan.config.keys import as_mapping, as_number
 from autoplan.cost_models.hardware.fabric_graph import FabricGraph, FabricLink
-from autoplan.cost_models.hardware.keys import as_mapping, as_number
 from autoplan.cost_models.hardware.parts import COUNT, GB_S, MICROSECONDS
 from autoplan.errors import PinError
 from autoplan.units import GB, MICRO

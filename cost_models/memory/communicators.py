@@ -114,9 +114,10 @@ class FixedMemory:
         """Return the bytes of connections to single ranks; messages to other nodes use the slots."""
         c, groups = config, mesh_groups(config, self.workload.axes)
         peers = {groups["pp"]: 2} if c.pp > 1 else {}  # the stages before and after it
-        for kind, axis, part in self.workload.messages:
-            group = groups[axis] if part is None else Group(part[0], part[1] * groups[axis].stride)
-            most = 1 if kind == "send_recv" else group.size - 1
+        for sent in self.workload.messages:
+            group, part = groups[sent.axis], sent.part
+            group = group if part is None else Group(part[0], part[1] * group.stride)
+            most = 1 if sent.kind == "send_recv" else group.size - 1
             peers[group] = max(peers.get(group, 0), most)
         found = 0
         for group, most in peers.items():

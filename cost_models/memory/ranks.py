@@ -59,10 +59,9 @@ from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.work import BlockWork, ParamWork, Workload
 from autoplan.ops.table import op_record
 from autoplan.schedules.schedule import HeldRow, actions, chunks_of_ranks, num_copies
-from autoplan.units import MIB, dtype_bytes
+from autoplan.streams import BUCKET_BYTES
+from autoplan.units import dtype_bytes
 
-# Flat buffers of the gradient all-reduce of ZeRO 0, two at a time: as in autoplan.runtime.zero, which a test checks.
-BUCKET_BYTES = 25 * MIB
 # Fragmentation of the caching allocator: reserved over allocated bytes, of memory that changes within a step. Assumed.
 _FRAGMENTATION = Quantity(0.0, 0.03, 0.10, Tag.ASSUMED)
 # relative error of the liveness walk (autoplan.program.activations), compared with measured peaks

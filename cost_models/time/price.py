@@ -25,7 +25,7 @@ from autoplan.config.recompute import NONE, SELECTIVE, Searched, recompute_kind
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group
 from autoplan.cost_models.kernels.gpu import kernels_of
-from autoplan.cost_models.memory.ranks import BUCKET_BYTES, MemoryModel
+from autoplan.cost_models.memory.ranks import MemoryModel
 from autoplan.cost_models.memory.recompute_frontier import RecomputeChoice, RecomputeFrontier
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
 from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, OpTimes, op_times
@@ -37,7 +37,7 @@ from autoplan.cost_models.time.table import Table
 from autoplan.cost_models.work import Workload
 from autoplan.schedules.orders import ActionKind
 from autoplan.schedules.schedule import SCHEDULES, Transfer, actions, chunks_of_ranks, num_copies, ranks_of_chunks
-from autoplan.streams import has_streams
+from autoplan.streams import BUCKET_BYTES, has_streams
 
 # Relative error of a step beyond its parts, either way. With a profile: 37 to 40 of 40 measured plans lie within their
 # interval (experiments/plans/plan_accuracy.py). From the catalog, for a device without published timings: assumed.

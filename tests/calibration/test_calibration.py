@@ -415,7 +415,7 @@ def test_calibrate_fits_only_what_is_asked_for(tmp_path: Path) -> None:
         (STEPS.replace("[tp]", "[dp]"), "overlap of 'dp' is not known; use tp, ep, pp"),
         (STEPS.replace("[tp]", "3"), "overlap=3 must be a list"),
         (STEPS.replace("overlap: [tp]", "dispatcher: deep"), "dispatcher 'deep' is not known; use alltoall"),
-        (STEPS.replace("launch:", "lunch:"), "unknown option 'lunch'; known: attention"),
+        (STEPS.replace("launch:", "lunch:"), "unknown option 'lunch'; did you mean 'launch'"),
         (STEPS.replace("mode: fused", "mode: fast"), "mode 'fast' is not known; use eager"),
         (STEPS.replace("{tp: 2", "{tp: 3"), "step 2: tp=3 does not divide the 4 devices"),
         (STEPS.replace("{tp: 2", "{pt: 2"), "step 2: unknown degree 'pt'"),

@@ -280,7 +280,7 @@ LINK = {"for": {"i": 4}, "between": ["device{i}", "leaf0"], "gb_s": 50, "latency
     ("fabric", "message"),
     [
         ({}, "links is missing"),
-        ({"links": [LINK], "wires": 1}, "unknown key 'wires'; known: switches, links, units"),
+        ({"links": [LINK], "wires": 1}, "unknown key 'wires'; did you mean 'switches'"),
         ({"links": [LINK]}, "link device0 - leaf0: leaf0 is not a switch; declared: none"),
         (
             {"links": [{**LINK, "for": {"i": 9}}], "switches": {"leaf": 1}},

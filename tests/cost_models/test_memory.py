@@ -10,7 +10,7 @@ import pytest
 from autoplan.config.parallel import Mode, ParallelConfig, executed_precision, precision_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
-from autoplan.cost_models.memory.ranks import BUCKET_BYTES, FIRST, LATER, REDUCTION, MemoryModel
+from autoplan.cost_models.memory.ranks import FIRST, LATER, REDUCTION, MemoryModel
 from autoplan.cost_models.network.groups import mesh_groups
 from autoplan.cost_models.profile import LINK_WORK_S, Profile
 from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, op_times
@@ -19,7 +19,6 @@ from autoplan.cost_models.time.simulation import simulate
 from autoplan.cost_models.work import BlockWork, Gathered, OpWork, ParamWork, TiedParam, Workload
 from autoplan.errors import PinError
 from autoplan.ops.saved import TensorFacts
-from autoplan.runtime import zero as runtime_zero
 from autoplan.schedules.orders import F
 from autoplan.schedules.schedule import Transfer, actions, held_at_backwards
 
@@ -94,11 +93,6 @@ def test_reduction_needs_its_buffers_when_activations_are_gone() -> None:
     assert found.moment == REDUCTION
     assert found.terms["communication buffers"].mid == 4 * GRADS == found.terms["gradients"].mid
     assert found.terms["activations"].mid == 0.0
-
-
-def test_buckets_are_those_of_the_runtime() -> None:
-    """The cost models cannot import it."""
-    assert BUCKET_BYTES == runtime_zero.BUCKET_BYTES
 
 
 @pytest.mark.parametrize(("m", "first", "later"), [(1, [1, 1], [0, 0]), (2, [2, 1], [1, 1]), (4, [2, 1], [2, 1])])

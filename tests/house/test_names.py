@@ -23,8 +23,6 @@ _SAME_THING = {
     "runtime/functional.py",
 }
 _OF_A_PROGRAM = {("runtime/program.py", "Block")}
-# Prices and runtime do not import each other; tests/cost_models/test_memory.py holds that they agree
-_HELD_EQUAL = {("runtime/zero.py", "BUCKET_BYTES")}
 
 
 def public_names(text: str) -> set[str]:
@@ -44,7 +42,7 @@ def defined_twice(modules: dict[str, str]) -> dict[str, list[str]]:
     places = defaultdict(list)
     for path, text in modules.items():
         for name in public_names(text) - _TABLES:
-            if path not in _SAME_THING and (path, name) not in _OF_A_PROGRAM | _HELD_EQUAL:
+            if path not in _SAME_THING and (path, name) not in _OF_A_PROGRAM:
                 places[name].append(path)
     return {name: paths for name, paths in places.items() if len(paths) > 1}
 
@@ -56,7 +54,7 @@ def test_a_public_name_is_defined_once() -> None:
 
 def test_exceptions_exist() -> None:
     assert all(Path(ROOT, path).is_file() for path in _SAME_THING)
-    for path, name in _OF_A_PROGRAM | _HELD_EQUAL:
+    for path, name in _OF_A_PROGRAM:
         assert name in public_names(Path(ROOT, path).read_text())
 
 

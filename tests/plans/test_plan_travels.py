@@ -67,15 +67,15 @@ def test_written_layouts_make_the_same_program(kind: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        (lambda d: d.update(layuot={}), "'layuot' is no section"),
+        (lambda d: d.update(layuot={}), "unknown section 'layuot'; known: schema"),
         (lambda d: d.pop("plan"), "holds no plan"),
         (lambda d: d.update(schema=9), "schema 9 cannot be read"),
-        (lambda d: d["plan"].update(pipes=2), "'pipes' is no choice of a plan"),
+        (lambda d: d["plan"].update(pipes=2), "plan: unknown choice 'pipes'"),
         (lambda d: d["plan"].update(tp="two"), "tp='two'"),
-        (lambda d: d["program"].update(stagse=[]), "'stagse' is no key; did you mean 'stages'?"),
+        (lambda d: d["program"].update(stagse=[]), "unknown key 'stagse'; did you mean 'stages'?"),
         (lambda d: d["program"].pop("layout"), "its program lacks layout"),
         (lambda d: d["estimate"].pop("step_time_s"), "its estimate cannot be read"),
-        (lambda d: d["made_for"].update(hash="1"), "made_for: 'hash' is no key"),
+        (lambda d: d["made_for"].update(hash="1"), "made_for: unknown key 'hash'"),
     ],
 )
 def test_a_text_that_is_no_plan_is_refused_by_name(changed: Any, said: str) -> None:
@@ -212,3 +212,11 @@ def test_a_changed_config_is_noticed_without_a_capture(tmp_path: Path) -> None:
     assert all("config.rms_norm_eps is 0.5, in the program" in text for text in found)
     ((_, _, capture_line), _) = pool(2).run(api_jobs.given, {"program": tmp_path, "verify": "required"})
     assert capture_line.startswith("capture verified")
+
+
+def test_a_catalog_graph_is_planned_in_its_own_dtype_only() -> None:
+    task = {"seq_len": 4096, "global_batch_size": 16}
+    with pytest.raises(PinError, match=r"computes in float16, but the graph of llama-3\.2-1b is one of bfloat16"):
+        autoplan.plan("llama-3.2-1b", "1x4xh100-sxm5-80gb", precision="fp16", **task)
+    with pytest.raises(PinError, match="compile='inductor' is not known; use True, False or 'auto'"):
+        autoplan.plan("llama-3.2-1b", "1x4xh100-sxm5-80gb", compile="inductor", **task)

@@ -41,7 +41,7 @@ from autoplan.ops.table import saved_rule
 from autoplan.program.activation_bytes import Activations, peak_bytes_of, saved_bytes_of
 from autoplan.program.activations import activations
 from autoplan.program.lower import BlockLowering
-from autoplan.program.statements import LoweredBlock, Op
+from autoplan.program.statements import BlockInput, LoweredBlock, Op
 from autoplan.runtime import attention as runtime_attention
 from autoplan.runtime import sdpa
 from autoplan.runtime.attention import attention
@@ -110,10 +110,10 @@ def lowered_of(case: OpCase, turned: bool) -> LoweredBlock:
             turn = Node(f"turn {name}", "permute", (given.name,), (name,), {"dims": dims})
             alone = Strategy("R", ((),), ((),), (), 1)
             statements.append(Op((name,), turn, (given.name,), alone, (value,), (given,)))
-        inputs.append((given.name, given, ()))
+        inputs.append(BlockInput(given.name, given, ()))
     outs, ins = tuple(values[n] for n in node.outputs), tuple(values[n] for n in node.tensor_inputs)
     statements.append(Op(node.outputs, node, node.tensor_inputs, strategy, outs, ins))
-    block = Block("one", tuple(n for n, _, _ in inputs), (), (), node.outputs, (node,), values)
+    block = Block("one", tuple(given.var for given in inputs), (), (), node.outputs, (node,), values)
     return LoweredBlock(
         block, FACTORS, (), "One", tuple(inputs), (), (), tuple(statements), node.outputs, ((),) * len(outs), 0
     )

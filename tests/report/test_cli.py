@@ -157,7 +157,10 @@ BAD = [
     (("plan", *TASK, "--assume", "pue=1.1"), "give its size too, for example --tokens 300B"),
     (("plan", *TASK, "--tokens", "1B", "--assume", "pue"), "--assume 'pue' is not name=number"),
     (("estimate", *TASK, "--tokens", "1B", "--assume", "pue=20"), "--assume: pue=20.0 must be a number from 1 to 10"),
-    (("whatif", *TASK, "--vary", "tp=1", "--tokens", "1B", "--assume", "mtbf=1"), "unknown name 'mtbf'; known: mtbf_d"),
+    (
+        ("whatif", *TASK, "--vary", "tp=1", "--tokens", "1B", "--assume", "mtbf=1"),
+        "unknown name 'mtbf'; did you mean 'mtbf_device_days'?",
+    ),
     (("plan", *TASK[:4], "0", *TASK[5:]), "--seq-len '0'"),
     (("plan", *TASK[:6], "1.5"), "--global-batch-size '1.5' must be a whole number"),
     (("estimate", *TASK, "--tp", "3"), "does not divide the 4 devices"),
@@ -169,7 +172,7 @@ BAD = [
     (("estimate", *TASK, "--virtual-stages", "2"), "needs a pipeline"),
     (("estimate", *TASK, "--pp", "0"), "pp=0: must be"),
     (("whatif", *TASK, "--vary", "nodes"), "not name=values"),
-    (("whatif", *TASK, "--vary", "color=1"), "cannot vary 'color'; what can be varied: nodes"),
+    (("whatif", *TASK, "--vary", "color=1"), "vary: unknown name 'color'; known: nodes"),
     (("whatif", *TASK, "--vary", "nodes=8..2"), "write 2..8"),
     (("whatif", *TASK, "--vary", "nodes=1", "--vary", "nodes=2"), "given twice"),
     (("plan", *TASK[:6], "1e12"), "global_batch_size=1000000000000 must be a whole number from 1 to 10,000,000"),
@@ -263,7 +266,7 @@ def test_every_run_option_is_shown_and_comes_back() -> None:
 def test_options_of_a_mapping_say_what_is_wrong() -> None:
     assert options_of({"overlap": "tp, cp", "launch": None}).overlap == {"tp", "cp"}
     for data, says in (
-        ({"lunch": 1}, "unknown option 'lunch'; known: attention, launch, overlap, dispatcher, sequence_parallel"),
+        ({"lunch": 1}, "unknown option 'lunch'; did you mean 'launch'? known: attention, launch, overlap, dispatcher"),
         ({"fused_experts": "yes"}, "fused_experts='yes' must be true or false"),
         ({"overlap": 3}, "overlap=3 must be a list of tp, ep, pp, cp"),
         ({"overlap": ["dp"]}, "overlap of 'dp' is not known; use tp, ep, pp, cp"),

@@ -9,7 +9,7 @@ import pytest
 from command_line import TASK, one_line_error, run
 from made_up_plans import CERTIFICATE, OWN, REQUEST, SPLIT, STOPPED, golden, shown
 
-from autoplan.report.explain import explain_text, versus_text
+from autoplan.report.explain import OtherPlan, explain_text, versus_text
 from autoplan.search.infeasible import InfeasibleReport
 from autoplan.search.planner import Certificate, Planned
 from autoplan.sweeps.difference import difference
@@ -42,7 +42,7 @@ def test_an_explanation_in_words() -> None:
 
 def test_two_plans_in_words() -> None:
     changed = difference(REQUEST, OWN, REQUEST, SPLIT, RunTask(1e9))
-    other = (REQUEST, SPLIT, "tp=2")
+    other = OtherPlan(REQUEST, SPLIT, "tp=2")
     golden("explain_vs.txt", shown(lambda out: versus_text(out, REQUEST, OWN, other, changed)))
 
 
@@ -74,7 +74,7 @@ def test_explain_on_the_command_line(tmp_path: Path) -> None:
         (("--vs", "tp4"), "--vs 'tp4' is neither name=value, for example --vs tp=4, nor a plan file"),
         (("--vs", "missing.json"), "missing.json: No such file"),
         (("--vs", "tp=3"), "tp=3"),
-        (("--only", "dp"), "'dp' is no choice that can be explained; known: tp, pp, cp"),
+        (("--only", "dp"), "explain: unknown choice 'dp'; known: tp, pp, cp"),
     ],
 )
 def test_bad_questions_are_one_line(words: tuple[str, ...], message: str) -> None:

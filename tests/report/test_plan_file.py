@@ -85,10 +85,10 @@ def test_what_no_longer_holds_is_said(tmp_path: Path) -> None:
         ({"plan": None}, "holds no plan: it is the answer of 'plan'"),
         ({"asked": None}, "does not say what was asked"),
         ({"asked": {"model": "llama-3.2-1b"}}, "does not say the cluster that was asked"),
-        ({"plan": {"tp": 1, "pipes": 4}}, "'pipes' is no choice of a plan"),
+        ({"plan": {"tp": 1, "pipes": 4}}, "plan: unknown choice 'pipes'"),
         ({"plan": {"tp": 3}}, "tp=3"),
         ({"plan": {"tp": "two"}}, "tp='two'"),
-        ({"graph_hash": "ab", "config": {}}, "'graph_hash' is no section"),
+        ({"graph_hash": "ab", "config": {}}, "unknown section 'graph_hash'"),
     ],
 )
 def test_a_file_that_is_not_a_plan_is_refused_by_name(change: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -24,13 +24,13 @@ def test_only_what_the_stack_can_and_nobody_gave() -> None:
     r = _asked("megatron-lm@25.06", "mixtral-8x7b", dp=8)
     plan = search_plan(replace(_asked("megatron-lm@25.06"), pins={"dp": 8})).plans[0].config
     spread = plan.but(ep=8)
-    found = [(name, value) for name, value, _ in other_settings(r, spread)]
+    found = [(other.option, other.value) for other in other_settings(r, spread)]
     assert found == [("dispatcher", "flex"), ("launch", "graphs")]
-    assert [name for name, _, _ in other_settings(r, plan)] == ["launch"]  # no experts travel
-    (changed,) = (made for name, _, made in other_settings(r, spread) if name == "dispatcher")
+    assert [other.option for other in other_settings(r, plan)] == ["launch"]  # no experts travel
+    (changed,) = (other.request for other in other_settings(r, spread) if other.option == "dispatcher")
     assert changed.options == replace(r.options, dispatcher=Dispatcher.FLEX)
     given = replace(r, like=read_like("megatron-lm@25.06", {"launch": "async"}))
-    assert [name for name, _, _ in other_settings(given, spread)] == ["dispatcher"]
+    assert [other.option for other in other_settings(given, spread)] == ["dispatcher"]
     assert not list(other_settings(_asked("megatron-lm@23.10"), spread))
     assert not list(other_settings(replace(r, like=None), spread))
 

@@ -128,7 +128,7 @@ def test_every_assumption_has_a_source_and_holds_its_range() -> None:
             assert figure.default.tag is Tag.ASSUMED and figure.default.low <= figure.default.mid <= figure.default.high
             for value in (figure.default.low, figure.default.high):
                 figure.legal.check(value, name)
-    with pytest.raises(PinError, match="unknown name 'mtbf'; known: mtbf_device_days"):
+    with pytest.raises(PinError, match="unknown name 'mtbf'; did you mean 'mtbf_device_days'"):
         Assumptions.of({"mtbf": 3})
     with pytest.raises(PinError, match=r"pue=0\.5 must be a number from 1 to 10"):
         Assumptions.of({"pue": 0.5})
@@ -260,7 +260,7 @@ def test_exit_codes_are_those_of_a_sweep(no_search: None, tmp_path: Path) -> Non
 BAD = [
     ("models: [gpt2", "cannot be read"),
     ("- gpt2", "must be a mapping with the keys models"),
-    (FILE + "model: gpt2", "unknown key 'model'; known: models, clusters"),
+    (FILE + "model: gpt2", "unknown key 'model'; did you mean 'models'"),
     (FILE.replace("seq_len: 1k", ""), "seq_len is missing"),
     (FILE.replace("gpt2-xl", "gtp2"), r"models\[1\]: unknown model 'gtp2'; did you mean gpt2"),
     (FILE.replace("[gpt2, gpt2-xl]", "[]"), "models is an empty list"),

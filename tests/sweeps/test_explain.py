@@ -129,7 +129,7 @@ def test_the_front_is_what_no_plan_beats() -> None:
 
 
 def test_an_unknown_choice_is_named() -> None:
-    with pytest.raises(PinError, match="'dp' is no choice that can be explained; known: tp, pp"):
+    with pytest.raises(PinError, match="explain: unknown choice 'dp'; known: tp, pp"):
         explain(REQUEST, only=("dp",))
 
 

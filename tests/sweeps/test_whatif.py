@@ -179,7 +179,7 @@ def test_whatif_in_python_is_a_data_frame() -> None:
     frame = whatif("gpt2", TASK[2], 1024, 16, vary={"mode": ["eager", "fused"]}, tokens=1e9, options=graphs)
     assert list(frame["mode"]) == ["eager", "fused"] and list(frame["status"]) == ["ok", "ok"]
     assert frame["step_time_s"][1] <= frame["step_time_s"][0] and (frame["usd"] > 0).all()
-    with pytest.raises(PinError, match="cannot vary 'nick'"):
+    with pytest.raises(PinError, match="vary: unknown name 'nick'; did you mean 'nic'"):
         whatif("gpt2", "local:1", 1024, 64, vary={"nick": [1]})
     with pytest.raises(PinError, match="at least one value"):
         whatif("gpt2", "local:1", 1024, 64, vary={"nic": []})

@@ -273,20 +273,24 @@ def test_async_tp_finds_what_it_takes_apart() -> None:
     assert found.gathers_before_products >= 4 and found.scatters_behind_products >= 2, found
 
 
+EAGER = ("aot_eager", "inductor")
+
+
 @pytest.mark.parametrize(
     ("compile", "device_type", "message"),
     [
         (False, "cuda", "needs torch.compile, but compile=False; nearest legal: compile=True"),
-        ("aot_eager", "cuda", "compile='aot_eager'"),
+        ("aot_eager", "cuda", "needs torch.compile, but compile='aot_eager'; nearest legal: compile=True"),
         (True, "cpu", "the cluster has cpu devices"),
     ],
 )
 def test_async_tp_needs_inductor_on_cuda(compile, device_type, message) -> None:
     with pytest.raises(PinError, match=message):
-        check_pins(Pins(), Facts(2, device_type=device_type, async_tp=True, compile=compile))
-    check_pins(Pins(), Facts(2, device_type=device_type, compile=compile))
+        check_pins(Pins(), Facts(2, device_type=device_type, async_tp=True, compile=compile, compile_backends=EAGER))
+    check_pins(Pins(), Facts(2, device_type=device_type, compile=compile, compile_backends=EAGER))
     check_pins(Pins(), Facts(2, device_type="cuda", async_tp=True))
-    check_pins(Pins(), Facts(2, device_type=device_type, async_tp="auto", compile=compile))
+    facts = Facts(2, device_type=device_type, async_tp="auto", compile=compile, compile_backends=EAGER)
+    check_pins(Pins(), facts)
     with pytest.raises(PinError, match="async_tp='yes' is not known; use True, False or 'auto'"):
         check_pins(Pins(), Facts(2, async_tp="yes"))
 
@@ -336,6 +340,16 @@ def test_the_price_decides_where_it_is_asked() -> None:
     assert ways(False, "auto") == [OP_BY_OP]
     assert ways_to_run("auto", "auto", "cpu", compiles=False) == [OP_BY_OP]
     assert ways_to_run("auto", "auto", "cuda", compiles=False) == [OP_BY_OP]  # without Triton
+
+
+def test_unknown_ways_to_compile_are_refused() -> None:
+    with pytest.raises(PinError, match=r"compile='aot_eager' is not known; use True, False or 'auto'$"):
+        check_pins(Pins(), Facts(2, compile="aot_eager"))  # a plan knows no backends
+    with pytest.raises(
+        PinError,
+        match=r"compile='indcutor' .* or a backend of torch\.compile; did you mean 'inductor'",
+    ):
+        check_pins(Pins(), Facts(2, compile="indcutor", compile_backends=EAGER))
 
 
 def test_async_tp_is_planned_within_nvlink_only() -> None:

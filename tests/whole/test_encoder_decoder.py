@@ -195,7 +195,8 @@ def test_t5_sends_the_bias_of_positions_beside_what_it_is_added_in() -> None:
     wanted = [[source, (1, 4, SEQ, SEQ)], [source, target], [source, target, (1, 4, TARGET, TARGET)], []]
     assert found == [sorted(shapes) for shapes in wanted]
     (tied,) = spec.tied
-    assert tied.name == "shared.weight" and [place[0] for place in tied.places] == [0, 1, 3]  # encoder, decoder, head
+    assert tied.name == "shared.weight"
+    assert [place.stage for place in tied.places] == [0, 1, 3]  # encoder, decoder, head
 
 
 @pytest.mark.parametrize("kind", spread_out(["t5", "bart"], 2))

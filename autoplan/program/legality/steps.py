@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 
 from autoplan.config.choice import choices_of
@@ -10,6 +9,7 @@ from autoplan.config.offload import NEEDS_SHARDS, lacks_shards
 from autoplan.config.parallel import Attention, Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.config.parallel import precision_obstacle as _precision_obstacle
 from autoplan.config.recompute import RECOMPUTE_KINDS, RecomputeKind, check_choice, kinds_in, modules_of, region_groups
+from autoplan.names import did_you_mean
 from autoplan.program.facts import Facts
 from autoplan.program.legality.rule import Rule, Scope
 from autoplan.schedules.schedule import SCHEDULES, obstacle
@@ -66,13 +66,8 @@ def _recompute_values(c: ParallelConfig, f: Facts) -> str | None:
         if modules_of(how):
             return f"recompute of {block!r}: modules are recomputed in all layers or in none, got {how!r}"
         if f.model is not None and block not in f.model.block_calls:
-            calls = f.model.block_calls
-            near = difflib.get_close_matches(str(block), calls, 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            more = ", ..." if len(calls) > _MAX_LISTED else ""
-            return (
-                f"recompute names {block!r}, which is not a block; {hint}blocks: {', '.join(calls[:_MAX_LISTED])}{more}"
-            )
+            hint = did_you_mean(block, f.model.block_calls, _MAX_LISTED)
+            return f"recompute names {block!r}, which is not a block; {hint}"
     return None
 
 
@@ -155,6 +150,26 @@ def _compressed_sums(c: ParallelConfig, f: Facts) -> str | None:
     )
 
 
+def _compile(c: ParallelConfig, f: Facts) -> str | None:
+    if f.compile in (True, False, "auto", *f.compile_backends):
+        return None
+    if not f.compile_backends:
+        return f"compile={f.compile!r} is not known; use True, False or 'auto'"
+    hint = did_you_mean(f.compile, f.compile_backends, _MAX_LISTED)
+    return f"compile={f.compile!r} is not known; use True, False, 'auto' or a backend of torch.compile; {hint}"
+
+
+def _graph_dtype(c: ParallelConfig, f: Facts) -> str | None:
+    computed = precision_of(f.precision).compute
+    if not f.as_given or f.model is None or None in (computed, f.model.main_dtype) or f.model.main_dtype == computed:
+        return None
+    return (
+        f"precision {f.precision!r} computes in {computed}, but the graph of {f.model.name} is one of "
+        f"{f.model.main_dtype}; use a precision of that dtype, or give the module (package.module:factory), which is "
+        "captured in the precision"
+    )
+
+
 def _async_tp(c: ParallelConfig, f: Facts) -> str | None:
     if f.async_tp not in (True, False, "auto"):
         return f"async_tp={f.async_tp!r} is not known; use True, False or 'auto'"
@@ -226,6 +241,8 @@ RULES: tuple[Rule, ...] = (
     Rule("compiled blocks", ("recompute",), _compiled, Scope.EXECUTED),
     Rule("compressed gradients of ZeRO", ("zero_stage",), _compressed_shards, of_pins=True),
     Rule("compressed gradients in fp16", (), _compressed_sums, of_pins=True),
+    Rule("no such way to compile", (), _compile, of_pins=True),
+    Rule("the graph has another dtype than the precision", (), _graph_dtype, of_pins=True),
     Rule("async_tp without inductor on CUDA", (), _async_tp, of_pins=True),
     Rule("pieces of products without NVLink", ("tp",), _pieces, Scope.EXECUTED),
     Rule("the precision is not executed", (), _precision, Scope.EXECUTED),
