@@ -18,12 +18,11 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.hardware.parts import Group
 from autoplan.cost_models.memory.communicators import FixedMemory
-from autoplan.cost_models.work import TiedParam, Workload
+from autoplan.cost_models.work import MessageKind, TiedParam, Workload
 from autoplan.runtime import private
 from autoplan.runtime.mesh import AxisMesh
 from autoplan.units import GIB, MIB
 
-Message = tuple[str, str, tuple[int, int] | None]
 CPUS, CONTEXT = Cluster.local(2, "cpu"), 0.6 * GIB
 
 
@@ -31,7 +30,7 @@ def priced(
     cluster: Cluster,
     axes: tuple[tuple[str, int], ...] = (),
     experts: bool = False,
-    messages: tuple[Message, ...] = (),
+    messages: tuple[MessageKind, ...] = (),
     tied: tuple[TiedParam, ...] = (),
 ) -> FixedMemory:
     """What the price reads of a workload."""
@@ -160,7 +159,7 @@ def test_tied_parameters_need_a_group_where_no_axis_has_it() -> None:
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-def of(cluster: str, *messages: Message, **degrees: int) -> int:
+def of(cluster: str, *messages: MessageKind, **degrees: int) -> int:
     """Bytes beside the CUDA context."""
     found = priced(Cluster.parse(cluster), messages=messages).of(ParallelConfig(**degrees))
     assert found.low < found.mid < found.high and str(found.tag) == "assumed"
@@ -171,7 +170,7 @@ def test_bytes_of_a_communicator_are_those_that_were_published() -> None:
     """NVIDIA/nccl issues 964 (A100, 544 MiB for two), 2363 (B300, 512 MiB of slots), 1685 (all-to-all of 8 H100)."""
     assert of("1x2xa100-sxm4-80gb", dp=2) == 544 * MIB
     assert of("1x8xb200-sxm-180gb", dp=8) == (512 + 64 * 12) * MIB
-    plain, sent = (of("1x8xh100-sxm5-80gb", *m, dp=8, ep=8) for m in ((), (("all_to_all", "ep", None),)))
+    plain, sent = (of("1x8xh100-sxm5-80gb", *m, dp=8, ep=8) for m in ((), (MessageKind("all_to_all", "ep", None),)))
     assert plain == 544 * MIB and sent - plain == pytest.approx(3.28e9, rel=0.15)
 
 
@@ -190,11 +189,12 @@ def test_messages_need_connections_to_peers_within_reach() -> None:
     """Of a ring to one neighbour, of a pipeline to both, of an all-to-all to all; across nodes two channels each."""
     gpus, cp = "4x8xh100-sxm5-80gb", {"cp": 4, "dp": 8}
     peer = 32 * 12 * MIB
-    assert of(gpus, ("send_recv", "cp", None), **cp) - of(gpus, **cp) == peer
-    assert of(gpus, ("all_to_all", "cp", None), **cp) - of(gpus, **cp) == 3 * peer
-    assert of(gpus, ("all_to_all", "cp", (2, 1)), ("send_recv", "cp", (2, 2)), **cp) - of(gpus, **cp) == 2 * peer
+    assert of(gpus, MessageKind("send_recv", "cp", None), **cp) - of(gpus, **cp) == peer
+    assert of(gpus, MessageKind("all_to_all", "cp", None), **cp) - of(gpus, **cp) == 3 * peer
+    two = (MessageKind("all_to_all", "cp", (2, 1)), MessageKind("send_recv", "cp", (2, 2)))
+    assert of(gpus, *two, **cp) - of(gpus, **cp) == 2 * peer
     wide = {"ep": 16, "dp": 32}
-    assert of(gpus, ("all_to_all", "ep", None), **wide) - of(gpus, **wide) == 7 * 2 * 12 * MIB
+    assert of(gpus, MessageKind("all_to_all", "ep", None), **wide) - of(gpus, **wide) == 7 * 2 * 12 * MIB
     inside = of("1x8xh100-sxm5-80gb", pp=8)
     assert inside == 544 * MIB + 2 * peer  # the stages are the world
     assert of("1x2xh100-sxm5-80gb", pp=2) == 544 * MIB + peer
