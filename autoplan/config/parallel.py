@@ -511,13 +511,23 @@ class ParallelConfig:
     )
 
     def __hash__(self) -> int:
-        # mappings are not hashable, and few configurations differ in mappings alone
-        return hash(_DEGREES(self))
+        # mappings are not hashable; of those, few configurations differ in anything but the context method alone
+        known = self.__dict__.get("_hash")
+        if known is None:
+            method = self.context_method
+            how = method if method is None or isinstance(method, str) else frozenset(method.items())
+            known = self.__dict__["_hash"] = hash((_DEGREES(self), how))
+        return int(known)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # another process hashes strings otherwise
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     def but(self, **changes: Any) -> ParallelConfig:
         """Return a copy with other values. Faster than `dataclasses.replace`: a search makes some 100,000 copies."""
         made = object.__new__(ParallelConfig)
         made.__dict__.update(self.__dict__)
+        made.__dict__.pop("_hash", None)
         made.__dict__.update(changes)
         return made
 

@@ -326,6 +326,24 @@ def actions(schedule: str, num_stages: int, num_micro_batches: int, virtual_stag
     return _actions(schedule, num_stages, num_micro_batches, virtual_stages)
 
 
+def flights(
+    schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1
+) -> tuple[tuple[int, int], ...]:
+    """Return `held_at_backwards` of every rank. Raises PinError as `actions` does."""
+    _check(schedule, num_stages, num_micro_batches, virtual_stages)
+    return _flights(
+        schedule, num_stages, settled(schedule, num_stages, num_micro_batches, virtual_stages), virtual_stages
+    )
+
+
+def settled(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> int:
+    """Return a number of micro-batches, at most the given one, with which every rank holds as many at a time."""
+    rest = num_micro_batches % num_stages
+    if not SCHEDULES[schedule].settles or (rest and SCHEDULES[schedule].rounds):
+        return num_micro_batches
+    return min(num_micro_batches, (virtual_stages + 2) * num_stages + rest)
+
+
 def obstacle(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> str | None:
     """Return the reason why a known schedule does not take these degrees (each at least 1), or None if it does."""
     rule = SCHEDULES[schedule]
@@ -392,6 +410,13 @@ def _near(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages
             others = [each for each in SCHEDULES if takes(each, **given)] if name == "virtual_stages" else []
             return text + (f", or for {virtual_stages} the schedule {' or '.join(others)}" if others else "")
     return ""
+
+
+@lru_cache(maxsize=4096)
+def _flights(
+    schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int
+) -> tuple[tuple[int, int], ...]:
+    return _actions(schedule, num_stages, num_micro_batches, virtual_stages).flights
 
 
 @lru_cache(maxsize=64)  # a search asks for the same few many times

@@ -198,53 +198,68 @@ class Cutter:
     def _window(self, stage: int) -> Array:
         """Return T[i, j] of a stage with units i .. j - 1; inf if they cannot fit."""
         n, memory = self.num_units, self.pricer.memory
-        i, j, held, gain = self._i, self._j, self._held, self._gain
-        legal = self._legal & (i >= stage) & (j <= n - (self.pp - 1 - stage))
+        legal = self._legal & (self._i >= stage) & (self._j <= n - (self.pp - 1 - stage))
         if self.pinned is not None:
             start = sum(self.pinned[:stage])
-            legal &= (i == start) & (j == start + self.pinned[stage])
+            legal &= (self._i == start) & (self._j == start + self.pinned[stage])
         if stage == 0:
-            legal &= i == 0
+            legal &= self._i == 0
         if stage == self.pp - 1:
-            legal &= j == n
-        shape = legal.copy()
-        legal &= self._on_host <= self.room.host_bytes * (1 + _CLOSE)
+            legal &= self._j == n
+        at = np.nonzero(legal)  # from here on, arrays over these windows only
+        i, j = at
+        held, gain, state, grads = self._held[at], self._gain, self._state[at], self._grads[at]
+        fits = self._on_host[at] <= self.room.host_bytes * (1 + _CLOSE)
         # bytes that a micro-batch may hold: the first backward allocates gradients, later ones reuse them
         first, later = memory.flights[stage]
         share = self.room.bytes_of(memory.per_byte)
-        room = self.room.device_bytes - self._state - share * self._transient
+        room = self.room.device_bytes - state - share * self._transient[at]
         most = room / (share * first)
         if later:
-            most = np.minimum(most, (room - self._grads) / (share * later))
+            most = np.minimum(most, (room - grads) / (share * later))
         if memory.buckets:
-            sent = np.minimum(float(memory.buckets), self._grads)
-            legal &= self._state + self._grads + sent <= self.room.device_bytes * (1 + _CLOSE)
+            sent = np.minimum(float(memory.buckets), grads)
+            fits &= state + grads + sent <= self.room.device_bytes * (1 + _CLOSE)
         if self.fixed is None:
-            added, steps, missing = self._down(np.maximum(0.0, held - most) * (1 - _CLOSE))
-            legal &= missing <= 0
-            self._reach.append(steps)
+            added, steps, missing = self._down(i, j, np.maximum(0.0, held - most) * (1 - _CLOSE))
+            fits &= missing <= 0
+            reach = np.zeros(legal.shape, dtype=np.int64)
+            reach[at] = steps
+            self._reach.append(reach)
         elif self.fixed == FULL:
-            legal &= held - (gain[j] - gain[i]) <= most + _CLOSE * self.room.device_bytes
+            fits &= held - (gain[j] - gain[i]) <= most + _CLOSE * self.room.device_bytes
             added = self.recompute_s[j] - self.recompute_s[i]
         else:
-            keep = held - self._freed()[j] + self._freed()[i]
-            legal &= keep <= most + _CLOSE * self.room.device_bytes
-            added = self._repeated()[j] - self._repeated()[i]
+            freed, repeated = self._freed(), self._repeated()
+            keep = held - freed[j] + freed[i]
+            fits &= keep <= most + _CLOSE * self.room.device_bytes
+            added = repeated[j] - repeated[i]
         each = self.time[j] - self.time[i] + self.stage_s + self._received(stage)[i] + self._sent(stage)[j]
-        least = each if self.fixed is None else each + added  # with unlimited memory
-        self._free.append(np.where(shape, least, math.inf))
-        return np.where(legal, each + added, math.inf)
+        free, out = np.full(legal.shape, math.inf), np.full(legal.shape, math.inf)
+        free[at] = each if self.fixed is None else each + added  # with unlimited memory
+        self._free.append(free)
+        out[at] = np.where(fits, each + added, math.inf)
+        return out
 
-    def _down(self, short: Array) -> tuple[Array, NDArray[np.int64], Array]:
-        """Return for every window the least seconds and frontier steps that free `short` bytes, and what is missing."""
-        i, j = self._i, self._j
+    def _down(self, i: NDArray[np.int64], j: NDArray[np.int64], short: Array) -> tuple[Array, NDArray[np.int64], Array]:
+        """Return for windows the least seconds and frontier steps that free `short` bytes, and what is missing.
+
+        Args:
+            i, j: units i .. j - 1 of every window, at least one.
+        """
         added, steps = np.zeros(i.shape), np.zeros(i.shape, dtype=np.int64)
+        lacks = np.flatnonzero(short > 0)
         for count, gain, seconds in zip(self.steps, self.gains, self.costs, strict=True):
-            reach = np.searchsorted(gain, gain[i] + short)
-            reach = np.where(short > 0, np.minimum(np.maximum(reach, i), np.maximum(i, j)), i)
-            added += seconds[reach] - seconds[i]
-            steps += count[reach] - count[i]
-            short = np.where(short > 0, short - (gain[reach] - gain[i]), 0.0)
+            if not lacks.size:
+                break
+            first, need = i[lacks], short[lacks]
+            start = gain[first]
+            reach = np.minimum(np.maximum(np.searchsorted(gain, start + need), first), j[lacks])
+            added[lacks] += seconds[reach] - seconds[first]
+            steps[lacks] += count[reach] - count[first]
+            need = need - (gain[reach] - start)
+            short[lacks] = need
+            lacks = lacks[need > 0]
         return added, steps, short
 
     def _received(self, stage: int) -> Array:
@@ -259,14 +274,14 @@ class Cutter:
     def _waiting(self, stage: int) -> Array:
         """Return D[i, j] of a stage (see the module)."""
         warm = self.pricer.memory.flights[stage][0]
-        i, j = self._i, self._j
-        received = self._received(stage)[i]
+        at = np.nonzero(np.isfinite(self._each[stage]))
+        i, j = at
         action = self.stage_s  # an upper bound of the forward's share
-        forward = self._forward[j] - self._forward[i] + received + action
+        forward = self._forward[j] - self._forward[i] + self._received(stage)[i] + action
         least = self._least_sum if math.isfinite(self._least_sum) else 0.0
-        each = self._each[stage]
-        fits = np.isfinite(each)
-        return np.where(fits, least + (self.m - 1) * np.where(fits, each, 0.0) - (warm - 1) * forward, math.inf)
+        out = np.full(self._i.shape, math.inf)
+        out[at] = least + (self.m - 1) * self._each[stage][at] - (warm - 1) * forward
+        return out
 
     def _freed(self) -> Array:
         """Return the prefix sums of the bytes that a pinned mapping frees."""
@@ -299,7 +314,7 @@ class Cutter:
     def bound_s(self, cutoff_s: float = math.inf) -> float:
         """Return a lower bound on the step time of every cut that fits; inf if none fits.
 
-        It is the least step that both bounds allow for the same cut, by bisection, which stops at `cutoff_s`.
+        It is the least step that both bounds allow for the same cut, by bisection, or `cutoff_s` if that is less.
         """
         runs, waits = self.rest()
         low = max(float(runs[0][0]), float(waits[0][0]))
@@ -309,7 +324,10 @@ class Cutter:
         def impossible(step_s: float) -> bool:
             return float(self.rest(step_s)[0][0][0]) >= step_s
 
-        step, high = _BISECTED, min(cutoff_s - self.after_s, 2.0 * low)
+        cutoff = cutoff_s - self.after_s
+        if low < cutoff < math.inf and impossible(cutoff):
+            return cutoff_s
+        step, high = _BISECTED, min(cutoff, 2.0 * low)
         while high - low > step * low and low < high:
             middle = (low + high) / 2
             if impossible(middle):

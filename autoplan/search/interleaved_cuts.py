@@ -13,7 +13,7 @@ backwards of the stages before follow.
 
 from __future__ import annotations
 
-import bisect
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -166,6 +166,38 @@ class _Choices:
         return tuple(out)
 
 
+def _first_true(last: int, near: int, holds: Callable[[int], bool]) -> int | None:
+    """Return the first of the numbers 0 .. last that holds, None if none does; whatever follows it holds, too.
+
+    Args:
+        near: where to look first.
+    """
+    low, high, at, step = 0, last + 1, min(near, last), 1  # below `low` none holds, from `high` on all do
+    if holds(at):
+        high = at
+        while low < high:
+            at = max(low, high - step)
+            if not holds(at):
+                low = at + 1
+                break
+            high, step = at, 2 * step
+    else:
+        low = at + 1
+        while low < high:
+            at = min(high - 1, low + step - 1)
+            if holds(at):
+                high = at
+                break
+            low, step = at + 1, 2 * step
+    while low < high:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low if low <= last else None
+
+
 _NOTHING = Cut(None, (), math.inf, math.inf, True)
 
 
@@ -179,6 +211,8 @@ class ChunkCutter:
             bound of many candidates at once speaks of the same cuts (autoplan.search.group_bounds).
         recompute: pinned recompute, as for Cutter.
         stages: pinned units per stage, or None.
+        kept: the cutter of the same degrees without offload, if a search tries offload. With unlimited memory it is no
+            slower, and its fastest cut is taken.
     """
 
     def __init__(
@@ -189,12 +223,14 @@ class ChunkCutter:
         least: LeastPass,
         recompute: str | Mapping[str, str] | None = None,
         stages: tuple[int, ...] | None = None,
+        kept: ChunkCutter | None = None,
     ) -> None:
         self.plain, self.room, self.fixed = plain, plain.room, recompute
         self.schedule, self.virtual_stages = schedule, virtual_stages
         base = plain.pricer
         self.pp, self.m = base.config.pp, base.config.num_micro_batches
         self.chunks_of = chunks_of_ranks(schedule, self.pp, virtual_stages)
+        self.kept = kept
         self.cuts = (stages,) if stages else even_cuts(least.seconds, self.pp, virtual_stages)
         self._found: Cut | None = None
         self._free_s: float | None = None
@@ -208,6 +244,8 @@ class ChunkCutter:
     @cached_property
     def chunks(self) -> tuple[int, ...]:
         """The cut that is fastest with unlimited memory."""
+        if self.kept is not None:
+            return self.kept.chunks
         return fastest(self.cuts, lambda cut: self._step_s(cut, (0,) * len(cut)), self._quick_bound_s)
 
     def _step_s(self, cut: tuple[int, ...], recompute: tuple[int, ...]) -> float:
@@ -232,7 +270,9 @@ class ChunkCutter:
         return float((self.m * each + waits).max()) + self.plain.after_s
 
     def bound_s(self, cutoff_s: float = math.inf) -> float:
-        """Return the step time in seconds, inf if nothing fits; above `cutoff_s` perhaps only a lower bound of it."""
+        """Return the step time in seconds, inf if nothing fits; from `cutoff_s` on perhaps only a lower bound of it."""
+        if self._found is None and self.kept is not None and self.kept.free_bound_s() >= cutoff_s:
+            return self.kept.free_bound_s()
         if self._found is None and not self._may_fit():
             self._found = _NOTHING
         if self._found is None and cutoff_s < math.inf:
@@ -262,6 +302,8 @@ class ChunkCutter:
 
     def free_bound_s(self) -> float:
         """Return the step time with unlimited memory, which offloading cannot beat either."""
+        if self.kept is not None:
+            return self.kept.free_bound_s()
         if self._free_s is None:
             costs, split = self.pricer.costs, SCHEDULES[self.schedule].split_backward
             walks = costs.overhead_s("split_layer_s") or costs.host_fixed_s("split_layer_s").mid
@@ -274,7 +316,7 @@ class ChunkCutter:
     @property
     def known_free_s(self) -> float:
         """The step time with unlimited memory, if it was simulated; else 0."""
-        return self._free_s or 0.0
+        return (self.kept.known_free_s if self.kept is not None else self._free_s) or 0.0
 
     def _pinned(self) -> tuple[int, ...]:
         """Return the pinned steps along the recompute frontier of every chunk; zeros if recompute is searched."""
@@ -287,29 +329,34 @@ class ChunkCutter:
     def _least_recompute(self) -> tuple[int, ...] | None:
         """Return recomputed layers per chunk: on every rank the least number that fits; None if none does.
 
-        Found by bisection: the more is recomputed, the less is kept.
+        The more is recomputed, the less is kept. A rank mostly needs as much as the one before: the search starts there
+        and moves away in steps that double.
         """
-        out = [0] * len(self.chunks)
+        out, near = [0] * len(self.chunks), 0
         for rank, mine in enumerate(self.chunks_of):
             choices = self._choices(mine)
-            if not self.room.fits_device(self._memory(rank, mine, choices.of(choices.most))):
+            least = _first_true(choices.most, near, functools.partial(self._fits, rank, mine, choices))
+            if least is None:
                 return None
-            least = bisect.bisect_left(
-                range(choices.most),
-                True,
-                key=lambda n: self.room.fits_device(self._memory(rank, mine, choices.of(n))),
-            )
             while not self.room.fits_host(self._memory(rank, mine, choices.of(least))):
                 least += 1  # recomputed activations are not on the host
                 if least > choices.most:
                     return None
             for k, count in zip(mine, choices.of(least), strict=True):
                 out[k] = count
+            near = least
         return tuple(out)
+
+    def _fits(self, rank: int, mine: Sequence[int], choices: _Choices, number: int) -> bool:
+        """Return True if a rank fits its device after `number` steps."""
+        return self.room.fits_device(self._memory(rank, mine, choices.of(number)))
 
     def _may_fit(self) -> bool:
         """Return False if none of the cuts fits, whatever is recomputed; no step is simulated for it."""
-        return any(all(self._with_most(rank, cut) for rank in range(self.pp)) for cut in self.cuts)
+        middle = self.pp // 2  # the ranks that most often lack memory come first
+        ranks = sorted(range(self.pp), key=lambda r: (r not in (0, middle, self.pp - 1), r))
+        cuts = self.cuts if self.kept is None else (self.chunks,)
+        return any(all(self._with_most(rank, cut) for rank in ranks) for cut in cuts)
 
     def _with_most(self, rank: int, cut: tuple[int, ...]) -> bool:
         """Return True if a rank fits with the most recompute."""

@@ -354,8 +354,10 @@ class LayoutCache:
         activations = ACTIVATIONS in candidate.offload
         return Pricer(point.workload, config, self.costs, self.precision, point.times, searched, activations)
 
-    def cutter(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> Cutter | ChunkCutter | None:
-        """Return the cutter of a candidate; None if no layout exists. Raises StoppedError."""
+    def cutter(
+        self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S, kept: ChunkCutter | None = None
+    ) -> Cutter | ChunkCutter | None:
+        """Return the cutter of a candidate, None if no layout exists. `kept`: see ChunkCutter. Raises StoppedError."""
         stages, recompute = candidate.stages, self.request.fixed.recompute
         if not SCHEDULES[candidate.schedule].windows:
             plain = self._plain(replace(candidate, schedule=PLAIN_SCHEDULE, virtual_stages=1), limit_s)
@@ -364,7 +366,7 @@ class LayoutCache:
             least = self.least_pass(candidate, limit_s)
             if least is None:
                 return None
-            return ChunkCutter(plain, candidate.schedule, candidate.virtual_stages, least, recompute, stages)
+            return ChunkCutter(plain, candidate.schedule, candidate.virtual_stages, least, recompute, stages, kept)
         return self._plain(candidate, limit_s, stages)
 
     def _plain(self, candidate: ParallelConfig, limit_s: float, stages: tuple[int, ...] | None = None) -> Cutter | None:

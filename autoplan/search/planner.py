@@ -34,7 +34,6 @@ from autoplan.config.offload import held_on_host
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.errors import InfeasibleError
-from autoplan.schedules.schedule import SCHEDULES
 from autoplan.search import clock
 from autoplan.search.certificate import Certificate, SearchResult, Status, restrictions_of
 from autoplan.search.cuts import Cut, Cutter, Shortage
@@ -271,7 +270,9 @@ class _Search:
             return
         with self.phases.spent("bounds"):
             try:
-                cutter = self.points.cutter(candidate, self._layout_limit_s() if limit_s is None else limit_s)
+                kept = self.cutters.get(candidate.but(offload=())) if self._offers_offload(candidate) else None
+                limit_s = self._layout_limit_s() if limit_s is None else limit_s
+                cutter = self.points.cutter(candidate, limit_s, kept if isinstance(kept, ChunkCutter) else None)
             except StoppedError:
                 return
             if cutter is None:
@@ -293,14 +294,17 @@ class _Search:
         for candidate in candidates:
             self.outcomes.setdefault(candidate, how)
 
-    def _refine(self, candidate: ParallelConfig) -> float:
-        """Return the bound that includes memory; if nothing fits, it is inf: it is decided."""
+    def _refine(self, candidate: ParallelConfig, cutoff_s: float) -> float:
+        """Return the bound that includes memory, from `cutoff_s` on perhaps a weaker one.
+
+        If nothing fits, it is inf: the candidate is decided.
+        """
         cutter = self.cutters[candidate]
         with self.phases.spent("bounds"):
             if isinstance(cutter, Cutter):
-                bound = cutter.bound_s()
+                bound = cutter.bound_s(cutoff_s)
             else:
-                bound = cutter.bound_s(self.plans.enough_s())
+                bound = cutter.bound_s(cutoff_s)
                 self.first_bounds[candidate] = max(self.first_bounds[candidate], cutter.known_free_s)
             if bound == math.inf:
                 self._too_big(candidate)
@@ -360,16 +364,14 @@ class _Search:
         kept = candidate.but(offload=())
         too_big = self.outcomes.get(kept, (None, ""))[0] is Outcome.TOO_BIG
         binds = too_big or self.bounds.get(kept, 0.0) > self.first_bounds.get(kept, math.inf)
-        if binds and SCHEDULES[kept.schedule].windows:
-            return True
         if kept not in self.cutters:
             self._bound(kept)
-        if kept not in self.cutters:  # its layout was stopped, or a value of the graph is too big for a device
+        if binds or kept not in self.cutters:  # its layout was stopped, or a value of the graph is too big for a device
             return binds
         with self.phases.spent("bounds"):
             cutter, cutoff = self.cutters[kept], self.plans.cutoff_s()
             free = max(self.first_bounds[kept], cutter.free_bound_s())
-            binds = free < self.plans.enough_s() and (binds or cutter.binds(cutoff))
+            binds = free < self.plans.enough_s() and cutter.binds(cutoff)
         if free >= cutoff or not (binds or free >= self.plans.enough_s()):
             self.outcomes[candidate] = (Outcome.BOUNDED_OUT, "")
         self.bounds[candidate] = max(self.bounds[candidate], free)
@@ -405,7 +407,7 @@ class _Search:
                     continue
                 bound = self.bounds[candidate]
             else:
-                refined, bound = 1, self._refine(candidate)
+                refined, bound = 1, self._refine(candidate, self.plans.enough_s())
             if bound < math.inf:
                 held = -len(held_on_host(candidate.offload))
                 heapq.heappush(heap, (bound, refined, held, search_order(candidate), candidate))
@@ -452,7 +454,7 @@ class _Search:
                 return
             if candidate not in self.cutters:
                 self._bound(candidate, min(ILP_LIMIT_S, left))
-            if candidate in self.cutters and self._refine(candidate) < math.inf:
+            if candidate in self.cutters and self._refine(candidate, math.inf) < math.inf:
                 self._evaluate(candidate, math.inf, max(64, 20 * _MAX_ACTIONS // candidate.num_actions))
             if self.plans.best:
                 return
@@ -490,7 +492,7 @@ class _Search:
                 continue
             if candidate not in self.cutters and not self._prepare(candidate):
                 continue
-            if self._refine(candidate) <= below:
+            if self._refine(candidate, math.nextafter(below, math.inf)) <= below:
                 self._evaluate(candidate, below, max(2, min(2000, _MAX_ACTIONS // candidate.num_actions)))
                 least = self._complexity(self._equals()[0])
 

@@ -39,7 +39,7 @@ from autoplan.cost_models.memory.parameters import NO_STATES, ParameterMemory, S
 from autoplan.cost_models.memory.ranks import activation_need
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.work import ParamWork, Workload
-from autoplan.schedules.schedule import SCHEDULES, actions, chunks_of_ranks, num_copies, ranks_of_chunks
+from autoplan.schedules.schedule import actions, chunks_of_ranks, num_copies, ranks_of_chunks, settled
 from autoplan.units import dtype_bytes
 
 _CLOSE = 1 + 1e-9  # sums in another order are equal up to this
@@ -258,10 +258,8 @@ class MostHeld:
 
 def most_held(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> MostHeld:
     """Return the moments at which the ranks of a pipeline hold most, with several chunks the last such moments."""
-    rest = num_micro_batches % num_stages
-    if SCHEDULES[schedule].settles and not (rest and SCHEDULES[schedule].rounds):  # fewer actions hold as much
-        num_micro_batches = min(num_micro_batches, (virtual_stages + 2) * num_stages + rest)
-    return _most_held(schedule, num_stages, num_micro_batches, virtual_stages)
+    fewer = settled(schedule, num_stages, num_micro_batches, virtual_stages)
+    return _most_held(schedule, num_stages, fewer, virtual_stages)
 
 
 @lru_cache(maxsize=4096)

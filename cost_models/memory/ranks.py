@@ -58,7 +58,7 @@ from autoplan.cost_models.memory.recompute_frontier import RecomputeFrontier
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.work import BlockWork, ParamWork, Workload
 from autoplan.ops.table import op_record
-from autoplan.schedules.schedule import HeldRow, actions, chunks_of_ranks, num_copies
+from autoplan.schedules.schedule import ActionLists, HeldRow, actions, chunks_of_ranks, flights, num_copies
 from autoplan.streams import BUCKET_BYTES
 from autoplan.units import dtype_bytes
 
@@ -211,11 +211,15 @@ class MemoryModel:
 
     def _schedule(self) -> None:
         c = self.config
-        self.table = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
         self.chunks_of = chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
         # micro-batches held in the first backward, and the most afterwards
-        self.flights = self.table.flights
+        self.flights = flights(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
         self.fixed = self._fixed.of(c)
+
+    @property
+    def _table(self) -> ActionLists:
+        c = self.config
+        return actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
 
     @property
     def has_gradient_buffer(self) -> bool:
@@ -336,7 +340,7 @@ class MemoryModel:
         units = [u for k in held for u in chunks[k]]
         reducing = max(self.largest_grad[u] for u in units) if self.config.zero_stage >= 2 else 0.0
         if len(held) > 1:
-            moments = self._of_several(self.table.held[rank], chunks, held, grads, reducing)
+            moments = self._of_several(self._table.held[rank], chunks, held, grads, reducing)
         else:
             (only,) = held.values()
             if self.has_gradient_buffer:
