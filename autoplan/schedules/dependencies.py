@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 from autoplan.errors import AutoplanError
 from autoplan.schedules.graph import ActionResult, deadlock, needed_by, shown
 from autoplan.schedules.orders import Action, B, F, I, W
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class ScheduleError(AutoplanError):
@@ -41,6 +46,39 @@ class VisitOrder:
     num_ranks: int
     num_chunks: int
     slots: tuple[tuple[tuple[int, int], ...], ...]  # per rank: (slot, number of actions)
+
+    # Columns of the steps, for simulations: lists where Python goes through them, arrays where numpy does.
+
+    @cached_property
+    def rank_list(self) -> list[int]:
+        """The rank of every step."""
+        return [step.rank for step in self.steps]
+
+    @cached_property
+    def dependency_list(self) -> list[int]:
+        """The dependency of every step."""
+        return [step.dependency for step in self.steps]
+
+    @cached_property
+    def dependency_of(self) -> NDArray[np.int64]:
+        """The dependency of every step."""
+        return _column(self.dependency_list)
+
+    @cached_property
+    def lag_of(self) -> NDArray[np.int64]:
+        """The transfer of every step."""
+        return _column([step.lag for step in self.steps])
+
+    @cached_property
+    def slot_of(self) -> NDArray[np.int64]:
+        """The slot of every step."""
+        return _column([step.slot for step in self.steps])
+
+
+def _column(values: list[int]) -> NDArray[np.int64]:
+    import numpy as np  # the command line names schedules without it
+
+    return np.array(values, dtype=np.int64)
 
 
 def visit_order(table: Sequence[Sequence[Action]]) -> VisitOrder:

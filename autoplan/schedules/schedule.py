@@ -419,7 +419,7 @@ def _flights(
     return _actions(schedule, num_stages, num_micro_batches, virtual_stages).flights
 
 
-@lru_cache(maxsize=64)  # a search asks for the same few many times
+@lru_cache(maxsize=256)  # a search asks for the same ones many times
 def _actions(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> ActionLists:
     order = SCHEDULES[schedule].order
     held = chunks_of_ranks(schedule, num_stages, virtual_stages)

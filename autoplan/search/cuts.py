@@ -503,6 +503,8 @@ class Cutter:
             found.append(shortage_of(s, options, self.room))
         return worst_of(found)
 
+    any_shortage = shortage
+
 
 def _spread(total_s: float, num_stages: int, num_micro_batches: int) -> float:
     """Return the least of `max_s (m T_s + sum_{i<s} T_i)` over all ways to spread `total_s` over stages.

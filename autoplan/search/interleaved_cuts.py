@@ -234,6 +234,7 @@ class ChunkCutter:
         self.cuts = (stages,) if stages else even_cuts(least.seconds, self.pp, virtual_stages)
         self._found: Cut | None = None
         self._free_s: float | None = None
+        self._lacking: tuple[int, tuple[int, ...]] | None = None  # a rank that lacks memory, of the first cut
         self._steps: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
 
     @cached_property
@@ -273,7 +274,7 @@ class ChunkCutter:
         """Return the step time in seconds, inf if nothing fits; from `cutoff_s` on perhaps only a lower bound of it."""
         if self._found is None and self.kept is not None and self.kept.free_bound_s() >= cutoff_s:
             return self.kept.free_bound_s()
-        if self._found is None and not self._may_fit():
+        if self._found is None and not self._may_fit:
             self._found = _NOTHING
         if self._found is None and cutoff_s < math.inf:
             free = self.free_bound_s()
@@ -351,12 +352,22 @@ class ChunkCutter:
         """Return True if a rank fits its device after `number` steps."""
         return self.room.fits_device(self._memory(rank, mine, choices.of(number)))
 
+    def lacks_device_memory(self) -> bool:
+        """Return True if no cut fits the device, whatever is recomputed."""
+        return not self._may_fit
+
+    @cached_property
     def _may_fit(self) -> bool:
-        """Return False if none of the cuts fits, whatever is recomputed; no step is simulated for it."""
+        """False if none of the cuts fits, whatever is recomputed; no step is simulated for it."""
         middle = self.pp // 2  # the ranks that most often lack memory come first
         ranks = sorted(range(self.pp), key=lambda r: (r not in (0, middle, self.pp - 1), r))
         cuts = self.cuts if self.kept is None else (self.chunks,)
-        return any(all(self._with_most(rank, cut) for rank in ranks) for cut in cuts)
+        for cut in cuts:
+            lacking = next((rank for rank in ranks if not self._with_most(rank, cut)), None)
+            if lacking is None:
+                return True
+            self._lacking = self._lacking or (lacking, cut)
+        return False
 
     def _with_most(self, rank: int, cut: tuple[int, ...]) -> bool:
         """Return True if a rank fits with the most recompute."""
@@ -385,15 +396,13 @@ class ChunkCutter:
 
     def shortage(self) -> Shortage:
         """Return how far the most even cut is from fitting with the most recompute."""
-        cut = self.cuts[0]
-        return worst_of(
-            [
-                shortage_of(
-                    rank,
-                    [self._memory(rank, mine, most.of(most.most), cut)],
-                    self.room,
-                )
-                for rank, mine in enumerate(self.chunks_of)
-                for most in [self._choices(mine, cut)]
-            ]
-        )
+        return worst_of([self._shortage(rank, self.cuts[0]) for rank in range(self.pp)])
+
+    def any_shortage(self) -> Shortage:
+        """Return what one rank lacks, perhaps not the one that lacks most."""
+        return self.shortage() if self._may_fit or self._lacking is None else self._shortage(*self._lacking)
+
+    def _shortage(self, rank: int, cut: tuple[int, ...]) -> Shortage:
+        mine = self.chunks_of[rank]
+        choices = self._choices(mine, cut)
+        return shortage_of(rank, [self._memory(rank, mine, choices.of(choices.most), cut)], self.room)

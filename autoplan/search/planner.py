@@ -53,6 +53,7 @@ from autoplan.search.request import (
     PlanRequest,
     check_task,
     least_memory_first,
+    less_offloaded,
     offload_kinds,
     offloaded,
     space_of,
@@ -308,16 +309,15 @@ class _Search:
                 self.first_bounds[candidate] = max(self.first_bounds[candidate], cutter.known_free_s)
             if bound == math.inf:
                 self._too_big(candidate)
-                if candidate.offload and isinstance(cutter, Cutter) and cutter.lacks_device_memory():
-                    for each in offloaded(self.request, candidate):  # candidates with less on the host are too big, too
-                        if held_on_host(each.offload) < held_on_host(candidate.offload):
-                            self.outcomes.setdefault(each, self.outcomes[candidate])
+                if candidate.offload and cutter.lacks_device_memory():
+                    self._decide(less_offloaded(self.request, candidate), self.outcomes[candidate])
             else:
                 self.bounds[candidate] = bound
         return bound
 
     def _too_big(self, candidate: ParallelConfig) -> None:
-        shortage = self.cutters[candidate].shortage()
+        cutter = self.cutters[candidate]
+        shortage = cutter.any_shortage() if self.plans.best else cutter.shortage()  # with a plan, only the term counts
         self.shortages.append((shortage, candidate))
         self.outcomes[candidate] = (Outcome.TOO_BIG, shortage.term)
 

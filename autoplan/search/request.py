@@ -22,6 +22,7 @@ from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.facts import Facts, facts_of_model, latent_attention
 from autoplan.program.legality import Scope
+from autoplan.schedules.schedule import SCHEDULES
 from autoplan.search.degrees import Space
 from autoplan.search.refusals import refusal
 from autoplan.search.space import limits_of, space
@@ -162,6 +163,17 @@ def space_of(request: PlanRequest) -> Space:
 def offloaded(request: PlanRequest, candidate: ParallelConfig) -> list[ParallelConfig]:
     """Return the same degrees with each kind of offload that a search tries; empty if it tries none."""
     return [candidate.but(offload=kind) for kind in offload_kinds(request, candidate)]
+
+
+def less_offloaded(request: PlanRequest, candidate: ParallelConfig) -> list[ParallelConfig]:
+    """Return the same degrees with less on the host. If a candidate does not fit the device, these do not fit either.
+
+    Under a schedule whose cuts are not bounded together, they keep activations on the host if the candidate does: in a
+    single cut, activations fetched from the host may take more room than recomputed ones.
+    """
+    held, together = held_on_host(candidate.offload), SCHEDULES[candidate.schedule].windows
+    less = (c for c in offloaded(request, candidate) if held_on_host(c.offload) < held)
+    return [c for c in less if together or (ACTIVATIONS in c.offload) == (ACTIVATIONS in candidate.offload)]
 
 
 def offload_kinds(request: PlanRequest, candidate: ParallelConfig) -> tuple[tuple[str, ...], ...]:

@@ -5,11 +5,13 @@ timeline = simulate(actions("1F1B", num_stages=4, num_micro_batches=8), [ChunkTi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autoplan.schedules.dependencies import NO_LAG, ScheduleError, VisitOrder
+import numpy as np
+
+from autoplan.schedules.dependencies import ScheduleError, VisitOrder
 from autoplan.schedules.orders import Action, ActionKind
 from autoplan.schedules.schedule import ActionLists, Transfer
 
@@ -78,32 +80,21 @@ def simulate(
     Raises: ScheduleError for a table that never finishes (says who waits for what), or durations that do not fit it.
     """
     program = (table if isinstance(table, ActionLists) else ActionLists(tuple(row) for row in table)).visits
-    durations = _durations(program, chunks)
+    compute = _durations(program, chunks)
     lags = _lags(program, send_forward_s, send_backward_s)
-    compute = durations
-    steps: Iterable[tuple[int, int, int, int]] = program.steps
     if transfer is not Transfer.OVERLAPPED and any(lags):
         # The lag becomes part of the action that pays for it.
-        steps, durations = _paid(program, durations, lags, transfer)
+        durations = _paid(program, compute, lags, transfer)
         lags = [0.0] * len(lags)
-    clock = [0.0] * program.num_ranks
-    ends: list[float] = []
-    for rank, dependency, lag, slot in steps:
-        start = clock[rank]
-        if dependency >= 0:
-            arrival = ends[dependency] + lags[lag]
-            if arrival > start:
-                start = arrival
-        clock[rank] = end = start + durations[slot]
-        ends.append(end)
+    else:
+        durations = np.array(compute)[program.slot_of].tolist()
+    ends, clock = _run(program, durations, lags)
     busy = tuple(sum(compute[slot] * count for slot, count in row) for row in program.slots)
     recorded: list[TimelineEvent] = []
     if events:
-        for (rank, _, _, slot), (_, _, _, paid), action, end in zip(
-            program.steps, steps, program.what, ends, strict=True
-        ):
+        for (rank, _, _, slot), paid, action, end in zip(program.steps, durations, program.what, ends, strict=True):
             if transfer is Transfer.SENDER:
-                end -= durations[paid] - compute[slot]
+                end -= paid - compute[slot]
             recorded.append(
                 TimelineEvent(rank, action.chunk, action.micro_batch, action.kind, end - compute[slot], end)
             )
@@ -135,15 +126,38 @@ def _lags(program: VisitOrder, send_forward_s: Sequence[float], send_backward_s:
     return [0.0, *(send_forward_s or nothing), 0.0, *(send_backward_s or nothing)]
 
 
-def _paid(
-    program: VisitOrder, durations: list[float], lags: list[float], transfer: Transfer
-) -> tuple[list[tuple[int, int, int, int]], list[float]]:
-    """Return the steps with durations that include the transfers they pay for; each step gets a slot of its own."""
-    extra = [0.0] * len(program.steps)
-    for index, step in enumerate(program.steps):
-        if transfer is Transfer.RECEIVER:
-            extra[index] += lags[step.lag]
-        elif step.dependency >= 0:
-            extra[step.dependency] += lags[step.lag]
-    steps = [(step.rank, step.dependency, NO_LAG, index) for index, step in enumerate(program.steps)]
-    return steps, [durations[step.slot] + more for step, more in zip(program.steps, extra, strict=True)]
+def _paid(program: VisitOrder, durations: list[float], lags: list[float], transfer: Transfer) -> list[float]:
+    """Return the seconds of every step with the transfers it pays for."""
+    extra, moved = np.zeros(len(program.steps)), np.array(lags)[program.lag_of]
+    if transfer is Transfer.RECEIVER:
+        extra += moved
+    else:
+        waits = program.dependency_of >= 0
+        np.add.at(extra, program.dependency_of[waits], moved[waits])
+    out: list[float] = (np.array(durations)[program.slot_of] + extra).tolist()
+    return out
+
+
+def _run(program: VisitOrder, durations: list[float], lags: list[float]) -> tuple[list[float], list[float]]:
+    """Return when every step ends, and when every rank does."""
+    clock = [0.0] * program.num_ranks
+    ends: list[float] = []
+    add, steps = ends.append, zip(program.rank_list, program.dependency_list, durations, strict=True)
+    if not any(lags):
+        for rank, dependency, seconds in steps:
+            start = clock[rank]
+            if dependency >= 0 and ends[dependency] > start:
+                start = ends[dependency]
+            clock[rank] = end = start + seconds
+            add(end)
+        return ends, clock
+    late = np.array(lags)[program.lag_of].tolist()
+    for (rank, dependency, seconds), lag in zip(steps, late, strict=True):
+        start = clock[rank]
+        if dependency >= 0:
+            arrival = ends[dependency] + lag
+            if arrival > start:
+                start = arrival
+        clock[rank] = end = start + seconds
+        add(end)
+    return ends, clock
