@@ -12,7 +12,7 @@ from autoplan.config.planning import EXPECTED_RISK
 from autoplan.errors import InfeasibleError, PinError
 from autoplan.search import clock
 from autoplan.search.cuts import Shortage
-from autoplan.search.degrees import search_order
+from autoplan.search.degrees import Space, search_order
 from autoplan.search.intra import StoppedError
 from autoplan.search.layouts import ILP_LIMIT_S, LayoutCache, no_layout
 from autoplan.search.quick_memory import QuickMemory
@@ -48,14 +48,32 @@ class NothingFits(InfeasibleError):
         return type(self), (str(self), self.report)
 
 
-def nothing_fits(
-    points: LayoutCache, candidates: Sequence[ParallelConfig], shortages: Sequence[tuple[Shortage, ParallelConfig]]
-) -> InfeasibleError:
-    """Return the error for a space in which every candidate was seen and none fits.
+def no_plan(
+    points: LayoutCache,
+    space: Space,
+    shortages: Sequence[tuple[Shortage, ParallelConfig]],
+    num_open: int,
+    elapsed_s: float,
+) -> Exception:
+    """Return the error for a search without a plan: it was stopped, or every candidate was seen and none fits.
 
     Args:
         shortages: shortages of the candidates that were refused with a layout.
+        num_open: number of undecided candidates.
     """
+    if num_open:
+        return StoppedError(
+            f"no plan was found in {elapsed_s:.0f} s (time limit {points.request.time_limit_s:g} s), and {num_open} of "
+            f"{space.num_considered} candidates are undecided, so one may still fit; raise the time limit, or pin some "
+            "degrees"
+        )
+    return _nothing_fits(points, space.candidates, shortages)
+
+
+def _nothing_fits(
+    points: LayoutCache, candidates: Sequence[ParallelConfig], shortages: Sequence[tuple[Shortage, ParallelConfig]]
+) -> InfeasibleError:
+    """Return the error for a space in which every candidate was seen and none fits."""
     r = points.request
     shortages = shortages or _shortages(points, candidates)
     if not shortages:

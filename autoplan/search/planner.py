@@ -41,7 +41,7 @@ from autoplan.search.degrees import Space, search_order
 from autoplan.search.estimate import Planned, chosen_recompute, estimate_config
 from autoplan.search.first_plans import Neighbours, usual
 from autoplan.search.group_bounds import GroupKey, group_key, grouped, step_bounds_s
-from autoplan.search.infeasible import InfeasibleReport, NothingFits, nothing_fits
+from autoplan.search.infeasible import InfeasibleReport, NothingFits, no_plan
 from autoplan.search.interleaved_cuts import ChunkCutter
 from autoplan.search.intra import StoppedError
 from autoplan.search.later_choices import NEAR, more_stages
@@ -111,6 +111,8 @@ class _Search:
         self.plans = Standings(request)
         self.pending: dict[GroupKey, list[ParallelConfig]] = defaultdict(list)  # candidates without a bound
         self.grouped: list[ParallelConfig] = []  # all others
+        self.neighbours: Neighbours | None = None
+        self.offloaded: set[ParallelConfig] = set()  # candidates whose kinds of offload are candidates, too
         self.later: list[ParallelConfig] = []  # made near the best plans
         self.not_made = Counter[Decided | None]()  # candidates with offload, decided as those without
         self.not_made_bounds = Counter[float]()  # likewise: numbers of candidates by bound
@@ -143,7 +145,8 @@ class _Search:
                 raise
             self.status = Status.INTERRUPTED
         if not self.plans.best:
-            raise self._nothing(checked)
+            num_open = sum(c not in self.outcomes for c in checked.candidates)
+            raise no_plan(self.points, checked, self.shortages, num_open, self._elapsed_s())
         chosen, *equals = self._equals()
         others = self.plans.asked([entry for entry in self.plans.best if entry != chosen], [chosen])[
             : self.request.top - 1
@@ -185,11 +188,11 @@ class _Search:
         if not self.plans.best or len(candidates) < _FEW:
             return
         with self.phases.spent("space"):
-            neighbours = Neighbours(candidates)
+            self.neighbours = Neighbours(candidates)
         examined = None
         while examined != self.plans.best[0] and self._elapsed_s() < until_s:
             examined = self.plans.best[0]
-            for some in neighbours.of(examined.candidate.but(context_method=None)):
+            for some in self.neighbours.of(examined.candidate.but(context_method=None)):
                 self._evaluate_some(some, until_s)
                 if self.plans.best[0] != examined:
                     break
@@ -326,25 +329,43 @@ class _Search:
 
         Where the degrees are excluded with any memory, or have no bound yet, those with offload are only counted.
         """
+        self._offload_near_best()
         new: list[ParallelConfig] = []
         left = [c for members in self.pending.values() for c in members]
         for candidate in (*self.grouped, *left):
             outcome, bound = self.outcomes.get(candidate), self.first_bounds.get(candidate)
             if outcome is not None and outcome[0] is Outcome.ILLEGAL:
                 continue
-            if bound is None:  # too big by the quick bound, or open
+            if candidate in self.offloaded or (bound is not None and bound < self.plans.enough_s()):
+                new += offloaded(self.request, candidate)
+            elif bound is None:  # too big by the quick bound, or open
                 self.not_made[outcome] += len(offload_kinds(self.request, candidate))
-            elif bound >= self.plans.enough_s():
-                self.not_made_bounds[bound] += len(offload_kinds(self.request, candidate))
             else:
-                each = offloaded(self.request, candidate)
-                new += each
-                self.bounds |= dict.fromkeys(each, bound)
+                self.not_made_bounds[bound] += len(offload_kinds(self.request, candidate))
+        self._search_offloads(new)
+        return replace(checked, candidates=(*self.grouped, *left, *self.later, *new))
+
+    def _search_offloads(self, candidates: Sequence[ParallelConfig]) -> None:
+        """Bound candidates with offload, of degrees with a bound, then take them best first."""
+        new = [c for c in candidates if c not in self.bounds]
+        self.bounds |= {c: self.first_bounds[c.but(offload=())] for c in new}
         with self.phases.spent("bounds"):
             for members in grouped(new):
                 self._bound_states(members, self.plans.enough_s())
-        self._best_first({c: self.bounds[c] for c in new})
-        return replace(checked, candidates=(*self.grouped, *left, *self.later, *new))
+        self._best_first({c: self.bounds[c] for c in candidates})
+
+    def _offload_near_best(self) -> None:
+        """Evaluate offload at the degrees of the best plan and their neighbours, while the best plan gets better."""
+        examined = None
+        while self.neighbours and self.plans.best and examined != self.plans.best[0] and not self._out_of_time():
+            examined = self.plans.best[0]
+            degrees = examined.candidate.but(context_method=None, offload=())
+            near = [degrees, *next(self.neighbours.of(degrees))]
+            known = (c for each in near for c in self._with_methods(each) if c in self.first_bounds)
+            enough = self.plans.enough_s()
+            open_to = [c for c in known if self.first_bounds[c] < enough and c not in self.offloaded]
+            self.offloaded.update(open_to)
+            self._search_offloads([each for c in open_to for each in offloaded(self.request, c)])
 
     def _more_stages(self) -> None:
         """Search other numbers of stages per rank (`later_choices`)."""
@@ -521,13 +542,8 @@ class _Search:
         return config.but(recompute=chosen_recompute(self._pricer(candidate), entry.chunks, entry.recompute))
 
     def _certificate(self, checked: Space) -> Certificate:
-        best, cutoff, least_solved, least_open, num_open = (
-            self.plans.best[0].step_s,
-            self.plans.cutoff_s(),
-            math.inf,
-            math.inf,
-            0,
-        )
+        best, cutoff = self.plans.best[0].step_s, self.plans.cutoff_s()
+        least_solved, least_open, num_open = math.inf, math.inf, 0
         for bound, number in self.not_made_bounds.items():
             out = bound >= cutoff
             self.not_made[(Outcome.BOUNDED_OUT, "") if out else None] += number
@@ -567,18 +583,6 @@ class _Search:
             by_phase_s=dict(self.phases),
             intra_gap=self.points.gap,
         )
-
-    def _nothing(self, checked: Space) -> Exception:
-        """Return the error if no plan was found."""
-        num_open = sum(c not in self.outcomes for c in checked.candidates)
-        if num_open:
-            r = self.request
-            return StoppedError(
-                f"no plan was found in {self._elapsed_s():.0f} s (time limit {r.time_limit_s:g} s), and {num_open} of "
-                f"{checked.num_considered} candidates are undecided, so one may still fit; raise the time limit, or "
-                "pin some degrees"
-            )
-        return nothing_fits(self.points, checked.candidates, self.shortages)
 
 
 def search_plan(request: PlanRequest, told: Callable[[Progress], None] | None = None) -> SearchResult:
