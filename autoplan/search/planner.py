@@ -128,6 +128,7 @@ class _Search:
         self.num_candidates = len(checked.candidates)
         try:
             self._first_plans(checked.candidates)
+            self._offload_near_best()
             self._more_stages()
             for candidate in checked.candidates:
                 self.pending[group_key(candidate)].append(candidate)
