@@ -107,7 +107,9 @@ class StateBounds:
         if self.fixed:  # which choice is not known here: the least bytes, for nothing
             kept = t.least_by_kind(self.memory.kept)[None]
             again = np.zeros((len(members), *kept.shape))
-        fixed = np.array([self.memory.fixed_bytes(c, room) for c in members])
+        known = {(c.dp, c.zero_replicas): c for c in members}
+        by_degrees = {key: self.memory.fixed_bytes(c, room) for key, c in known.items()}
+        fixed = np.array([by_degrees[c.dp, c.zero_replicas] for c in members])
         buffers = np.array([sum(self.memory.least_buffers(c)) for c in on_device])
         states = np.array([t.least_by_kind(self.memory.unit_states(c)) for c in on_device]) / need
         return _Alike(

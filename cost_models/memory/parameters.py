@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from autoplan.config.offload import PARAMETERS
 from autoplan.config.parallel import MASTER_BYTES, ParallelConfig, Precision
-from autoplan.cost_models.network.groups import mesh_groups
+from autoplan.cost_models.network.groups import replica_counts
 from autoplan.cost_models.work import ParamWork
 from autoplan.units import dtype_bytes
 
@@ -57,8 +57,7 @@ class ParameterMemory:
 
     def __init__(self, config: ParallelConfig, precision: Precision, megatron: bool) -> None:
         self.config, self.precision, self.megatron = config, precision, megatron
-        groups = mesh_groups(config, ())
-        self.shares = {False: groups["replicas"].size, True: groups["expert_replicas"].size}
+        self.shares = replica_counts(config)
 
     def of(self, p: ParamWork) -> States:
         """Return the states of a parameter."""

@@ -43,9 +43,20 @@ def mesh_groups(config: ParallelConfig, axes: Sequence[tuple[str, int]]) -> dict
         "zero_replicas": Group(c.zero_replicas, stage // c.zero_replicas),
         "etp": Group(c.expert_tp, 1),
         "ep": Group(c.ep, c.expert_tp),
-        "expert_replicas": _replicas(max(1, stage // (c.ep * c.expert_tp * c.zero_replicas)), c.ep * c.expert_tp, c),
+        "expert_replicas": _replicas(_expert_shards(c), c.ep * c.expert_tp, c),
         **{name: adjacent[i,] for i, (name, _) in enumerate(axes)},
     }
+
+
+def replica_counts(config: ParallelConfig) -> dict[bool, int]:
+    """Return the sizes of the groups `replicas` (under False) and `expert_replicas` (under True) alone."""
+    copies = num_copies(config.schedule)
+    return {False: config.num_shards * copies, True: _expert_shards(config) * copies}
+
+
+def _expert_shards(config: ParallelConfig) -> int:
+    c = config
+    return max(1, c.stage_ranks // (c.ep * c.expert_tp * c.zero_replicas))
 
 
 def _replicas(size: int, stride: int, config: ParallelConfig) -> Group:

@@ -9,7 +9,7 @@ for ranks and for measured costs of the host, fixed costs of a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -61,6 +61,22 @@ class _Pass:
     waited_backward: Array
 
 
+@dataclass(frozen=True)
+class _Unit:
+    """What the number of stages per rank does not change.
+
+    Attributes:
+        seconds: without traffic once per step.
+        moved: by block, the seconds of a gather, of a reduction, of sums over replicas.
+        passes: forward and backward by block.
+    """
+
+    seconds: LeastSeconds
+    pricer: StatePricer
+    moved: tuple[Array, Array, Array]
+    passes: Passes
+
+
 class LeastTime:
     """The bounds of the module for one workload.
 
@@ -83,6 +99,7 @@ class LeastTime:
         self._all = self._matrix(layers_only=False)
         self._layers = self._matrix(layers_only=True)
         self._passes: dict[int, _Pass] = {}
+        self._units: dict[object, _Unit] = {}
         self._found: dict[object, LeastSeconds] = {}
 
     def _matrix(self, *, layers_only: bool) -> Array:
@@ -166,14 +183,16 @@ class LeastTime:
     def of(self, config: ParallelConfig) -> LeastSeconds:
         """Return the bounds at these degrees."""
         c, copies = config, num_copies(config.schedule)
-        states = StatePricer(c, self.costs, self.precision, {})
-        beside = states.reduces_beside
-        key = (c.pp, c.dp, c.zero_stage, c.zero_replicas, c.num_micro_batches, c.offload, c.virtual_stages, copies)
-        if (*key, beside) not in self._found:
-            self._found[*key, beside] = self._made(c, copies)
-        return self._found[*key, beside]
+        beside = StatePricer(c, self.costs, self.precision, {}).reduces_beside
+        key = (c.pp, c.dp, c.zero_stage, c.zero_replicas, c.num_micro_batches, c.offload, copies, beside)
+        if (*key, c.virtual_stages) not in self._found:
+            if key not in self._units:
+                self._units[key] = self._made(c, copies)
+            unit = self._units[key]
+            self._found[*key, c.virtual_stages] = replace(unit.seconds, once=self._once(c, unit))
+        return self._found[*key, c.virtual_stages]
 
-    def _made(self, c: ParallelConfig, copies: int) -> LeastSeconds:
+    def _made(self, c: ParallelConfig, copies: int) -> _Unit:
         if copies not in self._passes:
             self._passes[copies] = self._pass(c)
         p = self._passes[copies]
@@ -193,19 +212,20 @@ class LeastTime:
         whole = p.forward + p.sent_forward + p.waited_forward - hidden
         if self.costs.measures_host:
             whole = np.zeros(len(self.blocks))
-        return LeastSeconds(
+        seconds = LeastSeconds(
             self._all @ forward,
             self._all @ backward,
             np.maximum(0.0, self._layers @ whole),
-            self._once(c, pricer, (gather, reduce, across), (forward, backward)),
+            0.0,
             float(self.counts @ self._all @ update),
         )
+        return _Unit(seconds, pricer, (gather, reduce, across), (forward, backward))
 
-    def _once(self, c: ParallelConfig, states: StatePricer, moved: tuple[Array, Array, Array], passes: Passes) -> float:
+    def _once(self, c: ParallelConfig, unit: _Unit) -> float:
         """Return the seconds of ZeRO's traffic once per step (`Pricer._once_s`), over all ranks."""
         if not has_streams(self.costs.cluster.device_type):
             return 0.0
-        gather, reduce, across = moved
+        states, passes, (gather, reduce, across) = unit.pricer, unit.passes, unit.moved
         options, count = self.costs.options, self.counts @ self._all
         hides = states.hides if options.overlap_zero else 0.0
         window = ((c.virtual_stages - 1) * min(c.pp, c.num_micro_batches) + 1) / c.virtual_stages
