@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from autoplan.config.choices import OPTIONS, PINS
-from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN
+from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN, SCREEN_LIMIT_S
 from autoplan.report.flags import (
     CHOSEN,
     AsJson,
@@ -157,7 +157,7 @@ def plan(
             "before it (tensor, pipeline, context, expert, sharded parameters, offload).",
         ),
     ] = False,
-    time_limit: TimeLimit = 60.0,
+    time_limit: TimeLimit = SCREEN_LIMIT_S,
     memory_risk: MemoryRisk = DEFAULT_RISK,
     equal_within: EqualWithin = EQUAL_WITHIN,
     gap: Gap = None,
@@ -265,7 +265,7 @@ def explain_plan(
     ] = True,
     pareto: Annotated[bool, typer.Option("--pareto", help="Also the front of step time against memory.")] = False,
     seconds: Annotated[float, typer.Option("--seconds", help="Time limit of one alternative.", min=1)] = 10.0,
-    time_limit: TimeLimit = 60.0,
+    time_limit: TimeLimit = SCREEN_LIMIT_S,
     memory_risk: MemoryRisk = DEFAULT_RISK,
     equal_within: EqualWithin = EQUAL_WITHIN,
     gap: Gap = None,

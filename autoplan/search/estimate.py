@@ -23,7 +23,7 @@ from autoplan.schedules.schedule import SCHEDULES, num_copies
 from autoplan.search import nearest
 from autoplan.search.cuts import Cutter
 from autoplan.search.interleaved_cuts import even_cuts, fastest
-from autoplan.search.layouts import CandidateLayout, LayoutCache, no_layout
+from autoplan.search.layouts import CandidateLayout, LayoutCache, cut_of, no_layout
 from autoplan.search.request import PlanRequest, check_task
 
 
@@ -40,7 +40,7 @@ class Planned:
     point: CandidateLayout = field(repr=False)
 
 
-def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
+def estimate_config(request: PlanRequest, config: ParallelConfig, like: Planned | None = None) -> Planned:
     """Price one given configuration, whether it fits or not (see `Estimate.fits`).
 
     Stages that are not given are balanced by time, or with several per rank by number of layers (`even_cuts`). With
@@ -48,6 +48,9 @@ def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     A schedule with a fixed number of virtual stages sets it if it is left at 1. With cp and no `context_method`: the
     cheapest methods that fit if the plan is to be executed; else keys and values move as in the frameworks of the mode
     (hidden behind attention with overlap "cp").
+
+    Args:
+        like: the same graph at the same degrees under another task: its layouts inside blocks are taken, not searched.
 
     Raises:
         PinError: degrees that the cluster or model cannot take.
@@ -66,6 +69,8 @@ def estimate_config(request: PlanRequest, config: ParallelConfig) -> Planned:
     if facts_of_model(r.graph).num_experts:
         experts = ExpertDegrees(config.ep, config.expert_tp, request.options.dispatcher, request.executed)
     points, ends = LayoutCache(r), ends_apart(r.graph, config)
+    if like is not None:
+        points.adopt(cut_of(config, experts), like.point.solution)
     if config.cp > 1 and config.context_method is None and r.executed:
         return _cheapest(points, config, experts, ends)
     methods = frozen({block: m.name for block, m in chosen_methods(r.graph, config).items()})

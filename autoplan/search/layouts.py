@@ -142,6 +142,12 @@ class LayoutCache:
             raise
         return self._layouts[key]
 
+    def adopt(self, cut: _Cut, solution: IntraSolution) -> None:
+        """Take a layout that was solved for another task with the same graph and `cut` (see `layout_problem`)."""
+        tp, size, cp, own = cut
+        axes = parallel_dims(self.request.graph, ParallelConfig(tp=tp)).layout_axes
+        self._layouts[tp, self._solved_size(tp, size, cp), cp, own] = axes, solution
+
     def _solved_size(self, tp: int, size: int, cp: int) -> int:
         """Return the micro-batch for which the layout of another is solved: the least with as large a part of tp.
 

@@ -328,16 +328,17 @@ class _Search:
     def _with_offload(self, checked: Space) -> Space:
         """Search candidates with offload: bounded by the same degrees without it, examined if memory binds.
 
-        Where the degrees are excluded with any memory, or have no bound yet, those with offload are only counted.
+        Where degrees are excluded with any memory or have no bound, or time is over, those with offload are only counted.
         """
         self._offload_near_best()
         new: list[ParallelConfig] = []
+        enough = -math.inf if self._out_of_time() else self.plans.enough_s()  # what is not made stays open
         left = [c for members in self.pending.values() for c in members]
         for candidate in (*self.grouped, *left):
             outcome, bound = self.outcomes.get(candidate), self.first_bounds.get(candidate)
             if outcome is not None and outcome[0] is Outcome.ILLEGAL:
                 continue
-            if candidate in self.offloaded or (bound is not None and bound < self.plans.enough_s()):
+            if candidate in self.offloaded or (bound is not None and bound < enough):
                 new += offloaded(self.request, candidate)
             elif bound is None:  # too big by the quick bound, or open
                 self.not_made[outcome] += len(offload_kinds(self.request, candidate))

@@ -449,7 +449,8 @@ def _same_plan(change: _Change, own: Planned) -> Planned | None:
     if change.name == "global_batch_size":
         config = config.but(num_micro_batches=config.num_micro_batches * 2)
     try:
-        priced = estimate_config(change.request, config)
+        # without sequence parallelism the layouts of the plan are not legal
+        priced = estimate_config(change.request, config, None if change.name == "sequence_parallel" else own)
     except AutoplanError:
         return None
     return priced if priced.estimate.fits else None
