@@ -100,8 +100,7 @@ def _lse(f: OpFacts) -> tuple[int, ...]:
     return (q.num_elements // q.shape[-1] * statistics_bytes(q.dtype),)
 
 
-# Head dims up to this one are taken by flash attention on CUDA (`LARGEST_HEAD` of runtime/sdpa.py).
-_LARGEST_HEAD = 256
+LARGEST_HEAD = 256  # flash attention on CUDA takes head dims up to this one
 
 
 def _repeats(f: OpFacts) -> int:
@@ -113,7 +112,7 @@ def _repeats(f: OpFacts) -> int:
     if f.device_type == "cpu" or q.dtype not in (*HALF, "float32"):
         return 1
     aligned = not f.attrs.get("causal") or q.shape[2] == k.shape[2]
-    by_flash = q.dtype in HALF and len(f.inputs) == 3 and q.shape[3] == v.shape[3] <= _LARGEST_HEAD and aligned
+    by_flash = q.dtype in HALF and len(f.inputs) == 3 and q.shape[3] == v.shape[3] <= LARGEST_HEAD and aligned
     return 1 if by_flash else q.shape[1] // k.shape[1]
 
 

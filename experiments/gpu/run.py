@@ -1,7 +1,7 @@
 """Everything that only a GPU can show, in one command of at most 10 minutes on one NVIDIA GPU.
 
-    python -m experiments.gpu.run [--only kernels --only step] [--json FILE] [--folder DIR]
-    python -m experiments.gpu.run --device cpu --quick      does it run? The same code with tiny sizes and no GPU
+    python -m experiments.on_gpu [--only kernels --only step] [--json FILE] [--folder DIR]
+    python -m experiments.on_gpu --device cpu --quick      does it run? The same code with tiny sizes and no GPU
 
 Each part runs in a process of its own, with a time limit: what one of them breaks does not touch the others, and what
 it found before is kept. A row either passes or fails (its figures against a stated limit), or is a figure to read. The
