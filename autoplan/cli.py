@@ -17,16 +17,14 @@ import typer
 from typer.core import TyperGroup
 
 from autoplan.config.choices import OPTIONS, PINS
-from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN
+from autoplan.config.planning import DEFAULT_RISK
 from autoplan.report.flags import (
     CHOSEN,
     AsJson,
     ConstantsFile,
     CsvPath,
-    EqualWithin,
     FileFormat,
     FromFile,
-    Gap,
     MemoryRisk,
     PinTexts,
     ProfileName,
@@ -158,9 +156,7 @@ def plan(
         ),
     ] = False,
     time_limit: TimeLimit = 60.0,
-    memory_risk: MemoryRisk = DEFAULT_RISK,
-    equal_within: EqualWithin = EQUAL_WITHIN,
-    gap: Gap = None,
+    tolerances: Mapping[str, Any] = CHOSEN,
     runnable: Runnable = False,
     verbose: Annotated[
         bool,
@@ -172,8 +168,16 @@ def plan(
     """The best plan that fits, with its certificate: of equally fast ones the simplest."""
     from autoplan.report.answers import Shown, answer_plan
 
-    limits = {"memory_risk": memory_risk, "equal_within": equal_within, "gap": gap, "time_limit": time_limit}
-    answer_plan(task, pin, by_kind, Shown(as_json, verbose, report), top=top, runnable=runnable, **limits)
+    answer_plan(
+        task,
+        pin,
+        by_kind,
+        Shown(as_json, verbose, report),
+        top=top,
+        runnable=runnable,
+        time_limit=time_limit,
+        **tolerances,
+    )
 
 
 @app.command()
@@ -231,9 +235,7 @@ def check(
     pin: PinTexts = None,
     seconds: Annotated[float, typer.Option("--seconds", help="Time limit of the search.", min=1)] = 10.0,
     out: Annotated[Path | None, typer.Option(help="Write the better plan to this file, for autoplan export.")] = None,
-    memory_risk: MemoryRisk = DEFAULT_RISK,
-    equal_within: EqualWithin = EQUAL_WITHIN,
-    gap: Gap = None,
+    tolerances: Mapping[str, Any] = CHOSEN,
     as_json: AsJson = False,
 ) -> None:
     """Is the input of another framework legal, does it fit, how long is a step, and is there a better plan?
@@ -242,8 +244,7 @@ def check(
     """
     from autoplan.report.check import check_command
 
-    how = {"memory_risk": memory_risk, "equal_within": equal_within, "gap": gap}
-    if code := check_command(task, degrees, pin or (), seconds if better else None, out, as_json, how):
+    if code := check_command(task, degrees, pin or (), seconds if better else None, out, as_json, tolerances):
         raise typer.Exit(code)
 
 
@@ -266,9 +267,7 @@ def explain_plan(
     pareto: Annotated[bool, typer.Option("--pareto", help="Also the front of step time against memory.")] = False,
     seconds: Annotated[float, typer.Option("--seconds", help="Time limit of one alternative.", min=1)] = 10.0,
     time_limit: TimeLimit = 60.0,
-    memory_risk: MemoryRisk = DEFAULT_RISK,
-    equal_within: EqualWithin = EQUAL_WITHIN,
-    gap: Gap = None,
+    tolerances: Mapping[str, Any] = CHOSEN,
     runnable: Runnable = False,
     report: ReportPath = None,
     as_json: AsJson = False,
@@ -281,15 +280,7 @@ def explain_plan(
     from autoplan.report.explain import explain_command
     from autoplan.report.request import read_request
 
-    request = read_request(
-        task,
-        pins=pin,
-        time_limit=time_limit,
-        runnable=runnable,
-        memory_risk=memory_risk,
-        equal_within=equal_within,
-        gap=gap,
-    )
+    request = read_request(task, pins=pin, time_limit=time_limit, runnable=runnable, **tolerances)
     asked = {"only": only or (), "every_value": every_value, "settings": settings, "front": pareto}
     explain_command(task, request, vs, seconds, as_json, report, **asked)
 
@@ -311,9 +302,7 @@ def whatif(
     ],
     pin: PinTexts = None,
     time_limit: TimeLimit = 60.0,
-    memory_risk: MemoryRisk = DEFAULT_RISK,
-    equal_within: EqualWithin = EQUAL_WITHIN,
-    gap: Gap = None,
+    tolerances: Mapping[str, Any] = CHOSEN,
     csv: CsvPath = None,
     report: ReportPath = None,
     as_json: AsJson = False,
@@ -321,8 +310,7 @@ def whatif(
     """Plan every point of a sweep."""
     from autoplan.report.answers import Shown, answer_whatif
 
-    limits = {"memory_risk": memory_risk, "equal_within": equal_within, "gap": gap, "time_limit": time_limit}
-    _end_sweep(*answer_whatif(task, vary, pin, csv, Shown(as_json, report=report), **limits))
+    _end_sweep(*answer_whatif(task, vary, pin, csv, Shown(as_json, report=report), time_limit=time_limit, **tolerances))
 
 
 def _end_sweep(outcome: str, found: Sequence[Point], count: int) -> None:
@@ -378,28 +366,14 @@ def size_run(
     ] = None,
     pin: PinTexts = None,
     seconds: Annotated[float, typer.Option("--seconds", help="Time limit of the search at one size.", min=1)] = 30.0,
-    memory_risk: MemoryRisk = DEFAULT_RISK,
-    equal_within: EqualWithin = EQUAL_WITHIN,
-    gap: Gap = None,
+    tolerances: Mapping[str, Any] = CHOSEN,
     report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
     """The fewest devices, and the least money, that train on --tokens within the deadline, and the curve of both."""
     from autoplan.report.size import size_command
 
-    code = size_command(
-        task,
-        pin,
-        deadline,
-        budget,
-        devices,
-        seconds,
-        as_json,
-        report,
-        memory_risk=memory_risk,
-        equal_within=equal_within,
-        gap=gap,
-    )
+    code = size_command(task, pin, deadline, budget, devices, seconds, as_json, report, **tolerances)
     if code:
         raise typer.Exit(code)
 

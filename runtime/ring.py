@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoplan.ops.attention import LARGEST_HEAD
+from autoplan.flash import LARGEST_HEAD
 from autoplan.runtime import functional
 from autoplan.runtime.mesh import current_mesh
 from autoplan.runtime.private import group_named, in_graph

@@ -24,7 +24,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from autoplan.ops.attention import LARGEST_HEAD
+from autoplan.flash import LARGEST_HEAD
 from autoplan.runtime.fused import cuda_capability
 
 HALVES = (torch.float16, torch.bfloat16)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from autoplan.errors import FormError, RuleError
+from autoplan.flash import LARGEST_HEAD
 from autoplan.ir.graph import Node, Value
 from autoplan.ir.symbols import Expr, Shape
 from autoplan.ops.arguments import Args, IrOp, IrResult
@@ -98,9 +99,6 @@ def _lse(f: OpFacts) -> tuple[int, ...]:
     """Return the bytes of fused attention's log-sum-exp of every query (Dao, FlashAttention-2, 2023)."""
     q = f.inputs[0]
     return (q.num_elements // q.shape[-1] * statistics_bytes(q.dtype),)
-
-
-LARGEST_HEAD = 256  # flash attention on CUDA takes head dims up to this one
 
 
 def _repeats(f: OpFacts) -> int:
