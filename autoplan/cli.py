@@ -165,7 +165,7 @@ def plan(
     report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
-    """The best plan that fits, with its certificate: of equally fast ones the simplest."""
+    """Find the best plan that fits, with its certificate; of equally fast plans it is the simplest."""
     from autoplan.report.answers import Shown, answer_plan
 
     answer_plan(
@@ -215,7 +215,7 @@ def export(
     out: Annotated[Path | None, typer.Option(help="Write the file here; default: standard output.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """A plan as the input of another framework; what that cannot say is named on stderr."""
+    """Write a plan as the input of another framework, and name on stderr what that input cannot say."""
     from autoplan.report.exports import export_command
 
     export_command(plan_file, to, out, as_json)
@@ -272,7 +272,7 @@ def explain_plan(
     report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
-    """Why this plan: what each other choice costs, term by term, and which settings would help most.
+    """Say why this is the plan: what each other choice costs, term by term, and which settings would help most.
 
     MODEL with its arguments is planned first; a plan file is explained as it is. Each alternative is the best plan with
     the other value pinned, found in a search of its own.
@@ -286,7 +286,7 @@ def explain_plan(
 
 
 @app.command(
-    help=f"""The best plan at every point of a sweep over hardware and task.
+    help=f"""Find the best plan at every point of a sweep over hardware and task.
 
     Names for --vary: nodes, devices_per_node, device, nic (Gbit/s per device), scaleup (GB/s), memory_gb,
     memory_gb_s, host_memory_gb, power (W per device), price, idle (unused nodes), cluster, seq_len,
@@ -370,7 +370,7 @@ def size_run(
     report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
-    """The fewest devices, and the least money, that train on --tokens within the deadline, and the curve of both."""
+    """Find the fewest devices, and the least money, that train on --tokens within the deadline."""
     from autoplan.report.size import size_command
 
     code = size_command(task, pin, deadline, budget, devices, seconds, as_json, report, **tolerances)
@@ -379,7 +379,7 @@ def size_run(
 
 
 @app.command(
-    help=f"""Many models on many clusters: plan, days, money, energy and goodput, a row each.
+    help=f"""Plan many models on many clusters: step, days, money, energy and goodput, a row each.
 
     The file holds models, clusters, tokens, seq_len and global_batch_size (one or a list of each), and optionally
     precision, mode, pins, like, {", ".join(OPTIONS)}, profile, constants, assumptions (mtbf_device_days, pue, ...) and
@@ -412,7 +412,7 @@ def launch(
     max_restarts: Annotated[int, typer.Option(help="How often the job starts again after a failure.")] = 3,
     out: Annotated[Path | None, typer.Option(help="Write the file here; default: standard output.")] = None,
 ) -> None:
-    """The job of a plan for a cluster's scheduler: nodes, devices, where they meet, and restarts."""
+    """Write the job of a plan for a cluster's scheduler: nodes, devices, where they meet, and restarts."""
     from autoplan.report.launch import IMAGE, launch_command
 
     settings = {"script": script, "name": name, "image": image or IMAGE, "max_restarts": max_restarts}
@@ -461,7 +461,7 @@ def compare(
     report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
-    """A plan's prediction beside the steps that were run."""
+    """Show a plan's prediction beside the steps that were run."""
     from autoplan.plans.record import Plan
     from autoplan.report import measured, traced
     from autoplan.report.html import check_report_path, write_report
@@ -525,7 +525,7 @@ def calibrate(
 
 @app.command()
 def models(as_json: AsJson = False) -> None:
-    """The models that ship with autoplan."""
+    """List the models that ship with autoplan."""
     from autoplan.report.catalogs import models_command
 
     models_command(as_json)
@@ -536,7 +536,7 @@ def stacks(
     name: Annotated[str | None, typer.Argument(help="A name of the list; without one, all are listed.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The frameworks of --like: settings by version, what they can do, and the sources."""
+    """List the frameworks of --like: their settings by version, what they can do, and the sources."""
     from autoplan.report.stacks import stacks_command
 
     stacks_command(name, as_json)
@@ -544,7 +544,7 @@ def stacks(
 
 @hw.command("list")
 def hw_list(as_json: AsJson = False) -> None:
-    """All devices: dense FLOP/s, memory, and bandwidth per device and direction."""
+    """List all devices: dense FLOP/s, memory, and bandwidth per device and direction."""
     from autoplan.report.catalogs import devices_command
 
     devices_command(as_json)
@@ -554,7 +554,7 @@ def hw_list(as_json: AsJson = False) -> None:
 def hw_show(
     device: Annotated[str, typer.Argument(help="An id from autoplan hw list.")], as_json: AsJson = False
 ) -> None:
-    """Everything that is known about one device, with its sources."""
+    """Show everything that is known about one device, with its sources."""
     from autoplan.report.catalogs import device_command
 
     device_command(device, as_json)

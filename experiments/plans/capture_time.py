@@ -97,7 +97,7 @@ def measure_estimate(name: str, config: Mapping[str, Any], limit_s: float) -> di
 
 
 def table_of(rows: list[dict[str, Any]], title: str) -> Table:
-    """The results as a table."""
+    """Return the results as a table."""
     table = Table(title=f"processor seconds (wall): {title}")
     for heading in ("model", "B params", "blocks", "calls", "build s", "capture s", "MB", "estimate s", "outcome"):
         table.add_column(heading, justify="left" if heading in ("model", "outcome") else "right", no_wrap=True)

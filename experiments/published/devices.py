@@ -63,7 +63,7 @@ class Variant:
     note: str = ""
 
     def off(self, memory_gb: float) -> float:
-        """How far a stated size is from the nearest of its own, relative."""
+        """Return how far a stated size is from the nearest of its own, relative."""
         return min(abs(memory_gb / size - 1) for size in self.sizes_gb)
 
     @property
