@@ -116,7 +116,7 @@ def paragraph(console: Console, text: str, indent: int = 2, style: str = "") -> 
 
 
 def plans_of(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> list[Plan]:
-    """The chosen one first."""
+    """Return the plans, the chosen one first."""
     return [Plan(name, predicted["plans"][name], measured["plans"][name]) for name in predicted["plans"]]
 
 

@@ -78,7 +78,7 @@ def _between(begin: tuple[float, float], end: tuple[float, float]) -> tuple[floa
 
 
 def measure_estimate(name: str, config: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-    """The same of `autoplan estimate` on the config file, from the start of Python, and how it ended."""
+    """Measure `autoplan estimate` on the config file, from the start of Python, and say how it ended."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(text.dumps(config))

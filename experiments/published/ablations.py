@@ -44,7 +44,7 @@ class Setup:
     num_layers: int | None = None
 
     def on(self, cluster: str) -> Setup:
-        """The same on another cluster."""
+        """Return this setup on another cluster."""
         return replace(self, cluster=cluster)
 
 

@@ -54,7 +54,7 @@ def held_out_of(campaigns: Sequence[str]) -> dict[str, Any]:
 
 
 def held_out_text(campaigns: Sequence[str]) -> list[str]:
-    """The same in words: what of the printed figures is in sample, and what is not."""
+    """Return lines that say which of the printed figures are in sample, and which are not."""
     found = held_out_of(campaigns)
     lines = []
     if found["errors"]:

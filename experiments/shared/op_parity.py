@@ -73,7 +73,7 @@ class Case(Protocol):
 
     @property
     def ref(self) -> Callable[..., Any] | None:
-        """The same in plain torch, if torch has it."""
+        """Return the operation in plain torch, if torch has it."""
 
     def make(self) -> list[torch.Tensor]:
         """Return its inputs, whole."""

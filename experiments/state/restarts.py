@@ -321,7 +321,7 @@ def check(cell: Cell, truth: Outcome) -> list[str]:
 
 
 def truth_of(plan: str) -> Outcome:
-    """The job without a failure."""
+    """Run the job without a failure and return its outcome."""
     with tempfile.TemporaryDirectory() as folder:
         found = run_job(Cell(plan, "", 0), Path(folder))
     if found.code or len(found.losses) != NUM_STEPS:
