@@ -17,16 +17,14 @@ import typer
 from typer.core import TyperGroup
 
 from autoplan.config.choices import OPTIONS, PINS
-from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN, SCREEN_LIMIT_S
+from autoplan.config.planning import DEFAULT_RISK, SCREEN_LIMIT_S
 from autoplan.report.flags import (
     CHOSEN,
     AsJson,
     ConstantsFile,
     CsvPath,
-    EqualWithin,
     FileFormat,
     FromFile,
-    Gap,
     MemoryRisk,
     PinTexts,
     ProfileName,
@@ -158,9 +156,7 @@ def plan(
         ),
     ] = False,
     time_limit: TimeLimit = SCREEN_LIMIT_S,
-    memory_risk: MemoryRisk = DEFAULT_RISK,
-    equal_within: EqualWithin = EQUAL_WITHIN,
-    gap: Gap = None,
+    tolerances: Mapping[str, Any] = CHOSEN,
     runnable: Runnable = False,
     verbose: Annotated[
         bool,
@@ -169,11 +165,19 @@ def plan(
     report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
-    """The best plan that fits, with its certificate: of equally fast ones the simplest."""
+    """Find the best plan that fits, with its certificate; of equally fast plans it is the simplest."""
     from autoplan.report.answers import Shown, answer_plan
 
-    limits = {"memory_risk": memory_risk, "equal_within": equal_within, "gap": gap, "time_limit": time_limit}
-    answer_plan(task, pin, by_kind, Shown(as_json, verbose, report), top=top, runnable=runnable, **limits)
+    answer_plan(
+        task,
+        pin,
+        by_kind,
+        Shown(as_json, verbose, report),
+        top=top,
+        runnable=runnable,
+        time_limit=time_limit,
+        **tolerances,
+    )
 
 
 @app.command()
@@ -211,7 +215,7 @@ def export(
     out: Annotated[Path | None, typer.Option(help="Write the file here; default: standard output.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """A plan as the input of another framework; what that cannot say is named on stderr."""
+    """Write a plan as the input of another framework, and name on stderr what that input cannot say."""
     from autoplan.report.exports import export_command
 
     export_command(plan_file, to, out, as_json)
@@ -231,9 +235,7 @@ def check(
     pin: PinTexts = None,
     seconds: Annotated[float, typer.Option("--seconds", help="Time limit of the search.", min=1)] = 10.0,
     out: Annotated[Path | None, typer.Option(help="Write the better plan to this file, for autoplan export.")] = None,
-    memory_risk: MemoryRisk = DEFAULT_RISK,
-    equal_within: EqualWithin = EQUAL_WITHIN,
-    gap: Gap = None,
+    tolerances: Mapping[str, Any] = CHOSEN,
     as_json: AsJson = False,
 ) -> None:
     """Is the input of another framework legal, does it fit, how long is a step, and is there a better plan?
@@ -242,8 +244,7 @@ def check(
     """
     from autoplan.report.check import check_command
 
-    how = {"memory_risk": memory_risk, "equal_within": equal_within, "gap": gap}
-    if code := check_command(task, degrees, pin or (), seconds if better else None, out, as_json, how):
+    if code := check_command(task, degrees, pin or (), seconds if better else None, out, as_json, tolerances):
         raise typer.Exit(code)
 
 
@@ -266,14 +267,12 @@ def explain_plan(
     pareto: Annotated[bool, typer.Option("--pareto", help="Also the front of step time against memory.")] = False,
     seconds: Annotated[float, typer.Option("--seconds", help="Time limit of one alternative.", min=1)] = 10.0,
     time_limit: TimeLimit = SCREEN_LIMIT_S,
-    memory_risk: MemoryRisk = DEFAULT_RISK,
-    equal_within: EqualWithin = EQUAL_WITHIN,
-    gap: Gap = None,
+    tolerances: Mapping[str, Any] = CHOSEN,
     runnable: Runnable = False,
     report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
-    """Why this plan: what each other choice costs, term by term, and which settings would help most.
+    """Say why this is the plan: what each other choice costs, term by term, and which settings would help most.
 
     MODEL with its arguments is planned first; a plan file is explained as it is. Each alternative is the best plan with
     the other value pinned, found in a search of its own.
@@ -281,21 +280,13 @@ def explain_plan(
     from autoplan.report.explain import explain_command
     from autoplan.report.request import read_request
 
-    request = read_request(
-        task,
-        pins=pin,
-        time_limit=time_limit,
-        runnable=runnable,
-        memory_risk=memory_risk,
-        equal_within=equal_within,
-        gap=gap,
-    )
+    request = read_request(task, pins=pin, time_limit=time_limit, runnable=runnable, **tolerances)
     asked = {"only": only or (), "every_value": every_value, "settings": settings, "front": pareto}
     explain_command(task, request, vs, seconds, as_json, report, **asked)
 
 
 @app.command(
-    help=f"""The best plan at every point of a sweep over hardware and task.
+    help=f"""Find the best plan at every point of a sweep over hardware and task.
 
     Names for --vary: nodes, devices_per_node, device, nic (Gbit/s per device), scaleup (GB/s), memory_gb,
     memory_gb_s, host_memory_gb, power (W per device), price, idle (unused nodes), cluster, seq_len,
@@ -311,9 +302,7 @@ def whatif(
     ],
     pin: PinTexts = None,
     time_limit: TimeLimit = 60.0,
-    memory_risk: MemoryRisk = DEFAULT_RISK,
-    equal_within: EqualWithin = EQUAL_WITHIN,
-    gap: Gap = None,
+    tolerances: Mapping[str, Any] = CHOSEN,
     csv: CsvPath = None,
     report: ReportPath = None,
     as_json: AsJson = False,
@@ -321,8 +310,7 @@ def whatif(
     """Plan every point of a sweep."""
     from autoplan.report.answers import Shown, answer_whatif
 
-    limits = {"memory_risk": memory_risk, "equal_within": equal_within, "gap": gap, "time_limit": time_limit}
-    _end_sweep(*answer_whatif(task, vary, pin, csv, Shown(as_json, report=report), **limits))
+    _end_sweep(*answer_whatif(task, vary, pin, csv, Shown(as_json, report=report), time_limit=time_limit, **tolerances))
 
 
 def _end_sweep(outcome: str, found: Sequence[Point], count: int) -> None:
@@ -378,34 +366,20 @@ def size_run(
     ] = None,
     pin: PinTexts = None,
     seconds: Annotated[float, typer.Option("--seconds", help="Time limit of the search at one size.", min=1)] = 30.0,
-    memory_risk: MemoryRisk = DEFAULT_RISK,
-    equal_within: EqualWithin = EQUAL_WITHIN,
-    gap: Gap = None,
+    tolerances: Mapping[str, Any] = CHOSEN,
     report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
-    """The fewest devices, and the least money, that train on --tokens within the deadline, and the curve of both."""
+    """Find the fewest devices, and the least money, that train on --tokens within the deadline."""
     from autoplan.report.size import size_command
 
-    code = size_command(
-        task,
-        pin,
-        deadline,
-        budget,
-        devices,
-        seconds,
-        as_json,
-        report,
-        memory_risk=memory_risk,
-        equal_within=equal_within,
-        gap=gap,
-    )
+    code = size_command(task, pin, deadline, budget, devices, seconds, as_json, report, **tolerances)
     if code:
         raise typer.Exit(code)
 
 
 @app.command(
-    help=f"""Many models on many clusters: plan, days, money, energy and goodput, a row each.
+    help=f"""Plan many models on many clusters: step, days, money, energy and goodput, a row each.
 
     The file holds models, clusters, tokens, seq_len and global_batch_size (one or a list of each), and optionally
     precision, mode, pins, like, {", ".join(OPTIONS)}, profile, constants, assumptions (mtbf_device_days, pue, ...) and
@@ -438,7 +412,7 @@ def launch(
     max_restarts: Annotated[int, typer.Option(help="How often the job starts again after a failure.")] = 3,
     out: Annotated[Path | None, typer.Option(help="Write the file here; default: standard output.")] = None,
 ) -> None:
-    """The job of a plan for a cluster's scheduler: nodes, devices, where they meet, and restarts."""
+    """Write the job of a plan for a cluster's scheduler: nodes, devices, where they meet, and restarts."""
     from autoplan.report.launch import IMAGE, launch_command
 
     settings = {"script": script, "name": name, "image": image or IMAGE, "max_restarts": max_restarts}
@@ -487,7 +461,7 @@ def compare(
     report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
-    """A plan's prediction beside the steps that were run."""
+    """Show a plan's prediction beside the steps that were run."""
     from autoplan.plans.record import Plan
     from autoplan.report import measured, traced
     from autoplan.report.html import check_report_path, write_report
@@ -551,7 +525,7 @@ def calibrate(
 
 @app.command()
 def models(as_json: AsJson = False) -> None:
-    """The models that ship with autoplan."""
+    """List the models that ship with autoplan."""
     from autoplan.report.catalogs import models_command
 
     models_command(as_json)
@@ -562,7 +536,7 @@ def stacks(
     name: Annotated[str | None, typer.Argument(help="A name of the list; without one, all are listed.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The frameworks of --like: settings by version, what they can do, and the sources."""
+    """List the frameworks of --like: their settings by version, what they can do, and the sources."""
     from autoplan.report.stacks import stacks_command
 
     stacks_command(name, as_json)
@@ -570,7 +544,7 @@ def stacks(
 
 @hw.command("list")
 def hw_list(as_json: AsJson = False) -> None:
-    """All devices: dense FLOP/s, memory, and bandwidth per device and direction."""
+    """List all devices: dense FLOP/s, memory, and bandwidth per device and direction."""
     from autoplan.report.catalogs import devices_command
 
     devices_command(as_json)
@@ -580,7 +554,7 @@ def hw_list(as_json: AsJson = False) -> None:
 def hw_show(
     device: Annotated[str, typer.Argument(help="An id from autoplan hw list.")], as_json: AsJson = False
 ) -> None:
-    """Everything that is known about one device, with its sources."""
+    """Show everything that is known about one device, with its sources."""
     from autoplan.report.catalogs import device_command
 
     device_command(device, as_json)

@@ -10,6 +10,8 @@ from autoplan.runtime.mesh import current_mesh
 from autoplan.runtime.ring import ring_attention, same_document
 from autoplan.runtime.sdpa import choose_for, flash, sdpa
 
+CUTS = ("gather", "ring", "ulysses")  # arguments of `attention`: the axis over which the sequence is cut
+
 
 def attention(
     q: torch.Tensor,

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autoplan.runtime.attention import CUTS
 from autoplan.runtime.expert_products import IN_GRAPH, begins_well, fit_one_product
 from autoplan.runtime.fused import has_triton
 from autoplan.runtime.private import share_memory
@@ -34,7 +35,6 @@ _NODES = (
 ).split()
 _APART = ("running_statistics",)
 _ASSERTIONS = ("typed", "vary")
-_CUTS = ("gather", "ring", "ulysses")  # arguments of attention: the axis over which the sequence is cut
 _SPREADS = ("axes", "dispatch", "inner")  # arguments of experts: axes over which they are spread
 
 
@@ -87,7 +87,7 @@ def _attention(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
     @functools.wraps(attention)
     def called(*args: Any, **how: Any) -> torch.Tensor:
-        out: torch.Tensor = (cut if any(how.get(name) is not None for name in _CUTS) else attention)(*args, **how)
+        out: torch.Tensor = (cut if any(how.get(name) is not None for name in CUTS) else attention)(*args, **how)
         return out
 
     return called

@@ -24,11 +24,11 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
+from autoplan.flash import LARGEST_HEAD
 from autoplan.runtime.fused import cuda_capability
 
 HALVES = (torch.float16, torch.bfloat16)
 HEAD_MULTIPLE = 8  # CUDA's kernels take head dims that are multiples of this
-LARGEST_HEAD = 256
 _LARGEST_ANYWHERE = 192  # larger dims lack a backward on some devices
 _LARGE_SCORES_BYTES = 1 << 30
 

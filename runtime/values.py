@@ -64,11 +64,11 @@ class _Call:
     index: int
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors on the meta device that it reads."""
+        """Return the tensors on the meta device that it reads."""
         return [t for t in tree_leaves((self.args, self.kwargs)) if _on_meta(t)]
 
     def written(self) -> list[torch.Tensor]:
-        """The tensors on the meta device that it writes or makes."""
+        """Return the tensors on the meta device that it writes or makes."""
         made = [t for t in tree_leaves(self.out) if _on_meta(t)]
         for i, argument in enumerate(self.func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from autoplan.config.choice import Written, choice, choices_of, is_count
-from autoplan.config.context_methods import methods_text, read_methods
+from autoplan.config.context_methods import INNER, methods_text, read_methods
 from autoplan.config.kernels import Attention as Attention
 from autoplan.config.kernels import Dispatcher as Dispatcher
 from autoplan.config.kernels import Launch as Launch
@@ -30,6 +30,7 @@ class Mode(StrEnum):
     COMPILED = "compiled"
 
 
+_INNER_NAMES = ", ".join(f'`"{name}"`' for name in INNER)
 # Communication that may run beside compute. tp: Megatron's user buffers, or with compiled blocks PyTorch's async TP,
 # pieces of products (`cost_models.time.pieces`). ep: experts of one micro-batch beside another micro-batch. pp:
 # transfers between stages of an interleaved schedule. cp: keys and values that travel around a ring while attention
@@ -481,7 +482,7 @@ class ParallelConfig:
         read=lambda text, _: read_methods(text),
         text=lambda value, _: methods_text(value),
         about=(
-            'How attention over a cut sequence works: `"gather"`, `"ring"`, `"ulysses"` or a product such as '
+            f'How attention over a cut sequence works: {_INNER_NAMES}, `"ulysses"` or a product such as '
             '`"ulysses2xring2"`, for all blocks or a mapping from block to one; if left out, the cheapest that '
             "fits"
         ),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from autoplan.errors import FormError, RuleError
+from autoplan.flash import LARGEST_HEAD
 from autoplan.ir.graph import Node, Value
 from autoplan.ir.symbols import Expr, Shape
 from autoplan.ops.arguments import Args, IrOp, IrResult
@@ -100,10 +101,6 @@ def _lse(f: OpFacts) -> tuple[int, ...]:
     return (q.num_elements // q.shape[-1] * statistics_bytes(q.dtype),)
 
 
-# Head dims up to this one are taken by flash attention on CUDA (`LARGEST_HEAD` of runtime/sdpa.py).
-_LARGEST_HEAD = 256
-
-
 def _repeats(f: OpFacts) -> int:
     """Return how often the runtime repeats keys and values for a kernel that takes no grouped heads; 1 if it does not.
 
@@ -113,7 +110,7 @@ def _repeats(f: OpFacts) -> int:
     if f.device_type == "cpu" or q.dtype not in (*HALF, "float32"):
         return 1
     aligned = not f.attrs.get("causal") or q.shape[2] == k.shape[2]
-    by_flash = q.dtype in HALF and len(f.inputs) == 3 and q.shape[3] == v.shape[3] <= _LARGEST_HEAD and aligned
+    by_flash = q.dtype in HALF and len(f.inputs) == 3 and q.shape[3] == v.shape[3] <= LARGEST_HEAD and aligned
     return 1 if by_flash else q.shape[1] // k.shape[1]
 
 

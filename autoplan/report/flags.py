@@ -15,7 +15,7 @@ import typer
 from autoplan.config.choice import Choice, Written, choices_of
 from autoplan.config.choices import plain_option, text_of
 from autoplan.config.parallel import ParallelConfig, RunOptions
-from autoplan.config.planning import DENSE_GAP, EXPERTS_GAP
+from autoplan.config.planning import DEFAULT_RISK, DENSE_GAP, EQUAL_WITHIN, EXPERTS_GAP
 from autoplan.config.settings import setting
 from autoplan.errors import PinError
 from autoplan.report.written import WrittenPlan, find_written
@@ -64,7 +64,7 @@ MemoryRisk = Annotated[
         "device, 0.5 the expected need.",
     ),
 ]
-EqualWithin = Annotated[
+_EqualWithin = Annotated[
     float,
     typer.Option(
         "--equal-within",
@@ -72,7 +72,7 @@ EqualWithin = Annotated[
         "the fastest.",
     ),
 ]
-Gap = Annotated[
+_Gap = Annotated[
     float | None,
     typer.Option(
         "--gap",
@@ -80,6 +80,12 @@ Gap = Annotated[
         show_default=f"{DENSE_GAP}, with experts {EXPERTS_GAP}",
     ),
 ]
+# The tolerances of a search: name -> type with the option, and default
+_TOLERANCES: Mapping[str, tuple[Any, object]] = {
+    "memory_risk": (MemoryRisk, DEFAULT_RISK),
+    "equal_within": (_EqualWithin, EQUAL_WITHIN),
+    "gap": (_Gap, None),
+}
 CHOSEN: Mapping[str, Any] = {}  # the default of a parameter that takes several choices
 
 
@@ -179,10 +185,10 @@ def _annotation(record: Choice) -> tuple[Any, object]:
 
 
 def with_choices(command: Callable[..., None], may_miss: Sequence[str] = ()) -> Callable[..., None]:
-    """Give a command an option for every field of its parameter `task`, and for every choice.
+    """Give a command an option for every field of its parameter `task`, for every choice and for every tolerance.
 
-    The choices are in place of `degrees` and of `options`; the command gets these parameters as mappings from the
-    choices' names to their values, and `task` as TaskWords.
+    The choices are in place of `degrees` and of `options`, the tolerances of a search in place of `tolerances`; the
+    command gets these parameters as mappings from names to values, and `task` as TaskWords.
 
     Args:
         may_miss: arguments that every other task has, and that are None here if they are not given.
@@ -223,6 +229,10 @@ def _parameters(parameter: inspect.Parameter, groups: dict[str, list[str]]) -> I
             yield from _parameters(
                 _option(word.name, kind, inspect.Parameter.empty if default is MISSING else default), groups
             )
+    elif name == "tolerances":
+        groups[name] = list(_TOLERANCES)
+        for tolerance, (kind, usual) in _TOLERANCES.items():
+            yield _option(tolerance, kind, usual)
     elif name in _GROUPS:
         records = [record for record in choices_of(_GROUPS[name]) if record.help]
         groups[name] = [record.name for record in records]

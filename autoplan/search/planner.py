@@ -15,9 +15,8 @@ intra-op integer program per (tp, b), solved by HiGHS. Cut and recompute are exa
 and bound (autoplan.search.cuts). Degrees are taken best first by a lower bound computed for all at once, until the
 least open bound is not below the best *evaluated* plan. `restrictions` names everything that narrows the space.
 
-Offloading is never faster, so it comes last: only for degrees whose bound without memory is below the best plan, and
-only if memory binds (`Cutter.binds`). If it does not bind, every plan with offloading has one without that is no
-slower.
+Offloading is never faster, so it is tried only for degrees whose bound without memory is below the best plan, and only
+if memory binds (`Cutter.binds`). If it does not bind, every plan with offloading has one without that is no slower.
 """
 
 from __future__ import annotations
@@ -328,7 +327,7 @@ class _Search:
     def _with_offload(self, checked: Space) -> Space:
         """Search candidates with offload: bounded by the same degrees without it, examined if memory binds.
 
-        Where degrees are excluded with any memory or have no bound, or time is over, those with offload are only counted.
+        Those of degrees that are excluded with any memory or have no bound, or come after the time, are only counted.
         """
         self._offload_near_best()
         new: list[ParallelConfig] = []
@@ -421,9 +420,7 @@ class _Search:
             if candidate in self.outcomes:
                 continue
             if refined:
-                self._evaluate(
-                    candidate, self.plans.cutoff_s(), max(2, min(2000, _MAX_ACTIONS // candidate.num_actions))
-                )
+                self._evaluate(candidate, self.plans.cutoff_s(), _num_cuts(candidate))
                 continue
             if candidate not in self.cutters:
                 if not self._prepare(candidate):
@@ -516,7 +513,7 @@ class _Search:
             if candidate not in self.cutters and not self._prepare(candidate):
                 continue
             if self._refine(candidate, math.nextafter(below, math.inf)) <= below:
-                self._evaluate(candidate, below, max(2, min(2000, _MAX_ACTIONS // candidate.num_actions)))
+                self._evaluate(candidate, below, _num_cuts(candidate))
                 least = self._complexity(self._equals()[0])
 
     # -- the answer -------------------------------------------------------------------------------------------------
@@ -585,6 +582,11 @@ class _Search:
             by_phase_s=dict(self.phases),
             intra_gap=self.points.gap,
         )
+
+
+def _num_cuts(candidate: ParallelConfig) -> int:
+    """Return how many cuts of a candidate are simulated before its open bound counts as a gap."""
+    return max(2, min(2000, _MAX_ACTIONS // candidate.num_actions))
 
 
 def search_plan(request: PlanRequest, told: Callable[[Progress], None] | None = None) -> SearchResult:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoplan.config.choice import Choice, Written, choices_of
+from autoplan.config.context_methods import INNER
 from autoplan.config.keys import check_names
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.cost_models.hardware.cluster import Cluster
@@ -308,7 +309,7 @@ _OTHER: Mapping[str, _Maker] = {
     "recompute": lambda name, own, *rest: [v for v in ("none", "selective", "full") if v != own],
     "offload": lambda name, own, config, request, *rest: _offloads(own, request),
     "context_method": lambda name, own, config, *rest: (
-        [v for v in ("gather", "ring", "ulysses") if v != own] if config.cp > 1 else []
+        [v for v in (*INNER, "ulysses") if v != own] if config.cp > 1 else []
     ),
     "stages": lambda name, own, config, *rest: _even(own),
 }

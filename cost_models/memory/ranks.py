@@ -103,7 +103,7 @@ class _Moment:
     gathered: float | None = None
 
     def num_bytes(self, gathered: float) -> float:
-        """The sum of the terms. `gathered`: parameters that a rank gathers."""
+        """Return the sum of the terms. `gathered`: parameters that a rank gathers."""
         now = gathered if self.gathered is None else self.gathered
         return self.gradients + self.held + self.transient + self.buffers + now
 

@@ -46,7 +46,7 @@ VARIANTS = ("TP+SP", "TP shared")
 
 
 def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str) -> list[list[dict[str, Any]]]:
-    """What each process does: rows of each of DEGREES. The same come back from all of them."""
+    """Do the work of one process and return rows of each of DEGREES. The same come back from all of them."""
     warnings.filterwarnings("ignore")
     # of whole tensors from shards in an order that takes two collectives, which only the check asks for
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

@@ -39,7 +39,7 @@ SIZES = (
 
 
 def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str) -> dict[str, Any]:
-    """What each process does; the same figures come back from all of them."""
+    """Do the work of one process and return its results; the same figures come back from all of them."""
     warnings.filterwarnings("ignore")
     batch = token_batch(size)
     truth = reference(make_llama(size), batch)

@@ -73,7 +73,7 @@ def spread(model: nn.Module) -> nn.Module:
 
 
 class _Copied(torch.autograd.Function):
-    """The same on every rank; the backward sums what the ranks did with it."""
+    """Pass on a tensor that is the same on every rank; the backward sums the gradients of the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,7 @@ HYBRID = {2: ("fully_shard kept, 2 copies",), 3: ("fully_shard, 2 copies",)}
 
 
 def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str) -> list[list[dict[str, Any]]]:
-    """What each process does: rows of each of MICRO_BATCHES. The same come back from all of them."""
+    """Do the work of one process and return rows of each of MICRO_BATCHES. The same come back from all of them."""
     warnings.filterwarnings("ignore")
     batch = token_batch(size)
     truth = train_alone(make_llama(size), batch)

@@ -33,7 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
 
 
 def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str) -> list[dict[str, Any]]:
-    """What each process does; the same rows come back from all of them."""
+    """Do the work of one process and return its results; the same rows come back from all of them."""
     warnings.filterwarnings("ignore")
     batch = token_batch(size)
     truth = train_alone(make_llama(size), batch)

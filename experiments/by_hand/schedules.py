@@ -35,7 +35,7 @@ SCHEDULES = (("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("ZB-H1", 1), ("
 
 
 def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str) -> dict[str, Any]:
-    """What each process does; the same figures come back from all of them."""
+    """Do the work of one process and return its results; the same figures come back from all of them."""
     warnings.filterwarnings("ignore")
     batch = token_batch(size)
     truth = reference(make_llama(size), batch)
@@ -78,7 +78,7 @@ def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str
 
 
 def table_of(cases: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """The results as a table."""
+    """Return the results as a table."""
     table = Table(title=f"forward + backward of HF Llama in stages: {title}")
     for heading in (
         "model", "schedule", "n", "ms", "by hand", "program / by hand", "to 1F1B", "predicted", "gradients",

@@ -47,7 +47,7 @@ def _count(contender: Contender, world: int) -> dict[str, Any]:
 
 
 def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str) -> dict[str, Any]:
-    """What each process does; the same figures come back from all of them."""
+    """Do the work of one process and return its results; the same figures come back from all of them."""
     warnings.filterwarnings("ignore")
     batch = token_batch(size)
     truth = reference(make_llama(size), batch)
@@ -79,7 +79,7 @@ def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str
 
 
 def table_of(cases: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """The results as a table."""
+    """Return the results as a table."""
     table = Table(title=f"forward + backward of HF Llama: {title}")
     left = ("model", "program")
     for heading in (*left, "ms", "autoplan / this", "cpu", "fwd", "bwd", "MB", "diff"):

@@ -62,7 +62,7 @@ class Row:
 
 
 def make_environment(folder: Path, python: str, wanted: Mapping[str, str]) -> Path:
-    """The interpreter of a virtual environment with `wanted` (package -> version) and this checkout."""
+    """Return the interpreter of a virtual environment with `wanted` (package -> version) and this checkout."""
     found = folder / "bin" / "python"
     if not found.exists():
         subprocess.run([python, "-m", "venv", folder], check=True)
@@ -114,7 +114,7 @@ def run_tests(python: Path, names: Sequence[str], workers: int) -> dict[str, int
 
 
 def with_row(text: str, row: Row) -> str:
-    """The document with `row` in its table, in place of an earlier one of the same versions."""
+    """Return the document with `row` in its table, in place of an earlier one of the same versions."""
     lines = text.splitlines()
     first = lines.index(HEAD) + 2
     last = next((i for i in range(first, len(lines)) if not lines[i].startswith("|")), len(lines))

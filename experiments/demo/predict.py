@@ -41,7 +41,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def timeline(plan: Plan) -> dict[str, Any]:
-    """The predicted step as Chrome trace events."""
+    """Return the predicted step as Chrome trace events."""
     return trace(plan.estimate)
 
 

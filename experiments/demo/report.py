@@ -116,7 +116,7 @@ def paragraph(console: Console, text: str, indent: int = 2, style: str = "") -> 
 
 
 def plans_of(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> list[Plan]:
-    """The chosen one first."""
+    """Return the plans, the chosen one first."""
     return [Plan(name, predicted["plans"][name], measured["plans"][name]) for name in predicted["plans"]]
 
 
@@ -150,7 +150,7 @@ def answer(console: Console, plans: Sequence[Plan], outcome: Outcome) -> None:
 
 
 def ranking(plans: Sequence[Plan]) -> str:
-    """Whether the prediction ordered the plans as the clock did."""
+    """Return whether the prediction ordered the plans as the clock did."""
     if len(plans) < 2:
         return "no other plan to compare with"
     chosen, best = plans[0], min(plans, key=lambda p: p.measured_s)
@@ -214,7 +214,7 @@ def breakdown(predicted: Mapping[str, Any]) -> Table:
 
 
 def memory(plan: Mapping[str, Any]) -> Table:
-    """The chosen plan's memory by term and stage."""
+    """Return the chosen plan's memory by term and stage."""
     stages = plan["estimate"]["memory_bytes"]
     heads = [f"stage {i}" for i in range(len(stages))] if len(stages) > 1 else ["every rank"]
     table = plain_table(f"predicted memory of {plan['label']}, MB", *heads, "evidence", left=1)
@@ -251,7 +251,7 @@ def profile_line(profile: Mapping[str, Any]) -> str:
 
 
 def certificate_line(c: Mapping[str, Any]) -> str:
-    """What was searched, and how far from the best the plan may be."""
+    """Return what was searched, and how far from the best the plan may be."""
     rules = "".join(f", {name} {count}" for name, count in c["illegal_by_rule"].items())
     return (
         f"certificate: {c['considered']} candidates: {c['illegal']} illegal{rules}, {c['too_big']} too big, "
@@ -314,7 +314,7 @@ def clipping(chosen: Plan, predicted: Mapping[str, Any]) -> str:
 
 
 def disturbance(plans: Sequence[Plan], machine: Mapping[str, Any]) -> str:
-    """Whether the machine was ours while the plans were timed."""
+    """Return whether the machine was ours while the plans were timed."""
     training = statistics.median(plans[0].measured["training"]["step_s"][CHECKED_STEPS:])
     before = f" The chosen plan's steps in training: median {_ms(training)} ms."
     total = sum(len(p.times["step_s"]) for p in plans)

@@ -155,7 +155,7 @@ def compare(losses: list[float], gradients: dict[str, torch.Tensor], reference: 
 
 
 def parity_table(plans: list[report.Plan], found: dict[str, Parity], reference: Reference) -> Table:
-    """A row per plan."""
+    """Return a row per plan."""
     losses = [f"loss of step {i}" for i in range(1, CHECKED_STEPS + 1)]
     title = f"{len(reference.gradients)} gradients"
     table = report.plain_table("relative difference", *losses, title, "largest in the gradient of", left=1)
@@ -176,7 +176,7 @@ def curve(values: list[float]) -> str:
 
 
 def outcome(plans: list[report.Plan], found: dict[str, Parity]) -> report.Outcome:
-    """What the exit code depends on."""
+    """Return what the exit code depends on."""
     few = 5
     losses = plans[0].measured["losses"]
     first, last = losses[0], sum(losses[-few:]) / few
@@ -270,7 +270,7 @@ def prepare_folder(fresh: bool) -> None:
 
 
 def demo(processes: int, steps: int, fresh: bool, timeout_s: float) -> int:
-    """The whole demo; the exit code."""
+    """Run the whole demo and return the exit code."""
     started = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: through the `finally` of torchrun
     prepare_folder(fresh)

@@ -49,7 +49,7 @@ make_optimizer = functools.partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.01
 
 
 def make_model() -> nn.Module:
-    """A small Llama with random weights, the same in every process."""
+    """Return a small Llama with random weights, the same in every process."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

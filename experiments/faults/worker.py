@@ -52,7 +52,7 @@ class Cell:
     timeout_s: float
 
     def to_json(self) -> str:
-        """The cell as text."""
+        """Return the cell as text."""
         return json.dumps(asdict(self))
 
 

@@ -142,7 +142,7 @@ def difference(mine: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def worst_difference(mine: Mapping[str, Any], truth: Mapping[str, Any]) -> float:
-    """The worst of `difference` over names. KeyError if the names differ."""
+    """Return the worst of `difference` over names. KeyError if the names differ."""
     if set(mine) != set(truth):
         raise KeyError(f"only one side has {sorted(set(mine) ^ set(truth))[:3]}")
     return max((difference(mine[name], truth[name]) for name in truth), default=0.0)

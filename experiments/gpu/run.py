@@ -1,7 +1,7 @@
 """Everything that only a GPU can show, in one command of at most 10 minutes on one NVIDIA GPU.
 
-    python -m experiments.gpu.run [--only kernels --only step] [--json FILE] [--folder DIR]
-    python -m experiments.gpu.run --device cpu --quick      does it run? The same code with tiny sizes and no GPU
+    python -m experiments.on_gpu [--only kernels --only step] [--json FILE] [--folder DIR]
+    python -m experiments.on_gpu --device cpu --quick      does it run? The same code with tiny sizes and no GPU
 
 Each part runs in a process of its own, with a time limit: what one of them breaks does not touch the others, and what
 it found before is kept. A row either passes or fails (its figures against a stated limit), or is a figure to read. The
@@ -100,7 +100,7 @@ def run_part(part: Part, device: str, quick: bool, folder: Path, limit_s: float)
 
 
 def _end_group(child: subprocess.Popen[bytes]) -> None:
-    """The process with all that it started."""
+    """Kill the process with all that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
@@ -117,7 +117,7 @@ def _child(name: str, run: Run) -> None:
 
 
 def provenance(device: str) -> dict[str, Any]:
-    """What the figures depend on: device, driver, versions, date. No names of hosts."""
+    """Return what the figures depend on: device, driver, versions, date. It holds no names of hosts."""
     import torch
 
     found = {**environment(), "date": datetime.date.today().isoformat(), "device": device}
@@ -129,7 +129,7 @@ def provenance(device: str) -> dict[str, Any]:
 
 
 def _facts(device: str) -> dict[str, Any]:
-    """`provenance`, asked in a process of its own: this one holds no memory of the GPU, and survives what fails."""
+    """Ask `provenance` in a process of its own: this one holds no memory of the GPU, and survives what fails."""
     known = {**environment(), "date": datetime.date.today().isoformat(), "device": device}
     try:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -139,7 +139,7 @@ def _facts(device: str) -> dict[str, Any]:
 
 
 def _driver() -> str:
-    """Driver version, as nvidia-smi tells it; empty where there is none."""
+    """Return the driver version that nvidia-smi tells; empty where there is none."""
     try:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         return subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.split()[0]
@@ -148,7 +148,7 @@ def _driver() -> str:
 
 
 def table_of(rows: Sequence[Row], title: str) -> Table:
-    """All rows, part by part."""
+    """Return a table of all rows, part by part."""
     table = Table(title=title)
     for heading in ("part", "what", "", "figures"):
         table.add_column(heading, overflow="fold")

@@ -207,7 +207,7 @@ class Training:
 
 
 def trainings(quick: bool) -> list[Training]:
-    """What is predicted and measured, in bfloat16."""
+    """Return what is predicted and measured, in bfloat16."""
     if quick:
         small = Size(64, 2, 32, 4, 256)
         return [

@@ -151,7 +151,7 @@ def read_samples(path: Path) -> tuple[list[Sample], Counter[str]]:
 
 
 def samples_of(rows: Iterable[Mapping[str, str]]) -> tuple[list[Sample], Counter[str]]:
-    """The same of rows already read."""
+    """Return the samples of rows that were read, and the number of rows left out by reason."""
     out, left_out = [], Counter[str]()
     for row in rows:
         made = _sample(row)

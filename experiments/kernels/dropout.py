@@ -39,7 +39,7 @@ OWN = "torch's own"
 
 
 def measured(shape: tuple[int, int, int], dtype: torch.dtype, budget_s: float) -> dict[str, Any]:
-    """The figures of one tensor: [batch, sequence, hidden], one half of the hidden dim on this rank of two."""
+    """Return the figures of one tensor: [batch, sequence, hidden], one half of the hidden dim on this rank of two."""
     batch, length, hidden = shape
     index: tuple[Factor, ...] = ((batch, batch, "batch"), (length, length, ()), (hidden, 2 * hidden, ("tp",)))
     given = partial(dropout, p=0.1, rng=torch.tensor([7, 3, 16]), site=3, index=index)

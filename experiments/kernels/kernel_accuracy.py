@@ -153,7 +153,7 @@ class Study:
         return lambda rows: fit(rows, self._bounds(kind), held)
 
     def _nearest(self, family: str, kind: KernelKind) -> Fitted | None:
-        """What an unknown device of this peak would inherit: constants of the nearest family, scaled."""
+        """Return what an unknown device of this peak would inherit: constants of the nearest family, scaled."""
         near = nearest_family(family, [f for f, k in self.gemm if k is kind])
         if near is None:
             return None

@@ -73,7 +73,7 @@ class Fitted:
 
 
 def constants(values: Mapping[str, float]) -> KernelConstants:
-    """The kernel's part of `values`."""
+    """Return the kernel's part of `values`."""
     filled = {"split_share": 1.0, **values}
     return KernelConstants(**{name: filled[name] for name in KernelConstants.__dataclass_fields__})
 

@@ -50,7 +50,7 @@ DEPTHS = {"8B": (32,), "70B": (80,), "405B": (2, 8, 32, 80, 126)}
 
 
 def make_model(shape: Published, depth: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A Llama of fake bf16 parameters and an example batch, neither with any storage."""
+    """Return a Llama of fake bf16 parameters and an example batch, neither with any storage."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -148,7 +148,7 @@ def _ilp(graph: Any, tp: int) -> dict[str, Any]:
 
 
 def tables_of(cases: list[dict[str, Any]], title: str) -> list[Table]:
-    """The results as two tables."""
+    """Return the results as two tables."""
     first = Table(title=f"capture of HF Llama, fake bf16 parameters: {title}")
     for heading in (
         "model",

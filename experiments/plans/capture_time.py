@@ -78,7 +78,7 @@ def _between(begin: tuple[float, float], end: tuple[float, float]) -> tuple[floa
 
 
 def measure_estimate(name: str, config: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-    """The same of `autoplan estimate` on the config file, from the start of Python, and how it ended."""
+    """Measure `autoplan estimate` on the config file, from the start of Python, and say how it ended."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(text.dumps(config))
@@ -97,7 +97,7 @@ def measure_estimate(name: str, config: Mapping[str, Any], limit_s: float) -> di
 
 
 def table_of(rows: list[dict[str, Any]], title: str) -> Table:
-    """The results as a table."""
+    """Return the results as a table."""
     table = Table(title=f"processor seconds (wall): {title}")
     for heading in ("model", "B params", "blocks", "calls", "build s", "capture s", "MB", "estimate s", "outcome"):
         table.add_column(heading, justify="left" if heading in ("model", "outcome") else "right", no_wrap=True)

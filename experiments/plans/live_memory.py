@@ -57,7 +57,7 @@ class LiveBytes(TorchDispatchMode):
         return sorted(self._at_peak, reverse=True)
 
     def alive(self) -> list[tuple[int, str, tuple[int, ...]]]:
-        """What is alive now, largest first."""
+        """Return what is alive now, largest first."""
         return sorted(self._alive.values(), reverse=True)
 
     def reset_peak(self) -> None:
@@ -165,7 +165,7 @@ def _arguments(stage: nn.Module) -> frozenset[str]:
 
 
 def table_of(cases: list[dict[str, Any]], title: str) -> Table:
-    """The results as a table."""
+    """Return the results as a table."""
     table = Table(title=f"activation memory, predicted / measured, MB: {title}")
     for heading in ("model", "saved", "ratio", "peak", "ratio"):
         table.add_column(heading, justify="left" if heading == "model" else "right", no_wrap=True)

@@ -39,7 +39,7 @@ class Predicted:
 
 
 def graph_of(size: Size) -> ModelGraph:
-    """The model as the planner sees it."""
+    """Return the model as the planner sees it."""
     return capture(make_llama(size), token_batch(size))
 
 

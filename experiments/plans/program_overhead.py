@@ -84,7 +84,7 @@ def run_case(family: str, size: Size, budget_s: float) -> dict[str, Any]:
 
 
 def table_of(cases: list[dict[str, Any]], title: str) -> Table:
-    """The results as a table."""
+    """Return the results as a table."""
     table = Table(title=f"program at 1 rank / eager, forward + backward: {title}")
     for heading in ("model", "n", "eager ms", "program ms", "ratio [quartiles]", "fastest", "cpu", "saved MB (ratio)"):
         table.add_column(heading, justify="left" if heading == "model" else "right", no_wrap=True)

@@ -44,7 +44,7 @@ class Setup:
     num_layers: int | None = None
 
     def on(self, cluster: str) -> Setup:
-        """The same on another cluster."""
+        """Return this setup on another cluster."""
         return replace(self, cluster=cluster)
 
 
@@ -55,7 +55,7 @@ def _graph(model: str | Shape, num_layers: int | None) -> ModelGraph:
 
 
 def _shallow(graph: ModelGraph, num_layers: int) -> ModelGraph:
-    """The graph with its first layers only."""
+    """Return the graph with its first layers only."""
     layers = [c for c in graph.calls if c.params and re.search(r"\.\d+$", c.name)]
     kept, gone = layers[:num_layers], layers[num_layers:]
     handed = dict(zip(gone[-1].outputs, kept[-1].outputs, strict=True))
@@ -164,7 +164,7 @@ class Claim:
     compare: Callable[..., Rows]
 
     def rows(self, case: Case) -> list[Ratio | Holds]:
-        """What is predicted in a case."""
+        """Return what is predicted in a case."""
         return list(self.compare(*case.arguments))
 
 
@@ -188,5 +188,5 @@ def claim(cases: Sequence[Any] = ((),), because: str = "") -> Callable[[Callable
 
 
 def claims(names: Mapping[str, object]) -> tuple[Claim, ...]:
-    """The claims of a module, in its order."""
+    """Return the claims of a module, in its order."""
     return tuple(value for value in names.values() if isinstance(value, Claim))

@@ -25,7 +25,7 @@ INTERLEAVED = "Interleaved1F1B"
 
 
 def _gpt(layers: int, hidden: int, heads: int, seq_len: int) -> Shape:
-    """A GPT of Megatron-LM with its padded vocabulary."""
+    """Return a GPT of Megatron-LM with its padded vocabulary."""
     return Shape(
         layers, hidden, 4 * hidden, heads, heads, 51200, seq_len, 0, 0, 0, 0, 0, Kind(False, True, hidden // heads)
     )
@@ -365,7 +365,7 @@ def megascale_against_megatron(num: int, batch: int, megatron: float, megascale:
 
 
 def _precisions(model: str, cluster: str, batch: int, formats: tuple[str, str], **degrees: Any) -> float:
-    """How many times as fast the second is."""
+    """Return how many times as fast the second is."""
     first, second = (
         step_s(Setup(model, cluster, 8192, f"{p}-grad16", options=BRIDGE), batch, schedule=INTERLEAVED, **degrees)
         for p in formats

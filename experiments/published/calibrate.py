@@ -173,7 +173,7 @@ def stated_interval(of_step: Sequence[str], steps: Sequence[MeasuredStep], error
 
 
 def origin(source: str) -> str:
-    """The repository or paper that a row names first, without files and lines."""
+    """Return the repository or paper that a row names first, without files and lines."""
     repository = re.match(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source)
     return repository.group(0) if repository else re.split(r";| \(|,? (?:Table|Fig|p\.|section)", source)[0].strip()
 

@@ -63,7 +63,7 @@ class Variant:
     note: str = ""
 
     def off(self, memory_gb: float) -> float:
-        """How far a stated size is from the nearest of its own, relative."""
+        """Return how far a stated size is from the nearest of its own, relative."""
         return min(abs(memory_gb / size - 1) for size in self.sizes_gb)
 
     @property
@@ -223,7 +223,9 @@ def cluster_of(row: Row) -> Cluster:
 
 
 def clusters_of(row: Row) -> ClusterMatch:
-    """The same with what else the row may mean. Devices that no equal nodes hold are on more, smaller ones.
+    """Return the cluster of a row, and the others that it may mean.
+
+    Devices that equal nodes cannot hold are on more, smaller nodes.
 
     Raises: Unstated, Unpriced: a device that is not stated, or that the catalog lacks.
     """

@@ -14,7 +14,7 @@ from experiments.published.shapes import Shape
 
 @lru_cache(maxsize=4)
 def graph_of(shape: Shape) -> ModelGraph:
-    """The graph of a decoder with these dimensions. CaptureError if its layers cannot be captured."""
+    """Return the graph of a decoder with these dimensions. CaptureError if its layers cannot be captured."""
     if shape.adapters is not None:
         return with_adapters(graph_of(replace(shape, adapters=None)), shape.adapters)
     # every kind of layer twice, so that the last ones show how layers follow one another

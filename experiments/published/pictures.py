@@ -35,12 +35,12 @@ class Picture:
 
 
 def shown(results: Sequence[Result]) -> list[Result]:
-    """The rows with a measured and a predicted step."""
+    """Return the rows with a measured and a predicted step."""
     return [r for r in results if r.measured_s > 0 and r.predicted_s > 0]
 
 
 def worst(results: Sequence[Result]) -> list[Result]:
-    """The rows with the largest errors, the worst first."""
+    """Return the rows with the largest errors, the worst first."""
     return sorted(shown(results), key=lambda r: -abs(_error(r)))[:_WORST]
 
 
@@ -49,7 +49,7 @@ def _error(row: Result) -> float:
 
 
 def pictures(results: Sequence[Result]) -> list[Picture]:
-    """The pictures of some results."""
+    """Return the pictures of some results."""
     rows = shown(results)
     return [_campaigns(rows), _steps(rows)] if rows else []
 
@@ -85,7 +85,7 @@ def _svg(name: str, width: int, height: int, alt: str, parts: Sequence[str]) -> 
 
 
 def _campaigns(rows: Sequence[Result]) -> Picture:
-    """A row of dots for each campaign, the largest first: predicted / measured of its steps."""
+    """Return a row of dots for each campaign, the largest first: predicted / measured of its steps."""
     by_name: dict[str, list[Result]] = {}
     for row in rows:
         by_name.setdefault(row.campaign, []).append(row)

@@ -231,7 +231,7 @@ GROUPS: Mapping[str, Callable[[Result], str]] = {
 
 
 def summary_of(results: Sequence[Result]) -> dict[str, Any]:
-    """All groups as plain data."""
+    """Return all groups as plain data."""
     feasibility = Feasibility.of(results)
     tables = {name: grouped(results, key) for name, key in GROUPS.items()}
     return {

@@ -272,7 +272,7 @@ class _Ran:
 
 
 def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
-    """How a row ran."""
+    """Return how a row ran."""
     defaults, notes = tables.DEFAULTS[framework], []
     degrees, assumed = _degrees(row)
     tp, pp, cp, dp = (degrees[name] for name in ("tp", "pp", "cp", "dp"))

@@ -100,7 +100,7 @@ class Shape:
         return q + h * (c["kv_lora_rank"] + c["qk_rope_head_dim"]) + up + self.heads * c["v_head_dim"] * h
 
     def config(self) -> dict[str, Any]:
-        """The fields of a Hugging Face config with these dimensions."""
+        """Return the fields of a Hugging Face config with these dimensions."""
         k = self.kind
         if self.learned_positions:
             return {
@@ -193,7 +193,7 @@ class Shapes:
                 continue  # says so again when this row is priced
 
     def of(self, row: Row) -> Shape:
-        """The likeliest shape. Raises: as `read`."""
+        """Return the likeliest shape. Raises: as `read`."""
         return self.read(row).shape
 
     def read(self, row: Row) -> ShapeMatch:
@@ -235,7 +235,7 @@ _Candidate = tuple[Shape, tuple[int, ...]]
 
 
 def _candidates(row: Row) -> tuple[list[_Candidate], tuple[str, ...]]:
-    """What the dimensions may be, the likeliest first, and which of them are blank."""
+    """Return what the dimensions may be, the likeliest first, and which of them are blank."""
     hidden, layers, positions = row.needed("hidden"), row.needed("layers"), row.needed("seq_len")
     experts = row.count("moe_experts") or 0
     era = era_of(row["source"], row["notes"], row["gpu"])
@@ -396,7 +396,7 @@ def _adapters(row: Row) -> Adapters | None:
 
 
 def _kinds(shape: Shape) -> list[Kind]:
-    """What a shape may be, the usual kind first."""
+    """Return what a shape may be, the usual kind first."""
     usual, moe = shape.kind, shape.num_experts > 0
     dims = list(dict.fromkeys((usual.head_dim, *reading.HEAD_DIMS)))
     if moe and usual.head_dim not in reading.HEAD_DIMS:

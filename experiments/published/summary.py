@@ -34,7 +34,7 @@ def _constants() -> dict[str, Any]:
 
 
 def held_out_of(campaigns: Sequence[str]) -> dict[str, Any]:
-    """What is known of these campaigns without a part of theirs in the constants; None where it is not known.
+    """Return what is known of these campaigns without a part of theirs in the constants; None where it is not known.
 
     macro_mean: over those with a held-out error, by `errors` of each; models: mean error of rows with and without
     experts; covered: share of steps in the intervals of their class, each campaign's in intervals of the others.
@@ -54,7 +54,7 @@ def held_out_of(campaigns: Sequence[str]) -> dict[str, Any]:
 
 
 def held_out_text(campaigns: Sequence[str]) -> list[str]:
-    """The same in words: what of the printed figures is in sample, and what is not."""
+    """Return lines that say which of the printed figures are in sample, and which are not."""
     found = held_out_of(campaigns)
     lines = []
     if found["errors"]:
@@ -90,7 +90,7 @@ def _share(value: float | None, signed: bool = False) -> str:
 
 
 def markdown(summary: Mapping[str, Any], held_out: Mapping[str, float]) -> str:
-    """The table of a summary (`validate_published.summary_of`)."""
+    """Return the table of a summary (`validate_published.summary_of`)."""
     lines = [
         "| runs | rows | priced | mean error | held out | median | bias | within interval |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",

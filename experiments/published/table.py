@@ -88,7 +88,7 @@ class Row:
         return value
 
     def measured(self, column: str) -> float | None:
-        """What was measured, None where it is blank. Unmeasured for what nothing can be compared with."""
+        """Return what was measured, None where it is blank. Unmeasured for what nothing can be compared with."""
         try:
             value = self.number(column)
         except AutoplanError as exc:
@@ -173,7 +173,7 @@ def _fields(line: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _faults(line: Mapping[str, Any], num_columns: int, others: set[int]) -> tuple[str, ...]:
-    """What is wrong with a line as text."""
+    """Return what is wrong with a line as text."""
     out = [f"line {number} is not UTF-8: read as Windows-1252" for number in sorted(others)]
     if _MORE in line:
         out.append(f"{num_columns + len(line[_MORE])} fields in a table of {num_columns} columns: the last are left")

@@ -91,7 +91,7 @@ def price(task: Task) -> Priced:
 
 
 def _second_layer(task: Task) -> Priced:
-    """A model of two layers less one of one, without the optimizer: forward and backward of a layer."""
+    """Return a model of two layers less one of one, without the optimizer: forward and backward of a layer."""
     two, one = (price(replace(task, shape=replace(task.shape, layers=n), layer=False)) for n in (2, 1))
     out = []
     for more, less in zip(two.estimates, one.estimates, strict=True):
@@ -120,7 +120,7 @@ def _first_legal(task: Task) -> tuple[Setting, Planned, str]:
 
 
 def request_of(task: Task, setting: Setting) -> PlanRequest:
-    """What the planner is asked."""
+    """Return what the planner is asked."""
     graph, batch = graph_of(setting.shape or task.shape), task.global_batch_size
     return PlanRequest(
         graph,
@@ -154,7 +154,7 @@ def variant(request: PlanRequest, first: Planned, was: Setting, setting: Setting
 
 
 def _whose(row: Row) -> dict[str, Any]:
-    """The fields of a result that its row states."""
+    """Return the fields of a result that its row states."""
     return {
         "id": row["id"],
         "campaign": row["campaign"],
@@ -303,7 +303,7 @@ def _map(groups: Sequence[Sequence[Case]], jobs: int, progress: Console | None) 
 
 
 def _answer(future: Future[list[Result]], group: Sequence[Case]) -> list[Result]:
-    """What a process answered; if it died (of memory, mostly), with its pool, the group has one of its own."""
+    """Return what a process answered; if it died (of memory, mostly), with its pool, the group has one of its own."""
     try:
         return future.result()
     except BrokenProcessPool:
@@ -441,7 +441,7 @@ def main(
 
 
 def chosen(rows: Sequence[Row], trust: str, campaign: str, limit: int) -> list[Row]:
-    """The rows that the options ask for. AutoplanError names the values that there are."""
+    """Return the rows that the options ask for. AutoplanError names the values that there are."""
     for column, wanted in (("trust", trust), ("campaign", campaign)):
         there = sorted({row[column] for row in rows})
         if wanted and wanted not in there:

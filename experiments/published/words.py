@@ -123,7 +123,7 @@ HALF = "half"  # of every stage's layers, in full
 
 
 def recompute_of(row: Row, usual: tuple[str, ...]) -> tuple[str, ...]:
-    """What is computed again, the likeliest first. `usual`: of the framework."""
+    """Return what is computed again, the likeliest first. `usual`: of the framework."""
     text = row["recompute"]
     if not text:
         return usual
@@ -154,7 +154,7 @@ _STATED = r"off-?load\w*\W+(true|on|yes|enabled|\d)"  # in notes, which also tel
 
 
 def offload_of(row: Row, zero_stage: int, shards: int) -> Words[OnHost]:
-    """What is on the host; nothing where no words say so.
+    """Return what is on the host; nothing where no words say so.
 
     Of a share of it below a half nothing is the prediction, else all of it, and the other one widens the interval; what
     runs beside other work, too. Words that do not say what is offloaded: parameters where ZeRO 3 shards them, else the

@@ -114,7 +114,7 @@ def time_together(contenders: Mapping[str, Contender], budget_s: float) -> dict[
 def results_of(
     times: Mapping[str, Timings], differences: Mapping[str, float], pairs: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
-    """What is reported of every contender; pairs: contender -> the one it is compared with."""
+    """Return what is reported of every contender; pairs: contender -> the one it is compared with."""
     out: dict[str, dict[str, Any]] = {}
     for name, t in times.items():
         out[name] = {"median_s": t.median_s, "difference": differences[name], "repeats": len(t.wall_s)}

@@ -121,7 +121,7 @@ def max_relative_difference(mine: Mapping[str, torch.Tensor], theirs: Mapping[st
 
 
 def environment() -> dict[str, Any]:
-    """What the figures depend on, without naming the machine."""
+    """Return what the figures depend on, without naming the machine."""
     return {
         "cpu_count": os.cpu_count(),
         "architecture": platform.machine(),

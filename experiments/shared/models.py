@@ -73,7 +73,7 @@ def gpt_loss(logits: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.T
 
 
 def make_gpt(size: Size, seed: int = 0) -> GPT:
-    """A GPT with random weights."""
+    """Return a GPT with random weights."""
     torch.manual_seed(seed)
     return GPT(size)
 
@@ -95,7 +95,7 @@ def llama_config(size: Size) -> object:
 
 
 def make_llama(size: Size, seed: int = 0) -> nn.Module:
-    """A Hugging Face Llama with random weights."""
+    """Return a Hugging Face Llama with random weights."""
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -104,7 +104,7 @@ def make_llama(size: Size, seed: int = 0) -> nn.Module:
 
 
 def make_mixtral(size: Size, num_experts: int, top_k: int, seed: int = 0) -> nn.Module:
-    """A Hugging Face Mixtral with random weights; experts twice as wide as the model."""
+    """Return a Hugging Face Mixtral with random weights; experts twice as wide as the model."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(

@@ -73,7 +73,7 @@ class Case(Protocol):
 
     @property
     def ref(self) -> Callable[..., Any] | None:
-        """The same in plain torch, if torch has it."""
+        """Return the operation in plain torch, if torch has it."""
 
     def make(self) -> list[torch.Tensor]:
         """Return its inputs, whole."""
@@ -189,7 +189,7 @@ def namespace(env: Mapping[str, int]) -> dict[str, Any]:
 
 
 def text_of(case: Case, strategy: Strategy, ctx: Context) -> str:
-    """The emitted right-hand side of the case under a strategy."""
+    """Return the emitted right-hand side of the case under a strategy."""
     node, values = case.node, case.values
     op = Op(
         node.outputs, node, node.tensor_inputs, strategy,

@@ -44,7 +44,7 @@ _CONTROLLED = (Training("dropout"), "pp2", "tp2"), (Training("llama"), "ZeRO 3, 
 
 
 def verdict(cell: Cell, found: Sequence[Loaded], truth: Sequence[After]) -> list[str]:
-    """What is wrong with a cell; nothing if it passes. Both by rank."""
+    """Return what is wrong with a cell; nothing if it passes. Both by rank."""
     first, same = found[0], cell.saved == cell.loaded
     wrong = []
     if first.changed:
@@ -144,7 +144,7 @@ def run_controls() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The document of all results, by cell."""
+    """Return the document of all results, by cell."""
     cells = [c for c in all_cells() if str(c) in results]
     passed = [c for c in cells if not results[str(c)]["wrong"]]
     total = sum(1 for _ in all_cells())
@@ -185,7 +185,7 @@ def _mark(result: Mapping[str, Any] | None) -> str:
 
 
 def read_results(path: Path | None) -> dict[str, dict[str, Any]]:
-    """What `--json` has kept, by cell."""
+    """Return what `--json` has kept, by cell."""
     if path is None or not path.exists():
         return {}
     return {r.pop("cell"): r for r in map(json.loads, path.read_text().splitlines())}

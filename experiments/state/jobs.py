@@ -42,7 +42,7 @@ class Loaded:
 
 
 def scheduler_of(pm: ParallelModel) -> Any:
-    """A scheduler whose rate changes with every step."""
+    """Return a scheduler whose rate changes with every step."""
     assert pm.optimizer is not None
     return torch.optim.lr_scheduler.ExponentialLR(pm.optimizer, 0.9)
 
@@ -203,7 +203,7 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def error_of(found: After, truth: After) -> float:
-    """The largest relative difference of a loss."""
+    """Return the largest relative difference of a loss."""
     return max(
         abs(a - b) / abs(b) if math.isfinite(a) else math.inf for a, b in zip(found.losses, truth.losses, strict=True)
     )

@@ -75,7 +75,7 @@ def loss_of(logits: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Te
 
 
 def make_model(family: str) -> nn.Module:
-    """A model with the same random weights in every process."""
+    """Return a model with the same random weights in every process."""
     from transformers import (
         DeepseekV3Config,
         DeepseekV3ForCausalLM,
@@ -107,7 +107,7 @@ def make_model(family: str) -> nn.Module:
 
 
 def samples(first: int, num: int) -> dict[str, torch.Tensor]:
-    """The samples `first` to `first + num` of an endless stream, each a function of its index."""
+    """Return the samples `first` to `first + num` of an endless stream, each a function of its index."""
     rows = []
     for index in range(first, first + num):
         g = torch.Generator().manual_seed(1000 + index)
@@ -126,7 +126,7 @@ OPTIMIZERS: Mapping[str, tuple[type[torch.optim.Optimizer], Mapping[str, Any]]] 
 
 
 def make_optimizer(name: str) -> OptimizerFactory:
-    """An optimizer with two groups of parameters."""
+    """Return an optimizer with two groups of parameters."""
     kind, options = OPTIMIZERS[name]
 
     def make(parameters: Any) -> torch.optim.Optimizer:
@@ -220,7 +220,7 @@ def all_cells() -> Iterator[Cell]:
 
 
 def world_of(plan: str) -> int:
-    """The number of ranks of a plan."""
+    """Return the number of ranks of a plan."""
     pins = PLANS[plan]
     return int(pins.get("dp", 1) * pins.get("tp", 1) * pins.get("pp", 1) * pins.get("cp", 1))
 

@@ -88,7 +88,7 @@ class Cell:
     rank: int
 
     def to_json(self) -> str:
-        """The cell as text."""
+        """Return the cell as text."""
         return json.dumps(asdict(self))
 
 
@@ -99,7 +99,7 @@ def cells() -> list[Cell]:
 
 
 def script() -> str:
-    """The job: the script of docs/training.md."""
+    """Return the job: the script of docs/training.md."""
     found = re.search(r"## Failures.*?```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
     assert found is not None
     return found[1]
@@ -267,7 +267,7 @@ def _lose_agent(
 
 
 def verdict(cell: Cell, truth: Outcome, found: Outcome) -> list[str]:
-    """What is wrong with a run; empty if nothing is."""
+    """Return what is wrong with a run; empty if nothing is."""
     out = [] if found.code == 0 else [f"exit code {found.code}"]
     wanted = dict(truth.losses)
     expected = 2 if cell.where in PLACES and PLACES[cell.where].earlier else 1
@@ -286,7 +286,7 @@ def verdict(cell: Cell, truth: Outcome, found: Outcome) -> list[str]:
 
 
 def table(results: Mapping[str, list[str]]) -> str:
-    """The document."""
+    """Return the document."""
     lines = [
         "# Restarts",
         "",
@@ -321,7 +321,7 @@ def check(cell: Cell, truth: Outcome) -> list[str]:
 
 
 def truth_of(plan: str) -> Outcome:
-    """The job without a failure."""
+    """Run the job without a failure and return its outcome."""
     with tempfile.TemporaryDirectory() as folder:
         found = run_job(Cell(plan, "", 0), Path(folder))
     if found.code or len(found.losses) != NUM_STEPS:

@@ -35,7 +35,7 @@ TIMEOUT_S = 300.0
 
 
 def make_model(device: str) -> nn.Module:
-    """A Llama of 86.5 million parameters."""
+    """Return a Llama of 86.5 million parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

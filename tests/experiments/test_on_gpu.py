@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "experiments.gpu.run", "--device", "cpu", "--quick"]
+COMMAND = [sys.executable, "-m", "experiments.on_gpu", "--device", "cpu", "--quick"]
 
 
 def _run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:

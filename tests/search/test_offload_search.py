@@ -275,9 +275,9 @@ def test_offload_that_cannot_help_is_not_priced(share: float, monkeypatch: pytes
     priced: list[ParallelConfig] = []
     refine = planner._Search._refine
 
-    def counted(self: planner._Search, candidate: ParallelConfig) -> float:
+    def counted(self: planner._Search, candidate: ParallelConfig, cutoff_s: float) -> float:
         priced.append(candidate)
-        return refine(self, candidate)
+        return refine(self, candidate, cutoff_s)
 
     def searched() -> tuple[float, int]:
         priced.clear()

@@ -563,7 +563,7 @@ def _control(p: Pick) -> Text:
 
 
 def _weighed(p: Pick) -> Text:
-    """A value times numbers that differ by place, so that a permutation of it shows."""
+    """Return a value times numbers that differ by place, so that a permutation of it shows."""
     x = p.f()
     first, second = (tuple(t.shape) for t in p.scope.on_both(x))
     num = next((k for k in range(len(first)) if first[::-1][k] != second[::-1][k]), len(first))
