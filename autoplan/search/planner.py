@@ -45,7 +45,7 @@ from autoplan.search.interleaved_cuts import ChunkCutter
 from autoplan.search.intra import StoppedError
 from autoplan.search.later_choices import NEAR, more_stages
 from autoplan.search.layouts import ILP_LIMIT_S, CandidateLayout, LayoutCache
-from autoplan.search.outcomes import LARGE_VALUES, NO_LAYOUT, Decided, Outcome, tally
+from autoplan.search.outcomes import BOUNDED_OUT, LARGE_VALUES, NO_LAYOUT, SOLVED, Decided, Outcome, settled
 from autoplan.search.progress import Phases, Progress, Teller
 from autoplan.search.quick_memory import QuickMemory
 from autoplan.search.request import (
@@ -185,6 +185,8 @@ class _Search:
             if self.plans.best and self._elapsed_s() > until_s:
                 break
             self._evaluate_some(some, until_s)
+        if not self.plans.best:
+            self._first_offloads(candidates)
         if not self.plans.best or len(candidates) < _FEW:
             return
         with self.phases.spent("space"):
@@ -192,10 +194,17 @@ class _Search:
         examined = None
         while examined != self.plans.best[0] and self._elapsed_s() < until_s:
             examined = self.plans.best[0]
-            for some in self.neighbours.of(examined.candidate.but(context_method=None)):
+            for some in self.neighbours.of(examined.candidate.but(context_method=None, offload=())):
                 self._evaluate_some(some, until_s)
                 if self.plans.best[0] != examined:
                     break
+
+    def _first_offloads(self, candidates: Sequence[ParallelConfig]) -> None:
+        """Evaluate usual layouts, of which none fits, with each kind of offload."""
+        made = (c for some in usual(candidates) for each in some for c in self._with_methods(each))
+        known = [c for c in made if c in self.first_bounds]
+        self.offloaded.update(known)
+        self._search_offloads([each for c in known for each in offloaded(self.request, c)])
 
     def _evaluate_some(self, candidates: Sequence[ParallelConfig], until_s: float) -> None:
         """Evaluate those of the candidates that may be better than the best plan, best first."""
@@ -224,7 +233,7 @@ class _Search:
         Candidates of cut sequences are replaced by one per combination of context-parallel methods.
         """
         for key in sorted(self.pending):
-            if self.bounds and self._elapsed_s() > until_s:
+            if self.bounds and self._elapsed_s() > (until_s if self.plans.best else self.patience_s / 2):
                 self._out_of_time()
                 return
             self._tell(0.0)
@@ -261,11 +270,20 @@ class _Search:
                     self._exclude(candidate)
 
     def _bound_states(self, candidates: Sequence[ParallelConfig], below_s: float) -> None:
-        """Make the bounds of candidates with the same work inside blocks stronger, by their states and memory."""
+        """Make the bounds of candidates with the same work inside blocks stronger, by their states and memory.
+
+        While there is no plan, which hints at little memory, those that cannot fit are decided before, and get no bound.
+        """
+        if not self.plans.best:
+            for candidate in candidates:
+                self._exclude(candidate)
+            candidates = [c for c in candidates if c not in self.outcomes]
         found = self.points.state_bounds(candidates, below_s) if candidates else None
         for candidate, (free, tight) in zip(candidates, found or (), strict=found is not None):
             self.first_bounds[candidate] = max(free, self.first_bounds.get(candidate, 0.0))
             self.bounds[candidate] = max(free, tight, self.bounds.get(candidate, 0.0))
+            if tight == math.inf:
+                self._decide([candidate], LARGE_VALUES)
 
     def _bound(self, candidate: ParallelConfig, limit_s: float | None = None) -> None:
         """Decide a candidate, or give it a cutter and a first bound; it gets neither if its layout was stopped."""
@@ -331,7 +349,8 @@ class _Search:
         """
         self._offload_near_best()
         new: list[ParallelConfig] = []
-        enough = -math.inf if self._out_of_time() else self.plans.enough_s()  # what is not made stays open
+        stopped = self._out_of_time() and bool(self.plans.best)
+        enough = -math.inf if stopped else self.plans.enough_s()  # what is not made stays open
         left = [c for members in self.pending.values() for c in members]
         for candidate in (*self.grouped, *left):
             outcome, bound = self.outcomes.get(candidate), self.first_bounds.get(candidate)
@@ -373,7 +392,7 @@ class _Search:
         near = limit_s(self.plans.cutoff_s(), NEAR)
         new: dict[ParallelConfig, float] = {}
         for candidate, cutter in self.cutters.items():
-            decided = self.outcomes.get(candidate, (Outcome.SOLVED, ""))[0] is not Outcome.SOLVED
+            decided = self.outcomes.get(candidate, SOLVED)[0] is not Outcome.SOLVED
             if decided or not isinstance(cutter, ChunkCutter) or self.bounds[candidate] > near:
                 continue
             some = more_stages(self.request, candidate)
@@ -384,8 +403,7 @@ class _Search:
     def _memory_binds(self, candidate: ParallelConfig) -> bool:
         """Return False, and decide or bound the candidate, if offloading cannot help its degrees."""
         kept = candidate.but(offload=())
-        too_big = self.outcomes.get(kept, (None, ""))[0] is Outcome.TOO_BIG
-        binds = too_big or self.bounds.get(kept, 0.0) > self.first_bounds.get(kept, math.inf)
+        binds = self.outcomes.get(kept, (None, ""))[0] is Outcome.TOO_BIG
         if kept not in self.cutters:
             self._bound(kept)
         if binds or kept not in self.cutters:  # its layout was stopped, or a value of the graph is too big for a device
@@ -395,7 +413,7 @@ class _Search:
             free = max(self.first_bounds[kept], cutter.free_bound_s())
             binds = free < self.plans.enough_s() and cutter.binds(cutoff)
         if free >= cutoff or not (binds or free >= self.plans.enough_s()):
-            self.outcomes[candidate] = (Outcome.BOUNDED_OUT, "")
+            self.outcomes[candidate] = BOUNDED_OUT
         self.bounds[candidate] = max(self.bounds[candidate], free)
         return binds
 
@@ -455,14 +473,14 @@ class _Search:
         elif cut.chunks is not None:
             self._take(candidate, cut)
         elif cut.exact:
-            self.outcomes[candidate] = (Outcome.SOLVED, "")
+            self.outcomes[candidate] = SOLVED
             self.bounds[candidate] = max(self.bounds[candidate], cutoff_s)
         else:
             self.bounds[candidate] = max(self.bounds[candidate], cut.bound_s)
 
     def _take(self, candidate: ParallelConfig, cut: Cut) -> None:
         self.bounds[candidate] = max(self.bounds[candidate], cut.bound_s)
-        self.outcomes[candidate] = (Outcome.SOLVED, "")
+        self.outcomes[candidate] = SOLVED
         self.plans.add(candidate, cut)
 
     def _least_memory_first(self, checked: Space) -> None:
@@ -472,7 +490,9 @@ class _Search:
             left = self.patience_s - self._elapsed_s()
             if left <= 0:
                 return
-            if candidate not in self.cutters:
+            if candidate in self.bounds:
+                self._exclude(candidate)
+            if candidate not in self.cutters and candidate not in self.outcomes:
                 self._bound(candidate, min(ILP_LIMIT_S, left))
             if candidate in self.cutters and self._refine(candidate, math.inf) < math.inf:
                 self._evaluate(candidate, math.inf, max(64, 20 * _MAX_ACTIONS // candidate.num_actions))
@@ -541,38 +561,23 @@ class _Search:
         return config.but(recompute=chosen_recompute(self._pricer(candidate), entry.chunks, entry.recompute))
 
     def _certificate(self, checked: Space) -> Certificate:
-        best, cutoff = self.plans.best[0].step_s, self.plans.cutoff_s()
-        least_solved, least_open, num_open = math.inf, math.inf, 0
-        for bound, number in self.not_made_bounds.items():
-            out = bound >= cutoff
-            self.not_made[(Outcome.BOUNDED_OUT, "") if out else None] += number
-            least_open = least_open if out else min(least_open, bound)
-        for candidate in checked.candidates:
-            bound = self.bounds.get(candidate, 0.0)
-            if candidate not in self.outcomes and bound >= cutoff:
-                self.outcomes[candidate] = (Outcome.BOUNDED_OUT, "")
-            num_open += candidate not in self.outcomes
-            if candidate not in self.outcomes:
-                least_open = min(least_open, bound)
-            elif self.outcomes[candidate][0] is Outcome.SOLVED:
-                least_solved = min(least_solved, bound)
-        decided = tally(self.outcomes.values(), self.not_made)
-        num_open += self.not_made[None]
-        least, enough = min(least_open, least_solved), self.plans.enough_s()
+        best, cutoff, enough = self.plans.best[0].step_s, self.plans.cutoff_s(), self.plans.enough_s()
+        end = settled(checked.candidates, self.outcomes, self.bounds, self.not_made, self.not_made_bounds, cutoff)
+        least, decided = min(end.least_open_s, end.least_solved_s), end.tally
         point, status = self.points.of(self.plans.best[0].candidate), self.status
-        if status is Status.TIME_LIMIT and least_open >= enough:  # everything was decided just in time
+        if status is Status.TIME_LIMIT and end.least_open_s >= enough:  # everything was decided just in time
             status = Status.COMPLETE
         if status is Status.COMPLETE and not self.points.all_proved:
             status = Status.LAYOUTS
         if status is Status.COMPLETE and least < best:
             status = Status.NEAR if least >= enough < cutoff else Status.CUTS
         return Certificate(
-            considered=checked.num_considered + self.not_made.total(),
+            considered=checked.num_considered + self.not_made.total() + self.not_made_bounds.total(),
             illegal=sum(checked.illegal.values()) + decided.outcomes[Outcome.ILLEGAL],
             too_big=decided.outcomes[Outcome.TOO_BIG],
             bounded_out=decided.outcomes[Outcome.BOUNDED_OUT],
             solved=decided.outcomes[Outcome.SOLVED],
-            open=num_open,
+            open=end.num_open,
             gap=max(0.0, (best - least) / best) if least < best else 0.0,
             solve_time_s=time.perf_counter() - self.began,
             restrictions=restrictions_of(self.request, checked, () if point is None else point.solution.restrictions),

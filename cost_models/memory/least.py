@@ -103,6 +103,9 @@ class LeastMemory:
         Args:
             cuts: units per chunk, all that there are; None: any cut into one chunk per rank.
         """
+        on_host = self._total(config).host * num_copies(config.schedule) / config.pp
+        if on_host > room.host_bytes * _CLOSE:
+            return "state on the host"
         terms = self.terms(config, room)
         if sum(terms.values()) > room.device_bytes:
             return max(terms, key=lambda name: terms[name])

@@ -290,3 +290,13 @@ def test_offload_that_cannot_help_is_not_priced(share: float, monkeypatch: pytes
     monkeypatch.setattr(planner._Search, "_memory_binds", lambda self, candidate: True)
     same, many = searched()
     assert best == same and few < many
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 60.0])
+def test_a_plan_that_needs_the_host_is_found_after_the_time_limit(limit_s: float) -> None:
+    """A search without a plan goes on, and does not say that nothing fits before it has tried offload."""
+    pins = {"pp": 1, "tp": 1, "zero_stage": 3}
+    r = request(2, int(0.22 * peak_bytes(pins, 2)), pins=pins, host=(ROOM, FAST))
+    with pytest.raises(NothingFits):
+        search_plan(replace(r, pins={**pins, "offload": ()}))
+    assert offloads(search_plan(replace(r, time_limit_s=limit_s)))

@@ -20,7 +20,9 @@ REQUEST = PlanRequest(load_model("gpt2"), Cluster.parse("1x4xh100-sxm5-80gb"), 1
 def test_a_search_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_EVERY_S", -1.0)
     seen: list[Progress] = []
-    result = search_plan(REQUEST, seen.append)
+    # small memory leaves candidates to go through
+    small = replace(REQUEST, graph=load_model("gpt2-xl"), cluster=Cluster.parse("1x4xa100-pcie-40gb"))
+    result = search_plan(small, seen.append)
     steps = [p.best_s for p in seen if p.best_s is not None]
     assert seen[0].best_s is None and steps == sorted(steps, reverse=True)
     assert steps[-1] >= result.plans[0].estimate.step_time_s.mid == pytest.approx(steps[-1])
