@@ -23,6 +23,7 @@ from autoplan.program.legality import RULES, Rule, Scope, zero_replica_counts
 from autoplan.schedules.schedule import SCHEDULES
 
 MAX_ACTIONS = 10_000  # limit for schedules other than 1F1B: with more micro-batches the bubble is small anyway
+_SIMULATED = 100_000  # actions that the cuts of one candidate may cost
 ONE_DOMAIN = "tp within one scale-up domain"
 BEYOND = "degrees outside the usual search space, because no others are legal under these pins"
 
@@ -311,3 +312,13 @@ def fault(limits: Limits, pins: Pins) -> PinError | None:
 def _all_of(limits: Limits) -> Limits:
     devices = limits.facts.devices
     return replace(limits, domain=devices, contexts=tuple(divisors(devices)))
+
+
+def num_cuts(candidate: ParallelConfig, patient: bool = False) -> int:
+    """Return how many cuts of a candidate are simulated before its open bound counts as a gap.
+
+    Unlike a time limit this is deterministic. `patient`: for a search that has no plan yet.
+    """
+    if patient:
+        return max(64, 20 * _SIMULATED // candidate.num_actions)
+    return max(2, min(2000, _SIMULATED // candidate.num_actions))

@@ -36,7 +36,7 @@ from autoplan.errors import InfeasibleError
 from autoplan.search import clock
 from autoplan.search.certificate import Certificate, SearchResult, Status, restrictions_of
 from autoplan.search.cuts import Cut, Cutter, Shortage
-from autoplan.search.degrees import Space, search_order
+from autoplan.search.degrees import Space, num_cuts, search_order
 from autoplan.search.estimate import Planned, chosen_recompute, estimate_config
 from autoplan.search.first_plans import Neighbours, usual
 from autoplan.search.group_bounds import GroupKey, group_key, grouped, step_bounds_s
@@ -75,9 +75,6 @@ __all__ = [
     "search_plan",
 ]
 
-# Simulated actions that one candidate may cost before its open bound counts as a gap. Unlike a time limit, this is
-# deterministic.
-_MAX_ACTIONS = 100_000
 # While nothing is found, a search goes on past its time limit: to this multiple of it, and at least this long. In the
 # second half of that time, candidates with the least memory come first instead of the fastest.
 _PATIENCE, _LEAST_PATIENCE_S = 5.0, 60.0
@@ -272,7 +269,7 @@ class _Search:
     def _bound_states(self, candidates: Sequence[ParallelConfig], below_s: float) -> None:
         """Make the bounds of candidates with the same work inside blocks stronger, by their states and memory.
 
-        While there is no plan, which hints at little memory, those that cannot fit are decided before, and get no bound.
+        While there is no plan, which hints at little memory, those that cannot fit are decided before and get none.
         """
         if not self.plans.best:
             for candidate in candidates:
@@ -438,7 +435,7 @@ class _Search:
             if candidate in self.outcomes:
                 continue
             if refined:
-                self._evaluate(candidate, self.plans.cutoff_s(), _num_cuts(candidate))
+                self._evaluate(candidate, self.plans.cutoff_s(), num_cuts(candidate))
                 continue
             if candidate not in self.cutters:
                 if not self._prepare(candidate):
@@ -495,7 +492,7 @@ class _Search:
             if candidate not in self.cutters and candidate not in self.outcomes:
                 self._bound(candidate, min(ILP_LIMIT_S, left))
             if candidate in self.cutters and self._refine(candidate, math.inf) < math.inf:
-                self._evaluate(candidate, math.inf, max(64, 20 * _MAX_ACTIONS // candidate.num_actions))
+                self._evaluate(candidate, math.inf, num_cuts(candidate, patient=True))
             if self.plans.best:
                 return
 
@@ -533,7 +530,7 @@ class _Search:
             if candidate not in self.cutters and not self._prepare(candidate):
                 continue
             if self._refine(candidate, math.nextafter(below, math.inf)) <= below:
-                self._evaluate(candidate, below, _num_cuts(candidate))
+                self._evaluate(candidate, below, num_cuts(candidate))
                 least = self._complexity(self._equals()[0])
 
     # -- the answer -------------------------------------------------------------------------------------------------
@@ -587,11 +584,6 @@ class _Search:
             by_phase_s=dict(self.phases),
             intra_gap=self.points.gap,
         )
-
-
-def _num_cuts(candidate: ParallelConfig) -> int:
-    """Return how many cuts of a candidate are simulated before its open bound counts as a gap."""
-    return max(2, min(2000, _MAX_ACTIONS // candidate.num_actions))
 
 
 def search_plan(request: PlanRequest, told: Callable[[Progress], None] | None = None) -> SearchResult:
