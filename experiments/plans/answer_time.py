@@ -2,8 +2,9 @@
 
     python -m experiments.plans.answer_time [--only gemma] [--cluster 8x8xh100] [--longer 60] [--json FILE]
 
-Every answer is one of a process of its own, cold. The second search, with a longer time limit, shows how much slower
-the plan of the first screen is than the best that is known; `--longer 0` leaves it out.
+Every answer is one of a process of its own, cold. That nothing fits is an answer, too. The second search, with a longer
+time limit, shows how much slower the plan of the first screen is than the best that is known; `--longer 0` leaves it
+out.
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ from autoplan.config.planning import SCREEN_LIMIT_S
 from experiments.shared.measure import describe, environment, make_console, run_command, write_json
 
 _PATIENCE_S = 120.0  # beyond the longer time limit
+_NOTHING_FITS = 3  # exit code
+_FLAGS = {
+    "whisper-large-v3": ("--seq-len", "1500", "--target-len", "448", "--global-batch-size", "256")
+}  # no usual run
 
 
-def answered(model: str, cluster: str, limit_s: float, *flags: str) -> tuple[float, str]:
-    """Return the seconds of one command, and what it printed. RuntimeError with its error if it fails."""
+def answered(model: str, cluster: str, limit_s: float, *flags: str) -> tuple[float, str | None]:
+    """Return the seconds of one command, and what it printed; None if nothing fits. RuntimeError if it fails."""
     command = [sys.executable, "-m", "autoplan", "plan", model, "--cluster", cluster, "--time-limit", str(limit_s)]
     began = time.perf_counter()
     done = subprocess.run(
-        [*command, *flags],
+        [*command, *_FLAGS.get(model, ()), *flags],
         capture_output=True,
         text=True,
         timeout=limit_s + _PATIENCE_S,
@@ -38,13 +43,18 @@ def answered(model: str, cluster: str, limit_s: float, *flags: str) -> tuple[flo
         stdin=subprocess.DEVNULL,
     )
     seconds = time.perf_counter() - began
+    if done.returncode == _NOTHING_FITS:
+        return seconds, None
     if done.returncode:
         raise RuntimeError(f"{model} on {cluster} failed:\n{done.stderr[-2000:]}")
     return seconds, done.stdout
 
 
 def _searched(model: str, cluster: str, limit_s: float) -> dict[str, Any]:
-    data: dict[str, Any] = text.loads(answered(model, cluster, limit_s, "--json")[1])
+    said = answered(model, cluster, limit_s, "--json")[1]
+    if said is None:
+        return {"step_s": None, "gap": 0.0, "status": "nothing fits"}
+    data = text.loads(said)
     certificate = data["certificate"]
     step_s = data["estimate"]["step_time_s"]["mid"]
     return {"step_s": step_s, "gap": certificate["gap"], "status": certificate["status"]}
@@ -60,6 +70,17 @@ def measured(model: str, cluster: str, longer_s: float) -> dict[str, Any]:
         return {"model": model, "error": str(error)}
 
 
+def _compared(first: dict[str, Any], later: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of two answers: the step and the gap of both, and how much slower the first one is."""
+    cells = []
+    for each in (first, later):
+        fits = each["step_s"] is not None
+        cells += [f"{each['step_s']:.4g}" if fits else "nothing fits", f"{each['gap']:.1%}" if fits else ""]
+    if None in (first["step_s"], later["step_s"]):
+        return (*cells, "")
+    return (*cells, f"{first['step_s'] / later['step_s'] - 1:.2%}")
+
+
 def main(
     only: Annotated[str, typer.Option(help="models whose name contains this")] = "",
     cluster: Annotated[str, typer.Option(help="machines")] = "8x8xh100",
@@ -71,7 +92,7 @@ def main(
     table = Table(title=f"first screen of `autoplan plan MODEL --cluster {cluster}`; {describe(env)}")
     for heading in ("model", "seconds", "step s", "gap", f"step s of {longer:g} s", "gap", "slower"):
         table.add_column(heading, justify="left" if heading == "model" else "right", no_wrap=True)
-    cases = []
+    cases, errors = [], []
     for model in catalog.names():
         if only not in model:
             continue
@@ -79,20 +100,12 @@ def main(
             row = measured(model, cluster, longer)
         cases.append(row)
         if "error" in row:
-            table.add_row(model, row["error"].splitlines()[-1])
-            continue
-        first, later = row, row.get("longer", row)
-        slower = first["step_s"] / later["step_s"] - 1
-        table.add_row(
-            model,
-            f"{row['seconds']:.1f}",
-            f"{first['step_s']:.4g}",
-            f"{first['gap']:.1%}",
-            f"{later['step_s']:.4g}",
-            f"{later['gap']:.1%}",
-            f"{slower:.2%}",
-        )
+            errors.append(row["error"])
+        else:
+            table.add_row(model, f"{row['seconds']:.1f}", *_compared(row, row.get("longer", row)))
     console.print(table)
+    for error in errors:
+        console.print(error)
     write_json(json, "answer_time", env, cases)
 
 
