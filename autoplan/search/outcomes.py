@@ -75,7 +75,7 @@ class Settled:
     least_solved_s: float
 
 
-def settled(
+def all_counted(
     candidates: Iterable[ParallelConfig],
     outcomes: MutableMapping[ParallelConfig, Decided],
     bounds: Mapping[ParallelConfig, float],

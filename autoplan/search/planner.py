@@ -45,7 +45,7 @@ from autoplan.search.interleaved_cuts import ChunkCutter
 from autoplan.search.intra import StoppedError
 from autoplan.search.later_choices import NEAR, more_stages
 from autoplan.search.layouts import ILP_LIMIT_S, CandidateLayout, LayoutCache
-from autoplan.search.outcomes import BOUNDED_OUT, LARGE_VALUES, NO_LAYOUT, SOLVED, Decided, Outcome, settled
+from autoplan.search.outcomes import BOUNDED_OUT, LARGE_VALUES, NO_LAYOUT, SOLVED, Decided, Outcome, all_counted
 from autoplan.search.progress import Phases, Progress, Teller
 from autoplan.search.quick_memory import QuickMemory
 from autoplan.search.request import (
@@ -559,7 +559,7 @@ class _Search:
 
     def _certificate(self, checked: Space) -> Certificate:
         best, cutoff, enough = self.plans.best[0].step_s, self.plans.cutoff_s(), self.plans.enough_s()
-        end = settled(checked.candidates, self.outcomes, self.bounds, self.not_made, self.not_made_bounds, cutoff)
+        end = all_counted(checked.candidates, self.outcomes, self.bounds, self.not_made, self.not_made_bounds, cutoff)
         least, decided = min(end.least_open_s, end.least_solved_s), end.tally
         point, status = self.points.of(self.plans.best[0].candidate), self.status
         if status is Status.TIME_LIMIT and end.least_open_s >= enough:  # everything was decided just in time
