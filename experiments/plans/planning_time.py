@@ -20,17 +20,16 @@ from rich.table import Table
 
 from experiments.shared.measure import describe, environment, make_console, run_command, write_json
 
-ROWS = (  # model, nodes, tokens per step
-    ("llama-3.1-8b", 8, 2**22),
-    ("llama-3.1-70b", 128, 2**23),
-    ("llama-3.1-405b", 2048, 2**24),
-    ("llama-3.1-405b", 16384, 2**27),
-    ("megatron-1t", 4096, 2**25),
-    ("qwen3-235b-a22b", 32, 2**22),
-    ("deepseek-v3", 256, 2**26),
-    ("deepseek-v3", 2048, 2**27),
+ROWS = (  # model, nodes, tokens per sequence (megatron-1t has 2,048 positions), tokens per step
+    ("llama-3.1-8b", 8, 8192, 2**22),
+    ("llama-3.1-70b", 128, 8192, 2**23),
+    ("llama-3.1-405b", 2048, 8192, 2**24),
+    ("llama-3.1-405b", 16384, 8192, 2**27),
+    ("megatron-1t", 4096, 2048, 2**25),
+    ("qwen3-235b-a22b", 32, 8192, 2**22),
+    ("deepseek-v3", 256, 8192, 2**26),
+    ("deepseek-v3", 2048, 8192, 2**27),
 )
-SEQ_LEN = 8192
 PHASES: dict[str, tuple[str, ...]] = {
     "imports": ("imports",),
     "load": ("load graph", "cluster"),
@@ -42,7 +41,7 @@ PHASES: dict[str, tuple[str, ...]] = {
 }
 
 
-def plan(model: str, nodes: int, tokens: int, limit_s: float) -> dict[str, Any]:
+def plan(model: str, nodes: int, seq_len: int, tokens: int, limit_s: float) -> dict[str, Any]:
     """One cold process. RuntimeError with its output if it fails."""
     machines = f"{nodes}x8xh100-sxm5-80gb"
     command = [
@@ -51,8 +50,8 @@ def plan(model: str, nodes: int, tokens: int, limit_s: float) -> dict[str, Any]:
         "experiments.plans.planning_time_child",
         model,
         machines,
-        str(SEQ_LEN),
-        str(tokens // SEQ_LEN),
+        str(seq_len),
+        str(tokens // seq_len),
         str(limit_s),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -63,7 +62,7 @@ def plan(model: str, nodes: int, tokens: int, limit_s: float) -> dict[str, Any]:
     unknown = set(row["phases_s"]) - {name for names in PHASES.values() for name in names}
     if unknown:
         raise RuntimeError(f"phases that this table does not show: {sorted(unknown)}")
-    return {"model": model, "devices": nodes * 8, "tokens": tokens, **row}
+    return {"model": model, "devices": nodes * 8, "seq_len": seq_len, "tokens": tokens, **row}
 
 
 def _describe(config: dict[str, Any], row: dict[str, Any]) -> str:
@@ -91,11 +90,11 @@ def main(
     for heading in ("model", "devices", *PHASES, "total", "MB"):
         table.add_column(heading, justify="left" if heading == "model" else "right", no_wrap=True)
     cases, notes = [], []
-    for model, nodes, tokens in ROWS:
+    for model, *task in ROWS:
         if only not in model:
             continue
         with console.status(model):
-            runs = sorted((plan(model, nodes, tokens, limit_s) for _ in range(repeats)), key=lambda r: r["total_s"])
+            runs = sorted((plan(model, *task, limit_s) for _ in range(repeats)), key=lambda r: r["total_s"])
         row = runs[len(runs) // 2] | {"totals_s": [r["total_s"] for r in runs]}
         cases.append(row)
         times = [sum(row["phases_s"].get(n, 0.0) for n in names) for names in PHASES.values()]
