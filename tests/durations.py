@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 FILE = Path(__file__).with_suffix(".json")
-A_TEST_S, LONGEST_S = 1.5, 5.0
+A_TEST_S, LONGEST_S = 1.2, 4.0
 LEAST_S = 0.3
 _LINE = re.compile(r"([0-9.]+)s (?:call|setup|teardown) +(\S.*)")
 
