@@ -13,7 +13,8 @@ def test_every_duration_is_of_a_test_that_there_is() -> None:
 
 
 def test_the_cheapest_cases_are_kept_and_one_at_least() -> None:
-    seconds = {"a[1]": 1.0, "a[2]": 0.3, "a[3]": 2.0, "b[1]": 4.0, "b[2]": 4.5, "c": 5.5}
+    a, b = durations.A_TEST_S, durations.LONGEST_S
+    seconds = {"a[1]": 0.6 * a, "a[2]": 0.3 * a, "a[3]": 1.2 * a, "b[1]": 0.8 * b, "b[2]": 0.9 * b, "c": 1.1 * b}
     assert durations.too_many([*seconds, "a[4]", "d"], seconds) == {"a[3]", "b[2]", "c"}
 
 
