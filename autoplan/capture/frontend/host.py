@@ -1,4 +1,4 @@
-"""Capture a model that is on an accelerator as if it were on the host, without copying its values."""
+"""Capture a model on an accelerator or on the meta device as if it were on the host, without copying its values."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-HOST = torch.device("cpu")
-_STAYS = ("cpu", "meta")
+HOST, EMPTY = torch.device("cpu"), torch.device("meta")
 
 
 def examples_on_host(example_inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the same tensors on the host."""
-    return {n: x if x.device.type in _STAYS else x.detach().to(HOST) for n, x in example_inputs.items()}
+    return {
+        n: torch.zeros(x.shape, dtype=x.dtype) if x.device == EMPTY else x if x.device == HOST else x.detach().to(HOST)
+        for n, x in example_inputs.items()
+    }
 
 
 @contextmanager
 def module_on_host(model: nn.Module) -> Iterator[None]:
-    """Replace tensors on an accelerator by host tensors; the graph has no devices, and examples are given on the host.
+    """Replace tensors on other devices by host tensors; the graph has no devices, and examples are given on the host.
 
-    Parameters become stand-ins without values (fake tensors), buffers become copies. Tensors that the model keeps
+    Parameters and what is on the meta device become stand-ins without values (fake tensors), buffers with values become
+    copies. A loss may then read the examples beside what the model returns. Tensors that the model keeps
     outside its parameters and buffers stay where they are. Everything is restored on exit.
     """
-    parameters = [p for p in model.parameters() if p.device.type not in _STAYS]
-    buffers = [b for b in model.buffers() if b.device.type not in _STAYS]
+    parameters = [p for p in model.parameters() if p.device != HOST]
+    buffers = [b for b in model.buffers() if b.device != HOST]
     if not parameters and not buffers:
         yield
         return
@@ -36,8 +39,12 @@ def module_on_host(model: nn.Module) -> Iterator[None]:
     with mode:
         for p in parameters:  # tied parameters share one stand-in
             instead[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=HOST), p.requires_grad)
+        for b in buffers:
+            if b.device == EMPTY:
+                instead[id(b)] = torch.empty(b.shape, dtype=b.dtype, device=HOST)
     for b in buffers:
-        instead[id(b)] = b.detach().to(HOST)
+        if b.device != EMPTY:
+            instead[id(b)] = b.detach().to(HOST)
     before: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
     try:
         for module in model.modules():
