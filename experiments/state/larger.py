@@ -220,7 +220,7 @@ def run(
         wrong.append("a model built on every rank starts under the limit, so that the limit shows nothing")
     console.print(
         f"{total / 1e6:.0f} MB of parameters ({size / 1e6:.0f} MB of files) on {WORLD} processes, each limited to "
-        f"{limit / 1e6:.0f} MB of private memory for it; built on every rank it fails. Resident memory at most, above that "
+        f"{limit / 1e6:.0f} MB of private memory for it; built on every rank it fails. Most resident memory above that "
         "before the model:"
     )
     console.print(table)
