@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from autoplan.config.choices import OPTIONS, PINS
-from autoplan.config.planning import DEFAULT_RISK, SCREEN_LIMIT_S
+from autoplan.config.planning import SCREEN_LIMIT_S, SearchSettings
 from autoplan.report.flags import (
     CHOSEN,
     AsJson,
@@ -155,7 +155,7 @@ def plan(
             "before it (tensor, pipeline, context, expert, sharded parameters, offload).",
         ),
     ] = False,
-    time_limit: TimeLimit = SCREEN_LIMIT_S,
+    time_limit_s: TimeLimit = SCREEN_LIMIT_S,
     tolerances: Mapping[str, Any] = CHOSEN,
     runnable: Runnable = False,
     verbose: Annotated[
@@ -175,7 +175,7 @@ def plan(
         Shown(as_json, verbose, report),
         top=top,
         runnable=runnable,
-        time_limit=time_limit,
+        time_limit_s=time_limit_s,
         **tolerances,
     )
 
@@ -266,7 +266,7 @@ def explain_plan(
     ] = True,
     pareto: Annotated[bool, typer.Option("--pareto", help="Also the front of step time against memory.")] = False,
     seconds: Annotated[float, typer.Option("--seconds", help="Time limit of one alternative.", min=1)] = 10.0,
-    time_limit: TimeLimit = SCREEN_LIMIT_S,
+    time_limit_s: TimeLimit = SCREEN_LIMIT_S,
     tolerances: Mapping[str, Any] = CHOSEN,
     runnable: Runnable = False,
     report: ReportPath = None,
@@ -280,7 +280,7 @@ def explain_plan(
     from autoplan.report.explain import explain_command
     from autoplan.report.request import read_request
 
-    request = read_request(task, pins=pin, time_limit=time_limit, runnable=runnable, **tolerances)
+    request = read_request(task, pins=pin, time_limit_s=time_limit_s, runnable=runnable, **tolerances)
     asked = {"only": only or (), "every_value": every_value, "settings": settings, "front": pareto}
     explain_command(task, request, vs, seconds, as_json, report, **asked)
 
@@ -301,7 +301,7 @@ def whatif(
         typer.Option("--vary", help="name=8,16,32 or name=100..1600 (doubling); repeat it for combinations."),
     ],
     pin: PinTexts = None,
-    time_limit: TimeLimit = 60.0,
+    time_limit_s: TimeLimit = SearchSettings.time_limit_s,
     tolerances: Mapping[str, Any] = CHOSEN,
     csv: CsvPath = None,
     report: ReportPath = None,
@@ -310,7 +310,8 @@ def whatif(
     """Plan every point of a sweep."""
     from autoplan.report.answers import Shown, answer_whatif
 
-    _end_sweep(*answer_whatif(task, vary, pin, csv, Shown(as_json, report=report), time_limit=time_limit, **tolerances))
+    shown = Shown(as_json, report=report)
+    _end_sweep(*answer_whatif(task, vary, pin, csv, shown, time_limit_s=time_limit_s, **tolerances))
 
 
 def _end_sweep(outcome: str, found: Sequence[Point], count: int) -> None:
@@ -332,7 +333,7 @@ def fit_model(
     pin: PinTexts = None,
     ways: Annotated[bool, typer.Option("--ways/--no-ways", help="Also what else would fit, each planned.")] = True,
     seconds: Annotated[float, typer.Option("--seconds", help="Time limit of one search.", min=1)] = 10.0,
-    memory_risk: MemoryRisk = DEFAULT_RISK,
+    memory_risk: MemoryRisk = SearchSettings.memory_risk,
     runnable: Runnable = False,
     as_json: AsJson = False,
 ) -> None:
@@ -344,7 +345,7 @@ def fit_model(
     from autoplan.report.fit import fit_command
 
     code = fit_command(
-        task, pin, ways, seconds, as_json, time_limit=seconds, runnable=runnable, memory_risk=memory_risk
+        task, pin, ways, seconds, as_json, time_limit_s=seconds, runnable=runnable, memory_risk=memory_risk
     )
     if code:
         raise typer.Exit(code)
