@@ -3,7 +3,7 @@
 from autoplan.report.output import EXIT_INTERRUPTED, TOO_EARLY, say_error
 
 
-def main() -> None:
+def entry() -> None:
     """Run the `autoplan` command.
 
     Raises: SystemExit with its exit code.
@@ -18,4 +18,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry()
