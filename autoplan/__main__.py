@@ -3,7 +3,7 @@
 from autoplan.report.output import EXIT_INTERRUPTED, TOO_EARLY, say_error
 
 
-def entry() -> None:
+def run_command_line() -> None:
     """Run the `autoplan` command.
 
     Raises: SystemExit with its exit code.
@@ -18,4 +18,4 @@ def entry() -> None:
 
 
 if __name__ == "__main__":
-    entry()
+    run_command_line()
