@@ -84,6 +84,18 @@ class ParallelModel(StateMethods):
         precision: the dtypes of a mixed-precision program, else None.
         progress: steps and samples so far, and the seed of dropout.
         data_rank, data_world: index of this rank's part of the global batch, and the number of parts.
+
+    Example:
+        `autoplan.parallelize` makes one. On one device:
+
+        >>> import torch, autoplan
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
+        >>> batch = {"input": torch.ones(4, 8)}
+        >>> def loss_fn(output, batch):
+        ...     return output.square().mean()
+        >>> pm = autoplan.parallelize(model, "local", example_inputs=batch, loss_fn=loss_fn, global_batch_size=4)
+        >>> pm.step(batch).shape, sorted(pm.state_dict())
+        (torch.Size([]), ['0.bias', '0.weight', '1.bias', '1.weight'])
     """
 
     def __init__(

@@ -194,6 +194,13 @@ def explain(
         told: called before each piece of work.
 
     Raises: AutoplanError as `search_plan`; PinError for a choice that is not known.
+
+    Example:
+        >>> from autoplan import Cluster, PlanRequest, explain, load_model
+        >>> request = PlanRequest(load_model("gpt2"), Cluster.parse("2xh100"), 1024, 16, pins={"pp": 1})
+        >>> found = explain(request, only=["tp"], settings=False)
+        >>> [decision.name for decision in found.decisions]
+        ['tp']
     """
     check_names(only, (*_FROM_SPACE, *_OTHER), "explain", "choice")
     certificate = None
