@@ -129,7 +129,8 @@ class ParallelModel(StateMethods):
         self.progress: TrainingProgress = TrainingProgress(seed)
         self.mesh: AxisMesh = mesh or AxisMesh(spec.axes, dict(spec.groups), device_type=self.device.type)
         self._replicas = Replicas(spec, self.mesh)
-        self.data_rank, self.data_world = self._coordinate("dp"), self.mesh.size("dp")
+        self.data_rank: int = self._coordinate("dp")
+        self.data_world: int = self.mesh.size("dp")
         self._specs = {s.index: s for s in spec.stages_of(self._coordinate("pp"))}
         self._dtype = dtype
         self._given = dtypes_of(parameters)
@@ -161,7 +162,7 @@ class ParallelModel(StateMethods):
         self._on_host = check_offload(spec.offload)
         self._syncs, self._copies = self._synchronised(parameters)
         self._state.host = self._host = self._host_shards()
-        self.loss_scaler = self._make_loss_scaler()
+        self.loss_scaler: LossScaler | None = self._make_loss_scaler()
         self._tied = TiedGradients(spec, self.mesh, self.stages)
         self.mesh.connect(self.device)
         self._inputs = StageInputs(spec, self.mesh, self.stage, self.device, self._loss_dtype, dtype)
