@@ -41,7 +41,14 @@ def figure(data: Sequence[Mapping[str, Any]], **layout: Any) -> Spec:
         "plot_bgcolor": "rgba(0,0,0,0)",
         "colorway": list(COLOURS),
         "hoverlabel": {"align": "left"},
-        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
+        "legend": {
+            "orientation": "h",
+            "yref": "container",
+            "y": 0,
+            "yanchor": "bottom",
+            "x": 0,
+            "traceorder": "normal",
+        },
         "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "rgba(128,128,128,0.6)", "activecolor": BLUE},
     }
     return {"data": [dict(trace) for trace in data], "layout": {**shared, **layout}}
