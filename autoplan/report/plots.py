@@ -59,7 +59,7 @@ def pipeline_plot(events: Sequence[TimelineEvent], width: int) -> list[str]:
         lines.insert(_MOST_ROWS // 2, f"... {len(ranks) - len(shown)} more ranks")
     words = ", ".join(f"{sign} {word}" for sign, word in _WORDS.items() if sign in drawn)
     left_out = f"; ~ leaves out {numbers.digits(end - 2 * spans[0][1] * slot)} s" if len(spans) > 1 else ""
-    return [*lines, f"{words}; a column is {numbers.digits(slot)} s{left_out}"]
+    return [*lines, f"{words} (small: odd micro-batches); a column is {numbers.digits(slot)} s{left_out}"]
 
 
 def _overlap(e: TimelineEvent, at: float, length: float) -> float:

@@ -28,7 +28,7 @@ def gpipe(ranks: int, micro_batches: int) -> list[TimelineEvent]:
 def test_every_column_is_what_runs_then() -> None:
     lines = pipeline_plot(gpipe(2, 2), 7 + 9)
     assert lines[:2] == ["rank 0 Ff...BBbb", "rank 1 .FfBBbb.."]
-    assert lines[2] == "F forward, B backward, . waits; a column is 1.00 s"
+    assert lines[2] == "F forward, B backward, . waits (small: odd micro-batches); a column is 1.00 s"
 
 
 def test_of_a_long_step_both_ends_are_drawn() -> None:
@@ -36,7 +36,7 @@ def test_of_a_long_step_both_ends_are_drawn() -> None:
     assert all(len(line) == 80 for line in lines[:4]) and all(" ~ " in line for line in lines[:4])
     first, last = lines[3].removeprefix("rank 3 ").split(" ~ ")
     assert first.startswith("....FFffFFff"[:4]) and set(last[-8:]) == {"."}
-    assert lines[4].startswith("F forward, B backward, . waits; a column is 0.750 s; ~ leaves out ")
+    assert lines[4].startswith("F forward, B backward, . waits (small: odd micro-batches); a column is 0.")
 
 
 def test_of_many_ranks_some_are_drawn_and_the_rest_is_said() -> None:
