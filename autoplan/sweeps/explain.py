@@ -93,7 +93,7 @@ class Decision:
 
     @property
     def cost(self) -> float:
-        """What the cheapest other choice costs: how much the choice matters."""
+        """Return the cost of the cheapest other choice, which says how much this choice matters."""
         known = [a.cost for a in self.alternatives if not math.isnan(a.cost)]
         return min(known, default=math.nan)
 
