@@ -216,6 +216,7 @@ def test_the_source_archive_installs_and_plans_without_torch(tmp_path):
     done = subprocess.run([*pip_wheel, archive], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("autoplan-*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")  # for every system, without a compiler
     done = subprocess.run([*pip, "--no-index", str(wheel)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     # The dependencies come from this environment; what an editable install puts into its path stays out.
