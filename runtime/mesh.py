@@ -142,11 +142,14 @@ class AxisMesh:
         return made
 
     def connect(self, device: torch.device) -> None:
-        """Connect every communicator, in the same order on all ranks. A collective; does nothing except on CUDA."""
+        """Connect every communicator, in the same order on all ranks. A collective; does nothing except on CUDA.
+
+        The default group is among them, also if no axis spans all ranks: norms of gradients are summed over it.
+        """
         if device.type != "cuda":
             return
         token = torch.zeros(1, device=device)
-        for group in dict.fromkeys((*self._groups.values(), *self._made)):
+        for group in dict.fromkeys((private.default_group(), *self._groups.values(), *self._made)):
             dist.all_reduce(token, group=group)
         torch.cuda.synchronize(device)
 

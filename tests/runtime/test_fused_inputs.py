@@ -49,10 +49,7 @@ def test_columns_of_labels_and_logits(watch: _Watch, sharded: bool) -> None:
     logits = _empty(8, 3, 32)[:, 0].requires_grad_()
     target = _empty(8, 5, dtype=torch.int64)[:, 0]
     assert not logits.is_contiguous() and not target.is_contiguous()
-    if sharded:
-        loss = vocab_parallel_cross_entropy_sum(logits, target, "tp")
-    else:
-        loss = cross_entropy_sum(logits, target)
+    loss = vocab_parallel_cross_entropy_sum(logits, target, "tp") if sharded else cross_entropy_sum(logits, target)
     loss.backward()
     assert watch.calls == [("loss_statistics", True), ("loss_gradient", True)]
 
