@@ -149,6 +149,21 @@ def test_processes_that_know_nothing_of_each_other_are_told(name: str, monkeypat
         assert [f"{name}=8, but RANK is not set" in text and "start torchrun" in text for text in said] == [True] * told
 
 
+@pytest.mark.parametrize(("kind", "bound"), [("cuda", torch.device("cuda:1")), ("cpu", None)])
+def test_a_group_made_here_is_bound_to_the_gpu(
+    kind: str, bound: torch.device | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`device_id` connects NCCL at the start, and lets the mesh split its groups off the default one."""
+    given: dict[str, Any] = {}
+    placement = devices.Placement(torch.device("cpu" if bound is None else bound))
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(devices, "_meet", lambda *_: placement)
+    monkeypatch.setattr(devices, "give_back_at_exit", lambda: given.update(ends="here"))
+    monkeypatch.setattr(devices, "init_process_group", lambda backend, **options: given.update(options, of=backend))
+    assert devices.start(None, kind, 20.0) is placement
+    assert given["device_id"] == bound and given["of"] == devices.BACKENDS[kind] and given["ends"] == "here"
+
+
 def on_cuda(model: nn.Module) -> nn.Module:
     """The model with parameters and buffers on a GPU that there is none of: fake tensors."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
