@@ -452,6 +452,8 @@ class ParallelModel(StateMethods):
             if outputs is not None:
                 entered.enter_context(outputs.asked())
             losses = waves.run(parts, outputs.take if outputs is not None else None)
+        if self._host is not None:
+            self._host.wait_until_given()
         self._num_evaluations += 1
         return self._total(losses)
 
