@@ -138,6 +138,30 @@ def test_every_communicator_is_connected_before_the_first_step(monkeypatch: pyte
     assert all(63 in ranks for ranks in last[:-1])
 
 
+def test_stages_that_send_are_connected_pair_by_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank meets its neighbours in the same order, so that no two wait for each other: a simulation of all."""
+    pairs, calls = [(0, 1), (0, 3), (1, 2), (2, 3)], dict[int, list[tuple[int, int]]]()
+    zeros = torch.zeros
+    for rank in range(4):
+        calls[rank] = []
+        with rank_of(rank, 4), monkeypatch.context() as patch:
+            mesh = AxisMesh([("pp", 4)])
+            patch.setattr(torch, "zeros", lambda *shape, device: zeros(*shape))
+            patch.setattr(torch.cuda, "synchronize", lambda device: None)
+            patch.setattr(dist, "all_reduce", lambda _, group: None)
+            patch.setattr(dist, "send", lambda _, group, group_dst, rank=rank: calls[rank].append((rank, group_dst)))
+            patch.setattr(dist, "recv", lambda _, group, group_src, rank=rank: calls[rank].append((group_src, rank)))
+            mesh.connect(torch.device("cuda", 0), "pp", pairs)
+    met = []
+    while any(calls.values()):
+        ready = [c[0] for c in calls.values() if c and all(calls[r][:1] == [c[0]] for r in c[0])]
+        assert ready, f"deadlock: {calls}"
+        met.append(ready[0])
+        for rank in ready[0]:
+            calls[rank].pop(0)
+    assert sorted(met) == pairs
+
+
 class _Bound:
     """What `split_group` was asked for, where the default group is bound to a device."""
 
