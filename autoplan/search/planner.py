@@ -320,10 +320,8 @@ class _Search:
         """
         cutter = self.cutters[candidate]
         with self.phases.spent("bounds"):
-            if isinstance(cutter, Cutter):
-                bound = cutter.bound_s(cutoff_s)
-            else:
-                bound = cutter.bound_s(cutoff_s)
+            bound = cutter.bound_s(cutoff_s)
+            if isinstance(cutter, ChunkCutter):
                 self.first_bounds[candidate] = max(self.first_bounds[candidate], cutter.known_free_s)
             if bound == math.inf:
                 self._too_big(candidate)
@@ -409,6 +407,8 @@ class _Search:
             cutter, cutoff = self.cutters[kept], self.plans.cutoff_s()
             free = max(self.first_bounds[kept], cutter.free_bound_s())
             binds = free < self.plans.enough_s() and cutter.binds(cutoff)
+            if isinstance(cutter, Cutter):
+                cutter.forget()
         if free >= cutoff or not (binds or free >= self.plans.enough_s()):
             self.outcomes[candidate] = BOUNDED_OUT
         self.bounds[candidate] = max(self.bounds[candidate], free)
@@ -587,14 +587,13 @@ class _Search:
 
 
 def search_plan(request: PlanRequest, told: Callable[[Progress], None] | None = None) -> SearchResult:
-    """Return the best plans of the space, and the certificate.
+    """Return the best plans of the space, and the certificate. `told` gets the progress a few times a second.
 
-    Args:
-        told: called with the progress a few times a second.
+    Raises: PinError if nothing is legal, NothingFits (has a report), StoppedError if no plan was found in time.
 
-    Raises:
-        PinError: the pins leave nothing legal.
-        NothingFits: no plan fits the memory; has a report.
-        StoppedError: no plan was found in time.
+    Example:
+        >>> from autoplan import Cluster, PlanRequest, load_model, search_plan
+        >>> search_plan(PlanRequest(load_model("gpt2"), Cluster.parse("1xh100"), 1024, 16)).plans[0].config.dp
+        1
     """
     return _Search(request, told).run()
