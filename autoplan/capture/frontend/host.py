@@ -20,6 +20,16 @@ def examples_on_host(example_inputs: Mapping[str, torch.Tensor]) -> dict[str, to
     }
 
 
+def _on_host(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """Return a tensor on the host for one that is elsewhere; of values only those of a buffer come along."""
+    is_parameter = isinstance(tensor, nn.Parameter)
+    if not is_parameter and tensor.device != EMPTY:
+        return tensor.detach().to(HOST)
+    with mode:
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST)
+        return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+
+
 @contextmanager
 def module_on_host(model: nn.Module) -> Iterator[None]:
     """Replace tensors on other devices by host tensors; the graph has no devices, and examples are given on the host.
@@ -28,23 +38,13 @@ def module_on_host(model: nn.Module) -> Iterator[None]:
     copies. A loss may then read the examples beside what the model returns. Tensors that the model keeps
     outside its parameters and buffers stay where they are. Everything is restored on exit.
     """
-    parameters = [p for p in model.parameters() if p.device != HOST]
-    buffers = [b for b in model.buffers() if b.device != HOST]
-    if not parameters and not buffers:
+    others = [t for t in (*model.parameters(), *model.buffers()) if t.device != HOST]
+    if not others:
         yield
         return
     modes = [p.fake_mode for p in (*model.parameters(), *model.buffers()) if isinstance(p, FakeTensor)]
     mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
-    instead: dict[int, torch.Tensor] = {}
-    with mode:
-        for p in parameters:  # tied parameters share one stand-in
-            instead[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=HOST), p.requires_grad)
-        for b in buffers:
-            if b.device == EMPTY:
-                instead[id(b)] = torch.empty(b.shape, dtype=b.dtype, device=HOST)
-    for b in buffers:
-        if b.device != EMPTY:
-            instead[id(b)] = b.detach().to(HOST)
+    instead = {id(t): _on_host(t, mode) for t in others}  # tied parameters share one stand-in
     before: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
     try:
         for module in model.modules():
