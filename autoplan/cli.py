@@ -1,8 +1,9 @@
 """The command line: `autoplan plan`, `estimate`, `explain`, `fit`, `size`, `whatif`, `capacity`, `compile` and others.
 
-Exit codes: 0 a plan, 1 a checked file is illegal or does not fit, 2 bad input (one line on stderr), 3 nothing fits
-(names the obstacle and the cheapest change), 4 standard output cannot be written, 130 interrupted, 141 the reader has
-gone (`| head -1`). Catalog models need no torch; `--json` is versioned (autoplan.report.data).
+Exit codes: 0 a plan (also the best so far, after Ctrl-C), 1 a checked file is illegal or does not fit, 2 bad input (one
+line on stderr), 3 nothing fits (names the obstacle and the cheapest change), 4 standard output cannot be written, 130
+interrupted before an answer or within a sweep, 141 the reader has gone (`| head -1`). Catalog models need no torch;
+`--json` is versioned (autoplan.report.data).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from autoplan.report.flags import (
     TimeLimit,
     with_choices,
 )
-from autoplan.report.output import say_error, written_output
+from autoplan.report.output import EXIT_INTERRUPTED, TOO_EARLY, say_error, written_output
 from autoplan.report.waiting import waiting
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 EXIT_BAD_INPUT = 2
 EXIT_NOTHING_FITS = 3
-EXIT_INTERRUPTED = 130
 
 
 # The commands by what they are for, in the order of --help; a command of none of them stands under "Other"
@@ -93,8 +93,8 @@ class _Commands(TyperGroup):
         except OSError as error:  # a file or folder of the user: a cache on a full disk, a missing input
             where = f"{error.filename}: " if error.filename else ""
             raise _stop(f"{where}{error.strerror or error}", EXIT_BAD_INPUT) from error
-        except KeyboardInterrupt:
-            raise _stop("interrupted", EXIT_INTERRUPTED) from None
+        except KeyboardInterrupt as error:  # says of what there is already, if anything
+            raise _stop(str(error) or TOO_EARLY, EXIT_INTERRUPTED) from None
 
 
 def _stop(message: str, code: int) -> typer.Exit:
