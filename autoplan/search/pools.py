@@ -4,7 +4,7 @@
     found.best.config.stages, found.best.pools    # layers of every stage, and the pool that it lies in
 
 The degrees are shared by all stages, so a stage has equally many devices in every pool, and a pool has as many stages
-as its devices make. Degrees are taken best first by a bound from arithmetic alone (`PooledPricer.least_step_s`); cut
+as its devices make. Degrees are taken best first by a bound from arithmetic alone (`least_step_s`); cut
 and recompute are exact, as for one kind of device (`autoplan.search.cuts`), with the windows of each stage from its
 pool. All orders of the pools along the pipeline are tried.
 """
@@ -24,13 +24,15 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.quantity import Quantity, Tag, total
 from autoplan.cost_models.time.pools import PooledPricer
-from autoplan.cost_models.time.price import Pricer, ranges_of
+from autoplan.cost_models.time.price import ranges_of
 from autoplan.errors import AutoplanError, InfeasibleError, PinError
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.schedules.schedule import PLAIN_SCHEDULE
 from autoplan.search import clock
 from autoplan.search.cuts import Cutter, Shortage, worst_of
 from autoplan.search.estimate import layers_of, recompute_of_stages
+from autoplan.search.group_bounds import grouped
+from autoplan.search.interleaved_cuts import LeastPass
 from autoplan.search.intra import StoppedError
 from autoplan.search.layouts import LayoutCache, cut_of
 from autoplan.search.request import PlanRequest, check_task, space_of
@@ -98,6 +100,24 @@ class PooledSearch:
     def gap(self) -> float:
         """The share by which a step could be shorter, at most."""
         return 1.0 - self.bound_s / self.best.step_time_s.mid
+
+
+def least_step_s(seconds: Sequence[Sequence[float]], num_stages: Sequence[int], num_micro_batches: int) -> float:
+    """Return a lower bound on the step of every cut and order, from the work inside blocks alone.
+
+    With T the time of the longest stage, pool p does at most n_p T of the work (n_p stages). So for any weights
+    w_p >= 0 with sum(w_p n_p) = 1, T is at least the sum over units of min over p of w_p t_p. The weights here make it
+    exact if one pool is faster than the other by the same factor in all units.
+
+    Args:
+        seconds: t_p of every unit, for each pool: forward and backward of one micro-batch.
+        num_stages: n_p.
+    """
+    totals = [sum(each) for each in seconds]
+    used = [p for p, n in enumerate(num_stages) if n]
+    scale = sum(num_stages[p] / totals[p] for p in used)
+    work = sum(min(seconds[p][u] / totals[p] for p in used) for u in range(len(seconds[0])))
+    return num_micro_batches * work / scale
 
 
 class PooledCutter(Cutter):
@@ -248,26 +268,24 @@ class _PoolSearch:
         """Return the candidates that have a layout, by their bounds, and the number of those without a bound."""
         out: list[tuple[float, ParallelConfig]] = []
         undecided = 0
-        for at, candidate in enumerate(candidates):
+        for members in grouped(map(self.caches[0].decided, candidates)):
             if self._out_of_time() and out:
-                undecided = len(candidates) - at
-                break
-            self.told(f"{len(candidates) - at:,} of {len(candidates):,} degrees to bound")
-            try:
-                prices = self._pricers(candidate)
-            except StoppedError:
-                undecided += 1
+                undecided += len(members)
                 continue
-            if prices is not None:
-                pooled = PooledPricer(prices, self._pools(candidate, range(len(prices))), self.across)
-                out.append((pooled.least_step_s(self._num_stages(candidate)), prices[0].config))
+            try:
+                passes = self._passes(members[0])
+            except StoppedError:
+                undecided += len(members)
+                continue
+            if passes is None:
+                continue
+            seconds = [[f + b for f, b in zip(p.forward, p.backward, strict=True)] for p in passes]
+            out += [(least_step_s(seconds, self._num_stages(c), c.num_micro_batches), c) for c in members]
         return sorted(out, key=lambda pair: pair[0]), undecided
 
-    def _pricers(self, candidate: ParallelConfig) -> list[Pricer] | None:
-        """Return the prices on each pool, with the layouts and context methods of the first; None without a layout."""
-        first = self.caches[0]
-        candidate = first.decided(candidate)
-        point = first.of(candidate)
+    def _passes(self, candidate: ParallelConfig) -> list[LeastPass] | None:
+        """Return the least seconds of units on each pool, with the layouts of the first; None without a layout."""
+        point = self.caches[0].of(candidate)
         if point is None:
             return None
         experts = None
@@ -276,8 +294,8 @@ class _PoolSearch:
             experts = ExpertDegrees(candidate.ep, candidate.expert_tp, r.options.dispatcher, r.executed)
         for cache in self.caches[1:]:
             cache.adopt(cut_of(candidate, experts), point.solution)
-        found = [cache.pricer(candidate) for cache in self.caches]
-        return None if None in found else [p for p in found if p is not None]
+        found = [cache.least_pass(candidate) for cache in self.caches]
+        return [p for p in found if p is not None]
 
     def _num_stages(self, candidate: ParallelConfig) -> list[int]:
         return [n // candidate.stage_ranks for n in self.counts]
@@ -288,12 +306,10 @@ class _PoolSearch:
         return tuple(pool for pool in order for _ in range(num[pool]))
 
     def _cutter(self, candidate: ParallelConfig, order: Sequence[int]) -> PooledCutter:
-        prices = self._pricers(candidate)
-        if prices is None:
-            raise InfeasibleError(f"no layout exists at tp={candidate.tp}")
-        return PooledCutter(
-            PooledPricer(prices, self._pools(candidate, order), self.across), self.rooms, self.recompute
-        )
+        made = [cache.pricer(candidate) for cache in self.caches]
+        prices = [pricer for pricer in made if pricer is not None]  # all: it has a bound
+        pooled = PooledPricer(prices, self._pools(candidate, order), self.across)
+        return PooledCutter(pooled, self.rooms, self.recompute)
 
     def _nothing(self, shortages: Sequence[Shortage], num_open: int) -> AutoplanError:
         if num_open:

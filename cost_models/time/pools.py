@@ -92,23 +92,3 @@ class PooledPricer:
         ranges, steps = [range(0, 0)] * num, [0] * num
         ranges[stage], steps[stage] = units, recompute
         return pricer.memory.rank(stage, ranges, steps, pricer.pinned_recompute)
-
-    def least_step_s(self, num_stages: Sequence[int]) -> float:
-        """Return a lower bound on the step of every cut, from arithmetic alone.
-
-        With T the time of the longest stage, pool p takes at most n_p T of the work (n_p stages), so for any weights
-        w_p >= 0 with sum(w_p n_p) = 1 it is T >= sum over units of min over p of w_p t_p (t_p: seconds of the unit on
-        pool p). The weights are those that make it exact if one pool is faster than the other by the same factor in all
-        units.
-
-        Args:
-            num_stages: stages of every pool.
-        """
-        seconds = [[f + b for f, b in zip(p.forward, p.backward, strict=True)] for p in self.pricers]
-        totals = [sum(each) for each in seconds]
-        used = [p for p, n in enumerate(num_stages) if n]
-        scale = sum(num_stages[p] / totals[p] for p in used)
-        longest = sum(min(seconds[p][u] / totals[p] for p in used) for u in range(self.num_units)) / scale
-        updates = [min(self.pricers[p].optimizer[u] for p in used) for u in range(self.num_units)]
-        fixed = max(p.fixed_s for p in self.pricers)
-        return longest * self.config.num_micro_batches + max(max(updates), sum(updates) / self.config.pp) + fixed
