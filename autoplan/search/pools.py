@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
+from functools import cached_property
 
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.costs import Costs
@@ -36,6 +35,7 @@ from autoplan.search.interleaved_cuts import LeastPass
 from autoplan.search.intra import StoppedError
 from autoplan.search.layouts import LayoutCache, cut_of
 from autoplan.search.request import PlanRequest, check_task, space_of
+from autoplan.search.windows import Windows
 from autoplan.stacks.like import equal_stages
 
 MOST_POOLS = 4
@@ -123,30 +123,24 @@ def least_step_s(seconds: Sequence[Sequence[float]], num_stages: Sequence[int], 
 class PooledCutter(Cutter):
     """Cuts of one candidate over pools: the windows of every stage are those of its pool's Cutter."""
 
-    def __init__(self, pricer: PooledPricer, rooms: Sequence[Room], recompute: object) -> None:
+    def __init__(
+        self, pricer: PooledPricer, rooms: Sequence[Room], recompute: str | Mapping[str, str] | None = None
+    ) -> None:
         self.pooled, self.pools, self.pinned = pricer, pricer.pools, None
-        self.cutters = [Cutter(p, room, recompute) for p, room in zip(pricer.pricers, rooms, strict=True)]  # type: ignore[arg-type]
+        self.cutters = [Cutter(p, room, recompute) for p, room in zip(pricer.pricers, rooms, strict=True)]
         first = self.cutters[0]
         self.pp, self.m, self.num_units, self.fixed = first.pp, first.m, first.num_units, first.fixed
-        self.after_s = min(c.after_s for c in self.cutters)
-        self._built = False
+        self.after_s = min(cutter.after_s for cutter in self.cutters)
+        self._free_s = None
 
     def of(self, stage: int) -> Cutter:
         """Return the cutter of a stage's pool."""
         return self.cutters[self.pools[stage]]
 
-    def _build(self) -> None:
-        if self._built:
-            return
-        self._built = True
-        for cutter in self.cutters:
-            cutter._build()
-        self._each = [self.of(s)._each[s] for s in range(self.pp)]
-        self._once_s = np.minimum.reduce([c._once_s for c in self.cutters])
-        least = float(self._least_rest(self._each, np.add)[0][0])
-        for cutter in self.cutters:
-            cutter._least_sum = least
-        self._waits = [self.of(s)._waiting(s) for s in range(self.pp)]
+    @cached_property
+    def windows(self) -> Windows:
+        """The arrays of all stages, each from its pool."""
+        return Windows.joined([cutter.windows for cutter in self.cutters], self.pools)
 
     def _step_s(self, chunks: tuple[int, ...], recompute: tuple[int, ...]) -> float:
         return self.pooled.step_s(chunks, recompute)
