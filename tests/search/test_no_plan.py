@@ -156,10 +156,10 @@ def test_that_no_states_fit_is_known_without_layouts(monkeypatch: pytest.MonkeyP
         return intra.solve(*args)
 
     monkeypatch.setattr(layouts, "solve", counting)
-    r = replace(request(4, int(least_memory(4) * 0.2)), patient=False)
-    with pytest.raises(NothingFits):
+    r = PlanRequest(load_model("llama-3.1-70b"), Cluster.parse("1x2xh100-sxm5-80gb"), 4096, 8, patient=False)
+    with pytest.raises(NothingFits, match="largest term is"):
         search_plan(r)
-    assert len(solved) == 1  # for the plan that comes closest
+    assert 0 < len(solved) <= 2  # for the plans that come closest
 
 
 @pytest.mark.parametrize(
