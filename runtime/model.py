@@ -84,6 +84,18 @@ class ParallelModel(StateMethods):
         precision: the dtypes of a mixed-precision program, else None.
         progress: steps and samples so far, and the seed of dropout.
         data_rank, data_world: index of this rank's part of the global batch, and the number of parts.
+
+    Example:
+        `autoplan.parallelize` makes one. On one device:
+
+        >>> import torch, autoplan
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
+        >>> batch = {"input": torch.ones(4, 8)}
+        >>> def loss_fn(output, batch):
+        ...     return output.square().mean()
+        >>> pm = autoplan.parallelize(model, "local", example_inputs=batch, loss_fn=loss_fn, global_batch_size=4)
+        >>> pm.step(batch).shape, sorted(pm.state_dict())
+        (torch.Size([]), ['0.bias', '0.weight', '1.bias', '1.weight'])
     """
 
     def __init__(
@@ -117,7 +129,8 @@ class ParallelModel(StateMethods):
         self.progress: TrainingProgress = TrainingProgress(seed)
         self.mesh: AxisMesh = mesh or AxisMesh(spec.axes, dict(spec.groups), device_type=self.device.type)
         self._replicas = Replicas(spec, self.mesh)
-        self.data_rank, self.data_world = self._coordinate("dp"), self.mesh.size("dp")
+        self.data_rank: int = self._coordinate("dp")
+        self.data_world: int = self.mesh.size("dp")
         self._specs = {s.index: s for s in spec.stages_of(self._coordinate("pp"))}
         self._dtype = dtype
         self._given = dtypes_of(parameters)
@@ -149,9 +162,9 @@ class ParallelModel(StateMethods):
         self._on_host = check_offload(spec.offload)
         self._syncs, self._copies = self._synchronised(parameters)
         self._state.host = self._host = self._host_shards()
-        self.loss_scaler = self._make_loss_scaler()
+        self.loss_scaler: LossScaler | None = self._make_loss_scaler()
         self._tied = TiedGradients(spec, self.mesh, self.stages)
-        self.mesh.connect(self.device)
+        self.mesh.connect(self.device, "pp", self._neighbours())
         self._inputs = StageInputs(spec, self.mesh, self.stage, self.device, self._loss_dtype, dtype)
         self._batches = Batches(spec, self.mesh, num_micro_batches, self.device)
         self._runner: PipelineRunner | None = None
@@ -163,6 +176,12 @@ class ParallelModel(StateMethods):
             self.optimizer = self._make_optimizer(optimizer, param_groups)
             check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
             guard_step(self.optimizer)
+
+    def _neighbours(self) -> list[tuple[int, int]]:
+        """Return the ranks of the pipeline between which stages send, each pair once and in order."""
+        home = {stage.index: rank for rank in range(self.mesh.size("pp")) for stage in self.spec.stages_of(rank)}
+        pairs = {(home[i], home[i + 1]) for i in range(len(home) - 1)}
+        return sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
 
     def _make_loss_scaler(self) -> LossScaler | None:
         """Make the scaler of a float16 program and let it scale the output of the last stage. Otherwise return None."""
@@ -452,6 +471,8 @@ class ParallelModel(StateMethods):
             if outputs is not None:
                 entered.enter_context(outputs.asked())
             losses = waves.run(parts, outputs.take if outputs is not None else None)
+        if self._host is not None:
+            self._host.wait_until_given()
         self._num_evaluations += 1
         return self._total(losses)
 

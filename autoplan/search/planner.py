@@ -587,14 +587,13 @@ class _Search:
 
 
 def search_plan(request: PlanRequest, told: Callable[[Progress], None] | None = None) -> SearchResult:
-    """Return the best plans of the space, and the certificate.
+    """Return the best plans of the space, and the certificate. `told` gets the progress a few times a second.
 
-    Args:
-        told: called with the progress a few times a second.
+    Raises: PinError if nothing is legal, NothingFits (has a report), StoppedError if no plan was found in time.
 
-    Raises:
-        PinError: the pins leave nothing legal.
-        NothingFits: no plan fits the memory; has a report.
-        StoppedError: no plan was found in time.
+    Example:
+        >>> from autoplan import Cluster, PlanRequest, load_model, search_plan
+        >>> search_plan(PlanRequest(load_model("gpt2"), Cluster.parse("1xh100"), 1024, 16)).plans[0].config.dp
+        1
     """
     return _Search(request, told).run()

@@ -66,7 +66,7 @@ class _Passes:
 
 @dataclass(frozen=True)
 class _Alike(_Passes):
-    """The same with memory.
+    """Passes over equal units, bounded together with their memory.
 
     Attributes:
         states: by kind of unit, in bytes of activations.
