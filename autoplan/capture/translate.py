@@ -23,6 +23,7 @@ from autoplan.capture.frontend.inplace import (
     Window,
     out_of_place,
     place,
+    promoted,
     record_fill,
     window,
 )
@@ -362,7 +363,7 @@ class Translator:
             name = getattr(node.target, "__name__", target)
             raise CaptureError(f"{where or node.name}: {name} is no single operation and cannot be captured")
         if target not in OPS:
-            target = self._out_of_place(target, node)
+            target = out_of_place(target, node) or target
         try:
             result = self._lowered(target, node)
         except CaptureError as exc:
@@ -374,10 +375,14 @@ class Translator:
             self.env[node] = result.of if isinstance(result, Alias) else self._name_of(node.all_input_nodes[0])
             return
         results = result if isinstance(result, list) else [result]
-        previous = ""
+        previous, computed = "", meta
+        wide = promoted(node) if target != str(node.target) else None
+        if wide is not None:
+            results, computed = [*results, IrOp("to", ("$0",), {})], meta.to(wide)
         for item in results:
             tensors = tuple(previous if t == "$0" else t for t in item.tensors)
-            metas = list(meta) if isinstance(meta, (list, tuple)) else [meta]
+            given = meta if item is results[-1] else computed
+            metas = list(given) if isinstance(given, (list, tuple)) else [given]
             names = self._emit(item, tensors, metas, where, _scope_of(node))
             previous = names[0]
             self.env[node] = names if isinstance(meta, (list, tuple)) else names[0]
@@ -430,15 +435,6 @@ class Translator:
         many = isinstance(out, (tuple, list))
         names = [self.env[o] if isinstance(o, fx.Node) else None for o in (out if many else [out])]
         self.env[node] = names if many else names[0]
-
-    def _out_of_place(self, target: str, node: fx.Node) -> str:
-        """Return the op that makes a new tensor in place of one that changes a tensor nobody else sees."""
-        changed = self.env.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
-        if not isinstance(changed, Assembly) or not changed.complete:
-            return out_of_place(target, node, set()) or target
-        windows = {n for n, v in self.env.items() if isinstance(v, Window) and v.of is changed}
-        whole = {n for n, v in self.env.items() if v is changed and n is not node.args[0]}
-        return out_of_place(target, node, windows | whole) or target
 
     def _refusal(self, target: str, node: fx.Node) -> CaptureError:
         """Return the error that says why an op that changes its argument cannot be captured."""

@@ -8,7 +8,7 @@ know who else holds the memory, and is refused.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -87,18 +87,13 @@ def can_be_functional(program: torch.export.ExportedProgram) -> bool:
     found = _mutable(program)
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
     writers = [node for graph in graphs for node in graph.nodes if node.target in found]
-    return bool(writers) and not any(_of_a_mark(node.args[0]) for node in writers)
+    return bool(writers) and not any(_of_a_mark(cast(fx.Node, node.args[0])) for node in writers)
 
 
-def _of_a_mark(value: Any) -> bool:
-    """Return True for a tensor that enters or leaves a layer, or a view of one."""
-    while isinstance(value, fx.Node) and value.op == "call_function":
-        if str(value.target).startswith(_MARKERS):
-            return True
-        if not _is_view(value) and getattr(value.target, "__name__", "") != "getitem":
-            return False
-        value = value.args[0]
-    return False
+def _of_a_mark(value: fx.Node) -> bool:
+    """Return True for a tensor that may be in the memory of one that enters or leaves a layer."""
+    elements = (n for n in _shared_with([value], _memory_of) if getattr(n.target, "__name__", "") == "getitem")
+    return any(_is_mark(cast(fx.Node, element.args[0])) for element in elements)
 
 
 def _mutable(program: torch.export.ExportedProgram) -> set[torch._ops.OpOverload]:
@@ -172,34 +167,98 @@ def record_fill(place: Window, value: str, where: str) -> None:
     whole.parts[place.start, str(place.stop)] = (place.stop, value)
 
 
-def _is_view(node: fx.Node) -> bool:
-    """Return True if the result may share memory with an input."""
+def _is_mark(node: fx.Node, kind: str = "") -> bool:
+    return str(node.target).startswith(f"autoplan.block_{kind}" if kind else _MARKERS)
+
+
+def _memory_of(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes whose memory the result of `node` may be, as the schema of its op says.
+
+    An op that changes its argument counts as one that makes a new tensor, which it becomes.
+    """
     if getattr(node.target, "__name__", "") == "getitem":
-        return _is_view(cast(fx.Node, node.args[0]))
+        source, index = cast(tuple[fx.Node, int], node.args)
+        if not _is_mark(source):
+            return _memory_of(source)
+        given = cast(list[fx.Node], source.args[0])
+        return _of_a_repeat(source, index) if _is_mark(source, "repeat") else [given[index]]
     schema = getattr(node.target, "_schema", None)
-    return schema is None or any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    if schema is None:
+        return list(node.all_input_nodes)
+    if not any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+        return []
+    shared = [a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments]
+    given = [x for x, is_shared in zip(node.args, shared, strict=False) if is_shared]
+    return [x for x in given if isinstance(x, fx.Node)]
 
 
-def out_of_place(target: str, node: fx.Node, written: Set[fx.Node] = frozenset()) -> str | None:
+def _of_a_repeat(repeat: fx.Node, index: int) -> list[fx.Node]:
+    """Return `_memory_of` result `index` of a layer that repeats another: as there."""
+    first = repeat.args[3]
+    end = next(n for n in repeat.graph.nodes if _is_mark(n, "end") and n.args[1] == first)
+    out = []
+    for node in _shared_with([cast(list[fx.Node], end.args[0])[index]], _memory_of):
+        if node.op != "call_function":
+            out.append(node)
+        elif getattr(node.target, "__name__", "") == "getitem" and _is_mark(mark := cast(fx.Node, node.args[0]), "begin"):
+            out += [cast(list[fx.Node], repeat.args[0])[cast(int, node.args[1])]] if mark.args[1] == first else []
+    return out
+
+
+def _shared_with(nodes: Sequence[fx.Node], more: Callable[[fx.Node], Sequence[fx.Node]]) -> set[fx.Node]:
+    found, left = set[fx.Node](), list(nodes)
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += more(node)
+    return found
+
+
+def _holders(node: fx.Node) -> set[fx.Node]:
+    """Return the node and every other whose result may be in the same memory."""
+
+    def near(one: fx.Node) -> list[fx.Node]:
+        views = [u for user in one.users for u in (*user.users, user) if one in _memory_of(u)]
+        return [*(_memory_of(one) if one.op == "call_function" else ()), *views]
+
+    return _shared_with([node], near)
+
+
+def _only_its_form(value: fx.Node, user: fx.Node) -> bool:
+    """Return True for a layer that repeats another and takes the shape and dtype of a result from `value`."""
+    return _is_mark(user, "repeat") and value not in cast(list[fx.Node], user.args[0])
+
+
+def _is_used_up(changed: fx.Node, at: fx.Node) -> bool:
+    """Return True if what node `at` does to the memory of `changed` is seen nowhere but in its result."""
+    for holder in _holders(changed):
+        if holder.op != "call_function" or any(at < user and not _only_its_form(holder, user) for user in holder.users):
+            return False
+        if getattr(holder.target, "__name__", "") != "getitem":
+            continue
+        mark, index = cast(tuple[fx.Node, int], holder.args)
+        if _is_mark(mark, "begin"):
+            repeats = [n for n in mark.graph.nodes if _is_mark(n, "repeat") and n.args[3] == mark.args[1]]
+            if not all(_is_used_up(cast(list[fx.Node], r.args[0])[index], r) for r in repeats):
+                return False
+    return True
+
+
+def out_of_place(target: str, node: fx.Node) -> str | None:
     """Return the op without side effect that an in-place op equals here; None if anybody could see the difference.
 
-    `written`: earlier views that were only written to.
+    Later code uses the result of the in-place op. So nobody sees the difference if nothing that may be in the same
+    memory is used later, and the memory is neither the model's nor an input. If a layer was given it, that holds for
+    what every layer that repeats it is given, too.
     """
     name = target.removeprefix("aten.").partition(".")[0]
     changed = node.args[0] if node.args else None
     in_place = name.endswith("_") and not name.endswith("__")
-    if not in_place or not isinstance(changed, fx.Node) or changed.op != "call_function":
+    if not in_place or not isinstance(changed, fx.Node):
         return None
-    made = changed
-    while getattr(made.target, "__name__", "") == "getitem":
-        made = cast(fx.Node, made.args[0])
-    if str(made.target).startswith(_MARKERS) or _is_view(changed):
+    if not _is_used_up(changed, node):
         return None
-    order = {n: i for i, n in enumerate(node.graph.nodes)}
-    for user in changed.users:
-        # later code uses the result of the in-place op: a later use of the old tensor means a second holder
-        if user is not node and (order[user] > order[node] or (_is_view(user) and user not in written)):
-            return None
     return _same_arguments(name[:-1], cast(torch._ops.OpOverload, node.target))
 
 
@@ -217,3 +276,11 @@ def _same_arguments(name: str, op: torch._ops.OpOverload) -> str | None:
         if [(a.name, str(a.type)) for a in getattr(packet, overload)._schema.arguments] == wanted:
             return f"aten.{name}.{overload}"
     return None
+
+
+def promoted(node: fx.Node) -> torch.dtype | None:
+    """Return the dtype of the op without side effect if it is another: an in-place op casts to that of its argument."""
+    values = [n.meta["val"] for n in node.all_input_nodes]
+    changed, *others = [v for v in values if isinstance(v, torch.Tensor)]
+    found = [torch.result_type(changed, other) for other in others]
+    return next((dtype for dtype in found if dtype != changed.dtype), None)
