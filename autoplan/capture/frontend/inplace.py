@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.overrides import TorchFunctionMode
 
 from autoplan.errors import CaptureError
 
@@ -21,6 +22,7 @@ ALLOCATIONS = frozenset(
     {"aten.new_empty.default", "aten.empty.memory_format", "aten.empty_like.default", "aten.new_zeros.default"}
 )
 FILLED = {"aten.new_zeros.default": 0}  # the value of elements that are never written, for allocations that have one
+_DATA = cast(Any, torch.Tensor.data).__get__
 _MARKERS = ("autoplan.block_begin", "autoplan.block_end", "autoplan.block_repeat")
 
 
@@ -79,20 +81,43 @@ class ConstantTensor:
     names: dict[str, str] = field(default_factory=dict)
 
 
+class CaptureData(TorchFunctionMode):
+    """Read `x.data` as `x.detach()`, which a trace sees."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0].detach() if function == _DATA else function(*args, **(kwargs or {}))
+
+
 def can_be_functional(program: torch.export.ExportedProgram) -> bool:
     """Return True if ops of the graph change tensors, and none of them one that enters or leaves a layer.
 
-    The marks of layers hand on copies, so that a change behind one would not be seen before it.
+    The marks of layers hand on copies, so that a change behind one would not be seen before it. Nor may a tensor be
+    changed past autograd, through `detach` or under no_grad: it keeps the gradient that it had before, and a functional
+    program would cut it off.
     """
     found = _mutable(program)
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
     writers = [node for graph in graphs for node in graph.nodes if node.target in found]
-    return bool(writers) and not any(_of_a_mark(cast(fx.Node, node.args[0])) for node in writers)
+    changed = [cast(fx.Node, node.args[0]) for node in writers]
+    return bool(writers) and not any(_of_a_mark(x) or _past_autograd(x, program) for x in changed)
+
+
+def _past_autograd(value: fx.Node, program: torch.export.ExportedProgram) -> bool:
+    """Return True for real numbers in the memory of others behind a detach, or from outside a region (of no_grad)."""
+    outside = value.graph is not program.graph
+    behind = (
+        n
+        for n in _shared_with([value], _memory_of)
+        if str(n.target) == "aten.detach.default" or (outside and n.op == "placeholder")
+    )
+    return any(n.meta["val"].dtype.is_floating_point for n in behind)
 
 
 def _of_a_mark(value: fx.Node) -> bool:
     """Return True for a tensor that may be in the memory of one that enters or leaves a layer."""
-    elements = (n for n in _shared_with([value], _memory_of) if getattr(n.target, "__name__", "") == "getitem")
+    elements = (n for n in _shared_with([value], _memory_of) if _is_element(n))
     return any(_is_mark(cast(fx.Node, element.args[0])) for element in elements)
 
 
@@ -171,12 +196,16 @@ def _is_mark(node: fx.Node, kind: str = "") -> bool:
     return str(node.target).startswith(f"autoplan.block_{kind}" if kind else _MARKERS)
 
 
+def _is_element(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
 def _memory_of(node: fx.Node) -> list[fx.Node]:
     """Return the nodes whose memory the result of `node` may be, as the schema of its op says.
 
     An op that changes its argument counts as one that makes a new tensor, which it becomes.
     """
-    if getattr(node.target, "__name__", "") == "getitem":
+    if _is_element(node):
         source, index = cast(tuple[fx.Node, int], node.args)
         if not _is_mark(source):
             return _memory_of(source)
@@ -188,8 +217,7 @@ def _memory_of(node: fx.Node) -> list[fx.Node]:
     if not any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
         return []
     shared = [a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments]
-    given = [x for x, is_shared in zip(node.args, shared, strict=False) if is_shared]
-    return [x for x in given if isinstance(x, fx.Node)]
+    return [x for x, is_shared in zip(node.args, shared, strict=False) if is_shared and isinstance(x, fx.Node)]
 
 
 def _of_a_repeat(repeat: fx.Node, index: int) -> list[fx.Node]:
@@ -200,7 +228,9 @@ def _of_a_repeat(repeat: fx.Node, index: int) -> list[fx.Node]:
     for node in _shared_with([cast(list[fx.Node], end.args[0])[index]], _memory_of):
         if node.op != "call_function":
             out.append(node)
-        elif getattr(node.target, "__name__", "") == "getitem" and _is_mark(mark := cast(fx.Node, node.args[0]), "begin"):
+        elif getattr(node.target, "__name__", "") == "getitem" and _is_mark(
+            mark := cast(fx.Node, node.args[0]), "begin"
+        ):
             out += [cast(list[fx.Node], repeat.args[0])[cast(int, node.args[1])]] if mark.args[1] == first else []
     return out
 
@@ -235,7 +265,7 @@ def _is_used_up(changed: fx.Node, at: fx.Node) -> bool:
     for holder in _holders(changed):
         if holder.op != "call_function" or any(at < user and not _only_its_form(holder, user) for user in holder.users):
             return False
-        if getattr(holder.target, "__name__", "") != "getitem":
+        if not _is_element(holder):
             continue
         mark, index = cast(tuple[fx.Node, int], holder.args)
         if _is_mark(mark, "begin"):
