@@ -20,8 +20,10 @@ from autoplan.capture.frontend.inplace import (
     Assembly,
     Constant,
     ConstantTensor,
+    Painted,
     Window,
     out_of_place,
+    painted,
     place,
     promoted,
     record_fill,
@@ -238,14 +240,16 @@ class Translator:
         elif target in SKIP or not self._has_tensor(node):
             return
         elif target in ALLOCATIONS:
-            self.env[node] = Assembly(node)
+            self.env[node] = painted(node, _MOST_CONSTANTS) or Assembly(node)
+        elif isinstance(base := self._painted(node), Painted) and target in ("aten.slice.Tensor", "aten.select.int"):
+            self.env[node] = base.part(node)
         elif target == "aten.slice.Tensor" and self._unfinished(node) is not None:
             self.env[node] = window(self.env[self._first(node)], node, source_of(node))
         elif target == "aten.select.int" and self._unfinished(node) is not None:
             self.env[node] = place(self.env[self._first(node)], node, source_of(node))
         elif target == "aten.lift_fresh_copy.default" and isinstance(self.env.get(self._first(node)), Constant):
             self.env[node] = self.env[self._first(node)]
-        elif target.startswith("aten.fill_.") and isinstance(self.env.get(self._first(node)), Window):
+        elif target.startswith("aten.fill_.") and isinstance(self.env.get(self._first(node)), (Window, Painted)):
             self._fill(node)
         elif target == "aten.copy_.default" and isinstance(self.env.get(self._first(node)), Window):
             value = self._name_of(cast(fx.Node, node.args[1]))
@@ -269,6 +273,10 @@ class Translator:
         scalar = number.value if isinstance(number, Constant) else number
         if not isinstance(scalar, (bool, int, float)):
             raise CaptureError(f"{source_of(node)}: a slice can be filled with a fixed number only")
+        if isinstance(written, Painted):
+            written.values.fill_(scalar)
+            self.env[node] = written
+            return
         like = node.meta["val"].unsqueeze(written.dim) if written.one else node.meta["val"]
         item = IrOp("full", (), {"scalar": scalar})
         record_fill(written, self._emit(item, (), [like], source_of(node), _scope_of(node))[0], source_of(node))
@@ -277,6 +285,9 @@ class Translator:
     @staticmethod
     def _first(node: fx.Node) -> fx.Node:
         return cast(fx.Node, node.args[0])
+
+    def _painted(self, node: fx.Node) -> Any:
+        return self.env.get(self._first(node)) if node.args and isinstance(node.args[0], fx.Node) else None
 
     def _unfinished(self, node: fx.Node) -> Assembly | Window | None:
         """Return the tensor being filled of which this node takes a slice; None if there is none."""
@@ -519,8 +530,14 @@ class Translator:
             item = IrOp("full", (), {"scalar": found.value})
             self.env[node] = self._emit(item, (), [node.meta["val"]], source_of(node), _scope_of(node))[0]
             return cast(str, self.env[node])
+        layer = self.layer[-1] if self.layer else ""
+        if isinstance(found, Painted):
+            key = layer, found.values._version
+            if key not in found.names:
+                item = IrOp("constant", (), {"values": tuple(found.values.flatten().tolist())})
+                found.names[key] = self._emit(item, (), [node.meta["val"]], source_of(node), _scope_of(node))[0]
+            return found.names[key]
         if isinstance(found, ConstantTensor):
-            layer = self.layer[-1] if self.layer else ""
             if layer not in found.names:  # every layer that uses it makes its own
                 item = IrOp("constant", (), {"values": found.values})
                 found.names[layer] = self._emit(item, (), [found.meta], source_of(node), _scope_of(node))[0]

@@ -90,6 +90,48 @@ class CaptureData(TorchFunctionMode):
         return args[0].detach() if function == _DATA else function(*args, **(kwargs or {}))
 
 
+@dataclass(eq=False)
+class Painted:
+    """A tensor of fixed size, or a view of one, into whose parts the model writes numbers: what it holds so far.
+
+    `names`: (layer, version of the memory) -> its value there.
+    """
+
+    values: torch.Tensor
+    names: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    def part(self, node: fx.Node) -> Painted:
+        """Return the part that a slice or an index takes."""
+        op = cast(torch._ops.OpOverload, node.target)
+        return Painted(op(self.values, *node.args[1:]))
+
+
+def painted(node: fx.Node, most: int) -> Painted | None:
+    """Return an allocation as a painted tensor if numbers are written into parts cut along more than one dim.
+
+    Parts along one dim are an `Assembly`, which may also be filled with tensors, of any size.
+    """
+    shape, value = node.meta["val"].shape, FILLED.get(str(node.target))
+    fixed = all(isinstance(size, int) for size in shape)
+    if value is None or not fixed or node.meta["val"].numel() > most or _cuts_before_fill(node) < 2:
+        return None
+    return Painted(torch.full(tuple(shape), value, dtype=node.meta["val"].dtype))
+
+
+def _cuts_before_fill(node: fx.Node) -> int:
+    """Return the most slices and indices, at fixed places, between a tensor and a part that is filled with a number."""
+    most = 0
+    for user in node.users:
+        target = str(user.target)
+        if target.startswith("aten.fill_."):
+            continue
+        if target in ("aten.slice.Tensor", "aten.select.int") and all(isinstance(x, int) for x in user.args[1:]):
+            filled = any(str(u.target).startswith("aten.fill_.") for u in user.users)
+            deeper = _cuts_before_fill(user)
+            most = max(most, 1 + deeper if deeper else int(filled))
+    return most
+
+
 def can_be_functional(program: torch.export.ExportedProgram) -> bool:
     """Return True if ops of the graph change tensors, and none of them one that enters or leaves a layer.
 
