@@ -1,8 +1,9 @@
 """The command line: `autoplan plan`, `estimate`, `explain`, `fit`, `size`, `whatif`, `capacity`, `compile` and others.
 
-Exit codes: 0 a plan, 1 a checked file is illegal or does not fit, 2 bad input (one line on stderr), 3 nothing fits
-(names the obstacle and the cheapest change), 4 standard output cannot be written, 130 interrupted, 141 the reader has
-gone (`| head -1`). Catalog models need no torch; `--json` is versioned (autoplan.report.data).
+Exit codes: 0 a plan (also the best so far, after Ctrl-C), 1 a checked file is illegal or does not fit, 2 bad input (one
+line on stderr), 3 nothing fits (names the obstacle and the cheapest change), 4 standard output cannot be written, 130
+interrupted before an answer or within a sweep, 141 the reader has gone (`| head -1`). Catalog models need no torch;
+`--json` is versioned (autoplan.report.data).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from autoplan.config.choices import OPTIONS, PINS
-from autoplan.config.planning import DEFAULT_RISK, SCREEN_LIMIT_S
+from autoplan.config.planning import SCREEN_LIMIT_S, SearchSettings
 from autoplan.report.flags import (
     CHOSEN,
     AsJson,
@@ -34,7 +35,7 @@ from autoplan.report.flags import (
     TimeLimit,
     with_choices,
 )
-from autoplan.report.output import say_error, written_output
+from autoplan.report.output import EXIT_INTERRUPTED, TOO_EARLY, say_error, written_output
 from autoplan.report.waiting import waiting
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 EXIT_BAD_INPUT = 2
 EXIT_NOTHING_FITS = 3
-EXIT_INTERRUPTED = 130
 
 
 # The commands by what they are for, in the order of --help; a command of none of them stands under "Other"
@@ -93,8 +93,8 @@ class _Commands(TyperGroup):
         except OSError as error:  # a file or folder of the user: a cache on a full disk, a missing input
             where = f"{error.filename}: " if error.filename else ""
             raise _stop(f"{where}{error.strerror or error}", EXIT_BAD_INPUT) from error
-        except KeyboardInterrupt:
-            raise _stop("interrupted", EXIT_INTERRUPTED) from None
+        except KeyboardInterrupt as error:  # says of what there is already, if anything
+            raise _stop(str(error) or TOO_EARLY, EXIT_INTERRUPTED) from None
 
 
 def _stop(message: str, code: int) -> typer.Exit:
@@ -155,7 +155,7 @@ def plan(
             "before it (tensor, pipeline, context, expert, sharded parameters, offload).",
         ),
     ] = False,
-    time_limit: TimeLimit = SCREEN_LIMIT_S,
+    time_limit_s: TimeLimit = SCREEN_LIMIT_S,
     tolerances: Mapping[str, Any] = CHOSEN,
     runnable: Runnable = False,
     verbose: Annotated[
@@ -175,7 +175,7 @@ def plan(
         Shown(as_json, verbose, report),
         top=top,
         runnable=runnable,
-        time_limit=time_limit,
+        time_limit_s=time_limit_s,
         **tolerances,
     )
 
@@ -266,7 +266,7 @@ def explain_plan(
     ] = True,
     pareto: Annotated[bool, typer.Option("--pareto", help="Also the front of step time against memory.")] = False,
     seconds: Annotated[float, typer.Option("--seconds", help="Time limit of one alternative.", min=1)] = 10.0,
-    time_limit: TimeLimit = SCREEN_LIMIT_S,
+    time_limit_s: TimeLimit = SCREEN_LIMIT_S,
     tolerances: Mapping[str, Any] = CHOSEN,
     runnable: Runnable = False,
     report: ReportPath = None,
@@ -280,7 +280,7 @@ def explain_plan(
     from autoplan.report.explain import explain_command
     from autoplan.report.request import read_request
 
-    request = read_request(task, pins=pin, time_limit=time_limit, runnable=runnable, **tolerances)
+    request = read_request(task, pins=pin, time_limit_s=time_limit_s, runnable=runnable, **tolerances)
     asked = {"only": only or (), "every_value": every_value, "settings": settings, "front": pareto}
     explain_command(task, request, vs, seconds, as_json, report, **asked)
 
@@ -301,7 +301,7 @@ def whatif(
         typer.Option("--vary", help="name=8,16,32 or name=100..1600 (doubling); repeat it for combinations."),
     ],
     pin: PinTexts = None,
-    time_limit: TimeLimit = 60.0,
+    time_limit_s: TimeLimit = SearchSettings.time_limit_s,
     tolerances: Mapping[str, Any] = CHOSEN,
     csv: CsvPath = None,
     report: ReportPath = None,
@@ -310,7 +310,8 @@ def whatif(
     """Plan every point of a sweep."""
     from autoplan.report.answers import Shown, answer_whatif
 
-    _end_sweep(*answer_whatif(task, vary, pin, csv, Shown(as_json, report=report), time_limit=time_limit, **tolerances))
+    shown = Shown(as_json, report=report)
+    _end_sweep(*answer_whatif(task, vary, pin, csv, shown, time_limit_s=time_limit_s, **tolerances))
 
 
 def _end_sweep(outcome: str, found: Sequence[Point], count: int) -> None:
@@ -332,7 +333,7 @@ def fit_model(
     pin: PinTexts = None,
     ways: Annotated[bool, typer.Option("--ways/--no-ways", help="Also what else would fit, each planned.")] = True,
     seconds: Annotated[float, typer.Option("--seconds", help="Time limit of one search.", min=1)] = 10.0,
-    memory_risk: MemoryRisk = DEFAULT_RISK,
+    memory_risk: MemoryRisk = SearchSettings.memory_risk,
     runnable: Runnable = False,
     as_json: AsJson = False,
 ) -> None:
@@ -344,7 +345,7 @@ def fit_model(
     from autoplan.report.fit import fit_command
 
     code = fit_command(
-        task, pin, ways, seconds, as_json, time_limit=seconds, runnable=runnable, memory_risk=memory_risk
+        task, pin, ways, seconds, as_json, time_limit_s=seconds, runnable=runnable, memory_risk=memory_risk
     )
     if code:
         raise typer.Exit(code)

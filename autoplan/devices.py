@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # backends of the group that is made
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 # Variables with the number of ranks on this host.
 LOCAL_WORLDS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+# Variables with the number of processes that a launcher started together: Slurm (one srun), Open MPI, MPICH, Intel MPI.
+STARTED_TOGETHER = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _KEY = "autoplan/device"
 
@@ -280,6 +283,8 @@ def start(
         return device_place(requested, kind, timeout_s, model)
     alone = private.Meeting(dist.HashStore(), 0, 1)  # type: ignore[attr-defined]  # torch's stubs lack it
     job = private.rendezvous(timeout_of(timeout_s)) if "RANK" in os.environ else alone
+    if job is alone:
+        _warn_of_others()
     placement = _meet(requested, kind, sight(model), job, timeout_s)
     # bound to the GPU: the communicator forms here, and the mesh splits its own off it
     init_process_group(
@@ -292,6 +297,18 @@ def start(
     )
     give_back_at_exit()
     return placement
+
+
+def _warn_of_others() -> None:
+    """Warn if a launcher started several processes but gave them no RANK: each of them would train by itself."""
+    found = Sight(environment=os.environ).number(STARTED_TOGETHER)
+    if found is not None and found[1] > 1:
+        warnings.warn(
+            f"{found[0]}={found[1]}, but RANK is not set: this process trains by itself, and so does each of the "
+            "others. To train together start torchrun once per node, or set RANK, WORLD_SIZE, MASTER_ADDR and "
+            "MASTER_PORT",
+            stacklevel=3,
+        )
 
 
 def device_place(

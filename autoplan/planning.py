@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from autoplan.codegen.program import Layouts, Program, compile_program
 from autoplan.config.choices import option_data
 from autoplan.config.parallel import Mode, RunOptions, executed_precision
 from autoplan.config.pins import Pins
+from autoplan.config.planning import SearchWords, tolerances_of
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import AutoplanError, CaptureError, PinError
@@ -74,9 +75,8 @@ def plan(
     compile: bool | str = AUTO,
     async_tp: bool | str = False,
     verify: bool | str = True,
-    time_limit_s: float = 60.0,
-    gap: float | None = None,
     top: int = 1,
+    **search: Unpack[SearchWords],
 ) -> Plan:
     """Plan how to train `model` on `cluster`, which need not be this machine. Needs no processes and no devices.
 
@@ -93,9 +93,6 @@ def plan(
         profile: measured times: a Profile, or the name or path of one. None: the figures of the cluster.
         compile: True: blocks run through torch.compile; False: no; 'auto': on CUDA, if that has the lower price.
         async_tp: as `parallelize` takes it.
-        time_limit_s: after this time the best plan so far is returned.
-        gap: the search ends when no plan can have a step shorter by more than this share; None: 0.01, or 0.05 for a
-            model with experts; 0: it proves the best.
         top: how many plans are searched; the others are in the text of the plan (`alternatives`) and its figures.
 
     Returns:
@@ -130,9 +127,8 @@ def plan(
             options=options_of_way(in_pieces),
             executed=True,
             target_len=target_len or task.target_len,
-            time_limit_s=time_limit_s,
-            gap=gap,
             top=top,
+            **search,
         )
         return planned(request, task.name, cluster if isinstance(cluster, str) else None)
 
@@ -318,9 +314,7 @@ def asked_of(request: PlanRequest, name: str | None, cluster: str | None) -> dic
         "profile": request.profile_file,
         "constants": request.constants_file,
         "pin": plain(dict(request.pins)) or None,
-        "memory_risk": request.memory_risk,
-        "equal_within": request.equal_within,
-        "gap": request.gap,
+        **tolerances_of(request),
         "runnable": request.executed or None,
         **{n: v for n, v in option_data(request.options).items() if v != usual[n]},
     }

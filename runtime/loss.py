@@ -247,7 +247,7 @@ class _CrossEntropySum(torch.autograd.Function):
         classes = _Classes(count, count * (1 if mesh is None else mesh.size(axes)), first, ignore_index)
         groups = () if mesh is None else mesh.groups_of(axes)
 
-        flat = target.reshape(-1)
+        flat = _numbers(target)
         found = _statistics(_rows(logits), flat, classes, label_smoothing > 0)
         top = _all_reduce(found[0], "max", groups)
         found[1].mul_((found[0] - top).exp_().masked_fill_(found[0] == -math.inf, 0))
@@ -269,7 +269,7 @@ class _CrossEntropySum(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
         logits, target, log_sum_exp, *kept = ctx.saved_tensors
         classes = replace(ctx.classes, first=kept[0]) if kept else ctx.classes
-        out = _gradient(_rows(logits), target.reshape(-1), log_sum_exp, grad, classes, ctx.label_smoothing)
+        out = _gradient(_rows(logits), _numbers(target), log_sum_exp, grad, classes, ctx.label_smoothing)
         return out.view(logits.shape), None, None, None, None, None
 
     @staticmethod
@@ -286,5 +286,10 @@ class _CrossEntropySum(torch.autograd.Function):
 
 
 def _rows(logits: torch.Tensor) -> torch.Tensor:
-    """Reshape to [tokens, local classes], each row contiguous."""
+    """Reshape to [tokens, local classes], contiguous: kernels read memory row by row."""
     return logits.reshape(-1, logits.shape[-1]).contiguous()
+
+
+def _numbers(target: torch.Tensor) -> torch.Tensor:
+    """Reshape to [tokens], contiguous: kernels read memory in order, and `labels[:, 0]` is not."""
+    return target.reshape(-1).contiguous()

@@ -141,13 +141,27 @@ class AxisMesh:
             self._made.append(made)
         return made
 
-    def connect(self, device: torch.device) -> None:
-        """Connect every communicator, in the same order on all ranks. A collective; does nothing except on CUDA."""
+    def connect(self, device: torch.device, axis: str = "", pairs: Sequence[tuple[int, int]] = ()) -> None:
+        """Connect every communicator, in the same order on all ranks. A collective; does nothing except on CUDA.
+
+        The default group is among them, also if no axis spans all ranks: norms of gradients are summed over it.
+
+        Args:
+            axis, pairs: an axis and the indices along it of ranks that send to one another, in an order that is the
+                same on all ranks. A send that is not one of a batch has a communicator of its own between two ranks,
+                unless the default group is bound to a device.
+        """
         if device.type != "cuda":
             return
         token = torch.zeros(1, device=device)
-        for group in dict.fromkeys((*self._groups.values(), *self._made)):
+        for group in dict.fromkeys((private.default_group(), *self._groups.values(), *self._made)):
             dist.all_reduce(token, group=group)
+        own = self.coordinate(axis) if pairs else 0
+        for first, second in pairs:
+            if own == first:
+                dist.send(token, group=self.group(axis), group_dst=second)
+            elif own == second:
+                dist.recv(token, group=self.group(axis), group_src=first)
         torch.cuda.synchronize(device)
 
     def close(self) -> None:

@@ -151,7 +151,7 @@ class ParallelModel(StateMethods):
         self._state.host = self._host = self._host_shards()
         self.loss_scaler = self._make_loss_scaler()
         self._tied = TiedGradients(spec, self.mesh, self.stages)
-        self.mesh.connect(self.device)
+        self.mesh.connect(self.device, "pp", self._neighbours())
         self._inputs = StageInputs(spec, self.mesh, self.stage, self.device, self._loss_dtype, dtype)
         self._batches = Batches(spec, self.mesh, num_micro_batches, self.device)
         self._runner: PipelineRunner | None = None
@@ -163,6 +163,12 @@ class ParallelModel(StateMethods):
             self.optimizer = self._make_optimizer(optimizer, param_groups)
             check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
             guard_step(self.optimizer)
+
+    def _neighbours(self) -> list[tuple[int, int]]:
+        """Return the ranks of the pipeline between which stages send, each pair once and in order."""
+        home = {stage.index: rank for rank in range(self.mesh.size("pp")) for stage in self.spec.stages_of(rank)}
+        pairs = {(home[i], home[i + 1]) for i in range(len(home) - 1)}
+        return sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
 
     def _make_loss_scaler(self) -> LossScaler | None:
         """Make the scaler of a float16 program and let it scale the output of the last stage. Otherwise return None."""
@@ -452,6 +458,8 @@ class ParallelModel(StateMethods):
             if outputs is not None:
                 entered.enter_context(outputs.asked())
             losses = waves.run(parts, outputs.take if outputs is not None else None)
+        if self._host is not None:
+            self._host.wait_until_given()
         self._num_evaluations += 1
         return self._total(losses)
 

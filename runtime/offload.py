@@ -19,8 +19,9 @@ works on both there. Parameters that it does not shard (experts without replicas
 
 On a CPU "device" and "host" are both its memory. `optimizer` still copies between distinct tensors; torch's policy
 finds its shards where they are. Pinned memory, copies beside computation, and collectives of gradients on the host are
-for GPUs and were not run on one. There the host waits once per step, for the gradients. Parameters are copied one after
-the other in the computing stream, and the optimizer changes them next only after that wait.
+for GPUs and were not run on one. There the host waits once per step, for the gradients, and at the end of an
+evaluation. Parameters are copied one after the other in the computing stream, and the optimizer changes them next only
+after that wait.
 
 Source: Ren et al., ZeRO-Offload, 2021, section 3 (what goes where) and 4.2 (the order of copies). They hide the copies
 of gradients behind the backward; here none is hidden.
@@ -141,6 +142,14 @@ class HostShards:
         for pair in self._pairs.values():
             if not pair.released:
                 local_of(pair.device).copy_(pair.host, non_blocking=True)  # the computing stream waits for it
+
+    def wait_until_given(self) -> None:
+        """Wait until the device has read the parameters, which an optimizer may change next.
+
+        After a step nothing is left to wait for: `take_gradients` has waited for what was queued behind the copies.
+        """
+        for device in {local_of(pair.device).device for pair in self._pairs.values()}:
+            _wait(device)
 
     @torch.no_grad()
     def load(self, parameter: nn.Parameter, local: torch.Tensor) -> None:

@@ -172,10 +172,10 @@ class Regions:
 class OffloadedActivations:
     """Context of one forward of a block: tensors that autograd saves are offloaded to the host, each storage once.
 
-    Like `torch.autograd.graph.save_on_cpu`, but without copying parameters or several views of one storage. On a CPU it
-    copies too, so that the same code runs everywhere. On CUDA the copies run beside the computation
-    (`autoplan.runtime.side_stream`), so an operation that changes a tensor in place after autograd saved it would
-    corrupt it.
+    Like `torch.autograd.graph.save_on_cpu`, but without copying parameters or several views of one storage, or what is
+    on the host already. On a CPU it copies too, so that the same code runs everywhere. On CUDA the copies run beside
+    the computation (`autoplan.runtime.side_stream`), so an operation that changes a tensor in place after autograd
+    saved it would corrupt it.
 
     Args:
         resident: parameters and buffers, which stay on the device.
@@ -215,7 +215,7 @@ class OffloadedActivations:
 
     def _pack(self, x: torch.Tensor) -> Any:
         storage = _storage(x)
-        if storage._cdata in self._resident:
+        if storage._cdata in self._resident or (self._side is not None and x.device.type != self._side.device.type):
             return x
         found = self._moved.get(storage._cdata)
         if found is None or _gone(found[0]):

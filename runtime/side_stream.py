@@ -66,7 +66,7 @@ class SideStream:
         use: Callable[[Any], AbstractContextManager[Any]],
         device: torch.device,
     ) -> None:
-        self._stream, self._current, self._use, self._device = stream, current, use, device
+        self._stream, self._current, self._use, self.device = stream, current, use, device
         self._leaving: deque[tuple[torch.Tensor, Event]] = deque()  # the oldest first
         self._back: list[weakref.ref[Waiting]] = []
         self._coming: list[tuple[weakref.ref[Waiting], torch.Tensor, Event]] = []  # nobody has waited for these
@@ -84,7 +84,7 @@ class SideStream:
 
     def send(self, storage: torch.Tensor) -> Waiting:
         """Start to copy a whole storage (uint8, [bytes]) to the host."""
-        host = torch.empty(storage.shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        host = torch.empty(storage.shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         self._stream.wait_event(self._current().record_event())
         with self._use(self._stream):
             host.copy_(storage, non_blocking=True)
@@ -132,7 +132,7 @@ class SideStream:
     def _fetch(self, waiting: Waiting) -> None:
         if waiting.here is not None:
             return
-        here = torch.empty(waiting.host.shape, dtype=torch.uint8, device=self._device)
+        here = torch.empty(waiting.host.shape, dtype=torch.uint8, device=self.device)
         self._stream.wait_event(self._current().record_event())  # queued work may still use its memory
         with self._use(self._stream):
             here.copy_(waiting.host, non_blocking=True)

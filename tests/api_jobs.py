@@ -13,6 +13,7 @@ import torch.distributed as dist
 from small_stacks import Looped, ScaledBlock, Stack, Tupled, TupleStack, UnusedNumber, square_loss
 
 import autoplan
+from autoplan import api
 from autoplan.errors import AutoplanError
 
 
@@ -24,6 +25,28 @@ def alone(rank: int, world: int) -> tuple[float, float]:
     loss = pm.step(batch)
     reference = models.make_llama(seed=0)(**batch).loss
     return loss.item(), reference.item()
+
+
+def values_of_first(rank: int, world: int) -> tuple[list[float], bool, list[tuple[int, ...]]]:
+    """Values that differ between ranks, after rank 0's were taken; whether equal ones stayed the tensors that they
+    were; shapes of what was sent."""
+    same, other, table = torch.ones(5), torch.full((3,), float(rank)), torch.arange(4) + rank
+    parameters, buffers = {"same": same, "other": other}, {"table": table}
+    sent: list[tuple[int, ...]] = []
+    broadcast = dist.broadcast
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tuple(tensor.shape))
+        return broadcast(tensor, *args, **kwargs)
+
+    dist.broadcast = counted
+    try:
+        api._same_values(parameters, buffers, torch.device("cpu"))
+    finally:
+        dist.broadcast = broadcast
+    found = [*parameters["other"].tolist(), *buffers["table"].tolist()]
+    assert other.tolist() == [rank] * 3, "the user's own tensor was written to"
+    return found, parameters["same"] is same, sent
 
 
 def train(rank: int, world: int, pins: dict[str, Any], check: bool) -> list[float]:

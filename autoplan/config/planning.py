@@ -1,12 +1,16 @@
-"""The tolerances of a search: how sure a plan must be to fit, which plans are equally fast, what is proved.
+"""Settings of a search: its time, how sure a plan must be to fit, which plans are equally fast, what is proved.
 
-All are settings of `plan`, `whatif` and `capacity`, on the command line and in Python under the same names.
+Their records are those of all choices (`autoplan.config.choice`). From them follow the options of every command that
+searches, the keyword arguments of `plan`, `whatif` and `capacity`, the keys of files, proposed commands and checks.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any, TypedDict, TypeGuard
 
+from autoplan.config.choice import Written, choice, choices_of
 from autoplan.errors import PinError
 
 HIGH_END_RISK = 0.05  # intervals are read as 90 %: one need in twenty is above the high end
@@ -24,24 +28,114 @@ DENSE_GAP, EXPERTS_GAP = 0.01, 0.05
 SCREEN_LIMIT_S = 8.0
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def check_planning(memory_risk: float, equal_within: float, gap: float | None) -> None:
-    """Raise PinError for a risk that no plan can be chosen by, or a share that says nothing about plans."""
-    if not _is_number(memory_risk) or not 0 < memory_risk <= EXPECTED_RISK:
-        raise PinError(
-            f"memory_risk={memory_risk!r}: must be above 0 and at most {EXPECTED_RISK} (the expected need just fits); "
-            f"{DEFAULT_RISK} keeps the high end of the interval within the memory"
-        )
-    if not _is_number(equal_within) or not 0 <= equal_within < 1:
-        raise PinError(
-            f"equal_within={equal_within!r}: must be at least 0 (take the fastest) and below 1; {EQUAL_WITHIN} counts "
-            f"plans within {EQUAL_WITHIN:.0%} of the fastest as equal"
-        )
-    if gap is not None and (not _is_number(gap) or not 0 <= gap < 1):
-        raise PinError(
-            f"gap={gap!r}: must be at least 0 (prove that no plan is faster) and below 1; left out, it is "
-            f"{DENSE_GAP}, or {EXPERTS_GAP} for a model with experts"
-        )
+def _time_limit(name: str, value: object) -> str | None:
+    return None if _is_number(value) and value >= 0 else f"{name}={value!r} must be a finite number of at least 0"
+
+
+def _risk(name: str, value: object) -> str | None:
+    if _is_number(value) and 0 < value <= EXPECTED_RISK:
+        return None
+    return (
+        f"{name}={value!r}: must be above 0 and at most {EXPECTED_RISK} (the expected need just fits); {DEFAULT_RISK} "
+        "keeps the high end of the interval within the memory"
+    )
+
+
+def _equal(name: str, value: object) -> str | None:
+    if _is_number(value) and 0 <= value < 1:
+        return None
+    return (
+        f"{name}={value!r}: must be at least 0 (take the fastest) and below 1; {EQUAL_WITHIN} counts plans within "
+        f"{EQUAL_WITHIN:.0%} of the fastest as equal"
+    )
+
+
+def _gap(name: str, value: object) -> str | None:
+    if value is None or (_is_number(value) and 0 <= value < 1):
+        return None
+    return (
+        f"{name}={value!r}: must be at least 0 (prove that no plan is faster) and below 1; left out, it is "
+        f"{DENSE_GAP}, or {EXPERTS_GAP} for a model with experts"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSettings:
+    """How a search is done.
+
+    Attributes:
+        time_limit_s: after this time the best plan so far is returned; while there is none, the search goes on for a
+            while.
+        memory_risk: the accepted probability that a plan runs out of memory; 0.05 keeps the high end of every interval
+            within the device, 0.5 the expected need.
+        equal_within: plans whose step times are at most this share above the fastest count as equal: the simplest is
+            taken (`autoplan.search.simplicity`); 0: the fastest.
+        gap: the search ends when the best step of the space is proved to be at most this share shorter than the one
+            found; None: 0.01, or 0.05 for a model with experts; 0: when nothing is left.
+    """
+
+    time_limit_s: float = choice(
+        60.0,
+        "Seconds; then the best plan so far, marked.",
+        written=Written.NUMBER,
+        flags=("--time-limit",),
+        obstacle=_time_limit,
+        reported=False,
+    )
+    memory_risk: float = choice(
+        DEFAULT_RISK,
+        "Accepted probability that the plan runs out of memory: 0.05 keeps the high end of its memory within the "
+        "device, 0.5 the expected need.",
+        written=Written.NUMBER,
+        obstacle=_risk,
+    )
+    equal_within: float = choice(
+        EQUAL_WITHIN,
+        "Plans within this share of the fastest step count as equal, and the simplest of them is taken; 0 takes the "
+        "fastest.",
+        written=Written.NUMBER,
+        obstacle=_equal,
+    )
+    gap: float | None = choice(
+        None,
+        "The search ends when no plan can have a step shorter by more than this share; 0 proves the best; default: "
+        f"{DENSE_GAP}, with experts {EXPERTS_GAP}.",
+        written=Written.NUMBER,
+        obstacle=_gap,
+        may_be_open=True,
+    )
+
+    def check(self) -> None:
+        """Raise PinError for a value by which nothing can be searched."""
+        for record in SEARCH_SETTINGS:
+            reason = record.reason(getattr(self, record.name))
+            if reason is not None:
+                raise PinError(reason)
+
+    @property
+    def search_words(self) -> dict[str, Any]:
+        """These settings as keyword arguments."""
+        return {record.name: getattr(self, record.name) for record in SEARCH_SETTINGS}
+
+
+class SearchWords(TypedDict, total=False):
+    """The fields of SearchSettings as keyword arguments."""
+
+    time_limit_s: float
+    memory_risk: float
+    equal_within: float
+    gap: float | None
+
+
+SEARCH_SETTINGS = choices_of(SearchSettings)
+# Those that decide which plan is found, whatever the time: what the file of a plan keeps
+TOLERANCES = tuple(record for record in SEARCH_SETTINGS if record.reported)
+
+
+def tolerances_of(settings: SearchSettings) -> dict[str, Any]:
+    """Return the tolerances of a search by name."""
+    return {record.name: getattr(settings, record.name) for record in TOLERANCES}

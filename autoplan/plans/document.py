@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from autoplan.config.choices import CHOICES, OPTIONS, PINS, check_values
 from autoplan.config.keys import check_names
 from autoplan.config.parallel import ParallelConfig
+from autoplan.config.planning import TOLERANCES
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
@@ -43,8 +44,9 @@ PROGRAM = (
 )
 MADE_FOR = ("autoplan", "parameters", "graph", "cluster", "cluster_figures", "profile")
 _REQUEST = (
-    *("seq_len", "target_len", "global_batch_size", "pins", "precision", "memory_risk", "equal_within", "gap", "mode"),
-    *("like", *OPTIONS, "profile", "constants", "adapters", "imbalance"),
+    *("seq_len", "target_len", "global_batch_size", "pins", "precision"),
+    *(record.name for record in TOLERANCES),
+    *("mode", "like", *OPTIONS, "profile", "constants", "adapters", "imbalance"),
 )
 _NESTED = {"program": PROGRAM, "made_for": MADE_FOR, "request": _REQUEST}
 

@@ -10,6 +10,7 @@ named after the budget and a grace period, or after `AUTOPLAN_TIMEOUT_S`.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from autoplan.profiler.run import (
     store_profile,
 )
 from autoplan.report.files import check_writable
+from autoplan.report.output import say_note
 from autoplan.runtime.failure import TIMEOUT_VARIABLE, RankFailure, guard
 
 _COMMAND_DEGREES = (1, 2, 4, 8)
@@ -72,6 +74,8 @@ def profile_command(
         tasks = graph_tasks(graph, _COMMAND_DEGREES, {"b": 1, "s": _COMMAND_SEQUENCE, "t": _COMMAND_SEQUENCE})
         dtypes = main_dtypes(graph, precision_of("native"))
     if alone:
+        if sys.stderr.isatty():
+            say_note(f"measuring for at most {budget_s:.0f} s")
         profile = measure(name, processes=processes, budget_s=budget_s, tasks=tasks, dtypes=dtypes)
         _hand_out(profile, out, cluster_out)
         return profile

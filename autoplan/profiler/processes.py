@@ -11,6 +11,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -114,7 +115,8 @@ def run_ranks(
                 here, there = context.Pipe(duplex=False)
                 work = (_in_group, fn, rank, world, args, f"file://{folder}/store", timeout_s, gpus)
                 children.append(context.Process(target=answer_of, args=(there, *work), daemon=True))
-                children[-1].start()
+                with _interrupts_held():
+                    children[-1].start()
                 there.close()
                 pipes.append(here)
             found = outcomes(pipes, timeout_s, STOP_GRACE_S)
@@ -125,6 +127,16 @@ def run_ranks(
     if any(outcome.status != "ok" for outcome in found):
         raise RankError(problems(found, timeout_s))
     return [outcome.value for outcome in found]
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C back: processes that start meanwhile never see it, and the one that waits for them ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _in_group(

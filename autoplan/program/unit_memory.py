@@ -59,7 +59,14 @@ def unit_memories(
     shared: Sequence[SharedValue],
 ) -> list[UnitMemory]:
     """Return the memory of every unit, without the values that several units of a stage hold once together."""
-    return [_memory(calls, activation_bytes, layers).without_shared(u, shared) for u, calls in enumerate(units)]
+    known: dict[object, UnitMemory] = {}  # equal units are summed once
+    out = []
+    for u, calls in enumerate(units):
+        kind = tuple((c.block, c.name in layers) for c in calls)
+        if kind not in known:
+            known[kind] = _memory(calls, activation_bytes, layers)
+        out.append(known[kind].without_shared(u, shared))
+    return out
 
 
 def _memory(calls: Sequence[Call], activation_bytes: Mapping[str, Activations], layers: Set[str]) -> UnitMemory:

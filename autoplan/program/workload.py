@@ -48,6 +48,11 @@ class LoweredModel:
         )
         return {n: _finished(self, n, None) for n in plain}
 
+    @functools.cached_property
+    def model_flops(self) -> tuple[float, float]:
+        """The model flops of all calls, and the part of them that masks hide (`_model_flops`)."""
+        return _model_flops(self.op_costs.graph, self.op_costs)
+
 
 def lower_all(graph: ModelGraph, selection: Selection, op_costs: OpCosts) -> LoweredModel:
     """Lower every block under a selection that was solved for the sub-axes of `op_costs`."""
@@ -85,7 +90,7 @@ def workload(
     """
     experts = _elsewhere(experts, op_costs)
     made = lower_all(graph, selection, op_costs) if made is None else made
-    lowered, blocks = _blocks(graph, made, experts)
+    lowered, blocks = _blocks(made, experts)
     activation_bytes = with_dispatch(made.activation_bytes, lowered, blocks, op_costs, experts)
     unit_calls, layers = pipeline_units(graph, ends), frozenset(layer_calls(graph))
     by_name, free = {c.name: c for c in graph.calls}, graph.free_calls()
@@ -95,7 +100,7 @@ def workload(
     crossing = crossing_values(graph, unit_calls, lowered, op_costs)
     shared = shared_values(graph, unit_calls, crossing, activation_bytes, layers)
     memory = unit_memories(units, activation_bytes, layers, shared)
-    model_flops, masked_flops = _model_flops(graph, op_costs)
+    model_flops, masked_flops = made.model_flops
     return Workload(
         model=graph.name,
         axes=tuple((a.name, a.size) for a in op_costs.axes),
@@ -130,25 +135,23 @@ def _elsewhere(experts: ExpertDegrees | None, op_costs: OpCosts) -> ExpertDegree
     return experts if experts is not None and experts.dispatches(tp) else None
 
 
-def _blocks(
-    graph: ModelGraph, made: LoweredModel, experts: ExpertDegrees | None
-) -> tuple[dict[str, LoweredBlock], dict[str, BlockWork]]:
+def _blocks(made: LoweredModel, experts: ExpertDegrees | None) -> tuple[dict[str, LoweredBlock], dict[str, BlockWork]]:
     """Return the statements of every block after all passes, and their work."""
     known = made.without_experts
     found = {n: known[n] if n in known else _finished(made, n, experts) for n in made.blocks}
-    lowered, blocks = {n: low for n, (low, _) in found.items()}, {n: work for n, (_, work) in found.items()}
-    end = graph.calls[-1].block
-    if blocks[end].gathered is Gathered.TWICE and sum(c.block == end for c in graph.calls) == 1:
-        blocks[end] = replace(blocks[end], gathered=Gathered.LAST)
-    return lowered, blocks
+    return {n: low for n, (low, _) in found.items()}, {n: work for n, (_, work) in found.items()}
 
 
 def _finished(made: LoweredModel, name: str, experts: ExpertDegrees | None) -> tuple[LoweredBlock, BlockWork]:
     """Return the statements of one block after all passes, and their work."""
     op_costs = made.op_costs
     stack = PassFacts(op_costs.context, op_costs.methods, experts, op_costs.kernels)
-    lowered = rewritten(made.blocks[name], stack)
-    return lowered, _block(lowered, made.activation_bytes[name], op_costs)
+    lowered, calls = rewritten(made.blocks[name], stack), op_costs.graph.calls
+    work = _block(lowered, made.activation_bytes[name], op_costs)
+    at_end = name == calls[-1].block and sum(c.block == name for c in calls) == 1
+    if at_end and work.gathered is Gathered.TWICE:
+        work = replace(work, gathered=Gathered.LAST)
+    return lowered, work
 
 
 def _model_flops(graph: ModelGraph, op_costs: OpCosts) -> tuple[float, float]:

@@ -29,7 +29,7 @@ from autoplan.report.waiting import Countdown, telling, waiting
 from autoplan.search.best_use import Use, best_use
 from autoplan.search.certificate import Status
 from autoplan.search.planner import estimate_config
-from autoplan.sweeps.explain import quick_gains
+from autoplan.sweeps.explain import Setting, quick_gains
 from autoplan.sweeps.whatif import Point, RunTask, check_varied, columns, points, row
 
 
@@ -78,7 +78,6 @@ def _answer(task: TaskWords, used: Use, run: RunTask) -> tuple[Answer, Usual | N
     usual = usual_run(task.model) if task.written is None and (run.tokens is None or task.usual) else None
     # of pre-training, not of a fine-tuning run
     known = run.tokens is None and usual is not None and usual.tokens is not None and used.request.adapters is None
-    interrupted = used.result.certificate.status == Status.INTERRUPTED
     answer = Answer(
         model=task.model,
         cluster=used.text(task.cluster),
@@ -87,9 +86,19 @@ def _answer(task: TaskWords, used: Use, run: RunTask) -> tuple[Answer, Usual | N
         run=replace(run, tokens=usual.tokens) if known and usual is not None else run,
         usual=task.usual,
         usual_tokens=known,
-        gains=() if interrupted else quick_gains(used.request, used.result.plans[0]),
+        gains=_gains(used),
     )
     return answer, usual
+
+
+def _gains(use: Use) -> Sequence[Setting]:
+    """Return what would help the best plan most; nothing if Ctrl-C ended its search, or ends this."""
+    if use.result.certificate.status == Status.INTERRUPTED:
+        return ()
+    try:
+        return quick_gains(use.request, use.result.plans[0])
+    except KeyboardInterrupt:
+        return ()
 
 
 def answer_estimate(

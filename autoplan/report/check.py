@@ -134,7 +134,7 @@ def check_command(
         pins: what a better plan must keep, as texts.
         seconds: time limit of the search for it; None: none is searched.
         out: file for the better plan.
-        how: `memory_risk` and `equal_within` of the search.
+        how: settings of the search.
     """
     run = read_run(task)
     if out is not None:
@@ -164,7 +164,7 @@ def _checked(task: TaskWords, degrees: Mapping[str, Any], how: Mapping[str, Any]
     read = written.config
     if None in (task.seq_len, task.global_batch_size):
         return Check(read, None, read.faults)
-    request = replace(read_request(task), **how)
+    request = read_request(task, **how)
     if read.faults:
         return Check(read, request, read.faults)
     given = written.but(read_degrees(degrees, layer_calls(request.graph)), task.cluster)

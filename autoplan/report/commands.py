@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from autoplan.config.choices import choice_words
 from autoplan.config.parallel import ParallelConfig
-from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN
+from autoplan.config.planning import TOLERANCES
 from autoplan.program.facts import layer_calls
 from autoplan.search.request import PlanRequest
 from autoplan.sweeps.whatif import STEP_ONLY, RunTask
@@ -67,9 +67,8 @@ def estimate_command(
 def _planning(request: PlanRequest) -> list[str]:
     """Return the words that limit a search: pins, risk of memory, error within which plans are equal, proof."""
     words = [word for name, value in request.pins.items() for word in ("--pin", f"{name}={_pinned(value)}")]
-    words += _given("--memory-risk", request.memory_risk, DEFAULT_RISK)
-    words += _given("--equal-within", request.equal_within, EQUAL_WITHIN)
-    return words + _given("--gap", request.gap)
+    given = (_given(record.flag, getattr(request, record.name), record.default) for record in TOLERANCES)
+    return [*words, *(word for each in given for word in each)]
 
 
 def _pinned(value: object) -> str:

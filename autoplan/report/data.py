@@ -95,6 +95,7 @@ from typing import Any
 
 from autoplan.config.choices import config_data, option_data
 from autoplan.config.parallel import Mode
+from autoplan.config.planning import tolerances_of
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.whole_run import CRITICAL_BATCH_SOURCE, FIGURES, Assumptions, Run
 from autoplan.plans.document import SCHEMA_VERSION, chosen, estimate_data, plain
@@ -176,7 +177,8 @@ def head(command: str, request: PlanRequest, status: str = "ok") -> dict[str, An
         request={
             "seq_len": r.seq_len,
             **({} if r.target_len is None else {"target_len": r.target_len}),
-            **chosen(r, "global_batch_size pins precision memory_risk equal_within"),
+            **chosen(r, "global_batch_size pins precision"),
+            **tolerances_of(r),
             "gap": r.allowed_gap,
             "mode": str(r.mode),
             "like": None if r.facts.like is None else r.facts.like.name,

@@ -132,7 +132,7 @@ def explain_command(
 
         write_report(file, report, {**drawn_of(request, own), "sources": list(sources(request, run, None))})
     if vs is None and found.interrupted:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("interrupted: the answer is not complete")
 
 
 def _say_progress(status: Any, done: int, num: int, what: str) -> None:

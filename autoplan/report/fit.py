@@ -37,7 +37,7 @@ def fit_command(task: TaskWords, pin: list[str] | None, ways: bool, seconds: flo
     else:
         fit_text(console(), found)
     if found.interrupted:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("interrupted: the answer is not complete")
     return {True: 0, False: 3, None: 2}[found.fits]
 
 

@@ -15,7 +15,7 @@ import typer
 from autoplan.config.choice import Choice, Written, choices_of
 from autoplan.config.choices import plain_option, text_of
 from autoplan.config.parallel import ParallelConfig, RunOptions
-from autoplan.config.planning import DEFAULT_RISK, DENSE_GAP, EQUAL_WITHIN, EXPERTS_GAP
+from autoplan.config.planning import SEARCH_SETTINGS, TOLERANCES
 from autoplan.config.settings import setting
 from autoplan.errors import PinError
 from autoplan.report.written import WrittenPlan, find_written
@@ -29,11 +29,17 @@ ConstantsFile = Annotated[
 ]
 
 
-def _of_setting(name: str) -> Any:
-    """Return the option of a setting."""
-    record = setting(name)
+def _of_record(record: Choice, **limits: Any) -> Any:
+    """Return the option of a setting of a task or of a search."""
     shown = None if record.left_out or record.default is None else text_of(record, record.default)
-    return typer.Option(*(record.flags or (record.flag,)), help=record.help, show_default=shown or True)
+    return typer.Option(*(record.flags or (record.flag,)), help=record.help, show_default=shown or True, **limits)
+
+
+def _of_setting(name: str) -> Any:
+    return _of_record(setting(name))
+
+
+_SEARCH = {record.name: record for record in SEARCH_SETTINGS}
 
 
 ProfileName = Annotated[str | None, _of_setting("profile")]
@@ -55,37 +61,8 @@ ReportPath = Annotated[
     typer.Option("--report", help="Also write the answer as one HTML file that opens offline; needs autoplan[report]."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds; then the best plan so far, marked.", min=1)]
-MemoryRisk = Annotated[
-    float,
-    typer.Option(
-        "--memory-risk",
-        help="Accepted probability that the plan runs out of memory: 0.05 keeps the high end of its memory within the "
-        "device, 0.5 the expected need.",
-    ),
-]
-_EqualWithin = Annotated[
-    float,
-    typer.Option(
-        "--equal-within",
-        help="Plans within this share of the fastest step count as equal, and the simplest of them is taken; 0 takes "
-        "the fastest.",
-    ),
-]
-_Gap = Annotated[
-    float | None,
-    typer.Option(
-        "--gap",
-        help="The search ends when no plan can have a step shorter by more than this share; 0 proves the best.",
-        show_default=f"{DENSE_GAP}, with experts {EXPERTS_GAP}",
-    ),
-]
-# The tolerances of a search: name -> type with the option, and default
-_TOLERANCES: Mapping[str, tuple[Any, object]] = {
-    "memory_risk": (MemoryRisk, DEFAULT_RISK),
-    "equal_within": (_EqualWithin, EQUAL_WITHIN),
-    "gap": (_Gap, None),
-}
+TimeLimit = Annotated[float, _of_record(_SEARCH["time_limit_s"], min=1)]
+MemoryRisk = Annotated[float, _of_record(_SEARCH["memory_risk"])]
 CHOSEN: Mapping[str, Any] = {}  # the default of a parameter that takes several choices
 
 
@@ -230,9 +207,9 @@ def _parameters(parameter: inspect.Parameter, groups: dict[str, list[str]]) -> I
                 _option(word.name, kind, inspect.Parameter.empty if default is MISSING else default), groups
             )
     elif name == "tolerances":
-        groups[name] = list(_TOLERANCES)
-        for tolerance, (kind, usual) in _TOLERANCES.items():
-            yield _option(tolerance, kind, usual)
+        groups[name] = [record.name for record in TOLERANCES]
+        for record in TOLERANCES:
+            yield _option(record.name, *_annotation(record))
     elif name in _GROUPS:
         records = [record for record in choices_of(_GROUPS[name]) if record.help]
         groups[name] = [record.name for record in records]
@@ -303,7 +280,7 @@ _OUTPUT = frozenset(
         "csv",
         "timeline",
         "top",
-        "time_limit",
+        "time_limit_s",
         "vary",
         "from_file",
         "format",

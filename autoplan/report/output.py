@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
 EXIT_LOST_OUTPUT = 4
+EXIT_INTERRUPTED = 130  # by Ctrl-C: 128 + SIGINT
+TOO_EARLY = "interrupted before there was an answer"
 EXIT_BROKEN_PIPE = 141  # the reader has gone (`| head -1`): 128 + SIGPIPE, as a shell reports it
 
 

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 from autoplan.config.parallel import ParallelConfig
+from autoplan.config.planning import TOLERANCES
 from autoplan.report.degrees import checked_config
 from autoplan.report.flags import words_of
 from autoplan.report.request import read_request
@@ -36,7 +37,8 @@ class PlanFile:
         Raises: AutoplanError, as the command would, for a model, cluster, profile or option that is not there.
         """
         asked = self.written.asked
-        settings = {name: asked[name] for name in ("runnable", "memory_risk", "equal_within", "gap") if name in asked}
+        names = ("runnable", *(record.name for record in TOLERANCES))
+        settings = {name: asked[name] for name in names if name in asked}
         return read_request(words_of(self.written), pins=asked.get("pin"), **settings)
 
     @cached_property

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from autoplan.catalog import load_model
 from autoplan.config.adapters import Adapters, read_adapters
 from autoplan.config.choices import options_of, read_mode
 from autoplan.config.numbers import read_count, read_number
-from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN, check_planning
+from autoplan.config.planning import SearchSettings, SearchWords
 from autoplan.config.settings import check_setting, setting
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
@@ -65,16 +64,11 @@ def read_request(
     *,
     pins: Sequence[str] | Mapping[str, Any] | None = None,
     top: int = 1,
-    time_limit: float = 60.0,
     runnable: bool = False,
-    memory_risk: float = DEFAULT_RISK,
-    equal_within: float = EQUAL_WITHIN,
-    gap: float | None = None,
+    **search: Unpack[SearchWords],
 ) -> PlanRequest:
     """Return the request. Everything else is read and checked before the model is loaded, which may take long."""
-    if not math.isfinite(time_limit):
-        raise PinError(f"--time-limit {time_limit} must be a finite number of at least 1")
-    check_planning(memory_risk, equal_within, gap)
+    SearchSettings(**search).check()
     where = Cluster.parse(task.cluster)
     like = None
     if task.like is not None:
@@ -105,14 +99,11 @@ def read_request(
         constants=known,
         constants_file=file,
         top=top,
-        time_limit_s=time_limit,
-        memory_risk=memory_risk,
-        equal_within=equal_within,
-        gap=gap,
         executed=runnable,
         target_len=None if task.target_len is None else read_count(task.target_len, "--target-len"),
         like=like,
         adapters=None if adapters is None else str(adapters),
+        **search,
     )
     say_differences(task, request)
     return request

@@ -69,7 +69,7 @@ def size_command(
 
         write_report(report, size_report(found), drawn_task(request, run))
     if found.interrupted:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("interrupted: the answer is not complete")
     return 0 if found.fewest is not None else 3
 
 

@@ -6,6 +6,7 @@
 `layouts`: the request for a plan, and the layouts of its candidates.
 `intra`: solves the layouts inside blocks as an integer program.
 `cuts`: pipeline cuts and recompute of one candidate, exact.
+`windows`: seconds of every range of units on every stage, which cuts are searched in.
 `interleaved_cuts`: cuts of candidates with several stages per rank or a split backward.
 `estimate`: prices one given configuration.
 `infeasible`: explains why no plan fits the memory.

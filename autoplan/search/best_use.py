@@ -49,14 +49,27 @@ class Use:
 def best_use(request: PlanRequest, told: _Told = None) -> Use:
     """Return the best plan on all nodes or fewer, with the settings of the stack or better ones.
 
-    Raises: as `search_plan`, of all nodes, if there is no plan on fewer either.
+    Ctrl-C ends it with the best plan so far, whose certificate says `interrupted`.
+
+    Raises: as `search_plan`, of all nodes, if there is no plan on fewer either; KeyboardInterrupt before any plan.
     """
     use = _on_nodes(request, told)
-    return use if _interrupted(use) else _with_settings(use, told)
+    if _interrupted(use):
+        return use
+    try:
+        return _with_settings(use, told)
+    except KeyboardInterrupt:
+        return _stopped(use)
 
 
 def _interrupted(use: Use) -> bool:
     return use.result.certificate.status == Status.INTERRUPTED
+
+
+def _stopped(use: Use) -> Use:
+    """Return the use as the best so far: Ctrl-C ended what would have gone on from it."""
+    certificate = replace(use.result.certificate, status=Status.INTERRUPTED)
+    return replace(use, result=replace(use.result, certificate=certificate))
 
 
 def _on_nodes(request: PlanRequest, told: _Told) -> Use:
@@ -69,11 +82,16 @@ def _on_nodes(request: PlanRequest, told: _Told) -> Use:
         except AutoplanError as error:
             failed = failed or error
             continue
+        except KeyboardInterrupt:
+            if not uses:
+                raise
+            uses[-1] = _stopped(uses[-1])
         if _interrupted(uses[-1]):
             break
     if not uses:
         raise failed or AutoplanError("no plan")
-    return min(uses, key=lambda use: use.result.fastest_s)
+    best = min(uses, key=lambda use: use.result.fastest_s)
+    return _stopped(best) if any(map(_interrupted, uses)) else best
 
 
 def _with_settings(use: Use, told: _Told) -> Use:
@@ -88,6 +106,8 @@ def _with_settings(use: Use, told: _Told) -> Use:
             found = search_plan(at_degrees(other.request, plan.config))
         except AutoplanError:  # nothing fits with it, or no layout was found in time
             continue
+        if found.certificate.status == Status.INTERRUPTED:
+            raise KeyboardInterrupt
         if found.fastest_s < below:
             below, better = found.fastest_s, Use(other.request, found, {other.option: other.value})
     if not tried:

@@ -18,19 +18,19 @@ its minimum over all ways to cut the rest. A second bound, stronger with few mic
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-from autoplan.config.recompute import FULL, NONE, SELECTIVE
+from autoplan.config.recompute import FULL, SELECTIVE
 from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.memory.ranks import RankMemory
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.price import Pricer, ranges_of
+from autoplan.search.windows import CLOSE, Windows, prefix
 
-_CLOSE = 1e-9  # relative: equal within rounding
 _BISECTED = 1e-3  # relative: precision of the bound
 _MOST_LEVELS = 8  # recompute levels examined for a shortage
 _MOST_CHECKED = 200  # stages whose memory `Cutter.binds` examines one by one
@@ -90,85 +90,26 @@ class Cutter:
         self.fixed = recompute
         action = pricer.costs.overhead_s("pipeline_action_s") if self.pp > 1 else 0.0
         self.stage_s = pricer.free_forward.mid + 2 * action  # on every stage and micro-batch
-        self.time = _prefix(np.array(pricer.forward) + np.array(pricer.backward) + self._selective())
+        self.time = prefix(np.array(pricer.forward) + np.array(pricer.backward) + self._selective())
         self.after_s = pricer.fixed_s + max(max(pricer.optimizer), sum(pricer.optimizer) / self.pp)
-        self._built = False
+        self.layer_count = np.concatenate([[0], np.cumsum(pricer.workload.layers)])
+        self._known: dict[tuple[int, int, int], int | None] = {}
+        self._free_s: float | None = None
+        self._binding: tuple[float, bool] | None = None  # the last answer of `binds`, with its limit
+
+    @cached_property
+    def windows(self) -> Windows:
+        """The arrays of all stages, which the quick bound does not need."""
+        return Windows(self.pricer, self.room, self.fixed, self.pinned, self.time, self.stage_s)
+
+    def forget(self) -> None:
+        """Give up the arrays, of megabytes: made again if they are needed after all."""
+        self.__dict__.pop("windows", None)
 
     def quick_bound_s(self) -> float:
         """Return a lower bound on the step time that ignores memory and legal cuts (see `_spread`)."""
         total = float(self.time[-1]) + self.pp * self.stage_s
         return _spread(total, self.pp, self.m) + self.after_s
-
-    def _build(self) -> None:
-        """Compute the windows of every stage, which the quick bound does not need."""
-        if self._built:
-            return
-        self._built, pricer, recompute = True, self.pricer, self.fixed
-        layers = pricer.workload.layers
-        self.layer_count = np.concatenate([[0], np.cumsum(layers)])
-        # per rung of the frontier, prefix sums over units of steps, of bytes freed and of seconds
-        rungs = pricer.frontier.rungs if recompute is None else ()
-        self.steps = [np.concatenate([[0], np.cumsum([c is not None for c in r.choices])]) for r in rungs]
-        self.gains = [_prefix(np.array(r.freed_bytes)) for r in rungs]
-        self.costs = [_prefix(np.array(r.recompute_s)) for r in rungs]
-        self.recompute_s = _prefix(np.array(pricer.recompute_s))
-        self._i, self._j = np.meshgrid(np.arange(self.num_units + 1), np.arange(self.num_units + 1), indexing="ij")
-        memory = pricer.memory
-        # only the last unit's: before an earlier unit runs its backward, later ones are freed
-        least = np.minimum(memory.transient, memory.recompute_transient)
-        self._transient = np.concatenate([[0.0], least])[self._j]
-        self._forward = _prefix(np.array(pricer.forward))
-        n = self.num_units
-        i, j = self._i, self._j
-
-        def window(values: Sequence[float]) -> Array:
-            sums = _prefix(np.array(values))
-            out: Array = sums[j] - sums[i]
-            return out
-
-        cuts = np.array([0.0, *memory.cuts, 0.0])
-        state = window(memory.stored) + window(memory.states) + self.room.bytes_of(memory.fixed)
-        gathered, self._grads = window(memory.gathered), window(memory.grads)
-        self._on_host = window(memory.hosted)
-        for tied in memory.tied:  # a stage with both units holds the parameter once
-            both, once = (i <= tied.first) & (j > tied.last), tied.states
-            state, gathered = state - both * (once.stored + once.optimizer), gathered - both * once.gathered
-            self._grads = self._grads - both * once.gradients
-            self._on_host = self._on_host - both * once.host
-        if not (memory.sharded and pricer.config.zero_stage == 3):
-            state = state + gathered
-        self._state = state
-        self._held = window(memory.saved) + pricer.workload.free_saved + cuts[i] + cuts[j]
-        if pricer.workload.shared:
-            self._held = self._held + np.array(
-                [[memory.held_once(a, b) if a < b else 0.0 for b in range(n + 1)] for a in range(n + 1)]
-            )
-        freed = zip(memory.saved, memory.kept, pricer.workload.layers, strict=True)
-        self._gain = _prefix(np.array([s - k if layer else 0.0 for s, k, layer in freed]))
-        self._legal = (j > i) & (i <= n)
-        self._once_s = self._moved_once()
-        self._free: list[Array] = []  # T of every stage with unlimited memory
-        self._known: dict[tuple[int, int, int], int | None] = {}
-        self._reach: list[NDArray[np.int64]] = []
-        self._each = [self._window(s) for s in range(self.pp)]
-        self._least_sum = float(self._least_rest(self._each, np.add)[0][0])  # of all T_s, over all cuts
-        self._waits = [self._waiting(s) for s in range(self.pp)]
-
-    def _moved_once(self) -> Array:
-        """Return the seconds of ZeRO's transfers once per step that nothing hides, by stage (as in `Pricer.step_s`)."""
-        pricer, i, j = self.pricer, self._i, self._j
-        if pricer.chained:
-            sums = _prefix(np.array(pricer.first) + np.array(pricer.last))
-            return np.maximum(sums[j] - sums[i], 0.0)
-        out = np.zeros(i.shape)
-        for once in pricer.once_s:
-            sizes, hidden = _prefix(np.array(once.moved)), _prefix(np.array(once.computed)) * once.hides
-            most = np.zeros(i.shape)
-            for first in range(self.num_units):
-                most[first, first + 1 :] = np.maximum.accumulate(np.array(once.moved[first:]))
-            shown = np.maximum((sizes[j] - sizes[i]) - (hidden[j] - hidden[i]), most)
-            out += shown + pricer.contention * (sizes[j] - sizes[i] - shown)
-        return np.where(j > i, out, 0.0)
 
     def _selective(self) -> Array:
         p = self.pricer
@@ -178,151 +119,26 @@ class Cutter:
 
     # -- bounds -----------------------------------------------------------------------------------------------------
 
-    def _least_rest(self, terms: Sequence[Array], joined: Callable[[Array, Array], Array]) -> list[Array]:
-        """Return per stage s and unit i the least over all ways to cut units i .. into the stages s ..
-
-        It is the shortest path in a graph of units by stages. Arrays, because it has an edge for every pair of units.
-
-        Args:
-            terms: of each stage with units i .. j - 1.
-            joined: the term of a stage together with the least of the stages behind it.
-        """
-        out = [np.where(np.arange(self.num_units + 1) == self.num_units, 0.0, math.inf)]
-        for term in reversed(terms):
-            out.append(joined(term, out[-1][None, :]).min(axis=1))
-        return out[::-1]
-
-    def _run(self, each: Array, rest: Array) -> Array:
-        return np.maximum(self.m * each + self._once_s, each + rest)
-
-    def _window(self, stage: int) -> Array:
-        """Return T[i, j] of a stage with units i .. j - 1; inf if they cannot fit."""
-        n, memory = self.num_units, self.pricer.memory
-        legal = self._legal & (self._i >= stage) & (self._j <= n - (self.pp - 1 - stage))
-        if self.pinned is not None:
-            start = sum(self.pinned[:stage])
-            legal &= (self._i == start) & (self._j == start + self.pinned[stage])
-        if stage == 0:
-            legal &= self._i == 0
-        if stage == self.pp - 1:
-            legal &= self._j == n
-        at = np.nonzero(legal)  # from here on, arrays over these windows only
-        i, j = at
-        held, gain, state, grads = self._held[at], self._gain, self._state[at], self._grads[at]
-        fits = self._on_host[at] <= self.room.host_bytes * (1 + _CLOSE)
-        # bytes that a micro-batch may hold: the first backward allocates gradients, later ones reuse them
-        first, later = memory.flights[stage]
-        share = self.room.bytes_of(memory.per_byte)
-        room = self.room.device_bytes - state - share * self._transient[at]
-        most = room / (share * first)
-        if later:
-            most = np.minimum(most, (room - grads) / (share * later))
-        if memory.buckets:
-            sent = np.minimum(float(memory.buckets), grads)
-            fits &= state + grads + sent <= self.room.device_bytes * (1 + _CLOSE)
-        if self.fixed is None:
-            added, steps, missing = self._down(i, j, np.maximum(0.0, held - most) * (1 - _CLOSE))
-            fits &= missing <= 0
-            reach = np.zeros(legal.shape, dtype=np.int64)
-            reach[at] = steps
-            self._reach.append(reach)
-        elif self.fixed == FULL:
-            fits &= held - (gain[j] - gain[i]) <= most + _CLOSE * self.room.device_bytes
-            added = self.recompute_s[j] - self.recompute_s[i]
-        else:
-            freed, repeated = self._freed(), self._repeated()
-            keep = held - freed[j] + freed[i]
-            fits &= keep <= most + _CLOSE * self.room.device_bytes
-            added = repeated[j] - repeated[i]
-        each = self.time[j] - self.time[i] + self.stage_s + self._received(stage)[i] + self._sent(stage)[j]
-        free, out = np.full(legal.shape, math.inf), np.full(legal.shape, math.inf)
-        free[at] = each if self.fixed is None else each + added  # with unlimited memory
-        self._free.append(free)
-        out[at] = np.where(fits, each + added, math.inf)
-        return out
-
-    def _down(self, i: NDArray[np.int64], j: NDArray[np.int64], short: Array) -> tuple[Array, NDArray[np.int64], Array]:
-        """Return for windows the least seconds and frontier steps that free `short` bytes, and what is missing.
-
-        Args:
-            i, j: units i .. j - 1 of every window, at least one.
-        """
-        added, steps = np.zeros(i.shape), np.zeros(i.shape, dtype=np.int64)
-        lacks = np.flatnonzero(short > 0)
-        for count, gain, seconds in zip(self.steps, self.gains, self.costs, strict=True):
-            if not lacks.size:
-                break
-            first, need = i[lacks], short[lacks]
-            start = gain[first]
-            reach = np.minimum(np.maximum(np.searchsorted(gain, start + need), first), j[lacks])
-            added[lacks] += seconds[reach] - seconds[first]
-            steps[lacks] += count[reach] - count[first]
-            need = need - (gain[reach] - start)
-            short[lacks] = need
-            lacks = lacks[need > 0]
-        return added, steps, short
-
-    def _received(self, stage: int) -> Array:
-        """Return the seconds of a receive from the stage before, by the first unit of this one."""
-        return np.array([0.0, *(self.pricer.hops[stage - 1] if stage else [0.0] * (self.num_units - 1)), 0.0])
-
-    def _sent(self, stage: int) -> Array:
-        """Return the seconds of a receive of a gradient from the stage after, by the first unit of that one."""
-        last = stage == self.pp - 1
-        return np.array([0.0, *([0.0] * (self.num_units - 1) if last else self.pricer.hops[stage]), 0.0])
-
-    def _waiting(self, stage: int) -> Array:
-        """Return D[i, j] of a stage (see the module)."""
-        warm = self.pricer.memory.flights[stage][0]
-        at = np.nonzero(np.isfinite(self._each[stage]))
-        i, j = at
-        action = self.stage_s  # an upper bound of the forward's share
-        forward = self._forward[j] - self._forward[i] + self._received(stage)[i] + action
-        least = self._least_sum if math.isfinite(self._least_sum) else 0.0
-        out = np.full(self._i.shape, math.inf)
-        out[at] = least + (self.m - 1) * self._each[stage][at] - (warm - 1) * forward
-        return out
-
-    def _freed(self) -> Array:
-        """Return the prefix sums of the bytes that a pinned mapping frees."""
-        m, p = self.pricer.memory, self.pricer
-        return _prefix(
-            np.array([m.saved[u] - m.kept_bytes(u, p.pinned_recompute.get(u, NONE)) for u in range(self.num_units)])
-        )
-
-    def _repeated(self) -> Array:
-        p = self.pricer
-        seconds = [
-            p.repeated_s(u, p.pinned_recompute[u]) if u in p.pinned_recompute else 0.0 for u in range(self.num_units)
-        ]
-        return _prefix(np.array(seconds))
-
-    def rest(self, below_s: float = math.inf) -> tuple[list[Array], list[Array]]:
-        """Return per stage s and unit i the least of both bounds over all ways to cut units i .. into the stages s ..
-
-        The first bound counts from the start of stage s, the second is that of the whole step.
-
-        Args:
-            below_s: use only cuts whose second bound is below this, without the seconds after the pipeline.
-        """
-        self._build()
-        each, waits = self._each, self._waits
-        if below_s < math.inf:
-            each = [np.where(wait < below_s, mine, math.inf) for wait, mine in zip(waits, each, strict=True)]
-        return self._least_rest(each, self._run), self._least_rest(waits, np.maximum)
-
     def bound_s(self, cutoff_s: float = math.inf) -> float:
         """Return a lower bound on the step time of every cut that fits; inf if none fits.
 
-        It is the least step that both bounds allow for the same cut, by bisection, or `cutoff_s` if that is less.
+        It is the least step that both bounds allow for the same cut, by bisection, or `cutoff_s` if that is less. Who
+        is not below the cutoff is hardly asked again, and gives up its arrays.
         """
-        runs, waits = self.rest()
+        bound = self._bound_s(cutoff_s)
+        if bound >= cutoff_s:
+            self.free_bound_s()
+            self.forget()
+        return bound
+
+    def _bound_s(self, cutoff_s: float) -> float:
+        runs, waits = self.windows.rest()
         low = max(float(runs[0][0]), float(waits[0][0]))
         if low == math.inf or self.pp == 1:
             return low + self.after_s
 
         def impossible(step_s: float) -> bool:
-            return float(self.rest(step_s)[0][0][0]) >= step_s
+            return self.windows.least_s(step_s) >= step_s
 
         cutoff = cutoff_s - self.after_s
         if low < cutoff < math.inf and impossible(cutoff):
@@ -343,8 +159,13 @@ class Cutter:
         offloading, which is never faster, gives no better plan. A plan whose step is below the limit has only stages
         with m T_s + E_s below it.
         """
-        self._build()
-        short = [self.m * each + self._once_s + self.after_s < limit_s for each in self._free]
+        if self._binding is None or self._binding[0] != limit_s:
+            self._binding = limit_s, self._binds(limit_s)
+        return self._binding[1]
+
+    def _binds(self, limit_s: float) -> bool:
+        windows = self.windows
+        short = [self.m * each + windows.once_s + self.after_s < limit_s for each in windows.free]
         before, after = [np.arange(self.num_units + 1) == 0], [np.arange(self.num_units + 1) == self.num_units]
         for allowed in short:
             before.append((before[-1][:, None] & allowed).any(axis=0))
@@ -359,8 +180,10 @@ class Cutter:
 
     def free_bound_s(self) -> float:
         """Return the bound of `bound_s` with unlimited memory, which offloading cannot beat either."""
-        self._build()
-        return float(self._least_rest(self._free, self._run)[0][0]) + self.after_s
+        if self._free_s is None:
+            windows = self.windows
+            self._free_s = float(windows.least_rest(windows.free, windows.run)[0][0]) + self.after_s
+        return self._free_s
 
     def lacks_device_memory(self) -> bool:
         """Return True if a candidate fails only because of device memory, given that the bound says that nothing fits.
@@ -368,35 +191,24 @@ class Cutter:
         The bound assumes the most bytes that any recompute choice frees, so with fewer choices nothing fits either. (A
         single cut may: activations fetched from the host take more room than recomputed ones.)
         """
-        self._build()
-        return float(self._on_host.max()) <= self.room.host_bytes
-
-    def _even(self) -> tuple[int, ...]:
-        """Return the cut with the shortest longest stage, from which the search starts, with the one of least bound."""
-        best = self._least_rest(self._each, np.maximum)
-        chunks, at = [], 0
-        for s in range(self.pp):
-            j = int(np.argmin(np.maximum(self._each[s][at], best[s + 1])))
-            chunks.append(j - at)
-            at = j
-        return tuple(chunks)
+        return self.windows.most_on_host <= self.room.host_bytes
 
     # -- search -----------------------------------------------------------------------------------------------------
 
     def search(self, cutoff_s: float = math.inf, max_evaluated: int = 10_000) -> Cut:
         """Return the best cut below `cutoff_s`."""
-        root = self.bound_s(cutoff_s)
+        root, windows = self._bound_s(cutoff_s), self.windows
         best: tuple[float, tuple[int, ...], tuple[int, ...]] | None = None
         limit, open_bound, evaluated = cutoff_s, math.inf, 0
-        if root < limit * (1 - _CLOSE):
-            best, evaluated = self._climb(self._even(), limit, max_evaluated // 2)
+        if root < limit * (1 - CLOSE):
+            best, evaluated = self._climb(windows.even(), limit, max_evaluated // 2)
             limit = best[0] if best is not None else limit
-        runs, waits = self.rest(limit - self.after_s)  # from here on only better cuts matter
+        runs, waits = windows.rest(limit - self.after_s)  # from here on only better cuts matter
         # bound, stage, first unit, chunks so far, largest term so far, sum of T so far
         stack: list[tuple[float, int, int, tuple[int, ...], float, float]] = [(root, 0, 0, (), 0.0, 0.0)]
         while stack:
             bound, stage, at, chunks, most, before = stack.pop()
-            if bound >= limit * (1 - _CLOSE):
+            if bound >= limit * (1 - CLOSE):
                 continue
             if evaluated >= max_evaluated:
                 open_bound = min(open_bound, bound)
@@ -409,11 +221,11 @@ class Cutter:
                     if step < limit:
                         limit, best = step, (step, chunks, recompute)
                 continue
-            each, once = self._each[stage][at], self._once_s[at]
-            own = np.maximum(before + self.m * each + once, self._waits[stage][at])
+            each, once = windows.each[stage][at], windows.once_s[at]
+            own = np.maximum(before + self.m * each + once, windows.waits[stage][at])
             reach = np.maximum(most, np.maximum(own, before + each + runs[stage + 1]))
             reach = np.maximum(reach, waits[stage + 1]) + self.after_s
-            open_to = np.flatnonzero(reach < limit * (1 - _CLOSE))
+            open_to = np.flatnonzero(reach < limit * (1 - CLOSE))
             for j in open_to[np.argsort(-reach[open_to], kind="stable")]:  # the best is popped first
                 done, sums = max(most, float(own[j])), before + float(each[j])
                 stack.append((float(reach[j]), stage + 1, int(j), (*chunks, int(j) - at), done, sums))
@@ -439,7 +251,7 @@ class Cutter:
                 continue
             evaluated += 1
             step = self.pricer.step_s(chunks, recompute)
-            if step < limit * (1 - _CLOSE):
+            if step < limit * (1 - CLOSE):
                 limit, best, queue = step, (step, chunks, recompute), []
                 if self.pinned is None:
                     for s in range(self.pp - 1):
@@ -467,18 +279,28 @@ class Cutter:
         return self._known[key]
 
     def _least(self, stage: int, units: range) -> int | None:
-        layers = int(self.layer_count[units.stop] - self.layer_count[units.start])
-        counts = self._counts(units, layers)
+        counts = self._counts(units, self._num_layers(units))
         if self.fixed is None:  # the bound excludes fewer
-            counts = counts[int(self._reach[stage][units.start, units.stop]) :]
-        return next((n for n in counts if self.room.fits(self._memory(stage, units, n))), None)
+            counts = counts[int(self.windows.reach[stage][units.start, units.stop]) :]
+        return next((n for n in counts if self._fits(stage, units, n)), None)
 
-    def _memory(self, stage: int, units: range, count: int) -> RankMemory:
-        """Return the memory of one stage."""
+    def _tried(self, stage: int, units: range, count: int) -> tuple[list[range], list[int]]:
+        """Return a cut of which only one stage is given, with its steps of recompute."""
         ranges = [range(0, 0)] * self.pp
         tried = [0] * self.pp
         ranges[stage], tried[stage] = units, count
-        return self.pricer.memory.rank(stage, ranges, tried, self.pricer.pinned_recompute)
+        return ranges, tried
+
+    def _fits(self, stage: int, units: range, count: int) -> bool:
+        """Return True if one stage fits the device and the host."""
+        (ranges, tried), p, room = self._tried(stage, units, count), self.pricer, self.room
+        if p.memory.device_bytes(stage, ranges, tried, p.pinned_recompute, room.guard) > room.device_bytes:
+            return False
+        return p.memory.host_bytes(stage, ranges, tried, p.pinned_recompute, room.guard) <= room.host_bytes
+
+    def _memory(self, stage: int, units: range, count: int) -> RankMemory:
+        """Return the memory of one stage."""
+        return self.pricer.memory.rank(stage, *self._tried(stage, units, count), self.pricer.pinned_recompute)
 
     def _counts(self, units: range, layers: int) -> list[int]:
         if self.fixed is None:
@@ -487,23 +309,31 @@ class Cutter:
             return [layers]
         return [0]
 
+    def _num_layers(self, units: range) -> int:
+        return int(self.layer_count[units.stop] - self.layer_count[units.start])
+
+    def _most_even(self) -> tuple[int, ...]:
+        """Return the pinned cut, or the one with most equal numbers of units."""
+        n, pp = self.num_units, self.pp
+        return self.pinned or tuple((s + 1) * n // pp - s * n // pp for s in range(pp))
+
     def shortage(self) -> Shortage:
         """Return how far the most even cut with the least memory (the most recompute) is from fitting."""
-        self._build()
-        chunks = self.pinned or tuple(
-            (s + 1) * self.num_units // self.pp - s * self.num_units // self.pp for s in range(self.pp)
-        )
-        ranges = ranges_of(chunks)
         found = []
-        for s, units in enumerate(ranges):
-            layers = int(self.layer_count[units.stop] - self.layer_count[units.start])
-            counts = self._counts(units, layers)
+        for s, units in enumerate(ranges_of(self._most_even())):
+            counts = self._counts(units, self._num_layers(units))
             some = {*counts[:: 1 + len(counts) // _MOST_LEVELS], counts[-1]}  # the last one nearly always needs least
             options = [self._memory(s, units, count) for count in sorted(some)]
             found.append(shortage_of(s, options, self.room))
         return worst_of(found)
 
-    any_shortage = shortage
+    def any_shortage(self) -> Shortage:
+        """Return what one stage of the most even cut lacks, perhaps not the one that lacks most."""
+        for s, units in enumerate(ranges_of(self._most_even())):
+            memory = self._memory(s, units, self._counts(units, self._num_layers(units))[-1])
+            if not self.room.fits(memory):
+                return shortage_of(s, [memory], self.room)
+        return self.shortage()
 
 
 def _spread(total_s: float, num_stages: int, num_micro_batches: int) -> float:
@@ -531,7 +361,3 @@ def worst_of(found: Sequence[Shortage]) -> Shortage:
     if not found:
         raise ValueError("a pipeline has at least one stage")
     return max(found, key=lambda s: s.needed_bytes / s.available_bytes)
-
-
-def _prefix(values: Array) -> Array:
-    return np.concatenate([[0.0], np.cumsum(values)])

@@ -235,6 +235,7 @@ class ChunkCutter:
         self._found: Cut | None = None
         self._free_s: float | None = None
         self._lacking: tuple[int, tuple[int, ...]] | None = None  # a rank that lacks memory, of the first cut
+        self._ranges: dict[tuple[int, ...], list[range]] = {}
         self._steps: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
 
     @cached_property
@@ -323,7 +324,7 @@ class ChunkCutter:
         """Return the pinned steps along the recompute frontier of every chunk; zeros if recompute is searched."""
         out = [0] * len(self.chunks)
         for mine in self.chunks_of:
-            for k, count in zip(mine, self._choices(mine).of(0), strict=True):
+            for k, count in zip(mine, self._choices(mine, self.chunks).of(0), strict=True):
                 out[k] = count
         return tuple(out)
 
@@ -333,13 +334,13 @@ class ChunkCutter:
         The more is recomputed, the less is kept. A rank mostly needs as much as the one before: the search starts there
         and moves away in steps that double.
         """
-        out, near = [0] * len(self.chunks), 0
+        out, near, cut = [0] * len(self.chunks), 0, self.chunks
         for rank, mine in enumerate(self.chunks_of):
-            choices = self._choices(mine)
-            least = _first_true(choices.most, near, functools.partial(self._fits, rank, mine, choices))
+            choices = self._choices(mine, cut)
+            least = _first_true(choices.most, near, functools.partial(self._fits, rank, choices, cut))
             if least is None:
                 return None
-            while not self.room.fits_host(self._memory(rank, mine, choices.of(least))):
+            while not self._fits_host(rank, choices, cut, least):
                 least += 1  # recomputed activations are not on the host
                 if least > choices.most:
                     return None
@@ -348,9 +349,18 @@ class ChunkCutter:
             near = least
         return tuple(out)
 
-    def _fits(self, rank: int, mine: Sequence[int], choices: _Choices, number: int) -> bool:
+    def _fits(self, rank: int, choices: _Choices, cut: tuple[int, ...], number: int) -> bool:
         """Return True if a rank fits its device after `number` steps."""
-        return self.room.fits_device(self._memory(rank, mine, choices.of(number)))
+        ranges, tried = self._tried(rank, choices.of(number), cut)
+        memory, room = self.pricer.memory, self.room
+        pinned = self.pricer.pinned_recompute
+        return memory.device_bytes(rank, ranges, tried, pinned, room.guard) <= room.device_bytes
+
+    def _fits_host(self, rank: int, choices: _Choices, cut: tuple[int, ...], number: int) -> bool:
+        """Return True if a rank fits the host after `number` steps."""
+        ranges, tried = self._tried(rank, choices.of(number), cut)
+        memory, room = self.pricer.memory, self.room
+        return memory.host_bytes(rank, ranges, tried, self.pricer.pinned_recompute, room.guard) <= room.host_bytes
 
     def lacks_device_memory(self) -> bool:
         """Return True if no cut fits the device, whatever is recomputed."""
@@ -371,13 +381,12 @@ class ChunkCutter:
 
     def _with_most(self, rank: int, cut: tuple[int, ...]) -> bool:
         """Return True if a rank fits with the most recompute."""
-        mine = self.chunks_of[rank]
-        choices = self._choices(mine, cut)
-        return self.room.fits_device(self._memory(rank, mine, choices.of(choices.most), cut))
+        choices = self._choices(self.chunks_of[rank], cut)
+        return self._fits(rank, choices, cut, choices.most)
 
-    def _choices(self, mine: Sequence[int], cut: Sequence[int] | None = None) -> _Choices:
-        """Return the steps along the recompute frontier for the chunks of a rank. `cut`: None, the chosen."""
-        ranges = ranges_of(cut or self.chunks)
+    def _choices(self, mine: Sequence[int], cut: tuple[int, ...]) -> _Choices:
+        """Return the steps along the recompute frontier for the chunks of a rank."""
+        ranges = self._ranges_of(cut)
         most = [self.pricer.frontier.height(ranges[k]) for k in mine]  # the chunk's layers if recompute is not searched
         if self.fixed is None:
             return _Choices(tuple(most))
@@ -385,14 +394,22 @@ class ChunkCutter:
             return _Choices((), tuple(most))
         return _Choices((), tuple(sum(u in self.pricer.pinned_recompute for u in ranges[k]) for k in mine))
 
-    def _memory(
-        self, rank: int, mine: Sequence[int], counts: Sequence[int], cut: Sequence[int] | None = None
-    ) -> RankMemory:
-        cut = cut or self.chunks
+    def _ranges_of(self, cut: tuple[int, ...]) -> list[range]:
+        """Return `ranges_of` a cut, made once."""
+        found = self._ranges.get(cut)
+        if found is None:
+            found = self._ranges[cut] = ranges_of(cut)
+        return found
+
+    def _tried(self, rank: int, counts: Sequence[int], cut: tuple[int, ...]) -> tuple[list[range], list[int]]:
+        """Return the units of every chunk of a cut, and the steps of every chunk with `counts` on those of a rank."""
         tried = [0] * len(cut)
-        for k, count in zip(mine, counts, strict=True):
+        for k, count in zip(self.chunks_of[rank], counts, strict=True):
             tried[k] = count
-        return self.pricer.memory.rank(rank, ranges_of(cut), tried, self.pricer.pinned_recompute)
+        return self._ranges_of(cut), tried
+
+    def _memory(self, rank: int, counts: Sequence[int], cut: tuple[int, ...]) -> RankMemory:
+        return self.pricer.memory.rank(rank, *self._tried(rank, counts, cut), self.pricer.pinned_recompute)
 
     def shortage(self) -> Shortage:
         """Return how far the most even cut is from fitting with the most recompute."""
@@ -403,6 +420,5 @@ class ChunkCutter:
         return self.shortage() if self._may_fit or self._lacking is None else self._shortage(*self._lacking)
 
     def _shortage(self, rank: int, cut: tuple[int, ...]) -> Shortage:
-        mine = self.chunks_of[rank]
-        choices = self._choices(mine, cut)
-        return shortage_of(rank, [self._memory(rank, mine, choices.of(choices.most), cut)], self.room)
+        choices = self._choices(self.chunks_of[rank], cut)
+        return shortage_of(rank, [self._memory(rank, choices.of(choices.most), cut)], self.room)

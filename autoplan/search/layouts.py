@@ -20,7 +20,7 @@ from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.blocks import BlockPricer, OpTimes, op_times
 from autoplan.cost_models.time.least import LeastTime, StateSeconds
 from autoplan.cost_models.time.price import Pricer
-from autoplan.cost_models.work import Workload
+from autoplan.cost_models.work import BlockWork, Workload
 from autoplan.errors import InfeasibleError, PinError
 from autoplan.ir.layout import Axis
 from autoplan.program.context_parallel import frozen
@@ -87,6 +87,7 @@ class LayoutCache:
         self._found: dict[_Key, CandidateLayout] = {}
         self._layouts: dict[_Cut, tuple[tuple[Axis, ...], IntraSolution] | None] = {}
         self._lowered: dict[tuple[_Cut, MethodChoice], LoweredModel] = {}
+        self._op_times: dict[int, tuple[BlockWork, OpTimes]] = {}
         self._stopped: dict[_Cut, float] = {}  # the limit that was too short
         self._worth: dict[tuple[int, int, int], list[MethodChoice]] = {}
         self._cutters: dict[ParallelConfig, Cutter] = {}
@@ -191,7 +192,7 @@ class LayoutCache:
             able = like.can.recompute
             choices = ({h: v for h, v in c.items() if recompute_kind(h).name in able} for c in work.unit_choices)
             work = replace(work, unit_choices=tuple(choices))
-        return CandidateLayout(solution, work, op_times(work, self.costs))
+        return CandidateLayout(solution, work, op_times(work, self.costs, self._op_times))
 
     def _op_costs(self, axes: tuple[Axis, ...], cut: _Cut, methods: MethodChoice) -> OpCosts:
         r, (_, size, cp, _) = self.request, cut

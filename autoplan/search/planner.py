@@ -320,10 +320,8 @@ class _Search:
         """
         cutter = self.cutters[candidate]
         with self.phases.spent("bounds"):
-            if isinstance(cutter, Cutter):
-                bound = cutter.bound_s(cutoff_s)
-            else:
-                bound = cutter.bound_s(cutoff_s)
+            bound = cutter.bound_s(cutoff_s)
+            if isinstance(cutter, ChunkCutter):
                 self.first_bounds[candidate] = max(self.first_bounds[candidate], cutter.known_free_s)
             if bound == math.inf:
                 self._too_big(candidate)
@@ -409,6 +407,8 @@ class _Search:
             cutter, cutoff = self.cutters[kept], self.plans.cutoff_s()
             free = max(self.first_bounds[kept], cutter.free_bound_s())
             binds = free < self.plans.enough_s() and cutter.binds(cutoff)
+            if isinstance(cutter, Cutter):
+                cutter.forget()
         if free >= cutoff or not (binds or free >= self.plans.enough_s()):
             self.outcomes[candidate] = BOUNDED_OUT
         self.bounds[candidate] = max(self.bounds[candidate], free)

@@ -11,7 +11,7 @@ from autoplan.config.choices import option_data
 from autoplan.config.offload import ACTIVATIONS, held_on_host, of_states, searched_offload
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
 from autoplan.config.pins import Pins
-from autoplan.config.planning import DEFAULT_RISK, DENSE_GAP, EQUAL_WITHIN, EXPERTS_GAP, check_planning
+from autoplan.config.planning import DENSE_GAP, EXPERTS_GAP, SearchSettings
 from autoplan.config.recompute import OFFLOAD
 from autoplan.config.settings import check_setting
 from autoplan.cost_models.constants import Constants
@@ -30,8 +30,8 @@ from autoplan.stacks.like import Like, read_like
 
 
 @dataclass(frozen=True)
-class PlanRequest:
-    """The task of a search.
+class PlanRequest(SearchSettings):
+    """The task of a search, with its settings.
 
     Attributes:
         global_batch_size: sequences per step over all data-parallel ranks.
@@ -49,16 +49,8 @@ class PlanRequest:
         top: number of plans to return, best first, each with other degrees.
         by_kind: True: these plans differ in kind, too (`autoplan.search.simplicity.kind_of`): each is the best that
             uses just these kinds of parallelism.
-        time_limit_s: after this time the best plan so far is returned; while there is none, the search goes on for a
-            while.
         patient: False: a search without a plan at its time limit ends there, and if nothing fits, it looks for no
             change that would.
-        memory_risk: the accepted probability that a plan runs out of memory (`autoplan.config.planning`); 0.05
-            keeps the high end of every interval within the device, 0.5 the expected need.
-        equal_within: plans whose step times are at most this share above the fastest count as equal: the simplest is
-            taken (`autoplan.search.simplicity`); 0: the fastest.
-        gap: the search ends when the best step of the space is proved to be at most this share shorter than the one
-            found; None: 0.01, or 0.05 for a model with experts (`autoplan.config.planning`); 0: when nothing is left.
         executed: True: only plans that the runtime can execute.
         target_len: tokens per target sequence, if the model has one with a length of its own; None: seq_len.
     """
@@ -76,11 +68,7 @@ class PlanRequest:
     constants_file: str | None = None
     top: int = 1
     by_kind: bool = False
-    time_limit_s: float = 60.0
     patient: bool = True
-    memory_risk: float = DEFAULT_RISK
-    equal_within: float = EQUAL_WITHIN
-    gap: float | None = None
     executed: bool = False
     target_len: int | None = None
     adapters: str | None = None
@@ -202,11 +190,9 @@ def least_memory_first(candidate: ParallelConfig) -> tuple[int, ...]:
 
 
 def check_task(request: PlanRequest) -> None:
-    """Raise PinError for an impossible sequence length, memory risk or time limit."""
+    """Raise PinError for an impossible sequence length, or a setting by which nothing can be searched."""
     r = request
     check_setting("seq_len", r.seq_len)
     if r.target_len is not None:
         check_setting("target_len", r.target_len)
-    check_planning(r.memory_risk, r.equal_within, r.gap)
-    if not r.time_limit_s >= 0:
-        raise PinError(f"time_limit_s={r.time_limit_s!r}: must be a number of seconds, at least 0")
+    r.check()

@@ -16,7 +16,10 @@ Schedules with few cuts are bounded cut by cut: a rank r with chunks c of known 
 
     max_y  sum_c sum_u min_h (R_uh + y w_c K_uh)  +  y (S_r - C_r)
 
-seconds of recompute per micro-batch. All bounds add the traffic once per step and the update, of which some rank has at
+seconds of recompute per micro-batch. Their bubble is that of a step with the least seconds of every pass, which is
+simulated once for all candidates that differ in parameters only: a step never gets shorter if an action gets longer.
+
+All bounds add the traffic once per step and the update, of which some rank has at
 least its share.
 """
 
@@ -24,17 +27,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.config.offload import ACTIVATIONS, of_states
-from autoplan.config.parallel import ParallelConfig
+from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.memory.least import LeastMemory, most_held
 from autoplan.cost_models.memory.room import Room
-from autoplan.cost_models.time.least import LeastTime
-from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks, num_copies
+from autoplan.cost_models.time.least import LeastSeconds, LeastTime
+from autoplan.cost_models.time.simulation import ChunkTimes, simulate
+from autoplan.schedules.schedule import SCHEDULES, actions, chunks_of_ranks, num_copies
 from autoplan.search.interleaved_cuts import even_cuts
 
 _CLOSE = 1 - 1e-9  # sums in another order are equal up to this
@@ -43,26 +48,37 @@ _BEYOND = 4.0  # price of a byte where no choice frees enough, over that of the 
 
 
 @dataclass(frozen=True)
-class _Alike:
+class _Passes:
     """Arrays of candidates that differ only in the sharding of parameters; rows are candidates.
 
     Attributes:
-        forward, backward, states: by kind of unit; states in bytes of activations.
-        again, kept: the seconds (row, choice, kind) and bytes (choice, kind) of recompute choices.
-        room: the bytes that states and activations of the fullest moment may take.
-        free_saved: bytes that every stage holds per micro-batch besides its units'.
+        forward, backward: seconds by kind of unit.
+        counts: units of each kind.
         beside: the seconds per step outside of passes.
     """
 
     forward: Array
     backward: Array
+    counts: Array
+    beside: Array
+
+
+@dataclass(frozen=True)
+class _Alike(_Passes):
+    """The same with memory.
+
+    Attributes:
+        states: by kind of unit, in bytes of activations.
+        again, kept: the seconds (row, choice, kind) and bytes (choice, kind) of recompute choices.
+        room: the bytes that states and activations of the fullest moment may take.
+        free_saved: bytes that every stage holds per micro-batch besides its units'.
+    """
+
     states: Array
     again: Array
     kept: Array
-    counts: Array
     room: Array
     free_saved: float
-    beside: Array
 
 
 class StateBounds:
@@ -75,6 +91,8 @@ class StateBounds:
 
     def __init__(self, time: LeastTime, memory: LeastMemory, even_s: tuple[float, ...], fixed: bool) -> None:
         self.time, self.memory, self.even_s, self.fixed = time, memory, even_s, fixed
+        self._bubbles: dict[object, float] = {}
+        self._chunks: dict[tuple[int, ...], Array] = {}
 
     def of(self, members: Sequence[ParallelConfig], room: Room, below_s: float = np.inf) -> list[tuple[float, float]]:
         """Return for every candidate the bound with unlimited memory, and with the memory there is.
@@ -85,20 +103,32 @@ class StateBounds:
         out = [(0.0, 0.0)] * len(members)
         for at in _alike(members):
             some = [members[i] for i in at]
-            arrays = self._arrays(some, room)
-            free = self._free_s(some[0], arrays)
+            found = [self.time.of(_on_device(c)) for c in some]
+            passes = self._passes(some[0], found)
+            free = self._free_s(some[0], passes)
+            if below_s < np.inf and (free < below_s).any():
+                beside = passes.beside
+                free = np.maximum(free, self._simulated_s(some[0], below_s - float(beside.max())) + beside)
             bounds = free.copy()
             open_to = np.flatnonzero(free < below_s)
             if len(open_to) and num_copies(some[0].schedule) == 1:
-                bounds[open_to] = np.maximum(free[open_to], self._tight_s(some[0], _rows(arrays, open_to)))
+                arrays = self._arrays([some[i] for i in open_to], [found[i] for i in open_to], room)
+                bounds[open_to] = np.maximum(free[open_to], self._tight_s(some[0], arrays))
             for i, least, bound in zip(at, free.tolist(), bounds.tolist(), strict=True):
                 out[i] = least * _CLOSE, bound * _CLOSE
         return out
 
-    def _arrays(self, members: Sequence[ParallelConfig], room: Room) -> _Alike:
+    def _passes(self, first: ParallelConfig, found: Sequence[LeastSeconds]) -> _Passes:
+        return _Passes(
+            np.array([each.forward for each in found]),
+            np.array([each.backward for each in found]),
+            self.time.counts,
+            np.array([each.once + each.update for each in found]) / first.pp,
+        )
+
+    def _arrays(self, members: Sequence[ParallelConfig], found: Sequence[LeastSeconds], room: Room) -> _Alike:
         t, first = self.time, members[0]
-        on_device = [c.but(offload=of_states(c.offload)) if c.offload else c for c in members]
-        found = [t.of(c) for c in on_device]
+        on_device = [_on_device(c) for c in members]
         need, transient = self.memory.need_bytes(room), self.memory.least_transient
         on_host = ACTIVATIONS in first.offload
         again = np.repeat(t.again[None], len(members), axis=0)
@@ -112,21 +142,23 @@ class StateBounds:
         fixed = np.array([by_degrees[c.dp, c.zero_replicas] for c in members])
         buffers = np.array([sum(self.memory.least_buffers(c)) for c in on_device])
         states = np.array([t.least_by_kind(self.memory.unit_states(c)) for c in on_device]) / need
+        passes = self._passes(first, found)
+        room_left = (room.device_bytes - fixed - buffers) / need - transient
         return _Alike(
-            np.array([each.forward for each in found]),
-            np.array([each.backward for each in found]),
+            passes.forward,
+            passes.backward,
+            passes.counts,
+            passes.beside,
             states,
             again,
             kept,
-            t.counts,
-            (room.device_bytes - fixed - buffers) / need - transient,
+            room_left,
             self.memory.free_saved,
-            np.array([each.once + each.update for each in found]) / first.pp,
         )
 
     # -- unlimited memory ---------------------------------------------------------------------------------------------
 
-    def _free_s(self, c: ParallelConfig, a: _Alike) -> Array:
+    def _free_s(self, c: ParallelConfig, a: _Passes) -> Array:
         total = (a.forward + a.backward) @ a.counts
         m, schedule = c.num_micro_batches, SCHEDULES[c.schedule]
         bound: Array = m * total / c.pp
@@ -137,27 +169,54 @@ class StateBounds:
             bound = np.maximum(bound, np.array(list(cuts)).min(axis=0))
         return bound + a.beside
 
+    def _simulated_s(self, c: ParallelConfig, below_s: float) -> float:
+        """Return the least step of the cuts of a schedule, simulated without what parameters and memory add to passes.
+
+        It is 0 where the cuts are not known, where it would be below `below_s`, and where a backward may not be split
+        as the schedule has it: then gradients of weights come earlier.
+        """
+        schedule, costs = SCHEDULES[c.schedule], self.time.costs
+        if schedule.windows or num_copies(c.schedule) > 1:
+            return 0.0
+        whole = self.fixed or costs.mode is Mode.COMPILED or costs.measures_host or costs.overhead_s("split_layer_s")
+        if schedule.split_backward and whole:
+            return 0.0
+        table, passes = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages), self.time.passes(c)
+        least = np.inf
+        for cut in self._cuts(c):
+            key = c.schedule, c.virtual_stages, c.num_micro_batches, cut
+            if key not in self._bubbles:
+                columns = (self._held(cut) @ seconds for seconds in passes)
+                chunks = [ChunkTimes(f, b, min(w, b)) for f, b, w in zip(*(x.tolist() for x in columns), strict=True)]
+                self._bubbles[key] = simulate(table, chunks, events=False).end_s
+            least = min(least, self._bubbles[key])
+            if least < below_s:
+                return 0.0
+        return least
+
     def _cuts(self, c: ParallelConfig) -> tuple[tuple[int, ...], ...]:
         return even_cuts(self.even_s, c.pp, c.virtual_stages) if c.stages is None else (c.stages,)
 
     def _held(self, cut: Sequence[int]) -> Array:
         """Return the number of units of each kind (columns) in every chunk of a cut."""
-        one = np.zeros((len(self.time.kinds) + 1, len(self.time.counts)))
-        one[np.arange(1, len(one)), self.time.kinds] = 1.0
-        out: Array = np.diff(one.cumsum(axis=0)[[0, *np.cumsum(cut)]], axis=0)
-        return out
+        key = tuple(cut)
+        if key not in self._chunks:
+            one = np.zeros((len(self.time.kinds) + 1, len(self.time.counts)))
+            one[np.arange(1, len(one)), self.time.kinds] = 1.0
+            self._chunks[key] = np.diff(one.cumsum(axis=0)[[0, *np.cumsum(cut)]], axis=0)
+        return self._chunks[key]
 
-    def _ranks_s(self, c: ParallelConfig, a: _Alike, cut: Sequence[int], again: Array) -> Array:
+    def _ranks_s(self, c: ParallelConfig, a: _Passes, cut: Sequence[int], again: Array) -> Array:
         """Return by candidate and rank the seconds of all micro-batches, and those before its first stage starts.
 
         Args:
             again: seconds of recompute per micro-batch, by candidate and rank.
         """
-        held, mine = self._held(cut), chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
+        held, ranks = self._held(cut), _ranks_of(c.schedule, c.pp, c.virtual_stages)
         forward, backward = a.forward @ held.T, a.backward @ held.T
         before = forward if SCHEDULES[c.schedule].split_backward else forward + backward
-        waits = (before.cumsum(axis=1) - before)[:, [chunks[0] for chunks in mine]]
-        each = np.stack([(forward + backward)[:, list(chunks)].sum(axis=1) for chunks in mine], axis=1)
+        waits = (before.cumsum(axis=1) - before)[:, ranks.first]
+        each = (forward + backward) @ ranks.holds.T
         out: Array = c.num_micro_batches * (each + again) + waits
         return out
 
@@ -198,11 +257,8 @@ class StateBounds:
 
     def _forced_s(self, c: ParallelConfig, a: _Alike, cut: Sequence[int]) -> Array:
         """Return by candidate and rank the least seconds of recompute per micro-batch with which a cut fits."""
-        units, mine = self._held(cut), chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
+        units, of_rank = self._held(cut), _ranks_of(c.schedule, c.pp, c.virtual_stages).holds
         held = most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages).held
-        of_rank = np.zeros((c.pp, len(held)))
-        for rank, chunks in enumerate(mine):
-            of_rank[rank, list(chunks)] = 1.0
         most, least = (units @ kept * held for kept in (a.kept[0], a.kept.min(axis=0)))  # bytes of every chunk
         room = a.room[:, None] - (a.states @ units.T + a.free_saved * held) @ of_rank.T
         too_big = of_rank @ least * _CLOSE > room
@@ -218,6 +274,23 @@ class StateBounds:
         found = of_rank @ (inside * units[:, None]).sum(axis=3) - prices * room[rows][:, :, None]
         out[rows] = np.where(short[rows], np.maximum(0.0, found.max(axis=2)), out[rows])
         return out
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The chunks of ranks: 1 where a rank (row) holds a chunk, and the first chunk of each."""
+
+    holds: Array
+    first: NDArray[np.int64]
+
+
+@lru_cache(maxsize=1024)
+def _ranks_of(schedule: str, pp: int, virtual_stages: int) -> _Ranks:
+    mine = chunks_of_ranks(schedule, pp, virtual_stages)
+    holds = np.zeros((pp, max(map(max, mine)) + 1))
+    for rank, chunks in enumerate(mine):
+        holds[rank, list(chunks)] = 1.0
+    return _Ranks(holds, np.array([chunks[0] for chunks in mine]))
 
 
 def _least(a: _Alike, price: Array) -> Array:
@@ -273,15 +346,20 @@ def _alike(members: Sequence[ParallelConfig]) -> Iterator[list[int]]:
     yield from found.values()
 
 
+def _on_device(c: ParallelConfig) -> ParallelConfig:
+    """Return a candidate with activations on the device: they are a choice of recompute here."""
+    return c.but(offload=of_states(c.offload)) if c.offload else c
+
+
 def _rows(a: _Alike, at: NDArray[np.int64]) -> _Alike:
     return _Alike(
         a.forward[at],
         a.backward[at],
+        a.counts,
+        a.beside[at],
         a.states[at],
         a.again[at],
         a.kept,
-        a.counts,
         a.room[at],
         a.free_saved,
-        a.beside[at],
     )

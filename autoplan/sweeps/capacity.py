@@ -34,14 +34,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from autoplan.catalog import load_model
 from autoplan.config.choices import OPTIONS, PINS, option_data, options_of, read_mode
 from autoplan.config.keys import check_keys, check_names
 from autoplan.config.numbers import read_count, read_number
 from autoplan.config.parallel import Mode, RunOptions, precision_of
-from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN, check_planning
+from autoplan.config.planning import SEARCH_SETTINGS, SearchSettings, SearchWords
 from autoplan.config.settings import VARIED_SETTINGS, setting
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import Cluster
@@ -69,7 +69,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _NEEDED = ("models", "clusters", "tokens", "seq_len", "global_batch_size")
-_PLANNING = {"memory_risk": DEFAULT_RISK, "equal_within": EQUAL_WITHIN, "gap": None}
 _LISTED = tuple(dict.fromkeys((*_NEEDED, *VARIED_SETTINGS)))  # one value or a list: rows are their product
 _OPTIONAL = (
     *(name for name in _LISTED if name not in _NEEDED),
@@ -79,15 +78,15 @@ _OPTIONAL = (
     "profile",
     "constants",
     "assumptions",
-    "time_limit_s",
-    *_PLANNING,
+    *(record.name for record in SEARCH_SETTINGS),
 )
 
 
 @dataclass(frozen=True)
-class CapacityTask:
-    """The request for a capacity table. Rows are the product of the lists; tokens vary fastest.
+class CapacityTask(SearchSettings):
+    """The request for a capacity table, with the settings of every search.
 
+    Rows are the product of the lists; tokens vary fastest.
     `models` and `clusters` are pairs of the name in the table and the object. `constants_file` is the file that the
     constants were read from; None: the constants of this version, or given as an object.
     """
@@ -105,10 +104,6 @@ class CapacityTask:
     constants: Constants
     constants_file: str | None
     assumptions: Assumptions
-    time_limit_s: float
-    memory_risk: float = DEFAULT_RISK
-    equal_within: float = EQUAL_WITHIN
-    gap: float | None = None
     like: Like | None = None
 
     @property
@@ -180,8 +175,7 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
         constants=known,
         constants_file=file,
         assumptions=Assumptions.of(assumptions, f"{where}: assumptions"),
-        time_limit_s=_time_limit(given, where),
-        **_planning(given, where),
+        **_search_words(given, where),
         clusters=read("clusters", lambda v: _cluster(v, folder)),
         profile=read("profile", lambda v: _profile(v, folder))[0],
         models=read("models", lambda v: _model(v, folder)),
@@ -212,16 +206,9 @@ def _precision(value: object, like: Like | None) -> str:
     return str(value)
 
 
-def _time_limit(given: Mapping[str, Any], where: str) -> float:
-    limit = given.get("time_limit_s", 60.0)
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or not 1 <= limit < math.inf:
-        raise PinError(f"{where}: time_limit_s={limit!r} must be a finite number of at least 1")
-    return float(limit)
-
-
-def _planning(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    found = {name: given.get(name, default) for name, default in _PLANNING.items()}
-    _read(where, lambda values: check_planning(**values), found)
+def _search_words(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    found = {record.name: given[record.name] for record in SEARCH_SETTINGS if record.name in given}
+    _read(where, SearchSettings.check, SearchSettings(**found))
     return found
 
 
@@ -312,10 +299,7 @@ def cells(task: CapacityTask, search: Callable[[PlanRequest], Any] = search_plan
             constants=task.constants,
             constants_file=task.constants_file,
             like=task.like,
-            time_limit_s=task.time_limit_s,
-            memory_risk=task.memory_risk,
-            equal_within=task.equal_within,
-            gap=task.gap,
+            **task.search_words,
         )
         for point in points(base, vary, search):
             for tokens in task.tokens:
@@ -353,11 +337,8 @@ def capacity(
     profile: Profile | str | None = None,
     constants: Constants | Path | str | None = None,
     assumptions: Mapping[str, float] | None = None,
-    time_limit_s: float = 60.0,
-    memory_risk: float = DEFAULT_RISK,
-    equal_within: float = EQUAL_WITHIN,
-    gap: float | None = None,
     like: str | None = None,
+    **search: Unpack[SearchWords],
 ) -> pd.DataFrame:
     """Return the best plan of every model on every cluster, with the cost of its run, one row each.
 
@@ -375,12 +356,10 @@ def capacity(
         options: How all runs are set up, for example `RunOptions(launch=Launch.GRAPHS)` or `{"launch": "graphs"}`.
         constants: Constants of the cost model, or a file of `autoplan calibrate`; None: the constants of this version.
         assumptions: Failures, power and storage of the run, by the names of `autoplan.cost_models.whole_run.FIGURES`.
-        time_limit_s: Seconds for one search.
-        memory_risk: The accepted probability that a plan runs out of memory.
-        equal_within: Plans within this share of the fastest step are equal; the simplest is taken.
-        gap: A search ends when no plan can have a step shorter by more than this share; None: 0.01, 0.05 with experts.
         like: The stack that will run the plans, `megatron-bridge@26.08`; other arguments override it where they differ
             from their defaults.
+        **search: Settings of every search: time_limit_s, memory_risk, equal_within, gap
+            (`autoplan.config.planning.SearchSettings`).
 
     Returns: model, cluster, tokens, seq_len, global_batch_size, precision, mode, then the columns of
         `autoplan.sweeps.whatif` with tokens (seconds, bytes, days, US dollars, kWh; shares from 0 to 1), then
@@ -406,10 +385,7 @@ def capacity(
             "profile": profile,
             "constants": constants,
             "assumptions": assumptions,
-            "time_limit_s": time_limit_s,
-            "memory_risk": memory_risk,
-            "equal_within": equal_within,
-            "gap": gap,
+            **search,
         },
         "capacity",
     )

@@ -203,6 +203,8 @@ def explain(
         own, certificate = result.plans[0], result.certificate
     else:
         own = estimate_config(request, config)
+    if certificate is not None and certificate.status is Status.INTERRUPTED:
+        return Explanation(request, own, certificate, (), interrupted=True)
     quick = replace(request, time_limit_s=seconds, top=1, patient=False)
     asked = list(_alternatives(quick, own.config, only, every_value))
     changes = list(_changes(request)) if settings else []

@@ -18,6 +18,7 @@ from autoplan.cost_models.hardware.catalog import entries, entry
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import AutoplanError, InfeasibleError, PinError
 from autoplan.program.adapters import with_adapters
+from autoplan.search.certificate import Status
 from autoplan.search.infeasible import InfeasibleReport
 from autoplan.search.planner import Certificate, Planned, PlanRequest, StoppedError, estimate_config, search_plan
 from autoplan.search.request import least_memory_first, offloaded, space_of, without_activations
@@ -45,6 +46,11 @@ class Way:
     certificate: Certificate | None = None
     shortage: InfeasibleReport | None = None
     reason: str = ""
+
+    @property
+    def interrupted(self) -> bool:
+        """Return True if Ctrl-C ended the search of this way."""
+        return self.certificate is not None and self.certificate.status == Status.INTERRUPTED
 
 
 @dataclass(frozen=True)
@@ -90,9 +96,9 @@ def fit(
     if asked.status == "illegal":
         raise PinError(asked.reason)
     found: list[Way] = []
-    interrupted = False
+    interrupted = asked.interrupted
     try:
-        _try_ways(request, found, seconds, told, ways)
+        _try_ways(request, found, seconds, told, ways and not interrupted)
     except KeyboardInterrupt:
         interrupted = True
     closest = None if asked.status == "fits" else _closest(request)
@@ -106,6 +112,8 @@ def _try_ways(request: PlanRequest, found: list[Way], seconds: float, told: Call
         for name, made in maker(request):
             told(name)
             way = _tried(name, replace(made, time_limit_s=seconds, patient=False))
+            if way.interrupted:
+                raise KeyboardInterrupt
             mine += [way] if way.status != "illegal" else []
             if way.status == "fits" and maker in _ONE_OF:
                 break

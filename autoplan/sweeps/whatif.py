@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from autoplan.catalog import active_params
 from autoplan.config.adapters import Adapters, read_adapters
@@ -22,7 +22,7 @@ from autoplan.config.choices import CHOICES, PINS, options_of, read_mode
 from autoplan.config.keys import check_names
 from autoplan.config.numbers import Range, scaled
 from autoplan.config.parallel import Mode, RunOptions, precision_of
-from autoplan.config.planning import DEFAULT_RISK, EQUAL_WITHIN
+from autoplan.config.planning import SearchWords
 from autoplan.config.settings import TASK_SETTINGS
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import OVERRIDES, Cluster
@@ -414,14 +414,11 @@ def whatif(
     profile: Profile | str | None = None,
     options: RunOptions | Mapping[str, Any] | None = None,
     constants: Constants | Path | str | None = None,
-    time_limit_s: float = 60.0,
-    memory_risk: float = DEFAULT_RISK,
-    equal_within: float = EQUAL_WITHIN,
-    gap: float | None = None,
     assumptions: Mapping[str, float] | None = None,
     target_len: int | None = None,
     like: str | None = None,
     adapters: Adapters | str | None = None,
+    **search: Unpack[SearchWords],
 ) -> pd.DataFrame:
     """Return the best plan at every point of a sweep, one row per point; a point without a plan states the reason.
 
@@ -434,15 +431,13 @@ def whatif(
         options: How the run is set up, for example `RunOptions(launch=Launch.GRAPHS)` or `{"launch": "graphs"}`; None:
             the defaults.
         constants: Constants of the cost model, or a file of `autoplan calibrate`; None: the constants of this version.
-        time_limit_s: Seconds for the search of one point.
-        memory_risk: The accepted probability that a plan runs out of memory.
-        equal_within: Plans within this share of the fastest step are equal; the simplest is taken.
-        gap: A search ends when no plan can have a step shorter by more than this share; None: 0.01, 0.05 with experts.
         assumptions: Assumptions of the whole run, by the names of `cost_models.whole_run.FIGURES`.
         target_len: Tokens per target sequence of an encoder-decoder; None: as seq_len.
         like: The stack that will run the plan, `megatron-bridge@26.08`; other arguments override it where they differ
             from their defaults.
         adapters: Low-rank products that are trained beside frozen weights, `lora:16` (`autoplan.config.adapters`).
+        **search: Settings of the search of every point: time_limit_s, memory_risk, equal_within, gap
+            (`autoplan.config.planning.SearchSettings`).
 
     Returns: Columns: the varied names; status, reason, search_status (`complete`, or why the search stopped), gap (as
         `planner.Certificate` defines it), num_devices, step_time_s (and low, high), tokens_per_s,
@@ -475,12 +470,9 @@ def whatif(
         options_of(options),
         known,
         file,
-        time_limit_s=time_limit_s,
-        memory_risk=memory_risk,
-        equal_within=equal_within,
-        gap=gap,
         target_len=target_len,
         like=like,
         adapters=None if beside is None else str(beside),
+        **search,
     )
     return pd.DataFrame([row(p, run) for p in points(base, vary)])

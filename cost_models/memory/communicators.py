@@ -22,6 +22,7 @@ channels for each pair of ranks: 2.82 here); 512 MiB of slots on B300 (issue 236
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ from autoplan.cost_models.network.groups import mesh_groups
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.work import Workload
 from autoplan.ir.layout import Axis
-from autoplan.schedules.schedule import ranks_of_chunks
+from autoplan.schedules.schedule import num_copies, ranks_of_chunks
 from autoplan.units import GIB, MIB
 
 # The CUDA context with the kernels of torch and its libraries. Assumed, not measured here.
@@ -43,7 +44,7 @@ _NUM_SLOTS = 16
 _SLOT_BYTES = {True: MIB // 2, False: MIB // 8}  # if all ranks are in reach of NVLink; if not
 _SPREAD = 0.5  # of all of it: the published figures are up to 1.27 times the formula
 
-_DEGREES = attrgetter("pp", "dp", "cp", "tp", "ep", "etp", "zero_replicas", "schedule", "virtual_stages")
+_DEGREES = attrgetter("pp", "dp", "cp", "tp", "ep", "etp", "zero_replicas")
 
 
 class Channels(NamedTuple):
@@ -59,6 +60,12 @@ _BY_FABRIC = {"nvlink5": Channels(64, 64), "nvlink": Channels(24, 32), "plain": 
 _ELSE = Channels(2, 2)
 
 
+@lru_cache(maxsize=64)
+def _known(*facts: object) -> dict[object, Quantity]:
+    """Return what was found by degrees, which all workloads share that agree in these facts."""
+    return {}
+
+
 class FixedMemory:
     """The bytes that a process needs before it makes a tensor, for one workload at any degrees.
 
@@ -70,11 +77,14 @@ class FixedMemory:
         fabric = cluster.levels[0].fabric
         kinds = (channels for prefix, channels in _BY_FABRIC.items() if fabric.startswith(prefix))
         self._domain, self._channels = cluster.domain_size, next(kinds, _ELSE)
-        self._known: dict[object, Quantity] = {}
+        self._ties = any(t.first != t.last for t in workload.tied)
+        facts = workload.axes, workload.has_expert_parameters, workload.messages, self._ties
+        self._known = _known(facts, self._domain, self._channels, self._on_cpu)
 
     def of(self, config: ParallelConfig) -> Quantity:
         """Return the bytes at the degrees of a configuration."""
-        key = (*_DEGREES(config), product_degree(config) if config.cp > 1 else 1)
+        product = product_degree(config) if config.cp > 1 else 1
+        key = (*_DEGREES(config), num_copies(config.schedule), product, self._apart(config))
         if key not in self._known:
             num_bytes = 0.0
             if not self._on_cpu:
@@ -91,10 +101,17 @@ class FixedMemory:
         for axis in reversed(mesh.axes):
             steps[axis.name], step = Group(axis.size, step), step * axis.size
         out = [tuple(steps[name] for name in span) for span in mesh.communicators]
-        homes = ranks_of_chunks(c.schedule, c.pp, c.virtual_stages)
-        if any(t.first != t.last for t in w.tied) and c.pp > 2 and homes[0] != homes[-1]:
-            out.append((Group(2, abs(homes[-1] - homes[0]) * c.stage_ranks),))
+        if apart := self._apart(c):
+            out.append((Group(2, apart * c.stage_ranks),))
         return out
+
+    def _apart(self, config: ParallelConfig) -> int:
+        """Return how many stages the ranks of tied parameters are apart; 0 if they need no own communicator."""
+        c = config
+        if not self._ties or c.pp <= 2:
+            return 0
+        homes = ranks_of_chunks(c.schedule, c.pp, c.virtual_stages)
+        return abs(homes[-1] - homes[0])
 
     def _near(self, span: tuple[Group, ...]) -> int:
         """Return the number of ranks of a communicator that reach each other without a network between nodes."""

@@ -4,7 +4,8 @@ Without a cut and a schedule (`terms`): all ranks of a pipeline together hold ev
 some moment the activations of one micro-batch on all of their layers. The fullest rank holds at least its share.
 
 With a cut (`cut_terms`): every rank holds the states of its units, and the activations of as many micro-batches of each
-of its chunks as when it holds most of them, each unit under the recompute choice that keeps least.
+of its chunks as when it holds most of them, each unit under the recompute choice that keeps least. While a unit runs
+backward it needs more, the more the less it kept: the one that runs has the choice that is best for both.
 
 Over all cuts of one chunk per rank (`no_cut_fits`): let rank s hold w_s micro-batches, and unit u need S_u bytes of
 states and A_u of activations. If all ranks fit into C bytes, then for any weights y_s > 0
@@ -66,20 +67,25 @@ class LeastMemory:
             self.elements.update(found)
         kinds = tuple(self.elements)
         self._units = np.array([[float(found[kind]) for kind in kinds] for found in by_unit])
-        kept = _least_kept(workload, on_host)
-        self.activations, self.kept = sum(kept), np.array(kept)
+        # under choices of recompute, without those on the host where a configuration does not offload activations
+        self._choices = {there: _Choices.of(workload, on_host or there) for there in (False, True)}
+        self.kept = self._choices[False].least
+        self.activations = sum(self.kept.tolist())
         self.free_saved = workload.free_saved
         self._transient = np.minimum(workload.unit_transient, workload.unit_recompute_transient)
         # what a chunk sends, if it is held and no other term holds it
-        sent = (0.0,) * len(kept) if self.megatron or workload.shared else (*workload.cut_bytes, 0.0)
-        self._sent = np.array(sent[: len(kept)])
+        sent = (0.0,) * len(self.kept) if self.megatron or workload.shared else (*workload.cut_bytes, 0.0)
+        self._sent = np.array(sent[: len(self.kept)])
         self._params = [block.params for block in workload.blocks.values()]
         at = {name: i for i, name in enumerate(workload.blocks)}
         self._blocks = [[at[name] for name in unit] for unit in workload.units]
         self._buffers: dict[object, tuple[float, float]] = {}
         self._states: dict[object, States] = {}
+        self._keys: dict[object, tuple[object, ...]] = {}
         self._each: dict[object, Array] = {}
-        self._ranks: dict[object, tuple[Array, Array, NDArray[np.int64]]] = {}
+        self._ranks: dict[object, Array] = {}
+        self._active: dict[object, Array] = {}
+        self._unit_states: dict[object, Array] = {}
 
     def terms(self, config: ParallelConfig, room: Room) -> Mapping[str, float]:
         """Return the bytes of the terms that have to fit into the fullest rank, at least."""
@@ -144,21 +150,12 @@ class LeastMemory:
         c = config
         key = (c.schedule, c.pp, c.virtual_stages, chunks)
         if key not in self._ranks:
-            ends = np.cumsum(chunks)
             home = np.array(ranks_of_chunks(c.schedule, c.pp, c.virtual_stages))
-            elements = np.zeros((c.pp, self._units.shape[1]))
+            elements: Array = np.zeros((c.pp, self._units.shape[1]))
             np.add.at(elements, np.repeat(home, chunks), self._units)
-            kept = np.diff(np.concatenate([[0.0], np.cumsum(self.kept)])[[0, *ends]])
-            self._ranks[key] = elements, kept + self._sent[ends - 1] + self.free_saved, ends - 1
-        elements, kept, last = self._ranks[key]
-        states = elements @ self._bytes_each(c).T
-        most = most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
-        held, running = most.held, most.running
-        home = np.array(ranks_of_chunks(c.schedule, c.pp, c.virtual_stages))
-        active = np.bincount(home, held * kept, c.pp) + self._transient[last[running]]
-        if ACTIVATIONS in c.offload:
-            active[:] = 0.0
-        active *= room.bytes_of(activation_need(self.cluster))
+            self._ranks[key] = elements
+        states = self._ranks[key] @ self._bytes_each(c).T
+        active = self._active_bytes(c, chunks) * room.bytes_of(activation_need(self.cluster))
         fullest = int(np.argmax(states.sum(axis=1) + active))
         found = dict(zip(_STATES, states[fullest].tolist(), strict=True))
         for name, size in zip(("gathered parameters", "gradients"), self.least_buffers(c), strict=True):
@@ -166,22 +163,41 @@ class LeastMemory:
         fixed = self.fixed_bytes(c, room)
         return found | {"activations": float(active[fullest]), "context and communicators": fixed}
 
+    def _active_bytes(self, config: ParallelConfig, chunks: Sequence[int]) -> Array:
+        """Return by rank the activations, held and transient, at the moment when it holds most micro-batches."""
+        c, choices = config, self._choices[ACTIVATIONS in config.offload]
+        fewer = settled(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
+        key = (c.schedule, c.pp, c.virtual_stages, chunks, fewer, ACTIVATIONS in c.offload)
+        if key not in self._active:
+            most = most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
+            ends = np.cumsum(chunks)
+            kept = np.diff(np.concatenate([[0.0], np.cumsum(choices.least)])[[0, *ends]])
+            home = np.array(ranks_of_chunks(c.schedule, c.pp, c.virtual_stages))
+            active = np.zeros(c.pp)
+            np.add.at(active, home, most.held * (kept + self._sent[ends - 1] + self.free_saved))
+            for rank, chunk in enumerate(most.running.tolist()):
+                units = slice(ends[chunk] - chunks[chunk], ends[chunk])
+                active[rank] += choices.beyond(float(most.held[chunk]), units)
+            self._active[key] = active
+        return self._active[key]
+
     def no_cut_fits(self, config: ParallelConfig, room: Room) -> bool:
         """Return True if no cut into one chunk per rank fits, whatever is recomputed."""
-        c, need = config, self.need_bytes(room)
-        if ACTIVATIONS in c.offload:
-            return False
+        c, need, choices = config, self.need_bytes(room), self._choices[ACTIVATIONS in config.offload]
         held = most_held(c.schedule, c.pp, c.num_micro_batches, 1).held
         states = self.unit_states(c)
-        weights = 1.0 / (states.sum() + need * self.activations * held + 1.0)
-        units = (weights * (states[:, None] + need * self.kept[:, None] * held)).min(axis=1)
-        rest = room.device_bytes - self.fixed_bytes(c, room) - sum(self.least_buffers(c)) - need * self.least_transient
-        return bool(units.sum() > (weights * (rest - need * self.free_saved * held)).sum() * _CLOSE)
+        weights = 1.0 / (states.sum() + need * choices.least.sum() * held + 1.0)
+        units = (weights * (states[:, None] + need * choices.least[:, None] * held)).min(axis=1)
+        rest = room.device_bytes - self.fixed_bytes(c, room) - sum(self.least_buffers(c))
+        beyond = np.array([choices.least_beyond(number) for number in held.tolist()])
+        return bool(units.sum() > (weights * (rest - need * (self.free_saved * held + beyond))).sum() * _CLOSE)
 
     def unit_states(self, config: ParallelConfig) -> Array:
         """Return the bytes of parameters, gradients and optimizer state of every unit at its rank's fullest moment."""
-        out: Array = self._units @ self._bytes_each(config).sum(axis=0)
-        return out
+        each = self._bytes_each(config)
+        if id(each) not in self._unit_states:
+            self._unit_states[id(each)] = self._units @ each.sum(axis=0)
+        return self._unit_states[id(each)]
 
     def least_buffers(self, config: ParallelConfig) -> tuple[float, float]:
         """Return the bytes of gathered parameters (ZeRO 3) and of gradients to be scattered (2 and 3) on any rank.
@@ -191,9 +207,9 @@ class LeastMemory:
         c = config
         if c.zero_stage < 2:
             return 0.0, 0.0
-        memory = ParameterMemory(c, self.precision, self.megatron)
-        key = self._key(memory)
+        key = self._key(c)
         if key not in self._buffers:
+            memory = ParameterMemory(c, self.precision, self.megatron)
             of = [States.total([NO_STATES, *map(memory.of, params)]) for params in self._params]
             units = [[of[i] for i in unit] for unit in self._blocks]
             twice = (min(sum(s.gathered for s in u), 2 * max(s.gathered for s in u)) for u in units)
@@ -216,24 +232,29 @@ class LeastMemory:
 
     def _bytes_each(self, config: ParallelConfig) -> Array:
         """Return the bytes per element of the terms of states (rows), by kind of parameter."""
-        memory, c = ParameterMemory(config, self.precision, self.megatron), config
-        key = (*self._key(memory), self._whole(c), self._gathers_all(c))
+        c, gathered, whole = config, self._gathers_all(config), self._whole(config)
+        key = (*self._key(c), whole, gathered)
         if key not in self._each:
+            memory = ParameterMemory(c, self.precision, self.megatron)
             found = [memory.of(ParamWork("", 1, *kind)) for kind in self.elements]
-            gathered, whole = self._gathers_all(c), self._whole(c)
             rows = [(s.stored, s.gathered * gathered, s.gradients * whole, s.optimizer) for s in found]
             self._each[key] = np.array(rows).T
         return self._each[key]
 
-    @staticmethod
-    def _key(memory: ParameterMemory) -> tuple[object, ...]:
-        c = memory.config
-        return (*memory.shares.values(), c.zero_stage, c.offload, c.num_micro_batches == 1)
+    def _key(self, config: ParallelConfig) -> tuple[object, ...]:
+        """Return what the bytes per element of a parameter depend on."""
+        c = config
+        degrees = c.dp, c.cp, c.tp, c.ep, c.etp, c.zero_stage, c.zero_replicas, num_copies(c.schedule), c.offload
+        key = (*degrees, c.num_micro_batches == 1)
+        if key not in self._keys:
+            shares = ParameterMemory(c, self.precision, self.megatron).shares
+            self._keys[key] = (*shares.values(), c.zero_stage, c.offload, c.num_micro_batches == 1)
+        return self._keys[key]
 
     def _total(self, config: ParallelConfig) -> States:
-        memory = ParameterMemory(config, self.precision, self.megatron)
-        key = self._key(memory)
+        key = self._key(config)
         if key not in self._states:
+            memory = ParameterMemory(config, self.precision, self.megatron)
             parts = (ParamWork("", n, *kind) for kind, n in self.elements.items())
             self._states[key] = States.total(map(memory.of, parts))
         return self._states[key]
@@ -307,10 +328,54 @@ def _elements(workload: Workload) -> list[Counter[_Kind]]:
     return found
 
 
-def _least_kept(workload: Workload, on_host: bool) -> list[float]:
-    """Return the bytes of the activations of one micro-batch by unit, each under the choice that keeps least."""
-    w = workload
-    least = map(min, w.unit_saved, w.unit_selective, w.unit_kept)
-    choices = w.unit_choices or ({},) * len(w.units)
-    legal = ([n for how, n in each.items() if on_host or not recompute_kind(how).on_host] for each in choices)
-    return [min([size, *each]) for size, each in zip(least, legal, strict=True)]
+@dataclass(frozen=True)
+class _Choices:
+    """What units keep of a micro-batch, and need while they run backward, by recompute choice (rows) and unit.
+
+    Choices that a unit does not have keep infinitely much.
+    """
+
+    kept: Array
+    transient: Array
+
+    @staticmethod
+    def of(workload: Workload, on_host: bool) -> _Choices:
+        """Return the choices of a workload. `on_host`: with those that keep activations on the host."""
+        w = workload
+        others = {how: None for each in w.unit_choices for how in each if on_host or not recompute_kind(how).on_host}
+        named = [[each.get(how, np.inf) for each in w.unit_choices] for how in others]
+        kept = np.array([w.unit_saved, w.unit_selective, *named, w.unit_kept])
+        # what was kept and is not comes back before the backward (`MemoryModel`); in full recompute it is measured
+        transient = np.array(w.unit_transient) + np.maximum(0.0, np.array(w.unit_saved) - kept)
+        transient[-1] = w.unit_recompute_transient
+        return _Choices(kept, transient)
+
+    @cached_property
+    def least(self) -> Array:
+        """The fewest bytes kept, by unit."""
+        out: Array = self.kept.min(axis=0)
+        return out
+
+    @cached_property
+    def _known(self) -> dict[float, Array]:
+        return {}
+
+    def _beyond(self, held: float) -> Array:
+        """Return by unit the bytes beyond the least of `held` micro-batches while it runs, of its best choice."""
+        found = self._known.get(held)
+        if found is None:
+            both = np.where(np.isinf(self.kept), np.inf, held * self.kept + self.transient).min(axis=0)
+            found = self._known[held] = both - held * self.least
+        return found
+
+    def beyond(self, held: float, units: slice) -> float:
+        """Return the bytes that a chunk needs beyond the least of `held` micro-batches while one of its units runs.
+
+        While a unit runs backward, later units have freed their activations of one micro-batch.
+        """
+        later = np.concatenate([self.least[units][::-1].cumsum()[::-1][1:], [0.0]])
+        return float((self._beyond(held)[units] - later).max())
+
+    def least_beyond(self, held: float) -> float:
+        """Return the least of `beyond` over all chunks."""
+        return float(self._beyond(held).min())

@@ -46,11 +46,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
 from autoplan.config.parallel import MASTER_BYTES, Mode, ParallelConfig, Precision
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, recompute_kind
+from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.communicators import FixedMemory
 from autoplan.cost_models.memory.parameters import NO_STATES, ParameterMemory, States
@@ -88,8 +90,7 @@ class RankMemory:
     host: dict[str, Quantity] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Moment:
+class _Moment(NamedTuple):
     """The terms that differ between the moments of a step, in bytes.
 
     `gathered`: parameters that ZeRO has gathered; None: as many as a rank ever has.
@@ -108,20 +109,40 @@ class _Moment:
         return self.gradients + self.held + self.transient + self.buffers + now
 
 
-@dataclass(frozen=True)
-class _Held:
+class _Held(NamedTuple):
     """Activations of one chunk, in bytes.
 
     `one`: of a micro-batch. `running`: for each unit, the held bytes and the transient bytes while it runs backward.
+    `transient`: the most bytes beyond `one`.
     """
 
     one: float
     running: tuple[tuple[float, float], ...]
+    transient: float
 
-    @property
-    def transient(self) -> float:
-        """The most bytes beyond `one`."""
-        return max(held + transient for held, transient in self.running) - self.one
+
+@dataclass(frozen=True)
+class _RankStates:
+    """What recompute does not change in the memory of a rank with given units, in bytes.
+
+    `gathered`: parameters that it gathers. `reducing`: the largest gradient that is reduced and not kept whole.
+    """
+
+    grads: float
+    gathered: float
+    parameters: float
+    optimizer: float
+    placeholders: float
+    reducing: float
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What recompute does not change in the memory of a rank with several chunks, in bytes by action."""
+
+    grads: Array
+    reducing: Array
+    gathered: Array
 
 
 @dataclass(frozen=True)
@@ -161,6 +182,8 @@ class MemoryModel:
         shares = self.parameters.shares
         self.sharded = c.zero_stage > 0 and max(shares.values()) > 1
         self._placeheld: dict[frozenset[str], float] = {}
+        self._known_states: dict[tuple[range, ...], _RankStates] = {}
+        self._known_held: dict[tuple[RecomputeFrontier, range, int, bool], _Held] = {}
         self._sum_states()
         self._sum_activations()
         self.tied = self._tied_states()
@@ -215,6 +238,7 @@ class MemoryModel:
         # micro-batches held in the first backward, and the most afterwards
         self.flights = flights(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
         self.fixed = self._fixed.of(c)
+        self._known_rows: dict[tuple[int, tuple[range, ...]], _Rows] = {}
 
     @property
     def _table(self) -> ActionLists:
@@ -295,35 +319,22 @@ class MemoryModel:
             # while a unit's backward runs, later units have freed their activations
             back = w.unit_saved[u] - kept  # recomputed by regions
             running.append((held, (self.recompute_transient[u] if how == FULL else self.transient[u] + back) + waiting))
-        return _Held(held, tuple(running))
+        most = max(held + transient for held, transient in running) - held if running else 0.0
+        return _Held(held, tuple(running), most)
 
     def rank(
         self, rank: int, chunks: Sequence[range], recompute: Sequence[int], pinned: Mapping[int, str] = NOTHING
     ) -> RankMemory:
         """Return the memory of one pipeline rank by term; arguments as for `stages`."""
         mine = self.chunks_of[rank]
-        units = [u for k in mine for u in chunks[k]]
-        held = {
-            k: self._chunk(
-                chunks[k],
-                pinned or self.frontier.choices(chunks[k], recompute[k]),
-                received=k - 1 not in mine or self.copies > 1,
-            )
-            for k in mine
-        }
-        twice = self.counted_twice(units)
-        grads = sum(self.grads[u] for u in units) - twice.gradients
-        gathered = sum(self.gathered[u] for u in units) - twice.gathered
-        if self.config.zero_stage == 3:
-            gathered = min(gathered, 2 * max(self.largest[u] for u in units))
-        fullest = max(self._moments(rank, chunks, held, grads), key=lambda m: m.num_bytes(gathered))
+        states, fullest = self._fullest(rank, chunks, recompute, pinned)
         exact = {
-            "parameters": sum(self.stored[u] for u in units) - twice.stored,
-            "gathered parameters": gathered if fullest.gathered is None else fullest.gathered,
+            "parameters": states.parameters,
+            "gathered parameters": states.gathered if fullest.gathered is None else fullest.gathered,
             "gradients": fullest.gradients,
-            "optimizer": sum(self.states[u] for u in units) - twice.optimizer,
+            "optimizer": states.optimizer,
             "communication buffers": fullest.buffers,
-            "placeholders of gradients": self._placeholders(units) if self.megatron else 0.0,
+            "placeholders of gradients": states.placeholders,
         }
         terms = {name: Quantity(size, size, size, Tag.EXACT) for name, size in exact.items() if size}
         terms["activations"] = Quantity.spread(fullest.held, _ACTIVATION_SPREAD, Tag.FITTED)
@@ -334,19 +345,87 @@ class MemoryModel:
         in_flight = max(self.flights[rank])
         return RankMemory(terms, in_flight, fullest.name, self._host(chunks, mine, recompute, pinned, in_flight))
 
-    def _moments(self, rank: int, chunks: Sequence[range], held: dict[int, _Held], grads: float) -> list[_Moment]:
-        """Return the moments of a step at which a rank may be fullest. `grads`: bytes of all its gradients."""
+    def device_bytes(
+        self, rank: int, chunks: Sequence[range], recompute: Sequence[int], pinned: Mapping[int, str], guard: float
+    ) -> float:
+        """Return the sum of the terms of `rank`, each at `guard` of the way from its middle to its high end.
+
+        A search asks for it thousands of times, so no term is made: the sum is the same to the last digit.
+        """
+        states, fullest = self._fullest(rank, chunks, recompute, pinned)
+        gathered = states.gathered if fullest.gathered is None else fullest.gathered
+        sum_bytes = states.parameters + gathered + fullest.gradients + states.optimizer + fullest.buffers
+        sum_bytes += states.placeholders
+        for size in (fullest.held, fullest.transient):
+            sum_bytes += size + guard * (size * (1 + _ACTIVATION_SPREAD) - size)
+        if self.fixed.mid:
+            sum_bytes += self.fixed.mid + guard * (self.fixed.high - self.fixed.mid)
+            size, parts = fullest.held + fullest.transient, self.fragmentation
+            sum_bytes += parts.mid * size + guard * (parts.high * size - parts.mid * size)
+        return sum_bytes
+
+    def host_bytes(
+        self, rank: int, chunks: Sequence[range], recompute: Sequence[int], pinned: Mapping[int, str], guard: float
+    ) -> float:
+        """Return the sum of the terms in host memory, as `device_bytes`."""
+        state, most = self._on_host(chunks, self.chunks_of[rank], recompute, pinned)
+        size = most * max(self.flights[rank]) if most else 0.0
+        return state + (size + guard * (size * (1 + _ACTIVATION_SPREAD) - size))
+
+    def _fullest(
+        self, rank: int, chunks: Sequence[range], recompute: Sequence[int], pinned: Mapping[int, str]
+    ) -> tuple[_RankStates, _Moment]:
+        """Return the fullest moment of a rank, and the bytes that are the same at all of its moments."""
+        mine = self.chunks_of[rank]
+        states = self._rank_states(tuple(chunks[k] for k in mine))
+        several = self.copies > 1
+        held = {k: self._held(chunks[k], recompute[k], pinned, several or k - 1 not in mine) for k in mine}
+        gathered = states.gathered
+        return states, max(self._moments(rank, chunks, held, states), key=lambda m: m.num_bytes(gathered))
+
+    def _held(self, units: range, level: int, pinned: Mapping[int, str], received: bool) -> _Held:
+        """Return the activations of a chunk. `received`: its input is not the output of a chunk of the same rank."""
+        if pinned:
+            return self._chunk(units, pinned, received)
+        key = self.frontier, units, level, received
+        found = self._known_held.get(key)
+        if found is None:
+            found = self._known_held[key] = self._chunk(units, self.frontier.choices(units, level), received)
+        return found
+
+    def _rank_states(self, mine: tuple[range, ...]) -> _RankStates:
+        """Return what recompute does not change in the memory of a rank with these chunks."""
+        found = self._known_states.get(mine)
+        if found is None:
+            units = [u for chunk in mine for u in chunk]
+            twice = self.counted_twice(units)
+            gathered = sum(self.gathered[u] for u in units) - twice.gathered
+            if self.config.zero_stage == 3:
+                gathered = min(gathered, 2 * max(self.largest[u] for u in units))
+            found = self._known_states[mine] = _RankStates(
+                sum(self.grads[u] for u in units) - twice.gradients,
+                gathered,
+                sum(self.stored[u] for u in units) - twice.stored,
+                sum(self.states[u] for u in units) - twice.optimizer,
+                self._placeholders(units) if self.megatron else 0.0,
+                max(self.largest_grad[u] for u in units) if self.config.zero_stage >= 2 else 0.0,
+            )
+        return found
+
+    def _moments(
+        self, rank: int, chunks: Sequence[range], held: dict[int, _Held], states: _RankStates
+    ) -> list[_Moment]:
+        """Return the moments of a step at which a rank may be fullest."""
         first, later = self.flights[rank]
-        units = [u for k in held for u in chunks[k]]
-        reducing = max(self.largest_grad[u] for u in units) if self.config.zero_stage >= 2 else 0.0
+        grads, reducing = states.grads, states.reducing
         if len(held) > 1:
-            moments = self._of_several(self._table.held[rank], chunks, held, grads, reducing)
+            moments = self._of_several(rank, chunks, held, grads, reducing)
         else:
-            (only,) = held.values()
+            ((chunk, only),) = held.items()
             if self.has_gradient_buffer:
                 moments = [_Moment(FIRST, grads, first * only.one, only.transient)]
             else:
-                moments = self._first_backward(units, (first - 1) * only.one, only)
+                moments = self._first_backward(chunks[chunk], (first - 1) * only.one, only)
             if later:
                 moments.append(_Moment(LATER, grads + reducing, later * only.one, only.transient))
         if self.widened and self.config.zero_stage == 0:
@@ -367,16 +446,25 @@ class MemoryModel:
 
         With several chunks, activations count as if all micro-batches in flight were of the chunk with most.
         """
+        state, most = self._on_host(chunks, mine, recompute, pinned)
+        out = {"state": Quantity(state, state, state, Tag.EXACT)} if state else {}
+        if most:
+            out["activations"] = Quantity.spread(most * in_flight, _ACTIVATION_SPREAD, Tag.FITTED)
+        return out
+
+    def _on_host(
+        self, chunks: Sequence[range], mine: Sequence[int], recompute: Sequence[int], pinned: Mapping[int, str]
+    ) -> tuple[float, float]:
+        """Return the bytes of a rank's state on the host, and of the activations of its chunk with most there."""
         units = [u for k in mine for u in chunks[k]]
         state = sum(self.hosted[u] for u in units) - self.counted_twice(units).host
         most = 0.0
         for k in mine:
             again = pinned or self.frontier.choices(chunks[k], recompute[k])
-            most = max(most, sum(self.offloaded[u] for u in chunks[k] if recompute_kind(again.get(u, NONE)).on_host))
-        out = {"state": Quantity(state, state, state, Tag.EXACT)} if state else {}
-        if most:
-            out["activations"] = Quantity.spread(most * in_flight, _ACTIVATION_SPREAD, Tag.FITTED)
-        return out
+            if any(recompute_kind(how).on_host for how in {*again.values()}):
+                there = (self.offloaded[u] for u in chunks[k] if recompute_kind(again.get(u, NONE)).on_host)
+                most = max(most, sum(there))
+        return state, most
 
     def _placeholders(self, units: Iterable[int]) -> float:
         """Return the bytes of placeholders for gradients of weights: per shape, as many as a layer has weights."""
@@ -390,18 +478,9 @@ class MemoryModel:
         return self._placeheld[names]
 
     def _of_several(
-        self,
-        row: HeldRow,
-        chunks: Sequence[range],
-        held: Mapping[int, _Held],
-        most_grads: float,
-        scattered: float,
+        self, rank: int, chunks: Sequence[range], held: Mapping[int, _Held], most_grads: float, scattered: float
     ) -> list[_Moment]:
         """Return the moments of a rank with several chunks.
-
-        What ZeRO 1 and 2 gather of a chunk is there from its first forward to its last backward, and its gradients
-        from its first backward on, those of ZeRO 1 as shards after its last. Megatron's buffers of ZeRO 0 to 2 (of
-        gradients: 0 and 1) always exist.
 
         Args:
             most_grads: bytes of all its gradients.
@@ -410,21 +489,10 @@ class MemoryModel:
         one = np.zeros((2, max(held) + 1))
         for k, h in held.items():
             one[:, k] = h.one, h.transient
+        row = self._table.held[rank]
         now, transient = row.held(one[0]), one[1][row.chunks]
-        spans = row.spans
-        grads, gathered = (np.zeros(len(now) + 1) for _ in range(2))
-        for k, at in spans.items():
-            whole, left = (sum(each[u] for u in chunks[k]) for each in (self.grads, self.reduced))
-            grads[at.first_end + 1] += whole
-            grads[at.last_end + 1] += left - whole
-            size = sum(self.gathered[u] for u in chunks[k])
-            gathered[at.first_forward] += size
-            gathered[at.last_end + 1] -= size
-        grads = np.minimum(np.cumsum(grads)[:-1], most_grads)
-        gathered = np.cumsum(gathered)[:-1]
-        reducing = np.where(np.arange(len(now)) > min(at.first_end for at in spans.values()), scattered, 0.0)
-        if self.has_gradient_buffer:
-            grads[:] = most_grads
+        rows = self._rows(rank, row, tuple(chunks[k] for k in held), most_grads, scattered)
+        grads, reducing, gathered = rows.grads, rows.reducing, rows.gathered
         by_chunk = self.config.zero_stage in (1, 2) and not self.megatron
         total = now + transient + grads + reducing + (gathered if by_chunk else 0.0)
         most = int(np.argmax(total))
@@ -439,27 +507,69 @@ class MemoryModel:
         ]
         if self.has_gradient_buffer:
             return out
-        for k, at in spans.items():
+        for k, at in row.spans.items():
             i = at.first_end
-            found = self._first_backward(
-                chunks[k], float(now[i]) - held[k].one, held[k], float(grads[i]), float(reducing[i])
+            out += self._first_backward(
+                chunks[k],
+                float(now[i]) - held[k].one,
+                held[k],
+                float(grads[i]),
+                float(reducing[i]),
+                float(gathered[i]) if by_chunk else None,
             )
-            out += [replace(m, gathered=float(gathered[i])) for m in found] if by_chunk else found
         return out
 
+    def _rows(self, rank: int, row: HeldRow, mine: tuple[range, ...], most_grads: float, scattered: float) -> _Rows:
+        """Return the bytes of parameters and gradients during every action of a rank with these chunks.
+
+        What ZeRO 1 and 2 gather of a chunk is there from its first forward to its last backward, and its gradients
+        from its first backward on, those of ZeRO 1 as shards after its last. Megatron's buffers of ZeRO 0 to 2 (of
+        gradients: 0 and 1) always exist.
+        """
+        found = self._known_rows.get((rank, mine))
+        if found is not None:
+            return found
+        spans, units = row.spans, dict(zip(self.chunks_of[rank], mine, strict=True))
+        grads, gathered = (np.zeros(len(row.chunks) + 1) for _ in range(2))
+        for k, at in spans.items():
+            whole, left = (sum(each[u] for u in units[k]) for each in (self.grads, self.reduced))
+            grads[at.first_end + 1] += whole
+            grads[at.last_end + 1] += left - whole
+            size = sum(self.gathered[u] for u in units[k])
+            gathered[at.first_forward] += size
+            gathered[at.last_end + 1] -= size
+        grads = np.minimum(np.cumsum(grads)[:-1], most_grads)
+        gathered = np.cumsum(gathered)[:-1]
+        reducing = np.where(np.arange(len(grads)) > min(at.first_end for at in spans.values()), scattered, 0.0)
+        if self.has_gradient_buffer:
+            grads[:] = most_grads
+        found = self._known_rows[rank, mine] = _Rows(grads, reducing, gathered)
+        return found
+
     def _first_backward(
-        self, units: Sequence[int], waiting: float, chunk: _Held, gradients: float = 0.0, reducing: float = 0.0
+        self,
+        units: Sequence[int],
+        waiting: float,
+        chunk: _Held,
+        gradients: float = 0.0,
+        reducing: float = 0.0,
+        gathered: float | None = None,
     ) -> list[_Moment]:
         """Return the moments of the first backward of a chunk, one per unit.
 
-        While a unit runs backward, later units have left their gradients and freed their activations. `waiting`: the
-        bytes of other micro-batches and chunks; `gradients`, `reducing`: those of other chunks.
+        While a unit runs backward, later units have left their gradients and freed their activations.
+
+        Args:
+            waiting: bytes of other micro-batches and chunks.
+            gradients, reducing: bytes of those of other chunks.
+            gathered: as for `_Moment`.
         """
-        out = []
+        out, stage = [], self.config.zero_stage
+        scatters = stage >= 2 or (stage > 0 and self.config.num_micro_batches == 1)
         for u, (held, transient) in zip(reversed(units), reversed(chunk.running), strict=True):
-            out.append(_Moment(FIRST, gradients + reducing, waiting + held, transient))
+            out.append(_Moment(FIRST, gradients + reducing, waiting + held, transient, 0.0, gathered))
             gradients += self.first_grads[u]
-            if self.config.zero_stage >= 2 or (self.config.zero_stage and self.config.num_micro_batches == 1):
+            if scatters:
                 reducing = max(reducing, self.largest_grad[u])
         return out
 

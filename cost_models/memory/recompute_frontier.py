@@ -10,6 +10,7 @@ recompute the first n layers in full.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -44,9 +45,8 @@ class RecomputeFrontier:
 
     def __init__(self, rungs: Sequence[Rung]) -> None:
         self.rungs = tuple(rungs)
-        self._heights = [
-            sum(name is not None for name in each) for each in zip(*(r.choices for r in rungs), strict=True)
-        ]
+        heights = (sum(name is not None for name in each) for each in zip(*(r.choices for r in rungs), strict=True))
+        self._below = list(itertools.accumulate(heights, initial=0))  # steps of all units before each
 
     @classmethod
     def of(cls, options: Sequence[Sequence[RecomputeChoice]], kinds: Sequence[object]) -> RecomputeFrontier:
@@ -85,11 +85,14 @@ class RecomputeFrontier:
     def _rung(options: Sequence[Sequence[RecomputeChoice]], mine: Sequence[int], before: str, after: str) -> Rung:
         choices: list[str | None] = [None] * len(options)
         freed, again = [0.0] * len(options), [0.0] * len(options)
+        known: dict[int, tuple[float, float]] = {}  # units may share the list of their choices
         for u in mine:
-            by_name = {NONE: RecomputeChoice(NONE, 0.0, 0.0)} | {c.name: c for c in options[u]}
+            if id(options[u]) not in known:
+                by_name = {NONE: RecomputeChoice(NONE, 0.0, 0.0)} | {c.name: c for c in options[u]}
+                size = by_name[after].freed_bytes - by_name[before].freed_bytes
+                known[id(options[u])] = size, max(0.0, by_name[after].recompute_s - by_name[before].recompute_s)
             choices[u] = after
-            freed[u] = by_name[after].freed_bytes - by_name[before].freed_bytes
-            again[u] = max(0.0, by_name[after].recompute_s - by_name[before].recompute_s)
+            freed[u], again[u] = known[id(options[u])]
         return Rung(tuple(choices), tuple(freed), tuple(again))
 
     def choices(self, units: Sequence[int], level: int) -> dict[int, str]:
@@ -104,9 +107,9 @@ class RecomputeFrontier:
                     out[u], level = name, level - 1
         return out
 
-    def height(self, units: Sequence[int]) -> int:
+    def height(self, units: range) -> int:
         """Return the number of steps of these units."""
-        return sum(self._heights[u] for u in units) if self.rungs else 0
+        return self._below[units.stop] - self._below[units.start] if self.rungs and units else 0
 
 
 def front(options: Sequence[RecomputeChoice]) -> list[RecomputeChoice]:

@@ -67,41 +67,51 @@ class OpTimes:
     pieces: Mapping[CommWork, Pieces] = field(default_factory=dict)
 
 
-def op_times(workload: Workload, costs: Costs) -> dict[str, OpTimes]:
+def op_times(
+    workload: Workload, costs: Costs, known: dict[int, tuple[BlockWork, OpTimes]] | None = None
+) -> dict[str, OpTimes]:
     """Return the operation times by block.
 
     They do not depend on dp, pp, ZeRO or the number of micro-batches, so many Pricers share them.
+
+    Args:
+        known: times of blocks by their id, read and added to: workloads of other degrees of experts share blocks.
     """
-    out = {}
-    for name, block in workload.blocks.items():
-        forward = [costs.forward_s(op) for op in block.ops]
-        backward = [costs.backward_s(op) for op in block.ops]
-        again = block.modules
-        weight = [q * _weight_share(op) for op, q in zip(block.ops, backward, strict=True) if op_record(op.op).weights]
-        out[name] = OpTimes(
-            total(forward),
-            total(backward),
-            total(weight),
-            total([costs.forward_s(block.ops[i]) for i in sorted(block.selective_ops)]),
-            host_s(block, "forward", costs),
-            host_s(block, "backward", costs),
-            {
-                phase: total([q for op, q in zip(block.ops, found, strict=True) if op_kind(op.op) is OpKind.ATTENTION])
-                for phase, found in (("forward", forward), ("backward", backward))
-            },
-            {group: total([forward[i] for i in sorted(at)]) for group, at in block.group_ops.items()},
-            ZERO
-            if again is None
-            else total([*(forward[i] for i in sorted(again.ops)), *map(costs.forward_s, again.beside)]),
-            ZERO if again is None else host_s(block, "forward", costs, again),
-            {
-                name: host_s(block, "forward", costs, Recomputed(frozenset(ops)))
-                for name, ops in ((SELECTIVE, block.selective_ops), *block.group_ops.items())
-                if costs.measures_host
-            },
-            pieces_of(block, workload.axes, costs),
-        )
-    return out
+    known = {} if known is None else known
+    for block in workload.blocks.values():
+        if id(block) not in known:
+            known[id(block)] = block, _block_times(block, workload, costs)
+    return {name: known[id(block)][1] for name, block in workload.blocks.items()}
+
+
+def _block_times(block: BlockWork, workload: Workload, costs: Costs) -> OpTimes:
+    forward = [costs.forward_s(op) for op in block.ops]
+    backward = [costs.backward_s(op) for op in block.ops]
+    again = block.modules
+    weight = [q * _weight_share(op) for op, q in zip(block.ops, backward, strict=True) if op_record(op.op).weights]
+    return OpTimes(
+        total(forward),
+        total(backward),
+        total(weight),
+        total([forward[i] for i in sorted(block.selective_ops)]),
+        host_s(block, "forward", costs),
+        host_s(block, "backward", costs),
+        {
+            phase: total([q for op, q in zip(block.ops, found, strict=True) if op_kind(op.op) is OpKind.ATTENTION])
+            for phase, found in (("forward", forward), ("backward", backward))
+        },
+        {group: total([forward[i] for i in sorted(at)]) for group, at in block.group_ops.items()},
+        ZERO
+        if again is None
+        else total([*(forward[i] for i in sorted(again.ops)), *map(costs.forward_s, again.beside)]),
+        ZERO if again is None else host_s(block, "forward", costs, again),
+        {
+            name: host_s(block, "forward", costs, Recomputed(frozenset(ops)))
+            for name, ops in ((SELECTIVE, block.selective_ops), *block.group_ops.items())
+            if costs.measures_host
+        },
+        pieces_of(block, workload.axes, costs),
+    )
 
 
 def _weight_share(op: OpWork) -> float:

@@ -100,6 +100,7 @@ class LeastTime:
         self._layers = self._matrix(layers_only=True)
         self._passes: dict[int, _Pass] = {}
         self._units: dict[object, _Unit] = {}
+        self._terms: dict[object, Array] = {}
         self._found: dict[object, LeastSeconds] = {}
 
     def _matrix(self, *, layers_only: bool) -> Array:
@@ -187,15 +188,30 @@ class LeastTime:
         key = (c.pp, c.dp, c.zero_stage, c.zero_replicas, c.num_micro_batches, c.offload, copies, beside)
         if (*key, c.virtual_stages) not in self._found:
             if key not in self._units:
-                self._units[key] = self._made(c, copies)
+                self._units[key] = self._made(c)
             unit = self._units[key]
             self._found[*key, c.virtual_stages] = replace(unit.seconds, once=self._once(c, unit))
         return self._found[*key, c.virtual_stages]
 
-    def _made(self, c: ParallelConfig, copies: int) -> _Unit:
+    def passes(self, config: ParallelConfig) -> tuple[Array, Array, Array]:
+        """Return by kind of unit the seconds of a forward, of a backward, and of its part for gradients of weights.
+
+        They are those that parameters do not change.
+        """
+        p = self._pass_of(config)
+        weight = np.array([self.times[block.name].weight.mid for block in self.blocks])
+        forward = p.forward + p.sent_forward + p.waited_forward
+        backward = p.backward + p.sent_backward + p.waited_backward
+        return self._all @ forward, self._all @ backward, self._all @ weight
+
+    def _pass_of(self, config: ParallelConfig) -> _Pass:
+        copies = num_copies(config.schedule)
         if copies not in self._passes:
-            self._passes[copies] = self._pass(c)
-        p = self._passes[copies]
+            self._passes[copies] = self._pass(config)
+        return self._passes[copies]
+
+    def _made(self, c: ParallelConfig) -> _Unit:
+        p = self._pass_of(c)
         pricer = StatePricer(c, self.costs, self.precision, mesh_groups(c, self.workload.axes))
         gather, reduce, across, accumulate, update = self._of_states(pricer)
         forward = p.forward + p.sent_forward + p.waited_forward
@@ -273,11 +289,16 @@ class LeastTime:
             (("add", runs, shares if c.zero_stage >= 2 else 1), lambda b: pricer.accumulate(b).mid),
             (("update", *shares, c.offload), lambda b: pricer.optimizer(b).mid + pricer.moved(b).mid),
         )
-        gather, reduce, across, add, update = (
-            np.array([self._seconds((key, self._params[i]), of, b) for i, b in enumerate(self.blocks)])
-            for key, of in terms
-        )
+        gather, reduce, across, add, update = (self._of_blocks(key, of) for key, of in terms)
         return gather, reduce, across, add, update
+
+    def _of_blocks(self, key: object, of: Callable[[BlockWork], float]) -> Array:
+        """Return a term by block; blocks with equal parameters, also of other workloads, share it."""
+        found = self._terms.get(key)
+        if found is None:
+            each = [self._seconds((key, self._params[i]), of, b) for i, b in enumerate(self.blocks)]
+            found = self._terms[key] = np.array(each)
+        return found
 
     def _seconds(self, key: object, of: Callable[[BlockWork], float], block: BlockWork) -> float:
         found = self.known.get(key)

@@ -296,17 +296,14 @@ class Pricer:
             repeated = sum(table.repeated(u, name) for u, name in how.items())
             if self.config.recompute == SELECTIVE:
                 repeated += sum(table.selective[u] for u in units)
-            whole = self._whole(units, how)
+            whole, mine = self._whole(units, how), slice(units.start, units.stop)
             out.append(
                 ChunkTimes(
-                    sum(table.forward[u] for u in units) + fixed + self._pass_wait_s(units, table, "forward"),
-                    sum(table.backward[u] for u in units)
-                    + repeated
-                    + self.action_s
-                    + self._pass_wait_s(units, table, "backward"),
-                    max(0.0, sum(table.weight[u] for u in units) - sum(table.weight_of_layers[u] for u in whole)),
-                    sum(table.first[u] for u in units) if self.chained else 0.0,
-                    sum(table.last[u] for u in units) if self.chained else 0.0,
+                    sum(table.forward[mine]) + fixed + self._pass_wait_s(units, table, "forward"),
+                    sum(table.backward[mine]) + repeated + self.action_s + self._pass_wait_s(units, table, "backward"),
+                    max(0.0, sum(table.weight[mine]) - sum(table.weight_of_layers[u] for u in whole)),
+                    sum(table.first[mine]) if self.chained else 0.0,
+                    sum(table.last[mine]) if self.chained else 0.0,
                     split * sum(self.workload.layers[u] for u in units if u not in whole)
                     + sum(table.waited_split[u] for u in units if u not in whole),
                 )
@@ -355,14 +352,18 @@ class Pricer:
             Searched.OFFLOADING: activations,
             Searched.NEVER: False,
         }
-        options = [
-            [
-                RecomputeChoice(how, memory.saved[u] - memory.kept_bytes(u, how), table.repeated(u, how))
-                for how in w.recompute_choices(u)
-                if looked_at[recompute_kind(how).searched]
-            ]
-            for u in range(self.num_units)
-        ]
+        known: dict[object, list[RecomputeChoice]] = {}  # equal units share the list
+        options = []
+        for u, kind in enumerate(w.unit_kinds):
+            choices = w.unit_choices[u] if w.unit_choices else {}
+            key = kind, memory.saved[u], memory.kept[u], w.unit_selective[u], tuple(choices.items())
+            if key not in known:
+                known[key] = [
+                    RecomputeChoice(how, memory.saved[u] - memory.kept_bytes(u, how), table.repeated(u, how))
+                    for how in w.recompute_choices(u)
+                    if looked_at[recompute_kind(how).searched]
+                ]
+            options.append(known[key])
         kinds = [
             tuple(b for b, layer in zip(unit, marked, strict=True) if layer)
             for unit, marked in zip(w.units, w.is_layer, strict=True)

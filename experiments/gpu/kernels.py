@@ -12,11 +12,14 @@ import torch.distributed as dist
 
 from autoplan.runtime import cuda_source
 from autoplan.runtime.attention import attention
+from autoplan.runtime.context import _of_chunk
 from autoplan.runtime.dropout import _fused_arguments, dropout
 from autoplan.runtime.embedding import vocab_parallel_embedding
 from autoplan.runtime.experts import experts
 from autoplan.runtime.loss import cross_entropy_sum, vocab_parallel_cross_entropy_sum
 from autoplan.runtime.mesh import AxisMesh, current_mesh, use_mesh
+from autoplan.runtime.norm import scale_, square_sum
+from autoplan.runtime.precision import LossScaler
 from autoplan.runtime.ring import Part, _join, attend, attend_backward
 from experiments.gpu.rows import Run, difference, worst_difference
 
@@ -84,8 +87,21 @@ def _attention_case(name: str, batch: int, heads: int, groups: int, length: int,
     return Case(f"attention {name}", make, run, ("q", "k", "v"))
 
 
+def _gathered_case(name: str, heads: int, groups: int, length: int, head: int, window: int | None) -> Case:
+    """The last part of the queries over all keys, as a rank has them that gathered keys."""
+
+    def make() -> Tensors:
+        sizes = (("q", heads, length // 4), ("k", groups, length), ("v", groups, length))
+        return {n: _normal(1, h, size, head) for n, h, size in sizes}
+
+    def run(x: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return _of_chunk(x["q"], x["k"], x["v"], None, window, None, None)
+
+    return Case(f"attention {name}", make, run, ("q", "k", "v"))
+
+
 def _cases(quick: bool) -> list[Case]:
-    tokens, hidden, classes = (64, 32, 96) if quick else (4096, 1024, 32000)
+    tokens, hidden, classes = (64, 32, 96) if quick else (2048, 1024, 32000)
     length, head, heads = (64, 16, 4) if quick else (1024, 64, 16)
 
     def logits() -> Tensors:
@@ -118,6 +134,8 @@ def _cases(quick: bool) -> list[Case]:
         _attention_case("packed", *shapes, documents=True),
         _attention_case("packed, window", *shapes, documents=True, window=length // 3),
         _attention_case("mask", *shapes, mask=True),
+        _gathered_case("over gathered keys", heads, heads // 4, length, head, None),
+        _gathered_case("over gathered keys, window", heads, heads // 4, length, head, length // 3),
     ]
 
 
@@ -158,7 +176,37 @@ def kernels(run: Run) -> None:
                         **errors, ms=1e3 * seconds, peak_mb=peak / 1e6,
                     )  # fmt: skip
         _dropouts(run)
+    _of_all_parameters(run)
     dist.destroy_process_group()
+
+
+def _of_all_parameters(run: Run) -> None:
+    """What works on the gradients of all parameters by foreach operators: norm, scaling, the check of float16."""
+    shapes = [(16, 8), (33,), (1,)] * 5 if run.quick else [(2048, 2048), (2048,), (1,)] * 20
+    for dtype in (torch.float32, torch.bfloat16):
+        name = f"norm and scaling of {len(shapes)} gradients, {str(dtype)[6:]}"
+        with run.case(name):
+            torch.manual_seed(2)
+            gradients = [torch.randn(*shape).to(dtype) for shape in shapes]
+            here = [g.to(run.device, copy=True) for g in gradients]
+            norm = torch.stack([g.double().square().sum() for g in gradients]).sum()
+            errors = {"norm": difference(square_sum(here, run.device), norm)}
+            scale_(here, torch.full((), 0.5, dtype=torch.float64, device=run.device))
+            errors["scaled"] = max(difference(mine, 0.5 * g.double()) for mine, g in zip(here, gradients, strict=True))
+            seconds = run.median_s(lambda: square_sum(here, run.device))  # noqa: B023
+            run.write(name, errors["norm"] < 1e-12 and errors["scaled"] == 0, **errors, ms=1e3 * seconds)
+    with run.case("gradients of float16 unscaled, and refused"):
+        parameters = [torch.nn.Parameter(torch.zeros(shape, device=run.device)) for shape in shapes]
+        found = []
+        for value, skipped in ((3.0, False), (math.inf, True)):
+            for p in parameters:
+                p.grad = torch.full_like(p, 2.0)
+            parameters[-1].grad = torch.full_like(parameters[-1], value)
+            scaler = LossScaler(scale=2.0)
+            scaler.unscale_(parameters, run.device, 1)
+            first = parameters[0].grad
+            found.append(scaler.skipped is skipped and (first is None if skipped else bool((first == 1.0).all())))
+        run.write("gradients of float16 unscaled, and refused", all(found))
 
 
 def _dropouts(run: Run) -> None:

@@ -1,16 +1,20 @@
 """Of experiments/gpu: four ranks that share one GPU over gloo, CUDA tensors and all: parity of every axis in float64.
 
-NCCL refuses two ranks of one GPU; gloo does not. What gloo cannot do with CUDA tensors (it moves them through the host)
-is told as what it raised: a finding about gloo, not about the program, which the same plan on the CPU shows.
+NCCL refuses two ranks of one GPU; gloo does not. Its sends and receives take host memory only, so here they go through
+the host (`through_host`); collectives it copies by itself. What gloo cannot do with CUDA tensors is told as what it
+raised: a finding about gloo, not about the program, which the same plan on the CPU shows.
 """
 
 from __future__ import annotations
 
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -51,12 +55,59 @@ LAYOUTS = (
     Layout("parameters on the host", {"dp": 4, "zero_stage": 3, "offload": "parameters"}),
     Layout("ep", {"dp": 4, "ep": 4}, "mixtral"),
     Layout("ep inside tp", {"dp": 2, "tp": 2, "ep": 2, "etp": 2}, "mixtral"),
-    # gloo sends from and receives into host memory only: what it does with a GPU's may end or hang the processes
     Layout("ring", {"cp": 4, "context_method": "ring"}),
     Layout("pp, 1F1B", {"pp": 4, "num_micro_batches": 4}),
     Layout("pp, zero bubble, tp", {"pp": 2, "tp": 2, "num_micro_batches": 4, "schedule": "ZB-H1"}),
 )
 QUICK = ("tp", "dp, ZeRO 3", "ring", "ep")
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A send or receive through a copy on the host. `to`: where what comes belongs, on the device."""
+
+    work: dist.Work
+    copy: torch.Tensor
+    to: torch.Tensor | None
+
+    def wait(self, *args: Any) -> bool:
+        """Wait as `dist.Work`."""
+        self.work.wait(*args)
+        if self.to is not None:
+            self.to.copy_(self.copy)
+        return True
+
+
+@contextmanager
+def through_host() -> Iterator[None]:
+    """Let point-to-point messages of any device go through the host's memory."""
+    isend, irecv = dist.isend, dist.irecv
+
+    def send(tensor: torch.Tensor, **how: Any) -> _Staged:
+        copy = tensor.detach().cpu().clone()
+        return _Staged(isend(copy, **how), copy, None)  # type: ignore[arg-type]
+
+    def receive(tensor: torch.Tensor, **how: Any) -> _Staged:
+        copy = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
+        return _Staged(irecv(copy, **how), copy, tensor.detach())  # type: ignore[arg-type]
+
+    def several(ops: list[dist.P2POp]) -> list[_Staged]:
+        out = []
+        for op in ops:
+            sends = op.op in (isend, send)
+            how = {"group": op.group, "tag": op.tag, "group_dst" if sends else "group_src": op.group_peer}
+            out.append((send if sends else receive)(op.tensor, **how))
+        return out
+
+    def sent(tensor: torch.Tensor, dst: int | None = None, **how: Any) -> None:
+        send(tensor, dst=dst, **how).wait()
+
+    def received(tensor: torch.Tensor, src: int | None = None, **how: Any) -> None:
+        receive(tensor, src=src, **how).wait()
+
+    calls = {"isend": send, "irecv": receive, "send": sent, "recv": received, "batch_isend_irecv": several}
+    with patch.object(dist.distributed_c10d, "_check_op", lambda op: None), patch.multiple(dist, **calls):
+        yield
 
 
 def _model(family: str, device: torch.device) -> nn.Module:
@@ -96,7 +147,8 @@ def work(rank: int, world: int, names: list[str], device_type: str, rows: str) -
     device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
     for layout in (x for x in LAYOUTS if x.name in names):
         try:
-            row = _one(layout, device)
+            with through_host():
+                row = _one(layout, device)
         except Exception as exc:
             if rank == 0:
                 text = f"{type(exc).__name__}: {' '.join(str(exc).split())[:300]}"

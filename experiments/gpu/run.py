@@ -5,8 +5,8 @@
 
 Each part runs in a process of its own, with a time limit: what one of them breaks does not touch the others, and what
 it found before is kept. A row either passes or fails (its figures against a stated limit), or is a figure to read. The
-profile is written to the folder, to be kept in `profiles/` with what it says of where it was measured. The command
-fails if a row failed or a part did not end.
+folder gets one JSON with all rows, written anew after every part, the log of every part, and the profile, to be kept
+in `profiles/` with what it says of where it was measured. The command fails if a row failed or a part did not end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -33,8 +32,10 @@ from rich.table import Table
 from experiments.gpu.rows import Row, Run, read_rows
 from experiments.shared.measure import environment, make_console, run_command, write_json
 
-TOTAL_S = 600.0
-_START_S = 15.0  # of a process: importing torch and transformers, making a CUDA context
+TOTAL_S = 570.0  # the command itself starts and ends within 10 minutes
+FOLDER = Path("on_gpu_out")
+_START_S = 8.0  # of a process: importing torch and transformers, making a CUDA context
+_GRACE_S = 2.0  # for the end of a process
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,14 @@ class Part:
     """What one process does.
 
     module, function: called with a `Run`; it writes rows as it finds them.
-    share: of the time that is left when it starts, which may not be spent by the parts after it.
+    expected_s: on an H100 with 16 cores beside the start of the process, by arithmetic (experiments/README.md). Time
+        that is left is shared out in these proportions, so that no part spends what the parts after it need.
     """
 
     name: str
     module: str
     function: str
-    share_s: float
+    expected_s: float
     about: str
 
 
@@ -57,17 +59,18 @@ PARTS = (
         "kernels",
         "kernels",
         "kernels",
-        60.0,
+        50.0,
         "every operation of the runtime against float64 on the CPU",
     ),
-    Part("masks", "kernels", "masks", 30.0, "attention with masks: peaks, and the ring joined"),
-    Part("parity", "training", "parity", 80.0, "one rank against the eager model"),
-    Part("sync", "training", "sync", 40.0, "where a step makes the host wait for the device"),
-    Part("profile", "training", "profile", 100.0, "the profile of this device"),
+    Part("masks", "kernels", "masks", 20.0, "attention with masks: peaks, and the ring joined"),
+    Part("parity", "training", "parity", 35.0, "one rank against the eager model"),
+    Part("sync", "training", "sync", 20.0, "where a step makes the host wait for the device"),
+    Part("profile", "training", "profile", 75.0, "the profile of this device"),
     Part("predicted", "training", "predicted", 110.0, "predicted against measured steps and peaks"),
-    Part("step", "training", "step", 120.0, "the program against eager, torch.compile, torchtitan"),
-    Part("offload", "training", "offload", 30.0, "what waits on the host: parity, peak, time"),
-    Part("ranks", "ranks", "ranks", 70.0, "four ranks that share the GPU over gloo"),
+    Part("step", "training", "step", 95.0, "the program against eager, torch.compile, torchtitan"),
+    Part("offload", "training", "offload", 20.0, "what waits on the host: parity, peak, time"),
+    Part("ranks", "ranks", "ranks", 50.0, "four ranks that share the GPU over gloo"),
+    Part("nccl", "communicators", "communicators", 10.0, "a group split off NCCL's, collectives, an abort"),
 )
 
 
@@ -90,7 +93,7 @@ def run_part(part: Part, device: str, quick: bool, folder: Path, limit_s: float)
     with log.open("w") as out:
         child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            code = child.wait(limit_s + _START_S)
+            code = child.wait(limit_s + _START_S + _GRACE_S)
             problem = "" if code == 0 else f"ended with {code}: {_last_line(log)}"
         except subprocess.TimeoutExpired:
             problem = f"did not end within {time.monotonic() - begin:.0f} s"
@@ -173,8 +176,8 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help=f"parts: {', '.join(p.name for p in PARTS)}")] = None,
     device: Annotated[str, typer.Option(help="cuda, or cpu to see that it runs")] = "cuda",
     quick: Annotated[bool, typer.Option(help="tiny sizes, few repetitions")] = False,
-    folder: Annotated[Path | None, typer.Option(help="where the profile, rows and logs are written")] = None,
-    json: Annotated[Path | None, typer.Option(help="also write all rows here")] = None,
+    folder: Annotated[Path, typer.Option(help="where the profile, rows and logs are written")] = FOLDER,
+    json: Annotated[Path | None, typer.Option(help="all rows; by default a file in the folder")] = None,
     limit_s: Annotated[float, typer.Option(help="time for everything")] = TOTAL_S,
     child: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -183,36 +186,41 @@ def main(
     if unknown:
         raise typer.BadParameter(f"unknown part {unknown[0]!r}; the parts are {', '.join(p.name for p in PARTS)}")
     if child is not None:
-        if folder is None:
-            raise typer.BadParameter("a part needs its folder")
         _child(child, Run(child, device, quick, folder, time.monotonic() + limit_s))
         return
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no GPU; --device cpu --quick shows whether the command runs")
-    with tempfile.TemporaryDirectory() as spare:
-        where = folder or Path(spare)
-        where.mkdir(parents=True, exist_ok=True)
-        chosen = [p for p in PARTS if not only or p.name in only]
-        end, console = time.monotonic() + limit_s, make_console()
-        rows: list[Row] = []
-        facts = _facts(device)
-        for k, part in enumerate(chosen):
-            (where / f"{part.name}.rows").unlink(missing_ok=True)
-            later = sum(p.share_s for p in chosen[k:])
-            share = part.share_s / later * max(0.0, end - time.monotonic() - _START_S * len(chosen[k:]))
-            with console.status(f"{part.name}: {part.about}"):
-                found, problem = run_part(part, device, quick, where, share)
-            rows += found
-            if problem:
-                rows.append(Row(part.name, part.about, {}, False, problem))
-            write_json(json, "on_gpu", facts, [asdict(row) for row in rows])  # what comes later cannot lose this
-        console.print(table_of(rows, f"{facts.get('gpu', 'CPU')}, torch {facts['torch']}, {facts['date']}"))
-    failed = sum(row.passed is False for row in rows)
-    console.print(f"{sum(row.passed is True for row in rows)} passed, {failed} failed")
-    if failed:
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = [p for p in PARTS if not only or p.name in only]
+    # some parts alone do not write over the rows of all
+    path = json or folder / ("_".join(("on_gpu", *(p.name for p in chosen if only))) + ".json")
+    end, console = time.monotonic() + limit_s, make_console()
+    rows: list[Row] = []
+    facts = {**_facts(device), "seconds": {}}
+    for k, part in enumerate(chosen):
+        (folder / f"{part.name}.rows").unlink(missing_ok=True)
+        later = sum(p.expected_s for p in chosen[k:])
+        begin = time.monotonic()
+        share = part.expected_s / later * max(0.0, end - begin - (_START_S + _GRACE_S) * len(chosen[k:]))
+        with console.status(f"{part.name}: {part.about}"):
+            found, problem = run_part(part, device, quick, folder, share)
+        if problem:
+            found.append(Row(part.name, part.about, {}, False, problem))
+        rows += found
+        facts["seconds"][part.name] = round(time.monotonic() - begin, 1)
+        write_json(path, "on_gpu", facts, [asdict(row) for row in rows])  # what comes later cannot lose this
+        console.print(f"{part.name}: {_counts(found)}, {facts['seconds'][part.name]:.0f} s")
+    console.print(table_of(rows, f"{facts.get('gpu', 'CPU')}, torch {facts['torch']}, {facts['date']}"))
+    console.print(f"{_counts(rows)}; all rows in {path}")
+    if any(row.passed is False for row in rows):
         raise typer.Exit(1)
+
+
+def _counts(rows: Sequence[Row]) -> str:
+    passed, failed = (sum(row.passed is wanted for row in rows) for wanted in (True, False))
+    return f"{passed} passed, {failed} failed, {len(rows) - passed - failed} to read"
 
 
 if __name__ == "__main__":

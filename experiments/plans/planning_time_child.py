@@ -36,6 +36,7 @@ def main(model: str, machines: str, seq_len: int, batch: int, limit_s: float) ->
             {
                 "phases_s": phases,
                 "total_s": time.perf_counter() - START,
+                "processor_s": time.process_time(),
                 "peak_rss_bytes": peak_resident_bytes(),
                 "torch_loaded": "torch" in sys.modules,
                 "config": asdict(best.config),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
 import models
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -128,6 +130,38 @@ def test_what_one_rank_lacks_every_rank_is_told() -> None:
             settle(places, rank)
     with pytest.raises(DeviceError, match=r"rank 1 on cpu, rank 0 on cuda; pass device='cpu'"):
         settle([gpu(0, "u0"), DevicePlace("cpu", "", "b", "gloo")], 0)
+
+
+@pytest.mark.parametrize("name", devices.STARTED_TOGETHER)
+def test_processes_that_know_nothing_of_each_other_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun and mpirun set no RANK: without a word every process would train a model of its own."""
+    for variable in ("RANK", *devices.STARTED_TOGETHER):
+        monkeypatch.delenv(variable, raising=False)
+    for value, told in (("1", False), ("8", True)):
+        monkeypatch.setenv(name, value)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            try:
+                assert devices.start("cpu", "cpu", 20.0) == devices.Placement(torch.device("cpu"))
+            finally:
+                dist.destroy_process_group()
+        said = [str(w.message) for w in found if "RANK" in str(w.message)]
+        assert [f"{name}=8, but RANK is not set" in text and "start torchrun" in text for text in said] == [True] * told
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("cuda", torch.device("cuda:1")), ("cpu", None)])
+def test_a_group_made_here_is_bound_to_the_gpu(
+    kind: str, bound: torch.device | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`device_id` connects NCCL at the start, and lets the mesh split its groups off the default one."""
+    given: dict[str, Any] = {}
+    placement = devices.Placement(torch.device("cpu" if bound is None else bound))
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(devices, "_meet", lambda *_: placement)
+    monkeypatch.setattr(devices, "give_back_at_exit", lambda: given.update(ends="here"))
+    monkeypatch.setattr(devices, "init_process_group", lambda backend, **options: given.update(options, of=backend))
+    assert devices.start(None, kind, 20.0) is placement
+    assert given["device_id"] == bound and given["of"] == devices.BACKENDS[kind] and given["ends"] == "here"
 
 
 def on_cuda(model: nn.Module) -> nn.Module:

@@ -6,11 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autoplan.config.parallel import Mode, ParallelConfig, executed_precision, precision_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
-from autoplan.cost_models.memory.ranks import FIRST, LATER, REDUCTION, MemoryModel
+from autoplan.cost_models.memory.ranks import FIRST, LATER, NOTHING, REDUCTION, MemoryModel
+from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.network.groups import mesh_groups
 from autoplan.cost_models.profile import LINK_WORK_S, Profile
 from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, op_times
@@ -264,6 +267,33 @@ def test_context_and_fragmentation_are_not_allocated_by_tensors() -> None:
     (stage,) = Pricer(workload(), config, Costs(cluster(8, 8), None, Mode.FUSED)).estimate([4], [0]).stages
     outside = stage.memory["context and communicators"].mid + stage.memory["fragmentation"].mid
     assert 0.0 < outside == pytest.approx(stage.memory_bytes.mid - stage.allocated_bytes.mid)
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(["1F1B", "Interleaved1F1B", "ZBV", "DualPipeV"]),
+    st.integers(0, 3),
+    st.sampled_from([Mode.EAGER, Mode.FUSED]),
+    st.lists(st.integers(0, 1), min_size=4, max_size=4),
+    st.floats(0.0, 1.5),
+)
+def test_the_bytes_of_a_search_are_the_sum_of_the_terms(
+    schedule: str, zero: int, mode: Mode, recompute: list[int], guard: float
+) -> None:
+    """To the last digit, with and without offload, at any moment that is the fullest."""
+    virtual = 1 if schedule == "1F1B" else 2
+    chunks = ranges(2, 2) if virtual == 1 else ranges(1, 1, 1, 1)
+    work = workload(unit_saved=(SAVED, 3 * SAVED, 1.0, SAVED / 3))
+    for offload in ((), ("optimizer",)):
+        config = ParallelConfig(
+            dp=2, pp=2, num_micro_batches=4, zero_stage=zero, schedule=schedule, virtual_stages=virtual, offload=offload
+        )
+        model, room = MemoryModel(work, config, precision_of("native"), cluster(4, 4), mode), Room(1.0, guard=guard)
+        for rank in range(2):
+            found = model.rank(rank, chunks, recompute[: len(chunks)])
+            words = rank, chunks, recompute[: len(chunks)], NOTHING, guard
+            assert model.device_bytes(*words) == room.total_bytes(found.terms)
+            assert model.host_bytes(*words) == room.total_bytes(found.host)
 
 
 # -- experts, context parallelism --------------------------------------------------------------------------------------

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from experiments.gpu import run
+from experiments.gpu.rows import Row, append_row
+from experiments.gpu.run import PARTS, TOTAL_S, run_part
+
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "experiments.on_gpu", "--device", "cpu", "--quick"]
 
@@ -26,18 +30,37 @@ def test_every_part_runs_without_a_gpu(tmp_path):
     rows = found["cases"]
     assert [r for r in rows if r["passed"] is False] == []
     parts = {r["part"] for r in rows}
-    assert parts == {"kernels", "masks", "parity", "sync", "profile", "predicted", "step", "offload", "ranks"}
-    assert len([r for r in rows if r["passed"]]) >= 30
+    assert parts == {part.name for part in PARTS} == set(found["environment"]["seconds"])
+    assert len([r for r in rows if r["passed"]]) >= 40
     assert found["environment"]["torch"] and found["environment"]["date"]
     assert (tmp_path / "profile.json").is_file()
 
 
 def test_what_breaks_in_a_part_is_a_row_that_failed(tmp_path):
-    """Without the profile of the part before it, `predicted` says so, and the command fails."""
-    done = _run(tmp_path, "--only", "predicted")
+    """Without the profile of the part before it, `predicted` says so; the part after it runs; the command fails."""
+    done = _run(tmp_path, "--only", "predicted", "--only", "nccl")
     assert done.returncode == 1
-    (row,) = json.loads((tmp_path / "all.json").read_text())["cases"]
-    assert row["passed"] is False and "no profile" in row["note"]
+    rows = json.loads((tmp_path / "all.json").read_text())["cases"]
+    assert [r["part"] for r in rows] == ["predicted", *["nccl"] * 5]
+    assert rows[0]["passed"] is False and "no profile" in rows[0]["note"]
+    assert all(r["passed"] for r in rows[1:])
+    assert "5 passed, 1 failed, 0 to read; all rows in " in done.stdout
+
+
+def test_a_part_that_is_killed_keeps_its_rows(tmp_path):
+    """Rows that were written stay, also where the last one broke off."""
+    row = Row("masks", "causal", {"ms": 1.5}, True)
+    append_row(tmp_path / "masks.rows", row)
+    with (tmp_path / "masks.rows").open("a") as out:
+        out.write('{"part": "mas')
+    part = next(p for p in PARTS if p.name == "masks")
+    rows, problem = run_part(part, "cpu", True, tmp_path, -9.9)
+    assert rows == [row] and "did not end within" in problem
+
+
+def test_the_parts_are_expected_to_end_in_time():
+    """With the start of their processes, and within the ten minutes that the command may take."""
+    assert sum(p.expected_s + run._START_S for p in PARTS) < TOTAL_S <= 570
 
 
 def test_a_part_that_has_no_time_is_told(tmp_path):

@@ -36,8 +36,9 @@ from autoplan.profiler.lattice import (
     spread,
     view_task,
 )
-from autoplan.profiler.links import layouts
+from autoplan.profiler.links import _Meshes, layouts
 from autoplan.profiler.ops import Clock, MeasureTask, cache_bytes, compiled, make_input, measure_op
+from autoplan.profiler.overheads import _Runs
 from autoplan.profiler.run import cached_profile, machine_key, measure, measure_in_job, resolve, store_profile
 from autoplan.profiler.show import summary
 from autoplan.profiler.tasks import model_tasks
@@ -282,6 +283,35 @@ def test_measure_spawns_and_ends_its_processes() -> None:
     profile = measure("spawned", budget_s=1.0, tasks=[linear_task(8, 16, 8, "float32")], progress=False)
     assert profile.name == "spawned" and profile.world_size == 1 and not profile.links
     assert linear_task(8, 16, 8, "float32").work.key in profile.by_key
+
+
+def test_communicators_of_measurements_are_given_back() -> None:
+    """On a GPU each takes hundreds of megabytes, which the training needs."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=4)
+    groups = dist.distributed_c10d._world.pg_map
+    try:
+        job = Job(CPU, time.monotonic() + 60.0)
+        with _Meshes(job) as meshes:
+            meshes.over(2, 1)
+            assert meshes.over(2, 2) is meshes.over(2, 2) and len(groups) == 3
+        assert len(groups) == 1
+        runs = _Runs(job, Profile("none", "cpu", 4, 1), host=False)
+        runs.model(2, dp=2, pp=2, zero_stage=0)
+        assert len(groups) == 3
+        runs.close()
+        assert len(groups) == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_is_measured_is_random() -> None:
+    """Zeros and ones draw less power than training, at higher clocks: operands, and the product for the clock."""
+    task = linear_task(64, 64, 64, "bfloat16")
+    for operand in (make_input(t, task, i, CPU).float() for i, t in enumerate(task.work.inputs)):
+        assert operand.std().item() == pytest.approx(1.0, abs=0.1) and operand.unique().numel() > 100
+    lookup = embedding_task(256, 32, 4, "float32")
+    (ids,) = (i for i, t in enumerate(lookup.work.inputs) if t.dtype == "int64")
+    assert make_input(lookup.work.inputs[ids], lookup, ids, CPU).unique().numel() > 10
 
 
 @pytest.mark.processes

@@ -176,7 +176,7 @@ BAD = [
     (("whatif", *TASK, "--vary", "nodes=8..2"), "write 2..8"),
     (("whatif", *TASK, "--vary", "nodes=1", "--vary", "nodes=2"), "given twice"),
     (("plan", *TASK[:6], "1e12"), "global_batch_size=1000000000000 must be a whole number from 1 to 10,000,000"),
-    (("plan", *TASK, "--time-limit", "inf"), "--time-limit inf must be a finite number"),
+    (("plan", *TASK, "--time-limit", "inf"), "time_limit_s=inf must be a finite number"),
     (("plan", "gpt2", "--cluster", "1x4xh100-sxm5-80gb@memory_gb=1e308", *TASK[3:]), "from 1e-09 to 1e+06 GB"),
     (("estimate", *TASK, "--etp", "0"), "etp=0: must be"),
     (("estimate", *TASK, "--ep=-1"), "ep=-1: must be"),

@@ -53,8 +53,18 @@ def test_a_closed_output_is_refused(words: tuple[str, ...]) -> None:
 def test_a_reader_that_goes_away_is_no_error_message() -> None:
     assert in_shell(LONG, "| true") == (EXIT_BROKEN_PIPE, "", "")
     assert in_shell(("--version",), "| true") == (EXIT_BROKEN_PIPE, "", "")
+    assert in_shell(("plan", *TASK, "--pin", "tp=1"), "| true") == (EXIT_BROKEN_PIPE, "", "")
     code, out, errors = in_shell(LONG, "| cat")  # negative: one that reads all of it
     assert code == 0 and out.endswith("}\n") and not errors
+
+
+@pytest.mark.parametrize("command", ["plan", "estimate", "whatif"])
+def test_the_first_lines_of_an_answer(command: str) -> None:
+    """`head` is gone before the rest is written, or takes it: either way there is no message."""
+    more = {"plan": ("--pin", "tp=1"), "estimate": ("--dp", "4"), "whatif": ("--pin", "tp=1", "--vary", "nodes=1,2")}
+    code, out, errors = in_shell((command, *TASK, *more[command]), "| head -3")
+    assert out.startswith("autoplan ") and len(out.splitlines()) == 3 and not errors
+    assert code in (0, EXIT_BROKEN_PIPE)
 
 
 def test_an_error_that_cannot_be_shown_keeps_its_exit_code() -> None:

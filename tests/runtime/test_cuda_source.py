@@ -178,7 +178,7 @@ def test_a_gpu_without_triton_is_asked_for_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="NVRTC comes with torch's CUDA build")
-@pytest.mark.parametrize("capability", [(7, 5), (9, 0), (10, 0)])
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize("toolkit", ["", None])
 def test_nvrtc_compiles_it_without_a_toolkit(
     capability: tuple[int, int], toolkit: str | None, monkeypatch: pytest.MonkeyPatch

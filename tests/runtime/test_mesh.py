@@ -111,6 +111,57 @@ def test_groups_are_given_back() -> None:
         AxisMesh(AXES, GROUPS).close()  # and can be made anew
 
 
+def connected_on(rank: int, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The ranks of every group that a rank connects, in order, if its device were a GPU."""
+    found: list[list[int]] = []
+    zeros = torch.zeros
+    with rank_of(rank), monkeypatch.context() as patch:
+        mesh = AxisMesh(AXES, {n: g for n, g in GROUPS.items() if n != "all"})
+        mesh.group_of_some([[other, other + 1] for other in range(0, WORLD, 2)], "tied")
+        patch.setattr(torch, "zeros", lambda *shape, device: zeros(*shape))
+        patch.setattr(torch.cuda, "synchronize", lambda device: found.append([]))
+        patch.setattr(dist, "all_reduce", lambda _, group: found.append(dist.get_process_group_ranks(group)))
+        mesh.connect(torch.device("cpu"))
+        assert found == []  # gloo connects when a group is made
+        mesh.connect(torch.device("cuda", 0))
+    return found
+
+
+def test_every_communicator_is_connected_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the axes, of other groups, and of all ranks, over which norms go; then the host waits once."""
+    first, last = connected_on(0, monkeypatch), connected_on(63, monkeypatch)
+    assert first[0] == list(range(WORLD)) and first[-1] == []
+    assert [0, 1] in first and [0, 32] in first and list(range(8)) in first
+    assert len(first) == len({tuple(ranks) for ranks in first}) == 7
+    # position by position the groups are alike, or two ranks would wait for each other
+    assert [len(ranks) for ranks in last] == [len(ranks) for ranks in first]
+    assert all(63 in ranks for ranks in last[:-1])
+
+
+def test_stages_that_send_are_connected_pair_by_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank meets its neighbours in the same order, so that no two wait for each other: a simulation of all."""
+    pairs, calls = [(0, 1), (0, 3), (1, 2), (2, 3)], dict[int, list[tuple[int, int]]]()
+    zeros = torch.zeros
+    for rank in range(4):
+        calls[rank] = []
+        with rank_of(rank, 4), monkeypatch.context() as patch:
+            mesh = AxisMesh([("pp", 4)])
+            patch.setattr(torch, "zeros", lambda *shape, device: zeros(*shape))
+            patch.setattr(torch.cuda, "synchronize", lambda device: None)
+            patch.setattr(dist, "all_reduce", lambda _, group: None)
+            patch.setattr(dist, "send", lambda _, group, group_dst, rank=rank: calls[rank].append((rank, group_dst)))
+            patch.setattr(dist, "recv", lambda _, group, group_src, rank=rank: calls[rank].append((group_src, rank)))
+            mesh.connect(torch.device("cuda", 0), "pp", pairs)
+    met = []
+    while any(calls.values()):
+        ready = [c[0] for c in calls.values() if c and all(calls[r][:1] == [c[0]] for r in c[0])]
+        assert ready, f"deadlock: {calls}"
+        met.append(ready[0])
+        for rank in ready[0]:
+            calls[rank].pop(0)
+    assert sorted(met) == pairs
+
+
 class _Bound:
     """What `split_group` was asked for, where the default group is bound to a device."""
 

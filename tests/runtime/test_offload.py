@@ -18,7 +18,10 @@ from parity import (
     compiled,
     fake_group,
     full_tensors,
+    global_batch,
     graph_of,
+    model_of,
+    part_of,
     spread_out,
     train_job,
     train_reference,
@@ -259,6 +262,20 @@ def test_pins_of_offload() -> None:
     ):
         with pytest.raises(PinError, match=why):
             read_pins(pins, 2)
+
+
+def test_an_optimizer_may_run_right_after_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the copies of the parameters are queued: the host waits for them, too, not only for gradients."""
+    case, waits = Case(num_micro_batches=2, offload="optimizer"), list[torch.device]()
+    monkeypatch.setattr("autoplan.runtime.offload._wait", waits.append)
+    program, cpu = compiled(case), torch.device("cpu")
+    with fake_group(1):
+        pm = model_of(case, program.spec.to_json(), dict(program.sources), torch.float64)
+        batch = part_of(global_batch(case), 0, 1)
+        pm.step(batch)
+        assert waits == [cpu]
+        pm.eval_step(batch)
+        assert waits == [cpu] * 2
 
 
 def test_host_shards_of_a_parameter_without_a_gradient() -> None:

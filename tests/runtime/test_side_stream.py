@@ -184,6 +184,18 @@ def test_a_stream_that_does_not_wait_is_found(deaf: str) -> None:
     assert (deaf == "compute") == any("given back too early" in text for text in races.found)
 
 
+def test_what_is_on_the_host_stays_there() -> None:
+    """A number that a product saves, say: it would come back on the device."""
+    stream = FakeStream("compute")
+    side = SideStream(FakeStream("copies"), lambda: stream, lambda _: contextlib.nullcontext(), torch.device("meta"))
+    x, number = torch.ones(3, requires_grad=True), torch.tensor(2.0)
+    with OffloadedActivations([], side) as moved:
+        assert moved._pack(number) is number
+        out = x * number
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0)) and moved._all == []
+
+
 def test_the_host_waits_for_nothing() -> None:
     """Every copy is one that returns at once; without a side stream they block (control)."""
     with Races() as races:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from functools import lru_cache
 
 import models
@@ -31,7 +32,9 @@ def graph(kind: str) -> ModelGraph:
 def with_more(least: LeastMemory) -> LeastMemory:
     """The same bounds of eight times the activations."""
     out = copy.copy(least)
-    out.activations, out.kept, out._ranks = 8 * least.activations, 8 * least.kept, {}
+    out.activations, out.kept, out._active = 8 * least.activations, 8 * least.kept, {}
+    more = {there: replace(c, kept=8 * c.kept, transient=8 * c.transient) for there, c in least._choices.items()}
+    out._choices = more
     return out
 
 

@@ -167,6 +167,8 @@ def test_bounds_never_exceed_the_truth_and_the_cut_is_the_best(drawn: tuple[Pric
     best, _, _ = brute_cut(pricer, capacity, guard)
     bound = cutter.bound_s()
     assert bound <= best * (1 + 1e-9)
+    cutter.bound_s(0.5 * bound)
+    assert "windows" not in vars(cutter)  # given up, and made again
     cut = cutter.search()
     assert cut.exact and cut.step_s == pytest.approx(best, rel=1e-9)
     if cut.chunks is not None:

@@ -51,7 +51,7 @@ def step_s(cutter: Cutter | ChunkCutter) -> float:
 def test_no_plan_is_faster_than_its_bounds(model: str, tp: int, mode: Mode, every: int) -> None:
     """With memory that is scarce and memory that is not; the bounds are stronger than those of groups."""
     r = request(model, tp, mode)
-    points, stronger, forced, checked = LayoutCache(r), 0, 0, 0
+    points, stronger, forced, checked, bubbles = LayoutCache(r), 0, 0, 0, 0
     for candidate in some(r, every):
         points.room = Room(1e15)
         cutter = points.cutter(candidate)
@@ -64,6 +64,9 @@ def test_no_plan_is_faster_than_its_bounds(model: str, tp: int, mode: Mode, ever
         free, tight = bounds_of(points, candidate)
         unlimited = step_s(cutter)
         assert free <= tight <= unlimited, candidate
+        ((simulated, _),) = points.state_bounds([candidate], 1.001 * free) or ()
+        assert free <= simulated <= unlimited, candidate
+        bubbles += simulated > 1.01 * free
         least = points.least_pass(candidate)
         assert least is not None
         checked, stronger = checked + 1, stronger + (free > 1.01 * step_bounds_s(least, [candidate])[0])
@@ -76,6 +79,28 @@ def test_no_plan_is_faster_than_its_bounds(model: str, tp: int, mode: Mode, ever
             assert bound <= step_s(limited), (candidate, share)
             forced += bound > 1.001 * free
     assert checked > 40 and stronger > checked / 2 and forced > checked / 10, (checked, stronger, forced)
+    assert bubbles > 3, bubbles
+
+
+def test_what_does_not_fit_with_activations_on_the_host_has_no_plan() -> None:
+    """What is excluded before any price has no plan, and of what has none a good part is excluded."""
+    r = request(*CASES[2][:3])
+    points, excluded, beyond = LayoutCache(r), 0, 0
+    for candidate in space_of(r).candidates[::31]:
+        candidate = candidate.but(offload=("activations",))
+        points.room = Room(1e15)
+        cutter, point = points.cutter(candidate), points.of(candidate)
+        assert cutter is not None and point is not None
+        needed, fixed = cutter.shortage().needed_bytes, FixedMemory(point.workload, r.cluster).of(candidate).mid
+        for share in (0.2, 0.4, 0.8, 1.02):
+            points.room = Room(fixed + share * (needed - fixed))
+            points._cutters.clear()
+            tight = points.cutter(candidate)
+            assert tight is not None
+            out, fits = points.shortage(candidate) is not None, tight.search(math.inf, 200).chunks is not None
+            assert not (out and fits), (candidate, share)
+            excluded, beyond = excluded + out, beyond + (not fits)
+    assert beyond > 20 and excluded > 0.2 * beyond, (beyond, excluded)
 
 
 def test_candidates_are_bounded_together_as_one_by_one() -> None:

@@ -284,7 +284,7 @@ BAD = [
     (FILE + "narrow_gather: 1", "narrow_gather=1 must be true or false"),
     (FILE + "constants: none.json", r"constants: constants .*none.json cannot be read"),
     (FILE + "constants: 3", "constants: 3 is not a file"),
-    (FILE + "time_limit_s: 0", "time_limit_s=0 must be a finite number of at least 1"),
+    (FILE + "time_limit_s: -1", "time_limit_s=-1 must be a finite number of at least 0"),
     (FILE + "profile: nobody", "profile: profile 'nobody' is not known"),
     (FILE + "profile: cpu-2core-gloo-w2", "was measured on cpu devices, cluster 1x4xh100-sxm5-80gb has cuda devices"),
     (FILE.replace("pue: 1.1", "pue: 0"), "assumptions: pue=0 must be a number from 1 to 10"),

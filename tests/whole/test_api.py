@@ -33,6 +33,13 @@ def test_a_model_and_a_cluster_are_enough() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.processes
+def test_only_values_that_differ_are_sent() -> None:
+    """Tensor by tensor (`autoplan.runtime.whole`: a bucket of device memory each); what is alike stays where it is."""
+    wanted = ([0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 3.0], True, [(3,), (4,)])
+    assert pool(2).run(api_jobs.values_of_first) == [wanted] * 2
+
+
 @pytest.mark.parametrize("pins", [{"tp": 2}, {"dp": 2, "zero_stage": 3}, {"pp": 2, "recompute": "full"}], ids=str)
 def test_training_goes_down_and_all_ranks_agree(pins: dict[str, Any]) -> None:
     results = pool(2).run(api_jobs.train, pins, pins.get("tp") == 2)

@@ -42,6 +42,7 @@ from autoplan.runtime.compiled import compile_blocks, compiles_by_itself
 from autoplan.runtime.dropout import dropout
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
+from experiments.shared.measure import saved_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.compile's own modules
 
@@ -89,6 +90,23 @@ def test_a_compiled_step_is_the_step(case: Case) -> None:
     assert loss == pytest.approx(want_loss, rel=1e-12)
     assert worst(got, want)[0] < 1e-12
     assert graphs >= 3  # it was compiled: embedding, layer, head
+
+
+def kept(case: Case) -> int:
+    """Bytes that autograd keeps in the second step of a case on one device, without parameters."""
+    torch._dynamo.reset()
+    program = compiled(replace(case, compile=None))
+    with fake_group(1):
+        pm = model_of(case, program.spec.to_json(), dict(program.sources), torch.float64)
+        pm.step(global_batch(case))
+        return saved_bytes(lambda: pm.step(global_batch(case)), pm.parameters())
+
+
+def test_compiled_blocks_keep_no_more_than_their_price() -> None:
+    """Activations are priced as those of the operations one by one (test_saved.py); inductor's partition of a graph,
+    which recomputes what is cheap, keeps less."""
+    alone, partitioned = (kept(Case("llama", compile=how)) for how in (None, "aot_eager_decomp_partition"))
+    assert 0.5 * alone < partitioned < 0.95 * alone
 
 
 def test_equal_layers_share_their_code() -> None:

@@ -1,0 +1,272 @@
+"""The windows of a pipeline: for every stage and every range of units that it may hold, its seconds, if they fit.
+
+They are the arrays that `Cutter` searches cuts in: T[i, j] of a stage with units i .. j - 1, with the least recompute
+that fits, and the bounds over all ways to cut what is left (autoplan.search.cuts). They take megabytes per candidate,
+which a cutter gives up when its candidate is decided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.config.recompute import FULL, NONE
+from autoplan.cost_models.arrays import Array
+from autoplan.cost_models.memory.room import Room
+from autoplan.cost_models.time.price import Pricer
+
+CLOSE = 1e-9  # relative: equal within rounding
+
+
+class Windows:
+    """The windows of one candidate.
+
+    Args:
+        pricer, room, recompute, stages: as for `Cutter`.
+        time: prefix sums over units of the seconds of a forward and a backward.
+        stage_s: seconds that every stage takes besides for each micro-batch.
+
+    Attributes:
+        each, free: T of every stage, with the memory there is and with unlimited memory; inf where units do not fit.
+        waits: D of every stage (see `autoplan.search.cuts`).
+        once_s: seconds once per step of units i .. j - 1.
+        reach: by stage the least steps on the recompute frontier with which units may fit, if recompute is searched.
+        most_on_host: the most bytes on the host of any window.
+    """
+
+    def __init__(
+        self,
+        pricer: Pricer,
+        room: Room,
+        recompute: str | Mapping[str, str] | None,
+        stages: tuple[int, ...] | None,
+        time: Array,
+        stage_s: float,
+    ) -> None:
+        self.pricer, self.room, self.fixed, self.pinned = pricer, room, recompute, stages
+        self.time, self.stage_s = time, stage_s
+        self.pp, self.m = pricer.config.pp, pricer.config.num_micro_batches
+        self.num_units = pricer.num_units
+        # per rung of the frontier, prefix sums over units of steps, of bytes freed and of seconds
+        rungs = pricer.frontier.rungs if recompute is None else ()
+        self.steps = [np.concatenate([[0], np.cumsum([c is not None for c in r.choices])]) for r in rungs]
+        self.gains = [prefix(np.array(r.freed_bytes)) for r in rungs]
+        self.costs = [prefix(np.array(r.recompute_s)) for r in rungs]
+        self.recompute_s = prefix(np.array(pricer.recompute_s))
+        self._i, self._j = np.meshgrid(np.arange(self.num_units + 1), np.arange(self.num_units + 1), indexing="ij")
+        memory = pricer.memory
+        # only the last unit's: before an earlier unit runs its backward, later ones are freed
+        least = np.minimum(memory.transient, memory.recompute_transient)
+        self._transient = np.concatenate([[0.0], least])[self._j]
+        self._forward = prefix(np.array(pricer.forward))
+        n = self.num_units
+        i, j = self._i, self._j
+
+        def window(values: Sequence[float]) -> Array:
+            sums = prefix(np.array(values))
+            out: Array = sums[j] - sums[i]
+            return out
+
+        cuts = np.array([0.0, *memory.cuts, 0.0])
+        state = window(memory.stored) + window(memory.states) + self.room.bytes_of(memory.fixed)
+        gathered, self._grads = window(memory.gathered), window(memory.grads)
+        self._on_host = window(memory.hosted)
+        for tied in memory.tied:  # a stage with both units holds the parameter once
+            both, once = (i <= tied.first) & (j > tied.last), tied.states
+            state, gathered = state - both * (once.stored + once.optimizer), gathered - both * once.gathered
+            self._grads = self._grads - both * once.gradients
+            self._on_host = self._on_host - both * once.host
+        self.most_on_host = float(self._on_host.max())
+        if not (memory.sharded and pricer.config.zero_stage == 3):
+            state = state + gathered
+        self._state = state
+        self._held = window(memory.saved) + pricer.workload.free_saved + cuts[i] + cuts[j]
+        if pricer.workload.shared:
+            self._held = self._held + np.array(
+                [[memory.held_once(a, b) if a < b else 0.0 for b in range(n + 1)] for a in range(n + 1)]
+            )
+        freed = zip(memory.saved, memory.kept, pricer.workload.layers, strict=True)
+        self._gain = prefix(np.array([s - k if layer else 0.0 for s, k, layer in freed]))
+        self._legal = (j > i) & (i <= n)
+        self.once_s = self._moved_once()
+        at = self._legal_windows()
+        self.each, self.free, self.reach = self._seconds(*at)
+        self._least_sum = float(self.least_rest(self.each, np.add)[0][0])  # of all T_s, over all cuts
+        self.waits = self._waiting(*at)
+
+    def _moved_once(self) -> Array:
+        """Return the seconds of ZeRO's transfers once per step that nothing hides, by stage (as in `Pricer.step_s`)."""
+        pricer, i, j = self.pricer, self._i, self._j
+        if pricer.chained:
+            sums = prefix(np.array(pricer.first) + np.array(pricer.last))
+            return np.maximum(sums[j] - sums[i], 0.0)
+        out = np.zeros(i.shape)
+        for once in pricer.once_s:
+            sizes, hidden = prefix(np.array(once.moved)), prefix(np.array(once.computed)) * once.hides
+            most = np.zeros(i.shape)
+            for first in range(self.num_units):
+                most[first, first + 1 :] = np.maximum.accumulate(np.array(once.moved[first:]))
+            shown = np.maximum((sizes[j] - sizes[i]) - (hidden[j] - hidden[i]), most)
+            out += shown + pricer.contention * (sizes[j] - sizes[i] - shown)
+        return np.where(j > i, out, 0.0)
+
+    def least_rest(self, terms: Array, joined: Callable[[Array, Array], Array]) -> list[Array]:
+        """Return per stage s and unit i the least over all ways to cut units i .. into the stages s ..
+
+        It is the shortest path in a graph of units by stages. Arrays, because it has an edge for every pair of units.
+
+        Args:
+            terms: of each stage with units i .. j - 1.
+            joined: the term of a stage together with the least of the stages behind it.
+        """
+        out = [np.where(np.arange(self.num_units + 1) == self.num_units, 0.0, math.inf)]
+        for term in terms[::-1]:
+            out.append(joined(term, out[-1][None, :]).min(axis=1))
+        return out[::-1]
+
+    def run(self, each: Array, rest: Array) -> Array:
+        return np.maximum(self.m * each + self.once_s, each + rest)
+
+    def _legal_windows(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return stage s and units i, j of every window with units i .. j - 1 that a cut may have."""
+        n, s = self.num_units, np.arange(self.pp)[:, None, None]
+        legal = self._legal & (self._i >= s) & (self._j <= n - (self.pp - 1 - s))
+        if self.pinned is not None:
+            ends = np.cumsum(self.pinned)[:, None, None]
+            legal &= (self._j == ends) & (self._i == ends - np.array(self.pinned)[:, None, None])
+        legal[0] &= self._i == 0
+        legal[-1] &= self._j == n
+        stage, i, j = np.nonzero(legal)
+        return stage, i, j
+
+    def _seconds(
+        self, s: NDArray[np.int64], i: NDArray[np.int64], j: NDArray[np.int64]
+    ) -> tuple[Array, Array, NDArray[np.int64]]:
+        """Return `each`, `free` and `reach` from the windows of all stages, as one array over all of them."""
+        memory = self.pricer.memory
+        held, gain, state, grads = self._held[i, j], self._gain, self._state[i, j], self._grads[i, j]
+        fits = self._on_host[i, j] <= self.room.host_bytes * (1 + CLOSE)
+        # bytes that a micro-batch may hold: the first backward allocates gradients, later ones reuse them
+        first, later = np.array(memory.flights, dtype=float)[s].T
+        share = self.room.bytes_of(memory.per_byte)
+        room = self.room.device_bytes - state - share * self._transient[i, j]
+        most = room / (share * first)
+        most = np.where(later > 0, np.minimum(most, (room - grads) / (share * np.maximum(later, 1.0))), most)
+        if memory.buckets:
+            sent = np.minimum(float(memory.buckets), grads)
+            fits &= state + grads + sent <= self.room.device_bytes * (1 + CLOSE)
+        shape = (self.pp, *self._i.shape)
+        reach = np.zeros(shape if self.fixed is None else (0,), dtype=np.int64)
+        if self.fixed is None:
+            added, steps, missing = self._down(i, j, np.maximum(0.0, held - most) * (1 - CLOSE))
+            fits &= missing <= 0
+            reach[s, i, j] = steps
+        elif self.fixed == FULL:
+            fits &= held - (gain[j] - gain[i]) <= most + CLOSE * self.room.device_bytes
+            added = self.recompute_s[j] - self.recompute_s[i]
+        else:
+            freed, repeated = self._freed(), self._repeated()
+            keep = held - freed[j] + freed[i]
+            fits &= keep <= most + CLOSE * self.room.device_bytes
+            added = repeated[j] - repeated[i]
+        received, sent_back = (np.array([of(stage) for stage in range(self.pp)]) for of in (self._received, self._sent))
+        seconds = self.time[j] - self.time[i] + self.stage_s + received[s, i] + sent_back[s, j]
+        free, each = np.full(shape, math.inf), np.full(shape, math.inf)
+        free[s, i, j] = seconds if self.fixed is None else seconds + added  # with unlimited memory
+        each[s, i, j] = np.where(fits, seconds + added, math.inf)
+        return each, free, reach
+
+    def _down(self, i: NDArray[np.int64], j: NDArray[np.int64], short: Array) -> tuple[Array, NDArray[np.int64], Array]:
+        """Return for windows the least seconds and frontier steps that free `short` bytes, and what is missing.
+
+        Args:
+            i, j: units i .. j - 1 of every window, at least one.
+        """
+        added, steps = np.zeros(i.shape), np.zeros(i.shape, dtype=np.int64)
+        lacks = np.flatnonzero(short > 0)
+        for count, gain, seconds in zip(self.steps, self.gains, self.costs, strict=True):
+            if not lacks.size:
+                break
+            first, need = i[lacks], short[lacks]
+            start = gain[first]
+            reach = np.minimum(np.maximum(np.searchsorted(gain, start + need), first), j[lacks])
+            added[lacks] += seconds[reach] - seconds[first]
+            steps[lacks] += count[reach] - count[first]
+            need = need - (gain[reach] - start)
+            short[lacks] = need
+            lacks = lacks[need > 0]
+        return added, steps, short
+
+    def _received(self, stage: int) -> Array:
+        """Return the seconds of a receive from the stage before, by the first unit of this one."""
+        return np.array([0.0, *(self.pricer.hops[stage - 1] if stage else [0.0] * (self.num_units - 1)), 0.0])
+
+    def _sent(self, stage: int) -> Array:
+        """Return the seconds of a receive of a gradient from the stage after, by the first unit of that one."""
+        last = stage == self.pp - 1
+        return np.array([0.0, *([0.0] * (self.num_units - 1) if last else self.pricer.hops[stage]), 0.0])
+
+    def _waiting(self, s: NDArray[np.int64], i: NDArray[np.int64], j: NDArray[np.int64]) -> Array:
+        """Return D of every stage (see `autoplan.search.cuts`); inf where T is."""
+        fits = np.isfinite(self.each[s, i, j])
+        s, i, j = s[fits], i[fits], j[fits]
+        warm = np.array([first for first, _ in self.pricer.memory.flights])[s]
+        received = np.array([self._received(stage) for stage in range(self.pp)])
+        action = self.stage_s  # an upper bound of the forward's share
+        forward = self._forward[j] - self._forward[i] + received[s, i] + action
+        least = self._least_sum if math.isfinite(self._least_sum) else 0.0
+        out = np.full(self.each.shape, math.inf)
+        out[s, i, j] = least + (self.m - 1) * self.each[s, i, j] - (warm - 1) * forward
+        return out
+
+    def _freed(self) -> Array:
+        """Return the prefix sums of the bytes that a pinned mapping frees."""
+        m, p = self.pricer.memory, self.pricer
+        return prefix(
+            np.array([m.saved[u] - m.kept_bytes(u, p.pinned_recompute.get(u, NONE)) for u in range(self.num_units)])
+        )
+
+    def _repeated(self) -> Array:
+        p = self.pricer
+        seconds = [
+            p.repeated_s(u, p.pinned_recompute[u]) if u in p.pinned_recompute else 0.0 for u in range(self.num_units)
+        ]
+        return prefix(np.array(seconds))
+
+    def rest(self, below_s: float = math.inf) -> tuple[list[Array], list[Array]]:
+        """Return per stage s and unit i the least of both bounds over all ways to cut units i .. into the stages s ..
+
+        The first bound counts from the start of stage s, the second is that of the whole step.
+
+        Args:
+            below_s: use only cuts whose second bound is below this, without the seconds after the pipeline.
+        """
+        return self.least_rest(self._below(below_s), self.run), self.least_rest(self.waits, np.maximum)
+
+    def least_s(self, below_s: float) -> float:
+        """Return the first bound of the whole pipeline in `rest`."""
+        return float(self.least_rest(self._below(below_s), self.run)[0][0])
+
+    def _below(self, below_s: float) -> Array:
+        """Return T of the windows whose second bound is below this; inf for others."""
+        if below_s == math.inf:
+            return self.each
+        return np.where(self.waits < below_s, self.each, math.inf)
+
+    def even(self) -> tuple[int, ...]:
+        """Return the cut with the shortest longest stage, from which the search starts, with the one of least bound."""
+        best = self.least_rest(self.each, np.maximum)
+        chunks, at = [], 0
+        for s in range(self.pp):
+            j = int(np.argmin(np.maximum(self.each[s][at], best[s + 1])))
+            chunks.append(j - at)
+            at = j
+        return tuple(chunks)
+
+
+def prefix(values: Array) -> Array:
+    """Return prefix sums: of n values n + 1 sums, from 0 on."""
+    return np.concatenate([[0.0], np.cumsum(values)])
