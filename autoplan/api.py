@@ -123,10 +123,8 @@ def parallelize(
         folder: where to write the emitted program (`stageN.py`, `program.json`) and `plan.json`; by default they are
             not written, and tracebacks, debuggers and `pm.source` have the text.
         seed: seed of dropout.
-        timeout_s: seconds that any collective may wait before the job fails (default: AUTOPLAN_TIMEOUT_S or 10
-            minutes).
-        check: True: type-check the emitted program with spmd_types in a process of its own before it runs (some
-            seconds).
+        timeout_s: seconds that a collective may wait before the job fails; None: AUTOPLAN_TIMEOUT_S, or 10 minutes.
+        check: True: type-check the emitted program with spmd_types in another process before it runs (some seconds).
         compile: whether every block runs through torch.compile. True: by its default backend (inductor, which needs a
             C++ compiler on the CPU); a name: by that backend. False: no. 'auto': on CUDA if a plan with compiled blocks
             has the lower price (`pm.plan.compiled` says so), not on the CPU. A compiled block itself decides which
@@ -167,6 +165,12 @@ def parallelize(
 
     Raises:
         AutoplanError: DeviceError, PinError, CaptureError, NothingFits and others, the same on every rank.
+
+    Example (on one device; under torchrun the same on all of them):
+        >>> import torch, autoplan
+        >>> batch, loss_fn = {"input": torch.ones(4, 8)}, lambda output, batch: output.square().mean()
+        >>> pm = autoplan.parallelize(torch.nn.Linear(8, 8), example_inputs=batch, loss_fn=loss_fn)
+        >>> loss = pm.step(batch)
     """
     measured, given = isinstance(cluster, str), plan if plan is not None else program
     _check_given(plan, program, pins, profile)

@@ -96,6 +96,12 @@ def load_model(text: str) -> ModelGraph:
     Raises:
         AutoplanError: names the candidates, the nearest names, the missing file, the problem of the factory, or the op
             that cannot be captured.
+
+    Example:
+        >>> from autoplan import load_model
+        >>> graph = load_model("meta-llama/Llama-3.1-8B")
+        >>> graph.name
+        'llama-3.1-8b'
     """
     if text in names():
         return _shipped(text)[0]

@@ -7,7 +7,7 @@ AutoplanError(ValueError)
   RuleError         an op without a rule, or a rule that does not fit its operands
   LayoutError       a layout or conversion that cannot exist
   ProfileError      a measured profile that is unknown, broken, or of another machine
-  DeviceError       a rank without a device to run on, or devices that do not go together
+  DeviceError       a rank without a device to run on, or devices that do not fit together
   PinError          an illegal pin, degree or cluster (names the rule and the nearest legal value)
   InfeasibleError   nothing satisfies the constraints
   RehearsalError    a program that fails in a rehearsal, or does something else than its plan says
@@ -48,7 +48,7 @@ class ProfileError(AutoplanError):
 
 
 class DeviceError(AutoplanError):
-    """A rank without a device to run on, or ranks whose devices do not go together."""
+    """A rank without a device to run on, or ranks whose devices do not fit together."""
 
 
 class PinError(AutoplanError):

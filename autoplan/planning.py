@@ -100,6 +100,12 @@ def plan(
 
     Raises:
         AutoplanError: PinError, CaptureError, NothingFits and others.
+
+    Example:
+        >>> import autoplan
+        >>> plan = autoplan.plan("gpt2", "2xh100", seq_len=1024, global_batch_size=16, pins={"pp": 1})
+        >>> plan.config.dp * plan.config.tp, plan.num_devices
+        (2, 2)
     """
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     facts = Facts(where.num_devices, device_type=where.device_type, async_tp=async_tp, compile=compile)
@@ -162,6 +168,14 @@ def compile(
     Raises:
         AutoplanError: the model is not the one that the plan was made for (names what differs), or autoplan's runtime
             does not execute the plan.
+
+    Example:
+        >>> import torch, autoplan
+        >>> model, batch = torch.nn.Linear(8, 8), {"input": torch.ones(4, 8)}
+        >>> def loss_fn(output, batch):
+        ...     return output.square().mean()
+        >>> plan = autoplan.plan(model, "local:2", example_inputs=batch, loss_fn=loss_fn, global_batch_size=8)
+        >>> program = autoplan.compile(model, plan, "program", example_inputs=batch, loss_fn=loss_fn)
     """
     given = plan if isinstance(plan, Plan) else Plan.read(plan)
     task = captured(model, example_inputs, loss_fn, given.precision, verify)

@@ -170,6 +170,12 @@ class Profile:
         notes: How it was measured, and what there was no time for.
         machine: Provenance that no price depends on, as the profiler found it (topology, clocks before and after,
             nodes).
+
+    Example:
+        >>> from autoplan import Profile
+        >>> profile = Profile("mine", "cpu", world_size=2, num_threads=1)  # autoplan profile measures one
+        >>> Profile.from_json(profile.to_json()).world_size
+        2
     """
 
     name: str

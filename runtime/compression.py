@@ -36,6 +36,11 @@ class PowerSGD:
 
     Raises:
         ValueError: a value is out of range.
+
+    Example:
+        >>> from autoplan import PowerSGD
+        >>> PowerSGD(rank=2).start_step  # parallelize(..., gradient_compression=PowerSGD(rank=2))
+        10
     """
 
     rank: int = 4

@@ -55,7 +55,7 @@ class Needs:
 
 
 Gradients = tuple[torch.Tensor | None, ...]
-"""Of hidden, weights, gate_up, down, gate_up_bias, down_bias; None where none is needed."""
+"""Gradients of hidden, weights, gate_up, down, gate_up_bias and down_bias; None for each that is not needed."""
 
 
 def forward(

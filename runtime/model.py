@@ -84,6 +84,18 @@ class ParallelModel(StateMethods):
         precision: the dtypes of a mixed-precision program, else None.
         progress: steps and samples so far, and the seed of dropout.
         data_rank, data_world: index of this rank's part of the global batch, and the number of parts.
+
+    Example:
+        `autoplan.parallelize` makes one. On one device:
+
+        >>> import torch, autoplan
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
+        >>> batch = {"input": torch.ones(4, 8)}
+        >>> def loss_fn(output, batch):
+        ...     return output.square().mean()
+        >>> pm = autoplan.parallelize(model, "local", example_inputs=batch, loss_fn=loss_fn, global_batch_size=4)
+        >>> pm.step(batch).shape, sorted(pm.state_dict())
+        (torch.Size([]), ['0.bias', '0.weight', '1.bias', '1.weight'])
     """
 
     def __init__(
@@ -117,7 +129,8 @@ class ParallelModel(StateMethods):
         self.progress: TrainingProgress = TrainingProgress(seed)
         self.mesh: AxisMesh = mesh or AxisMesh(spec.axes, dict(spec.groups), device_type=self.device.type)
         self._replicas = Replicas(spec, self.mesh)
-        self.data_rank, self.data_world = self._coordinate("dp"), self.mesh.size("dp")
+        self.data_rank: int = self._coordinate("dp")
+        self.data_world: int = self.mesh.size("dp")
         self._specs = {s.index: s for s in spec.stages_of(self._coordinate("pp"))}
         self._dtype = dtype
         self._given = dtypes_of(parameters)
@@ -149,7 +162,7 @@ class ParallelModel(StateMethods):
         self._on_host = check_offload(spec.offload)
         self._syncs, self._copies = self._synchronised(parameters)
         self._state.host = self._host = self._host_shards()
-        self.loss_scaler = self._make_loss_scaler()
+        self.loss_scaler: LossScaler | None = self._make_loss_scaler()
         self._tied = TiedGradients(spec, self.mesh, self.stages)
         self.mesh.connect(self.device, "pp", self._neighbours())
         self._inputs = StageInputs(spec, self.mesh, self.stage, self.device, self._loss_dtype, dtype)

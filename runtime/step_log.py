@@ -73,6 +73,19 @@ class StepLog:
     Raises:
         ValueError: `every` below 1.
         OSError: the file cannot be written.
+
+    Example:
+        >>> import torch, autoplan
+        >>> model, batch = torch.nn.Linear(8, 8), {"input": torch.ones(4, 8)}
+        >>> def loss_fn(output, batch):
+        ...     return output.square().mean()
+        >>> pm = autoplan.parallelize(model, "local", example_inputs=batch, loss_fn=loss_fn, global_batch_size=4)
+        >>> lines = []
+        >>> log = autoplan.StepLog(pm, show=lines.append)
+        >>> for _ in range(2):
+        ...     row = log(pm.step(batch))
+        >>> any("loss" in line for line in lines)
+        True
     """
 
     def __init__(

@@ -33,6 +33,13 @@ def rule(line: str) -> Callable[[_Op], _Op]:
 
     Raises:
         RuleError: if the line cannot be read, or if what is decorated is no operator.
+
+    Example:
+        >>> import torch, autoplan
+        >>> @autoplan.rule("[*b,i!] -> [*b,i!]")
+        ... @torch.library.custom_op("example::softsign", mutates_args=())
+        ... def softsign(x: torch.Tensor) -> torch.Tensor:
+        ...     return x / (1 + x.abs())
     """
     template = parse(line)
     if template.special:

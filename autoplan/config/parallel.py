@@ -351,6 +351,12 @@ class ParallelConfig:
 
     The world size is pp * dp * cp * tp; ep and etp fold into dp * cp * tp. A choice is declared here; commands, files
     and reports are derived from its record.
+
+    Example:
+        >>> from autoplan import ParallelConfig
+        >>> config = ParallelConfig(dp=4, tp=2, pp=2, zero_stage=1, num_micro_batches=8)
+        >>> config.but(tp=4).tp
+        4
     """
 
     dp: int = choice(

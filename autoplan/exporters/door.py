@@ -109,6 +109,13 @@ def read_config(
         lenient: True: a value that a field refuses is one of the `faults`, and its choices are not in `says`.
 
     Raises: PinError if the file cannot be read, is of no known target, or has a value that a field refuses.
+
+    Example:
+        >>> from autoplan import read_config
+        >>> with open("zero.json", "w") as file:
+        ...     _ = file.write('{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}')
+        >>> read_config("zero.json", "deepspeed").says["zero_stage"]
+        3
     """
     name = str(path)
     file = name.rpartition(":")[0] if ".py:" in name else name

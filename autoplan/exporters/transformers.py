@@ -38,7 +38,7 @@ def _deepspeed(document: Document) -> bool:
     """Return True if DeepSpeed runs the file. PinError for a file of its own, which is not read here."""
     if isinstance(document.get("deepspeed"), str):
         raise PinError(
-            f"deepspeed={document.get('deepspeed')!r} is a file of its own; nearest: its contents in place of its name"
+            f"deepspeed={document.get('deepspeed')!r} names a file; nearest: its contents in place of its name"
         )
     return document.has("deepspeed")
 

@@ -29,6 +29,11 @@ class TableBlock:
     note: str = ""
 
     @property
+    def as_cards(self) -> bool:
+        """Return True if a phone shows every row as a card, since words take the width of the table."""
+        return self.ends_in_words or self.left == len(self.heads)
+
+    @property
     def styles(self) -> tuple[str, ...]:
         """The style of every column: `w` for words."""
         last = len(self.heads) - 1

@@ -41,7 +41,14 @@ def figure(data: Sequence[Mapping[str, Any]], **layout: Any) -> Spec:
         "plot_bgcolor": "rgba(0,0,0,0)",
         "colorway": list(COLOURS),
         "hoverlabel": {"align": "left"},
-        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
+        "legend": {
+            "orientation": "h",
+            "yref": "container",
+            "y": 0,
+            "yanchor": "bottom",
+            "x": 0,
+            "traceorder": "normal",
+        },
         "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "rgba(128,128,128,0.6)", "activecolor": BLUE},
     }
     return {"data": [dict(trace) for trace in data], "layout": {**shared, **layout}}
@@ -49,7 +56,7 @@ def figure(data: Sequence[Mapping[str, Any]], **layout: Any) -> Spec:
 
 def axis(title: str, **more: Any) -> Spec:
     """Return an axis with a title and a light grid."""
-    return {"title": {"text": title}, "gridcolor": "rgba(128,128,128,0.25)", "automargin": True, **more}
+    return {"title": {"text": title, "standoff": 8}, "gridcolor": "rgba(128,128,128,0.25)", "automargin": True, **more}
 
 
 def memory(estimate: Mapping[str, Any]) -> Spec:
@@ -378,8 +385,9 @@ def goodput(good: Mapping[str, Any]) -> Spec:
 
 def heatmap(rows: Sequence[Mapping[str, Any]], across: str, down: str, value: str, title: str) -> Spec:
     """Draw one column of a sweep over two varied ones; points without a plan stay empty."""
-    xs, ys = (list(dict.fromkeys(str(row[name]) for row in rows)) for name in (across, down))
-    cells = {(str(row[across]), str(row[down])): row for row in rows}
+    words = numbers.plain_number  # 400 for 400.0
+    xs, ys = (list(dict.fromkeys(words(row[name]) for row in rows)) for name in (across, down))
+    cells = {(words(row[across]), words(row[down])): row for row in rows}
     z = [[cells.get((x, y), {}).get(value) for x in xs] for y in ys]
     text = [[_cell(cells.get((x, y), {}), value) for x in xs] for y in ys]
     labels = [[_short(cells.get((x, y), {}).get(value)) for x in xs] for y in ys]

@@ -263,7 +263,7 @@ def _decisions(answer: _Answer) -> Iterator[PageBlock]:
 
 
 def _value(value: Any) -> str:
-    return value if isinstance(value, str) else "none" if value is None else json.dumps(value)
+    return value if isinstance(value, str) else "none" if value is None or value == [] else json.dumps(value)
 
 
 def _cost(a: Mapping[str, Any]) -> str:

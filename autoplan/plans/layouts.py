@@ -102,7 +102,7 @@ def _named(problem: IntraProblem, layout: Mapping[str, str]) -> Selection:
             raise LayoutError(f"{choice.name!r} cannot be {layout[choice.name]!r} at these degrees; it can be {known}")
         selection[choice.name] = found[0]
     if math.isinf(evaluate_selection(replace(problem, state_budget_bytes=None), selection)):
-        raise LayoutError("the layouts of the plan do not go together: a value would need a conversion that is none")
+        raise LayoutError("the layouts of the plan do not fit together: a value needs a conversion that does not exist")
     return selection
 
 

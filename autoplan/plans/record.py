@@ -48,6 +48,14 @@ class Plan:
         axes, stages, layout: empty in a plan whose text leaves the layouts open (an older `autoplan plan --json`).
         document: the other sections of its text (autoplan.plans.document): model, cluster, request, `asked`,
             `made_for`, alternatives, and the graph itself if no name stands for the model.
+
+    Example:
+        >>> import autoplan
+        >>> plan = autoplan.plan("gpt2", "2xh100", seq_len=1024, global_batch_size=16, pins={"tp": 2})
+        >>> plan.config.tp, plan.estimate.fits
+        (2, True)
+        >>> autoplan.Plan.from_json(plan.to_json()).config == plan.config
+        True
     """
 
     model: str

@@ -69,6 +69,12 @@ def rehearse(
     Raises:
         RehearsalError: a rank fails, or does something else than its plan says; names the first difference.
         AutoplanError: the plan or the program cannot be read or run.
+
+    Example:
+        >>> import autoplan
+        >>> plan = autoplan.plan("gpt2", "2xh100", seq_len=512, global_batch_size=2, pins={"tp": 1, "pp": 1})
+        >>> [report.rank for report in autoplan.rehearse(plan, "0").ranks]
+        [0]
     """
     with tempfile.TemporaryDirectory(prefix="autoplan_rehearsal_") as temporary:
         folder, graph, layouts = _program(plan, Path(temporary))

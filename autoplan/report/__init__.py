@@ -12,6 +12,7 @@
 `files`: files that commands write.
 `flags`: arguments and options that several commands share.
 `html`: `--report FILE`.
+`plots`: plots in the terminal.
 `output`: standard output, whose loss is an error.
 `request`: the options of a command as a PlanRequest.
 `screen`: the first screen of `autoplan plan`.

@@ -109,7 +109,7 @@ class Check:
 
     @property
     def fits(self) -> bool | None:
-        """None if the file is illegal."""
+        """Return True if the plan of the file fits; None if the file is illegal."""
         return None if self.planned is None else self.planned.estimate.fits
 
     @property

@@ -23,6 +23,7 @@ from autoplan.report.degrees import checked_config
 from autoplan.report.flags import TaskWords
 from autoplan.report.html import check_report_path, write_report
 from autoplan.report.plan_file import read_plan_file
+from autoplan.report.plots import scatter_plot, show_plot
 from autoplan.report.request import read_run
 from autoplan.report.text import TERMS, console, heading, paragraph, plain_table, proof_text
 from autoplan.report.waiting import telling, waiting
@@ -208,6 +209,8 @@ def _front(out: Console, front: Sequence[FrontPoint]) -> None:
         label = plan_label(p.planned.config, p.planned.estimate)
         table.add_row(f"{p.peak_bytes / 1e9:.1f}", numbers.digits(p.step_s), numbers.percent(more), label)
     out.print(table)
+    points = [(p.peak_bytes / 1e9, p.step_s) for p in front]
+    show_plot(out, scatter_plot(points, "GB of the fullest device", "step s; 1 is the first row", min(out.width, 80)))
 
 
 # -- two plans ---------------------------------------------------------------------------------------------------------

@@ -43,6 +43,13 @@ def export_plan(
 
     Raises:
         PinError: names the degree that the target cannot say. What else it cannot say is in `Export.not_said`.
+
+    Example:
+        >>> from autoplan import Cluster, ParallelConfig, PlanRequest, export_plan, load_model
+        >>> request = PlanRequest(load_model("gpt2"), Cluster.parse("2xh100"), 1024, 16)
+        >>> found = export_plan(request, "torchtitan", config=ParallelConfig(dp=2, zero_stage=3, micro_batch_size=8))
+        >>> "data_parallel_shard_degree = 2" in found.text
+        True
     """
     if isinstance(plan, PlanRequest):
         return export_setup(Setup.of(plan, config or ParallelConfig()), to, file)

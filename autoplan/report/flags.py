@@ -232,7 +232,7 @@ def _asked(values: Mapping[str, Any], written: WrittenPlan | None, may_miss: Seq
         if values[name] is None and name not in may_miss:
             if written is not None:
                 written.check_taken()
-                raise PinError(f"{written.path} does not say the {name} that was asked; give {flag}")
+                raise PinError(f"{written.path} does not say for which {name} it was planned; give {flag}")
             raise PinError(
                 f"{flag} is missing; only a plan file in place of MODEL brings its own"
                 f"{', and a catalog model its usual one' if name in _USUAL else ''}"
@@ -257,7 +257,7 @@ def words_of(written: WrittenPlan) -> TaskWords:
     taken = {w.name: written.asked[w.name] for w in fields(TaskWords) if w.name in written.asked}
     for name in ("model", *_FLAG_OF):
         if name not in taken:
-            raise PinError(f"{written.path} does not say the {name} that was asked; plan again")
+            raise PinError(f"{written.path} does not say for which {name} it was planned; plan again")
     return TaskWords(**{**taken, "options": options}, asked=written.asked, written=written)
 
 
@@ -318,5 +318,5 @@ def _completed(values: dict[str, Any], typed: set[str]) -> tuple[dict[str, Any],
         for name, value in values.items()
     }
     if "model" not in written.asked:
-        raise PinError(f"{written.path} does not say the model that was asked; plan again")
+        raise PinError(f"{written.path} does not say for which model it was planned; plan again")
     return {**out, "model": written.asked["model"]}, written

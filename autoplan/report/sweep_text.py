@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autoplan.config import numbers
+from autoplan.report.plots import MOST_BARS, bar_plot, show_plot
 from autoplan.report.text import graph_notes, heading, paragraph, plain_table, prices, run_cells
 from autoplan.search.certificate import Status
 from autoplan.search.planner import PlanRequest
@@ -49,6 +50,7 @@ def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], run:
     out.print(table)
     for reason, number in reasons.items():
         paragraph(out, f"[{number}] {reason}", 4, "yellow")
+    show_plot(out, _bars(found, out.width))
     planned = next((p for p in found if p.planned is not None), None)
     out.print()
     if planned is not None and planned.planned is not None:
@@ -58,6 +60,16 @@ def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], run:
     prices(out, [p.request for p in found if p.request is not None and p.planned is not None], run)
     for text in graph_notes([request]):
         paragraph(out, f"Note: {text}", 6, "yellow")
+
+
+def _bars(found: Sequence[Point], width: int) -> list[str]:
+    """Return bars of the tokens per second of a sweep, if there are at least three."""
+    rows = [
+        (" ".join(f"{name} {numbers.plain_number(value)}" for name, value in point.varied.items()), point.planned)
+        for point in found
+    ]
+    known = [(name, planned.estimate.tokens_per_s) for name, planned in rows if planned is not None]
+    return bar_plot(known, "tokens/s", min(width, 80)) if 3 <= len(known) <= MOST_BARS else []
 
 
 _LESS_NEEDED = ("low to high", "GB left")  # the first to go where a line is too short

@@ -28,6 +28,7 @@ from autoplan.program.facts import layer_calls
 from autoplan.program.legality import not_executed
 from autoplan.report.arguments import imbalance_of
 from autoplan.report.commands import estimate_command, plan_command, whatif_command, wrapped
+from autoplan.report.plots import pipeline_plot, show_plot
 from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchResult, Status
 from autoplan.sweeps.label import evidence_label, plan_label
 from autoplan.sweeps.whatif import STEP_ONLY, RunTask, batch_warning, run_of
@@ -339,6 +340,8 @@ def _breakdown(out: Console, e: Estimate) -> None:
         str(step.tag),
     )
     out.print(table)
+    if len(e.stages) > 1:
+        show_plot(out, pipeline_plot(e.events, out.width))
 
 
 def _equals(out: Console, result: SearchResult, request: PlanRequest) -> None:

@@ -125,6 +125,26 @@ class SearchResult:
         return min([p.estimate.step_time_s.mid for p in self.plans] + [step for _, step in self.equals])
 
 
+def final_status(
+    status: Status, proved: bool, steps_s: tuple[float, float, float], least_s: float, least_open_s: float
+) -> Status:
+    """Return the status of a search whose own status is that it is complete, or was stopped.
+
+    Args:
+        proved: every layout is proved.
+        steps_s: seconds of the best plan, from which on a bound was enough, and which a plan had to beat.
+        least_s, least_open_s: the least bound of all candidates, and of the open ones.
+    """
+    best, enough, cutoff = steps_s
+    if status is Status.TIME_LIMIT and least_open_s >= enough:  # everything was decided just in time
+        status = Status.COMPLETE
+    if status is Status.COMPLETE and not proved:
+        status = Status.LAYOUTS
+    if status is Status.COMPLETE and least_s < best:
+        status = Status.NEAR if least_s >= enough < cutoff else Status.CUTS
+    return status
+
+
 def restrictions_of(request: PlanRequest, checked: Space, layouts: tuple[str, ...]) -> tuple[str, ...]:
     """Return everything that narrows the space. `layouts`: the restrictions of the layouts inside blocks."""
     r = request

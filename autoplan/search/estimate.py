@@ -56,6 +56,13 @@ def estimate_config(request: PlanRequest, config: ParallelConfig, like: Planned 
         PinError: degrees that the cluster or model cannot take.
         InfeasibleError: no layout exists.
         StoppedError: no layout was found in time.
+
+    Example:
+        >>> from autoplan import Cluster, ParallelConfig, PlanRequest, estimate_config, load_model
+        >>> request = PlanRequest(load_model("gpt2"), Cluster.parse("2xh100"), 1024, 16)
+        >>> planned = estimate_config(request, ParallelConfig(dp=2, micro_batch_size=8))
+        >>> planned.estimate.fits, planned.estimate.step_time_s.low < planned.estimate.step_time_s.high
+        (True, True)
     """
     pins = {**request.pins, "state_slack": config.state_slack}
     if modules_of(config.recompute):  # kept bytes are known for requested modules only

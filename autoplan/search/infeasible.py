@@ -105,7 +105,9 @@ def _need(request: PlanRequest) -> str:
 def _shortages(points: LayoutCache, candidates: Sequence[ParallelConfig]) -> list[tuple[Shortage, ParallelConfig]]:
     """Return what the smallest candidates lack, if the quick bound refused all of them. Raises StoppedError."""
     found = []
-    for candidate in sorted(candidates, key=least_memory_first)[:_NUM_SHORTAGES]:
+    smallest = sorted(candidates, key=least_memory_first)[:_NUM_SHORTAGES]
+    more = (each for c in smallest if not c.offload for each in offloaded(points.request, c))
+    for candidate in sorted(dict.fromkeys((*smallest, *more)), key=least_memory_first)[:_NUM_SHORTAGES]:
         cutter = points.cutter(candidate)
         if cutter is not None:
             found.append((cutter.shortage(), candidate))
@@ -175,7 +177,7 @@ def feasible(request: PlanRequest, deadline: float) -> bool | None:
         left = deadline - clock.now_s()
         if left <= 0:
             return None
-        if quick.too_big(candidate):
+        if quick.shortage(candidate, states=True) is not None:
             continue
         try:
             cutter = points.cutter(candidate, min(ILP_LIMIT_S, left))

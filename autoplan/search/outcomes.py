@@ -62,7 +62,7 @@ def tally(decided: Iterable[Decided], others: Mapping[Decided | None, int]) -> T
 
 @dataclass(frozen=True)
 class Settled:
-    """What is known of all candidates at the end of a search.
+    """The outcomes of all candidates at the end of a search.
 
     Attributes:
         least_open_s: the least bound of an open candidate; inf without any.

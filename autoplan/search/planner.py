@@ -34,7 +34,7 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.errors import InfeasibleError
 from autoplan.search import clock
-from autoplan.search.certificate import Certificate, SearchResult, Status, restrictions_of
+from autoplan.search.certificate import Certificate, SearchResult, Status, final_status, restrictions_of
 from autoplan.search.cuts import Cut, Cutter, Shortage
 from autoplan.search.degrees import Space, num_cuts, search_order
 from autoplan.search.estimate import Planned, chosen_recompute, estimate_config
@@ -217,7 +217,7 @@ class _Search:
     def _with_methods(self, candidate: ParallelConfig) -> list[ParallelConfig]:
         """Return one candidate per combination of context-parallel methods; nothing if that decides the candidate."""
         found = [candidate]
-        if not self.quick.too_big(candidate):
+        if not self._out_at_once(candidate):
             with suppress(StoppedError):
                 found = self.points.with_methods(candidate, self._layout_limit_s())
         if not found:
@@ -244,8 +244,8 @@ class _Search:
 
     def _bound_group(self, members: Sequence[ParallelConfig]) -> None:
         """Bound candidates with the same work inside blocks, or decide them all."""
-        if self.quick.too_big(members[0]):
-            self._decide(members, LARGE_VALUES)
+        members = [c for c in members if not self._out_at_once(c)]
+        if not members:
             return
         with self.phases.spent("bounds"):
             try:
@@ -284,8 +284,7 @@ class _Search:
 
     def _bound(self, candidate: ParallelConfig, limit_s: float | None = None) -> None:
         """Decide a candidate, or give it a cutter and a first bound; it gets neither if its layout was stopped."""
-        if self.quick.too_big(candidate):
-            self._decide([candidate], LARGE_VALUES)
+        if self._out_at_once(candidate):
             return
         with self.phases.spent("bounds"):
             try:
@@ -301,6 +300,12 @@ class _Search:
             self.first_bounds[candidate] = max(bound, self.first_bounds.get(candidate, 0.0))
             self.bounds[candidate] = max(bound, self.bounds.get(candidate, 0.0))
             self.cutters[candidate] = cutter
+
+    def _out_at_once(self, candidate: ParallelConfig) -> bool:
+        """Decide a candidate that fits under no layout; by its states only while there is no plan."""
+        if (term := self.quick.shortage(candidate, states=not self.plans.best)) is not None:
+            self._decide([candidate], (Outcome.TOO_BIG, term))
+        return term is not None
 
     def _exclude(self, candidate: ParallelConfig) -> None:
         """Decide a candidate whose states and least activations do not fit, whatever its cut and recompute are."""
@@ -561,13 +566,8 @@ class _Search:
         best, cutoff, enough = self.plans.best[0].step_s, self.plans.cutoff_s(), self.plans.enough_s()
         end = all_counted(checked.candidates, self.outcomes, self.bounds, self.not_made, self.not_made_bounds, cutoff)
         least, decided = min(end.least_open_s, end.least_solved_s), end.tally
-        point, status = self.points.of(self.plans.best[0].candidate), self.status
-        if status is Status.TIME_LIMIT and end.least_open_s >= enough:  # everything was decided just in time
-            status = Status.COMPLETE
-        if status is Status.COMPLETE and not self.points.all_proved:
-            status = Status.LAYOUTS
-        if status is Status.COMPLETE and least < best:
-            status = Status.NEAR if least >= enough < cutoff else Status.CUTS
+        point, proved = self.points.of(self.plans.best[0].candidate), self.points.all_proved
+        status = final_status(self.status, proved, (best, enough, cutoff), least, end.least_open_s)
         return Certificate(
             considered=checked.num_considered + self.not_made.total() + self.not_made_bounds.total(),
             illegal=sum(checked.illegal.values()) + decided.outcomes[Outcome.ILLEGAL],
@@ -587,14 +587,13 @@ class _Search:
 
 
 def search_plan(request: PlanRequest, told: Callable[[Progress], None] | None = None) -> SearchResult:
-    """Return the best plans of the space, and the certificate.
+    """Return the best plans of the space, and the certificate. `told` gets the progress a few times a second.
 
-    Args:
-        told: called with the progress a few times a second.
+    Raises: PinError if nothing is legal, NothingFits (has a report), StoppedError if no plan was found in time.
 
-    Raises:
-        PinError: the pins leave nothing legal.
-        NothingFits: no plan fits the memory; has a report.
-        StoppedError: no plan was found in time.
+    Example:
+        >>> from autoplan import Cluster, PlanRequest, load_model, search_plan
+        >>> search_plan(PlanRequest(load_model("gpt2"), Cluster.parse("1xh100"), 1024, 16)).plans[0].config.dp
+        1
     """
     return _Search(request, told).run()

@@ -1,25 +1,111 @@
-"""A lower bound of memory that needs no layout."""
+"""Lower bounds of memory that need no layout."""
 
 from __future__ import annotations
 
-from autoplan.config.parallel import ParallelConfig, precision_of
+from collections import Counter
+from functools import cached_property
+
+from autoplan.config.offload import of_states
+from autoplan.config.parallel import Mode, ParallelConfig, precision_of
 from autoplan.config.recompute import modules_of
+from autoplan.cost_models.memory.parameters import ParameterMemory, States
+from autoplan.cost_models.work import ParamWork
+from autoplan.ops.products import packed_weights
 from autoplan.ops.record import Trait
 from autoplan.ops.saved import Form
 from autoplan.ops.table import op_record
 from autoplan.program.op_costs import OpCosts
-from autoplan.search.request import PlanRequest
+from autoplan.program.token_dispatch_layouts import expert_weights
+from autoplan.schedules.schedule import num_copies
+from autoplan.search.request import PlanRequest, offload_kinds
+
+_CLOSE = 1 + 1e-9  # sums in another order are equal up to this
+_Kind = tuple[str, bool, bool, bool]  # dtype, trainable, of experts, packed
 
 
 class QuickMemory:
-    """A lower bound of memory that needs no layout: the largest value that an operation makes, split over all of tp.
+    """Lower bounds of memory that need no layout.
 
-    Every value that is not a view is alive at some time, at least by itself.
+    The largest value that an operation makes, split over all of tp: every value that is not a view is alive at some
+    time, at least by itself. Parameters and optimizer state, split over as many ranks as can be: some rank of a
+    pipeline holds at least its share.
     """
 
     def __init__(self, request: PlanRequest) -> None:
         self.request, self.capacity_bytes = request, request.cluster.device.memory_bytes
         self._largest: dict[int, float] = {}
+        self._terms: dict[object, str | None] = {}
+
+    def shortage(self, candidate: ParallelConfig, *, states: bool) -> str | None:
+        """Return the term of memory that cannot fit, whatever the layout is; None if all may.
+
+        Args:
+            states: also look at parameters and optimizer state. A candidate without offload is then too big only if
+                it is with every kind of offload that a search tries.
+        """
+        c, r = candidate, self.request
+        if self.too_big(c):
+            return "activations"
+        if not states:
+            return None
+        kinds = (c.offload,) if c.offload or "offload" in r.pins else ((), *offload_kinds(r, c))
+        terms = [self._states_term(c.but(offload=of_states(kind))) for kind in kinds]
+        return None if None in terms else terms[0]
+
+    def _states_term(self, c: ParallelConfig) -> str | None:
+        """Return the term of states that cannot fit at these degrees."""
+        copies = num_copies(c.schedule)
+        key = (
+            c.pp,
+            c.dp,
+            c.cp,
+            c.tp,
+            c.ep,
+            c.etp,
+            c.zero_stage,
+            c.zero_replicas,
+            copies,
+            c.offload,
+        )
+        if key not in self._terms:
+            memory = ParameterMemory(c, precision_of(self.request.precision), self.request.mode is Mode.FUSED)
+            stored = optimizer = host = 0.0
+            for kind, elements in self._elements.items():
+                each: States = memory.of(ParamWork("", 1, *kind))
+                share = elements * copies / (c.pp * (c.ep * c.expert_tp if kind[2] else c.tp))
+                stored, optimizer = (
+                    stored + share * each.stored,
+                    optimizer + share * each.optimizer,
+                )
+                host += share * each.host
+            self._terms[key] = None
+            if host > self.request.cluster.host_memory_bytes * _CLOSE:
+                self._terms[key] = "state on the host"
+            elif stored + optimizer > self.capacity_bytes * _CLOSE:
+                self._terms[key] = "optimizer" if optimizer > stored else "parameters"
+        return self._terms[key]
+
+    @cached_property
+    def _elements(self) -> Counter[_Kind]:
+        """The elements of all parameters by kind; those that several calls use count once."""
+        r, found = self.request, Counter[_Kind]()
+        op_costs = OpCosts(r.graph, (), r.env(1), precision=precision_of(r.precision))
+        seen = set[str]()
+        for call in r.graph.calls:
+            block = r.graph.blocks[call.block]
+            experts, packed = expert_weights(block), packed_weights(block)
+            for local, full in call.params.items():
+                if full not in seen:
+                    seen.add(full)
+                    value = block.values[local]
+                    kind = (
+                        op_costs.dtype(value),
+                        value.requires_grad,
+                        local in experts,
+                        local in packed,
+                    )
+                    found[kind] += r.graph.params[full].num_elements
+        return found
 
     def too_big(self, candidate: ParallelConfig) -> bool:
         """Return True if the largest value of the graph alone does not fit."""

@@ -53,6 +53,12 @@ class PlanRequest(SearchSettings):
             change that would.
         executed: True: only plans that the runtime can execute.
         target_len: tokens per target sequence, if the model has one with a length of its own; None: seq_len.
+
+    Example:
+        >>> from autoplan import Cluster, PlanRequest, load_model
+        >>> request = PlanRequest(load_model("gpt2"), Cluster.parse("2xh100"), 1024, 16, pins={"tp": 1})
+        >>> request.pins["tp"], request.precision
+        (1, 'bf16')
     """
 
     graph: ModelGraph

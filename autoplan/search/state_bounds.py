@@ -18,6 +18,7 @@ Schedules with few cuts are bounded cut by cut: a rank r with chunks c of known 
 
 seconds of recompute per micro-batch. Their bubble is that of a step with the least seconds of every pass, which is
 simulated once for all candidates that differ in parameters only: a step never gets shorter if an action gets longer.
+Under 1F1B it is the least over all cuts into whole units, by a dynamic programme.
 
 All bounds add the traffic once per step and the update, of which some rank has at
 least its share.
@@ -65,7 +66,7 @@ class _Passes:
 
 @dataclass(frozen=True)
 class _Alike(_Passes):
-    """The same with memory.
+    """Passes over equal units, bounded together with their memory.
 
     Attributes:
         states: by kind of unit, in bytes of activations.
@@ -108,7 +109,7 @@ class StateBounds:
             free = self._free_s(some[0], passes)
             if below_s < np.inf and (free < below_s).any():
                 beside = passes.beside
-                free = np.maximum(free, self._simulated_s(some[0], below_s - float(beside.max())) + beside)
+                free = np.maximum(free, self._unloaded_s(some[0], below_s - float(beside.max())) + beside)
             bounds = free.copy()
             open_to = np.flatnonzero(free < below_s)
             if len(open_to) and num_copies(some[0].schedule) == 1:
@@ -169,15 +170,17 @@ class StateBounds:
             bound = np.maximum(bound, np.array(list(cuts)).min(axis=0))
         return bound + a.beside
 
-    def _simulated_s(self, c: ParallelConfig, below_s: float) -> float:
-        """Return the least step of the cuts of a schedule, simulated without what parameters and memory add to passes.
+    def _unloaded_s(self, c: ParallelConfig, below_s: float) -> float:
+        """Return the least step of the cuts of a schedule without what parameters and memory add to passes: simulated.
 
-        It is 0 where the cuts are not known, where it would be below `below_s`, and where a backward may not be split
-        as the schedule has it: then gradients of weights come earlier.
+        Where any cut is legal, it is a bound over cuts into whole units. It is 0 where it would be below `below_s`, and
+        where a backward may not be split as the schedule has it: then gradients of weights come earlier.
         """
         schedule, costs = SCHEDULES[c.schedule], self.time.costs
-        if schedule.windows or num_copies(c.schedule) > 1:
+        if num_copies(c.schedule) > 1:
             return 0.0
+        if schedule.windows:
+            return self._whole_units_s(c)
         whole = self.fixed or costs.mode is Mode.COMPILED or costs.measures_host or costs.overhead_s("split_layer_s")
         if schedule.split_backward and whole:
             return 0.0
@@ -193,6 +196,20 @@ class StateBounds:
             if least < below_s:
                 return 0.0
         return least
+
+    def _whole_units_s(self, c: ParallelConfig) -> float:
+        """Return the least of  max_s (m T_s + sum_{i<s} T_i)  over all cuts into stages of whole units."""
+        key = c.pp, c.num_micro_batches, num_copies(c.schedule)
+        if key not in self._bubbles:
+            forward, backward, _ = self.time.passes(c)
+            sums = np.concatenate([[0.0], np.cumsum((forward + backward)[self.time.kinds])])
+            n = len(sums) - 1
+            each = np.where(np.tri(n + 1, dtype=bool), np.inf, sums[None, :] - sums[:, None])
+            most, rest = c.num_micro_batches * each, np.where(np.arange(n + 1) == n, 0.0, np.inf)
+            for _ in range(c.pp):  # the last stage first
+                rest = np.maximum(most, each + rest).min(axis=1)
+            self._bubbles[key] = float(rest[0])
+        return self._bubbles[key]
 
     def _cuts(self, c: ParallelConfig) -> tuple[tuple[int, ...], ...]:
         return even_cuts(self.even_s, c.pp, c.virtual_stages) if c.stages is None else (c.stages,)

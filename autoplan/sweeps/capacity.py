@@ -366,6 +366,12 @@ def capacity(
         critical_batch_tokens. After Ctrl-C: the rows so far.
 
     Raises: AutoplanError for an unknown model, cluster, name or value.
+
+    Example:
+        >>> import autoplan
+        >>> table = autoplan.capacity("gpt2", ["1xh100", "2xh100"], "10B", "1k", 16, pins={"tp": 1, "pp": 1})
+        >>> list(table["num_devices"]), bool(table["days"][1] < table["days"][0])
+        ([1, 2], True)
     """
     import pandas as pd
 

@@ -93,7 +93,7 @@ class Decision:
 
     @property
     def cost(self) -> float:
-        """What the cheapest other choice costs: how much the choice matters."""
+        """Return the cost of the cheapest other choice, which says how much this choice matters."""
         known = [a.cost for a in self.alternatives if not math.isnan(a.cost)]
         return min(known, default=math.nan)
 
@@ -194,6 +194,13 @@ def explain(
         told: called before each piece of work.
 
     Raises: AutoplanError as `search_plan`; PinError for a choice that is not known.
+
+    Example:
+        >>> from autoplan import Cluster, PlanRequest, explain, load_model
+        >>> request = PlanRequest(load_model("gpt2"), Cluster.parse("2xh100"), 1024, 16, pins={"pp": 1})
+        >>> found = explain(request, only=["tp"], settings=False)
+        >>> [decision.name for decision in found.decisions]
+        ['tp']
     """
     check_names(only, (*_FROM_SPACE, *_OTHER), "explain", "choice")
     certificate = None

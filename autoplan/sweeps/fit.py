@@ -90,6 +90,12 @@ def fit(
         told: called before each search.
 
     Raises: PinError if the task is illegal.
+
+    Example:
+        >>> from autoplan import Cluster, PlanRequest, fit, load_model
+        >>> found = fit(PlanRequest(load_model("gpt2"), Cluster.parse("1xh100"), 1024, 4), ways=False)
+        >>> found.fits, found.asked.planned.config.dp
+        (True, 1)
     """
     told("what was asked")
     asked = _tried("", replace(request, time_limit_s=max(seconds, request.time_limit_s)))

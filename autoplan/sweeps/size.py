@@ -162,6 +162,13 @@ def size(
         told: called before each search, with the kind and the number of nodes.
 
     Raises: PinError for tokens, a deadline or a budget that is not above 0, and for an unknown kind.
+
+    Example:
+        >>> from autoplan import Cluster, PlanRequest, load_model, size
+        >>> request = PlanRequest(load_model("gpt2"), Cluster.parse("1xh100"), 1024, 16, pins={"tp": 1, "pp": 1})
+        >>> found = size(request, tokens=10e9, deadline_days=1)
+        >>> found.fewest is not None
+        True
     """
     check_tokens(tokens)
     for name, value in (("deadline_days", deadline_days), ("budget_usd", budget_usd)):

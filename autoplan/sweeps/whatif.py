@@ -448,6 +448,12 @@ def whatif(
         far; the last has `interrupted` as its search_status, or as its status if it has no plan.
 
     Raises: AutoplanError for an unknown model, cluster or name.
+
+    Example:
+        >>> import autoplan
+        >>> table = autoplan.whatif("gpt2", "1x2xh100", 1024, 16, vary={"nic": [100, 400]}, pins={"tp": 1, "pp": 1})
+        >>> list(table["nic"]), list(table["status"])
+        ([100, 400], ['ok', 'ok'])
     """
     import pandas as pd
 

@@ -1,4 +1,4 @@
-"""Whether and how a capture is verified, and the line that a plan gets. Outcomes are remembered on disk."""
+"""Decide whether and how a capture is verified, and write the line that a plan gets. Outcomes are kept on disk."""
 
 from __future__ import annotations
 

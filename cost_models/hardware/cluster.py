@@ -93,7 +93,14 @@ _LINKS = ("nic", "scaleup")  # overrides of links
 
 @dataclass(frozen=True)
 class Cluster(Nodes):
-    """Nodes, with figures derived from them: levels, host memory, what-ifs."""
+    """Nodes, with figures derived from them: levels, host memory, what-ifs.
+
+    Example:
+        >>> from autoplan import Cluster
+        >>> cluster = Cluster.parse("8x8xh100-sxm5-80gb@nic=800")
+        >>> cluster.num_devices, cluster.device.name
+        (64, 'h100-sxm5-80gb')
+    """
 
     @property
     def host_memory_bytes(self) -> float:

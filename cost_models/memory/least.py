@@ -330,7 +330,7 @@ def _elements(workload: Workload) -> list[Counter[_Kind]]:
 
 @dataclass(frozen=True)
 class _Choices:
-    """What units keep of a micro-batch, and need while they run backward, by recompute choice (rows) and unit.
+    """Bytes that units keep of a micro-batch, and need in their backward, by recompute choice (rows) and unit.
 
     Choices that a unit does not have keep infinitely much.
     """

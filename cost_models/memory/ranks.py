@@ -123,7 +123,7 @@ class _Held(NamedTuple):
 
 @dataclass(frozen=True)
 class _RankStates:
-    """What recompute does not change in the memory of a rank with given units, in bytes.
+    """The memory of a rank with given units that recompute does not change, in bytes.
 
     `gathered`: parameters that it gathers. `reducing`: the largest gradient that is reduced and not kept whole.
     """
@@ -138,7 +138,7 @@ class _RankStates:
 
 @dataclass(frozen=True)
 class _Rows:
-    """What recompute does not change in the memory of a rank with several chunks, in bytes by action."""
+    """The memory of a rank with several chunks that recompute does not change, in bytes by action."""
 
     grads: Array
     reducing: Array

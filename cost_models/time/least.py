@@ -63,7 +63,7 @@ class _Pass:
 
 @dataclass(frozen=True)
 class _Unit:
-    """What the number of stages per rank does not change.
+    """The part of a bound that does not depend on the number of stages per rank.
 
     Attributes:
         seconds: without traffic once per step.

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import typer
 
 import autoplan
 from autoplan.versions import TRIED, not_tried
@@ -180,3 +181,55 @@ def test_the_wheel_holds_the_whole_package_and_the_profiles(tmp_path):
     )
     done = run_python(code, cwd=user, PYTHONPATH=str(unpacked))
     assert done.stdout.split() == [str(unpacked / "autoplan" / "runtime" / "__init__.py"), "{}"], done.stderr
+
+
+WITHOUT_TORCH = """
+import importlib.abc, sys
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] in ("torch", "spmd_types", "transformers"):
+            raise ModuleNotFoundError(f"no {name} here", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+
+@pytest.mark.slow
+def test_the_source_archive_installs_and_plans_without_torch(tmp_path):
+    """Source archive, wheel of it, a new environment with the other dependencies: its `autoplan` answers there."""
+    source = tmp_path / "source"
+    for folder in PACKAGES:
+        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "LICENSE", "README.md"):
+        shutil.copy(ROOT / file, source)
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    done = run_python(build, cwd=source)
+    assert done.returncode == 0, done.stderr
+    (archive,) = tmp_path.glob("autoplan-*.tar.gz")
+
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=120)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    pip_wheel = [sys.executable, *"-m pip wheel --no-deps --no-build-isolation --no-index -w".split(), tmp_path]
+    pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python"), "install", "--no-deps"]
+    done = subprocess.run([*pip_wheel, archive], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("autoplan-*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")  # for every system, without a compiler
+    done = subprocess.run([*pip, "--no-index", str(wheel)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    # The dependencies come from this environment; what an editable install puts into its path stays out.
+    (packages / "others.pth").write_text(f"{Path(typer.__file__).parents[1]}\n")
+    (packages / "sitecustomize.py").write_text(WITHOUT_TORCH)
+
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "AUTOPLAN"))}
+    words = ["plan", "gpt2", "--cluster", "4xh100", "--pin", "tp=1", "--pin", "pp=1"]
+    command = [environment / "bin" / "autoplan", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "FITS" in done.stdout, done.stderr
+    asked = "import autoplan; print(autoplan.__file__); import torch"
+    done = subprocess.run(
+        [environment / "bin" / "python", "-c", asked], cwd=tmp_path, env=clean, capture_output=True, text=True
+    )
+    assert done.stdout.strip().startswith(str(environment)) and "no torch here" in done.stderr

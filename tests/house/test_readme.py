@@ -29,6 +29,12 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert (tmp_path / "program" / "stage0.py").exists() and (tmp_path / "program" / "plan.json").exists()
 
 
+def test_the_readme_is_read_in_five_minutes() -> None:
+    """Its prose has at most 1,200 words: 240 a minute. Commands, outputs, code and addresses are not counted."""
+    prose = re.sub(r"```.*?```|^    [^\n]*|\]\([^)]*\)", "", README.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert len(re.findall(r"[A-Za-z0-9][\w.'-]*", prose)) <= 1200
+
+
 PAGES = [README, *(README.parent / name for name in ("ARCHITECTURE.md", "experiments/README.md"))]
 PAGES += sorted((README.parent / "docs").rglob("*.md"))
 PAGES += [README.parent / name for name in ("CHANGELOG.md", "CONTRIBUTING.md")]

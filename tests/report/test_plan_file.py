@@ -84,7 +84,7 @@ def test_what_no_longer_holds_is_said(tmp_path: Path) -> None:
         ({"schema": 99}, "schema 99 cannot be read by this version, only 1"),
         ({"plan": None}, "holds no plan: it is the answer of 'plan'"),
         ({"asked": None}, "does not say what was asked"),
-        ({"asked": {"model": "llama-3.2-1b"}}, "does not say the cluster that was asked"),
+        ({"asked": {"model": "llama-3.2-1b"}}, "does not say for which cluster it was planned"),
         ({"plan": {"tp": 1, "pipes": 4}}, "plan: unknown choice 'pipes'"),
         ({"plan": {"tp": 3}}, "tp=3"),
         ({"plan": {"tp": "two"}}, "tp='two'"),

@@ -223,6 +223,16 @@ def test_points_without_a_plan_stay_empty() -> None:
     assert trace["z"] == [[None], [1.5]] and trace["hovertext"][0] == ["does not fit"]
 
 
+def test_values_are_written_as_people_write_them() -> None:
+    rows = [{"nic": 400.0, "nodes": 2, "status": "ok", "step_time_s": 1.5, "plan": "dp2"}]
+    (trace,) = figures.heatmap(rows, "nic", "nodes", "step_time_s", "s")["data"]
+    assert (trace["x"], trace["y"], trace["z"]) == (["400"], ["2"], [[1.5]])
+    alternative = {"value": "optimizer", "sentence": "costs more", "status": "ok", "cost": 0.1}
+    data = {"decisions": [{"name": "offload", "value": [], "alternatives": [alternative]}]}
+    (section,) = [s for s in sections(data) if s.title == "Choices"]
+    assert section.blocks[0].rows[0][:3] == ("offload", "none", "optimizer")  # type: ignore[union-attr]
+
+
 def test_a_long_step_is_drawn_on_some_ranks_and_whole() -> None:
     events = [[rank, rank, k, "FORWARD", k, k + 1.0] for rank in range(64) for k in range(500)]
     (trace,) = figures.timeline(events)["data"]
@@ -308,13 +318,21 @@ QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --d
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
 @pytest.mark.parametrize("width", [390, 1200])
 def test_a_browser_draws_every_figure(width: int, report: tuple[dict[str, Any], str], tmp_path: Path) -> None:
-    """Offline, without a word on the console, and no figure is wider than the window."""
+    """Offline, without a word on the console; no figure is wider than the window, and no text of one is cut off."""
     _, text = report
     (tmp_path / "plan.html").write_text(text)
     script = """<script>onload = () => setTimeout(() => {
       const inner = document.querySelector("iframe").contentDocument.documentElement;
       document.body.dataset.ready = inner.dataset.ready;
       document.body.dataset.wide = inner.scrollWidth;
+      const cut = [...inner.querySelectorAll("div.figure")].flatMap((figure) => {
+        const at = figure.getBoundingClientRect();
+        return [...figure.querySelectorAll("svg text")].filter((text) => {
+          const mine = text.getBoundingClientRect();
+          return mine.width && (mine.right > at.right + 1 || mine.left < at.left - 1);
+        }).map((text) => text.textContent);
+      });
+      document.body.dataset.cut = cut.join("; ");
     }, 9000)</script>"""
     frame = f'<body><iframe src="plan.html" width="{width}" height="900"></iframe>{script}'
     (tmp_path / "frame.html").write_text(frame)
@@ -327,3 +345,4 @@ def test_a_browser_draws_every_figure(width: int, report: tuple[dict[str, Any], 
     assert f'data-ready="{len(specs(text))}"' in done.stdout
     (wide,) = re.findall(r'data-wide="(\d+)"', done.stdout)
     assert int(wide) <= width
+    assert re.findall(r'data-cut="(.*?)"', done.stdout) == [""]

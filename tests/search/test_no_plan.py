@@ -18,8 +18,9 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import AutoplanError, PinError
 from autoplan.ir.graph import ModelGraph
-from autoplan.search import clock, infeasible
+from autoplan.search import clock, infeasible, intra, layouts
 from autoplan.search.cuts import Shortage
+from autoplan.search.layouts import LayoutCache
 from autoplan.search.planner import (
     InfeasibleReport,
     NothingFits,
@@ -29,6 +30,7 @@ from autoplan.search.planner import (
     search_plan,
 )
 from autoplan.search.quick_memory import QuickMemory
+from autoplan.search.request import space_of
 from autoplan.search.space import space
 
 INTERLEAVED = "Interleaved1F1B"
@@ -130,6 +132,34 @@ def test_the_quick_memory_bound_is_below_the_memory_model(name: str, seq_len: in
             terms = estimate_config(r, config).estimate.stages[0].memory
             held = terms["activations"].mid + terms["transient"].mid
             assert 0 < QuickMemory(r).largest_bytes(size) / tp <= held
+
+
+def test_what_states_exclude_has_no_plan() -> None:
+    """Parameters and optimizer state are looked at without a layout: never too strictly, and excluding a good part."""
+    excluded = 0
+    for size in (100_000, 200_000):
+        r = request(4, size)
+        quick, points = QuickMemory(r), LayoutCache(r)
+        for candidate in space_of(r).candidates[::11]:
+            if quick.shortage(candidate, states=True) is not None:
+                cutter = points.cutter(candidate)
+                assert cutter is None or cutter.search(math.inf, 50).chunks is None, candidate
+                excluded += 1
+    assert excluded > 10, excluded
+
+
+def test_that_no_states_fit_is_known_without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    solved: list[object] = []
+
+    def counting(*args: Any) -> Any:
+        solved.append(args)
+        return intra.solve(*args)
+
+    monkeypatch.setattr(layouts, "solve", counting)
+    r = PlanRequest(load_model("llama-3.1-70b"), Cluster.parse("1x2xh100-sxm5-80gb"), 4096, 8, patient=False)
+    with pytest.raises(NothingFits, match="largest term is"):
+        search_plan(r)
+    assert 0 < len(solved) <= 2  # for the plans that come closest
 
 
 @pytest.mark.parametrize(

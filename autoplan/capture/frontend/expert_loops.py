@@ -155,7 +155,7 @@ def _taken(x: torch.Tensor, index: Any) -> torch.Tensor:
     before, behind = items[: at[0]], items[at[-1] + 1 :]
     places, rows = items[at[0] : at[-1] + 1], x
     if len(at) != len(places) or any(item is not None for item in (*before, *behind)):
-        raise CaptureError(f"tokens of one expert are taken together with other places; {_ADVICE}")
+        raise CaptureError(f"one index takes the tokens of an expert and other positions; {_ADVICE}")
     if len(places) == 1:
         rows = places[0].rows_of(x)
     else:

@@ -74,6 +74,12 @@ def experts_forward(
 
     Raises:
         ValueError: an activation that is not known, other numbers than it takes, or one bias of two.
+
+    Example:
+        >>> import torch, autoplan
+        >>> @autoplan.experts_forward(activation="silu")
+        ... class Experts(torch.nn.Module):
+        ...     pass  # holds gate_up_proj and down_proj; its forward takes (hidden, indices, weights)
     """
     if (gate_up_bias is None) != (down_bias is None):
         raise ValueError("experts_forward: biases are added to both products; give gate_up_bias and down_bias")

@@ -138,7 +138,7 @@ class _Call:
 
     @property
     def is_causal(self) -> bool:
-        """What decides where there is no mask."""
+        """Return True if attention without a mask is causal."""
         flag = self.given.get("is_causal")
         return bool(getattr(self.module, "is_causal", True) if flag is None else flag)
 
@@ -266,7 +266,7 @@ def _check(call: _Call, asked: Asked) -> None:
         )
     if window is not None and window != asked.window:
         raise CaptureError(
-            f"{name} has a sliding window of {window} but its mask one of {asked.window}: kernels of transformers "
+            f"{name} has a sliding window of {window} but its mask has one of {asked.window}: kernels of transformers "
             "differ in which of the two they use"
         )
 

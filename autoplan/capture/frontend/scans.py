@@ -39,7 +39,7 @@ class Scan:
 
     @property
     def path(self) -> str:
-        """Where it is imported from."""
+        """Return the path from which the function is imported."""
         return f"{self.file}.{self.name}"
 
 

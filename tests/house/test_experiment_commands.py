@@ -1,0 +1,109 @@
+"""The commands of experiments/README.md exist: their parsers take the options and values that stand there."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from test_page_commands import flags_exist
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "experiments" / "README.md"
+INLINE = re.compile(r"`((?:autoplan|python -m) [^`]*)`")
+
+
+def commands(text: str) -> list[str]:
+    """The commands of a page, each on one line, without remarks behind them; optional parts without brackets."""
+    lines = re.findall(r"^    ((?:python|autoplan) .*)", text.replace("\\\n", " "), flags=re.MULTILINE)
+    found = [re.split(r" {2,}[(#]", line)[0] for line in lines] + [c.replace("\n", " ") for c in INLINE.findall(text)]
+    return [re.sub(r"\|\w+", "", re.sub(r"[][]", "", line)) for line in found]
+
+
+COMMANDS = commands(PAGE.read_text())
+OF_AUTOPLAN = [line for line in COMMANDS if line.startswith("autoplan")]
+OF_PYTHON = [line for line in COMMANDS if line.startswith("python")]
+
+
+class Parsed(Exception):
+    """The parser took all words."""
+
+
+def parse(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the command of a module read the words, and do nothing else."""
+    module = importlib.import_module(name)
+    if hasattr(module, "__path__"):
+        module = importlib.import_module(f"{name}.__main__")
+    text = Path(str(module.__file__)).read_text()
+    if found := re.search(r"(?:typer\.run|run_command)\((\w+)\)", text):
+        app = typer.Typer(add_completion=False)
+        app.command()(getattr(module, found[1]))
+        typer.main.get_command(app).make_context(name, words)
+        return
+    real = argparse.ArgumentParser.parse_args
+
+    def only_parse(self: argparse.ArgumentParser, *args: Any, **options: Any) -> None:
+        real(self, *args, **options)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_parse)
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    with pytest.raises(Parsed):
+        module.main()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of an import in torch itself
+@pytest.mark.parametrize("line", OF_PYTHON)
+def test_a_command_of_the_experiments_is_parsed(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, flag, name, *words = shlex.split(line)
+    assert flag == "-m"
+    if name == "pytest":
+        assert (ROOT / words[-1]).exists()
+        return
+    for word in words:
+        if not word.startswith("-") and ("." in word or word.isupper()):  # a file that the command reads
+            (tmp_path / word).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / word).touch()
+    monkeypatch.chdir(tmp_path)
+    parse(name, words, monkeypatch)
+
+
+@pytest.mark.parametrize("line", OF_AUTOPLAN)
+def test_a_command_of_autoplan_exists(line: str) -> None:
+    flags_exist(line)
+
+
+def test_every_experiment_that_can_be_run_is_in_the_page() -> None:
+    """But those that another experiment starts."""
+    started = {"demo/worker.py", "faults/worker.py", "plans/planning_time_child.py", "gpu/run.py", "demo/run.py"}
+    found = {
+        str(path.relative_to(ROOT / "experiments"))
+        for path in (ROOT / "experiments").rglob("*.py")
+        if "__main__" in path.read_text()
+    }
+    named = {name.replace(".", "/") for name in re.findall(r"-m experiments\.([\w.]+)", PAGE.read_text())}
+    left = {path for path in found - started if path.removesuffix(".py").removesuffix("/__main__") not in named}
+    assert not left
+    assert started <= found
+
+
+def test_what_does_not_exist_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(OF_PYTHON) >= 40 and len(OF_AUTOPLAN) >= 4
+    assert commands("x\n    python -m a.b [--c D|E] \\\n        --f  # g\nand `autoplan plan\nM`") == [
+        "python -m a.b --c D          --f",
+        "autoplan plan M",
+    ]
+    with pytest.raises(ModuleNotFoundError):
+        parse("experiments.plans.nothing", [], monkeypatch)
+    with pytest.raises(SystemExit, match="2"):
+        parse("experiments.compatibility.versions", ["--torhc", "2"], monkeypatch)
+    with pytest.raises(Exception, match="No such option: --longre"):
+        parse("experiments.plans.answer_time", ["--longre", "60"], monkeypatch)
+    with pytest.raises(Exception, match="valid number"):
+        parse("experiments.plans.answer_time", ["--longer", "long"], monkeypatch)
