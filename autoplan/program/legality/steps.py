@@ -49,8 +49,8 @@ def _dimless(c: ParallelConfig, f: Facts) -> str | None:
     if c.zero_stage == 0 or c.dp * c.cp == 1 or f.model is None or not f.model.dimless:
         return None
     return (
-        f"zero_stage={c.zero_stage}: parameter {f.model.dimless[0]!r} has no dim to shard over ranks; write it with one "
-        "element, torch.ones(1) in place of torch.ones(())"
+        f"zero_stage={c.zero_stage}: parameter {f.model.dimless[0]!r} has no dim to shard over ranks; write it with "
+        "one element, torch.ones(1) in place of torch.ones(())"
     )
 
 
