@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from autoplan.sweeps.capacity import capacity as capacity
     from autoplan.sweeps.explain import explain as explain
     from autoplan.sweeps.fit import fit as fit
+    from autoplan.sweeps.pools import pools as pools
     from autoplan.sweeps.size import size as size
     from autoplan.sweeps.whatif import whatif as whatif
 
@@ -56,6 +57,7 @@ _HOMES = {
     "parallelize": "autoplan.api",
     "plan": "autoplan.planning",
     "read_config": "autoplan.exporters.door",
+    "pools": "autoplan.sweeps.pools",
     "rehearse": "autoplan.rehearsal.rehearse",
     "rule": "autoplan.capture.rules",
     "search_plan": "autoplan.search.planner",
