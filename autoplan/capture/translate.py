@@ -22,6 +22,7 @@ from autoplan.capture.frontend.inplace import (
     ConstantTensor,
     Painted,
     Window,
+    cuts_at_fixed_places,
     out_of_place,
     painted,
     place,
@@ -239,9 +240,14 @@ class Translator:
             self._element(node)
         elif target in SKIP or not self._has_tensor(node):
             return
-        elif target in ALLOCATIONS:
+        elif not self._in_memory(target, node):
+            self._op(target, node)
+
+    def _in_memory(self, target: str, node: fx.Node) -> bool:
+        """Translate an op that makes, cuts or fills a tensor whose parts are written one by one. False: it is none."""
+        if target in ALLOCATIONS:
             self.env[node] = painted(node, _MOST_CONSTANTS) or Assembly(node)
-        elif isinstance(base := self._painted(node), Painted) and target in ("aten.slice.Tensor", "aten.select.int"):
+        elif (base := self._painted(node)) is not None and cuts_at_fixed_places(node):
             self.env[node] = base.part(node)
         elif target == "aten.slice.Tensor" and self._unfinished(node) is not None:
             self.env[node] = window(self.env[self._first(node)], node, source_of(node))
@@ -259,7 +265,8 @@ class Translator:
             record_fill(target_place, value, source_of(node))
             self.env[node] = target_place
         else:
-            self._op(target, node)
+            return False
+        return True
 
     def _element(self, node: fx.Node) -> None:
         source, index = cast(tuple[fx.Node, int], node.args)
@@ -286,8 +293,9 @@ class Translator:
     def _first(node: fx.Node) -> fx.Node:
         return cast(fx.Node, node.args[0])
 
-    def _painted(self, node: fx.Node) -> Any:
-        return self.env.get(self._first(node)) if node.args and isinstance(node.args[0], fx.Node) else None
+    def _painted(self, node: fx.Node) -> Painted | None:
+        found = self.env.get(self._first(node)) if node.args and isinstance(node.args[0], fx.Node) else None
+        return found if isinstance(found, Painted) else None
 
     def _unfinished(self, node: fx.Node) -> Assembly | Window | None:
         """Return the tensor being filled of which this node takes a slice; None if there is none."""

@@ -118,6 +118,12 @@ def painted(node: fx.Node, most: int) -> Painted | None:
     return Painted(torch.full(tuple(shape), value, dtype=node.meta["val"].dtype))
 
 
+def cuts_at_fixed_places(node: fx.Node) -> bool:
+    """Return True for a slice or an index whose places are numbers."""
+    cuts = str(node.target) in ("aten.slice.Tensor", "aten.select.int")
+    return cuts and all(isinstance(x, int) for x in node.args[1:])
+
+
 def _cuts_before_fill(node: fx.Node) -> int:
     """Return the most slices and indices, at fixed places, between a tensor and a part that is filled with a number."""
     most = 0
@@ -125,7 +131,7 @@ def _cuts_before_fill(node: fx.Node) -> int:
         target = str(user.target)
         if target.startswith("aten.fill_."):
             continue
-        if target in ("aten.slice.Tensor", "aten.select.int") and all(isinstance(x, int) for x in user.args[1:]):
+        if cuts_at_fixed_places(user):
             filled = any(str(u.target).startswith("aten.fill_.") for u in user.users)
             deeper = _cuts_before_fill(user)
             most = max(most, 1 + deeper if deeper else int(filled))
