@@ -49,8 +49,8 @@ def import_all_of(package: str) -> str:
 
 def test_the_doors_names_are_exactly_the_public_ones():
     public = (
-        "Cluster ParallelConfig ParallelModel Plan PlanRequest PowerSGD Profile StepLog __version__ capacity compile "
-        "estimate_config "
+        "AutoplanError CheckpointError Cluster ParallelConfig ParallelModel Plan PlanRequest PowerSGD Profile "
+        "RankFailure StepLog __version__ capacity compile estimate_config "
         "experts_forward explain export_plan fit load_model parallelize plan read_config rehearse rule search_plan "
         "size whatif"
     ).split()
