@@ -18,13 +18,16 @@ if TYPE_CHECKING:
     from autoplan.config.parallel import ParallelConfig as ParallelConfig
     from autoplan.cost_models.hardware.cluster import Cluster as Cluster
     from autoplan.cost_models.profile import Profile as Profile
+    from autoplan.errors import AutoplanError as AutoplanError
     from autoplan.exporters.door import read_config as read_config
     from autoplan.planning import compile as compile
     from autoplan.planning import plan as plan
     from autoplan.plans.record import Plan as Plan
     from autoplan.rehearsal.rehearse import rehearse as rehearse
     from autoplan.report.exports import export_plan as export_plan
+    from autoplan.runtime.checkpoint.door import CheckpointError as CheckpointError
     from autoplan.runtime.compression import PowerSGD as PowerSGD
+    from autoplan.runtime.failure import RankFailure as RankFailure
     from autoplan.runtime.model import ParallelModel as ParallelModel
     from autoplan.runtime.step_log import StepLog as StepLog
     from autoplan.search.planner import PlanRequest as PlanRequest
@@ -33,10 +36,13 @@ if TYPE_CHECKING:
     from autoplan.sweeps.capacity import capacity as capacity
     from autoplan.sweeps.explain import explain as explain
     from autoplan.sweeps.fit import fit as fit
+    from autoplan.sweeps.pools import pools as pools
     from autoplan.sweeps.size import size as size
     from autoplan.sweeps.whatif import whatif as whatif
 
 _HOMES = {
+    "AutoplanError": "autoplan.errors",
+    "CheckpointError": "autoplan.runtime.checkpoint.door",
     "Cluster": "autoplan.cost_models.hardware.cluster",
     "ParallelConfig": "autoplan.config.parallel",
     "ParallelModel": "autoplan.runtime.model",
@@ -44,6 +50,7 @@ _HOMES = {
     "PlanRequest": "autoplan.search.planner",
     "PowerSGD": "autoplan.runtime.compression",
     "Profile": "autoplan.cost_models.profile",
+    "RankFailure": "autoplan.runtime.failure",
     "StepLog": "autoplan.runtime.step_log",
     "capacity": "autoplan.sweeps.capacity",
     "compile": "autoplan.planning",
@@ -56,6 +63,7 @@ _HOMES = {
     "parallelize": "autoplan.api",
     "plan": "autoplan.planning",
     "read_config": "autoplan.exporters.door",
+    "pools": "autoplan.sweeps.pools",
     "rehearse": "autoplan.rehearsal.rehearse",
     "rule": "autoplan.capture.rules",
     "search_plan": "autoplan.search.planner",

@@ -351,6 +351,32 @@ def fit_model(
         raise typer.Exit(code)
 
 
+@app.command("pools")
+@partial(with_choices, may_miss=("cluster",))
+def plan_pools(
+    task: TaskWords,
+    pool: Annotated[
+        list[str],
+        typer.Option("--pool", help="One kind of devices, as --cluster takes it: 4x8xh100; give two to four of them."),
+    ],
+    between: Annotated[
+        float | None,
+        typer.Option(
+            "--between", help="Gbit/s per device between pools; default: the slower of their networks.", min=0
+        ),
+    ] = None,
+    alone: Annotated[bool, typer.Option("--alone/--no-alone", help="Also plan each pool by itself.")] = True,
+    pin: PinTexts = None,
+    time_limit_s: TimeLimit = SearchSettings.time_limit_s,
+    tolerances: Mapping[str, Any] = CHOSEN,
+    as_json: AsJson = False,
+) -> None:
+    """Plan one run over several kinds of devices: each pipeline stage on one kind, with the layers that it merits."""
+    from autoplan.report.pools import pools_command
+
+    pools_command(task, pool, pin, between, alone, as_json, time_limit_s=time_limit_s, **tolerances)
+
+
 @app.command("size")
 @partial(with_choices, may_miss=("cluster",))
 def size_run(

@@ -37,10 +37,17 @@ def write_whole(path: Path | str, data: str | bytes) -> None:
             file.write(content)
         os.chmod(name, mode)
         os.replace(name, path)
-    except BaseException:
+    except BaseException as exc:
         with contextlib.suppress(OSError):
             os.unlink(name)
+        _name_file(exc, path)
         raise
+
+
+def _name_file(error: BaseException, path: Path) -> None:
+    """Give an OSError of a file that is open the file's name: of a full disk Python does not say it."""
+    if isinstance(error, OSError) and error.filename is None:
+        error.filename = str(path)
 
 
 class WrittenFile(NamedTuple):
@@ -65,9 +72,10 @@ def write_pieces(path: Path | str, pieces: Iterable[bytes | memoryview]) -> Writ
             os.fsync(file.fileno())
         os.chmod(name, _MODE)
         os.replace(name, path)
-    except BaseException:
+    except BaseException as exc:
         with contextlib.suppress(OSError):
             os.unlink(name)
+        _name_file(exc, path)
         raise
     return WrittenFile(size, digest.hexdigest())
 

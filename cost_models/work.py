@@ -265,6 +265,16 @@ class Workload:
     masked_flops: float = 0.0  # of model_flops, the part that causal masks hide: the later half of each query's keys
 
     @cached_property
+    def main_dtype(self) -> str:
+        """The dtype of most parameters; float32 without any."""
+        counts: dict[str, int] = {}
+        for unit in self.units:
+            for name in unit:
+                for p in self.blocks[name].params:
+                    counts[p.dtype] = counts.get(p.dtype, 0) + p.num_elements
+        return max(counts, key=lambda d: counts[d]) if counts else "float32"
+
+    @cached_property
     def messages(self) -> frozenset[MessageKind]:
         """The collectives that are messages between single ranks."""
         sent = (c for block in self.blocks.values() for c in block.comms if c.kind in ("all_to_all", "send_recv"))

@@ -109,6 +109,20 @@ def materialise(
     fill_buffers(stage, spec, buffers, device, dtype)
 
 
+def without_memory(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """Return a tensor whose storage has no bytes yet; `device` is None for the current default device.
+
+    It gets bytes for a moment, since torch has no other way to give it its shape. They are asked for after everything
+    else, so that glibc gets them back at the end of its heap, and no hole is left.
+    """
+    value = torch.empty(0, dtype=dtype, device=device)
+    value.resize_(shape)
+    value.untyped_storage().resize_(0)
+    return value
+
+
 def declare(
     stage: nn.Module,
     spec: StageSpec,
@@ -123,8 +137,7 @@ def declare(
         stored: the dtype to store a parameter in.
     """
     for p in spec.params:
-        value = torch.empty(local_param_shape(p, size), dtype=stored(p), device=device)
-        value.untyped_storage().resize_(0)
+        value = without_memory(local_param_shape(p, size), stored(p), device)
         setattr(stage.get_submodule(f"blocks.{p.block}"), p.attr, nn.Parameter(value, requires_grad=p.trainable))
 
 

@@ -40,6 +40,7 @@ from autoplan.runtime.embedding import vocab_parallel_embedding
 from autoplan.runtime.experts import experts
 from autoplan.runtime.host_copies import kept_copies
 from autoplan.runtime.loss import cross_entropy_sum, vocab_parallel_cross_entropy_sum
+from autoplan.runtime.params import without_memory
 from autoplan.runtime.recompute import OffloadedActivations, Offloads, Regions
 from autoplan.runtime.scans import scan
 from autoplan.runtime.side_stream import SideStream
@@ -173,8 +174,8 @@ def copy_beside_computing(stage: nn.Module, device: torch.device) -> None:
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype, trainable: bool) -> nn.Parameter:
-    """Return an uninitialised local shard."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=trainable)
+    """Return a local shard that has no memory yet: a stage may be larger than the memory of a process."""
+    return nn.Parameter(without_memory(shape, dtype), requires_grad=trainable)
 
 
 def unwritten_folder() -> Path:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import resource
+from pathlib import Path
 from typing import Any
 
 import models
@@ -52,3 +55,61 @@ def refusals(rank: int, world: int, folder: str) -> dict[str, str]:
         "other weights": said(made("mixtral", "meta"), weights=folder),
         "half an init": said(made("llama", "meta"), init=half),
     }
+
+
+M_MMAP_THRESHOLD = -3  # of mallopt(3)
+WIDTH, NUM_LAYERS = 1024, 96  # 403 MB of parameters in float32; means of equal numbers are exact
+
+
+class Means(torch.nn.Module):
+    """Layers that return the mean of their input, if their weights are 1 / WIDTH."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def limited(rank: int, world: int, share: float) -> dict[str, Any]:
+    """Start a model while this process may have no more private memory than a share of the model beside what it has.
+
+    Returns: bytes of the parameters, private and resident memory before and after, the loss of an evaluation of threes,
+    and what a model that is built whole under the same limit says.
+    """
+
+    def made(device: str) -> torch.nn.Module:
+        with torch.device(device):
+            return Means()
+
+    def has(field: str) -> int:
+        return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) * 1024
+
+    total = sum(p.nbytes for p in made("meta").parameters())
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 17)  # a freed tensor leaves no hole in a heap, which the limit counts
+    before, (soft, hard) = has("VmData"), resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (before + int(share * total), hard))
+    try:
+        try:
+            whole = str(made("cpu"))
+        except RuntimeError as exc:
+            whole = str(exc)
+        threes = {"x": torch.full((2, WIDTH), 3.0), "target": torch.zeros(2, WIDTH)}
+        pm = autoplan.parallelize(
+            made("meta"),
+            "local",
+            example_inputs=threes,
+            loss_fn=lambda out, batch: torch.nn.functional.mse_loss(out, batch["target"]),
+            pins={"dp": world, "zero_stage": 3},
+            init=lambda model: [p.fill_(1 / WIDTH) for p in model.parameters()],
+            verify=False,
+        )
+        loss = pm.eval_step({name: x[:1] for name, x in threes.items()}).item()
+        return {"total": total, "private": has("VmData") - before, "loss": loss, "whole": whole}
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)

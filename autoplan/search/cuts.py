@@ -217,7 +217,7 @@ class Cutter:
                 evaluated += 1
                 recompute = self.least_recompute(chunks)
                 if recompute is not None:
-                    step = self.pricer.step_s(chunks, recompute)
+                    step = self._step_s(chunks, recompute)
                     if step < limit:
                         limit, best = step, (step, chunks, recompute)
                 continue
@@ -250,7 +250,7 @@ class Cutter:
             if recompute is None:
                 continue
             evaluated += 1
-            step = self.pricer.step_s(chunks, recompute)
+            step = self._step_s(chunks, recompute)
             if step < limit * (1 - CLOSE):
                 limit, best, queue = step, (step, chunks, recompute), []
                 if self.pinned is None:
@@ -261,6 +261,9 @@ class Cutter:
                             if min(near) >= 1:
                                 queue.append(tuple(near))
         return best, evaluated
+
+    def _step_s(self, chunks: tuple[int, ...], recompute: tuple[int, ...]) -> float:
+        return self.pricer.step_s(chunks, recompute)
 
     def least_recompute(self, chunks: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return frontier steps per stage: the fewest that fit, or the pinned ones; None if the cut does not fit."""

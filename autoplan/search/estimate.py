@@ -167,10 +167,17 @@ def chosen_recompute(
     pricer: Pricer, chunks: tuple[int, ...], steps: tuple[int, ...]
 ) -> Mapping[str, str] | tuple[int, ...]:
     """Return the choices behind steps along the frontier: layers per stage if all are full, else a choice per layer."""
-    w, counts = pricer.workload, []
+    taken = [pricer.recomputed(units, level) for units, level in zip(ranges_of(chunks), steps, strict=True)]
+    return recompute_of_stages(pricer.workload, chunks, taken)
+
+
+def recompute_of_stages(
+    workload: Workload, chunks: Sequence[int], taken: Sequence[Mapping[int, str]]
+) -> Mapping[str, str] | tuple[int, ...]:
+    """Return recompute choices by stage and unit as a configuration holds them."""
+    w, counts = workload, []
     chosen: dict[int, str] = {}
-    for units, level in zip(ranges_of(chunks), steps, strict=True):
-        mine = pricer.recomputed(units, level)
+    for units, mine in zip(ranges_of(chunks), taken, strict=True):
         layers = [u for u in units if w.layers[u]]
         chosen |= mine
         counts.append(len(mine) if mine == dict.fromkeys(layers[: len(mine)], "full") else -1)

@@ -7,6 +7,7 @@ which a cutter gives up when its candidate is decided.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -96,6 +97,26 @@ class Windows:
         self.each, self.free, self.reach = self._seconds(*at)
         self._least_sum = float(self.least_rest(self.each, np.add)[0][0])  # of all T_s, over all cuts
         self.waits = self._waiting(*at)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Windows], part_of: Sequence[int]) -> Windows:
+        """Return the windows of a pipeline whose stages are priced by different parts, such as pools of devices.
+
+        Args:
+            parts: windows of the same cuts, each with other prices or memory.
+            part_of: the part of every stage.
+        """
+        out, stages = copy.copy(parts[0]), list(enumerate(part_of))
+        out.each, out.free = (np.array([getattr(parts[p], name)[s] for s, p in stages]) for name in ("each", "free"))
+        out.once_s = np.minimum.reduce([part.once_s for part in parts])
+        out._least_sum = float(out.least_rest(out.each, np.add)[0][0])
+        out.waits = np.array([parts[p].waits[s] + (out._least_added - parts[p]._least_added) for s, p in stages])
+        return out
+
+    @property
+    def _least_added(self) -> float:
+        """The least sum of all T as D adds it; 0 if nothing fits."""
+        return self._least_sum if math.isfinite(self._least_sum) else 0.0
 
     def _moved_once(self) -> Array:
         """Return the seconds of ZeRO's transfers once per step that nothing hides, by stage (as in `Pricer.step_s`)."""
@@ -217,9 +238,8 @@ class Windows:
         received = np.array([self._received(stage) for stage in range(self.pp)])
         action = self.stage_s  # an upper bound of the forward's share
         forward = self._forward[j] - self._forward[i] + received[s, i] + action
-        least = self._least_sum if math.isfinite(self._least_sum) else 0.0
         out = np.full(self.each.shape, math.inf)
-        out[s, i, j] = least + (self.m - 1) * self.each[s, i, j] - (warm - 1) * forward
+        out[s, i, j] = self._least_added + (self.m - 1) * self.each[s, i, j] - (warm - 1) * forward
         return out
 
     def _freed(self) -> Array:

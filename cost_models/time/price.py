@@ -30,7 +30,7 @@ from autoplan.cost_models.memory.recompute_frontier import RecomputeChoice, Reco
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
 from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, OpTimes, op_times
 from autoplan.cost_models.time.estimate import Estimate, StageEstimate
-from autoplan.cost_models.time.simulation import ChunkTimes, Timeline, simulate
+from autoplan.cost_models.time.simulation import AfterPipeline, ChunkTimes, Timeline, simulate, step_of
 from autoplan.cost_models.time.states import MovedOnce, StatePricer
 from autoplan.cost_models.time.step_class import step_class
 from autoplan.cost_models.time.table import Table
@@ -225,6 +225,10 @@ class Pricer:
             out.append(None if here == there else hops[here if up else there])
         return out
 
+    def hop_s(self, rank: int, unit: int, which: str) -> float:
+        """Return the seconds of sending what crosses after a unit, from a pipeline rank to the next."""
+        return self._send_s(self._hop_groups[rank], which)[unit]
+
     def _send_s(self, group: Group, which: str) -> list[float]:
         """Return the seconds of sending the activations that cross after each unit."""
         if (group, which) not in self._sends:
@@ -237,13 +241,17 @@ class Pricer:
     def step_s(self, chunks: Sequence[int], recompute: Sequence[int], which: str = "mid") -> float:
         """Return the seconds of one step in one scenario (`low`, `mid`, `high`)."""
         timeline = self._timeline(chunks, self.chunk_times(chunks, recompute, which), which)
+        after = [self.after_pipeline(units, which) for units in self._rank_units(chunks)]
+        return step_of(timeline.rank_end_s, after, self.fixed_s)
+
+    def after_pipeline(self, units: Sequence[int], which: str) -> AfterPipeline:
+        """Return what follows the actions of the pipeline on a rank with these units."""
         table = self._table(which)
-        ends, once, updates = [], [], []
-        for end, units in zip(timeline.rank_end_s, self._rank_units(chunks), strict=True):
-            ends.append(end + self._reductions_s(units, which))
-            once.append(0.0 if self.chained else self._once_s(units, table))
-            updates.append(sum(table.optimizer[u] for u in units) + self._update_wait_s(units, table))
-        return max(ends) + max(once) + max(updates) + self.fixed_s
+        return AfterPipeline(
+            self._reductions_s(units, which),
+            0.0 if self.chained else self._once_s(units, table),
+            sum(table.optimizer[u] for u in units) + self._update_wait_s(units, table),
+        )
 
     def _pass_wait_s(self, units: Sequence[int], table: Table, phase: str) -> float:
         """Return the host seconds of a pass over a chunk that its blocks do not hide."""
@@ -288,27 +296,28 @@ class Pricer:
 
     def chunk_times(self, chunks: Sequence[int], recompute: Sequence[int], which: str) -> list[ChunkTimes]:
         """Return the durations of every chunk in one scenario (`low`, `mid`, `high`)."""
-        out, table = [], self._table(which)
+        pairs = zip(ranges_of(chunks), recompute, strict=True)
+        return [self.times_of(units, again, which) for units, again in pairs]
+
+    def times_of(self, units: range, again: int, which: str) -> ChunkTimes:
+        """Return the durations of the chunk of these units. `again`: its steps on the recompute frontier."""
+        table = self._table(which)
         fixed = getattr(self.free_forward, which) + self.action_s
         split = self.costs.overhead_s("split_layer_s")
-        for units, again in zip(ranges_of(chunks), recompute, strict=True):
-            how = self.recomputed(units, again)
-            repeated = sum(table.repeated(u, name) for u, name in how.items())
-            if self.config.recompute == SELECTIVE:
-                repeated += sum(table.selective[u] for u in units)
-            whole, mine = self._whole(units, how), slice(units.start, units.stop)
-            out.append(
-                ChunkTimes(
-                    sum(table.forward[mine]) + fixed + self._pass_wait_s(units, table, "forward"),
-                    sum(table.backward[mine]) + repeated + self.action_s + self._pass_wait_s(units, table, "backward"),
-                    max(0.0, sum(table.weight[mine]) - sum(table.weight_of_layers[u] for u in whole)),
-                    sum(table.first[mine]) if self.chained else 0.0,
-                    sum(table.last[mine]) if self.chained else 0.0,
-                    split * sum(self.workload.layers[u] for u in units if u not in whole)
-                    + sum(table.waited_split[u] for u in units if u not in whole),
-                )
-            )
-        return out
+        how = self.recomputed(units, again)
+        repeated = sum(table.repeated(u, name) for u, name in how.items())
+        if self.config.recompute == SELECTIVE:
+            repeated += sum(table.selective[u] for u in units)
+        whole, mine = self._whole(units, how), slice(units.start, units.stop)
+        return ChunkTimes(
+            sum(table.forward[mine]) + fixed + self._pass_wait_s(units, table, "forward"),
+            sum(table.backward[mine]) + repeated + self.action_s + self._pass_wait_s(units, table, "backward"),
+            max(0.0, sum(table.weight[mine]) - sum(table.weight_of_layers[u] for u in whole)),
+            sum(table.first[mine]) if self.chained else 0.0,
+            sum(table.last[mine]) if self.chained else 0.0,
+            split * sum(self.workload.layers[u] for u in units if u not in whole)
+            + sum(table.waited_split[u] for u in units if u not in whole),
+        )
 
     def _whole(self, units: Sequence[int], again: Collection[int]) -> Collection[int]:
         """Return the units whose layers a split schedule does not split (`Block.whole_backward` of the runtime)."""
@@ -453,7 +462,7 @@ class Pricer:
         c, w = self.config, self.workload
         tokens = w.tokens * c.num_micro_batches * c.dp
         runs = c.num_micro_batches * c.dp
-        peak = self.device.flops(self.precision.matmul or self.precision.compute or _main_dtype(w)) * c.num_devices
+        peak = self.device.flops(self.precision.matmul or self.precision.compute or w.main_dtype) * c.num_devices
         stages = []
         ranges = ranges_of(chunks)
         held = self.memory.stages(ranges, recompute, self.pinned_recompute)
@@ -578,13 +587,3 @@ class Pricer:
 def _sent(blocks: Sequence[BlockCost], family: str) -> Quantity:
     """Return the seconds of the collectives of one family of axes, in one micro-batch."""
     return total([q for b in blocks for (f, _), q in b.comm.items() if f == family])
-
-
-def _main_dtype(workload: Workload) -> str:
-    """Return the dtype of most parameters."""
-    counts: dict[str, int] = {}
-    for unit in workload.units:
-        for name in unit:
-            for p in workload.blocks[name].params:
-                counts[p.dtype] = counts.get(p.dtype, 0) + p.num_elements
-    return max(counts, key=lambda d: counts[d]) if counts else "float32"

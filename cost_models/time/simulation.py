@@ -59,6 +59,20 @@ class Timeline:
         return tuple(self.end_s - busy for busy in self.busy_s)
 
 
+class AfterPipeline(NamedTuple):
+    """Seconds on a rank after its last action: reductions, traffic once per step that nothing hides, the update."""
+
+    reductions_s: float
+    once_s: float
+    update_s: float
+
+
+def step_of(rank_end_s: Sequence[float], after: Sequence[AfterPipeline], fixed_s: float) -> float:
+    """Return the seconds of a step: the ranks meet after the reductions, and again before the update."""
+    ends = [end + mine.reductions_s for end, mine in zip(rank_end_s, after, strict=True)]
+    return max(ends) + max(mine.once_s for mine in after) + max(mine.update_s for mine in after) + fixed_s
+
+
 def simulate(
     table: Sequence[Sequence[Action]],
     chunks: Sequence[ChunkTimes],

@@ -200,6 +200,35 @@ def test_tied_parameters_stay_one_on_the_host() -> None:
     assert {p.device.type for p in model.parameters()} == {"cuda"}
 
 
+class Positions(nn.Module):
+    """Layers of its own, positions in a buffer, and targets that its loss reads beside the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) * self.scale + torch.arange(ids.shape[1], device=ids.device).unsqueeze(-1)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def test_a_model_without_values_is_captured_as_one_with_values() -> None:
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    batch = {"ids": ids, "labels": ids}
+
+    def loss(out: torch.Tensor, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(out.flatten(0, 1), batch["labels"].flatten())
+
+    with torch.device("meta"):
+        empty = Positions()
+    assert capture(empty, batch, loss) == capture(Positions(), batch, loss)
+    assert {t.device.type for t in (*empty.parameters(), *empty.buffers())} == {"meta"}
+
+
 def test_examples_come_to_the_host() -> None:
     with FakeTensorMode():
         given = {"x": torch.empty(2, 3, device="cuda:0"), "y": torch.empty(2, 3)}

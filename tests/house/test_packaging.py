@@ -49,8 +49,8 @@ def import_all_of(package: str) -> str:
 
 def test_the_doors_names_are_exactly_the_public_ones():
     public = (
-        "Cluster ParallelConfig ParallelModel Plan PlanRequest PowerSGD Profile StepLog __version__ capacity compile "
-        "estimate_config "
+        "AutoplanError CheckpointError Cluster ParallelConfig ParallelModel Plan PlanRequest PowerSGD Profile "
+        "RankFailure StepLog __version__ capacity compile estimate_config "
         "experts_forward explain export_plan fit load_model parallelize plan read_config rehearse rule search_plan "
         "size whatif"
     ).split()
@@ -208,6 +208,7 @@ def test_the_source_archive_installs_and_plans_without_torch(tmp_path):
     assert done.returncode == 0, done.stderr
     (archive,) = tmp_path.glob("autoplan-*.tar.gz")
 
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "AUTOPLAN"))}
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=120)
     (packages,) = environment.glob("lib/python*/site-packages")
@@ -217,13 +218,13 @@ def test_the_source_archive_installs_and_plans_without_torch(tmp_path):
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("autoplan-*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")  # for every system, without a compiler
-    done = subprocess.run([*pip, "--no-index", str(wheel)], capture_output=True, text=True, timeout=120)
+    install = [*pip, "--no-index", str(wheel)]  # what PYTHONPATH has may look installed
+    done = subprocess.run(install, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     # The dependencies come from this environment; what an editable install puts into its path stays out.
     (packages / "others.pth").write_text(f"{Path(typer.__file__).parents[1]}\n")
     (packages / "sitecustomize.py").write_text(WITHOUT_TORCH)
 
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "AUTOPLAN"))}
     words = ["plan", "gpt2", "--cluster", "4xh100", "--pin", "tp=1", "--pin", "pp=1"]
     command = [environment / "bin" / "autoplan", *words]
     done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=120)

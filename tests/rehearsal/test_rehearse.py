@@ -50,6 +50,11 @@ LARGE: dict[str, tuple[str, str, int, int, dict[str, Any], str]] = {
         {"tp": 1, "pp": 1, "ep": 2, "zero_stage": 3},
         "31",
     ),
+    "mixtral-8x7b, parameters on the host": (
+        *("mixtral-8x7b", "4x8xh100-sxm5-80gb", 2048, 32),
+        {"tp": 1, "pp": 1, "ep": 2, "zero_stage": 3, "num_micro_batches": 1, "offload": "parameters"},
+        "31",
+    ),
     "llama-3.1-8b at 1M tokens": (
         *("llama-3.1-8b", "16x8xh100-sxm5-80gb", 1 << 20, 2),
         {"tp": 8, "cp": 8, "dp": 2, "zero_stage": 3, "context_method": "ring", "recompute": "full"},

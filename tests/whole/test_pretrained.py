@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,16 @@ def test_what_gives_no_values_is_one_error(tmp_path: Path) -> None:
     assert first["none on one rank"].startswith("rank 1: weights=")
     assert "lack model.layers.0.mlp.experts.down_proj" in first["other weights"]
     assert "'model.layers.0" in first["half an init"] and "init does not give it any" in first["half an init"]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="setrlimit(2) of Linux limits private memory")
+def test_a_model_larger_than_the_memory_of_a_process_starts() -> None:
+    """Half of it under ZeRO 3 fits beside a limit that is three quarters of it; built whole it does not."""
+    for found in pool(2).run(pretrained_jobs.limited, 0.75, timeout_s=120):
+        assert "can't allocate memory" in found["whole"]  # negative control
+        assert found["loss"] == 9
+        assert found["total"] / 2 < found["private"] < 0.75 * found["total"]
 
 
 # -- one process ------------------------------------------------------------------------------------------------------

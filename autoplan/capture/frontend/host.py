@@ -1,4 +1,4 @@
-"""Capture a model that is on an accelerator as if it were on the host, without copying its values."""
+"""Capture a model on an accelerator or on the meta device as if it were on the host, without copying its values."""
 
 from __future__ import annotations
 
@@ -9,35 +9,42 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-HOST = torch.device("cpu")
-_STAYS = ("cpu", "meta")
+HOST, EMPTY = torch.device("cpu"), torch.device("meta")
 
 
 def examples_on_host(example_inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the same tensors on the host."""
-    return {n: x if x.device.type in _STAYS else x.detach().to(HOST) for n, x in example_inputs.items()}
+    return {
+        n: torch.zeros(x.shape, dtype=x.dtype) if x.device == EMPTY else x if x.device == HOST else x.detach().to(HOST)
+        for n, x in example_inputs.items()
+    }
+
+
+def _on_host(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """Return a tensor on the host for one that is elsewhere; of values only those of a buffer come along."""
+    is_parameter = isinstance(tensor, nn.Parameter)
+    if not is_parameter and tensor.device != EMPTY:
+        return tensor.detach().to(HOST)
+    with mode:
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST)
+        return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
 
 
 @contextmanager
 def module_on_host(model: nn.Module) -> Iterator[None]:
-    """Replace tensors on an accelerator by host tensors; the graph has no devices, and examples are given on the host.
+    """Replace tensors on other devices by host tensors; the graph has no devices, and examples are given on the host.
 
-    Parameters become stand-ins without values (fake tensors), buffers become copies. Tensors that the model keeps
+    Parameters and what is on the meta device become stand-ins without values (fake tensors), buffers with values become
+    copies. A loss may then read the examples beside what the model returns. Tensors that the model keeps
     outside its parameters and buffers stay where they are. Everything is restored on exit.
     """
-    parameters = [p for p in model.parameters() if p.device.type not in _STAYS]
-    buffers = [b for b in model.buffers() if b.device.type not in _STAYS]
-    if not parameters and not buffers:
+    others = [t for t in (*model.parameters(), *model.buffers()) if t.device != HOST]
+    if not others:
         yield
         return
     modes = [p.fake_mode for p in (*model.parameters(), *model.buffers()) if isinstance(p, FakeTensor)]
     mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
-    instead: dict[int, torch.Tensor] = {}
-    with mode:
-        for p in parameters:  # tied parameters share one stand-in
-            instead[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=HOST), p.requires_grad)
-    for b in buffers:
-        instead[id(b)] = b.detach().to(HOST)
+    instead = {id(t): _on_host(t, mode) for t in others}  # tied parameters share one stand-in
     before: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
     try:
         for module in model.modules():

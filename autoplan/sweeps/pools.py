@@ -1,0 +1,66 @@
+"""One training run over several pools of devices, beside each pool alone.
+
+found = pools([PlanRequest(graph, Cluster.parse(text), 4096, 256) for text in ("2x8xh100", "4x8xa100-80gb")])
+found.search.best.config.stages, found.alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from autoplan.errors import AutoplanError
+from autoplan.search.planner import Planned, PlanRequest, search_plan
+from autoplan.search.pools import PooledSearch, search_pools
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The best plan of one pool by itself; without one, the reason."""
+
+    request: PlanRequest
+    planned: Planned | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Pools:
+    """The best plan over all pools, and what it is compared with."""
+
+    search: PooledSearch
+    alone: tuple[Alone, ...] = ()
+
+    @property
+    def best_alone_s(self) -> float | None:
+        """The shortest step of a pool alone, in seconds; None if no pool has a plan."""
+        steps = [a.planned.estimate.step_time_s.mid for a in self.alone if a.planned is not None]
+        return min(steps, default=None)
+
+
+def pools(
+    requests: Sequence[PlanRequest],
+    *,
+    nic_gbit_s: float | None = None,
+    alone: bool = True,
+    told: Callable[[str], None] | None = None,
+) -> Pools:
+    """Return the best plan over the devices of several pools (`autoplan.search.pools`).
+
+    Args:
+        requests: the same task on the cluster of each pool.
+        nic_gbit_s: the network between pools, Gbit/s per device and direction; None: the slower of their own.
+        alone: also plan the task on each pool by itself.
+        told: called with a line of progress.
+
+    Raises:
+        AutoplanError: PinError for pools that cannot share a pipeline; InfeasibleError if nothing fits.
+    """
+    found = search_pools(requests, nic_gbit_s=nic_gbit_s, told=told)
+    return Pools(found, tuple(map(_alone, requests)) if alone else ())
+
+
+def _alone(request: PlanRequest) -> Alone:
+    try:
+        return Alone(request, search_plan(request).plans[0])
+    except AutoplanError as error:
+        return Alone(request, None, str(error))

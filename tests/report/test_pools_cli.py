@@ -1,0 +1,58 @@
+"""`autoplan pools`: text at 80 columns, JSON with the same figures, pins that `plan` takes, and clear refusals."""
+
+from __future__ import annotations
+
+import json
+
+from typer.testing import CliRunner
+
+from autoplan.cli import app
+
+TASK = (
+    "pools",
+    "gpt2",
+    "--pool",
+    "1x4xh100",
+    "--pool",
+    "1x4xa100-80gb",
+    "--seq-len",
+    "1k",
+    "--gbs",
+    "64",
+    "--no-alone",
+)
+PINS = ("--pin", "tp=1", "--pin", "micro_batch_size=4", "--pin", "zero_stage=1")
+
+
+def run(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"})
+    return result.exit_code, result.output
+
+
+def test_one_screen_says_the_stages_of_both_pools() -> None:
+    code, said = run(*TASK, *PINS)
+    assert code == 0
+    assert max(map(len, said.splitlines())) <= 80
+    assert "h100-sxm5-80gb" in said and "a100-sxm4-80gb" in said and "equally many layers" in said
+    assert "Pins of parallelize: {'" in said and "all decided" in said
+
+
+def test_json_has_the_same_plan() -> None:
+    code, said = run(*TASK, *PINS, "--json")
+    data = json.loads(said)
+    plan = data["plan"]
+    assert code == 0 and data["command"] == "pools" and len(data["pools"]) == 2
+    assert sum(plan["stages"]) == 12 == sum(s["num_layers"] for s in plan["per_stage"])
+    assert plan["pp"] == len(plan["pools"]) == len(plan["per_stage"])
+    assert plan["step_time_s"]["mid"] <= data["equal_layers"]["step_time_s"]["mid"]
+    assert data["certificate"]["num_open"] == 0 and data["alone"] == []
+
+
+def test_refusals_name_the_value() -> None:
+    assert run(*TASK[:4], "--seq-len", "1k", "--gbs", "64")[1].strip().startswith("error: 1 pools: give 2 to 4")
+    code, said = run(*TASK, "--cluster", "4xh100")
+    assert code == 2 and "--cluster 4xh100: give every pool with --pool instead" in said
+    code, said = run(*TASK, "--pin", "pp=4")
+    assert code == 2 and "pp=4 cannot be pinned over pools" in said
+    code, said = run("pools", "gpt2", "--pool", "1x4xh100", "--pool", "1x4xnothing", "--seq-len", "1k", "--gbs", "64")
+    assert code == 2 and "nothing" in said
