@@ -60,7 +60,7 @@ def narrow(block: BlockWork) -> bool:
     return any(op.matmul_dtype is not None for op in block.ops)
 
 
-def reduces_beside(config: ParallelConfig, costs: Costs) -> bool:
+def reduced_beside(config: ParallelConfig, costs: Costs) -> bool:
     """Return True if ZeRO 0 reduces gradients during the backward.
 
     Megatron's --overlap-grad-reduce without a distributed optimizer, torch's DistributedDataParallel, emitted programs
@@ -89,7 +89,7 @@ class StatePricer:
         self.by_tensor = costs.options.zero_by_tensor and config.zero_stage == 3
         self.hides = 0.0 if self.by_tensor else self.overlap
         self.contention = c.contention if costs.profile is None and streams else 0.0
-        self.reduces_beside = reduces_beside(config, costs)
+        self.reduces_beside = reduced_beside(config, costs)
 
     def share(self, expert: bool) -> int:
         """Return the number of ranks that ZeRO shards a parameter over; 1 if it does not."""
