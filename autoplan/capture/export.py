@@ -31,7 +31,7 @@ from autoplan.capture.frontend.huggingface import (
     own_hooks,
     recorded_outputs,
 )
-from autoplan.capture.frontend.inplace import can_be_functional, without_mutation
+from autoplan.capture.frontend.inplace import CaptureData, can_be_functional, without_mutation
 from autoplan.capture.frontend.inputs import LossFn, LossModule, check_arguments, uncompiled
 from autoplan.capture.frontend.layer_tracer import LayerTracer, layer_modules
 from autoplan.capture.frontend.lengths_held import Lengths
@@ -213,6 +213,7 @@ def _patched(
         stack.enter_context(capture_recurrent())
         stack.enter_context(scans.active())
         stack.enter_context(CaptureBags())
+        stack.enter_context(CaptureData())
         stack.enter_context(capture_transformers())
         stack.enter_context(capture_batch_norm(model))
         if holds_hf_model(model):

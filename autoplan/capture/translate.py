@@ -20,9 +20,13 @@ from autoplan.capture.frontend.inplace import (
     Assembly,
     Constant,
     ConstantTensor,
+    Painted,
     Window,
+    cuts_at_fixed_places,
     out_of_place,
+    painted,
     place,
+    promoted,
     record_fill,
     window,
 )
@@ -236,15 +240,22 @@ class Translator:
             self._element(node)
         elif target in SKIP or not self._has_tensor(node):
             return
-        elif target in ALLOCATIONS:
-            self.env[node] = Assembly(node)
+        elif not self._in_memory(target, node):
+            self._op(target, node)
+
+    def _in_memory(self, target: str, node: fx.Node) -> bool:
+        """Translate an op that makes, cuts or fills a tensor whose parts are written one by one. False: it is none."""
+        if target in ALLOCATIONS:
+            self.env[node] = painted(node, _MOST_CONSTANTS) or Assembly(node)
+        elif (base := self._painted(node)) is not None and cuts_at_fixed_places(node):
+            self.env[node] = base.part(node)
         elif target == "aten.slice.Tensor" and self._unfinished(node) is not None:
             self.env[node] = window(self.env[self._first(node)], node, source_of(node))
         elif target == "aten.select.int" and self._unfinished(node) is not None:
             self.env[node] = place(self.env[self._first(node)], node, source_of(node))
         elif target == "aten.lift_fresh_copy.default" and isinstance(self.env.get(self._first(node)), Constant):
             self.env[node] = self.env[self._first(node)]
-        elif target.startswith("aten.fill_.") and isinstance(self.env.get(self._first(node)), Window):
+        elif target.startswith("aten.fill_.") and isinstance(self.env.get(self._first(node)), (Window, Painted)):
             self._fill(node)
         elif target == "aten.copy_.default" and isinstance(self.env.get(self._first(node)), Window):
             value = self._name_of(cast(fx.Node, node.args[1]))
@@ -254,7 +265,8 @@ class Translator:
             record_fill(target_place, value, source_of(node))
             self.env[node] = target_place
         else:
-            self._op(target, node)
+            return False
+        return True
 
     def _element(self, node: fx.Node) -> None:
         source, index = cast(tuple[fx.Node, int], node.args)
@@ -268,6 +280,10 @@ class Translator:
         scalar = number.value if isinstance(number, Constant) else number
         if not isinstance(scalar, (bool, int, float)):
             raise CaptureError(f"{source_of(node)}: a slice can be filled with a fixed number only")
+        if isinstance(written, Painted):
+            written.values.fill_(scalar)
+            self.env[node] = written
+            return
         like = node.meta["val"].unsqueeze(written.dim) if written.one else node.meta["val"]
         item = IrOp("full", (), {"scalar": scalar})
         record_fill(written, self._emit(item, (), [like], source_of(node), _scope_of(node))[0], source_of(node))
@@ -276,6 +292,10 @@ class Translator:
     @staticmethod
     def _first(node: fx.Node) -> fx.Node:
         return cast(fx.Node, node.args[0])
+
+    def _painted(self, node: fx.Node) -> Painted | None:
+        found = self.env.get(self._first(node)) if node.args and isinstance(node.args[0], fx.Node) else None
+        return found if isinstance(found, Painted) else None
 
     def _unfinished(self, node: fx.Node) -> Assembly | Window | None:
         """Return the tensor being filled of which this node takes a slice; None if there is none."""
@@ -362,7 +382,7 @@ class Translator:
             name = getattr(node.target, "__name__", target)
             raise CaptureError(f"{where or node.name}: {name} is no single operation and cannot be captured")
         if target not in OPS:
-            target = self._out_of_place(target, node)
+            target = out_of_place(target, node) or target
         try:
             result = self._lowered(target, node)
         except CaptureError as exc:
@@ -374,10 +394,14 @@ class Translator:
             self.env[node] = result.of if isinstance(result, Alias) else self._name_of(node.all_input_nodes[0])
             return
         results = result if isinstance(result, list) else [result]
-        previous = ""
+        previous, computed = "", meta
+        wide = promoted(node) if target != str(node.target) else None
+        if wide is not None:
+            results, computed = [*results, IrOp("to", ("$0",), {})], meta.to(wide)
         for item in results:
             tensors = tuple(previous if t == "$0" else t for t in item.tensors)
-            metas = list(meta) if isinstance(meta, (list, tuple)) else [meta]
+            given = meta if item is results[-1] else computed
+            metas = list(given) if isinstance(given, (list, tuple)) else [given]
             names = self._emit(item, tensors, metas, where, _scope_of(node))
             previous = names[0]
             self.env[node] = names if isinstance(meta, (list, tuple)) else names[0]
@@ -430,15 +454,6 @@ class Translator:
         many = isinstance(out, (tuple, list))
         names = [self.env[o] if isinstance(o, fx.Node) else None for o in (out if many else [out])]
         self.env[node] = names if many else names[0]
-
-    def _out_of_place(self, target: str, node: fx.Node) -> str:
-        """Return the op that makes a new tensor in place of one that changes a tensor nobody else sees."""
-        changed = self.env.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
-        if not isinstance(changed, Assembly) or not changed.complete:
-            return out_of_place(target, node, set()) or target
-        windows = {n for n, v in self.env.items() if isinstance(v, Window) and v.of is changed}
-        whole = {n for n, v in self.env.items() if v is changed and n is not node.args[0]}
-        return out_of_place(target, node, windows | whole) or target
 
     def _refusal(self, target: str, node: fx.Node) -> CaptureError:
         """Return the error that says why an op that changes its argument cannot be captured."""
@@ -523,8 +538,14 @@ class Translator:
             item = IrOp("full", (), {"scalar": found.value})
             self.env[node] = self._emit(item, (), [node.meta["val"]], source_of(node), _scope_of(node))[0]
             return cast(str, self.env[node])
+        layer = self.layer[-1] if self.layer else ""
+        if isinstance(found, Painted):
+            key = layer, found.values._version
+            if key not in found.names:
+                item = IrOp("constant", (), {"values": tuple(found.values.flatten().tolist())})
+                found.names[key] = self._emit(item, (), [node.meta["val"]], source_of(node), _scope_of(node))[0]
+            return found.names[key]
         if isinstance(found, ConstantTensor):
-            layer = self.layer[-1] if self.layer else ""
             if layer not in found.names:  # every layer that uses it makes its own
                 item = IrOp("constant", (), {"values": found.values})
                 found.names[layer] = self._emit(item, (), [found.meta], source_of(node), _scope_of(node))[0]

@@ -4,19 +4,24 @@ Each dim starts as one unknown factor. A rule says which dims share a label; equ
 product (a reshape splits `heads*head_dim`, a flatten joins `b*s`), the other side is refined to match. Refinement
 travels backwards into parameters: the rows of `q_proj.weight` become `kv g d` because its output is later viewed as
 heads.
+
+One dim may be cut in two ways without a common refinement: 56 rows of an image as 8 windows of 7, and as 28 pairs. The
+value is then handed to one of its users through a `regroup`, behind which that dim is another one, whole on both sides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autoplan.errors import GraphError, RuleError
 from autoplan.ir.dataflow import Classes
-from autoplan.ir.graph import Block, Dim, ModelGraph, Value, check
+from autoplan.ir.graph import Block, Dim, ModelGraph, Node, Value, check
 from autoplan.ir.symbols import Expr
 from autoplan.ops.language import OpRule
 from autoplan.ops.table import op_record, rule_for
+from autoplan.ops.views import REGROUP
 
 # names for factors, best first: the first op that gives one of these to a dim (`OpRecord.factor_names`) names it
 _BEST_FIRST = ("kv", "group", "head", "vocab", "hidden", "experts", "expert_out", "chunks", "out", "in")
@@ -73,6 +78,14 @@ class _Factors(Classes[int]):
         return not a and not b
 
 
+class _Regroup(Exception):
+    """A dim has no common factors with another: `mended` returns the block `block` with a regroup between them."""
+
+    def __init__(self, block: str, mended: Callable[[Block], Block]) -> None:
+        super().__init__(block)
+        self.block, self.mended = block, mended
+
+
 class _Inference:
     def __init__(self, graph: ModelGraph) -> None:
         self.graph, self.table = graph, _Factors()
@@ -96,13 +109,17 @@ class _Inference:
     def run(self) -> ModelGraph:
         for block in self.graph.blocks.values():
             for node in block.nodes:
-                rule = rule_for(node, block.values)
-                self._apply(block, node.op, node.source or node.name, rule, [*node.tensor_inputs, *node.outputs])
+                self._apply(block, node, rule_for(node, block.values))
         for call in self.graph.calls:
             block = self.graph.blocks[call.block]
             pairs = [*zip(call.inputs, block.inputs, strict=True), *zip(call.outputs, block.outputs, strict=True)]
-            for actual, formal in pairs:
-                self._join(f"call {call.name}, {actual}", self.dims["", actual], self.dims[block.name, formal])
+            for k, (actual, formal) in enumerate(pairs):
+                for i, (a, b) in enumerate(zip(self.dims["", actual], self.dims[block.name, formal], strict=True)):
+                    if not self.table.unify(a, b):
+                        if not self._as_large(a, b):
+                            raise GraphError(f"call {call.name}, {actual}: dim {i} has another size")
+                        edge = _regrouped_input if k < len(call.inputs) else _regrouped_output
+                        raise _Regroup(block.name, partial(edge, formal, i))
         first: dict[str, tuple[str, str]] = {}
         for call in self.graph.calls:
             for local, full in call.params.items():
@@ -111,9 +128,10 @@ class _Inference:
                 first.setdefault(full, (call.block, local))
         return self._result()
 
-    def _apply(self, block: Block, op: str, where: str, rule: OpRule, names: list[str]) -> None:
+    def _apply(self, block: Block, node: Node, rule: OpRule) -> None:
+        op, where, names = node.op, node.source or node.name, [*node.tensor_inputs, *node.outputs]
         known: dict[str, list[int]] = {}
-        for name, labels in zip(names, [*rule.inputs, *rule.outputs], strict=True):
+        for k, (name, labels) in enumerate(zip(names, [*rule.inputs, *rule.outputs], strict=True)):
             value = block.values[name]
             for i, dim in enumerate(labels):
                 mine = self.dims[block.name, name][i]
@@ -129,9 +147,20 @@ class _Inference:
                     theirs += known[label]
                     self._hint(op, label, known[label])
                 if not self.table.unify(theirs, mine):
+                    if k < len(node.tensor_inputs) and name not in block.params and self._as_large(theirs, mine):
+                        raise _Regroup(block.name, partial(_regrouped_operand, node, k, i))
                     raise RuleError(
                         f"{op} at {where}: dim {i} of {name} ({value.shape[i]}) does not match the other operands"
                     )
+
+    def _as_large(self, left: list[int], right: list[int]) -> bool:
+        sizes = []
+        for factors in (left, right):
+            size = Expr.of(1)
+            for atom in self.table.atoms(factors):
+                size = size * self.table.size[atom]
+            sizes.append(size)
+        return sizes[0] == sizes[1]
 
     def _hint(self, op: str, label: str, factors: list[int]) -> None:
         name = op_record(op).factor_names.get(label)
@@ -179,9 +208,48 @@ def infer_factors(graph: ModelGraph) -> ModelGraph:
     Raises:
         RuleError, GraphError: an op does not fit; the message names it.
     """
-    result = _Inference(graph).run()
+    while True:  # ends: every dim of an operand is regrouped at most once
+        try:
+            result = _Inference(graph).run()
+            break
+        except _Regroup as found:
+            block = found.mended(graph.blocks[found.block])
+            graph = replace(graph, blocks={**graph.blocks, found.block: block})
     check(result)
     return result
+
+
+def _regroup(block: Block, value: str, dim: int, source: str) -> tuple[Node, Value]:
+    """Return the node that regroups a dim of a value of the block, and what it returns."""
+    count = sum(node.op == REGROUP for node in block.nodes)
+    name = REGROUP if not count else f"{REGROUP}_{count}"
+    node = Node(name, REGROUP, (value,), (name,), {"dim": dim}, "", source)
+    return node, replace(block.values[value], name=name)
+
+
+def _regrouped_operand(at: Node, operand: int, dim: int, block: Block) -> Block:
+    """Regroup a dim of operand number `operand` (without None) of a node."""
+    value = at.tensor_inputs[operand]
+    made, out = _regroup(block, value, dim, at.source)
+    places = [i for i, name in enumerate(at.inputs) if name is not None]
+    inputs = tuple(made.name if i == places[operand] else name for i, name in enumerate(at.inputs))
+    nodes = [n for node in block.nodes for n in ((made, replace(at, inputs=inputs)) if node is at else (node,))]
+    return replace(block, nodes=tuple(nodes), values={**block.values, out.name: out})
+
+
+def _regrouped_input(value: str, dim: int, block: Block) -> Block:
+    """Regroup a dim of an input of the block before its first use."""
+    made, out = _regroup(block, value, dim, "")
+    nodes = [replace(n, inputs=tuple(made.name if x == value else x for x in n.inputs)) for n in block.nodes]
+    outputs = tuple(made.name if x == value else x for x in block.outputs)
+    return replace(block, nodes=(made, *nodes), outputs=outputs, values={**block.values, out.name: out})
+
+
+def _regrouped_output(value: str, dim: int, block: Block) -> Block:
+    """Regroup a dim of an output of the block at its end."""
+    made, out = _regroup(block, value, dim, "")
+    outputs = tuple(made.name if x == value else x for x in block.outputs)
+    return replace(block, nodes=(*block.nodes, made), outputs=outputs, values={**block.values, out.name: out})
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from autoplan.ops.strides import Ints, ViewStrides, broadcast, reshaped
 from autoplan.ops.text import Emitter, OpText, literal, py, shape_text
 
 INT_MAX = 2**63 - 1
+REGROUP = "regroup"
 Attrs = Mapping[str, Any]
 Strides = list[Ints | None]
 
@@ -61,6 +62,13 @@ def _reshape(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
         a, b = dim_labels(ins[0], "x"), dim_labels(outs[0], "y")
         return linear_rule(a, b, {label for dim in (*a, *b) for label in dim})
     return linear_rule(found.left, found.right, sizes=found.sizes)
+
+
+def _regroup(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
+    before, after = dim_labels(ins[0]), dim_labels(outs[0])
+    dim = node.attrs["dim"]
+    after[dim] = ("regrouped",)
+    return linear_rule(before, after, {*before[dim], "regrouped"})
 
 
 def _reshape_strides(attrs: Attrs, shape: Ints, strides: Ints, new: Sequence[Ints]) -> Strides:
@@ -256,6 +264,7 @@ RECORDS = (
     _view("unsqueeze", _unsqueeze, "{0}.unsqueeze({dim})", _unsqueeze_strides, _UNSQUEEZE, Trait.FOLLOWS),
     _view("squeeze", _squeeze, _squeeze_text, _squeeze_strides, _SQUEEZE, Trait.FOLLOWS),
     _view("detach", "~[*a] -> [*a]", "{0}.detach()", _same_strides, _DETACHES, Trait.STOPS_GRADIENT, linear=Linear.NO),
+    _view(REGROUP, _regroup, "{0}.view_as({0})", _same_strides, {}),  # made by `ops.factors`, never by a capture
     _view("expand", _expand, _expand_text, _expand_strides, default("expand"), *_EXPAND, saved=PART),
     _part("slice", _slice, _slice_text, _slice_strides, {"aten.slice.Tensor": _slice_arguments}),
     _part("select", _select, "{0}.select({dim}, {index})", _select_strides, _SELECT),

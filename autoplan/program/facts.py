@@ -143,6 +143,11 @@ class ModelFacts:
         return any(packed_weights(block) for block in self.graph.blocks.values())
 
     @cached_property
+    def dimless(self) -> tuple[str, ...]:
+        """Names of parameters without dims, which ZeRO cannot shard."""
+        return tuple(name for name, p in self.graph.params.items() if not p.shape)
+
+    @cached_property
     def main_dtype(self) -> str | None:
         """The dtype of most elements of the parameters; None for a model without parameters."""
         sizes: dict[str, int] = {}

@@ -40,6 +40,11 @@ PAGES += sorted((README.parent / "docs").rglob("*.md"))
 PAGES += [README.parent / name for name in ("CHANGELOG.md", "CONTRIBUTING.md")]
 
 
+def anchor(line: str) -> str:
+    """Return the name that GitHub gives a heading: without punctuation, hyphens for spaces."""
+    return re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(README.parent)))
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
@@ -50,4 +55,4 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         assert file.exists(), target
         if heading:
             lines = [line for line in file.read_text().splitlines() if "# " in line]
-            assert heading in [line.lstrip("# ").lower().replace(" ", "-") for line in lines], target
+            assert heading in map(anchor, lines), target

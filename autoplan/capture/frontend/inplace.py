@@ -8,12 +8,13 @@ know who else holds the memory, and is refused.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.overrides import TorchFunctionMode
 
 from autoplan.errors import CaptureError
 
@@ -21,6 +22,7 @@ ALLOCATIONS = frozenset(
     {"aten.new_empty.default", "aten.empty.memory_format", "aten.empty_like.default", "aten.new_zeros.default"}
 )
 FILLED = {"aten.new_zeros.default": 0}  # the value of elements that are never written, for allocations that have one
+_DATA = cast(Any, torch.Tensor.data).__get__
 _MARKERS = ("autoplan.block_begin", "autoplan.block_end", "autoplan.block_repeat")
 
 
@@ -79,26 +81,92 @@ class ConstantTensor:
     names: dict[str, str] = field(default_factory=dict)
 
 
+class CaptureData(TorchFunctionMode):
+    """Read `x.data` as `x.detach()`, which a trace sees."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0].detach() if function == _DATA else function(*args, **(kwargs or {}))
+
+
+@dataclass(eq=False)
+class Painted:
+    """A tensor of fixed size, or a view of one, into whose parts the model writes numbers: what it holds so far.
+
+    `names`: (layer, version of the memory) -> its value there.
+    """
+
+    values: torch.Tensor
+    names: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    def part(self, node: fx.Node) -> Painted:
+        """Return the part that a slice or an index takes."""
+        op = cast(torch._ops.OpOverload, node.target)
+        return Painted(op(self.values, *node.args[1:]))
+
+
+def painted(node: fx.Node, most: int) -> Painted | None:
+    """Return an allocation as a painted tensor if numbers are written into parts cut along more than one dim.
+
+    Parts along one dim are an `Assembly`, which may also be filled with tensors, of any size.
+    """
+    shape, value = node.meta["val"].shape, FILLED.get(str(node.target))
+    fixed = all(isinstance(size, int) for size in shape)
+    if value is None or not fixed or node.meta["val"].numel() > most or _cuts_before_fill(node) < 2:
+        return None
+    return Painted(torch.full(tuple(shape), value, dtype=node.meta["val"].dtype))
+
+
+def cuts_at_fixed_places(node: fx.Node) -> bool:
+    """Return True for a slice or an index whose places are numbers."""
+    cuts = str(node.target) in ("aten.slice.Tensor", "aten.select.int")
+    return cuts and all(isinstance(x, int) for x in node.args[1:])
+
+
+def _cuts_before_fill(node: fx.Node) -> int:
+    """Return the most slices and indices, at fixed places, between a tensor and a part that is filled with a number."""
+    most = 0
+    for user in node.users:
+        target = str(user.target)
+        if target.startswith("aten.fill_."):
+            continue
+        if cuts_at_fixed_places(user):
+            filled = any(str(u.target).startswith("aten.fill_.") for u in user.users)
+            deeper = _cuts_before_fill(user)
+            most = max(most, 1 + deeper if deeper else int(filled))
+    return most
+
+
 def can_be_functional(program: torch.export.ExportedProgram) -> bool:
     """Return True if ops of the graph change tensors, and none of them one that enters or leaves a layer.
 
-    The marks of layers hand on copies, so that a change behind one would not be seen before it.
+    The marks of layers hand on copies, so that a change behind one would not be seen before it. Nor may a tensor be
+    changed past autograd, through `detach` or under no_grad: it keeps the gradient that it had before, and a functional
+    program would cut it off.
     """
     found = _mutable(program)
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
     writers = [node for graph in graphs for node in graph.nodes if node.target in found]
-    return bool(writers) and not any(_of_a_mark(node.args[0]) for node in writers)
+    changed = [cast(fx.Node, node.args[0]) for node in writers]
+    return bool(writers) and not any(_of_a_mark(x) or _past_autograd(x, program) for x in changed)
 
 
-def _of_a_mark(value: Any) -> bool:
-    """Return True for a tensor that enters or leaves a layer, or a view of one."""
-    while isinstance(value, fx.Node) and value.op == "call_function":
-        if str(value.target).startswith(_MARKERS):
-            return True
-        if not _is_view(value) and getattr(value.target, "__name__", "") != "getitem":
-            return False
-        value = value.args[0]
-    return False
+def _past_autograd(value: fx.Node, program: torch.export.ExportedProgram) -> bool:
+    """Return True for real numbers in the memory of others behind a detach, or from outside a region (of no_grad)."""
+    outside = value.graph is not program.graph
+    behind = (
+        n
+        for n in _shared_with([value], _memory_of)
+        if str(n.target) == "aten.detach.default" or (outside and n.op == "placeholder")
+    )
+    return any(n.meta["val"].dtype.is_floating_point for n in behind)
+
+
+def _of_a_mark(value: fx.Node) -> bool:
+    """Return True for a tensor that may be in the memory of one that enters or leaves a layer."""
+    elements = (n for n in _shared_with([value], _memory_of) if _is_element(n))
+    return any(_is_mark(cast(fx.Node, element.args[0])) for element in elements)
 
 
 def _mutable(program: torch.export.ExportedProgram) -> set[torch._ops.OpOverload]:
@@ -172,34 +240,103 @@ def record_fill(place: Window, value: str, where: str) -> None:
     whole.parts[place.start, str(place.stop)] = (place.stop, value)
 
 
-def _is_view(node: fx.Node) -> bool:
-    """Return True if the result may share memory with an input."""
-    if getattr(node.target, "__name__", "") == "getitem":
-        return _is_view(cast(fx.Node, node.args[0]))
+def _is_mark(node: fx.Node, kind: str = "") -> bool:
+    return str(node.target).startswith(f"autoplan.block_{kind}" if kind else _MARKERS)
+
+
+def _is_element(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _memory_of(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes whose memory the result of `node` may be, as the schema of its op says.
+
+    An op that changes its argument counts as one that makes a new tensor, which it becomes.
+    """
+    if _is_element(node):
+        source, index = cast(tuple[fx.Node, int], node.args)
+        if not _is_mark(source):
+            return _memory_of(source)
+        given = cast(list[fx.Node], source.args[0])
+        return _of_a_repeat(source, index) if _is_mark(source, "repeat") else [given[index]]
     schema = getattr(node.target, "_schema", None)
-    return schema is None or any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    if schema is None:
+        return list(node.all_input_nodes)
+    if not any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+        return []
+    shared = [a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments]
+    return [x for x, is_shared in zip(node.args, shared, strict=False) if is_shared and isinstance(x, fx.Node)]
 
 
-def out_of_place(target: str, node: fx.Node, written: Set[fx.Node] = frozenset()) -> str | None:
+def _of_a_repeat(repeat: fx.Node, index: int) -> list[fx.Node]:
+    """Return `_memory_of` result `index` of a layer that repeats another: as there."""
+    first = repeat.args[3]
+    end = next(n for n in repeat.graph.nodes if _is_mark(n, "end") and n.args[1] == first)
+    out = []
+    for node in _shared_with([cast(list[fx.Node], end.args[0])[index]], _memory_of):
+        if node.op != "call_function":
+            out.append(node)
+        elif getattr(node.target, "__name__", "") == "getitem" and _is_mark(
+            mark := cast(fx.Node, node.args[0]), "begin"
+        ):
+            out += [cast(list[fx.Node], repeat.args[0])[cast(int, node.args[1])]] if mark.args[1] == first else []
+    return out
+
+
+def _shared_with(nodes: Sequence[fx.Node], more: Callable[[fx.Node], Sequence[fx.Node]]) -> set[fx.Node]:
+    found, left = set[fx.Node](), list(nodes)
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += more(node)
+    return found
+
+
+def _holders(node: fx.Node) -> set[fx.Node]:
+    """Return the node and every other whose result may be in the same memory."""
+
+    def near(one: fx.Node) -> list[fx.Node]:
+        views = [u for user in one.users for u in (*user.users, user) if one in _memory_of(u)]
+        return [*(_memory_of(one) if one.op == "call_function" else ()), *views]
+
+    return _shared_with([node], near)
+
+
+def _only_its_form(value: fx.Node, user: fx.Node) -> bool:
+    """Return True for a layer that repeats another and takes the shape and dtype of a result from `value`."""
+    return _is_mark(user, "repeat") and value not in cast(list[fx.Node], user.args[0])
+
+
+def _is_used_up(changed: fx.Node, at: fx.Node) -> bool:
+    """Return True if what node `at` does to the memory of `changed` is seen nowhere but in its result."""
+    for holder in _holders(changed):
+        if holder.op != "call_function" or any(at < user and not _only_its_form(holder, user) for user in holder.users):
+            return False
+        if not _is_element(holder):
+            continue
+        mark, index = cast(tuple[fx.Node, int], holder.args)
+        if _is_mark(mark, "begin"):
+            repeats = [n for n in mark.graph.nodes if _is_mark(n, "repeat") and n.args[3] == mark.args[1]]
+            if not all(_is_used_up(cast(list[fx.Node], r.args[0])[index], r) for r in repeats):
+                return False
+    return True
+
+
+def out_of_place(target: str, node: fx.Node) -> str | None:
     """Return the op without side effect that an in-place op equals here; None if anybody could see the difference.
 
-    `written`: earlier views that were only written to.
+    Later code uses the result of the in-place op. So nobody sees the difference if nothing that may be in the same
+    memory is used later, and the memory is neither the model's nor an input. If a layer was given it, that holds for
+    what every layer that repeats it is given, too.
     """
     name = target.removeprefix("aten.").partition(".")[0]
     changed = node.args[0] if node.args else None
     in_place = name.endswith("_") and not name.endswith("__")
-    if not in_place or not isinstance(changed, fx.Node) or changed.op != "call_function":
+    if not in_place or not isinstance(changed, fx.Node):
         return None
-    made = changed
-    while getattr(made.target, "__name__", "") == "getitem":
-        made = cast(fx.Node, made.args[0])
-    if str(made.target).startswith(_MARKERS) or _is_view(changed):
+    if not _is_used_up(changed, node):
         return None
-    order = {n: i for i, n in enumerate(node.graph.nodes)}
-    for user in changed.users:
-        # later code uses the result of the in-place op: a later use of the old tensor means a second holder
-        if user is not node and (order[user] > order[node] or (_is_view(user) and user not in written)):
-            return None
     return _same_arguments(name[:-1], cast(torch._ops.OpOverload, node.target))
 
 
@@ -217,3 +354,11 @@ def _same_arguments(name: str, op: torch._ops.OpOverload) -> str | None:
         if [(a.name, str(a.type)) for a in getattr(packet, overload)._schema.arguments] == wanted:
             return f"aten.{name}.{overload}"
     return None
+
+
+def promoted(node: fx.Node) -> torch.dtype | None:
+    """Return the dtype of the op without side effect if it is another: an in-place op casts to that of its argument."""
+    values = [n.meta["val"] for n in node.all_input_nodes]
+    changed, *others = [v for v in values if isinstance(v, torch.Tensor)]
+    found = [torch.result_type(changed, other) for other in others]
+    return next((dtype for dtype in found if dtype != changed.dtype), None)

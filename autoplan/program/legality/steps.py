@@ -45,6 +45,15 @@ def _split_backward(c: ParallelConfig, f: Facts) -> str | None:
     return f"schedule {c.schedule!r} splits the backward, which with zero_stage=3 gives wrong gradients"
 
 
+def _dimless(c: ParallelConfig, f: Facts) -> str | None:
+    if c.zero_stage == 0 or c.dp * c.cp == 1 or f.model is None or not f.model.dimless:
+        return None
+    return (
+        f"zero_stage={c.zero_stage}: parameter {f.model.dimless[0]!r} has no dim to shard over ranks; write it with "
+        "one element, torch.ones(1) in place of torch.ones(())"
+    )
+
+
 def _takes(c: ParallelConfig, f: Facts) -> str | None:
     return obstacle(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
 
@@ -238,6 +247,7 @@ RULES: tuple[Rule, ...] = (
     Rule("modules are priced with mode fused", ("recompute",), _recompute_mode),
     Rule("no layer has the module", ("recompute",), _recompute_modules),
     Rule("modules are not executed", ("recompute",), _recompute_executed, Scope.EXECUTED),
+    Rule("a parameter without dims", ("zero_stage", "dp", "cp"), _dimless, Scope.EXECUTED),
     Rule("compiled blocks", ("recompute",), _compiled, Scope.EXECUTED),
     Rule("compressed gradients of ZeRO", ("zero_stage",), _compressed_shards, of_pins=True),
     Rule("compressed gradients in fp16", (), _compressed_sums, of_pins=True),
