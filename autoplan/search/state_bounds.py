@@ -184,12 +184,12 @@ class StateBounds:
         whole = self.fixed or costs.mode is Mode.COMPILED or costs.measures_host or costs.overhead_s("split_layer_s")
         if schedule.split_backward and whole:
             return 0.0
-        table, passes = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages), self.time.passes(c)
         least = np.inf
         for cut in self._cuts(c):
             key = c.schedule, c.virtual_stages, c.num_micro_batches, cut
             if key not in self._bubbles:
-                columns = (self._held(cut) @ seconds for seconds in passes)
+                table = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
+                columns = (self._held(cut) @ seconds for seconds in self.time.passes(c))
                 chunks = [ChunkTimes(f, b, min(w, b)) for f, b, w in zip(*(x.tolist() for x in columns), strict=True)]
                 self._bubbles[key] = simulate(table, chunks, events=False).end_s
             least = min(least, self._bubbles[key])

@@ -21,7 +21,7 @@ from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.network.groups import mesh_groups
 from autoplan.cost_models.time.blocks import BlockPricer, OpTimes
-from autoplan.cost_models.time.states import REPLICAS, StatePricer, narrow
+from autoplan.cost_models.time.states import REPLICAS, StatePricer, narrow, reduced_beside
 from autoplan.cost_models.work import BlockWork, Gathered, Workload
 from autoplan.schedules.schedule import num_copies
 from autoplan.streams import has_streams
@@ -184,7 +184,7 @@ class LeastTime:
     def of(self, config: ParallelConfig) -> LeastSeconds:
         """Return the bounds at these degrees."""
         c, copies = config, num_copies(config.schedule)
-        beside = StatePricer(c, self.costs, self.precision, {}).reduces_beside
+        beside = reduced_beside(c, self.costs)
         key = (c.pp, c.dp, c.zero_stage, c.zero_replicas, c.num_micro_batches, c.offload, copies, beside)
         if (*key, c.virtual_stages) not in self._found:
             if key not in self._units:

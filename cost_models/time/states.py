@@ -60,6 +60,17 @@ def narrow(block: BlockWork) -> bool:
     return any(op.matmul_dtype is not None for op in block.ops)
 
 
+def reduced_beside(config: ParallelConfig, costs: Costs) -> bool:
+    """Return True if ZeRO 0 reduces gradients during the backward.
+
+    Megatron's --overlap-grad-reduce without a distributed optimizer, torch's DistributedDataParallel, emitted programs
+    (`runtime.zero.apply_zero`) do. A split backward gives the gradients of weights too late for it.
+    """
+    if config.zero_stage or not costs.options.overlap_zero:
+        return False
+    return has_streams(costs.cluster.device_type) and not SCHEDULES[config.schedule].split_backward
+
+
 class StatePricer:
     """The prices of the parameters of blocks at given degrees.
 
@@ -78,10 +89,7 @@ class StatePricer:
         self.by_tensor = costs.options.zero_by_tensor and config.zero_stage == 3
         self.hides = 0.0 if self.by_tensor else self.overlap
         self.contention = c.contention if costs.profile is None and streams else 0.0
-        # Megatron's --overlap-grad-reduce without a distributed optimizer, torch's DistributedDataParallel, emitted
-        # programs (`runtime.zero.apply_zero`). A split backward gives the gradients of weights too late for it.
-        beside = costs.options.overlap_zero and streams and not SCHEDULES[config.schedule].split_backward
-        self.reduces_beside = beside and config.zero_stage == 0
+        self.reduces_beside = reduced_beside(config, costs)
 
     def share(self, expert: bool) -> int:
         """Return the number of ranks that ZeRO shards a parameter over; 1 if it does not."""
