@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -94,7 +95,7 @@ def _plain(
 
 def _of(path: str, *given: Any, **arguments: Any) -> nn.Module:
     module, _, name = path.rpartition(".")
-    made: nn.Module = getattr(__import__(module, fromlist=[name]), name)(*given, **arguments)
+    made: nn.Module = getattr(import_module(module), name)(*given, **arguments)
     return made
 
 
@@ -129,8 +130,10 @@ def _torch_nn(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _litgpt(name: str) -> nn.Module:
+    litgpt = import_module("litgpt")
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return _of("litgpt.GPT", _of("litgpt.Config.from_name", name))
+        made: nn.Module = litgpt.GPT(litgpt.Config.from_name(name))
+    return made
 
 
 def _x(**layers: Any) -> nn.Module:
