@@ -20,7 +20,16 @@ from typing import Any
 
 
 class AutoplanError(ValueError):
-    """Base of every error that autoplan raises about its input."""
+    """Base of every error that autoplan raises about its input.
+
+    Example:
+        >>> import autoplan
+        >>> try:
+        ...     autoplan.Cluster.parse("2x8xh1000")
+        ... except autoplan.AutoplanError as error:
+        ...     print(type(error).__name__)
+        PinError
+    """
 
 
 class GraphError(AutoplanError):

@@ -92,6 +92,11 @@ class RankFailure(RuntimeError):
     Attributes:
         rank: the rank where the failure began; None if it is unknown or there were several.
         reason: what happened there: type and message of the rank's exception, if it left one.
+
+    Example:
+        >>> from autoplan import RankFailure
+        >>> print(RankFailure(1, "ValueError: no data"))
+        rank 1 failed: ValueError: no data
     """
 
     def __init__(self, rank: int | None, reason: str) -> None:

@@ -54,6 +54,14 @@ def pools(
 
     Raises:
         AutoplanError: PinError for pools that cannot share a pipeline; InfeasibleError if nothing fits.
+
+    Example:
+        >>> from autoplan import Cluster, PlanRequest, load_model, pools
+        >>> gpt2, pins = load_model("gpt2"), {"tp": 1, "micro_batch_size": 4, "zero_stage": 1}
+        >>> requests = [PlanRequest(gpt2, Cluster.parse(c), 1024, 64, pins) for c in ("1x4xh100", "1x4xa100-80gb")]
+        >>> found = pools(requests, alone=False)
+        >>> sum(found.search.best.config.stages)
+        12
     """
     found = search_pools(requests, nic_gbit_s=nic_gbit_s, told=told)
     return Pools(found, tuple(map(_alone, requests)) if alone else ())

@@ -51,7 +51,16 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointError(AgreedRuntimeError):
-    """A checkpoint that could not be written or used, on all ranks alike; the training can go on."""
+    """A checkpoint that could not be written or used, on all ranks alike; the training can go on.
+
+    Example:
+        >>> import autoplan
+        >>> def save(pm, folder):
+        ...     try:
+        ...         pm.save_checkpoint(folder)
+        ...     except autoplan.CheckpointError as error:  # the disk is full, say: older checkpoints are kept
+        ...         print(error)
+    """
 
 
 @dataclass(frozen=True)

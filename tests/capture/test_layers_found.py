@@ -11,7 +11,10 @@ from torch import nn
 
 from autoplan.capture.export import capture
 from autoplan.capture.frontend.layer_tracer import layer_modules
+from autoplan.errors import CaptureError
 from autoplan.program.facts import layer_calls
+from autoplan.verify.check import verify_whole
+from autoplan.verify.runs import VerifyTask
 from experiments.compatibility.architectures import vision
 
 
@@ -84,6 +87,30 @@ def test_layers_of_a_sequence_are_captured_once() -> None:
     assert len({call.block for call in graph.calls if call.name in ("1", "2", "3")}) == 1
 
 
-def test_a_block_that_changes_what_it_is_given_is_no_layer() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), ChangesItsInput(), ChangesItsInput())
-    assert not layer_calls(capture(model, {"input": torch.randn(4, 8)}, square_loss))
+class ReadLater(nn.Module):
+    """Layers that change their input, which is read again behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(8, 8), nn.ModuleList([ChangesItsInput(), ChangesItsInput()])
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x = before = self.first(input)
+        for layer in self.layers:
+            x = layer(x)
+        return x + before
+
+
+def test_a_block_that_changes_what_it_is_given_is_a_layer_if_nothing_else_reads_it() -> None:
+    model, batch = nn.Sequential(nn.Linear(8, 8), ChangesItsInput(), ChangesItsInput()), {"input": torch.randn(4, 8)}
+    graph = capture(model, batch, square_loss)
+    assert layer_calls(graph) == ["1", "2"]
+    outcome = verify_whole(VerifyTask(model, graph, batch, square_loss), limit_s=60.0)
+    assert outcome.done and "10 gradients" in outcome.text, outcome.text
+
+
+def test_a_block_that_changes_what_is_read_later_is_refused() -> None:
+    with pytest.raises(
+        CaptureError, match=r"test_layers_found.py:\d+: in-place op aten.add_.Tensor cannot be captured"
+    ):
+        capture(ReadLater(), {"input": torch.randn(4, 8)}, square_loss)

@@ -51,8 +51,8 @@ def test_the_doors_names_are_exactly_the_public_ones():
     public = (
         "AutoplanError CheckpointError Cluster ParallelConfig ParallelModel Plan PlanRequest PowerSGD Profile "
         "RankFailure StepLog __version__ capacity compile estimate_config "
-        "experts_forward explain export_plan fit load_model parallelize plan read_config rehearse rule search_plan "
-        "size whatif"
+        "experts_forward explain export_plan fit load_model parallelize plan pools read_config rehearse rule "
+        "search_plan size whatif"
     ).split()
     assert autoplan.__all__ == public
     assert dir(autoplan) == public

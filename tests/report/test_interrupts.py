@@ -55,6 +55,11 @@ def gone(group: int) -> bool:
     return False
 
 
+def _heeds_ctrl_c() -> None:
+    """Undo what a shell does to its background jobs, of which these tests may be one: they ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def typed(command: Sequence[str], folder: Path, when: Callable[[str, int], bool]) -> Ended:
     """Run a command on a terminal of its own, its output in a file; type Ctrl-C at `when(text so far, its process)`."""
     master, slave = pty.openpty()
@@ -63,7 +68,11 @@ def typed(command: Sequence[str], folder: Path, when: Callable[[str, int], bool]
     line = f'exec "$@" <{name} 2>{name} >{output}'
     environment = {**os.environ, **PLAIN, "TERM": "xterm", "COLUMNS": "200", "AUTOPLAN_PROFILE": "assumed"}
     process = subprocess.Popen(
-        ["bash", "-c", line, "bash", *command], cwd=ROOT, env=environment, start_new_session=True
+        ["bash", "-c", line, "bash", *command],
+        cwd=ROOT,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=_heeds_ctrl_c,
     )
     text, until, sent = b"", time.monotonic() + LIMIT_S, False
     try:
