@@ -154,7 +154,14 @@ class Early(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Early())
 runpy.run_module("autoplan", run_name="__main__")
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=_heeds_ctrl_c,
+    )
     assert (done.returncode, done.stdout, done.stderr.splitlines()) == (130, "", [TOO_EARLY])
 
 
