@@ -138,7 +138,7 @@ def _proof(found: Pools) -> list[str]:
     text = f"{s.num_candidates:,} candidates (degrees and orders of the pools)"
     if s.num_open:
         shorter = f"; a step may be {numbers.percent(s.gap)} shorter" if s.gap < 0.5 else ""
-        return [f"{text}, {s.num_open:,} undecided when time was over{shorter}: raise --time-limit."]
+        return [f"{text}, {s.num_open:,} undecided when the search ended{shorter}: raise --time-limit."]
     shorter = "none has a shorter step" if s.gap < 1e-6 else f"a step may be {numbers.percent(s.gap)} shorter"
     best = found.best_alone_s
     worth = []

@@ -296,12 +296,10 @@ class Cutter:
 
     def _fits(self, stage: int, units: range, count: int) -> bool:
         """Return True if one stage fits the device and the host."""
-        (ranges, tried), p, room = self._tried(stage, units, count), self.pricer, self.room
-        if p.memory.device_bytes(stage, ranges, tried, p.pinned_recompute, room.guard) > room.device_bytes:
-            return False
-        return p.memory.host_bytes(stage, ranges, tried, p.pinned_recompute, room.guard) <= room.host_bytes
+        tried = self._tried(stage, units, count)
+        return fits_device(self.pricer, self.room, stage, *tried) and fits_host(self.pricer, self.room, stage, *tried)
 
-    def _memory(self, stage: int, units: range, count: int) -> RankMemory:
+    def memory_of(self, stage: int, units: range, count: int) -> RankMemory:
         """Return the memory of one stage."""
         return self.pricer.memory.rank(stage, *self._tried(stage, units, count), self.pricer.pinned_recompute)
 
@@ -326,14 +324,14 @@ class Cutter:
         for s, units in enumerate(ranges_of(self._most_even())):
             counts = self._counts(units, self._num_layers(units))
             some = {*counts[:: 1 + len(counts) // _MOST_LEVELS], counts[-1]}  # the last one nearly always needs least
-            options = [self._memory(s, units, count) for count in sorted(some)]
+            options = [self.memory_of(s, units, count) for count in sorted(some)]
             found.append(shortage_of(s, options, self.room))
         return worst_of(found)
 
     def any_shortage(self) -> Shortage:
         """Return what one stage of the most even cut lacks, perhaps not the one that lacks most."""
         for s, units in enumerate(ranges_of(self._most_even())):
-            memory = self._memory(s, units, self._counts(units, self._num_layers(units))[-1])
+            memory = self.memory_of(s, units, self._counts(units, self._num_layers(units))[-1])
             if not self.room.fits(memory):
                 return shortage_of(s, [memory], self.room)
         return self.shortage()
@@ -346,6 +344,17 @@ def _spread(total_s: float, num_stages: int, num_micro_batches: int) -> float:
     """
     ratio = 1.0 - 1.0 / num_micro_batches
     return total_s / (1.0 - ratio**num_stages)
+
+
+def fits_device(pricer: Pricer, room: Room, rank: int, ranges: Sequence[range], steps: Sequence[int]) -> bool:
+    """Return True if a rank fits its device, given the units of every chunk and their steps of recompute."""
+    needed = pricer.memory.device_bytes(rank, ranges, steps, pricer.pinned_recompute, room.guard)
+    return needed <= room.device_bytes
+
+
+def fits_host(pricer: Pricer, room: Room, rank: int, ranges: Sequence[range], steps: Sequence[int]) -> bool:
+    """Return True if a rank fits its share of the host, likewise."""
+    return pricer.memory.host_bytes(rank, ranges, steps, pricer.pinned_recompute, room.guard) <= room.host_bytes
 
 
 def shortage_of(rank: int, options: Sequence[RankMemory], room: Room) -> Shortage:

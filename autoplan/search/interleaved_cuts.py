@@ -26,7 +26,7 @@ from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.memory.ranks import RankMemory
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks
-from autoplan.search.cuts import Cut, Cutter, Shortage, shortage_of, worst_of
+from autoplan.search.cuts import Cut, Cutter, Shortage, fits_device, fits_host, shortage_of, worst_of
 
 
 @lru_cache(maxsize=4096)  # candidates that differ in ZeRO or micro-batches share cuts
@@ -351,16 +351,11 @@ class ChunkCutter:
 
     def _fits(self, rank: int, choices: _Choices, cut: tuple[int, ...], number: int) -> bool:
         """Return True if a rank fits its device after `number` steps."""
-        ranges, tried = self._tried(rank, choices.of(number), cut)
-        memory, room = self.pricer.memory, self.room
-        pinned = self.pricer.pinned_recompute
-        return memory.device_bytes(rank, ranges, tried, pinned, room.guard) <= room.device_bytes
+        return fits_device(self.pricer, self.room, rank, *self._tried(rank, choices.of(number), cut))
 
     def _fits_host(self, rank: int, choices: _Choices, cut: tuple[int, ...], number: int) -> bool:
         """Return True if a rank fits the host after `number` steps."""
-        ranges, tried = self._tried(rank, choices.of(number), cut)
-        memory, room = self.pricer.memory, self.room
-        return memory.host_bytes(rank, ranges, tried, self.pricer.pinned_recompute, room.guard) <= room.host_bytes
+        return fits_host(self.pricer, self.room, rank, *self._tried(rank, choices.of(number), cut))
 
     def lacks_device_memory(self) -> bool:
         """Return True if no cut fits the device, whatever is recomputed."""

@@ -18,12 +18,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoplan.config.parallel import ParallelConfig
+from autoplan.config.recompute import recompute_kind
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.memory.ranks import RankMemory
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.quantity import Quantity, Tag, total
 from autoplan.cost_models.time.pools import PooledPricer
-from autoplan.cost_models.time.price import ranges_of
+from autoplan.cost_models.time.price import UNPROFILED_ERROR, ranges_of
 from autoplan.errors import AutoplanError, InfeasibleError, PinError
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.schedules.schedule import PLAIN_SCHEDULE
@@ -43,7 +45,6 @@ RESTRICTIONS = (
     "a stage lies in one pool; all stages have the same tp, cp, dp and ep, and one chunk of the model",
     f"schedule {PLAIN_SCHEDULE}; nothing is offloaded to the host; all devices are used",
 )
-_UNEXPLAINED = 0.15  # error of a step beyond its terms, either way: no published run mixes devices; assumed
 _DECIDED = ("stages", "schedule", "virtual_stages", "offload", "pp")  # what pools decide, or do without
 
 
@@ -148,6 +149,10 @@ class PooledCutter(Cutter):
     def _least_of(self, stage: int, units: range) -> int | None:
         return self.of(stage)._least_of(stage, units)
 
+    def memory_of(self, stage: int, units: range, count: int) -> RankMemory:
+        """Return the memory of one stage on its pool."""
+        return self.of(stage).memory_of(stage, units, count)
+
     def shortage(self) -> Shortage:
         """Return how far the pool that lacks most is from fitting."""
         return worst_of([cutter.shortage() for cutter in self.cutters])
@@ -200,44 +205,51 @@ class _PoolSearch:
         self.requests, self.told, self.start = tuple(requests), told or (lambda text: None), clock.now_s()
         self.counts = [r.cluster.num_devices for r in requests]
         total = sum(self.counts)
-        whole = [replace(r, cluster=_enlarged(r.cluster, total), pins=r.pins) for r in requests]
+        whole = [replace(r, cluster=_enlarged(r.cluster, total)) for r in requests]
         self.caches = [LayoutCache(r) for r in whole]
         self.rooms = [cache.room for cache in self.caches]
         self.across = [r.costs if nic_gbit_s is None else _joined(r, nic_gbit_s) for r in whole]
         self.recompute = requests[0].fixed.recompute
+        self.orders = tuple(itertools.permutations(range(len(requests))))
+        self.limit_s = self.open_bound_s = math.inf  # of the best plan; the least of what its cuts leave open
+        self.best: tuple[PooledCutter, tuple[int, ...], tuple[int, ...]] | None = None  # with its cut and steps
+        self.shortages: list[Shortage] = []
 
     def run(self) -> PooledSearch:
-        """Take candidates best first until no other can be better, or time is over."""
+        """Take candidates best first until no other can be better, or time is over, or Ctrl-C comes after a plan."""
         bounds, undecided = self._bounds(self._candidates())
-        orders = list(dict.fromkeys(itertools.permutations(range(len(self.requests)))))
-        best: tuple[float, PooledCutter, tuple[int, ...], tuple[int, ...]] | None = None
-        open_bound, num_open = math.inf, undecided * len(orders)
-        shortages: list[Shortage] = []
-        for at, (bound, candidate) in enumerate(bounds):
-            limit = math.inf if best is None else best[0]
-            if bound >= limit:
-                break
-            if self._out_of_time() and best is not None:
-                num_open += (len(bounds) - at) * len(orders)
-                open_bound = min(open_bound, bound)
-                break
-            self.told(f"{len(bounds) - at:,} of {len(bounds):,} degrees left")
-            for order in orders:
-                cutter = self._cutter(candidate, order)
-                cut = cutter.search(limit)
-                if not cut.exact:
-                    open_bound = min(open_bound, cut.bound_s)
-                if cut.chunks is not None:
-                    limit, best = cut.step_s, (cut.step_s, cutter, cut.chunks, cut.recompute)
-                elif best is None and cut.bound_s == math.inf:
-                    shortages.append(cutter.shortage())
-        if best is None:
-            raise self._nothing(shortages, num_open)
-        step, cutter, chunks, steps = best
-        proved = min(step, open_bound, 0.0 if undecided else math.inf)
-        num = (len(bounds) + undecided) * len(orders)
+        num_decided = 0
+        try:
+            for bound, candidate in bounds:
+                if bound >= self.limit_s or (self.best is not None and self._out_of_time()):
+                    break
+                self.told(f"{len(bounds) - num_decided:,} of {len(bounds):,} degrees left")
+                self._look_at(candidate)
+                num_decided += 1
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
+        left = [bound for bound, _ in bounds[num_decided:] if bound < self.limit_s]
+        num_open = (undecided + len(left)) * len(self.orders)
+        if self.best is None:
+            raise self._nothing(num_open)
+        cutter, chunks, steps = self.best
+        proved = min(self.limit_s, self.open_bound_s, *left, 0.0 if undecided else math.inf)
+        num = (len(bounds) + undecided) * len(self.orders)
         plan = self._plan(cutter, chunks, steps)
         return PooledSearch(self.requests, plan, self._equal(cutter), num, num_open, proved)
+
+    def _look_at(self, candidate: ParallelConfig) -> None:
+        """Search the cuts of a candidate under every order of the pools."""
+        for order in self.orders:
+            cutter = self._cutter(candidate, order)
+            cut = cutter.search(self.limit_s)
+            if not cut.exact:
+                self.open_bound_s = min(self.open_bound_s, cut.bound_s)
+            if cut.chunks is not None:
+                self.limit_s, self.best = cut.step_s, (cutter, cut.chunks, cut.recompute)
+            elif self.best is None and cut.bound_s == math.inf:
+                self.shortages.append(cutter.shortage())
 
     def _out_of_time(self) -> bool:
         return clock.now_s() - self.start > self.requests[0].time_limit_s
@@ -262,20 +274,25 @@ class _PoolSearch:
         """Return the candidates that have a layout, by their bounds, and the number of those without a bound."""
         out: list[tuple[float, ParallelConfig]] = []
         undecided = 0
-        for members in grouped(map(self.caches[0].decided, candidates)):
+        for alike in grouped(candidates):
             if self._out_of_time() and out:
-                undecided += len(members)
+                undecided += len(alike)
                 continue
             try:
-                passes = self._passes(members[0])
+                out += self._bounded(alike)
             except StoppedError:
-                undecided += len(members)
-                continue
-            if passes is None:
-                continue
-            seconds = [[f + b for f, b in zip(p.forward, p.backward, strict=True)] for p in passes]
-            out += [(least_step_s(seconds, self._num_stages(c), c.num_micro_batches), c) for c in members]
+                undecided += len(alike)
         return sorted(out, key=lambda pair: pair[0]), undecided
+
+    def _bounded(self, candidates: Sequence[ParallelConfig]) -> list[tuple[float, ParallelConfig]]:
+        """Return candidates with their methods of context parallelism and their bounds; empty without a layout."""
+        out: list[tuple[float, ParallelConfig]] = []
+        for members in grouped(map(self.caches[0].decided, candidates)):
+            passes = self._passes(members[0])
+            if passes is not None:
+                seconds = [[f + b for f, b in zip(p.forward, p.backward, strict=True)] for p in passes]
+                out += [(least_step_s(seconds, self._num_stages(c), c.num_micro_batches), c) for c in members]
+        return out
 
     def _passes(self, candidate: ParallelConfig) -> list[LeastPass] | None:
         """Return the least seconds of units on each pool, with the layouts of the first; None without a layout."""
@@ -289,7 +306,7 @@ class _PoolSearch:
         for cache in self.caches[1:]:
             cache.adopt(cut_of(candidate, experts), point.solution)
         found = [cache.least_pass(candidate) for cache in self.caches]
-        return [p for p in found if p is not None]
+        return [p for p in found if p is not None]  # all: they have the layout of the first
 
     def _num_stages(self, candidate: ParallelConfig) -> list[int]:
         return [n // candidate.stage_ranks for n in self.counts]
@@ -305,14 +322,14 @@ class _PoolSearch:
         pooled = PooledPricer(prices, self._pools(candidate, order), self.across)
         return PooledCutter(pooled, self.rooms, self.recompute)
 
-    def _nothing(self, shortages: Sequence[Shortage], num_open: int) -> AutoplanError:
+    def _nothing(self, num_open: int) -> AutoplanError:
         if num_open:
             return StoppedError(
                 f"no plan was found in time; {num_open:,} candidates are undecided: raise the time limit"
             )
-        if not shortages:
+        if not self.shortages:
             return InfeasibleError("no layout exists on these pools")
-        least = min(shortages, key=lambda s: s.needed_bytes / s.available_bytes)
+        least = min(self.shortages, key=lambda s: s.needed_bytes / s.available_bytes)
         return InfeasibleError(
             f"nothing fits on these pools: the plan that comes closest needs {least.needed_bytes / 1e9:.1f} GB on "
             f"stage {least.stage} of {least.available_bytes / 1e9:.1f} GB; its largest term is {least.term}"
@@ -338,22 +355,20 @@ class _PoolSearch:
             PooledStage(
                 pool,
                 layers[s],
-                sum(how != "none" for how in taken[s].values()),
+                sum(recompute_kind(how).recomputes for how in taken[s].values()),
                 times[s].forward_s,
                 times[s].backward_s,
                 timeline.busy_s[s] / mid,
-                total(list(pooled.memory(s, ranges[s], steps[s]).terms.values())),
+                total(list(cutter.memory_of(s, ranges[s], steps[s]).terms.values())),
                 self.rooms[pool].device_bytes,
             )
             for s, pool in enumerate(cutter.pools)
         )
         c = replace(pooled.config, stages=tuple(layers), recompute=recompute_of_stages(w, chunks, taken))
-        peak = 0.0
-        for pool, pricer in enumerate(pooled.pricers):
-            dtype = pricer.precision.matmul or pricer.precision.compute or w.main_dtype
-            peak += pricer.device.flops(dtype) * self.counts[pool]
+        peak = sum(pricer.peak_flops * num for pricer, num in zip(pooled.pricers, self.counts, strict=True))
         runs = c.num_micro_batches * c.dp
-        step = Quantity(low / (1 + _UNEXPLAINED), mid, high * (1 + _UNEXPLAINED), Tag.ASSUMED)
+        # no published run mixes devices
+        step = Quantity(low / (1 + UNPROFILED_ERROR), mid, high * (1 + UNPROFILED_ERROR), Tag.ASSUMED)
         return PooledPlan(c, cutter.pools, stages, step, w.tokens * runs / mid, w.model_flops * runs / mid / peak)
 
 

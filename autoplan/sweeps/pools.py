@@ -7,6 +7,7 @@ found.search.best.config.stages, found.alone
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from autoplan.errors import AutoplanError
@@ -25,7 +26,10 @@ class Alone:
 
 @dataclass(frozen=True)
 class Pools:
-    """The best plan over all pools, and what it is compared with."""
+    """The best plan over all pools, and what it is compared with.
+
+    `alone`: the plans of pools by themselves; after Ctrl-C those so far.
+    """
 
     search: PooledSearch
     alone: tuple[Alone, ...] = ()
@@ -64,7 +68,11 @@ def pools(
         12
     """
     found = search_pools(requests, nic_gbit_s=nic_gbit_s, told=told)
-    return Pools(found, tuple(map(_alone, requests)) if alone else ())
+    by_themselves: list[Alone] = []
+    with suppress(KeyboardInterrupt):  # the plan over all pools is there
+        for request in requests if alone else ():
+            by_themselves.append(_alone(request))
+    return Pools(found, tuple(by_themselves))
 
 
 def _alone(request: PlanRequest) -> Alone:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.parts import Group
-from autoplan.cost_models.memory.ranks import RankMemory
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.cost_models.time.simulation import ChunkTimes, Timeline, simulate, step_of
 from autoplan.schedules.schedule import SCHEDULES, actions
@@ -85,10 +84,3 @@ class PooledPricer:
         timeline = self.timeline(chunks, recompute, which)
         after = [self.of(s).after_pipeline(units, which) for s, units in enumerate(ranges_of(chunks))]
         return step_of(timeline.rank_end_s, after, max(p.fixed_s for p in self.pricers))
-
-    def memory(self, stage: int, units: range, recompute: int) -> RankMemory:
-        """Return the memory of one stage, given its units and its steps on the recompute frontier."""
-        pricer, num = self.of(stage), self.config.pp
-        ranges, steps = [range(0, 0)] * num, [0] * num
-        ranges[stage], steps[stage] = units, recompute
-        return pricer.memory.rank(stage, ranges, steps, pricer.pinned_recompute)

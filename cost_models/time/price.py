@@ -41,7 +41,7 @@ from autoplan.streams import BUCKET_BYTES, has_streams
 
 # Relative error of a step beyond its parts, either way. With a profile: 37 to 40 of 40 measured plans lie within their
 # interval (experiments/plans/plan_accuracy.py). From the catalog, for a device without published timings: assumed.
-_MODEL_ERROR, _UNPROFILED_ERROR = 0.05, 0.15
+_MODEL_ERROR, UNPROFILED_ERROR = 0.05, 0.15
 
 
 def ranges_of(chunks: Sequence[int]) -> list[range]:
@@ -187,6 +187,11 @@ class Pricer:
         for name in ("chunks_of", "_boundaries"):  # made anew for this schedule
             out.__dict__.pop(name, None)
         return out
+
+    @property
+    def peak_flops(self) -> float:
+        """The peak FLOP/s of one device in the dtype of products."""
+        return self.device.flops(self.precision.matmul or self.precision.compute or self.workload.main_dtype)
 
     def _table(self, which: str) -> Table:
         if which not in self._tables:
@@ -462,7 +467,7 @@ class Pricer:
         c, w = self.config, self.workload
         tokens = w.tokens * c.num_micro_batches * c.dp
         runs = c.num_micro_batches * c.dp
-        peak = self.device.flops(self.precision.matmul or self.precision.compute or w.main_dtype) * c.num_devices
+        peak = self.peak_flops * c.num_devices
         stages = []
         ranges = ranges_of(chunks)
         held = self.memory.stages(ranges, recompute, self.pinned_recompute)
@@ -512,7 +517,7 @@ class Pricer:
             found = self.costs.constants.step_interval(step_class(self.workload, self.device, breakdown, mid))
             if found is not None:
                 return mid * found[0], mid * found[1]
-        unexplained = _UNPROFILED_ERROR if self.costs.profile is None else _MODEL_ERROR
+        unexplained = UNPROFILED_ERROR if self.costs.profile is None else _MODEL_ERROR
         return low / (1 + unexplained), high * (1 + unexplained)
 
     def _breakdown(

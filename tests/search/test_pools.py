@@ -9,6 +9,7 @@ from typing import Any
 import enumeration
 import pytest
 
+from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.time.pools import PooledPricer
 from autoplan.cost_models.time.price import ranges_of
@@ -39,7 +40,7 @@ def every_plan(requests: tuple[PlanRequest, ...]) -> list[tuple[float, PooledCut
                 for stage, units in enumerate(ranges_of(cut)):
                     room = search.rooms[cutter.pools[stage]]
                     heights = range(pricer.of(stage).frontier.height(units) + 1)
-                    options.append([n for n in heights if room.fits(pricer.memory(stage, units, n))])
+                    options.append([n for n in heights if room.fits(cutter.memory_of(stage, units, n))])
                 out += [(pricer.step_s(cut, steps), cutter, steps) for steps in itertools.product(*options)]
     return out
 
@@ -110,6 +111,28 @@ def test_three_pools() -> None:
     pins = {"tp": 1, "dp": 1}
     found = search_pools(tuple(request(1, s, pins=pins) for s in (1.0, 2.0, 3.0)))
     assert sorted(found.best.pools) == [0, 1, 2] and found.best.config.pp == 3
+
+
+@pytest.mark.parametrize("looks", [0, 1])
+def test_ctrl_c_keeps_the_best_plan_so_far(looks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pins = {"tp": 1, "micro_batch_size": 1}
+    requests = (request(2, 1.0, pins=pins), request(2, 3.0, pins=pins))
+    whole, look = search_pools(requests), _PoolSearch._look_at
+    left = iter(range(looks))
+
+    def interrupted(self: _PoolSearch, candidate: ParallelConfig) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        look(self, candidate)
+
+    monkeypatch.setattr(_PoolSearch, "_look_at", interrupted)
+    if not looks:
+        with pytest.raises(KeyboardInterrupt):
+            search_pools(requests)
+        return
+    found = search_pools(requests)
+    assert found.num_open > 0 == whole.num_open and found.bound_s <= whole.best.step_time_s.mid * (1 + 1e-9)
+    assert found.best.step_time_s.mid >= whole.best.step_time_s.mid
 
 
 def test_what_does_not_go() -> None:
