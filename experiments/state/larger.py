@@ -25,12 +25,11 @@ import torch
 import torch.distributed as dist
 import typer
 from rich.table import Table
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from autoplan.profiler.processes import RankError, environment, run_ranks
 from experiments.shared.measure import environment as machine
 from experiments.shared.measure import make_console, run_command, write_json
+from experiments.state.start import fully_sharded, memory_status
 
 WORLD, NUM_STEPS, LR = 4, 1, 0.01
 SHARE = 0.9  # of the model's bytes: what a process may have of private memory beside what it has before
@@ -67,24 +66,18 @@ class Run:
     losses: tuple[float, ...]
 
 
-def _status(field: str) -> int:
-    """Return a size of /proc/self/status (proc(5)) in bytes."""
-    text = Path("/proc/self/status").read_text()
-    return int(text.split(f"{field}:")[1].split()[0]) * 1024
-
-
 def _limited(limit: int | None, train: Callable[[], list[float]]) -> Run:
     """Train in a process with at most `limit` bytes of private memory more than it has now."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import autoplan.api  # noqa: F401  # imports count for everybody
 
-    before = _status("VmRSS")
+    before = memory_status("VmRSS")
     if limit is not None:
-        all_of_it = _status("VmData") + limit
+        all_of_it = memory_status("VmData") + limit
         resource.setrlimit(resource.RLIMIT_DATA, (all_of_it, all_of_it))
     losses = train()
-    return Run(before, _status("VmHWM"), _status("VmData"), tuple(losses))
+    return Run(before, memory_status("VmHWM"), memory_status("VmData"), tuple(losses))
 
 
 def ours(
@@ -121,13 +114,7 @@ def torchs(rank: int, world: int, limit: int, layers: int) -> Run:
     """`fully_shard` from the meta device, as its tutorial does; its values are of its own random numbers."""
 
     def train() -> list[float]:
-        model = make_model("meta", layers)
-        mesh = init_device_mesh("cpu", (world,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        model.to_empty(device="cpu")
-        model.initialize_weights()
+        model = fully_sharded(make_model("meta", layers), world)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         losses = []
         for _ in range(NUM_STEPS):

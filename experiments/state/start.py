@@ -53,8 +53,8 @@ class Peak:
     peak: int
 
 
-def _resident(field: str) -> int:
-    """Return VmRSS (now) or VmHWM (at most) of this process, in bytes.
+def memory_status(field: str) -> int:
+    """Return VmRSS (resident now), VmHWM (at most) or VmData (private) of this process (proc(5)), in bytes.
 
     Not getrusage's maximum: that begins with the resident memory of the process that started this one.
     """
@@ -65,9 +65,9 @@ def _resident(field: str) -> int:
 def _measured(make: Callable[[], Any]) -> Peak:
     make_model("meta")  # what importing transformers takes is not counted
     dist.barrier()
-    before = _resident("VmRSS")
+    before = memory_status("VmRSS")
     kept = make()
-    out = Peak(before, _resident("VmHWM"))
+    out = Peak(before, memory_status("VmHWM"))
     dist.barrier()
     del kept
     return out
@@ -87,18 +87,22 @@ def ours(rank: int, world: int, plan: str, device: str, weights: str | None) -> 
     return _measured(make)
 
 
+def fully_sharded(model: Any, world: int) -> Any:
+    """Shard a Llama on the meta device with `fully_shard`, as its tutorial does, and initialise what is then there."""
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    model.initialize_weights()
+    return model
+
+
 def torchs(rank: int, world: int) -> Peak:
     """`fully_shard` from the meta device, and the model's own initialisation of what is then there."""
 
     def make() -> Any:
-        model: Any = make_model("meta")
-        mesh = init_device_mesh("cpu", (world,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        model.to_empty(device="cpu")
-        model.initialize_weights()
-        return model
+        return fully_sharded(make_model("meta"), world)
 
     return _measured(make)
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from harness import pool
 from parity import SEQ, cluster_of, fake_group, worst
+from small_stacks import Stack, square_loss
 from torch import nn
 
 from autoplan.api import plan_program
@@ -84,6 +85,18 @@ def assert_equal(model: nn.Module, batch: dict[str, torch.Tensor], loss: Loss = 
     assert got_loss == pytest.approx(want.item(), rel=1e-12)
     error, name = worst(got, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert error < 1e-12, name
+
+
+def assert_stack_equal(model: Stack) -> None:
+    """Of layers over the embeddings of tokens; every parameter has a gradient."""
+    torch.manual_seed(0)
+    model, batch = model.double(), {"ids": torch.randint(16, (2, 4))}
+    loss, gradients = run(model, capture(model, batch, square_loss), batch)
+    want = square_loss(model(batch["ids"]), batch)
+    want.backward()
+    assert loss == pytest.approx(want.item(), rel=1e-12)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad, rtol=1e-11, atol=1e-14)
 
 
 def given(batch: int = 4, seq: int = 6) -> dict[str, torch.Tensor]:
