@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -26,8 +27,14 @@ def test_the_types_of_the_door_are_complete() -> None:
     pytest.importorskip("pyright")
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--verifytypes", "autoplan"]
     done = subprocess.run(
-        [*command, "--ignoreexternal", "--outputjson"], cwd=ROOT, capture_output=True, text=True, timeout=280
+        [*command, "--ignoreexternal", "--outputjson"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},  # pyright does not follow an editable install
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
+    assert "No py.typed" not in done.stdout
     symbols = json.loads(done.stdout)["typeCompleteness"]["symbols"]
     homes = tuple(f"{getattr(autoplan, name).__module__}.{name}" for name in autoplan.__all__ if name != "__version__")
     door = [s for s in symbols if s["name"] in homes or s["name"].startswith(tuple(f"{home}." for home in homes))]
