@@ -394,16 +394,17 @@ class Translator:
             self.env[node] = result.of if isinstance(result, Alias) else self._name_of(node.all_input_nodes[0])
             return
         results = result if isinstance(result, list) else [result]
-        previous, computed = "", meta
+        made, computed = list[str](), meta
         wide = promoted(node) if target != str(node.target) else None
         if wide is not None:
             results, computed = [*results, IrOp("to", ("$0",), {})], meta.to(wide)
         for item in results:
-            tensors = tuple(previous if t == "$0" else t for t in item.tensors)
+            before = {"$0": made[-1], **{f"#{i}": name for i, name in enumerate(made)}} if made else {}
+            tensors = tuple(before.get(t, t) if t else t for t in item.tensors)
             given = meta if item is results[-1] else computed
             metas = list(given) if isinstance(given, (list, tuple)) else [given]
             names = self._emit(item, tensors, metas, where, _scope_of(node))
-            previous = names[0]
+            made.append(names[0])
             self.env[node] = names if isinstance(meta, (list, tuple)) else names[0]
 
     def _lowered(self, target: str, node: fx.Node) -> IrResult | None:
@@ -486,12 +487,12 @@ class Translator:
         inputs = [self.trace.values[t] for t in tensors if t is not None]
         passes = not op_has(item.op, Trait.STOPS_GRADIENT)
         for name, meta in zip(outs, metas, strict=True):
-            dtype = dtype_name(meta.dtype)
+            dtype = inputs[0].dtype if item.dtype == "" else item.dtype or dtype_name(meta.dtype)
             grad = passes and any(v.requires_grad for v in inputs) and ("float" in dtype or "complex" in dtype)
-            self.trace.values[name] = Value(name, self._shape(meta), dtype, grad)
+            self.trace.values[name] = Value(name, self._shape(meta) if item.shape is None else item.shape, dtype, grad)
         attrs = {k: v for k, v in item.attrs.items()}
         if op_has(item.op, Trait.TAKES_DTYPE):
-            attrs["dtype"] = dtype_name(metas[0].dtype)
+            attrs["dtype"] = item.dtype or dtype_name(metas[0].dtype)
         elif inputs and attrs.get("dtype") == inputs[0].dtype:  # as a cast to the dtype that it has
             attrs["dtype"] = None
         node = Node(base, item.op, tensors, tuple(outs), attrs, scope, where)
