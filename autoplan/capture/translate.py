@@ -57,6 +57,13 @@ def source_of(node: fx.Node) -> str:
     return f"{found[-1][0].rsplit('/', 1)[-1]}:{found[-1][1]}" if found else ""
 
 
+def _place_of(node: fx.Node) -> str:
+    """Return what an error says of where a node was made: its line, and its module where the line is PyTorch's."""
+    where, scope = source_of(node), _scope_of(node)
+    found = re.findall(r'File "([^"]+)", line', node.meta.get("stack_trace") or "")
+    return f"{where}, in module {scope!r}" if scope and found and "/torch/nn/" in found[-1] else where
+
+
 def _restore_users(module: fx.GraphModule) -> None:
     """Copy the graph if torch.export left a node out of the users of its arguments (Phi-4 multimodal, torch 2.13).
 
@@ -202,7 +209,7 @@ class Translator:
                 except CaptureError as exc:
                     where = source_of(node)
                     named = not where or where in str(exc)
-                    self._refused(node, exc if named else CaptureError(f"{where}: {exc}"))
+                    self._refused(node, exc if named else CaptureError(f"{_place_of(node)}: {exc}"))
 
     def _refused(self, node: fx.Node, why: CaptureError) -> None:
         """Note why a node cannot be captured, and go on as if it could be, to find all such nodes.
@@ -386,7 +393,7 @@ class Translator:
         try:
             result = self._lowered(target, node)
         except CaptureError as exc:
-            raise CaptureError(f"{where or node.name}: {exc}") from exc
+            raise CaptureError(f"{_place_of(node) or node.name}: {exc}") from exc
         if result is None:
             return
         meta = node.meta["val"]

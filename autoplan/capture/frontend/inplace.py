@@ -180,12 +180,31 @@ def without_mutation(program: torch.export.ExportedProgram) -> torch.export.Expo
 
     A slice that is written becomes an op on the whole tensor, so `Assembly` comes first, which makes fewer of them.
     """
+    for graph in [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]:
+        _detach_regions(graph)
     # composite ops are kept whole, so those that write are to be decomposed here
     composite = {op: op.decompose for op in _mutable(program) if op._can_decompose()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found: torch.export.ExportedProgram = program.run_decompositions(composite)
     return found
+
+
+def _detach_regions(graph: fx.Graph) -> None:
+    """Detach what regions without gradients compute: a program where every op makes a new tensor has no regions."""
+    for region in list(graph.nodes):
+        if region.target is not torch.ops.higher_order.wrap_with_set_grad_enabled or region.args[0]:
+            continue
+        inside = cast(fx.GraphModule, region.args[1].graph.owning_module.get_submodule(str(region.args[1].target)))
+        given = next(n for n in inside.graph.nodes if n.op == "output").args[0]
+        for element in [user for user in region.users if _is_element(user)]:
+            made, value = given[element.args[1]], element.meta.get("val")
+            if made.op == "placeholder" or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                continue  # a value that the region passes through keeps its gradient
+            with graph.inserting_after(element):
+                cut = graph.call_function(torch.ops.aten.detach.default, (element,))
+            cut.meta = dict(element.meta)
+            element.replace_all_uses_with(cut, delete_user_cb=lambda user, cut=cut: user is not cut)
 
 
 def _same(a: Any, b: Any) -> bool:
