@@ -352,7 +352,7 @@ def test_labels() -> None:
     config = ParallelConfig(dp=4, tp=2, pp=2, zero_stage=1, num_micro_batches=8)
     assert plan_label(config) == "tp2 pp2 dp4 zero1 mbs1 x8"
     odd = replace(config, cp=2, ep=4, etp=1, recompute=(3, 0), schedule="GPipe", virtual_stages=2)
-    assert plan_label(odd) == "tp2 cp2 pp2 dp4 ep4 etp1 zero1 mbs1 x8 vpp2 recompute 3 GPipe"
+    assert plan_label(odd) == "tp2 cp2 pp2 dp4 ep4 etp1 zero1 mbs1 x8 vpp2 recompute full 3 GPipe"
     assert plan_label(ParallelConfig()) == "mbs1 x1"
 
 
