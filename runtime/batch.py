@@ -1,4 +1,4 @@
-"""Checks of a step's batch: does it fit the program, and do the ranks that must have the same batch have it?
+"""Checks of a step's batch: that it fits the program, and that ranks which must have the same batch have it.
 
 Every rank checks its own part before any collective. Then one all-reduce over all ranks settles it for all of them
 (`Batches.settle`). For each data-parallel rank it carries a fingerprint of the batch and the numbers of valid labels

@@ -110,7 +110,7 @@ class SearchSettings:
     )
 
     def check(self) -> None:
-        """Raise PinError for a value by which nothing can be searched."""
+        """Raise PinError for a value out of its range."""
         for record in SEARCH_SETTINGS:
             reason = record.reason(getattr(self, record.name))
             if reason is not None:

@@ -51,7 +51,7 @@ class Comparison:
     """A plan and the steps that were run under it.
 
     Attributes:
-        num_rows: rows that count. notes: what of the log is not what the plan was made for.
+        num_rows: rows that count. notes: how the log differs from what the plan was made for.
         predicted_s: the predicted step by term, in seconds.
     """
 
