@@ -22,7 +22,6 @@ _HATCHES = ("", "/", "\\", "x", "-", "|", "+", ".")
 _LIMIT = {"color": RED, "width": 2, "dash": "dash"}
 _MOST_RANKS = 4096  # drawn in a mesh
 _MOST_EVENTS = 6000  # drawn in a timeline
-_MOST_LABELS = 30  # written beside points
 
 _ACTIONS = {  # of a pipeline: colour, and hatch
     "FORWARD": (BLUE, ""),
