@@ -499,7 +499,7 @@ def compare(
     if timeline is not None:
         traced.write_beside(plan, log, timeline)
     if report is not None:
-        write_report(report, measured.comparison_data(found))
+        write_report(report, measured.comparison_data(found), {"rows": [measured.shown_row(f) for f in found.figures]})
     if calibrate is not None:
         measured.write_calibration(given, found, calibrate)
     if as_json:
