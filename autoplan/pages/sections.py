@@ -320,15 +320,7 @@ def _measured(answer: _Answer) -> Iterator[PageBlock]:
     found = answer["figures"]
     names = [name for name, *_ in rows]
     yield FigureBlock("Predicted over measured", figures.measured(found, names), 130 + 40 * len(found))
-    heads = (
-        "figure",
-        "predicted",
-        "interval",
-        "measured",
-        "quartiles",
-        "predicted over measured",
-        "inside the interval",
-    )
+    heads = ("figure", "predicted", "interval", "measured", "quartiles", "ratio", "inside")
     yield TableBlock(heads, rows, ends_in_words=True)
     yield from (WordsBlock(f"Note: {note}.", "note") for note in answer["notes"])
 
