@@ -19,7 +19,7 @@ class IrOp:
     In a list of ops, the tensor "$0" is the result of the op before, and "#k" that of op k of the list.
 
     Attributes:
-        shape, dtype: of its result, if they are not those of the ATen op that it is made of. The dtype "": as its input.
+        shape, dtype: of its result, if they are not those of the ATen op that it is made of; the dtype "": its input's.
     """
 
     op: str
