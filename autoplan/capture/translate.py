@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autoplan.capture.decompose import Traces, decomposed, other_form
 from autoplan.capture.frontend import inputs
+from autoplan.capture.frontend.aliases import Aliases
 from autoplan.capture.frontend.buffers import plain_tensors
 from autoplan.capture.frontend.inplace import (
     ALLOCATIONS,
@@ -118,6 +119,7 @@ class Translator:
         self.counter: dict[str, int] = {}
         self.refused: dict[str, CaptureError] = {}
         self.traces: Traces = {}
+        self.aliases = Aliases()
         self.made: dict[object, IrOp] = {}
 
     def run(self) -> Trace:
@@ -389,20 +391,23 @@ class Translator:
             name = getattr(node.target, "__name__", target)
             raise CaptureError(f"{where or node.name}: {name} is no single operation and cannot be captured")
         if target not in OPS:
-            target = out_of_place(target, node) or target
+            target = out_of_place(target, node, self.aliases) or target
         try:
             result = self._lowered(target, node)
         except CaptureError as exc:
             raise CaptureError(f"{_place_of(node) or node.name}: {exc}") from exc
         if result is None:
             return
-        meta = node.meta["val"]
         if isinstance(result, Alias) or self._is_noop(result, node):
             self.env[node] = result.of if isinstance(result, Alias) else self._name_of(node.all_input_nodes[0])
             return
-        results = result if isinstance(result, list) else [result]
-        made, computed = list[str](), meta
         wide = promoted(node) if target != str(node.target) else None
+        self._emit_all(result if isinstance(result, list) else [result], node, wide)
+
+    def _emit_all(self, results: list[IrOp], node: fx.Node, wide: torch.dtype | None) -> None:
+        """Emit the ops that a node becomes; `wide`: computed in this dtype, and cast."""
+        meta = node.meta["val"]
+        made, computed, where, scope = list[str](), meta, source_of(node), _scope_of(node)
         if wide is not None:
             results, computed = [*results, IrOp("to", ("$0",), {})], meta.to(wide)
         for item in results:
@@ -410,7 +415,7 @@ class Translator:
             tensors = tuple(before.get(t, t) if t else t for t in item.tensors)
             given = meta if item is results[-1] else computed
             metas = list(given) if isinstance(given, (list, tuple)) else [given]
-            names = self._emit(item, tensors, metas, where, _scope_of(node))
+            names = self._emit(item, tensors, metas, where, scope)
             made.append(names[0])
             self.env[node] = names if isinstance(meta, (list, tuple)) else names[0]
 
