@@ -105,7 +105,7 @@ class Translator:
         names: tuple[str, ...],
     ) -> None:
         self.program, self.wrapper, self.lengths, self.names = program, wrapper, lengths, names
-        self.trace = Trace()
+        self.trace: Trace = Trace()
         self.env: dict[fx.Node, Any] = {}
         self.layer: list[str] = []
         self.counter: dict[str, int] = {}

@@ -86,12 +86,12 @@ class Cutter:
     ) -> None:
         self.pricer, self.room, self.pinned = pricer, room, stages
         self.pp, self.m = pricer.config.pp, pricer.config.num_micro_batches
-        self.num_units = pricer.num_units
+        self.num_units: int = pricer.num_units
         self.fixed = recompute
         action = pricer.costs.overhead_s("pipeline_action_s") if self.pp > 1 else 0.0
-        self.stage_s = pricer.free_forward.mid + 2 * action  # on every stage and micro-batch
-        self.time = prefix(np.array(pricer.forward) + np.array(pricer.backward) + self._selective())
-        self.after_s = pricer.fixed_s + max(max(pricer.optimizer), sum(pricer.optimizer) / self.pp)
+        self.stage_s: float = pricer.free_forward.mid + 2 * action  # on every stage and micro-batch
+        self.time: Array = prefix(np.array(pricer.forward) + np.array(pricer.backward) + self._selective())
+        self.after_s: float = pricer.fixed_s + max(max(pricer.optimizer), sum(pricer.optimizer) / self.pp)
         self.layer_count = np.concatenate([[0], np.cumsum(pricer.workload.layers)])
         self._known: dict[tuple[int, int, int], int | None] = {}
         self._free_s: float | None = None

@@ -229,7 +229,7 @@ class ChunkCutter:
         self.schedule, self.virtual_stages = schedule, virtual_stages
         base = plain.pricer
         self.pp, self.m = base.config.pp, base.config.num_micro_batches
-        self.chunks_of = chunks_of_ranks(schedule, self.pp, virtual_stages)
+        self.chunks_of: tuple[tuple[int, ...], ...] = chunks_of_ranks(schedule, self.pp, virtual_stages)
         self.kept = kept
         self.cuts = (stages,) if stages else even_cuts(least.seconds, self.pp, virtual_stages)
         self._found: Cut | None = None

@@ -79,8 +79,8 @@ class LayoutCache:
         self.request = request
         self.phases: dict[str, float] = defaultdict(float) if phases is None else phases
         self.precision = precision_of(request.precision)
-        self.costs = request.costs
-        self.room = Room.guarded(
+        self.costs: Costs = request.costs
+        self.room: Room = Room.guarded(
             request.cluster.device.memory_bytes, request.cluster.host_memory_bytes, request.memory_risk
         )
         self.gap, self.all_proved = 0.0, True

@@ -69,9 +69,9 @@ class LeastMemory:
         self._units = np.array([[float(found[kind]) for kind in kinds] for found in by_unit])
         # under choices of recompute, without those on the host where a configuration does not offload activations
         self._choices = {there: _Choices.of(workload, on_host or there) for there in (False, True)}
-        self.kept = self._choices[False].least
-        self.activations = sum(self.kept.tolist())
-        self.free_saved = workload.free_saved
+        self.kept: Array = self._choices[False].least
+        self.activations: int = sum(self.kept.tolist())
+        self.free_saved: float = workload.free_saved
         self._transient = np.minimum(workload.unit_transient, workload.unit_recompute_transient)
         # what a chunk sends, if it is held and no other term holds it
         sent = (0.0,) * len(self.kept) if self.megatron or workload.shared else (*workload.cut_bytes, 0.0)

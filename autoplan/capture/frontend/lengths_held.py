@@ -31,7 +31,7 @@ class Lengths:
 
     def __init__(self, program: torch.export.ExportedProgram, symbols: Mapping[str, str], model: str) -> None:
         self.symbols, self.model = symbols, model
-        self.hints = _hints(program)
+        self.hints: dict[str, int] = _hints(program)
         self.bounds: dict[str, tuple[int, int | None]] = {}
         for symbol, found in program.range_constraints.items():
             low, high = (int(bound) if bound.is_Integer else None for bound in (found.lower, found.upper))
