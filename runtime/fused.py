@@ -38,7 +38,7 @@ for _schema in _SCHEMAS:
 
 
 def _lacking() -> str | None:
-    """Return what Triton needs to build a kernel and does not find here; None if nothing is missing."""
+    """Return the name of something that Triton needs to build kernels and this machine lacks; None if nothing."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton"
     compiler = os.environ.get("CC")

@@ -287,7 +287,7 @@ def _checked(value: Any) -> Any:
 
 
 def _differences(setup: Setup, target: Target, version: str, text: str, path: str) -> tuple[list[str], dict[str, str]]:
-    """Return what is said elsewhere, and name -> text of what the target runs otherwise."""
+    """Return the values that are said elsewhere, and name -> text on every value that the target runs otherwise."""
     wanted = values(setup)
     given = {name: wanted[name] for name in target.elsewhere}
     try:

@@ -198,7 +198,7 @@ class ModelGraph:
 
     @property
     def loss_counts(self) -> tuple[LossCount, ...]:
-        """Return what every denominator of the loss counts."""
+        """Return the count behind every denominator of the loss."""
         return (LossCount(self.loss_count, self.loss_target, self.ignore_index), *self.more_counts)
 
     @property

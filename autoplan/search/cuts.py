@@ -1,4 +1,4 @@
-"""Where to cut the pipeline and what to recompute: exact for one candidate, given its prices.
+"""Cuts of the pipeline and recompute of each stage: exact for one candidate, given its prices.
 
 The step never gets shorter if an action gets longer. So for a given cut, the best choice on every stage is the least
 recompute that fits. Cuts are searched depth first, from the first stage to the last, by the bound
@@ -329,7 +329,7 @@ class Cutter:
         return worst_of(found)
 
     def any_shortage(self) -> Shortage:
-        """Return what one stage of the most even cut lacks, perhaps not the one that lacks most."""
+        """Return the shortage of one stage of the most even cut, perhaps not the largest."""
         for s, units in enumerate(ranges_of(self._most_even())):
             memory = self.memory_of(s, units, self._counts(units, self._num_layers(units))[-1])
             if not self.room.fits(memory):

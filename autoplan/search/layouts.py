@@ -409,7 +409,7 @@ def layout_problem(request: PlanRequest, costs: Costs, cut: _Cut) -> tuple[tuple
 
 
 def cut_of(config: ParallelConfig, experts: ExpertDegrees | None) -> _Cut:
-    """Return what of a configuration decides the problem of its layouts."""
+    """Return the choices of a configuration that determine the problem of its layouts."""
     own = experts is not None and experts.executed and experts.dispatches(config.tp) and config.tp > 1
     return config.tp, config.micro_batch_size, config.cp, own
 

@@ -242,7 +242,7 @@ class LeastMemory:
         return self._each[key]
 
     def _key(self, config: ParallelConfig) -> tuple[object, ...]:
-        """Return what the bytes per element of a parameter depend on."""
+        """Return the values that the bytes per element of a parameter depend on, as a key."""
         c = config
         degrees = c.dp, c.cp, c.tp, c.ep, c.etp, c.zero_stage, c.zero_replicas, num_copies(c.schedule), c.offload
         key = (*degrees, c.num_micro_batches == 1)
@@ -361,7 +361,7 @@ class _Choices:
         return {}
 
     def _beyond(self, held: float) -> Array:
-        """Return by unit the bytes beyond the least of `held` micro-batches while it runs, of its best choice."""
+        """Return the bytes that each unit needs beyond the least of `held` micro-batches, under its best choice."""
         found = self._known.get(held)
         if found is None:
             both = np.where(np.isinf(self.kept), np.inf, held * self.kept + self.transient).min(axis=0)

@@ -394,7 +394,7 @@ class MemoryModel:
         return found
 
     def _rank_states(self, mine: tuple[range, ...]) -> _RankStates:
-        """Return what recompute does not change in the memory of a rank with these chunks."""
+        """Return the memory of a rank with these chunks that recompute does not change."""
         found = self._known_states.get(mine)
         if found is None:
             units = [u for chunk in mine for u in chunk]

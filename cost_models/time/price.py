@@ -252,7 +252,7 @@ class Pricer:
         return step_of(timeline.rank_end_s, after, self.fixed_s)
 
     def after_pipeline(self, units: Sequence[int], which: str) -> AfterPipeline:
-        """Return what follows the actions of the pipeline on a rank with these units."""
+        """Return the seconds after the last pipeline action of a rank with these units."""
         table = self._table(which)
         return AfterPipeline(
             self._reductions_s(units, which),
