@@ -83,7 +83,7 @@ def one_dropout(device: torch.device) -> bool:
 def cuda_capability(device: torch.device) -> tuple[int, int] | None:
     """Return the compute capability of a CUDA device; None for other devices, and where no GPU is to be seen.
 
-    torch's own function breaks the graph of a compiled block: its result is no tensor.
+    torch's own function breaks the graph of a compiled block: its result is not a tensor.
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return None

@@ -97,7 +97,7 @@ class StateMethods:
         """
         if self.exporter is None:
             raise AgreedRuntimeError(
-                f"{self.spec.model} is no model of transformers; use pm.state_dict() or pm.save_checkpoint()"
+                f"{self.spec.model} is not a model of transformers; use pm.state_dict() or pm.save_checkpoint()"
             )
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.exporter.write(Path(folder), self._state.whole, rank, self.device)

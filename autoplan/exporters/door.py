@@ -60,7 +60,7 @@ class ConfigFile:
             file decides, by name. What it leaves to the target has the target's default.
         like: the stack that runs it, NAME@YY.MM.
         open: choices that the file does not decide: name -> where they are decided.
-        not_read: fields of the target that the file has and that were not used, and values that are no literals.
+        not_read: fields of the target that the file has and that were not used, and values that are not literals.
         faults: what the target itself would refuse, with the nearest that works.
         warnings: what it takes, but is seldom meant.
     """

@@ -145,7 +145,7 @@ class Python:
         return "\n".join([*lines, f"    return {variable}"]) + "\n"
 
     def read(self, text: str, where: str) -> dict[str, Any]:
-        """Return the values by path; paths of what is no literal begin with `?`."""
+        """Return the values by path; the path of a value that is not a literal begins with `?`."""
         return read_python(text, where)
 
 
@@ -180,7 +180,7 @@ class PythonCall:
         return "\n".join([commented(heading), *imports, *self.head, *lines, "        **settings,", "    )"]) + "\n"
 
     def read(self, text: str, where: str) -> dict[str, Any]:
-        """Return the values by path; paths of what is no literal begin with `?`."""
+        """Return the values by path; the path of a value that is not a literal begins with `?`."""
         return read_python(text, where)
 
 

@@ -490,7 +490,7 @@ def updated_of(
     known = {id(parameter): Updated(name, parameter, whole) for name, parameter, whole in shown}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if any(id(p) not in known and p.numel() for p in params):
-        raise ValueError("the optimizer updates tensors that are no parameters of this program (pm.parameters())")
+        raise ValueError("the optimizer updates tensors that are not parameters of this program (pm.parameters())")
     held = {id(p) for p in params}
     return [u for u in known.values() if id(u.parameter) in held]
 

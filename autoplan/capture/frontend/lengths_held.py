@@ -43,7 +43,7 @@ class Lengths:
         """Return a size of the trace as a polynomial; the bounds become those for which it is one.
 
         Raises:
-            CaptureError: for a size that depends on the data, or is no polynomial.
+            CaptureError: for a size that depends on the data, or is not a polynomial.
         """
         return Expr.of(size) if isinstance(size, int) else self._polynomial(size.node.expr)
 
