@@ -32,6 +32,7 @@ from autoplan.profiler.links import measure_stragglers
 from autoplan.profiler.ops import Clock, cache_bytes, measure_op
 from autoplan.profiler.small_programs import DECODER_INPUT, HIDDEN_SIZE, decoder_program, decoder_tasks, tiny_program
 from autoplan.runtime.convert import all_gather, all_reduce, record_collectives, reduce_scatter
+from autoplan.runtime.exchange import ReduceScatterByExchange
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.optim import on_local_shards
@@ -136,7 +137,7 @@ class _Runs:
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: dist.all_reduce(whole),
             "all_gather": lambda: dist.all_gather(list(whole.chunk(world)), part),
-            "reduce_scatter": lambda: dist.reduce_scatter(part, list(whole.chunk(world))),
+            "reduce_scatter": lambda: ReduceScatterByExchange()(part, whole, dist.group.WORLD, dist.ReduceOp.SUM),
             "send_recv": lambda: _exchange(whole, rank ^ 1) if rank ^ 1 < world else None,
         }
         return self.median(lambda: [calls[kind]() for _ in range(20)]) / 20
