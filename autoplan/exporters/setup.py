@@ -106,7 +106,7 @@ class Setup:
 
     @property
     def context_method(self) -> str | None:
-        """The method of context parallelism that all blocks share; None without cp, without a method, or if they differ.
+        """The method of context parallelism that all blocks share; None without cp or if they differ.
 
         A searched plan names the method of each block.
         """
