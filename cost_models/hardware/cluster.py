@@ -276,9 +276,9 @@ class Cluster(Nodes):
         return cls.of_nodes(read_nodes(path))
 
     @classmethod
-    def of_mapping(cls, data: object, where: str = "cluster") -> Cluster:
-        """Return the cluster of a mapping with the keys of a YAML file; errors call it `where`."""
-        return cls.of_nodes(nodes_from_data(data, where))
+    def of_mapping(cls, data: object) -> Cluster:
+        """Return the cluster of a mapping with the keys of a YAML file."""
+        return cls.of_nodes(nodes_from_data(data, "cluster"))
 
     @staticmethod
     def parse(text: str, world_size: int = 1, device_type: str = "cpu") -> Cluster:

@@ -145,7 +145,7 @@ BAD = [
     (("plan", *TASK, "--pin", "pt=2"), "unknown pin 'pt'"),
     (("plan", *TASK, "--pin", "tp"), "not name=value"),
     (("plan", *TASK, "--pin", "tp=2", "--pin", "tp=4"), "given twice"),
-    (("plan", *TASK, "--pin", "stages=a,b"), "whole numbers with commas"),
+    (("plan", *TASK, "--pin", "stages=a,b"), "whole numbers separated by commas"),
     (("plan", *TASK, "--mode", "turbo"), "use eager, fused, compiled"),
     (("plan", *TASK, "--precision", "int4"), "'int4' is not known; use native, bf16"),
     (("plan", *TASK, "--dispatcher", "deep"), "dispatcher 'deep' is not known; use alltoall, flex, flex_fp8"),
