@@ -128,14 +128,18 @@ class Like:
             stage = kernels.zero_stages[0]
             out["zero_stage"] = 1 if stage == 3 and keeps else stage
         out.setdefault("recompute", self.stack.recompute_at(*self._where)[0])
-        plain = pp > 1 and out.get("schedule") is None and int(out.get("virtual_stages") or 1) == 1
-        if plain and PLAIN_SCHEDULE not in self.can.schedules:
-            out["schedule"] = self.can.schedules[0]
+        out |= self._schedule(given, pp)
         if num_experts and tp > 1 and "etp" not in out:
             ep, usual = int(out.get("ep") or 1), (1, None) if self.stack.experts_whole(self.year) else (None, 1)
             found = next((etp for etp in usual if stage_ranks % (ep * (etp or tp)) == 0), None)
             out |= {} if found is None else {"etp": found}
         return out
+
+    def _schedule(self, given: Mapping[str, Any], pp: int) -> dict[str, str]:
+        """Return the schedule of a stack that does not run the plain one, if none is given; empty otherwise."""
+        if pp == 1 or given.get("schedule") is not None or PLAIN_SCHEDULE in self.can.schedules:
+            return {}
+        return {} if int(given.get("virtual_stages") or 1) > 1 else {"schedule": self.can.schedules[0]}
 
     def texts(self, device: str) -> list[str]:
         """Return what was given against the stack, as `name=value (the stack: value)`."""
