@@ -367,11 +367,18 @@ class _Search:
 
     def _search_offloads(self, candidates: Sequence[ParallelConfig]) -> None:
         """Bound candidates with offload, of degrees with a bound, then take them best first."""
-        new = [c for c in candidates if c not in self.bounds]
-        self.bounds |= {c: self.first_bounds[c.but(offload=())] for c in new}
+        new: dict[ParallelConfig, list[ParallelConfig]] = {}
+        for c in candidates:
+            if c not in self.bounds:
+                new.setdefault(c.but(offload=()), []).append(c)
+        enough = self.plans.enough_s()
         with self.phases.spent("bounds"):
             for members in grouped(new):
-                self._bound_states(members, self.plans.enough_s())
+                left: list[ParallelConfig] = []
+                for kept, bound in zip(members, self.points.offloaded_bounds_s(members), strict=True):
+                    self.bounds |= dict.fromkeys(new[kept], max(self.first_bounds[kept], bound))
+                    left += new[kept] if bound < enough else []
+                self._bound_states(left, enough)
         self._best_first({c: self.bounds[c] for c in candidates})
 
     def _offload_near_best(self) -> None:
