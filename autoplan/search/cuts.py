@@ -117,9 +117,9 @@ class Cutter:
         self.__dict__.pop("windows", None)
 
     def quick_bound_s(self) -> float:
-        """Return a lower bound on the step time that ignores memory and legal cuts (see `_spread`)."""
+        """Return a lower bound on the step time that ignores memory and legal cuts (see `spread_s`)."""
         total = float(self.time[-1]) + self.pp * self.stage_s
-        return _spread(total, self.pp, self.m) + self.after_s
+        return spread_s(total, self.pp, self.m) + self.after_s
 
     def _selective(self) -> Array:
         p = self.pricer
@@ -347,7 +347,7 @@ class Cutter:
         return self.shortage()
 
 
-def _spread(total_s: float, num_stages: int, num_micro_batches: int) -> float:
+def spread_s(total_s: float, num_stages: int, num_micro_batches: int) -> float:
     """Return the least of `max_s (m T_s + sum_{i<s} T_i)` over all ways to spread `total_s` over stages.
 
     All terms are equal at the optimum: T_s = T_{s-1} (m - 1) / m, so T_0 m (1 - ((m - 1) / m)^p) is the total.
