@@ -87,6 +87,7 @@ class LayoutCache:
         self._found: dict[_Key, CandidateLayout] = {}
         self._layouts: dict[_Cut, tuple[tuple[Axis, ...], IntraSolution] | None] = {}
         self._lowered: dict[tuple[_Cut, MethodChoice], LoweredModel] = {}
+        self._first_lowered: dict[_Cut, LoweredModel] = {}  # under the methods that were asked for first
         self._op_times: dict[int, tuple[BlockWork, OpTimes]] = {}
         self._stopped: dict[_Cut, float] = {}  # the limit that was too short
         self._worth: dict[tuple[int, int, int], list[MethodChoice]] = {}
@@ -185,7 +186,9 @@ class LayoutCache:
         made = self._lowered.get((cut, methods))  # shared by all degrees of experts
         if made is None:
             op_costs = self._op_costs(axes, cut, methods)
-            made = self._lowered[cut, methods] = lower_all(self.request.graph, solution.selection, op_costs)
+            like = self._first_lowered.get(cut)
+            made = self._lowered[cut, methods] = lower_all(self.request.graph, solution.selection, op_costs, like)
+            self._first_lowered.setdefault(cut, made)
         work = workload(self.request.graph, solution.selection, made.op_costs, experts, ends, made)
         like = self.request.facts.like
         if like is not None:  # recompute that the stack cannot do is not looked at
