@@ -186,8 +186,8 @@ class LayoutCache:
         made = self._lowered.get((cut, methods))  # shared by all degrees of experts
         if made is None:
             op_costs = self._op_costs(axes, cut, methods)
-            like = self._first_lowered.get(cut)
-            made = self._lowered[cut, methods] = lower_all(self.request.graph, solution.selection, op_costs, like)
+            first = self._first_lowered.get(cut)
+            made = self._lowered[cut, methods] = lower_all(self.request.graph, solution.selection, op_costs, first)
             self._first_lowered.setdefault(cut, made)
         work = workload(self.request.graph, solution.selection, made.op_costs, experts, ends, made)
         like = self.request.facts.like
