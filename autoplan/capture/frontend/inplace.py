@@ -23,6 +23,7 @@ ALLOCATIONS = frozenset(
     {"aten.new_empty.default", "aten.empty.memory_format", "aten.empty_like.default", "aten.new_zeros.default"}
 )
 FILLED = {"aten.new_zeros.default": 0}  # the value of elements that are never written, for allocations that have one
+_MOST_WRITES = 256  # of a program that is made functional
 _DATA = cast(Any, torch.Tensor.data).__get__
 
 
@@ -143,13 +144,14 @@ def can_be_functional(program: torch.export.ExportedProgram) -> bool:
 
     The marks of layers hand on copies, so that a change behind one would not be seen before it. Nor may a tensor be
     changed past autograd, through `detach` or under no_grad: it keeps the gradient that it had before, and a functional
-    program would cut it off.
+    program would cut it off. Nor may there be very many of them, each of which becomes several ops (a mask that is
+    written token by token).
     """
     found = _mutable(program)
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
     writers = [node for graph in graphs for node in graph.nodes if node.target in found]
     changed, aliases = [cast(fx.Node, node.args[0]) for node in writers], Aliases()
-    return bool(writers) and not any(_of_a_mark(x, aliases) or _past_autograd(x, program, aliases) for x in changed)
+    return 0 < len(writers) <= _MOST_WRITES and not any(_of_a_mark(x, aliases) or _past_autograd(x, program, aliases) for x in changed)
 
 
 def _past_autograd(value: fx.Node, program: torch.export.ExportedProgram, aliases: Aliases) -> bool:
