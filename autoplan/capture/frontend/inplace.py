@@ -151,7 +151,9 @@ def can_be_functional(program: torch.export.ExportedProgram) -> bool:
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
     writers = [node for graph in graphs for node in graph.nodes if node.target in found]
     changed, aliases = [cast(fx.Node, node.args[0]) for node in writers], Aliases()
-    return 0 < len(writers) <= _MOST_WRITES and not any(_of_a_mark(x, aliases) or _past_autograd(x, program, aliases) for x in changed)
+    return 0 < len(writers) <= _MOST_WRITES and not any(
+        _of_a_mark(x, aliases) or _past_autograd(x, program, aliases) for x in changed
+    )
 
 
 def _past_autograd(value: fx.Node, program: torch.export.ExportedProgram, aliases: Aliases) -> bool:

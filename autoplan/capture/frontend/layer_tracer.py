@@ -2,10 +2,10 @@
 
 Every element of an outermost `nn.ModuleList` is a layer. So are the blocks of an `nn.Sequential` or `nn.ModuleDict`,
 two or more modules of one class that have modules of their own; single operations between them (a convolution, a norm)
-are not layers. Where no two of the elements are alike, but those inside them are (stages of a vision model), the layers
-are those inside. During the export a layer's forward is wrapped. The first of several identical layers is traced in full
-between two marker ops; each of the others becomes one opaque op. The cost of a capture then does not grow with depth,
-while everything outside the layers (loops, per-layer glue) is traced as it is.
+are not layers. Where no two of the elements are alike, but those inside them are (stages of a vision model), the
+layers are those inside. During the export a layer's forward is wrapped. The first of several identical layers is traced
+in full between two marker ops; each of the others becomes one opaque op. The cost of a capture then does not grow with
+depth, while everything outside the layers (loops, per-layer glue) is traced as it is.
 
 Identity is proved, not assumed: same module classes, parameter and buffer shapes, and plain attributes. Attributes that
 differ among such layers (`layer_idx`, `sliding_window`) are watched while one of them runs. Another layer is identical
