@@ -51,7 +51,10 @@ class ReduceScatterByExchange:
     ) -> dist.Work | None:
         """Sum `input_tensor` [ranks * n] over the group; `output_tensor` [n] gets this rank's part of the sum."""
         if async_op or op != dist.ReduceOp.SUM or dist.get_backend(group) != dist.Backend.GLOO:
-            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            work: dist.Work | None = dist.reduce_scatter_tensor(
+                output_tensor, input_tensor, op=op, group=group, async_op=async_op
+            )
+            return work
         torch.ops.autoplan_exchange.reduce_scatter(output_tensor, input_tensor, group.group_name)
         return None
 

@@ -174,8 +174,8 @@ class OffloadedActivations:
 
     Like `torch.autograd.graph.save_on_cpu`, but without copying parameters or several views of one storage, or what is
     on the host already. On a CPU it copies too, so that the same code runs everywhere, but not back, since the copy is
-    where it is needed. On CUDA the copies run beside the computation (`autoplan.runtime.side_stream`), so an operation that changes a tensor in place after autograd
-    saved it would corrupt it.
+    where it is needed. On CUDA the copies run beside the computation (`autoplan.runtime.side_stream`), so an operation
+    that changes a tensor in place after autograd saved it would corrupt it.
 
     Args:
         resident: parameters and buffers, which stay on the device.

@@ -36,6 +36,7 @@ from autoplan.runtime.exchange import ReduceScatterByExchange
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.optim import on_local_shards
+from autoplan.runtime.private import default_group
 from autoplan.runtime.spec import ProgramSpec
 from autoplan.runtime.split_backward import backward_input, backward_weight
 
@@ -137,7 +138,7 @@ class _Runs:
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: dist.all_reduce(whole),
             "all_gather": lambda: dist.all_gather(list(whole.chunk(world)), part),
-            "reduce_scatter": lambda: ReduceScatterByExchange()(part, whole, dist.group.WORLD, dist.ReduceOp.SUM),
+            "reduce_scatter": lambda: ReduceScatterByExchange()(part, whole, default_group(), dist.ReduceOp.SUM),
             "send_recv": lambda: _exchange(whole, rank ^ 1) if rank ^ 1 < world else None,
         }
         return self.median(lambda: [calls[kind]() for _ in range(20)]) / 20
