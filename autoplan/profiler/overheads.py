@@ -135,10 +135,11 @@ class _Runs:
             return 0.0 if found is None else found.mid
         whole, part = torch.zeros(16 * self.job.world), torch.zeros(16)
         rank, world = self.job.rank, self.job.world
+        exchange, everyone = ReduceScatterByExchange(), default_group()
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: dist.all_reduce(whole),
             "all_gather": lambda: dist.all_gather(list(whole.chunk(world)), part),
-            "reduce_scatter": lambda: ReduceScatterByExchange()(part, whole, default_group(), dist.ReduceOp.SUM),
+            "reduce_scatter": lambda: exchange(part, whole, everyone, dist.ReduceOp.SUM),
             "send_recv": lambda: _exchange(whole, rank ^ 1) if rank ^ 1 < world else None,
         }
         return self.median(lambda: [calls[kind]() for _ in range(20)]) / 20
