@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from autoplan.capture.frontend.written_out import written_attention
+
 WIDE = torch.float64
 _READ_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]  # of a C descriptor
 _CASTS = frozenset((torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16))
@@ -57,6 +59,9 @@ class Wide(TorchFunctionMode):
             return self._backward(*args, **given)
         if func is F.dropout or func is torch.dropout:
             return _dropout(*args, **given)
+        if func is F.scaled_dot_product_attention and (given.get("dropout_p") or any(args[4:5])):
+            with self:  # whose kernel would draw
+                return written_attention(*args, **given)
         if func in _OF_NUMBERS:
             if func in _LIKE and given.get("dtype") is None and args[0].dtype is WIDE:
                 given["dtype"] = self.shown
