@@ -5,10 +5,11 @@
 Once everything is imported, the kernel gives a process no more private memory (RLIMIT_DATA of setrlimit(2): heap,
 anonymous maps and everything else that is written) than a part of the model's parameters in float32. glibc keeps no
 freed tensors (MALLOC_MMAP_THRESHOLD_ of mallopt(3)): with its default, `fully_shard` runs out of memory in its first
-step, and with 1 MiB tensor parallelism does, whose gradients are smaller and lie between freed activations. Under this limit four processes start from a model on the meta device and make a step of SGD: by PyTorch's
-`fully_shard`, and by `parallelize` with the model's own initialisation (saved with `save_pretrained` before the step)
-and with these files, under ZeRO 3, pp and tp. Controls: the same with the model built on every rank must fail for want of
-memory, and one process without a limit that loads the files with `from_pretrained` must have the same loss.
+step, and with 1 MiB tensor parallelism does, whose gradients are smaller and lie between freed activations. Under this
+limit four processes start from a model on the meta device and make a step of SGD: by PyTorch's `fully_shard`, and by
+`parallelize` with the model's own initialisation (saved with `save_pretrained` before the step) and with these files,
+under ZeRO 3, pp and tp. Controls: the same with the model built on every rank must fail for want of memory, and one
+process without a limit that loads the files with `from_pretrained` must have the same loss.
 """
 
 from __future__ import annotations
