@@ -111,6 +111,7 @@ class _Walk:
         self.steps: list[GradientStep] = []
         self.params: set[str] = set()
         self.given: frozenset[str] = frozenset()  # inputs, parameters and buffers
+        self.sums: dict[int, int] = {}  # storage of a softmax -> that of its sums, without which it is not computed again
         self.parts: list[tuple[bool, bool]] = []  # of every statement: fused and computed again by a compiler
         self.logits = logits(lowered.statements) if kernels.narrow_logits else frozenset[str]()
         self.narrow: dict[int, int] = {}  # storage -> storage of its 8-bit copy
@@ -251,7 +252,8 @@ class _Walk:
             maker = makers.get(storage)
             if storage in there or maker is None:
                 return frozenset((storage,))
-            return frozenset[int]().union(*(sources(self.tensors[v].storage) for v in maker.reads))
+            sums = frozenset(s for s in (self.sums.get(storage),) if s is not None)
+            return sums.union(*(sources(self.tensors[v].storage) for v in maker.reads))
 
         for step in self.steps:
             extra = frozenset(step.extra)
@@ -328,6 +330,8 @@ class _Walk:
         if known.kind is OpKind.PRODUCT:
             ins, copied = self._folded(op, ins, facts)
             forward += copied
+        if known.kind is OpKind.SOFTMAX and self.kernels.compiled:
+            self.sums[outs[0].storage] = self.new(compiled_kernels.softmax_sums(facts))
         for name in kept(facts, rule):
             k = int(name[1:])
             tensor = (ins if name[0] == "x" else outs)[k]

@@ -24,7 +24,12 @@ from autoplan.ops.table import op_has, op_kind, saved_rule
 from autoplan.units import DTYPE_BYTES
 
 _INT64, _FLOAT32 = DTYPE_BYTES["int64"], DTYPE_BYTES["float32"]
-_FUSED = frozenset((OpKind.ELEMENTWISE, OpKind.VIEW, OpKind.REDUCTION, OpKind.JOIN, OpKind.NORM, OpKind.FACTORY))
+_FUSED = frozenset(
+    (
+        *(OpKind.ELEMENTWISE, OpKind.VIEW, OpKind.REDUCTION, OpKind.JOIN),
+        *(OpKind.NORM, OpKind.SOFTMAX, OpKind.FACTORY),
+    )
+)
 IN_GRAPH = "bfloat16"  # experts in this dtype are plain operations of the graph (`runtime.expert_products.IN_GRAPH`)
 
 
@@ -56,6 +61,12 @@ def fused(f: OpFacts) -> bool:
 def again(f: OpFacts) -> bool:
     """Return True if the backward may compute an operation again. Concatenations only take others in."""
     return fused(f) and op_kind(f.op) is not OpKind.JOIN
+
+
+def softmax_sums(f: OpFacts) -> int:
+    """Return the bytes of the maximum and the sum of exponentials of every row, from which a softmax follows again."""
+    out = f.outputs[0]
+    return 2 * (out.num_elements // out.shape[f.attrs["dim"]]) * statistics_bytes(out.dtype)
 
 
 def _norm_extra(f: OpFacts) -> tuple[int, ...]:
