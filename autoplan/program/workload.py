@@ -40,12 +40,20 @@ class LoweredModel:
     blocks: Mapping[str, LoweredBlock]
     activation_bytes: Mapping[str, Activations]
 
+    def activations_with(self, experts: ExpertDegrees | None) -> Mapping[str, Activations]:
+        """Return the activations of the blocks; a compiler sees other experts where tokens travel to them."""
+        return self.activation_bytes if experts is None else self._spread
+
+    @functools.cached_property
+    def _spread(self) -> Mapping[str, Activations]:
+        if not self.op_costs.kernels.compiled:
+            return self.activation_bytes
+        return {**self.activation_bytes, **_activations(self.blocks, self.op_costs, spread=True)}
+
     @functools.cached_property
     def without_experts(self) -> Mapping[str, tuple[LoweredBlock, BlockWork]]:
         """The statements after all passes, and their work, of every block that degrees of experts do not change."""
-        plain = (
-            n for n, low in self.blocks.items() if not any(op_kind(x.op) is OpKind.EXPERTS for x in low.block.nodes)
-        )
+        plain = (n for n, low in self.blocks.items() if not _has_experts(low.block))
         return {n: _finished(self, n, None) for n in plain}
 
     @functools.cached_property
@@ -57,17 +65,28 @@ class LoweredModel:
 def lower_all(graph: ModelGraph, selection: Selection, op_costs: OpCosts) -> LoweredModel:
     """Lower every block under a selection that was solved for the sub-axes of `op_costs`."""
     lowered = {n: BlockLowering(graph, b, selection, op_costs.axes).run() for n, b in graph.blocks.items()}
-    activation_bytes = {
+    return LoweredModel(op_costs, lowered, _activations(lowered, op_costs))
+
+
+def _activations(
+    lowered: Mapping[str, LoweredBlock], op_costs: OpCosts, spread: bool = False
+) -> dict[str, Activations]:
+    """Return the activations of all blocks, or with `spread` of those with experts, whose tokens travel to them."""
+    return {
         n: activations(
             low,
             op_costs.env,
             dtypes=op_costs.remapped,
             device_type=op_costs.device_type,
-            kernels=replace(op_costs.kernels, method=op_costs.methods.get(n)),
+            kernels=replace(op_costs.kernels, method=op_costs.methods.get(n), spread=spread),
         )
         for n, low in lowered.items()
+        if not spread or _has_experts(low.block)
     }
-    return LoweredModel(op_costs, lowered, activation_bytes)
+
+
+def _has_experts(block: Block) -> bool:
+    return any(op_kind(node.op) is OpKind.EXPERTS for node in block.nodes)
 
 
 def workload(
@@ -91,7 +110,7 @@ def workload(
     experts = _elsewhere(experts, op_costs)
     made = lower_all(graph, selection, op_costs) if made is None else made
     lowered, blocks = _blocks(made, experts)
-    activation_bytes = with_dispatch(made.activation_bytes, lowered, blocks, op_costs, experts)
+    activation_bytes = with_dispatch(made.activations_with(experts), lowered, blocks, op_costs, experts)
     unit_calls, layers = pipeline_units(graph, ends), frozenset(layer_calls(graph))
     by_name, free = {c.name: c for c in graph.calls}, graph.free_calls()
     units = [[by_name[n] for n in unit] for unit in unit_calls]
@@ -147,7 +166,7 @@ def _finished(made: LoweredModel, name: str, experts: ExpertDegrees | None) -> t
     op_costs = made.op_costs
     stack = PassFacts(op_costs.context, op_costs.methods, experts, op_costs.kernels)
     lowered, calls = rewritten(made.blocks[name], stack), op_costs.graph.calls
-    work = _block(lowered, made.activation_bytes[name], op_costs)
+    work = _block(lowered, made.activations_with(experts)[name], op_costs)
     at_end = name == calls[-1].block and sum(c.block == name for c in calls) == 1
     if at_end and work.gathered is Gathered.TWICE:
         work = replace(work, gathered=Gathered.LAST)
