@@ -66,7 +66,8 @@ def again(f: OpFacts) -> bool:
 def softmax_sums(f: OpFacts) -> int:
     """Return the bytes of the maximum and the sum of exponentials of every row, from which a softmax follows again."""
     out = f.outputs[0]
-    return 2 * (out.num_elements // out.shape[f.attrs["dim"]]) * statistics_bytes(out.dtype)
+    rows = out.num_elements // out.shape[int(f.attrs["dim"])]
+    return 2 * rows * statistics_bytes(out.dtype)
 
 
 def _norm_extra(f: OpFacts) -> tuple[int, ...]:

@@ -113,9 +113,7 @@ class _Partition:
         out = {s for statement in t.statements if not statement.fused for s in statement.needs}
         for s in {*t.storages, *self.needed}:
             made = t.statements[self.maker[s]] if s in self.maker else None
-            if made is None or not made.again:
-                out.add(s)
-            elif t.sizes[s] * _SUM < sum(t.sizes[t.storages[v]] for v in made.reads):
+            if made is None or not made.again or t.sizes[s] * _SUM < sum(t.sizes[t.storages[v]] for v in made.reads):
                 out.add(s)
         return out | self._far_apart()
 
