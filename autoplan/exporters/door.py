@@ -59,7 +59,7 @@ class ConfigFile:
         says: the choices of ParallelConfig and RunOptions, the precision, mode, seq_len and global_batch_size that the
             file decides, by name. What it leaves to the target has the target's default.
         like: the stack that runs it, NAME@YY.MM.
-        open: name -> where it is said, of what the file does not decide.
+        open: choices that the file does not decide: name -> where they are decided.
         not_read: fields of the target that the file has and that were not used, and values that are no literals.
         faults: what the target itself would refuse, with the nearest that works.
         warnings: what it takes, but is seldom meant.
@@ -178,7 +178,11 @@ _IDLE = frozenset(("compute_environment", "machine_rank", "base_config", "hardwa
 
 
 def _read(target: Target, document: Document, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[PinError]]:
-    """Return what the fields say and which refuse the file; `given` stands for what the file says elsewhere."""
+    """Return the choices that the fields read and the errors of those that refuse the file.
+
+    Args:
+        given: choices that the file cannot hold, and that the target takes from elsewhere.
+    """
     known = {name: value for name, value in given.items() if value is not None and name in target.elsewhere}
     says: dict[str, Any] = {}
     refused: list[PinError] = []

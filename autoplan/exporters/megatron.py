@@ -320,7 +320,7 @@ def _tp_for_sequences(document: Document, found: Values) -> str | None:
 
 
 def _said_of_experts(setting: str, why: str) -> TargetRule:
-    """Return the rule that a setting is said for a model with experts, whose default is seldom meant."""
+    """Return the rule that a file for a model with experts gives this setting, whose default is seldom meant."""
 
     def found(document: Document, found: Values) -> str | None:
         if not document.task.num_experts or any(document.has(path) for path in (setting, f"model.{setting}")):
