@@ -143,6 +143,9 @@ class PooledCutter(Cutter):
         """The arrays of all stages, each from its pool."""
         return Windows.joined([cutter.windows for cutter in self.cutters], self.pools)
 
+    def _look_below(self, step_s: float) -> Windows:
+        return self.windows  # of all cuts
+
     def _step_s(self, chunks: tuple[int, ...], recompute: tuple[int, ...]) -> float:
         return self.pooled.step_s(chunks, recompute)
 
