@@ -44,7 +44,7 @@ from autoplan.program.activation_bytes import Activations
 from autoplan.program.gradients import GradientStep, MadeGradient, backward_peak
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.megatron_modules import DISCARDING, modules
-from autoplan.program.partition import Traced, Traffic, least_kept
+from autoplan.program.partition import Traced, TracedBlock, least_kept
 from autoplan.program.regions import Flow, Region, choices, logits, regions
 from autoplan.program.statements import Convert, LoweredBlock, Op
 from autoplan.units import DTYPE_BYTES
@@ -248,7 +248,7 @@ class _Walk:
 
         Transients remain those of single operations: an upper bound.
         """
-        makers, there = self.makers(), least_kept(self._traffic())
+        makers, there = self.makers(), least_kept(self._traced())
 
         def sources(storage: int) -> frozenset[int]:
             maker = makers.get(storage)
@@ -261,7 +261,7 @@ class _Walk:
             extra = frozenset(step.extra)
             step.saved = extra.union(*(sources(s) for s in sorted(step.saved - extra)))
 
-    def _traffic(self) -> Traffic:
+    def _traced(self) -> TracedBlock:
         """Return the statements as the partition sees them, with sizes relative to their greatest common divisor."""
         number = {var: i for i, var in enumerate(self.tensors)}
         traced = tuple(
@@ -275,7 +275,7 @@ class _Walk:
         )
         unit = gcd(*self.storages) or 1
         given = (self.tensors[var].storage for var in self.given)
-        return Traffic(
+        return TracedBlock(
             traced,
             tuple(t.storage for t in self.tensors.values()),
             tuple(size // unit for size in self.storages),

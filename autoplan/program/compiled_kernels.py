@@ -30,10 +30,10 @@ _FUSED = frozenset(
         *(OpKind.NORM, OpKind.SOFTMAX, OpKind.FACTORY),
     )
 )
-IN_GRAPH = "bfloat16"  # experts in this dtype are plain operations of the graph (`runtime.expert_products.IN_GRAPH`)
+_IN_GRAPH = "bfloat16"  # experts in this dtype are plain operations of the graph (`runtime.expert_products.IN_GRAPH`)
 
 
-def rule_of(f: OpFacts, spread: bool) -> SavedRule | None:
+def compiled_rule(f: OpFacts, spread: bool) -> SavedRule | None:
     """Return the rule of an operation that keeps something else than `autoplan.ops.saved` says, else None.
 
     Args:
@@ -44,7 +44,7 @@ def rule_of(f: OpFacts, spread: bool) -> SavedRule | None:
         return replace(known, extra=_norm_extra)
     if kind is OpKind.LOSS and f.device_type == "cpu":
         return replace(known, keeps=keeps("x0<0 x1<0").keeps, extra=_loss_extra)
-    if kind is OpKind.EXPERTS and not spread and not f.special and f.inputs[0].dtype == IN_GRAPH:
+    if kind is OpKind.EXPERTS and not spread and not f.special and f.inputs[0].dtype == _IN_GRAPH:
         return replace(known, keeps=keeps("x2<0,2,3,4").keeps, extra=_experts_extra)
     if op_has(f.op, Trait.RANDOM) and f.device_type == "cpu":
         return replace(known, extra=_dropout_extra)

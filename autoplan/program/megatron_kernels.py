@@ -96,7 +96,7 @@ def rule_of(f: OpFacts, kernels: Kernels) -> SavedRule | None:
     if what is OpKind.ATTENTION and kernels.context > 1 and not kernels.fused:
         return _gathered(kernels.context)
     if kernels.compiled:
-        return compiled_kernels.rule_of(f, kernels.spread)
+        return compiled_kernels.compiled_rule(f, kernels.spread)
     if not kernels.megatron:
         return None
     if what is OpKind.ATTENTION:  # our plain form slices windows, and repeats keys where there are masks

@@ -46,7 +46,7 @@ class Traced:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class TracedBlock:
     """The statements of a block and the memory of its variables.
 
     Attributes:
@@ -66,31 +66,31 @@ class Traffic:
 
 
 @functools.lru_cache(maxsize=4096)
-def least_kept(traffic: Traffic) -> frozenset[int]:
+def least_kept(block: TracedBlock) -> frozenset[int]:
     """Return the storages that cross from the forward to the backward, those given included."""
-    return _Partition(traffic).cut()
+    return _Partition(block).cut()
 
 
 class _Partition:
-    def __init__(self, traffic: Traffic) -> None:
-        self.traffic = traffic
+    def __init__(self, block: TracedBlock) -> None:
+        self.block = block
         self.readers: dict[int, list[int]] = {}
         self.maker: dict[int, int] = {}  # storage -> the statement that makes it
         self.makes: dict[int, int] = {}  # variable -> statement
-        for k, statement in enumerate(traffic.statements):
+        for k, statement in enumerate(block.statements):
             for v in statement.reads:
                 self.readers.setdefault(v, []).append(k)
-            viewed = {traffic.storages[v] for v in statement.reads}
+            viewed = {block.storages[v] for v in statement.reads}
             for v in statement.writes:
                 self.makes[v] = k
-                if traffic.storages[v] not in viewed:
-                    self.maker.setdefault(traffic.storages[v], k)
-        self.needed = {s for statement in traffic.statements for s in statement.needs}
+                if block.storages[v] not in viewed:
+                    self.maker.setdefault(block.storages[v], k)
+        self.needed = {s for statement in block.statements for s in statement.needs}
 
     def cut(self) -> frozenset[int]:
         import networkx as nx  # 0.2 s, which plans without compiled blocks do not need
 
-        t, banned, network = self.traffic, self._banned(), nx.DiGraph()
+        t, banned, network = self.block, self._banned(), nx.DiGraph()
         distance, written = self._distances(), self._written()
         for s in {*t.storages, *self.needed}:
             weight = 0.0 if s in t.free else t.sizes[s] * _FARTHER ** min(distance.get(s, _FARTHEST), _FARTHEST)
@@ -109,7 +109,7 @@ class _Partition:
 
     def _banned(self) -> set[int]:
         """Return the storages that the backward cannot compute again."""
-        t = self.traffic
+        t = self.block
         out = {s for statement in t.statements if not statement.fused for s in statement.needs}
         for s in {*t.storages, *self.needed}:
             made = t.statements[self.maker[s]] if s in self.maker else None
@@ -119,7 +119,7 @@ class _Partition:
 
     def _far_apart(self) -> set[int]:
         """Return the results of statements that read a value again after one that is not fused."""
-        t, out = self.traffic, set[int]()
+        t, out = self.block, set[int]()
         for v, users in self.readers.items():
             made = self.makes.get(v)
             if made is None or not t.statements[made].fused or len(users) < 2:
@@ -132,7 +132,7 @@ class _Partition:
 
     def _first_not_fused(self, users: Sequence[int]) -> int:
         """Return the first statement that is not fused among those that follow from these, up to the last of them."""
-        t, last = self.traffic, max(users)
+        t, last = self.block, max(users)
         queue, seen = list(users), set(users)
         heapq.heapify(queue)
         while queue:
@@ -147,7 +147,7 @@ class _Partition:
 
     def _distances(self) -> Mapping[int, int]:
         """Return how many statements are between a storage and the backward, 1 if the backward reads it itself."""
-        t, out = self.traffic, dict.fromkeys(self.needed, 1)
+        t, out = self.block, dict.fromkeys(self.needed, 1)
         for statement in reversed(t.statements):
             near = min((out[t.storages[v]] for v in statement.writes if t.storages[v] in out), default=None)
             if near is None:
@@ -159,7 +159,7 @@ class _Partition:
 
     def _written(self) -> Set[int]:
         """Return the storages that are in memory because something that is not fused with their maker reads them."""
-        t = self.traffic
+        t = self.block
         out = {*t.given, *(t.storages[v] for v in t.outputs)}
         for statement in t.statements:
             if not statement.fused:

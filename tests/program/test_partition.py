@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autoplan.program.partition import Traced, Traffic, least_kept
+from autoplan.program.partition import Traced, TracedBlock, least_kept
 from experiments.plans.compiled_memory import kept
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.compile's own modules
@@ -42,10 +42,10 @@ def test_a_compiled_block_keeps_what_is_predicted(model: str, tp: int, dtype: st
 # -- the rules, on graphs of a few statements --------------------------------------------------------------------------
 
 
-def traffic(*statements: Traced, sizes: tuple[int, ...], given: set[int], free: set[int] = frozenset()) -> Traffic:  # type: ignore[assignment]
+def traffic(*statements: Traced, sizes: tuple[int, ...], given: set[int], free: set[int] = frozenset()) -> TracedBlock:  # type: ignore[assignment]
     """A graph in which variable i has storage i; the last one is handed out."""
     count = len(sizes)
-    return Traffic(statements, tuple(range(count)), sizes, frozenset(given | free), frozenset(free), (count - 1,))
+    return TracedBlock(statements, tuple(range(count)), sizes, frozenset(given | free), frozenset(free), (count - 1,))
 
 
 def pointwise(reads: tuple[int, ...], write: int, needs: tuple[int, ...] = ()) -> Traced:
@@ -101,7 +101,7 @@ def test_sums_are_kept() -> None:
 def test_a_value_read_again_far_behind_is_not_computed_on() -> None:
     """The rescaling behind a collective is kept; without the collective it is made again."""
 
-    def norm(sum_is_sent: bool) -> Traffic:
+    def norm(sum_is_sent: bool) -> TracedBlock:
         sent = Traced((3,), (4,), (), fused=not sum_is_sent, again=not sum_is_sent)
         return traffic(
             pointwise((0,), 1),  # a cast
