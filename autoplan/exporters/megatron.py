@@ -64,10 +64,10 @@ def _context(at: At) -> Field:
     types = {"ring": "p2p", "ulysses": "a2a", "gather": "all_gather"}
 
     def write(setup: Setup) -> Values:
-        c = setup.config
-        if c.cp == 1 or not isinstance(c.context_method, str):
+        name = setup.context_method
+        if name is None:
             return {}
-        method = read_method(c.context_method, c.cp)
+        method = read_method(name, setup.config.cp)
         if method.is_product:
             sizes = [method.ulysses, method.ranks]
             if method.inner != "ring":

@@ -34,11 +34,20 @@ from autoplan.program.unit_memory import unit_memories, with_dispatch
 
 @dataclass(frozen=True)
 class LoweredModel:
-    """The part that all workloads of one layout share: the statements of every block, and the activations they keep."""
+    """The part that all workloads of one layout share: the statements of every block, and the activations they keep.
+
+    Attributes:
+        like: the same layout under other methods of context parallelism. Blocks whose method is the same are shared.
+    """
 
     op_costs: OpCosts
     blocks: Mapping[str, LoweredBlock]
     activation_bytes: Mapping[str, Activations]
+    like: LoweredModel | None = None
+
+    def alike(self, name: str) -> LoweredModel | None:
+        """Return `like` if a block has the same method there."""
+        return self.like if self.like is not None and _same_method(self.like, name, self.op_costs) else None
 
     @functools.cached_property
     def without_experts(self) -> Mapping[str, tuple[LoweredBlock, BlockWork]]:
@@ -46,19 +55,35 @@ class LoweredModel:
         plain = (
             n for n, low in self.blocks.items() if not any(op_kind(x.op) is OpKind.EXPERTS for x in low.block.nodes)
         )
-        return {n: _finished(self, n, None) for n in plain}
+        same = {n: self.alike(n) for n in plain}
+        return {n: _finished(self, n, None) if like is None else like.without_experts[n] for n, like in same.items()}
 
     @functools.cached_property
     def model_flops(self) -> tuple[float, float]:
         """The model flops of all calls, and the part of them that masks hide (`_model_flops`)."""
-        return _model_flops(self.op_costs.graph, self.op_costs)
+        return _model_flops(self.op_costs.graph, self.op_costs) if self.like is None else self.like.model_flops
 
 
-def lower_all(graph: ModelGraph, selection: Selection, op_costs: OpCosts) -> LoweredModel:
-    """Lower every block under a selection that was solved for the sub-axes of `op_costs`."""
-    lowered = {n: BlockLowering(graph, b, selection, op_costs.axes).run() for n, b in graph.blocks.items()}
+def _same_method(made: LoweredModel, name: str, op_costs: OpCosts) -> bool:
+    return made.op_costs.methods.get(name) == op_costs.methods.get(name)
+
+
+def lower_all(
+    graph: ModelGraph, selection: Selection, op_costs: OpCosts, like: LoweredModel | None = None
+) -> LoweredModel:
+    """Lower every block under a selection that was solved for the sub-axes of `op_costs`.
+
+    Args:
+        like: result for the same arguments but for the methods of context parallelism, if there is one already.
+    """
+    if like is None:
+        lowered = {n: BlockLowering(graph, b, selection, op_costs.axes).run() for n, b in graph.blocks.items()}
+    else:
+        lowered = dict(like.blocks)
     activation_bytes = {
-        n: activations(
+        n: like.activation_bytes[n]
+        if like is not None and _same_method(like, n, op_costs)
+        else activations(
             low,
             op_costs.env,
             dtypes=op_costs.remapped,
@@ -67,7 +92,7 @@ def lower_all(graph: ModelGraph, selection: Selection, op_costs: OpCosts) -> Low
         )
         for n, low in lowered.items()
     }
-    return LoweredModel(op_costs, lowered, activation_bytes)
+    return LoweredModel(op_costs, lowered, activation_bytes, like)
 
 
 def workload(

@@ -13,7 +13,8 @@ from autoplan.schedules.schedule import searched_words
 from autoplan.search.degrees import MAX_ACTIONS, Space
 from autoplan.search.estimate import Planned
 from autoplan.search.later_choices import NEAR
-from autoplan.search.layouts import ENOUGH_TOKENS
+from autoplan.search.layouts import ENOUGH_TOKENS, LayoutCache
+from autoplan.search.outcomes import Outcome, Settled
 from autoplan.search.request import PlanRequest
 from autoplan.search.space import least_part
 
@@ -71,8 +72,8 @@ class Certificate:
         bounded_out: a proved lower bound is not below the best plan (if several plans are requested: the last of them).
         open: not decided, because the search was stopped, a candidate has more cuts than are tried, or its bound is so
             near the best plan that the request does not ask for more.
-        gap: (best - bound) / best: the best step of the space is at most this share shorter than the one found; 1 if
-            nothing is known about it.
+        gap: (best - bound) / best: the best step of the space is at most this share shorter than the one found. The
+            bound of a candidate that was not looked at is that of `autoplan.search.quick_time`; 1 if it knows none.
         intra_gap: the gap of a layout inside its blocks.
     """
 
@@ -143,6 +144,41 @@ def final_status(
     if status is Status.COMPLETE and least_s < best:
         status = Status.NEAR if least_s >= enough < cutoff else Status.CUTS
     return status
+
+
+def certificate_of(
+    request: PlanRequest,
+    checked: Space,
+    points: LayoutCache,
+    best: ParallelConfig,
+    end: Settled,
+    status: Status,
+    steps_s: tuple[float, float, float],
+) -> Certificate:
+    """Return the certificate of the candidates that were made, without times.
+
+    Args:
+        best: the candidate of the best plan.
+        status, steps_s: as for `final_status`.
+    """
+    least, decided = min(end.least_open_s, end.least_solved_s), end.tally
+    point, best_s = points.of(best), steps_s[0]
+    return Certificate(
+        considered=checked.num_considered,
+        illegal=sum(checked.illegal.values()) + decided.outcomes[Outcome.ILLEGAL],
+        too_big=decided.outcomes[Outcome.TOO_BIG],
+        bounded_out=decided.outcomes[Outcome.BOUNDED_OUT],
+        solved=decided.outcomes[Outcome.SOLVED],
+        open=end.num_open,
+        gap=max(0.0, (best_s - least) / best_s) if least < best_s else 0.0,
+        solve_time_s=0.0,
+        restrictions=restrictions_of(request, checked, () if point is None else point.solution.restrictions),
+        status=final_status(status, points.all_proved, steps_s, least, end.least_open_s),
+        illegal_by_rule={**checked.illegal, **decided.illegal},
+        too_big_by_term=decided.too_big,
+        by_phase_s={},
+        intra_gap=points.gap,
+    )
 
 
 def restrictions_of(request: PlanRequest, checked: Space, layouts: tuple[str, ...]) -> tuple[str, ...]:

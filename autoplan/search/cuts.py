@@ -1,4 +1,4 @@
-"""Where to cut the pipeline and what to recompute: exact for one candidate, given its prices.
+"""Cuts of the pipeline and recompute of each stage: exact for one candidate, given its prices.
 
 The step never gets shorter if an action gets longer. So for a given cut, the best choice on every stage is the least
 recompute that fits. Cuts are searched depth first, from the first stage to the last, by the bound
@@ -34,6 +34,7 @@ from autoplan.search.windows import CLOSE, Windows, prefix
 _BISECTED = 1e-3  # relative: precision of the bound
 _MOST_LEVELS = 8  # recompute levels examined for a shortage
 _MOST_CHECKED = 200  # stages whose memory `Cutter.binds` examines one by one
+_BEYOND = 1.06  # times the cutoff: how far bounds are exact, so that they may exceed it by more than the gap asked for
 
 
 @dataclass(frozen=True)
@@ -86,30 +87,39 @@ class Cutter:
     ) -> None:
         self.pricer, self.room, self.pinned = pricer, room, stages
         self.pp, self.m = pricer.config.pp, pricer.config.num_micro_batches
-        self.num_units = pricer.num_units
+        self.num_units: int = pricer.num_units
         self.fixed = recompute
         action = pricer.costs.overhead_s("pipeline_action_s") if self.pp > 1 else 0.0
-        self.stage_s = pricer.free_forward.mid + 2 * action  # on every stage and micro-batch
-        self.time = prefix(np.array(pricer.forward) + np.array(pricer.backward) + self._selective())
-        self.after_s = pricer.fixed_s + max(max(pricer.optimizer), sum(pricer.optimizer) / self.pp)
+        self.stage_s: float = pricer.free_forward.mid + 2 * action  # on every stage and micro-batch
+        self.time: Array = prefix(np.array(pricer.forward) + np.array(pricer.backward) + self._selective())
+        self.after_s: float = pricer.fixed_s + max(max(pricer.optimizer), sum(pricer.optimizer) / self.pp)
         self.layer_count = np.concatenate([[0], np.cumsum(pricer.workload.layers)])
         self._known: dict[tuple[int, int, int], int | None] = {}
         self._free_s: float | None = None
         self._binding: tuple[float, bool] | None = None  # the last answer of `binds`, with its limit
+        self._below_s = math.inf  # only cuts with a step below this matter to `windows`
 
     @cached_property
     def windows(self) -> Windows:
         """The arrays of all stages, which the quick bound does not need."""
-        return Windows(self.pricer, self.room, self.fixed, self.pinned, self.time, self.stage_s)
+        below_s = self._below_s - self.after_s
+        return Windows(self.pricer, self.room, self.fixed, self.pinned, self.time, self.stage_s, below_s)
+
+    def _look_below(self, step_s: float) -> Windows:
+        """Return windows that hold every cut with a step below this."""
+        if step_s > self._below_s or "windows" not in self.__dict__:
+            self.forget()
+            self._below_s = step_s if self.pp > 1 else math.inf
+        return self.windows
 
     def forget(self) -> None:
         """Free the arrays, which take megabytes; they are made again if they are needed."""
         self.__dict__.pop("windows", None)
 
     def quick_bound_s(self) -> float:
-        """Return a lower bound on the step time that ignores memory and legal cuts (see `_spread`)."""
+        """Return a lower bound on the step time that ignores memory and legal cuts (see `spread_s`)."""
         total = float(self.time[-1]) + self.pp * self.stage_s
-        return _spread(total, self.pp, self.m) + self.after_s
+        return spread_s(total, self.pp, self.m) + self.after_s
 
     def _selective(self) -> Array:
         p = self.pricer
@@ -132,13 +142,20 @@ class Cutter:
         return bound
 
     def _bound_s(self, cutoff_s: float) -> float:
-        runs, waits = self.windows.rest()
-        low = max(float(runs[0][0]), float(waits[0][0]))
+        windows = self._look_below(_BEYOND * cutoff_s)
+        low = windows.lower_bound_s()
+        if low == math.inf and windows.below_s < math.inf:  # nothing fits, or nothing below the limit
+            if self.free_bound_s() >= windows.below_s + self.after_s:
+                return windows.below_s + self.after_s
+            windows = self._look_below(math.inf)
+            low = windows.lower_bound_s()
         if low == math.inf or self.pp == 1:
             return low + self.after_s
+        if low >= windows.below_s:
+            return windows.below_s + self.after_s
 
         def impossible(step_s: float) -> bool:
-            return self.windows.least_s(step_s) >= step_s
+            return windows.least_s(step_s) >= step_s
 
         cutoff = cutoff_s - self.after_s
         if low < cutoff < math.inf and impossible(cutoff):
@@ -164,18 +181,11 @@ class Cutter:
         return self._binding[1]
 
     def _binds(self, limit_s: float) -> bool:
-        windows = self.windows
-        short = [self.m * each + windows.once_s + self.after_s < limit_s for each in windows.free]
-        before, after = [np.arange(self.num_units + 1) == 0], [np.arange(self.num_units + 1) == self.num_units]
-        for allowed in short:
-            before.append((before[-1][:, None] & allowed).any(axis=0))
-        for allowed in reversed(short):
-            after.append((allowed & after[-1][None, :]).any(axis=1))
-        after.reverse()
-        relevant = [allowed & before[s][:, None] & after[s + 1][None, :] for s, allowed in enumerate(short)]
-        if sum(int(r.sum()) for r in relevant) > _MOST_CHECKED:
+        windows = self._look_below(limit_s)
+        relevant = windows.between(self.m * windows.free + windows.once_s + self.after_s < limit_s)
+        if int(relevant.sum()) > _MOST_CHECKED:
             return True
-        least = [self._least_of(s, range(int(i), int(j))) for s, r in enumerate(relevant) for i, j in np.argwhere(r)]
+        least = [self._least_of(s, range(i, j)) for s, i, j in np.argwhere(relevant).tolist()]
         return any(n is None or (n > 0 and self.fixed is None) for n in least)
 
     def free_bound_s(self) -> float:
@@ -197,7 +207,7 @@ class Cutter:
 
     def search(self, cutoff_s: float = math.inf, max_evaluated: int = 10_000) -> Cut:
         """Return the best cut below `cutoff_s`."""
-        root, windows = self._bound_s(cutoff_s), self.windows
+        root, windows = self._bound_s(cutoff_s), self._look_below(cutoff_s)
         best: tuple[float, tuple[int, ...], tuple[int, ...]] | None = None
         limit, open_bound, evaluated = cutoff_s, math.inf, 0
         if root < limit * (1 - CLOSE):
@@ -335,7 +345,7 @@ class Cutter:
         return worst_of(found)
 
     def any_shortage(self) -> Shortage:
-        """Return what one stage of the most even cut lacks, perhaps not the one that lacks most."""
+        """Return the shortage of one stage of the most even cut, perhaps not the largest."""
         for s, units in enumerate(ranges_of(self._most_even())):
             memory = self.memory_of(s, units, self._counts(units, self._num_layers(units))[-1])
             if not self.room.fits(memory):
@@ -343,7 +353,7 @@ class Cutter:
         return self.shortage()
 
 
-def _spread(total_s: float, num_stages: int, num_micro_batches: int) -> float:
+def spread_s(total_s: float, num_stages: int, num_micro_batches: int) -> float:
     """Return the least of `max_s (m T_s + sum_{i<s} T_i)` over all ways to spread `total_s` over stages.
 
     All terms are equal at the optimum: T_s = T_{s-1} (m - 1) / m, so T_0 m (1 - ((m - 1) / m)^p) is the total.

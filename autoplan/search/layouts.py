@@ -43,7 +43,7 @@ from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES, num_copies
 from autoplan.search.cuts import Cutter
 from autoplan.search.interleaved_cuts import ChunkCutter, LeastPass, even_cuts
 from autoplan.search.intra import IntraSolution, StoppedError, solve
-from autoplan.search.request import PlanRequest, without_activations
+from autoplan.search.request import PlanRequest, offload_kinds, without_activations
 from autoplan.search.state_bounds import StateBounds
 
 ILP_LIMIT_S = 120.0  # time limit of one integer program of layouts
@@ -79,14 +79,15 @@ class LayoutCache:
         self.request = request
         self.phases: dict[str, float] = defaultdict(float) if phases is None else phases
         self.precision = precision_of(request.precision)
-        self.costs = request.costs
-        self.room = Room.guarded(
+        self.costs: Costs = request.costs
+        self.room: Room = Room.guarded(
             request.cluster.device.memory_bytes, request.cluster.host_memory_bytes, request.memory_risk
         )
         self.gap, self.all_proved = 0.0, True
         self._found: dict[_Key, CandidateLayout] = {}
         self._layouts: dict[_Cut, tuple[tuple[Axis, ...], IntraSolution] | None] = {}
         self._lowered: dict[tuple[_Cut, MethodChoice], LoweredModel] = {}
+        self._first_lowered: dict[_Cut, LoweredModel] = {}  # under the methods that were asked for first
         self._op_times: dict[int, tuple[BlockWork, OpTimes]] = {}
         self._stopped: dict[_Cut, float] = {}  # the limit that was too short
         self._worth: dict[tuple[int, int, int], list[MethodChoice]] = {}
@@ -185,7 +186,9 @@ class LayoutCache:
         made = self._lowered.get((cut, methods))  # shared by all degrees of experts
         if made is None:
             op_costs = self._op_costs(axes, cut, methods)
-            made = self._lowered[cut, methods] = lower_all(self.request.graph, solution.selection, op_costs)
+            first = self._first_lowered.get(cut)
+            made = self._lowered[cut, methods] = lower_all(self.request.graph, solution.selection, op_costs, first)
+            self._first_lowered.setdefault(cut, made)
         work = workload(self.request.graph, solution.selection, made.op_costs, experts, ends, made)
         like = self.request.facts.like
         if like is not None:  # recompute that the stack cannot do is not looked at
@@ -294,7 +297,7 @@ class LayoutCache:
         if known is None:
             r, pinned = self.request, self.request.pins.recompute
             on_host = pinned is not None and OFFLOAD in kinds_in(pinned)
-            made = LeastMemory(point.workload, self.precision, r.cluster, r.mode, on_host)
+            made = LeastMemory(point.workload, self.precision, r.cluster, r.mode, on_host, pinned is None)
             known = self._least[id(point)] = made
         return known
 
@@ -338,6 +341,22 @@ class LayoutCache:
         Raises:
             StoppedError: the layout is not decided.
         """
+        known = self._bounds_of(members)
+        return None if known is None else known.of(members, self.room, below_s)
+
+    def offloaded_bounds_s(self, members: Sequence[ParallelConfig]) -> list[float]:
+        """Return bounds of candidates with the same work inside blocks, with any kind of offload that is searched.
+
+        Raises:
+            StoppedError: the layout is not decided.
+        """
+        known = self._bounds_of(members)
+        if known is None:
+            return [0.0] * len(members)
+        return known.offloaded_s(members, [offload_kinds(self.request, c) for c in members], self.room)
+
+    def _bounds_of(self, members: Sequence[ParallelConfig]) -> StateBounds | None:
+        """Return the bounds for candidates with the same work inside blocks; None if there is no layout."""
         point, least = self.of(members[0]), self.least_pass(members[0])
         if point is None or least is None:
             return None
@@ -348,7 +367,7 @@ class LayoutCache:
             fixed = self.request.pins.recompute is not None
             known = StateBounds(seconds, self.least_memory(point), least.seconds, fixed)
             self._state_bounds[key] = known
-        return known.of(members, self.room, below_s)
+        return known
 
     def pricer(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> Pricer | None:
         """Return the prices of a candidate; None if no layout exists. Raises StoppedError."""
@@ -409,7 +428,7 @@ def layout_problem(request: PlanRequest, costs: Costs, cut: _Cut) -> tuple[tuple
 
 
 def cut_of(config: ParallelConfig, experts: ExpertDegrees | None) -> _Cut:
-    """Return what of a configuration decides the problem of its layouts."""
+    """Return the choices of a configuration that determine the problem of its layouts."""
     own = experts is not None and experts.executed and experts.dispatches(config.tp) and config.tp > 1
     return config.tp, config.micro_batch_size, config.cp, own
 

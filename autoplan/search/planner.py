@@ -34,7 +34,7 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.errors import InfeasibleError
 from autoplan.search import clock
-from autoplan.search.certificate import Certificate, SearchResult, Status, final_status, restrictions_of
+from autoplan.search.certificate import Certificate, SearchResult, Status, certificate_of
 from autoplan.search.cuts import Cut, Cutter, Shortage
 from autoplan.search.degrees import Space, num_cuts, search_order
 from autoplan.search.estimate import Planned, chosen_recompute, estimate_config
@@ -48,6 +48,7 @@ from autoplan.search.layouts import ILP_LIMIT_S, CandidateLayout, LayoutCache
 from autoplan.search.outcomes import BOUNDED_OUT, LARGE_VALUES, NO_LAYOUT, SOLVED, Decided, Outcome, all_counted
 from autoplan.search.progress import Phases, Progress, Teller
 from autoplan.search.quick_memory import QuickMemory
+from autoplan.search.quick_time import QuickTime
 from autoplan.search.request import (
     PlanRequest,
     check_task,
@@ -168,7 +169,7 @@ class _Search:
         return min(ILP_LIMIT_S, max(0.0, total - self._elapsed_s()))
 
     def _tell(self, bound_s: float) -> None:
-        """Tell who waits how far the search is. `bound_s`: the least bound of the candidates at hand."""
+        """Report how far the search is to its caller. `bound_s`: the least bound of the candidates at hand."""
         known = bool(self.grouped) and not self.pending
         best_s = self.plans.best[0].step_s if self.plans.best else None
         self.teller.tell(self.num_candidates - len(self.outcomes), best_s, bound_s if known else None)
@@ -367,11 +368,18 @@ class _Search:
 
     def _search_offloads(self, candidates: Sequence[ParallelConfig]) -> None:
         """Bound candidates with offload, of degrees with a bound, then take them best first."""
-        new = [c for c in candidates if c not in self.bounds]
-        self.bounds |= {c: self.first_bounds[c.but(offload=())] for c in new}
+        new: dict[ParallelConfig, list[ParallelConfig]] = {}
+        for c in candidates:
+            if c not in self.bounds:
+                new.setdefault(c.but(offload=()), []).append(c)
+        enough = self.plans.enough_s()
         with self.phases.spent("bounds"):
             for members in grouped(new):
-                self._bound_states(members, self.plans.enough_s())
+                left: list[ParallelConfig] = []
+                for kept, bound in zip(members, self.points.offloaded_bounds_s(members), strict=True):
+                    self.bounds |= dict.fromkeys(new[kept], max(self.first_bounds[kept], bound))
+                    left += new[kept] if bound < enough else []
+                self._bound_states(left, enough)
         self._best_first({c: self.bounds[c] for c in candidates})
 
     def _offload_near_best(self) -> None:
@@ -563,27 +571,15 @@ class _Search:
         return config.but(recompute=chosen_recompute(self._pricer(candidate), entry.chunks, entry.recompute))
 
     def _certificate(self, checked: Space) -> Certificate:
-        best, cutoff, enough = self.plans.best[0].step_s, self.plans.cutoff_s(), self.plans.enough_s()
-        end = all_counted(checked.candidates, self.outcomes, self.bounds, self.not_made, self.not_made_bounds, cutoff)
-        least, decided = min(end.least_open_s, end.least_solved_s), end.tally
-        point, proved = self.points.of(self.plans.best[0].candidate), self.points.all_proved
-        status = final_status(self.status, proved, (best, enough, cutoff), least, end.least_open_s)
-        return Certificate(
-            considered=checked.num_considered + self.not_made.total() + self.not_made_bounds.total(),
-            illegal=sum(checked.illegal.values()) + decided.outcomes[Outcome.ILLEGAL],
-            too_big=decided.outcomes[Outcome.TOO_BIG],
-            bounded_out=decided.outcomes[Outcome.BOUNDED_OUT],
-            solved=decided.outcomes[Outcome.SOLVED],
-            open=end.num_open,
-            gap=max(0.0, (best - least) / best) if least < best else 0.0,
-            solve_time_s=time.perf_counter() - self.began,
-            restrictions=restrictions_of(self.request, checked, () if point is None else point.solution.restrictions),
-            status=status,
-            illegal_by_rule={**checked.illegal, **decided.illegal},
-            too_big_by_term=decided.too_big,
-            by_phase_s=dict(self.phases),
-            intra_gap=self.points.gap,
-        )
+        best, cutoff, enough = self.plans.best[0], self.plans.cutoff_s(), self.plans.enough_s()
+        others, quick = (self.not_made, self.not_made_bounds), QuickTime(self.request)
+        bounds = {c: self.bounds[c] if c in self.bounds else quick.bound_s(c) for c in checked.candidates}
+        end = all_counted(checked.candidates, self.outcomes, bounds, *others, cutoff)
+        steps = best.step_s, enough, cutoff
+        made = certificate_of(self.request, checked, self.points, best.candidate, end, self.status, steps)
+        considered = made.considered + self.not_made.total() + self.not_made_bounds.total()
+        spent_s = time.perf_counter() - self.began
+        return replace(made, considered=considered, solve_time_s=spent_s, by_phase_s=dict(self.phases))
 
 
 def search_plan(request: PlanRequest, told: Callable[[Progress], None] | None = None) -> SearchResult:

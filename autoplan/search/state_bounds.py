@@ -119,6 +119,22 @@ class StateBounds:
                 out[i] = least * _CLOSE, bound * _CLOSE
         return out
 
+    def offloaded_s(
+        self, members: Sequence[ParallelConfig], kinds: Sequence[Sequence[tuple[str, ...]]], room: Room
+    ) -> list[float]:
+        """Return for every candidate a bound with the memory there is, under whichever of its kinds of offload.
+
+        They are bounded together: as fast as without, and with the least memory that any of them leaves on the device.
+        """
+        out = [0.0] * len(members)
+        for at in _alike(members):
+            some = [members[i] for i in at]
+            if num_copies(some[0].schedule) == 1 and all(kinds[i] for i in at):
+                arrays = self._arrays(some, [self.time.of(c) for c in some], room, [kinds[i] for i in at])
+                for i, bound in zip(at, self._tight_s(some[0], arrays).tolist(), strict=True):
+                    out[i] = bound * _CLOSE
+        return out
+
     def _passes(self, first: ParallelConfig, found: Sequence[LeastSeconds]) -> _Passes:
         return _Passes(
             np.array([each.forward for each in found]),
@@ -127,11 +143,23 @@ class StateBounds:
             np.array([each.once + each.update for each in found]) / first.pp,
         )
 
-    def _arrays(self, members: Sequence[ParallelConfig], found: Sequence[LeastSeconds], room: Room) -> _Alike:
+    def _arrays(
+        self,
+        members: Sequence[ParallelConfig],
+        found: Sequence[LeastSeconds],
+        room: Room,
+        kinds: Sequence[Sequence[tuple[str, ...]]] = (),
+    ) -> _Alike:
+        """Return the arrays of candidates. `kinds`: of each, the kinds of offload of which any may be chosen."""
         t, first = self.time, members[0]
-        on_device = [_on_device(c) for c in members]
+        on_device = [[_on_device(c)] for c in members]
+        if kinds:
+            on_device = [
+                [c.but(offload=kind) for kind in {*map(of_states, mine)}]
+                for c, mine in zip(members, kinds, strict=True)
+            ]
         need, transient = self.memory.need_bytes(room), self.memory.least_transient
-        on_host = ACTIVATIONS in first.offload
+        on_host = ACTIVATIONS in first.offload or any(ACTIVATIONS in kind for mine in kinds for kind in mine)
         again = np.repeat(t.again[None], len(members), axis=0)
         again[:, 1] = [each.whole for each in found]
         kept = t.kept if on_host else np.where(t.on_host[:, None], np.inf, t.kept)
@@ -141,8 +169,9 @@ class StateBounds:
         known = {(c.dp, c.zero_replicas): c for c in members}
         by_degrees = {key: self.memory.fixed_bytes(c, room) for key, c in known.items()}
         fixed = np.array([by_degrees[c.dp, c.zero_replicas] for c in members])
-        buffers = np.array([sum(self.memory.least_buffers(c)) for c in on_device])
-        states = np.array([t.least_by_kind(self.memory.unit_states(c)) for c in on_device]) / need
+        buffers = np.array([min(sum(self.memory.least_buffers(c)) for c in some) for some in on_device])
+        sizes = (np.minimum.reduce([self.memory.unit_states(c) for c in some]) for some in on_device)
+        states = np.array([t.least_by_kind(each) for each in sizes]) / need
         passes = self._passes(first, found)
         room_left = (room.device_bytes - fixed - buffers) / need - transient
         return _Alike(
@@ -224,7 +253,7 @@ class StateBounds:
         return self._chunks[key]
 
     def _ranks_s(self, c: ParallelConfig, a: _Passes, cut: Sequence[int], again: Array) -> Array:
-        """Return by candidate and rank the seconds of all micro-batches, and those before its first stage starts.
+        """Return per candidate and rank the seconds of all micro-batches, and those before its first stage starts.
 
         Args:
             again: seconds of recompute per micro-batch, by candidate and rank.
@@ -273,7 +302,7 @@ class StateBounds:
         return best
 
     def _forced_s(self, c: ParallelConfig, a: _Alike, cut: Sequence[int]) -> Array:
-        """Return by candidate and rank the least seconds of recompute per micro-batch with which a cut fits."""
+        """Return per candidate and rank the least seconds of recompute per micro-batch with which a cut fits."""
         units, of_rank = self._held(cut), _ranks_of(c.schedule, c.pp, c.virtual_stages).holds
         held = most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages).held
         most, least = (units @ kept * held for kept in (a.kept[0], a.kept.min(axis=0)))  # bytes of every chunk

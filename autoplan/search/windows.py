@@ -29,9 +29,12 @@ class Windows:
         pricer, room, recompute, stages: as for `Cutter`.
         time: prefix sums over units of the seconds of a forward and a backward.
         stage_s: seconds that every stage takes besides for each micro-batch.
+        below_s: only cuts with a step below this matter, without the seconds after the pipeline. The memory of stages
+            that none of them has is not looked at: most, where the limit is near the best step.
 
     Attributes:
-        each, free: T of every stage, with the memory there is and with unlimited memory; inf where units do not fit.
+        each, free: T of every stage, with the memory there is and with unlimited memory; inf where units do not fit, of
+            `each` also where no cut below the limit has the stage.
         waits: D of every stage (see `autoplan.search.cuts`).
         once_s: seconds once per step of units i .. j - 1.
         reach: by stage the least steps on the recompute frontier with which units may fit, if recompute is searched.
@@ -46,17 +49,19 @@ class Windows:
         stages: tuple[int, ...] | None,
         time: Array,
         stage_s: float,
+        below_s: float = math.inf,
     ) -> None:
+        self.below_s = below_s
         self.pricer, self.room, self.fixed, self.pinned = pricer, room, recompute, stages
         self.time, self.stage_s = time, stage_s
         self.pp, self.m = pricer.config.pp, pricer.config.num_micro_batches
-        self.num_units = pricer.num_units
+        self.num_units: int = pricer.num_units
         # per rung of the frontier, prefix sums over units of steps, of bytes freed and of seconds
         rungs = pricer.frontier.rungs if recompute is None else ()
         self.steps = [np.concatenate([[0], np.cumsum([c is not None for c in r.choices])]) for r in rungs]
-        self.gains = [prefix(np.array(r.freed_bytes)) for r in rungs]
-        self.costs = [prefix(np.array(r.recompute_s)) for r in rungs]
-        self.recompute_s = prefix(np.array(pricer.recompute_s))
+        self.gains: list[Array] = [prefix(np.array(r.freed_bytes)) for r in rungs]
+        self.costs: list[Array] = [prefix(np.array(r.recompute_s)) for r in rungs]
+        self.recompute_s: Array = prefix(np.array(pricer.recompute_s))
         self._i, self._j = np.meshgrid(np.arange(self.num_units + 1), np.arange(self.num_units + 1), indexing="ij")
         memory = pricer.memory
         # only the last unit's: before an earlier unit runs its backward, later ones are freed
@@ -80,7 +85,7 @@ class Windows:
             state, gathered = state - both * (once.stored + once.optimizer), gathered - both * once.gathered
             self._grads = self._grads - both * once.gradients
             self._on_host = self._on_host - both * once.host
-        self.most_on_host = float(self._on_host.max())
+        self.most_on_host: float = float(self._on_host.max())
         if not (memory.sharded and pricer.config.zero_stage == 3):
             state = state + gathered
         self._state = state
@@ -92,11 +97,12 @@ class Windows:
         freed = zip(memory.saved, memory.kept, pricer.workload.layers, strict=True)
         self._gain = prefix(np.array([s - k if layer else 0.0 for s, k, layer in freed]))
         self._legal = (j > i) & (i <= n)
-        self.once_s = self._moved_once()
-        at = self._legal_windows()
-        self.each, self.free, self.reach = self._seconds(*at)
+        self.once_s: Array = self._moved_once()
+        self.free = self._free()
+        at = self._active()
+        self.each, self.reach = self._seconds(*at)
         self._least_sum = float(self.least_rest(self.each, np.add)[0][0])  # of all T_s, over all cuts
-        self.waits = self._waiting(*at)
+        self.waits: Array = self._waiting(*at)
 
     @classmethod
     def joined(cls, parts: Sequence[Windows], part_of: Sequence[int]) -> Windows:
@@ -127,9 +133,8 @@ class Windows:
         out = np.zeros(i.shape)
         for once in pricer.once_s:
             sizes, hidden = prefix(np.array(once.moved)), prefix(np.array(once.computed)) * once.hides
-            most = np.zeros(i.shape)
-            for first in range(self.num_units):
-                most[first, first + 1 :] = np.maximum.accumulate(np.array(once.moved[first:]))
+            later = np.where(i < j, np.concatenate([[0.0], once.moved])[j], 0.0)
+            most = np.maximum.accumulate(later, axis=1)
             shown = np.maximum((sizes[j] - sizes[i]) - (hidden[j] - hidden[i]), most)
             out += shown + pricer.contention * (sizes[j] - sizes[i] - shown)
         return np.where(j > i, out, 0.0)
@@ -151,8 +156,8 @@ class Windows:
     def run(self, each: Array, rest: Array) -> Array:
         return np.maximum(self.m * each + self.once_s, each + rest)
 
-    def _legal_windows(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return stage s and units i, j of every window with units i .. j - 1 that a cut may have."""
+    def _legal_windows(self) -> NDArray[np.bool_]:
+        """Return by stage, i and j whether a cut may have the window of units i .. j - 1."""
         n, s = self.num_units, np.arange(self.pp)[:, None, None]
         legal = self._legal & (self._i >= s) & (self._j <= n - (self.pp - 1 - s))
         if self.pinned is not None:
@@ -160,13 +165,41 @@ class Windows:
             legal &= (self._j == ends) & (self._i == ends - np.array(self.pinned)[:, None, None])
         legal[0] &= self._i == 0
         legal[-1] &= self._j == n
-        stage, i, j = np.nonzero(legal)
-        return stage, i, j
+        return legal
+
+    def _free(self) -> Array:
+        """Return T of every stage with unlimited memory: with the recompute that is pinned."""
+        received, sent_back = (np.array([of(stage) for stage in range(self.pp)]) for of in (self._received, self._sent))
+        seconds = self.time[self._j] - self.time[self._i] + self.stage_s + received[:, :, None] + sent_back[:, None, :]
+        if self.fixed is not None:
+            again = self.recompute_s if self.fixed == FULL else self._repeated()
+            seconds = seconds + (again[self._j] - again[self._i])
+        return np.where(self._legal_windows(), seconds, math.inf)
+
+    def _active(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return stage s and units i, j of every window that a cut below the limit may have."""
+        some = self.m * self.free + self.once_s < self.below_s * (1 + CLOSE)
+        if self.below_s < math.inf:
+            some = self.between(some)
+        s, i, j = np.nonzero(some)
+        return s, i, j
+
+    def between(self, some: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return those of some windows from which, with others of them, whole cuts can be made."""
+        ends = np.arange(self.num_units + 1)
+        before, after = [ends == 0], [ends == self.num_units]
+        for allowed in some:
+            before.append((before[-1][:, None] & allowed).any(axis=0))
+        for allowed in some[::-1]:
+            after.append((allowed & after[-1][None, :]).any(axis=1))
+        after.reverse()
+        out: NDArray[np.bool_] = some & np.array(before[:-1])[:, :, None] & np.array(after[1:])[:, None, :]
+        return out
 
     def _seconds(
         self, s: NDArray[np.int64], i: NDArray[np.int64], j: NDArray[np.int64]
-    ) -> tuple[Array, Array, NDArray[np.int64]]:
-        """Return `each`, `free` and `reach` from the windows of all stages, as one array over all of them."""
+    ) -> tuple[Array, NDArray[np.int64]]:
+        """Return `each` and `reach` from the windows of all stages, as one array over all of them."""
         memory = self.pricer.memory
         held, gain, state, grads = self._held[i, j], self._gain, self._state[i, j], self._grads[i, j]
         fits = self._on_host[i, j] <= self.room.host_bytes * (1 + CLOSE)
@@ -179,26 +212,21 @@ class Windows:
         if memory.buckets:
             sent = np.minimum(float(memory.buckets), grads)
             fits &= state + grads + sent <= self.room.device_bytes * (1 + CLOSE)
-        shape = (self.pp, *self._i.shape)
-        reach = np.zeros(shape if self.fixed is None else (0,), dtype=np.int64)
+        seconds = self.free[s, i, j]
+        reach = np.zeros(self.free.shape if self.fixed is None else (0,), dtype=np.int64)
         if self.fixed is None:
             added, steps, missing = self._down(i, j, np.maximum(0.0, held - most) * (1 - CLOSE))
             fits &= missing <= 0
-            reach[s, i, j] = steps
+            reach[s, i, j], seconds = steps, seconds + added
         elif self.fixed == FULL:
             fits &= held - (gain[j] - gain[i]) <= most + CLOSE * self.room.device_bytes
-            added = self.recompute_s[j] - self.recompute_s[i]
         else:
-            freed, repeated = self._freed(), self._repeated()
+            freed = self._freed()
             keep = held - freed[j] + freed[i]
             fits &= keep <= most + CLOSE * self.room.device_bytes
-            added = repeated[j] - repeated[i]
-        received, sent_back = (np.array([of(stage) for stage in range(self.pp)]) for of in (self._received, self._sent))
-        seconds = self.time[j] - self.time[i] + self.stage_s + received[s, i] + sent_back[s, j]
-        free, each = np.full(shape, math.inf), np.full(shape, math.inf)
-        free[s, i, j] = seconds if self.fixed is None else seconds + added  # with unlimited memory
-        each[s, i, j] = np.where(fits, seconds + added, math.inf)
-        return each, free, reach
+        each = np.full(self.free.shape, math.inf)
+        each[s, i, j] = np.where(fits, seconds, math.inf)
+        return each, reach
 
     def _down(self, i: NDArray[np.int64], j: NDArray[np.int64], short: Array) -> tuple[Array, NDArray[np.int64], Array]:
         """Return for windows the least seconds and frontier steps that free `short` bytes, and what is missing.
@@ -265,6 +293,11 @@ class Windows:
             below_s: use only cuts whose second bound is below this, without the seconds after the pipeline.
         """
         return self.least_rest(self._below(below_s), self.run), self.least_rest(self.waits, np.maximum)
+
+    def lower_bound_s(self) -> float:
+        """Return the stronger of both bounds of the whole pipeline; inf if no cut fits."""
+        runs, waits = self.rest()
+        return max(float(runs[0][0]), float(waits[0][0]))
 
     def least_s(self, below_s: float) -> float:
         """Return the first bound of the whole pipeline in `rest`."""

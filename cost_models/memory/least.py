@@ -23,8 +23,8 @@ two stages of a rank may hold activations at different moments, which do not cou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from autoplan.config.offload import ACTIVATIONS
 from autoplan.config.parallel import Mode, ParallelConfig, Precision
-from autoplan.config.recompute import recompute_kind
+from autoplan.config.recompute import FULL, NONE, SELECTIVE, Searched, recompute_kind
 from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.communicators import FixedMemory
@@ -40,7 +40,15 @@ from autoplan.cost_models.memory.parameters import NO_STATES, ParameterMemory, S
 from autoplan.cost_models.memory.ranks import activation_need
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.work import ParamWork, Workload
-from autoplan.schedules.schedule import actions, chunks_of_ranks, num_copies, ranks_of_chunks, settled
+from autoplan.schedules.schedule import (
+    SCHEDULES,
+    HeldRow,
+    actions,
+    chunks_of_ranks,
+    num_copies,
+    ranks_of_chunks,
+    settled,
+)
 from autoplan.units import dtype_bytes
 
 _CLOSE = 1 + 1e-9  # sums in another order are equal up to this
@@ -54,10 +62,18 @@ class LeastMemory:
     Args:
         on_host: layers may keep their activations on the host also where a configuration does not offload them: it is
             pinned as their recompute choice.
+        last: recompute is searched, and a candidate with given cuts has to fit under the last choice of its frontier
+            (`autoplan.search.interleaved_cuts`).
     """
 
     def __init__(
-        self, workload: Workload, precision: Precision, cluster: Cluster, mode: Mode, on_host: bool = True
+        self,
+        workload: Workload,
+        precision: Precision,
+        cluster: Cluster,
+        mode: Mode,
+        on_host: bool = True,
+        last: bool = False,
     ) -> None:
         self.precision, self.cluster, self.megatron = precision, cluster, mode is Mode.FUSED
         self._fixed = FixedMemory(workload, cluster)
@@ -69,9 +85,13 @@ class LeastMemory:
         self._units = np.array([[float(found[kind]) for kind in kinds] for found in by_unit])
         # under choices of recompute, without those on the host where a configuration does not offload activations
         self._choices = {there: _Choices.of(workload, on_host or there) for there in (False, True)}
-        self.kept = self._choices[False].least
-        self.activations = sum(self.kept.tolist())
-        self.free_saved = workload.free_saved
+        self._last = {
+            there: _Choices.last_of(workload, mode is Mode.EAGER, there) if last else self._choices[there]
+            for there in (False, True)
+        }
+        self.kept: Array = self._choices[False].least
+        self.activations: int = sum(self.kept.tolist())
+        self.free_saved: float = workload.free_saved
         self._transient = np.minimum(workload.unit_transient, workload.unit_recompute_transient)
         # what a chunk sends, if it is held and no other term holds it
         sent = (0.0,) * len(self.kept) if self.megatron or workload.shared else (*workload.cut_bytes, 0.0)
@@ -85,6 +105,7 @@ class LeastMemory:
         self._each: dict[object, Array] = {}
         self._ranks: dict[object, Array] = {}
         self._active: dict[object, Array] = {}
+        self._rank_buffers: dict[object, Array] = {}
         self._unit_states: dict[object, Array] = {}
 
     def terms(self, config: ParallelConfig, room: Room) -> Mapping[str, float]:
@@ -126,20 +147,20 @@ class LeastMemory:
                 return None
         return max(terms, key=lambda name: terms[name])
 
-    def _whole(self, config: ParallelConfig) -> bool:
-        """Return True if all gradients of a rank exist while it holds most activations."""
+    def _whole(self, config: ParallelConfig, most: MostHeld | None = None) -> bool:
+        """Return True if all gradients of a rank exist while it holds most activations, or at given moments."""
         c = config
         if self.megatron and c.zero_stage < 2:
             return True
-        most = most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
+        most = most or most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
         return most.meet if num_copies(c.schedule) > 1 else most.with_gradients
 
-    def _gathers_all(self, config: ParallelConfig) -> bool:
-        """Return True if a rank has gathered all of its parameters while it holds most activations."""
+    def _gathers_all(self, config: ParallelConfig, most: MostHeld | None = None) -> bool:
+        """Return True if a rank has gathered all of its parameters while it holds most activations, likewise."""
         c = config
         if c.zero_stage == 3 or self.megatron:
             return c.zero_stage < 3
-        most = most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
+        most = most or most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
         return most.meet if num_copies(c.schedule) > 1 else most.of_all
 
     def cut_terms(self, config: ParallelConfig, room: Room, chunks: Sequence[int]) -> Mapping[str, float]:
@@ -148,28 +169,56 @@ class LeastMemory:
         The schedule has one copy of every stage.
         """
         c = config
+        most = most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
+        found = [self._terms_at(m, c, room, chunks) for m in (most, most.steady) if m is not None]
+        return max(found, key=lambda terms: sum(terms.values()))
+
+    def _terms_at(
+        self, most: MostHeld, config: ParallelConfig, room: Room, chunks: Sequence[int]
+    ) -> Mapping[str, float]:
+        """Return the terms of `cut_terms` at the moments of `most`."""
+        c = config
         key = (c.schedule, c.pp, c.virtual_stages, chunks)
         if key not in self._ranks:
             home = np.array(ranks_of_chunks(c.schedule, c.pp, c.virtual_stages))
             elements: Array = np.zeros((c.pp, self._units.shape[1]))
             np.add.at(elements, np.repeat(home, chunks), self._units)
             self._ranks[key] = elements
-        states = self._ranks[key] @ self._bytes_each(c).T
-        active = self._active_bytes(c, chunks) * room.bytes_of(activation_need(self.cluster))
+        states = self._ranks[key] @ self._bytes_each(c, most).T
+        if c.zero_stage >= 2:
+            states[:, 1:3] += self._buffers_of_ranks(c, key) * (c.zero_stage == 3, self._whole(c, most))
+        active = self._active_bytes(most, c, chunks) * room.bytes_of(activation_need(self.cluster))
         fullest = int(np.argmax(states.sum(axis=1) + active))
         found = dict(zip(_STATES, states[fullest].tolist(), strict=True))
-        for name, size in zip(("gathered parameters", "gradients"), self.least_buffers(c), strict=True):
-            found[name] += size
         fixed = self.fixed_bytes(c, room)
         return found | {"activations": float(active[fullest]), "context and communicators": fixed}
 
-    def _active_bytes(self, config: ParallelConfig, chunks: Sequence[int]) -> Array:
-        """Return by rank the activations, held and transient, at the moment when it holds most micro-batches."""
-        c, choices = config, self._choices[ACTIVATIONS in config.offload]
+    def _buffers_of_ranks(self, config: ParallelConfig, cut: tuple[str, int, int, Sequence[int]]) -> Array:
+        """Return both sizes of `least_buffers` (columns) on every rank of a cut, a key of `_ranks`."""
+        key = (*cut, *self._key(config))
+        if key not in self._rank_buffers:
+            memory = ParameterMemory(config, self.precision, self.megatron)
+            of = [States.total([NO_STATES, *map(memory.of, params)]) for params in self._params]
+            largest = np.array([[max(s.gathered for s in u), max(s.whole for s in u)] for u in self._units_of(of)])
+            home = np.repeat(ranks_of_chunks(*cut[:3]), cut[3])
+            found: Array = np.zeros((cut[1], 2))
+            np.maximum.at(found, home, largest)
+            each = np.array([memory.of(ParamWork("", 1, *kind)).gathered for kind in self.elements])
+            found[:, 0] = np.minimum(self._ranks[cut] @ each, 2 * found[:, 0])
+            self._rank_buffers[key] = found
+        return self._rank_buffers[key]
+
+    def _units_of(self, blocks: Sequence[States]) -> Iterator[list[States]]:
+        """Yield the states of the blocks of every unit, from those of all blocks."""
+        yield from ([blocks[i] for i in unit] for unit in self._blocks)
+
+    def _active_bytes(self, most: MostHeld, config: ParallelConfig, chunks: Sequence[int]) -> Array:
+        """Return by rank the activations, held and transient, at the moments of `most`."""
+        c, any_cut = config, SCHEDULES[config.schedule].windows
+        choices = (self._choices if any_cut else self._last)[ACTIVATIONS in c.offload]
         fewer = settled(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
-        key = (c.schedule, c.pp, c.virtual_stages, chunks, fewer, ACTIVATIONS in c.offload)
+        key = (c.schedule, c.pp, c.virtual_stages, chunks, fewer, ACTIVATIONS in c.offload, most.steady is None)
         if key not in self._active:
-            most = most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
             ends = np.cumsum(chunks)
             kept = np.diff(np.concatenate([[0.0], np.cumsum(choices.least)])[[0, *ends]])
             home = np.array(ranks_of_chunks(c.schedule, c.pp, c.virtual_stages))
@@ -211,7 +260,7 @@ class LeastMemory:
         if key not in self._buffers:
             memory = ParameterMemory(c, self.precision, self.megatron)
             of = [States.total([NO_STATES, *map(memory.of, params)]) for params in self._params]
-            units = [[of[i] for i in unit] for unit in self._blocks]
+            units = list(self._units_of(of))
             twice = (min(sum(s.gathered for s in u), 2 * max(s.gathered for s in u)) for u in units)
             self._buffers[key] = min(twice), min(max(s.whole for s in u) for u in units)
         gathered, whole = self._buffers[key]
@@ -230,9 +279,12 @@ class LeastMemory:
         """The fewest transient bytes of a unit's backward."""
         return float(self._transient.min())
 
-    def _bytes_each(self, config: ParallelConfig) -> Array:
-        """Return the bytes per element of the terms of states (rows), by kind of parameter."""
-        c, gathered, whole = config, self._gathers_all(config), self._whole(config)
+    def _bytes_each(self, config: ParallelConfig, most: MostHeld | None = None) -> Array:
+        """Return the bytes per element of the terms of states (rows), by kind of parameter, at the moments of `most`.
+
+        By default these are the moments at which the ranks hold most.
+        """
+        c, gathered, whole = config, self._gathers_all(config, most), self._whole(config, most)
         key = (*self._key(c), whole, gathered)
         if key not in self._each:
             memory = ParameterMemory(c, self.precision, self.megatron)
@@ -242,7 +294,7 @@ class LeastMemory:
         return self._each[key]
 
     def _key(self, config: ParallelConfig) -> tuple[object, ...]:
-        """Return what the bytes per element of a parameter depend on."""
+        """Return the values that the bytes per element of a parameter depend on, as a key."""
         c = config
         degrees = c.dp, c.cp, c.tp, c.ep, c.etp, c.zero_stage, c.zero_replicas, num_copies(c.schedule), c.offload
         key = (*degrees, c.num_micro_batches == 1)
@@ -271,6 +323,8 @@ class MostHeld:
         of_all: at that moment every rank holds a micro-batch of each of its chunks,
         with_gradients: and has gradients of all of them.
         meet: at some moment every rank with several chunks has gradients of all of them and goes on with each.
+        steady: the moments at which ranks hold most while all of this is so; None if there are none, or if it is so at
+            these moments already.
     """
 
     held: Array
@@ -278,6 +332,7 @@ class MostHeld:
     of_all: bool
     with_gradients: bool
     meet: bool
+    steady: MostHeld | None = None
 
 
 def most_held(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> MostHeld:
@@ -291,26 +346,51 @@ def _most_held(schedule: str, num_stages: int, num_micro_batches: int, virtual_s
     """Return `most_held` by the actions of all these micro-batches."""
     table = actions(schedule, num_stages, num_micro_batches, virtual_stages)
     homes = chunks_of_ranks(schedule, num_stages, virtual_stages)
-    held = np.zeros(sum(map(len, homes)))
-    running = np.zeros(num_stages, dtype=np.int64)
+    moments = [_Moments(num_stages, sum(map(len, homes))) for _ in range(2)]
     of_all, with_gradients, meet = True, num_micro_batches > 1, True
     for rank, mine in enumerate(homes):
         if len(mine) == 1:
             first, later = table.flights[rank]
-            held[mine[0]], running[rank] = later or first, mine[0]
+            for each in moments:
+                each.add(rank, mine[0], {mine[0]: later or first})
             continue
-        row, here = table.held[rank], np.zeros(len(held))
-        now = row.held(np.ones(len(held)))
+        row = table.held[rank]
+        now = row.held(np.ones(sum(map(len, homes))))
         at = len(now) - 1 - int(np.argmax(now[::-1]))
-        np.add.at(here, row.chunks[: at + 1], row.begins[: at + 1])
-        np.subtract.at(here, row.chunks[:at], row.ends[:at])
-        held += here
-        running[rank] = row.chunks[at]
+        here = moments[0].at(rank, row, at)
         last_first = max(span.first_end for span in row.spans.values())
+        until = min(span.last_end for span in row.spans.values())
         of_all &= bool((here[list(mine)] > 0).all())
         with_gradients &= of_all and last_first < at
-        meet &= last_first < min(span.last_end for span in row.spans.values())
-    return MostHeld(held, running, of_all, with_gradients, meet)
+        meet &= last_first < until
+        if meet:
+            moments[1].at(rank, row, last_first + 1 + int(np.argmax(now[last_first + 1 : until + 1])))
+    most = MostHeld(moments[0].held, moments[0].running, of_all, with_gradients, meet)
+    if with_gradients or not meet or num_micro_batches == 1:
+        return most
+    return replace(most, steady=MostHeld(moments[1].held, moments[1].running, True, True, True))
+
+
+class _Moments:
+    """One moment of every rank: the micro-batches held of every chunk, and the chunk of every rank that runs."""
+
+    def __init__(self, num_ranks: int, num_chunks: int) -> None:
+        self.held, self.running = np.zeros(num_chunks), np.zeros(num_ranks, dtype=np.int64)
+
+    def add(self, rank: int, running: int, held: Mapping[int, float]) -> None:
+        """Take the moment of a rank."""
+        self.running[rank] = running
+        for chunk, count in held.items():
+            self.held[chunk] += count
+
+    def at(self, rank: int, row: HeldRow, action: int) -> Array:
+        """Take the moment of an action of a rank; return what it holds of every chunk."""
+        here = np.zeros(len(self.held))
+        np.add.at(here, row.chunks[: action + 1], row.begins[: action + 1])
+        np.subtract.at(here, row.chunks[:action], row.ends[:action])
+        self.held += here
+        self.running[rank] = row.chunks[action]
+        return here
 
 
 def _elements(workload: Workload) -> list[Counter[_Kind]]:
@@ -328,6 +408,13 @@ def _elements(workload: Workload) -> list[Counter[_Kind]]:
     return found
 
 
+def _names(workload: Workload, on_host: bool) -> list[str]:
+    """Return the names of recompute choices. `on_host`: with those that keep activations on the host."""
+    w = workload
+    others = {how: None for each in w.unit_choices for how in each if on_host or not recompute_kind(how).on_host}
+    return [NONE, SELECTIVE, *others, FULL]
+
+
 @dataclass(frozen=True)
 class _Choices:
     """Bytes that units keep of a micro-batch, and need in their backward, by recompute choice (rows) and unit.
@@ -342,13 +429,27 @@ class _Choices:
     def of(workload: Workload, on_host: bool) -> _Choices:
         """Return the choices of a workload. `on_host`: with those that keep activations on the host."""
         w = workload
-        others = {how: None for each in w.unit_choices for how in each if on_host or not recompute_kind(how).on_host}
-        named = [[each.get(how, np.inf) for each in w.unit_choices] for how in others]
+        named = [[each.get(how, np.inf) for each in w.unit_choices] for how in _names(w, on_host)[2:-1]]
         kept = np.array([w.unit_saved, w.unit_selective, *named, w.unit_kept])
         # what was kept and is not comes back before the backward (`MemoryModel`); in full recompute it is measured
         transient = np.array(w.unit_transient) + np.maximum(0.0, np.array(w.unit_saved) - kept)
         transient[-1] = w.unit_recompute_transient
         return _Choices(kept, transient)
+
+    @staticmethod
+    def last_of(workload: Workload, by_operation: bool, on_host: bool) -> _Choices:
+        """Return the last choice of every unit on the recompute frontier, which frees most, as the only one.
+
+        Args:
+            by_operation: groups of regions are searched, not only layers in full.
+            on_host: keeping activations on the host is searched.
+        """
+        looked_at = {Searched.ALWAYS: True, Searched.BY_OPERATION: by_operation, Searched.OFFLOADING: on_host}
+        every, names = _Choices.of(workload, on_host), _names(workload, on_host)
+        some = [k for k, how in enumerate(names) if how == NONE or looked_at.get(recompute_kind(how).searched)]
+        kept, transient = every.kept[some], every.transient[some]
+        least = kept.min(axis=0)
+        return _Choices(least[None], np.where(kept == least, transient, np.inf).min(axis=0)[None])
 
     @cached_property
     def least(self) -> Array:
@@ -361,7 +462,7 @@ class _Choices:
         return {}
 
     def _beyond(self, held: float) -> Array:
-        """Return by unit the bytes beyond the least of `held` micro-batches while it runs, of its best choice."""
+        """Return the bytes that each unit needs beyond the least of `held` micro-batches, under its best choice."""
         found = self._known.get(held)
         if found is None:
             both = np.where(np.isinf(self.kept), np.inf, held * self.kept + self.transient).min(axis=0)
