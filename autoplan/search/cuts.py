@@ -1,4 +1,4 @@
-"""Where to cut the pipeline and what to recompute: exact for one candidate, given its prices.
+"""Cuts of the pipeline and recompute of each stage: exact for one candidate, given its prices.
 
 The step never gets shorter if an action gets longer. So for a given cut, the best choice on every stage is the least
 recompute that fits. Cuts are searched depth first, from the first stage to the last, by the bound
@@ -87,12 +87,12 @@ class Cutter:
     ) -> None:
         self.pricer, self.room, self.pinned = pricer, room, stages
         self.pp, self.m = pricer.config.pp, pricer.config.num_micro_batches
-        self.num_units = pricer.num_units
+        self.num_units: int = pricer.num_units
         self.fixed = recompute
         action = pricer.costs.overhead_s("pipeline_action_s") if self.pp > 1 else 0.0
-        self.stage_s = pricer.free_forward.mid + 2 * action  # on every stage and micro-batch
-        self.time = prefix(np.array(pricer.forward) + np.array(pricer.backward) + self._selective())
-        self.after_s = pricer.fixed_s + max(max(pricer.optimizer), sum(pricer.optimizer) / self.pp)
+        self.stage_s: float = pricer.free_forward.mid + 2 * action  # on every stage and micro-batch
+        self.time: Array = prefix(np.array(pricer.forward) + np.array(pricer.backward) + self._selective())
+        self.after_s: float = pricer.fixed_s + max(max(pricer.optimizer), sum(pricer.optimizer) / self.pp)
         self.layer_count = np.concatenate([[0], np.cumsum(pricer.workload.layers)])
         self._known: dict[tuple[int, int, int], int | None] = {}
         self._free_s: float | None = None
@@ -323,6 +323,12 @@ class Cutter:
     def _num_layers(self, units: range) -> int:
         return int(self.layer_count[units.stop] - self.layer_count[units.start])
 
+    def peak_bytes(self, chunks: tuple[int, ...]) -> float:
+        """Return the bytes that the fullest rank of a cut needs on its device, with the most recompute."""
+        ranges = ranges_of(chunks)
+        memories = [self.memory_of(s, u, self._counts(u, self._num_layers(u))[-1]) for s, u in enumerate(ranges)]
+        return max(self.room.total_bytes(memory.terms) for memory in memories)
+
     def _most_even(self) -> tuple[int, ...]:
         """Return the pinned cut, or the one with most equal numbers of units."""
         n, pp = self.num_units, self.pp
@@ -339,7 +345,7 @@ class Cutter:
         return worst_of(found)
 
     def any_shortage(self) -> Shortage:
-        """Return what one stage of the most even cut lacks, perhaps not the one that lacks most."""
+        """Return the shortage of one stage of the most even cut, perhaps not the largest."""
         for s, units in enumerate(ranges_of(self._most_even())):
             memory = self.memory_of(s, units, self._counts(units, self._num_layers(units))[-1])
             if not self.room.fits(memory):
