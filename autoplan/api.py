@@ -322,7 +322,7 @@ def _check_as_planned(task: _Task, plan: Plan) -> None:
 
 
 def _outline(model: nn.Module) -> ModelOutline:
-    """Return by what a module is recognised."""
+    """Return the facts by which a module is recognised: parameters, buffers, class and config."""
 
     def tensors(pairs: Iterable[tuple[str, torch.Tensor]], trainable: bool) -> dict[str, TensorOutline]:
         return {

@@ -30,7 +30,7 @@ from typing import Any
 from autoplan.errors import AutoplanError, CaptureError, GraphError
 from autoplan.files import write_whole
 from autoplan.ir.graph import ModelGraph
-from autoplan.names import matching, one_of, plain_name
+from autoplan.names import matching, one_of, plain_name, same_letters
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import nodes_with
 
@@ -123,8 +123,9 @@ def load_model(text: str) -> ModelGraph:
 def shipped_name(text: str) -> str:
     """Return the name of the shipped model that `text` means.
 
-    It may be a name in any case, a unique beginning of one (`llama-3.1-8`), or the name of its repository, with or
-    without the organisation and with ends that change no shape (`meta-llama/Llama-3.1-8B-Instruct`).
+    It may be a name in any case, a unique beginning of one (`llama-3.1-8`), or the name of its repository or of one
+    with the same shapes (`also` of its config), with or without the organisation and with ends that change no shape
+    (`meta-llama/Llama-3.3-70B-Instruct`).
 
     Raises:
         AutoplanError: lists the candidates if it may mean several models, else the nearest names.
@@ -134,7 +135,7 @@ def shipped_name(text: str) -> str:
     found = matching(text, known) or matching(written, known)
     if not found:
         bare = _without_weights(written)
-        found = [name for name, others in _written_forms().items() if bare in others]
+        found = [n for n, others in _written_forms().items() if any(same_letters(bare, other) for other in others)]
     if not found:
         raise _unknown(text)
     if len(found) > 1:
@@ -160,11 +161,12 @@ def _without_weights(written: str) -> str:
 
 
 def _written_forms() -> dict[str, tuple[str, ...]]:
-    """Return, by shipped model, its name and that of the repository its config is from, without organisation."""
+    """Return, by shipped model, its name and those of repositories with its shapes, without organisation."""
     found = {}
     for name, config in configs().items():
         repository = re.match(r"https://huggingface\.co/[^/]+/([^/]+)", config["source"])
-        found[name] = (name, *([_without_weights(plain_name(repository.group(1)))] if repository else []))
+        others = [*([repository.group(1)] if repository else []), *config.get("also", ())]
+        found[name] = (name, *(_without_weights(plain_name(other)) for other in others))
     return found
 
 
@@ -226,8 +228,8 @@ def _unknown(text: str) -> AutoplanError:
     near = difflib.get_close_matches(text.lower(), known, 3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return AutoplanError(
-        f"unknown model {text!r}; {hint}use a name of the catalog ({', '.join(known)}), the path of a Hugging Face "
-        "config.json, or package.module:factory"
+        f"unknown model {text!r}; {hint}use one of the {len(known)} names that autoplan models lists, the path of a "
+        "Hugging Face config.json, or package.module:factory"
     )
 
 
@@ -257,7 +259,10 @@ def read_file(data: bytes, name: str) -> Mapping[str, str]:
 
 
 def configs() -> dict[str, dict[str, Any]]:
-    """Return the configs of all shipped graphs: `source`, `published_params`, `config`, `usual` (see `Usual`)."""
+    """Return the configs of all shipped graphs.
+
+    Keys: `source`, `published_params`, `config`, `usual` (see `Usual`), `also` (repositories with the same shapes).
+    """
     folder = resources.files("autoplan.profiles") / "model_configs"
     return {
         f.name.removesuffix(".json"): json.loads(f.read_text())

@@ -238,7 +238,7 @@ def check(
     tolerances: Mapping[str, Any] = CHOSEN,
     as_json: AsJson = False,
 ) -> None:
-    """Is the input of another framework legal, does it fit, how long is a step, and is there a better plan?
+    """Say whether the input of another framework is legal and fits, how long a step takes, and if a plan is better.
 
     Exit codes: 0 legal and fits, 1 illegal or does not fit, 2 bad input. --pin: what a better plan must keep.
     """
@@ -337,7 +337,7 @@ def fit_model(
     runnable: Runnable = False,
     as_json: AsJson = False,
 ) -> None:
-    """Does a model fit on a cluster: yes or no, the terms of memory, and what would make it fit.
+    """Say whether a model fits on a cluster, with the terms of memory, and what would make it fit.
 
     Without --seq-len: 4,096 tokens, or as many as the model has positions. Without --global-batch-size: one sequence
     for every device. Shorter sequences, recompute, the host's memory, LoRA, QLoRA and more devices are tried.
@@ -499,7 +499,7 @@ def compare(
     if timeline is not None:
         traced.write_beside(plan, log, timeline)
     if report is not None:
-        write_report(report, measured.comparison_data(found))
+        write_report(report, measured.comparison_data(found), {"rows": [measured.shown_row(f) for f in found.figures]})
     if calibrate is not None:
         measured.write_calibration(given, found, calibrate)
     if as_json:

@@ -11,9 +11,9 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 _MODE = 0o644  # of a new file; temporary files are private
 
@@ -31,10 +31,17 @@ def write_whole(path: Path | str, data: str | bytes) -> None:
         return
     path = Path(os.path.realpath(path))
     mode = path.stat().st_mode & 0o777 if path.exists() else _MODE
+    with _replacing(path, mode) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path, mode: int) -> Iterator[BinaryIO]:
+    """Open a new file that takes the place of `path` when the context ends; an error inside leaves nothing behind."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            yield file
         os.chmod(name, mode)
         os.replace(name, path)
     except BaseException as exc:
@@ -59,24 +66,14 @@ class WrittenFile(NamedTuple):
 
 def write_pieces(path: Path | str, pieces: Iterable[bytes | memoryview]) -> WrittenFile:
     """Write a file piece by piece, whole or not at all, and wait until it is on the disk. Raises OSError."""
-    path = Path(path)
     digest, size = hashlib.sha256(), 0
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            for piece in pieces:
-                file.write(piece)
-                digest.update(piece)
-                size += len(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, _MODE)
-        os.replace(name, path)
-    except BaseException as exc:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        _name_file(exc, path)
-        raise
+    with _replacing(Path(path), _MODE) as file:
+        for piece in pieces:
+            file.write(piece)
+            digest.update(piece)
+            size += len(piece)
+        file.flush()
+        os.fsync(file.fileno())
     return WrittenFile(size, digest.hexdigest())
 
 

@@ -1,12 +1,14 @@
 """Names of models, devices and instances as people write them.
 
 `matching` is the one rule: the name itself, else the same name in other letters ("Llama_3.1-8B"), else all names that
-begin so ("llama-3.1-8"). A name that fits several is an error of its caller, who lists them.
+begin so ("llama-3.1-8"), else the same two by letters and digits alone ("llama3.1-8b", "H100SXM"). A beginning ends no
+number early: H20 is not H200. A name that fits several is an error of its caller, who lists them.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -17,11 +19,31 @@ def plain_name(text: str) -> str:
 
 def matching(text: str, known: Iterable[str]) -> list[str]:
     """Return the names that `text` may mean, in the order of `known`; none if it means none of them."""
-    names, written = list(known), plain_name(text)
+    names = list(known)
     if text in names:
         return [text]
-    same = [name for name in names if plain_name(name) == written]
-    return same or [name for name in names if written and plain_name(name).startswith(written)]
+    for form in (plain_name, _letters_and_digits):
+        written = form(text)
+        found = [name for name in names if form(name) == written]
+        found = found or [name for name in names if begins_with(form(name), written)]
+        if found and written:
+            return found
+    return []
+
+
+def same_letters(one: str, other: str) -> bool:
+    """Return True if two names have the same letters and digits, in any case."""
+    return _letters_and_digits(one) == _letters_and_digits(other)
+
+
+def begins_with(name: str, text: str) -> bool:
+    """Return True if the name begins with the text and no number of it is cut: h100 begins h100-sxm, not h1000."""
+    rest = name.removeprefix(text)
+    return name.startswith(text) and not (text[-1:].isdigit() and rest[:1].isdigit())
+
+
+def _letters_and_digits(text: str) -> str:
+    return re.sub("[^a-z0-9]", "", text.lower())
 
 
 def one_of(candidates: Iterable[str]) -> str:

@@ -265,7 +265,7 @@ def capture_verified(
 
 
 def model_facts(model: nn.Module | str) -> dict[str, Any]:
-    """Return what of a model besides its tensors recognises it: its class and its Hugging Face config, if known."""
+    """Return the facts besides tensors that identify a model: its class, and its Hugging Face config if known."""
     if not isinstance(model, str):
         config: Any = getattr(model, "config", None)
         values = config.to_dict() if hasattr(config, "to_dict") else {}
@@ -280,7 +280,7 @@ def model_facts(model: nn.Module | str) -> dict[str, Any]:
 
 
 def plain_or_none(value: Any) -> Any:
-    """Return a value of a config if JSON has it, else None, which recognises nothing."""
+    """Return a value of a config if JSON has it, else None, which is not compared."""
     if isinstance(value, Mapping):
         return {str(name): plain_or_none(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

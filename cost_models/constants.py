@@ -204,7 +204,7 @@ def constants_of(data: Any, where: str, base: Constants) -> Constants:
     The data has `constants` by name, each a number or a mapping with `value`.
     """
     if not isinstance(data, Mapping) or not isinstance(data.get("constants"), Mapping):
-        raise ProfileError(f"{where}: a mapping with the key 'constants' is needed")
+        raise ProfileError(f"{where} must be a mapping with the key 'constants'")
     values: dict[str, float] = {}
     for name, entry in data["constants"].items():
         value = entry.get("value") if isinstance(entry, Mapping) else entry
@@ -225,6 +225,6 @@ def _intervals(data: Any, where: str) -> tuple[tuple[str, float, float], ...]:
         except (TypeError, KeyError, ValueError):
             raise ProfileError(f"{where}: {name}={entry!r} must have low and high") from None
         if not 0 < low <= 1 <= high < math.inf:
-            raise ProfileError(f"{where}: {name} from {low} to {high} must hold 1")
+            raise ProfileError(f"{where}: the interval {name}, from {low} to {high}, must contain 1")
         out.append((str(name), low, high))
     return tuple(out)

@@ -88,7 +88,10 @@ def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: f
         )
     heads, groups = q.shape[1], k.shape[1]
     if heads % groups != 0 or v.shape[1] != groups:
-        raise ValueError(f"attention: {heads} query heads over {groups} key and {v.shape[1]} value heads")
+        raise ValueError(
+            f"attention: the {heads} query heads must be a multiple of the {groups} key heads, "
+            f"of which there must be as many as value heads, {v.shape[1]}"
+        )
 
 
 def _check_window(
@@ -96,15 +99,16 @@ def _check_window(
 ) -> None:
     if window is not None and (window < 1 or not causal or mask is not None or q.shape[2] != k.shape[2]):
         raise ValueError(
-            f"attention: a window of {window} needs at least 1 key, causal attention without a mask, and as many keys "
-            f"as queries ({k.shape[2]} and {q.shape[2]})"
+            f"attention: window={window} must be at least 1, and needs causal attention without a mask, with as many "
+            f"keys as queries, not {k.shape[2]} for {q.shape[2]}"
         )
 
 
 def _check_documents(q: torch.Tensor, documents: torch.Tensor | None, mask: torch.Tensor | None) -> None:
     if documents is not None and (mask is not None or documents.shape != q.shape[::2]):
         raise ValueError(
-            f"attention: documents {tuple(documents.shape)} of queries {tuple(q.shape)} must be [b, s], without a mask"
+            f"attention: documents must have the shape [b, s] of the queries, {tuple(q.shape[::2])}, not "
+            f"{tuple(documents.shape)}, and no mask beside them"
         )
 
 
@@ -121,7 +125,10 @@ def _cut_axes(
         raise ValueError(f"attention: give a ring over {ring!r} or a gather over {gather!r}, not both")
     cut = [a for a in (ulysses, ring, gather) if a is not None and current_mesh().size(a) > 1]
     if cut and (mask is not None or q.shape[2] != k.shape[2]):
-        raise ValueError(f"attention: over {cut[0]!r} with a mask, or {k.shape[2]} keys for {q.shape[2]} queries")
+        raise ValueError(
+            f"attention: a sequence that is cut over {cut[0]!r} takes no mask, and needs as many keys as queries, not "
+            f"{k.shape[2]} for {q.shape[2]}"
+        )
     return cut
 
 

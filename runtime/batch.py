@@ -1,4 +1,4 @@
-"""Checks of a step's batch: does it fit the program, and do the ranks that must have the same batch have it?
+"""Checks of a step's batch: that it fits the program, and that ranks which must have the same batch have it.
 
 Every rank checks its own part before any collective. Then one all-reduce over all ranks settles it for all of them
 (`Batches.settle`). For each data-parallel rank it carries a fingerprint of the batch and the numbers of valid labels
@@ -24,9 +24,9 @@ from autoplan.runtime.spec import ProgramSpec, evaluate_terms
 CONTENTS_EVERY = 100  # steps
 
 
-def settled_bytes(num_data_ranks: int, num_counts: int = 1) -> int:
-    """Return the bytes of the all-reduce in which all ranks agree on the batches of a step."""
-    return 8 * (1 + (3 + num_counts) * num_data_ranks)
+def settled_bytes(num_data_ranks: int) -> int:
+    """Return the bytes of the all-reduce in which all ranks agree on a step's batches, with one loss denominator."""
+    return 8 * (1 + 4 * num_data_ranks)
 
 
 _LEAST = -(1 << 63)  # least int64: a rank's entry for other ranks' batches

@@ -51,11 +51,12 @@ class PowerSGD:
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ValueError(f"PowerSGD rank={self.rank}: must be at least 1")
+            raise ValueError(f"PowerSGD(rank={self.rank}): rank must be at least 1")
         if self.start_step < 2:
-            raise ValueError(f"PowerSGD start_step={self.start_step}: must be at least 2")
+            raise ValueError(f"PowerSGD(start_step={self.start_step}): start_step must be at least 2")
         if self.min_compression_rate < 0:
-            raise ValueError(f"PowerSGD min_compression_rate={self.min_compression_rate}: must be at least 0")
+            rate = self.min_compression_rate
+            raise ValueError(f"PowerSGD(min_compression_rate={rate}): min_compression_rate must be at least 0")
 
 
 Compression = str | PowerSGD  # "bf16", "fp16", or PowerSGD

@@ -364,7 +364,9 @@ _OPS: Mapping[str, tuple[str, int]] = {
     "c10d::gather_": ("gather", 0),
     "c10d::scatter_": ("scatter", 1),
     "c10d::send": ("send_recv", 0),
+    "autoplan_exchange::reduce_scatter": ("reduce_scatter", 1),
 }
+_NAMESPACES = frozenset(name.partition("::")[0] for name in _OPS)
 _GROUP_ARGUMENTS = ("group_name", "process_group", "group")
 
 
@@ -407,7 +409,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._simulated and enabled_local_tensor_mode() is not None:
             raise RuntimeError("enter record_collectives inside LocalTensorMode, which otherwise hides the collectives")
         # Only these namespaces have collectives. Everything else must cost next to nothing.
-        if func.namespace not in ("_c10d_functional", "c10d", "_dtensor") or func._schema.name not in _OPS:
+        if func.namespace not in _NAMESPACES or func._schema.name not in _OPS:
             return func(*args, **kwargs)
         kind, index = _OPS[func._schema.name]
         group = _group_of(func, args, kwargs)

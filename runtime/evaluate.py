@@ -100,7 +100,7 @@ class Waves:
 
     def _operation(self, kind: Callable[..., dist.Work | None], tensor: torch.Tensor, rank: int) -> dist.P2POp:
         if self._group is None:
-            raise RuntimeError("stages on other ranks, but no pipeline of several ranks")
+            raise RuntimeError("the program has stages on other ranks, but its mesh has no pipeline of several ranks")
         return dist.P2POp(kind, tensor, dist.get_global_rank(self._group, rank), self._group)
 
 

@@ -27,7 +27,7 @@ _PAUSE_S = 0.02
 def of_this_life(store: Store, rank: int, world: int, timeout: timedelta) -> Store:
     """Return the store under a prefix that all ranks of this life share, and no earlier life had.
 
-    A collective. If a rank does not come within the timeout, the prefix is useless, and who meets in it next learns
+    A collective. If a rank does not come within the timeout, the prefix is useless, and the next wait in it says
     which rank is missing.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or world == 1:

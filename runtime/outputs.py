@@ -97,7 +97,9 @@ class Outputs:
         assert self._each is not None
         found = self._each(part)
         if not isinstance(found, Mapping) or not all(isinstance(x, torch.Tensor) and x.dim() for x in found.values()):
-            raise TypeError(f"each returned {type(found).__name__}; return a mapping from names to tensors [rows, ...]")
+            raise TypeError(
+                f"each= returned a {type(found).__name__}; it must return a mapping from names to tensors [rows, ...]"
+            )
         return dict(found)
 
     def _whole(self, output: OutputSpec, x: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:

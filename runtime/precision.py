@@ -283,11 +283,11 @@ class LossScaler:
     def __post_init__(self) -> None:
         if not self.scale > 0 or not self.growth_factor > 1 or not 0 < self.backoff_factor < 1:
             raise ValueError(
-                f"scale={self.scale}, growth_factor={self.growth_factor}, backoff_factor={self.backoff_factor}: must "
-                "be above 0, above 1, and between 0 and 1"
+                f"scale={self.scale} must be above 0, growth_factor={self.growth_factor} above 1, and "
+                f"backoff_factor={self.backoff_factor} between 0 and 1"
             )
         if self.growth_interval < 1:
-            raise ValueError(f"growth_interval={self.growth_interval}: must be at least 1")
+            raise ValueError(f"growth_interval={self.growth_interval} must be at least 1")
 
     def scaled(self, output: Any) -> Any:
         """Return the output of the last stage, with its gradient multiplied by `scale` in the backward."""

@@ -99,7 +99,7 @@ class StepLog:
         tokens_per_sample: float | None = None,
     ) -> None:
         if every < 1:
-            raise ValueError(f"every={every}: must be at least 1")
+            raise ValueError(f"every={every} must be at least 1")
         self._pm, self._every, self._writer, self._show = pm, every, writer, show
         self._estimate: Any = getattr(pm.plan, "estimate", None)
         self._tokens_per_sample = tokens_per_sample

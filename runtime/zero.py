@@ -21,7 +21,8 @@ Parameters of experts under token dispatch have fewer replicas, and are sharded 
 
 Stage 0 keeps plain parameters. Stages 1 to 3 apply ``fully_shard`` to each block: parameters and gradients become
 DTensors sharded on one dim (`shard_dim`), so that the optimizer works on shards without knowing it. Stages 1 and 2,
-which hold all blocks whole anyway, gather and reduce small neighbouring blocks in one message (`messages`).
+which hold all blocks whole anyway, gather and reduce small neighbouring blocks in one message (`messages`). Over gloo a
+reduction is an exchange and a sum (`exchange`).
 """
 
 import enum
@@ -36,9 +37,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from autoplan.runtime.compression import Compression, Compressor
+from autoplan.runtime.exchange import reduce_by_exchange
 from autoplan.runtime.private import end_of_backward, same_ranks
 from autoplan.runtime.spec import ScheduleSpec
-from autoplan.streams import BUCKET_BYTES, has_streams
+from autoplan.streams import BUCKET_BYTES, has_streams, reduces_by_exchange
 
 # From about this size on, copying a gradient into a bucket and back costs more on a CPU than a collective for it alone.
 # A GPU copies far faster than its links send.
@@ -437,6 +439,8 @@ def _shard(
             module.set_gradient_divide_factor(1.0)
             # Without this a factor of 1 becomes PREMUL_SUM, which gloo refuses and NCCL spends a multiplication on.
             module.set_force_sum_reduction_for_comms(True)
+    if reduces_by_exchange(mesh.device_type):
+        reduce_by_exchange(stage)
     _prefetch_in_block_order(list(blocks.values()))
     return root
 

@@ -95,7 +95,10 @@ def _in_layers(
         if graph is None:  # a value enters or leaves a layer past its arguments: trace them one by one
             graph = _capture(wrapped(), example_inputs, scans, merge=False, lists_only=lists_only)
         if graph is None:
-            raise CaptureError(f"{type(model).__name__}: layers could not be delimited")
+            raise CaptureError(
+                f"{type(model).__name__}: its layers exchange tensors that are neither arguments nor results; "
+                "pass these tensors through the forward of the layers"
+            )
         return graph
 
     try:

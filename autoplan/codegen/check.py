@@ -84,7 +84,7 @@ def _carried(c: CarriedSpec, env: Mapping[str, int]) -> torch.Tensor:
 
 
 def _as_it_is(x: torch.Tensor, types: Mapping[str, Any], mesh: AxisMesh) -> dict[str, Any]:
-    """Return `types` with I for R where a value without a gradient is I: then both mean the same."""
+    """Return `types` with I in place of R on axes where `x` is I: without a gradient both mean the same."""
     import spmd_types
 
     found, out = spmd_types.get_local_type(x), dict(types)

@@ -27,7 +27,7 @@ class FoundOutput:
 
 
 def find_output(lowered: LoweredBlock, result: Result, stage: int, block: str, *, cut: bool) -> FoundOutput | None:
-    """Return where a block makes a result: where no pending sum is left, if there is such a place.
+    """Return the statement of a block that makes a result, if possible one that leaves no pending sum.
 
     None if no statement makes it (a view that another one took in), or if the batch is not its slowest factor in a dim.
 

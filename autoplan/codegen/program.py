@@ -179,7 +179,7 @@ class _Compiler:
         return tuple(terms(found[k]) for k in sorted(found))
 
     def _found(self, calls: Iterable[str]) -> list[FoundOutput]:
-        """Return where these calls make what the model returns besides the loss."""
+        """Return the statements of these calls that make the results of the model besides the loss."""
         mine, found = set(calls) - self.free_names, []
         for result in (r for r in self.graph.results if r.call in mine):
             lowered = self.lowered[self.calls[result.call].block]

@@ -50,6 +50,7 @@ class Choice:
             value other than the default.
         said_as: A template by which a report describes a value other than the default; `{}` stands for the value.
         said_with: A switch; if it is off, the report omits `said_as`.
+        of_narrow: True if the option changes only runs whose products take 8 or 4 bits.
         label: Returns this choice's part of a plan's label, or "". The second argument is the number of layers of the
             model, or 0 if unknown.
         label_at: The sort key of the parts of a label.
@@ -75,6 +76,7 @@ class Choice:
     said: Callable[[Any], bool] | None = None
     said_as: str = ""
     said_with: str = ""
+    of_narrow: bool = False
     label: Callable[[Any, int], str] | None = None
     label_at: int = 0
     reported: bool = True

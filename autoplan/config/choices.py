@@ -13,7 +13,7 @@ from typing import Any
 
 from autoplan.config.choice import Choice, Written, choices_of
 from autoplan.config.keys import check_names
-from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
+from autoplan.config.parallel import Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.config.settings import setting
 from autoplan.errors import PinError
 
@@ -143,11 +143,13 @@ def _default_text(record: Choice) -> str | None:
     return None if record.default is None else text_of(record, record.default)
 
 
-def option_texts(options: RunOptions) -> list[str]:
-    """Return a short phrase for every option that differs from its default."""
-    out = []
+def option_texts(options: RunOptions, precision: str = "") -> list[str]:
+    """Return a short phrase for every option that differs from its default and matters in a precision (empty: any)."""
+    out, wide = [], bool(precision) and precision_of(precision).matmul is None
     for record in choices_of(RunOptions):
         value = getattr(options, record.name)
+        if wide and record.of_narrow:
+            continue
         if value != record.default and (not record.said_with or getattr(options, record.said_with)):
             out.append(record.said_as.format(" and ".join(sorted(value)) if isinstance(value, frozenset) else value))
     return out

@@ -86,7 +86,7 @@ def read_method(name: object, cp: int) -> ContextMethod:
     for method in methods(cp):
         if method.name == name:
             return method
-    raise PinError(f"context_method={name!r} does not make cp={cp}", ("context_method", "cp"))
+    raise PinError(f"context_method={name!r} is not a method over cp={cp} ranks", ("context_method", "cp"))
 
 
 def read_methods(text: str) -> str | dict[str, str]:

@@ -104,7 +104,7 @@ def read_series(text: str, what: str, *, whole: bool, binary: bool, within: Rang
 def read_list(what: str, text: str) -> tuple[int, ...]:
     """Return the numbers of `10,11,11`. PinError names `what`."""
     if re.fullmatch(r"\d+(,\d+)*", text.replace(" ", "")) is None:
-        raise PinError(f"{what}: must be whole numbers with commas, for example 10,11,11")
+        raise PinError(f"{what} {text!r} must be whole numbers separated by commas, for example 10,11,11")
     return tuple(int(part) for part in text.split(","))
 
 

@@ -114,6 +114,7 @@ class RunOptions:
         "ZeRO gathers weights of 8-bit products in 8 bits.",
         written=Written.SWITCH,
         said_as="weights gathered in 8 bits",
+        of_narrow=True,
     )
     # One kernel reads the logits as the head's product wrote them, without a 32-bit copy (flash-attention's
     # CrossEntropyLoss, Transformer Engine's `te` cross entropy, Liger).

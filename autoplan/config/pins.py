@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, overload
 
 from autoplan.config.choices import check_values
 from autoplan.config.offload import state_offload, with_offload
@@ -91,3 +91,22 @@ class Pins(Mapping[str, Any]):
         elif "num_micro_batches" not in self._values and pinned.pp > 1:
             num = 2 * pinned.pp
         return pinned.but(dp=dp, num_micro_batches=num, schedule=schedule, virtual_stages=virtual_stages)
+
+
+class PinsField:
+    """A field of a dataclass that is given as a mapping and read as Pins; the dataclass checks it (`Pins(given)`)."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Mapping[str, Any]: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> Pins: ...
+
+    def __get__(self, instance: object | None, owner: type) -> Mapping[str, Any]:
+        return Pins() if instance is None else instance.__dict__[self._name]
+
+    def __set__(self, instance: object, given: Mapping[str, Any]) -> None:
+        instance.__dict__[self._name] = given

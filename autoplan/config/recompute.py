@@ -231,7 +231,7 @@ def recompute_text(recompute: str | Mapping[str, str] | Sequence[int], layers: S
 
 
 def recompute_label(recompute: str | Mapping[str, str] | tuple[int, ...], layers: int) -> str:
-    """Return a label: `none`, `full`, `selective`, `3/32` (layers in full), or for a mapping `mlp 22/32, full 3/32`.
+    """Return a label: `none`, `full`, `selective`, or by number of layers `mlp 22/32, full 3/32`.
 
     `layers`: the number of layers of the model; 0 if unknown, in which case the label omits it.
     """
@@ -239,6 +239,6 @@ def recompute_label(recompute: str | Mapping[str, str] | tuple[int, ...], layers
     if isinstance(recompute, str):
         return recompute
     if isinstance(recompute, tuple):
-        return f"{sum(recompute)}{total}" if any(recompute) else "none"
+        return f"full {sum(recompute)}{total}" if any(recompute) else "none"
     counts = Counter(how for how in recompute.values() if how != "none")
     return ", ".join(f"{how} {n}{total}" for how, n in counts.items()) or "none"

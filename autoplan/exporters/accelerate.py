@@ -32,7 +32,7 @@ _NEW: Mapping[str, Any] = {"since": MESH}
 def engine(setup: Setup) -> str:
     """Return what runs a setup: MULTI_GPU (DistributedDataParallel), FSDP or DEEPSPEED."""
     c = setup.config
-    if c.zero_stage == 1 or c.offload == ("optimizer",) or (c.cp > 1 and c.context_method == "ulysses"):
+    if c.zero_stage == 1 or c.offload == ("optimizer",) or setup.context_method == "ulysses":
         return "DEEPSPEED"
     if c.zero_stage >= 2 or c.tp * c.cp > 1:
         return "FSDP"
@@ -54,7 +54,8 @@ def _write_mesh(setup: Setup) -> Values:
     out: dict[str, Any] = {_M + "dp_replicate_size": c.zero_replicas, _M + "dp_shard_size": c.dp // c.zero_replicas}
     out |= {_M + "tp_size": c.tp, _M + "cp_size": c.cp}
     methods = {"gather": "allgather", "ring": "alltoall"}
-    return out | ({_M + "cp_comm_strategy": methods[str(c.context_method)]} if c.context_method in methods else {})
+    method = methods.get(setup.context_method or "")
+    return out | ({_M + "cp_comm_strategy": method} if method else {})
 
 
 def _read_mesh(document: Document, found: Values) -> Values:

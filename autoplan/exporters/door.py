@@ -13,6 +13,7 @@ import difflib
 from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from autoplan.errors import PinError
 from autoplan.exporters.record import Document, Target
 from autoplan.exporters.scripts import UNKNOWN, Name
 from autoplan.exporters.setup import ESSENTIAL, SETUP_NAMES, Setup, Task, values
-from autoplan.exporters.targets import detected, target_of
+from autoplan.exporters.targets import detected, suffix_of, target_of
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.facts import expert_counts, latent_attention, layer_calls
 from autoplan.stacks.like import Like, read_like
@@ -59,7 +60,7 @@ class ConfigFile:
         says: the choices of ParallelConfig and RunOptions, the precision, mode, seq_len and global_batch_size that the
             file decides, by name. What it leaves to the target has the target's default.
         like: the stack that runs it, NAME@YY.MM.
-        open: name -> where it is said, of what the file does not decide.
+        open: choices that the file does not decide: name -> where they are decided.
         not_read: fields of the target that the file has and that were not used, and values that are no literals.
         faults: what the target itself would refuse, with the nearest that works.
         warnings: what it takes, but is seldom meant.
@@ -178,7 +179,11 @@ _IDLE = frozenset(("compute_environment", "machine_rank", "base_config", "hardwa
 
 
 def _read(target: Target, document: Document, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[PinError]]:
-    """Return what the fields say and which refuse the file; `given` stands for what the file says elsewhere."""
+    """Return the choices that the fields read and the errors of those that refuse the file.
+
+    Args:
+        given: choices that the file cannot hold, and that the target takes from elsewhere.
+    """
     known = {name: value for name, value in given.items() if value is not None and name in target.elsewhere}
     says: dict[str, Any] = {}
     refused: list[PinError] = []
@@ -263,12 +268,17 @@ def export_setup(setup: Setup, to: str, file: str = "") -> Export:
     target.schema.check({path: _checked(value) for path, value in written.items()}, year)
     syntax = target.syntax(year)
     path = file or f"plan{syntax.suffix}"
+    if suffix_of(path) != syntax.suffix:
+        near = Path(path).with_suffix(syntax.suffix)
+        raise PinError(f"{path}: a file of {label} ends in {syntax.suffix}, by which it is found; nearest: {near}")
     text = syntax.write(written, (), setup)
-    elsewhere, lost = _differences(setup, target, version, text, path)
+    elsewhere, lost, runs = _differences(setup, target, version, text, path)
     essential = [name for name in ESSENTIAL if name in lost]
     if essential:
-        nearest = f"nearest: a plan of what it can (--like {target.stack}@{version})"
-        raise PinError(f"{essential[0]}={lost[essential[0]]}; {nearest}", tuple(essential))
+        name = essential[0]
+        pin = f" --pin {name}={runs[name]}" if isinstance(runs[name], int | str) and name in PINS else ""
+        nearest = f"nearest: a plan of what it can (--like {target.stack}@{version}{pin})"
+        raise PinError(f"{name}={lost[name]}; {nearest}", tuple(essential))
     not_said = [f"{name}={why}" for name, why in lost.items()]
     heading = [f"Written by autoplan for {label}: {setup.task.model} on {setup.config.num_devices} devices"]
     heading += [f"set in {line.partition(': ')[2]}: {line.partition(': ')[0]}" for line in elsewhere]
@@ -282,8 +292,10 @@ def _checked(value: Any) -> Any:
     return value.text if isinstance(value, Name) else list(value) if isinstance(value, tuple) else value
 
 
-def _differences(setup: Setup, target: Target, version: str, text: str, path: str) -> tuple[list[str], dict[str, str]]:
-    """Return what is said elsewhere, and name -> text of what the target runs otherwise."""
+def _differences(
+    setup: Setup, target: Target, version: str, text: str, path: str
+) -> tuple[list[str], dict[str, str], dict[str, Any]]:
+    """Return what is said elsewhere, name -> text of what the target runs otherwise, and all that it runs."""
     wanted = values(setup)
     given = {name: wanted[name] for name in target.elsewhere}
     try:
@@ -295,6 +307,8 @@ def _differences(setup: Setup, target: Target, version: str, text: str, path: st
         raise PinError(
             f"{target.name}@{version} cannot say {name}={wanted.get(name)!r}: {error}", error.names
         ) from None
+    if read.faults:
+        raise PinError(f"{target.name}@{version} cannot run this plan: {'; '.join(read.faults)}")
     elsewhere = [f"{n}={_said(wanted[n])}: {where}" for n, where in left.items() if wanted[n] != _DEFAULTS.get(n)]
     lost: dict[str, str] = {}
     for name in SETUP_NAMES:
@@ -302,14 +316,19 @@ def _differences(setup: Setup, target: Target, version: str, text: str, path: st
             continue
         why = target.cannot.get(name, "no field of it says so")
         lost[name] = f"{_said(wanted[name])}: {target.name}@{version} cannot ({why}); it runs {_said(runs[name])}"
-    return elsewhere, lost
+    return elsewhere, lost, runs
 
 
 _DEFAULTS: Mapping[str, Any] = {"recompute": "none", "mode": "eager", "offload": (), "zero_replicas": 1}
 
 
 def _said(value: Any) -> str:
-    """Return a value in words, long lists shortened."""
-    if isinstance(value, tuple | list):
-        return ("+" if value and isinstance(value[0], str) and len(value) < 4 else ",").join(map(str, value)) or "none"
-    return str(value)
+    """Return a value in words, with the equal neighbours of a long list counted: `full x8, none x12`."""
+    if not isinstance(value, tuple | list):
+        return str(value)
+    if value and isinstance(value[0], str) and len(value) < 4:
+        return "+".join(value)
+    runs = [(text, len(list(equal))) for text, equal in groupby(map(str, value))]
+    if len(runs) < len(value) - 1:
+        return ", ".join(text if count == 1 else f"{text} x{count}" for text, count in runs)
+    return ",".join(map(str, value)) or "none"

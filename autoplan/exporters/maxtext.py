@@ -20,6 +20,7 @@ from autoplan.exporters.record import (
     constant,
     derived,
     micro_batches,
+    near_parts,
 )
 from autoplan.exporters.setup import Setup
 from autoplan.exporters.syntax import Yaml
@@ -35,8 +36,8 @@ def sizes_of(setup: Setup) -> dict[str, int]:
     """
     c = setup.config
     ulysses = 1
-    if c.cp > 1 and isinstance(c.context_method, str):
-        method = read_method(c.context_method, c.cp)
+    if setup.context_method is not None:
+        method = read_method(setup.context_method, c.cp)
         ulysses = method.ulysses if method.is_product else 1
     replicas = c.dp if c.zero_stage < 2 else c.zero_replicas
     rest = max(1, c.dp // (replicas * c.ep)) if c.zero_stage >= 2 else 1
@@ -212,10 +213,9 @@ _STRATEGIES = {"gather": "all_gather", "ring": "ring", "ulysses": "ulysses"}
 
 
 def _write_context(setup: Setup) -> Values:
-    c = setup.config
-    if c.cp == 1 or not isinstance(c.context_method, str):
+    if setup.context_method is None:
         return {}
-    method = read_method(c.context_method, c.cp)
+    method = read_method(setup.context_method, setup.config.cp)
     if method.is_product:
         return {"context_parallel_strategy": "usp"} if method.inner == "ring" else {}
     return {"context_parallel_strategy": _STRATEGIES[method.name]}
@@ -239,6 +239,31 @@ def _world(document: Document, found: Values) -> str | None:
     if not devices or "dp" not in found or used == devices:
         return None
     return f"all axes make {used} devices, but there are {devices}; nearest: ici_fsdp_parallelism=-1"
+
+
+def _layers(document: Document, found: Values) -> str | None:
+    """Stages, repeats and layers per stage must make all layers (configs/types.py)."""
+    pp, layers, per_stage = found["pp"], len(document.task.layers), document.count("num_layers_per_pipeline_stage")
+    repeats = document.count("num_pipeline_repeats", -1)
+    made = pp * per_stage * (max(1, layers // (pp * per_stage)) if repeats == -1 else repeats)
+    if pp == 1 or not layers or made == layers:
+        return None
+    if layers % pp:
+        near = f"ici_pipeline_parallelism x dcn_pipeline_parallelism = {near_parts(layers, pp)}"
+    else:
+        each = layers // pp
+        v = max(n for n in range(1, min(each, found["virtual_stages"]) + 1) if each % n == 0)
+        near = f"num_pipeline_repeats={v} with num_layers_per_pipeline_stage={each // v}"
+    return f"pipeline stages x repeats x layers per stage = {made}, but the model has {layers} layers; nearest: {near}"
+
+
+def _micro_batches(document: Document, found: Values) -> str | None:
+    """A circular pipeline takes as many micro-batches as stages, or a multiple (configs/types.py)."""
+    pp, number = found["pp"], document.count("num_pipeline_microbatches", -1)
+    if number == -1 or number % pp == 0:
+        return None
+    near = f"{max(1, number // pp) * pp} or {(number // pp + 1) * pp}" if number > pp else str(pp)
+    return f"num_pipeline_microbatches={number} is not a multiple of the {pp} pipeline stages; nearest: {near}"
 
 
 MAXTEXT = Target(
@@ -283,5 +308,5 @@ MAXTEXT = Target(
         "sequence_parallel": "XLA decides where norms are split",
         "state_slack": "a setting of autoplan's layouts",
     },
-    rules=(TargetRule(_world),),
+    rules=(TargetRule(_world), TargetRule(_layers), TargetRule(_micro_batches)),
 )

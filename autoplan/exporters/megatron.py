@@ -64,10 +64,10 @@ def _context(at: At) -> Field:
     types = {"ring": "p2p", "ulysses": "a2a", "gather": "all_gather"}
 
     def write(setup: Setup) -> Values:
-        c = setup.config
-        if c.cp == 1 or not isinstance(c.context_method, str):
+        name = setup.context_method
+        if name is None:
             return {}
-        method = read_method(c.context_method, c.cp)
+        method = read_method(name, setup.config.cp)
         if method.is_product:
             sizes = [method.ulysses, method.ranks]
             if method.inner != "ring":
@@ -320,7 +320,7 @@ def _tp_for_sequences(document: Document, found: Values) -> str | None:
 
 
 def _said_of_experts(setting: str, why: str) -> TargetRule:
-    """Return the rule that a setting is said for a model with experts, whose default is seldom meant."""
+    """Return the rule that a file for a model with experts gives this setting, whose default is seldom meant."""
 
     def found(document: Document, found: Values) -> str | None:
         if not document.task.num_experts or any(document.has(path) for path in (setting, f"model.{setting}")):

@@ -105,7 +105,7 @@ def _uneven(document: Document, at: At, layers: int, chunks: int) -> tuple[int, 
 
 
 def _not_cut(layers: int, chunks: int, first: int | None, last: int | None) -> PinError:
-    """Return the error of layers of the first or the last stage that leave the others no equal numbers."""
+    """Return the error for layers of the first or last stage that leave the other stages unequal."""
     given = [n for n in (first, last) if n is not None]
     inner, each = chunks - len(given), max(1, round(layers / chunks))
     rest = layers - each * inner

@@ -251,14 +251,14 @@ def constant(path: str, value: Any, where: Callable[[Setup], bool] = lambda setu
 
 
 def precision_word(base: str, narrow: bool, moments: bool = False) -> str:
-    """Return the precision of a file that says how gradients are kept; the suffix holds against a stack's default."""
+    """Return the name of a precision with suffixes for gradients and moments, which override a stack's default."""
     if base in ("fp32", "native"):
         return base
     return base + (GRADIENTS_16 if narrow else GRADIENTS_32) + (MOMENTS_16 if moments and narrow else "")
 
 
 def base_of(precision: str) -> str:
-    """Return a precision without what is kept in 16 or 32 bits."""
+    """Return the name of a precision without its suffixes for gradients and moments."""
     return precision.removesuffix(GRADIENTS_32).removesuffix(MOMENTS_16).removesuffix(GRADIENTS_16)
 
 

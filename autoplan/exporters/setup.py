@@ -105,6 +105,18 @@ class Setup:
         return recompute_per_layer(self.config, self.task.layers, self.stages)
 
     @property
+    def context_method(self) -> str | None:
+        """The method of context parallelism that all blocks share; None without cp or if they differ.
+
+        A searched plan names the method of each block.
+        """
+        given = self.config.context_method
+        if self.config.cp == 1 or given is None:
+            return None
+        text = methods_text(given)
+        return None if "=" in text else text
+
+    @property
     def any_recompute(self) -> str:
         """One choice for all layers that keeps no more than the setup: full where layers differ."""
         return self.recompute if isinstance(self.recompute, str) else FULL

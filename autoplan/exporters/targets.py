@@ -39,12 +39,18 @@ def newest(target: Target) -> str:
     return stack(target.stack).default_version
 
 
+_SUFFIXES = {".yml": ".yaml", "": ".sh", ".bash": ".sh", ".txt": ".sh", ".slurm": ".sh", ".sbatch": ".sh"}
+
+
+def suffix_of(path: str) -> str:
+    """Return the suffix of the syntax that a file is read with: `.yaml` for `.yml`, `.sh` for scripts of all names."""
+    suffix = Path(path.partition(":")[0] if ".py:" in path else path).suffix
+    return _SUFFIXES.get(suffix, suffix)
+
+
 def detected(path: str, text: str) -> tuple[Target, str]:
     """Return the target and the version of a file. PinError if it is of none, or of several."""
-    suffix = Path(path.partition(":")[0] if ".py:" in path else path).suffix
-    suffix = {".yml": ".yaml", "": ".sh", ".bash": ".sh", ".txt": ".sh", ".slurm": ".sh", ".sbatch": ".sh"}.get(
-        suffix, suffix
-    )
+    suffix = suffix_of(path)
     found: dict[str, tuple[Target, str]] = {}
     for target in TARGETS.values():
         for k, (_, syntax) in enumerate(target.files):

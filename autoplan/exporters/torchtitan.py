@@ -323,10 +323,8 @@ def _read_converters(document: Document, found: Values) -> Values:
 
 def _write_method(setup: Setup) -> Values:
     known = {"gather": "allgather", "ring": "alltoall"}
-    method = setup.config.context_method
-    if setup.config.cp == 1 or method not in known:
-        return {}
-    return {_P + "context_parallel_rotate_method": known[str(method)]}
+    method = known.get(setup.context_method or "")
+    return {_P + "context_parallel_rotate_method": method} if method else {}
 
 
 def _read_method(document: Document, found: Values) -> Values:

@@ -83,7 +83,6 @@ def axis_choices(
     node: Node,
     values: Mapping[str, Value],
     factors: Mapping[str, Expr],
-    rule: OpRule | None = None,
     pending_counts: bool = False,
 ) -> list[AxisChoice]:
     """Return every way to run `node` on one sub-axis, whatever its size.
@@ -91,7 +90,7 @@ def axis_choices(
     Args:
         pending_counts: also allow pending sums of values without a gradient.
     """
-    rule = rule or rule_for(node, values)
+    rule = rule_for(node, values)
     tensors = [values[n] for n in (*node.tensor_inputs, *node.outputs)]
     num_inputs, num_outputs = len(node.tensor_inputs), len(node.outputs)
     grad = [t.requires_grad for t in tensors]

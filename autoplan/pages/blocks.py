@@ -34,6 +34,11 @@ class TableBlock:
         return self.ends_in_words or self.left == len(self.heads)
 
     @property
+    def has_names(self) -> bool:
+        """Return True if the first column of a card needs its head: several columns together name a row."""
+        return self.ends_in_words and self.left > 1
+
+    @property
     def styles(self) -> tuple[str, ...]:
         """The style of every column: `w` for words."""
         last = len(self.heads) - 1

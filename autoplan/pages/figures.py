@@ -22,7 +22,6 @@ _HATCHES = ("", "/", "\\", "x", "-", "|", "+", ".")
 _LIMIT = {"color": RED, "width": 2, "dash": "dash"}
 _MOST_RANKS = 4096  # drawn in a mesh
 _MOST_EVENTS = 6000  # drawn in a timeline
-_MOST_LABELS = 30  # written beside points
 
 _ACTIONS = {  # of a pipeline: colour, and hatch
     "FORWARD": (BLUE, ""),
@@ -476,14 +475,15 @@ def sizes(rows: Sequence[Mapping[str, Any]], deadline_days: float, budget_usd: f
     )
 
 
-def measured(figures: Sequence[Mapping[str, Any]]) -> Spec:
-    """Draw predicted over measured of every figure; 1 is right."""
+def measured(figures: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Spec:
+    """Draw predicted over measured of every figure; 1 is right. `names`: of the figures, with units."""
+    named = {f["name"]: name for f, name in zip(figures, names, strict=True)}
     rows = [f for f in figures if f["measured"]]
     trace = {
         "type": "scatter",
         "mode": "markers",
         "x": [f["ratio"] for f in rows],
-        "y": [f["name"] for f in rows],
+        "y": [named[f["name"]] for f in rows],
         "marker": {"size": 12, "color": [GREEN if f["inside"] in (True, None) else RED for f in rows]},
         "error_x": {
             "type": "data",

@@ -40,7 +40,8 @@ def check_extra() -> None:
     """Raise AutoplanError if what a page needs is not installed."""
     missing = [name for name in ("jinja2", "plotly") if importlib.util.find_spec(name) is None]
     if missing:
-        raise AutoplanError(f"a report needs {' and '.join(missing)}, which are not installed: {EXTRA}")
+        which = "which are" if len(missing) > 1 else "which is"
+        raise AutoplanError(f"a report needs {' and '.join(missing)}, {which} not installed: {EXTRA}")
 
 
 @lru_cache(maxsize=1)

@@ -314,17 +314,14 @@ def _versus(answer: _Answer) -> Iterator[PageBlock]:
 
 
 def _measured(answer: _Answer) -> Iterator[PageBlock]:
-    if answer.get("command") != "compare":
+    rows = _drawn(answer, "rows") if answer.get("command") == "compare" else None
+    if not rows:
         return
     found = answer["figures"]
-    yield FigureBlock("Predicted over measured", figures.measured(found), 130 + 40 * len(found))
-    heads = ("figure", "predicted", "measured", "predicted over measured", "inside the interval")
-    inside = {True: "yes", False: "no", None: ""}
-    rows = [
-        (f["name"], f"{f['predicted']:.4g}", f"{f['measured']:.4g}", f"{f['ratio']:.2f}", inside[f["inside"]])
-        for f in found
-    ]
-    yield TableBlock(heads, rows)
+    names = [name for name, *_ in rows]
+    yield FigureBlock("Predicted over measured", figures.measured(found, names), 130 + 40 * len(found))
+    heads = ("figure", "predicted", "interval", "measured", "quartiles", "ratio", "inside")
+    yield TableBlock(heads, rows, ends_in_words=True)
     yield from (WordsBlock(f"Note: {note}.", "note") for note in answer["notes"])
 
 

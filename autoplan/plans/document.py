@@ -88,7 +88,7 @@ def estimate_data(e: Estimate, whole: Mapping[str, Any] | None = None) -> dict[s
 
 
 def made_for(graph: ModelGraph, cluster: Cluster, profile: str | None = None) -> dict[str, Any]:
-    """Return by what the model, the cluster and the version of a plan are recognised, as JSON data.
+    """Return the facts that identify the model, the cluster and the version of a plan, as JSON data.
 
     Args:
         profile: name of the measured times that priced it; None: the figures of the cluster.
@@ -204,7 +204,7 @@ def _quantities(data: Mapping[str, Any]) -> dict[str, Quantity]:
 
 
 def what_differs(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what of `made_for` is not as it was, in words."""
+    """Return the entries of `made_for` that have changed, in words."""
     differ = [name for name in now if name in then and now[name] != then[name]]
     return [_DIFFERENCES[name].format(then=then[name], now=now[name]) for name in differ if name in _DIFFERENCES]
 

@@ -32,9 +32,11 @@ from autoplan.profiler.links import measure_stragglers
 from autoplan.profiler.ops import Clock, cache_bytes, measure_op
 from autoplan.profiler.small_programs import DECODER_INPUT, HIDDEN_SIZE, decoder_program, decoder_tasks, tiny_program
 from autoplan.runtime.convert import all_gather, all_reduce, record_collectives, reduce_scatter
+from autoplan.runtime.exchange import ReduceScatterByExchange
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.optim import on_local_shards
+from autoplan.runtime.private import default_group
 from autoplan.runtime.spec import ProgramSpec
 from autoplan.runtime.split_backward import backward_input, backward_weight
 
@@ -133,10 +135,11 @@ class _Runs:
             return 0.0 if found is None else found.mid
         whole, part = torch.zeros(16 * self.job.world), torch.zeros(16)
         rank, world = self.job.rank, self.job.world
+        exchange, everyone = ReduceScatterByExchange(), default_group()
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: dist.all_reduce(whole),
             "all_gather": lambda: dist.all_gather(list(whole.chunk(world)), part),
-            "reduce_scatter": lambda: dist.reduce_scatter(part, list(whole.chunk(world))),
+            "reduce_scatter": lambda: exchange(part, whole, everyone, dist.ReduceOp.SUM),
             "send_recv": lambda: _exchange(whole, rank ^ 1) if rank ^ 1 < world else None,
         }
         return self.median(lambda: [calls[kind]() for _ in range(20)]) / 20

@@ -1,6 +1,6 @@
 """Attention under a method of context parallelism: shapes, collectives, and bytes saved for the backward.
 
-The runtime is `autoplan.runtime.context` and `autoplan.runtime.ring`. Intss are those of one rank: [b, h, s / c, d]
+The runtime is `autoplan.runtime.context` and `autoplan.runtime.ring`. Shapes are those of one rank: [b, h, s / c, d]
 before and [b, h / u, s / r, d] after the exchange of Ulysses, with c = u r.
 """
 

@@ -252,7 +252,7 @@ class Facts:
     Attributes:
         devices: number of devices of the cluster.
         batch: sequences per step over all data-parallel ranks.
-        gradient_compression: name of the compression of gradients, which a door of a program asks for; "": none.
+        gradient_compression: name of the compression of gradients that `parallelize` was given; "": none.
         async_tp, compile: as `autoplan.parallelize` takes them.
         compile_backends: names of backends of torch.compile that `compile` may be, besides True, False and 'auto'.
         as_given: True if the program is made from a graph of the catalog, in the dtypes that this graph has; False if

@@ -98,7 +98,7 @@ class IntraProblem:
             options = tuple(o for o in choice.options if allowed(choice, o))
             if not options:
                 raise InfeasibleError(
-                    f"{choice.name} has no option left; it had {', '.join(o.name for o in choice.options)}"
+                    f"no layout of {choice.name} is allowed; tried were {', '.join(o.name for o in choice.options)}"
                 )
             choices.append(replace(choice, options=options))
         return replace(self, choices=tuple(choices))

@@ -30,7 +30,7 @@ _LOSS_BYTES = 8  # the sum of the loss over all ranks, float64
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the comparison; `expected` None: nothing is said about it, it is shown."""
+    """A line of the comparison. `expected` None: the figure is shown and not compared."""
 
     name: str
     expected: float | None
@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank: the lines, and what differs in words, first things first."""
+    """The report of one rank: the lines of the comparison, and the differences in words, the first one first."""
 
     rank: int
     coordinates: Mapping[str, int]
@@ -54,7 +54,7 @@ class RankReport:
 
 
 def compared(observed: Observed, said: Expected, stages: tuple[int, ...], trained: bool = True) -> RankReport:
-    """Return the comparison of a rank with what is said about it.
+    """Return the comparison of a rank with its expectations.
 
     Args:
         trained: every parameter is trained, so that a backward computes exactly twice a forward.

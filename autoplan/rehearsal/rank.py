@@ -77,15 +77,15 @@ class _Mesh(AxisMesh):
 
 
 class _Vote:
-    """The pipeline's vote on how shapes are known: they are declared."""
+    """A stand-in for the pipeline's vote on how shapes become known; its outcome is that they are declared."""
 
     def item(self) -> int:
         return 1
 
 
 class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Fake tensors that die. Torch keeps what it knows of an operation by its arguments, a storage among them: `set_`,
-    by which offloaded activations come back, would hold every storage that it was ever given.
+    """Fake tensors whose storages are freed. Torch caches what it knows of an operation under its arguments: the cache
+    of `set_`, which brings offloaded activations back, would keep every storage that it was given.
     """
 
     def __torch_dispatch__(
@@ -97,7 +97,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def fake_world(rank: int, world: int) -> Iterator[None]:
-    """Be one rank of a job of `world` ranks that are not there. RehearsalError in a job of its own."""
+    """Run as one rank of `world`, of which the others do not exist. RehearsalError if there is a process group."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():

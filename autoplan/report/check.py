@@ -1,4 +1,4 @@
-"""The answers of `autoplan check`: is the input of another framework legal, does it fit, and is there a better plan.
+"""The answers of `autoplan check`: whether the input of another framework is legal and fits, and a better plan.
 
 JSON of schema 1 (report.data):
 

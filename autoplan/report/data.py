@@ -81,6 +81,12 @@ Schema 1:
                "in_time", "meets", "search_status", "gap", "reason"}],   # days and usd with failures where known
      "assumptions": as of run}
 
+    {"schema": 1, "status": "ok", "command": "pools", "model", "request": as of plan, "pools": [as "cluster" of plan],
+     "plan": {as of plan, "pools": [index of the pool of every stage], "step_time_s", "tokens_per_s", "mfu",
+              "per_stage": [...]}, "equal_layers": null | as "plan",
+     "alone": [{"cluster", "plan", "step_time_s", "reason"}],
+     "certificate": {"num_candidates", "num_open", "bound_s", "gap", "restrictions"}}
+
     {"schema": 1, "status": as of whatif, "command": "capacity", "file", "pins",
      "options": {option of RunOptions: value}, "profile", "constants": null | file, "assumptions": as of run,
      "notes": {model: [str]}, "rows": [...]}  # columns: autoplan.sweeps.capacity.capacity

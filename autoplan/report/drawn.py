@@ -305,7 +305,7 @@ def sources(request: PlanRequest, run: RunTask, usual: Usual | None) -> Iterator
     peaks = [f"{name} {flops / 1e12:,.0f}" for name, flops in device.peak_flops_by_dtype.items() if flops]
     yield _source(f"{device.name}, dense TFLOP/s", ", ".join(peaks), device.source)
     for level in cluster.levels:
-        yield _source(f"link {level.name}", link_text(cluster, max(level.size, 1)), level.source)
+        yield _source(f"link {level.name}", link_text(cluster, max(level.size, 1)).partition(", ")[2], level.source)
     if cluster.price is not None:
         dated = f"{cluster.price.source}; as of {cluster.price.as_of}"
         yield _source("price of a device and hour", f"${cluster.price.usd_per_device_hour:g}", dated)

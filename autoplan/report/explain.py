@@ -38,10 +38,10 @@ _LEAST_SHARE = 0.002  # of a step: smaller differences of a term are not worth a
 _MOST_TERMS = 3
 
 
-def terms_text(changed: Mapping[str, float], whole: float, unit: str = "s", scale: float = 1.0) -> str:
+def terms_text(changed: Mapping[str, float], whole: float) -> str:
     """Return the largest differences by term: `communication inside layers +0.210 s, computing -0.0200 s`."""
     found = [(n, d) for n, d in changed.items() if abs(d) >= _LEAST_SHARE * whole][:_MOST_TERMS]
-    return ", ".join(f"{_term(n)} {signed(d / scale)} {unit}" for n, d in found)
+    return ", ".join(f"{_term(n)} {signed(d)} s" for n, d in found)
 
 
 def _term(name: str) -> str:

@@ -61,12 +61,14 @@ def launch_text(
     if to not in TEMPLATES:
         raise PinError(f"no launch file for {to!r}; there are {', '.join(TEMPLATES)}")
     if not _NAME.fullmatch(name):
-        raise PinError(f"name {name!r}: lower-case letters, digits and hyphens, at most 40, beginning with a letter")
+        raise PinError(
+            f"--name {name!r} must have at most 40 lower-case letters, digits and hyphens, and begin with a letter"
+        )
     words = shlex.split(script)
     if not words:
         raise PinError("--script is empty; give the training script, such as train.py")
     if max_restarts < 0:
-        raise PinError(f"--max-restarts {max_restarts}: at least 0")
+        raise PinError(f"--max-restarts {max_restarts} must be at least 0")
     cluster = read_plan_file(plan / "plan.json" if plan.is_dir() else plan).request.cluster
     return _rendered(to, cluster, words, {"name": name, "image": image, "max_restarts": max_restarts})
 

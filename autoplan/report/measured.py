@@ -18,9 +18,10 @@ from autoplan.errors import PinError
 from autoplan.files import write_whole
 from autoplan.plans.document import plain
 from autoplan.plans.record import Plan
-from autoplan.report.text import paragraph, plain_table
+from autoplan.report.text import TERMS, paragraph, plain_table
 
 WARM_UP = 2  # rows of the beginning that count for nothing
+_LEAST_SHARE = 1e-3  # of the predicted step: smaller terms are left out
 _LOG_VERSION = 1
 
 
@@ -51,7 +52,7 @@ class Comparison:
     """A plan and the steps that were run under it.
 
     Attributes:
-        num_rows: rows that count. notes: what of the log is not what the plan was made for.
+        num_rows: rows that count. notes: how the log differs from what the plan was made for.
         predicted_s: the predicted step by term, in seconds.
     """
 
@@ -142,32 +143,35 @@ _SHOWN = {
 }
 
 
+def shown_row(figure: Figure) -> tuple[str, ...]:
+    """Return the cells of a figure: name with unit, predicted, interval, measured, quartiles, ratio, inside."""
+    title, factor, form = _SHOWN[figure.name]
+
+    def text(*values: float | None) -> str:
+        return " to ".join(format(value * factor, form) for value in values if value is not None)
+
+    inside = {True: "yes", False: "no", None: ""}[figure.inside]
+    return (
+        title,
+        text(figure.predicted),
+        text(figure.low, figure.high),
+        text(figure.measured),
+        text(*figure.quartiles),
+        f"{figure.ratio:.2f}",
+        inside,
+    )
+
+
 def comparison_text(out: Console, found: Comparison) -> None:
     """Print a comparison."""
     out.print(f"{found.model}: predicted and measured, steps: {found.num_rows}")
     table = plain_table("", "predicted", "interval", "measured", "quartiles", "predicted/measured", "inside")
     for figure in found.figures:
-        title, factor, form = _SHOWN[figure.name]
-
-        def text(value: float | None, factor: float = factor, form: str = form) -> str:
-            return "" if value is None else format(value * factor, form)
-
-        interval = "" if figure.low is None else f"{text(figure.low)} to {text(figure.high)}"
-        inside = {True: "yes", False: "no", None: ""}[figure.inside]
-        quartiles = " to ".join(map(text, figure.quartiles))
-        cells = (
-            title,
-            text(figure.predicted),
-            interval,
-            text(figure.measured),
-            quartiles,
-            f"{figure.ratio:.2f}",
-            inside,
-        )
-        table.add_row(*cells)
+        table.add_row(*shown_row(figure))
     out.print(table)
     largest = sorted(found.predicted_s.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in largest if seconds > 0)
+    least = _LEAST_SHARE * sum(found.predicted_s.values())
+    shown = "; ".join(f"{TERMS.get(name, name)} {seconds:.3g} s" for name, seconds in largest if seconds > least)
     paragraph(out, f"The predicted step: {shown}.")
     for note in found.notes:
         paragraph(out, f"Note: {note}.")

@@ -47,7 +47,7 @@ class PlanFile:
         return checked_config(self.request, self.written.degrees)
 
     def differences(self) -> list[str]:
-        """Return what is not what the plan was made for; empty if nothing differs."""
+        """Return how the request differs from what the plan was made for; empty if it does not."""
         return differences(self.written, self.request)
 
 

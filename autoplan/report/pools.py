@@ -153,9 +153,9 @@ def _proof(found: Pools) -> list[str]:
 def pools_report(found: Pools) -> dict[str, Any]:
     """Return the answer of `autoplan pools` as plain data."""
     s = found.search
-    data = head("pools", s.requests[0])
+    of_all = {name: value for name, value in head("pools", s.requests[0]).items() if name != "cluster"}
     return {
-        **data,
+        **of_all,
         "pools": [cluster(r.cluster) for r in s.requests],
         "plan": _plan(s.best),
         "equal_layers": None if s.equal is None else _plan(s.equal),

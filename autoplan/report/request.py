@@ -36,7 +36,7 @@ def read_run(task: TaskWords) -> RunTask:
 
 
 def say_differences(task: TaskWords, request: PlanRequest) -> None:
-    """Say on stderr what of a plan file holds no longer, as far as the command did not ask for it."""
+    """Print on stderr what no longer holds of a plan file, unless the command names another cluster."""
     written = task.written
     if written is not None and task.cluster == written.asked.get("cluster", task.cluster):
         for line in differences(written, request):

@@ -517,7 +517,7 @@ def prices(out: Console, requests: Sequence[PlanRequest], run: RunTask) -> None:
 
 def _run_options(request: PlanRequest) -> str:
     """Return the options that differ from the defaults."""
-    said = option_texts(request.options)
+    said = option_texts(request.options, request.precision)
     said += [f"adapters {request.adapters}"] if request.adapters is not None else []
     said += [f"constants of {request.constants_file}"] if request.constants_file is not None else []
     return "".join(f", {text}" for text in said)

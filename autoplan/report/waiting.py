@@ -26,9 +26,9 @@ def waiting(what: str, quiet: bool) -> Any:
     return Console(stderr=True).status(f"{what} ({_HINT})")
 
 
-def telling(status: Any, what: str = "searching") -> Callable[[Progress], None]:
+def telling(status: Any) -> Callable[[Progress], None]:
     """Return a function that shows the progress of a search in such a line."""
-    return lambda progress: status.update(f"{what}: {progress_text(progress)} ({_HINT})")
+    return lambda progress: status.update(f"searching: {progress_text(progress)} ({_HINT})")
 
 
 def progress_text(p: Progress) -> str:

@@ -118,10 +118,10 @@ def written_of(data: object, path: Path) -> WrittenPlan:
 
 
 def differences(written: WrittenPlan, request: PlanRequest) -> list[str]:
-    """Return what of a request is not what a written plan was made for, in words."""
+    """Return how a request differs from the one that a written plan was made for, in words."""
     return what_differs(written.made_for, request_fingerprint(request))
 
 
 def request_fingerprint(request: PlanRequest) -> dict[str, Any]:
-    """Return by what the model, the cluster and the version of a plan are recognised, as JSON data."""
+    """Return the facts that identify the model, the cluster and the version of a plan, as JSON data."""
     return made_for(request.graph, request.cluster, None if request.profile is None else request.profile.name)

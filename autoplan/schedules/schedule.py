@@ -385,7 +385,7 @@ def _check(schedule: str, num_stages: int, num_micro_batches: int, virtual_stage
         ("virtual_stages", virtual_stages),
     ):
         if value < 1:
-            raise PinError(f"{name}={value}: must be at least 1")
+            raise PinError(f"{name}={value} must be at least 1")
     reason = obstacle(schedule, num_stages, num_micro_batches, virtual_stages)
     if reason is not None:
         raise PinError(f"{reason}{_near(schedule, num_stages, num_micro_batches, virtual_stages)}")

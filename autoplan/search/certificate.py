@@ -49,7 +49,7 @@ _SCHEDULES = (
 class Status(StrEnum):
     """The end of a search: everything decided, or stopped.
 
-    NEAR: what is open, or has more cuts than are tried, has bounds within the gap that the request allows.
+    NEAR: the bounds of open candidates, and of those with more cuts than are tried, are within the allowed gap.
     CUTS: some candidate has more cuts than are tried, and a bound below the best plan.
     LAYOUTS: only the proof of some layout was stopped.
     """

@@ -113,7 +113,7 @@ class Cutter:
         return self.windows
 
     def forget(self) -> None:
-        """Give up the arrays, of megabytes: made again if they are needed after all."""
+        """Free the arrays, which take megabytes; they are made again if they are needed."""
         self.__dict__.pop("windows", None)
 
     def quick_bound_s(self) -> float:
@@ -132,8 +132,8 @@ class Cutter:
     def bound_s(self, cutoff_s: float = math.inf) -> float:
         """Return a lower bound on the step time of every cut that fits; inf if none fits.
 
-        It is the least step that both bounds allow for the same cut, by bisection, or `cutoff_s` if that is less. Who
-        is not below the cutoff is hardly asked again, and gives up its arrays.
+        It is the least step that both bounds allow for the same cut, by bisection, or `cutoff_s` if that is less. A
+        candidate that is not below the cutoff is seldom asked again, and frees its arrays.
         """
         bound = self._bound_s(cutoff_s)
         if bound >= cutoff_s:

@@ -295,7 +295,7 @@ class LayoutCache:
         """Return the lower bound of the memory of a workload."""
         known = self._least.get(id(point))
         if known is None:
-            r, pinned = self.request, self.request.fixed.recompute
+            r, pinned = self.request, self.request.pins.recompute
             on_host = pinned is not None and OFFLOAD in kinds_in(pinned)
             made = LeastMemory(point.workload, self.precision, r.cluster, r.mode, on_host, pinned is None)
             known = self._least[id(point)] = made
@@ -364,7 +364,7 @@ class LayoutCache:
         known = self._state_bounds.get(key)
         if known is None:
             seconds = LeastTime(point.workload, point.times, self.costs, self.precision, self._state_seconds)
-            fixed = self.request.fixed.recompute is not None
+            fixed = self.request.pins.recompute is not None
             known = StateBounds(seconds, self.least_memory(point), least.seconds, fixed)
             self._state_bounds[key] = known
         return known
@@ -384,7 +384,7 @@ class LayoutCache:
         self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S, kept: ChunkCutter | None = None
     ) -> Cutter | ChunkCutter | None:
         """Return the cutter of a candidate, None if no layout exists. `kept`: see ChunkCutter. Raises StoppedError."""
-        stages, recompute = candidate.stages, self.request.fixed.recompute
+        stages, recompute = candidate.stages, self.request.pins.recompute
         if not SCHEDULES[candidate.schedule].windows:
             plain = self._plain(replace(candidate, schedule=PLAIN_SCHEDULE, virtual_stages=1), limit_s)
             if plain is None:
@@ -401,7 +401,7 @@ class LayoutCache:
             pricer = self.pricer(candidate, limit_s)
             if pricer is None:
                 return None
-            self._cutters[candidate] = Cutter(pricer, self.room, self.request.fixed.recompute, stages)
+            self._cutters[candidate] = Cutter(pricer, self.room, self.request.pins.recompute, stages)
         return self._cutters[candidate]
 
 

@@ -182,7 +182,9 @@ def search_pools(
 
 def _check(requests: Sequence[PlanRequest]) -> None:
     if not 2 <= len(requests) <= MOST_POOLS:
-        raise PinError(f"{len(requests)} pools: give 2 to {MOST_POOLS}; for one, use autoplan plan")
+        raise PinError(
+            f"the number of pools, {len(requests)}, must be from 2 to {MOST_POOLS}; for one pool use autoplan plan"
+        )
     for request in requests:
         check_task(request)
         if request.cluster.fabric is not None:
@@ -212,7 +214,7 @@ class _PoolSearch:
         self.caches = [LayoutCache(r) for r in whole]
         self.rooms = [cache.room for cache in self.caches]
         self.across = [r.costs if nic_gbit_s is None else _joined(r, nic_gbit_s) for r in whole]
-        self.recompute = requests[0].fixed.recompute
+        self.recompute = requests[0].pins.recompute
         self.orders = tuple(itertools.permutations(range(len(requests))))
         self.limit_s = self.open_bound_s = math.inf  # of the best plan; the least of what its cuts leave open
         self.best: tuple[PooledCutter, tuple[int, ...], tuple[int, ...]] | None = None  # with its cut and steps

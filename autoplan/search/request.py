@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from autoplan.config.choices import option_data
 from autoplan.config.offload import ACTIVATIONS, held_on_host, of_states, searched_offload
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
-from autoplan.config.pins import Pins
+from autoplan.config.pins import Pins, PinsField
 from autoplan.config.planning import DENSE_GAP, EXPERTS_GAP, SearchSettings
 from autoplan.config.recompute import OFFLOAD
 from autoplan.config.settings import check_setting
@@ -35,7 +33,7 @@ class PlanRequest(SearchSettings):
 
     Attributes:
         global_batch_size: sequences per step over all data-parallel ranks.
-        pins: fixed choices (autoplan.config.choices.PINS), checked here.
+        pins: fixed choices by name (autoplan.config.choices.PINS), checked here; read as `Pins`.
         precision: a name of autoplan.config.parallel.PRECISIONS.
         options: kernels of attention, how kernels are started, what overlaps.
         constants: constants of the cost model, as shipped or fitted by `autoplan calibrate` to measured steps.
@@ -65,7 +63,7 @@ class PlanRequest(SearchSettings):
     cluster: Cluster
     seq_len: int
     global_batch_size: int
-    pins: Mapping[str, Any] = field(default_factory=Pins)
+    pins: PinsField = PinsField()  # noqa: RUF009  a descriptor, not a default
     precision: str = "bf16"
     mode: Mode = Mode.EAGER
     profile: Profile | None = None
@@ -85,7 +83,7 @@ class PlanRequest(SearchSettings):
         if self.like is not None:
             self._settle(self.like)
         try:
-            object.__setattr__(self, "pins", self.pins if isinstance(self.pins, Pins) else Pins(self.pins))
+            object.__setattr__(self, "pins", Pins(self.pins))
         except PinError as error:
             raise refusal(limits_of(self.facts, self.cluster, self.scope), self.pins) or error from None
 
@@ -127,11 +125,6 @@ class PlanRequest(SearchSettings):
         """The share of a step that may stay unproved."""
         usual = EXPERTS_GAP if facts_of_model(self.graph).num_experts else DENSE_GAP
         return usual if self.gap is None else self.gap
-
-    @property
-    def fixed(self) -> Pins:
-        """The pins as Pins."""
-        return self.pins if isinstance(self.pins, Pins) else Pins(self.pins)
 
     @property
     def scope(self) -> Scope:

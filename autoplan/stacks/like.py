@@ -15,6 +15,7 @@ from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16, Mode, RunOptions,
 from autoplan.config.settings import setting
 from autoplan.errors import PinError
 from autoplan.names import did_you_mean
+from autoplan.schedules.schedule import PLAIN_SCHEDULE
 from autoplan.stacks.records import Abilities, Era, Gradients16, KeptGathered, Stack, stack, year_of
 
 GRADIENTS_32 = "-grad32"  # suffix of a precision: gradients in 32 bits where the stack has 16
@@ -113,7 +114,7 @@ class Like:
         return replace(self, given={**self.given, **{name: v for name, v in given.items() if v is not None}})
 
     def degrees(self, given: Mapping[str, Any], num_experts: int, stage_ranks: int) -> dict[str, Any]:
-        """Return `given` completed by the stack's defaults of ZeRO, recompute, experts and stages.
+        """Return `given` completed by the stack's defaults of ZeRO, recompute, schedule, experts and stages.
 
         Args:
             given: choices of ParallelConfig by name; those that are missing follow from the stack.
@@ -127,11 +128,18 @@ class Like:
             stage = kernels.zero_stages[0]
             out["zero_stage"] = 1 if stage == 3 and keeps else stage
         out.setdefault("recompute", self.stack.recompute_at(*self._where)[0])
+        out |= self._schedule(given, pp)
         if num_experts and tp > 1 and "etp" not in out:
             ep, usual = int(out.get("ep") or 1), (1, None) if self.stack.experts_whole(self.year) else (None, 1)
             found = next((etp for etp in usual if stage_ranks % (ep * (etp or tp)) == 0), None)
             out |= {} if found is None else {"etp": found}
         return out
+
+    def _schedule(self, given: Mapping[str, Any], pp: int) -> dict[str, str]:
+        """Return the schedule of a stack that does not run the plain one, if none is given; empty otherwise."""
+        if pp == 1 or given.get("schedule") is not None or PLAIN_SCHEDULE in self.can.schedules:
+            return {}
+        return {} if int(given.get("virtual_stages") or 1) > 1 else {"schedule": self.can.schedules[0]}
 
     def texts(self, device: str) -> list[str]:
         """Return what was given against the stack, as `name=value (the stack: value)`."""

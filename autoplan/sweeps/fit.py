@@ -1,4 +1,4 @@
-"""Does a model fit on a cluster, and what would make it fit.
+"""Whether a model fits on a cluster, and what would make it fit.
 
     found = fit(PlanRequest(graph, Cluster.parse("rtx4090-24gb"), 4096, 8))
     found.fits, found.asked.planned, found.ways

@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from autoplan.cost_models.hardware.parts import Device, Level, Price
 from autoplan.errors import PinError
-from autoplan.names import matching, one_of, plain_name
+from autoplan.names import begins_with, matching, one_of, plain_name, same_letters
 from autoplan.units import GB, GIB, MIB, TERA
 
 # Ranks per row: PyTorch sees both dies (GCD) of a MI250X and both TensorCores of a TPU7x; a Trainium2 chip is 4 logical
@@ -223,23 +223,29 @@ def nearest_names(text: str, known: list[str]) -> list[str]:
 def device_ids(text: str) -> list[str]:
     """Return the ids that `text` may mean.
 
-    Of the ids that begin so, or have these parts in this order (`a100-80gb`), the ones of a module for a board (SXM)
-    are meant where there is another form (PCIe): `h100` is h100-sxm5-80gb.
+    They have the first part that is written whole, with or without its letters (`h100`, `4090`), and go on with the
+    parts of the text in their order (`a100-80gb`) or with its letters and digits (`H100SXM`). The ones of a module for
+    a board (SXM) are meant where there is another form (PCIe): `h100` is h100-sxm5-80gb.
     """
-    known = list(entries())
-    found = matching(text, known) or [name for name in known if _has_parts(plain_name(name), plain_name(text))]
+    known, written = list(entries()), plain_name(text)
+    found = [name for name in matching(text, known) if any(same_letters(text[: len(p)], p) for p in _first_parts(name))]
+    found = found or [name for name in known if _has_parts(name, written)]
     boards = [name for name in found if re.search(r"-sxm\d?-", name)]
     return boards or found
 
 
+def _first_parts(name: str) -> list[str]:
+    """Return how people write the first part of an id: an AMD MI300X is an MI300 too, an RTX 4090 a 4090."""
+    first = name.split("-")[0]
+    short = first.removesuffix("x") if re.fullmatch(r"mi3\d\dx", first) else first
+    return [first, short, re.sub(r"^[a-z]+(?=\d{4})", "", first)]
+
+
 def _has_parts(name: str, text: str) -> bool:
     """Return True if parts of the id begin with the parts of the text, in their order, the first with the first."""
-    parts = name.split("-")
     first, *rest = text.split("-")
-    if not first or not parts.pop(0).startswith(first):
-        return False
-    left = iter(parts)
-    return all(any(part.startswith(given) for part in left) for given in rest)
+    left = iter(name.split("-")[1:])
+    return first in _first_parts(name) and all(any(begins_with(part, given) for part in left) for given in rest)
 
 
 def entry(text: str) -> CatalogEntry:
@@ -286,7 +292,12 @@ def instance(name: str) -> Instance:
     Raises:
         PinError: lists the candidates if it may be several, else the nearest names.
     """
-    return _found(instances(), name, matching(name, instances()), "instance", "is not in the catalog")
+    return _found(instances(), name, instance_names(name), "instance", "is not in the catalog")
+
+
+def instance_names(text: str) -> list[str]:
+    """Return the names of the instances that `text` may mean."""
+    return matching(text, instances())
 
 
 def _found(known: Mapping[str, _Row], name: str, meant: list[str], what: str, missing: str) -> _Row:

@@ -276,9 +276,9 @@ class Cluster(Nodes):
         return cls.of_nodes(read_nodes(path))
 
     @classmethod
-    def of_mapping(cls, data: object, where: str = "cluster") -> Cluster:
-        """Return the cluster of a mapping with the keys of a YAML file; errors call it `where`."""
-        return cls.of_nodes(nodes_from_data(data, where))
+    def of_mapping(cls, data: object) -> Cluster:
+        """Return the cluster of a mapping with the keys of a YAML file."""
+        return cls.of_nodes(nodes_from_data(data, "cluster"))
 
     @staticmethod
     def parse(text: str, world_size: int = 1, device_type: str = "cpu") -> Cluster:
@@ -343,11 +343,22 @@ def _parse_base(text: str, world_size: int, device_type: str) -> Cluster:
         return Cluster.local(int(match.group(1)) if match.group(1) else world_size, device_type)
     if text.endswith((".yaml", ".yml")):
         return Cluster.read(text)
-    if (match := re.fullmatch(r"(\d+)x(\d+)x([A-Za-z].*)", text)) is not None:
+    if (match := re.fullmatch(r"(\d+)x(\d+)x([A-Za-z0-9].*)", text)) is not None:
         return Cluster.of_catalog(int(match.group(1)), int(match.group(2)), match.group(3))
     if (match := re.fullmatch(r"(\d+)x\s*(\S.*)", text)) is not None:
         count, name = int(match.group(1)), match.group(2)
-        return _one_node(count, name) if _is_device(name) else Cluster.of_instances(count, name)
+        if _is_device(name):
+            return _one_node(count, name)
+        if not catalog.instance_names(name):
+            known = [
+                *catalog.nearest_names(name, list(catalog.entries())),
+                *catalog.nearest_names(name, list(catalog.instances())),
+            ]
+            raise PinError(
+                f"cluster {text!r}: {name!r} is no device and no cloud instance of the catalog; "
+                f"nearest: {', '.join(known) or 'none'}; a YAML file describes any other (docs/clusters.md)"
+            )
+        return Cluster.of_instances(count, name)
     if text and _is_device(text):
         return _one_node(1, text)
     near = catalog.nearest_names(text, list(catalog.entries()))

@@ -12,7 +12,7 @@ from autoplan.cost_models.profile import PHASES
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
 from autoplan.cost_models.work import BlockWork, Gathered, ParamWork
 from autoplan.schedules.schedule import SCHEDULES, backward_follows, num_copies
-from autoplan.streams import has_streams
+from autoplan.streams import has_streams, reduces_by_exchange
 from autoplan.units import dtype_bytes
 
 # False: other parameters, True: parameters of experts -> the group of ranks that hold copies, over which ZeRO shards
@@ -79,6 +79,7 @@ class StatePricer:
         hides: The same for ZeRO's traffic; 0 if it has no stream of its own.
         contention: The share of hidden traffic by which compute slows down.
         reduces_beside: True if ZeRO 0 reduces gradients during the backward.
+        reduction: The collective that sends the gradients of ZeRO 1 to 3.
     """
 
     def __init__(self, config: ParallelConfig, costs: Costs, precision: Precision, groups: Mapping[str, Group]) -> None:
@@ -90,6 +91,7 @@ class StatePricer:
         self.hides = 0.0 if self.by_tensor else self.overlap
         self.contention = c.contention if costs.profile is None and streams else 0.0
         self.reduces_beside = reduced_beside(config, costs)
+        self.reduction = "all_to_all" if reduces_by_exchange(costs.cluster.device_type) else "reduce_scatter"
 
     def share(self, expert: bool) -> int:
         """Return the number of ranks that ZeRO shards a parameter over; 1 if it does not."""
@@ -149,7 +151,7 @@ class StatePricer:
             gather.append(self._moved_s("all_gather", size, mine, name))
             gather.append(self.costs.zero_copy_s("gather", size, len(mine), ranks))
             if grads:
-                reduce.append(self._moved_s("reduce_scatter", grads, trained, name))
+                reduce.append(self._moved_s(self.reduction, grads, trained, name))
                 reduce.append(self.costs.zero_copy_s("reduce", grads, len(trained), ranks))
             # the stream that gathers copies shards from the host, the stream that reduces copies them back
             # (torch.distributed.fsdp._fully_shard: FSDPParam.all_gather_inputs, foreach_reduce)

@@ -1,4 +1,4 @@
-"""The class of a step, by what its time is uncertain: steps of a class err alike (`constants.class_of_step`)."""
+"""The class of a step. The prices of steps of one class err alike (`constants.class_of_step`)."""
 
 from __future__ import annotations
 

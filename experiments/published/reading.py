@@ -134,6 +134,31 @@ LATENT_Q_RANKS: tuple[int | None, ...] = (1536, None)
 
 LATENT: Mapping[str, int] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 
+# Runs of which their own source says that the step is not that of the settings alone: (searched for in source, notes
+# and model, why). They are priced and counted like all others; averages are given with and without them.
+DOUBTED: tuple[tuple[str, str], ...] = (
+    (
+        r"te_tp2_pp2_ep4_etp1_memory_speed/golden_values_dev_dgxh100_dgxc",
+        "its steps 2 to 50 take 1.1 to 14.7 s (golden values), those of another machine with the same settings 1.01 to "
+        "1.36 s: it waits for something that no setting states",
+    ),
+    (
+        r"deepseek_proxy_fsdp_ep2_fsdp2_1node/golden_values_dev_dgx_gb200",
+        "its steps 2 to 49 take 0.14 to 11.1 s (golden values): it waits for something that no setting states",
+    ),
+    (
+        r"container 26\.06\.01.*GPT OSS 120B",
+        "a performance regression of this release alone, says its source (docs/performance-summary-archive.md, "
+        "gpt-oss-note: NVIDIA/cudnn-frontend, issue 256)",
+    ),
+)
+
+
+def doubt_of(source: str, notes: str, model: str) -> str:
+    """Return why a run's own source says that the step is not that of its settings alone; "" for all other runs."""
+    return find(DOUBTED, " | ".join((source, notes, model))) or ""
+
+
 # Models whose layers differ from what their dimensions say, by name: (pattern, family).
 LLAMA_4, DEEPSEEK_V3 = "llama4", "deepseek_v3"
 FAMILIES: tuple[tuple[str, str], ...] = (

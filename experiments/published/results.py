@@ -29,7 +29,7 @@ class Result:
     readings; `fits`: any of them does. `measured_s` is NaN where only memory is published. `measured_bytes` where the
     row has a figure; `memory_kind` as the row says; `memory_reason`: why the figure it has is not compared. `experts`
     None, degrees of 0, and blank words are those that a row without a price does not state. `notes`: what is priced in
-    another way than the row says.
+    another way than the row says. `doubt`: why its own source says that the step is not that of the settings alone.
     """
 
     id: str
@@ -53,6 +53,7 @@ class Result:
     setting: str = ""
     assumed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    doubt: str = ""
     predicted_s: float = math.nan
     low_s: float = math.nan
     high_s: float = math.nan
@@ -170,6 +171,26 @@ def macro_mean(campaigns: Mapping[str, Errors]) -> float:
     return statistics.fmean(known) if known else math.nan
 
 
+def doubted(results: Sequence[Result]) -> list[Result]:
+    """Return the compared steps of which their own source says that they are not those of the settings alone."""
+    return [r for r in results if r.compared and r.doubt]
+
+
+def macro_without_doubted(results: Sequence[Result]) -> float:
+    """Return the mean over campaigns without the steps that are doubted."""
+    return macro_mean(grouped([r for r in results if not r.doubt], GROUPS["campaign"]))
+
+
+def doubt_text(results: Sequence[Result]) -> list[str]:
+    """Return lines that name the doubted steps, and the average without them; empty where there are none."""
+    found = doubted(results)
+    if not found:
+        return []
+    lines = [f"without {len(found)} steps that their own source says are not those of the settings alone: "]
+    lines[0] += f"{macro_without_doubted(results):.1%}"
+    return lines + [f"  {r.id} ({r.error:+.0%}): {r.doubt}" for r in found]
+
+
 @dataclass(frozen=True)
 class Ranking:
     """Of pairs whose measured times differ by more than RANKED_APART, how many are predicted in the right order.
@@ -237,6 +258,8 @@ def summary_of(results: Sequence[Result]) -> dict[str, Any]:
     return {
         "all": asdict(Errors.of(results)),
         "macro_mean": macro_mean(tables["campaign"]),
+        "doubted": {r.id: r.doubt for r in doubted(results)},
+        "macro_without_doubted": macro_without_doubted(results),
         "feasibility": asdict(feasibility) | {"balanced_accuracy": feasibility.balanced_accuracy},
         "groups": {name: {k: asdict(e) for k, e in groups.items()} for name, groups in tables.items()},
         "ranking": {name: asdict(found) for name, found in ranked_pairs(results).items()},

@@ -119,6 +119,13 @@ def markdown(summary: Mapping[str, Any], held_out: Mapping[str, float]) -> str:
         f"Pairs of layouts of one sweep, measured more than 5 % apart, in the order predicted: {right} of {pairs};",
         f"of pairs that differ in the number format, too (mostly MXFP8 and FP8): {other_right} of {others}.",
     ]
+    if summary["doubted"]:
+        names, without = ", ".join(summary["doubted"]), f"{summary['macro_without_doubted']:.1%}"
+        lines += [
+            f"{len(summary['doubted'])} steps are not those of their settings alone, as their own sources say",
+            f"(a release with a regression, or runs whose steps scatter tenfold: {names}).",
+            f"They count in all figures; the macro average without them is **{without}**.",
+        ]
     unseen = summary.get("held_out", {}).get("models", {})
     if unseen:
         parts = ", ".join(f"{name} {_share(error)}" for name, error in unseen.items())

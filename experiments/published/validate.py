@@ -37,6 +37,7 @@ from autoplan.search.request import PlanRequest
 from experiments.published.defaults import BLOCKS, FORMATS, find
 from experiments.published.graphs import graph_of
 from experiments.published.pictures import write as write_pictures
+from experiments.published.reading import doubt_of
 from experiments.published.results import (
     FAILED,
     GROUPS,
@@ -44,6 +45,7 @@ from experiments.published.results import (
     Errors,
     Feasibility,
     Result,
+    doubt_text,
     duplicates,
     grouped,
     macro_mean,
@@ -162,6 +164,7 @@ def _whose(row: Row) -> dict[str, Any]:
         "model": row["model"],
         "device": row["gpu"],
         "num_devices": row["n_gpus"],
+        "doubt": doubt_of(row["source"], row["notes"], row["model"]),
     }
 
 
@@ -351,6 +354,8 @@ def show(results: Sequence[Result], console: Console) -> None:
         "stated rows that are not priced count as 100 %"
     )
     console.print(f"mean error with those, macro average over campaigns: {_percent(macro_mean(campaigns))}")
+    for line in doubt_text(results):
+        console.print(line)
     for line in held_out_text(list(campaigns)):
         console.print(line)
     columns = ("campaign", "sweeps", "pairs", "right order", "of other formats", "right order")

@@ -137,6 +137,10 @@ def test_the_network_and_the_price_belong_to_the_instance() -> None:
         ("2xP5.48XLARGE", "2xp5.48xlarge"),
         ("2xp5en", "2xp5en.48xlarge"),
         ("2xstandard_nd96isr", "2xStandard_ND96isr_H100_v5"),
+        ("8xH100SXM", "1x8xh100-sxm5-80gb"),
+        ("1x4090", "1x1xrtx4090-24gb"),
+        ("8xa100-80", "1x8xa100-sxm4-80gb"),
+        ("8xMI325", "1x8xmi325x-256gb"),
     ],
 )
 def test_names_as_people_write_them(text: str, same: str) -> None:
@@ -160,7 +164,12 @@ def test_every_id_means_itself() -> None:
         ("2x8xh100-smx5-80gb", "nearest: h100-sxm5-80gb"),
         ("12xh100", "a node of h100-sxm5-80gb usually has 8; .* for example 2x8xh100-sxm5-80gb"),
         ("2xp5", r"instance 'p5' may be p5\.4xlarge, p5\.48xlarge or p5en\.48xlarge"),
-        ("2xp6-b400", "instance 'p6-b400' is not in the catalog; nearest: p6-b"),
+        ("2xp6-b400", "'p6-b400' is no device and no cloud instance of the catalog; nearest: .*p6-b"),
+        ("8xh20", "'h20' is no device and no cloud instance of the catalog; nearest: h200-sxm-141gb"),  # not an H200
+        ("l4", "cluster 'l4' is not known"),  # nor an L40S
+        ("8xl40", "nearest: l40s-48gb"),
+        ("a10", "cluster 'a10' is not known"),
+        ("8xmi250", "'mi250' is no device.*nearest: mi250x-128gb"),  # a slower one
         ("0x8xh100-sxm5-80gb", "num_nodes of at least 1"),
         ("4x8xmi355x-288gb", "names no network for it.*@nic=400"),
         ("2x8xh100-sxm5-80gb@nik=2", "unknown override 'nik'; did you mean 'nic'.*known: nodes"),

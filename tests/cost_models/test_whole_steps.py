@@ -545,5 +545,5 @@ def test_what_is_stated_is_what_was_wrong_elsewhere(tmp_path: Path) -> None:
     other = estimate(ParallelConfig(dp=8), Cluster.parse("1x8xmi300x-192gb"), constants=constants).step_time_s
     assert other.high > 1.3 * other.mid  # no timings hold it
     path.write_text(json.dumps({"constants": {}, "step_intervals": {"dense": {"low": 1.1, "high": 1.2}}}))
-    with pytest.raises(ProfileError, match=r"dense from 1.1 to 1.2 must hold 1"):
+    with pytest.raises(ProfileError, match=r"the interval dense, from 1.1 to 1.2, must contain 1"):
         Constants.load(path)

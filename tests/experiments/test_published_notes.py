@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ from made_up import QWEN, case_of
 
 from autoplan.config.parallel import Dispatcher, Launch
 from autoplan.stacks.records import Framework
+from experiments.published.reading import doubt_of
+from experiments.published.results import Result, doubt_text, summary_of
+from experiments.published.summary import markdown
 
 MOE = {**QWEN, "ep": "8", "flags": "", "recompute": "", "gpu_mem_gb": ""}
 SIZES = QWEN["notes"]
@@ -85,3 +89,19 @@ def test_names_tell_layers_that_dimensions_do_not() -> None:
     proxy = case_of(**{**few, "source": "Megatron-LM functional_tests", "model": "deepseek_proxy"})
     assert proxy.task.shape.kind.latent
     assert not case_of(**{**few, "source": "Megatron-LM functional_tests"}).task.shape.kind.latent
+
+
+def test_steps_that_their_own_source_doubts_are_counted_and_named() -> None:
+    folder = "NVIDIA/Megatron-LM tests/functional_tests/test_cases/moe/gpt3_mcore_te_tp2_pp2_ep4_etp1_memory_speed"
+    assert "1.1 to 14.7 s" in doubt_of(f"{folder}/golden_values_dev_dgxh100_dgxc.json", "", "")
+    assert doubt_of(f"{folder}/golden_values_dev_dgx_h100.json", "", "") == ""
+    assert "regression" in doubt_of("", "container 26.06.01; pretrain", "GPT OSS 120B")
+    assert doubt_of("", "container 26.06; pretrain", "GPT OSS 120B") == ""
+    good = Result("a", "c", "A", "m", "d", "8", predicted_s=1.1, measured_s=1.0)
+    bad = replace(good, id="b", predicted_s=0.2, doubt="it waits")
+    summary = summary_of([good, bad, replace(good, id="e", campaign="e", predicted_s=1.3)])
+    assert summary["macro_mean"] == pytest.approx((0.45 + 0.3) / 2) and summary["doubted"] == {"b": "it waits"}
+    assert summary["macro_without_doubted"] == pytest.approx((0.1 + 0.3) / 2)
+    table = markdown(summary, {})
+    assert "scatter tenfold: b)" in table and "without them is **20.0%**" in table
+    assert doubt_text([good]) == [] and doubt_text([good, bad])[1] == "  b (-80%): it waits"

@@ -67,6 +67,9 @@ def setups(to: str) -> Iterator[Setup]:
         yield Setup.of(
             dense, c.but(recompute=kind, context_method=("ring", "gather", "ulysses")[k % 3] if c.cp > 1 else None)
         )
+        if c.cp > 1:  # a searched plan names the method of each block
+            methods = {"layer": "ring"}, {"layer": "ulysses"}, {"layer": "ring", "layer1": "gather"}
+            yield Setup.of(dense, c.but(context_method=methods[k % 3]))
         if c.pp > 1:
             schedule, v = (("Interleaved1F1B", 2), ("GPipe", 1), ("ZBV", 2), ("ZB-H1", 1))[k % 4]
             yield Setup.of(dense, c.but(schedule=schedule, virtual_stages=v))

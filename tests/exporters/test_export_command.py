@@ -103,6 +103,8 @@ def test_the_door_exports_and_reads(tmp_path: Path) -> None:
         ),
         (("--to", "accelerate"), "pp=2: accelerate@26.08 cannot (accelerate has no pipelines"),
         (("--to", "megatron-lm", "--out", "/nowhere/run.sh"), "there is no folder /nowhere"),
+        (("--to", "megatron-lm", "--out", "run.out"), "ends in .sh, by which it is found; nearest: run.sh"),
+        (("--to", "megatron-bridge", "--out", "run.json"), "ends in .py, by which it is found; nearest: run.py"),
     ],
 )
 def test_what_cannot_be_exported_is_refused(words: tuple[str, ...], message: str, tmp_path: Path) -> None:

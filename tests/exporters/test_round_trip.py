@@ -18,6 +18,8 @@ from autoplan.exporters.door import Export, export_setup
 from autoplan.exporters.record import base_of
 from autoplan.exporters.setup import ESSENTIAL, Setup, values
 from autoplan.exporters.targets import TARGETS, target_of
+from autoplan.schedules.schedule import SCHEDULES
+from autoplan.stacks.like import read_like
 from autoplan.stacks.records import year_of
 
 # What of the grid a target can at least say, of every 11th setup
@@ -46,6 +48,9 @@ def compare(setup: Setup, to: str, folder: Path) -> bool:
     try:
         export = export_setup(setup, to)
     except PinError as error:
+        if "cannot run this plan" in str(error):
+            assert "nearest" in str(error)
+            return False
         assert any(name in ESSENTIAL for name in error.names), error
         assert error.names[0] in str(error) and "cannot" in str(error)
         return False
@@ -62,6 +67,44 @@ def compare(setup: Setup, to: str, folder: Path) -> bool:
 def test_what_is_written_is_read_back(to: str, tmp_path: Path) -> None:
     said = sum(compare(setup, to, tmp_path) for setup in itertools.islice(setups(to), 0, None, 11))
     assert said >= LEAST[to]
+
+
+@pytest.mark.parametrize("to", [name for name, target in TARGETS.items() if target.stack == name])
+def test_a_target_says_what_its_stack_can(to: str) -> None:
+    """A plan that was searched with --like is one that export writes: every ZeRO stage and schedule of the record."""
+    asked, can = request("llama-3.1-8b", to), read_like(to).can
+    plain = ParallelConfig(dp=16, num_micro_batches=4)
+    tried = [plain.but(zero_stage=stage) for stage in can.zero_stages]
+    for name in can.schedules if "pp" in can.degrees else ():
+        stages = max(SCHEDULES[name].virtual_stages[0], 1)
+        half = plain.but(dp=8, pp=2, num_micro_batches=8, zero_stage=0 if to == "nanotron" else 1)
+        tried.append(half.but(schedule=name, virtual_stages=stages))
+    for config in tried:
+        assert export_setup(Setup.of(asked, config), to).text
+
+
+def test_layers_that_cannot_be_cut_as_the_target_cuts_them_are_refused() -> None:
+    config = ParallelConfig(dp=2, pp=8, schedule="Interleaved1F1B", virtual_stages=3, num_micro_batches=32)
+    with pytest.raises(PinError, match=r"= 24, but the model has 32 layers; nearest: num_pipeline_repeats=2 with"):
+        export_setup(Setup.of(request("llama-3.1-8b", "maxtext"), config), "maxtext")
+
+
+@pytest.mark.parametrize(("to", "word"), [
+    ("megatron-lm", "--cp-comm-type a2a"), ("accelerate", "cp_comm_strategy: alltoall"),
+    ("torchtitan@0.2.2", 'context_parallel_rotate_method = "alltoall"'), ("maxtext", "strategy: ulysses"),
+])  # fmt: skip
+def test_the_method_of_a_searched_plan_is_said(to: str, word: str) -> None:
+    """A search names the method of each block, also where all have one."""
+    method = "ulysses" if to in ("megatron-lm", "maxtext") else "ring"
+    config = ParallelConfig(dp=8, cp=2, num_micro_batches=8, zero_stage=3, context_method={"layer": method})
+    export = export_setup(Setup.of(request("llama-3.1-8b", to), config), to)
+    assert word in export.text and not any(line.startswith("context_method") for line in export.not_said)
+
+
+def test_long_lists_are_counted() -> None:
+    config = ParallelConfig(dp=4, pp=4, num_micro_batches=16, zero_stage=1, recompute=(8, 5, 0, 0))
+    said = export_setup(Setup.of(request("llama-3.1-8b", "megatron-lm"), config), "megatron-lm").not_said
+    assert said[0].startswith("recompute=full x13, none x19: megatron-lm@26.08 cannot")
 
 
 @pytest.mark.slow

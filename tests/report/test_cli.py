@@ -145,7 +145,7 @@ BAD = [
     (("plan", *TASK, "--pin", "pt=2"), "unknown pin 'pt'"),
     (("plan", *TASK, "--pin", "tp"), "not name=value"),
     (("plan", *TASK, "--pin", "tp=2", "--pin", "tp=4"), "given twice"),
-    (("plan", *TASK, "--pin", "stages=a,b"), "whole numbers with commas"),
+    (("plan", *TASK, "--pin", "stages=a,b"), "whole numbers separated by commas"),
     (("plan", *TASK, "--mode", "turbo"), "use eager, fused, compiled"),
     (("plan", *TASK, "--precision", "int4"), "'int4' is not known; use native, bf16"),
     (("plan", *TASK, "--dispatcher", "deep"), "dispatcher 'deep' is not known; use alltoall, flex, flex_fp8"),
@@ -248,10 +248,8 @@ def test_every_run_option_is_shown_and_comes_back() -> None:
     result = run("estimate", *model, "--tp", "2", *words)
     text = " ".join(result.stdout.replace("\\", "").split())
     assert "flash1 attention, graphs launch, overlap of ep and tp, flex_fp8 dispatcher, no sequence parallelism" in text
-    assert (
-        "weights gathered in 8 bits, fused loss, ZeRO not overlapped, ZeRO 3 by tensor, documents of 256 tokens" in text
-        and text.endswith(" ".join(words))
-    ), text
+    assert "fused loss, ZeRO not overlapped, ZeRO 3 by tensor, documents of 256 tokens" in text, text
+    assert text.endswith(" ".join(words)) and "in 8 bits, fused loss" not in text  # weights of 16 bits are gathered so
     request = json.loads(run("estimate", *model, "--tp", "2", *words, "--json").stdout)["request"]
     assert options_of({name: request[name] for name in OPTIONS}) == EVERYTHING
     swept = json.loads(run("whatif", *model, "--vary", "tp=2", *words, "--json").stdout)
@@ -261,6 +259,9 @@ def test_every_run_option_is_shown_and_comes_back() -> None:
     assert options_of({**{name: plain[name] for name in OPTIONS}, "attention": None}) == RunOptions()
     assert choice_words(RunOptions()) == [] and options_of(option_data(EVERYTHING)) == EVERYTHING
     assert option_texts(RunOptions(overlap_gather=False)) == ["gathers of ZeRO not overlapped"]
+    narrow = RunOptions(narrow_gather=True)
+    assert option_texts(narrow) == option_texts(narrow, "mxfp8") == ["weights gathered in 8 bits"]
+    assert option_texts(narrow, "bf16-grad16") == []
 
 
 def test_options_of_a_mapping_say_what_is_wrong() -> None:
@@ -352,7 +353,7 @@ def test_labels() -> None:
     config = ParallelConfig(dp=4, tp=2, pp=2, zero_stage=1, num_micro_batches=8)
     assert plan_label(config) == "tp2 pp2 dp4 zero1 mbs1 x8"
     odd = replace(config, cp=2, ep=4, etp=1, recompute=(3, 0), schedule="GPipe", virtual_stages=2)
-    assert plan_label(odd) == "tp2 cp2 pp2 dp4 ep4 etp1 zero1 mbs1 x8 vpp2 recompute 3 GPipe"
+    assert plan_label(odd) == "tp2 cp2 pp2 dp4 ep4 etp1 zero1 mbs1 x8 vpp2 recompute full 3 GPipe"
     assert plan_label(ParallelConfig()) == "mbs1 x1"
 
 

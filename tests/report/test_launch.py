@@ -121,9 +121,9 @@ YAML = {"trainjob": trainjob, "jobset": jobset, "skypilot": skypilot}
     ("to", "settings", "said"),
     [
         ("pbs", {}, "no launch file for 'pbs'; there are slurm, trainjob"),
-        ("slurm", {"name": "My Job"}, "name 'My Job': lower-case letters"),
+        ("slurm", {"name": "My Job"}, "--name 'My Job' must have at most 40 lower-case letters"),
         ("slurm", {"script": " "}, "--script is empty"),
-        ("slurm", {"max_restarts": -1}, "--max-restarts -1: at least 0"),
+        ("slurm", {"max_restarts": -1}, "--max-restarts -1 must be at least 0"),
     ],
 )
 def test_what_cannot_be_is_named(to: str, settings: dict[str, Any], said: str, plan: Path) -> None:

@@ -23,6 +23,7 @@ from autoplan.pages.page import page
 from autoplan.pages.sections import PARTS, sections
 from autoplan.plans.document import estimate_data
 from autoplan.report.drawn import drawn_task, link_text, mesh_data
+from autoplan.report.measured import Comparison, Figure, comparison_data, shown_row
 from autoplan.sweeps.whatif import RunTask
 
 SEVERAL = ("plan", "gpt2", "--cluster", "16xh100", "--seq-len", "1k", "--global-batch-size", "64", "--tokens", "10B")
@@ -189,16 +190,9 @@ def sized() -> dict[str, Any]:
 
 
 def compared() -> dict[str, Any]:
-    step = {
-        "name": "step_s",
-        "predicted": 1.0,
-        "low": 0.8,
-        "high": 1.3,
-        "measured": 1.1,
-        "ratio": 1 / 1.1,
-        "inside": True,
-    }
-    return {"command": "compare", "model": "gpt2", "figures": [step], "notes": ["another version"]}
+    step = Figure("step_s", 1.0, 0.8, 1.3, 1.1, (1.0, 1.2))
+    found = Comparison("gpt2", 3, (step,), ("another version",), {"compute": 1.0})
+    return {**comparison_data(found), "drawn": {"rows": [shown_row(step)]}}
 
 
 def test_a_sweep_is_drawn_over_what_was_varied() -> None:
@@ -241,7 +235,9 @@ def test_a_long_step_is_drawn_on_some_ranks_and_whole() -> None:
 
 
 def test_an_answer_of_another_kind_has_its_own_parts() -> None:
-    assert [s.title for s in sections(compared())] == ["Predicted and measured", "Data"]
+    first, *others = sections(compared())
+    assert [first.title, *(s.title for s in others)] == ["Predicted and measured", "Data"]
+    assert any(b.kind == "table" and b.rows[0][:2] == ("step, s", "1") for b in first.blocks)
     assert [s.title for s in sections({"estimate": estimate_data(OWN.estimate)})] == [
         "Answer",
         "Memory",
@@ -269,7 +265,7 @@ def test_texts_cannot_leave_their_place() -> None:
     """A name with signs of HTML is shown as it is, also in the data of a figure."""
     evil = "</script><b onclick=x>"
     answer = {**compared(), "model": evil}
-    answer["figures"] = [{**answer["figures"][0], "name": evil}]
+    answer["drawn"] = {"rows": [(evil, *answer["drawn"]["rows"][0][1:])]}
     text = page(answer)
     assert evil not in text and "\\u003c/script\\u003e" in text and "&lt;/script&gt;" in text
     assert next(iter(specs(text).values()))["data"][0]["y"] == [evil]
@@ -285,7 +281,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_work(
         importlib.util, "find_spec", lambda name, *more: None if name == "plotly" else real(name, *more)
     )
     line = one_line_error(run("plan", *TASK, "--report", str(tmp_path / "plan.html")), 2)
-    assert "a report needs plotly, which are not installed: pip install 'autoplan[report]'" in line
+    assert "a report needs plotly, which is not installed: pip install 'autoplan[report]'" in line
     assert not (tmp_path / "plan.html").exists()
 
 

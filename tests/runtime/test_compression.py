@@ -109,7 +109,7 @@ def test_refused(kwargs: dict[str, Any], message: str) -> None:
 
 def test_values_that_cannot_be() -> None:
     for values in ({"rank": 0}, {"start_step": 1}, {"min_compression_rate": -1.0}):
-        with pytest.raises(ValueError, match=f"{next(iter(values))}=.*: must be at least"):
+        with pytest.raises(ValueError, match=f"{next(iter(values))} must be at least"):
             PowerSGD(**values)
     with pytest.raises(AssertionError, match="in the all-reduce of ZeRO 0 only, not with ZeRO 1"):
         run(Case("llama", dp=2, zero=1), "bf16", 1)

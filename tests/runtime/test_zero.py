@@ -266,8 +266,8 @@ def sent(rank: int, world: int, zero: int, limit: int | None) -> Counter[str]:
         p.grad = None
     error = max(train_made(DP2, [2, 2], "sgd", made).values())
     assert error < TIGHT, error
-    kinds = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce"}
-    return Counter(kinds[name] for e in seen.events() if (name := e.name.removeprefix("c10d::")) in kinds)
+    kinds = {"c10d::_allgather_base_": "gather", "autoplan_exchange::reduce_scatter": "reduce"}
+    return Counter(kinds[e.name] for e in seen.events() if e.name in kinds)
 
 
 @pytest.mark.processes

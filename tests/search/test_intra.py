@@ -315,7 +315,7 @@ def test_the_state_budget_is_kept() -> None:
 
 def test_infeasible_problems_say_what_stands_in_the_way() -> None:
     problem = intra(toy_graph("plain"), (2,))
-    with pytest.raises(InfeasibleError, match=r"layer/up has no option left; it had R, I, S\(s\)"):
+    with pytest.raises(InfeasibleError, match=r"no layout of layer/up is allowed; tried were R, I, S\(s\)"):
         problem.filtered(lambda c, o: c.name != "layer/up")
     with pytest.raises(InfeasibleError, match=r"stored state needs at least [\d,]+ bytes per rank, the budget is 100"):
         solve(replace(problem, state_budget_bytes=100.0))

@@ -26,7 +26,7 @@ def test_defaults_are_among_what_a_stack_can_do(name: str) -> None:
     assert set(found.kernels.modes) <= set(newest.modes)
     assert {recompute_kind(how).name for how in found.kernels.recompute} <= set(newest.recompute)
     assert set(found.kernels.zero_stages) <= set(newest.zero_stages)
-    assert "1F1B" in newest.schedules
+    assert newest.schedules
     assert found.kernels.source and newest.source and all(era.source for era in found.eras)
     for change in found.changes:
         re.compile(change.matches)

@@ -177,7 +177,7 @@ def _forms(modules: Iterable[nn.Module], form_of: Callable[[nn.Module], _Form]) 
 
 
 def _likeness(module: nn.Module) -> tuple[object, ...]:
-    """Return what the functions of a module can depend on, but its tensors and the state of its children."""
+    """Return what a module's functions can depend on, without its tensors and the state of its children."""
     own = tuple((n, v if type(v) in (bool, int, float, str) else id(v)) for n, v in vars(module).items() if n[0] != "_")
     children = tuple((n, *_likeness(m)) for n, m in module.named_children())
     return type(module), own, children

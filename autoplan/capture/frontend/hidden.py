@@ -63,7 +63,7 @@ class Hidden:
 
 
 class _Table(dict[str, torch.Tensor | None]):
-    """The parameters or buffers of a module whose layer is hidden: there are none, and a forward may not ask."""
+    """A stand-in for the parameters or buffers of a hidden layer: it is empty, and reading it ends the trace."""
 
     def __init__(self, given: Mapping[str, torch.Tensor | None], hidden: Hidden) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ def examples_on_host(example_inputs: Mapping[str, torch.Tensor]) -> dict[str, to
 
 
 def _on_host(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """Return a tensor on the host for one that is elsewhere; of values only those of a buffer come along."""
+    """Return a host tensor in place of one on another device. Only a buffer keeps its values."""
     is_parameter = isinstance(tensor, nn.Parameter)
     if not is_parameter and tensor.device != EMPTY:
         return tensor.detach().to(HOST)

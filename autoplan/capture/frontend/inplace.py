@@ -235,7 +235,9 @@ def record_fill(place: Window, value: str, where: str) -> None:
     """Record `slice.copy_(value)`."""
     whole = place.of
     if whole.name or whole.dim not in (None, place.dim):
-        raise CaptureError(f"{where}: a tensor filled slice by slice must be complete, along one dim, before use")
+        raise CaptureError(
+            f"{where}: a tensor filled slice by slice must be filled completely, along one dim, before it is used"
+        )
     whole.dim = place.dim
     whole.parts[place.start, str(place.stop)] = (place.stop, value)
 
@@ -269,7 +271,7 @@ def _memory_of(node: fx.Node) -> list[fx.Node]:
 
 
 def _of_a_repeat(repeat: fx.Node, index: int) -> list[fx.Node]:
-    """Return `_memory_of` result `index` of a layer that repeats another: as there."""
+    """Return `_memory_of` for result `index` of a layer that repeats another, read from that other layer."""
     first = repeat.args[3]
     end = next(n for n in repeat.graph.nodes if _is_mark(n, "end") and n.args[1] == first)
     out = []

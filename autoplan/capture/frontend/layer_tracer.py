@@ -96,7 +96,7 @@ _SEQUENCES = (nn.Sequential, nn.ModuleDict)
 
 
 def _elements(module: nn.Module, path: str, kinds: tuple[type, ...]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what stands in a list or sequence and has parameters, also in those of these kinds inside it."""
+    """Yield the modules with parameters in a list or sequence, and in those nested inside it."""
     for name, child in _children(module, path):
         if isinstance(child, kinds):
             yield from _elements(child, name, kinds)

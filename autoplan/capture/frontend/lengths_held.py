@@ -75,7 +75,7 @@ class Lengths:
             return self._extreme(expr, largest=kind == "Max")
         if kind == "FloorDiv" and (quotient := _divided(expr)) != expr:
             return self._polynomial(quotient)
-        raise CaptureError(f"size {expr} is not a polynomial in batch and sequence")
+        raise CaptureError(f"{self.model} uses the size {expr}, which is not a polynomial in batch and sequence length")
 
     def _extreme(self, expr: Any, largest: bool) -> Expr:
         """Return the argument that is the largest (or smallest) for the example, and keep to lengths where it is."""
@@ -94,7 +94,9 @@ class Lengths:
             return
         (monomial, slope), *more = slopes.items()
         if more or len(monomial) > 1:
-            raise CaptureError(f"size {what} is not a polynomial in batch and sequence")
+            raise CaptureError(
+                f"{self.model} uses the size {what}, which is not a polynomial in batch and sequence length"
+            )
         bound = -at_zero / slope
         name = next(s for s, n in self.symbols.items() if n == monomial[0])
         if slope > 0 and bound > 1:  # every length is at least 1
@@ -143,7 +145,7 @@ class Lengths:
 
 
 def _divided(expr: Any) -> Any:
-    """Return an expression with every floor division that leaves no rest carried out."""
+    """Return an expression with every floor division that leaves no remainder carried out."""
 
     def quotient(dividend: Any, divisor: Any) -> Any:
         found = sympy.cancel(dividend / divisor)

@@ -49,7 +49,7 @@ _Counts = dict[tuple[_Kind, _Region], int]
 
 
 class _AllSeen(Exception):
-    """Every kind of layer has run."""
+    """Raised to end a run once every kind of layer has run."""
 
 
 class _Found(Exception):

@@ -108,7 +108,7 @@ class Trial:
 
     @contextmanager
     def apart(self, grad: bool = True) -> Iterator[None]:
-        """Run outside of the trace that is going on, as the program will."""
+        """Run the function outside of the running trace, as the program will."""
         with ExitStack() as stack:
             for file in self.files:
                 for name in _ASKS:

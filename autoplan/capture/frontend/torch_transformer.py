@@ -30,7 +30,7 @@ class _Masks:
         return mask
 
     def is_causal(self, mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-        """Say what PyTorch's function says of the same mask."""
+        """Return what PyTorch's own function returns for the same mask."""
         if is_causal is not None or mask is None:
             return is_causal is True
         known = any(mask is other and mask._version == version for other, version in self.made)

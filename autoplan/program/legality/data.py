@@ -86,7 +86,7 @@ def _bounds(symbol: str) -> Callable[[ParallelConfig, Facts], str | None]:
 
 
 def _uncut(target: bool) -> Callable[[ParallelConfig, Facts], str | None]:
-    """Return the rule for models with two lengths (which have no price), or for others."""
+    """Return the rule that cp needs a sequence that can be cut, for models with two lengths (`target`) or one."""
 
     def found(c: ParallelConfig, f: Facts) -> str | None:
         if c.cp == 1 or f.model is None or f.model.graph.has_target is not target:

@@ -218,7 +218,8 @@ def _mode(c: ParallelConfig, f: Facts) -> str | None:
 
 def _options(c: ParallelConfig, f: Facts) -> str | None:
     records = (r for r in choices_of(RunOptions) if not r.executed)
-    names = [r.name for r in records if getattr(f.options, r.name) != r.default]
+    wide = precision_of(f.precision).matmul is None
+    names = [r.name for r in records if getattr(f.options, r.name) != r.default and not (wide and r.of_narrow)]
     if _in_pieces(f):
         names.remove("overlap")
     if f.mode is not Mode.FUSED and f.options.attention_in(f.mode) is not Attention.FLASH2:
