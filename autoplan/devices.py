@@ -76,7 +76,7 @@ class Sight:
 
 
 def sight(model: nn.Module | None = None) -> Sight:
-    """Return what this process sees."""
+    """Return the devices and settings that this process sees."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     started = dist.is_initialized()
     return Sight(

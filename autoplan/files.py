@@ -78,7 +78,7 @@ def write_pieces(path: Path | str, pieces: Iterable[bytes | memoryview]) -> Writ
 
 
 def digest_of(path: Path | str) -> WrittenFile:
-    """Return what a file holds. Raises OSError."""
+    """Return the size and digest of a file. Raises OSError."""
     digest, size = hashlib.sha256(), 0
     with Path(path).open("rb") as file:
         while piece := file.read(_PIECE_BYTES):

@@ -97,7 +97,7 @@ FIGURES: dict[str, AssumptionRecord] = {
         Range(1, 10),
     ),
     "usd_per_kwh": AssumptionRecord(
-        "price of electricity, for who pays it apart from the devices",
+        "price of electricity, if it is paid separately from the devices",
         None,
         "no default: it differs by site",
         Range(0, 1e3, "US dollars"),

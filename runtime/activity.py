@@ -108,7 +108,7 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 def of_thread(ident: int) -> StackPlace:
-    """Return where the thread with this identifier is; an empty place if there is no such thread."""
+    """Return the place of the thread with this identifier; an empty place if there is none."""
     with tempfile.TemporaryFile("w+", errors="replace") as out:
         faulthandler.dump_traceback(out, all_threads=True)
         out.seek(0)
@@ -124,7 +124,7 @@ def of_thread(ident: int) -> StackPlace:
 
 
 def of_traceback(traceback: TracebackType | None) -> StackPlace:
-    """Return where an exception was raised."""
+    """Return the place where an exception was raised."""
     found = []
     while traceback is not None:
         code = traceback.tb_frame.f_code

@@ -114,7 +114,7 @@ class Batches:
         return int(number)
 
     def _form(self, batch: Any) -> str | None:
-        """Return what is wrong with a batch whatever it is cut into."""
+        """Return the fault of a batch that does not depend on how it is cut; None if it has none."""
         if not isinstance(batch, Mapping):
             return f"the batch is a {type(batch).__name__}; give a mapping of {', '.join(self._spec.inputs)} to tensors"
         return self._names(batch) or self._kinds(batch) or self._samples(batch)

@@ -243,7 +243,7 @@ def _missing(store: Any, keys: list[str], timeout_s: float, error: RuntimeError)
 
 
 def _watch(state: Ranks) -> None:
-    """Run the watch thread of a rank: notice that the next rank is gone, and log news that nobody may ask for."""
+    """Run the watch thread of a rank: notice that the next rank is gone, and log news that no call may ask for."""
     told, warned, since = False, False, time.monotonic()
     host_since: float | None = None
     while not state.stop.wait(POLL_S):

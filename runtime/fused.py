@@ -38,7 +38,7 @@ for _schema in _SCHEMAS:
 
 
 def _lacking() -> str | None:
-    """Return what Triton needs to build a kernel and does not find here; None if nothing is missing."""
+    """Return the name of something that Triton needs to build kernels and this machine lacks; None if nothing."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton"
     compiler = os.environ.get("CC")
@@ -83,7 +83,7 @@ def one_dropout(device: torch.device) -> bool:
 def cuda_capability(device: torch.device) -> tuple[int, int] | None:
     """Return the compute capability of a CUDA device; None for other devices, and where no GPU is to be seen.
 
-    torch's own function breaks the graph of a compiled block: its result is no tensor.
+    torch's own function breaks the graph of a compiled block: its result is not a tensor.
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return None

@@ -152,7 +152,7 @@ def _statistics(logits: torch.Tensor, target: torch.Tensor, classes: _Classes, s
     """Return statistics per token over the local classes: [3 or 4, tokens], in float32 or wider.
 
     The rows are: the maximum; the sum of exponentials relative to it; the logit of the target if it is a local class
-    (else 0; NaN for a target that is no class); with ``summed``, the sum of the logits.
+    (else 0; NaN for a target that is not a class); with ``summed``, the sum of the logits.
     """
     if one_kernel(logits.device):
         out: torch.Tensor = torch.ops.autoplan_fused.loss_statistics(

@@ -29,7 +29,7 @@ def settings_of(groups: ParamGroups, params: Mapping[str, Sequence[int]]) -> dic
         params: full shapes of all trained parameters of the model.
 
     Raises:
-        ValueError: a pattern that fits no parameter, or settings that are no mapping from names, or contain `params`.
+        ValueError: a pattern fits no parameter, or settings are not a mapping from names, or contain `params`.
     """
     if callable(groups):
         found = {name: groups(name, torch.Size(shape)) for name, shape in params.items()}

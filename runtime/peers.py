@@ -74,7 +74,7 @@ class Listener:
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.bind((host, 0))
         self._socket.listen(backlog)
-        self.address = Address(host, self._socket.getsockname()[1], os.urandom(16).hex())
+        self.address: Address = Address(host, self._socket.getsockname()[1], os.urandom(16).hex())
         self._answer = answer
         self._thread = threading.Thread(target=self._serve, name="autoplan-answers", daemon=True)
         self._thread.start()

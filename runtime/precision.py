@@ -148,7 +148,7 @@ class Copies:
             found[id(master)].places.append((block, spec.attr))
         self._copies, self._of_master = list(found.values()), found
         # ids of masters that no block computes with
-        self.unused = frozenset(found) - direct
+        self.unused: frozenset[int] = frozenset(found) - direct
 
     def __len__(self) -> int:
         return len(self._copies)

@@ -233,7 +233,7 @@ class Meeting(NamedTuple):
 
 
 def rendezvous(timeout: timedelta) -> Meeting:
-    """Return what torchrun's variables say, as `init_process_group` reads them, in a store of this life of the job."""
+    """Return store, rank and world size from torchrun's variables, with a store of this life of the job."""
     from torch.distributed.rendezvous import rendezvous as handler
 
     store, rank, world = next(handler("env://", timeout=timeout))

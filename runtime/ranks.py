@@ -74,7 +74,7 @@ class Ranks:
         return {r: a for r, a in self.addresses.items() if r != self.rank}
 
     def doing(self) -> str:
-        """Return what this rank is doing, as text."""
+        """Return the present activity of this rank, as text."""
         return self.where(activity.of_thread(self.thread))
 
     def where(self, place: activity.StackPlace) -> str:

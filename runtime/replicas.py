@@ -23,7 +23,7 @@ class Replicas:
         self.all = "replicas" if "replicas" in mesh.groups else "dp"
         # of experts that tokens travel to there may be copies where there are none of the other parameters
         self._only_experts = mesh.size(self.all) == 1 and mesh.has("edp") and mesh.size("edp") > 1
-        self.plain = spec.zero_stage == 0 or (mesh.size(self.all) == 1 and not self._only_experts)
+        self.plain: bool = spec.zero_stage == 0 or (mesh.size(self.all) == 1 and not self._only_experts)
         # the ranks that ZeRO shards over: all replicas, or neighbours among them; and the same for experts under token
         # dispatch
         self._shards, self._expert_shards = self.all, "edp"

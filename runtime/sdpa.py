@@ -152,7 +152,7 @@ def refuse_large_scores(
 ) -> None:
     """Raise ValueError if torch would compute all scores at once and they take more than `limit_bytes`.
 
-    In compiled blocks nobody asks: torch's answer is no tensor, and would break the block's graph at every attention.
+    It is not called in compiled blocks: torch's answer is not a tensor, and would break their graph at every attention.
     """
     if torch.compiler.is_compiling():
         return

@@ -370,7 +370,7 @@ class Shards:
         self._mesh = mesh
         self._num_stages = mesh.size("pp")
         cut = any(mesh.size(s.axis) > 1 for p in params for s in p.shards)
-        self.whole = self._num_stages == 1 and not cut and not split
+        self.whole: bool = self._num_stages == 1 and not cut and not split
         self._shown: dict[int, ParameterShard] = {}
 
     def of(self, spec: ParamSpec, source: nn.Parameter, sharded: nn.Parameter) -> nn.Parameter:

@@ -97,7 +97,7 @@ class StateMethods:
         """
         if self.exporter is None:
             raise AgreedRuntimeError(
-                f"{self.spec.model} is no model of transformers; use pm.state_dict() or pm.save_checkpoint()"
+                f"{self.spec.model} is not a model of transformers; use pm.state_dict() or pm.save_checkpoint()"
             )
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.exporter.write(Path(folder), self._state.whole, rank, self.device)
@@ -160,7 +160,7 @@ class StateMethods:
         return self._checkpoints.load(training, root_of(folder), states or {}, step, model_only, older)
 
     def _training(self, given: torch.optim.Optimizer | None) -> Training:
-        """Return what checkpoints are made of, with an optimizer that was given or the program's own."""
+        """Return the parts of a checkpoint, with the given optimizer or the program's own."""
         optimizer = given or self.optimizer
         updated: list[Updated] = []
         if optimizer is not None:

@@ -127,7 +127,7 @@ class TensorFile:
 
     Raises:
         OSError: the file cannot be read.
-        TensorFileError: it is no safetensors file, or is shorter or longer than its header says.
+        TensorFileError: it is not a safetensors file, or is shorter or longer than its header says.
     """
 
     def __init__(self, path: Path) -> None:

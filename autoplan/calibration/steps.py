@@ -74,7 +74,7 @@ class PlannedStep:
         return step_class(self.workload, pricer.device, found.breakdown, found.step_time_s.mid)
 
     def _at(self, constants: Constants) -> tuple[Pricer, tuple[int, ...], tuple[int, ...]]:
-        """Return what prices the step at `constants`, its chunks, and the recomputed layers of each."""
+        """Return the pricer of the step at `constants`, its chunks, and the recomputed layers of each."""
         request = replace(self.request, constants=constants)
         costs, config = request.costs, self.config
         times = op_times(self.workload, costs)

@@ -32,7 +32,7 @@ def rule(line: str) -> Callable[[_Op], _Op]:
             then of every tensor that it returns. A label of an input and of the output can be split; `!` forbids it.
 
     Raises:
-        RuleError: if the line cannot be read, or if what is decorated is no operator.
+        RuleError: if the line cannot be read, or if what is decorated is not an operator.
 
     Example:
         >>> import torch, autoplan

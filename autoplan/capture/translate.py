@@ -105,7 +105,7 @@ class Translator:
         names: tuple[str, ...],
     ) -> None:
         self.program, self.wrapper, self.lengths, self.names = program, wrapper, lengths, names
-        self.trace = Trace()
+        self.trace: Trace = Trace()
         self.env: dict[fx.Node, Any] = {}
         self.layer: list[str] = []
         self.counter: dict[str, int] = {}
@@ -173,7 +173,7 @@ class Translator:
             self.trace.values[name] = Value(name, self._shape(value), dtype_name(value.dtype), grad)
 
     def _constant(self, target: str, node: fx.Node) -> Constant | ConstantTensor | str:
-        """Return a tensor of the model that is no parameter and no buffer.
+        """Return a tensor of the model that is neither a parameter nor a buffer.
 
         A tensor that is an attribute of a module is a buffer. A small tensor that the forward makes stands in the
         program.
@@ -380,7 +380,7 @@ class Translator:
         where = source_of(node)
         if not isinstance(node.target, torch._ops.OpOverload):
             name = getattr(node.target, "__name__", target)
-            raise CaptureError(f"{where or node.name}: {name} is no single operation and cannot be captured")
+            raise CaptureError(f"{where or node.name}: {name} is not a single operation and cannot be captured")
         if target not in OPS:
             target = out_of_place(target, node) or target
         try:

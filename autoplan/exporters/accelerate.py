@@ -30,7 +30,7 @@ _NEW: Mapping[str, Any] = {"since": MESH}
 
 
 def engine(setup: Setup) -> str:
-    """Return what runs a setup: MULTI_GPU (DistributedDataParallel), FSDP or DEEPSPEED."""
+    """Return the engine that runs a setup: MULTI_GPU (DistributedDataParallel), FSDP or DEEPSPEED."""
     c = setup.config
     if c.zero_stage == 1 or c.offload == ("optimizer",) or setup.context_method == "ulysses":
         return "DEEPSPEED"

@@ -64,13 +64,13 @@ def read_zero(document: Document, found: Values) -> Values:
 
 
 def read_zero_offload(document: Document, found: Values) -> Values:
-    """Return what is on the host."""
+    """Return the kinds of state that are kept on the host."""
     held = [document.get(f"{_Z}{path}.device") in ("cpu", "nvme") for path in ("offload_param", "offload_optimizer")]
     return {"offload": ("parameters",) if held[0] else ("optimizer",) if held[1] else ()}
 
 
 def read_overlap(document: Document, found: Values) -> Values:
-    """Return which traffic of ZeRO overlaps, where the file says so."""
+    """Return the overlap of ZeRO's traffic, if the file says it."""
     # overlap_comm reduces gradients during the backward; the gather after the step is not overlapped
     given = document.get(_Z + "overlap_comm")
     return {"overlap_zero": bool(given), "overlap_gather": False} if given is not None else {}

@@ -61,7 +61,7 @@ class ConfigFile:
             file decides, by name. What it leaves to the target has the target's default.
         like: the stack that runs it, NAME@YY.MM.
         open: choices that the file does not decide: name -> where they are decided.
-        not_read: fields of the target that the file has and that were not used, and values that are no literals.
+        not_read: fields of the target that the file has and that were not used, and values that are not literals.
         faults: what the target itself would refuse, with the nearest that works.
         warnings: what it takes, but is seldom meant.
     """
@@ -295,7 +295,7 @@ def _checked(value: Any) -> Any:
 def _differences(
     setup: Setup, target: Target, version: str, text: str, path: str
 ) -> tuple[list[str], dict[str, str], dict[str, Any]]:
-    """Return what is said elsewhere, name -> text of what the target runs otherwise, and all that it runs."""
+    """Return the values said elsewhere, name -> text of those that the target runs otherwise, and all that it runs."""
     wanted = values(setup)
     given = {name: wanted[name] for name in target.elsewhere}
     try:

@@ -44,7 +44,7 @@ class Document:
         return path in self.values or any(name.startswith(f"{path}.") for name in self.values)
 
     def get(self, path: str) -> Any:
-        """Return what the file says at a path, else the default of the target."""
+        """Return the value of the file at a path, else the target's default."""
         self.seen.add(path)
         return self.values[path] if path in self.values else self.schema.default(path)
 
@@ -58,7 +58,7 @@ class Document:
         return value
 
     def word(self, path: str, words: Mapping[Any, Any], default: Any = None) -> Any:
-        """Return what a word of the target means. PinError that names the known words."""
+        """Return the meaning of a word of the target. PinError names the known words."""
         value = self.get(path)
         if value is None:
             return default

@@ -82,7 +82,7 @@ class Schema:
         return Schema(name, data["source"], data["releases"], entries, tuple(data["closed"]), tuple(data["open"]))
 
     def default(self, path: str) -> Any:
-        """Return what a field is if nothing is said; None if it has no default."""
+        """Return the default of a field; None if it has none."""
         return self.entries[path].default if path in self.entries else None
 
     def knows(self, path: str) -> bool:
@@ -94,7 +94,7 @@ class Schema:
         return path in self.entries and self.entries[path].since <= year < self.entries[path].until
 
     def faults(self, values: Mapping[str, Any], year: float, every: bool = False) -> list[str]:
-        """Return what of these values the target would not take, with the nearest that it takes.
+        """Return the faults of values that the target would not take, with the nearest that it takes.
 
         Args:
             every: True: a field that is not known is a fault anywhere, not only in a closed section.

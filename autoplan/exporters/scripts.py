@@ -145,7 +145,7 @@ class Python:
         return "\n".join([*lines, f"    return {variable}"]) + "\n"
 
     def read(self, text: str, where: str) -> dict[str, Any]:
-        """Return the values by path; paths of what is no literal begin with `?`."""
+        """Return the values by path; the path of a value that is not a literal begins with `?`."""
         return read_python(text, where)
 
 
@@ -180,12 +180,12 @@ class PythonCall:
         return "\n".join([commented(heading), *imports, *self.head, *lines, "        **settings,", "    )"]) + "\n"
 
     def read(self, text: str, where: str) -> dict[str, Any]:
-        """Return the values by path; paths of what is no literal begin with `?`."""
+        """Return the values by path; the path of a value that is not a literal begins with `?`."""
         return read_python(text, where)
 
 
 def read_python(text: str, where: str) -> dict[str, Any]:
-    """Return what a function of a module says; `where`: its path, with `:function` if it has several."""
+    """Return the values that a function of a module assigns; `where`: its path, `:function` if it has several."""
     path, function = where, ""
     if re.search(r"\.py:\w+$", where):
         path, _, function = where.rpartition(":")
@@ -216,7 +216,7 @@ def _call(target: str, name: str, below: Mapping[str, Any]) -> list[str]:
 
 
 def _assigned(tree: ast.AST) -> dict[str, Any]:
-    """Return what a function assigns to attributes or passes as named arguments, in the order of the text."""
+    """Return the values that a function assigns to attributes or passes by name, in the order of the text."""
     out: dict[str, Any] = {}
     nodes = [n for n in ast.walk(tree) if isinstance(n, ast.Assign | ast.Return | ast.Expr)]
     for node in sorted(nodes, key=lambda n: n.lineno):

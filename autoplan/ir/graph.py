@@ -171,7 +171,7 @@ class ModelGraph:
         output: the top-level value of the (scalar) loss.
         loss_count: what the denominator counts: valid entries of `loss_target` (!= `ignore_index`), samples, the
             total in `loss_target`, or none.
-        more_counts: the same of further denominators.
+        more_counts: the counts of further denominators.
         bounds: least and largest length that this graph holds for; with other lengths the forward computes something
             else.
         notes: what a user may not expect of this graph, in sentences.
@@ -198,7 +198,7 @@ class ModelGraph:
 
     @property
     def loss_counts(self) -> tuple[LossCount, ...]:
-        """Return what every denominator of the loss counts."""
+        """Return the count behind every denominator of the loss."""
         return (LossCount(self.loss_count, self.loss_target, self.ignore_index), *self.more_counts)
 
     @property

@@ -133,7 +133,7 @@ def units(forward: int, backward: int) -> SizesOf:
 
 
 def kept(f: OpFacts, rule: SavedRule) -> list[str]:
-    """Return which of x0, x1, ..., y0, ... an operation keeps, given which inputs need a gradient."""
+    """Return the tensors among x0, x1, ..., y0, ... that an operation keeps, by the inputs that need a gradient."""
     grads = [t.requires_grad for t in f.inputs]
     return [
         name

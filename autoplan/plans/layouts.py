@@ -63,7 +63,7 @@ def _shown(axes: tuple[tuple[str, int], ...]) -> str:
 
 
 def _problem(plan: Plan, graph: ModelGraph) -> IntraProblem:
-    """Return the problem that the layouts answer, with prices that nobody reads."""
+    """Return the problem that the layouts answer; its prices are not read."""
     config, task = plan.config, plan.document.get("request", {})
     request = PlanRequest(
         graph,

@@ -293,7 +293,7 @@ def layouts_for(
     stages: tuple[tuple[str, ...], ...],
     precision: str,
 ) -> Layouts:
-    """Return what codegen takes of a configuration, with the options chosen for a graph."""
+    """Return the layouts that codegen takes: from a configuration and the options chosen for a graph."""
     dims = parallel_dims(graph, config)
     return Layouts(
         dims.mesh,

@@ -148,7 +148,7 @@ def _converting(
 
 
 def _of_group(group: _Group, whole: Whole) -> Mapping[str, NewTensor]:
-    """Return what a group writes; its tensors are made when the first of them is written, and kept until the last."""
+    """Return the tensors of a group, which are made when the first of them is written and kept until the last."""
     made: dict[str, torch.Tensor] = {}
 
     def value(name: str) -> Callable[[], torch.Tensor]:

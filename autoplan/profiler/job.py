@@ -32,7 +32,7 @@ class Job:
         sharing: int | None = None,
     ) -> None:
         self.device, self.deadline, self.advance = device, deadline, advance or (lambda what: None)
-        self.timer = cuda_timer(device) if timer is None and device.type == "cuda" else timer
+        self.timer: DeviceTimer | None = cuda_timer(device) if timer is None and device.type == "cuda" else timer
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.sharing = self.world if sharing is None else sharing
 

@@ -26,7 +26,7 @@ class Machine:
     def __init__(self, job: Job, nodes: MeasuredNodes, system: System | None = None) -> None:
         self.job, self.nodes = job, nodes
         self.system = ThisMachine() if system is None else system
-        self.speaks = nodes.is_first(job.rank)
+        self.speaks: bool = nodes.is_first(job.rank)
         self.topology: dict[str, Any] = {}
         self.before: list[tuple[DeviceState, ...]] = []
         self.after: list[tuple[DeviceState, ...]] = []

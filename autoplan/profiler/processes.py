@@ -64,7 +64,7 @@ def outcomes(pipes: Sequence[Connection], timeout_s: float, grace_s: float = mat
 
 
 def problems(found: Sequence[ProcessOutcome], timeout_s: float) -> str:
-    """Return what is wrong with each rank, on lines of its own; "" if nothing is."""
+    """Return the problem of each rank that has one, on lines of its own; "" if none has."""
     silent = {"died": " the process died", "hangs": f" no answer (limit {timeout_s:g} s)"}
     texts = [silent.get(outcome.status, f"\n{outcome.value}") for outcome in found]
     return "\n".join(f"rank {rank}:{text}" for rank, text in enumerate(texts) if found[rank].status != "ok")

@@ -71,7 +71,7 @@ class BlockLowering:
 
     def __init__(self, graph: ModelGraph, block: Block, selection: Selection, axes: Sequence[Axis]) -> None:
         self.graph, self.block, self.selection, self.axes = graph, block, selection, tuple(axes)
-        self.names = Names(set(_RESERVED))
+        self.names: Names = Names(set(_RESERVED))
         self.native: dict[str, Layout] = {}
         self.var: dict[tuple[str, Layout], str] = {}
         self.statements: list[Statement] = []

@@ -58,10 +58,10 @@ class OpCosts:
     ) -> None:
         self.graph, self.axes, self.env, self.context = graph, tuple(axes), dict(env), context
         self.precision, self.device_type, self.kernels = precision, device_type, kernels or Kernels()
-        self.methods = dict(methods or {})
-        self.sizes = graph.factor_sizes(env)
+        self.methods: dict[str, ContextMethod] = dict(methods or {})
+        self.sizes: dict[str, int] = graph.factor_sizes(env)
         self.groups = axis_groups([a.size for a in self.axes])
-        self.remapped = _dtype_map(graph, precision)
+        self.remapped: dict[str, str] = _dtype_map(graph, precision)
         # only products of layers take 8 or 4 bits: the head keeps the dtype of activations (recipes of Transformer
         # Engine in Megatron-LM; torchtitan's float8 leaves out "output"). Without layers all products take them
         layers = set(layer_calls(graph))

@@ -144,7 +144,7 @@ def _sums(messages: Messages, said: Expected, observed: Observed) -> tuple[list[
 
 
 def _left(messages: Messages, said: Expected) -> str:
-    """Return what is left after a recompute's repeats are taken out: they repeat collectives of the forward."""
+    """Return the messages that remain, in words, after those with which a recompute repeats the forward's."""
     forward = {(kind, axis, size) for kind, axis, phase, size in said.per_micro_batch if phase == "forward"}
     rows = {(kind, axis) for kind, axis, phase in said.rows if phase == "forward"}
     for key in list(messages):

@@ -90,7 +90,7 @@ class Expected:
 def expected(
     plan: Plan, spec: ProgramSpec, at: Place, num_micro_batches: int, env: Mapping[str, int], work: Work | None
 ) -> Expected:
-    """Return what a rank should do in a step of so many micro-batches.
+    """Return the expectations of a rank for a step of so many micro-batches.
 
     Args:
         env: b of one micro-batch, and the whole lengths s and t.
@@ -300,7 +300,7 @@ class Work:
         return out
 
     def kernels_bytes(self, coordinate: int) -> float:
-        """Return what a rank of the pipeline holds more at its fullest moment with the kernels of a CPU."""
+        """Return the bytes that a pipeline rank holds more at its fullest moment with the kernels of a CPU."""
         here, there = (_sum(_held(ranks[coordinate].terms), "mid") for ranks in (self.here, self.there))
         return here - there
 

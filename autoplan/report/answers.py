@@ -74,7 +74,7 @@ def answer_plan(task: TaskWords, pin: list[str] | None, by_kind: bool, shown: Sh
 
 
 def _answer(task: TaskWords, used: Use, run: RunTask) -> tuple[Answer, Usual | None]:
-    """Return what the first screen shows, and the usual run that it uses; what would help is left out after Ctrl-C."""
+    """Return the contents of the first screen, and the usual run that it uses; no gains after Ctrl-C."""
     usual = usual_run(task.model) if task.written is None and (run.tokens is None or task.usual) else None
     # of pre-training, not of a fine-tuning run
     known = run.tokens is None and usual is not None and usual.tokens is not None and used.request.adapters is None
@@ -92,7 +92,7 @@ def _answer(task: TaskWords, used: Use, run: RunTask) -> tuple[Answer, Usual | N
 
 
 def _gains(use: Use) -> Sequence[Setting]:
-    """Return what would help the best plan most; nothing if Ctrl-C ended its search, or ends this."""
+    """Return the changes that would help the best plan most; none if Ctrl-C ended its search, or ends this."""
     if use.result.certificate.status == Status.INTERRUPTED:
         return ()
     try:

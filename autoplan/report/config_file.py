@@ -42,7 +42,7 @@ def read_for(values: Mapping[str, Any], typed: set[str]) -> ConfigFile:
 
 
 def written_config(values: Mapping[str, Any], typed: set[str]) -> WrittenPlan:
-    """Return what a config file says in place of the arguments that were not typed, and say on stderr what it does not.
+    """Return the values of a config file for arguments that were not typed; print on stderr what it leaves open.
 
     What the target itself would refuse is in `WrittenPlan.config` (`WrittenPlan.check_taken`).
     """
@@ -71,7 +71,7 @@ def as_written(read: ConfigFile, values: Mapping[str, Any]) -> WrittenPlan:
 
 
 def _notes(read: ConfigFile, typed: set[str]) -> list[str]:
-    """Return what a person should know of a file that was read."""
+    """Return notes on a file that was read: its target, what it leaves open, what was not read."""
     out = [f"{read.path} is read as {read.target}@{read.version}; what it does not say is as in {read.like}"]
     left = [f"{name} ({where})" for name, where in read.open.items() if name not in typed and name not in _FOLLOWS]
     if left:

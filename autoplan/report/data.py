@@ -209,7 +209,7 @@ def planned_data(p: Planned, request: PlanRequest, run: RunTask) -> dict[str, An
 
 
 def _with_task(request: PlanRequest, asked: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what makes the answer a plan file; empty if it was not asked on the command line."""
+    """Return the keys that make the answer a plan file; none if it was not asked on the command line."""
     return {} if asked is None else {"asked": dict(asked), "made_for": request_fingerprint(request)}
 
 

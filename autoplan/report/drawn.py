@@ -36,7 +36,7 @@ _OFF = 0.2  # by which a figure is wrong in the tornado
 
 
 def drawn_plan(a: Answer, usual: Usual | None = None) -> dict[str, Any]:
-    """Return what the report of a plan draws. `usual`: the model's usual run, if the tokens are from it."""
+    """Return the data that the report of a plan draws. `usual`: the model's usual run, if the tokens are from it."""
     out = drawn_of(a.request, a.best, a.result)
     run = run_of(a.best.estimate, a.request, a.run)
     given = STEP_ONLY if a.usual_tokens else a.run
@@ -59,7 +59,7 @@ def drawn_plan(a: Answer, usual: Usual | None = None) -> dict[str, Any]:
 
 
 def drawn_estimate(request: PlanRequest, planned: Planned, run: RunTask) -> dict[str, Any]:
-    """Return what the report of one configuration draws."""
+    """Return the data that the report of one configuration draws."""
     e = planned.estimate
     return {
         **drawn_of(request, planned),
@@ -72,7 +72,7 @@ def drawn_estimate(request: PlanRequest, planned: Planned, run: RunTask) -> dict
 
 
 def drawn_task(request: PlanRequest, run: RunTask) -> dict[str, Any]:
-    """Return what the report of a sweep draws: its task, and the sources of its figures."""
+    """Return the data that the report of a sweep draws: its task, and the sources of its figures."""
     return {"task": _task(request), "sources": list(sources(request, run, None))}
 
 
@@ -82,7 +82,7 @@ def _task(request: PlanRequest) -> str:
 
 
 def drawn_of(request: PlanRequest, planned: Planned, result: SearchResult | None = None) -> dict[str, Any]:
-    """Return what can be drawn of any planned configuration: head, mesh, events, and other plans of its search."""
+    """Return the data to draw of any planned configuration: head, mesh, events, and other plans of its search."""
     layers = len(layer_calls(request.graph))
     return {
         "task": _task(request),

@@ -61,7 +61,7 @@ def cost_text(share: float) -> str:
 
 
 def alternative_text(name: str, own: Any, a: Alternative, equal_within: float) -> str:
-    """Return what another value of a choice costs, as a sentence."""
+    """Return a sentence on the cost of another value of a choice."""
     words = f"{choice_text(name, a.value)} instead of {value_text(own, name)}"
     if a.status == "does not fit":
         return f"{words} does not fit{_shortage(a)}"

@@ -90,7 +90,7 @@ def fit_text(out: Console, found: Fit) -> None:
 
 
 def _need(way: Way, risk: float) -> str:
-    """Return what the closest plan of a way lacks. `risk`: the accepted one of running out of memory."""
+    """Return the shortage of the closest plan of a way, in words. `risk`: accepted probability of running out."""
     s = way.shortage
     if s is None:
         return way.reason

@@ -67,7 +67,7 @@ def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return head and rows of a log. A last line that is cut off is left out.
 
     Raises:
-        PinError: the file is missing, or is no log.
+        PinError: the file is missing, or is not a log.
     """
     try:
         lines = path.read_text().split("\n")
@@ -82,7 +82,7 @@ def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     head = found[0] if found else {}
     if not isinstance(head, dict) or head.get("autoplan_step_log") != _LOG_VERSION:
         raise PinError(
-            f"{path} is no log of steps of version {_LOG_VERSION}; give the file that autoplan.StepLog wrote"
+            f"{path} is not a log of steps of version {_LOG_VERSION}; give the file that autoplan.StepLog wrote"
         )
     return head, found[1:]
 

@@ -174,7 +174,7 @@ def _assumed(out: Console, found: Size) -> None:
 
 
 def _proof(found: Size) -> str:
-    """Return what is known of smaller numbers of nodes than the answers."""
+    """Return a sentence on what is proved of fewer nodes than the answers have."""
     sure = [k.name for k in found.kinds if k.fewest is not None and k.adjacent and k.proved]
     unsure = [k.name for k in found.kinds if k.fewest is not None and not k.adjacent]
     stopped = [k.name for k in found.kinds if not k.proved]

@@ -441,7 +441,7 @@ def certificate_text(out: Console, c: Certificate) -> None:
 
 
 def notes_of(e: Estimate, request: PlanRequest, run: RunTask) -> list[str]:
-    """Return what a user may not expect of a plan, in sentences: tight memory, unverified figures, unusual batches."""
+    """Return sentences on surprises in a plan: tight memory, unverified figures, unusual batches."""
     peak, capacity = e.peak_memory_bytes, e.memory_capacity_bytes
     found = []
     if e.fits and peak.high > capacity:
@@ -475,7 +475,7 @@ def say_warnings(out: Console, e: Estimate, request: PlanRequest, run: RunTask) 
 
 
 def graph_notes(requests: Sequence[PlanRequest]) -> list[str]:
-    """Return what a user may not expect of the models: the notes of their graphs, each after the model's name."""
+    """Return the notes of the models' graphs, each after the model's name."""
     found = [f"{r.graph.name}: {note}" for r in requests for note in r.graph.notes]
     return list(dict.fromkeys(found))
 
@@ -524,7 +524,7 @@ def _run_options(request: PlanRequest) -> str:
 
 
 def varied_text(request: PlanRequest) -> str:
-    """Return what `whatif` could vary next: `nodes=8..32`, or the memory where a fabric fixes the devices."""
+    """Return a variation to propose for `whatif`: `nodes=8..32`, or the memory if a fabric fixes the devices."""
     nodes, memory_gb = request.cluster.num_nodes, round(request.cluster.device.memory_bytes / 1e9)
     fixed = request.cluster.fabric is not None
     return f"memory_gb={memory_gb},{2 * memory_gb}" if fixed else f"nodes={nodes}..{4 * nodes}"

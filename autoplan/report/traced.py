@@ -185,7 +185,7 @@ def compare_trace(plan: Plan, path: Path) -> Comparison:
     """Return a plan's prediction beside the steps of a trace, term by term.
 
     Raises:
-        PinError: the plan has no estimate, or the file is no trace with steps.
+        PinError: the plan has no estimate, or the file is not a trace with steps.
     """
     expected, trace = predicted_terms(plan), read_trace(path)
     assert plan.estimate is not None

@@ -1,4 +1,4 @@
-"""Where to cut the pipeline and what to recompute: exact for one candidate, given its prices.
+"""Cuts of the pipeline and recompute of each stage: exact for one candidate, given its prices.
 
 The step never gets shorter if an action gets longer. So for a given cut, the best choice on every stage is the least
 recompute that fits. Cuts are searched depth first, from the first stage to the last, by the bound
@@ -87,12 +87,12 @@ class Cutter:
     ) -> None:
         self.pricer, self.room, self.pinned = pricer, room, stages
         self.pp, self.m = pricer.config.pp, pricer.config.num_micro_batches
-        self.num_units = pricer.num_units
+        self.num_units: int = pricer.num_units
         self.fixed = recompute
         action = pricer.costs.overhead_s("pipeline_action_s") if self.pp > 1 else 0.0
-        self.stage_s = pricer.free_forward.mid + 2 * action  # on every stage and micro-batch
-        self.time = prefix(np.array(pricer.forward) + np.array(pricer.backward) + self._selective())
-        self.after_s = pricer.fixed_s + max(max(pricer.optimizer), sum(pricer.optimizer) / self.pp)
+        self.stage_s: float = pricer.free_forward.mid + 2 * action  # on every stage and micro-batch
+        self.time: Array = prefix(np.array(pricer.forward) + np.array(pricer.backward) + self._selective())
+        self.after_s: float = pricer.fixed_s + max(max(pricer.optimizer), sum(pricer.optimizer) / self.pp)
         self.layer_count = np.concatenate([[0], np.cumsum(pricer.workload.layers)])
         self._known: dict[tuple[int, int, int], int | None] = {}
         self._free_s: float | None = None
@@ -339,7 +339,7 @@ class Cutter:
         return worst_of(found)
 
     def any_shortage(self) -> Shortage:
-        """Return what one stage of the most even cut lacks, perhaps not the one that lacks most."""
+        """Return the shortage of one stage of the most even cut, perhaps not the largest."""
         for s, units in enumerate(ranges_of(self._most_even())):
             memory = self.memory_of(s, units, self._counts(units, self._num_layers(units))[-1])
             if not self.room.fits(memory):

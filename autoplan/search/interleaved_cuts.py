@@ -101,7 +101,7 @@ def ranks_s(
     forward: Sequence[float],
     backward: Sequence[float],
 ) -> tuple[Array, Array]:
-    """Return by rank the seconds of one micro-batch on all of its stages, and those before its first stage starts."""
+    """Return for every rank the seconds of one micro-batch on its stages, and those before its first one starts."""
     ends = np.cumsum(cut)
     through_f, through_b = (np.concatenate([[0.0], np.cumsum(seconds)])[[0, *ends]] for seconds in (forward, backward))
     before = through_f if SCHEDULES[schedule].split_backward else through_f + through_b
@@ -229,7 +229,7 @@ class ChunkCutter:
         self.schedule, self.virtual_stages = schedule, virtual_stages
         base = plain.pricer
         self.pp, self.m = base.config.pp, base.config.num_micro_batches
-        self.chunks_of = chunks_of_ranks(schedule, self.pp, virtual_stages)
+        self.chunks_of: tuple[tuple[int, ...], ...] = chunks_of_ranks(schedule, self.pp, virtual_stages)
         self.kept = kept
         self.cuts = (stages,) if stages else even_cuts(least.seconds, self.pp, virtual_stages)
         self._found: Cut | None = None
@@ -411,7 +411,7 @@ class ChunkCutter:
         return worst_of([self._shortage(rank, self.cuts[0]) for rank in range(self.pp)])
 
     def any_shortage(self) -> Shortage:
-        """Return what one rank lacks, perhaps not the one that lacks most."""
+        """Return the shortage of one rank, perhaps not the largest."""
         return self.shortage() if self._may_fit or self._lacking is None else self._shortage(*self._lacking)
 
     def _shortage(self, rank: int, cut: tuple[int, ...]) -> Shortage:

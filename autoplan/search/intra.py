@@ -106,7 +106,7 @@ _Keys = tuple[tuple[ValueKey, ...], tuple[ValueKey, ...]]  # the values that a c
 
 
 def _keys(choice: LayoutChoice) -> _Keys:
-    """Return what the options of a choice provide and require, each value once, in the order of the options."""
+    """Return the values that the options of a choice provide and require, each once, in the order of the options."""
     gives = dict.fromkeys(key for o in choice.options for key, _ in o.provides)
     takes = dict.fromkeys(key for o in choice.options for key, _ in o.requires)
     return tuple(gives), tuple(takes)
@@ -320,7 +320,7 @@ def solve(problem: IntraProblem, time_limit_s: float = 120.0, *, merge_chains: b
 
 
 def _explain(problem: IntraProblem, time_limit_s: float) -> InfeasibleError:
-    """Return what makes a problem infeasible: an operand that cannot get its layout, or the budget."""
+    """Return the reason why a problem is infeasible: an operand that cannot get its layout, or the budget."""
     model = _Model(problem, elastic=True)
     solved = model.solve([(miss, 1.0) for miss, *_ in model.missing], time_limit_s)
     stuck = [(c, k, t) for miss, c, k, t in model.missing if solved.values and solved.values[miss] > 0.5]

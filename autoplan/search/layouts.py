@@ -79,8 +79,8 @@ class LayoutCache:
         self.request = request
         self.phases: dict[str, float] = defaultdict(float) if phases is None else phases
         self.precision = precision_of(request.precision)
-        self.costs = request.costs
-        self.room = Room.guarded(
+        self.costs: Costs = request.costs
+        self.room: Room = Room.guarded(
             request.cluster.device.memory_bytes, request.cluster.host_memory_bytes, request.memory_risk
         )
         self.gap, self.all_proved = 0.0, True
@@ -428,7 +428,7 @@ def layout_problem(request: PlanRequest, costs: Costs, cut: _Cut) -> tuple[tuple
 
 
 def cut_of(config: ParallelConfig, experts: ExpertDegrees | None) -> _Cut:
-    """Return what of a configuration decides the problem of its layouts."""
+    """Return the choices of a configuration that determine the problem of its layouts."""
     own = experts is not None and experts.executed and experts.dispatches(config.tp) and config.tp > 1
     return config.tp, config.micro_batch_size, config.cp, own
 

@@ -169,7 +169,7 @@ class _Search:
         return min(ILP_LIMIT_S, max(0.0, total - self._elapsed_s()))
 
     def _tell(self, bound_s: float) -> None:
-        """Tell who waits how far the search is. `bound_s`: the least bound of the candidates at hand."""
+        """Report how far the search is to its caller. `bound_s`: the least bound of the candidates at hand."""
         known = bool(self.grouped) and not self.pending
         best_s = self.plans.best[0].step_s if self.plans.best else None
         self.teller.tell(self.num_candidates - len(self.outcomes), best_s, bound_s if known else None)

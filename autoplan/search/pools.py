@@ -128,10 +128,10 @@ class PooledCutter(Cutter):
         self, pricer: PooledPricer, rooms: Sequence[Room], recompute: str | Mapping[str, str] | None = None
     ) -> None:
         self.pooled, self.pools, self.pinned = pricer, pricer.pools, None
-        self.cutters = [Cutter(p, room, recompute) for p, room in zip(pricer.pricers, rooms, strict=True)]
+        self.cutters: list[Cutter] = [Cutter(p, room, recompute) for p, room in zip(pricer.pricers, rooms, strict=True)]
         first = self.cutters[0]
         self.pp, self.m, self.num_units, self.fixed = first.pp, first.m, first.num_units, first.fixed
-        self.after_s = min(cutter.after_s for cutter in self.cutters)
+        self.after_s: float = min(cutter.after_s for cutter in self.cutters)
         self._free_s = None
 
     def of(self, stage: int) -> Cutter:

@@ -57,7 +57,7 @@ def simpler_first(
 
     Args:
         candidates: each with a lower bound of its step time.
-        below_s: a candidate with a bound above this is no equal.
+        below_s: a candidate with a bound above this is not an equal.
     """
     some = [(complexity(c), bound, c) for c, bound in candidates if bound <= below_s]
     return [c for least, _, c in sorted((e for e in some if e[0] < than), key=lambda e: e[:2])]

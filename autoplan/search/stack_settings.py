@@ -29,7 +29,7 @@ class OtherSetting:
 
 
 def other_settings(request: PlanRequest, config: ParallelConfig) -> Iterator[OtherSetting]:
-    """Yield every other value that the stack can take and nobody gave."""
+    """Yield every other value that the stack can take and that was not given."""
     like = request.like
     for name in SETTINGS if isinstance(like, Like) else ():
         if not isinstance(like, Like) or name in like.given or (name == "dispatcher" and config.ep == 1):

@@ -253,7 +253,7 @@ class StateBounds:
         return self._chunks[key]
 
     def _ranks_s(self, c: ParallelConfig, a: _Passes, cut: Sequence[int], again: Array) -> Array:
-        """Return by candidate and rank the seconds of all micro-batches, and those before its first stage starts.
+        """Return per candidate and rank the seconds of all micro-batches, and those before its first stage starts.
 
         Args:
             again: seconds of recompute per micro-batch, by candidate and rank.
@@ -302,7 +302,7 @@ class StateBounds:
         return best
 
     def _forced_s(self, c: ParallelConfig, a: _Alike, cut: Sequence[int]) -> Array:
-        """Return by candidate and rank the least seconds of recompute per micro-batch with which a cut fits."""
+        """Return per candidate and rank the least seconds of recompute per micro-batch with which a cut fits."""
         units, of_rank = self._held(cut), _ranks_of(c.schedule, c.pp, c.virtual_stages).holds
         held = most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages).held
         most, least = (units @ kept * held for kept in (a.kept[0], a.kept.min(axis=0)))  # bytes of every chunk

@@ -55,13 +55,13 @@ class Windows:
         self.pricer, self.room, self.fixed, self.pinned = pricer, room, recompute, stages
         self.time, self.stage_s = time, stage_s
         self.pp, self.m = pricer.config.pp, pricer.config.num_micro_batches
-        self.num_units = pricer.num_units
+        self.num_units: int = pricer.num_units
         # per rung of the frontier, prefix sums over units of steps, of bytes freed and of seconds
         rungs = pricer.frontier.rungs if recompute is None else ()
         self.steps = [np.concatenate([[0], np.cumsum([c is not None for c in r.choices])]) for r in rungs]
-        self.gains = [prefix(np.array(r.freed_bytes)) for r in rungs]
-        self.costs = [prefix(np.array(r.recompute_s)) for r in rungs]
-        self.recompute_s = prefix(np.array(pricer.recompute_s))
+        self.gains: list[Array] = [prefix(np.array(r.freed_bytes)) for r in rungs]
+        self.costs: list[Array] = [prefix(np.array(r.recompute_s)) for r in rungs]
+        self.recompute_s: Array = prefix(np.array(pricer.recompute_s))
         self._i, self._j = np.meshgrid(np.arange(self.num_units + 1), np.arange(self.num_units + 1), indexing="ij")
         memory = pricer.memory
         # only the last unit's: before an earlier unit runs its backward, later ones are freed
@@ -85,7 +85,7 @@ class Windows:
             state, gathered = state - both * (once.stored + once.optimizer), gathered - both * once.gathered
             self._grads = self._grads - both * once.gradients
             self._on_host = self._on_host - both * once.host
-        self.most_on_host = float(self._on_host.max())
+        self.most_on_host: float = float(self._on_host.max())
         if not (memory.sharded and pricer.config.zero_stage == 3):
             state = state + gathered
         self._state = state
@@ -97,12 +97,12 @@ class Windows:
         freed = zip(memory.saved, memory.kept, pricer.workload.layers, strict=True)
         self._gain = prefix(np.array([s - k if layer else 0.0 for s, k, layer in freed]))
         self._legal = (j > i) & (i <= n)
-        self.once_s = self._moved_once()
+        self.once_s: Array = self._moved_once()
         self.free = self._free()
         at = self._active()
         self.each, self.reach = self._seconds(*at)
         self._least_sum = float(self.least_rest(self.each, np.add)[0][0])  # of all T_s, over all cuts
-        self.waits = self._waiting(*at)
+        self.waits: Array = self._waiting(*at)
 
     @classmethod
     def joined(cls, parts: Sequence[Windows], part_of: Sequence[int]) -> Windows:

@@ -142,7 +142,7 @@ class Like:
         return {} if int(given.get("virtual_stages") or 1) > 1 else {"schedule": self.can.schedules[0]}
 
     def texts(self, device: str) -> list[str]:
-        """Return what was given against the stack, as `name=value (the stack: value)`."""
+        """Return the values that were given against the stack, as `name=value (the stack: value)`."""
         usual = {**option_data(self.defaults(device)), "mode": str(self.stack.kernels.modes[0])}
         now = {**option_data(self.options(device)), "mode": str(self.mode)}
         return [f"{n}={now[n]} ({self.stack.name}: {v})" for n, v in usual.items() if now[n] != v]

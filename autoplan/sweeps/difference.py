@@ -76,7 +76,7 @@ def difference(
     other: Planned,
     run: RunTask = STEP_ONLY,
 ) -> Difference:
-    """Return what `other` changes in comparison with `own`. `run`: the whole run that both are for."""
+    """Return the differences of `other` from `own`. `run`: the whole run that both are for."""
     a, b = own.estimate, other.estimate
     runs = [run_of(p.estimate, r, run) for r, p in ((request, own), (other_request, other))]
     clusters = (request.cluster, other_request.cluster)

@@ -355,7 +355,7 @@ def _parse_base(text: str, world_size: int, device_type: str) -> Cluster:
                 *catalog.nearest_names(name, list(catalog.instances())),
             ]
             raise PinError(
-                f"cluster {text!r}: {name!r} is no device and no cloud instance of the catalog; "
+                f"cluster {text!r}: {name!r} is neither a device nor a cloud instance of the catalog; "
                 f"nearest: {', '.join(known) or 'none'}; a YAML file describes any other (docs/clusters.md)"
             )
         return Cluster.of_instances(count, name)

@@ -1,4 +1,4 @@
-"""What a process needs on its device before it makes a tensor: the CUDA context, and the communicators of NCCL.
+"""The memory of a process on its device before it makes a tensor: CUDA context and communicators of NCCL.
 
 The communicators are those of the mesh that the program runs on (`autoplan.config.mesh`, `Mesh.communicators`), and one
 for tied parameters of the first and last stage. Each takes
@@ -62,7 +62,7 @@ _ELSE = Channels(2, 2)
 
 @lru_cache(maxsize=64)
 def _known(*facts: object) -> dict[object, Quantity]:
-    """Return what was found by degrees, which all workloads share that agree in these facts."""
+    """Return the results by degrees, shared by all workloads that agree in these facts."""
     return {}
 
 

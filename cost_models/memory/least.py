@@ -89,9 +89,9 @@ class LeastMemory:
             there: _Choices.last_of(workload, mode is Mode.EAGER, there) if last else self._choices[there]
             for there in (False, True)
         }
-        self.kept = self._choices[False].least
-        self.activations = sum(self.kept.tolist())
-        self.free_saved = workload.free_saved
+        self.kept: Array = self._choices[False].least
+        self.activations: int = sum(self.kept.tolist())
+        self.free_saved: float = workload.free_saved
         self._transient = np.minimum(workload.unit_transient, workload.unit_recompute_transient)
         # what a chunk sends, if it is held and no other term holds it
         sent = (0.0,) * len(self.kept) if self.megatron or workload.shared else (*workload.cut_bytes, 0.0)
@@ -294,7 +294,7 @@ class LeastMemory:
         return self._each[key]
 
     def _key(self, config: ParallelConfig) -> tuple[object, ...]:
-        """Return what the bytes per element of a parameter depend on."""
+        """Return the values that the bytes per element of a parameter depend on, as a key."""
         c = config
         degrees = c.dp, c.cp, c.tp, c.ep, c.etp, c.zero_stage, c.zero_replicas, num_copies(c.schedule), c.offload
         key = (*degrees, c.num_micro_batches == 1)
@@ -462,7 +462,7 @@ class _Choices:
         return {}
 
     def _beyond(self, held: float) -> Array:
-        """Return by unit the bytes beyond the least of `held` micro-batches while it runs, of its best choice."""
+        """Return the bytes that each unit needs beyond the least of `held` micro-batches, under its best choice."""
         found = self._known.get(held)
         if found is None:
             both = np.where(np.isinf(self.kept), np.inf, held * self.kept + self.transient).min(axis=0)

@@ -57,7 +57,7 @@ class ParameterMemory:
 
     def __init__(self, config: ParallelConfig, precision: Precision, megatron: bool) -> None:
         self.config, self.precision, self.megatron = config, precision, megatron
-        self.shares = replica_counts(config)
+        self.shares: dict[bool, int] = replica_counts(config)
 
     def of(self, p: ParamWork) -> States:
         """Return the states of a parameter."""

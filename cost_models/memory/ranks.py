@@ -175,27 +175,27 @@ class MemoryModel:
         mode: Mode = Mode.EAGER,
     ) -> None:
         self.workload, self.config, self.precision, self.cluster = workload, config, precision, cluster
-        self.megatron = mode is Mode.FUSED
+        self.megatron: bool = mode is Mode.FUSED
         c = config
-        self.copies = num_copies(c.schedule)
-        self.parameters = ParameterMemory(c, precision, self.megatron)
+        self.copies: int = num_copies(c.schedule)
+        self.parameters: ParameterMemory = ParameterMemory(c, precision, self.megatron)
         shares = self.parameters.shares
-        self.sharded = c.zero_stage > 0 and max(shares.values()) > 1
+        self.sharded: bool = c.zero_stage > 0 and max(shares.values()) > 1
         self._placeheld: dict[frozenset[str], float] = {}
         self._known_states: dict[tuple[range, ...], _RankStates] = {}
         self._known_held: dict[tuple[RecomputeFrontier, range, int, bool], _Held] = {}
         self._sum_states()
         self._sum_activations()
-        self.tied = self._tied_states()
+        self.tied: tuple[TiedStates, ...] = self._tied_states()
         self._fixed = FixedMemory(workload, cluster)
         self._schedule()
-        self.fragmentation = _fragmentation(cluster)
-        self.per_byte = activation_need(cluster)
+        self.fragmentation: Quantity = _fragmentation(cluster)
+        self.per_byte: Quantity = activation_need(cluster)
         reduced = c.zero_stage == 0 and max(shares.values()) > 1
         # the optimizer takes gradients as wide as its parameters: sums in 16 bits are copied once more
         grad_bytes = self.precision.grad_bytes or MASTER_BYTES
         widens = self.precision.has_masters and grad_bytes < MASTER_BYTES and not self.megatron
-        self.widened = MASTER_BYTES / grad_bytes if widens else 0.0
+        self.widened: float = MASTER_BYTES / grad_bytes if widens else 0.0
         self.buckets = 2 * BUCKET_BYTES if reduced and not self.megatron else 0
 
     def _sum_states(self) -> None:
@@ -394,7 +394,7 @@ class MemoryModel:
         return found
 
     def _rank_states(self, mine: tuple[range, ...]) -> _RankStates:
-        """Return what recompute does not change in the memory of a rank with these chunks."""
+        """Return the memory of a rank with these chunks that recompute does not change."""
         found = self._known_states.get(mine)
         if found is None:
             units = [u for chunk in mine for u in chunk]

@@ -44,7 +44,7 @@ class RecomputeFrontier:
     """The recompute frontier of a model: its steps, cheapest byte first."""
 
     def __init__(self, rungs: Sequence[Rung]) -> None:
-        self.rungs = tuple(rungs)
+        self.rungs: tuple[Rung, ...] = tuple(rungs)
         heights = (sum(name is not None for name in each) for each in zip(*(r.choices for r in rungs), strict=True))
         self._below = list(itertools.accumulate(heights, initial=0))  # steps of all units before each
 

@@ -231,11 +231,16 @@ class BlockPricer:
         activations: bool = False,
     ) -> None:
         self.config, self.costs, self.precision = config, costs, precision
-        self.activations = activations or OFFLOAD in kinds_in(config.recompute)
-        self.groups = mesh_groups(config, workload.axes)
-        self.families = {name: "tp" for name, _ in workload.axes} | {"cp": "cp", "ep": "ep", "dp": "dp", "batch": "dp"}
-        self.hidden = {"tp": costs.constants.tp_hidden}
-        self.states = StatePricer(config, costs, precision, self.groups)
+        self.activations: bool = activations or OFFLOAD in kinds_in(config.recompute)
+        self.groups: dict[str, Group] = mesh_groups(config, workload.axes)
+        self.families: dict[str, str] = {name: "tp" for name, _ in workload.axes} | {
+            "cp": "cp",
+            "ep": "ep",
+            "dp": "dp",
+            "batch": "dp",
+        }
+        self.hidden: dict[str, float] = {"tp": costs.constants.tp_hidden}
+        self.states: StatePricer = StatePricer(config, costs, precision, self.groups)
 
     def cost(self, block: BlockWork, times: OpTimes) -> BlockCost:
         """Return the cost of one call of a block."""

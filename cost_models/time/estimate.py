@@ -104,7 +104,7 @@ class Estimate:
         )
 
     def missing(self) -> str:
-        """Return what the fullest stage needs more than its device, or its host, has; for a plan that does not fit."""
+        """Return the shortage of a plan that does not fit, in words: of the fullest stage's device, or of its host."""
         fullest = max(self.stages, key=lambda s: s.memory_bytes.mid)
         term = max(fullest.memory, key=lambda t: fullest.memory[t].mid)
         over = (fullest.memory_bytes.mid - self.memory_capacity_bytes) / 1e9

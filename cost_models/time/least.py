@@ -89,7 +89,7 @@ class LeastTime:
         self, workload: Workload, times: Mapping[str, OpTimes], costs: Costs, precision: Precision, known: StateSeconds
     ) -> None:
         self.workload, self.times, self.costs, self.precision, self.known = workload, times, costs, precision, known
-        self.blocks = tuple(workload.blocks.values())
+        self.blocks: tuple[BlockWork, ...] = tuple(workload.blocks.values())
         self._at = {name: i for i, name in enumerate(workload.blocks)}
         kinds = workload.unit_kinds
         self._first = [kinds.index(kind) for kind in range(max(kinds) + 1)]

@@ -26,7 +26,7 @@ class Pieces:
     adds: Quantity
 
     def shown_s(self, sent: Quantity, share: float) -> Quantity:
-        """Return what a collective that takes `sent` alone adds to a pass if at most a `share` of it hides."""
+        """Return the seconds that a collective of `sent` seconds adds to a pass if at most a `share` of it hides."""
         by_share, by_time = sent.less(sent * share), sent.less(self.hides)
         low, mid, high = (max(getattr(by_share, w), getattr(by_time, w)) for w in ("low", "mid", "high"))
         return Quantity(low, mid, high, max(by_share.tag, by_time.tag)) + self.adds

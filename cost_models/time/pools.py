@@ -32,7 +32,7 @@ class PooledPricer:
         self.pricers, self.pools, self.across = tuple(pricers), tuple(pools), tuple(across)
         self._across_s: dict[tuple[int, int, str], float] = {}
         self.config, self.workload = pricers[0].config, pricers[0].workload
-        self.num_units = pricers[0].num_units
+        self.num_units: int = pricers[0].num_units
         if len(self.pools) != self.config.pp or self.config.virtual_stages != 1:
             raise ValueError(
                 f"{len(self.pools)} stages with a pool, for a plan of pp={self.config.pp} with one chunk each"

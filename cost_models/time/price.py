@@ -73,30 +73,32 @@ class Pricer:
         times = op_times(workload, costs) if times is None else times
         self._given = times, searched, activations
         self.workload, self.config, self.costs = workload, config, costs
-        self.precision = precision or precision_of("native")
+        self.precision: Precision = precision or precision_of("native")
         prices = BlockPricer(workload, config, costs, self.precision, activations)
         self.groups, self.device = prices.groups, costs.cluster.device
         self._reduces_beside = prices.states.reduces_beside
-        self.blocks = {name: prices.cost(block, times[name]) for name, block in workload.blocks.items()}
-        self.num_units = len(workload.units)
+        self.blocks: dict[str, BlockCost] = {
+            name: prices.cost(block, times[name]) for name, block in workload.blocks.items()
+        }
+        self.num_units: int = len(workload.units)
         # measured constants of a step of the runtime; a step does not include clipping
         self.fixed_s = costs.overhead_s("step_s") + costs.overhead_s("optimizer_step_s")
         self.fixed_s += (config.num_micro_batches - 1) * costs.overhead_s("micro_batch_s")
-        self.action_s = costs.overhead_s("pipeline_action_s") if config.pp > 1 else 0.0
+        self.action_s: float = costs.overhead_s("pipeline_action_s") if config.pp > 1 else 0.0
         # host time of a pass over a chunk beside its blocks, if it was measured separately
         each = costs.host_fixed_s("pipeline_action_s") if config.pp > 1 else costs.host_fixed_s("micro_batch_s") * 0.5
         self.host_pass_s, self.host_update_s = each.mid, costs.host_fixed_s("optimizer_step_s").mid
         # ZeRO's gather in the first forward and its reduction in the last backward delay the next stage if the stage's
         # own thread runs them (gloo). On GPUs they have a stream of their own: all ranks gather at the same time, and
         # sends upstream do not wait for reductions, so a step pays for one rank's traffic only.
-        self.chained = not has_streams(costs.cluster.device_type)
-        self.pinned_recompute = self._pinned_recompute()
-        self.free_forward = total([self.blocks[name].recompute_s for name in workload.free])
+        self.chained: bool = not has_streams(costs.cluster.device_type)
+        self.pinned_recompute: dict[int, str] = self._pinned_recompute()
+        self.free_forward: Quantity = total([self.blocks[name].recompute_s for name in workload.free])
         self._tables = {"mid": Table(workload, self.blocks, "mid")}
-        self.contention = prices.states.contention
+        self.contention: float = prices.states.contention
         # share of compute that hides traffic once per step
-        self.hides_once = prices.states.hides if costs.options.overlap_zero else 0.0
-        self.runs = config.num_micro_batches // num_copies(config.schedule)  # micro-batches per chunk of a rank
+        self.hides_once: float = prices.states.hides if costs.options.overlap_zero else 0.0
+        self.runs: int = config.num_micro_batches // num_copies(config.schedule)  # micro-batches per chunk of a rank
         self._sends: dict[tuple[Group, str], list[float]] = {}
 
     # What only some candidates of a search are asked for is made when it is.
@@ -250,7 +252,7 @@ class Pricer:
         return step_of(timeline.rank_end_s, after, self.fixed_s)
 
     def after_pipeline(self, units: Sequence[int], which: str) -> AfterPipeline:
-        """Return what follows the actions of the pipeline on a rank with these units."""
+        """Return the seconds after the last pipeline action of a rank with these units."""
         table = self._table(which)
         return AfterPipeline(
             self._reductions_s(units, which),

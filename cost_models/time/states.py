@@ -86,11 +86,11 @@ class StatePricer:
         self.config, self.costs, self.precision, self.groups = config, costs, precision, groups
         given, c = costs.overlap_fraction(), costs.constants
         streams = has_streams(costs.cluster.device_type)
-        self.overlap = c.overlap if given is None else given
-        self.by_tensor = costs.options.zero_by_tensor and config.zero_stage == 3
-        self.hides = 0.0 if self.by_tensor else self.overlap
-        self.contention = c.contention if costs.profile is None and streams else 0.0
-        self.reduces_beside = reduced_beside(config, costs)
+        self.overlap: float = c.overlap if given is None else given
+        self.by_tensor: bool = costs.options.zero_by_tensor and config.zero_stage == 3
+        self.hides: float = 0.0 if self.by_tensor else self.overlap
+        self.contention: float = c.contention if costs.profile is None and streams else 0.0
+        self.reduces_beside: bool = reduced_beside(config, costs)
         self.reduction = "all_to_all" if reduces_by_exchange(costs.cluster.device_type) else "reduce_scatter"
 
     def share(self, expert: bool) -> int:

@@ -104,7 +104,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def content_of(training: Training, states: Mapping[str, Stateful], rank: int) -> Content:
-    """Return what this rank has. `states` by name; rank 0's are stored.
+    """Return this rank's part of a checkpoint. `states` by name; rank 0's are stored.
 
     Raises:
         TypeError: something that is not stored; says what and where.
@@ -192,7 +192,7 @@ def _options(group: Mapping[str, Any], encoder: Encoder) -> StateFacts:
 
 
 def _part_of_whole(value: torch.Tensor, u: Updated, key: str) -> torch.Tensor:
-    """Return what the optimizer keeps as a shard of the whole, if the parameter is a shard."""
+    """Return a tensor of the optimizer as a shard of the whole tensor, if its parameter is a shard."""
     if isinstance(value, DTensor) or not isinstance(u.shown, ParameterShard) or not value.dim():
         return value
     if value.shape != u.parameter.shape:
@@ -269,7 +269,7 @@ def returned(
     facts: StateFacts,
     model_only: bool,
 ) -> Return:
-    """Return what this rank asks of a checkpoint. Nothing is changed yet.
+    """Return the tensors and facts that this rank asks of a checkpoint. Nothing is changed yet.
 
     Args:
         stored: key -> dtype, shape and chunks of every tensor of the checkpoint.
@@ -490,7 +490,7 @@ def updated_of(
     known = {id(parameter): Updated(name, parameter, whole) for name, parameter, whole in shown}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if any(id(p) not in known and p.numel() for p in params):
-        raise ValueError("the optimizer updates tensors that are no parameters of this program (pm.parameters())")
+        raise ValueError("the optimizer updates tensors that are not parameters of this program (pm.parameters())")
     held = {id(p) for p in params}
     return [u for u in known.values() if id(u.parameter) in held]
 

@@ -320,7 +320,7 @@ def _failed(step: int, root: Path, reason: str) -> str:
 
 
 def _reasons(exc: CheckpointException) -> str:
-    """Return what failed on which ranks, without tracebacks."""
+    """Return the failures and their ranks, without tracebacks."""
     texts: list[str | None] = [None] * _world()
     for rank, (error, _) in exc.failures.items():
         reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)

@@ -2,7 +2,7 @@
 
     FOLDER/step_0000000020/            a checkpoint
         rank_00000.safetensors, ...    tensors, one file per rank that wrote any
-        checkpoint.json                what is in them, all that is no tensor, size and digest of every file
+        checkpoint.json                what is in them, everything but tensors, size and digest of every file
         complete.json                  the digest of checkpoint.json and the checkpoint's number, written last
     FOLDER/.step_0000000030.writing/   one that is being written, or was when its job died
 
@@ -10,7 +10,7 @@ Checkpoints are numbered in the order in which they were written: the newest is 
 training that went back to step 10 and saved step 12 goes on from there, although step 30 was saved before.)
 
 A checkpoint is written under the hidden name, and gets its own when it is complete and on the disk. Digests (SHA-256)
-find damage: truncated, missing and changed files. They are no signature; but nothing in a checkpoint is executed.
+find damage: truncated, missing and changed files. They are not a signature; but nothing in a checkpoint is executed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def writing_folder(root: Path, step: int) -> Path:
 def steps_in(root: Path) -> list[int]:
     """Return the steps of all checkpoints that were written completely, the newest first.
 
-    One whose number cannot be read counts as the newest: it is damaged, and nobody knows that an older one will do.
+    One whose number cannot be read counts as the newest: it is damaged, and the caller says if an older one will do.
     """
     numbered = [(_number(path), int(match[1])) for match, path in _complete(root)]
     return [step for _, step in sorted(numbered, reverse=True)]

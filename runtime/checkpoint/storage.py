@@ -94,7 +94,7 @@ class FolderWriter(StorageWriter):
         tensors: dict[str, Any] = {}
         for name, about in metadata.state_dict_metadata.items():
             if not isinstance(about, TensorStorageMetadata):
-                raise TypeError(f"{name} is no tensor")
+                raise TypeError(f"{name} is not a tensor")
             chunks = [
                 {
                     "offsets": list(chunk.offsets),
@@ -126,12 +126,12 @@ def _entry_name(index: MetadataIndex) -> str:
 def _new(item: WriteItem, planner: SavePlanner) -> NewTensor:
     data = item.tensor_data
     if data is None:
-        raise TypeError(f"{item.index.fqn} is no tensor")
+        raise TypeError(f"{item.index.fqn} is not a tensor")
 
     def values() -> torch.Tensor:
         found = planner.resolve_data(item)
         if not isinstance(found, torch.Tensor):
-            raise TypeError(f"{item.index.fqn} is no tensor")
+            raise TypeError(f"{item.index.fqn} is not a tensor")
         return found
 
     return NewTensor(data.properties.dtype, tuple(data.chunk.sizes), values)

@@ -164,12 +164,12 @@ def test_every_id_means_itself() -> None:
         ("2x8xh100-smx5-80gb", "nearest: h100-sxm5-80gb"),
         ("12xh100", "a node of h100-sxm5-80gb usually has 8; .* for example 2x8xh100-sxm5-80gb"),
         ("2xp5", r"instance 'p5' may be p5\.4xlarge, p5\.48xlarge or p5en\.48xlarge"),
-        ("2xp6-b400", "'p6-b400' is no device and no cloud instance of the catalog; nearest: .*p6-b"),
-        ("8xh20", "'h20' is no device and no cloud instance of the catalog; nearest: h200-sxm-141gb"),  # not an H200
+        ("2xp6-b400", "'p6-b400' is neither a device nor a cloud instance of the catalog; nearest: .*p6-b"),
+        ("8xh20", "'h20' is neither a device nor a cloud instance of the catalog; nearest: h200-sxm"),  # not an H200
         ("l4", "cluster 'l4' is not known"),  # nor an L40S
         ("8xl40", "nearest: l40s-48gb"),
         ("a10", "cluster 'a10' is not known"),
-        ("8xmi250", "'mi250' is no device.*nearest: mi250x-128gb"),  # a slower one
+        ("8xmi250", "'mi250' is neither a device.*nearest: mi250x-128gb"),  # a slower one
         ("0x8xh100-sxm5-80gb", "num_nodes of at least 1"),
         ("4x8xmi355x-288gb", "names no network for it.*@nic=400"),
         ("2x8xh100-sxm5-80gb@nik=2", "unknown override 'nik'; did you mean 'nic'.*known: nodes"),

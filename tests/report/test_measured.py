@@ -75,7 +75,7 @@ def test_what_does_not_belong_together_is_said(plan: Path, tmp_path: Path) -> No
     assert all(text in note for text, note in zip(said, found.notes, strict=True))
     with pytest.raises(PinError, match=r"has 2 rows, of which the first 2 do not count"):
         compare(Plan.read(plan), write_log(plan, [1.0, 1.0]))
-    with pytest.raises(PinError, match="is no log of steps"):
+    with pytest.raises(PinError, match="is not a log of steps"):
         read_log(plan.with_name("empty")) if plan.with_name("empty").write_text("{}\n") else None
     with pytest.raises(PinError, match="No such file"):
         read_log(tmp_path / "missing")

@@ -2,7 +2,7 @@
 
 Every element of an outermost `nn.ModuleList` is a layer. So are the blocks of an `nn.Sequential` or `nn.ModuleDict`,
 two or more modules of one class that have modules of their own; single operations between them (a convolution, a norm)
-are none. During the export a layer's forward is wrapped. The first of several identical layers is traced in full
+are not layers. During the export a layer's forward is wrapped. The first of several identical layers is traced in full
 between two marker ops; each of the others becomes one opaque op. The cost of a capture then does not grow with depth,
 while everything outside the layers (loops, per-layer glue) is traced as it is.
 

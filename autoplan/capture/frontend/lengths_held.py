@@ -31,7 +31,7 @@ class Lengths:
 
     def __init__(self, program: torch.export.ExportedProgram, symbols: Mapping[str, str], model: str) -> None:
         self.symbols, self.model = symbols, model
-        self.hints = _hints(program)
+        self.hints: dict[str, int] = _hints(program)
         self.bounds: dict[str, tuple[int, int | None]] = {}
         for symbol, found in program.range_constraints.items():
             low, high = (int(bound) if bound.is_Integer else None for bound in (found.lower, found.upper))
@@ -43,7 +43,7 @@ class Lengths:
         """Return a size of the trace as a polynomial; the bounds become those for which it is one.
 
         Raises:
-            CaptureError: for a size that depends on the data, or is no polynomial.
+            CaptureError: for a size that depends on the data, or is not a polynomial.
         """
         return Expr.of(size) if isinstance(size, int) else self._polynomial(size.node.expr)
 

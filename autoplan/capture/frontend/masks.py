@@ -179,7 +179,7 @@ class _Pattern:
 
 
 def _pattern(function: Any) -> _Pattern | None:
-    """Return what a mask function of transformers does, or None if it is another one."""
+    """Return the pattern of a mask function of transformers; None for a function of somebody else."""
     from transformers import masking_utils
 
     if function is masking_utils.causal_mask_function:

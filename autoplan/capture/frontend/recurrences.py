@@ -57,7 +57,7 @@ class _Found(Exception):
 
 
 class _NoFunction(Exception):
-    """A function that was found is no function of tensors; `args[0]` is the error that says why."""
+    """A function that was found is not a function of tensors; `args[0]` is the error that says why."""
 
 
 def _region(frame: FrameType | None, files: Collection[str]) -> _Region:
@@ -131,15 +131,15 @@ def find_scans(model: nn.Module, run: nn.Module, example_inputs: Mapping[str, to
     """Return the functions of a Hugging Face model's files that go along the sequence.
 
     The model also runs on longer sequences than the example's if it has places for them. What they show of the forward
-    of a module is no error, since the example may not show it. A model that does not run on fake tensors is left to the
-    errors of the capture.
+    of a module is not an error, since the example may not show it. A model that does not run on fake tensors is left
+    to the errors of the capture.
 
     Args:
         run: calls the model with the inputs in their order, as the capture does (`inputs.LossModule`).
 
     Raises:
         CaptureError: names a layer that goes along the sequence in the forward of a module itself, or a function that
-            does and is no function of tensors.
+            does and is not a function of tensors.
     """
     layers, lengths = _layers(model), {t.shape[1] for t in example_inputs.values() if t.ndim > 1}
     given, most = min(lengths, default=0), _most(model)
@@ -246,7 +246,7 @@ class _Probe:
             new: the function that the run before this one found.
 
         Raises:
-            CaptureError: if a layer goes along the sequence in the forward of a module, or `new` is no function of
+            CaptureError: if a layer goes along the sequence in the forward of a module, or `new` is not a function of
                 tensors; not at more tokens than the example has.
         """
         model = self.model

@@ -120,7 +120,7 @@ class Trial:
             yield
 
     def facts(self, tensors: Sequence[torch.Tensor]) -> ScanFacts:
-        """Return what the function is, for arguments of these shapes."""
+        """Return the properties of the function for arguments of these shapes."""
         results = result_form(self, tensors, None).tensors
         with self.apart():
             labels = _labels(self, tensors, [shape for shape, _ in results])

@@ -1,4 +1,4 @@
-"""Terms of the loss that are no sums over tokens: those that couple all tokens of a batch, and penalties.
+"""Terms of the loss that are not sums over tokens: those that couple all tokens of a batch, and penalties.
 
 A term of routers such as `experts * sum(counts / rows * probability / rows)` is a product of two sums over the tokens.
 Every rank and micro-batch has a part of the tokens, so the product of its own sums would be another loss. This pass
