@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from autoplan.errors import AutoplanError, InfeasibleError
 from autoplan.ir.layout import Layout
 from autoplan.program.problem import IntraProblem, LayoutChoice, Option, ValueKey, evaluate_selection
-from autoplan.search.linear import INFEASIBLE, OPTIMAL, Column, Linear, Solved, Terms
+from autoplan.search.linear import INFEASIBLE, OPTIMAL, Column, MixedProgram, Solved, Weighted
 
 # Costs are scaled so that the largest cost of one option is _SCALE. Ties are broken by option order and for fewer
 # conversions, far below any real difference and above the solver's tolerance (1e-7).
@@ -174,10 +174,10 @@ class _Model:
 
     def __init__(self, problem: IntraProblem, *, elastic: bool = False) -> None:
         self.problem, self.elastic = problem, elastic
-        self.linear = Linear()
+        self.linear = MixedProgram()
         self.scale = _SCALE / max(1e-12, max(c.weight * o.cost_s for c in problem.choices for o in c.options))
-        self.cost: Terms = []
-        self.state: Terms = []
+        self.cost: Weighted = []
+        self.state: Weighted = []
         self.missing: list[tuple[Column, str, ValueKey, Layout]] = []
         self.ties = 0.0  # the most that breaking ties may add to the objective
         self.variables: dict[str, list[Column]] = {}
@@ -258,12 +258,12 @@ class _Model:
             for source, moves in taken.items():
                 self.linear.row(_less(moves, native[source]), high=0.0)
 
-    def solve(self, objective: Terms, time_limit_s: float) -> Solved:
+    def solve(self, objective: Weighted, time_limit_s: float) -> Solved:
         """Minimise an objective."""
         return self.linear.solve(objective, time_limit_s)
 
 
-def _less(some: Iterable[Column], others: Iterable[Column]) -> Terms:
+def _less(some: Iterable[Column], others: Iterable[Column]) -> Weighted:
     """Return the terms of the sum of some columns minus the sum of others."""
     return [(x, 1.0) for x in some] + [(x, -1.0) for x in others]
 

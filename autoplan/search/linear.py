@@ -1,6 +1,6 @@
 """Mixed-integer programs, given to HiGHS as arrays; without HiGHS to CBC, through PuLP.
 
-    model = Linear()
+    model = MixedProgram()
     x, y = model.column("x", integer=True), model.column("y")       # from 0 to 1
     model.row([(x, 1.0), (y, 1.0)], low=1.0, high=1.0)              # low <= x + y <= high
     model.solve([(x, 3.0), (y, 2.0)], 10.0).values                  # minimise 3 x + 2 y: {x: 0.0, y: 1.0}
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 Column = int
-Terms = list[tuple[Column, float]]
+Weighted = list[tuple[Column, float]]
 OPTIMAL, INFEASIBLE, NOT_SOLVED = "Optimal", "Infeasible", "Not Solved"
 
 
@@ -48,7 +48,7 @@ def has_highs() -> bool:
     return importlib.util.find_spec("highspy") is not None
 
 
-class Linear:
+class MixedProgram:
     """A program over columns between 0 and 1, and rows of terms between two numbers."""
 
     def __init__(self) -> None:
@@ -69,11 +69,11 @@ class Linear:
             merged[column] = merged.get(column, 0.0) + factor
         self.rows.append((merged, low, high))
 
-    def solve(self, objective: Terms, time_limit_s: float) -> Solved:
+    def solve(self, objective: Weighted, time_limit_s: float) -> Solved:
         """Minimise a sum with one thread."""
         return (self._by_highs if has_highs() else self._by_cbc)(objective, time_limit_s)
 
-    def _by_highs(self, objective: Terms, time_limit_s: float) -> Solved:
+    def _by_highs(self, objective: Weighted, time_limit_s: float) -> Solved:
         import highspy
 
         new: Any = highspy.Highs  # without types
@@ -115,7 +115,7 @@ class Linear:
         values = np.array(highs.getSolution().col_value)[at].tolist() if status == OPTIMAL else []
         return Solved(status, values, found == Status.kOptimal, float(info.mip_dual_bound), "HiGHS")
 
-    def _by_cbc(self, objective: Terms, time_limit_s: float) -> Solved:
+    def _by_cbc(self, objective: Weighted, time_limit_s: float) -> Solved:
         """Solve by an installed CBC, or the one that PuLP ships."""
         import pulp
 
