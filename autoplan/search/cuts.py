@@ -323,6 +323,12 @@ class Cutter:
     def _num_layers(self, units: range) -> int:
         return int(self.layer_count[units.stop] - self.layer_count[units.start])
 
+    def peak_bytes(self, chunks: tuple[int, ...]) -> float:
+        """Return the bytes that the fullest rank of a cut needs on its device, with the most recompute."""
+        ranges = ranges_of(chunks)
+        memories = [self.memory_of(s, u, self._counts(u, self._num_layers(u))[-1]) for s, u in enumerate(ranges)]
+        return max(self.room.total_bytes(memory.terms) for memory in memories)
+
     def _most_even(self) -> tuple[int, ...]:
         """Return the pinned cut, or the one with most equal numbers of units."""
         n, pp = self.num_units, self.pp

@@ -26,6 +26,12 @@ from autoplan.search.interleaved_cuts import even_cuts, fastest
 from autoplan.search.layouts import CandidateLayout, LayoutCache, cut_of, no_layout
 from autoplan.search.request import PlanRequest, check_task
 
+# Of a configuration without given stages: cuts that are priced, how much slower one may be that needs less memory, and
+# how close to the least memory one comes
+_MOST_CUTS = 100
+_HARDLY = 0.02
+_CLOSE = 0.02
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -43,8 +49,9 @@ class Planned:
 def estimate_config(request: PlanRequest, config: ParallelConfig, like: Planned | None = None) -> Planned:
     """Price one given configuration, whether it fits or not (see `Estimate.fits`).
 
-    Stages that are not given are balanced by time, or with several per rank by number of layers (`even_cuts`). With
-    more chunks than layers, or if the given stages have no layer at an end, embedding and head are chunks of their own.
+    Stages that are not given are balanced by time (and memory, if they do not fit), or with several per rank by number
+    of layers (`even_cuts`). With more chunks than layers, or if the given stages have no layer at an end, embedding and
+    head are chunks of their own.
     A schedule with a fixed number of virtual stages sets it if it is left at 1. With cp and no `context_method`: the
     cheapest methods that fit if the plan is to be executed; else keys and values move as in the frameworks of the mode
     (hidden behind attention with overlap "cp").
@@ -113,8 +120,7 @@ def _priced(
         chunks = units_of(config.stages, ends)
     elif config.virtual_stages == 1 and num_copies(config.schedule) == 1:
         how = config.recompute if isinstance(config.recompute, str) else "none"
-        relaxed = Cutter(pricer, Room(math.inf), how)
-        chunks = relaxed.search(max_evaluated=1).chunks or (pricer.num_units,)
+        chunks = _balanced(pricer, Room(points.room.device_bytes, points.room.host_bytes), how)
     else:
         cuts = even_cuts((1.0,) * pricer.num_units, config.pp, config.virtual_stages)
         chunks = fastest(cuts, lambda cut: pricer.step_s(cut, recompute_counts(pricer, config, cut)))
@@ -122,6 +128,32 @@ def _priced(
     estimate = pricer.estimate(chunks, recompute, events=True)
     stages = tuple(layers_of(pricer.workload, chunks)) if ends else chunks
     return Planned(replace(config, stages=stages), estimate, point)
+
+
+def _balanced(pricer: Pricer, room: Room, recompute: str) -> tuple[int, ...]:
+    """Return the cut whose stages take most equal times; if it does not fit, a hardly slower one that does.
+
+    If none of these fits, the one whose fullest rank needs about the least memory (bisected).
+    """
+    even = Cutter(pricer, Room(math.inf), recompute).search(max_evaluated=1)
+    if even.chunks is None:
+        return (pricer.num_units,)
+    cutter = Cutter(pricer, room, recompute)
+    if cutter.least_recompute(even.chunks) is not None:
+        return even.chunks
+    slowest_s = even.step_s * (1 + _HARDLY)
+    fitting = cutter.search(slowest_s, _MOST_CUTS).chunks
+    if fitting is not None:
+        return fitting
+    best, low, high = even.chunks, room.device_bytes, cutter.peak_bytes(even.chunks)
+    while high > low * (1 + _CLOSE):
+        middle = (low + high) / 2
+        found = Cutter(pricer, Room(middle), recompute).search(slowest_s, _MOST_CUTS).chunks
+        if found is None:
+            low = middle
+        else:
+            best, high = found, cutter.peak_bytes(found)
+    return best
 
 
 def ends_apart(graph: ModelGraph, config: ParallelConfig) -> bool:

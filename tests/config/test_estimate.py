@@ -115,3 +115,18 @@ def test_a_users_frozen_layer_costs_no_gradient_no_reduction_and_no_optimizer() 
     assert memory[1]["optimizer"].mid == memory[0]["optimizer"].mid / 2
     for term in ("compute", "dp_comm", "accumulate", "optimizer"):
         assert frozen.estimate.breakdown[term].mid < trained.estimate.breakdown[term].mid
+
+
+def test_stages_that_are_not_given_are_balanced_and_take_less_memory_where_it_is_short() -> None:
+    """Layers without experts in front: several cuts have the same longest stage, and not the same fullest one."""
+    config = ParallelConfig(dp=128, pp=16, ep=64, zero_stage=1, micro_batch_size=1, num_micro_batches=120)
+    graph, found = load_model("deepseek-v3"), {}
+    for memory_gb in (1000, 160, 144, 60):
+        cluster = Cluster.parse(f"256x8xh800@memory_gb={memory_gb}")
+        planned = estimate_config(PlanRequest(graph, cluster, 4096, 15360), config)
+        peak = max(s.memory_bytes.mid for s in planned.estimate.stages) / 1e9
+        found[memory_gb] = planned.estimate.fits, peak, planned.estimate.step_time_s.mid
+    balanced_gb, balanced_s = found[1000][1:]
+    assert [fits for fits, _, _ in found.values()] == [True, True, True, False]
+    assert balanced_gb > 160 and found[60][1] < 0.8 * balanced_gb  # what is lacking is what a good cut lacks
+    assert all(step_s <= 1.02 * balanced_s for _, _, step_s in found.values())

@@ -249,7 +249,7 @@ def test_every_run_option_is_shown_and_comes_back() -> None:
     text = " ".join(result.stdout.replace("\\", "").split())
     assert "flash1 attention, graphs launch, overlap of ep and tp, flex_fp8 dispatcher, no sequence parallelism" in text
     assert "fused loss, ZeRO not overlapped, ZeRO 3 by tensor, documents of 256 tokens" in text, text
-    assert text.endswith(" ".join(words)) and "in 8 bits, fused loss" not in text  # weights of 16 bits are gathered so
+    assert text.endswith(" ".join(words)) and "weights gathered in 8 bits" not in text  # bf16
     request = json.loads(run("estimate", *model, "--tp", "2", *words, "--json").stdout)["request"]
     assert options_of({name: request[name] for name in OPTIONS}) == EVERYTHING
     swept = json.loads(run("whatif", *model, "--vary", "tp=2", *words, "--json").stdout)
