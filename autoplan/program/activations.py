@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 
 from autoplan.config.recompute import OFFLOAD, modules_choice
 from autoplan.errors import LayoutError
@@ -39,11 +39,12 @@ from autoplan.ops.saved import (
 )
 from autoplan.ops.strides import Ints, broadcast, contiguous, elementwise, reshaped
 from autoplan.ops.table import op_kind, op_record, saved_rule
-from autoplan.program import megatron_kernels
+from autoplan.program import compiled_kernels, megatron_kernels
 from autoplan.program.activation_bytes import Activations
 from autoplan.program.gradients import GradientStep, MadeGradient, backward_peak
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.megatron_modules import DISCARDING, modules
+from autoplan.program.partition import Traced, TracedBlock, least_kept
 from autoplan.program.regions import Flow, Region, choices, logits, regions
 from autoplan.program.statements import Convert, LoweredBlock, Op
 from autoplan.units import DTYPE_BYTES
@@ -59,6 +60,7 @@ class _Tensor:
 # the emitted text releases dead variables before these statements (autoplan.codegen.emit)
 # kinds that fused kernels take in besides element-wise operations and views
 _FUSED = (OpKind.REDUCTION, OpKind.JOIN, OpKind.NORM)
+_SENDS_NOTHING = (ConversionKind.SLICE, ConversionKind.TO_REPLICATE, ConversionKind.TO_PARTIAL)
 
 
 def activations(
@@ -108,6 +110,11 @@ class _Walk:
         self.tensors: dict[str, _Tensor] = {}
         self.steps: list[GradientStep] = []
         self.params: set[str] = set()
+        self.given: frozenset[str] = frozenset()  # inputs, parameters and buffers
+        self.sums: dict[
+            int, int
+        ] = {}  # storage of a softmax -> that of its sums, without which it is not computed again
+        self.parts: list[tuple[bool, bool]] = []  # of every statement: fused and computed again by a compiler
         self.logits = logits(lowered.statements) if kernels.narrow_logits else frozenset[str]()
         self.narrow: dict[int, int] = {}  # storage -> storage of its 8-bit copy
         # storage -> its 8-bit copies; for a shard, those of the gathered value
@@ -173,11 +180,14 @@ class _Walk:
             shape = tuple(prod(self.factor(f) for f in dim) for dim in value.dims or ())
             self.tensors[f"self.{attr}"] = self.fresh(value, shape)
         first = len(self.storages)
+        self.given = frozenset(self.tensors)
         for statement in low.statements:
             self.steps.append(self._convert(statement) if isinstance(statement, Convert) else self._op(statement))
         if self.kernels.megatron:
             self.keep_shards()
-        if self.kernels.fused:
+        if self.kernels.compiled:
+            self.partition()
+        elif self.kernels.fused:
             self.fuse()
         return self._summary(inputs, first)
 
@@ -204,15 +214,10 @@ class _Walk:
         Values that products, attention and collectives keep are there anyway. In program order, a value that a fused
         operation keeps is replaced by the nearest values that it follows from through fused operations alone, if the
         ones not kept yet take fewer bytes. So a norm keeps its input in the dtype of the model instead of float32, and
-        a gated activation its two halves (as Transformer Engine's kernels do; torch.compile's partitioner solves the
-        same problem as a minimum cut). Transients remain those of single operations: an upper bound.
+        a gated activation its two halves (as Transformer Engine's kernels do). Transients remain those of single
+        operations: an upper bound.
         """
-        makers: dict[int, GradientStep] = {}
-        for step in self.steps:
-            views = {self.tensors[var].storage for var in step.reads}
-            for var in step.writes:
-                if self.tensors[var].storage not in views:
-                    makers[self.tensors[var].storage] = step
+        makers = self.makers()
         free = {self.tensors[var].storage for var in self.params}
         there = free.union(*(step.saved for step in self.steps if not step.fusible))
 
@@ -227,6 +232,57 @@ class _Walk:
             if step.fusible:
                 step.saved = frozenset[int]().union(*(sources(s) for s in sorted(step.saved)))
                 there |= step.saved
+
+    def makers(self) -> dict[int, GradientStep]:
+        """Return the statement that makes each storage."""
+        out: dict[int, GradientStep] = {}
+        for step in self.steps:
+            views = {self.tensors[var].storage for var in step.reads}
+            for var in step.writes:
+                if self.tensors[var].storage not in views:
+                    out[self.tensors[var].storage] = step
+        return out
+
+    def partition(self) -> None:
+        """Let every statement keep what a compiler keeps for it (:mod:`autoplan.program.partition`).
+
+        Transients remain those of single operations: an upper bound.
+        """
+        makers, there = self.makers(), least_kept(self._traced())
+
+        def sources(storage: int) -> frozenset[int]:
+            maker = makers.get(storage)
+            if storage in there or maker is None:
+                return frozenset((storage,))
+            sums = frozenset(s for s in (self.sums.get(storage),) if s is not None)
+            return sums.union(*(sources(self.tensors[v].storage) for v in maker.reads))
+
+        for step in self.steps:
+            extra = frozenset(step.extra)
+            step.saved = extra.union(*(sources(s) for s in sorted(step.saved - extra)))
+
+    def _traced(self) -> TracedBlock:
+        """Return the statements as the partition sees them, with sizes relative to their greatest common divisor."""
+        number = {var: i for i, var in enumerate(self.tensors)}
+        traced = tuple(
+            Traced(
+                tuple(number[v] for v in step.reads),
+                tuple(number[v] for v in step.writes),
+                tuple(sorted(step.saved - set(step.extra))),
+                *part,
+            )
+            for step, part in zip(self.steps, self.parts, strict=True)
+        )
+        unit = gcd(*self.storages) or 1
+        given = (self.tensors[var].storage for var in self.given)
+        return TracedBlock(
+            traced,
+            tuple(t.storage for t in self.tensors.values()),
+            tuple(size // unit for size in self.storages),
+            frozenset(given),
+            frozenset(self.tensors[var].storage for var in self.params),
+            tuple(number[v] for v in self.lowered.outputs),
+        )
 
     def _convert(self, c: Convert) -> GradientStep:
         source, value = self.tensors[c.source], c.value
@@ -244,6 +300,7 @@ class _Walk:
                 step.forward = step.backward = 2 * own
             elif copies:
                 step.forward = step.backward = sent
+        self.parts.append((c.step.kind in _SENDS_NOTHING, c.step.kind in _SENDS_NOTHING))
         passes = c.step.kind is ConversionKind.ALL_REDUCE and c.step.target.kind_name == "I"
         if value.requires_grad:
             step.gradients.append(MadeGradient(self._name(c.source), own, passes))
@@ -265,6 +322,7 @@ class _Walk:
             self.device_type,
         )
         rule = megatron_kernels.rule_of(facts, self.kernels) or saved_rule(facts)
+        self.parts.append((compiled_kernels.fused(facts), compiled_kernels.again(facts)))
         saved: set[int] = set()
         forward, backward = workspace_bytes(facts, rule)
         outs = self._outputs(op, rule, ins, shapes)
@@ -274,6 +332,8 @@ class _Walk:
         if known.kind is OpKind.PRODUCT:
             ins, copied = self._folded(op, ins, facts)
             forward += copied
+        if known.kind is OpKind.SOFTMAX and self.kernels.compiled:
+            self.sums[outs[0].storage] = self.new(compiled_kernels.softmax_sums(facts))
         for name in kept(facts, rule):
             k = int(name[1:])
             tensor = (ins if name[0] == "x" else outs)[k]

@@ -31,6 +31,7 @@ from autoplan.ops.experts import experts_rows
 from autoplan.ops.record import OpKind
 from autoplan.ops.saved import Form, Gradient, OpFacts, SavedRule
 from autoplan.ops.table import op_kind
+from autoplan.program import compiled_kernels
 from autoplan.program.context_parallel import saved_by
 from autoplan.units import DTYPE_BYTES
 
@@ -45,6 +46,7 @@ class Kernels:
         float8: products take inputs of 8 bits or fewer, which are kept as 8 bits (an upper bound).
         method: how attention sees a cut sequence; None if keys are gathered.
         modules: modules that are recomputed (autoplan.program.megatron_modules).
+        spread: experts are on several ranks, and tokens travel to them.
     """
 
     mode: Mode = Mode.EAGER
@@ -54,6 +56,12 @@ class Kernels:
     context: int = 1
     method: ContextMethod | None = None
     modules: tuple[str, ...] = ()
+    spread: bool = False
+
+    @property
+    def compiled(self) -> bool:
+        """True if torch.compile decides what a block keeps."""
+        return self.mode is Mode.COMPILED
 
     @property
     def fused(self) -> bool:
@@ -87,6 +95,8 @@ def rule_of(f: OpFacts, kernels: Kernels) -> SavedRule | None:
         return saved_by(kernels.method, _gathered, kernels.fused)
     if what is OpKind.ATTENTION and kernels.context > 1 and not kernels.fused:
         return _gathered(kernels.context)
+    if kernels.compiled:
+        return compiled_kernels.compiled_rule(f, kernels.spread)
     if not kernels.megatron:
         return None
     if what is OpKind.ATTENTION:  # our plain form slices windows, and repeats keys where there are masks

@@ -49,13 +49,24 @@ class LoweredModel:
         """Return `like` if a block has the same method there."""
         return self.like if self.like is not None and _same_method(self.like, name, self.op_costs) else None
 
+    def activations_with(self, experts: ExpertDegrees | None) -> Mapping[str, Activations]:
+        """Return the activations of the blocks; a compiler sees other experts where tokens travel to them."""
+        return self.activation_bytes if experts is None else self._spread
+
+    @functools.cached_property
+    def _spread(self) -> Mapping[str, Activations]:
+        if not self.op_costs.kernels.compiled:
+            return self.activation_bytes
+        with_experts = {n: low for n, low in self.blocks.items() if _has_experts(low.block)}
+        return {
+            **self.activation_bytes,
+            **{n: _activations(low, self.op_costs, spread=True) for n, low in with_experts.items()},
+        }
+
     @functools.cached_property
     def without_experts(self) -> Mapping[str, tuple[LoweredBlock, BlockWork]]:
         """The statements after all passes, and their work, of every block that degrees of experts do not change."""
-        plain = (
-            n for n, low in self.blocks.items() if not any(op_kind(x.op) is OpKind.EXPERTS for x in low.block.nodes)
-        )
-        same = {n: self.alike(n) for n in plain}
+        same = {n: self.alike(n) for n, low in self.blocks.items() if not _has_experts(low.block)}
         return {n: _finished(self, n, None) if like is None else like.without_experts[n] for n, like in same.items()}
 
     @functools.cached_property
@@ -83,16 +94,24 @@ def lower_all(
     activation_bytes = {
         n: like.activation_bytes[n]
         if like is not None and _same_method(like, n, op_costs)
-        else activations(
-            low,
-            op_costs.env,
-            dtypes=op_costs.remapped,
-            device_type=op_costs.device_type,
-            kernels=replace(op_costs.kernels, method=op_costs.methods.get(n)),
-        )
+        else _activations(low, op_costs)
         for n, low in lowered.items()
     }
     return LoweredModel(op_costs, lowered, activation_bytes, like)
+
+
+def _activations(lowered: LoweredBlock, op_costs: OpCosts, spread: bool = False) -> Activations:
+    return activations(
+        lowered,
+        op_costs.env,
+        dtypes=op_costs.remapped,
+        device_type=op_costs.device_type,
+        kernels=replace(op_costs.kernels, method=op_costs.methods.get(lowered.block.name), spread=spread),
+    )
+
+
+def _has_experts(block: Block) -> bool:
+    return any(op_kind(node.op) is OpKind.EXPERTS for node in block.nodes)
 
 
 def workload(
@@ -116,7 +135,7 @@ def workload(
     experts = _elsewhere(experts, op_costs)
     made = lower_all(graph, selection, op_costs) if made is None else made
     lowered, blocks = _blocks(made, experts)
-    activation_bytes = with_dispatch(made.activation_bytes, lowered, blocks, op_costs, experts)
+    activation_bytes = with_dispatch(made.activations_with(experts), lowered, blocks, op_costs, experts)
     unit_calls, layers = pipeline_units(graph, ends), frozenset(layer_calls(graph))
     by_name, free = {c.name: c for c in graph.calls}, graph.free_calls()
     units = [[by_name[n] for n in unit] for unit in unit_calls]
@@ -172,7 +191,7 @@ def _finished(made: LoweredModel, name: str, experts: ExpertDegrees | None) -> t
     op_costs = made.op_costs
     stack = PassFacts(op_costs.context, op_costs.methods, experts, op_costs.kernels)
     lowered, calls = rewritten(made.blocks[name], stack), op_costs.graph.calls
-    work = _block(lowered, made.activation_bytes[name], op_costs)
+    work = _block(lowered, made.activations_with(experts)[name], op_costs)
     at_end = name == calls[-1].block and sum(c.block == name for c in calls) == 1
     if at_end and work.gathered is Gathered.TWICE:
         work = replace(work, gathered=Gathered.LAST)
