@@ -132,7 +132,8 @@ def parallelize(
         async_tp: True: hide the gathers and reduce-scatters of tensor parallelism behind pieces of the adjacent
             products (torch's async TP, an experiment of inductor). Needs compiled blocks on CUDA and tp ranks joined by
             NVLink. 'auto': where a plan with it has the lower price, which counts what small pieces cost
-            (`pm.plan.async_tp` says so). It has never been run.
+            (`pm.plan.async_tp` says so). It has never been run on GPUs. Its operators are tried on small numbers first,
+            and where they fail on any rank, a warning says why and collectives are sent one by one.
         precision: 'native' computes in the dtypes of the model. 'bf16' and 'fp16' keep parameters, gradients and the
             optimizer in float32 and compute in 16 bits; fp16 has a dynamic loss scale (`pm.loss_scaler`). 'bf16-grad16'
             also sums gradients in 16 bits. 'fp32' keeps and computes everything in float32.

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.files import write_whole
+from autoplan.runtime.async_tp import hides_behind_pieces
 from autoplan.runtime.batch import Batches
 from autoplan.runtime.checkpoint.contents import TrainingProgress
 from autoplan.runtime.checkpoint.door import Checkpoints
@@ -72,7 +73,8 @@ class ParallelModel(StateMethods):
         extra_state: persistent buffers and other state that the loss does not need, for `state_dict`.
         mesh: the device mesh; by default one is made from `spec.axes` and `spec.groups`.
         compile: backend of torch.compile for the blocks (see autoplan.runtime.compiled), or None.
-        async_tp: let compiled blocks (inductor) overlap tensor-parallel collectives with pieces of matrix products.
+        async_tp: let compiled blocks (inductor) overlap tensor-parallel collectives with pieces of matrix products,
+            where that works (`autoplan.runtime.async_tp`).
         gradient_compression: compression of ZeRO 0's all-reduce (`autoplan.runtime.compression`).
 
     Attributes:
@@ -143,7 +145,8 @@ class ParallelModel(StateMethods):
         self.folder: Path | None = folder
         self.stages: dict[int, nn.Module] = {index: self._build(mine, buffers) for index, mine in self._specs.items()}
         if compile is not None:
-            hidden = [self.mesh.group("tp")] if async_tp and self.mesh.size("tp") > 1 else ()
+            hidden = [self.mesh.group("tp")] if async_tp and self.mesh.size("tp") > 1 else []
+            hidden = [group for group in hidden if hides_behind_pieces(group, self.device)]
             for stage in self.stages.values():
                 compile_blocks(stage, compile, hidden)
         params = [p for stage in spec.stages for p in stage.params]
