@@ -176,7 +176,7 @@ def test_a_collective_that_nobody_planned_is_caught(folder: Path, tmp_path: Path
     def forgotten(spec: Any) -> Any:
         return replace(spec, ledger=tuple(e for e in spec.ledger if e.phase == "forward"))
 
-    with pytest.raises(RehearsalError, match=r"it sends what nobody planned: .* in the backward"):
+    with pytest.raises(RehearsalError, match=r"it sends what is not planned: .* in the backward"):
         autoplan.rehearse(changed(folder, tmp_path, spec=forgotten), "0")
 
 
