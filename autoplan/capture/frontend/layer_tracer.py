@@ -98,16 +98,22 @@ def layer_modules(model: nn.Module, lists_only: bool = False) -> dict[str, nn.Mo
 
 
 def _repeated_inside(elements: Mapping[str, nn.Module], lists_only: bool) -> dict[str, nn.Module]:
-    """Return the layers that modules of one class each hold in a list, if no two of the modules are alike."""
+    """Return the layers that modules of one class each hold in a list, if no two of the modules are alike.
+
+    One of the modules at least holds layers that are alike. The attention and the feed-forward of a T5 block are not:
+    its blocks are layers, also where there are but two, of which only the first has the table of positions.
+    """
     if len({type(element) for element in elements.values()}) != 1 or _some_alike(elements.values()):
         return {}
     found: dict[str, nn.Module] = {}
+    repeated = False
     for name, element in elements.items():
         inside = layer_modules(element, lists_only)
         if not inside or any(path.count(".") > 1 for path in inside):  # a list deeper inside may be one of experts
             return {}
         found.update((f"{name}.{path}", layer) for path, layer in inside.items())
-    return found if _some_alike(found.values()) else {}
+        repeated = repeated or _some_alike(inside.values())
+    return found if repeated else {}
 
 
 def _some_alike(modules: Iterable[nn.Module]) -> bool:
