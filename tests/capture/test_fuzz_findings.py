@@ -102,7 +102,7 @@ REFUSED = {
     "half of the sequence": ("return F.glu(h, 1)", r"form 2\*", ""),
     "a size in a module of PyTorch": (
         "v = torch.relu(self.thin(h.mT).mT)\nreturn torch.relu(v + 2)",
-        r"conv\.py:\d+, in module 'thin': size floor",
+        r"conv\.py:\d+, in module 'thin': Model uses the size floor\(",
         "self.thin = nn.Conv1d(8, 8, 1, stride=2)",
     ),
 }

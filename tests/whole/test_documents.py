@@ -112,7 +112,7 @@ def test_a_token_sees_its_own_document() -> None:
         want = attention(q, k, v, causal=False, scale=None, mask=shown.tril() if causal else shown)
         assert (got - want).abs().max() < 1e-14
     for wrong in ({"documents": documents[:, :4]}, {"mask": torch.ones(10, 10, dtype=torch.bool)}):
-        with pytest.raises(ValueError, match=r"documents .* must be \[b, s\], without a mask"):
+        with pytest.raises(ValueError, match=r"documents must have the shape \[b, s\] .*, \(1, 10\), not .* no mask"):
             attention(q, k, v, **{"causal": True, "scale": None, "documents": documents, **wrong})
 
 
