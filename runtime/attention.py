@@ -105,11 +105,13 @@ def _check_window(
 
 
 def _check_documents(q: torch.Tensor, documents: torch.Tensor | None, mask: torch.Tensor | None) -> None:
-    if documents is not None and (mask is not None or documents.shape != q.shape[::2]):
-        raise ValueError(
-            f"attention: documents must have the shape [b, s] of the queries, {tuple(q.shape[::2])}, not "
-            f"{tuple(documents.shape)}, and no mask beside them"
-        )
+    if documents is None:
+        return
+    if documents.shape != q.shape[::2]:
+        wanted, given = tuple(q.shape[::2]), tuple(documents.shape)
+        raise ValueError(f"attention: documents must have the shape [b, s] of the queries, {wanted}, not {given}")
+    if mask is not None:
+        raise ValueError("attention: documents with a mask beside them; put the documents into the mask instead")
 
 
 def _cut_axes(

@@ -111,8 +111,9 @@ def test_a_token_sees_its_own_document() -> None:
         shown = seen[:, None, None, :].expand(1, 1, 10, 10)
         want = attention(q, k, v, causal=False, scale=None, mask=shown.tril() if causal else shown)
         assert (got - want).abs().max() < 1e-14
-    for wrong in ({"documents": documents[:, :4]}, {"mask": torch.ones(10, 10, dtype=torch.bool)}):
-        with pytest.raises(ValueError, match=r"documents must have the shape \[b, s\] .*, \(1, 10\), not .* no mask"):
+    short, masked = {"documents": documents[:, :4]}, {"mask": torch.ones(10, 10, dtype=torch.bool)}
+    for wrong, said in ((short, r"documents must .* \(1, 10\), not \(1, 4\)"), (masked, "with a mask beside them")):
+        with pytest.raises(ValueError, match=said):
             attention(q, k, v, **{"causal": True, "scale": None, "documents": documents, **wrong})
 
 
