@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,9 +29,26 @@ def planned_rows(
     with csv_rows(csv, columns) as add, waiting("planning", quiet) as status:
         try:
             for pair in pairs:
-                done.append(pair)
-                add(pair[1])
+                with _ctrl_c_later():  # a row is in the file and counted, or neither
+                    add(pair[1])
+                    done.append(pair)
                 status.update(f"planning: {left.text(len(done))}")
         except KeyboardInterrupt:  # between two searches; during a search, its last point says so
             return done, True
     return done, False
+
+
+@contextmanager
+def _ctrl_c_later() -> Iterator[None]:
+    """Let Ctrl-C take effect at the end of the block; threads other than the main one never see it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
+    if pressed and callable(before):
+        before(signal.SIGINT, None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import PLAIN, ROOT, TASK
@@ -22,6 +24,8 @@ from made_up_plans import CERTIFICATE, OWN, REQUEST, SPLIT
 from typer.testing import CliRunner
 
 from autoplan.cli import app
+from autoplan.report.sweep_rows import planned_rows
+from autoplan.report.waiting import Countdown
 from autoplan.search import best_use as uses
 from autoplan.search.best_use import best_use
 from autoplan.search.planner import PlanRequest, SearchResult, Status
@@ -122,7 +126,9 @@ def test_ctrl_c_in_a_sweep_gives_its_rows(tmp_path: Path) -> None:
     task = ("gpt2", "--cluster", "4xh100", "--seq-len", "1k", "--gbs", "16", "--pin", "tp=1", "--pin", "pp=1")
     many = ("--vary", "global_batch_size=16..65536", "--vary", "seq_len=64..1024", "--csv", str(file))
     ended = typed(
-        autoplan("whatif", *task, *many), tmp_path, lambda text, process: "planning: 2 of 65 points, about" in text
+        autoplan("whatif", *task, *many),
+        tmp_path,
+        lambda text, process: re.search("planning: [2-9] of 65 points, about", text) is not None,
     )
     rows = len(file.read_text().splitlines()) - 1
     assert ended.code == 130 and 2 <= rows < 65 and f"interrupted after {rows} of 65 points" in ended.terminal
@@ -233,3 +239,23 @@ def test_what_would_help_is_left_out_if_that_is_interrupted(monkeypatch: pytest.
     monkeypatch.setattr("autoplan.report.answers.quick_gains", interrupted)
     result = CliRunner().invoke(app, words, env=PLAIN)
     assert result.exit_code == 0 and "FITS" in result.stdout and "helps" not in result.stdout
+
+
+class Pressing(dict[str, object]):
+    """A row; Ctrl-C is pressed while it is written."""
+
+    def values(self) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return super().values()
+
+
+def test_ctrl_c_while_a_row_is_written_is_heeded_after_it(tmp_path: Path) -> None:
+    file, rows = tmp_path / "rows.csv", ((n, Pressing(n=n) if n == 2 else {"n": n}) for n in range(5))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
+    try:
+        done, interrupted = planned_rows(rows, ["n"], Countdown(5, "rows"), file, True)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert interrupted and [n for n, _ in done] == [0, 1, 2]
+    assert file.read_text().split() == ["n", "0", "1", "2"]
