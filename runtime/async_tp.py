@@ -39,8 +39,8 @@ def _differs(group: dist.ProcessGroup, device: torch.device) -> str | None:
     size, rank, name = group.size(), group.rank(), group.group_name
 
     def numbers(rows: int, columns: int, start: int) -> torch.Tensor:
-        numbers = torch.arange(start, start + rows * columns, device=device).view(rows, columns)
-        return (numbers * 7 % 3 == 0).to(torch.bfloat16)
+        counted = torch.arange(start, start + rows * columns, device=device).view(rows, columns)
+        return (counted * 7 % 3 == 0).to(torch.bfloat16)
 
     shards, wide = ([numbers(rows, _INNER, r) for r in range(size)] for rows in (_ROWS, _ROWS * size))
     weight = numbers(_INNER, _COLUMNS, 5)

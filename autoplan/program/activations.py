@@ -111,9 +111,8 @@ class _Walk:
         self.steps: list[GradientStep] = []
         self.params: set[str] = set()
         self.given: frozenset[str] = frozenset()  # inputs, parameters and buffers
-        self.sums: dict[
-            int, int
-        ] = {}  # storage of a softmax -> that of its sums, without which it is not computed again
+        # storage of a softmax -> that of its sums, without which it is not computed again
+        self.sums: dict[int, int] = {}
         self.parts: list[tuple[bool, bool]] = []  # of every statement: fused and computed again by a compiler
         self.logits = logits(lowered.statements) if kernels.narrow_logits else frozenset[str]()
         self.narrow: dict[int, int] = {}  # storage -> storage of its 8-bit copy

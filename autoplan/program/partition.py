@@ -88,6 +88,8 @@ class _Partition:
         self.needed = {s for statement in block.statements for s in statement.needs}
 
     def cut(self) -> frozenset[int]:
+        if not self.needed:
+            return frozenset()
         import networkx as nx  # 0.2 s, which plans without compiled blocks do not need
 
         t, banned, network = self.block, self._banned(), nx.DiGraph()
@@ -102,8 +104,6 @@ class _Partition:
             if s in self.maker:
                 for v in t.statements[self.maker[s]].reads:
                     network.add_edge((t.storages[v], "out"), (s, "in"))
-        if not self.needed:
-            return frozenset()
         _, (before, _) = nx.minimum_cut(network, "given", "backward")
         return frozenset(node[0] for node in before if node[1] == "in" and (node[0], "out") not in before)
 

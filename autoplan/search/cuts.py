@@ -325,9 +325,8 @@ class Cutter:
 
     def peak_bytes(self, chunks: tuple[int, ...]) -> float:
         """Return the bytes that the fullest rank of a cut needs on its device, with the most recompute."""
-        ranges = ranges_of(chunks)
-        memories = [self.memory_of(s, u, self._counts(u, self._num_layers(u))[-1]) for s, u in enumerate(ranges)]
-        return max(self.room.total_bytes(memory.terms) for memory in memories)
+        most = [(s, u, self._counts(u, self._num_layers(u))[-1]) for s, u in enumerate(ranges_of(chunks))]
+        return max(device_bytes(self.pricer, self.room, stage, *self._tried(stage, u, n)) for stage, u, n in most)
 
     def _most_even(self) -> tuple[int, ...]:
         """Return the pinned cut, or the one with most equal numbers of units."""
@@ -362,10 +361,14 @@ def spread_s(total_s: float, num_stages: int, num_micro_batches: int) -> float:
     return total_s / (1.0 - ratio**num_stages)
 
 
+def device_bytes(pricer: Pricer, room: Room, rank: int, ranges: Sequence[range], steps: Sequence[int]) -> float:
+    """Return the bytes of a rank that have to fit, given the units of every chunk and their steps of recompute."""
+    return pricer.memory.device_bytes(rank, ranges, steps, pricer.pinned_recompute, room.guard)
+
+
 def fits_device(pricer: Pricer, room: Room, rank: int, ranges: Sequence[range], steps: Sequence[int]) -> bool:
-    """Return True if a rank fits its device, given the units of every chunk and their steps of recompute."""
-    needed = pricer.memory.device_bytes(rank, ranges, steps, pricer.pinned_recompute, room.guard)
-    return needed <= room.device_bytes
+    """Return True if a rank fits its device, likewise."""
+    return device_bytes(pricer, room, rank, ranges, steps) <= room.device_bytes
 
 
 def fits_host(pricer: Pricer, room: Room, rank: int, ranges: Sequence[range], steps: Sequence[int]) -> bool:

@@ -56,45 +56,22 @@ _SIZES: Mapping[str, Any] = dict(
 )
 
 
-def _llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return cast("nn.Module", LlamaForCausalLM(LlamaConfig(**_SIZES)))
-
-
-def _qwen3() -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return cast("nn.Module", Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=32)))
-
-
-def _gemma2() -> nn.Module:
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    config = Gemma2Config(**_SIZES, head_dim=32, sliding_window=50, attn_implementation="eager")
-    return cast("nn.Module", Gemma2ForCausalLM(config))
-
-
-def _mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return cast("nn.Module", MixtralForCausalLM(MixtralConfig(**_SIZES, num_local_experts=8, num_experts_per_tok=2)))
-
-
-def _gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = dict(vocab_size=_VOCAB, n_embd=256, n_layer=2, n_head=8, n_positions=_SEQ)
-    config = GPT2Config(**sizes, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)  # dropout of 0.1 elsewhere
-    return cast("nn.Module", GPT2LMHeadModel(config))
-
-
-MODELS: Mapping[str, Callable[[], nn.Module]] = {
-    "llama": _llama,
-    "qwen3": _qwen3,
-    "gpt2": _gpt2,
-    "gemma2": _gemma2,
-    "mixtral": _mixtral,
+# by the name that transformers has for it: sizes of a model
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama": _SIZES,
+    "qwen3": {**_SIZES, "head_dim": 32},
+    "gpt2": dict(  # dropout of 0.1 but in attention
+        vocab_size=_VOCAB,
+        n_embd=256,
+        n_layer=2,
+        n_head=8,
+        n_positions=_SEQ,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    ),
+    "gemma2": {**_SIZES, "head_dim": 32, "sliding_window": 50, "attn_implementation": "eager"},
+    "mixtral": {**_SIZES, "num_local_experts": 8, "num_experts_per_tok": 2},
 }
 DTYPES = ("float32", "bfloat16")
 # on several ranks of tp each keeps the rows of its experts, as many as random tokens happen to choose
@@ -117,6 +94,12 @@ class Kept:
     measured: int
 
 
+def _built(model: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    return cast("nn.Module", AutoModelForCausalLM.from_config(AutoConfig.for_model(model, **MODELS[model])))
+
+
 def partitioned(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
     """Compile a graph as inductor does, but leave its forward and backward as graphs: a backend of torch.compile."""
     from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -131,7 +114,7 @@ def partitioned(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> 
 def kept(model: str, tp: int, dtype: str) -> list[Kept]:
     """Return what each kind of block keeps on rank 0 of `tp`."""
     torch.manual_seed(0)
-    built = MODELS[model]().to(getattr(torch, dtype))
+    built = _built(model).train().to(getattr(torch, dtype))
     ids = torch.randint(0, _VOCAB, (_BATCH, _SEQ), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids}
     graph, env = capture(built, batch), {"b": _BATCH, "s": _SEQ}

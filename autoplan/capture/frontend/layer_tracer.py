@@ -117,8 +117,12 @@ def _repeated_inside(elements: Mapping[str, nn.Module], lists_only: bool) -> dic
 
 
 def _some_alike(modules: Iterable[nn.Module]) -> bool:
-    structures = [_structure(module) for module in modules]
-    return len(set(structures)) < len(structures)
+    seen = set[tuple[Any, ...]]()
+    for structure in map(_structure, modules):  # mostly the second is like the first
+        if structure in seen:
+            return True
+        seen.add(structure)
+    return False
 
 
 def _structure(module: nn.Module) -> tuple[Any, ...]:
