@@ -2,7 +2,8 @@
 
 `matching` is the one rule: the name itself, else the same name in other letters ("Llama_3.1-8B"), else all names that
 begin so ("llama-3.1-8"), else the same two without the signs between them ("llama3.1-8b", "llama3.1:8b", "H100SXM"). A
-beginning ends no number early (H20 is not H200), and two numbers stay two (llama3-18b is not llama-3.1-8b). A name that fits several is an error of its caller, who lists them.
+beginning ends no number early (H20 is not H200), and two numbers stay two (llama3-18b is not llama-3.1-8b). A name that
+fits several is an error of its caller, who lists them.
 """
 
 from __future__ import annotations
