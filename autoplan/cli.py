@@ -481,6 +481,9 @@ def compare(
     calibrate: Annotated[
         Path | None, typer.Option(help="Write the measured step to this file, for `autoplan calibrate`.")
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The plan's model for --calibrate, as `autoplan plan` takes it.")
+    ] = None,
     timeline: Annotated[
         Path | None,
         typer.Option(help="Write the predicted and the traced step to this file as one trace (ui.perfetto.dev)."),
@@ -501,7 +504,7 @@ def compare(
     if report is not None:
         write_report(report, measured.comparison_data(found), {"rows": [measured.shown_row(f) for f in found.figures]})
     if calibrate is not None:
-        measured.write_calibration(given, found, calibrate)
+        measured.write_calibration(given, found, calibrate, model)
     if as_json:
         _print_json(measured.comparison_data(found))
     else:

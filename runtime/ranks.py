@@ -178,9 +178,9 @@ class Ranks:
     def _note_late(self, ranks: list[int], lives: Mapping[int, Mapping[str, Any]]) -> News:
         if not ranks:
             each = "; ".join(f"rank {r} {a['doing']}" for r, a in lives.items())
-            return News((), NewsKind.UNKNOWN, f"a collective broke though every rank lives and waits: {each}")
+            return News((), NewsKind.UNKNOWN, f"a collective broke though every rank is alive and waits: {each}")
         each = "; ".join(str(lives[r]["doing"]) for r in ranks)
-        reason = f"lives, but did not come to the collective in which others wait: {each}"
+        reason = f"alive, but did not come to the collective in which others wait: {each}"
         return self._note(ranks, NewsKind.LATE, reason)
 
     def _note(self, ranks: list[int], kind: NewsKind, reason: str) -> News:

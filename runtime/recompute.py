@@ -173,9 +173,9 @@ class OffloadedActivations:
     """Context of one forward of a block: tensors that autograd saves are offloaded to the host, each storage once.
 
     Like `torch.autograd.graph.save_on_cpu`, but without copying parameters or several views of one storage, or what is
-    on the host already. On a CPU it copies too, so that the same code runs everywhere. On CUDA the copies run beside
-    the computation (`autoplan.runtime.side_stream`), so an operation that changes a tensor in place after autograd
-    saved it would corrupt it.
+    on the host already. On a CPU it copies too, so that the same code runs everywhere, but not back, since the copy is
+    where it is needed. On CUDA the copies run beside the computation (`autoplan.runtime.side_stream`), so an operation
+    that changes a tensor in place after autograd saved it would corrupt it.
 
     Args:
         resident: parameters and buffers, which stay on the device.
@@ -215,27 +215,29 @@ class OffloadedActivations:
 
     def _pack(self, x: torch.Tensor) -> Any:
         storage = _storage(x)
-        if storage._cdata in self._resident or (self._side is not None and x.device.type != self._side.device.type):
+        key = storage._cdata
+        if key in self._resident or (self._side is not None and x.device.type != self._side.device.type):
             return x
-        found = self._moved.get(storage._cdata)
+        found = self._moved.get(key)
         if found is None or _gone(found[0]):
-            found = self._moved[storage._cdata] = (_watch(storage), _Moved(x, self))
-        return found[1], tuple(x.shape), x.stride(), x.storage_offset(), x.dtype
+            found = self._moved[key] = (_watch(storage), _Moved(x, storage, self))
+        return found[1], x.shape, x.stride(), x.storage_offset(), x.dtype
 
-    def send(self, whole: torch.Tensor) -> Waiting:
-        """Copy a storage (uint8, [bytes]) to the host."""
-        if self._side is not None:
-            out = self._side.send(whole)
+    def send(self, x: torch.Tensor, storage: torch.UntypedStorage) -> Waiting:
+        """Copy the storage of `x` to the host: as uint8 [bytes], or like `x` if that is all of it and nothing waits."""
+        if self._side is None and x.is_contiguous() and x.nbytes == storage.nbytes():
+            out = Waiting(x.detach().clone())  # two operations fewer, which count for small tensors
         else:
-            out = Waiting(torch.empty(whole.shape, dtype=torch.uint8).copy_(whole))
+            whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)
+            out = self._side.send(whole) if self._side is not None else Waiting(whole.to("cpu", copy=True))
         self._all.append(weakref.ref(out))
-        self._sent_bytes += whole.numel()
+        self._sent_bytes += storage.nbytes()
         return out
 
     def get(self, waiting: Waiting, device: torch.device) -> torch.Tensor:
         """Return the storage, fetched to the device."""
         if self._side is None:
-            waiting.here = waiting.host.to(device, copy=True) if waiting.here is None else waiting.here
+            waiting.here = waiting.host.to(device) if waiting.here is None else waiting.here
             return waiting.here
         before = None if self._before is None else self._before()
         ahead = (*reversed(self._all), *reversed([] if before is None else before._all))
@@ -260,9 +262,9 @@ class Offloads:
 class _Moved:
     """A storage on the host. It is fetched for the first operation that needs it, and stays for the others."""
 
-    def __init__(self, x: torch.Tensor, offload: OffloadedActivations) -> None:
+    def __init__(self, x: torch.Tensor, storage: torch.UntypedStorage, offload: OffloadedActivations) -> None:
         self.device, self._offload = x.device, offload
-        self.waiting = offload.send(torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage()))
+        self.waiting = offload.send(x, storage)
 
     def get(self) -> torch.Tensor:
         return self._offload.get(self.waiting, self.device)
@@ -272,7 +274,9 @@ def _back(kept: Any) -> torch.Tensor:
     if isinstance(kept, torch.Tensor):
         return kept
     moved, shape, stride, offset, dtype = kept
-    whole = moved.get()
+    whole: torch.Tensor = moved.get()
+    if whole.dtype is dtype:
+        return whole if whole.shape == shape and whole.stride() == stride else whole.as_strided(shape, stride, offset)
     out: torch.Tensor = torch.empty(0, dtype=dtype, device=whole.device).set_(
         whole.untyped_storage(), offset, shape, stride
     )

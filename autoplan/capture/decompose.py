@@ -180,6 +180,8 @@ def _is_loss(
 def _patches(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *rest: Any) -> torch.Tensor:
     """Write a convolution whose kernels do not overlap (patches of an image) as a product of matrices."""
     kernel = list(weight.shape[2:])
+    if set(kernel) == {1}:
+        return F.linear(input.movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
     num, cut = len(kernel), [n for size, k in zip(input.shape[2:], kernel, strict=True) for n in (size // k, k)]
     places, inside = range(2, 2 + 2 * num, 2), range(3, 3 + 2 * num, 2)
     rows = input.reshape(*input.shape[:2], *cut).permute(0, *places, 1, *inside).flatten(num + 1)

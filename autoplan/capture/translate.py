@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autoplan.capture.decompose import Traces, decomposed, other_form
 from autoplan.capture.frontend import inputs
+from autoplan.capture.frontend.aliases import Aliases
 from autoplan.capture.frontend.buffers import plain_tensors
 from autoplan.capture.frontend.inplace import (
     ALLOCATIONS,
@@ -55,6 +56,13 @@ def source_of(node: fx.Node) -> str:
     if found and found[-1][0] == inputs.__file__:
         return "the loss function"  # torch records no frame inside it, only the call
     return f"{found[-1][0].rsplit('/', 1)[-1]}:{found[-1][1]}" if found else ""
+
+
+def _place_of(node: fx.Node) -> str:
+    """Return what an error says of where a node was made: its line, and its module where the line is PyTorch's."""
+    where, scope = source_of(node), _scope_of(node)
+    found = re.findall(r'File "([^"]+)", line', node.meta.get("stack_trace") or "")
+    return f"{where}, in module {scope!r}" if scope and found and "/torch/nn/" in found[-1] else where
 
 
 def _restore_users(module: fx.GraphModule) -> None:
@@ -111,6 +119,7 @@ class Translator:
         self.counter: dict[str, int] = {}
         self.refused: dict[str, CaptureError] = {}
         self.traces: Traces = {}
+        self.aliases = Aliases()
         self.made: dict[object, IrOp] = {}
 
     def run(self) -> Trace:
@@ -202,7 +211,7 @@ class Translator:
                 except CaptureError as exc:
                     where = source_of(node)
                     named = not where or where in str(exc)
-                    self._refused(node, exc if named else CaptureError(f"{where}: {exc}"))
+                    self._refused(node, exc if named else CaptureError(f"{_place_of(node)}: {exc}"))
 
     def _refused(self, node: fx.Node, why: CaptureError) -> None:
         """Note why a node cannot be captured, and go on as if it could be, to find all such nodes.
@@ -382,28 +391,32 @@ class Translator:
             name = getattr(node.target, "__name__", target)
             raise CaptureError(f"{where or node.name}: {name} is not a single operation and cannot be captured")
         if target not in OPS:
-            target = out_of_place(target, node) or target
+            target = out_of_place(target, node, self.aliases) or target
         try:
             result = self._lowered(target, node)
         except CaptureError as exc:
-            raise CaptureError(f"{where or node.name}: {exc}") from exc
+            raise CaptureError(f"{_place_of(node) or node.name}: {exc}") from exc
         if result is None:
             return
-        meta = node.meta["val"]
         if isinstance(result, Alias) or self._is_noop(result, node):
             self.env[node] = result.of if isinstance(result, Alias) else self._name_of(node.all_input_nodes[0])
             return
-        results = result if isinstance(result, list) else [result]
-        previous, computed = "", meta
         wide = promoted(node) if target != str(node.target) else None
+        self._emit_all(result if isinstance(result, list) else [result], node, wide)
+
+    def _emit_all(self, results: list[IrOp], node: fx.Node, wide: torch.dtype | None) -> None:
+        """Emit the ops that a node becomes; `wide`: computed in this dtype, and cast."""
+        meta = node.meta["val"]
+        made, computed, where, scope = list[str](), meta, source_of(node), _scope_of(node)
         if wide is not None:
             results, computed = [*results, IrOp("to", ("$0",), {})], meta.to(wide)
         for item in results:
-            tensors = tuple(previous if t == "$0" else t for t in item.tensors)
+            before = {"$0": made[-1], **{f"#{i}": name for i, name in enumerate(made)}} if made else {}
+            tensors = tuple(before.get(t, t) if t else t for t in item.tensors)
             given = meta if item is results[-1] else computed
             metas = list(given) if isinstance(given, (list, tuple)) else [given]
-            names = self._emit(item, tensors, metas, where, _scope_of(node))
-            previous = names[0]
+            names = self._emit(item, tensors, metas, where, scope)
+            made.append(names[0])
             self.env[node] = names if isinstance(meta, (list, tuple)) else names[0]
 
     def _lowered(self, target: str, node: fx.Node) -> IrResult | None:
@@ -486,12 +499,12 @@ class Translator:
         inputs = [self.trace.values[t] for t in tensors if t is not None]
         passes = not op_has(item.op, Trait.STOPS_GRADIENT)
         for name, meta in zip(outs, metas, strict=True):
-            dtype = dtype_name(meta.dtype)
+            dtype = inputs[0].dtype if item.dtype == "" else item.dtype or dtype_name(meta.dtype)
             grad = passes and any(v.requires_grad for v in inputs) and ("float" in dtype or "complex" in dtype)
-            self.trace.values[name] = Value(name, self._shape(meta), dtype, grad)
+            self.trace.values[name] = Value(name, self._shape(meta) if item.shape is None else item.shape, dtype, grad)
         attrs = {k: v for k, v in item.attrs.items()}
         if op_has(item.op, Trait.TAKES_DTYPE):
-            attrs["dtype"] = dtype_name(metas[0].dtype)
+            attrs["dtype"] = item.dtype or dtype_name(metas[0].dtype)
         elif inputs and attrs.get("dtype") == inputs[0].dtype:  # as a cast to the dtype that it has
             attrs["dtype"] = None
         node = Node(base, item.op, tensors, tuple(outs), attrs, scope, where)

@@ -121,7 +121,7 @@ def _read_zero(document: Document, found: Values) -> Values:
     if kind == "DEEPSPEED":
         held = [document.get(_D + f"offload_{n}_device") not in (None, "none") for n in ("param", "optimizer")]
         offload: tuple[str, ...] = ("parameters",) if held[0] else ("optimizer",) if held[1] else ()
-        return {"zero_stage": document.count(_D + "zero_stage", 2), "zero_replicas": 1, "offload": offload}
+        return {"zero_stage": document.count(_D + "zero_stage", 2, (0,)), "zero_replicas": 1, "offload": offload}
     if kind != "FSDP":
         return {"zero_stage": 0, "zero_replicas": 1, "offload": ()}
     out: dict[str, Any] = {"offload": ("parameters",) if document.get(_F + "offload_params") else ()}

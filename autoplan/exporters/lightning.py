@@ -67,7 +67,7 @@ def _read_fsdp(document: Document, kind: str) -> Values:
 
 def _read(document: Document, found: Values) -> Values:
     kind = str(document.get("strategy") or "auto").rpartition(".")[2]
-    devices = document.task.num_devices or document.count("num_nodes") * document.count("devices", 0)
+    devices = document.task.num_devices or document.count("num_nodes") * document.count("devices", 0, (-1,))
     tp = document.count(_S + "tensor_parallel_size") if kind == "ModelParallelStrategy" else 1
     out: dict[str, Any] = {"tp": tp, "offload": (), "zero_replicas": 1}
     out |= {"dp": devices // tp} if devices else {}
@@ -76,7 +76,7 @@ def _read(document: Document, found: Values) -> Values:
         out["offload"] = ("parameters",) if held[0] else ("optimizer",) if held[1] else ()
         overlap = document.get(_S + "overlap_comm")
         out |= {"overlap_zero": overlap is not False, "overlap_gather": False}
-        return {**out, "zero_stage": _DEEPSPEED_TEXTS.get(kind, document.count(_S + "stage", 2))}
+        return {**out, "zero_stage": _DEEPSPEED_TEXTS.get(kind, document.count(_S + "stage", 2, (0,)))}
     if kind in ("FSDPStrategy", "fsdp", "fsdp_cpu_offload"):
         return {**out, **_read_fsdp(document, kind)}
     if kind == "ModelParallelStrategy":

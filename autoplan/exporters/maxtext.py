@@ -67,7 +67,7 @@ def _write_axes(setup: Setup) -> Values:
 
 def _read_axes(document: Document, found: Values) -> Values:
     names = (*AXES, "tensor_sequence", "fsdp_transpose")
-    ends = {axis: [document.count(f"{tier}_{axis}_parallelism") for tier in ("ici", "dcn")] for axis in names}
+    ends = {axis: [document.count(f"{tier}_{axis}_parallelism", 1, (-1,)) for tier in ("ici", "dcn")] for axis in names}
     nodes, inside = document.task.num_nodes, document.task.devices_per_node
     for tier, total in ((0, inside), (1, nodes)):
         _fill(ends, tier, total)
@@ -126,7 +126,10 @@ def _read_batch(document: Document, found: Values) -> Values:
         return out
     steps = document.count("gradient_accumulation_steps")
     devices = found["dp"] * found["tp"] * pp * found["cp"]
-    batch = float(document.get("per_device_batch_size")) * devices * steps
+    share = document.get("per_device_batch_size")
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < math.inf:
+        raise PinError(f"per_device_batch_size={share!r} must be a number above 0, for example per_device_batch_size=1")
+    batch = float(share) * devices * steps
     number = document.count("num_pipeline_microbatches", -1) if pp > 1 else steps
     number = pp if number == -1 else number
     if batch % (number * found["dp"]):

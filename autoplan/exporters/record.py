@@ -48,13 +48,19 @@ class Document:
         self.seen.add(path)
         return self.values[path] if path in self.values else self.schema.default(path)
 
-    def count(self, path: str, default: int = 1) -> int:
-        """Return a whole number at a path; `default` if it is not said. PinError for anything else."""
+    def count(self, path: str, default: int = 1, also: tuple[int, ...] = ()) -> int:
+        """Return a whole number of at least 1 at a path; `default` if it is not said. PinError for anything else.
+
+        Args:
+            also: Smaller numbers that the target takes; `default` is one of them.
+        """
         value = self.get(path)
         if value is None or value == "auto":
             return default
         if isinstance(value, bool) or not isinstance(value, int):
             raise PinError(f"{path}={value!r} must be a whole number, for example {path}={default}")
+        if value < 1 and value not in (default, *also):
+            raise PinError(f"{path}={value} must be at least 1; nearest: {path}={max(1, default)}")
         return value
 
     def word(self, path: str, words: Mapping[Any, Any], default: Any = None) -> Any:

@@ -98,7 +98,7 @@ def _read_stages(document: Document, found: Values) -> Values:
         stages = tuple(sum(str(module).startswith("layers.") for module in part) for part in parts)
         return {"schedule": schedule, "virtual_stages": len(parts) // pp, "stages": stages}
     virtual = 1 if SCHEDULES[schedule].virtual_stages[0] == 1 else 2
-    ends = [document.count(f"{_P}pipeline_parallel_{end}_stage_less_layers") for end in ("first", "last")]
+    ends = [document.count(f"{_P}pipeline_parallel_{end}_stage_less_layers", 1, (0,)) for end in ("first", "last")]
     per_stage = document.get(_P + "pipeline_parallel_layers_per_stage")
     if per_stage and layers:
         chunks = -(-(layers + sum(ends)) // per_stage)

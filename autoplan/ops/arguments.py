@@ -7,17 +7,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoplan.errors import FormError
+from autoplan.ir.symbols import Shape
 
 Args = dict[str, Any]  # ATen arguments by schema name; tensors are value names, symbolic sizes are Expr
 
 
 @dataclass(frozen=True)
 class IrOp:
-    """One IR op: tensors (None for absent), plain attributes."""
+    """One IR op: tensors (None for absent), plain attributes.
+
+    In a list of ops, the tensor "$0" is the result of the op before, and "#k" that of op k of the list.
+
+    Attributes:
+        shape, dtype: of its result, if they are not those of the ATen op that it is made of; the dtype "": its input's.
+    """
 
     op: str
     tensors: tuple[str | None, ...]
     attrs: dict[str, Any]
+    shape: Shape | None = None
+    dtype: str | None = None
 
 
 @dataclass(frozen=True)

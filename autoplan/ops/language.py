@@ -154,11 +154,11 @@ def _bind_dims(
     star = [i for i, dim in enumerate(operand.dims) if dim and dim[0].startswith("*")]
     if not star:
         if len(shape) != len(operand.dims):
-            raise RuleError(f"rule {line!r} wants {len(operand.dims)} dims, got {len(shape)}")
+            raise RuleError(f"rule {line!r} names {len(operand.dims)} dims of an operand that has {len(shape)}")
         return tuple(() if s.value == 1 and len(d) == 1 else d for d, s in zip(operand.dims, shape, strict=True))
     at, num_fixed = star[0], len(operand.dims) - 1
     if len(shape) < num_fixed:
-        raise RuleError(f"rule {line!r} wants at least {num_fixed} dims, got {len(shape)}")
+        raise RuleError(f"rule {line!r} names {num_fixed} dims of an operand that has {len(shape)}")
     name = operand.dims[at][0][1:]
     count = len(shape) - num_fixed
     full = stars[name]

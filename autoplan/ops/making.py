@@ -36,10 +36,12 @@ def _pad_arguments(a: Args) -> IrResult:
 
 
 def _pad(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
-    labels = dim_labels(ins[0])
+    """Return the rule of padding: a padded dim is whole, also if as much is cut off at its other end."""
+    labels, pad = dim_labels(ins[0]), node.attrs["pad"]
     out, whole = list(labels), set()
-    for i, (a, b) in enumerate(zip(ins[0], outs[0], strict=True)):
-        if a != b:
+    for i in range(len(labels)):
+        last = len(labels) - 1 - i  # the last dim comes first
+        if any(amount != 0 for amount in pad[2 * last : 2 * last + 2]):
             out[i] = (f"changed{i}",)
             whole |= {f"changed{i}", *labels[i]}
     return OpRule((tuple(labels),), (tuple(out),), (Role.OTHER,), frozenset(whole))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from autoplan.ir.graph import Node
 from autoplan.ir.symbols import Expr, Shape
 from autoplan.ops.arguments import Args, IrOp, IrResult
@@ -13,18 +15,41 @@ from autoplan.ops.text import OpText, py
 SPLIT = ("b", "s")  # symbols that are split over data- and context-parallel ranks
 
 
-def _mean(a: Args) -> IrResult:
-    """Return the sum over the elements of this rank, then over the ranks that share a micro-batch, and the division."""
-    number = Expr.of(a["number"])
-    over = tuple(symbol for symbol in SPLIT if symbol in number.symbols)
-    summed = IrOp("sum", (a["x"],), {"dims": a["dims"], "keepdim": True})
-    whole = IrOp("batch_sum", ("$0",), {"over": over})
-    return [summed, whole, IrOp("div_scalar", ("$0",), {"scalar": number})]
+def _batch_norm(a: Args) -> IrResult:
+    """Return the operations of a norm: two means over the ranks that share a micro-batch, the update, the scaling."""
+    out, number, momentum = list[IrOp](), Expr.of(a["number"]), a.get("momentum")
+    statistics = tuple(Expr.of(size) for size in a["statistics"])
+    channels, wide = (statistics[1],), "float32" if a["wide"] else None
 
+    def add(op: str, *tensors: str, shape: Shape | None = None, dtype: str | None = wide, **attrs: Any) -> str:
+        out.append(IrOp(op, tensors, attrs, shape, dtype))
+        return f"#{len(out) - 1}"
 
-def _running(a: Args) -> IrResult:
-    tensors = (a["mean"], a["variance"], *a["running"])
-    return IrOp("running_statistics", tensors, {"momentum": a.get("momentum"), "scalar": Expr.of(a["number"])})
+    def spread(parameter: str) -> str:
+        return add("reshape", parameter, shape=statistics, dtype="")
+
+    def mean(of: str) -> str:
+        dims, over = [dim for dim in range(len(statistics)) if dim != 1], [n for n in SPLIT if n in number.symbols]
+        summed = add("sum", of, shape=statistics, dims=dims, keepdim=True)
+        whole = add("batch_sum", summed, shape=statistics, over=tuple(over))
+        return add("div_scalar", whole, shape=statistics, scalar=number)
+
+    x = add("to", a["x"]) if wide else a["x"]
+    middle = mean(x)
+    centered = add("sub", x, middle)
+    variance = mean(add("square", centered))
+    if a["running"]:
+        both = [add("reshape", add("detach", of, shape=statistics), shape=channels) for of in (middle, variance)]
+        add("running_statistics", *both, *a["running"], shape=(), momentum=momentum, scalar=number)
+    scale = add("rsqrt", add("add_scalar", variance, shape=statistics, scalar=a["eps"]), shape=statistics)
+    if a.get("weight") is not None:
+        scale = add("mul", scale, spread(a["weight"]), shape=statistics)
+    found = add("mul", centered, scale)
+    if a.get("bias") is not None:
+        found = add("add", found, spread(a["bias"]))
+    if wide:
+        out.append(IrOp("to", (found,), {}))
+    return out
 
 
 def _rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
@@ -45,10 +70,9 @@ RECORDS = (
         _rule,
         keeps(form=Form.NEW),
         _text,
-        {"autoplan.running_statistics.default": _running},
         variable="num_batches",
         has=(Trait.UPDATES,),
     ),
-    # a sum, a sum over ranks and a division
-    OpRecord("batch_mean", OpKind.REDUCTION, aten={"autoplan.batch_mean.default": _mean}),
+    # one op of a trace, which becomes others
+    OpRecord("batch_norm", OpKind.NORM, aten={"autoplan.batch_norm.default": _batch_norm}),
 )

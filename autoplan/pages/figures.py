@@ -23,6 +23,14 @@ _LIMIT = {"color": RED, "width": 2, "dash": "dash"}
 _MOST_RANKS = 4096  # drawn in a mesh
 _MOST_EVENTS = 6000  # drawn in a timeline
 
+_UNITS = {  # of what a sweep may vary, where its name does not say it
+    "nic": "Gbit/s per device",
+    "scaleup": "GB/s per device",
+    "power": "W per device",
+    "price": "US dollars per device and hour",
+    "seq_len": "tokens",
+    "global_batch_size": "sequences",
+}
 _ACTIONS = {  # of a pipeline: colour, and hatch
     "FORWARD": (BLUE, ""),
     "BACKWARD": (ORANGE, ""),
@@ -388,7 +396,7 @@ def heatmap(rows: Sequence[Mapping[str, Any]], across: str, down: str, value: st
     xs, ys = (list(dict.fromkeys(words(row[name]) for row in rows)) for name in (across, down))
     cells = {(words(row[across]), words(row[down])): row for row in rows}
     z = [[cells.get((x, y), {}).get(value) for x in xs] for y in ys]
-    text = [[_cell(cells.get((x, y), {}), value) for x in xs] for y in ys]
+    text = [[_cell(cells.get((x, y), {}), value, title) for x in xs] for y in ys]
     labels = [[_short(cells.get((x, y), {}).get(value)) for x in xs] for y in ys]
     trace = {
         "type": "heatmap",
@@ -405,17 +413,22 @@ def heatmap(rows: Sequence[Mapping[str, Any]], across: str, down: str, value: st
         "ygap": 2,
     }
     category = {"type": "category", "automargin": True}
-    return figure([trace], xaxis={**axis(across), **category}, yaxis={**axis(down), **category})
+    return figure([trace], xaxis={**_varied(across), **category}, yaxis={**_varied(down), **category})
 
 
 def _short(value: object) -> str:
     return "" if not isinstance(value, int | float) else numbers.digits(value)
 
 
-def _cell(row: Mapping[str, Any], value: str) -> str:
+def _varied(name: str) -> Spec:
+    """Return an axis of what a sweep varied, with its unit."""
+    return axis(f"{name}, {_UNITS[name]}" if name in _UNITS else name)
+
+
+def _cell(row: Mapping[str, Any], value: str, title: str) -> str:
     if row.get(value) is None:
         return str(row.get("status", "not planned"))
-    return f"{value} {numbers.digits(row[value])}<br>{row.get('plan', '')}"
+    return f"{title}: {numbers.digits(row[value])}<br>{row.get('plan', '')}"
 
 
 def curve(
@@ -437,7 +450,7 @@ def curve(
         trace["error_y"] = {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "color": GREY}
     words = any(isinstance(row[across], str) for row in found)
     return figure(
-        [trace], xaxis=axis(across, **({"type": "category"} if words else {})), yaxis=axis(title, rangemode="tozero")
+        [trace], xaxis=_varied(across) | ({"type": "category"} if words else {}), yaxis=axis(title, rangemode="tozero")
     )
 
 

@@ -194,10 +194,8 @@ class BlockLowering:
 
     def _node(self, node: Node, bias: Node | None) -> None:
         strategy = self._strategy(node)
-        args = [
-            None if name is None else self._get(name, dict(self.option(node).requires)[self.block.name, name])
-            for name in node.inputs
-        ]
+        layouts = iter(layout for _, layout in self.option(node).requires)  # one value may be read in two layouts
+        args = [None if name is None else self._get(name, next(layouts)) for name in node.inputs]
         final = bias or node
         bias_arg = None
         if bias is not None:

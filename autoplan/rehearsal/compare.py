@@ -68,7 +68,7 @@ def compared(observed: Observed, said: Expected, stages: tuple[int, ...], traine
         differences.append(said.unlisted)
     left = _left(messages, said)
     if left:
-        differences.append(f"it sends what nobody planned: {left}")
+        differences.append(f"it sends what is not planned: {left}")
     for found, lines in (_flops(observed, said, trained), _memory(observed, said, len(stages))):
         differences += found
         rows += lines

@@ -12,9 +12,10 @@ from typing import Any
 
 from rich.console import Console
 
+from autoplan.catalog import load_model
 from autoplan.config.choices import OPTIONS, config_data
 from autoplan.config.settings import VARIED_SETTINGS
-from autoplan.errors import PinError
+from autoplan.errors import AutoplanError, PinError
 from autoplan.files import write_whole
 from autoplan.plans.document import plain
 from autoplan.plans.record import Plan
@@ -183,27 +184,39 @@ def comparison_data(found: Comparison) -> dict[str, Any]:
     return {"schema": 1, "command": "compare", **asdict(found), "figures": figures}
 
 
-def write_calibration(plan: Plan, found: Comparison, path: Path) -> None:
+def write_calibration(plan: Plan, found: Comparison, path: Path, model: str | None = None) -> None:
     """Write the measured step as a file for `autoplan calibrate`.
 
+    Args:
+        model: the plan's model as the command line takes it; None: the name that the plan has for it.
+
     Raises:
-        PinError: the plan is of a model that the command line cannot load by its name.
+        PinError: the command line cannot load the model, or the plan has none.
     """
     asked = plan.document.get("asked")
     if not isinstance(asked, Mapping) or "model" not in asked:
         raise PinError(
             "--calibrate needs a plan of the command line (`autoplan plan MODEL ... --json`), whose model has a name"
         )
+    name = asked["model"] if model is None else model
+    try:
+        load_model(name)
+    except AutoplanError as exc:
+        raise PinError(
+            f"--calibrate needs a model that the command line can load, and cannot load {name!r}; add --model with a "
+            "name of `autoplan models`, the path of a Hugging Face config.json, or package.module:factory"
+        ) from exc
     import yaml
 
     request = plan.document["request"]
     data = config_data(plan.config)
-    degrees = {name: data[name] for name in data if data[name] is not None and name != "num_micro_batches"}
+    degrees = {key: data[key] for key in data if data[key] is not None and key != "num_micro_batches"}
     step = {
         "name": f"{plan.model}, measured",
-        **{name: asked[name] for name in ("model", "cluster")},
-        **{name: request[name] for name in VARIED_SETTINGS},
-        "options": {name: request[name] for name in OPTIONS if request.get(name) is not None},
+        "model": name,
+        "cluster": asked["cluster"],
+        **{setting: request[setting] for setting in VARIED_SETTINGS},
+        "options": {option: request[option] for option in OPTIONS if request.get(option) is not None},
         "step_time_s": found.figures[0].measured,
         "degrees": plain(degrees),
     }

@@ -5,6 +5,7 @@
 `degrees`: enumerates legal degrees under pins.
 `layouts`: the request for a plan, and the layouts of its candidates.
 `intra`: solves the layouts inside blocks as an integer program.
+`linear`: hands integer programs to the solver.
 `quick_time`, `quick_memory`: bounds that need no layout.
 `cuts`: pipeline cuts and recompute of one candidate, exact.
 `windows`: seconds of every range of units on every stage, which cuts are searched in.

@@ -210,9 +210,7 @@ def _of_degrees(request: PlanRequest, checked: Space) -> Iterator[str]:
     if facts_of_model(request.graph).num_experts:
         yield _EXPERTS
     if "cp" not in request.pins:
-        least = (
-            f"cp within one scale-up domain, and where at least {least_part(request.facts):,} tokens per rank remain"
-        )
+        least = f"cp where at least {least_part(request.facts):,} tokens per rank remain"
         yield least if cut else "cp = 1"
     if cut:
         yield "layouts of cut sequences are chosen as if keys and values were gathered; one method per block"

@@ -1,4 +1,4 @@
-"""Solve the intra-op problem as an ILP (PuLP, HiGHS; CBC as the fallback).
+"""Solve the intra-op problem as an ILP (`autoplan.search.linear`: HiGHS, or CBC as the fallback).
 
     x[c,o]   in {0,1}  option o of choice c;                sum_o x[c,o] = 1
     y[u,a,l] in [0,1]  operand u, native in layout a, is used in layout l
@@ -18,11 +18,10 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-import pulp
-
 from autoplan.errors import AutoplanError, InfeasibleError
 from autoplan.ir.layout import Layout
 from autoplan.program.problem import IntraProblem, LayoutChoice, Option, ValueKey, evaluate_selection
+from autoplan.search.linear import INFEASIBLE, OPTIMAL, Column, MixedProgram, Solved, Weighted
 
 # Costs are scaled so that the largest cost of one option is _SCALE. Ties are broken by option order and for fewer
 # conversions, far below any real difference and above the solver's tolerance (1e-7).
@@ -31,7 +30,7 @@ _TIE = 1e-6
 _EXPLAIN_S = 1.0  # least time to explain why a problem is infeasible
 
 
-_Use = dict[Layout, list[pulp.LpVariable]]  # one operand of one choice: the options that take it in each layout
+_Use = dict[Layout, list[Column]]  # one operand of one choice: the options that take it in each layout
 _Prices = dict[tuple[Layout, Layout], float]
 
 
@@ -166,19 +165,6 @@ def _merge(a: LayoutChoice, b: LayoutChoice, key: ValueKey) -> LayoutChoice | No
     return LayoutChoice(a.name, tuple(options), a.weight, a.follows)
 
 
-def make_solver(time_limit_s: float) -> pulp.LpSolver:
-    """Return HiGHS if available, else an installed CBC, else the CBC that PuLP ships."""
-    options = {"msg": False, "timeLimit": time_limit_s, "threads": 1}
-    highs = pulp.HiGHS(gapRel=0.0, gapAbs=0.0, **options)
-    if highs.available():
-        return highs
-    cbc = pulp.COIN_CMD(**options)
-    return cbc if cbc.available() else pulp.PULP_CBC_CMD(**options)
-
-
-_Terms = list[tuple[pulp.LpVariable, float]]
-
-
 class _Model:
     """The ILP of a problem.
 
@@ -188,35 +174,35 @@ class _Model:
 
     def __init__(self, problem: IntraProblem, *, elastic: bool = False) -> None:
         self.problem, self.elastic = problem, elastic
-        self.lp = pulp.LpProblem("intra_op", pulp.LpMinimize)
+        self.linear = MixedProgram()
         self.scale = _SCALE / max(1e-12, max(c.weight * o.cost_s for c in problem.choices for o in c.options))
-        self.cost: _Terms = []
-        self.state: _Terms = []
-        self.missing: list[tuple[pulp.LpVariable, str, ValueKey, Layout]] = []
+        self.cost: Weighted = []
+        self.state: Weighted = []
+        self.missing: list[tuple[Column, str, ValueKey, Layout]] = []
         self.ties = 0.0  # the most that breaking ties may add to the objective
-        self.variables: dict[str, list[pulp.LpVariable]] = {}
+        self.variables: dict[str, list[Column]] = {}
         self._count = 0
-        native: dict[ValueKey, dict[Layout, list[pulp.LpVariable]]] = {}
+        native: dict[ValueKey, dict[Layout, list[Column]]] = {}
         uses: dict[ValueKey, dict[str, tuple[str, _Use]]] = {}
         for i, choice in enumerate(problem.choices):
             for key, use in self._choice(i, choice, native):
                 # the same operand twice is one use
-                same = repr([(layout, [x.name for x in takers]) for layout, takers in use.items()])
+                same = repr(list(use.items()))
                 uses.setdefault(key, {})[same] = (choice.name, use)
         for key, mine in uses.items():
             self._value(key, native[key], list(mine.values()))
 
-    def _variable(self, name: str) -> pulp.LpVariable:
+    def _variable(self, name: str) -> Column:
         self._count += 1
-        return self.lp.add_variable(f"{name}{self._count}", 0, 1)
+        return self.linear.column(f"{name}{self._count}")
 
     def _choice(
-        self, index: int, choice: LayoutChoice, native: dict[ValueKey, dict[Layout, list[pulp.LpVariable]]]
+        self, index: int, choice: LayoutChoice, native: dict[ValueKey, dict[Layout, list[Column]]]
     ) -> list[tuple[ValueKey, _Use]]:
         """Add the variables of one choice; return the operands it uses."""
-        xs = [self.lp.add_variable(f"x{index}_{k}", cat="Binary") for k in range(len(choice.options))]
+        xs = [self.linear.column(f"x{index}_{k}", integer=True) for k in range(len(choice.options))]
         self.variables[choice.name] = xs
-        self.lp += pulp.lpSum(xs) == 1
+        self.linear.row([(x, 1.0) for x in xs], low=1.0, high=1.0)
         self.ties += (len(xs) - 1) * _TIE
         uses: dict[tuple[ValueKey, int], _Use] = {}
         for k, (x, option) in enumerate(zip(xs, choice.options, strict=True)):
@@ -241,17 +227,15 @@ class _Model:
                 out[source, target] = price * self.problem.weights[key] * self.scale + _TIE if moved else 0.0
         return out
 
-    def _value(
-        self, key: ValueKey, native: Mapping[Layout, list[pulp.LpVariable]], uses: list[tuple[str, _Use]]
-    ) -> None:
+    def _value(self, key: ValueKey, native: Mapping[Layout, list[Column]], uses: list[tuple[str, _Use]]) -> None:
         """Add the rows that give every use of one value its layout."""
         targets = list(dict.fromkeys(layout for _, use in uses for layout in use))
         prices = self._prices(key, native, targets)
         self.ties += len(targets) * _TIE
-        paid: dict[tuple[Layout, Layout], pulp.LpVariable] = {}
+        paid: dict[tuple[Layout, Layout], Column] = {}
         for consumer, use in uses:
-            taken: dict[Layout, list[pulp.LpVariable]] = {}
-            given: dict[Layout, list[pulp.LpVariable]] = {}
+            taken: dict[Layout, list[Column]] = {}
+            given: dict[Layout, list[Column]] = {}
             for (source, target), price in prices.items():
                 if target not in use:
                     continue
@@ -264,21 +248,24 @@ class _Model:
                     if (source, target) not in paid:
                         paid[source, target] = self._variable("z")
                         self.cost.append((paid[source, target], price))
-                    self.lp += move <= paid[source, target]
+                    self.linear.row([(move, 1.0), (paid[source, target], -1.0)], high=0.0)
             for target, takers in use.items():
                 if self.elastic:
                     miss = self._variable("e")
                     given.setdefault(target, []).append(miss)
                     self.missing.append((miss, consumer, key, target))
-                self.lp += pulp.lpSum(given.get(target, [])) == pulp.lpSum(takers)
+                self.linear.row(_less(given.get(target, []), takers), low=0.0, high=0.0)
             for source, moves in taken.items():
-                self.lp += pulp.lpSum(moves) <= pulp.lpSum(native[source])
+                self.linear.row(_less(moves, native[source]), high=0.0)
 
-    def solve(self, solver: pulp.LpSolver, objective: _Terms) -> str:
-        """Solve and return PuLP's status."""
-        self.lp.setObjective(pulp.LpAffineExpression(objective))
-        self.lp.solve(solver)
-        return str(pulp.LpStatus[self.lp.status])
+    def solve(self, objective: Weighted, time_limit_s: float) -> Solved:
+        """Minimise an objective."""
+        return self.linear.solve(objective, time_limit_s)
+
+
+def _less(some: Iterable[Column], others: Iterable[Column]) -> Weighted:
+    """Return the terms of the sum of some columns minus the sum of others."""
+    return [(x, 1.0) for x in some] + [(x, -1.0) for x in others]
 
 
 def solve(problem: IntraProblem, time_limit_s: float = 120.0, *, merge_chains: bool = True) -> IntraSolution:
@@ -300,33 +287,32 @@ def solve(problem: IntraProblem, time_limit_s: float = 120.0, *, merge_chains: b
     model = _Model(problem)
     if problem.state_budget_bytes is not None:
         state = [(x, size / problem.state_budget_bytes) for x, size in model.state]
-        model.lp += pulp.LpAffineExpression(state) <= 1.0
+        model.linear.row(state, high=1.0)
     built = time.perf_counter()
-    solver = make_solver(max(0.0, deadline - built))
-    status = model.solve(solver, model.cost)
-    if status == "Infeasible":
+    solved = model.solve(model.cost, max(0.0, deadline - built))
+    if solved.status == INFEASIBLE:
         left = max(0.0, deadline - time.perf_counter())
         if merge_chains:  # perhaps only a conversion inside a chain helps
             return solve(whole, left, merge_chains=False)
         raise _explain(problem, max(_EXPLAIN_S, left))
-    if status != "Optimal" or any(x.value() is None for xs in model.variables.values() for x in xs):
-        raise StoppedError(f"no layout found within {time_limit_s:.3g} s (solver says {status}); raise the time limit")
+    if solved.status != OPTIMAL:
+        said = f"solver says {solved.status}"
+        raise StoppedError(f"no layout found within {time_limit_s:.3g} s ({said}); raise the time limit")
     selection: dict[str, Option] = {}
     for choice in problem.choices:
-        taken = max(zip(model.variables[choice.name], choice.options, strict=True), key=lambda pair: pair[0].value())[1]
+        pairs = zip(model.variables[choice.name], choice.options, strict=True)
+        taken = max(pairs, key=lambda pair: solved.values[pair[0]])[1]
         selection.update(taken.parts or ((choice.name, taken),))
     cost = evaluate_selection(whole, selection)
-    optimal = model.lp.sol_status == pulp.LpSolutionOptimal
-    bound = _dual_bound(model.lp, solver)
-    known = cost if optimal else 0.0  # CBC reports no bound
-    bound_s = known if bound is None else min(cost, max(0.0, bound - model.ties) / model.scale)
+    known = cost if solved.proved else 0.0  # CBC reports no bound
+    bound_s = known if solved.bound is None else min(cost, max(0.0, solved.bound - model.ties) / model.scale)
     return IntraSolution(
         selection=selection,
         cost_s=cost,
         bound_s=bound_s,
-        status="optimal" if optimal else "stopped by time limit",
-        solver=type(solver).__name__,
-        num_variables=model.lp.numVariables(),
+        status="optimal" if solved.proved else "stopped by time limit",
+        solver=solved.solver,
+        num_variables=len(model.linear.names),
         build_time_s=built - start,
         solve_time_s=time.perf_counter() - built,
         restrictions=problem.restrictions,
@@ -336,33 +322,25 @@ def solve(problem: IntraProblem, time_limit_s: float = 120.0, *, merge_chains: b
 def _explain(problem: IntraProblem, time_limit_s: float) -> InfeasibleError:
     """Return the reason why a problem is infeasible: an operand that cannot get its layout, or the budget."""
     model = _Model(problem, elastic=True)
-    status = model.solve(make_solver(time_limit_s), [(miss, 1.0) for miss, *_ in model.missing])
-    stuck = [(c, k, t) for miss, c, k, t in model.missing if status == "Optimal" and (miss.value() or 0.0) > 0.5]
+    solved = model.solve([(miss, 1.0) for miss, *_ in model.missing], time_limit_s)
+    stuck = [(c, k, t) for miss, c, k, t in model.missing if solved.values and solved.values[miss] > 0.5]
     if stuck:
         choice, key, layout = stuck[0]
         return InfeasibleError(
             f"{choice} cannot get {'/'.join(key)} as {' '.join(map(str, layout))} with any combination of options"
         )
     if problem.state_budget_bytes is None:
-        return InfeasibleError(f"the intra-op problem has no solution (solver says {status})")
+        return InfeasibleError(f"the intra-op problem has no solution (solver says {solved.status})")
     model = _Model(problem)
-    status = model.solve(make_solver(time_limit_s), model.state)
-    if status != "Optimal" or model.lp.sol_status != pulp.LpSolutionOptimal:
+    solved = model.solve(model.state, time_limit_s)
+    if solved.status != OPTIMAL or not solved.proved:
         return InfeasibleError(
             f"no combination of options keeps stored state within {problem.state_budget_bytes:,.0f} bytes"
         )
-    least = sum(size * (x.value() or 0.0) for x, size in model.state)
+    least = sum(size * solved.values[x] for x, size in model.state)
     sizes = {c.name: c.weight * min(o.state_bytes for o in c.options) for c in problem.choices}
     largest = max(sizes, key=lambda name: sizes[name])
     return InfeasibleError(
         f"stored state needs at least {least:,.0f} bytes per rank, the budget is {problem.state_budget_bytes:,.0f}; "
         f"the largest part is {largest!r} with {sizes[largest]:,.0f}"
     )
-
-
-def _dual_bound(lp: pulp.LpProblem, solver: pulp.LpSolver) -> float | None:
-    """Return the dual bound of HiGHS; None for other solvers."""
-    model = getattr(lp, "solverModel", None)
-    if not isinstance(solver, pulp.HiGHS) or model is None:
-        return None
-    return float(model.getInfo().mip_dual_bound)

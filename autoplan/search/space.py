@@ -71,8 +71,12 @@ def least_part(facts: Facts) -> int:
 
 
 def _contexts(facts: Facts, model: ModelFacts, cluster: Cluster) -> tuple[int, ...]:
-    """Return 1, and the cp within a scale-up domain that leave every rank enough tokens, if the model can be cut."""
+    """Return 1, and the cp that leave every rank enough tokens, if the model can be cut.
+
+    They may span several scale-up domains: Llama 3 405B was trained on 131,072 tokens with tp 8 and cp 16 (arXiv
+    2407.21783, table 4).
+    """
     seq_len = facts.seq_len or 0
-    most = min(seq_len // least_part(facts), max(_LEAST_DOMAIN, cluster.domain_size))
+    most = seq_len // least_part(facts)
     found = [cp for cp in divisors(cluster.num_devices) if 1 < cp <= most and seq_len % (2 * cp) == 0]
     return (1, *found) if found and model.context_obstacle is None else (1,)

@@ -17,9 +17,12 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from autoplan.capture.frontend.written_out import written_attention
+
 WIDE = torch.float64
 _READ_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]  # of a C descriptor
 _CASTS = frozenset((torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16))
+_DRAWING = frozenset((F.dropout, torch.dropout, F.scaled_dot_product_attention))
 # functions that make tensors of numbers in the code: the numbers are rounded as in the model and in the graph
 _OF_NUMBERS = frozenset(
     (torch.tensor, torch.scalar_tensor, torch.full, torch.arange, torch.linspace, torch.logspace, torch.full_like)
@@ -55,8 +58,8 @@ class Wide(TorchFunctionMode):
             return func(*args) if checks else self._shown(func(*args))
         if func is torch.autograd.backward:
             return self._backward(*args, **given)
-        if func is F.dropout or func is torch.dropout:
-            return _dropout(*args, **given)
+        if func in _DRAWING:
+            return self._without_drawing(func, args, given)
         if func in _OF_NUMBERS:
             if func in _LIKE and given.get("dtype") is None and args[0].dtype is WIDE:
                 given["dtype"] = self.shown
@@ -67,6 +70,15 @@ class Wide(TorchFunctionMode):
             return func(*args, **given) if not args[0].is_floating_point() else args[0].to(WIDE)
         widest = {name: WIDE if _narrow(value) else value for name, value in given.items()}
         return _widened(func(*(WIDE if _narrow(x) else x for x in args), **widest))
+
+    def _without_drawing(self, func: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        """Call a function with dropout, which is a fixed factor here, also inside attention's kernel."""
+        if func is not F.scaled_dot_product_attention:
+            return _dropout(*args, **given)
+        if not (given.get("dropout_p") or any(args[4:5])):
+            return _widened(func(*args, **given))
+        with self:
+            return written_attention(*args, **given)
 
     def _shown(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype that the model sees for this one."""

@@ -147,7 +147,7 @@ def escaped(text: str) -> str:
     return re.sub(r"(?<!\\)\|", r"\\|", text).replace("<", "&lt;")
 
 
-_LINE = re.compile(r"^\| (\w+) \| ([\w ]+) \| (equal|refused|wrong|crashed|not run) \| ?(.*?) ?\|$", re.M)
+_LINE = re.compile(r"^\| (\w+) \| ([\w ]+) \| (equal|refused|wrong|crashed|not run) \| ?([^|]*?) ?\|$", re.M)
 
 
 def read_page(path: Path) -> dict[str, Row]:

@@ -67,7 +67,7 @@ def _after(pm: ParallelModel, scheduler: Any) -> After:
     return After(pm.data_rank, tuple(losses), draw, pm.progress.num_samples, tuple(map(float, scheduler.get_last_lr())))
 
 
-def save_and_go_on(rank: int, world: int, job: Job, folder: str, wait: bool = True) -> After:
+def save_and_go_on(rank: int, world: int, job: Job, folder: str) -> After:
     """Train, save, and train on: what an uninterrupted training does."""
     pm = job.program()
     scheduler = scheduler_of(pm)
@@ -75,7 +75,7 @@ def save_and_go_on(rank: int, world: int, job: Job, folder: str, wait: bool = Tr
     random.seed(200 + pm.data_rank)
     go_on(pm, scheduler, STEPS)
     torch.rand(3)
-    saving = pm.save_checkpoint(folder, states={"scheduler": scheduler}, wait=wait)
+    saving = pm.save_checkpoint(folder, states={"scheduler": scheduler}, wait=not job.training.beside)
     out = _after(pm, scheduler)
     saving.wait()
     return out

@@ -5,10 +5,11 @@
 Once everything is imported, the kernel gives a process no more private memory (RLIMIT_DATA of setrlimit(2): heap,
 anonymous maps and everything else that is written) than a part of the model's parameters in float32. glibc keeps no
 freed tensors (MALLOC_MMAP_THRESHOLD_ of mallopt(3)): with its default, `fully_shard` runs out of memory in its first
-step. Under this limit four processes start from a model on the meta device and make a step of SGD: by PyTorch's
-`fully_shard`, and by `parallelize` with the model's own initialisation (saved with `save_pretrained` before the step)
-and with these files, under ZeRO 3 and pp. Controls: the same with the model built on every rank must fail for want of
-memory, and one process without a limit that loads the files with `from_pretrained` must have the same loss.
+step, and with 1 MiB tensor parallelism does, whose gradients are smaller and lie between freed activations. Under this
+limit four processes start from a model on the meta device and make a step of SGD: by PyTorch's `fully_shard`, and by
+`parallelize` with the model's own initialisation (saved with `save_pretrained` before the step) and with these files,
+under ZeRO 3, pp and tp. Controls: the same with the model built on every rank must fail for want of memory, and one
+process without a limit that loads the files with `from_pretrained` must have the same loss.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ WORLD, NUM_STEPS, LR = 4, 1, 0.01
 SHARE = 0.9  # of the model's bytes: what a process may have of private memory beside what it has before
 MOST_LOSS_DIFFERENCE = 1e-5  # relative, in float32
 NO_MEMORY = "can't allocate memory"  # torch's words on the CPU
-PLANS: Mapping[str, Mapping[str, Any]] = {"ZeRO 3": {"dp": 4, "zero_stage": 3}, "pp": {"pp": 4}}
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1048576"}  # tensors from 1 MiB on are maps of their own, which are given back
+PLANS: Mapping[str, Mapping[str, Any]] = {"ZeRO 3": {"dp": 4, "zero_stage": 3}, "pp": {"pp": 4}, "tp": {"tp": 4}}
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # tensors from 128 KiB on are maps of their own, which are given back
 TIMEOUT_S = 400.0
 
 

@@ -142,16 +142,18 @@ def make_optimizer(name: str) -> OptimizerFactory:
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained: the model, its precision, the optimizer, and the plans, by name."""
+    """What is trained: the model, its precision, the optimizer, and the plans, by name; `beside`: the checkpoint is
+    written while the training goes on."""
 
     family: str = "llama"
     precision: str = "native"
     optimizer: str = "AdamW"
     plans: tuple[str, ...] = ()
+    beside: bool = False
 
     def __str__(self) -> str:
         more = [x for x in (self.precision, self.optimizer) if x not in ("native", "AdamW")]
-        return ", ".join([self.family, *more])
+        return ", ".join([self.family, *more, *["written beside the steps"] * self.beside])
 
 
 PLANS: Mapping[str, Mapping[str, Any]] = {
@@ -197,6 +199,7 @@ TRAININGS = (
         for o in OPTIMIZERS
         if o != "AdamW"
     ),
+    Training("llama", "bf16", "NAdam", plans=("one rank", "ZeRO 3, dp4", "pp2, tp2"), beside=True),
 )
 
 

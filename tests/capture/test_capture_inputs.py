@@ -15,6 +15,8 @@ from torch import nn
 from autoplan.api import parallelize
 from autoplan.capture.export import capture
 from autoplan.errors import CaptureError, PinError
+from autoplan.verify.check import verify_whole
+from autoplan.verify.runs import VerifyTask
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -147,3 +149,43 @@ def test_an_optimizer_that_is_no_factory() -> None:
         parallelize(model, example_inputs=batch, loss_fn=mean_square, optimizer=made)  # type: ignore[arg-type]
     with pytest.raises(PinError, match="of type str"):
         parallelize(model, example_inputs=batch, loss_fn=mean_square, optimizer="adamw")  # type: ignore[arg-type]
+
+
+def test_a_tensor_that_stands_for_several_is_refused_by_name() -> None:
+    """As torchao's quantised weights."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model = nn.Linear(4, 4)
+    weight = TwoTensor(torch.randn(4, 4), torch.randn(4, 4))
+    model.weight = nn.Parameter(weight)
+    with pytest.raises(CaptureError, match=r"'weight' is a TwoTensor .*cannot be split; give plain tensors"):
+        capture(model, {"input": torch.randn(2, 4)}, lambda out, batch: out.square().mean())
+
+
+class Quantised(nn.Module):
+    """A frozen weight in 8 bits with a scale per row, and a small trained one on top."""
+
+    def __init__(self, inside: int, out: int) -> None:
+        super().__init__()
+        weight = torch.randn(out, inside)
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        self.register_buffer("numbers", (weight / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale.double())
+        self.down, self.up = nn.Linear(inside, 2, bias=False), nn.Linear(2, out, bias=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.up(self.down(input))
+        return out + nn.functional.linear(input, self.numbers.to(input.dtype) * self.scale)
+
+
+def test_a_weight_in_8_bits_below_a_trained_one() -> None:
+    torch.manual_seed(0)
+    model, example = (
+        nn.Sequential(Quantised(8, 16), nn.GELU(), Quantised(16, 8)).double(),
+        {"input": torch.randn(4, 8).double()},
+    )
+
+    def loss(out: torch.Tensor, batch: object) -> torch.Tensor:
+        return out.square().mean()
+
+    assert verify_whole(VerifyTask(model, capture(model, example, loss), example, loss), limit_s=60.0).done

@@ -27,7 +27,7 @@ def test_equal_to_the_module() -> None:
 def test_the_program_reads_parameters_as_they_are_now() -> None:
     """The list of another model of the same shapes is that model's: its values would be constants."""
     model, other = held_parameters.made(), held_parameters.made()
-    with pytest.raises(CaptureError, match=r"tensor \[32\] that requires gradients and is no parameter of Scaled"):
+    with pytest.raises(CaptureError, match=r"tensor \[32\] that requires gradients and is not a parameter of Scaled"):
         capture(model, held_parameters.batch(), held_parameters.penalty(other))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -34,6 +35,22 @@ class ChangesItsInput(Block):
         return super().forward(x)
 
 
+class Stage(nn.Module):
+    """Blocks of one width, and what changes the width after them; `deep`: the blocks are in a module of their own."""
+
+    def __init__(self, width: int, blocks: int, deep: bool = False) -> None:
+        super().__init__()
+        listed = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.blocks = Held(listed) if deep else listed
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.norm(x)
+        return out
+
+
 class Held(nn.Module):
     """Whatever is to be found, beside a list of layers if `with_list`."""
 
@@ -60,6 +77,19 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: Held(nn.ModuleList([nn.ModuleList([Block(), nn.Linear(8, 8)])])),
         ["inside.0.0", "inside.0.1"],
     ),
+    "stages": (
+        lambda: Held(nn.Sequential(Stage(4, 1), nn.Linear(8, 8), Stage(8, 2))),
+        ["inside.0.blocks.0", "inside.2.blocks.0", "inside.2.blocks.1"],
+    ),
+    "stages-in-a-list": (
+        lambda: Held(nn.ModuleList([Stage(4, 1), Stage(8, 2)])),
+        ["inside.0.blocks.0", "inside.1.blocks.0", "inside.1.blocks.1"],
+    ),
+    "equal-stages": (lambda: Held(nn.ModuleList([Stage(4, 2), Stage(4, 2)])), ["inside.0", "inside.1"]),
+    "lists-deeper-inside": (
+        lambda: Held(nn.ModuleList([Stage(4, 2, deep=True), Stage(8, 2, deep=True)])),
+        ["inside.0", "inside.1"],
+    ),
     "both": (lambda: Held(nn.Sequential(Block(), Block()), True), ["inside.0", "inside.1", "listed.0"]),
     "the-model": (lambda: nn.Sequential(Block(), Block(4)), ["0", "1"]),
     "resnet": (vision.ResNet, ["layer1.0", "layer1.1", "layer2.0", "layer2.1"]),
@@ -78,6 +108,55 @@ def test_compiled_blocks() -> None:
 def test_layers(name: str) -> None:
     make, found = FOUND[name]
     assert list(layer_modules(make())) == found
+
+
+def test_layers_of_stages_are_captured_once() -> None:
+    torch.manual_seed(0)
+    model, example = nn.Sequential(Stage(4, 2), Stage(6, 3)).double(), {"input": torch.randn(4, 8).double()}
+    graph = capture(model, example, square_loss)
+    blocks = {call.name: call.block for call in graph.calls}
+    assert layer_calls(graph) == ["0.blocks.0", "0.blocks.1", "1.blocks.0", "1.blocks.1", "1.blocks.2"]
+    assert len({blocks[name] for name in layer_calls(graph)}) == 3  # the first one's input has no gradient
+    assert verify_whole(VerifyTask(model, graph, example, square_loss), limit_s=60.0).done
+
+
+@dataclass
+class Inside:
+    """What a layer returns beside its result."""
+
+    values: torch.Tensor
+    more: list[torch.Tensor]
+    kind: str = "a"
+
+
+class Tells(Block):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Inside]:  # type: ignore[override]
+        out = super().forward(x)
+        return out, Inside(out.sin(), [x.square()])
+
+
+class AsksItsLayers(nn.Module):
+    """Layers that return tensors in a dataclass, some of which are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(8, 8), nn.ModuleList(Tells() for _ in range(4))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x, told = self.first(input), list[Inside]()
+        for layer in self.layers:
+            x, inside = layer(x)
+            told.append(inside)
+        return x + told[1].values * told[2].more[0] if told[3].kind == "a" else x
+
+
+def test_layers_may_return_dataclasses() -> None:
+    torch.manual_seed(0)
+    model, example = AsksItsLayers().double(), {"input": torch.randn(4, 8).double()}
+    graph = capture(model, example, square_loss)
+    blocks = {call.name: call.block for call in graph.calls}
+    assert {blocks[f"layers.{i}"] for i in range(4)} == {blocks["layers.0"]}
+    assert verify_whole(VerifyTask(model, graph, example, square_loss), limit_s=60.0).done
 
 
 def test_layers_of_a_sequence_are_captured_once() -> None:

@@ -61,7 +61,7 @@ def flipped(x: torch.Tensor) -> torch.Tensor:
     ("name", "line", "message"),
     [
         ("wrong", "[*b,i] -> [*b,i]", r"autoplan_tests\.wrong\.default: its rule .* splits 'i', but halves"),
-        ("ranks", "[b,i!] -> [b,i!]", r"autoplan_tests\.ranks\.default: .* wants 2 dims, got 3"),
+        ("ranks", "[b,i!] -> [b,i!]", r"autoplan_tests\.ranks\.default: .* names 2 dims of an operand that has 3"),
         ("many", "[*b], [*b] -> [*b]", r"is for 2 tensors; the operator is given 1"),
     ],
 )

@@ -185,6 +185,25 @@ def test_every_value_of_a_file_counts(to: str, tmp_path: Path) -> None:
     assert tried > 4
 
 
+@pytest.mark.parametrize("to", VERSIONS)
+def test_numbers_that_cannot_be_are_refused_by_name(to: str, tmp_path: Path) -> None:
+    """Zero, less and words where a file has a number: a PinError, no other exception, or a value with a meaning."""
+    target, version = target_of(to)
+    syntax, refused = target.syntax(year_of(version)), 0
+    for setup in itertools.islice((setup for setup in setups(to) if can(setup, to)), 0, 4, 3):
+        path = kept(export_setup(setup, to), tmp_path)
+        written = {p: v for p, v in syntax.read(path.read_text(), str(path)).items() if not p.startswith("?")}
+        for name in (n for n, v in written.items() if isinstance(v, int | float) and not isinstance(v, bool)):
+            for value in (0, -7, "abc"):
+                path.write_text(syntax.write({**written, name: value}, (), setup))
+                try:
+                    runs(path, to, setup.task.model, given_of(setup, to))
+                except PinError as error:
+                    refused += 1
+                    assert any(part in str(error) for part in ("must be", "nearest", "not", "give")), error
+    assert refused > 3
+
+
 def can(setup: Setup, to: str) -> bool:
     try:
         export_setup(setup, to)

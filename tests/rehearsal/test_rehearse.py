@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import autoplan
 from autoplan.codegen.program import Program
@@ -41,6 +42,21 @@ LARGE: dict[str, tuple[str, str, int, int, dict[str, Any], str]] = {
         *("llama-3.1-405b", "2048x8xh100-sxm5-80gb", 8192, 2048),
         {"tp": 8, "pp": 16, "cp": 1, "dp": 128, "zero_stage": 1, "micro_batch_size": 1, "schedule": "1F1B"},
         "last",
+    ),
+    "llama-3.1-405b on 16,384, interleaved": (
+        *("llama-3.1-405b", "2048x8xh100-sxm5-80gb", 8192, 2048),
+        {
+            "tp": 8,
+            "pp": 16,
+            "cp": 1,
+            "dp": 128,
+            "zero_stage": 1,
+            "micro_batch_size": 1,
+            "recompute": "full",
+            "schedule": "Interleaved1F1B",
+            "virtual_stages": 4,
+        },
+        "0",
     ),
     "deepseek-v3 on 2,048": (
         *("deepseek-v3", "256x8xh100-sxm5-80gb", 4096, 2048),
@@ -90,6 +106,24 @@ def test_a_rehearsed_rank_does_what_its_plan_says(name: str) -> None:
 def test_a_rank_of_a_large_plan_does_what_the_plan_says(name: str) -> None:
     plan = plan_of(LARGE[name])
     assert autoplan.rehearse(plan, LARGE[name][-1]).differences == ()
+
+
+@pytest.mark.slow
+def test_a_full_model_with_dropout_does_what_the_plan_says() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model, ids = GPT2LMHeadModel(GPT2Config()), torch.zeros(2, 1024, dtype=torch.long)  # 124M parameters, dropout 0.1
+    plan = autoplan.plan(
+        model,
+        "1x4xh100-sxm5-80gb",
+        example_inputs={"input_ids": ids, "labels": ids},
+        global_batch_size=16,
+        pins={"dp": 2, "tp": 2, "zero_stage": 1, "num_micro_batches": 2},
+        precision="bf16",
+        compile=False,
+    )
+    found = autoplan.rehearse(plan, "0")
+    assert found.differences == () and found.ranks[0].peak_bytes > 4e9
 
 
 def test_ranks_are_read_by_name() -> None:
@@ -145,7 +179,7 @@ def test_a_collective_that_nobody_planned_is_caught(folder: Path, tmp_path: Path
     def forgotten(spec: Any) -> Any:
         return replace(spec, ledger=tuple(e for e in spec.ledger if e.phase == "forward"))
 
-    with pytest.raises(RehearsalError, match=r"it sends what nobody planned: .* in the backward"):
+    with pytest.raises(RehearsalError, match=r"it sends what is not planned: .* in the backward"):
         autoplan.rehearse(changed(folder, tmp_path, spec=forgotten), "0")
 
 

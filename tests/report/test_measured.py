@@ -69,6 +69,19 @@ def test_the_command_prints_and_feeds_calibrate(plan: Path, tmp_path: Path) -> N
     assert data["figures"][0]["measured"] == 0.5 and data["num_rows"] == 2
 
 
+def test_a_plan_of_a_class_says_how_its_model_is_loaded(plan: Path, tmp_path: Path) -> None:
+    """As the plans of `parallelize`, which have the name of the module's class."""
+    log, out, text = write_log(plan, [9.0, 9.0, 0.5]), tmp_path / "steps.yaml", plan.read_text()
+    data = json.loads(text)
+    data["asked"]["model"] = "GPT2LMHeadModel"
+    other = plan.with_name("of_a_class.json")
+    other.write_text(json.dumps(data))
+    done = cli(f"compare {other} {log} --calibrate {out}")
+    assert done.exit_code == 2 and "add --model" in done.stderr and not out.exists(), done.output
+    assert cli(f"compare {other} {log} --calibrate {out} --model gpt2").exit_code == 0
+    assert cli(f"calibrate {out}").exit_code == 0
+
+
 def test_what_does_not_belong_together_is_said(plan: Path, tmp_path: Path) -> None:
     found = compare(Plan.read(plan), write_log(plan, [1.0] * 4, world=8, graph="other", plan="another", device="cpu"))
     said = "another graph", "8 ranks", "another plan: another", "a whole process"

@@ -219,8 +219,12 @@ def test_points_without_a_plan_stay_empty() -> None:
 
 def test_values_are_written_as_people_write_them() -> None:
     rows = [{"nic": 400.0, "nodes": 2, "status": "ok", "step_time_s": 1.5, "plan": "dp2"}]
-    (trace,) = figures.heatmap(rows, "nic", "nodes", "step_time_s", "s")["data"]
+    drawn = figures.heatmap(rows, "nic", "nodes", "step_time_s", "step, s")
+    (trace,) = drawn["data"]
     assert (trace["x"], trace["y"], trace["z"]) == (["400"], ["2"], [[1.5]])
+    assert trace["hovertext"] == [["step, s: 1.50<br>dp2"]]
+    titles = [drawn["layout"][name]["title"]["text"] for name in ("xaxis", "yaxis")]
+    assert titles == ["nic, Gbit/s per device", "nodes"]
     alternative = {"value": "optimizer", "sentence": "costs more", "status": "ok", "cost": 0.1}
     data = {"decisions": [{"name": "offload", "value": [], "alternatives": [alternative]}]}
     (section,) = [s for s in sections(data) if s.title == "Choices"]

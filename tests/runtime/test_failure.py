@@ -83,7 +83,7 @@ def test_without_the_guard_the_same_fault_names_nobody():
         pytest.param(
             0, "stop", "does not answer for 2 s: its process is stopped, or its machine hangs", marks=pytest.mark.slow
         ),
-        (1, "hang", "lives, but did not come to the collective in which others wait: in step 1"),
+        (1, "hang", "alive, but did not come to the collective in which others wait: in step 1"),
     ],
 )
 def test_a_silent_rank_is_told_from_a_late_one_after_the_timeout(bad, how, reason):
@@ -108,7 +108,7 @@ def test_the_work_of_rank_0_counts_against_no_timeout():
         assert [result for result, _ in results] == ["planned"] * 2
         assert results[0][1] == [] and results[1][1][0].startswith("rank 1 waits for rank 0: planning, 1 s")
         (_, lines), (message, _) = workers.run(long_work_of_first, False, 1.5)
-        assert message.startswith("rank 0 failed: lives, but did not come") and not any("waits" in x for x in lines)
+        assert message.startswith("rank 0 failed: alive, but did not come") and not any("waits" in x for x in lines)
 
 
 @pytest.mark.processes

@@ -100,7 +100,7 @@ class Races(TorchDispatchMode):
                 if memory.alive.expired():
                     self._given_back(memory)
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ == "copy_":
+        if func.overloadpacket.__name__ in ("copy_", "clone"):
             self.copies.append(bool((kwargs or {}).get("non_blocking") or args[2:] == (True,)))
         if func.is_view or func.overloadpacket.__name__ in ("detach", "set_", "empty"):
             return out

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pulp
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,6 +39,7 @@ from autoplan.program.problem import (
     copy_work,
     evaluate_selection,
 )
+from autoplan.search import linear
 from autoplan.search.intra import IntraSolution, StoppedError, follow, solve
 from autoplan.units import GB, GIB, MICRO, TERA
 
@@ -361,7 +361,7 @@ def test_cbc_is_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = intra(toy_graph("norm"), (2,))
     best = solve(problem)
     assert best.solver == "HiGHS"
-    monkeypatch.setattr(pulp.HiGHS, "available", lambda self: False)
+    monkeypatch.setattr(linear, "has_highs", lambda: False)
     fallback = solve(problem)
     assert fallback.solver in ("COIN_CMD", "PULP_CBC_CMD") and fallback.status == "optimal"
     assert fallback.cost_s == pytest.approx(best.cost_s, rel=1e-9) and fallback.bound_s == fallback.cost_s

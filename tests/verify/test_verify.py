@@ -67,6 +67,7 @@ def attrs(**changed: Any) -> Callable[[Node], Node]:
     ("family", "dropout", "precision"),
     [
         ("gpt", 0.1, "native"),
+        ("llama", 0.25, "native"),  # in the kernel of attention, which draws by itself
         ("deepseek", 0.0, "native"),
         pytest.param("bart-padded", 0.0, "native", marks=pytest.mark.slow),
         ("llama", 0.0, "bf16"),

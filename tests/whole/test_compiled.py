@@ -252,6 +252,15 @@ class AsyncTp:
     scatters_behind_products: int
 
 
+@dataclass(frozen=True)
+class Rewritten:
+    """A step of rank 0, and the operators of async TP in its graphs."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    operators: tuple[str, ...]
+
+
 def async_job(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]) -> AsyncTp:
     """What torch's async TP finds to take apart in the graphs of a program. Not replaced: a CPU cannot run that."""
     import torch._inductor.fx_passes.micro_pipeline_tp as found_by
@@ -288,6 +297,47 @@ def test_async_tp_finds_what_it_takes_apart() -> None:
     program = compiled(case)
     found = pool(2).run(async_job, case, program.spec.to_json(), dict(program.sources), timeout_s=400.0)[0]
     assert found.gathers_before_products >= 4 and found.scatters_behind_products >= 2, found
+
+
+def rewritten_job(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]) -> Rewritten:
+    """A step whose graphs are rewritten for async TP; the fallbacks of its operators, which gather, run on the CPU."""
+    from torch._inductor.fx_passes import post_grad
+    from torch.distributed import _symmetric_memory as torch_s
+
+    library, found = torch.library.Library("symm_mem", "IMPL", "CPU"), list[str]()
+    library.impl("fused_all_gather_matmul", torch_s._fused_all_gather_matmul_fallback)
+    library.impl("fused_matmul_reduce_scatter", torch_s._fused_matmul_reduce_scatter_fallback)
+    rewrite = post_grad.micro_pipeline_tp_pass
+
+    def watched(graph: torch.fx.Graph) -> None:
+        rewrite(graph)
+        found.extend(str(n.target) for n in graph.nodes if "symm_mem" in str(n.target))
+
+    torch._dynamo.reset()
+    pm = model_of(replace(case, compile=None), spec_json, sources, torch.float64)
+    with pytest.MonkeyPatch.context() as patch, torch_s._test_mode():
+        patch.setattr(autoplan.runtime.compiled, "share_memory", lambda group: None)
+        patch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+        patch.setattr(post_grad, "micro_pipeline_tp_pass", watched)
+        with torch._inductor.config.patch(force_disable_caches=True):
+            compile_blocks(pm.stage, "inductor", [pm.mesh.group("tp")])
+            loss = pm.step(part_of(global_batch(case), pm.data_rank, pm.data_world)).item()
+    library._destroy()
+    return Rewritten(loss, pm.gradients(), tuple(found))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@NEEDS_COMPILER
+def test_a_step_rewritten_for_async_tp_is_the_step() -> None:
+    """Reduce-scatters are taken apart; gathers of so few columns are not (torch leaves them below 1,024)."""
+    case = Case("llama", tp=2, compile="inductor")
+    program = compiled(case)
+    found = pool(2).run(rewritten_job, case, program.spec.to_json(), dict(program.sources), timeout_s=400.0)[0]
+    want_loss, want = reference(case)
+    assert found.loss == pytest.approx(want_loss, rel=1e-12)
+    assert worst(found.gradients, want)[0] < 1e-12
+    assert sum("fused_matmul_reduce_scatter" in name for name in found.operators) >= 2, found.operators
 
 
 EAGER = ("aot_eager", "inductor")

@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -150,9 +151,9 @@ def test_what_waits_on_the_host_is_what_is_predicted(monkeypatch: pytest.MonkeyP
     moved, freed = [], Freed()
     make = recompute._Moved.__init__
 
-    def counted(self: recompute._Moved, x: torch.Tensor, offload: recompute.OffloadedActivations) -> None:
-        make(self, x, offload)
-        moved.append(self.waiting.host.numel())
+    def counted(self: recompute._Moved, x: torch.Tensor, *given: Any) -> None:
+        make(self, x, *given)
+        moved.append(self.waiting.host.nbytes)
         freed.see(x)
 
     monkeypatch.setattr(recompute._Moved, "__init__", counted)

@@ -1,7 +1,7 @@
 """Capture batch norm in training mode: statistics of the whole micro-batch, and the running statistics it updates.
 
-A layer becomes plain operations with two of autoplan's own: the mean over a micro-batch, however many ranks share it,
-and the update of the running statistics. Counters of batches are part of that update.
+A layer is one op of the trace (`autoplan.ops.statistics` says what it becomes). Counters of batches are part of its
+update of the running statistics.
 """
 
 from __future__ import annotations
@@ -23,36 +23,38 @@ from torch.overrides import TorchFunctionMode
 from autoplan.errors import CaptureError
 
 
-@torch.library.custom_op("autoplan::batch_mean", mutates_args=())
-def batch_mean(x: torch.Tensor, dims: list[int], number: int) -> torch.Tensor:
-    """Mark the mean over dims, which stay with size 1; `number`: of elements in each mean. Cannot be run."""
-    raise RuntimeError("autoplan::batch_mean is a capture marker and cannot be run")
-
-
-@batch_mean.register_fake
-def _(x: torch.Tensor, dims: list[int], number: int) -> torch.Tensor:
-    return x.new_empty([1 if dim in dims else size for dim, size in enumerate(x.shape)])
-
-
-@torch.library.custom_op("autoplan::running_statistics", mutates_args=())
-def mark_running_statistics(
-    mean: torch.Tensor,
-    variance: torch.Tensor,
+@torch.library.custom_op("autoplan::batch_norm", mutates_args=())
+def batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
     running: list[torch.Tensor],
     momentum: float | None,
+    eps: float,
     number: int,
+    statistics: list[int],
+    wide: bool,
 ) -> torch.Tensor:
-    """Mark the update of the running mean, variance and number of batches by a micro-batch. Cannot be run."""
-    raise RuntimeError("autoplan::running_statistics is a capture marker and cannot be run")
+    """Mark batch norm in training mode in the captured graph. Cannot be run.
+
+    Args:
+        running: the running mean, variance and number of batches, where there are any.
+        momentum: None if the running statistics are means over all batches.
+        number: of elements that a mean is taken of.
+        statistics: shape of mean and variance: that of `x` with size 1 in all dims but that of channels.
+        wide: computed in float32, for numbers of 16 bits.
+    """
+    raise RuntimeError("autoplan::batch_norm is a capture marker and cannot be run")
 
 
-@mark_running_statistics.register_fake
-def _(mean: torch.Tensor, variance: torch.Tensor, running: Any, momentum: Any, number: int) -> torch.Tensor:
-    return mean.new_empty(())
+@batch_norm.register_fake
+def _(x: torch.Tensor, weight: Any, bias: Any, running: Any, momentum: Any, eps: float, number: int, statistics: Any,
+      wide: bool) -> torch.Tensor:  # fmt: skip
+    return torch.empty_like(x)
 
 
-# what it does is not in its result
-torch.fx.node.has_side_effect(torch.ops.autoplan.running_statistics.default)
+# the update of running statistics is not in its result
+torch.fx.node.has_side_effect(torch.ops.autoplan.batch_norm.default)
 
 
 _SIGNATURES = {
@@ -80,7 +82,7 @@ class _Layers:
 
 
 class _Training(TorchFunctionMode):
-    """Replace batch norm in training mode by its operations, and leave the counters of batches to its update."""
+    """Replace batch norm in training mode by the one op, and leave the counters of batches to its update."""
 
     def __init__(self, layers: _Layers) -> None:
         super().__init__()
@@ -107,29 +109,23 @@ class _Training(TorchFunctionMode):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         training: bool,
-        momentum: float,
+        momentum: float | None,
         eps: float,
         cudnn_enabled: bool = True,
     ) -> torch.Tensor:
-        wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-        dims = [dim for dim in range(wide.dim()) if dim != 1]
-        number = math.prod(wide.shape[dim] for dim in dims)
-        mean = torch.ops.autoplan.batch_mean(wide, dims, number)
-        centered = wide - mean
-        variance = torch.ops.autoplan.batch_mean(centered.square(), dims, number)
+        running = list[torch.Tensor]()
         if running_mean is not None and running_var is not None:
             layer = self.layers.of("running_mean", running_mean)
             count = None if layer is None else layer._buffers.get("num_batches_tracked")
             running = [running_mean, running_var, *([] if count is None else [count])]
-            means = [x.detach().flatten() for x in (mean, variance)]
-            factor = None if id(layer) in self.layers.cumulative else momentum
-            torch.ops.autoplan.running_statistics(*means, running, factor, number)
-        shape = [-1 if dim == 1 else 1 for dim in range(input.dim())]
-        scale = torch.rsqrt(variance + eps)
-        scale = scale if weight is None else scale * weight.reshape(shape)
-        out: torch.Tensor = centered * scale
-        out = out if bias is None else out + bias.reshape(shape)
-        return out.to(input.dtype)
+            momentum = None if id(layer) in self.layers.cumulative else momentum
+        sizes = [(size, 1) if dim == 1 else (1, size) for dim, size in enumerate(input.shape)]
+        statistics, number = [size for size, _ in sizes], math.prod(size for _, size in sizes)
+        wide = input.dtype in (torch.float16, torch.bfloat16)
+        out: torch.Tensor = torch.ops.autoplan.batch_norm(
+            input, weight, bias, running, momentum, eps, number, statistics, wide
+        )
+        return out
 
 
 @contextmanager

@@ -64,7 +64,7 @@ class _Replaced(TorchFunctionMode):
         foreign = not isinstance(value, FakeTensor) and value.requires_grad and value.is_leaf
         if foreign and torch._guards.detect_fake_mode() is not None:
             raise CaptureError(
-                f"the loss or the forward uses a tensor {list(value.shape)} that requires gradients and is no "
+                f"the loss or the forward uses a tensor {list(value.shape)} that requires gradients and is not a "
                 f"parameter of {type(self._model).__name__}, so it would not be trained: make it a parameter of the "
                 "model"
             )

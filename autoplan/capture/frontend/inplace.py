@@ -8,7 +8,7 @@ know who else holds the memory, and is refused.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,14 +16,15 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
+from autoplan.capture.frontend.aliases import Aliases, is_element, is_mark
 from autoplan.errors import CaptureError
 
 ALLOCATIONS = frozenset(
     {"aten.new_empty.default", "aten.empty.memory_format", "aten.empty_like.default", "aten.new_zeros.default"}
 )
 FILLED = {"aten.new_zeros.default": 0}  # the value of elements that are never written, for allocations that have one
+_MOST_WRITES = 256  # of a program that is made functional
 _DATA = cast(Any, torch.Tensor.data).__get__
-_MARKERS = ("autoplan.block_begin", "autoplan.block_end", "autoplan.block_repeat")
 
 
 @dataclass(eq=False)
@@ -143,30 +144,33 @@ def can_be_functional(program: torch.export.ExportedProgram) -> bool:
 
     The marks of layers hand on copies, so that a change behind one would not be seen before it. Nor may a tensor be
     changed past autograd, through `detach` or under no_grad: it keeps the gradient that it had before, and a functional
-    program would cut it off.
+    program would cut it off. Nor may there be very many of them, each of which becomes several ops (a mask that is
+    written token by token).
     """
     found = _mutable(program)
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
     writers = [node for graph in graphs for node in graph.nodes if node.target in found]
-    changed = [cast(fx.Node, node.args[0]) for node in writers]
-    return bool(writers) and not any(_of_a_mark(x) or _past_autograd(x, program) for x in changed)
+    changed, aliases = [cast(fx.Node, node.args[0]) for node in writers], Aliases()
+    return 0 < len(writers) <= _MOST_WRITES and not any(
+        _of_a_mark(x, aliases) or _past_autograd(x, program, aliases) for x in changed
+    )
 
 
-def _past_autograd(value: fx.Node, program: torch.export.ExportedProgram) -> bool:
+def _past_autograd(value: fx.Node, program: torch.export.ExportedProgram, aliases: Aliases) -> bool:
     """Return True for real numbers in the memory of others behind a detach, or from outside a region (of no_grad)."""
     outside = value.graph is not program.graph
     behind = (
         n
-        for n in _shared_with([value], _memory_of)
+        for n in aliases.behind(value)
         if str(n.target) == "aten.detach.default" or (outside and n.op == "placeholder")
     )
     return any(n.meta["val"].dtype.is_floating_point for n in behind)
 
 
-def _of_a_mark(value: fx.Node) -> bool:
+def _of_a_mark(value: fx.Node, aliases: Aliases) -> bool:
     """Return True for a tensor that may be in the memory of one that enters or leaves a layer."""
-    elements = (n for n in _shared_with([value], _memory_of) if _is_element(n))
-    return any(_is_mark(cast(fx.Node, element.args[0])) for element in elements)
+    elements = (n for n in aliases.behind(value) if is_element(n))
+    return any(is_mark(cast(fx.Node, element.args[0])) for element in elements)
 
 
 def _mutable(program: torch.export.ExportedProgram) -> set[torch._ops.OpOverload]:
@@ -180,12 +184,31 @@ def without_mutation(program: torch.export.ExportedProgram) -> torch.export.Expo
 
     A slice that is written becomes an op on the whole tensor, so `Assembly` comes first, which makes fewer of them.
     """
+    for graph in [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]:
+        _detach_regions(graph)
     # composite ops are kept whole, so those that write are to be decomposed here
     composite = {op: op.decompose for op in _mutable(program) if op._can_decompose()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found: torch.export.ExportedProgram = program.run_decompositions(composite)
     return found
+
+
+def _detach_regions(graph: fx.Graph) -> None:
+    """Detach what regions without gradients compute: a program where every op makes a new tensor has no regions."""
+    for region in list(graph.nodes):
+        if region.target is not torch.ops.higher_order.wrap_with_set_grad_enabled or region.args[0]:
+            continue
+        inside = cast(fx.GraphModule, region.args[1].graph.owning_module.get_submodule(str(region.args[1].target)))
+        given = next(n for n in inside.graph.nodes if n.op == "output").args[0]
+        for element in [user for user in region.users if is_element(user)]:
+            made, value = given[element.args[1]], element.meta.get("val")
+            if made.op == "placeholder" or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                continue  # a value that the region passes through keeps its gradient
+            with graph.inserting_after(element):
+                cut = graph.call_function(torch.ops.aten.detach.default, (element,))
+            cut.meta = dict(element.meta)
+            element.replace_all_uses_with(cut, delete_user_cb=lambda user, cut=cut: user is not cut)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -242,90 +265,7 @@ def record_fill(place: Window, value: str, where: str) -> None:
     whole.parts[place.start, str(place.stop)] = (place.stop, value)
 
 
-def _is_mark(node: fx.Node, kind: str = "") -> bool:
-    return str(node.target).startswith(f"autoplan.block_{kind}" if kind else _MARKERS)
-
-
-def _is_element(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"
-
-
-def _memory_of(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes whose memory the result of `node` may be, as the schema of its op says.
-
-    An op that changes its argument counts as one that makes a new tensor, which it becomes.
-    """
-    if _is_element(node):
-        source, index = cast(tuple[fx.Node, int], node.args)
-        if not _is_mark(source):
-            return _memory_of(source)
-        given = cast(list[fx.Node], source.args[0])
-        return _of_a_repeat(source, index) if _is_mark(source, "repeat") else [given[index]]
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return list(node.all_input_nodes)
-    if not any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
-        return []
-    shared = [a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments]
-    return [x for x, is_shared in zip(node.args, shared, strict=False) if is_shared and isinstance(x, fx.Node)]
-
-
-def _of_a_repeat(repeat: fx.Node, index: int) -> list[fx.Node]:
-    """Return `_memory_of` for result `index` of a layer that repeats another, read from that other layer."""
-    first = repeat.args[3]
-    end = next(n for n in repeat.graph.nodes if _is_mark(n, "end") and n.args[1] == first)
-    out = []
-    for node in _shared_with([cast(list[fx.Node], end.args[0])[index]], _memory_of):
-        if node.op != "call_function":
-            out.append(node)
-        elif getattr(node.target, "__name__", "") == "getitem" and _is_mark(
-            mark := cast(fx.Node, node.args[0]), "begin"
-        ):
-            out += [cast(list[fx.Node], repeat.args[0])[cast(int, node.args[1])]] if mark.args[1] == first else []
-    return out
-
-
-def _shared_with(nodes: Sequence[fx.Node], more: Callable[[fx.Node], Sequence[fx.Node]]) -> set[fx.Node]:
-    found, left = set[fx.Node](), list(nodes)
-    while left:
-        node = left.pop()
-        if node not in found:
-            found.add(node)
-            left += more(node)
-    return found
-
-
-def _holders(node: fx.Node) -> set[fx.Node]:
-    """Return the node and every other whose result may be in the same memory."""
-
-    def near(one: fx.Node) -> list[fx.Node]:
-        views = [u for user in one.users for u in (*user.users, user) if one in _memory_of(u)]
-        return [*(_memory_of(one) if one.op == "call_function" else ()), *views]
-
-    return _shared_with([node], near)
-
-
-def _only_its_form(value: fx.Node, user: fx.Node) -> bool:
-    """Return True for a layer that repeats another and takes the shape and dtype of a result from `value`."""
-    return _is_mark(user, "repeat") and value not in cast(list[fx.Node], user.args[0])
-
-
-def _is_used_up(changed: fx.Node, at: fx.Node) -> bool:
-    """Return True if what node `at` does to the memory of `changed` is seen nowhere but in its result."""
-    for holder in _holders(changed):
-        if holder.op != "call_function" or any(at < user and not _only_its_form(holder, user) for user in holder.users):
-            return False
-        if not _is_element(holder):
-            continue
-        mark, index = cast(tuple[fx.Node, int], holder.args)
-        if _is_mark(mark, "begin"):
-            repeats = [n for n in mark.graph.nodes if _is_mark(n, "repeat") and n.args[3] == mark.args[1]]
-            if not all(_is_used_up(cast(list[fx.Node], r.args[0])[index], r) for r in repeats):
-                return False
-    return True
-
-
-def out_of_place(target: str, node: fx.Node) -> str | None:
+def out_of_place(target: str, node: fx.Node, aliases: Aliases) -> str | None:
     """Return the op without side effect that an in-place op equals here; None if anybody could see the difference.
 
     Later code uses the result of the in-place op. So nobody sees the difference if nothing that may be in the same
@@ -337,7 +277,7 @@ def out_of_place(target: str, node: fx.Node) -> str | None:
     in_place = name.endswith("_") and not name.endswith("__")
     if not in_place or not isinstance(changed, fx.Node):
         return None
-    if not _is_used_up(changed, node):
+    if not aliases.is_used_up(changed, node):
         return None
     return _same_arguments(name[:-1], cast(torch._ops.OpOverload, node.target))
 

@@ -37,6 +37,13 @@ def check_arguments(model: Any, example_inputs: Any, loss_fn: Any) -> None:
             )
     if loss_fn is not None and not callable(loss_fn):
         raise CaptureError(f"loss_fn is of type {type(loss_fn).__name__}, not a function (outputs, batch) -> scalar")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if hasattr(type(tensor), "__tensor_flatten__"):  # PyTorch's mark of a tensor that is made of others
+            raise CaptureError(
+                f"{name!r} is a {type(tensor).__name__} ({type(tensor).__module__}), a tensor that stands for several: "
+                "quantised, or on several devices. It cannot be split; give plain tensors, for example whole numbers "
+                "and their scales as buffers that the forward multiplies"
+            )
 
 
 def _as_mapping(model: nn.Module, given: Any) -> str:

@@ -2,9 +2,10 @@
 
 Every element of an outermost `nn.ModuleList` is a layer. So are the blocks of an `nn.Sequential` or `nn.ModuleDict`,
 two or more modules of one class that have modules of their own; single operations between them (a convolution, a norm)
-are not layers. During the export a layer's forward is wrapped. The first of several identical layers is traced in full
-between two marker ops; each of the others becomes one opaque op. The cost of a capture then does not grow with depth,
-while everything outside the layers (loops, per-layer glue) is traced as it is.
+are not layers. Where no two of the elements are alike, but those inside them are (stages of a vision model), the
+layers are those inside. During the export a layer's forward is wrapped. The first of several identical layers is traced
+in full between two marker ops; each of the others becomes one opaque op. The cost of a capture then does not grow with
+depth, while everything outside the layers (loops, per-layer glue) is traced as it is.
 
 Identity is proved, not assumed: same module classes, parameter and buffer shapes, and plain attributes. Attributes that
 differ among such layers (`layer_idx`, `sliding_window`) are watched while one of them runs. Another layer is identical
@@ -26,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from autoplan.capture.frontend.hidden import Hidden
 from autoplan.capture.frontend.inputs import without_compile
+from autoplan.capture.frontend.opened import opened
 
 _INTERNAL = frozenset((*nn.Module().__dict__, "_compiled_call_impl"))  # a capture runs without torch.compile
 
@@ -73,22 +75,58 @@ def layer_modules(model: nn.Module, lists_only: bool = False) -> dict[str, nn.Mo
 
     def visit(module: nn.Module, path: str) -> None:
         if isinstance(module, nn.ModuleList):
-            for name, element in _elements(module, path, _LISTS):
-                found[name] = without_compile(element)
+            elements = {name: without_compile(element) for name, element in _elements(module, path, _LISTS)}
+            found.update(_repeated_inside(elements, lists_only) or elements)
         elif isinstance(module, _SEQUENCES) and not lists_only:
             inside = [(name, child, without_compile(child)) for name, child in _elements(module, path, _SEQUENCES)]
             kinds = Counter(type(element) for _, _, element in inside if _is_block(element))
-            for name, child, element in inside:
-                if kinds[type(element)] > 1:
-                    found[name] = element
-                else:
+            blocks = {name: element for name, _, element in inside if kinds[type(element)] > 1}
+            deeper = _repeated_inside(blocks, lists_only)
+            for name, child, _ in inside:
+                if name not in blocks:
                     visit(child, name)
+                elif deeper:
+                    found.update((n, layer) for n, layer in deeper.items() if n.startswith(f"{name}."))
+                else:
+                    found[name] = blocks[name]
         else:
             for name, child in module.named_children():
                 visit(child, f"{path}.{name}" if path else name)
 
     visit(model, "")
     return found
+
+
+def _repeated_inside(elements: Mapping[str, nn.Module], lists_only: bool) -> dict[str, nn.Module]:
+    """Return the layers that modules of one class each hold in a list, if no two of the modules are alike."""
+    if len({type(element) for element in elements.values()}) != 1 or _some_alike(elements.values()):
+        return {}
+    found: dict[str, nn.Module] = {}
+    for name, element in elements.items():
+        inside = layer_modules(element, lists_only)
+        if not inside or any(path.count(".") > 1 for path in inside):  # a list deeper inside may be one of experts
+            return {}
+        found.update((f"{name}.{path}", layer) for path, layer in inside.items())
+    return found if _some_alike(found.values()) else {}
+
+
+def _some_alike(modules: Iterable[nn.Module]) -> bool:
+    structures = [_structure(module) for module in modules]
+    return len(set(structures)) < len(structures)
+
+
+def _structure(module: nn.Module) -> tuple[Any, ...]:
+    """Return what equal modules have in common: classes, and the names and kinds of their parameters and buffers."""
+
+    def kind(tensor: torch.Tensor | None) -> Any:
+        return None if tensor is None else (tensor.shape, tensor.dtype, tensor.requires_grad)
+
+    def tensors(held: Mapping[str, torch.Tensor | None]) -> tuple[Any, ...]:
+        return tuple((name, kind(tensor)) for name, tensor in held.items())
+
+    return tuple(
+        (path, type(m), m.training, tensors(m._parameters), tensors(m._buffers)) for path, m in module.named_modules()
+    )
 
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # lists in lists are never called: their elements stand for them
@@ -139,27 +177,10 @@ def _same_attribute(a: object, b: object) -> bool:
 
 def differing_attributes(a: nn.Module, b: nn.Module) -> set[tuple[str, str]] | None:
     """Return the (submodule path, attribute) pairs that differ; None if the modules differ in structure."""
-    left, right = dict(a.named_modules()), dict(b.named_modules())
-    if list(left) != list(right):
+    if _structure(a) != _structure(b):
         return None
     out: set[tuple[str, str]] = set()
-    for path, m in left.items():
-        n = right[path]
-        if type(m) is not type(n) or m.training != n.training:
-            return None
-        for tensors in ("_parameters", "_buffers"):
-            p, q = getattr(m, tensors), getattr(n, tensors)
-            if list(p) != list(q):
-                return None
-            for key in p:
-                if (p[key] is None) != (q[key] is None):
-                    return None
-                if p[key] is not None and (
-                    p[key].shape != q[key].shape
-                    or p[key].dtype != q[key].dtype
-                    or p[key].requires_grad != q[key].requires_grad
-                ):
-                    return None
+    for (path, m), n in zip(a.named_modules(), b.modules(), strict=True):
         keys = (set(m.__dict__) | set(n.__dict__)) - _INTERNAL
         for key in keys:
             if key not in m.__dict__ or key not in n.__dict__ or not _same_attribute(m.__dict__[key], n.__dict__[key]):
@@ -390,7 +411,7 @@ def _first_call(
 
     They may if its result and the records of hooks are tensors and plain values.
     """
-    leaves, out_spec = pytree.tree_flatten(out)
+    leaves, out_spec = pytree.tree_flatten(opened(out))
     template = [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves]
     plain = all(x is _TENSOR or isinstance(x, (bool, int, float, str, type(None))) for x in template)
     if not all(isinstance(x, torch.Tensor) for _, x in aside):

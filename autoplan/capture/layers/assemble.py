@@ -189,7 +189,7 @@ def _drop_dead(trace: Trace, loss: _Loss) -> None:
         if kind == "repeat":
             repeat = trace.repeats[index]
             if needed & set(repeat.outputs) or repeat.first in write:
-                needed |= _used_by_repeat(trace, index)
+                needed |= _used_by_repeat(trace, index) | _asked_of_first(trace, index, needed)
                 keep.append((kind, index))
         else:
             node = trace.nodes[index]
@@ -244,6 +244,13 @@ def _used_by_repeat(trace: Trace, index: int) -> set[str]:
     used = {x for n in trace.nodes if trace.region[n.name] == first for x in n.tensor_inputs}
     used |= set(trace.layer_outputs[first])
     return {mine for mine, theirs in zip(repeat.inputs, trace.layer_inputs[first], strict=True) if theirs in used}
+
+
+def _asked_of_first(trace: Trace, index: int, needed: set[str]) -> set[str]:
+    """Return the outputs that a first layer has to make because a layer that repeats it is asked for them."""
+    repeat = trace.repeats[index]
+    leaving = trace.layer_outputs[repeat.first]
+    return {theirs for mine, theirs in zip(repeat.outputs, leaving, strict=True) if mine in needed}
 
 
 def _pure_values(trace: Trace) -> set[str]:
@@ -399,6 +406,9 @@ class _Builder:
                 needed |= _used_by_repeat(self.trace, segment.repeat)
             for node in segment.nodes:
                 needed |= set(node.tensor_inputs)
+        for segment in self.segments[index + 1 :]:
+            if segment.kind == "repeat":
+                needed |= _asked_of_first(self.trace, segment.repeat, needed)
         return needed
 
     def _local(self, layer: str, full: str) -> str:

@@ -214,10 +214,14 @@ def _count_once(trace: Trace, term: str, over: tuple[str, ...]) -> None:
 def penalties(trace: Trace) -> None:
     """Count the terms of the loss that do not depend on the batch once: a penalty on parameters.
 
-    Every rank has the whole term in every micro-batch.
+    Every rank has the whole term in every micro-batch. What is added to every sample or token is no such term.
     """
     dependent = _of_inputs(trace)
     maker = {out: node for node in trace.nodes if not trace.region[node.name] for out in node.outputs}
+
+    def symbols(name: str) -> set[str]:
+        return {symbol for size in trace.values[name].shape for symbol in size.symbols}
+
     found, wanted = list[str](), [trace.output]
     while wanted:
         value = wanted.pop()
@@ -225,7 +229,7 @@ def penalties(trace: Trace) -> None:
         if node is not None and value not in dependent:
             found.append(value)
         elif node is not None and op_record(node.op).linear is Linear.ALL:
-            wanted += node.tensor_inputs
+            wanted += [name for name in node.tensor_inputs if symbols(name) >= symbols(value)]
     if trace.output not in found:
         for value in dict.fromkeys(found):
             _count_once(trace, value, SUMMED_SYMBOLS)

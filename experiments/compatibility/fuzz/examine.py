@@ -57,7 +57,7 @@ class Truth:
         if not abs(loss - self.loss) <= TOLERANCE * max(abs(self.loss), _LEAST):
             return f"loss {loss:.9g} instead of {self.loss:.9g}"
         wrong = differing(list(trained), gradients, self.gradients)
-        return "; ".join(f"gradient of {w.name} off by {w.error:.1e} of {w.module:.1e}" for w in wrong)
+        return "; ".join(f"gradient of {w.name} off by {w.error:.1e} of {w.want:.1e}" for w in wrong)
 
 
 @dataclass(frozen=True)

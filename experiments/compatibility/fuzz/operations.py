@@ -480,7 +480,7 @@ def _in_place(p: Pick) -> Text:
             f"{{out}}[..., :2] = {c}",
             f"{{out}}[:, 0] = {c}",
             f"{{out}}[..., 1:] += {c}",
-            f"{{out}}[:, 1:] = {x}[:, :-1]",
+            f"{{out}}[:, 1:] = {x}[:, :-1].clone()",  # `out` may be `x`
             f"{{out}}[{mask}] = {c}",
             "{out}.zero_()",
             f"{{out}}.copy_({y})",
