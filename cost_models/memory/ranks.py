@@ -315,7 +315,8 @@ class MemoryModel:
             kept = self.kept_bytes(u, how)
             held += kept
             inside = (t for t in w.tied if units.start <= t.first <= u < t.last < units.stop)
-            waiting = sum(t.num_bytes for t in inside)
+            # copies of `fully_shard` (`_tied_states`) each give their gradient away at once
+            waiting = 0 if self.sharded and not self.megatron else sum(t.num_bytes for t in inside)
             # while a unit's backward runs, later units have freed their activations
             back = w.unit_saved[u] - kept  # recomputed by regions
             running.append((held, (self.recompute_transient[u] if how == FULL else self.transient[u] + back) + waiting))
@@ -564,13 +565,13 @@ class MemoryModel:
             gradients, reducing: bytes of those of other chunks.
             gathered: as for `_Moment`.
         """
-        out, stage = [], self.config.zero_stage
+        out, stage, scattered = [], self.config.zero_stage, reducing
         scatters = stage >= 2 or (stage > 0 and self.config.num_micro_batches == 1)
         for u, (held, transient) in zip(reversed(units), reversed(chunk.running), strict=True):
-            out.append(_Moment(FIRST, gradients + reducing, waiting + held, transient, 0.0, gathered))
+            out.append(_Moment(FIRST, gradients + scattered, waiting + held, transient, 0.0, gathered))
             gradients += self.first_grads[u]
-            if scatters:
-                reducing = max(reducing, self.largest_grad[u])
+            if scatters:  # the whole gradient of a unit is there until that of the one before it is scattered
+                scattered = max(reducing, self.largest_grad[u])
         return out
 
 

@@ -91,6 +91,31 @@ def test_gradients_grow_while_activations_shrink() -> None:
     assert found.terms["gradients"].mid == 2 * GRADS and found.terms["activations"].mid == 2 * SAVED
 
 
+def test_a_whole_gradient_is_there_until_the_one_before_it_is_scattered() -> None:
+    """Not longer: while the first layer runs backward, that of a large head is a shard already."""
+    large = ParamWork("head.weight", 10 * PARAMS, "float32", True, False)
+    head = replace(layer("head"), params=(large,))
+    blocks, units = {"layer": layer(), "head": head}, (("layer",),) * 3 + (("head",),)
+    for fullest, want in ((0, (10 + 1 + 1) * GRADS / 2 + GRADS), (2, 10 * GRADS / 2 + 10 * GRADS)):
+        transient = tuple(100 * GRADS if u == fullest else 0.0 for u in range(4))
+        work = workload(unit_saved=(1.0,) * 4, unit_transient=transient, blocks=blocks, units=units)
+        found = memory(ParallelConfig(dp=2, zero_stage=2), work).rank(0, ranges(4), [0])
+        assert found.moment == FIRST
+        assert found.terms["gradients"].mid == want
+
+
+@pytest.mark.parametrize(("zero", "waits"), [(0, True), (1, False), (3, False)])
+def test_the_gradient_of_a_tied_parameter_waits_where_it_is_one(zero: int, waits: bool) -> None:
+    """For its other use; copies that ZeRO makes each give their own away."""
+    work = workload(unit_saved=(SAVED, SAVED, SAVED, 1.0), tied=(TiedParam(0, 3, GRADS),))
+    found = memory(ParallelConfig(dp=2, zero_stage=zero, num_micro_batches=2), work).rank(0, ranges(4), [0])
+    assert found.moment == LATER
+    alone = memory(ParallelConfig(dp=2, zero_stage=zero, num_micro_batches=2), replace(work, tied=()))
+    was = alone.rank(0, ranges(4), [0]).terms
+    more = (found.terms[name].mid - was[name].mid for name in ("activations", "transient"))
+    assert (sum(more) > 0) is waits
+
+
 def test_reduction_needs_its_buffers_when_activations_are_gone() -> None:
     found = memory(ParallelConfig(dp=2, zero_stage=0), workload(unit_saved=(1.0,) * 4)).rank(0, ranges(4), [0])
     assert found.moment == REDUCTION
