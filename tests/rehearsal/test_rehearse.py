@@ -32,7 +32,8 @@ SMALL: dict[str, tuple[str, str, int, int, dict[str, Any], str]] = {
         "1",
     ),
     # the tied embedding is most of what there is
-    "tied, ZeRO 1": ("gpt2", "1x2xh100-sxm5-80gb", 64, 2, {"dp": 2, "zero_stage": 1, "micro_batch_size": 1}, "0"),
+    "tied, ZeRO 0": ("gpt2", "1x2xh100-sxm5-80gb", 64, 16, {"dp": 2, "zero_stage": 0, "micro_batch_size": 1}, "0"),
+    "tied, ZeRO 1": ("gpt2", "1x2xh100-sxm5-80gb", 64, 16, {"dp": 2, "zero_stage": 1, "micro_batch_size": 1}, "0"),
     "tied, ZeRO 3": ("gpt2", "1x2xh100-sxm5-80gb", 64, 2, {"dp": 2, "zero_stage": 3, "micro_batch_size": 1}, "0"),
     "hybrid ZeRO": ("gpt2", "2x4xh100-sxm5-80gb", 1024, 16, {"dp": 8, "zero_stage": 2, "zero_replicas": 2}, "7"),
 }
