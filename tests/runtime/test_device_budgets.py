@@ -412,7 +412,7 @@ def _clipped(count: int, device: str) -> Callable[[], Any]:
 
 
 def _stepped(count: int, device: str) -> Callable[[], Any]:
-    """AdamW on this rank's shards of DTensors, as the runtime lets torch run it on a GPU: one kernel (and the steps)."""
+    """AdamW on this rank's shards of DTensors, as the runtime lets torch run it on a GPU: fused."""
     whole = [
         torch.nn.Parameter(DTensor.from_local(p.detach(), _mesh_of_one(), (Shard(0),), run_check=False))
         for p in _with_gradients(count, device)
