@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoplan.config.choices import option_data, options_of, read_mode
-from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16, Mode, RunOptions, precision_of
+from autoplan.config.parallel import Mode, RunOptions, plain_name, precision_of
 from autoplan.config.settings import setting
 from autoplan.errors import PinError
 from autoplan.names import did_you_mean
 from autoplan.schedules.schedule import PLAIN_SCHEDULE
-from autoplan.stacks.records import Abilities, Era, Gradients16, KeptGathered, Stack, stack, year_of
+from autoplan.stacks.records import Abilities, Era, KeptGathered, Stack, stack, year_of
 
 GRADIENTS_32 = "-grad32"  # suffix of a precision: gradients in 32 bits where the stack has 16
 _PLAIN = setting("precision").default  # if none is given
@@ -74,9 +74,9 @@ class Like:
     @property
     def _base(self) -> str:
         """The precision without what is kept in 16 bits."""
-        name = str(self.given.get("precision") or _PLAIN).removesuffix(GRADIENTS_32)
+        name = str(self.given.get("precision") or _PLAIN).replace(GRADIENTS_32, "")
         precision_of(name)
-        return name.removesuffix(MOMENTS_16).removesuffix(GRADIENTS_16)
+        return plain_name(name)
 
     def precision(self, latent: bool) -> str:
         """Return the precision with what the stack keeps in 16 bits, unless a suffix says it.
@@ -84,13 +84,8 @@ class Like:
         Args:
             latent: True for a model with latent attention, of which some stacks keep the moments in 16 bits.
         """
-        given, base, usual = str(self.given.get("precision") or _PLAIN), self._base, self.stack.gradients_16
-        if given != base:
-            return given.removesuffix(GRADIENTS_32)
-        narrow = usual is Gradients16.ALWAYS or (usual is Gradients16.FP16 and base == "fp16")
-        if not narrow or base in ("fp32", "native"):
-            return base
-        return base + GRADIENTS_16 + (MOMENTS_16 if latent and self.stack.moments_16 else "")
+        given, base = str(self.given.get("precision") or _PLAIN), self._base
+        return self.stack.in_16_bits(base, latent, self.year) if given == base else given.replace(GRADIENTS_32, "")
 
     def on(self, device: str, model: str) -> Like:
         """Return a copy for a device of the catalog and a model."""

@@ -21,7 +21,17 @@ from typing import Any
 from autoplan.config.choices import options_of
 from autoplan.config.keys import check_names
 from autoplan.config.offload import OFFLOADS
-from autoplan.config.parallel import PRECISIONS, ZERO_STAGES, Dispatcher, Launch, Mode, RunOptions
+from autoplan.config.parallel import (
+    GRADIENTS_16,
+    MOMENTS_16,
+    PRECISIONS,
+    REMAINDERS_16,
+    ZERO_STAGES,
+    Dispatcher,
+    Launch,
+    Mode,
+    RunOptions,
+)
 from autoplan.config.recompute import RECOMPUTE, RECOMPUTE_KINDS, modules_of
 from autoplan.errors import PinError
 from autoplan.names import did_you_mean
@@ -134,6 +144,22 @@ class Packed:
 
 
 @dataclass(frozen=True)
+class Remainders:
+    """When the optimizer keeps of masters only what bfloat16 parameters lack of them, in years.
+
+    Attributes:
+        precisions: The precisions that leave parameters in bfloat16.
+        with_moments: True if only where moments are kept in 16 bits.
+    """
+
+    since: float
+    until: float
+    precisions: tuple[str, ...]
+    source: str
+    with_moments: bool = False
+
+
+@dataclass(frozen=True)
 class AdapterDefaults:
     """Adapters of fine-tuning recipes: their rank, and the layers that have them."""
 
@@ -184,6 +210,7 @@ class Stack:
     vocab: Vocab | None = None
     adapters: AdapterDefaults | None = None
     packed: Packed | None = None
+    remainders: tuple[Remainders, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def era_at(self, year: float) -> Era:
@@ -206,6 +233,24 @@ class Stack:
         """Return what is recomputed if nothing is said, the likeliest first; arguments as for `options_at`."""
         stated = [c.recompute for c in self.changes_at(year, device, precision, model) if c.recompute]
         return stated[-1] if stated else self.kernels.recompute
+
+    def in_16_bits(self, precision: str, latent: bool, year: float) -> str:
+        """Return a precision without suffixes with those of what the stack keeps in 16 bits beside it.
+
+        Args:
+            latent: True for a model with latent attention, of which some stacks keep the moments in 16 bits.
+        """
+        if precision in ("fp32", "native"):
+            return precision
+        usual = self.gradients_16
+        narrow = usual is Gradients16.ALWAYS or (usual is Gradients16.FP16 and precision == "fp16")
+        moments = narrow and latent and self.moments_16
+        split = any(
+            r.since <= year < r.until and precision in r.precisions and (moments or not r.with_moments)
+            for r in self.remainders
+        )
+        suffixes = ((GRADIENTS_16, narrow), (MOMENTS_16, moments), (REMAINDERS_16, split))
+        return precision + "".join(suffix for suffix, said in suffixes if said)
 
     def experts_whole(self, year: float) -> bool:
         """Return True if experts are not split by tensor parallelism in a year."""
@@ -271,7 +316,7 @@ class _Reader:
 _NEEDED = ("name", "about", "frameworks", "default_version", "kernels", "can", "eras")
 _OPTIONAL = (
     *("changes", "executed", "equal_stages", "chunks", "whole_experts", "kept_gathered", "gradients_16"),
-    *("moments_16", "vocab", "adapters", "packed"),
+    *("moments_16", "vocab", "adapters", "packed", "remainders"),
 )
 _ABLE: Mapping[str, Sequence[Any]] = {
     "modes": tuple(Mode),
@@ -321,6 +366,18 @@ def _changes(read: _Reader) -> tuple[Change, ...]:
                     f"{each.where}: recompute of {how!r} is not known; {did_you_mean(how, RECOMPUTE)}, or modules:..."
                 )
         out.append(Change(since, each.one("matches", str), changed, each.one("source", str), again))
+    return tuple(out)
+
+
+def _remainders(read: _Reader) -> tuple[Remainders, ...]:
+    out = []
+    for k, data in enumerate(read.one("remainders", list, ())):
+        needed = ("since", "until", "precisions", "source")
+        each = _Reader(data, f"{read.where}: remainders[{k}]", needed, ("with_moments",))
+        since, until = (float(each.one(name, (int, float))) for name in ("since", "until"))
+        known = tuple(name for name, p in PRECISIONS.items() if p.compute == "bfloat16")
+        precisions, with_moments = each.some("precisions", known), each.one("with_moments", bool, False)
+        out.append(Remainders(since, until, precisions, each.one("source", str), with_moments))
     return tuple(out)
 
 
@@ -382,6 +439,7 @@ def stack_of(data: object, where: str) -> Stack:
         if adapters is None
         else AdapterDefaults(**{**adapters.data, "layers": tuple(adapters.data["layers"])}),
         packed=None if packed is None else Packed(**packed.data),
+        remainders=_remainders(read),
         sources={key: each.one("source", str) for key, each in inner.items() if each is not None},
     )
 

@@ -16,8 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from autoplan.config.parallel import (
-    GRADIENTS_16,
-    MOMENTS_16,
     Attention,
     Mode,
     ParallelConfig,
@@ -153,12 +151,13 @@ def interpret(row: Row, shapes: Shapes) -> Case:
     words = precision_of_words(row, cluster.device)
     if INT8 in words.choices:
         cluster = _with_int8(cluster)
-    precision, *others = (_full_name(name, shape.kind.latent, framework) for name in words.choices)
+    era = era_of(row["source"], row["notes"], row["gpu"])
+    precision, *others = (_full_name(name, shape.kind.latent, framework, era) for name in words.choices)
     first = settings[0]
     settings += [replace(first, precision=name) for name in others]
     settings += [replace(first, shape=s) for s in model.others]
     settings += [replace(first, cluster=c) for c in where.others]
-    plain = _full_name(usual_precision(cluster.device), shape.kind.latent, framework)
+    plain = _full_name(usual_precision(cluster.device), shape.kind.latent, framework, era)
     last = list(ran.last)
     if plain not in (precision, *others):
         in_plain = [replace(s, precision=plain, instead=(*s.instead, "precision")) for s in (first, *ran.last)]
@@ -183,18 +182,13 @@ def own_precision(row: Row, shapes: Shapes | None = None) -> str:
         name = precision_of_words(row, cluster_of(row).device).choices[0]
     with suppress(AutoplanError):
         latent = shapes is not None and shapes.of(row).kind.latent
-    return _full_name(name, latent, row.framework)
+    return _full_name(name, latent, row.framework, era_of(row["source"], row["notes"], row["gpu"]))
 
 
-def _full_name(precision: str, latent: bool, framework: Framework) -> str:
+def _full_name(precision: str, latent: bool, framework: Framework, era: float) -> str:
     """With what the framework keeps in 16 bits."""
     name = "fp8" if precision == INT8 else precision
-    narrow = framework in tables.FRAMEWORKS_OF_GRADIENTS_16 or (
-        name == "fp16" and framework in tables.GRADIENTS_16_IN_FP16
-    )
-    if not narrow or name == "fp32":
-        return name
-    return name + GRADIENTS_16 + (MOMENTS_16 if latent and framework in tables.FRAMEWORKS_OF_MOMENTS_16 else "")
+    return stacks_of_frameworks()[framework].in_16_bits(name, latent, era)
 
 
 def _with_int8(cluster: Cluster) -> Cluster:

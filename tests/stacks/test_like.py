@@ -50,12 +50,16 @@ def test_what_is_given_overrides_the_stack_and_is_said() -> None:
 
 
 @pytest.mark.parametrize(("name", "latent", "precision"), [
-    ("megatron-bridge@26.08", True, "bf16-grad16-mom16"), ("megatron-bridge@26.08", False, "bf16-grad16"),
+    ("megatron-bridge@26.08", True, "bf16-grad16-mom16-rem16"), ("megatron-bridge@26.08", False, "bf16-grad16"),
+    ("megatron-bridge@24.09", False, "bf16-grad16-rem16"), ("megatron-bridge@24.12", False, "bf16-grad16"),
     ("megatron-lm@25.06", True, "bf16"), ("torchtitan", False, "bf16"),
 ])  # fmt: skip
 def test_precisions_are_narrowed_as_the_stack_does(name: str, latent: bool, precision: str) -> None:
     assert read_like(name).precision(latent) == precision
     assert read_like("megatron-lm@24.06", {"precision": "fp16"}).precision(False) == "fp16-grad16"
+    bridge = read_like("megatron-bridge@26.08", {"precision": "fp8"})
+    assert bridge.precision(True) == "fp8-grad16-mom16"  # masters of 8-bit parameters are whole
+    assert bridge.but(precision="bf16-grad32-rem16").precision(True) == "bf16-rem16"
 
 
 @pytest.mark.parametrize("name", ["accelerate", "megatron-lm@23.10", "torchtitan", "deepspeed", "composer"])
