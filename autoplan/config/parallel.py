@@ -23,9 +23,9 @@ from autoplan.config.precision import PRECISIONS as PRECISIONS
 from autoplan.config.precision import REMAINDERS_16 as REMAINDERS_16
 from autoplan.config.precision import Precision as Precision
 from autoplan.config.precision import executed_precision as executed_precision
-from autoplan.config.precision import plain_name as plain_name
 from autoplan.config.precision import precision_obstacle as precision_obstacle
 from autoplan.config.precision import precision_of as precision_of
+from autoplan.config.precision import without_suffixes as without_suffixes
 from autoplan.config.recompute import read_recompute, recompute_label, recompute_of_text, recompute_text
 from autoplan.errors import PinError
 from autoplan.schedules.schedule import SCHEDULES

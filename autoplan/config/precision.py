@@ -109,7 +109,7 @@ def precision_of(name: str) -> Precision:
     return replace(base, name=name, state_bytes=wide - MASTER_BYTES + half, master_bytes=half)
 
 
-def plain_name(precision: str) -> str:
+def without_suffixes(precision: str) -> str:
     """Return the name of a precision without the suffixes for gradients, moments and masters."""
     return precision.removesuffix(REMAINDERS_16).removesuffix(MOMENTS_16).removesuffix(GRADIENTS_16)
 

@@ -124,7 +124,9 @@ class Change:
 
     Attributes:
         matches: A pattern of "DEVICE PRECISION MODEL" in capitals, the model as letters and digits (QWEN3235BA22B).
-        recompute: What is recomputed if nothing is said; () where that is as in the stack.
+        recompute: What is recomputed if nothing is said, as `recompute_of_text` reads it; () where that is as in the
+            stack.
+        zero_stage: The only ZeRO stage at which it holds; None: at all of them.
     """
 
     since: float
@@ -132,6 +134,7 @@ class Change:
     options: Mapping[str, Any] = field(hash=False)
     source: str
     recompute: tuple[str, ...] = ()
+    zero_stage: int | None = None
 
 
 @dataclass(frozen=True)
@@ -217,10 +220,16 @@ class Stack:
         """Return the era of a year with decimals."""
         return next(era for era in reversed(self.eras) if year >= era.since)
 
-    def changes_at(self, year: float, device: str, precision: str, model: str = "") -> tuple[Change, ...]:
-        """Return the changes that hold in a year for a device, a precision and a model, later ones last."""
+    def changes_at(
+        self, year: float, device: str, precision: str, model: str = "", zero_stage: int | None = None
+    ) -> tuple[Change, ...]:
+        """Return the changes that hold in a year for a device, a precision, a model and a ZeRO stage, later ones last.
+
+        A `zero_stage` of None leaves out those of one stage alone.
+        """
         words = f"{device} {precision} {re.sub(r'[^A-Z0-9]', '', model.upper())}"
-        return tuple(c for c in self.changes if year >= c.since and re.search(c.matches, words))
+        known = (c for c in self.changes if c.zero_stage in (None, zero_stage))
+        return tuple(c for c in known if year >= c.since and re.search(c.matches, words))
 
     def options_at(self, year: float, device: str, precision: str, model: str = "") -> RunOptions:
         """Return the default options in a year; device and precision as words in capitals, the model by its name."""
@@ -229,9 +238,11 @@ class Stack:
             options = replace(options, **change.options)
         return options
 
-    def recompute_at(self, year: float, device: str, precision: str, model: str = "") -> tuple[str, ...]:
-        """Return what is recomputed if nothing is said, the likeliest first; arguments as for `options_at`."""
-        stated = [c.recompute for c in self.changes_at(year, device, precision, model) if c.recompute]
+    def recompute_at(
+        self, year: float, device: str, precision: str, model: str = "", zero_stage: int | None = None
+    ) -> tuple[str, ...]:
+        """Return what is recomputed if nothing is said, the likeliest first; arguments as for `changes_at`."""
+        stated = [c.recompute for c in self.changes_at(year, device, precision, model, zero_stage) if c.recompute]
         return stated[-1] if stated else self.kernels.recompute
 
     def in_16_bits(self, precision: str, latent: bool, year: float) -> str:
@@ -353,19 +364,25 @@ def _eras(read: _Reader, can: Abilities) -> tuple[Era, ...]:
     return tuple(out)
 
 
+_OF_LAYERS = re.compile(rf"\d+-\d+=({'|'.join(RECOMPUTE)})")  # of the layers with these numbers
+
+
 def _changes(read: _Reader) -> tuple[Change, ...]:
     out = []
     for k, data in enumerate(read.one("changes", list, ())):
-        each = _Reader(data, f"{read.where}: changes[{k}]", ("since", "matches", "options", "source"), ("recompute",))
+        needed = ("since", "matches", "options", "source")
+        each = _Reader(data, f"{read.where}: changes[{k}]", needed, ("recompute", "zero_stage"))
         values, since = _options(each), float(each.one("since", (int, float)))
         changed = {name: getattr(values, name) for name in each.data["options"]}
         again = tuple(map(str, each.one("recompute", list, ())))
         for how in again:
-            if not modules_of(how) and how not in RECOMPUTE:
+            if not modules_of(how) and how not in RECOMPUTE and _OF_LAYERS.fullmatch(how) is None:
                 raise PinError(
-                    f"{each.where}: recompute of {how!r} is not known; {did_you_mean(how, RECOMPUTE)}, or modules:..."
+                    f"{each.where}: recompute of {how!r} is not known; {did_you_mean(how, RECOMPUTE)}, modules:... or "
+                    "0-9=offload"
                 )
-        out.append(Change(since, each.one("matches", str), changed, each.one("source", str), again))
+        stage = each.one("zero_stage", int)
+        out.append(Change(since, each.one("matches", str), changed, each.one("source", str), again, stage))
     return tuple(out)
 
 

@@ -60,12 +60,14 @@ from experiments.published.words import (
 class Setting:
     """One way to read a row: the configuration and how its kernels run.
 
-    `shape`, `cluster`, `precision`: where they are not the task's. `instead`: fields that are not as the row says.
+    `again`: recompute of single layers, as a user writes it; "" where the configuration says it. `shape`, `cluster`,
+    `precision`: where they are not the task's. `instead`: fields that are not as the row says.
     """
 
     mode: Mode
     config: ParallelConfig
     options: RunOptions
+    again: str = field(default="", repr=False)
     shape: Shape | None = field(default=None, repr=False)
     cluster: Cluster | None = field(default=None, repr=False)
     precision: str | None = field(default=None, repr=False)
@@ -300,7 +302,7 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
     if shape.adapters is not None:  # ZeRO 1 and 2 shard what is trained, which is next to nothing
         zero = tuple(dict.fromkeys(0 if stage < 3 else stage for stage in zero))
     stack, where = stacks_of_frameworks()[framework], (era, row["gpu"], row["precision"], row["model"])
-    recompute = recompute_of(row, stack.recompute_at(*where))
+    recompute = recompute_of(row, stack.recompute_at(*where, zero[0]))
     schedules, on_host = schedule_of(row, pp), offload_of(row, zero[0], dp * cp)
     notes += [words.note for words in (schedules, on_host) if words.note]
     virtual = chunks_of(row, schedules.choices[0], shape.layers, pp)
@@ -343,7 +345,8 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
 
     def setting(r: _Reading, instead: tuple[str, ...] = ()) -> Setting:
         chunks = r.virtual_stages if pp > 1 else 1
-        again: str | tuple[int, ...] = r.recompute
+        of_layers = "=" in r.recompute and not r.on_host.activations
+        again: str | tuple[int, ...] = "none" if "=" in r.recompute else r.recompute
         if r.on_host.activations and r.recompute != "full":  # of layers computed again, only their inputs are kept
             again = "offload"
         elif r.recompute == HALF:
@@ -365,7 +368,7 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
             stages=equal_stages(shape.layers, pp, chunks) if num_copies(r.schedule) == 1 else None,
             offload=r.on_host.state,
         )
-        return Setting(r.mode, config, options, instead=instead)
+        return Setting(r.mode, config, options, r.recompute if of_layers else "", instead=instead)
 
     plain = {"schedule": replace(usual, schedule="1F1B", virtual_stages=1)} if pp > 1 else {}
     if usual.on_host:

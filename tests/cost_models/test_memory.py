@@ -264,7 +264,7 @@ def test_moments_of_16_bits() -> None:
 
 
 def test_masters_that_share_16_bits_with_parameters() -> None:
-    """2 bytes of state less, where the optimizer has masters of its own; none where parameters are stored as masters."""
+    """2 bytes of state less, where the optimizer has masters of its own; none where parameters are the masters."""
     wide, split = precision_of("bf16"), precision_of("bf16-rem16")
     assert (split.state_bytes, split.master_bytes) == (10.0, 2.0) and (wide.state_bytes, wide.master_bytes) == (12.0, 4)
     assert precision_of("fp8-grad16-mom16-rem16").state_bytes == 6.0
