@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.files import write_whole
-from autoplan.runtime.async_tp import hides_behind_pieces
+from autoplan.runtime.async_tp import hides_behind_pieces, largest_product
 from autoplan.runtime.batch import Batches
 from autoplan.runtime.checkpoint.contents import TrainingProgress
 from autoplan.runtime.checkpoint.door import Checkpoints
@@ -73,8 +73,9 @@ class ParallelModel(StateMethods):
         extra_state: persistent buffers and other state that the loss does not need, for `state_dict`.
         mesh: the device mesh; by default one is made from `spec.axes` and `spec.groups`.
         compile: backend of torch.compile for the blocks (see autoplan.runtime.compiled), or None.
-        async_tp: let compiled blocks (inductor) overlap tensor-parallel collectives with pieces of matrix products,
-            where that works (`autoplan.runtime.async_tp`).
+        async_tp: rows that a rank's products of tensor parallelism take of a micro-batch, to let compiled blocks
+            (inductor) overlap collectives with pieces of them where that works and is faster
+            (`autoplan.runtime.async_tp`); None: do not.
         gradient_compression: compression of ZeRO 0's all-reduce (`autoplan.runtime.compression`).
 
     Attributes:
@@ -118,7 +119,7 @@ class ParallelModel(StateMethods):
         extra_state: Mapping[str, Any] | None = None,
         mesh: AxisMesh | None = None,
         compile: str | None = None,
-        async_tp: bool = False,
+        async_tp: int | None = None,
         gradient_compression: Compression | None = None,
     ) -> None:
         self.spec: ProgramSpec = spec
@@ -144,12 +145,11 @@ class ParallelModel(StateMethods):
         self.training: bool = True
         self.folder: Path | None = folder
         self.stages: dict[int, nn.Module] = {index: self._build(mine, buffers) for index, mine in self._specs.items()}
+        params = [p for stage in spec.stages for p in stage.params]
         if compile is not None:
-            hidden = [self.mesh.group("tp")] if async_tp and self.mesh.size("tp") > 1 else []
-            hidden = [group for group in hidden if hides_behind_pieces(group, self.device)]
+            hidden = [] if async_tp is None else self._hidden(params, async_tp)
             for stage in self.stages.values():
                 compile_blocks(stage, compile, hidden)
-        params = [p for stage in spec.stages for p in stage.params]
         self._state = ModelState(
             spec,
             self.mesh,
@@ -179,6 +179,12 @@ class ParallelModel(StateMethods):
             self.optimizer = self._make_optimizer(optimizer, param_groups)
             check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
             guard_step(self.optimizer)
+
+    def _hidden(self, params: list[ParamSpec], rows: int) -> list[dist.ProcessGroup]:
+        """Return the groups whose collectives compiled blocks hide behind pieces of products of `rows` rows."""
+        groups = [self.mesh.group("tp")] if self.mesh.size("tp") > 1 else []
+        size = largest_product(params, self.mesh, rows)
+        return [group for group in groups if hides_behind_pieces(group, self.device, size)]
 
     def _neighbours(self) -> list[tuple[int, int]]:
         """Return the ranks of the pipeline between which stages send, each pair once and in order."""
