@@ -16,9 +16,9 @@ from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import ASSUMED_HOST_BYTES_PER_S, Cluster, Device, Group
 from autoplan.cost_models.kernels.operations import op_s
 from autoplan.cost_models.network.collectives import group_collective_s
-from autoplan.cost_models.network.routing import Routing
 from autoplan.cost_models.profile import LINK_WORK_S, Profile
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
+from autoplan.cost_models.routing import Routing
 from autoplan.cost_models.work import OpWork
 from autoplan.errors import PinError
 from autoplan.ops.saved import TensorFacts

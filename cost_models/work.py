@@ -19,7 +19,7 @@ from functools import cached_property
 
 from autoplan.config.adapters import PACKED_BYTES
 from autoplan.config.recompute import FULL, OFFLOAD, SELECTIVE, region_groups
-from autoplan.cost_models.network.routing import Routing
+from autoplan.cost_models.routing import Routing
 from autoplan.ops.saved import TensorFacts
 from autoplan.units import dtype_bytes
 

@@ -11,7 +11,7 @@ they are not as usual:
     alpha, limit   numbers of the activation (`autoplan.runtime.expert_forms`)
 
 Those of GROUPED, of which only prices depend, are there where the router chooses experts of `top_groups` of `groups`
-groups for a token (`autoplan.cost_models.network.routing`).
+groups for a token (`autoplan.cost_models.routing`).
 
 Experts that are not gated have f instead of 2 f. Biases are [e, 2 f] and [e, h].
 """

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from autoplan.cost_models.network.routing import Routing
+from autoplan.cost_models.routing import Routing
 from autoplan.ir.graph import Block, Node, Value
 from autoplan.ir.layout import Axis, ConversionStep, Layout
 from autoplan.ir.symbols import Expr, product

@@ -39,7 +39,7 @@ from fractions import Fraction
 from typing import Any
 
 from autoplan.config.parallel import Dispatcher
-from autoplan.cost_models.network.routing import Routing
+from autoplan.cost_models.routing import Routing
 from autoplan.cost_models.work import OpWork
 from autoplan.errors import LayoutError
 from autoplan.ir.graph import Block, Node

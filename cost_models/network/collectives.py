@@ -46,9 +46,9 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.hardware.fabric_graph import Traffic, spans
 from autoplan.cost_models.hardware.nccl import FABRICS, NCCL_KINDS, Fabric, Path, Protocol
 from autoplan.cost_models.hardware.parts import Group, Level
-from autoplan.cost_models.network.routing import MEASURED, Routing
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
+from autoplan.cost_models.routing import MEASURED, Routing
 from autoplan.errors import LayoutError
 
 # Share of the full (gathered or reduced) tensor that each device sends over its link, times n / (n - 1).

@@ -21,8 +21,8 @@ from autoplan.cost_models.network.collectives import (
     seconds_by_bytes,
     wire_bytes,
 )
-from autoplan.cost_models.network.routing import Routing
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
+from autoplan.cost_models.routing import Routing
 from autoplan.cost_models.time.blocks import BlockPricer
 from autoplan.cost_models.time.price import Pricer
 from autoplan.errors import LayoutError, PinError

@@ -17,9 +17,9 @@ from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster, Group
 from autoplan.cost_models.kernels.operations import op_s
-from autoplan.cost_models.network.routing import Routing
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.quantity import Tag
+from autoplan.cost_models.routing import Routing
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.cost_models.time.host import host_s
 from autoplan.cost_models.time.price import Pricer

@@ -11,7 +11,7 @@ from autoplan.catalog import load_model
 from autoplan.config.parallel import Attention, Dispatcher, Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.network.routing import Routing
+from autoplan.cost_models.routing import Routing
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, Workload
 from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import I, R
