@@ -154,15 +154,19 @@ def read_text(
     faults += _broken(target, document, says, warns=False) if not refused else []
     warnings = [*_broken(target, document, says, warns=True), *_misspelt(target, found)]
     stack = target.stack_of(document) if target.stack_of is not None else target.stack
-    seen = document.seen | set(target.base) | _IDLE
+    open_ = {name: where for name, where in target.elsewhere.items() if name not in says}
+    rest = ((), tuple(faults), tuple(warnings))
+    out = ConfigFile(path, target.name, version, found, says, f"{stack}@{version}", open_, *rest)
+    return replace(out, not_read=(*_not_used(out, target, document, given), *unknown))
+
+
+def _not_used(read: ConfigFile, target: Target, document: Document, given: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a file that were not used, but for those that an export of the same setup writes as well."""
+    found, seen = read.values, document.seen | set(target.base) | _IDLE
     known = (name for name in found if name in target.schema.entries and not _seen(name, seen))
     left = [name for name in known if not any(other.startswith(f"{name}.") for other in found)]  # no sections
-    open_ = {name: where for name, where in target.elsewhere.items() if name not in says}
-    rest = (tuple([*left, *unknown]), tuple(faults), tuple(warnings))
-    out = ConfigFile(path, target.name, version, found, says, f"{stack}@{version}", open_, *rest)
-    fixed = _written(out, target, task, given) if left and not refused else {}
-    left = [name for name in left if name not in fixed or _checked(fixed[name]) != found[name]]
-    return replace(out, not_read=tuple([*left, *unknown]))
+    fixed = _written(read, target, document.task, given) if left else {}
+    return [name for name in left if name not in fixed or _checked(fixed[name]) != found[name]]
 
 
 def _written(read: ConfigFile, target: Target, task: Task, given: Mapping[str, Any]) -> dict[str, Any]:
