@@ -41,8 +41,10 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
 def _restore(now: dict[str, Any], then: dict[str, Any]) -> None:
     """Give the tensors of a table the values that they had, and take out those that it did not have."""
     for name, value in list(now.items()):
-        if (isinstance(value, torch.Tensor) or isinstance(then.get(name), torch.Tensor)) and value is not then.get(name):
-            if name in then:
-                now[name] = then[name]
-            else:
-                del now[name]
+        before = then.get(name)
+        if value is before or not any(isinstance(x, torch.Tensor) for x in (value, before)):
+            continue
+        if name in then:
+            now[name] = before
+        else:
+            del now[name]

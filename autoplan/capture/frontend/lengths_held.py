@@ -86,7 +86,7 @@ class Lengths:
         named = {self.symbols[s]: n for s, n in self.hints.items() if s in self.symbols}
         sign = 1 if largest else -1
 
-        def order(size: Expr) -> tuple[float, bool]:
+        def order(size: Expr) -> tuple[Fraction, bool]:
             return sign * size.evaluate(named), any(monomial for monomial, _ in size.terms)
 
         given = sorted((self._polynomial(a) for a in expr.args), key=order, reverse=True)
