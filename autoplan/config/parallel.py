@@ -15,8 +15,8 @@ from autoplan.config.kernels import Attention as Attention
 from autoplan.config.kernels import Dispatcher as Dispatcher
 from autoplan.config.kernels import Launch as Launch
 from autoplan.config.numbers import read_count, read_list
-from autoplan.config.offload import read_offload
-from autoplan.config.recompute import read_recompute, recompute_label, recompute_of_text, recompute_text
+from autoplan.config.offload import offload_text, read_offload
+from autoplan.config.recompute import NONE, read_recompute, recompute_label, recompute_of_text, recompute_text
 from autoplan.errors import PinError
 from autoplan.schedules.schedule import SCHEDULES
 from autoplan.units import DTYPE_BYTES
@@ -343,7 +343,7 @@ def _zero_label(c: ParallelConfig, layers: int) -> str:
 
 def _recompute_label(c: ParallelConfig, layers: int) -> str:
     how = recompute_label(c.recompute, layers)
-    return "" if how == "none" else f"recompute {how}"
+    return "" if how == NONE else f"recompute {how}"
 
 
 @dataclass(frozen=True)
@@ -508,7 +508,7 @@ class ParallelConfig:
         "What is kept on the host: any of activations, optimizer, parameters, joined by +, or none.",
         written=Written.WORD,
         obstacle=_offload,
-        text=lambda value, _: "+".join(value) or "none",
+        text=lambda value, _: offload_text(value),
         label=lambda c, _: f"offload {'+'.join(c.offload)}" if c.offload else "",
         label_at=12,
         about=(

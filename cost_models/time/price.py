@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from autoplan.config.parallel import Mode, ParallelConfig, Precision, precision_of
-from autoplan.config.recompute import NONE, SELECTIVE, Searched, recompute_kind
+from autoplan.config.recompute import FULL, NONE, SELECTIVE, Searched, recompute_kind
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group
 from autoplan.cost_models.kernels.gpu import kernels_of
@@ -343,7 +343,7 @@ class Pricer:
         of the memory model), nor is `full` (all steps of the recompute frontier).
         """
         pinned, w = self.config.recompute, self.workload
-        if isinstance(pinned, tuple) or (isinstance(pinned, str) and recompute_kind(pinned).of_all):
+        if isinstance(pinned, tuple) or pinned in (NONE, SELECTIVE, FULL):
             return {}
         out = {}
         for u, (calls, marked) in enumerate(zip(w.unit_calls, w.is_layer, strict=True)):
