@@ -366,6 +366,7 @@ _OPS: Mapping[str, tuple[str, int]] = {
     "c10d::send": ("send_recv", 0),
     "autoplan_exchange::reduce_scatter": ("reduce_scatter", 1),
 }
+OTHER_GROUP = "group "  # begins the axis of a record whose group is no axis of the mesh
 _NAMESPACES = frozenset(name.partition("::")[0] for name in _OPS)
 _GROUP_ARGUMENTS = ("group_name", "process_group", "group")
 
@@ -418,7 +419,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if dist.get_world_size(group) > 1:
             payload = result if index == _RESULT else args[index]
             axis = self._mesh.axis_of_group(group)
-            name = axis if axis is not None else f"group {group.group_desc}"
+            name = axis if axis is not None else f"{OTHER_GROUP}{group.group_desc}"
             if self._between_stages or (kind, name) != ("send_recv", "pp"):
                 self.records.append(CollectiveRecord(kind, name, _bytes(payload), phase_of_call()))
         return result

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from autoplan.config.choice import Written, choice, choices_of, is_count
 from autoplan.config.context_methods import INNER, methods_text, read_methods
@@ -234,17 +234,33 @@ GRADIENTS_16 = "-grad16"
 MOMENTS_16 = "-mom16"
 
 
+class PrecisionName(NamedTuple):
+    """The parts of the name of a precision: the base, and what else is kept in 16 bits."""
+
+    base: str
+    gradients_16: bool
+    moments_16: bool
+
+
+def read_precision(name: str) -> PrecisionName:
+    """Return the parts of a name. The suffixes are GRADIENTS_16 and MOMENTS_16, in this order; the base is not checked.
+
+    >>> read_precision("bf16-grad16")
+    PrecisionName(base='bf16', gradients_16=True, moments_16=False)
+    """
+    rest = name.removesuffix(MOMENTS_16)
+    return PrecisionName(rest.removesuffix(GRADIENTS_16), rest.endswith(GRADIENTS_16), rest != name)
+
+
 def precision_of(name: str) -> Precision:
     """Return the precision with this name.
 
-    The suffixes GRADIENTS_16 and MOMENTS_16, in this order, narrow gradients and moments that are otherwise wider.
+    Its suffixes narrow gradients and moments that are otherwise wider.
 
     Raises: PinError that names the known precisions.
     """
-    short = name.endswith(MOMENTS_16)
-    rest = name.removesuffix(MOMENTS_16)
-    base = PRECISIONS.get(rest.removesuffix(GRADIENTS_16))
-    narrow = rest.endswith(GRADIENTS_16)
+    plain, narrow, short = read_precision(name)
+    base = PRECISIONS.get(plain)
     if base is None or ((narrow or short) and (base.grad_bytes is None or base.compute == "float32")):
         known = ", ".join(PRECISIONS)
         raise PinError(f"precision {name!r} is not known; use {known}, or bf16{GRADIENTS_16} for 16-bit gradients")
@@ -272,7 +288,7 @@ def precision_obstacle(name: str) -> str | None:
             f"precision {name!r} is priced, but not executed: products in {found.matmul} have no kernel here; use "
             f"{known}, or bf16{GRADIENTS_16} for 16-bit gradients; nearest: {found.compute_name}"
         )
-    if name.endswith(MOMENTS_16):
+    if read_precision(name).moments_16:
         return (
             f"precision {name!r} is priced, but not executed: moments of the optimizer are float32 here; nearest: "
             f"{name.removesuffix(MOMENTS_16)}"

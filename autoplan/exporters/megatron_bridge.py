@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16
+from autoplan.config.parallel import read_precision
 from autoplan.exporters.launching import srun
 from autoplan.exporters.megatron import CANNOT, FP8, MEGATRON_RULES, fields_of, overlap_field
-from autoplan.exporters.record import Document, Field, Target, Values, base_of, precision_word
+from autoplan.exporters.record import Document, Field, Target, Values, precision_word
 from autoplan.exporters.scripts import Name, Python
 from autoplan.exporters.setup import Setup
 
@@ -22,13 +22,16 @@ _FP32 = "MixedPrecisionConfig(fp32=True)"
 
 
 def _write_recipe(setup: Setup) -> Values:
-    base, wide = base_of(setup.precision), GRADIENTS_16 not in setup.precision
+    base, narrow, moments = read_precision(setup.precision)
     if base not in _PRESETS:
         return {"mixed_precision": Name(_FP32)}
-    out: dict[str, Any] = {"mixed_precision": Name(f"{_PRESETS[base]}()"), "mixed_precision.grad_reduce_in_fp32": wide}
+    out: dict[str, Any] = {
+        "mixed_precision": Name(f"{_PRESETS[base]}()"),
+        "mixed_precision.grad_reduce_in_fp32": not narrow,
+    }
     if base in FP8:
         out["mixed_precision.fp8_param_gather"] = setup.options.narrow_gather and setup.config.zero_stage > 0
-    if setup.precision.endswith(MOMENTS_16):
+    if moments:
         out |= {"optimizer.use_precision_aware_optimizer": True}
         out |= {f"optimizer.{name}_dtype": Name("torch.bfloat16") for name in ("exp_avg", "exp_avg_sq")}
     return out

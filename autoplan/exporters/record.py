@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16
+from autoplan.config.context_methods import GATHER, RING
+from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16, read_precision
 from autoplan.errors import PinError
 from autoplan.exporters.schema import Schema
 from autoplan.exporters.setup import Setup, Task
@@ -265,7 +266,12 @@ def precision_word(base: str, narrow: bool, moments: bool = False) -> str:
 
 def base_of(precision: str) -> str:
     """Return the name of a precision without its suffixes for gradients and moments."""
-    return precision.removesuffix(GRADIENTS_32).removesuffix(MOMENTS_16).removesuffix(GRADIENTS_16)
+    return read_precision(precision.removesuffix(GRADIENTS_32)).base
+
+
+# Words of `torch.distributed.tensor.experimental.context_parallel` (set_rotate_method) for how keys reach other ranks
+ROTATE_METHODS = {GATHER: "allgather", RING: "alltoall"}
+METHODS_BY_ROTATE = {word: method for method, word in ROTATE_METHODS.items()}
 
 
 def derived(read: Callable[[Document, Values], Values], *names: str) -> Field:

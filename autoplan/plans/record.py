@@ -31,6 +31,7 @@ from autoplan.plans.document import (
     read_json,
     tuples,
 )
+from autoplan.program.choice_kinds import ChoiceKind
 from autoplan.program.context_pins import chosen_methods
 from autoplan.program.facts import layer_calls, pipeline_units, stage_calls
 from autoplan.program.parallel_dims import parallel_dims
@@ -208,7 +209,7 @@ class Plan:
             lines.append(f"  {self.capture}")
         for i, names in enumerate(self.stages):
             lines.append(f"  stage {i}: {', '.join(names)}")
-        stored = [(k.removeprefix("store "), v) for k, v in self.layout.items() if k.startswith("store ")]
+        stored = [(name, v) for k, v in self.layout.items() if (name := ChoiceKind.STORE.subject_of(k)) is not None]
         if any("S(" in v for _, v in stored):
             lines.append("  stored in shards: " + ", ".join(f"{k} {v}" for k, v in stored if "S(" in v))
         lines += [f"  note: {note}" for note in self.notes]

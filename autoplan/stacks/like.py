@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoplan.config.choices import option_data, options_of, read_mode
-from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16, Mode, RunOptions, precision_of
+from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16, Mode, RunOptions, precision_of, read_precision
 from autoplan.config.settings import setting
 from autoplan.errors import PinError
 from autoplan.names import did_you_mean
@@ -74,9 +74,13 @@ class Like:
     @property
     def _base(self) -> str:
         """The precision without what is kept in 16 bits."""
-        name = str(self.given.get("precision") or _PLAIN).removesuffix(GRADIENTS_32)
-        precision_of(name)
-        return name.removesuffix(MOMENTS_16).removesuffix(GRADIENTS_16)
+        precision_of(self._given_precision)
+        return read_precision(self._given_precision).base
+
+    @property
+    def _given_precision(self) -> str:
+        """The given precision without the suffix that only a stack's default needs."""
+        return str(self.given.get("precision") or _PLAIN).removesuffix(GRADIENTS_32)
 
     def precision(self, latent: bool) -> str:
         """Return the precision with what the stack keeps in 16 bits, unless a suffix says it.
