@@ -15,7 +15,7 @@ from rich.text import Text
 from autoplan.config import numbers
 from autoplan.config.choices import config_label
 from autoplan.config.parallel import ParallelConfig
-from autoplan.config.recompute import NONE, OFFLOAD, recompute_label
+from autoplan.config.recompute import layers_by_choice, layers_text, recompute_kind
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.program.facts import layer_calls
 from autoplan.program.legality import not_executed
@@ -142,14 +142,16 @@ def words_of_plan(config: ParallelConfig, layers: int) -> str:
 
 def _backward_words(c: ParallelConfig, layers: int) -> Iterator[str]:
     """Yield which layers are recomputed, and which send what the backward needs to the host."""
-    parts = [part for part in recompute_label(c.recompute, layers).split(", ") if part != NONE]
-    moved = [part for part in parts if part.partition(" ")[0] == OFFLOAD]
-    again = ", ".join(part for part in parts if part not in moved)
+    choices = layers_by_choice(c.recompute)
+    on_host = [how for how in choices if recompute_kind(how).on_host]
+    again = ", ".join(
+        f"{how} {layers_text(n, layers)}" if n else how for how, n in choices.items() if how not in on_host
+    )
     if again:
-        yield f"recompute {again} layers" if "/" in again else f"recompute {again}"
-    for part in moved:
-        of = part.partition(" ")[2]
-        yield f"activations of {of} layers on the host" if of else "activations on the host"
+        yield f"recompute {again} layers" if any(choices.values()) else f"recompute {again}"
+    for how in on_host:
+        of = f" of {layers_text(choices[how], layers)} layers" if choices[how] else ""
+        yield f"activations{of} on the host"
 
 
 def verdict(c: Certificate, result: SearchResult) -> str:
