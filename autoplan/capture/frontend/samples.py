@@ -76,7 +76,8 @@ class CaptureSamples(TorchFunctionMode):
         """Return True for a tensor that has a size for the samples first, which is no number."""
         if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
             return False
-        size, batch = tensor.shape[0], self._batch()
+        size: Any = tensor.shape[0]
+        batch = self._batch()
         if not isinstance(size, torch.SymInt) or str(size) not in map(str, batch):
             return False
         for other in batch:  # a size of every input, and one number
