@@ -81,7 +81,7 @@ class CaptureSamples(TorchFunctionMode):
         if not isinstance(size, torch.SymInt) or str(size) not in map(str, batch):
             return False
         for other in batch:  # a size of every input, and one number
-            torch._check(size == other)
+            torch._check(size == other)  # type: ignore[no-untyped-call]
         return True
 
 
