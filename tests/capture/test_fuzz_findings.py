@@ -101,7 +101,8 @@ def test_one_value_may_be_read_in_two_layouts() -> None:
 REFUSED = {
     "half of the sequence": ("return F.glu(h, 1)", r"form 2\*", ""),
     "an op that PyTorch cannot run beside in-place ops": (
-        "v = torch.std_mean(h, dim=(0, -1), keepdim=True)[1]\nw = v * 1\nw[..., ::2] = v[..., ::2].sin()\nreturn h + w + v",
+        "v = torch.std_mean(h, dim=(0, -1), keepdim=True)[1]\nw = v * 1\nw[..., ::2] = v[..., ::2].sin()\n"
+        "return h + w + v",
         r"std_mean.*write x = x\.add\(y\) for x\.add_\(y\)",
         "",
     ),
