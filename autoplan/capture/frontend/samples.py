@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from autoplan.errors import CaptureError
 
@@ -61,12 +60,9 @@ class CaptureSamples(TorchFunctionMode):
         if function is torch.Tensor.__len__ and self._is_batch(args[0]):
             # what list() asks first, which takes this error for an answer
             raise TypeError("the number of samples is not fixed: write x.shape[0] for len(x)")
-        if (function in _CAT or function is torch.stack) and any(
-            isinstance(x, _Samples) for x in pytree.tree_leaves((args, kwargs))
-        ):
-            (first, *rest), dim = args, kwargs.get("dim", 0)
-            if [type(x) for x in first] == [_Samples] and (rest[0] if rest else dim) == 0 and len(rest) < 2:
-                whole: torch.Tensor = first[0].whole
+        if function in (*_CAT, torch.stack):
+            whole = _whole(*args, **kwargs)
+            if whole is not None:
                 return whole if function is torch.stack else whole.flatten(0, 1)
         if function in _SCATTER and len(args) == 3 and self._is_batch(args[0]) and _by_rows(*args):
             return scattered_rows(*args)
@@ -83,6 +79,12 @@ class CaptureSamples(TorchFunctionMode):
         for other in batch:  # a size of every input, and one number
             torch._check(size == other)  # type: ignore[no-untyped-call]
         return True
+
+
+def _whole(tensors: Any, dim: int = 0, **more: Any) -> torch.Tensor | None:
+    """Return the tensor whose samples are joined along the batch; None if no list of all samples is."""
+    alone = isinstance(tensors, (list, tuple)) and [type(x) for x in tensors] == [_Samples]
+    return tensors[0].whole if alone and dim == 0 and not more else None
 
 
 def _by_rows(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> bool:
