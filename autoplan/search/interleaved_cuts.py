@@ -141,7 +141,7 @@ class _Choices:
     highest: tuple[int, ...]
     pinned: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def most(self) -> int:
         """The number of the last choice."""
         return sum(self.highest)
@@ -150,14 +150,16 @@ class _Choices:
         """Return the steps of every chunk after `number` steps in all."""
         if not self.highest:
             return self.pinned
+        if number >= self.most:
+            return self.highest
         low, high = 0, max(self.highest)  # full rounds, in which every chunk that is not at its most takes a step
         while low < high:
             rounds = (low + high + 1) // 2
-            if sum(min(rounds, most) for most in self.highest) <= number:
+            if sum([min(rounds, most) for most in self.highest]) <= number:
                 low = rounds
             else:
                 high = rounds - 1
-        left = number - sum(min(low, most) for most in self.highest)
+        left = number - sum([min(low, most) for most in self.highest])
         out = []
         for most in self.highest:
             again = left > 0 and most > low
@@ -236,6 +238,7 @@ class ChunkCutter:
         self._free_s: float | None = None
         self._lacking: tuple[int, tuple[int, ...]] | None = None  # a rank that lacks memory, of the first cut
         self._ranges: dict[tuple[int, ...], list[range]] = {}
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], _Choices] = {}
         self._steps: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
 
     @cached_property
@@ -381,13 +384,20 @@ class ChunkCutter:
 
     def _choices(self, mine: Sequence[int], cut: tuple[int, ...]) -> _Choices:
         """Return the steps along the recompute frontier for the chunks of a rank."""
-        ranges = self._ranges_of(cut)
-        most = [self.pricer.frontier.height(ranges[k]) for k in mine]  # the chunk's layers if recompute is not searched
-        if self.fixed is None:
-            return _Choices(tuple(most))
-        if self.fixed == FULL:
-            return _Choices((), tuple(most))
-        return _Choices((), tuple(sum(u in self.pricer.pinned_recompute for u in ranges[k]) for k in mine))
+        key = tuple(mine), cut
+        found = self._known.get(key)
+        if found is None:
+            ranges, height = self._ranges_of(cut), self.pricer.frontier.height
+            most = tuple([height(ranges[k]) for k in mine])  # the chunk's layers if recompute is not searched
+            if self.fixed is None:
+                found = _Choices(most)
+            elif self.fixed == FULL:
+                found = _Choices((), most)
+            else:
+                again = self.pricer.pinned_recompute
+                found = _Choices((), tuple(sum(u in again for u in ranges[k]) for k in mine))
+            self._known[key] = found
+        return found
 
     def _ranges_of(self, cut: tuple[int, ...]) -> list[range]:
         """Return `ranges_of` a cut, made once."""

@@ -39,6 +39,7 @@ from autoplan.search.cuts import Cut, Cutter, Shortage
 from autoplan.search.degrees import Space, num_cuts, search_order
 from autoplan.search.estimate import Planned, chosen_recompute, estimate_config
 from autoplan.search.first_plans import Neighbours, usual
+from autoplan.search.garbage import collected_seldom
 from autoplan.search.group_bounds import GroupKey, group_key, grouped, step_bounds_s
 from autoplan.search.infeasible import InfeasibleReport, NothingFits, no_plan
 from autoplan.search.interleaved_cuts import ChunkCutter
@@ -592,4 +593,5 @@ def search_plan(request: PlanRequest, told: Callable[[Progress], None] | None = 
         >>> search_plan(PlanRequest(load_model("gpt2"), Cluster.parse("1xh100"), 1024, 16)).plans[0].config.dp
         1
     """
-    return _Search(request, told).run()
+    with collected_seldom():
+        return _Search(request, told).run()
