@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from autoplan.ir.layout import Axis
 from autoplan.search.intra import IntraSolution
 
 FEWEST, MOST = 1, 2**40  # numbers of micro-batches between which all others lie
+MOST_MADE = 1024  # workloads kept; a search of a mixture of experts makes some 300, each of about 100 kB
 
+_T = TypeVar("_T")
 Solve = Callable[[int], tuple[tuple[Axis, ...], IntraSolution]]  # from the number of micro-batches
 
 
@@ -43,9 +46,10 @@ class _Range:
 
     def joined(self, number: int, solution: IntraSolution) -> _Range | None:
         """Return the range with one more solution; None if its selection is another one."""
+        known = self.most[1].selection
         if _names(solution) != _names(self.most[1]):
             return None
-        mine = number, solution
+        mine = number, replace(solution, selection=known)  # one object, by which work is known
         return _Range(min(self.fewest, mine, key=lambda e: e[0]), max(self.most, mine, key=lambda e: e[0]))
 
 
@@ -68,12 +72,13 @@ class ById:
 
 @dataclass(frozen=True)
 class LayoutStore:
-    """Proved layouts by everything that their problem depends on, but for the number of micro-batches.
+    """Proved layouts by everything that their problem depends on, but for the number of micro-batches; and their work.
 
     Its keys may hold objects that compare by identity: it keeps them alive.
     """
 
     _found: dict[object, tuple[tuple[Axis, ...], list[_Range]]] = field(default_factory=dict)
+    _made: dict[object, Any] = field(default_factory=dict)
 
     def get(self, key: object, number: int, solve: Solve) -> tuple[tuple[Axis, ...], IntraSolution]:
         """Return the axes and the best layout for a number of micro-batches, solved if it is not known.
@@ -95,6 +100,15 @@ class LayoutStore:
         axes, solution = solve(number)
         self._keep(key, number, axes, solution)
         return axes, solution
+
+    def made(self, key: object, make: Callable[[], _T]) -> _T:
+        """Return what `make` returned for this key, if it is among the last that were made. They stay unchanged."""
+        if key not in self._made:
+            if len(self._made) >= MOST_MADE:
+                del self._made[next(iter(self._made))]
+            self._made[key] = make()
+        found: _T = self._made[key]
+        return found
 
     def _keep(self, key: object, number: int, axes: tuple[Axis, ...], solution: IntraSolution) -> _Range:
         """Store a solution, if it is proved, with those that have its selection; return their range."""

@@ -193,13 +193,24 @@ class LayoutCache:
         ends: bool,
         methods: MethodChoice,
     ) -> CandidateLayout:
+        r, store = self.request, self.request.layouts
+        sizes = axes, cut, tuple(r.env(*cut[1:3]).items())
+        settings = r.precision, r.cluster.device_type, r.mode, r.options, modules_of(r.pins.get("recompute"))
+        key = ById(r.graph), ById(solution.selection), sizes, settings, methods  # no price
         made = self._lowered.get((cut, methods))  # shared by all degrees of experts
         if made is None:
-            op_costs = self._op_costs(axes, cut, methods)
             first = self._first_lowered.get(cut)
-            made = self._lowered[cut, methods] = lower_all(self.request.graph, solution.selection, op_costs, first)
+
+            def lowered() -> LoweredModel:
+                return lower_all(r.graph, solution.selection, self._op_costs(axes, cut, methods), first)
+
+            made = self._lowered[cut, methods] = store.made(("lowered", key), lowered)
             self._first_lowered.setdefault(cut, made)
-        work = workload(self.request.graph, solution.selection, made.op_costs, experts, ends, made)
+        shared = made
+        work = store.made(
+            ("work", key, experts, ends),
+            lambda: workload(r.graph, solution.selection, shared.op_costs, experts, ends, shared),
+        )
         like = self.request.facts.like
         if like is not None:  # recompute that the stack cannot do is not looked at
             able = like.can.recompute
