@@ -8,7 +8,7 @@ from typing import Any, overload
 from autoplan.config.choices import check_values
 from autoplan.config.offload import state_offload, with_offload
 from autoplan.config.parallel import ParallelConfig
-from autoplan.config.recompute import read_recompute
+from autoplan.config.recompute import NONE, read_recompute
 from autoplan.schedules.schedule import SCHEDULES
 
 
@@ -48,7 +48,7 @@ class Pins(Mapping[str, Any]):
     @property
     def _recompute(self) -> str | dict[str, str] | tuple[int, ...]:
         """The recompute pin in canonical form, or the number of layers per stage."""
-        given = self._values.get("recompute", "none")
+        given = self._values.get("recompute", NONE)
         return given if isinstance(given, tuple) and isinstance(given[0], int) else read_recompute(given)
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from autoplan.config.choices import CHOICES, OPTIONS, option_data
-from autoplan.config.context_methods import methods_text
+from autoplan.config.context_methods import methods_text, read_method
 from autoplan.config.parallel import Dispatcher, Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.config.recompute import FULL, NONE, read_recompute
 from autoplan.config.settings import VARIED_SETTINGS
@@ -159,6 +159,12 @@ def values(setup: Setup) -> dict[str, Any]:
     return out | run | _run_values(setup, out["zero_stage"], method)
 
 
+def _has_ring(config: ParallelConfig) -> bool:
+    given = config.context_method or ""
+    names = [given] if isinstance(given, str) else given.values()
+    return any(read_method(name, config.cp).is_ring for name in names)
+
+
 def _run_values(setup: Setup, zero: int, method: str | None) -> dict[str, Any]:
     """Return the options with those that make no difference at their defaults."""
     c, o = setup.config, setup.options
@@ -166,7 +172,7 @@ def _run_values(setup: Setup, zero: int, method: str | None) -> dict[str, Any]:
         "tp": c.tp > 1,
         "ep": c.ep > 1,
         "pp": c.pp > 1 and c.virtual_stages > 1,
-        "cp": c.cp > 1 and (method is None or "ring" in method),
+        "cp": c.cp > 1 and (method is None or _has_ring(c)),
     }
     once = zero in (1, 2)  # what is sent once per step
     overlap = o.overlap_zero or not (once or (zero == 0 and c.dp * c.cp > 1 and setup.mode is Mode.FUSED))

@@ -15,6 +15,7 @@ from rich.text import Text
 from autoplan.config import numbers
 from autoplan.config.choices import config_label
 from autoplan.config.parallel import ParallelConfig
+from autoplan.config.recompute import layers_by_choice, layers_text, recompute_kind
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.program.facts import layer_calls
 from autoplan.program.legality import not_executed
@@ -134,10 +135,23 @@ def words_of_plan(config: ParallelConfig, layers: int) -> str:
     words += [_ZERO[c.zero_stage]] if c.dp * c.cp > 1 and c.zero_stage else []
     plural = "es" if c.num_micro_batches > 1 else ""
     words.append(f"{c.num_micro_batches} micro-batch{plural} of {c.micro_batch_size} per replica")
-    recompute = config_label(c, layers).partition("recompute ")[2].partition(" offload")[0]
-    words += [f"recompute {recompute} layers" if "/" in recompute else f"recompute {recompute}"] if recompute else []
+    words += _backward_words(c, layers)
     words += [f"on the host: {', '.join(c.offload)}"] if c.offload else []
     return "; ".join(words)
+
+
+def _backward_words(c: ParallelConfig, layers: int) -> Iterator[str]:
+    """Yield which layers are recomputed, and which send what the backward needs to the host."""
+    choices = layers_by_choice(c.recompute)
+    on_host = [how for how in choices if recompute_kind(how).on_host]
+    again = ", ".join(
+        f"{how} {layers_text(n, layers)}" if n else how for how, n in choices.items() if how not in on_host
+    )
+    if again:
+        yield f"recompute {again} layers" if any(choices.values()) else f"recompute {again}"
+    for how in on_host:
+        of = f" of {layers_text(choices[how], layers)} layers" if choices[how] else ""
+        yield f"activations{of} on the host"
 
 
 def verdict(c: Certificate, result: SearchResult) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autoplan.cost_models.time.estimate import COMM_TERMS
 from autoplan.errors import PinError
 from autoplan.plans.record import Plan
 from autoplan.report import timeline
@@ -175,7 +176,7 @@ def predicted_terms(plan: Plan) -> dict[str, float]:
         raise PinError("the plan has no estimate: its degrees were given, not searched; compare one of `autoplan plan`")
     out = dict.fromkeys(_TERMS, 0.0)
     for name, seconds in plan.estimate.breakdown.items():
-        term = "comm" if name.endswith("_comm") else name
+        term = "comm" if name in COMM_TERMS else name
         term = {"recompute": "compute", "accumulate": "compute"}.get(term, term)
         out[term if term in _TERMS else "rest"] += seconds.mid
     return out
