@@ -340,17 +340,20 @@ class ChunkCutter:
         out, near, cut = [0] * len(self.chunks), 0, self.chunks
         for rank, mine in enumerate(self.chunks_of):
             choices = self._choices(mine, cut)
-            least = _first_true(choices.most, near, functools.partial(self._fits, rank, choices, cut))
+            least = self._least_of(rank, choices, cut, near)
             if least is None:
                 return None
-            while not self._fits_host(rank, choices, cut, least):
-                least += 1  # recomputed activations are not on the host
-                if least > choices.most:
-                    return None
             for k, count in zip(mine, choices.of(least), strict=True):
                 out[k] = count
             near = least
         return tuple(out)
+
+    def _least_of(self, rank: int, choices: _Choices, cut: tuple[int, ...], near: int = 0) -> int | None:
+        """Return the fewest steps with which a rank fits its device and the host; None if it does not."""
+        least = _first_true(choices.most, near, functools.partial(self._fits, rank, choices, cut))
+        while least is not None and not self._fits_host(rank, choices, cut, least):
+            least = least + 1 if least < choices.most else None  # recomputed activations are not on the host
+        return least
 
     def _fits(self, rank: int, choices: _Choices, cut: tuple[int, ...], number: int) -> bool:
         """Return True if a rank fits its device after `number` steps."""
@@ -417,8 +420,13 @@ class ChunkCutter:
         return self.pricer.memory.rank(rank, *self._tried(rank, counts, cut), self.pricer.pinned_recompute)
 
     def shortage(self) -> Shortage:
-        """Return how far the most even cut is from fitting with the most recompute."""
-        return worst_of([self._shortage(rank, self.cuts[0]) for rank in range(self.pp)])
+        """Return how far the most even cut is from fitting with the most recompute.
+
+        It is the shortage of the rank that lacks most, of those that fit under no choice, if there are some.
+        """
+        cut, ranks = self.cuts[0], range(self.pp)
+        short = [r for r in ranks if self._least_of(r, self._choices(self.chunks_of[r], cut), cut) is None]
+        return worst_of([self._shortage(rank, cut) for rank in short or ranks])
 
     def any_shortage(self) -> Shortage:
         """Return the shortage of one rank, perhaps not the largest."""

@@ -166,7 +166,7 @@ class LayoutCache:
     def _solve(self, tp: int, size: int, cp: int, own: bool, limit_s: float) -> tuple[tuple[Axis, ...], IntraSolution]:
         """Return the layout of a cut, from an earlier search of the request's store if it is known there."""
         cut = tp, size, cp, own
-        key, number = prices_key(self.request, self.costs, cut), micro_batches(self.request, cut)
+        key, number = prices_key(self.request, self.costs, cut), layout_batches(self.request, cut)
         until = time.perf_counter() + limit_s
         axes, solution = self.request.layouts.get(key, number, functools.partial(self._solve_anew, cut, until))
         self.gap = max(self.gap, solution.gap)
@@ -426,7 +426,7 @@ class LayoutCache:
         return self._cutters[candidate]
 
 
-def micro_batches(request: PlanRequest, cut: _Cut) -> int:
+def layout_batches(request: PlanRequest, cut: _Cut) -> int:
     """Return the number of micro-batches that a layout is solved for: all devices share the batch."""
     r, (tp, size, cp, _) = request, cut
     return max(1, r.global_batch_size // (size * max(1, r.cluster.num_devices // (tp * cp))))
@@ -465,14 +465,14 @@ def layout_problem(
 
     Args:
         cut: tp, micro-batch size, cp, and True if every rank dispatches its own tokens.
-        number: micro-batches per step; None: `micro_batches`.
+        number: micro-batches per step; None: `layout_batches`.
 
     Raises:
         InfeasibleError: no option is left of some choice.
     """
     r, (tp, size, cp, own) = request, cut
     axes = parallel_dims(r.graph, ParallelConfig(tp=tp)).layout_axes
-    steps = micro_batches(request, cut) if number is None else number
+    steps = layout_batches(request, cut) if number is None else number
     slack = r.pins.get("state_slack", 1.02)
     settings = IntraSettings(axes, costs, r.env(size, cp), steps, slack, precision_of(r.precision), cp)
     problem = build_problem(r.graph, settings)

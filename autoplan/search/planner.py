@@ -333,7 +333,8 @@ class _Search:
             if bound == math.inf:
                 self._too_big(candidate)
                 if candidate.offload and cutter.lacks_device_memory():
-                    self._decide(less_offloaded(self.request, candidate), self.outcomes[candidate])
+                    how = Outcome.TOO_BIG, self.shortages[-1][0].on_device  # on the host they need less
+                    self._decide(less_offloaded(self.request, candidate), how)
             else:
                 self.bounds[candidate] = bound
         return bound

@@ -11,7 +11,7 @@ from autoplan import catalog
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.search.intra import solve
 from autoplan.search.layout_store import FEWEST, MOST
-from autoplan.search.layouts import LayoutCache, layout_problem, micro_batches, prices_key
+from autoplan.search.layouts import LayoutCache, layout_batches, layout_problem, prices_key
 from autoplan.search.planner import search_plan
 from autoplan.search.request import PlanRequest
 
@@ -46,7 +46,7 @@ def test_a_layout_between_two_solved_ones_has_the_cost_of_its_own_problem(model:
     for nodes in (4, 2):  # solves for some number of micro-batches, then for the most
         request = _at(base, nodes)
         assert LayoutCache(request).get(*CUT[:3]) is not None
-        numbers.append(micro_batches(request, CUT))
+        numbers.append(layout_batches(request, CUT))
     known = base.layouts._found[prices_key(base, base.costs, CUT)][1]
     assert [(r.fewest[0], r.most[0]) for r in known] == [(min(numbers), MOST)]
     for number in (numbers[0], 3 * numbers[1], 10**6):
