@@ -7,6 +7,7 @@ GIB = 2**30
 MIB = 2**20
 TERA = 10**12
 MICRO = 1e-6
+ROUNDING = 1e-9  # sums in another order are equal up to this share
 
 DTYPE_BYTES: dict[str, int] = {
     "complex128": 16,
@@ -22,6 +23,7 @@ DTYPE_BYTES: dict[str, int] = {
     "uint8": 1,
     "bool": 1,
 }
+HALF = ("bfloat16", "float16")
 
 
 def dtype_bytes(dtype: str) -> int:

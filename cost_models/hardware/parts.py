@@ -103,6 +103,14 @@ class Device:
         return Quantity.spread(self.achievable_fraction, _ACHIEVABLE_SPREAD, Tag.FITTED)
 
 
+DEVICE_TYPES = ("cpu", "cuda")
+
+
+def unknown_device_type(device_type: str) -> PinError:
+    """Return the error for a type that is none of DEVICE_TYPES."""
+    return PinError(f"device type {device_type!r} is not supported; use {' or '.join(map(repr, DEVICE_TYPES))}")
+
+
 @dataclass(frozen=True)
 class Level:
     """A level of the hierarchy: `size` devices share one unit (0: all), and are connected faster than the next level.
