@@ -19,9 +19,9 @@ from autoplan.program.op_costs import OpCosts
 from autoplan.program.token_dispatch_layouts import expert_weights
 from autoplan.schedules.schedule import num_copies
 from autoplan.search.request import PlanRequest, offload_kinds
-from autoplan.units import ROUNDING
+from autoplan.units import ORDER_OF_SUMS
 
-_CLOSE = 1 + ROUNDING
+_CLOSE = 1 + ORDER_OF_SUMS
 
 
 class QuickMemory:

@@ -10,7 +10,6 @@ from autoplan.cost_models.hardware import catalog
 from autoplan.cost_models.hardware.fabric_graph import FabricGraph
 from autoplan.cost_models.hardware.parts import (
     COUNT,
-    DEVICE_TYPES,
     NETWORK,
     OVERSUBSCRIPTION,
     Device,
@@ -19,7 +18,7 @@ from autoplan.cost_models.hardware.parts import (
     unknown_device_type,
 )
 from autoplan.errors import PinError
-from autoplan.units import GB
+from autoplan.units import DEVICE_TYPES, GB
 
 
 @dataclass(frozen=True)

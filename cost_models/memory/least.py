@@ -49,9 +49,9 @@ from autoplan.schedules.schedule import (
     ranks_of_chunks,
     settled,
 )
-from autoplan.units import ROUNDING, dtype_bytes
+from autoplan.units import ORDER_OF_SUMS, dtype_bytes
 
-_CLOSE = 1 + ROUNDING
+_CLOSE = 1 + ORDER_OF_SUMS
 _STATES = ("parameters", "gathered parameters", "gradients", "optimizer")
 ParameterKind = tuple[str, bool, bool, bool]  # dtype, trainable, of experts, packed
 
