@@ -40,6 +40,7 @@ from autoplan.search.cuts import Cut, Cutter, Shortage
 from autoplan.search.degrees import Space, num_cuts, search_order
 from autoplan.search.estimate import Planned, chosen_recompute, estimate_config
 from autoplan.search.first_plans import Neighbours, usual
+from autoplan.search.garbage import collected_seldom
 from autoplan.search.group_bounds import GroupKey, group_key, grouped, step_bounds_s
 from autoplan.search.infeasible import InfeasibleReport, NothingFits, no_plan
 from autoplan.search.interleaved_cuts import ChunkCutter
@@ -333,7 +334,8 @@ class _Search:
             if bound == math.inf:
                 self._too_big(candidate)
                 if candidate.offload and cutter.lacks_device_memory():
-                    self._decide(less_offloaded(self.request, candidate), self.outcomes[candidate])
+                    how = Outcome.TOO_BIG, self.shortages[-1][0].on_device  # on the host they need less
+                    self._decide(less_offloaded(self.request, candidate), how)
             else:
                 self.bounds[candidate] = bound
         return bound
@@ -593,4 +595,5 @@ def search_plan(request: PlanRequest, told: Callable[[Progress], None] | None = 
         >>> search_plan(PlanRequest(load_model("gpt2"), Cluster.parse("1xh100"), 1024, 16)).plans[0].config.dp
         1
     """
-    return _Search(request, told).run()
+    with collected_seldom():
+        return _Search(request, told).run()
