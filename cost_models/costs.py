@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from autoplan.config.adapters import PACKED_BYTES
+from autoplan.config.offload import no_host_link
 from autoplan.config.parallel import Mode, RunOptions
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import ASSUMED_HOST_BYTES_PER_S, Cluster, Device, Group
@@ -156,7 +157,7 @@ class Costs:
         speed = self.cluster.host_link_bytes_per_s
         if speed is None:
             raise PinError(
-                f"the catalog has no speed of the host link of {self.cluster.device.name}, so offloading has no price; "
+                f"{no_host_link(self.cluster.device.name)}; "
                 "nearest legal: recompute='full' for activations, offload='none' for the rest"
             )
         return Quantity.spread(num_bytes / speed, _HOST_COPY_SPREAD, Tag.ASSUMED) if num_bytes else ZERO

@@ -33,6 +33,7 @@ from autoplan.config.offload import held_on_host
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.errors import InfeasibleError
+from autoplan.program.legality.data import NO_METHOD
 from autoplan.search import clock
 from autoplan.search.certificate import Certificate, SearchResult, Status, certificate_of
 from autoplan.search.cuts import Cut, Cutter, Shortage
@@ -223,7 +224,7 @@ class _Search:
             with suppress(StoppedError):
                 found = self.points.with_methods(candidate, self._layout_limit_s())
         if not found:
-            self.outcomes[candidate] = (Outcome.ILLEGAL, "the pinned context_method does not exist at this tp")
+            self.outcomes[candidate] = (Outcome.ILLEGAL, NO_METHOD)
         return found
 
     def _bound_groups(self, until_s: float) -> None:
