@@ -73,6 +73,11 @@ def read_offload(value: object) -> tuple[str, ...]:
     return tuple(name for name in OFFLOADS if name in parts and name not in brought)
 
 
+def no_host_link(device: str) -> str:
+    """Return the reason why nothing can be offloaded from a device."""
+    return f"the catalog has no speed of the host link of {device}, so offloading has no price"
+
+
 def offload_text(offload: Sequence[str]) -> str:
     """Return a text that `read_offload` reads as these kinds."""
     return "+".join(offload) or NOTHING

@@ -29,7 +29,7 @@ from autoplan.config.precision import precision_of as precision_of
 from autoplan.config.precision import read_precision as read_precision
 from autoplan.config.recompute import NONE, read_recompute, recompute_label, recompute_of_text, recompute_text
 from autoplan.errors import PinError
-from autoplan.schedules.schedule import SCHEDULES
+from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES
 
 
 class Mode(StrEnum):
@@ -325,13 +325,13 @@ class ParallelConfig:
         about="Number of micro-batches that the batch of a data-parallel rank is cut into",
     )
     schedule: str = choice(
-        "1F1B",
+        PLAIN_SCHEDULE,
         f"Pipeline schedule: {', '.join(SCHEDULES)}.",
         written=Written.WORD,
         left_out=True,
         obstacle=_schedule,
-        said=lambda c: (c.schedule, c.virtual_stages) != ("1F1B", 1),
-        label=lambda c, _: "" if c.schedule == "1F1B" else c.schedule,
+        said=lambda c: (c.schedule, c.virtual_stages) != (PLAIN_SCHEDULE, 1),
+        label=lambda c, _: "" if c.schedule == PLAIN_SCHEDULE else c.schedule,
         label_at=13,
         about=", ".join(f'`"{name}"`' for name, schedule in SCHEDULES.items() if schedule.torch_class),
     )

@@ -264,7 +264,6 @@ ACCELERATE = Target(
         "context_method": "FSDP gathers keys or rotates them (cp_comm_strategy), DeepSpeed has Ulysses (sp_size)",
         "overlap_zero": "overlap_comm of DeepSpeed is in its own JSON",
         "sequence_parallel": "a property of the model's plan of tensor parallelism",
-        "state_slack": "a setting of autoplan's layouts",
     },
     stack_of=lambda d: "deepspeed" if str(d.get("distributed_type")).upper() == "DEEPSPEED" else "accelerate",
     rules=(TargetRule(_processes), TargetRule(_product), TargetRule(_pure_replicas), TargetRule(_one_kind)),

@@ -338,7 +338,7 @@ def _differences(
     for name in SETUP_NAMES:
         if wanted[name] == runs[name] or (name == "context_method" and wanted[name] is None):
             continue
-        why = target.cannot.get(name, "no field of it says so")
+        why = target.why_not(name)
         lost[name] = f"{_said(wanted[name])}: {target.name}@{version} cannot ({why}); it runs {_said(runs[name])}"
     return elsewhere, lost, runs
 

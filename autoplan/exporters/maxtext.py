@@ -309,7 +309,6 @@ MAXTEXT = Target(
         "offload": "the optimizer, or the parameters with it",
         "context_method": "context_parallel_strategy is all_gather, ring, ulysses or usp",
         "sequence_parallel": "XLA decides where norms are split",
-        "state_slack": "a setting of autoplan's layouts",
     },
     rules=(TargetRule(_world), TargetRule(_layers), TargetRule(_micro_batches)),
 )

@@ -138,6 +138,9 @@ class TargetRule:
     warns: bool = False
 
 
+_OF_NOBODY = {"state_slack": "a setting of autoplan's layouts"}  # choices that no target has
+
+
 @dataclass(frozen=True)
 class Target:
     """A framework whose input can be written and read.
@@ -169,6 +172,10 @@ class Target:
     stack_of: Callable[[Document], str] | None = None
     rules: tuple[TargetRule, ...] = ()
     base: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def why_not(self, name: str) -> str:
+        """Return why the target cannot say a choice."""
+        return self.cannot.get(name, _OF_NOBODY.get(name, "no field of it says so"))
 
     @cached_property
     def schema(self) -> Schema:

@@ -16,6 +16,7 @@ from autoplan.config.parallel import Dispatcher, Mode, ParallelConfig, RunOption
 from autoplan.config.recompute import FULL, NONE, read_recompute
 from autoplan.config.settings import VARIED_SETTINGS
 from autoplan.program.facts import expert_counts, latent_attention, layer_calls
+from autoplan.schedules.schedule import PLAIN_SCHEDULE
 from autoplan.search.request import PlanRequest
 
 # A configuration without these would be another one: an export that cannot write them is refused.
@@ -151,7 +152,7 @@ def values(setup: Setup) -> dict[str, Any]:
         out |= {"zero_stage": 0, "zero_replicas": 1}
     out["etp"] = c.expert_tp if setup.task.num_experts else 1
     if c.pp == 1:
-        out |= {"schedule": "1F1B", "virtual_stages": 1}
+        out |= {"schedule": PLAIN_SCHEDULE, "virtual_stages": 1}
     out |= {"stages": setup.stages, "recompute": setup.recompute, "offload": tuple(c.offload)}
     method = None if c.cp == 1 or c.context_method is None else methods_text(c.context_method)
     out["context_method"] = method

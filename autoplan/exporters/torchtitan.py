@@ -461,7 +461,6 @@ TORCHTITAN = Target(
         "attention": "a setting of the model (attn_backend)",
         "context_method": "a setting of PyTorch's context parallelism",
         "dispatcher": "a setting of the model",
-        "state_slack": "a setting of autoplan's layouts",
         "overlap": "torchtitan overlaps tensor parallelism if it compiles",
     },
     rules=(TargetRule(_world), TargetRule(_fills), TargetRule(_drains, warns=True)),

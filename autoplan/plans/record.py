@@ -111,6 +111,14 @@ class Plan:
         c = self.config
         return c.dp * c.micro_batch_size * c.num_micro_batches
 
+    def priced(self) -> Estimate:
+        """Return the estimate. Raises PinError for a plan whose degrees were given, which has none."""
+        if self.estimate is None:
+            raise PinError(
+                "the plan has no estimate: its degrees were given, not searched; compare one of `autoplan plan`"
+            )
+        return self.estimate
+
     def to_json(self) -> str:
         """Return its JSON text (autoplan.plans.document), without the events of the estimate's timeline."""
         return json.dumps(self.to_data(), indent=1, allow_nan=False)

@@ -32,7 +32,7 @@ from autoplan.ops.strategies import Strategy, strategies
 from autoplan.ops.table import op_has, op_kind
 from autoplan.program.choice_kinds import ChoiceKind
 from autoplan.program.op_costs import OpCosts
-from autoplan.units import DTYPE_BYTES
+from autoplan.units import DTYPE_BYTES, ORDER_OF_SUMS
 
 ValueKey = tuple[str, str]  # block, value
 
@@ -125,7 +125,7 @@ def evaluate_selection(problem: IntraProblem, selection: Selection) -> float:
         native.update(option.provides)
         for key, layout in option.requires:
             needed.setdefault(key, set()).add(layout)
-    if problem.state_budget_bytes is not None and state > problem.state_budget_bytes * (1 + 1e-9):
+    if problem.state_budget_bytes is not None and state > problem.state_budget_bytes * (1 + ORDER_OF_SUMS):
         return float("inf")
     for key, layouts in needed.items():
         for layout in layouts:

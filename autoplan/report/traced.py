@@ -172,10 +172,8 @@ def step_terms(trace: StepTrace) -> list[dict[str, float]]:
 
 def predicted_terms(plan: Plan) -> dict[str, float]:
     """Return the predicted seconds of the terms. Raises PinError for a plan without an estimate."""
-    if plan.estimate is None:
-        raise PinError("the plan has no estimate: its degrees were given, not searched; compare one of `autoplan plan`")
     out = dict.fromkeys(_TERMS, 0.0)
-    for name, seconds in plan.estimate.breakdown.items():
+    for name, seconds in plan.priced().breakdown.items():
         term = "comm" if name in COMM_TERMS else name
         term = {"recompute": "compute", "accumulate": "compute"}.get(term, term)
         out[term if term in _TERMS else "rest"] += seconds.mid

@@ -370,9 +370,8 @@ class Pricer:
         }
         known: dict[object, list[RecomputeChoice]] = {}  # equal units share the list
         options = []
-        for u, kind in enumerate(w.unit_kinds):
-            choices = w.unit_choices[u] if w.unit_choices else {}
-            key = kind, memory.saved[u], memory.kept[u], w.unit_selective[u], tuple(choices.items())
+        for u, kind in enumerate(w.kept_kinds):
+            key = kind, memory.saved[u], memory.kept[u]
             if key not in known:
                 known[key] = [
                     RecomputeChoice(how, memory.saved[u] - memory.kept_bytes(u, how), table.repeated(u, how))
@@ -380,11 +379,7 @@ class Pricer:
                     if looked_at[recompute_kind(how).searched]
                 ]
             options.append(known[key])
-        kinds = [
-            tuple(b for b, layer in zip(unit, marked, strict=True) if layer)
-            for unit, marked in zip(w.units, w.is_layer, strict=True)
-        ]
-        return RecomputeFrontier.of(options, kinds)
+        return RecomputeFrontier.of(options, w.layer_kinds)
 
     def repeated_s(self, unit: int, how: str) -> float:
         """Return the seconds that a recompute choice adds to the backward of a unit."""

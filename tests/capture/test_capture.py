@@ -75,7 +75,7 @@ def test_symbols_and_loss() -> None:
 def test_tied_weights_are_one_parameter_with_two_uses() -> None:
     graph = capture(models.make_gpt(), gpt_batch(), models.gpt_loss)
     assert "tok.weight" in graph.params and "head.weight" not in graph.params
-    assert [call for call, _ in graph.tied_params()["tok.weight"]] == ["embed", "head"]
+    assert [call for call, _ in graph.tied_params["tok.weight"]] == ["embed", "head"]
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -129,7 +129,7 @@ def test_a_layer_may_return_more_than_tensors() -> None:
 def test_layers_used_twice() -> None:
     """The second round is one block around the layers' own parameters; each parameter has two uses."""
     graph = capture(Looped(UnusedNumber), {"ids": torch.zeros(2, 4, dtype=torch.long)}, square_loss)
-    assert set(graph.tied_params()) == {f"layers.{i}.linear.{p}" for i in range(3) for p in ("weight", "bias")}
+    assert set(graph.tied_params) == {f"layers.{i}.linear.{p}" for i in range(3) for p in ("weight", "bias")}
 
 
 class InPlace(ScaledBlock):
