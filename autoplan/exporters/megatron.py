@@ -123,6 +123,7 @@ def _experts(at: At) -> tuple[Field, ...]:
 
 
 def overlap_field(at: At) -> Field:
+    """Return the field of what overlaps with computing, under the names that `at` gives."""
     flags = {"tp": "tp_comm_overlap", "ep": "overlap_moe_expert_parallel_comm"}
 
     def write(setup: Setup) -> Values:
@@ -237,6 +238,15 @@ def _environment(at: At) -> Field:
 def fields_of(
     at: At, virtual: str, checkpoint: str, precision: tuple[Field, ...], member: Callable[[str], Any] = str
 ) -> tuple[Field, ...]:
+    """Return all fields of a Megatron setup.
+
+    Args:
+        at: the place of an option by its name.
+        virtual: name of the option for chunks per rank.
+        checkpoint: name of the option for the optimizer's checkpoint format.
+        precision: fields of the dtypes.
+        member: turns the name of an enum's member into its value.
+    """
     return (
         same(at("tensor_model_parallel_size"), "tp", always=True),
         same(at("pipeline_model_parallel_size"), "pp", always=True),

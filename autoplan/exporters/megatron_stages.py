@@ -35,6 +35,8 @@ def layout_stages(text: str) -> tuple[int, ...]:
 
 
 def write_stages(at: At, virtual: str) -> Callable[[Setup], Values]:
+    """Return what writes the pipeline layout; equal stages need only the option `virtual`."""
+
     def write(setup: Setup) -> Values:
         stages, v = setup.stages, setup.config.virtual_stages
         if stages is not None and len(set(stages)) > 1:
@@ -45,6 +47,8 @@ def write_stages(at: At, virtual: str) -> Callable[[Setup], Values]:
 
 
 def read_stages(at: At, virtual: str) -> Callable[[Document, Mapping[str, Any]], Values]:
+    """Return what reads schedule, chunks per rank and stages from the pipeline options."""
+
     def read(document: Document, found: Values) -> Values:
         pp, layers = found["pp"], len(document.task.layers)
         layout = document.get(at("pipeline_model_parallel_layout"))
@@ -151,6 +155,8 @@ def _most_leading(kinds: tuple[str, ...], stages: tuple[int, ...]) -> int:
 
 
 def write_recompute(at: At) -> Callable[[Setup], Values]:
+    """Return what writes the recompute options."""
+
     def write(setup: Setup) -> Values:
         kind = setup.recompute
         one = kind if isinstance(kind, str) else ""
@@ -174,6 +180,8 @@ def write_recompute(at: At) -> Callable[[Setup], Values]:
 
 
 def recompute_reader(at: At) -> Callable[[Document, Mapping[str, Any]], Values]:
+    """Return what reads recompute, of the whole model or by block, from the recompute options."""
+
     def read(document: Document, found: Values) -> Values:
         layers = document.task.layers
         granularity = document.get(at("recompute_granularity"))

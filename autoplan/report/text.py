@@ -114,6 +114,7 @@ def heading(out: Console, request: PlanRequest) -> None:
 
 
 def pins_text(pins: Mapping[str, object]) -> str:
+    """Return pins as the command line takes them: `tp=8 stages=10,11,11`."""
     return " ".join(f"{k}={','.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in pins.items())
 
 
@@ -206,6 +207,7 @@ def _energy_text(run: Run) -> str:
 
 
 def answer(out: Console, title: str, planned: Planned, request: PlanRequest, run: RunTask) -> None:
+    """Print a plan: step, MFU, memory and the run, each with its interval."""
     e = planned.estimate
     out.print()
     out.print(Text(f" {title}  {plan_label(planned.config, e)}", style="bold green" if e.fits else "bold red"))
@@ -470,6 +472,7 @@ def notes_of(e: Estimate, request: PlanRequest, run: RunTask) -> list[str]:
 
 
 def say_warnings(out: Console, e: Estimate, request: PlanRequest, run: RunTask) -> None:
+    """Print what a reader of an estimate must know besides its figures."""
     for text in notes_of(e, request, run):
         paragraph(out, f"Note: {text}", 6, "yellow")
 

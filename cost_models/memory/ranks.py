@@ -174,7 +174,10 @@ class MemoryModel:
         cluster: Cluster,
         mode: Mode = Mode.EAGER,
     ) -> None:
-        self.workload, self.config, self.precision, self.cluster = workload, config, precision, cluster
+        self.workload = workload
+        self.config = config
+        self.precision = precision
+        self.cluster = cluster
         self.megatron: bool = mode is Mode.FUSED
         c = config
         self.copies: int = num_copies(c.schedule)
@@ -203,41 +206,45 @@ class MemoryModel:
         blocks = {name: self._states(name) for name in self.workload.blocks}
         units = [[blocks[name] for name in unit] for unit in self.workload.units]
         sums = [States.total(unit) for unit in units]
-        self.stored, self.gathered = [u.stored for u in sums], [u.gathered for u in sums]
-        self.grads, self.states = [u.gradients for u in sums], [u.optimizer for u in sums]
-        self.first_grads, self.hosted = [u.first for u in sums], [u.host for u in sums]
-        self.reduced = [u.reduced for u in sums]
-        self.largest = [max(b.gathered for b in unit) for unit in units]
-        self.largest_grad = [max(b.whole for b in unit) for unit in units]
+        self.stored: list[float] = [u.stored for u in sums]
+        self.gathered: list[float] = [u.gathered for u in sums]
+        self.grads: list[float] = [u.gradients for u in sums]
+        self.states: list[float] = [u.optimizer for u in sums]
+        self.first_grads: list[float] = [u.first for u in sums]
+        self.hosted: list[float] = [u.host for u in sums]
+        self.reduced: list[float] = [u.reduced for u in sums]
+        self.largest: list[float] = [max(b.gathered for b in unit) for unit in units]
+        self.largest_grad: list[float] = [max(b.whole for b in unit) for unit in units]
 
     def _sum_activations(self) -> None:
         """Collect the activations that the forward leaves for the backward, by unit."""
         w = self.workload
-        self.offloaded = [
+        self.offloaded: list[float] = [
             sum(w.blocks[b].offloaded_bytes for b, layer in zip(unit, marks, strict=True) if layer)
             for unit, marks in zip(w.units, w.is_layer, strict=True)
         ]
-        self.saved = w.unit_selective if self.config.recompute == SELECTIVE else w.unit_saved
-        self.kept = w.unit_kept
+        self.saved: tuple[float, ...] = w.unit_selective if self.config.recompute == SELECTIVE else w.unit_saved
+        self.kept: tuple[float, ...] = w.unit_kept
         self._kept_by_kind = {NONE: self.saved, SELECTIVE: w.unit_selective, FULL: self.kept}
         freed = [a - b for a, b in zip(self.saved, self.kept, strict=True)]
-        self.frontier = RecomputeFrontier.full_only(w.layers, freed, [0.0] * len(freed))
+        self.frontier: RecomputeFrontier = RecomputeFrontier.full_only(w.layers, freed, [0.0] * len(freed))
         # The pipeline holds received and sent activations until the backward has passed. Megatron frees sent
         # activations (deallocate_output_tensor of core/pipeline_parallel/schedules.py), and received ones are those
         # that its first layer keeps.
-        self.cuts = (0.0,) * len(w.cut_bytes) if self.megatron else w.cut_bytes
+        self.cuts: tuple[float, ...] = (0.0,) * len(w.cut_bytes) if self.megatron else w.cut_bytes
         if w.shared and not self.megatron:
             self.cuts = tuple(
                 size - sum(v.num_bytes for v in w.shared if v.crosses(u + 1)) for u, size in enumerate(self.cuts)
             )
-        self.transient, self.recompute_transient = w.unit_transient, w.unit_recompute_transient
+        self.transient: tuple[float, ...] = w.unit_transient
+        self.recompute_transient: tuple[float, ...] = w.unit_recompute_transient
 
     def _schedule(self) -> None:
         c = self.config
-        self.chunks_of = chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
+        self.chunks_of: tuple[tuple[int, ...], ...] = chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
         # micro-batches held in the first backward, and the most afterwards
-        self.flights = flights(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
-        self.fixed = self._fixed.of(c)
+        self.flights: tuple[tuple[int, int], ...] = flights(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
+        self.fixed: Quantity = self._fixed.of(c)
         self._known_rows: dict[tuple[int, tuple[range, ...]], _Rows] = {}
 
     @property

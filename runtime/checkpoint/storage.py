@@ -51,7 +51,9 @@ class FolderWriter(StorageWriter):
     """
 
     def __init__(self, folder: Path, rank: int, finish: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
-        self.folder, self.rank, self._finish = folder, rank, finish
+        self.folder = folder
+        self.rank = rank
+        self._finish = finish
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
         """Do nothing: a writer serves one checkpoint."""
@@ -147,7 +149,8 @@ class FolderReader(StorageReader):
     """
 
     def __init__(self, folder: Path, tensors: Mapping[str, Any], copies: Mapping[str, str]) -> None:
-        self.folder, self._tensors = folder, {**tensors, **{key: tensors[name] for key, name in copies.items()}}
+        self.folder = folder
+        self._tensors = {**tensors, **{key: tensors[name] for key, name in copies.items()}}
         self._files: dict[str, TensorFile] = {}
         self._places = {
             MetadataIndex(name, torch.Size(chunk["offsets"])): (chunk["file"], chunk["entry"])
