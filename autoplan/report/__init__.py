@@ -8,7 +8,7 @@
 `commands`: command lines that a report proposes.
 `data`: reports as JSON.
 `degrees`: the configuration for given degrees.
-`drawn`: what a report in HTML draws beside the JSON answer.
+`drawn`, `drawn_sweeps`: what a report in HTML draws beside the JSON answer.
 `files`: files that commands write.
 `flags`: arguments and options that several commands share.
 `html`: `--report FILE`.

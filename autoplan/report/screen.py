@@ -42,6 +42,7 @@ from autoplan.sweeps.whatif import STEP_ONLY, RunTask, run_of
 
 _LABEL = 9  # columns of the words before a line
 _MOST_OTHERS = 2
+_AS_GOOD = 1.1  # times the step: errors that all plans share do not make a slower one as good
 _MOST_HELP = 3
 _MOST_NOTES = 2
 _PROVED = 1e-6  # smaller gaps are rounding
@@ -86,7 +87,7 @@ def first_screen(out: Console, a: Answer) -> None:
     e = a.best.estimate
     _task(out, a)
     out.print()
-    out.print(Text(f"FITS  {plan_label(a.best.config, e)}", style="bold green"), soft_wrap=False)
+    paragraph(out, f"FITS  {plan_label(a.best.config, e)}", 6, "bold green")
     paragraph(out, words_of_plan(a.best.config, len(layer_calls(a.request.graph))), 6, first=6)
     paragraph(out, verdict(a.result.certificate, a.result), 6, first=6)
     for line in _priced_only(a):
@@ -187,7 +188,7 @@ def _figures(a: Answer) -> Iterator[tuple[str, str]]:
         text += f"; with failures {numbers.days(run.days_with_failures.mid)}{usd}"
     price = a.request.cluster.price
     if price is not None:
-        of = "given" if price.source == "given" else f"as of {price.as_of}"
+        of = "given" if price.source == "given" else price.dated
         text += f" (${price.usd_per_device_hour:g} per device and hour, {of})"
     yield "run", text
 
@@ -226,11 +227,13 @@ def _others(a: Answer) -> Iterator[str]:
     ]
     known = [config for config, _, _ in found]
     found += [(config, step_s, None) for config, step_s in a.result.equals if config not in known]
-    near = [pair for pair in found if own.low <= pair[1] <= own.high][:_MOST_OTHERS]
+    most = min(own.high, _AS_GOOD * own.mid)
+    near = [pair for pair in found if own.low <= pair[1] <= most][:_MOST_OTHERS]
     for config, step_s, estimate in near:
         memory = "" if estimate is None else f", {estimate.peak_memory_bytes.mid / 1e9:.1f} GB"
         label = plan_label(config, estimate) if estimate is not None else config_label(config, layers)
-        yield f"{label}: {numbers.digits(step_s)} s{memory}"
+        shown = f"{numbers.digits(step_s)} s" if own.high >= 1 else f"{numbers.digits(1e3 * step_s)} ms"  # as the step
+        yield f"{label}: {shown}{memory}"
     if not near:
         yield "no other plan that was found is within the error of this one"
 

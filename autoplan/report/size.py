@@ -65,9 +65,9 @@ def size_command(
     else:
         size_text(console(), found)
     if report is not None:
-        from autoplan.report.drawn import drawn_task
+        from autoplan.report.drawn_sweeps import drawn_size
 
-        write_report(report, size_report(found), drawn_task(request, run))
+        write_report(report, size_report(found), drawn_size(found))
     if found.interrupted:
         raise KeyboardInterrupt("interrupted: the answer is not complete")
     return 0 if found.fewest is not None else 3

@@ -506,7 +506,7 @@ def prices(out: Console, requests: Sequence[PlanRequest], run: RunTask) -> None:
         text = (
             f"Price: {request.cluster.device.name} ${price.usd_per_device_hour:g} per device and hour, {price.source}"
         )
-        lines.append(text if price.as_of in price.source else f"{text}, as of {price.as_of}")
+        lines.append(text if price.as_of in price.source else f"{text}, {price.dated}")
     for text in dict.fromkeys(lines):
         paragraph(out, text, 7, "dim")
     paragraph(

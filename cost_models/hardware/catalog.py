@@ -217,7 +217,10 @@ def nearest_names(text: str, known: list[str]) -> list[str]:
     """Return at most four names that contain `text`, or else at most three with a similar spelling."""
     plain = text.lower().replace("_", "-")
     inside = [name for name in known if plain in name.lower()]
-    return inside[:4] or difflib.get_close_matches(plain, known, 3, 0.4)
+    first = {name: name.lower().partition("-")[0] for name in known}  # h101 is near h100, of h100-sxm5-80gb
+    near = difflib.get_close_matches(plain, dict.fromkeys(first.values()), 2, 0.7)
+    alike = [name for part in near for name in known if first[name] == part]
+    return inside[:4] or alike[:3] or difflib.get_close_matches(plain, known, 3, 0.4)
 
 
 def device_ids(text: str) -> list[str]:
