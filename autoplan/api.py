@@ -21,6 +21,7 @@ from autoplan.capture.frontend.huggingface import is_hf_model
 from autoplan.capture.frontend.inputs import LossFn, check_arguments
 from autoplan.capture.frontend.lengths import example_lengths
 from autoplan.codegen.program import Program, compile_program
+from autoplan.config.kernels import ASYNC_TP, AUTO, COMPILE
 from autoplan.config.parallel import executed_precision
 from autoplan.config.pins import Pins
 from autoplan.cost_models.hardware.cluster import Cluster
@@ -28,7 +29,6 @@ from autoplan.cost_models.profile import Profile
 from autoplan.errors import AutoplanError, CaptureError, LayoutError, PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.planning import (
-    AUTO,
     capture_verified,
     cheapest_program,
     check_world,
@@ -81,8 +81,8 @@ def parallelize(
     seed: int = 0,
     timeout_s: float | None = None,
     check: bool = False,
-    compile: bool | str = "auto",
-    async_tp: bool | str = False,
+    compile: bool | str = COMPILE,
+    async_tp: bool | str = ASYNC_TP,
     precision: str = "native",
     gradient_compression: Compression | None = None,
     verify: bool | str = True,
@@ -131,9 +131,9 @@ def parallelize(
             activations it keeps: its recompute is none, full or offload, and it is priced with fused kernels.
         async_tp: True: hide the gathers and reduce-scatters of tensor parallelism behind pieces of the adjacent
             products (torch's async TP, an experiment of inductor). Needs compiled blocks on CUDA and tp ranks joined by
-            NVLink. 'auto': where a plan with it has the lower price, which counts what small pieces cost
-            (`pm.plan.async_tp` says so). It has never been run on GPUs. Its operators are tried on small numbers first,
-            and where they fail on any rank, a warning says why and collectives are sent one by one.
+            NVLink. False: no. 'auto': where a plan with it has the lower price (`pm.plan.async_tp`); never on the CPU.
+            It has not been run on GPUs. Its operators are first tried at the size of the largest product. Where any
+            rank gets other values, or they are not faster, a warning says so and collectives are sent one by one.
         precision: 'native' computes in the dtypes of the model. 'bf16' and 'fp16' keep parameters, gradients and the
             optimizer in float32 and compute in 16 bits; fp16 has a dynamic loss scale (`pm.loss_scaler`). 'bf16-grad16'
             also sums gradients in 16 bits. 'fp32' keeps and computes everything in float32.
@@ -215,7 +215,7 @@ def parallelize(
         seed=seed,
         aliases=_aliases(model),
         extra_state=_not_in(ready.spec, model, joined(parameters, buffers)),
-        async_tp=made.async_tp or (given is not None and async_tp is True),
+        async_tp=made.rows if made.async_tp or (given is not None and async_tp is True) else None,
         compile=None if not made.compiled else _BACKEND if compile in (True, AUTO) else str(compile),
         gradient_compression=gradient_compression,
     )
@@ -266,7 +266,7 @@ def _searched(
         return plan_program(graph, cluster, pins, batch, seq_len, known, compiled, target_len, precision, in_pieces)
 
     def chain() -> tuple[Plan, Program]:
-        ways = ways_to_run(task.compile, task.async_tp, device.type, compiles_by_itself(device))
+        ways = ways_to_run(task.compile, task.async_tp, device.type, compiles_by_itself(device), cluster.peers)
         plan, program = cheapest_program(planned, ways)
         if check:
             _type_check(program)

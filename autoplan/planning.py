@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from autoplan.codegen.program import Layouts, Program, compile_program
 from autoplan.config.choices import option_data
+from autoplan.config.kernels import ASYNC_TP, AUTO, COMPILE
 from autoplan.config.parallel import Mode, RunOptions, executed_precision
 from autoplan.config.pins import Pins
 from autoplan.config.planning import SearchWords, tolerances_of
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
     from autoplan.capture.frontend.inputs import LossFn
 
-AUTO = "auto"
 _T = TypeVar("_T")
 
 
@@ -72,8 +72,8 @@ def plan(
     pins: Mapping[str, Any] | None = None,
     profile: Profile | str | None = None,
     precision: str = "native",
-    compile: bool | str = AUTO,
-    async_tp: bool | str = False,
+    compile: bool | str = COMPILE,
+    async_tp: bool | str = ASYNC_TP,
     verify: bool | str = True,
     top: int = 1,
     **search: Unpack[SearchWords],
@@ -140,7 +140,7 @@ def plan(
 
     compile = True if async_tp is True else compile
     cuda = where.device_type == "cuda"
-    best = cheapest_program(made, ways_to_run(compile, async_tp, where.device_type, cuda))
+    best = cheapest_program(made, ways_to_run(compile, async_tp, where.device_type, cuda, where.peers))
     return replace(best[0], capture=task.verified)
 
 
@@ -388,18 +388,21 @@ def plan_program(
 _Way = tuple[bool, bool]  # how blocks run: compiled, and with async TP
 
 
-def ways_to_run(compile: bool | str, async_tp: bool | str, device_type: str, compiles: bool) -> list[_Way]:
+def ways_to_run(
+    compile: bool | str, async_tp: bool | str, device_type: str, compiles: bool, devices: int
+) -> list[_Way]:
     """Return how blocks may run, as pairs (compiled, async TP): one, or several where the price decides.
 
     Args:
         compile, async_tp: as `parallelize` takes them.
         compiles: True if blocks may be compiled by default.
+        devices: devices that read each other's memory; with one there is nothing to hide.
     """
     modes: tuple[bool, ...] = (bool(compile),)
     if compile == AUTO:
         modes = (False, True) if compiles else (False,)
     pieces: tuple[bool, ...] = (async_tp is True,)
-    if async_tp == AUTO and device_type == "cuda" and compile in (True, AUTO, "inductor"):
+    if async_tp == AUTO and device_type == "cuda" and devices > 1 and compile in (True, AUTO, "inductor"):
         pieces = (False, True)
     return [(compiled, split) for compiled in modes for split in pieces if compiled or not split]
 

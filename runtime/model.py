@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.files import write_whole
-from autoplan.runtime.async_tp import hides_behind_pieces
+from autoplan.runtime.async_tp import hides_behind_pieces, largest_product
 from autoplan.runtime.batch import Batches
 from autoplan.runtime.checkpoint.contents import TrainingProgress
 from autoplan.runtime.checkpoint.door import Checkpoints
@@ -47,6 +47,7 @@ from autoplan.runtime.spec import ParamSpec, ProgramSpec, StageSpec
 from autoplan.runtime.stage_inputs import StageInputs
 from autoplan.runtime.state_methods import StateMethods
 from autoplan.runtime.tied import TiedGradients, share_tied
+from autoplan.runtime.total import TotalLoss
 from autoplan.runtime.values import dtypes_of
 from autoplan.runtime.zero import GradientSync, apply_zero, reduces_beside
 
@@ -73,8 +74,9 @@ class ParallelModel(StateMethods):
         extra_state: persistent buffers and other state that the loss does not need, for `state_dict`.
         mesh: the device mesh; by default one is made from `spec.axes` and `spec.groups`.
         compile: backend of torch.compile for the blocks (see autoplan.runtime.compiled), or None.
-        async_tp: let compiled blocks (inductor) overlap tensor-parallel collectives with pieces of matrix products,
-            where that works (`autoplan.runtime.async_tp`).
+        async_tp: rows that a rank's products of tensor parallelism take of a micro-batch, to let compiled blocks
+            (inductor) overlap collectives with pieces of them where that works and is faster
+            (`autoplan.runtime.async_tp`); None: do not.
         gradient_compression: compression of ZeRO 0's all-reduce (`autoplan.runtime.compression`).
 
     Attributes:
@@ -118,7 +120,7 @@ class ParallelModel(StateMethods):
         extra_state: Mapping[str, Any] | None = None,
         mesh: AxisMesh | None = None,
         compile: str | None = None,
-        async_tp: bool = False,
+        async_tp: int | None = None,
         gradient_compression: Compression | None = None,
     ) -> None:
         self.spec: ProgramSpec = spec
@@ -144,12 +146,11 @@ class ParallelModel(StateMethods):
         self.training: bool = True
         self.folder: Path | None = folder
         self.stages: dict[int, nn.Module] = {index: self._build(mine, buffers) for index, mine in self._specs.items()}
+        params = [p for stage in spec.stages for p in stage.params]
         if compile is not None:
-            hidden = [self.mesh.group("tp")] if async_tp and self.mesh.size("tp") > 1 else []
-            hidden = [group for group in hidden if hides_behind_pieces(group, self.device)]
+            hidden = [] if async_tp is None else self._hidden(params, async_tp)
             for stage in self.stages.values():
                 compile_blocks(stage, compile, hidden)
-        params = [p for stage in spec.stages for p in stage.params]
         self._state = ModelState(
             spec,
             self.mesh,
@@ -179,6 +180,12 @@ class ParallelModel(StateMethods):
             self.optimizer = self._make_optimizer(optimizer, param_groups)
             check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
             guard_step(self.optimizer)
+
+    def _hidden(self, params: list[ParamSpec], rows: int) -> list[dist.ProcessGroup]:
+        """Return the groups whose collectives compiled blocks hide behind pieces of products of `rows` rows."""
+        groups = [self.mesh.group("tp")] if self.mesh.size("tp") > 1 else []
+        size = largest_product(params, self.mesh, rows)
+        return [group for group in groups if hides_behind_pieces(group, self.device, size)]
 
     def _neighbours(self) -> list[tuple[int, int]]:
         """Return the ranks of the pipeline between which stages send, each pair once and in order."""
@@ -388,7 +395,8 @@ class ParallelModel(StateMethods):
             keys = self.progress.seed, self.progress.num_steps
             generators = self._inputs.generators(parts, len(batches), *keys, self.data_rank)
             self._inputs.complete(parts, denominators, generators)
-            losses = self._run(parts)
+            total = self._total()
+            losses = self._run(parts, total.send)
             sent = self.precision.gradients if self.precision is not None else None
             reduce_deferred([(p, s) for s, p in self._state.places() if s.reduce_axes], self.mesh, sent, self.device)
             self._tied.sum_tied(self.device)
@@ -398,21 +406,13 @@ class ParallelModel(StateMethods):
             self._host.take_gradients()
         self.progress.num_steps += 1
         self.progress.num_samples += self.data_world * sum(len(next(iter(batch.values()))) for batch in batches)
-        return self._total(losses)
+        return total.result(losses)
 
     def _in_mesh(self) -> AbstractContextManager[AxisMesh]:
         return use_mesh(self.mesh, untyped=("pp",) if self.mesh.size("pp") > 1 else ())
 
-    def _total(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of all ranks' losses."""
-        total = (
-            torch.stack(list(losses)).sum() if losses else torch.zeros((), device=self.device, dtype=self._loss_dtype)
-        )
-        total = total.to(torch.float64).detach().clone()
-        for axis in (self._replicas.all, "pp"):  # other stages add zero
-            if self.mesh.size(axis) > 1:
-                dist.all_reduce(total, group=self.mesh.group(axis))
-        return total.to(self._loss_dtype)
+    def _total(self) -> TotalLoss:
+        return TotalLoss(self.mesh, self._replicas.all, self.device, self._loss_dtype)
 
     def eval_step(self, batch: Batch) -> torch.Tensor:
         """Return the loss of a batch without a backward and without dropout. Gradients and counters stay as they are.
@@ -477,15 +477,17 @@ class ParallelModel(StateMethods):
         if self._host is not None:
             self._host.wait_until_given()
         self._num_evaluations += 1
-        return self._total(losses)
+        return self._total().result(losses)
 
-    def _run(self, parts: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    def _run(
+        self, parts: list[dict[str, torch.Tensor]], after_forwards: Callable[[list[torch.Tensor]], None]
+    ) -> list[torch.Tensor]:
         """Run forward and backward, with the 16-bit copies in place if there are any."""
         if self._copies is None:
-            return self._runner_for(parts[0]).run(parts)
+            return self._runner_for(parts[0]).run(parts, after_forwards)
         self._copies.drop_gradients()
         with self._copies.in_place():
-            losses = self._runner_for(parts[0]).run(parts)
+            losses = self._runner_for(parts[0]).run(parts, after_forwards)
         self._copies.collect()
         return losses
 

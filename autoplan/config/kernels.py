@@ -1,8 +1,14 @@
-"""Words of a run's setup: the kernel of attention, how kernels are launched, how tokens travel to experts."""
+"""Words of a run's setup: how blocks run, the kernel of attention, how kernels are launched, how tokens travel."""
 
 from __future__ import annotations
 
 from enum import StrEnum
+
+AUTO = "auto"  # the price decides
+# `compile` and `async_tp` of `parallelize` and `plan`, unless the caller says otherwise. On CUDA alone they can be more
+# than False; async TP is tried before its use (`autoplan.runtime.async_tp`).
+COMPILE = AUTO
+ASYNC_TP = AUTO
 
 
 class Attention(StrEnum):

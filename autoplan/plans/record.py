@@ -91,6 +91,12 @@ class Plan:
         return {**pinned, **stages, "recompute": recompute}
 
     @property
+    def rows(self) -> int:
+        """Return the tokens of a micro-batch that a rank of tensor parallelism has between collectives."""
+        c, seq_len = self.config, int(self.document.get("request", {}).get("seq_len", 1))
+        return max(1, c.micro_batch_size * seq_len // (c.cp * c.tp))
+
+    @property
     def async_tp(self) -> bool:
         """True if collectives of tensor parallelism hide behind pieces of products, in compiled blocks."""
         overlap = self.document.get("request", {}).get("overlap") or ()

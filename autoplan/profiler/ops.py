@@ -40,6 +40,7 @@ from autoplan.cost_models.profile import MeasuredOp, Timing
 from autoplan.cost_models.work import OpWork
 from autoplan.ops.saved import TensorFacts
 from autoplan.runtime import program
+from autoplan.runtime.optim import in_one_kernel
 from autoplan.units import MIB
 
 _MIN_REPEATS, _MAX_REPEATS = 7, 200
@@ -471,6 +472,7 @@ def _measure_adamw(task: MeasureTask, clock: Clock, cache: int, limit_s: float) 
     for p in params:
         p.grad = torch.randn_like(p)
     optimizer = torch.optim.AdamW(params, lr=1e-4)
+    in_one_kernel(optimizer)
     optimizer.step()
     return MeasuredOp(
         task.work,

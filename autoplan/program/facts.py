@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
+from autoplan.config.kernels import ASYNC_TP, COMPILE
 from autoplan.config.parallel import Mode, RunOptions
 from autoplan.config.recompute import MODULES
 from autoplan.cost_models.hardware.cluster import Cluster
@@ -274,8 +275,8 @@ class Facts:
     target_len: int | None = None
     device_type: str = "cpu"
     gradient_compression: str = ""
-    async_tp: bool | str = False
-    compile: bool | str = "auto"
+    async_tp: bool | str = ASYNC_TP
+    compile: bool | str = COMPILE
     compile_backends: tuple[str, ...] = ()
     as_given: bool = False
     like: Like | None = None

@@ -15,6 +15,7 @@ from rich.text import Text
 from autoplan.config import numbers
 from autoplan.config.choices import config_label
 from autoplan.config.parallel import ParallelConfig
+from autoplan.config.recompute import NONE, OFFLOAD, recompute_label
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.program.facts import layer_calls
 from autoplan.program.legality import not_executed
@@ -135,10 +136,21 @@ def words_of_plan(config: ParallelConfig, layers: int) -> str:
     words += [_ZERO[c.zero_stage]] if c.dp * c.cp > 1 and c.zero_stage else []
     plural = "es" if c.num_micro_batches > 1 else ""
     words.append(f"{c.num_micro_batches} micro-batch{plural} of {c.micro_batch_size} per replica")
-    recompute = config_label(c, layers).partition("recompute ")[2].partition(" offload")[0]
-    words += [f"recompute {recompute} layers" if "/" in recompute else f"recompute {recompute}"] if recompute else []
+    words += _backward_words(c, layers)
     words += [f"on the host: {', '.join(c.offload)}"] if c.offload else []
     return "; ".join(words)
+
+
+def _backward_words(c: ParallelConfig, layers: int) -> Iterator[str]:
+    """Yield which layers are recomputed, and which send what the backward needs to the host."""
+    parts = [part for part in recompute_label(c.recompute, layers).split(", ") if part != NONE]
+    moved = [part for part in parts if part.partition(" ")[0] == OFFLOAD]
+    again = ", ".join(part for part in parts if part not in moved)
+    if again:
+        yield f"recompute {again} layers" if "/" in again else f"recompute {again}"
+    for part in moved:
+        of = part.partition(" ")[2]
+        yield f"activations of {of} layers on the host" if of else "activations on the host"
 
 
 def verdict(c: Certificate, result: SearchResult) -> str:

@@ -48,6 +48,7 @@ from autoplan.units import GB, GIB, MICRO, TERA
 __all__ = ["Cluster", "Device", "Group", "Level", "Price"]
 
 _LOCAL_LAUNCH_S = 5e-6
+_MOST_IN_ONE_MACHINE = 16  # sockets of the largest servers sold with PCIe cards
 # A device's share of its host by default; assumed and unverified (no source of the catalog has them). Servers of eight
 # devices are sold with 1 to 2 TB for all; with two sockets of eight channels of DDR4-3200 each (25.6 GB/s a channel) an
 # eighth is 51 GB/s, of which copies reach about 80 %.
@@ -146,10 +147,12 @@ class Cluster(Nodes):
             return (replace(self.link, size=1),)
         reached = out[-1].size if out else 1
         if reached < self.num_devices:
+            name, together = self.device.name, self.num_devices <= _MOST_IN_ONE_MACHINE
             raise PinError(
-                f"the levels of {self} end at {reached} of {self.num_devices} devices: the catalog names no "
-                "network for it; give its Gbit/s per device, for example "
-                f"{self.num_nodes}x{self.devices_per_node}x{self.device.name}@nic=400"
+                f"{self}: what connects more than {reached} of the {self.num_devices} devices is not known: the "
+                f"catalog names no network for it; give its Gbit/s per device, for example "
+                f"{self.num_nodes}x{self.devices_per_node}x{name}@nic=400"
+                + (f", or write 1x{self.num_devices}x{name} if all are in one machine" if together else "")
             )
         return tuple(out)
 

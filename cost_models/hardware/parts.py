@@ -145,7 +145,7 @@ class Price:
 
     @property
     def dated(self) -> str:
-        """When the price was read: `as of 2026-11-09`, or the version of its source, `from list v8/vms.csv@05887511`."""
+        """The date of the price, `as of 2026-11-09`, or the version of its source, `from list v8/vms.csv@05887511`."""
         if self.as_of[:4].isdigit():
             return f"as of {self.as_of}"
         return f"from {self.as_of.partition(' (')[0]}"

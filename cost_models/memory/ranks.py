@@ -34,8 +34,9 @@ twice as many replicas to shard over. The memory of a rank is that of its fulles
 |---|---|---|
 | first backward of a chunk | all whose forward ran before it | of the layers it has passed, and of earlier chunks |
 | a later backward | all in flight | of all chunks that have run backward; sharded after a chunk's last (ZeRO 1) |
+| the last backward (ZeRO 1, one chunk) | one | whole, of the layers it has passed sharded, and the copy that is sent |
 | reduction at the end of the step (ZeRO 0) | none | all, and the buffers they are sent from |
-| optimizer step (ZeRO 0, 16-bit gradients) | none | all, in float32 |
+| optimizer step | none | all, in float32 (ZeRO 0, 16-bit gradients); on a CPU also temporaries of AdamW |
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
 
+from autoplan.config.offload import of_states
 from autoplan.config.parallel import MASTER_BYTES, Mode, ParallelConfig, Precision
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, recompute_kind
-from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.communicators import FixedMemory
+from autoplan.cost_models.memory.moments import Held, Moment, RankStates, Rows, TiedStates
 from autoplan.cost_models.memory.parameters import NO_STATES, ParameterMemory, States
 from autoplan.cost_models.memory.recompute_frontier import RecomputeFrontier
 from autoplan.cost_models.quantity import Quantity, Tag
@@ -68,6 +69,7 @@ from autoplan.units import dtype_bytes
 _FRAGMENTATION = Quantity(0.0, 0.03, 0.10, Tag.ASSUMED)
 # relative error of the liveness walk (autoplan.program.activations), compared with measured peaks
 _ACTIVATION_SPREAD = 0.05
+_UPDATE_TEMPORARIES = 2  # tensors that AdamW makes while it updates one, where torch does it operation by operation
 
 
 NOTHING: Mapping[int, str] = MappingProxyType({})
@@ -88,70 +90,6 @@ class RankMemory:
     in_flight: int
     moment: str
     host: dict[str, Quantity] = field(default_factory=dict)
-
-
-class _Moment(NamedTuple):
-    """The terms that differ between the moments of a step, in bytes.
-
-    `gathered`: parameters that ZeRO has gathered; None: as many as a rank ever has.
-    """
-
-    name: str
-    gradients: float
-    held: float
-    transient: float
-    buffers: float = 0.0
-    gathered: float | None = None
-
-    def num_bytes(self, gathered: float) -> float:
-        """Return the sum of the terms. `gathered`: parameters that a rank gathers."""
-        now = gathered if self.gathered is None else self.gathered
-        return self.gradients + self.held + self.transient + self.buffers + now
-
-
-class _Held(NamedTuple):
-    """Activations of one chunk, in bytes.
-
-    `one`: of a micro-batch. `running`: for each unit, the held bytes and the transient bytes while it runs backward.
-    `transient`: the most bytes beyond `one`.
-    """
-
-    one: float
-    running: tuple[tuple[float, float], ...]
-    transient: float
-
-
-@dataclass(frozen=True)
-class _RankStates:
-    """The memory of a rank with given units that recompute does not change, in bytes.
-
-    `gathered`: parameters that it gathers. `reducing`: the largest gradient that is reduced and not kept whole.
-    """
-
-    grads: float
-    gathered: float
-    parameters: float
-    optimizer: float
-    placeholders: float
-    reducing: float
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The memory of a rank with several chunks that recompute does not change, in bytes by action."""
-
-    grads: Array
-    reducing: Array
-    gathered: Array
-
-
-@dataclass(frozen=True)
-class TiedStates:
-    """A parameter that several units use and a rank holds once: the first and last of these units, and its bytes."""
-
-    first: int
-    last: int
-    states: States
 
 
 def _fragmentation(cluster: Cluster) -> Quantity:
@@ -185,8 +123,8 @@ class MemoryModel:
         shares = self.parameters.shares
         self.sharded: bool = c.zero_stage > 0 and max(shares.values()) > 1
         self._placeheld: dict[frozenset[str], float] = {}
-        self._known_states: dict[tuple[range, ...], _RankStates] = {}
-        self._known_held: dict[tuple[RecomputeFrontier, range, int, bool], _Held] = {}
+        self._known_states: dict[tuple[range, ...], RankStates] = {}
+        self._known_held: dict[tuple[RecomputeFrontier, range, int, bool], Held] = {}
         self._sum_states()
         self._sum_activations()
         self.tied: tuple[TiedStates, ...] = self._tied_states()
@@ -215,6 +153,12 @@ class MemoryModel:
         self.reduced: list[float] = [u.reduced for u in sums]
         self.largest: list[float] = [max(b.gathered for b in unit) for unit in units]
         self.largest_grad: list[float] = [max(b.whole for b in unit) for unit in units]
+        self.largest_tensor: list[float] = [
+            max(map(self._tensor_bytes, unit), default=0.0) for unit in self.workload.units
+        ]
+        self.largest_update: list[float] = [
+            max(map(self._update_bytes, unit), default=0.0) for unit in self.workload.units
+        ]
 
     def _sum_activations(self) -> None:
         """Collect the activations that the forward leaves for the backward, by unit."""
@@ -245,7 +189,7 @@ class MemoryModel:
         # micro-batches held in the first backward, and the most afterwards
         self.flights: tuple[tuple[int, int], ...] = flights(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
         self.fixed: Quantity = self._fixed.of(c)
-        self._known_rows: dict[tuple[int, tuple[range, ...]], _Rows] = {}
+        self._known_rows: dict[tuple[int, tuple[range, ...]], Rows] = {}
 
     @property
     def _table(self) -> ActionLists:
@@ -267,6 +211,21 @@ class MemoryModel:
     def _states(self, name: str) -> States:
         """Return the states of one block."""
         return States.total([NO_STATES, *map(self.parameters.of, self.workload.blocks[name].params)])
+
+    def _tensor_bytes(self, name: str) -> float:
+        """Return the largest gradient of a tensor of a block before it is scattered."""
+        return max((self.parameters.of(p).whole for p in self.workload.blocks[name].params), default=0.0)
+
+    def _update_bytes(self, name: str) -> float:
+        """Return the temporaries of AdamW while it updates the largest tensor of a block.
+
+        On a CPU torch updates tensor by tensor, with two of them (`_single_tensor_adam`); the runtime lets a GPU do it
+        in one kernel.
+        """
+        if self.cluster.device_type != "cpu" or of_states(self.config.offload):
+            return 0.0
+        sizes = map(self.parameters.updated, self.workload.blocks[name].params)
+        return _UPDATE_TEMPORARIES * max(sizes, default=0.0)
 
     def _tied_states(self) -> tuple[TiedStates, ...]:
         """Return the parameters that several units use and a rank holds once.
@@ -310,7 +269,7 @@ class MemoryModel:
         kept = self._kept_by_kind.get(how)
         return self.workload.unit_choices[unit][how] if kept is None else kept[unit]
 
-    def _chunk(self, units: range, again: Mapping[int, str], received: bool) -> _Held:
+    def _chunk(self, units: range, again: Mapping[int, str], received: bool) -> Held:
         w = self.workload
         # a chunk after another one of the same rank uses the output that the other holds
         held = w.free_saved + (self.cuts[units.start - 1] if units.start and received else 0.0)
@@ -322,12 +281,13 @@ class MemoryModel:
             kept = self.kept_bytes(u, how)
             held += kept
             inside = (t for t in w.tied if units.start <= t.first <= u < t.last < units.stop)
-            waiting = sum(t.num_bytes for t in inside)
+            # copies of `fully_shard` (`_tied_states`) each give their gradient away at once
+            waiting = 0 if self.sharded and not self.megatron else sum(t.num_bytes for t in inside)
             # while a unit's backward runs, later units have freed their activations
             back = w.unit_saved[u] - kept  # recomputed by regions
             running.append((held, (self.recompute_transient[u] if how == FULL else self.transient[u] + back) + waiting))
         most = max(held + transient for held, transient in running) - held if running else 0.0
-        return _Held(held, tuple(running), most)
+        return Held(held, tuple(running), most)
 
     def rank(
         self, rank: int, chunks: Sequence[range], recompute: Sequence[int], pinned: Mapping[int, str] = NOTHING
@@ -381,7 +341,7 @@ class MemoryModel:
 
     def _fullest(
         self, rank: int, chunks: Sequence[range], recompute: Sequence[int], pinned: Mapping[int, str]
-    ) -> tuple[_RankStates, _Moment]:
+    ) -> tuple[RankStates, Moment]:
         """Return the fullest moment of a rank, and the bytes that are the same at all of its moments."""
         mine = self.chunks_of[rank]
         states = self._rank_states(tuple(chunks[k] for k in mine))
@@ -390,7 +350,7 @@ class MemoryModel:
         gathered = states.gathered
         return states, max(self._moments(rank, chunks, held, states), key=lambda m: m.num_bytes(gathered))
 
-    def _held(self, units: range, level: int, pinned: Mapping[int, str], received: bool) -> _Held:
+    def _held(self, units: range, level: int, pinned: Mapping[int, str], received: bool) -> Held:
         """Return the activations of a chunk. `received`: its input is not the output of a chunk of the same rank."""
         if pinned:
             return self._chunk(units, pinned, received)
@@ -400,7 +360,7 @@ class MemoryModel:
             found = self._known_held[key] = self._chunk(units, self.frontier.choices(units, level), received)
         return found
 
-    def _rank_states(self, mine: tuple[range, ...]) -> _RankStates:
+    def _rank_states(self, mine: tuple[range, ...]) -> RankStates:
         """Return the memory of a rank with these chunks that recompute does not change."""
         found = self._known_states.get(mine)
         if found is None:
@@ -409,19 +369,19 @@ class MemoryModel:
             gathered = sum(self.gathered[u] for u in units) - twice.gathered
             if self.config.zero_stage == 3:
                 gathered = min(gathered, 2 * max(self.largest[u] for u in units))
-            found = self._known_states[mine] = _RankStates(
+            found = self._known_states[mine] = RankStates(
                 sum(self.grads[u] for u in units) - twice.gradients,
                 gathered,
                 sum(self.stored[u] for u in units) - twice.stored,
                 sum(self.states[u] for u in units) - twice.optimizer,
                 self._placeholders(units) if self.megatron else 0.0,
                 max(self.largest_grad[u] for u in units) if self.config.zero_stage >= 2 else 0.0,
+                sum(self.reduced[u] for u in units) - twice.reduced,
+                max(self.largest_update[u] for u in units),
             )
         return found
 
-    def _moments(
-        self, rank: int, chunks: Sequence[range], held: dict[int, _Held], states: _RankStates
-    ) -> list[_Moment]:
+    def _moments(self, rank: int, chunks: Sequence[range], held: dict[int, Held], states: RankStates) -> list[Moment]:
         """Return the moments of a step at which a rank may be fullest."""
         first, later = self.flights[rank]
         grads, reducing = states.grads, states.reducing
@@ -430,15 +390,20 @@ class MemoryModel:
         else:
             ((chunk, only),) = held.items()
             if self.has_gradient_buffer:
-                moments = [_Moment(FIRST, grads, first * only.one, only.transient)]
+                moments = [Moment(FIRST, grads, first * only.one, only.transient)]
             else:
                 moments = self._first_backward(chunks[chunk], (first - 1) * only.one, only)
             if later:
-                moments.append(_Moment(LATER, grads + reducing, later * only.one, only.transient))
+                moments.append(Moment(LATER, grads + reducing, later * only.one, only.transient))
+            if later and self.sharded and self.config.zero_stage == 1 and not self.megatron:
+                moments.append(self._last_backward(chunks[chunk], only))
+        if states.updating:
+            gathered = 0.0 if self.config.zero_stage < 3 else None
+            moments.append(Moment(UPDATE, states.reduced, 0.0, states.updating, gathered=gathered))
         if self.widened and self.config.zero_stage == 0:
-            moments.append(_Moment(UPDATE, self.widened * grads, 0.0, 0.0))
+            moments.append(Moment(UPDATE, self.widened * grads, 0.0, 0.0))
         if self.buckets:
-            moments.append(_Moment(REDUCTION, grads, 0.0, 0.0, min(self.buckets, grads)))
+            moments.append(Moment(REDUCTION, grads, 0.0, 0.0, min(self.buckets, grads)))
         return moments
 
     def _host(
@@ -485,8 +450,8 @@ class MemoryModel:
         return self._placeheld[names]
 
     def _of_several(
-        self, rank: int, chunks: Sequence[range], held: Mapping[int, _Held], most_grads: float, scattered: float
-    ) -> list[_Moment]:
+        self, rank: int, chunks: Sequence[range], held: Mapping[int, Held], most_grads: float, scattered: float
+    ) -> list[Moment]:
         """Return the moments of a rank with several chunks.
 
         Args:
@@ -504,7 +469,7 @@ class MemoryModel:
         total = now + transient + grads + reducing + (gathered if by_chunk else 0.0)
         most = int(np.argmax(total))
         out = [
-            _Moment(
+            Moment(
                 LATER,
                 float(grads[most] + reducing[most]),
                 float(now[most]),
@@ -526,7 +491,7 @@ class MemoryModel:
             )
         return out
 
-    def _rows(self, rank: int, row: HeldRow, mine: tuple[range, ...], most_grads: float, scattered: float) -> _Rows:
+    def _rows(self, rank: int, row: HeldRow, mine: tuple[range, ...], most_grads: float, scattered: float) -> Rows:
         """Return the bytes of parameters and gradients during every action of a rank with these chunks.
 
         What ZeRO 1 and 2 gather of a chunk is there from its first forward to its last backward, and its gradients
@@ -550,18 +515,18 @@ class MemoryModel:
         reducing = np.where(np.arange(len(grads)) > min(at.first_end for at in spans.values()), scattered, 0.0)
         if self.has_gradient_buffer:
             grads[:] = most_grads
-        found = self._known_rows[rank, mine] = _Rows(grads, reducing, gathered)
+        found = self._known_rows[rank, mine] = Rows(grads, reducing, gathered)
         return found
 
     def _first_backward(
         self,
         units: Sequence[int],
         waiting: float,
-        chunk: _Held,
+        chunk: Held,
         gradients: float = 0.0,
         reducing: float = 0.0,
         gathered: float | None = None,
-    ) -> list[_Moment]:
+    ) -> list[Moment]:
         """Return the moments of the first backward of a chunk, one per unit.
 
         While a unit runs backward, later units have left their gradients and freed their activations.
@@ -569,16 +534,35 @@ class MemoryModel:
         Args:
             waiting: bytes of other micro-batches and chunks.
             gradients, reducing: bytes of those of other chunks.
-            gathered: as for `_Moment`.
+            gathered: as for `Moment`.
         """
-        out, stage = [], self.config.zero_stage
+        out, stage, scattered = [], self.config.zero_stage, reducing
         scatters = stage >= 2 or (stage > 0 and self.config.num_micro_batches == 1)
         for u, (held, transient) in zip(reversed(units), reversed(chunk.running), strict=True):
-            out.append(_Moment(FIRST, gradients + reducing, waiting + held, transient, 0.0, gathered))
+            out.append(Moment(FIRST, gradients + scattered, waiting + held, transient, 0.0, gathered))
             gradients += self.first_grads[u]
-            if scatters:
-                reducing = max(reducing, self.largest_grad[u])
+            if scatters:  # the whole gradient of a unit is there until that of the one before it is scattered
+                scattered = max(reducing, self.largest_grad[u])
         return out
+
+    def _last_backward(self, units: Sequence[int], chunk: Held) -> Moment:
+        """Return the fullest moment of the last backward under ZeRO 1, which scatters what was summed before.
+
+        When a unit has run backward, its parameters are freed and its whole gradient, a sum, is copied into what is
+        sent; then it is freed, but for the last tensor, which a loop in torch (`foreach_reduce`) still names while the
+        shard is made.
+        """
+        grads, gathered = sum(self.grads[u] for u in units), sum(self.gathered[u] for u in units)
+        moments = []
+        for u, (held, _) in zip(reversed(units), reversed(chunk.running), strict=True):
+            whole, shard = self.grads[u], self.reduced[u]
+            alone = len(self.workload.units[u]) == 1  # else its first layers have not run backward yet
+            left = held - self.kept_bytes(u, NONE) if alone else held
+            sent = self.largest_grad[u] + max(0.0, shard + self.largest_tensor[u] - whole)
+            moments.append(Moment(LATER, grads + sent, left, 0.0, gathered=gathered - self.largest[u]))
+            grads += shard - whole
+            gathered -= self.gathered[u]
+        return max(moments, key=lambda m: m.num_bytes(0.0))
 
 
 def _weights(block: BlockWork) -> Iterable[tuple[tuple[int, ...], str]]:

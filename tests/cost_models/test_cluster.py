@@ -171,7 +171,8 @@ def test_every_id_means_itself() -> None:
         ("a10", "cluster 'a10' is not known"),
         ("8xmi250", "'mi250' is neither a device.*nearest: mi250x-128gb"),  # a slower one
         ("0x8xh100-sxm5-80gb", "num_nodes of at least 1"),
-        ("4x8xmi355x-288gb", "names no network for it.*@nic=400"),
+        ("4x8xmi355x-288gb", "names no network for it.*@nic=400$"),
+        ("8x4090", "more than 4 of the 8 .*@nic=400, or write 1x8xrtx4090-24gb if all are in one machine$"),
         ("2x8xh100-sxm5-80gb@nik=2", "unknown override 'nik'; did you mean 'nic'.*known: nodes"),
         ("2x8xh100-sxm5-80gb@nic=fast", "nic=fast needs a number"),
         ("2x8xh100-sxm5-80gb@nic=0", "must be above 0"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autoplan.config.parallel import Mode, ParallelConfig, executed_precision, precision_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
-from autoplan.cost_models.memory.ranks import FIRST, LATER, NOTHING, REDUCTION, MemoryModel
+from autoplan.cost_models.memory.ranks import FIRST, LATER, NOTHING, REDUCTION, UPDATE, MemoryModel
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.network.groups import mesh_groups
 from autoplan.cost_models.profile import LINK_WORK_S, Profile
@@ -91,6 +91,62 @@ def test_gradients_grow_while_activations_shrink() -> None:
     assert found.terms["gradients"].mid == 2 * GRADS and found.terms["activations"].mid == 2 * SAVED
 
 
+def test_a_whole_gradient_is_there_until_the_one_before_it_is_scattered() -> None:
+    """Not longer: while the first layer runs backward, that of a large head is a shard already."""
+    large = ParamWork("head.weight", 10 * PARAMS, "float32", True, False)
+    head = replace(layer("head"), params=(large,))
+    blocks, units = {"layer": layer(), "head": head}, (("layer",),) * 3 + (("head",),)
+    for fullest, want in ((0, (10 + 1 + 1) * GRADS / 2 + GRADS), (2, 10 * GRADS / 2 + 10 * GRADS)):
+        transient = tuple(100 * GRADS if u == fullest else 0.0 for u in range(4))
+        work = workload(unit_saved=(1.0,) * 4, unit_transient=transient, blocks=blocks, units=units)
+        found = memory(ParallelConfig(dp=2, zero_stage=2), work).rank(0, ranges(4), [0])
+        assert found.moment == FIRST
+        assert found.terms["gradients"].mid == want
+
+
+@pytest.mark.parametrize(("zero", "waits"), [(0, True), (1, False), (3, False)])
+def test_the_gradient_of_a_tied_parameter_waits_where_it_is_one(zero: int, waits: bool) -> None:
+    """For its other use; copies that ZeRO makes each give their own away."""
+    work = workload(unit_saved=(SAVED, SAVED, SAVED, 1.0), tied=(TiedParam(0, 3, GRADS),))
+    found = memory(ParallelConfig(dp=2, zero_stage=zero, num_micro_batches=2), work).rank(0, ranges(4), [0])
+    assert found.moment == LATER
+    alone = memory(ParallelConfig(dp=2, zero_stage=zero, num_micro_batches=2), replace(work, tied=()))
+    was = alone.rank(0, ranges(4), [0]).terms
+    more = (found.terms[name].mid - was[name].mid for name in ("activations", "transient"))
+    assert (sum(more) > 0) is waits
+
+
+@pytest.mark.parametrize(("micro_batches", "fuller"), [(1, False), (2, True)])
+def test_the_last_backward_of_zero_1_sends_a_copy_of_a_sum(micro_batches: int, fuller: bool) -> None:
+    """Of the head, whose whole gradient is named until its shard is made; with one micro-batch nothing is summed."""
+    large = ParamWork("head.weight", 10 * PARAMS, "float32", True, False)
+    blocks = {"layer": layer(), "head": replace(layer("head"), params=(large,))}
+    work = workload(unit_saved=(1.0,) * 4, blocks=blocks, units=(("layer",),) * 3 + (("head",),))
+    config = ParallelConfig(dp=2, zero_stage=1, num_micro_batches=micro_batches)
+    found = memory(config, work).rank(0, ranges(4), [0])
+    whole, head = 13 * GRADS, 10 * GRADS
+    if fuller:
+        assert found.moment == LATER
+        assert found.terms["gradients"].mid == whole + head + head / 2
+        assert found.terms["gathered parameters"].mid == 3 * 4 * PARAMS
+    else:
+        assert found.terms["gradients"].mid == head + head / 2
+
+
+@pytest.mark.parametrize(("offload", "there"), [((), True), (("optimizer",), False)])
+def test_adamw_needs_two_temporaries_of_its_largest_tensor_on_a_cpu(offload: tuple[str, ...], there: bool) -> None:
+    """Where it updates tensor by tensor; on a GPU it is one kernel."""
+    work, config = workload(unit_saved=(1.0,) * 4), ParallelConfig(offload=offload)
+    on_cpu, on_gpu = (
+        MemoryModel(work, config, precision_of("fp32"), Cluster.local(1, kind)).rank(0, ranges(4), [0])
+        for kind in ("cpu", "cuda")
+    )
+    assert (on_cpu.moment == UPDATE) is there and on_gpu.moment != UPDATE
+    if there:
+        assert on_cpu.terms["transient"].mid == 2 * 4 * PARAMS
+        assert on_cpu.terms["gradients"].mid == 4 * GRADS
+
+
 def test_reduction_needs_its_buffers_when_activations_are_gone() -> None:
     found = memory(ParallelConfig(dp=2, zero_stage=0), workload(unit_saved=(1.0,) * 4)).rank(0, ranges(4), [0])
     assert found.moment == REDUCTION
@@ -126,7 +182,8 @@ def test_what_turns_around_within_a_rank_is_held_once() -> None:
     """Nothing but what is sent: 4 chunks are held on each rank, of which those on rank 0 border on one chunk each; on
     rank 1 the second one works on what the first one sends: 3 of the first and 1 of the second, by its order."""
     config = ParallelConfig(pp=2, num_micro_batches=8, schedule="ZBV", virtual_stages=2)
-    outer, inner = memory(config, workload(unit_saved=(0.0,) * 4)).stages(ranges(1, 1, 1, 1), [0] * 4)
+    work = workload(unit_saved=(0.0,) * 4, unit_transient=(1000.0,) * 4)
+    outer, inner = memory(config, work).stages(ranges(1, 1, 1, 1), [0] * 4)
     assert outer.terms["activations"].mid == 4 * SENT
     assert "".join(f"{a.kind.value}{a.chunk}" for a in actions("ZBV", 2, 8, 2)[1][:7]) == "F1F2F1F2I2W2F1"
     assert inner.terms["activations"].mid == 3 * (2 * SENT) + SENT

@@ -31,6 +31,10 @@ SMALL: dict[str, tuple[str, str, int, int, dict[str, Any], str]] = {
         {"dp": 4, "zero_stage": 3, "num_micro_batches": 1, "offload": "parameters", "recompute": "offload"},
         "1",
     ),
+    # the tied embedding is most of what there is
+    "tied, ZeRO 0": ("gpt2", "1x2xh100-sxm5-80gb", 64, 16, {"dp": 2, "zero_stage": 0, "micro_batch_size": 1}, "0"),
+    "tied, ZeRO 1": ("gpt2", "1x2xh100-sxm5-80gb", 64, 16, {"dp": 2, "zero_stage": 1, "micro_batch_size": 1}, "0"),
+    "tied, ZeRO 3": ("gpt2", "1x2xh100-sxm5-80gb", 64, 2, {"dp": 2, "zero_stage": 3, "micro_batch_size": 1}, "0"),
     "hybrid ZeRO": ("gpt2", "2x4xh100-sxm5-80gb", 1024, 16, {"dp": 8, "zero_stage": 2, "zero_replicas": 2}, "7"),
 }
 # full size: Llama 3's report (arXiv 2407.21783, table 4), DeepSeek-V3's (2412.19437, section 3.2), a long context

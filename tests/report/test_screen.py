@@ -81,6 +81,25 @@ def test_a_plan_in_words() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("recompute", "words"),
+    [
+        ("none", ""),
+        ("full", "; recompute full"),
+        ("offload", "; activations on the host"),
+        (
+            {"a": "full", "b": "offload", "c": "offload", "d": "mlp+norms"},
+            "; recompute full 1/4, mlp+norms 1/4 layers; activations of 2/4 layers on the host",
+        ),
+        ({"a": "offload", "b": "none"}, "; activations of 1/4 layers on the host"),
+    ],
+)
+def test_what_layers_do_for_their_backward_in_words(recompute: object, words: str) -> None:
+    """A layer that sends its activations to the host is not recomputed."""
+    config = ParallelConfig(recompute=recompute, offload=("optimizer",))  # type: ignore[arg-type]
+    assert words_of_plan(config, 4) == f"1 micro-batch of 1 per replica{words}; on the host: optimizer"
+
+
 def test_what_is_not_given_is_the_models_usual_run() -> None:
     """And the commands that the screen ends with give the same numbers as the short one."""
     words = ("plan", "gpt2", "--cluster", "4xh100", "--pin", "tp=1", "--pin", "micro_batch_size=16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -93,3 +94,43 @@ def test_plain_parameters_are_given_as_they_are() -> None:
     parameters = list(Odd().parameters())
     optimizer = on_local_shards(OPTIMIZERS["adamw"], iter(parameters))
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], parameters, strict=True))
+
+
+class OnCuda(nn.Parameter):
+    """A parameter that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "place", "fuses"),
+    [
+        (torch.optim.AdamW, {}, OnCuda, True),
+        (torch.optim.Adam, {}, OnCuda, True),
+        (torch.optim.AdamW, {}, nn.Parameter, False),
+        (torch.optim.AdamW, {"foreach": True}, OnCuda, False),
+        (torch.optim.AdamW, {"fused": False}, OnCuda, False),
+        (torch.optim.SGD, {}, OnCuda, False),
+    ],
+)
+def test_adamw_is_one_kernel_on_a_gpu_unless_told_otherwise(
+    kind: Any, settings: dict[str, Any], place: Any, fuses: bool
+) -> None:
+    """The fused kernel, run here on the CPU, gives what torch's default gives; the state is read back by both."""
+    values = torch.linspace(-1, 1, 12, dtype=torch.float64)
+
+    def step(p: nn.Parameter, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        for _ in range(3):
+            p.grad = (p.detach() * 3 + 1).clone()
+            optimizer.step()
+        return p.detach().clone()
+
+    p = place(values.clone())
+    optimizer = on_local_shards(lambda ps: kind(ps, lr=1e-2, **settings), [p])
+    assert bool(optimizer.param_groups[0].get("fused")) is fuses
+    plain = nn.Parameter(values.clone())
+    usual = kind([plain], lr=1e-2)
+    torch.testing.assert_close(step(p, optimizer), step(plain, usual), rtol=1e-12, atol=1e-12)
+    usual.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.load_state_dict(copy.deepcopy(usual.state_dict()))
+    torch.testing.assert_close(step(p, optimizer), step(plain, usual), rtol=1e-12, atol=1e-12)

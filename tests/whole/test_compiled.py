@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import shutil
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from parity import (
 from parity_matrix import refusal
 
 import autoplan.runtime.compiled
+from autoplan.config.kernels import ASYNC_TP, COMPILE
 from autoplan.config.pins import Pins
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.quantity import Quantity, Tag
@@ -398,15 +400,24 @@ def test_blocks_run_the_way_that_is_cheapest(steps_s: dict[Way, float], chosen: 
 
 
 def test_the_price_decides_where_it_is_asked() -> None:
-    ways = functools.partial(ways_to_run, device_type="cuda", compiles=True)
+    ways = functools.partial(ways_to_run, device_type="cuda", compiles=True, devices=8)
     assert ways("auto", False) == [OP_BY_OP, COMPILED]
     assert ways("auto", "auto") == [OP_BY_OP, COMPILED, IN_PIECES]
     assert ways(True, "auto") == ways("inductor", "auto") == [COMPILED, IN_PIECES]
     assert ways(True, True) == [IN_PIECES]
     assert ways("aot_eager", "auto") == [COMPILED]
     assert ways(False, "auto") == [OP_BY_OP]
-    assert ways_to_run("auto", "auto", "cpu", compiles=False) == [OP_BY_OP]
-    assert ways_to_run("auto", "auto", "cuda", compiles=False) == [OP_BY_OP]  # without Triton
+    assert ways_to_run("auto", "auto", "cpu", compiles=False, devices=8) == [OP_BY_OP]
+    assert ways_to_run("auto", "auto", "cuda", compiles=False, devices=8) == [OP_BY_OP]  # without Triton
+    assert ways("auto", "auto", devices=1) == [OP_BY_OP, COMPILED]  # nobody to hide the sending from
+
+
+@pytest.mark.parametrize("of", [autoplan.parallelize, autoplan.plan])
+def test_the_price_decides_unless_the_caller_does(of: Callable[..., Any]) -> None:
+    """What a call and a check of legality take by default is declared once."""
+    given = inspect.signature(of).parameters
+    assert (given["compile"].default, given["async_tp"].default) == (COMPILE, ASYNC_TP) == ("auto", "auto")
+    assert (Facts(2).compile, Facts(2).async_tp) == (COMPILE, ASYNC_TP)
 
 
 def test_unknown_ways_to_compile_are_refused() -> None:
