@@ -18,6 +18,7 @@ from autoplan.cost_models.kernels.operations import op_s
 from autoplan.cost_models.network.collectives import group_collective_s
 from autoplan.cost_models.profile import LINK_WORK_S, Profile
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
+from autoplan.cost_models.routing import Routing
 from autoplan.cost_models.work import OpWork
 from autoplan.errors import PinError
 from autoplan.ops.saved import TensorFacts
@@ -105,11 +106,11 @@ class Costs:
         dtype = work.matmul_dtype or next(t.dtype for t in work.inputs if "float" in t.dtype)
         return _with_peak(device, dtype)
 
-    def collective_s(self, kind: str, num_bytes: float, group: Group, top_k: int = 0) -> Quantity:
-        """Return the seconds of one collective over `group`. `top_k`: for collectives made for experts."""
+    def collective_s(self, kind: str, num_bytes: float, group: Group, routing: Routing | None = None) -> Quantity:
+        """Return the seconds of one collective over `group`. `routing`: for collectives made for experts."""
         if group.size == 1 or num_bytes == 0:
             return ZERO
-        seconds = group_collective_s(kind, num_bytes, group, self.cluster, self.profile, top_k)
+        seconds = group_collective_s(kind, num_bytes, group, self.cluster, self.profile, routing)
         # a profile measured its links as they are used; links between CPU processes are not such a network
         if self.profile is None and self.cluster.device_type != "cpu" and self._crosses_network(group):
             return seconds * (1.0 / self.constants.network_share)

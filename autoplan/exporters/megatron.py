@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autoplan.config.context_methods import read_method
-from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16, Attention, Dispatcher, Launch
+from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16, REMAINDERS_16, Attention, Dispatcher, Launch
 from autoplan.errors import PinError
 from autoplan.exporters.launching import srun
 from autoplan.exporters.megatron_stages import At, read_stages, recompute_reader, write_recompute, write_stages
@@ -279,6 +279,16 @@ def fields_of(
 FP8 = {"fp8": ("hybrid", "tensorwise"), "mxfp8": ("e4m3", "mxfp8")}
 
 
+# Megatron-Core 0.11, March 2025: megatron/core/optimizer/__init__.py passes store_param_remainders on to Transformer
+# Engine, where `use_precision_aware_optimizer_no_fp8_or_ds_fp8` of optimizer_config.py holds: parameters are bfloat16.
+_REMAINDERS_SINCE = 2025.2
+
+
+def keeps_remainders(base: str, year: float) -> bool:
+    """Return True if a precision-aware optimizer keeps of masters only what bfloat16 parameters lack."""
+    return year >= _REMAINDERS_SINCE and base in ("bf16", "fp4")
+
+
 def _write_flags(setup: Setup) -> Values:
     base, narrow = base_of(setup.precision), GRADIENTS_16 in setup.precision
     out: dict[str, Any] = {"fp16": True} if base == "fp16" else {} if base in ("fp32", "native") else {"bf16": True}
@@ -290,8 +300,10 @@ def _write_flags(setup: Setup) -> Values:
         out["accumulate_allreduce_grads_in_fp32"] = True
     elif narrow and base != "fp16":
         out["grad_reduce_in_bf16"] = True
-    if setup.precision.endswith(MOMENTS_16):
-        out |= {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    if REMAINDERS_16 in setup.precision or MOMENTS_16 in setup.precision:
+        out["use_precision_aware_optimizer"] = True
+    if MOMENTS_16 in setup.precision:
+        out |= {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
     if setup.options.narrow_gather and base in FP8 and setup.config.zero_stage:
         out["fp8_param_gather"] = True
     return out
@@ -305,9 +317,10 @@ def _read_flags(document: Document, found: Values) -> Values:
     elif get("fp8_format"):
         base = "mxfp8" if get("fp8_recipe") == "mxfp8" else "fp8"
     narrow = get("grad_reduce_in_bf16") if base != "fp16" else not get("accumulate_allreduce_grads_in_fp32")
-    moments = get("use_precision_aware_optimizer") and get("exp_avg_dtype") == "bf16"
+    aware = bool(get("use_precision_aware_optimizer"))
+    moments, split = aware and get("exp_avg_dtype") == "bf16", aware and keeps_remainders(base, document.year)
     return {
-        "precision": precision_word(base, bool(narrow), bool(moments)),
+        "precision": precision_word(base, bool(narrow), bool(moments), split),
         "narrow_gather": bool(get("fp8_param_gather")),
     }
 

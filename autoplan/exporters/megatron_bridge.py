@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16
+from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16, REMAINDERS_16
 from autoplan.exporters.launching import srun
-from autoplan.exporters.megatron import CANNOT, FP8, MEGATRON_RULES, fields_of, overlap_field
+from autoplan.exporters.megatron import CANNOT, FP8, MEGATRON_RULES, fields_of, keeps_remainders, overlap_field
 from autoplan.exporters.record import Document, Field, Target, Values, base_of, precision_word
 from autoplan.exporters.scripts import Name, Python
 from autoplan.exporters.setup import Setup
@@ -19,6 +19,7 @@ _PRESETS = {
     "fp4": "bf16_with_nvfp4_mixed",
 }
 _FP32 = "MixedPrecisionConfig(fp32=True)"
+_AWARE = "use_precision_aware_optimizer"
 
 
 def _write_recipe(setup: Setup) -> Values:
@@ -28,8 +29,12 @@ def _write_recipe(setup: Setup) -> Values:
     out: dict[str, Any] = {"mixed_precision": Name(f"{_PRESETS[base]}()"), "mixed_precision.grad_reduce_in_fp32": wide}
     if base in FP8:
         out["mixed_precision.fp8_param_gather"] = setup.options.narrow_gather and setup.config.zero_stage > 0
-    if setup.precision.endswith(MOMENTS_16):
-        out |= {"optimizer.use_precision_aware_optimizer": True}
+    moments, split = (suffix in setup.precision for suffix in (MOMENTS_16, REMAINDERS_16))
+    if moments or split:
+        out[f"optimizer.{_AWARE}"] = True
+        if not split:
+            out["optimizer.store_param_remainders"] = False
+    if moments:
         out |= {f"optimizer.{name}_dtype": Name("torch.bfloat16") for name in ("exp_avg", "exp_avg_sq")}
     return out
 
@@ -50,8 +55,10 @@ def _read_recipe(document: Document, found: Values) -> Values:
     wide = base != "fp16" if wide is None else wide
     gather = document.get("mixed_precision.fp8_param_gather")
     moments = "bfloat16" in str(document.get("optimizer.exp_avg_dtype"))
+    aware, stored = (bool(document.get(f"optimizer.{name}")) for name in (_AWARE, "store_param_remainders"))
+    split = aware and stored and keeps_remainders(base, document.year)
     return {
-        "precision": precision_word(base, not wide, moments),
+        "precision": precision_word(base, not wide, moments, split),
         "narrow_gather": base in FP8 if gather is None else bool(gather),
     }
 

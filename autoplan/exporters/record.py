@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16
+from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16, REMAINDERS_16, without_suffixes
 from autoplan.errors import PinError
 from autoplan.exporters.schema import Schema
 from autoplan.exporters.setup import Setup, Task
@@ -182,6 +182,13 @@ class Target:
         """Return the fields that exist in a year."""
         return tuple(f for f in self.fields if f.at(year))
 
+    def written(self, setup: Setup, year: float) -> dict[str, Any]:
+        """Return what an export of a setup writes, by path. PinError for a setup that it cannot say."""
+        out = {path: value for path, value in self.base.items() if self.schema.exists(path, year)}
+        for each in self.fields_at(year):
+            out |= each.write(setup)
+        return out
+
     def version(self, text: str) -> str:
         """Return the version YY.MM of a month or of a release that the schema knows. PinError names the known ones."""
         found = self.schema.releases.get(text.removeprefix("v"), text)
@@ -256,16 +263,17 @@ def constant(path: str, value: Any, where: Callable[[Setup], bool] = lambda setu
     return Field((), lambda setup: {path: value} if where(setup) else {}, lambda document, found: {}, **when)
 
 
-def precision_word(base: str, narrow: bool, moments: bool = False) -> str:
-    """Return the name of a precision with suffixes for gradients and moments, which override a stack's default."""
+def precision_word(base: str, narrow: bool, moments: bool = False, remainders: bool = False) -> str:
+    """Return the name of a precision with suffixes for what is in 16 bits, which override a stack's default."""
     if base in ("fp32", "native"):
         return base
-    return base + (GRADIENTS_16 if narrow else GRADIENTS_32) + (MOMENTS_16 if moments and narrow else "")
+    gradients = GRADIENTS_16 if narrow else GRADIENTS_32
+    return base + gradients + (MOMENTS_16 if moments and narrow else "") + (REMAINDERS_16 if remainders else "")
 
 
 def base_of(precision: str) -> str:
     """Return the name of a precision without its suffixes for gradients and moments."""
-    return precision.removesuffix(GRADIENTS_32).removesuffix(MOMENTS_16).removesuffix(GRADIENTS_16)
+    return without_suffixes(precision.replace(GRADIENTS_32, ""))
 
 
 def derived(read: Callable[[Document, Values], Values], *names: str) -> Field:

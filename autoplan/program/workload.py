@@ -370,7 +370,7 @@ def _sends(statement: Statement | BlockParam, op_costs: OpCosts, of_layout: bool
             out.append(
                 CommWork(
                     c.what, c.kind, size, _PRICED_AXES.get(axis, axis), c.phase, c.per,
-                    c.top_k, c.part, c.behind_attention,
+                    c.routing, c.part, c.behind_attention,
                 )
             )  # fmt: skip
     return out
