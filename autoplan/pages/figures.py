@@ -270,11 +270,15 @@ def candidates(found: Sequence[Mapping[str, Any]], limit_bytes: float | None) ->
     if limit_bytes is not None:
         limit = limit_bytes / 1e9
         lines = [{"type": "line", "x0": limit, "x1": limit, "yref": "paper", "y0": 0, "y1": 1, "line": _LIMIT}]
-    sizes = [c["memory_bytes"] for c in priced]
-    wide = limit_bytes is not None and bool(sizes) and max(sizes) > _WIDE * limit_bytes  # one that is much too big
-    marks = [digit * 10**power for power in range(6) for digit in (1, 2, 5)]
-    across = axis("GB of the fullest device", **({"type": "log", "tickvals": marks} if wide else {}))
+    across = _memory_axis([c["memory_bytes"] for c in priced], limit_bytes)
     return figure(data, xaxis=across, yaxis=axis("seconds per step"), shapes=lines)
+
+
+def _memory_axis(sizes: Sequence[float], limit_bytes: float | None) -> Spec:
+    """Return the axis of the memory of candidates; logarithmic if one is much too big."""
+    wide = limit_bytes is not None and max(sizes, default=0.0) > _WIDE * limit_bytes
+    marks = [digit * 10**power for power in range(6) for digit in (1, 2, 5)]
+    return axis("GB of the fullest device", **({"type": "log", "tickvals": marks} if wide else {}))
 
 
 def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

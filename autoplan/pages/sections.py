@@ -200,6 +200,11 @@ def _sweep(answer: _Answer) -> Iterator[PageBlock]:
     several = [name for name in varied if len({str(row[name]) for row in rows}) > 1] or varied[:1]
     shown = [name for name in _VALUES if any(row.get(name) is not None for row in rows)]
     yield from (_sweep_figure(rows, several, value) for value in shown)
+    yield from _sweep_tables(rows, varied)
+
+
+def _sweep_tables(rows: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> Iterator[TableBlock]:
+    """Yield the rows of a sweep as a table; where they have whole runs, as two."""
     stated = ["status"] if any(row["status"] != "ok" for row in rows) else []
     used = {head: of for head, of in _CELLS.items() if any(of(row) for row in rows)}
     found = [
