@@ -22,7 +22,7 @@ COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW, GREY)
 _HATCHES = ("", "/", "\\", "x", "-", "|", "+", ".")
 INK = "#1b1f24"  # of letters
 # from little to much, light enough for dark letters
-SCALE = ((0.0, "#f7fbff"), (0.5, "#b5d4ea"), (1.0, "#6baed6"))
+SHADES = ((0.0, "#f7fbff"), (0.5, "#b5d4ea"), (1.0, "#6baed6"))
 _LIMIT = {"color": RED, "width": 2, "dash": "dash"}
 _MOST_RANKS = 4096  # drawn in a mesh
 _WIDE = 2  # times the limit: candidates beyond it need a logarithmic axis
@@ -311,7 +311,7 @@ def mesh(drawn: Mapping[str, Any]) -> Spec:
         "y": [f"node {k}" for k in range(len(ranks))],
         "hovertext": [["rank " + str(rank) + ": " + _place(where(rank), axes) for rank in row] for row in ranks],
         "hovertemplate": "%{y}, device %{x}<br>%{hovertext}<extra></extra>",
-        "colorscale": list(map(list, SCALE)) if size > len(COLOURS) else _steps(size),
+        "colorscale": list(map(list, SHADES)) if size > len(COLOURS) else _steps(size),
         "zmin": -0.5,
         "zmax": size - 0.5,
         "xgap": 2,
@@ -422,7 +422,7 @@ def heatmap(rows: Sequence[Mapping[str, Any]], across: str, down: str, value: st
         "texttemplate": "%{text}",
         "hovertext": text,
         "hovertemplate": f"{across} %{{x}}, {down} %{{y}}<br>%{{hovertext}}<extra></extra>",
-        "colorscale": list(map(list, SCALE)),
+        "colorscale": list(map(list, SHADES)),
         "showscale": False,  # the cells say it
         "textfont": {"color": INK},
         "xgap": 2,

@@ -17,6 +17,7 @@
 `request`: the options of a command as a PlanRequest.
 `screen`: the first screen of `autoplan plan`.
 `stacks`: listings of the stacks of `--like`.
+`tables`: tables that fit the width of the terminal.
 `text`: reports as text.
 `timeline`: the predicted step as Chrome trace events.
 `words`: choices in words.

@@ -126,7 +126,8 @@ def idle_text(c: Cluster) -> str:
 def batch_text(r: PlanRequest) -> str:
     """Return the batch of a step, for example `8,192 tokens (target 512) x 64 sequences`."""
     target = f" (target {r.target_len:,})" if r.target_len is not None else ""
-    return f"{r.seq_len:,} tokens{target} x {r.global_batch_size:,} sequences"
+    plural = "s" if r.global_batch_size > 1 else ""
+    return f"{r.seq_len:,} tokens{target} x {r.global_batch_size:,} sequence{plural}"
 
 
 def cluster_line(c: Cluster) -> str:
@@ -219,7 +220,7 @@ def answer(out: Console, title: str, planned: Planned, request: PlanRequest, run
         f"{numbers.scaled(e.tokens_per_s_per_device)} tokens/s per device"
     )
     out.print(Text(line), soft_wrap=True)
-    out.print(Text(f" {mfu_text(e)}"), soft_wrap=True)
+    paragraph(out, mfu_text(e), 2, first=1)
     over = max(0.0, peak.mid - capacity)
     verdict = f"DOES NOT FIT: {numbers.gigabytes(over)} too much" if over else "fits"
     text = (
@@ -494,8 +495,13 @@ def assumptions_text(known: Assumptions) -> str:
     return ", ".join(parts)
 
 
-def prices(out: Console, requests: Sequence[PlanRequest], run: RunTask) -> None:
-    """Print every price that was used, with its source and date, and the assumptions about the run."""
+def prices(
+    out: Console,
+    requests: Sequence[PlanRequest],
+    run: RunTask,
+    of: str = "days and cost are without failures unless stated otherwise, and",
+) -> None:
+    """Print the prices and the assumptions about the run. `of`: what never includes idle time, and more about it."""
     if run.tokens is None:
         return
     lines = []
@@ -511,7 +517,7 @@ def prices(out: Console, requests: Sequence[PlanRequest], run: RunTask) -> None:
         paragraph(out, text, 7, "dim")
     paragraph(
         out,
-        "Run: days and cost are without failures unless stated otherwise, and never include idle time. Assumed "
+        f"Run: {of} never include idle time. Assumed "
         f"(sources: --json; to change: --assume NAME=VALUE): {assumptions_text(run.assumptions)}",
         5,
         "dim",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from autoplan.cost_models.arrays import Array
-from autoplan.pages.figures import COLOURS, INK, SCALE
+from autoplan.pages.figures import COLOURS, INK, SHADES
 
 _VISION = {
     "all cones": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
@@ -60,7 +60,7 @@ def test_all_colours_of_figures_are_told_apart(vision: str) -> None:
 
 @pytest.mark.parametrize("vision", _VISION)
 def test_letters_are_read_on_every_shade_of_a_heatmap(vision: str) -> None:
-    shades = [colour for _, colour in SCALE]
+    shades = [colour for _, colour in SHADES]
     assert all(contrast(INK, shade, vision) > 4.5 for shade in shades)
     light = [float(lab(seen(shade, vision))[0]) for shade in shades]
     assert all(a - b > 5 for a, b in itertools.pairwise(light))  # more is darker
