@@ -17,7 +17,7 @@ micro-batch. It is exact if `saved_bytes_of` adds it up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from autoplan.config.recompute import OFFLOAD, modules_choice
@@ -113,6 +113,7 @@ class _Walk:
         self.given: frozenset[str] = frozenset()  # inputs, parameters and buffers
         # storage of a softmax -> that of its sums, without which it is not computed again
         self.sums: dict[int, int] = {}
+        self.casts: dict[int, str] = {}  # storage of a cast value -> dtype that it was cast from
         self.parts: list[tuple[bool, bool]] = []  # of every statement: fused and computed again by a compiler
         self.logits = logits(lowered.statements) if kernels.narrow_logits else frozenset[str]()
         self.narrow: dict[int, int] = {}  # storage -> storage of its 8-bit copy
@@ -337,11 +338,20 @@ class _Walk:
             k = int(name[1:])
             tensor = (ins if name[0] == "x" else outs)[k]
             saved.add(self._float8(op, tensor) if name == "x0" else tensor.storage)
-        extra = tuple(self.new(size) for size in extra_bytes(facts, rule))
+        seen = facts
+        if known.kind is OpKind.LOSS and self.kernels.compiled:  # which reads logits as they were before a cast
+            seen = replace(facts, inputs=tuple(map(self._before_cast, ins, facts.inputs)))
+        extra = tuple(self.new(size) for size in extra_bytes(seen, rule))
+        if Trait.CAST in known.traits and outs[0].storage != ins[0].storage:
+            self.casts[outs[0].storage] = self.dtype(op.inputs[0])
         fusible = rule.form is not Form.NEW or known.kind in _FUSED
         step = GradientStep(tuple(args), op.targets, frozenset((*saved, *extra)), extra, fusible, forward, backward)
         self._gradients(step, op, rule, facts, args)
         return step
+
+    def _before_cast(self, tensor: _Tensor, fact: TensorFacts) -> TensorFacts:
+        """Return a value as it was before a cast."""
+        return replace(fact, dtype=self.casts.get(tensor.storage, fact.dtype))
 
     def _float8(self, op: Op, tensor: _Tensor) -> int:
         """Return the storage that a product keeps its input in.

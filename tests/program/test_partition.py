@@ -30,13 +30,11 @@ CASES = [
 
 @pytest.mark.parametrize(("model", "tp", "dtype"), CASES)
 def test_a_compiled_block_keeps_what_is_predicted(model: str, tp: int, dtype: str) -> None:
-    """Within half a percent; what the operations keep one by one is something else."""
-    blocks = [
-        k for k in kept(model, tp, dtype) if k.measured > 40_000
-    ]  # an embedding also keeps 256 bytes of positions
-    assert {"layer", "head"} <= {k.block for k in blocks}
+    """To the byte, but for offsets of experts (32 bytes); what the operations keep one by one is something else."""
+    blocks = kept(model, tp, dtype)
+    assert {"embed", "layer", "head"} <= {k.block for k in blocks}
     for k in blocks:
-        assert k.predicted == pytest.approx(k.measured, rel=0.006), k
+        assert abs(k.predicted - k.measured) <= (32 if model == "mixtral" and k.block == "layer" else 0), k
     layer = next(k for k in blocks if k.block == "layer")
     assert abs(layer.op_by_op / layer.measured - 1) > 0.1
 
