@@ -13,25 +13,28 @@ from experiments.plans.compiled_memory import kept
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.compile's own modules
 
 CASES = [
-    ("llama", 2, "bfloat16"),
-    ("gpt2", 1, "float32"),  # with dropout
+    ("llama", 2, "bfloat16", ""),
+    ("gpt2", 1, "float32", ""),  # with dropout
+    ("llama", 1, "bfloat16", "gather"),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
-            ("gemma2", 1, "bfloat16"),  # scores written out
-            ("mixtral", 1, "bfloat16"),  # experts in the graph
-            ("llama", 1, "float32"),
-            ("qwen3", 4, "float32"),
-            ("gpt2", 2, "bfloat16"),
+            ("gemma2", 1, "bfloat16", ""),  # scores written out
+            ("mixtral", 1, "bfloat16", ""),  # experts in the graph
+            ("llama", 1, "float32", ""),
+            ("qwen3", 4, "float32", ""),
+            ("gpt2", 2, "bfloat16", ""),
+            ("llama", 1, "float32", "ring"),
+            ("qwen3", 1, "bfloat16", "ulysses"),
         )
     ),
 ]
 
 
-@pytest.mark.parametrize(("model", "tp", "dtype"), CASES)
-def test_a_compiled_block_keeps_what_is_predicted(model: str, tp: int, dtype: str) -> None:
+@pytest.mark.parametrize(("model", "tp", "dtype", "context"), CASES)
+def test_a_compiled_block_keeps_what_is_predicted(model: str, tp: int, dtype: str, context: str) -> None:
     """To the byte, but for offsets of experts (32 bytes); what the operations keep one by one is something else."""
-    blocks = kept(model, tp, dtype)
+    blocks = kept(model, tp, dtype, context)
     assert {"embed", "layer", "head"} <= {k.block for k in blocks}
     for k in blocks:
         assert abs(k.predicted - k.measured) <= (32 if model == "mixtral" and k.block == "layer" else 0), k
