@@ -30,7 +30,7 @@ from autoplan.cost_models.profile import PHASES, ErrorStats, MeasuredOp, Profile
 from autoplan.errors import ProfileError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ops.table import op_record
-from autoplan.profiler.clocks import large_product, measure_clock
+from autoplan.profiler.clocks import large_product, measure_clock, time_warnings
 from autoplan.profiler.interference import measure_interference
 from autoplan.profiler.job import Job
 from autoplan.profiler.lattice import every_step_tasks, held_out, lattice, spread
@@ -337,7 +337,7 @@ def _measure(
         run.everything(known, dtypes)
     elif tasks:
         run.measure(job.until(1.0), run.tasks, _OF_THE_MODEL)
-    notes.lines += machine.end()
+    notes.lines += [*machine.end(), *time_warnings(run.ops, run.profile.clock)]
     return replace(
         run.profile,
         machine={**run.profile.machine, **machine.data()},
