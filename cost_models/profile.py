@@ -34,10 +34,9 @@ from autoplan.errors import ProfileError
 from autoplan.files import write_whole
 from autoplan.ops.saved import TensorFacts
 from autoplan.ops.table import op_record
-from autoplan.units import DTYPE_BYTES
+from autoplan.units import DEVICE_TYPES, DTYPE_BYTES
 
 PROFILE_SCHEMA_VERSION = 2
-DEVICE_TYPES = ("cpu", "cuda")
 PHASES = ("forward", "backward")
 _LONG_S = 1e-4  # a product of this long or longer says how fast products can be
 MEASURED_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")

@@ -19,6 +19,7 @@ from functools import cached_property
 
 from autoplan.config.adapters import PACKED_BYTES
 from autoplan.config.recompute import FULL, OFFLOAD, SELECTIVE, region_groups
+from autoplan.cost_models.routing import Routing
 from autoplan.ops.saved import TensorFacts
 from autoplan.units import dtype_bytes
 
@@ -82,7 +83,7 @@ class CommWork:
         axis: A sub-axis or a named product of sub-axes.
         phase: forward or backward.
         per: micro_batch or step.
-        top_k: Copies of each row in it, for collectives made for experts; 0 for all others.
+        routing: How tokens chose the experts it has a copy for; None for collectives that are not made for experts.
         part: (ranks, stride) if it runs over a part of its axis.
         behind_attention: For a step of a ring: the ranks of the ring, where attention over the keys that have arrived
             hides it.
@@ -96,7 +97,7 @@ class CommWork:
     axis: str
     phase: str
     per: str = "micro_batch"
-    top_k: int = 0
+    routing: Routing | None = None
     part: tuple[int, int] | None = None
     behind_attention: int = 0
     products: tuple[int, ...] = ()
@@ -290,6 +291,24 @@ class Workload:
         """A number per unit, the same for units that call the same blocks as layers and beside them."""
         found: dict[object, int] = {}
         return tuple(found.setdefault(unit, len(found)) for unit in zip(self.units, self.is_layer, strict=True))
+
+    @cached_property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """A number per unit, the same for units with the same layers."""
+        found: dict[object, int] = {}
+        layers = (
+            tuple(b for b, layer in zip(unit, marked, strict=True) if layer)
+            for unit, marked in zip(self.units, self.is_layer, strict=True)
+        )
+        return tuple(found.setdefault(unit, len(found)) for unit in layers)
+
+    @cached_property
+    def kept_kinds(self) -> tuple[int, ...]:
+        """A number per unit, the same for units of one kind that keep as many bytes under every recompute choice."""
+        found: dict[object, int] = {}
+        choices = (tuple(each.items()) for each in self.unit_choices) if self.unit_choices else [()] * len(self.units)
+        units = zip(self.unit_kinds, self.unit_selective, choices, strict=True)
+        return tuple(found.setdefault(unit, len(found)) for unit in units)
 
     def recompute_choices(self, unit: int) -> list[str]:
         """Return the recompute choices of a unit."""

@@ -45,6 +45,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autoplan.runtime import functional, recompute
+from autoplan.runtime.exchange import sums_by_exchange
 from autoplan.runtime.mesh import AxisMesh, current_mesh
 from autoplan.runtime.private import mend_simulated_groups
 
@@ -74,6 +75,45 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         out: torch.Tensor = _AllToAll.apply(grad, ctx.group, *ctx.dims)  # type: ignore[no-untyped-call]
         return out, None, None, None
+
+
+def _scattered(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    """Sum over a group and keep this rank's part along `dim`."""
+    ranks = dist.get_world_size(group)
+    return functional.reduce_scatter(x if dim == 0 else torch.cat(x.chunk(ranks, dim)), group, ranks)
+
+
+def _gathered(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    """Concatenate what the ranks of a group have, along `dim`."""
+    ranks = dist.get_world_size(group)
+    out = functional.all_gather(x, group, ranks)
+    return out if dim == 0 else torch.cat(out.chunk(ranks), dim)
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """P -> S(dim) over a group of gloo (`runtime.exchange`); the gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _scattered(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _gathered(grad, ctx.group, ctx.dim), None, None
+
+
+class _AllGather(torch.autograd.Function):
+    """S(dim) -> R over a group of gloo; the gradient is reduced and scattered (`runtime.exchange`)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _gathered(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _scattered(grad, ctx.group, ctx.dim), None, None
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -141,6 +181,15 @@ def _converted(
     return x if mesh.size(axis) == 1 else conversion(x, mesh.group(axis), src=src, dst=dst, **_options(x), **options)
 
 
+def _group_of_gloo(axis: str) -> dist.ProcessGroup | None:
+    """Return the group of an axis of several ranks that reduces by an exchange; None also while types are checked."""
+    mesh = current_mesh()
+    if mesh.size(axis) == 1 or spmd_types.is_type_checking():
+        return None
+    group = mesh.group(axis)
+    return group if sums_by_exchange(group) else None
+
+
 def all_reduce(x: torch.Tensor, axis: str, dst: Type) -> torch.Tensor:
     """Sum ``x`` over ``axis``: P -> R or P -> I (the backward is an all-reduce, or nothing).
 
@@ -171,6 +220,10 @@ def reduce_scatter(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
         The chunk: ``x.shape`` with dim ``dim`` divided by the size of the axis.
     """
     dim = _divisible(x, dim, axis, "reduce_scatter")
+    group = _group_of_gloo(axis)
+    if group is not None:
+        out: torch.Tensor = _ReduceScatter.apply(x, group, dim)  # type: ignore[no-untyped-call]
+        return out
     return _converted(spmd_types.reduce_scatter, x, axis, P, S(dim))
 
 
@@ -187,7 +240,12 @@ def all_gather(x: torch.Tensor, axis: str, dim: int, dst: Type) -> torch.Tensor:
         The whole: ``x.shape`` with dim ``dim`` multiplied by the size of the axis.
     """
     _check_type(dst, "dst", "all_gather")
-    return _converted(spmd_types.all_gather, x, axis, S(_dim(x, dim, "all_gather")), dst)
+    dim = _dim(x, dim, "all_gather")
+    group = _group_of_gloo(axis) if dst is R else None
+    if group is not None:
+        out: torch.Tensor = _AllGather.apply(x, group, dim)  # type: ignore[no-untyped-call]
+        return out
+    return _converted(spmd_types.all_gather, x, axis, S(dim), dst)
 
 
 def slice_(x: torch.Tensor, axis: str, dim: int, src: Type) -> torch.Tensor:
@@ -365,7 +423,9 @@ _OPS: Mapping[str, tuple[str, int]] = {
     "c10d::scatter_": ("scatter", 1),
     "c10d::send": ("send_recv", 0),
     "autoplan_exchange::reduce_scatter": ("reduce_scatter", 1),
+    "autoplan_exchange::sum_of_parts": ("reduce_scatter", 0),
 }
+OTHER_GROUP = "group "  # begins the axis of a record whose group is no axis of the mesh
 _NAMESPACES = frozenset(name.partition("::")[0] for name in _OPS)
 _GROUP_ARGUMENTS = ("group_name", "process_group", "group")
 
@@ -418,7 +478,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if dist.get_world_size(group) > 1:
             payload = result if index == _RESULT else args[index]
             axis = self._mesh.axis_of_group(group)
-            name = axis if axis is not None else f"group {group.group_desc}"
+            name = axis if axis is not None else f"{OTHER_GROUP}{group.group_desc}"
             if self._between_stages or (kind, name) != ("send_recv", "pp"):
                 self.records.append(CollectiveRecord(kind, name, _bytes(payload), phase_of_call()))
         return result

@@ -17,6 +17,8 @@ import torch
 from torch.nn import functional
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
+Pull = Callable[[torch.Tensor], torch.Tensor]
+"""From the gradient of a function's result to that of its argument."""
 
 
 def _relu2(x: torch.Tensor) -> torch.Tensor:
@@ -130,9 +132,40 @@ class ExpertForm:
         one = activation(self.activation)
         if not self.gated and one is not None:
             return one(first)
-        left, right = (first[..., ::2], first[..., 1::2]) if self.interleaved else first.chunk(2, -1)
+        left, right = self._halves(first)
         if gate is not None:
             return gate.function(left, right, *(getattr(self, name) for name in gate.numbers))
         if one is None:
             raise RuntimeError(f"experts: no activation {self.activation!r}")
         return one(left) * right
+
+    def _halves(self, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of the gate and of what it scales."""
+        left, right = (first[..., ::2], first[..., 1::2]) if self.interleaved else first.chunk(2, -1)
+        return left, right
+
+    def differentiated(self, first: torch.Tensor) -> tuple[torch.Tensor, Pull]:
+        """Return `between(first)`, and the function from its gradient to that of `first`.
+
+        The gate that most models have is written out, with the operations that autograd would run, since a call of
+        autograd for one small product costs the host more than they do.
+        """
+        if self.gated and self.activation == "silu":
+            return self._silu(first)
+        with torch.enable_grad():
+            made = first.detach().requires_grad_()
+            inner = self.between(made)
+        return inner.detach(), lambda grad: torch.autograd.grad(inner, made, grad)[0]
+
+    def _silu(self, first: torch.Tensor) -> tuple[torch.Tensor, Pull]:
+        gate, up = self._halves(first)
+        open_ = functional.silu(gate)
+
+        def pull(grad: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(first)
+            for_gate, for_up = self._halves(out)
+            torch.mul(grad, open_, out=for_up)
+            torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=for_gate)
+            return out
+
+        return open_ * up, pull

@@ -89,27 +89,26 @@ def backward(
     """Return the gradients of the operands of `forward` from that of its sums."""
     places, form, taken, given = chosen.places, chosen.form, chosen.taken, chosen.given
     arrived = of_tokens(grad, places, chosen.k)
-    with torch.enable_grad():  # to differentiate the activation
-        made = first.detach().requires_grad_()
-        inner = form.between(made)
+    inner, pull = form.differentiated(first)
     behind = groups.products(arrived, form.backward_matrices(down))  # of the inner rows, before the routing weight
     for_weights = for_down = for_down_bias = None
     if need.weights and given is not None:  # <grad, down inner + bias> = <down^T grad, inner> + <grad, bias>
-        for_weights = of_weights(behind, inner.detach(), given, places)
+        for_weights = of_weights(behind, inner, given, places)
         if down_bias is not None:
             for_weights += of_weights(arrived, groups.by_row(down_bias, arrived.shape[0]), given, places)
     if given is not None:
         share = given.flatten()[places].unsqueeze(1)
         arrived, behind = arrived.mul_(share), behind.mul_(share)
     if need.down:
-        for_down = _outer(groups, form, inner.detach(), arrived)
+        for_down = _outer(groups, form, inner, arrived)
     if need.down_bias:
         for_down_bias = groups.sums(arrived)
     del arrived
     for_first = for_first_bias = for_hidden = None
     needs_inputs = need.hidden or (need.weights and taken is not None)
     if needs_inputs or need.gate_up or need.gate_up_bias:
-        (behind,) = torch.autograd.grad(inner, made, behind)
+        behind = pull(behind)
+    del inner, pull
     if need.gate_up:
         for_first = _outer(groups, form, of_tokens(hidden, places, chosen.k, taken), behind)
     if need.gate_up_bias:
@@ -146,8 +145,12 @@ def by_token(
         chosen: the place of every row in [t, k]; no place occurs twice.
         weights: [t, k], the scale of the row at each place; None: unscaled.
     """
-    places, order = chosen.sort()
-    starts = torch.searchsorted(places, torch.arange(0, t * k, k, device=chosen.device))
+    if chosen.shape[0] == t * k:  # a row at every place: its inverse needs no sort
+        order = torch.empty_like(chosen).scatter_(0, chosen, torch.arange(t * k, device=chosen.device))
+        starts = torch.arange(0, t * k, k, device=chosen.device)
+    else:
+        places, order = chosen.sort()
+        starts = torch.searchsorted(places, torch.arange(0, t * k, k, device=chosen.device))
     if weights is not None:  # rounded like a model that adds rows one by one: a sum of two has its bits
         rows = torch.mul(rows, weights.flatten()[chosen].unsqueeze(1), out=torch.empty_like(rows))
     if rows.device.type == "cpu" and rows.dtype.itemsize < 4:  # its CPU kernel does not round 16-bit sums to nearest

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from autoplan.runtime.exchange import sum_of_parts, sums_by_exchange
+
 
 def _wait(x: torch.Tensor) -> torch.Tensor:
     out: torch.Tensor = torch.ops._c10d_functional.wait_tensor(x)
@@ -29,6 +31,8 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.T
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
     """Sum [ranks * n, ...] over a group and keep this rank's part, [n, ...]."""
+    if sums_by_exchange(group):
+        return sum_of_parts(x.contiguous(), group)
     return _wait(torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group.group_name))
 
 

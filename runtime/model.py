@@ -47,6 +47,7 @@ from autoplan.runtime.spec import ParamSpec, ProgramSpec, StageSpec
 from autoplan.runtime.stage_inputs import StageInputs
 from autoplan.runtime.state_methods import StateMethods
 from autoplan.runtime.tied import TiedGradients, share_tied
+from autoplan.runtime.total import TotalLoss
 from autoplan.runtime.values import dtypes_of
 from autoplan.runtime.zero import GradientSync, apply_zero, reduces_beside
 
@@ -394,7 +395,8 @@ class ParallelModel(StateMethods):
             keys = self.progress.seed, self.progress.num_steps
             generators = self._inputs.generators(parts, len(batches), *keys, self.data_rank)
             self._inputs.complete(parts, denominators, generators)
-            losses = self._run(parts)
+            total = self._total()
+            losses = self._run(parts, total.send)
             sent = self.precision.gradients if self.precision is not None else None
             reduce_deferred([(p, s) for s, p in self._state.places() if s.reduce_axes], self.mesh, sent, self.device)
             self._tied.sum_tied(self.device)
@@ -404,21 +406,13 @@ class ParallelModel(StateMethods):
             self._host.take_gradients()
         self.progress.num_steps += 1
         self.progress.num_samples += self.data_world * sum(len(next(iter(batch.values()))) for batch in batches)
-        return self._total(losses)
+        return total.result(losses)
 
     def _in_mesh(self) -> AbstractContextManager[AxisMesh]:
         return use_mesh(self.mesh, untyped=("pp",) if self.mesh.size("pp") > 1 else ())
 
-    def _total(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of all ranks' losses."""
-        total = (
-            torch.stack(list(losses)).sum() if losses else torch.zeros((), device=self.device, dtype=self._loss_dtype)
-        )
-        total = total.to(torch.float64).detach().clone()
-        for axis in (self._replicas.all, "pp"):  # other stages add zero
-            if self.mesh.size(axis) > 1:
-                dist.all_reduce(total, group=self.mesh.group(axis))
-        return total.to(self._loss_dtype)
+    def _total(self) -> TotalLoss:
+        return TotalLoss(self.mesh, self._replicas.all, self.device, self._loss_dtype)
 
     def eval_step(self, batch: Batch) -> torch.Tensor:
         """Return the loss of a batch without a backward and without dropout. Gradients and counters stay as they are.
@@ -483,15 +477,17 @@ class ParallelModel(StateMethods):
         if self._host is not None:
             self._host.wait_until_given()
         self._num_evaluations += 1
-        return self._total(losses)
+        return self._total().result(losses)
 
-    def _run(self, parts: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    def _run(
+        self, parts: list[dict[str, torch.Tensor]], after_forwards: Callable[[list[torch.Tensor]], None]
+    ) -> list[torch.Tensor]:
         """Run forward and backward, with the 16-bit copies in place if there are any."""
         if self._copies is None:
-            return self._runner_for(parts[0]).run(parts)
+            return self._runner_for(parts[0]).run(parts, after_forwards)
         self._copies.drop_gradients()
         with self._copies.in_place():
-            losses = self._runner_for(parts[0]).run(parts)
+            losses = self._runner_for(parts[0]).run(parts, after_forwards)
         self._copies.collect()
         return losses
 

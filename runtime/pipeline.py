@@ -1,6 +1,6 @@
 """The runner that takes the micro-batches of one training step through this rank's pipeline stages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -100,12 +100,17 @@ class PipelineRunner:
                     )
                 )
 
-    def run(self, micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
+    def run(
+        self,
+        micro_batches: Sequence[Mapping[str, torch.Tensor]],
+        after_forwards: Callable[[list[torch.Tensor]], None] | None = None,
+    ) -> list[torch.Tensor]:
         """Run one step.
 
         Args:
             micro_batches: the named input tensors of each micro-batch, with the same shapes in all micro-batches and
                 the same number of micro-batches on every stage.
+            after_forwards: of a model in one stage, called with the losses before the last backward.
 
         Returns:
             On the rank of the last stage one 0-dim loss per micro-batch, in order and detached; elsewhere nothing.
@@ -119,20 +124,27 @@ class PipelineRunner:
         if not micro_batches:
             raise ValueError("a step needs at least one micro-batch")
         if not self._stages or self._kind is None:
-            return self._loop(micro_batches)
+            return self._loop(micro_batches, after_forwards)
         if self._schedule is None or self._num_micro_batches != len(micro_batches):
             self._schedule = _make_schedule(self._stages, len(micro_batches), self._kind)
             self._num_micro_batches = len(micro_batches)
         return [loss.detach() for loss in run_schedule(self._schedule, self._stages, micro_batches)]
 
-    def _loop(self, micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
+    def _loop(
+        self,
+        micro_batches: Sequence[Mapping[str, torch.Tensor]],
+        after_forwards: Callable[[list[torch.Tensor]], None] | None,
+    ) -> list[torch.Tensor]:
         (part,) = self._parts
         losses = []
         for index, inputs in enumerate(micro_batches):
             loss = _loss_of(part.module(**inputs))
-            part.sync.before_backward(index, is_last=index == len(micro_batches) - 1)
-            torch.autograd.backward(loss)
             losses.append(loss.detach())
+            is_last = index == len(micro_batches) - 1
+            if is_last and after_forwards is not None:
+                after_forwards(losses)
+            part.sync.before_backward(index, is_last=is_last)
+            torch.autograd.backward(loss)
         part.sync.finish_step()
         return losses
 

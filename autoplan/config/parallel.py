@@ -1,10 +1,10 @@
-"""Degrees and settings of a plan (`ParallelConfig`), setup of a run (`RunOptions`), execution mode and precision."""
+"""Degrees and settings of a plan (`ParallelConfig`), setup of a run (`RunOptions`) and execution mode."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
 from typing import Any
@@ -15,11 +15,21 @@ from autoplan.config.kernels import Attention as Attention
 from autoplan.config.kernels import Dispatcher as Dispatcher
 from autoplan.config.kernels import Launch as Launch
 from autoplan.config.numbers import read_count, read_list
-from autoplan.config.offload import read_offload
-from autoplan.config.recompute import read_recompute, recompute_label, recompute_of_text, recompute_text
+from autoplan.config.offload import offload_text, read_offload
+from autoplan.config.precision import GRADIENTS_16 as GRADIENTS_16
+from autoplan.config.precision import MASTER_BYTES as MASTER_BYTES
+from autoplan.config.precision import MOMENTS_16 as MOMENTS_16
+from autoplan.config.precision import PRECISIONS as PRECISIONS
+from autoplan.config.precision import REMAINDERS_16 as REMAINDERS_16
+from autoplan.config.precision import Precision as Precision
+from autoplan.config.precision import PrecisionName as PrecisionName
+from autoplan.config.precision import executed_precision as executed_precision
+from autoplan.config.precision import precision_obstacle as precision_obstacle
+from autoplan.config.precision import precision_of as precision_of
+from autoplan.config.precision import read_precision as read_precision
+from autoplan.config.recompute import NONE, read_recompute, recompute_label, recompute_of_text, recompute_text
 from autoplan.errors import PinError
-from autoplan.schedules.schedule import SCHEDULES
-from autoplan.units import DTYPE_BYTES
+from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES
 
 
 class Mode(StrEnum):
@@ -171,115 +181,6 @@ class RunOptions:
         return Attention.FUSED if mode is Mode.FUSED else Attention.FLASH2
 
 
-MASTER_BYTES = 4  # per element of the float32 master of a 16-bit parameter
-_SHORT = {None: "native", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-
-
-@dataclass(frozen=True)
-class Precision:
-    """The dtypes of computation and the bytes per parameter.
-
-    Attributes:
-        compute: The dtype of activations and weights in the forward. None: the model's own dtypes.
-        grad_bytes: Bytes of gradient per local parameter element. None: as the parameter.
-        state_bytes: Optimizer bytes per element (AdamW moments, masters). None: two moments in the parameter's dtype.
-        matmul: The dtype of matrix products, if it differs from `compute`.
-    """
-
-    name: str
-    compute: str | None = None
-    grad_bytes: float | None = None
-    state_bytes: float | None = None
-    matmul: str | None = None
-
-    @property
-    def gradients(self) -> str | None:
-        """The dtype in which gradients are summed over micro-batches and ranks. None: the dtype of the parameter."""
-        if self.grad_bytes is None or self.compute is None:
-            return None
-        return self.compute if self.grad_bytes == DTYPE_BYTES[self.compute] else "float32"
-
-    @property
-    def has_masters(self) -> bool:
-        """True if parameters are used in 16 bits and stored in float32, which `state_bytes` counts."""
-        return self.compute is not None and DTYPE_BYTES[self.compute] < MASTER_BYTES
-
-    @property
-    def compute_name(self) -> str:
-        """The name of the precision that computes everything in `compute`."""
-        return _SHORT[self.compute]
-
-
-# Mixed precision as Megatron-LM and torchtitan run it: gradients accumulate in fp32; AdamW holds two fp32 moments and a
-# fp32 master copy (2 + 4 + 12 bytes per parameter, Rajbhandari et al., ZeRO, 2020, section 3.1 with fp32 gradients).
-PRECISIONS: dict[str, Precision] = {
-    "native": Precision("native"),
-    "bf16": Precision("bf16", "bfloat16", 4.0, 12.0),
-    "fp16": Precision("fp16", "float16", 4.0, 12.0),
-    "fp32": Precision("fp32", "float32", 4.0, 8.0),
-    "fp8": Precision("fp8", "bfloat16", 4.0, 12.0, matmul="float8"),
-    # MXFP8: a scale per 32 elements, along the dim that a product sums over (OCP Microscaling Formats, 2023)
-    "mxfp8": Precision("mxfp8", "bfloat16", 4.0, 12.0, matmul="float8_block32"),
-    # NVFP4: operands of products in layers are 4 bits with a scale per 16 elements (NVIDIA, Pretraining LLMs with
-    # NVFP4, 2025; Megatron-Bridge's bf16_with_nvfp4_mixed: parameters stay bf16 and are gathered as bf16, and no layer
-    # is exempt)
-    "fp4": Precision("fp4", "bfloat16", 4.0, 12.0, matmul="float4"),
-}
-
-
-# Gradients kept and reduced in 16 bits: `grad_reduce_in_fp32=False`, which NVIDIA's performance recipes set.
-GRADIENTS_16 = "-grad16"
-# Both moments of AdamW kept in 16 bits beside a float32 master copy (DeepSeek-V3, arXiv 2412.19437, section 3.3.3;
-# Megatron's --use-precision-aware-optimizer with --exp-avg-dtype bf16). Priced, not executed.
-MOMENTS_16 = "-mom16"
-
-
-def precision_of(name: str) -> Precision:
-    """Return the precision with this name.
-
-    The suffixes GRADIENTS_16 and MOMENTS_16, in this order, narrow gradients and moments that are otherwise wider.
-
-    Raises: PinError that names the known precisions.
-    """
-    short = name.endswith(MOMENTS_16)
-    rest = name.removesuffix(MOMENTS_16)
-    base = PRECISIONS.get(rest.removesuffix(GRADIENTS_16))
-    narrow = rest.endswith(GRADIENTS_16)
-    if base is None or ((narrow or short) and (base.grad_bytes is None or base.compute == "float32")):
-        known = ", ".join(PRECISIONS)
-        raise PinError(f"precision {name!r} is not known; use {known}, or bf16{GRADIENTS_16} for 16-bit gradients")
-    if narrow:
-        base = replace(base, name=name, grad_bytes=2.0)
-    if short:
-        base = replace(base, name=name, state_bytes=MASTER_BYTES + 2 * 2.0)
-    return base
-
-
-def executed_precision(name: str) -> Precision:
-    """Return the precision with this name if the runtime executes it. Raises PinError if it is only priced."""
-    reason = precision_obstacle(name)
-    if reason is not None:
-        raise PinError(reason)
-    return precision_of(name)
-
-
-def precision_obstacle(name: str) -> str | None:
-    """Return the reason why the runtime does not execute the precision with this name, or None if it does."""
-    found = precision_of(name)
-    if found.matmul is not None:
-        known = ", ".join(n for n, p in PRECISIONS.items() if p.matmul is None)
-        return (
-            f"precision {name!r} is priced, but not executed: products in {found.matmul} have no kernel here; use "
-            f"{known}, or bf16{GRADIENTS_16} for 16-bit gradients; nearest: {found.compute_name}"
-        )
-    if name.endswith(MOMENTS_16):
-        return (
-            f"precision {name!r} is priced, but not executed: moments of the optimizer are float32 here; nearest: "
-            f"{name.removesuffix(MOMENTS_16)}"
-        )
-    return None
-
-
 ZERO_STAGES = (0, 1, 2, 3)
 
 
@@ -343,7 +244,7 @@ def _zero_label(c: ParallelConfig, layers: int) -> str:
 
 def _recompute_label(c: ParallelConfig, layers: int) -> str:
     how = recompute_label(c.recompute, layers)
-    return "" if how == "none" else f"recompute {how}"
+    return "" if how == NONE else f"recompute {how}"
 
 
 @dataclass(frozen=True)
@@ -424,13 +325,13 @@ class ParallelConfig:
         about="Number of micro-batches that the batch of a data-parallel rank is cut into",
     )
     schedule: str = choice(
-        "1F1B",
+        PLAIN_SCHEDULE,
         f"Pipeline schedule: {', '.join(SCHEDULES)}.",
         written=Written.WORD,
         left_out=True,
         obstacle=_schedule,
-        said=lambda c: (c.schedule, c.virtual_stages) != ("1F1B", 1),
-        label=lambda c, _: "" if c.schedule == "1F1B" else c.schedule,
+        said=lambda c: (c.schedule, c.virtual_stages) != (PLAIN_SCHEDULE, 1),
+        label=lambda c, _: "" if c.schedule == PLAIN_SCHEDULE else c.schedule,
         label_at=13,
         about=", ".join(f'`"{name}"`' for name, schedule in SCHEDULES.items() if schedule.torch_class),
     )
@@ -508,7 +409,7 @@ class ParallelConfig:
         "What is kept on the host: any of activations, optimizer, parameters, joined by +, or none.",
         written=Written.WORD,
         obstacle=_offload,
-        text=lambda value, _: "+".join(value) or "none",
+        text=lambda value, _: offload_text(value),
         label=lambda c, _: f"offload {'+'.join(c.offload)}" if c.offload else "",
         label_at=12,
         about=(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Set
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,8 @@ class ConfigFile:
             file decides, by name. What it leaves to the target has the target's default.
         like: the stack that runs it, NAME@YY.MM.
         open: choices that the file does not decide: name -> where they are decided.
-        not_read: fields of the target that the file has and that were not used, and values that are not literals.
+        not_read: fields of the target that the file has and that were not used, and values that are not literals. Not
+            those that an export of the same setup writes as well.
         faults: what the target itself would refuse, with the nearest that works.
         warnings: what it takes, but is seldom meant.
     """
@@ -153,11 +154,31 @@ def read_text(
     faults += _broken(target, document, says, warns=False) if not refused else []
     warnings = [*_broken(target, document, says, warns=True), *_misspelt(target, found)]
     stack = target.stack_of(document) if target.stack_of is not None else target.stack
-    seen = document.seen | set(target.base) | _IDLE
-    left = [name for name in found if name in target.schema.entries and not _seen(name, seen)]
     open_ = {name: where for name, where in target.elsewhere.items() if name not in says}
-    rest = (tuple([*left, *unknown]), tuple(faults), tuple(warnings))
-    return ConfigFile(path, target.name, version, found, says, f"{stack}@{version}", open_, *rest)
+    rest = ((), tuple(faults), tuple(warnings))
+    out = ConfigFile(path, target.name, version, found, says, f"{stack}@{version}", open_, *rest)
+    return replace(out, not_read=(*_not_used(out, target, document, given), *unknown))
+
+
+def _not_used(read: ConfigFile, target: Target, document: Document, given: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a file that were not used, but for those that an export of the same setup writes as well."""
+    found, seen = read.values, document.seen | set(target.base) | _IDLE
+    known = (name for name in found if name in target.schema.entries and not _seen(name, seen))
+    left = [name for name in known if not any(other.startswith(f"{name}.") for other in found)]  # no sections
+    fixed = _written(read, target, document.task, given) if left else {}
+    return [name for name in left if name not in fixed or _checked(fixed[name]) != found[name]]
+
+
+def _written(read: ConfigFile, target: Target, task: Task, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an export of the setup of a file writes: values that say no more than the rest of the file.
+
+    Empty if the setup is not known or is one that the target cannot say; then every field that was not used is named.
+    """
+    try:
+        setup = setup_of(read, task, {"seq_len": 1, "global_batch_size": 1, **given})
+        return target.written(setup, year_of(read.version))
+    except PinError:
+        return {}
 
 
 def _seen(path: str, seen: Set[str]) -> bool:
@@ -262,9 +283,7 @@ def export_setup(setup: Setup, to: str, file: str = "") -> Export:
     """
     target, version = target_of(to)
     year, label = year_of(version), f"{target.name}@{version}"
-    written = {path: value for path, value in target.base.items() if target.schema.exists(path, year)}
-    for each in target.fields_at(year):
-        written |= {path: value for path, value in each.write(setup).items()}
+    written = target.written(setup, year)
     target.schema.check({path: _checked(value) for path, value in written.items()}, year)
     syntax = target.syntax(year)
     path = file or f"plan{syntax.suffix}"
@@ -281,11 +300,11 @@ def export_setup(setup: Setup, to: str, file: str = "") -> Export:
         raise PinError(f"{name}={lost[name]}; {nearest}", tuple(essential))
     not_said = [f"{name}={why}" for name, why in lost.items()]
     heading = [f"Written by autoplan for {label}: {setup.task.model} on {setup.config.num_devices} devices"]
-    heading += [f"set in {line.partition(': ')[2]}: {line.partition(': ')[0]}" for line in elsewhere]
+    heading += [f"set in {where}: {said}" for said, where in elsewhere]
     heading += [f"not said here: {line}" for line in not_said]
     text = syntax.write(written, heading, setup)
     launch = tuple(target.launch(setup, path, year))
-    return Export(target.name, version, path, text, launch, tuple(elsewhere), tuple(not_said))
+    return Export(target.name, version, path, text, launch, tuple(map(": ".join, elsewhere)), tuple(not_said))
 
 
 def _checked(value: Any) -> Any:
@@ -294,8 +313,13 @@ def _checked(value: Any) -> Any:
 
 def _differences(
     setup: Setup, target: Target, version: str, text: str, path: str
-) -> tuple[list[str], dict[str, str], dict[str, Any]]:
-    """Return the values said elsewhere, name -> text of those that the target runs otherwise, and all that it runs."""
+) -> tuple[list[tuple[str, str]], dict[str, str], dict[str, Any]]:
+    """Return what a file leaves to other places, what the target runs otherwise, and all that it runs.
+
+    Returns:
+        (name=value, place) of each value that is said elsewhere; name -> text of those that the target runs otherwise;
+        name -> value of all that it runs.
+    """
     wanted = values(setup)
     given = {name: wanted[name] for name in target.elsewhere}
     try:
@@ -309,12 +333,12 @@ def _differences(
         ) from None
     if read.faults:
         raise PinError(f"{target.name}@{version} cannot run this plan: {'; '.join(read.faults)}")
-    elsewhere = [f"{n}={_said(wanted[n])}: {where}" for n, where in left.items() if wanted[n] != _DEFAULTS.get(n)]
+    elsewhere = [(f"{n}={_said(wanted[n])}", where) for n, where in left.items() if wanted[n] != _DEFAULTS.get(n)]
     lost: dict[str, str] = {}
     for name in SETUP_NAMES:
         if wanted[name] == runs[name] or (name == "context_method" and wanted[name] is None):
             continue
-        why = target.cannot.get(name, "no field of it says so")
+        why = target.why_not(name)
         lost[name] = f"{_said(wanted[name])}: {target.name}@{version} cannot ({why}); it runs {_said(runs[name])}"
     return elsewhere, lost, runs
 

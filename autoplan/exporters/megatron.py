@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from autoplan.config.context_methods import read_method
-from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16, Attention, Dispatcher, Launch
+from autoplan.config.context_methods import GATHER, RING, ULYSSES, read_method
+from autoplan.config.parallel import Attention, Dispatcher, Launch, read_precision
 from autoplan.errors import PinError
 from autoplan.exporters.launching import srun
 from autoplan.exporters.megatron_stages import At, read_stages, recompute_reader, write_recompute, write_stages
@@ -19,7 +19,6 @@ from autoplan.exporters.record import (
     Target,
     TargetRule,
     Values,
-    base_of,
     data_parallel,
     derived,
     micro_batches,
@@ -61,7 +60,7 @@ def _zero(at: At, checkpoint: str) -> Field:
 
 
 def _context(at: At) -> Field:
-    types = {"ring": "p2p", "ulysses": "a2a", "gather": "all_gather"}
+    types = {RING: "p2p", ULYSSES: "a2a", GATHER: "all_gather"}
 
     def write(setup: Setup) -> Values:
         name = setup.context_method
@@ -70,7 +69,7 @@ def _context(at: At) -> Field:
         method = read_method(name, setup.config.cp)
         if method.is_product:
             sizes = [method.ulysses, method.ranks]
-            if method.inner != "ring":
+            if not method.is_ring:
                 return {}
             return {at("cp_comm_type"): "a2a+p2p", at("hierarchical_context_parallel_sizes"): sizes}
         return {at("cp_comm_type"): types[method.name]}
@@ -269,8 +268,19 @@ def fields_of(
 FP8 = {"fp8": ("hybrid", "tensorwise"), "mxfp8": ("e4m3", "mxfp8")}
 
 
+# Megatron-Core 0.11, March 2025: megatron/core/optimizer/__init__.py passes store_param_remainders on to Transformer
+# Engine, where `use_precision_aware_optimizer_no_fp8_or_ds_fp8` of optimizer_config.py holds: parameters are bfloat16.
+_REMAINDERS_SINCE = 2025.2
+
+
+def keeps_remainders(base: str, year: float) -> bool:
+    """Return True if a precision-aware optimizer keeps of masters only what bfloat16 parameters lack."""
+    return year >= _REMAINDERS_SINCE and base in ("bf16", "fp4")
+
+
 def _write_flags(setup: Setup) -> Values:
-    base, narrow = base_of(setup.precision), GRADIENTS_16 in setup.precision
+    parts = read_precision(setup.precision)
+    base, narrow = parts.base, parts.gradients_16
     out: dict[str, Any] = {"fp16": True} if base == "fp16" else {} if base in ("fp32", "native") else {"bf16": True}
     if base in FP8:
         out["fp8_format"], out["fp8_recipe"] = FP8[base]
@@ -280,8 +290,10 @@ def _write_flags(setup: Setup) -> Values:
         out["accumulate_allreduce_grads_in_fp32"] = True
     elif narrow and base != "fp16":
         out["grad_reduce_in_bf16"] = True
-    if setup.precision.endswith(MOMENTS_16):
-        out |= {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    if parts.remainders_16 or parts.moments_16:
+        out["use_precision_aware_optimizer"] = True
+    if parts.moments_16:
+        out |= {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
     if setup.options.narrow_gather and base in FP8 and setup.config.zero_stage:
         out["fp8_param_gather"] = True
     return out
@@ -295,9 +307,10 @@ def _read_flags(document: Document, found: Values) -> Values:
     elif get("fp8_format"):
         base = "mxfp8" if get("fp8_recipe") == "mxfp8" else "fp8"
     narrow = get("grad_reduce_in_bf16") if base != "fp16" else not get("accumulate_allreduce_grads_in_fp32")
-    moments = get("use_precision_aware_optimizer") and get("exp_avg_dtype") == "bf16"
+    aware = bool(get("use_precision_aware_optimizer"))
+    moments, split = aware and get("exp_avg_dtype") == "bf16", aware and keeps_remainders(base, document.year)
     return {
-        "precision": precision_word(base, bool(narrow), bool(moments)),
+        "precision": precision_word(base, bool(narrow), bool(moments), split),
         "narrow_gather": bool(get("fp8_param_gather")),
     }
 
@@ -350,7 +363,6 @@ CANNOT = {
     "offload": "Megatron keeps only the optimizer on the host, or activations of the first layers",
     "context_method": "Megatron has p2p, a2a, all_gather and a2a+p2p for all layers",
     "recompute": "Megatron recomputes modules of all layers, or as many first layers of every stage",
-    "state_slack": "a setting of autoplan's layouts",
     "document_len": "a property of the data",
     "zero_by_tensor": "Megatron's buffers hold many parameters",
     "attention": "Megatron chooses among unfused, flash and fused",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16
+from autoplan.config.parallel import read_precision
 from autoplan.exporters.launching import srun
-from autoplan.exporters.megatron import CANNOT, FP8, MEGATRON_RULES, fields_of, overlap_field
-from autoplan.exporters.record import Document, Field, Target, Values, base_of, precision_word
+from autoplan.exporters.megatron import CANNOT, FP8, MEGATRON_RULES, fields_of, keeps_remainders, overlap_field
+from autoplan.exporters.record import Document, Field, Target, Values, precision_word
 from autoplan.exporters.scripts import Name, Python
 from autoplan.exporters.setup import Setup
 
@@ -19,17 +19,25 @@ _PRESETS = {
     "fp4": "bf16_with_nvfp4_mixed",
 }
 _FP32 = "MixedPrecisionConfig(fp32=True)"
+_AWARE = "use_precision_aware_optimizer"
 
 
 def _write_recipe(setup: Setup) -> Values:
-    base, wide = base_of(setup.precision), GRADIENTS_16 not in setup.precision
+    parts = read_precision(setup.precision)
+    base, narrow = parts.base, parts.gradients_16
     if base not in _PRESETS:
         return {"mixed_precision": Name(_FP32)}
-    out: dict[str, Any] = {"mixed_precision": Name(f"{_PRESETS[base]}()"), "mixed_precision.grad_reduce_in_fp32": wide}
+    out: dict[str, Any] = {
+        "mixed_precision": Name(f"{_PRESETS[base]}()"),
+        "mixed_precision.grad_reduce_in_fp32": not narrow,
+    }
     if base in FP8:
         out["mixed_precision.fp8_param_gather"] = setup.options.narrow_gather and setup.config.zero_stage > 0
-    if setup.precision.endswith(MOMENTS_16):
-        out |= {"optimizer.use_precision_aware_optimizer": True}
+    if parts.moments_16 or parts.remainders_16:
+        out[f"optimizer.{_AWARE}"] = True
+        if not parts.remainders_16:
+            out["optimizer.store_param_remainders"] = False
+    if parts.moments_16:
         out |= {f"optimizer.{name}_dtype": Name("torch.bfloat16") for name in ("exp_avg", "exp_avg_sq")}
     return out
 
@@ -50,8 +58,10 @@ def _read_recipe(document: Document, found: Values) -> Values:
     wide = base != "fp16" if wide is None else wide
     gather = document.get("mixed_precision.fp8_param_gather")
     moments = "bfloat16" in str(document.get("optimizer.exp_avg_dtype"))
+    aware, stored = (bool(document.get(f"optimizer.{name}")) for name in (_AWARE, "store_param_remainders"))
+    split = aware and stored and keeps_remainders(base, document.year)
     return {
-        "precision": precision_word(base, not wide, moments),
+        "precision": precision_word(base, not wide, moments, split),
         "narrow_gather": base in FP8 if gather is None else bool(gather),
     }
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16
+from autoplan.config.context_methods import GATHER, RING
+from autoplan.config.parallel import PrecisionName, read_precision
 from autoplan.errors import PinError
 from autoplan.exporters.schema import Schema
 from autoplan.exporters.setup import Setup, Task
@@ -137,6 +138,9 @@ class TargetRule:
     warns: bool = False
 
 
+_OF_NOBODY = {"state_slack": "a setting of autoplan's layouts"}  # choices that no target has
+
+
 @dataclass(frozen=True)
 class Target:
     """A framework whose input can be written and read.
@@ -169,6 +173,10 @@ class Target:
     rules: tuple[TargetRule, ...] = ()
     base: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
+    def why_not(self, name: str) -> str:
+        """Return why the target cannot say a choice."""
+        return self.cannot.get(name, _OF_NOBODY.get(name, "no field of it says so"))
+
     @cached_property
     def schema(self) -> Schema:
         """The fields of the target as its source has them."""
@@ -181,6 +189,13 @@ class Target:
     def fields_at(self, year: float) -> tuple[Field, ...]:
         """Return the fields that exist in a year."""
         return tuple(f for f in self.fields if f.at(year))
+
+    def written(self, setup: Setup, year: float) -> dict[str, Any]:
+        """Return what an export of a setup writes, by path. PinError for a setup that it cannot say."""
+        out = {path: value for path, value in self.base.items() if self.schema.exists(path, year)}
+        for each in self.fields_at(year):
+            out |= each.write(setup)
+        return out
 
     def version(self, text: str) -> str:
         """Return the version YY.MM of a month or of a release that the schema knows. PinError names the known ones."""
@@ -256,16 +271,21 @@ def constant(path: str, value: Any, where: Callable[[Setup], bool] = lambda setu
     return Field((), lambda setup: {path: value} if where(setup) else {}, lambda document, found: {}, **when)
 
 
-def precision_word(base: str, narrow: bool, moments: bool = False) -> str:
-    """Return the name of a precision with suffixes for gradients and moments, which override a stack's default."""
+def precision_word(base: str, narrow: bool, moments: bool = False, remainders: bool = False) -> str:
+    """Return the name of a precision with suffixes for what is in 16 bits, which override a stack's default."""
     if base in ("fp32", "native"):
         return base
-    return base + (GRADIENTS_16 if narrow else GRADIENTS_32) + (MOMENTS_16 if moments and narrow else "")
+    return PrecisionName(base if narrow else base + GRADIENTS_32, narrow, moments and narrow, remainders).name
 
 
 def base_of(precision: str) -> str:
     """Return the name of a precision without its suffixes for gradients and moments."""
-    return precision.removesuffix(GRADIENTS_32).removesuffix(MOMENTS_16).removesuffix(GRADIENTS_16)
+    return read_precision(precision.replace(GRADIENTS_32, "")).base
+
+
+# Words of `torch.distributed.tensor.experimental.context_parallel` (set_rotate_method) for how keys reach other ranks
+ROTATE_METHODS = {GATHER: "allgather", RING: "alltoall"}
+METHODS_BY_ROTATE = {word: method for method, word in ROTATE_METHODS.items()}
 
 
 def derived(read: Callable[[Document, Values], Values], *names: str) -> Field:

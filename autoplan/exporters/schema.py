@@ -32,6 +32,7 @@ class TargetField:
 
     Attributes:
         kinds: names of its types; empty for any.
+        whole: True if a number with a fraction of zero (5e8) counts as an integer.
         values: the values that it takes; empty for any.
         default: what it is if nothing is said; None if that follows from other fields.
         since, until: years between which it exists.
@@ -42,11 +43,14 @@ class TargetField:
     default: Any = None
     since: float = 0.0
     until: float = 9999.0
+    whole: bool = False
 
     def reason(self, value: Any) -> str | None:
         """Return why a value is not one of the field, or None."""
         if value is None:
             return None
+        if self.whole and "int" in self.kinds and isinstance(value, float) and value.is_integer():
+            value = int(value)
         kinds = tuple(kind for name in self.kinds for kind in _KINDS[name])
         if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
             return f"must be of type {' or '.join(self.kinds)}"
@@ -78,7 +82,7 @@ class Schema:
     def load(name: str) -> Schema:
         """Return the schema of the target with this name."""
         data = json.loads(files("autoplan.profiles").joinpath("targets", f"{name}.json").read_text(encoding="utf-8"))
-        entries = {path: _entry(each) for path, each in data["fields"].items()}
+        entries = {path: _entry(path, each, bool(data.get("whole_floats"))) for path, each in data["fields"].items()}
         return Schema(name, data["source"], data["releases"], entries, tuple(data["closed"]), tuple(data["open"]))
 
     def default(self, path: str) -> Any:
@@ -128,7 +132,13 @@ def _nearest(path: str, known: Mapping[str, TargetField]) -> str:
     return f"did you mean {near[0]!r}?" if near else "nothing near is; the fields: profiles/targets"
 
 
-def _entry(data: Mapping[str, Any]) -> TargetField:
+_KEYS = ("type", "values", "default", "since", "until")
+
+
+def _entry(path: str, data: Mapping[str, Any], whole: bool) -> TargetField:
+    unknown = [key for key in data if key not in _KEYS]
+    if unknown:
+        raise ValueError(f"{path} has {', '.join(unknown)}; what is known of a field: {', '.join(_KEYS)}")
     kinds = data.get("type", ())
     return TargetField(
         (kinds,) if isinstance(kinds, str) else tuple(kinds),
@@ -136,4 +146,5 @@ def _entry(data: Mapping[str, Any]) -> TargetField:
         data.get("default"),
         year_of(data["since"]) if "since" in data else 0.0,
         year_of(data["until"]) if "until" in data else 9999.0,
+        whole,
     )

@@ -10,6 +10,9 @@ they are not as usual:
     scales_inputs  routing weights scale what an expert takes; usually what it gives
     alpha, limit   numbers of the activation (`autoplan.runtime.expert_forms`)
 
+Those of GROUPED, of which only prices depend, are there where the router chooses experts of `top_groups` of `groups`
+groups for a token (`autoplan.cost_models.routing`).
+
 Experts that are not gated have f instead of 2 f. Biases are [e, 2 f] and [e, h].
 """
 
@@ -39,6 +42,7 @@ OTHER_FORMS: Mapping[str, object] = {
     "alpha": None,
     "limit": None,
 }
+GROUPED: Mapping[str, int] = {"groups": 1, "top_groups": 1}
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,10 @@ def _arguments(a: Args) -> IrResult:
     tensors += [a[n] for n in ("gate_up_bias", "down_bias") if a.get(n) is not None]
     usual = {n: a[n].value if hasattr(a[n], "value") else a[n] for n in (*_COUNTS, *_BETWEEN)}
     other = {n: a.get(n, common) for n, common in OTHER_FORMS.items()}
-    return IrOp("experts", tuple(tensors), usual | {n: x for n, x in other.items() if x != OTHER_FORMS[n]})
+    grouped = {n: int(a.get(n, common)) for n, common in GROUPED.items()}
+    attrs = usual | {n: x for n, x in other.items() if x != OTHER_FORMS[n]}
+    limited = grouped["top_groups"] < grouped["groups"]
+    return IrOp("experts", tuple(tensors), attrs | (grouped if limited else {}))
 
 
 def _line(gated: bool, interleaved: bool, transposed: bool, biased: bool) -> RuleTemplate:

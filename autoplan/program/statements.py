@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from autoplan.cost_models.routing import Routing
 from autoplan.ir.graph import Block, Node, Value
 from autoplan.ir.layout import Axis, ConversionStep, Layout
 from autoplan.ir.symbols import Expr, product
@@ -35,7 +36,7 @@ class Collective:
         per: micro_batch or step.
         of_layout: it follows from the layouts alone: a conversion, a loss over a sharded vocabulary, a gradient.
         priced: False for a few integers beside the rest (numbers of rows, ids of documents).
-        top_k, part, behind_attention: see `cost_models.work.CommWork`.
+        routing, part, behind_attention: see `cost_models.work.CommWork`.
     """
 
     what: str
@@ -47,7 +48,7 @@ class Collective:
     per: str = "micro_batch"
     of_layout: bool = False
     priced: bool = True
-    top_k: int = 0
+    routing: Routing | None = None
     part: tuple[int, int] | None = None
     behind_attention: int = 0
 

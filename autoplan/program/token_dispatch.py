@@ -33,18 +33,19 @@ in Megatron under sequence parallelism: where the layout gives it whole values, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 from autoplan.config.parallel import Dispatcher
-from autoplan.cost_models.network.collectives import distinct_units
+from autoplan.cost_models.routing import Routing
 from autoplan.cost_models.work import OpWork
 from autoplan.errors import LayoutError
 from autoplan.ir.graph import Block, Node
 from autoplan.ir.layout import ConversionKind, Layout, R
 from autoplan.ir.symbols import Expr, product
-from autoplan.ops.experts import FIRST
+from autoplan.ops.experts import FIRST, GROUPED
 from autoplan.ops.record import OpKind
 from autoplan.ops.saved import TensorFacts
 from autoplan.ops.table import op_kind
@@ -189,9 +190,10 @@ def _dispatched(lowered: LoweredBlock, op: Op, degrees: ExpertDegrees) -> Op:
     ranks = math.prod(axis.size for axis in lowered.axes)
     size = product(list(hidden.shape)).scale(Fraction(int(op.node.attrs["top_k"]), ranks))
     counts = Expr.of(int(op.node.attrs["num_experts"]))
-    there, kinds, top_k = (size, hidden.dtype), ("all_to_all", "all_to_all"), 0
+    there, kinds = (size, hidden.dtype), ("all_to_all", "all_to_all")
+    routing: Routing | None = None
     if degrees.dispatcher is not Dispatcher.ALL_TO_ALL:
-        kinds, top_k = ("ep_dispatch", "ep_combine"), int(op.node.attrs["top_k"])
+        kinds, routing = ("ep_dispatch", "ep_combine"), routing_of(op.node.attrs)
     if degrees.dispatcher is Dispatcher.FLEX_FP8:
         there = (size.scale(_FP8_BYTES), "uint8")
     out: list[Collective] = []
@@ -203,15 +205,24 @@ def _dispatched(lowered: LoweredBlock, op: Op, degrees: ExpertDegrees) -> Op:
             pairs = zip(names[1:] if phase == "forward" else names[:0:-1], (given, taken), kinds, strict=True)
             for (what, value, kind), (num, dtype) in zip(pairs, (first, (size, hidden.dtype)), strict=True):
                 if phase == "forward" or value.requires_grad:
-                    out.append(Collective(what, kind, (axis,), num * ways, dtype, phase, top_k=top_k))
+                    out.append(Collective(what, kind, (axis,), num * ways, dtype, phase, routing=routing))
 
     if degrees.ep > 1:
-        travel("ep", 1, ("dispatch", "combine"), kinds, there)
+        travel("ep", 1, _OVER_EP, kinds, there)
     if degrees.etp > 1:
-        kinds, top_k = ("all_to_all", "all_to_all") if degrees.executed else ("all_gather", "reduce_scatter"), 0
-        travel("etp", degrees.etp, ("gather", "scatter"), kinds, (size, hidden.dtype))
+        kinds, routing = ("all_to_all", "all_to_all") if degrees.executed else ("all_gather", "reduce_scatter"), None
+        travel("etp", degrees.etp, _OVER_ETP, kinds, (size, hidden.dtype))
     over = (("dispatch", "ep"), *((("inner", "etp"),) if degrees.etp > 1 else ()))
     return replace(op, collectives=tuple(out), over=over, experts=degrees)
+
+
+# What is sent there and back, over the ranks of an expert and over the parts of one; the last word of its name
+_OVER_EP, _OVER_ETP = ("dispatch", "combine"), ("gather", "scatter")
+
+
+def sends_rows(what: str) -> bool:
+    """Return True if a collective with this name sends rows of tokens, whose number the router decides."""
+    return what.rpartition(" ")[2] in (*_OVER_EP, *_OVER_ETP)
 
 
 # Bytes per element of rows in 8 bits with a 32-bit scale for each 128 elements (DeepSeek-V3, section 3.3.2).
@@ -248,12 +259,17 @@ def _rows(block: Block, node: Node, op_costs: OpCosts) -> float:
     return tokens * float(node.attrs["top_k"]) / _ranks(op_costs)
 
 
-def row_passes(top_k: int, num_local: int, degrees: ExpertDegrees) -> float:
+def routing_of(attrs: Mapping[str, Any]) -> Routing:
+    """Return how tokens choose the experts of a node with these attributes."""
+    return Routing(int(attrs["top_k"]), *(int(attrs.get(name, usual)) for name, usual in GROUPED.items()))
+
+
+def row_passes(routing: Routing, num_local: int, degrees: ExpertDegrees) -> float:
     """Return how often a row of size h is read or written, on average, to put rows in order once (see the module)."""
     if degrees.ep == 1 or degrees.dispatcher is Dispatcher.ALL_TO_ALL:
         sorting = 4.0 if degrees.ep > 1 and num_local > 1 else 0.0
-        return 2.0 * (1.0 + 1.0 / top_k) + sorting
-    return 2.0 * (1.0 + distinct_units(degrees.ep, top_k) / top_k)
+        return 2.0 * (1.0 + 1.0 / routing.top_k) + sorting
+    return 2.0 * (1.0 + routing.units(degrees.ep) / routing.top_k)
 
 
 def travelled_bytes(block: Block, node: Node, op_costs: OpCosts, degrees: ExpertDegrees) -> int:
@@ -290,7 +306,7 @@ def local_products(work: OpWork, block: Block, node: Node, op_costs: OpCosts, de
     )
     outputs = (TensorFacts((rows, hidden.shape[-1]), work.outputs[0].dtype, work.outputs[0].requires_grad),)
     moved = float(sum(t.num_bytes for t in (*inputs, *outputs)))
-    passes = row_passes(int(node.attrs["top_k"]), num_local, degrees)
+    passes = row_passes(routing_of(node.attrs), num_local, degrees)
     return replace(
         work,
         inputs=inputs,

@@ -9,7 +9,7 @@ from autoplan.config.choices import PINS, check_values
 from autoplan.config.parallel import ParallelConfig
 from autoplan.config.pins import Pins
 from autoplan.errors import PinError
-from autoplan.program.facts import Facts
+from autoplan.program.facts import Facts, layer_calls
 from autoplan.program.legality import Scope, check_legal
 from autoplan.schedules.schedule import num_copies
 from autoplan.search.nearest import Changes, explained
@@ -46,7 +46,9 @@ def _like(like: Like, facts: Facts, given: Mapping[str, Any]) -> dict[str, Any]:
     model = facts.model
     if model is None:
         return dict(given)
-    out = like.degrees(given, model.num_experts, facts.devices // int(given.get("pp") or 1))
+    out = like.degrees(
+        given, model.num_experts, facts.devices // int(given.get("pp") or 1), tuple(layer_calls(model.graph))
+    )
     schedule, virtual = Pins({n: out[n] for n in ("schedule", "virtual_stages") if n in out}).schedule
     pp = int(out.get("pp") or 1)
     if "stages" not in out and like.stack.equal_stages and num_copies(schedule) == 1:

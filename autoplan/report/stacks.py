@@ -42,6 +42,7 @@ def stack_data(found: Stack) -> dict[str, Any]:
         "changes": [
             {**chosen(change, "since matches source"), "options": _texts(change.options)} for change in found.changes
         ],
+        "remainders": [chosen(each, "since until precisions with_moments source") for each in found.remainders],
         "sources": dict(found.sources),
     }
 
@@ -71,6 +72,9 @@ def stacks_table() -> Table:
     return table
 
 
+_LAST_YEAR = 2100.0  # a year beyond it has no end
+
+
 def _options_text(era: Era) -> str:
     return ", ".join(option_texts(era.options)) or "PyTorch's defaults"
 
@@ -86,6 +90,12 @@ def _lines(found: Stack) -> list[tuple[str, str, str]]:
     ]
     if found.moments_16:
         lines.append(("moments in 16 bits", "with latent attention", sources["moments_16"]))
+    for each in found.remainders:
+        until = "" if each.until > _LAST_YEAR else f" until {version_of(each.until)}"
+        since = "" if each.since < 1 else f" since {version_of(each.since)}"
+        moments = " with moments in 16 bits" if each.with_moments else ""
+        text = f"16 bits beside a bfloat16 parameter in {_joined(each.precisions)}{moments}{since}{until}"
+        lines.append(("masters", text, each.source))
     if found.kept_gathered:
         lines.append(("stays gathered", f"in {_joined(found.kept_gathered)} (as ZeRO 1)", sources["kept_gathered"]))
     if found.whole_experts_since is not None:

@@ -6,17 +6,18 @@ like.options("h100-sxm5-80gb"), like.mode, like.precision(latent=False), like.ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoplan.config.choices import option_data, options_of, read_mode
-from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16, Mode, RunOptions, precision_of
+from autoplan.config.parallel import Mode, RunOptions, precision_of, read_precision
+from autoplan.config.recompute import recompute_of_text
 from autoplan.config.settings import setting
 from autoplan.errors import PinError
 from autoplan.names import did_you_mean
 from autoplan.schedules.schedule import PLAIN_SCHEDULE
-from autoplan.stacks.records import Abilities, Era, Gradients16, KeptGathered, Stack, stack, year_of
+from autoplan.stacks.records import Abilities, Era, KeptGathered, Stack, stack, year_of
 
 GRADIENTS_32 = "-grad32"  # suffix of a precision: gradients in 32 bits where the stack has 16
 _PLAIN = setting("precision").default  # if none is given
@@ -74,9 +75,9 @@ class Like:
     @property
     def _base(self) -> str:
         """The precision without what is kept in 16 bits."""
-        name = str(self.given.get("precision") or _PLAIN).removesuffix(GRADIENTS_32)
+        name = str(self.given.get("precision") or _PLAIN).replace(GRADIENTS_32, "")
         precision_of(name)
-        return name.removesuffix(MOMENTS_16).removesuffix(GRADIENTS_16)
+        return read_precision(name).base
 
     def precision(self, latent: bool) -> str:
         """Return the precision with what the stack keeps in 16 bits, unless a suffix says it.
@@ -84,13 +85,8 @@ class Like:
         Args:
             latent: True for a model with latent attention, of which some stacks keep the moments in 16 bits.
         """
-        given, base, usual = str(self.given.get("precision") or _PLAIN), self._base, self.stack.gradients_16
-        if given != base:
-            return given.removesuffix(GRADIENTS_32)
-        narrow = usual is Gradients16.ALWAYS or (usual is Gradients16.FP16 and base == "fp16")
-        if not narrow or base in ("fp32", "native"):
-            return base
-        return base + GRADIENTS_16 + (MOMENTS_16 if latent and self.stack.moments_16 else "")
+        given, base = str(self.given.get("precision") or _PLAIN), self._base
+        return self.stack.in_16_bits(base, latent, self.year) if given == base else given.replace(GRADIENTS_32, "")
 
     def on(self, device: str, model: str) -> Like:
         """Return a copy for a device of the catalog and a model."""
@@ -113,11 +109,14 @@ class Like:
         """Return a copy with other values given; None changes nothing."""
         return replace(self, given={**self.given, **{name: v for name, v in given.items() if v is not None}})
 
-    def degrees(self, given: Mapping[str, Any], num_experts: int, stage_ranks: int) -> dict[str, Any]:
+    def degrees(
+        self, given: Mapping[str, Any], num_experts: int, stage_ranks: int, layers: Sequence[str]
+    ) -> dict[str, Any]:
         """Return `given` completed by the stack's defaults of ZeRO, recompute, schedule, experts and stages.
 
         Args:
             given: choices of ParallelConfig by name; those that are missing follow from the stack.
+            layers: names of the model's layers, in model order.
             stage_ranks: devices of a pipeline stage; experts are split as tp or whole, whichever they leave ranks for.
         """
         out = dict(given)
@@ -127,7 +126,9 @@ class Like:
             keeps = (pp > 1 and KeptGathered.PIPELINES in kept) or (num_experts > 0 and KeptGathered.EXPERTS in kept)
             stage = kernels.zero_stages[0]
             out["zero_stage"] = 1 if stage == 3 and keeps else stage
-        out.setdefault("recompute", self.stack.recompute_at(*self._where)[0])
+        if "recompute" not in out:
+            again = self.stack.recompute_at(*self._where, out["zero_stage"])[0]
+            out["recompute"] = recompute_of_text(again, layers)
         out |= self._schedule(given, pp)
         if num_experts and tp > 1 and "etp" not in out:
             ep, usual = int(out.get("ep") or 1), (1, None) if self.stack.experts_whole(self.year) else (None, 1)

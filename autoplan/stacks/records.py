@@ -21,7 +21,15 @@ from typing import Any
 from autoplan.config.choices import options_of
 from autoplan.config.keys import check_names
 from autoplan.config.offload import OFFLOADS
-from autoplan.config.parallel import PRECISIONS, ZERO_STAGES, Dispatcher, Launch, Mode, RunOptions
+from autoplan.config.parallel import (
+    PRECISIONS,
+    ZERO_STAGES,
+    Dispatcher,
+    Launch,
+    Mode,
+    PrecisionName,
+    RunOptions,
+)
 from autoplan.config.recompute import RECOMPUTE, RECOMPUTE_KINDS, modules_of
 from autoplan.errors import PinError
 from autoplan.names import did_you_mean
@@ -114,7 +122,9 @@ class Change:
 
     Attributes:
         matches: A pattern of "DEVICE PRECISION MODEL" in capitals, the model as letters and digits (QWEN3235BA22B).
-        recompute: What is recomputed if nothing is said; () where that is as in the stack.
+        recompute: What is recomputed if nothing is said, as `recompute_of_text` reads it; () where that is as in the
+            stack.
+        zero_stage: The only ZeRO stage at which it holds; None: at all of them.
     """
 
     since: float
@@ -122,6 +132,7 @@ class Change:
     options: Mapping[str, Any] = field(hash=False)
     source: str
     recompute: tuple[str, ...] = ()
+    zero_stage: int | None = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +142,22 @@ class Packed:
     until: float
     tokens: int
     source: str
+
+
+@dataclass(frozen=True)
+class Remainders:
+    """When the optimizer keeps of masters only what bfloat16 parameters lack of them, in years.
+
+    Attributes:
+        precisions: The precisions that leave parameters in bfloat16.
+        with_moments: True if only where moments are kept in 16 bits.
+    """
+
+    since: float
+    until: float
+    precisions: tuple[str, ...]
+    source: str
+    with_moments: bool = False
 
 
 @dataclass(frozen=True)
@@ -184,16 +211,23 @@ class Stack:
     vocab: Vocab | None = None
     adapters: AdapterDefaults | None = None
     packed: Packed | None = None
+    remainders: tuple[Remainders, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def era_at(self, year: float) -> Era:
         """Return the era of a year with decimals."""
         return next(era for era in reversed(self.eras) if year >= era.since)
 
-    def changes_at(self, year: float, device: str, precision: str, model: str = "") -> tuple[Change, ...]:
-        """Return the changes that hold in a year for a device, a precision and a model, later ones last."""
+    def changes_at(
+        self, year: float, device: str, precision: str, model: str = "", zero_stage: int | None = None
+    ) -> tuple[Change, ...]:
+        """Return the changes that hold in a year for a device, a precision, a model and a ZeRO stage, later ones last.
+
+        A `zero_stage` of None leaves out those of one stage alone.
+        """
         words = f"{device} {precision} {re.sub(r'[^A-Z0-9]', '', model.upper())}"
-        return tuple(c for c in self.changes if year >= c.since and re.search(c.matches, words))
+        known = (c for c in self.changes if c.zero_stage in (None, zero_stage))
+        return tuple(c for c in known if year >= c.since and re.search(c.matches, words))
 
     def options_at(self, year: float, device: str, precision: str, model: str = "") -> RunOptions:
         """Return the default options in a year; device and precision as words in capitals, the model by its name."""
@@ -202,10 +236,29 @@ class Stack:
             options = replace(options, **change.options)
         return options
 
-    def recompute_at(self, year: float, device: str, precision: str, model: str = "") -> tuple[str, ...]:
-        """Return what is recomputed if nothing is said, the likeliest first; arguments as for `options_at`."""
-        stated = [c.recompute for c in self.changes_at(year, device, precision, model) if c.recompute]
+    def recompute_at(
+        self, year: float, device: str, precision: str, model: str = "", zero_stage: int | None = None
+    ) -> tuple[str, ...]:
+        """Return what is recomputed if nothing is said, the likeliest first; arguments as for `changes_at`."""
+        stated = [c.recompute for c in self.changes_at(year, device, precision, model, zero_stage) if c.recompute]
         return stated[-1] if stated else self.kernels.recompute
+
+    def in_16_bits(self, precision: str, latent: bool, year: float) -> str:
+        """Return a precision without suffixes with those of what the stack keeps in 16 bits beside it.
+
+        Args:
+            latent: True for a model with latent attention, of which some stacks keep the moments in 16 bits.
+        """
+        if precision in ("fp32", "native"):
+            return precision
+        usual = self.gradients_16
+        narrow = usual is Gradients16.ALWAYS or (usual is Gradients16.FP16 and precision == "fp16")
+        moments = narrow and latent and self.moments_16
+        split = any(
+            r.since <= year < r.until and precision in r.precisions and (moments or not r.with_moments)
+            for r in self.remainders
+        )
+        return PrecisionName(precision, narrow, moments, split).name
 
     def experts_whole(self, year: float) -> bool:
         """Return True if experts are not split by tensor parallelism in a year."""
@@ -271,7 +324,7 @@ class _Reader:
 _NEEDED = ("name", "about", "frameworks", "default_version", "kernels", "can", "eras")
 _OPTIONAL = (
     *("changes", "executed", "equal_stages", "chunks", "whole_experts", "kept_gathered", "gradients_16"),
-    *("moments_16", "vocab", "adapters", "packed"),
+    *("moments_16", "vocab", "adapters", "packed", "remainders"),
 )
 _ABLE: Mapping[str, Sequence[Any]] = {
     "modes": tuple(Mode),
@@ -308,19 +361,37 @@ def _eras(read: _Reader, can: Abilities) -> tuple[Era, ...]:
     return tuple(out)
 
 
+_OF_LAYERS = re.compile(rf"\d+-\d+=({'|'.join(RECOMPUTE)})")  # of the layers with these numbers
+
+
 def _changes(read: _Reader) -> tuple[Change, ...]:
     out = []
     for k, data in enumerate(read.one("changes", list, ())):
-        each = _Reader(data, f"{read.where}: changes[{k}]", ("since", "matches", "options", "source"), ("recompute",))
+        needed = ("since", "matches", "options", "source")
+        each = _Reader(data, f"{read.where}: changes[{k}]", needed, ("recompute", "zero_stage"))
         values, since = _options(each), float(each.one("since", (int, float)))
         changed = {name: getattr(values, name) for name in each.data["options"]}
         again = tuple(map(str, each.one("recompute", list, ())))
         for how in again:
-            if not modules_of(how) and how not in RECOMPUTE:
+            if not modules_of(how) and how not in RECOMPUTE and _OF_LAYERS.fullmatch(how) is None:
                 raise PinError(
-                    f"{each.where}: recompute of {how!r} is not known; {did_you_mean(how, RECOMPUTE)}, or modules:..."
+                    f"{each.where}: recompute of {how!r} is not known; {did_you_mean(how, RECOMPUTE)}, modules:... or "
+                    "0-9=offload"
                 )
-        out.append(Change(since, each.one("matches", str), changed, each.one("source", str), again))
+        stage = each.one("zero_stage", int)
+        out.append(Change(since, each.one("matches", str), changed, each.one("source", str), again, stage))
+    return tuple(out)
+
+
+def _remainders(read: _Reader) -> tuple[Remainders, ...]:
+    out = []
+    for k, data in enumerate(read.one("remainders", list, ())):
+        needed = ("since", "until", "precisions", "source")
+        each = _Reader(data, f"{read.where}: remainders[{k}]", needed, ("with_moments",))
+        since, until = (float(each.one(name, (int, float))) for name in ("since", "until"))
+        known = tuple(name for name, p in PRECISIONS.items() if p.compute == "bfloat16")
+        precisions, with_moments = each.some("precisions", known), each.one("with_moments", bool, False)
+        out.append(Remainders(since, until, precisions, each.one("source", str), with_moments))
     return tuple(out)
 
 
@@ -382,6 +453,7 @@ def stack_of(data: object, where: str) -> Stack:
         if adapters is None
         else AdapterDefaults(**{**adapters.data, "layers": tuple(adapters.data["layers"])}),
         packed=None if packed is None else Packed(**packed.data),
+        remainders=_remainders(read),
         sources={key: each.one("source", str) for key, each in inner.items() if each is not None},
     )
 

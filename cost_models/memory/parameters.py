@@ -92,7 +92,7 @@ class ParameterMemory:
         """Return the optimizer state of a parameter before ZeRO, without masters that are stored as its shards."""
         n = float(p.num_elements)
         state = n * (2 * dtype_bytes(p.dtype) if self.precision.state_bytes is None else self.precision.state_bytes)
-        return state - n * MASTER_BYTES if sharded_masters else state
+        return state - n * self.precision.master_bytes if sharded_masters else state
 
     def _offloaded_states(self, p: ParamWork, share: int, sharded_masters: bool, device: States) -> States:
         """Return the states of a parameter under the configuration's offload. `device`: the states without offload."""

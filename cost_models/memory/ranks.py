@@ -45,6 +45,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from types import MappingProxyType
 
@@ -160,8 +161,6 @@ class MemoryModel:
         self.saved = w.unit_selective if self.config.recompute == SELECTIVE else w.unit_saved
         self.kept = w.unit_kept
         self._kept_by_kind = {NONE: self.saved, SELECTIVE: w.unit_selective, FULL: self.kept}
-        freed = [a - b for a, b in zip(self.saved, self.kept, strict=True)]
-        self.frontier = RecomputeFrontier.full_only(w.layers, freed, [0.0] * len(freed))
         # The pipeline holds received and sent activations until the backward has passed. Megatron frees sent
         # activations (deallocate_output_tensor of core/pipeline_parallel/schedules.py), and received ones are those
         # that its first layer keeps.
@@ -171,6 +170,12 @@ class MemoryModel:
                 size - sum(v.num_bytes for v in w.shared if v.crosses(u + 1)) for u, size in enumerate(self.cuts)
             )
         self.transient, self.recompute_transient = w.unit_transient, w.unit_recompute_transient
+
+    @cached_property
+    def frontier(self) -> RecomputeFrontier:
+        """The recompute frontier: layers in full, if no other one is set."""
+        freed = [a - b for a, b in zip(self.saved, self.kept, strict=True)]
+        return RecomputeFrontier.full_only(self.workload.layers, freed, [0.0] * len(freed))
 
     def _schedule(self) -> None:
         c = self.config
@@ -420,6 +425,8 @@ class MemoryModel:
         units = [u for k in mine for u in chunks[k]]
         state = sum(self.hosted[u] for u in units) - self.counted_twice(units).host
         most = 0.0
+        if not pinned and not self.frontier.holds_on_host:
+            return state, most
         for k in mine:
             again = pinned or self.frontier.choices(chunks[k], recompute[k])
             if any(recompute_kind(how).on_host for how in {*again.values()}):

@@ -48,6 +48,7 @@ from autoplan.cost_models.hardware.nccl import FABRICS, NCCL_KINDS, Fabric, Path
 from autoplan.cost_models.hardware.parts import Group, Level
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
+from autoplan.cost_models.routing import MEASURED, Routing
 from autoplan.errors import LayoutError
 
 # Share of the full (gathered or reduced) tensor that each device sends over its link, times n / (n - 1).
@@ -55,7 +56,6 @@ from autoplan.errors import LayoutError
 _VOLUME: dict[str, float] = {**dict.fromkeys(NCCL_KINDS, 1.0), "all_reduce": 2.0}
 # kernels made for experts (DeepEP): each token goes once to each node and once to each device with an expert for it
 EXPERT_KINDS = ("ep_dispatch", "ep_combine")
-TOP_K = 8  # experts per token in all measurements of these kernels
 # Kinds that send messages between pairs, with their traffic; all other kinds use rings or trees.
 _PAIRWISE = {
     **dict.fromkeys(("all_to_all", *EXPERT_KINDS), Traffic.ALL_TO_ALL),
@@ -141,24 +141,14 @@ def _parts(group: Group, levels: tuple[Level, ...], fabrics: Mapping[str, Fabric
     ]
 
 
-def distinct_units(units: float, top_k: int) -> float:
-    """Return the expected number of units (nodes, devices) with experts of a token.
-
-    The `top_k` experts of a token are spread evenly over `units`: units * (1 - (1 - 1 / units)^k), since each expert is
-    on a given unit with probability 1 / units. Drawing without replacement from E experts reaches more, by a share of
-    at most k / E and usually a few per cent (2 of 8 on 8 units: 2 instead of 1.88).
-    """
-    return units * (1 - (1 - 1 / units) ** top_k)
-
-
-def _share(kind: str, part: _Part, ranks: int, top_k: int = TOP_K) -> float:
+def _share(kind: str, part: _Part, ranks: int, routing: Routing = MEASURED) -> float:
     """Return the share of the tensor that a device sends over this level."""
     if kind == "send_recv":
         return 1.0
     free = part.fabric.free_share[kind]
     if kind in EXPERT_KINDS:
         units = ranks / part.inside
-        return distinct_units(units, top_k) * (1 - free / units) / top_k
+        return routing.units(units) * (1 - free / units) / routing.top_k
     if kind == "all_to_all":
         return (ranks - free * part.inside) / ranks
     if part.fabric.flat:
@@ -209,20 +199,25 @@ def _path(
     paths: list[Path],
     hops: _Hops,
     lanes: float = 1.0,
-    top_k: int = TOP_K,
+    routing: Routing = MEASURED,
 ) -> tuple[float, float, float]:
     """Return alpha, w and chunk factor of a path from its constants per level; `lanes` carry the bytes in parallel."""
     alpha = w = base = chunk = 0.0
     for part, path in zip(parts, paths, strict=True):
         speed = _speed(part, kind) * path.efficiency * part.fabric.efficiency[kind]
         alpha += hops(kind, part, ranks) * path.hop * part.level.latency_s
-        w = max(w, _share(kind, part, ranks, top_k) / (speed * lanes))
+        w = max(w, _share(kind, part, ranks, routing) / (speed * lanes))
         base, chunk = max(base, path.base_s), max(chunk, path.chunk)
     return base + alpha, w, chunk
 
 
 def _of_protocols(
-    tables: list[Mapping[Protocol, Path]], kind: str, ranks: int, parts: list[_Part], hops: _Hops, top_k: int = TOP_K
+    tables: list[Mapping[Protocol, Path]],
+    kind: str,
+    ranks: int,
+    parts: list[_Part],
+    hops: _Hops,
+    routing: Routing = MEASURED,
 ) -> Iterator[tuple[Protocol, tuple[float, float, float]]]:
     """Yield one path per protocol that all levels have."""
     for protocol in Protocol:
@@ -232,7 +227,7 @@ def _of_protocols(
             if kind == "all_to_all" and protocol is not Protocol.SIMPLE:
                 # short messages to several peers take one channel each, long ones all channels
                 lanes = min(ranks - 1.0, 1 / max(path.efficiency for path in paths))
-            yield protocol, _path(kind, ranks, parts, paths, hops, lanes, top_k)
+            yield protocol, _path(kind, ranks, parts, paths, hops, lanes, routing)
 
 
 def _spreads(kind: str, parts: list[_Part]) -> tuple[float, float]:
@@ -241,15 +236,19 @@ def _spreads(kind: str, parts: list[_Part]) -> tuple[float, float]:
 
 
 def seconds_by_bytes(
-    kind: str, group: Group, levels: tuple[Level, ...], fabrics: Mapping[str, Fabric] = FABRICS, top_k: int = TOP_K
+    kind: str,
+    group: Group,
+    levels: tuple[Level, ...],
+    fabrics: Mapping[str, Fabric] = FABRICS,
+    routing: Routing = MEASURED,
 ) -> Curve:
-    """Return the seconds by bytes of one collective over a group of at least 2. `top_k`: experts per token."""
+    """Return the seconds by bytes of one collective over a group of at least 2. `routing`: of tokens to experts."""
     parts = _parts(group, levels, fabrics)
     if kind == "send_recv":
         parts = parts[-1:]
     spread, latency_spread = _spreads(kind, parts)
     tag = Tag.FITTED if all(kind in part.fabric.fitted for part in parts) else Tag.ASSUMED
-    small, large, switch = _choice(kind, group.size, parts, top_k)
+    small, large, switch = _choice(kind, group.size, parts, routing)
     floor = _fastest(small, switch) if small else 0.0
     latency_s = _fastest(small or large, 0.0)
     return Curve(small, large, switch if small else -1.0, floor, spread, latency_spread * latency_s, tag)
@@ -258,12 +257,12 @@ def seconds_by_bytes(
 _Paths = tuple[tuple[float, float, float], ...]  # alpha, w and chunk factor of each
 
 
-def _choice(kind: str, ranks: int, parts: list[_Part], top_k: int) -> tuple[_Paths, _Paths, float]:
+def _choice(kind: str, ranks: int, parts: list[_Part], routing: Routing) -> tuple[_Paths, _Paths, float]:
     """Return the paths up to a size in bytes, the paths beyond it, and this size."""
     outer = parts[-1].fabric
     if kind in _PAIRWISE:
         pairs = [part.fabric.experts if kind in EXPERT_KINDS else part.fabric.p2p for part in parts]
-        return (), tuple(path for _, path in _of_protocols(pairs, kind, ranks, parts, _pair_hops, top_k)), 0.0
+        return (), tuple(path for _, path in _of_protocols(pairs, kind, ranks, parts, _pair_hops, routing)), 0.0
     if kind == "all_reduce" and outer.tree:
         tables = [part.fabric.tree or part.fabric.ring for part in parts]
         return (), tuple(path for _, path in _of_protocols(tables, kind, ranks, parts, _tree_hops)), 0.0
@@ -282,8 +281,8 @@ def _choice(kind: str, ranks: int, parts: list[_Part], top_k: int) -> tuple[_Pat
 
 
 @lru_cache(maxsize=65536)
-def _curve(kind: str, group: Group, levels: tuple[Level, ...], top_k: int) -> Curve:
-    return seconds_by_bytes(kind, group, levels, top_k=top_k)
+def _curve(kind: str, group: Group, levels: tuple[Level, ...], routing: Routing) -> Curve:
+    return seconds_by_bytes(kind, group, levels, routing=routing)
 
 
 def group_collective_s(
@@ -292,7 +291,7 @@ def group_collective_s(
     group: Group,
     cluster: Cluster,
     profile: Profile | None = None,
-    top_k: int = 0,
+    routing: Routing | None = None,
 ) -> Quantity:
     """Return the seconds of one collective over `group`, from the profile if it has it, else from the model above.
 
@@ -300,7 +299,8 @@ def group_collective_s(
 
     Args:
         num_bytes: As for `wire_bytes`.
-        top_k: Copies of each token in the tensor, for kinds made for experts; 0: as measured (8).
+        routing: How tokens chose the experts that the tensor has a copy for, for kinds made for experts; None: as
+            measured.
 
     Raises: LayoutError for an unknown kind, a negative size or a group beyond the cluster.
     """
@@ -320,4 +320,4 @@ def group_collective_s(
             return measured
         latency = profile.longest_s(kind, group.size, group.stride) or ZERO  # only small messages were measured
     levels = cluster.levels_of(group, _PAIRWISE.get(kind, Traffic.RING))
-    return _curve(kind, group, levels, top_k or TOP_K).quantity(num_bytes) + latency
+    return _curve(kind, group, levels, routing or MEASURED).quantity(num_bytes) + latency

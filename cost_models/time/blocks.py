@@ -346,7 +346,7 @@ class BlockPricer:
 
     def _sent_s(self, block: BlockWork, c: CommWork) -> Quantity:
         """Return the seconds of a collective alone."""
-        return self.costs.collective_s(c.kind, c.num_bytes * self._sent_share(block, c), self._group(c), c.top_k)
+        return self.costs.collective_s(c.kind, c.num_bytes * self._sent_share(block, c), self._group(c), c.routing)
 
     def _exposed(self, family: str, phase: str, seconds: Quantity, times: OpTimes) -> Quantity:
         """Return the part of a family's collectives in a phase that compute does not hide."""

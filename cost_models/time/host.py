@@ -107,7 +107,7 @@ def _comms(block: BlockWork, phase: str, costs: Costs, again: Recomputed | None)
     """Yield the collectives that the host starts. No graph knows the sizes of experts' collectives."""
     graphs = costs.options.launch is Launch.GRAPHS
     for comm in block.comms if again is None else again.comms:
-        if comm.per == "micro_batch" and comm.phase == phase and (comm.top_k or not graphs):
+        if comm.per == "micro_batch" and comm.phase == phase and (comm.routing or not graphs):
             yield comm
 
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from autoplan.config.recompute import MODULES
 from autoplan.stacks.records import Framework as Framework
-from autoplan.stacks.records import Gradients16, KeptGathered, Stack, StackKernels, stacks_of_frameworks
+from autoplan.stacks.records import KeptGathered, Stack, StackKernels, stacks_of_frameworks
 
 _Found = TypeVar("_Found")
 
@@ -22,14 +22,6 @@ _Found = TypeVar("_Found")
 _STACKS = stacks_of_frameworks()
 DEFAULTS: Mapping[Framework, StackKernels] = {framework: _STACKS[framework].kernels for framework in Framework}
 
-
-def _where(true: Callable[[Stack], bool]) -> frozenset[Framework]:
-    return frozenset(framework for framework in Framework if true(_STACKS[framework]))
-
-
-FRAMEWORKS_OF_GRADIENTS_16 = _where(lambda s: s.gradients_16 is Gradients16.ALWAYS)
-GRADIENTS_16_IN_FP16 = _where(lambda s: s.gradients_16 is Gradients16.FP16)
-FRAMEWORKS_OF_MOMENTS_16 = _where(lambda s: s.moments_16)
 
 # Words -> name of a planner's precision, or int8 (published_words). If a source leaves two open: the one that all of
 # its devices have.
@@ -60,6 +52,11 @@ ZERO_STAGE_WORDS: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"(zero|stage)\W*(stage\W*)?3|HSDP|hybrid.?shard", (3,)),
     (r"(zero|stage)\W*(stage\W*)?0|^(none|no|off|false|ddp)\b", (0,)),
 )
+
+
+def _where(true: Callable[[Stack], bool]) -> frozenset[Framework]:
+    return frozenset(framework for framework in Framework if true(_STACKS[framework]))
+
 
 KEPT_IN_PIPELINES = _where(lambda s: KeptGathered.PIPELINES in s.kept_gathered)
 KEPT_WITH_EXPERTS = _where(lambda s: KeptGathered.EXPERTS in s.kept_gathered)

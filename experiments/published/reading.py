@@ -169,6 +169,10 @@ FAMILIES: tuple[tuple[str, str], ...] = (
 # A shared expert as wide as a routed one in every layer with experts (Llama 4's config.json and modeling_llama4.py).
 SHARED_AS_ROUTED = frozenset((LLAMA_4,))
 
+# Groups of experts, and how many of them a token takes experts of (config.json; moe_router_num_groups and
+# moe_router_group_topk of NeMo and Megatron Bridge, whose forced balance draws scores and keeps the groups).
+ROUTING_GROUPS: Mapping[str, tuple[int, int]] = {DEEPSEEK_V3: (8, 4)}
+
 # One layer more, which predicts the token after the next (DeepSeek-V3, arXiv 2412.19437, section 2.2), in Megatron
 # Bridge's recipes (mtp_num_layers = 1). Its second pass over the head is left out: 2.5 % of the arithmetic.
 PREDICTS_NEXT: Mapping[str, frozenset[Framework]] = {DEEPSEEK_V3: frozenset((Framework.NEMO, Framework.BRIDGE_LIBRARY))}

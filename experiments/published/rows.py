@@ -16,8 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from autoplan.config.parallel import (
-    GRADIENTS_16,
-    MOMENTS_16,
     Attention,
     Mode,
     ParallelConfig,
@@ -62,12 +60,14 @@ from experiments.published.words import (
 class Setting:
     """One way to read a row: the configuration and how its kernels run.
 
-    `shape`, `cluster`, `precision`: where they are not the task's. `instead`: fields that are not as the row says.
+    `again`: recompute of single layers, as a user writes it; "" where the configuration says it. `shape`, `cluster`,
+    `precision`: where they are not the task's. `instead`: fields that are not as the row says.
     """
 
     mode: Mode
     config: ParallelConfig
     options: RunOptions
+    again: str = field(default="", repr=False)
     shape: Shape | None = field(default=None, repr=False)
     cluster: Cluster | None = field(default=None, repr=False)
     precision: str | None = field(default=None, repr=False)
@@ -153,12 +153,13 @@ def interpret(row: Row, shapes: Shapes) -> Case:
     words = precision_of_words(row, cluster.device)
     if INT8 in words.choices:
         cluster = _with_int8(cluster)
-    precision, *others = (_full_name(name, shape.kind.latent, framework) for name in words.choices)
+    era = era_of(row["source"], row["notes"], row["gpu"])
+    precision, *others = (_full_name(name, shape.kind.latent, framework, era) for name in words.choices)
     first = settings[0]
     settings += [replace(first, precision=name) for name in others]
     settings += [replace(first, shape=s) for s in model.others]
     settings += [replace(first, cluster=c) for c in where.others]
-    plain = _full_name(usual_precision(cluster.device), shape.kind.latent, framework)
+    plain = _full_name(usual_precision(cluster.device), shape.kind.latent, framework, era)
     last = list(ran.last)
     if plain not in (precision, *others):
         in_plain = [replace(s, precision=plain, instead=(*s.instead, "precision")) for s in (first, *ran.last)]
@@ -183,18 +184,13 @@ def own_precision(row: Row, shapes: Shapes | None = None) -> str:
         name = precision_of_words(row, cluster_of(row).device).choices[0]
     with suppress(AutoplanError):
         latent = shapes is not None and shapes.of(row).kind.latent
-    return _full_name(name, latent, row.framework)
+    return _full_name(name, latent, row.framework, era_of(row["source"], row["notes"], row["gpu"]))
 
 
-def _full_name(precision: str, latent: bool, framework: Framework) -> str:
+def _full_name(precision: str, latent: bool, framework: Framework, era: float) -> str:
     """With what the framework keeps in 16 bits."""
     name = "fp8" if precision == INT8 else precision
-    narrow = framework in tables.FRAMEWORKS_OF_GRADIENTS_16 or (
-        name == "fp16" and framework in tables.GRADIENTS_16_IN_FP16
-    )
-    if not narrow or name == "fp32":
-        return name
-    return name + GRADIENTS_16 + (MOMENTS_16 if latent and framework in tables.FRAMEWORKS_OF_MOMENTS_16 else "")
+    return stacks_of_frameworks()[framework].in_16_bits(name, latent, era)
 
 
 def _with_int8(cluster: Cluster) -> Cluster:
@@ -306,7 +302,7 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
     if shape.adapters is not None:  # ZeRO 1 and 2 shard what is trained, which is next to nothing
         zero = tuple(dict.fromkeys(0 if stage < 3 else stage for stage in zero))
     stack, where = stacks_of_frameworks()[framework], (era, row["gpu"], row["precision"], row["model"])
-    recompute = recompute_of(row, stack.recompute_at(*where))
+    recompute = recompute_of(row, stack.recompute_at(*where, zero[0]))
     schedules, on_host = schedule_of(row, pp), offload_of(row, zero[0], dp * cp)
     notes += [words.note for words in (schedules, on_host) if words.note]
     virtual = chunks_of(row, schedules.choices[0], shape.layers, pp)
@@ -349,7 +345,8 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
 
     def setting(r: _Reading, instead: tuple[str, ...] = ()) -> Setting:
         chunks = r.virtual_stages if pp > 1 else 1
-        again: str | tuple[int, ...] = r.recompute
+        of_layers = "=" in r.recompute and not r.on_host.activations
+        again: str | tuple[int, ...] = "none" if "=" in r.recompute else r.recompute
         if r.on_host.activations and r.recompute != "full":  # of layers computed again, only their inputs are kept
             again = "offload"
         elif r.recompute == HALF:
@@ -371,7 +368,7 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
             stages=equal_stages(shape.layers, pp, chunks) if num_copies(r.schedule) == 1 else None,
             offload=r.on_host.state,
         )
-        return Setting(r.mode, config, options, instead=instead)
+        return Setting(r.mode, config, options, r.recompute if of_layers else "", instead=instead)
 
     plain = {"schedule": replace(usual, schedule="1F1B", virtual_stages=1)} if pp > 1 else {}
     if usual.on_host:

@@ -139,6 +139,7 @@ class Shape:
             "norm_topk_prob": True,
         }
         if k.latent:
+            groups, chosen = reading.ROUTING_GROUPS.get(self.family, (1, 1))
             return {
                 **common,
                 **experts,
@@ -148,8 +149,8 @@ class Shape:
                 "n_routed_experts": self.num_experts,
                 "n_shared_experts": self.shared_ffn // self.expert_ffn,
                 "first_k_dense_replace": self.first_dense,
-                "n_group": 1,
-                "topk_group": 1,
+                "n_group": groups,
+                "topk_group": chosen,
             }
         routed = {
             "num_experts": self.num_experts,

@@ -27,10 +27,12 @@ from rich.progress import track
 from rich.table import Table
 
 from autoplan.config.parallel import ParallelConfig, precision_of
+from autoplan.config.recompute import recompute_of_text
 from autoplan.cost_models.quantity import ZERO, Quantity
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.cost_models.time.price import Pricer
 from autoplan.errors import AutoplanError
+from autoplan.program.facts import layer_calls
 from autoplan.report.files import write_text
 from autoplan.search.estimate import Planned, check_config, ends_apart, estimate_config, recompute_counts, units_of
 from autoplan.search.request import PlanRequest
@@ -86,7 +88,8 @@ def price(task: Task) -> Priced:
     rest = task.settings[task.settings.index(usual) + 1 :] if usual in task.settings else ()
     for setting in rest:
         try:
-            out.append(variant(request_of(task, setting), first, usual, setting))
+            changed = replace(setting, config=config_of(task, setting))
+            out.append(variant(request_of(task, setting), first, usual, changed))
         except AutoplanError as exc:
             _log.debug("not legal, and left out: %s: %s", setting, exc)
     return Priced(usual, tuple(out), refused)
@@ -113,7 +116,7 @@ def _first_legal(task: Task) -> tuple[Setting, Planned, str]:
         try:
             return (
                 setting,
-                estimate_config(request_of(task, setting), setting.config),
+                estimate_config(request_of(task, setting), config_of(task, setting)),
                 "" if error is None else str(error),
             )
         except AutoplanError as exc:
@@ -133,6 +136,14 @@ def request_of(task: Task, setting: Setting) -> PlanRequest:
         mode=setting.mode,
         options=setting.options,
     )
+
+
+def config_of(task: Task, setting: Setting) -> ParallelConfig:
+    """Return the configuration of a setting, with its recompute by the names of layers."""
+    if not setting.again:
+        return setting.config
+    layers = tuple(layer_calls(graph_of(setting.shape or task.shape)))
+    return setting.config.but(recompute=recompute_of_text(setting.again, layers))
 
 
 def variant(request: PlanRequest, first: Planned, was: Setting, setting: Setting) -> Estimate:

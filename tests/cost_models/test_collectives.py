@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +17,12 @@ from autoplan.cost_models.hardware.nccl import NCCL_KINDS as ALL_KINDS
 from autoplan.cost_models.hardware.nccl import Protocol, fabric_of, rows
 from autoplan.cost_models.network.collectives import (
     FABRICS,
-    distinct_units,
     group_collective_s,
     seconds_by_bytes,
     wire_bytes,
 )
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
+from autoplan.cost_models.routing import Routing
 from autoplan.cost_models.time.blocks import BlockPricer
 from autoplan.cost_models.time.price import Pricer
 from autoplan.errors import LayoutError, PinError
@@ -331,8 +332,43 @@ def test_units_that_a_token_goes_to_are_those_of_a_draw(num_experts: int, top_k:
     for units in (2, 4, 8, 16):
         here = num_experts // units
         exact = units * (1 - math.comb(num_experts - here, top_k) / math.comb(num_experts, top_k))
-        assert distinct_units(units, top_k) == pytest.approx(exact, rel=0.04)
-        assert distinct_units(units, 1) == pytest.approx(1.0)
+        assert Routing(top_k).units(units) == pytest.approx(exact, rel=0.04)
+        assert Routing(1).units(units) == pytest.approx(1.0)
+
+
+def _reached_at_random(routing: Routing, num_experts: int, units: int, draws: int = 800) -> float:
+    """The mean number of units with experts of a token whose scores are drawn at random, chosen as Megatron does."""
+    draw, each, total = random.Random(0), num_experts // routing.groups, 0
+    for _ in range(draws):
+        scores = [draw.random() for _ in range(num_experts)]
+        best = routing.top_k // routing.top_groups
+        of_group = [sum(sorted(scores[g * each : (g + 1) * each])[-best:]) for g in range(routing.groups)]
+        chosen = sorted(range(routing.groups), key=of_group.__getitem__)[-routing.top_groups :]
+        known = [e for g in chosen for e in range(g * each, (g + 1) * each)]
+        total += len({e * units // num_experts for e in sorted(known, key=scores.__getitem__)[-routing.top_k :]})
+    return total / draws
+
+
+@pytest.mark.parametrize("units", [2, 4, 8, 16, 64])
+def test_a_limited_choice_reaches_the_units_of_random_scores(units: int) -> None:
+    """DeepSeek-V3: 8 of 256 experts, in 4 of 8 groups; no more than without the limit."""
+    limited, free = Routing(8, 8, 4), Routing(8)
+    assert limited.units(units) == pytest.approx(_reached_at_random(limited, 256, units), rel=0.06)
+    assert limited.units(units) <= free.units(units)
+    assert not Routing(8, 8, 8).limited and Routing(8, 8, 8).units(units) == free.units(units)
+    assert limited.units(8) == 4.0
+
+
+def test_a_limited_choice_sends_less_between_nodes() -> None:
+    """4 of 8 nodes instead of 5.25; within a node, where all ranks have a part of every group's tokens, as much."""
+    cluster, limited = SWITCHED[0], Routing(8, 8, 4)
+
+    def seconds(ranks: int, routing: Routing) -> float:
+        return group_collective_s("ep_dispatch", 1e11, Group(ranks), cluster, routing=routing).mid
+
+    assert seconds(64, limited) / seconds(64, Routing(8)) == pytest.approx(4 / 5.251, rel=0.02)
+    assert seconds(64, limited) < seconds(64, Routing(8))
+    assert mid("all_to_all", 1e11, Group(64), cluster) > seconds(64, Routing(8))
 
 
 def test_fewer_copies_of_a_token_are_less_to_save() -> None:
@@ -340,10 +376,10 @@ def test_fewer_copies_of_a_token_are_less_to_save() -> None:
     cluster, size = SWITCHED[0], 1e10
 
     def seconds(top_k: int) -> float:
-        return group_collective_s("ep_dispatch", size, Group(16), cluster, top_k=top_k).mid
+        return group_collective_s("ep_dispatch", size, Group(16), cluster, routing=Routing(top_k)).mid
 
     assert seconds(8) < 0.7 * seconds(4) < 0.5 * seconds(1)
-    assert seconds(0) == seconds(8)  # as in the measurements
+    assert seconds(8) == mid("ep_dispatch", size, Group(16), cluster)  # as in the measurements
     assert seconds(1) == pytest.approx(mid("all_to_all", size, Group(16), cluster), rel=0.25)
 
 
@@ -365,7 +401,7 @@ def test_kernels_for_experts_take_what_was_published(
     cluster: str, ranks: int, tokens: int, kind: str, width: int, micros: float
 ) -> None:
     copies = 8.0 * tokens * 7168 * width
-    found = group_collective_s(kind, copies, Group(ranks), Cluster.parse(cluster), top_k=8).mid
+    found = group_collective_s(kind, copies, Group(ranks), Cluster.parse(cluster), routing=Routing(8)).mid
     assert found == pytest.approx(micros * 1e-6, rel=0.22)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from autoplan.config.parallel import Mode, ParallelConfig, executed_precision, precision_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
+from autoplan.cost_models.memory.parameters import ParameterMemory
 from autoplan.cost_models.memory.ranks import FIRST, LATER, NOTHING, REDUCTION, UPDATE, MemoryModel
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.network.groups import mesh_groups
@@ -314,9 +315,24 @@ def test_moments_of_16_bits() -> None:
         assert short == replace(wide, name=f"{name}-mom16", state_bytes=8.0) and wide.state_bytes == 12.0
     with pytest.raises(PinError, match=r"precision 'bf16-mom16' is priced, but not executed.*nearest: bf16"):
         executed_precision("bf16-mom16")
-    for name in ("native-mom16", "fp32-mom16", "bf16-mom16-grad16"):
+    for name in ("native-mom16", "fp32-mom16", "bf16-mom16-grad16", "fp32-rem16", "bf16-rem16-mom16"):
         with pytest.raises(PinError, match=f"precision '{name}' is not known"):
             precision_of(name)
+
+
+def test_masters_that_share_16_bits_with_parameters() -> None:
+    """2 bytes of state less, where the optimizer has masters of its own; none where parameters are the masters."""
+    wide, split = precision_of("bf16"), precision_of("bf16-rem16")
+    assert (split.state_bytes, split.master_bytes) == (10.0, 2.0) and (wide.state_bytes, wide.master_bytes) == (12.0, 4)
+    assert precision_of("fp8-grad16-mom16-rem16").state_bytes == 6.0
+    config, weight = ParallelConfig(dp=4, zero_stage=1), ParamWork("w", 1000, "bfloat16", trainable=True)
+    for megatron, saved in ((True, 2 * 1000 / 4), (False, 0.0)):
+        states = [ParameterMemory(config, p, megatron).of(weight) for p in (wide, split)]
+        assert sum(astuple(states[0])) - sum(astuple(states[1])) == saved
+    with pytest.raises(PinError, match=r"'fp16-rem16': only a bfloat16 parameter is the upper half.*nearest: fp16$"):
+        precision_of("fp16-rem16")
+    with pytest.raises(PinError, match=r"'bf16-grad16-rem16' is priced, but not executed.*nearest: bf16-grad16$"):
+        executed_precision("bf16-grad16-rem16")
 
 
 def test_context_and_fragmentation_are_not_allocated_by_tensors() -> None:

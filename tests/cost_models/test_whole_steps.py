@@ -19,6 +19,7 @@ from autoplan.cost_models.hardware.cluster import Cluster, Group
 from autoplan.cost_models.kernels.operations import op_s
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.quantity import Tag
+from autoplan.cost_models.routing import Routing
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.cost_models.time.host import host_s
 from autoplan.cost_models.time.price import Pricer
@@ -112,7 +113,7 @@ def test_the_host_starts_kernels_not_views_and_experts_cost_their_own() -> None:
     assert seconds(Mode.FUSED, some=(four,)) == pytest.approx(c.host_fp8 * (c.host_experts_s + 4 * c.host_expert_s))
     some = BlockWork("b", ops, (), ())
     assert host_s(some, "forward", Costs(Cluster.local(2))).mid == 0.0  # a CPU runs what it starts
-    sent = tuple(CommWork("x", "all_reduce", 1e6, "tp", "forward", top_k=k) for k in (0, 2))
+    sent = tuple(CommWork("x", "all_reduce", 1e6, "tp", "forward", routing=r) for r in (None, Routing(2)))
     # graphs hold those that are not made for experts
     for launch, more in ((Launch.ASYNC, 2), (Launch.ROUTER_GRAPHS, 2), (Launch.GRAPHS, 1), (Launch.FULL_GRAPHS, 0)):
         costs = Costs(NODE, None, Mode.FUSED, RunOptions(launch=launch))

@@ -162,3 +162,34 @@ def test_bad_input_is_not_an_illegal_file(text: str, words: tuple[str, ...], mes
 
 def test_there_must_be_a_file() -> None:
     assert "/nowhere/plan.py" in one_line_error(run("check", "/nowhere/plan.py", *TASK), 2)
+
+
+# As public files have them: LLaMA-Factory's examples/deepspeed/ds_z3_config.json, TRL's accelerate_configs/fsdp2.yaml
+PUBLIC_DEEPSPEED = """
+{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+ "gradient_clipping": "auto", "fp16": {"enabled": "auto", "loss_scale": 0}, "bf16": {"enabled": "auto"},
+ "zero_optimization": {"stage": 3, "overlap_comm": false, "sub_group_size": SIZE, "reduce_bucket_size": "auto",
+                       "stage3_max_live_parameters": 1e9}}
+"""
+PUBLIC_ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+downcast_bf16: 'no'
+fsdp_config: {fsdp_activation_checkpointing: false, fsdp_reshard_after_forward: true, fsdp_version: 2}
+mixed_precision: bf16
+num_machines: 1
+num_processes: 16
+"""
+
+
+def test_files_as_they_are_published_are_legal(tmp_path: Path) -> None:
+    """DeepSpeed's pydantic models take 1e9 for an integer, but no fraction; accelerate writes 'no' for a switch."""
+    given = (*TASK, *RUN, "--micro-batch-size", "1", "--no-better")
+    path = tmp_path / "ds.json"
+    for size, faults in (("1e9", []), ("1.5", ["zero_optimization.sub_group_size=1.5 must be of type int or str"])):
+        path.write_text(PUBLIC_DEEPSPEED.replace("SIZE", size))
+        found = checked(str(path), *given, code=1 if faults else 0)
+        assert (found["faults"], found["target"]) == (faults, "deepspeed")
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(PUBLIC_ACCELERATE)
+    assert checked(str(path), *given)["faults"] == []

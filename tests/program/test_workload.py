@@ -11,6 +11,7 @@ from autoplan.catalog import load_model
 from autoplan.config.parallel import Attention, Dispatcher, Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.routing import Routing
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, Workload
 from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import I, R
@@ -146,7 +147,9 @@ def test_dispatchers_differ_in_kind_bytes_and_passes() -> None:
     for dispatcher in Dispatcher:
         block = layer(work_of("mixtral-8x7b", TP, ExpertDegrees(4, 1, dispatcher)))
         found[dispatcher] = sent(block.comms, "ep"), dict(products(block).attrs)["row_passes"]
-        assert {c.top_k for c in block.comms if c.axis == "ep"} == {0 if dispatcher is Dispatcher.ALL_TO_ALL else TOP}
+        assert {c.routing for c in block.comms if c.axis == "ep"} == {
+            None if dispatcher is Dispatcher.ALL_TO_ALL else Routing(TOP)
+        }
     sent_out, sent_back = "experts dispatch", "experts combine"
     there = {(sent_out, "ep_dispatch", "forward"): DISPATCHED, (sent_back, "ep_dispatch", "backward"): DISPATCHED}
     home = {(sent_back, "ep_combine", "forward"): DISPATCHED, (sent_out, "ep_combine", "backward"): DISPATCHED}

@@ -1,6 +1,7 @@
 """--like: the settings of a stack, what was given against it, and what it cannot do."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 from command_line import run
@@ -50,12 +51,29 @@ def test_what_is_given_overrides_the_stack_and_is_said() -> None:
 
 
 @pytest.mark.parametrize(("name", "latent", "precision"), [
-    ("megatron-bridge@26.08", True, "bf16-grad16-mom16"), ("megatron-bridge@26.08", False, "bf16-grad16"),
+    ("megatron-bridge@26.08", True, "bf16-grad16-mom16-rem16"), ("megatron-bridge@26.08", False, "bf16-grad16"),
+    ("megatron-bridge@24.09", False, "bf16-grad16-rem16"), ("megatron-bridge@24.12", False, "bf16-grad16"),
     ("megatron-lm@25.06", True, "bf16"), ("torchtitan", False, "bf16"),
 ])  # fmt: skip
 def test_precisions_are_narrowed_as_the_stack_does(name: str, latent: bool, precision: str) -> None:
     assert read_like(name).precision(latent) == precision
     assert read_like("megatron-lm@24.06", {"precision": "fp16"}).precision(False) == "fp16-grad16"
+    bridge = read_like("megatron-bridge@26.08", {"precision": "fp8"})
+    assert bridge.precision(True) == "fp8-grad16-mom16"  # masters of 8-bit parameters are whole
+    assert bridge.but(precision="bf16-grad32-rem16").precision(True) == "bf16-rem16"
+
+
+def test_layers_whose_activations_a_recipe_leaves_on_the_host() -> None:
+    """Megatron Bridge's recipes of Llama 3 70B with Megatron-FSDP: 20 of 80 layers in FP8, 30 in bf16, else none."""
+    layers = [f"layers.{k}" for k in range(80)]
+
+    def of(stage: int, precision: str, given: str = "megatron-bridge@26.04") -> Any:
+        like = read_like(given, {"precision": precision}).on("gb300-nvl72", "llama-3.1-70b")
+        return like.degrees({"zero_stage": stage}, 0, 64, layers)["recompute"]
+
+    assert of(3, "fp8") == dict.fromkeys(layers[:20], "offload")
+    assert of(3, "bf16") == dict.fromkeys(layers[:30], "offload")
+    assert of(1, "fp8") == of(3, "mxfp8") == of(3, "fp8", "megatron-bridge@25.07") == "none"
 
 
 @pytest.mark.parametrize("name", ["accelerate", "megatron-lm@23.10", "torchtitan", "deepspeed", "composer"])

@@ -111,6 +111,8 @@ def experts_op(
     scales_inputs: bool = False,
     alpha: float | None = None,
     limit: float | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
 ) -> torch.Tensor:
     """Mark the experts in the captured graph. Cannot be run."""
     raise RuntimeError("autoplan::experts is a capture marker and cannot be run")
@@ -149,8 +151,22 @@ def _call(
     result: torch.Tensor = torch.ops.autoplan.experts(
         hidden, index, weights, gate_up, down, num_experts, index.shape[1], size, form.activation, form.gated,
         *(biases or (None, None)), form.interleaved, form.transposed, form.scales_inputs, form.alpha, form.limit,
+        *_groups(module, num_experts),
     )  # fmt: skip
     return result
+
+
+# Fields of Hugging Face configs: groups of experts, and how many of them a token takes experts of
+_GROUPED = ("n_group", "topk_group")
+
+
+def _groups(module: nn.Module, num_experts: int) -> tuple[int, int]:
+    """Return the groups of experts and how many a token chooses from, as the config of the module has them."""
+    config = getattr(module, "config", None)
+    groups, chosen = (getattr(config, name, None) for name in _GROUPED)
+    if not isinstance(groups, int) or not isinstance(chosen, int) or not 0 < chosen < groups or num_experts % groups:
+        return 1, 1
+    return groups, chosen
 
 
 @dataclass(frozen=True)
