@@ -22,9 +22,9 @@ from dataclasses import replace
 
 from autoplan.ops.experts import experts_rows
 from autoplan.ops.record import OpKind, Trait
-from autoplan.ops.saved import HALF, OpFacts, SavedRule, keeps, statistics_bytes
+from autoplan.ops.saved import OpFacts, SavedRule, keeps, statistics_bytes
 from autoplan.ops.table import op_has, op_kind, saved_rule
-from autoplan.units import DTYPE_BYTES
+from autoplan.units import DTYPE_BYTES, HALF
 
 _INT64, _FLOAT32 = DTYPE_BYTES["int64"], DTYPE_BYTES["float32"]
 _FUSED = frozenset(
