@@ -338,10 +338,7 @@ class _Walk:
             k = int(name[1:])
             tensor = (ins if name[0] == "x" else outs)[k]
             saved.add(self._float8(op, tensor) if name == "x0" else tensor.storage)
-        seen = facts
-        if known.kind is OpKind.LOSS and self.kernels.compiled:  # which reads logits as they were before a cast
-            seen = replace(facts, inputs=tuple(map(self._before_cast, ins, facts.inputs)))
-        extra = tuple(self.new(size) for size in extra_bytes(seen, rule))
+        extra = tuple(self.new(size) for size in extra_bytes(self._read(known.kind, ins, facts), rule))
         if Trait.CAST in known.traits and outs[0].storage != ins[0].storage:
             self.casts[outs[0].storage] = self.dtype(op.inputs[0])
         fusible = rule.form is not Form.NEW or known.kind in _FUSED
@@ -349,9 +346,13 @@ class _Walk:
         self._gradients(step, op, rule, facts, args)
         return step
 
-    def _before_cast(self, tensor: _Tensor, fact: TensorFacts) -> TensorFacts:
-        """Return a value as it was before a cast."""
-        return replace(fact, dtype=self.casts.get(tensor.storage, fact.dtype))
+    def _read(self, kind: OpKind, ins: list[_Tensor], facts: OpFacts) -> OpFacts:
+        """Return what an operation reads: a compiled loss reads logits as they were before a cast."""
+        if kind is not OpKind.LOSS or not self.kernels.compiled:
+            return facts
+        dtypes = [self.casts.get(t.storage, fact.dtype) for t, fact in zip(ins, facts.inputs, strict=True)]
+        inputs = tuple(replace(fact, dtype=dtype) for fact, dtype in zip(facts.inputs, dtypes, strict=True))
+        return replace(facts, inputs=inputs)
 
     def _float8(self, op: Op, tensor: _Tensor) -> int:
         """Return the storage that a product keeps its input in.
