@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from autoplan import devices
 from autoplan.config.parallel import ParallelConfig, Precision
+from autoplan.cost_models.hardware.parts import ASSUMED
 from autoplan.cost_models.kernels.operations import has_near, interpolated_s
 from autoplan.cost_models.profile import PHASES, ErrorStats, MeasuredOp, Profile, Timing, user_folder
 from autoplan.errors import ProfileError
@@ -54,7 +55,6 @@ DEFAULT_BUDGET_S = 120.0
 _OF_THE_MODEL = "operations of the model"
 _NO_TIME = "no time for "  # the first words of notes on missing measurements
 ENVIRONMENT = "AUTOPLAN_PROFILE"
-ASSUMED = "assumed"
 # The largest shapes of the lattice: each of them takes well under a second.
 _MAX_FLOPS = {"cpu": 2.5e9, "cuda": 2e12}
 _MAX_BYTES = {"cpu": 160e6, "cuda": 4e9}
