@@ -113,7 +113,7 @@ class _Walk:
         self.given: frozenset[str] = frozenset()  # inputs, parameters and buffers
         # storage of a softmax -> that of its sums, without which it is not computed again
         self.sums: dict[int, int] = {}
-        self.casts: dict[int, str] = {}  # storage of a cast value -> dtype that it was cast from
+        self.cheap: set[int] = set()  # storages that a compiler computes again from what is kept
         self.parts: list[tuple[bool, bool]] = []  # of every statement: fused and computed again by a compiler
         self.logits = logits(lowered.statements) if kernels.narrow_logits else frozenset[str]()
         self.narrow: dict[int, int] = {}  # storage -> storage of its 8-bit copy
@@ -339,20 +339,18 @@ class _Walk:
             tensor = (ins if name[0] == "x" else outs)[k]
             saved.add(self._float8(op, tensor) if name == "x0" else tensor.storage)
         extra = tuple(self.new(size) for size in extra_bytes(self._read(known.kind, ins, facts), rule))
-        if Trait.CAST in known.traits and outs[0].storage != ins[0].storage:
-            self.casts[outs[0].storage] = self.dtype(op.inputs[0])
+        if compiled_kernels.again(facts):
+            self.cheap |= {out.storage for out in outs} - {t.storage for t in ins}
         fusible = rule.form is not Form.NEW or known.kind in _FUSED
         step = GradientStep(tuple(args), op.targets, frozenset((*saved, *extra)), extra, fusible, forward, backward)
         self._gradients(step, op, rule, facts, args)
         return step
 
     def _read(self, kind: OpKind, ins: list[_Tensor], facts: OpFacts) -> OpFacts:
-        """Return what an operation reads: a compiled loss reads logits as they were before a cast."""
+        """Return an operation as it is compiled: a loss knows whether its logits are computed again."""
         if kind is not OpKind.LOSS or not self.kernels.compiled:
             return facts
-        dtypes = [self.casts.get(t.storage, fact.dtype) for t, fact in zip(ins, facts.inputs, strict=True)]
-        inputs = tuple(replace(fact, dtype=dtype) for fact, dtype in zip(facts.inputs, dtypes, strict=True))
-        return replace(facts, inputs=inputs)
+        return replace(facts, attrs={**facts.attrs, "again": ins[0].storage in self.cheap})
 
     def _float8(self, op: Op, tensor: _Tensor) -> int:
         """Return the storage that a product keeps its input in.

@@ -7,8 +7,9 @@ apart before it decides what is kept (:mod:`autoplan.program.partition`; `torch/
 - a norm keeps its input and its statistics, in float32 for narrower dtypes but for a layer norm on the CPU;
 - `F.cross_entropy`, to which the runtime's loss comes down on the CPU, keeps the logits as they came, the maximum and
   the logarithm of the sum of exponentials of every token; over a sharded vocabulary the logarithm of the sum, the
-  number of each target on this rank, whether it is there and whether it counts; of float32 logits, the probabilities in
-  their place and whether a target counts. The loss of a GPU is one operator, as without a compiler;
+  number of each target on this rank, whether it is there and whether it counts; where a product gives float32 logits as
+  they are read, the probabilities in their place and whether a target counts. The loss of a GPU is one operator, as
+  without a compiler;
 - a lookup in a part of a table keeps, besides the number of each row, whether it is there;
 - dropout on the CPU keeps its mask; on a GPU it is one operator;
 - experts on one rank whose products are one kernel (bfloat16) keep what each product read and made: rows sorted by
@@ -90,7 +91,7 @@ def _loss_extra(f: OpFacts) -> tuple[int, ...]:
 
 def _vocab_loss_extra(f: OpFacts) -> tuple[int, ...]:
     tokens = f.inputs[1].num_elements
-    if f.inputs[0].dtype not in HALF:
+    if f.inputs[0].dtype not in HALF and not f.attrs.get("again"):
         return (tokens,)
     return (tokens * _FLOAT32, tokens * _INT64, tokens, tokens)
 

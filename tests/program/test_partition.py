@@ -20,6 +20,7 @@ CASES = [
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
             ("gemma2", 1, "bfloat16", ""),  # scores written out
+            ("gemma2", 2, "float32", ""),  # capped logits
             ("mixtral", 1, "bfloat16", ""),  # experts in the graph
             ("llama", 1, "float32", ""),
             ("qwen3", 4, "float32", ""),
