@@ -502,12 +502,10 @@ def assumptions_text(known: Assumptions) -> str:
     return ", ".join(parts)
 
 
-def prices(
-    out: Console,
-    requests: Sequence[PlanRequest],
-    run: RunTask,
-    of: str = "days and cost are without failures unless stated otherwise, and",
-) -> None:
+_PLAIN_RUN = "days and cost are without failures unless stated otherwise, and"
+
+
+def prices(out: Console, requests: Sequence[PlanRequest], run: RunTask, of: str = _PLAIN_RUN) -> None:
     """Print the prices and the assumptions about the run. `of`: what never includes idle time, and more about it."""
     if run.tokens is None:
         return
