@@ -514,16 +514,15 @@ def prices(out: Console, requests: Sequence[PlanRequest], run: RunTask, of: str 
         price = request.cluster.price
         if price is None or price.source == "given":
             continue
-        text = (
-            f"Price: {request.cluster.device.name} ${price.usd_per_device_hour:g} per device and hour, {price.source}"
-        )
+        name = request.cluster.device.name
+        text = f"Price: {name} ${price.usd_per_device_hour:g} per device and hour, {price.source}"
         lines.append(text if price.as_of in price.source else f"{text}, {price.dated}")
     for text in dict.fromkeys(lines):
         paragraph(out, text, 7, "dim")
     paragraph(
         out,
-        f"Run: {of} never include idle time. Assumed "
-        f"(sources: --json; to change: --assume NAME=VALUE): {assumptions_text(run.assumptions)}",
+        f"Run: {of} never include idle time. Assumed (sources: --json; to change: --assume NAME=VALUE): "
+        f"{assumptions_text(run.assumptions)}",
         5,
         "dim",
     )
