@@ -430,7 +430,13 @@ class ChunkCutter:
 
     def any_shortage(self) -> Shortage:
         """Return the shortage of one rank, perhaps not the largest."""
-        return self.shortage() if self._may_fit or self._lacking is None else self._shortage(*self._lacking)
+        if self._lacking is not None and not self._may_fit:
+            return self._shortage(*self._lacking)
+        cut = self.cuts[0]
+        for rank, mine in enumerate(self.chunks_of):
+            if self._least_of(rank, self._choices(mine, cut), cut) is None:
+                return self._shortage(rank, cut)
+        return self.shortage()
 
     def _shortage(self, rank: int, cut: tuple[int, ...]) -> Shortage:
         choices = self._choices(self.chunks_of[rank], cut)

@@ -139,17 +139,25 @@ class MemoryModel:
 
     def _sum_states(self) -> None:
         """Sum the bytes of parameters, gradients and optimizer state by unit."""
-        blocks = {name: self._states(name) for name in self.workload.blocks}
-        units = [[blocks[name] for name in unit] for unit in self.workload.units]
-        sums = [States.total(unit) for unit in units]
+        w = self.workload
+        each = {name: [*map(self.parameters.of, block.params)] for name, block in w.blocks.items()}
+        blocks = {name: States.total([NO_STATES, *mine]) for name, mine in each.items()}
+        tensors = {name: max((s.whole for s in mine), default=0.0) for name, mine in each.items()}
+        updates = {name: self._update_bytes(name) for name in w.blocks}
+        totals = {unit: States.total(map(blocks.__getitem__, unit)) for unit in dict.fromkeys(w.units)}
+        sums = [totals[unit] for unit in w.units]
         self.stored, self.gathered = [u.stored for u in sums], [u.gathered for u in sums]
         self.grads, self.states = [u.gradients for u in sums], [u.optimizer for u in sums]
         self.first_grads, self.hosted = [u.first for u in sums], [u.host for u in sums]
         self.reduced = [u.reduced for u in sums]
-        self.largest = [max(b.gathered for b in unit) for unit in units]
-        self.largest_grad = [max(b.whole for b in unit) for unit in units]
-        self.largest_tensor = [max(map(self._tensor_bytes, unit), default=0.0) for unit in self.workload.units]
-        self.largest_update = [max(map(self._update_bytes, unit), default=0.0) for unit in self.workload.units]
+        self.largest = self._most({name: states.gathered for name, states in blocks.items()})
+        self.largest_grad = self._most({name: states.whole for name, states in blocks.items()})
+        self.largest_tensor, self.largest_update = self._most(tensors), self._most(updates)
+
+    def _most(self, sizes: Mapping[str, float]) -> list[float]:
+        """Return the largest of the sizes of blocks by unit."""
+        most = {unit: max(map(sizes.__getitem__, unit), default=0.0) for unit in dict.fromkeys(self.workload.units)}
+        return [most[unit] for unit in self.workload.units]
 
     def _sum_activations(self) -> None:
         """Collect the activations that the forward leaves for the backward, by unit."""
@@ -201,14 +209,6 @@ class MemoryModel:
         out.config = replace(self.config, schedule=schedule, virtual_stages=virtual_stages)
         out._schedule()
         return out
-
-    def _states(self, name: str) -> States:
-        """Return the states of one block."""
-        return States.total([NO_STATES, *map(self.parameters.of, self.workload.blocks[name].params)])
-
-    def _tensor_bytes(self, name: str) -> float:
-        """Return the largest gradient of a tensor of a block before it is scattered."""
-        return max((self.parameters.of(p).whole for p in self.workload.blocks[name].params), default=0.0)
 
     def _update_bytes(self, name: str) -> float:
         """Return the temporaries of AdamW while it updates the largest tensor of a block.
