@@ -77,7 +77,7 @@ class StackPlace:
 def place_of(frames: Iterable[Frame]) -> StackPlace:
     """Return the place that a stack shows, innermost frame first."""
     stack = list(frames)
-    phase = next((STACK_PHASES[f.function] for f in stack if f.function in PHASES), "")
+    phase = next((STACK_PHASES[f.function] for f in stack if f.function in STACK_PHASES), "")
     foreign = [f for f in stack if not _is_ours(f.file)]
     own = next((f for f in foreign if "site-packages" not in f.file), foreign[0] if foreign else None)
     line = f"{Path(own.file).name}:{own.line} ({own.function})" if own is not None else ""
