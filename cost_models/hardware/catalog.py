@@ -145,7 +145,7 @@ def _entry(row: Mapping[str, str]) -> CatalogEntry:
     peaks = {d: v * TERA / ranks for d, column in PEAK_COLUMNS.items() if (v := _number(row, column)) is not None}
     train = next(d for d in ("bfloat16", "float16", "float32") if d in peaks)
     mamf = _number(row, "mamf_tflops_bf16_measured")
-    host_speed = _number(row, "host_gb_s_per_dir")
+    host_speed, host_memory = (_number(row, f"host_{name}") for name in ("gb_s_per_dir", "mem_gb"))
     device = Device(
         name=row["id"],
         peak_flops=peaks[train],
@@ -158,6 +158,7 @@ def _entry(row: Mapping[str, str]) -> CatalogEntry:
         overlap_fraction=None,
         unverified=tuple(f for f in row["unverified_fields"].split(";") if f),
         host_bytes_per_s=None if host_speed is None else host_speed * GB / ranks,
+        host_memory_bytes=None if host_memory is None else int(host_memory * GB / ranks),
     )
     for prefix, fabric, latency_s in _FABRIC_OF_LINK:  # noqa: B007  the first match is used below
         if row["scaleup_link"].startswith(prefix):
