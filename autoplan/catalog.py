@@ -2,6 +2,7 @@
 
     load_model("llama-3.1-70b")              # shipped with the package; loads no torch
     load_model("meta-llama/Llama-3.1-70B")   # the same, as people write it (`shipped_name`)
+    load_model("llama3.1:70b")               # the same, with the number of parameters as a tag
     load_model("path/to/config.json")        # a Hugging Face config: captured on fake tensors, then cached
     load_model("my_package.models:make_gpt") # a function that returns a module (and its example inputs, loss)
 
@@ -18,12 +19,14 @@ import difflib
 import gzip
 import hashlib
 import json
+import math
 import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +39,13 @@ from autoplan.ops.table import nodes_with
 
 _SUFFIX = ".json.gz"
 _HASH_SEED = "0"  # shipped graphs are captured with it: some forwards of transformers go through a set of names
-# Parts of a repository's name that say how the weights were trained or stored; the shapes are the same.
-_OF_THE_WEIGHTS = re.compile(r"^meta-|-(instruct|chat|hf|base|it|pt|0324|2507)(?=-|$)")
+# Parts of a repository's name or tag that say how the weights were trained or stored; the shapes are the same.
+_OF_THE_WEIGHTS = re.compile(
+    r"^meta-|-(instruct|chat|text|thinking|hf|base|it|pt|0324|2507|latest|gguf|awq|gptq|qat|bnb-4bit|[bf]p?16|fp8|mxfp4"
+    r"|i?q[2-8](-[01klmsx]+)*)(?=-|$)"
+)
+_FACTORY = re.compile(r"(?!\d)\w+(\.(?!\d)\w+)*:(?!\d)\w+")
+_UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 
 
 @dataclass(frozen=True)
@@ -113,11 +121,21 @@ def load_model(text: str) -> ModelGraph:
         from autoplan.capture.source import load_config
 
         return load_config(path)
-    if ":" in text:
+    if is_factory(text):
         from autoplan.capture.source import load_factory
 
+        module = text.partition(":")[0]
+        if matching(module, names()) and find_spec(module.partition(".")[0]) is None:
+            raise _unknown(text)
         return load_factory(text)
     return _shipped(shipped_name(text))[0]
+
+
+def is_factory(text: str) -> bool:
+    """Return True if a text has the form `package.module:factory` and names no model (`phi3:mini`, `phi3:latest`)."""
+    if _FACTORY.fullmatch(text) is None:
+        return False
+    return not any(same_letters(_bare(text), name) for name in names()) and not _by_tag(text)
 
 
 def shipped_name(text: str) -> str:
@@ -125,7 +143,8 @@ def shipped_name(text: str) -> str:
 
     It may be a name in any case, a unique beginning of one (`llama-3.1-8`), or the name of its repository or of one
     with the same shapes (`also` of its config), with or without the organisation and with ends that change no shape
-    (`meta-llama/Llama-3.3-70B-Instruct`).
+    (`meta-llama/Llama-3.3-70B-Instruct`). A tag may follow a colon: `qwen3:8b`. If it is a number of parameters, a
+    family whose names lack it has the model of that size: `deepseek-r1:671b`.
 
     Raises:
         AutoplanError: lists the candidates if it may mean several models, else the nearest names.
@@ -134,13 +153,34 @@ def shipped_name(text: str) -> str:
     written = plain_name(text.strip("/").rsplit("/", 1)[-1])
     found = matching(text, known) or matching(written, known)
     if not found:
-        bare = _without_weights(written)
+        bare = _bare(text)
         found = [n for n, others in _written_forms().items() if any(same_letters(bare, other) for other in others)]
+        found = found or _by_tag(text)
     if not found:
         raise _unknown(text)
     if len(found) > 1:
         raise AutoplanError(f"model {text!r} {one_of(found)}")
     return found[0]
+
+
+def _bare(text: str) -> str:
+    """Return a name without its organisation and what it says of the weights; a tag is a part like any other."""
+    return _without_weights(plain_name(text.strip("/").rsplit("/", 1)[-1]).replace(":", "-"))
+
+
+def _by_tag(text: str) -> list[str]:
+    """Return the models of the family before the colon; those of the tag's size if the tag is one."""
+    family, colon, tag = plain_name(text).rpartition(":")
+    family, size = _bare(family), re.fullmatch(r"(\d+)(\.\d+)?([mbt])", _without_weights(f"-{tag}").strip("-"))
+    if not colon or not family or not (size or not _without_weights(f"-{tag}")):
+        return []
+    of_family = [n for n, others in _written_forms().items() if matching(family, others)]
+    if size is None:
+        return of_family
+    digits, unit = 10 ** max(0, len(size[2] or "") - 1), _UNITS[size[3]]
+    asked = round(float(size[1] + (size[2] or "")) * digits)
+    counts = {n: configs()[n]["published_params"] / unit * digits for n in of_family}
+    return [n for n, count in counts.items() if asked in (math.floor(count), round(count))]
 
 
 def usual_run(text: str) -> Usual | None:
@@ -149,7 +189,7 @@ def usual_run(text: str) -> Usual | None:
     Raises:
         AutoplanError: for another name than `shipped_name` reads.
     """
-    if ":" in text or text.endswith(".json") or Path(text).is_dir():
+    if is_factory(text) or text.endswith(".json") or Path(text).is_dir():
         return None
     file = resources.files("autoplan.profiles") / "model_configs" / f"{shipped_name(text)}.json"
     said = json.loads(file.read_text()).get("usual")
@@ -225,7 +265,7 @@ def active_params(graph: ModelGraph) -> int:
 
 def _unknown(text: str) -> AutoplanError:
     known = names()
-    near = difflib.get_close_matches(text.lower(), known, 3, cutoff=0.5)
+    near = difflib.get_close_matches(text.lower().replace(":", "-"), known, 3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return AutoplanError(
         f"unknown model {text!r}; {hint}use one of the {len(known)} names that autoplan models lists, the path of a "

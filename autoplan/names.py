@@ -1,8 +1,9 @@
 """Names of models, devices and instances as people write them.
 
 `matching` is the one rule: the name itself, else the same name in other letters ("Llama_3.1-8B"), else all names that
-begin so ("llama-3.1-8"), else the same two by letters and digits alone ("llama3.1-8b", "H100SXM"). A beginning ends no
-number early: H20 is not H200. A name that fits several is an error of its caller, who lists them.
+begin so ("llama-3.1-8"), else the same two without the signs between them ("llama3.1-8b", "llama3.1:8b", "H100SXM"). A
+beginning ends no number early (H20 is not H200), and two numbers stay two (llama3-18b is not llama-3.1-8b). A name that
+fits several is an error of its caller, who lists them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def matching(text: str, known: Iterable[str]) -> list[str]:
     names = list(known)
     if text in names:
         return [text]
-    for form in (plain_name, _letters_and_digits):
+    for form in (plain_name, _without_signs):
         written = form(text)
         found = [name for name in names if form(name) == written]
         found = found or [name for name in names if begins_with(form(name), written)]
@@ -32,8 +33,8 @@ def matching(text: str, known: Iterable[str]) -> list[str]:
 
 
 def same_letters(one: str, other: str) -> bool:
-    """Return True if two names have the same letters and digits, in any case."""
-    return _letters_and_digits(one) == _letters_and_digits(other)
+    """Return True if two names have the same letters and numbers, in any case."""
+    return _without_signs(one) == _without_signs(other)
 
 
 def begins_with(name: str, text: str) -> bool:
@@ -42,8 +43,9 @@ def begins_with(name: str, text: str) -> bool:
     return name.startswith(text) and not (text[-1:].isdigit() and rest[:1].isdigit())
 
 
-def _letters_and_digits(text: str) -> str:
-    return re.sub("[^a-z0-9]", "", text.lower())
+def _without_signs(text: str) -> str:
+    apart = re.sub("(?<=[0-9])[^a-z0-9]+(?=[0-9])", "-", text.lower())
+    return re.sub("(?<![0-9])[^a-z0-9]|[^a-z0-9](?![0-9])", "", apart)
 
 
 def one_of(candidates: Iterable[str]) -> str:

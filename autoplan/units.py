@@ -7,6 +7,7 @@ GIB = 2**30
 MIB = 2**20
 TERA = 10**12
 MICRO = 1e-6
+ORDER_OF_SUMS = 1e-9  # sums in another order are equal up to this share
 
 DTYPE_BYTES: dict[str, int] = {
     "complex128": 16,
@@ -22,6 +23,8 @@ DTYPE_BYTES: dict[str, int] = {
     "uint8": 1,
     "bool": 1,
 }
+HALF = ("bfloat16", "float16")
+DEVICE_TYPES = ("cpu", "cuda")
 
 
 def dtype_bytes(dtype: str) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from autoplan.config.adapters import PACKED_BYTES
+from autoplan.config.offload import no_host_link
 from autoplan.config.parallel import Mode, RunOptions
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import ASSUMED_HOST_BYTES_PER_S, Cluster, Device, Group
@@ -65,15 +66,19 @@ class Costs:
         """Return the seconds of an operation, with its measured extra cost among other operations (eager only)."""
         alone = op_s(work, phase, self._device(work), self.profile, self.mode, self.options, self.constants)
         if phase == "forward" or work.inputs[0].requires_grad:
-            alone = alone + self._opening_s(work)
-        return alone + self.fixed_s(f"op_{phase}_s") if self.mode is Mode.EAGER else alone
+            opening = self._opening_s(work)
+            alone = alone if opening is ZERO and alone.high else alone + opening
+        if self.mode is not Mode.EAGER:
+            return alone
+        fixed = self.fixed_s(f"op_{phase}_s")
+        return alone if fixed is ZERO and alone.high else alone + fixed
 
     def _opening_s(self, work: OpWork) -> Quantity:
         """Return the seconds of opening a weight in 4 bits for a product: it is read, and written in 16 bits.
 
         bitsandbytes does so in both passes (`MatMul4Bit`); the backward needs it for the gradient of the input.
         """
-        if not dict(work.attrs).get("packed"):
+        if not any(name == "packed" and value for name, value in work.attrs):
             return ZERO
         weight = work.inputs[1]
         moved = weight.num_bytes + weight.num_elements * PACKED_BYTES
@@ -112,11 +117,12 @@ class Costs:
             return ZERO
         seconds = group_collective_s(kind, num_bytes, group, self.cluster, self.profile, routing)
         # a profile measured its links as they are used; links between CPU processes are not such a network
-        if self.profile is None and self.cluster.device_type != "cpu" and self._crosses_network(group):
+        if self.profile is None and self.cluster.device_type != "cpu" and self.crosses_network(group):
             return seconds * (1.0 / self.constants.network_share)
         return seconds
 
-    def _crosses_network(self, group: Group) -> bool:
+    def crosses_network(self, group: Group) -> bool:
+        """Return True if a group reaches beyond one scale-up domain."""
         return (group.size - 1) * group.stride >= self.cluster.domain_size
 
     def optimizer_s(self, num_elements: float, dtype: str, state_bytes: float) -> Quantity:
@@ -151,7 +157,7 @@ class Costs:
         speed = self.cluster.host_link_bytes_per_s
         if speed is None:
             raise PinError(
-                f"the catalog has no speed of the host link of {self.cluster.device.name}, so offloading has no price; "
+                f"{no_host_link(self.cluster.device.name)}; "
                 "nearest legal: recompute='full' for activations, offload='none' for the rest"
             )
         return Quantity.spread(num_bytes / speed, _HOST_COPY_SPREAD, Tag.ASSUMED) if num_bytes else ZERO

@@ -33,10 +33,9 @@ from autoplan.cost_models.work import OpWork, Plain
 from autoplan.errors import ProfileError
 from autoplan.files import write_whole
 from autoplan.ops.saved import TensorFacts
-from autoplan.units import DTYPE_BYTES
+from autoplan.units import DEVICE_TYPES, DTYPE_BYTES
 
 PROFILE_SCHEMA_VERSION = 2
-DEVICE_TYPES = ("cpu", "cuda")
 PHASES = ("forward", "backward")
 MEASURED_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 # On CPUs collectives are measured between compute phases of this length, in seconds.

@@ -292,6 +292,24 @@ class Workload:
         found: dict[object, int] = {}
         return tuple(found.setdefault(unit, len(found)) for unit in zip(self.units, self.is_layer, strict=True))
 
+    @cached_property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """A number per unit, the same for units with the same layers."""
+        found: dict[object, int] = {}
+        layers = (
+            tuple(b for b, layer in zip(unit, marked, strict=True) if layer)
+            for unit, marked in zip(self.units, self.is_layer, strict=True)
+        )
+        return tuple(found.setdefault(unit, len(found)) for unit in layers)
+
+    @cached_property
+    def kept_kinds(self) -> tuple[int, ...]:
+        """A number per unit, the same for units of one kind that keep as many bytes under every recompute choice."""
+        found: dict[object, int] = {}
+        choices = (tuple(each.items()) for each in self.unit_choices) if self.unit_choices else [()] * len(self.units)
+        units = zip(self.unit_kinds, self.unit_selective, choices, strict=True)
+        return tuple(found.setdefault(unit, len(found)) for unit in units)
+
     def recompute_choices(self, unit: int) -> list[str]:
         """Return the recompute choices of a unit."""
         if not self.layers[unit]:

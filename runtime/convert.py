@@ -425,6 +425,7 @@ _OPS: Mapping[str, tuple[str, int]] = {
     "autoplan_exchange::reduce_scatter": ("reduce_scatter", 1),
     "autoplan_exchange::sum_of_parts": ("reduce_scatter", 0),
 }
+OTHER_GROUP = "group "  # begins the axis of a record whose group is no axis of the mesh
 _NAMESPACES = frozenset(name.partition("::")[0] for name in _OPS)
 _GROUP_ARGUMENTS = ("group_name", "process_group", "group")
 
@@ -477,7 +478,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if dist.get_world_size(group) > 1:
             payload = result if index == _RESULT else args[index]
             axis = self._mesh.axis_of_group(group)
-            name = axis if axis is not None else f"group {group.group_desc}"
+            name = axis if axis is not None else f"{OTHER_GROUP}{group.group_desc}"
             if self._between_stages or (kind, name) != ("send_recv", "pp"):
                 self.records.append(CollectiveRecord(kind, name, _bytes(payload), phase_of_call()))
         return result

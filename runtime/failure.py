@@ -32,7 +32,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
@@ -91,6 +91,7 @@ class RankFailure(RuntimeError):
 
     Attributes:
         rank: the rank where the failure began; None if it is unknown or there were several.
+        ranks: the ranks where it began, as far as they are known.
         reason: what happened there: type and message of the rank's exception, if it left one.
 
     Example:
@@ -99,10 +100,11 @@ class RankFailure(RuntimeError):
         rank 1 failed: ValueError: no data
     """
 
-    def __init__(self, rank: int | None, reason: str) -> None:
+    def __init__(self, rank: int | None, reason: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(reason if rank is None else f"rank {rank} failed: {reason}")
         self.rank = rank
         self.reason = reason
+        self.ranks: tuple[int, ...] = tuple(ranks) if rank is None else (rank,)
 
 
 class Aborted(dist.DistError):
@@ -238,7 +240,7 @@ def _missing(store: Any, keys: list[str], timeout_s: float, error: RuntimeError)
         late = f"did not begin to watch for failures within {timeout_s:g} s"
         if len(absent) == 1:
             return RankFailure(absent[0], late)
-        return RankFailure(None, f"ranks {', '.join(map(str, absent))} {late}")
+        return RankFailure(None, f"ranks {', '.join(map(str, absent))} {late}", absent)
     return RankFailure(0, f"the key-value store, which rank 0 usually hosts, is gone or silent: {_describe(error)}")
 
 
@@ -363,7 +365,7 @@ def _uncaught(state: Ranks, exc: BaseException) -> None:
         return
     with _ended_later():
         failure = _failure_of(exc, None)
-        state.ended = (failure.rank, failure.reason)
+        state.ended = (failure.rank, failure.reason, failure.ranks)
         state.known.leave([state.rank])
         if failure.rank != state.rank:
             logger.error("%s", failure)
@@ -383,7 +385,7 @@ def _failure(news: News) -> RankFailure:
     if len(news.ranks) == 1:
         return RankFailure(news.ranks[0], news.reason)
     who = f"ranks {', '.join(map(str, news.ranks))} failed: " if news.ranks else ""
-    return RankFailure(None, who + news.reason)
+    return RankFailure(None, who + news.reason, news.ranks)
 
 
 @contextlib.contextmanager
@@ -486,7 +488,8 @@ def _failure_of(exc: BaseException, rank: int | None) -> RankFailure:
     place = activity.of_traceback(exc.__traceback__)
     other = _failure(state.find_out(GRACE_S))
     what = _describe(exc).partition(_GLOO_ADVICE)[0]
-    return RankFailure(other.rank, f"{other.reason} [seen by rank {state.rank} {state.where(place)} as {what}]")
+    seen = f"{other.reason} [seen by rank {state.rank} {state.where(place)} as {what}]"
+    return RankFailure(other.rank, seen, other.ranks)
 
 
 def is_broken_collective(exc: BaseException | None) -> bool:
@@ -504,7 +507,7 @@ def _leave(failure: RankFailure) -> None:
     """Log the reason, tell the other ranks, and close this rank's connections."""
     state = _state
     if state is not None and state.world > 1:
-        state.ended = (failure.rank, failure.reason)
+        state.ended = (failure.rank, failure.reason, failure.ranks)
         if failure.rank != state.rank:
             logger.error("%s", failure)  # now: the launcher may end the ranks before the exception is shown
         state.known.leave([state.rank])

@@ -28,7 +28,7 @@ class Ranks:
         call: the call it is in, "" outside.
         since: when that call began.
         after: the previous call.
-        ended: rank and reason of the failure that ended the collectives of this process.
+        ended: rank, reason and ranks of the failure that ended the collectives of this process.
         waits: True while it waits for another rank, in a collective that broke or outside of any.
         aborted: True once the communicators of this process were aborted because a rank failed: later results of
             collectives are worthless.
@@ -52,7 +52,7 @@ class Ranks:
     after: str = ""
     counts: dict[str, int] = field(default_factory=dict)
     waits: bool = False
-    ended: tuple[int | None, str] | None = None
+    ended: tuple[int | None, str, tuple[int, ...]] | None = None
     aborted: bool = False
     made_here: bool = False
     works_done: int = 0

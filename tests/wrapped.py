@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -97,6 +98,31 @@ def compiled_forwards() -> nn.Module:
     return model
 
 
+def checkpointed() -> nn.Module:
+    """Checkpoints that run under no_grad, by transformers' name of before 6."""
+    model = models.make_llama()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    return model.train()
+
+
+class Prompted(nn.Module):
+    """A frozen language model behind trained rows, which every sample begins with, as PEFT makes them."""
+
+    def __init__(self, lm: nn.Module) -> None:
+        super().__init__()
+        self.lm, self.rows = lm.requires_grad_(False), nn.Embedding(3, lm.config.hidden_size)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        batch = input_ids.shape[0]
+        numbers = torch.arange(3).unsqueeze(0).expand(batch, -1)[:1]
+        rows = self.rows(numbers).repeat(batch, 1, 1)
+        embedded = torch.cat((rows, self.lm.get_input_embeddings()(input_ids)), 1)
+        unlabeled = torch.full((batch, 3), -100)
+        return self.lm(inputs_embeds=embedded, labels=torch.cat((unlabeled, labels), 1))
+
+
 MAKERS: Mapping[str, Callable[[], nn.Module]] = {
     "inside": lambda: Inside(models.make_llama()),
     "inside-windowed": lambda: Inside(models.make_windowed()),
@@ -104,6 +130,8 @@ MAKERS: Mapping[str, Callable[[], nn.Module]] = {
     "padded": lambda: Padded(models.make_llama()),
     "chained": lambda: Chained(models.make_llama(), models.make_llama(seed=1)),
     "low-rank": low_rank,
+    "checkpointed": checkpointed,
+    "prompted": lambda: Prompted(models.make_llama()),
     "compiled": lambda: torch.compile(Inside(models.make_llama()), backend="eager"),
     "compiled-layers": compiled_layers,
     "compiled-in-place": compiled_in_place,

@@ -40,7 +40,7 @@ from autoplan.capture.frontend.own_backward import checked_backwards, refuse_gra
 from autoplan.capture.frontend.recurrences import find_scans
 from autoplan.capture.frontend.recurrent import capture_recurrent
 from autoplan.capture.frontend.rehearsal import rehearse_capture
-from autoplan.capture.frontend.scans import Scan, Scans
+from autoplan.capture.frontend.scans import Scan, ScanForms, Scans
 from autoplan.capture.frontend.sizes import export_symbolic
 from autoplan.capture.frontend.torch_transformer import capture_transformers
 from autoplan.capture.layers.assemble import assemble
@@ -186,7 +186,7 @@ def _exported(
         loops: which loops over experts were shown to be traceable, and what a user may not expect of the graph.
         scans: the functions that go along the sequence.
     """
-    with _patched(wrapper, tracer, ledger, loops, scans):
+    with attributes_restored(wrapper.model), _patched(wrapper, tracer, ledger, loops, scans):
         return export_symbolic(wrapper, example_inputs, tracer)
 
 
@@ -194,37 +194,46 @@ def _rehearsed(
     wrapper: LossModule, example_inputs: Mapping[str, torch.Tensor], tracer: LayerTracer, ledger: Ledger, scans: Scans
 ) -> frozenset[str]:
     """Return the layers that an export can expect to repeat others."""
-    if scans.found:  # they are tried on real tensors
-        return frozenset()
     loops = ExpertLoops(wrapper.model)
+    forms = ScanForms(scans.found, min((t.shape[1] for t in example_inputs.values() if t.ndim > 1), default=0))
     return rehearse_capture(
-        wrapper, example_inputs, tracer, ledger, lambda: _patched(wrapper, tracer, ledger, loops, scans)
+        wrapper, example_inputs, tracer, ledger, lambda: _patched(wrapper, tracer, ledger, loops, forms)
     )
 
 
 @contextmanager
 def _patched(
-    wrapper: LossModule, tracer: LayerTracer, ledger: Ledger, loops: ExpertLoops, scans: Scans
+    wrapper: LossModule, tracer: LayerTracer, ledger: Ledger, loops: ExpertLoops, scans: Scans | ScanForms
 ) -> Iterator[None]:
-    """Let the model run in the form that is traced."""
+    """Let the model run in the form that is traced.
+
+    Modes that replace functions of torch are active in its forward alone: torch.export reads some fifty attributes of
+    every parameter, each of which would pass through all of them.
+    """
     model = wrapper.model
+
+    @contextmanager
+    def within() -> Iterator[None]:
+        with ExitStack() as stack:
+            for make in (tracer.hidden.forward, experts, recurrent, CaptureBags, CaptureData, batch_norms):
+                stack.enter_context(make())
+            yield
+
     with ExitStack() as stack:
         stack.enter_context(tracer.active())  # first: the patches below make layers differ from one another
         stack.enter_context(checked_backwards())
         stack.enter_context(capture_experts(model))
-        stack.enter_context(loops.active())
-        stack.enter_context(capture_recurrent())
+        experts = stack.enter_context(loops.active())
+        recurrent = stack.enter_context(capture_recurrent())
         stack.enter_context(scans.active())
-        stack.enter_context(CaptureBags())
-        stack.enter_context(CaptureData())
         stack.enter_context(capture_transformers())
-        stack.enter_context(capture_batch_norm(model))
+        batch_norms = stack.enter_context(capture_batch_norm(model))
         if holds_hf_model(model):
             stack.enter_context(configured(model, "use_cache", False))
             stack.enter_context(capture_attention(model, ledger))
             stack.enter_context(capture_hf_experts(model, loops.notes))
             stack.enter_context(own_hooks(model))
-        wrapper.within = tracer.hidden.forward
+        wrapper.within = within
         yield
 
 

@@ -15,12 +15,29 @@ from torch import fx
 
 _WHOLE = (torch.int64, torch.int32)
 _COUNTS = ("aten.arange.default", "aten.arange.start", "aten.arange.start_step")
+_MOVES = ("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten._to_copy.default", "aten.alias.default")
 # ops that keep the elements of a tensor in their order; a slice may leave some out, which its size shows
 _KEEPS_ORDER = frozenset(
     "aten.unsqueeze.default aten.view.default aten.reshape.default aten._unsafe_view.default aten.to.dtype "
     "aten.to.dtype_layout aten.to.device aten._to_copy.default aten.clone.default aten.alias.default "
     "aten.slice.Tensor".split()
 )
+
+
+def one_copy(node: fx.Node) -> fx.Node | None:
+    """Return the tensor that a slice takes one copy of, where the slice's argument is that tensor for every sample.
+
+    A row of prompt tokens, expanded over the batch and cut to its first sample again, is the row.
+    """
+    given = node.args[0] if str(node.target) == "aten.slice.Tensor" else None
+    while isinstance(given, fx.Node) and str(given.target) in _MOVES:
+        given = given.args[0]
+    if not isinstance(given, fx.Node) or str(given.target) != "aten.expand.default":
+        return None
+    single = given.args[0]
+    if not isinstance(single, fx.Node) or single.meta["val"].dtype != node.meta["val"].dtype:
+        return None
+    return single if [*map(str, single.meta["val"].shape)] == [*map(str, node.meta["val"].shape)] else None
 
 
 def _numbers(index: object, size: Any) -> bool:

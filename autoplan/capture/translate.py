@@ -30,11 +30,13 @@ from autoplan.capture.frontend.inplace import (
     promoted,
     record_fill,
     window,
+    written_in_regions,
 )
 from autoplan.capture.frontend.inputs import LossModule
 from autoplan.capture.frontend.lengths_held import Lengths
 from autoplan.capture.generic import generic, is_pointwise, why_impure
 from autoplan.capture.ops import OPS, SKIP, Arguments, lower
+from autoplan.capture.positions import one_copy
 from autoplan.capture.trace import Repeat, Trace
 from autoplan.errors import CaptureError, FormError
 from autoplan.ir.graph import Node, Value
@@ -125,13 +127,14 @@ class Translator:
     def run(self) -> Trace:
         """Translate the whole graph."""
         module = self.program.graph_module
+        written = written_in_regions(self.program)
         _restore_users(module)
         module.graph.eliminate_dead_code()  # first: code that the loss does not need may use unsupported ops
         self._placeholders()
         self._graph(module, module.graph)
         out = next(n for n in module.graph.nodes if n.op == "output").args[0]
         outputs = [n for n in out if isinstance(n, fx.Node)] if isinstance(out, (tuple, list)) else [out]
-        for name in sorted(self.program.graph_signature.buffers_to_mutate.values()):
+        for name in sorted({*self.program.graph_signature.buffers_to_mutate.values(), *written}):
             self.refused.setdefault(self._mutated(name), CaptureError(self._mutated(name)))
         if self.refused:
             raise self._refusals()
@@ -392,6 +395,9 @@ class Translator:
             raise CaptureError(f"{where or node.name}: {name} is not a single operation and cannot be captured")
         if target not in OPS:
             target = out_of_place(target, node, self.aliases) or target
+        if (single := one_copy(node)) is not None:
+            self.env[node] = self._name_of(single)
+            return
         try:
             result = self._lowered(target, node)
         except CaptureError as exc:

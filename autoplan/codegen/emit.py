@@ -53,13 +53,18 @@ class Context:
 def describe_value(value: Value, layout: Layout, ctx: Context) -> str:
     """Return the comment of a value: dtype, local shape, types, as in `f32[b, s // 2, 64] tp:S(s)`."""
     shape = shape_text(local_shape(value, layout, ctx.factors, ctx.axes))
+    return f"{_SHORT.get(value.dtype, value.dtype)}[{shape}] {_types(value, layout, ctx)}".rstrip()
+
+
+def _types(value: Value, layout: Layout, ctx: Context) -> str:
+    """Return the type of a value on each axis, as in `tp:S(s)`."""
     types = []
     for axis, kind in zip(ctx.axes, layout, strict=True):
         name = kind.kind_name
         if kind.is_shard:
             name = f"S({(value.dims or ())[kind.dim][kind.factor]})"
         types.append(f"{axis.name}:{name}")
-    return f"{_SHORT.get(value.dtype, value.dtype)}[{shape}] {' '.join(types)}".rstrip()
+    return " ".join(types)
 
 
 def _over(op: Op, ctx: Context, site: int) -> str:
@@ -297,7 +302,7 @@ def _init_lines(lowered: LoweredBlock, ctx: Context, free: bool) -> list[str]:
                 sizes[part.dim] = sizes[part.dim].scale(Fraction(1, part.ways))
                 used += f" {part.axis}:S({(param.value.dims or ())[part.dim][part.position]})"
         elif param.used != param.stored:
-            used = f" used as {describe_value(param.value, param.used, ctx).split('] ')[-1]}, reduced once per step"
+            used = f" used as {_types(param.value, param.used, ctx)}, reduced once per step"
         shape = shape_text(sizes)
         comma = "," if len(param.value.shape) == 1 else ""
         lines.append(

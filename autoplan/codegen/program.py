@@ -202,7 +202,7 @@ class _Compiler:
 
     def _tied(self) -> tuple[TiedSpec, ...]:
         out = []
-        for full, uses in self.graph.tied_params().items():
+        for full, uses in self.graph.tied_params.items():
             if not self.graph.params[full].trainable:
                 continue
             places = []

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from autoplan.errors import PinError
 
-INNER = ("gather", "ring")  # in the order in which they are tried
+GATHER, RING, ULYSSES = "gather", "ring", "ulysses"
+INNER = (GATHER, RING)  # in the order in which they are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,11 @@ class ContextMethod:
         if self.ulysses == 1:
             return self.inner
         return f"ulysses{self.ulysses}x{self.inner}{self.ranks}" if self.inner else "ulysses"
+
+    @property
+    def is_ring(self) -> bool:
+        """True if keys travel while attention works on those that have arrived, in as many steps as there are ranks."""
+        return self.inner == RING
 
     @property
     def is_product(self) -> bool:

@@ -33,7 +33,7 @@ class Offload:
     needs_shards: bool = False
 
 
-ACTIVATIONS, OPTIMIZER, PARAMETERS = "activations", "optimizer", "parameters"
+NOTHING, ACTIVATIONS, OPTIMIZER, PARAMETERS = "none", "activations", "optimizer", "parameters"
 OFFLOAD_KINDS: Mapping[str, Offload] = {
     kind.name: kind
     for kind in (
@@ -63,7 +63,7 @@ def read_offload(value: object) -> tuple[str, ...]:
     Raises: PinError that names the legal kinds.
     """
     parts: Sequence[Any] = value.split("+") if isinstance(value, str) else value if _is_list(value) else ()
-    if list(parts) == ["none"] or (_is_list(value) and not value):
+    if list(parts) == [NOTHING] or (_is_list(value) and not value):
         return ()
     if not parts or any(p not in OFFLOADS for p in parts) or len(set(parts)) != len(parts):
         raise PinError(
@@ -71,6 +71,16 @@ def read_offload(value: object) -> tuple[str, ...]:
         )
     brought = {name for part in parts for name in OFFLOAD_KINDS[part].brings}
     return tuple(name for name in OFFLOADS if name in parts and name not in brought)
+
+
+def no_host_link(device: str) -> str:
+    """Return the reason why nothing can be offloaded from a device."""
+    return f"the catalog has no speed of the host link of {device}, so offloading has no price"
+
+
+def offload_text(offload: Sequence[str]) -> str:
+    """Return a text that `read_offload` reads as these kinds."""
+    return "+".join(offload) or NOTHING
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
@@ -98,7 +108,7 @@ def with_offload(pins: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def state_offload(pins: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the training state that the pins offload: the value of `ParallelConfig.offload`."""
-    return tuple(name for name in read_offload(pins.get("offload", "none")) if OFFLOAD_KINDS[name].state)
+    return tuple(name for name in read_offload(pins.get("offload", NOTHING)) if OFFLOAD_KINDS[name].state)
 
 
 def searched_offload(pins: Mapping[str, Any], zero_stage: int, shards: int) -> tuple[tuple[str, ...], ...]:

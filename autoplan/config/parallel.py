@@ -15,20 +15,21 @@ from autoplan.config.kernels import Attention as Attention
 from autoplan.config.kernels import Dispatcher as Dispatcher
 from autoplan.config.kernels import Launch as Launch
 from autoplan.config.numbers import read_count, read_list
-from autoplan.config.offload import read_offload
+from autoplan.config.offload import offload_text, read_offload
 from autoplan.config.precision import GRADIENTS_16 as GRADIENTS_16
 from autoplan.config.precision import MASTER_BYTES as MASTER_BYTES
 from autoplan.config.precision import MOMENTS_16 as MOMENTS_16
 from autoplan.config.precision import PRECISIONS as PRECISIONS
 from autoplan.config.precision import REMAINDERS_16 as REMAINDERS_16
 from autoplan.config.precision import Precision as Precision
+from autoplan.config.precision import PrecisionName as PrecisionName
 from autoplan.config.precision import executed_precision as executed_precision
 from autoplan.config.precision import precision_obstacle as precision_obstacle
 from autoplan.config.precision import precision_of as precision_of
-from autoplan.config.precision import without_suffixes as without_suffixes
-from autoplan.config.recompute import read_recompute, recompute_label, recompute_of_text, recompute_text
+from autoplan.config.precision import read_precision as read_precision
+from autoplan.config.recompute import NONE, read_recompute, recompute_label, recompute_of_text, recompute_text
 from autoplan.errors import PinError
-from autoplan.schedules.schedule import SCHEDULES
+from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES
 
 
 class Mode(StrEnum):
@@ -243,7 +244,7 @@ def _zero_label(c: ParallelConfig, layers: int) -> str:
 
 def _recompute_label(c: ParallelConfig, layers: int) -> str:
     how = recompute_label(c.recompute, layers)
-    return "" if how == "none" else f"recompute {how}"
+    return "" if how == NONE else f"recompute {how}"
 
 
 @dataclass(frozen=True)
@@ -324,13 +325,13 @@ class ParallelConfig:
         about="Number of micro-batches that the batch of a data-parallel rank is cut into",
     )
     schedule: str = choice(
-        "1F1B",
+        PLAIN_SCHEDULE,
         f"Pipeline schedule: {', '.join(SCHEDULES)}.",
         written=Written.WORD,
         left_out=True,
         obstacle=_schedule,
-        said=lambda c: (c.schedule, c.virtual_stages) != ("1F1B", 1),
-        label=lambda c, _: "" if c.schedule == "1F1B" else c.schedule,
+        said=lambda c: (c.schedule, c.virtual_stages) != (PLAIN_SCHEDULE, 1),
+        label=lambda c, _: "" if c.schedule == PLAIN_SCHEDULE else c.schedule,
         label_at=13,
         about=", ".join(f'`"{name}"`' for name, schedule in SCHEDULES.items() if schedule.torch_class),
     )
@@ -408,7 +409,7 @@ class ParallelConfig:
         "What is kept on the host: any of activations, optimizer, parameters, joined by +, or none.",
         written=Written.WORD,
         obstacle=_offload,
-        text=lambda value, _: "+".join(value) or "none",
+        text=lambda value, _: offload_text(value),
         label=lambda c, _: f"offload {'+'.join(c.offload)}" if c.offload else "",
         label_at=12,
         about=(

@@ -8,8 +8,8 @@ from typing import Any, overload
 from autoplan.config.choices import check_values
 from autoplan.config.offload import state_offload, with_offload
 from autoplan.config.parallel import ParallelConfig
-from autoplan.config.recompute import read_recompute
-from autoplan.schedules.schedule import SCHEDULES
+from autoplan.config.recompute import NONE, read_recompute
+from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES
 
 
 class Pins(Mapping[str, Any]):
@@ -48,7 +48,7 @@ class Pins(Mapping[str, Any]):
     @property
     def _recompute(self) -> str | dict[str, str] | tuple[int, ...]:
         """The recompute pin in canonical form, or the number of layers per stage."""
-        given = self._values.get("recompute", "none")
+        given = self._values.get("recompute", NONE)
         return given if isinstance(given, tuple) and isinstance(given[0], int) else read_recompute(given)
 
     @property
@@ -61,7 +61,7 @@ class Pins(Mapping[str, Any]):
     def schedule(self) -> tuple[str, int]:
         """(schedule, virtual stages per rank); if only one is pinned, the other has the value that it requires."""
         virtual_stages = self._values.get("virtual_stages", 1)
-        schedule = self._values.get("schedule", "1F1B" if virtual_stages == 1 else "Interleaved1F1B")
+        schedule = self._values.get("schedule", PLAIN_SCHEDULE if virtual_stages == 1 else "Interleaved1F1B")
         fewest = SCHEDULES[schedule].virtual_stages[0]
         return schedule, virtual_stages if "virtual_stages" in self._values else fewest
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autoplan.errors import PinError
 from autoplan.units import DTYPE_BYTES
@@ -76,6 +77,34 @@ MOMENTS_16 = "-mom16"
 REMAINDERS_16 = "-rem16"
 
 
+class PrecisionName(NamedTuple):
+    """The parts of the name of a precision: its base, and what else is kept in 16 bits."""
+
+    base: str
+    gradients_16: bool = False
+    moments_16: bool = False
+    remainders_16: bool = False
+
+    @property
+    def name(self) -> str:
+        """The base with the suffixes, in the order of the fields."""
+        suffixes = zip((GRADIENTS_16, MOMENTS_16, REMAINDERS_16), self[1:], strict=True)
+        return self.base + "".join(suffix for suffix, kept in suffixes if kept)
+
+
+def read_precision(name: str) -> PrecisionName:
+    """Return the parts of a name; the base is not checked.
+
+    >>> read_precision("bf16-grad16")
+    PrecisionName(base='bf16', gradients_16=True, moments_16=False, remainders_16=False)
+    """
+    kept = []
+    for suffix in (REMAINDERS_16, MOMENTS_16, GRADIENTS_16):
+        kept.append(name.endswith(suffix))
+        name = name.removesuffix(suffix)
+    return PrecisionName(name, *reversed(kept))
+
+
 def precision_of(name: str) -> Precision:
     """Return the precision with this name.
 
@@ -84,12 +113,9 @@ def precision_of(name: str) -> Precision:
 
     Raises: PinError that names the known precisions.
     """
-    split = name.endswith(REMAINDERS_16)
-    rest = name.removesuffix(REMAINDERS_16)
-    short = rest.endswith(MOMENTS_16)
-    rest = rest.removesuffix(MOMENTS_16)
-    base = PRECISIONS.get(rest.removesuffix(GRADIENTS_16))
-    narrow = rest.endswith(GRADIENTS_16)
+    parts = read_precision(name)
+    plain, narrow, short, split = parts
+    base = PRECISIONS.get(plain)
     if base is None or ((narrow or short or split) and (base.grad_bytes is None or base.compute == "float32")):
         known = ", ".join(PRECISIONS)
         raise PinError(f"precision {name!r} is not known; use {known}, or bf16{GRADIENTS_16} for 16-bit gradients")
@@ -102,16 +128,11 @@ def precision_of(name: str) -> Precision:
     if base.compute != "bfloat16":
         raise PinError(
             f"precision {name!r}: only a bfloat16 parameter is the upper half of its float32 master; nearest: "
-            f"{name.removesuffix(REMAINDERS_16)}"
+            f"{parts._replace(remainders_16=False).name}"
         )
     half = MASTER_BYTES - DTYPE_BYTES[base.compute]
     wide = base.state_bytes or 0.0
     return replace(base, name=name, state_bytes=wide - MASTER_BYTES + half, master_bytes=half)
-
-
-def without_suffixes(precision: str) -> str:
-    """Return the name of a precision without the suffixes for gradients, moments and masters."""
-    return precision.removesuffix(REMAINDERS_16).removesuffix(MOMENTS_16).removesuffix(GRADIENTS_16)
 
 
 def executed_precision(name: str) -> Precision:
@@ -131,14 +152,15 @@ def precision_obstacle(name: str) -> str | None:
             f"precision {name!r} is priced, but not executed: products in {found.matmul} have no kernel here; use "
             f"{known}, or bf16{GRADIENTS_16} for 16-bit gradients; nearest: {found.compute_name}"
         )
-    if name.endswith(REMAINDERS_16):
+    parts = read_precision(name)
+    if parts.remainders_16:
         return (
             f"precision {name!r} is priced, but not executed: masters of the optimizer are float32 here; nearest: "
-            f"{name.removesuffix(REMAINDERS_16).removesuffix(MOMENTS_16)}"
+            f"{parts._replace(moments_16=False, remainders_16=False).name}"
         )
-    if name.endswith(MOMENTS_16):
+    if parts.moments_16:
         return (
             f"precision {name!r} is priced, but not executed: moments of the optimizer are float32 here; nearest: "
-            f"{name.removesuffix(MOMENTS_16)}"
+            f"{parts._replace(moments_16=False).name}"
         )
     return None

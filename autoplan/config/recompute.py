@@ -41,7 +41,6 @@ class RecomputeKind:
         parts: The parts that a choice of this kind combines; empty if the name itself is the choice.
         recomputes: True if the backward reruns some of the forward.
         on_host: True if activations that would be kept wait on the host.
-        of_all: True if the kind, chosen for all layers, is one setting of the model rather than a choice per layer.
         searched: When a search tries it for single layers.
         executed: True if the runtime executes it.
         modes: The modes in which it is priced; empty: all modes.
@@ -52,25 +51,22 @@ class RecomputeKind:
     parts: tuple[str, ...] = ()
     recomputes: bool = False
     on_host: bool = False
-    of_all: bool = False
     searched: Searched = Searched.NEVER
     executed: bool = True
     modes: tuple[str, ...] = ()
 
 
 _RECORDS = (
-    RecomputeKind(NONE, "everything is kept", of_all=True),
+    RecomputeKind(NONE, "everything is kept"),
     RecomputeKind(
         SELECTIVE,
         "the attention core is recomputed and its result kept (Korthikanti et al., 2022)",
         recomputes=True,
-        of_all=True,
     ),
     RecomputeKind(
         FULL,
         "only the inputs of a layer are kept, and all of it is recomputed",
         recomputes=True,
-        of_all=True,
         searched=Searched.ALWAYS,
     ),
     RecomputeKind(
@@ -219,15 +215,29 @@ def recompute_text(recompute: str | Mapping[str, str] | Sequence[int], layers: S
     if isinstance(recompute, str):
         return recompute
     if not isinstance(recompute, Mapping):
-        return ",".join(map(str, recompute)) if any(recompute) else "none"
-    parts = [f"{name}={how}" for name, how in recompute.items() if name not in layers and how != "none"]
+        return ",".join(map(str, recompute)) if any(recompute) else NONE
+    parts = [f"{name}={how}" for name, how in recompute.items() if name not in layers and how != NONE]
     first = 0
-    for how, run in itertools.groupby(layers, key=lambda name: recompute.get(name, "none")):
+    for how, run in itertools.groupby(layers, key=lambda name: recompute.get(name, NONE)):
         last = first + len(list(run)) - 1
-        if how != "none":
+        if how != NONE:
             parts.append(f"{first}={how}" if first == last else f"{first}-{last}={how}")
         first = last + 1
-    return ",".join(parts) or "none"
+    return ",".join(parts) or NONE
+
+
+def layers_by_choice(recompute: str | Mapping[str, str] | tuple[int, ...]) -> dict[str, int]:
+    """Return the choices that are made besides `none`, each with the number of its layers; 0: all layers."""
+    if isinstance(recompute, str):
+        return {} if recompute == NONE else {recompute: 0}
+    if isinstance(recompute, tuple):
+        return {FULL: sum(recompute)} if any(recompute) else {}
+    return Counter(how for how in recompute.values() if how != NONE)
+
+
+def layers_text(number: int, layers: int) -> str:
+    """Return a number of layers out of `layers`, such as `22/32`; `22` if `layers` is 0, which stands for unknown."""
+    return f"{number}/{layers}" if layers else str(number)
 
 
 def recompute_label(recompute: str | Mapping[str, str] | tuple[int, ...], layers: int) -> str:
@@ -235,10 +245,5 @@ def recompute_label(recompute: str | Mapping[str, str] | tuple[int, ...], layers
 
     `layers`: the number of layers of the model; 0 if unknown, in which case the label omits it.
     """
-    total = f"/{layers}" if layers else ""
-    if isinstance(recompute, str):
-        return recompute
-    if isinstance(recompute, tuple):
-        return f"full {sum(recompute)}{total}" if any(recompute) else "none"
-    counts = Counter(how for how in recompute.values() if how != "none")
-    return ", ".join(f"{how} {n}{total}" for how, n in counts.items()) or "none"
+    parts = (f"{how} {layers_text(n, layers)}" if n else how for how, n in layers_by_choice(recompute).items())
+    return ", ".join(parts) or NONE

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from autoplan.config.context_methods import GATHER
 from autoplan.config.parallel import Mode
 from autoplan.config.recompute import FULL, NONE
 from autoplan.errors import PinError
 from autoplan.exporters.record import (
+    METHODS_BY_ROTATE,
+    ROTATE_METHODS,
     Document,
     Field,
     Target,
@@ -53,8 +56,7 @@ def _write_mesh(setup: Setup) -> Values:
         return {}
     out: dict[str, Any] = {_M + "dp_replicate_size": c.zero_replicas, _M + "dp_shard_size": c.dp // c.zero_replicas}
     out |= {_M + "tp_size": c.tp, _M + "cp_size": c.cp}
-    methods = {"gather": "allgather", "ring": "alltoall"}
-    method = methods.get(setup.context_method or "")
+    method = ROTATE_METHODS.get(setup.context_method or "")
     return out | ({_M + "cp_comm_strategy": method} if method else {})
 
 
@@ -62,8 +64,7 @@ def _read_mesh(document: Document, found: Values) -> Values:
     tp, cp, sp = (document.count(_M + f"{name}_size") for name in ("tp", "cp", "sp"))
     devices = document.count("num_processes", 0) or document.task.num_devices
     out: dict[str, Any] = {"tp": tp, "cp": cp * sp}
-    strategies = {"allgather": "gather", "alltoall": "ring"}
-    method = document.word(_M + "cp_comm_strategy", strategies, "gather") if cp > 1 else None
+    method = document.word(_M + "cp_comm_strategy", METHODS_BY_ROTATE, GATHER) if cp > 1 else None
     out["context_method"] = "ulysses" if sp > 1 else method
     replicas, shards = (document.count(_M + f"dp_{name}_size") for name in ("replicate", "shard"))
     if document.has(_M + "dp_shard_size") or document.has(_M + "dp_replicate_size"):
@@ -263,7 +264,6 @@ ACCELERATE = Target(
         "context_method": "FSDP gathers keys or rotates them (cp_comm_strategy), DeepSpeed has Ulysses (sp_size)",
         "overlap_zero": "overlap_comm of DeepSpeed is in its own JSON",
         "sequence_parallel": "a property of the model's plan of tensor parallelism",
-        "state_slack": "a setting of autoplan's layouts",
     },
     stack_of=lambda d: "deepspeed" if str(d.get("distributed_type")).upper() == "DEEPSPEED" else "accelerate",
     rules=(TargetRule(_processes), TargetRule(_product), TargetRule(_pure_replicas), TargetRule(_one_kind)),

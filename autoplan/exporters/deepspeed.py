@@ -194,7 +194,6 @@ DEEPSPEED = Target(
         "tp": "autotp_size exists since March 2025",
         "ep": "expert_parallel exists since 2026; before, experts are MoE layers in the code of the model",
         "etp": "expert_tensor_parallel_size is a setting of AutoEP, with ep",
-        "state_slack": "a setting of autoplan's layouts",
         "overlap": "a setting of the model's code",
     },
     rules=(TargetRule(_triple),),

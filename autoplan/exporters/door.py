@@ -310,11 +310,11 @@ def export_setup(setup: Setup, to: str, file: str = "") -> Export:
         raise PinError(f"{name}={lost[name]}; {nearest}", tuple(essential))
     not_said = [f"{name}={why}" for name, why in lost.items()]
     heading = [f"Written by autoplan for {label}: {setup.task.model} on {setup.config.num_devices} devices"]
-    heading += [f"set in {line.partition(': ')[2]}: {line.partition(': ')[0]}" for line in elsewhere]
+    heading += [f"set in {where}: {said}" for said, where in elsewhere]
     heading += [f"not said here: {line}" for line in not_said]
     text = syntax.write(written, heading, setup)
     launch = tuple(target.launch(setup, path, year))
-    return Export(target.name, version, path, text, launch, tuple(elsewhere), tuple(not_said))
+    return Export(target.name, version, path, text, launch, tuple(map(": ".join, elsewhere)), tuple(not_said))
 
 
 def _checked(value: Any) -> Any:
@@ -323,8 +323,13 @@ def _checked(value: Any) -> Any:
 
 def _differences(
     setup: Setup, target: Target, version: str, text: str, path: str
-) -> tuple[list[str], dict[str, str], dict[str, Any]]:
-    """Return the values said elsewhere, name -> text of those that the target runs otherwise, and all that it runs."""
+) -> tuple[list[tuple[str, str]], dict[str, str], dict[str, Any]]:
+    """Return what a file leaves to other places, what the target runs otherwise, and all that it runs.
+
+    Returns:
+        (name=value, place) of each value that is said elsewhere; name -> text of those that the target runs otherwise;
+        name -> value of all that it runs.
+    """
     wanted = values(setup)
     given = {name: wanted[name] for name in target.elsewhere}
     try:
@@ -338,12 +343,12 @@ def _differences(
         ) from None
     if read.faults:
         raise PinError(f"{target.name}@{version} cannot run this plan: {'; '.join(read.faults)}")
-    elsewhere = [f"{n}={_said(wanted[n])}: {where}" for n, where in left.items() if wanted[n] != _DEFAULTS.get(n)]
+    elsewhere = [(f"{n}={_said(wanted[n])}", where) for n, where in left.items() if wanted[n] != _DEFAULTS.get(n)]
     lost: dict[str, str] = {}
     for name in SETUP_NAMES:
         if wanted[name] == runs[name] or (name == "context_method" and wanted[name] is None):
             continue
-        why = target.cannot.get(name, "no field of it says so")
+        why = target.why_not(name)
         lost[name] = f"{_said(wanted[name])}: {target.name}@{version} cannot ({why}); it runs {_said(runs[name])}"
     return elsewhere, lost, runs
 

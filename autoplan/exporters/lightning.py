@@ -185,7 +185,6 @@ LIGHTNING = Target(
         "overlap_gather": "overlap_comm of DeepSpeed overlaps the gradients alone",
         "sequence_parallel": "a property of configure_model",
         "overlap": "a property of configure_model",
-        "state_slack": "a setting of autoplan's layouts",
     },
     stack_of=lambda d: "deepspeed" if "eep" in str(d.get("strategy")) else "torch-eager",
     rules=(TargetRule(_world),),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from autoplan.config.context_methods import read_method
+from autoplan.config.context_methods import GATHER, RING, ULYSSES, read_method
 from autoplan.config.parallel import Attention
 from autoplan.config.recompute import FULL, NONE, OFFLOAD, SELECTIVE
 from autoplan.errors import PinError
@@ -212,7 +212,7 @@ def _read_attention(document: Document, found: Values) -> Values:
     return {"attention": known[value]} if value in known else {}
 
 
-_STRATEGIES = {"gather": "all_gather", "ring": "ring", "ulysses": "ulysses"}
+_STRATEGIES = {GATHER: "all_gather", RING: "ring", ULYSSES: "ulysses"}
 
 
 def _write_context(setup: Setup) -> Values:
@@ -220,7 +220,7 @@ def _write_context(setup: Setup) -> Values:
         return {}
     method = read_method(setup.context_method, setup.config.cp)
     if method.is_product:
-        return {"context_parallel_strategy": "usp"} if method.inner == "ring" else {}
+        return {"context_parallel_strategy": "usp"} if method.is_ring else {}
     return {"context_parallel_strategy": _STRATEGIES[method.name]}
 
 
@@ -309,7 +309,6 @@ MAXTEXT = Target(
         "offload": "the optimizer, or the parameters with it",
         "context_method": "context_parallel_strategy is all_gather, ring, ulysses or usp",
         "sequence_parallel": "XLA decides where norms are split",
-        "state_slack": "a setting of autoplan's layouts",
     },
     rules=(TargetRule(_world), TargetRule(_layers), TargetRule(_micro_batches)),
 )

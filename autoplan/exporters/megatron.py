@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from autoplan.config.context_methods import read_method
-from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16, REMAINDERS_16, Attention, Dispatcher, Launch
+from autoplan.config.context_methods import GATHER, RING, ULYSSES, read_method
+from autoplan.config.parallel import Attention, Dispatcher, Launch, read_precision
 from autoplan.errors import PinError
 from autoplan.exporters.launching import srun
 from autoplan.exporters.megatron_stages import At, read_stages, recompute_reader, write_recompute, write_stages
@@ -19,7 +19,6 @@ from autoplan.exporters.record import (
     Target,
     TargetRule,
     Values,
-    base_of,
     data_parallel,
     derived,
     micro_batches,
@@ -61,7 +60,7 @@ def _zero(at: At, checkpoint: str) -> Field:
 
 
 def _context(at: At) -> Field:
-    types = {"ring": "p2p", "ulysses": "a2a", "gather": "all_gather"}
+    types = {RING: "p2p", ULYSSES: "a2a", GATHER: "all_gather"}
 
     def write(setup: Setup) -> Values:
         name = setup.context_method
@@ -70,7 +69,7 @@ def _context(at: At) -> Field:
         method = read_method(name, setup.config.cp)
         if method.is_product:
             sizes = [method.ulysses, method.ranks]
-            if method.inner != "ring":
+            if not method.is_ring:
                 return {}
             return {at("cp_comm_type"): "a2a+p2p", at("hierarchical_context_parallel_sizes"): sizes}
         return {at("cp_comm_type"): types[method.name]}
@@ -284,7 +283,8 @@ def keeps_remainders(base: str, year: float) -> bool:
 
 
 def _write_flags(setup: Setup) -> Values:
-    base, narrow = base_of(setup.precision), GRADIENTS_16 in setup.precision
+    parts = read_precision(setup.precision)
+    base, narrow = parts.base, parts.gradients_16
     out: dict[str, Any] = {"fp16": True} if base == "fp16" else {} if base in ("fp32", "native") else {"bf16": True}
     if base in FP8:
         out["fp8_format"], out["fp8_recipe"] = FP8[base]
@@ -294,9 +294,9 @@ def _write_flags(setup: Setup) -> Values:
         out["accumulate_allreduce_grads_in_fp32"] = True
     elif narrow and base != "fp16":
         out["grad_reduce_in_bf16"] = True
-    if REMAINDERS_16 in setup.precision or MOMENTS_16 in setup.precision:
+    if parts.remainders_16 or parts.moments_16:
         out["use_precision_aware_optimizer"] = True
-    if MOMENTS_16 in setup.precision:
+    if parts.moments_16:
         out |= {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
     if setup.options.narrow_gather and base in FP8 and setup.config.zero_stage:
         out["fp8_param_gather"] = True
@@ -368,7 +368,6 @@ CANNOT = {
     "offload": "Megatron keeps only the optimizer on the host, or activations of the first layers",
     "context_method": "Megatron has p2p, a2a, all_gather and a2a+p2p for all layers",
     "recompute": "Megatron recomputes modules of all layers, or as many first layers of every stage",
-    "state_slack": "a setting of autoplan's layouts",
     "document_len": "a property of the data",
     "zero_by_tensor": "Megatron's buffers hold many parameters",
     "attention": "Megatron chooses among unfused, flash and fused",

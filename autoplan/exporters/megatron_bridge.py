@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16, REMAINDERS_16
+from autoplan.config.parallel import read_precision
 from autoplan.exporters.launching import srun
 from autoplan.exporters.megatron import CANNOT, FP8, MEGATRON_RULES, fields_of, keeps_remainders, overlap_field
-from autoplan.exporters.record import Document, Field, Target, Values, base_of, precision_word
+from autoplan.exporters.record import Document, Field, Target, Values, precision_word
 from autoplan.exporters.scripts import Name, Python
 from autoplan.exporters.setup import Setup
 
@@ -30,18 +30,21 @@ _OF_RECIPES = {
 
 
 def _write_recipe(setup: Setup) -> Values:
-    base, wide = base_of(setup.precision), GRADIENTS_16 not in setup.precision
+    parts = read_precision(setup.precision)
+    base, narrow = parts.base, parts.gradients_16
     if base not in _PRESETS:
         return {"mixed_precision": Name(_FP32)}
-    out: dict[str, Any] = {"mixed_precision": Name(f"{_PRESETS[base]}()"), "mixed_precision.grad_reduce_in_fp32": wide}
+    out: dict[str, Any] = {
+        "mixed_precision": Name(f"{_PRESETS[base]}()"),
+        "mixed_precision.grad_reduce_in_fp32": not narrow,
+    }
     if base in FP8:
         out["mixed_precision.fp8_param_gather"] = setup.options.narrow_gather and setup.config.zero_stage > 0
-    moments, split = (suffix in setup.precision for suffix in (MOMENTS_16, REMAINDERS_16))
-    if moments or split:
+    if parts.moments_16 or parts.remainders_16:
         out[f"optimizer.{_AWARE}"] = True
-        if not split:
+        if not parts.remainders_16:
             out["optimizer.store_param_remainders"] = False
-    if moments:
+    if parts.moments_16:
         out |= {f"optimizer.{name}_dtype": Name("torch.bfloat16") for name in ("exp_avg", "exp_avg_sq")}
     return out
 

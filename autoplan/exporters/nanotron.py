@@ -133,7 +133,6 @@ NANOTRON = Target(
         "precision": "model.dtype is bfloat16, float16 or float32",
         "recompute": "recompute_layer is for all layers",
         "mode": "nanotron runs PyTorch modules one by one",
-        "state_slack": "a setting of autoplan's layouts",
     },
     rules=(TargetRule(_world),),
 )

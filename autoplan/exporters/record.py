@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from autoplan.config.parallel import GRADIENTS_16, MOMENTS_16, REMAINDERS_16, without_suffixes
+from autoplan.config.context_methods import GATHER, RING
+from autoplan.config.parallel import PrecisionName, read_precision
 from autoplan.errors import PinError
 from autoplan.exporters.schema import Schema
 from autoplan.exporters.setup import Setup, Task
@@ -143,6 +144,9 @@ class TargetRule:
     warns: bool = False
 
 
+_OF_NOBODY = {"state_slack": "a setting of autoplan's layouts"}  # choices that no target has
+
+
 @dataclass(frozen=True)
 class Target:
     """A framework whose input can be written and read.
@@ -174,6 +178,10 @@ class Target:
     stack_of: Callable[[Document], str] | None = None
     rules: tuple[TargetRule, ...] = ()
     base: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def why_not(self, name: str) -> str:
+        """Return why the target cannot say a choice."""
+        return self.cannot.get(name, _OF_NOBODY.get(name, "no field of it says so"))
 
     @cached_property
     def schema(self) -> Schema:
@@ -273,13 +281,17 @@ def precision_word(base: str, narrow: bool, moments: bool = False, remainders: b
     """Return the name of a precision with suffixes for what is in 16 bits, which override a stack's default."""
     if base in ("fp32", "native"):
         return base
-    gradients = GRADIENTS_16 if narrow else GRADIENTS_32
-    return base + gradients + (MOMENTS_16 if moments and narrow else "") + (REMAINDERS_16 if remainders else "")
+    return PrecisionName(base if narrow else base + GRADIENTS_32, narrow, moments and narrow, remainders).name
 
 
 def base_of(precision: str) -> str:
     """Return the name of a precision without its suffixes for gradients and moments."""
-    return without_suffixes(precision.replace(GRADIENTS_32, ""))
+    return read_precision(precision.replace(GRADIENTS_32, "")).base
+
+
+# Words of `torch.distributed.tensor.experimental.context_parallel` (set_rotate_method) for how keys reach other ranks
+ROTATE_METHODS = {GATHER: "allgather", RING: "alltoall"}
+METHODS_BY_ROTATE = {word: method for method, word in ROTATE_METHODS.items()}
 
 
 def derived(read: Callable[[Document, Values], Values], *names: str) -> Field:

@@ -82,7 +82,7 @@ class Schema:
     def load(name: str) -> Schema:
         """Return the schema of the target with this name."""
         data = json.loads(files("autoplan.profiles").joinpath("targets", f"{name}.json").read_text(encoding="utf-8"))
-        entries = {path: _entry(each, bool(data.get("whole_floats"))) for path, each in data["fields"].items()}
+        entries = {path: _entry(path, each, bool(data.get("whole_floats"))) for path, each in data["fields"].items()}
         return Schema(name, data["source"], data["releases"], entries, tuple(data["closed"]), tuple(data["open"]))
 
     def default(self, path: str) -> Any:
@@ -132,7 +132,13 @@ def _nearest(path: str, known: Mapping[str, TargetField]) -> str:
     return f"did you mean {near[0]!r}?" if near else "nothing near is; the fields: profiles/targets"
 
 
-def _entry(data: Mapping[str, Any], whole: bool) -> TargetField:
+_KEYS = ("type", "values", "default", "since", "until")
+
+
+def _entry(path: str, data: Mapping[str, Any], whole: bool) -> TargetField:
+    unknown = [key for key in data if key not in _KEYS]
+    if unknown:
+        raise ValueError(f"{path} has {', '.join(unknown)}; what is known of a field: {', '.join(_KEYS)}")
     kinds = data.get("type", ())
     return TargetField(
         (kinds,) if isinstance(kinds, str) else tuple(kinds),

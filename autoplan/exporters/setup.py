@@ -11,11 +11,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from autoplan.config.choices import CHOICES, OPTIONS, option_data
-from autoplan.config.context_methods import methods_text
+from autoplan.config.context_methods import methods_text, read_method
 from autoplan.config.parallel import Dispatcher, Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.config.recompute import FULL, NONE, read_recompute
 from autoplan.config.settings import VARIED_SETTINGS
 from autoplan.program.facts import expert_counts, latent_attention, layer_calls
+from autoplan.schedules.schedule import PLAIN_SCHEDULE
 from autoplan.search.request import PlanRequest
 
 # A configuration without these would be another one: an export that cannot write them is refused.
@@ -151,12 +152,18 @@ def values(setup: Setup) -> dict[str, Any]:
         out |= {"zero_stage": 0, "zero_replicas": 1}
     out["etp"] = c.expert_tp if setup.task.num_experts else 1
     if c.pp == 1:
-        out |= {"schedule": "1F1B", "virtual_stages": 1}
+        out |= {"schedule": PLAIN_SCHEDULE, "virtual_stages": 1}
     out |= {"stages": setup.stages, "recompute": setup.recompute, "offload": tuple(c.offload)}
     method = None if c.cp == 1 or c.context_method is None else methods_text(c.context_method)
     out["context_method"] = method
     run |= {"seq_len": setup.seq_len, "global_batch_size": setup.global_batch_size}
     return out | run | _run_values(setup, out["zero_stage"], method)
+
+
+def _has_ring(config: ParallelConfig) -> bool:
+    given = config.context_method or ""
+    names = [given] if isinstance(given, str) else given.values()
+    return any(read_method(name, config.cp).is_ring for name in names)
 
 
 def _run_values(setup: Setup, zero: int, method: str | None) -> dict[str, Any]:
@@ -166,7 +173,7 @@ def _run_values(setup: Setup, zero: int, method: str | None) -> dict[str, Any]:
         "tp": c.tp > 1,
         "ep": c.ep > 1,
         "pp": c.pp > 1 and c.virtual_stages > 1,
-        "cp": c.cp > 1 and (method is None or "ring" in method),
+        "cp": c.cp > 1 and (method is None or _has_ring(c)),
     }
     once = zero in (1, 2)  # what is sent once per step
     overlap = o.overlap_zero or not (once or (zero == 0 and c.dp * c.cp > 1 and setup.mode is Mode.FUSED))

@@ -10,6 +10,8 @@ from autoplan.config.recompute import FULL, NONE, SELECTIVE
 from autoplan.errors import PinError
 from autoplan.exporters.launching import torchrun
 from autoplan.exporters.record import (
+    METHODS_BY_ROTATE,
+    ROTATE_METHODS,
     Document,
     Field,
     Target,
@@ -322,14 +324,13 @@ def _read_converters(document: Document, found: Values) -> Values:
 
 
 def _write_method(setup: Setup) -> Values:
-    known = {"gather": "allgather", "ring": "alltoall"}
-    method = known.get(setup.context_method or "")
+    method = ROTATE_METHODS.get(setup.context_method or "")
     return {_P + "context_parallel_rotate_method": method} if method else {}
 
 
 def _read_method(document: Document, found: Values) -> Values:
-    known = {"allgather": "gather", "alltoall": "ring"}
-    return {"context_method": document.word(_P + "context_parallel_rotate_method", known) if found["cp"] > 1 else None}
+    path = _P + "context_parallel_rotate_method"
+    return {"context_method": document.word(path, METHODS_BY_ROTATE) if found["cp"] > 1 else None}
 
 
 def _async_tp(path: str, **when: float) -> Field:
@@ -460,7 +461,6 @@ TORCHTITAN = Target(
         "attention": "a setting of the model (attn_backend)",
         "context_method": "a setting of PyTorch's context parallelism",
         "dispatcher": "a setting of the model",
-        "state_slack": "a setting of autoplan's layouts",
         "overlap": "torchtitan overlaps tensor parallelism if it compiles",
     },
     rules=(TargetRule(_world), TargetRule(_fills), TargetRule(_drains, warns=True)),

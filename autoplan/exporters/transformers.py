@@ -193,7 +193,6 @@ TRANSFORMERS = Target(
         "recompute": "a layer is checkpointed whole or not at all",
         "overlap_gather": "overlap_comm of DeepSpeed overlaps the gradients alone",
         "sequence_parallel": "a property of the model's plan of tensor parallelism",
-        "state_slack": "a setting of autoplan's layouts",
     },
     stack_of=lambda d: "deepspeed" if d.has("deepspeed") else "accelerate",
     rules=(TargetRule(_one_precision), TargetRule(_one_engine), TargetRule(_taken_by_deepspeed)),

@@ -19,6 +19,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from autoplan.errors import GraphError
@@ -226,6 +227,10 @@ class ModelGraph:
 
     def free_calls(self) -> frozenset[str]:
         """Return calls that need no parameter, not even through their inputs: every pipeline stage recomputes them."""
+        return self._free_calls
+
+    @cached_property
+    def _free_calls(self) -> frozenset[str]:
         trained = [i for i, call in enumerate(self.calls) if call.params]
         bound = {*trained, *self.flow().following(trained)}
         return frozenset(call.name for i, call in enumerate(self.calls) if i not in bound)
@@ -235,8 +240,9 @@ class ModelGraph:
         free = self.free_calls()
         return [call for call in self.calls if call.name not in free]
 
-    def tied_params(self) -> dict[str, tuple[tuple[str, str], ...]]:
-        """Return the parameters that more than one call uses: full name -> ((call, name in block), ...)."""
+    @cached_property
+    def tied_params(self) -> Mapping[str, tuple[tuple[str, str], ...]]:
+        """The parameters that more than one call uses: full name -> ((call, name in block), ...)."""
         uses: dict[str, list[tuple[str, str]]] = {}
         for call in self.calls:
             for local, full in call.params.items():

@@ -13,9 +13,9 @@ from autoplan.ir.symbols import Expr, Shape
 from autoplan.ops.arguments import Args, IrOp, IrResult
 from autoplan.ops.language import Labels, OpRule, Role, bind, parse
 from autoplan.ops.record import OpKind, OpRecord, Trait
-from autoplan.ops.saved import HALF, Form, OpFacts, SavedRule, TensorFacts, keeps, statistics_bytes
+from autoplan.ops.saved import Form, OpFacts, SavedRule, TensorFacts, keeps, statistics_bytes
 from autoplan.ops.text import OpText
-from autoplan.units import DTYPE_BYTES
+from autoplan.units import DTYPE_BYTES, HALF
 
 # -- capture -----------------------------------------------------------------------------------------------------------
 

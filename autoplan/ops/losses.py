@@ -9,9 +9,9 @@ from autoplan.errors import CaptureError, FormError
 from autoplan.ir.layout import I, P
 from autoplan.ops.arguments import Args, IrOp, IrResult
 from autoplan.ops.record import IndexSizes, OpKind, OpRecord
-from autoplan.ops.saved import HALF, Form, OpFacts, SavedRule, keeps, statistics_bytes
+from autoplan.ops.saved import Form, OpFacts, SavedRule, keeps, statistics_bytes
 from autoplan.ops.text import OpText
-from autoplan.units import DTYPE_BYTES
+from autoplan.units import DTYPE_BYTES, HALF
 
 # -- embedding ---------------------------------------------------------------------------------------------------------
 

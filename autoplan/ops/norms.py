@@ -9,9 +9,9 @@ from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering
 from autoplan.ops.labels import dim_labels, linear_rule, whole_dim
 from autoplan.ops.language import OpRule
 from autoplan.ops.record import Linear, OpKind, OpRecord, Trait
-from autoplan.ops.saved import HALF, Form, Gradient, OpFacts, keeps, statistics_bytes, units
+from autoplan.ops.saved import Form, Gradient, OpFacts, keeps, statistics_bytes, units
 from autoplan.ops.text import Emitter, OpText, py
-from autoplan.units import DTYPE_BYTES
+from autoplan.units import DTYPE_BYTES, HALF
 
 # -- norms -------------------------------------------------------------------------------------------------------------
 

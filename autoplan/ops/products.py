@@ -15,6 +15,7 @@ from autoplan.ops.saved import Form, OpFacts, SavedRule, keeps
 from autoplan.ops.text import OpText
 
 PACKED = "packed"  # attribute: the weight is stored in 4 bits, and opened for every product (priced only)
+NOT_EXECUTED = "weights in 4 bits are priced, but not executed"
 
 
 def packed_weights(block: Block) -> frozenset[str]:
@@ -37,7 +38,7 @@ def adds_bias(node: Node) -> bool:
 
 def _linear_text(t: OpText) -> str:
     if t.attrs.get(PACKED):
-        raise RuleError("weights in 4 bits are priced, but not executed")
+        raise RuleError(NOT_EXECUTED)
     bias = f", {t.bias}" if t.bias else ""
     return f"F.linear({t.args[0]}, {t.args[1]}{bias})"
 

@@ -19,8 +19,6 @@ from typing import Any
 from autoplan.errors import RuleError
 from autoplan.units import DTYPE_BYTES
 
-HALF = ("bfloat16", "float16")
-
 
 class Form(Enum):
     """The relation of the outputs to the memory of the inputs."""

@@ -11,7 +11,9 @@ from typing import Any
 from autoplan.codegen.program import Layouts
 from autoplan.config.choices import config_data, config_label
 from autoplan.config.html import table
+from autoplan.config.offload import offload_text
 from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.config.recompute import FULL, NONE
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
@@ -29,6 +31,7 @@ from autoplan.plans.document import (
     read_json,
     tuples,
 )
+from autoplan.program.choice_kinds import ChoiceKind
 from autoplan.program.context_pins import chosen_methods
 from autoplan.program.facts import layer_calls, pipeline_units, stage_calls
 from autoplan.program.parallel_dims import parallel_dims
@@ -83,11 +86,11 @@ class Plan:
         stages = {} if self.config.stages is None else {"stages": tuple(self.config.stages)}
         recompute: Any = self.config.recompute
         if isinstance(recompute, tuple):  # layers per stage: a search takes a choice per layer
-            recompute = {name: how for name, how in self.recompute.items() if how != "none"} or "none"
+            recompute = {name: how for name, how in self.recompute.items() if how != NONE} or NONE
         pinned = {name: data[name] for name in data if name not in ("stages", "recompute", "context_method", "offload")}
         if self.config.context_method is not None:
             pinned["context_method"] = self.config.context_method
-        pinned |= {"offload": "+".join(self.config.offload) or "none"}
+        pinned |= {"offload": offload_text(self.config.offload)}
         return {**pinned, **stages, "recompute": recompute}
 
     @property
@@ -107,6 +110,14 @@ class Plan:
         """Sequences per step over all data-parallel ranks."""
         c = self.config
         return c.dp * c.micro_batch_size * c.num_micro_batches
+
+    def priced(self) -> Estimate:
+        """Return the estimate. Raises PinError for a plan whose degrees were given, which has none."""
+        if self.estimate is None:
+            raise PinError(
+                "the plan has no estimate: its degrees were given, not searched; compare one of `autoplan plan`"
+            )
+        return self.estimate
 
     def to_json(self) -> str:
         """Return its JSON text (autoplan.plans.document), without the events of the estimate's timeline."""
@@ -212,7 +223,7 @@ class Plan:
             lines.append(f"  {self.capture}")
         for i, names in enumerate(self.stages):
             lines.append(f"  stage {i}: {', '.join(names)}")
-        stored = [(k.removeprefix("store "), v) for k, v in self.layout.items() if k.startswith("store ")]
+        stored = [(name, v) for k, v in self.layout.items() if (name := ChoiceKind.STORE.subject_of(k)) is not None]
         if any("S(" in v for _, v in stored):
             lines.append("  stored in shards: " + ", ".join(f"{k} {v}" for k, v in stored if "S(" in v))
         lines += [f"  note: {note}" for note in self.notes]
@@ -320,7 +331,7 @@ def _recompute(graph: ModelGraph, config: ParallelConfig) -> dict[str, str]:
     calls = [call.name for call in graph.bound_calls()]
     layers = set(layer_calls(graph))
     if isinstance(config.recompute, str):
-        return {n: config.recompute if n in layers else "none" for n in calls}
+        return {n: config.recompute if n in layers else NONE for n in calls}
     if isinstance(config.recompute, tuple):  # the first layers of each stage
         full: set[str] = set()
         units = pipeline_units(graph)
@@ -329,5 +340,5 @@ def _recompute(graph: ModelGraph, config: ParallelConfig) -> dict[str, str]:
             mine = [unit for unit in units[at : at + size] if layers & set(unit)]
             full |= {n for unit in mine[:count] for n in unit if n in layers}
             at += size
-        return {n: "full" if n in full else "none" for n in calls}
-    return {n: config.recompute.get(n, "none") for n in calls}
+        return {n: FULL if n in full else NONE for n in calls}
+    return {n: config.recompute.get(n, NONE) for n in calls}

@@ -9,6 +9,7 @@ from typing import TypeVar
 from autoplan.cost_models.work import OpWork, Plain
 from autoplan.ops.saved import TensorFacts
 from autoplan.profiler.ops import MeasureTask
+from autoplan.units import HALF
 
 
 def _work(
@@ -107,7 +108,7 @@ def embedding_task(tokens: int, vocab: int, hidden: int, dtype: str) -> MeasureT
 def loss_task(tokens: int, vocab: int, dtype: str) -> MeasureTask:
     """Return the task of the cross entropy of logits[tokens, vocab]."""
     logits, target = TensorFacts((tokens, vocab), dtype, True), TensorFacts((tokens,), "int64")
-    out = TensorFacts((), "float32" if dtype in ("bfloat16", "float16") else dtype, True)
+    out = TensorFacts((), "float32" if dtype in HALF else dtype, True)
     work = _work("cross_entropy_sum", (logits, target), (out,), float(tokens * vocab))
     return MeasureTask(work, "cross_entropy_sum(x0, x1, ignore_index=-100)", bounds={1: vocab})
 

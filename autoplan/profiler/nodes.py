@@ -7,7 +7,6 @@ Ranks of a node are consecutive, as torchrun numbers them; `Group(size, stride)`
 from __future__ import annotations
 
 import os
-import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,10 +36,9 @@ class MeasuredNodes:
         """Return the same failure with the node where it began."""
         if failure.rank is not None:
             return RankFailure(failure.rank, f"on node {self.of(failure.rank)}: {failure.reason}")
-        silent = re.match(r"ranks ([\d, ]+) ", failure.reason)
-        if silent is None:
+        if not failure.ranks:
             return failure
-        where = dict.fromkeys(self.of(int(r)) for r in silent.group(1).split(","))
+        where = dict.fromkeys(map(self.of, failure.ranks))
         return RankFailure(None, f"node {', '.join(where)}: {failure.reason}")
 
 

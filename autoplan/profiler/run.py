@@ -211,6 +211,7 @@ class _Notes:
     """Notes of a measurement beside its times."""
 
     lines: list[str] = field(default_factory=list)
+    no_time: dict[str, str] = field(default_factory=dict)  # what there was no time for -> how much of it
     failed: dict[str, str] = field(default_factory=dict)  # OpWork.key -> problem
 
 
@@ -223,7 +224,7 @@ def _measure_tasks(job: Job, clock: Clock, tasks: Sequence[MeasureTask], notes: 
     with use_mesh(AxisMesh([("all", job.world)], device_type=job.device.type)):
         for done, task in enumerate(tasks):
             if not job.goes_on():
-                notes.lines.append(f"{_NO_TIME}{len(tasks) - done} of {len(tasks)} {what}")
+                notes.no_time[what] = f"{len(tasks) - done} of {len(tasks)} {what}"
                 break
             if 8 * task.num_bytes > limit:
                 notes.failed[task.work.key] = "too large for this machine's memory"
@@ -338,12 +339,13 @@ def _measure(
     elif tasks:
         run.measure(job.until(1.0), run.tasks, _OF_THE_MODEL)
     notes.lines += machine.end()
+    missing = [f"{_NO_TIME}{text}" for text in notes.no_time.values()]
     return replace(
         run.profile,
         machine={**run.profile.machine, **machine.data()},
         ops=(*run.profile.ops, *_only(run.ops)),
         failed={**run.profile.failed, **notes.failed},
-        notes=tuple(dict.fromkeys((*run.profile.notes, *notes.lines))),
+        notes=tuple(dict.fromkeys((*run.profile.notes, *notes.lines, *missing))),
     )
 
 
@@ -389,7 +391,7 @@ class _Run:
         found = measure_links(job.until(0.25), _MAX_LINK_BYTES[job.device.type], known=known)
         shared = measure_sharing(job.until(0.1), [*profile.links, *found.links])
         self.profile = replace(profile, links=tuple(shared.links), held_out={**profile.held_out, **found.errors})
-        self.notes.lines += [f"{_NO_TIME}{what}" for what in (*found.left_out, *shared.left_out)]
+        self.notes.no_time |= {what: what for what in (*found.left_out, *shared.left_out)}
 
     def _overheads(self) -> None:
         job = self.job
@@ -407,14 +409,15 @@ class _Run:
         measured = {r.work.key for r in self.ops} | set(self.notes.failed)
         left = [t for t in self.tasks if t.work.key not in measured]
         if left:
-            self.notes.lines = [line for line in self.notes.lines if not line.endswith(_OF_THE_MODEL)]
+            self.notes.no_time.pop(_OF_THE_MODEL, None)
             self.measure(self.job.until(0.9), left, _OF_THE_MODEL)
 
     def _sustained_clock(self) -> None:
         job = self.job
         if job.queued and not self.profile.clock and job.goes_on():
             self.profile = replace(self.profile, clock=measure_clock(job.until(0.7), large_product(job.device)))
-            self.notes.lines += [] if self.profile.clock else [f"{_NO_TIME}the clock of sustained load"]
+            if not self.profile.clock:
+                self.notes.no_time["clock"] = "the clock of sustained load"
 
     def _general_shapes(self, dtypes: Sequence[str]) -> None:
         """Measure a lattice of shapes, and shapes beside it that show how well it interpolates."""

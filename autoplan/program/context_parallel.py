@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoplan.config.context_methods import ContextMethod
+from autoplan.config.context_methods import GATHER, RING, ULYSSES, ContextMethod
 from autoplan.errors import RuleError
 from autoplan.ir.symbols import Expr
 from autoplan.ops.attention import taking_groups
@@ -100,7 +100,7 @@ def _by_method(lowered: LoweredBlock, op: Op, method: ContextMethod) -> Op:
     neighbours, groups = ("cpu", "cpr") if method.is_product else ("cp", "cp")
     out, over = list[Collective](), list[tuple[str, str]]()
     if method.ulysses > 1:
-        over.append(("ulysses", neighbours))
+        over.append((ULYSSES, neighbours))
         for sent in tensors:
             phases = ("forward", "backward")[: 1 + sent.requires_grad]
             out += [sent.collective("all_to_all", neighbours, phase, (method.ulysses, 1)) for phase in phases]
@@ -137,7 +137,7 @@ def _ring(tensors: Sequence[_Sent], method: ContextMethod, over: str) -> list[Co
     return [replace(step, behind_attention=method.ranks) for step in steps]
 
 
-_INNER = {"gather": _gathered_keys, "ring": _ring}
+_INNER = {GATHER: _gathered_keys, RING: _ring}
 
 
 def saved_by(method: ContextMethod, gathered: Callable[[int], SavedRule], fused: bool) -> SavedRule:
@@ -155,9 +155,9 @@ def saved_by(method: ContextMethod, gathered: Callable[[int], SavedRule], fused:
         return replace(f, attrs=attrs, inputs=(q, k, v), outputs=(_like(q, v),))
 
     def rule_of(f: OpFacts) -> SavedRule:
-        if method.inner == "ring":
+        if method.is_ring:
             return _RING
-        if method.inner == "gather" and not fused:
+        if method.inner == GATHER and not fused:
             return gathered(method.ranks)
         return taking_groups(f) if fused else saved_rule(f)
 
@@ -177,7 +177,7 @@ def saved_by(method: ContextMethod, gathered: Callable[[int], SavedRule], fused:
         return tuple(size + sent for size in sizes)
 
     if method.ulysses == 1:
-        return _RING if method.inner == "ring" else gathered(method.ranks)
+        return _RING if method.is_ring else gathered(method.ranks)
     return SavedRule((), Form.NEW, extra=extra, workspace=workspace)
 
 

@@ -15,6 +15,7 @@ from autoplan.ops.products import adds_bias
 from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.strategies import Strategy
 from autoplan.ops.table import RECORDS, op_has, op_kind
+from autoplan.program.choice_kinds import ChoiceKind
 from autoplan.program.problem import COPIES, Option, Selection
 from autoplan.program.statements import (
     BlockInput,
@@ -128,7 +129,7 @@ class BlockLowering:
     def _boundary(self, name: str) -> Layout:
         """Return the layout in which the block hands out a value."""
         for choice, option in self.selection.items():
-            if choice.startswith("boundary "):
+            if ChoiceKind.BOUNDARY.subject_of(choice) is not None:
                 for key, layout in option.requires:
                     if key == (self.block.name, name):
                         return layout

@@ -168,7 +168,7 @@ class OpCosts:
         if self.precision.matmul and kind in _NARROW and block.name in self._narrow:
             attrs = (*attrs, ("matmul_dtype", self.precision.matmul))
         if kind is OpKind.ATTENTION:
-            parts = self.context if method is None else method.ranks if method.inner == "ring" else 1
+            parts = self.context if method is None else method.ranks if method.is_ring else 1
             attrs = (*attrs, ("context_parts", parts)) if parts > 1 else attrs
         return attrs
 

@@ -19,6 +19,7 @@ from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.regions import logits
 from autoplan.program.statements import Collective, LoweredBlock, Op, Pass, Statement
 from autoplan.program.token_dispatch import token_dispatch
+from autoplan.units import HALF
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def vocabulary_losses(lowered: LoweredBlock) -> LoweredBlock:
         if op.strategy.special != "vocab_cross_entropy":
             return op
         (given, target), over = op.inputs, tuple(a.name for a in lowered.axes)
-        dtype = "float32" if given.dtype in ("bfloat16", "float16") else given.dtype
+        dtype = "float32" if given.dtype in HALF else given.dtype
         tokens, sums = lowered.elements(target, op.strategy.inputs[1]), 3 if op.node.attrs.get("label_smoothing") else 2
         sizes = (tokens, tokens * sums)
         return replace(

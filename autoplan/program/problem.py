@@ -30,8 +30,9 @@ from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.saved import TensorFacts
 from autoplan.ops.strategies import Strategy, strategies
 from autoplan.ops.table import op_has, op_kind
+from autoplan.program.choice_kinds import ChoiceKind
 from autoplan.program.op_costs import OpCosts
-from autoplan.units import DTYPE_BYTES
+from autoplan.units import DTYPE_BYTES, ORDER_OF_SUMS
 
 ValueKey = tuple[str, str]  # block, value
 
@@ -74,6 +75,11 @@ class LayoutChoice:
     options: tuple[Option, ...]
     weight: float = 1.0
     follows: bool = False
+
+    @property
+    def is_store(self) -> bool:
+        """True if it decides how a parameter is stored."""
+        return ChoiceKind.STORE.subject_of(self.name) is not None
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ def evaluate_selection(problem: IntraProblem, selection: Selection) -> float:
         native.update(option.provides)
         for key, layout in option.requires:
             needed.setdefault(key, set()).add(layout)
-    if problem.state_budget_bytes is not None and state > problem.state_budget_bytes * (1 + 1e-9):
+    if problem.state_budget_bytes is not None and state > problem.state_budget_bytes * (1 + ORDER_OF_SUMS):
         return float("inf")
     for key, layouts in needed.items():
         for layout in layouts:
@@ -192,7 +198,7 @@ class _Build:
         """Return the least stored bytes: of every parameter the smallest part with which all its readers can do."""
         wanted: dict[ValueKey, set[tuple[Layout, ...]]] = {}
         for choice in self.choices:
-            if not choice.name.startswith("store "):
+            if not choice.is_store:
                 for key in {key for option in choice.options for key, _ in option.requires} & self.params:
                     layouts = dict.fromkeys(at for o in choice.options for k, at in o.requires if k == key)
                     wanted.setdefault(key, set()).add(tuple(layouts))
@@ -203,13 +209,13 @@ class _Build:
 
         total = 0.0
         for choice in self.choices:
-            sizes = [o.state_bytes for o in choice.options if not choice.name.startswith("store ") or usable(o)]
+            sizes = [o.state_bytes for o in choice.options if not choice.is_store or usable(o)]
             total += choice.weight * min(sizes or (o.state_bytes for o in choice.options))
         return total
 
     def _is_vector(self, choice: LayoutChoice) -> bool:
         """Return True for a stored parameter of one dim: it is small, and cheaper to keep whole."""
-        return choice.name.startswith("store ") and len(self.value(choice.options[0].provides[0][0]).shape) < 2
+        return choice.is_store and len(self.value(choice.options[0].provides[0][0]).shape) < 2
 
     def _node(self, block: Block, node: Node) -> None:
         found = strategies(node, block.values, self.graph.factors, self.settings.axes, self.sizes)
@@ -287,7 +293,7 @@ class _Build:
                     )
                 )
             name = f"{keys[0][0]}/{keys[0][1]}"
-            self.choices.append(LayoutChoice(f"store {name}", tuple(options), float(count)))
+            self.choices.append(LayoutChoice(ChoiceKind.STORE.name_of(name), tuple(options), float(count)))
 
     def _shards_of(self, key: ValueKey, dim: int, position: int) -> list[Layout]:
         """Return shards by one factor over all sub-axes, or over the leading ones if it is too small (few KV heads)."""
@@ -313,7 +319,9 @@ class _Build:
             for name in block.buffers:
                 key = (block.name, name)
                 self.choices.append(
-                    LayoutChoice(f"buffer {block.name}/{name}", (Option("R", (), ((key, self.all_r),), 0.0),))
+                    LayoutChoice(
+                        ChoiceKind.BUFFER.name_of(f"{block.name}/{name}"), (Option("R", (), ((key, self.all_r),), 0.0),)
+                    )
                 )
 
     def _boundaries(self) -> None:
@@ -347,7 +355,7 @@ class _Build:
                 )
                 for layout in candidates
             )
-            self.choices.append(LayoutChoice(f"boundary {probe[0]}/{probe[1]}", options))
+            self.choices.append(LayoutChoice(ChoiceKind.BOUNDARY.name_of(f"{probe[0]}/{probe[1]}"), options))
 
     def _boundary_layouts(self, key: ValueKey) -> list[Layout]:
         value = self.value(key)

@@ -208,12 +208,21 @@ def _dispatched(lowered: LoweredBlock, op: Op, degrees: ExpertDegrees) -> Op:
                     out.append(Collective(what, kind, (axis,), num * ways, dtype, phase, routing=routing))
 
     if degrees.ep > 1:
-        travel("ep", 1, ("dispatch", "combine"), kinds, there)
+        travel("ep", 1, _OVER_EP, kinds, there)
     if degrees.etp > 1:
         kinds, routing = ("all_to_all", "all_to_all") if degrees.executed else ("all_gather", "reduce_scatter"), None
-        travel("etp", degrees.etp, ("gather", "scatter"), kinds, (size, hidden.dtype))
+        travel("etp", degrees.etp, _OVER_ETP, kinds, (size, hidden.dtype))
     over = (("dispatch", "ep"), *((("inner", "etp"),) if degrees.etp > 1 else ()))
     return replace(op, collectives=tuple(out), over=over, experts=degrees)
+
+
+# What is sent there and back, over the ranks of an expert and over the parts of one; the last word of its name
+_OVER_EP, _OVER_ETP = ("dispatch", "combine"), ("gather", "scatter")
+
+
+def sends_rows(what: str) -> bool:
+    """Return True if a collective with this name sends rows of tokens, whose number the router decides."""
+    return what.rpartition(" ")[2] in (*_OVER_EP, *_OVER_ETP)
 
 
 # Bytes per element of rows in 8 bits with a 32-bit scale for each 128 elements (DeepSeek-V3, section 3.3.2).

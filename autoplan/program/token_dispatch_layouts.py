@@ -81,4 +81,4 @@ def _own(option: Option, hidden: ValueKey) -> bool:
 
 
 def _stores(choice: LayoutChoice, weights: set[ValueKey]) -> bool:
-    return choice.name.startswith("store ") and any(key in weights for key, _ in choice.options[0].provides)
+    return choice.is_store and any(key in weights for key, _ in choice.options[0].provides)

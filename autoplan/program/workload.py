@@ -239,7 +239,7 @@ def _tied(
     unit_of = {name: u for u, unit in enumerate(units) for name in unit}
     block_of = {c.name: c.block for c in graph.calls}
     out = []
-    for full, uses in graph.tied_params().items():
+    for full, uses in graph.tied_params.items():
         if graph.params[full].trainable:
             at = sorted(unit_of[call] for call, _ in uses)
             call, local = uses[0]
@@ -283,7 +283,7 @@ def _block(lowered: LoweredBlock, activation_bytes: Activations, op_costs: OpCos
         name=block.name,
         ops=tuple(ops),
         comms=tuple(c for comms in (*sent, *of_layout) for c in comms),  # seconds are summed in this order
-        params=tuple(_param(p, lowered, op_costs) for p in lowered.params),
+        params=_params(lowered, op_costs),
         selective_ops=frozenset(position[k] for k in activation_bytes.selective_ops if k in position),
         joined_ops=joined,
         group_ops={
@@ -416,14 +416,17 @@ def _of_narrow_logits(work: OpWork, dtype: str) -> OpWork:
     return replace(work, inputs=(replace(first, dtype=dtype), *others))
 
 
-def _param(p: BlockParam, lowered: LoweredBlock, op_costs: OpCosts) -> ParamWork:
-    """Return a parameter as one rank stores it: on the ranks of experts if it is spread over them, else as selected."""
-    if p.spread:
-        elements = math.prod(int(op_costs.number(size)) for size in p.value.shape) // math.prod(
-            s.ways for s in p.spread
-        )
-    else:
-        elements = math.prod(op_costs.local(lowered.block.name, p.value, p.stored))
-    expert = p.value.name in expert_weights(lowered.block)
-    packed = p.value.name in packed_weights(lowered.block)
-    return ParamWork(p.value.name, elements, op_costs.dtype(p.value), p.value.requires_grad, expert, packed)
+def _params(lowered: LoweredBlock, op_costs: OpCosts) -> tuple[ParamWork, ...]:
+    """Return parameters as one rank stores them: on the ranks of experts if spread over them, else as selected."""
+    block, out = lowered.block, []
+    experts, packed = expert_weights(block), packed_weights(block)
+    for p in lowered.params:
+        if p.spread:
+            elements = math.prod(int(op_costs.number(size)) for size in p.value.shape) // math.prod(
+                s.ways for s in p.spread
+            )
+        else:
+            elements = math.prod(op_costs.local(block.name, p.value, p.stored))
+        name, trained = p.value.name, p.value.requires_grad
+        out.append(ParamWork(name, elements, op_costs.dtype(p.value), trained, name in experts, name in packed))
+    return tuple(out)

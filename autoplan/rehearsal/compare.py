@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from autoplan.errors import RehearsalError
 from autoplan.rehearsal.expected import Expected, Messages
 from autoplan.rehearsal.rank import Observed
+from autoplan.runtime.convert import OTHER_GROUP
 
 MEMORY_TOLERANCE = 0.10  # of the predicted bytes of all tensors at the fullest moment
 UNKNOWN_KERNELS_TOLERANCE = 0.35
@@ -150,7 +151,7 @@ def _left(messages: Messages, said: Expected) -> str:
     for key in list(messages):
         kind, axis, phase, size = key
         repeated = phase == "recompute" and ((kind, axis, size) in forward or (kind, axis) in rows)
-        if repeated or axis.startswith("group "):  # copies of a tied parameter on several stages
+        if repeated or axis.startswith(OTHER_GROUP):  # copies of a tied parameter on several stages
             del messages[key]
     return ", ".join(f"{n} {k} over {a} of {b:,} bytes in the {p}" for (k, a, p, b), n in sorted(messages.items()))
 

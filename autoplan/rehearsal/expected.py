@@ -22,6 +22,7 @@ from autoplan.plans.record import Plan
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.op_costs import OpCosts
+from autoplan.program.token_dispatch import sends_rows
 from autoplan.program.workload import lower_all, workload
 from autoplan.runtime.params import local_param_shape
 from autoplan.runtime.spec import LedgerEntry, ParamSpec, ProgramSpec, StageSpec, evaluate_terms
@@ -31,8 +32,6 @@ from autoplan.units import DTYPE_BYTES
 _MASTER = "float32"  # dtype of sums of gradients under mixed precision, if no other is given
 Messages = Counter[tuple[str, str, str, int]]  # kind, axis, phase, bytes
 Totals = Counter[tuple[str, str]]  # kind, axis -> bytes of a step
-# what the number of rows decides, which is equal for all experts in a rehearsal
-_ROWS = ("dispatch", "combine", "gather", "scatter")
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def _message(e: LedgerEntry, num_bytes: int) -> tuple[str, str, str, int]:
 
 
 def _of_rows(e: LedgerEntry) -> bool:
-    return e.kind == "all_to_all" and e.what.split()[-1] in _ROWS
+    return e.kind == "all_to_all" and sends_rows(e.what)
 
 
 def _deferred(spec: ProgramSpec, at: Place, stages: tuple[StageSpec, ...]) -> Totals:

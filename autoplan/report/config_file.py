@@ -14,10 +14,9 @@ from autoplan.errors import PinError
 from autoplan.exporters.door import ConfigFile, read_config
 from autoplan.report.arguments import import_from_here
 from autoplan.report.output import say_note
-from autoplan.report.written import WrittenPlan
+from autoplan.report.written import FOLLOWS, WrittenPlan
 
 _RUN = {"seq_len": "--seq-len", "global_batch_size": "--global-batch-size"}
-_FOLLOWS = ("num_micro_batches",)
 
 
 def read_for(values: Mapping[str, Any], typed: set[str]) -> ConfigFile:
@@ -63,7 +62,7 @@ def as_written(read: ConfigFile, values: Mapping[str, Any]) -> WrittenPlan:
             raise PinError(f"{read.path} does not say {name}; give {flag}")
     asked |= {name: plain_option(says[name]) for name in (*OPTIONS, "precision", "mode") if name in says}
     asked |= {name: ",".join(value) for name, value in asked.items() if isinstance(value, list)}
-    degrees = {name: says[name] for name in PINS if says.get(name) is not None and name not in _FOLLOWS}
+    degrees = {name: says[name] for name in PINS if says.get(name) is not None and name not in FOLLOWS}
     degrees = {name: tuple(value) if isinstance(value, list) else value for name, value in degrees.items()}
     if degrees.get("ep", 1) == 1 and degrees.get("etp") == degrees.get("tp"):
         degrees.pop("etp", None)
@@ -73,7 +72,7 @@ def as_written(read: ConfigFile, values: Mapping[str, Any]) -> WrittenPlan:
 def _notes(read: ConfigFile, typed: set[str]) -> list[str]:
     """Return notes on a file that was read: its target, what it leaves open, what was not read."""
     out = [f"{read.path} is read as {read.target}@{read.version}; what it does not say is as in {read.like}"]
-    left = [f"{name} ({where})" for name, where in read.open.items() if name not in typed and name not in _FOLLOWS]
+    left = [f"{name} ({where})" for name, where in read.open.items() if name not in typed and name not in FOLLOWS]
     if left:
         out.append(f"{read.path} does not say {', '.join(left)}: flags or defaults are taken")
     if read.not_read:

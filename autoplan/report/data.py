@@ -110,6 +110,7 @@ from autoplan.program.facts import layer_calls
 from autoplan.program.legality import not_executed
 from autoplan.report.arguments import imbalance_of
 from autoplan.report.written import request_fingerprint
+from autoplan.search.infeasible import InfeasibleReport
 from autoplan.search.planner import Planned, PlanRequest, SearchResult
 from autoplan.sweeps.whatif import STEP_ONLY, RunTask, critical_batch, run_of
 
@@ -196,6 +197,11 @@ def head(command: str, request: PlanRequest, status: str = "ok") -> dict[str, An
             "imbalance": imbalance_of(r),
         },
     )
+
+
+def shortage_data(shortage: InfeasibleReport | None) -> dict[str, Any] | None:
+    """Return why nothing fits as plain data; None if something does."""
+    return None if shortage is None else chosen(shortage, "stage term needed_bytes available_bytes")
 
 
 def planned_data(p: Planned, request: PlanRequest, run: RunTask) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from typing import Any
 from autoplan.catalog import Usual
 from autoplan.config import numbers
 from autoplan.config.parallel import ParallelConfig
+from autoplan.config.recompute import FULL, NONE
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.hardware.parts import NETWORKS
+from autoplan.cost_models.hardware.parts import NETWORKS, Level
 from autoplan.errors import AutoplanError
 from autoplan.exporters.targets import TARGETS
 from autoplan.program.facts import layer_calls
@@ -131,9 +132,14 @@ def mesh_data(request: PlanRequest, config: ParallelConfig) -> dict[str, Any]:
 def link_text(cluster: Cluster, reach: int) -> str:
     """Return the slowest link of a group that lies within `reach` consecutive devices."""
     level = next((lv for lv in cluster.levels if lv.size == 0 or lv.size >= reach), cluster.levels[-1])
+    return f"{level.name}, {_speed(level)}"
+
+
+def _speed(level: Level) -> str:
+    """Return the bandwidth of a link, in the unit of its kind."""
     if level.name in NETWORKS:
-        return f"{level.name}, {level.bytes_per_s * 8 / GB:g} Gbit/s per device"
-    return f"{level.name}, {level.bytes_per_s / GB:g} GB/s per device and direction"
+        return f"{level.bytes_per_s * 8 / GB:g} Gbit/s per device"
+    return f"{level.bytes_per_s / GB:g} GB/s per device and direction"
 
 
 def candidates_data(request: PlanRequest, result: SearchResult) -> list[dict[str, Any]]:
@@ -217,7 +223,7 @@ def _changed(request: PlanRequest, config: ParallelConfig) -> Iterator[tuple[str
     for name in ("tp", "pp", "micro_batch_size"):
         changes += [{name: value} for value in (getattr(config, name) // 2, 2 * getattr(config, name)) if value >= 1]
     changes += [{"zero_stage": stage} for stage in range(4) if stage != config.zero_stage]
-    changes += [{"recompute": kind} for kind in ("none", "full")]
+    changes += [{"recompute": kind} for kind in (NONE, FULL)]
     for change in changes:
         what = ", ".join(f"{name}={value}" for name, value in change.items())
         try:
@@ -230,7 +236,7 @@ def _recompute_kind(recompute: str | Mapping[str, str] | tuple[int, ...]) -> str
     """Return the kind for all layers that is nearest to a plan's recompute."""
     if isinstance(recompute, str):
         return recompute
-    return "full" if isinstance(recompute, Mapping) or any(recompute) else "none"
+    return FULL if isinstance(recompute, Mapping) or any(recompute) else NONE
 
 
 def gain_data(gain: Any) -> dict[str, Any]:
@@ -305,7 +311,7 @@ def sources(request: PlanRequest, run: RunTask, usual: Usual | None) -> Iterator
     peaks = [f"{name} {flops / 1e12:,.0f}" for name, flops in device.peak_flops_by_dtype.items() if flops]
     yield _source(f"{device.name}, dense TFLOP/s", ", ".join(peaks), device.source)
     for level in cluster.levels:
-        yield _source(f"link {level.name}", link_text(cluster, max(level.size, 1)).partition(", ")[2], level.source)
+        yield _source(f"link {level.name}", _speed(level), level.source)
     if cluster.price is not None:
         dated = f"{cluster.price.source}; as of {cluster.price.as_of}"
         yield _source("price of a device and hour", f"${cluster.price.usd_per_device_hour:g}", dated)

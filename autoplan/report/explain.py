@@ -18,7 +18,7 @@ from autoplan.cost_models.time.estimate import Estimate
 from autoplan.errors import PinError
 from autoplan.plans.document import chosen, plain
 from autoplan.report.arguments import read_pin_words
-from autoplan.report.data import head, planned_data, to_text
+from autoplan.report.data import head, planned_data, shortage_data, to_text
 from autoplan.report.degrees import checked_config
 from autoplan.report.flags import TaskWords
 from autoplan.report.html import check_report_path, write_report
@@ -26,7 +26,7 @@ from autoplan.report.plan_file import read_plan_file
 from autoplan.report.plots import scatter_plot, show_plot
 from autoplan.report.request import read_run
 from autoplan.report.text import TERMS, console, heading, paragraph, plain_table, proof_text
-from autoplan.report.waiting import telling, waiting
+from autoplan.report.waiting import INCOMPLETE, telling, waiting
 from autoplan.report.words import choice_text, value_text
 from autoplan.search.planner import Planned, PlanRequest, estimate_config, search_plan
 from autoplan.sweeps.difference import Difference, Pair, difference, fullest
@@ -133,7 +133,7 @@ def explain_command(
 
         write_report(file, report, {**drawn_of(request, own), "sources": list(sources(request, run, None))})
     if vs is None and found.interrupted:
-        raise KeyboardInterrupt("interrupted: the answer is not complete")
+        raise KeyboardInterrupt(INCOMPLETE)
 
 
 def _say_progress(status: Any, done: int, num: int, what: str) -> None:
@@ -352,7 +352,7 @@ def _alternative_data(name: str, own: Any, a: Alternative, equal_within: float) 
         "difference": None if a.difference is None else difference_data(a.difference),
         "search_status": None if a.certificate is None else str(a.certificate.status),
         "gap": None if a.certificate is None else a.certificate.gap,
-        "shortage": None if a.shortage is None else chosen(a.shortage, "stage term needed_bytes available_bytes"),
+        "shortage": shortage_data(a.shortage),
         "reason": a.reason or None,
     }
 

@@ -15,11 +15,11 @@ from autoplan.config.choices import config_data
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.plans.document import chosen
 from autoplan.program.facts import ModelFacts
-from autoplan.report.data import head, planned_data, to_text
+from autoplan.report.data import head, planned_data, shortage_data, to_text
 from autoplan.report.flags import TaskWords
 from autoplan.report.request import import_from_here, read_request
 from autoplan.report.text import console, heading, memory_table, paragraph, plain_table
-from autoplan.report.waiting import waiting
+from autoplan.report.waiting import INCOMPLETE, waiting
 from autoplan.sweeps.fit import Fit, Way, fit
 from autoplan.sweeps.label import plan_label
 from autoplan.sweeps.whatif import STEP_ONLY
@@ -37,7 +37,7 @@ def fit_command(task: TaskWords, pin: list[str] | None, ways: bool, seconds: flo
     else:
         fit_text(console(), found)
     if found.interrupted:
-        raise KeyboardInterrupt("interrupted: the answer is not complete")
+        raise KeyboardInterrupt(INCOMPLETE)
     return {True: 0, False: 3, None: 2}[found.fits]
 
 
@@ -128,7 +128,7 @@ def fit_report(found: Fit) -> dict[str, Any]:
         **head("fit", asked.request, "ok" if asked.planned is not None else "infeasible"),
         "fits": found.fits,
         **(none() if shown is None else planned_data(shown, asked.request, STEP_ONLY)),
-        "shortage": _shortage(asked),
+        "shortage": shortage_data(asked.shortage),
         "ways": [_way(way) for way in found.ways],
     }
 
@@ -140,10 +140,6 @@ def _way(way: Way) -> dict[str, Any]:
         "plan": None if way.planned is None else config_data(way.planned.config),
         "peak_memory_bytes": None if e is None else e.peak_memory_bytes.mid,
         "tokens_per_s": None if e is None else e.tokens_per_s,
-        "shortage": _shortage(way),
+        "shortage": shortage_data(way.shortage),
         "search_status": None if way.certificate is None else str(way.certificate.status),
     }
-
-
-def _shortage(way: Way) -> dict[str, Any] | None:
-    return None if way.shortage is None else chosen(way.shortage, "stage term needed_bytes available_bytes")

@@ -18,6 +18,7 @@ from typing import Any
 
 import typer
 
+from autoplan.cost_models.hardware import catalog
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.report.files import check_writable, write_text
@@ -100,11 +101,21 @@ def _rendered(to: str, cluster: Cluster, words: list[str], given: Mapping[str, A
     return environment.from_string(text).render(values)
 
 
+# What the device plugin of a vendor calls a device. A device that the catalog does not know is taken for NVIDIA's.
+_RESOURCES = {
+    "NVIDIA": "nvidia.com/gpu",
+    "AMD": "amd.com/gpu",
+    "Google": "google.com/tpu",
+    "AWS": "aws.amazon.com/neuron",
+}
+
+
 def _resource(cluster: Cluster) -> str | None:
     """Return the name under which Kubernetes counts the devices; None for CPUs."""
     if cluster.device_type == "cpu":
         return None
-    return "amd.com/gpu" if cluster.device.name.startswith("mi") else "nvidia.com/gpu"
+    known = catalog.entries().get(cluster.device.name)
+    return _RESOURCES[known.vendor] if known is not None else _RESOURCES["NVIDIA"]
 
 
 def _accelerator(device: str) -> str:

@@ -95,9 +95,7 @@ def compare(plan: Plan, log: Path) -> Comparison:
         PinError: the plan has no estimate, or the log has no rows after the first `WARM_UP`.
     """
     head, rows = read_log(log)
-    e = plan.estimate
-    if e is None:
-        raise PinError("the plan has no estimate: its degrees were given, not searched; compare one of `autoplan plan`")
+    e = plan.priced()
     counted = rows[WARM_UP:]
     if not counted:
         raise PinError(f"{log} has {len(rows)} rows, of which the first {WARM_UP} do not count; run more steps")

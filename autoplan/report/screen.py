@@ -15,10 +15,9 @@ from rich.text import Text
 from autoplan.config import numbers
 from autoplan.config.choices import config_label
 from autoplan.config.parallel import ParallelConfig
-from autoplan.config.recompute import NONE, OFFLOAD, recompute_label
+from autoplan.config.recompute import layers_by_choice, layers_text, recompute_kind
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.program.facts import layer_calls
-from autoplan.program.legality import not_executed
 from autoplan.report.commands import estimate_command, explain_words, whatif_command
 from autoplan.report.text import (
     TERMS,
@@ -30,6 +29,7 @@ from autoplan.report.text import (
     notes_of,
     paragraph,
     pins_text,
+    priced_only,
     stage_names,
     title,
     varied_text,
@@ -90,7 +90,7 @@ def first_screen(out: Console, a: Answer) -> None:
     out.print(Text(f"FITS  {plan_label(a.best.config, e)}", style="bold green"), soft_wrap=False)
     paragraph(out, words_of_plan(a.best.config, len(layer_calls(a.request.graph))), 6, first=6)
     paragraph(out, verdict(a.result.certificate, a.result), 6, first=6)
-    for line in _priced_only(a):
+    for line in priced_only(a.best.config, a.request):
         paragraph(out, line, 6, first=6)
     out.print()
     for name, text in _figures(a):
@@ -142,14 +142,16 @@ def words_of_plan(config: ParallelConfig, layers: int) -> str:
 
 def _backward_words(c: ParallelConfig, layers: int) -> Iterator[str]:
     """Yield which layers are recomputed, and which send what the backward needs to the host."""
-    parts = [part for part in recompute_label(c.recompute, layers).split(", ") if part != NONE]
-    moved = [part for part in parts if part.partition(" ")[0] == OFFLOAD]
-    again = ", ".join(part for part in parts if part not in moved)
+    choices = layers_by_choice(c.recompute)
+    on_host = [how for how in choices if recompute_kind(how).on_host]
+    again = ", ".join(
+        f"{how} {layers_text(n, layers)}" if n else how for how, n in choices.items() if how not in on_host
+    )
     if again:
-        yield f"recompute {again} layers" if "/" in again else f"recompute {again}"
-    for part in moved:
-        of = part.partition(" ")[2]
-        yield f"activations of {of} layers on the host" if of else "activations on the host"
+        yield f"recompute {again} layers" if any(choices.values()) else f"recompute {again}"
+    for how in on_host:
+        of = f" of {layers_text(choices[how], layers)} layers" if choices[how] else ""
+        yield f"activations{of} on the host"
 
 
 def verdict(c: Certificate, result: SearchResult) -> str:
@@ -169,12 +171,6 @@ def verdict(c: Certificate, result: SearchResult) -> str:
     if c.gap >= _SAYS_LITTLE:
         return f"{found}; the bounds of this search do not say how close it is to the best"
     return f"{found}; at most {numbers.percent(c.gap)} of the step could be saved"
-
-
-def _priced_only(a: Answer) -> Iterator[str]:
-    priced = not_executed(a.best.config, a.request.facts)
-    if priced:
-        yield f"priced, not executed by autoplan's own runtime: {'; '.join(priced)}"
 
 
 def _figures(a: Answer) -> Iterator[tuple[str, str]]:

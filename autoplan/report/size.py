@@ -18,7 +18,7 @@ from autoplan.report.flags import TaskWords
 from autoplan.report.html import check_report_path, write_report
 from autoplan.report.request import read_request, read_run
 from autoplan.report.text import console, graph_notes, paragraph, plain_table, prices
-from autoplan.report.waiting import waiting
+from autoplan.report.waiting import INCOMPLETE, waiting
 from autoplan.sweeps.label import plan_label
 from autoplan.sweeps.size import Kind, Size, SizePoint, nodes_of, read_kinds, size, size_rows
 from autoplan.sweeps.whatif import RunTask
@@ -69,7 +69,7 @@ def size_command(
 
         write_report(report, size_report(found), drawn_task(request, run))
     if found.interrupted:
-        raise KeyboardInterrupt("interrupted: the answer is not complete")
+        raise KeyboardInterrupt(INCOMPLETE)
     return 0 if found.fewest is not None else 3
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich import box
 from rich.console import Console
@@ -18,6 +18,7 @@ from rich.text import Text
 
 from autoplan.config import numbers
 from autoplan.config.choices import config_label, option_texts
+from autoplan.config.parallel import ParallelConfig
 from autoplan.config.planning import HIGH_END_RISK
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.hardware.parts import NETWORKS
@@ -51,6 +52,13 @@ TERMS = {  # of a step, in words
     "accumulate": "adding up gradients",
     "optimizer": "optimizer",
 }
+
+
+def priced_only(config: ParallelConfig, request: PlanRequest) -> Iterator[str]:
+    """Yield a line on what of a configuration is only priced; nothing if autoplan's own runtime executes all of it."""
+    priced = not_executed(config, request.facts)
+    if priced:
+        yield f"priced, not executed by autoplan's own runtime: {'; '.join(priced)}"
 
 
 def console(stderr: bool = False) -> Console:
@@ -227,9 +235,8 @@ def answer(out: Console, title: str, planned: Planned, request: PlanRequest, run
     out.print(Text(text, style="bold red" if over else ""), soft_wrap=True)
     if any(s.host_memory for s in e.stages):
         out.print(Text(_host_text(e), style="" if e.fits_host else "bold red"), soft_wrap=True)
-    priced = not_executed(planned.config, request.facts)
-    if priced:
-        paragraph(out, f"priced, not executed by autoplan's own runtime: {'; '.join(priced)}", 1, first=1)
+    for line in priced_only(planned.config, request):
+        paragraph(out, line, 1, first=1)
     whole = run_of(e, request, run)
     if whole is not None:
         for text in (_run_text(whole), _failures_text(whole), _energy_text(whole)):

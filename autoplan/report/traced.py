@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autoplan.cost_models.time.estimate import COMM_TERMS
 from autoplan.errors import PinError
 from autoplan.plans.record import Plan
 from autoplan.report import timeline
@@ -171,11 +172,9 @@ def step_terms(trace: StepTrace) -> list[dict[str, float]]:
 
 def predicted_terms(plan: Plan) -> dict[str, float]:
     """Return the predicted seconds of the terms. Raises PinError for a plan without an estimate."""
-    if plan.estimate is None:
-        raise PinError("the plan has no estimate: its degrees were given, not searched; compare one of `autoplan plan`")
     out = dict.fromkeys(_TERMS, 0.0)
-    for name, seconds in plan.estimate.breakdown.items():
-        term = "comm" if name.endswith("_comm") else name
+    for name, seconds in plan.priced().breakdown.items():
+        term = "comm" if name in COMM_TERMS else name
         term = {"recompute": "compute", "accumulate": "compute"}.get(term, term)
         out[term if term in _TERMS else "rest"] += seconds.mid
     return out

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from autoplan.search.progress import Progress
 
 _HINT = "Ctrl-C: best so far"
+INCOMPLETE = "interrupted: the answer is not complete"
 
 
 def waiting(what: str, quiet: bool) -> Any:

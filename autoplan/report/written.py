@@ -28,7 +28,7 @@ _REOPENS: Mapping[str, tuple[str, ...]] = {
     "stages": ("recompute",),
 }
 _BALANCED = ("dp", "etp", "stages")  # have a good value without being given
-_FOLLOWS = ("num_micro_batches",)  # from the batch, dp and the micro-batch
+FOLLOWS = ("num_micro_batches",)  # from the batch, dp and the micro-batch
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def written_of(data: object, path: Path) -> WrittenPlan:
     wrong = [name for name in NEEDED if not isinstance(document["asked"].get(name, ""), str)]
     if wrong:
         raise PinError(f"{path}: the {wrong[0]} that was asked must be a text; {NEXT}")
-    degrees = {name: tuples(value) for name, value in document["plan"].items() if name not in _FOLLOWS}
+    degrees = {name: tuples(value) for name, value in document["plan"].items() if name not in FOLLOWS}
     return WrittenPlan(path, document["asked"], degrees, document["made_for"], document.get("graph"))
 
 

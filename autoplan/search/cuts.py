@@ -17,6 +17,7 @@ its minimum over all ways to cut the rest. A second bound, stronger with few mic
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ class Shortage:
 
     Attributes:
         on_host: the memory of the host is too small, not that of the device.
+        on_device: the largest term on the device.
     """
 
     stage: int
@@ -65,6 +67,7 @@ class Shortage:
     needed_bytes: float
     available_bytes: float
     on_host: bool = False
+    on_device: str = ""
 
 
 class Cutter:
@@ -334,21 +337,33 @@ class Cutter:
         return self.pinned or tuple((s + 1) * n // pp - s * n // pp for s in range(pp))
 
     def shortage(self) -> Shortage:
-        """Return how far the most even cut with the least memory (the most recompute) is from fitting."""
-        found = []
-        for s, units in enumerate(ranges_of(self._most_even())):
-            counts = self._counts(units, self._num_layers(units))
-            some = {*counts[:: 1 + len(counts) // _MOST_LEVELS], counts[-1]}  # the last one nearly always needs least
-            options = [self.memory_of(s, units, count) for count in sorted(some)]
-            found.append(shortage_of(s, options, self.room))
-        return worst_of(found)
+        """Return how far the most even cut with the least memory (the most recompute) is from fitting.
+
+        It is the shortage of the stage that lacks most, of those that fit under no choice, if there are some.
+        """
+        stages = list(enumerate(ranges_of(self._most_even())))
+        short = [(s, units) for s, units in stages if self._least_of(s, units) is None]
+        return worst_of([self._shortage(s, units) for s, units in short or stages])
+
+    def _shortage(self, stage: int, units: range) -> Shortage:
+        """Return what a stage lacks, over some of its choices: the last one, which nearly always needs least, and the
+        first that fits the device, which needs the host most.
+        """
+        counts = self._counts(units, self._num_layers(units))
+        some = {*counts[:: 1 + len(counts) // _MOST_LEVELS], counts[-1]}
+        tried = (n for n in counts if fits_device(self.pricer, self.room, stage, *self._tried(stage, units, n)))
+        some |= {*itertools.islice(tried, 1)}
+        return shortage_of(stage, [self.memory_of(stage, units, count) for count in sorted(some)], self.room)
 
     def any_shortage(self) -> Shortage:
         """Return the shortage of one stage of the most even cut, perhaps not the largest."""
         for s, units in enumerate(ranges_of(self._most_even())):
             memory = self.memory_of(s, units, self._counts(units, self._num_layers(units))[-1])
             if not self.room.fits(memory):
-                return shortage_of(s, [memory], self.room)
+                found = shortage_of(s, [memory], self.room)
+                # a choice that keeps less on the host may fit
+                if not found.on_host or self._least_of(s, units) is None:
+                    return found
         return self.shortage()
 
 
@@ -378,13 +393,14 @@ def fits_host(pricer: Pricer, room: Room, rank: int, ranges: Sequence[range], st
 
 def shortage_of(rank: int, options: Sequence[RankMemory], room: Room) -> Shortage:
     """Return what a rank lacks: host memory if one of the options fits the device, else device memory."""
+    terms = min((m.terms for m in options), key=room.total_bytes)
+    largest = max(terms, key=lambda k: terms[k].mid)
     fitting = [m for m in options if room.fits_device(m)]
     if fitting and not any(map(room.fits_host, fitting)):
         host = min((m.host for m in fitting), key=room.total_bytes)
-        term = max(host, key=lambda k: host[k].mid)
-        return Shortage(rank, f"{term} on the host", room.total_bytes(host), room.host_bytes, on_host=True)
-    terms = min((m.terms for m in options), key=room.total_bytes)
-    return Shortage(rank, max(terms, key=lambda k: terms[k].mid), room.total_bytes(terms), room.device_bytes)
+        term = f"{max(host, key=lambda k: host[k].mid)} on the host"
+        return Shortage(rank, term, room.total_bytes(host), room.host_bytes, True, largest)
+    return Shortage(rank, largest, room.total_bytes(terms), room.device_bytes, False, largest)
 
 
 def worst_of(found: Sequence[Shortage]) -> Shortage:

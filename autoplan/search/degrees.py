@@ -20,7 +20,7 @@ from autoplan.config.pins import Pins
 from autoplan.errors import PinError
 from autoplan.program.facts import Facts, divisors
 from autoplan.program.legality import RULES, Rule, Scope, zero_replica_counts
-from autoplan.schedules.schedule import SCHEDULES
+from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES
 
 MAX_ACTIONS = 10_000  # limit for schedules other than 1F1B: with more micro-batches the bubble is small anyway
 _SIMULATED = 100_000  # actions that the cuts of one candidate may cost
@@ -212,7 +212,7 @@ class _Walk:
         """Yield the candidate under every schedule that takes its degrees."""
         pinned = "schedule" in self.pins or "virtual_stages" in self.pins
         for schedule, virtual_stages in self._orders(pinned, plain.pp):
-            others = not self.early and not pinned and schedule != "1F1B"
+            others = not self.early and not pinned and schedule != PLAIN_SCHEDULE
             if others and (plain.pp == 1 or plain.stages is not None):
                 continue
             candidate = plain
@@ -227,7 +227,7 @@ class _Walk:
 
     def _orders(self, pinned: bool, pp: int) -> Iterator[tuple[str, int]]:
         if not self.early:
-            yield from [self.order] if pinned else [("1F1B", 1), *self.limits.schedules]
+            yield from [self.order] if pinned else [(PLAIN_SCHEDULE, 1), *self.limits.schedules]
             return
         model, pins = self.facts.model, self.pins
         most = 16 if model is None else (model.num_layers + model.num_ends) // pp
@@ -290,7 +290,7 @@ def legal_candidates(limits: Limits, pins: Pins) -> Space:
     restrictions = (ONE_DOMAIN,) if walk.limited else ()
     if not found:
         found, restrictions = tuple(legal(limits, pins)), (BEYOND,)
-        orders = {("1F1B", 1), *limits.schedules}
+        orders = {(PLAIN_SCHEDULE, 1), *limits.schedules}
         usual = (c for c in found if c.zero_replicas == 1 and (c.schedule, c.virtual_stages) in orders)
         found = tuple(usual) or found
     return Space(found, dict(walk.illegal), restrictions)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoplan.config.parallel import ParallelConfig
-from autoplan.config.recompute import FULL, check_choice, modules_of
+from autoplan.config.recompute import FULL, NONE, check_choice, modules_of
 from autoplan.cost_models.memory.recompute_frontier import recompute_mapping
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.estimate import Estimate
@@ -119,7 +119,7 @@ def _priced(
     if config.stages is not None:
         chunks = units_of(config.stages, ends)
     elif config.virtual_stages == 1 and num_copies(config.schedule) == 1:
-        how = config.recompute if isinstance(config.recompute, str) else "none"
+        how = config.recompute if isinstance(config.recompute, str) else NONE
         chunks = _balanced(pricer, Room(points.room.device_bytes, points.room.host_bytes), how)
     else:
         cuts = even_cuts((1.0,) * pricer.num_units, config.pp, config.virtual_stages)
@@ -212,7 +212,7 @@ def recompute_of_stages(
     for units, mine in zip(ranges_of(chunks), taken, strict=True):
         layers = [u for u in units if w.layers[u]]
         chosen |= mine
-        counts.append(len(mine) if mine == dict.fromkeys(layers[: len(mine)], "full") else -1)
+        counts.append(len(mine) if mine == dict.fromkeys(layers[: len(mine)], FULL) else -1)
     if min(counts) >= 0:
         return tuple(counts)
     layers_of_units = [

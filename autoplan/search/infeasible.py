@@ -19,6 +19,7 @@ from autoplan.search.quick_memory import QuickMemory
 from autoplan.search.request import PlanRequest, least_memory_first, offloaded, space_of
 
 _BUDGET_S = 30.0  # time to find the cheapest change
+_LEAST_S = 5.0  # of it for more memory of the host, at least
 _MORE_NODES = (2, 4, 8, 16, 32)
 _NUM_SHORTAGES = 8  # candidates to examine if the search recorded no shortage
 _NUM_CUTS = 64  # cuts to evaluate before a candidate counts as too big
@@ -131,10 +132,15 @@ def cheapest_change(request: PlanRequest, shortage: Shortage, budget_s: float = 
             unknown = f" {undecided} smaller changes could not be decided in {budget_s:g} s." if undecided else ""
             return f"{sentence} it fits.{unknown}"
         undecided += fits is None
-    missing = shortage.needed_bytes - shortage.available_bytes
-    if shortage.on_host:
-        return f"With {(shortage.needed_bytes - shortage.available_bytes) / 1e9:.1f} GB more host memory it fits."
-    return f"With {missing / 1e9:.1f} GB more memory per device it fits."
+    missing = (shortage.needed_bytes - shortage.available_bytes) / 1e9
+    if not shortage.on_host:
+        return f"With {missing:.1f} GB more memory per device it fits."
+    # other stages, or the same with less on the host, may lack memory of the device
+    enough = shortage.needed_bytes / 1e9 * (1 + 1e-9)
+    now = clock.now_s()
+    if feasible(replace(r, cluster=r.cluster.with_(host_memory_gb=enough)), now + max(_LEAST_S, end - now)):
+        return f"With {missing:.1f} GB more host memory per device it fits."
+    return f"The closest plan lacks {missing:.1f} GB of the host's memory per device, and perhaps more of the device's."
 
 
 def _changes(request: PlanRequest) -> list[tuple[str, PlanRequest]]:

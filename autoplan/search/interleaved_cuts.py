@@ -141,7 +141,7 @@ class _Choices:
     highest: tuple[int, ...]
     pinned: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def most(self) -> int:
         """The number of the last choice."""
         return sum(self.highest)
@@ -150,14 +150,16 @@ class _Choices:
         """Return the steps of every chunk after `number` steps in all."""
         if not self.highest:
             return self.pinned
+        if number >= self.most:
+            return self.highest
         low, high = 0, max(self.highest)  # full rounds, in which every chunk that is not at its most takes a step
         while low < high:
             rounds = (low + high + 1) // 2
-            if sum(min(rounds, most) for most in self.highest) <= number:
+            if sum([min(rounds, most) for most in self.highest]) <= number:
                 low = rounds
             else:
                 high = rounds - 1
-        left = number - sum(min(low, most) for most in self.highest)
+        left = number - sum([min(low, most) for most in self.highest])
         out = []
         for most in self.highest:
             again = left > 0 and most > low
@@ -236,6 +238,7 @@ class ChunkCutter:
         self._free_s: float | None = None
         self._lacking: tuple[int, tuple[int, ...]] | None = None  # a rank that lacks memory, of the first cut
         self._ranges: dict[tuple[int, ...], list[range]] = {}
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], _Choices] = {}
         self._steps: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
 
     @cached_property
@@ -337,17 +340,20 @@ class ChunkCutter:
         out, near, cut = [0] * len(self.chunks), 0, self.chunks
         for rank, mine in enumerate(self.chunks_of):
             choices = self._choices(mine, cut)
-            least = _first_true(choices.most, near, functools.partial(self._fits, rank, choices, cut))
+            least = self._least_of(rank, choices, cut, near)
             if least is None:
                 return None
-            while not self._fits_host(rank, choices, cut, least):
-                least += 1  # recomputed activations are not on the host
-                if least > choices.most:
-                    return None
             for k, count in zip(mine, choices.of(least), strict=True):
                 out[k] = count
             near = least
         return tuple(out)
+
+    def _least_of(self, rank: int, choices: _Choices, cut: tuple[int, ...], near: int = 0) -> int | None:
+        """Return the fewest steps with which a rank fits its device and the host; None if it does not."""
+        least = _first_true(choices.most, near, functools.partial(self._fits, rank, choices, cut))
+        while least is not None and not self._fits_host(rank, choices, cut, least):
+            least = least + 1 if least < choices.most else None  # recomputed activations are not on the host
+        return least
 
     def _fits(self, rank: int, choices: _Choices, cut: tuple[int, ...], number: int) -> bool:
         """Return True if a rank fits its device after `number` steps."""
@@ -381,13 +387,20 @@ class ChunkCutter:
 
     def _choices(self, mine: Sequence[int], cut: tuple[int, ...]) -> _Choices:
         """Return the steps along the recompute frontier for the chunks of a rank."""
-        ranges = self._ranges_of(cut)
-        most = [self.pricer.frontier.height(ranges[k]) for k in mine]  # the chunk's layers if recompute is not searched
-        if self.fixed is None:
-            return _Choices(tuple(most))
-        if self.fixed == FULL:
-            return _Choices((), tuple(most))
-        return _Choices((), tuple(sum(u in self.pricer.pinned_recompute for u in ranges[k]) for k in mine))
+        key = tuple(mine), cut
+        found = self._known.get(key)
+        if found is None:
+            ranges, height = self._ranges_of(cut), self.pricer.frontier.height
+            most = tuple([height(ranges[k]) for k in mine])  # the chunk's layers if recompute is not searched
+            if self.fixed is None:
+                found = _Choices(most)
+            elif self.fixed == FULL:
+                found = _Choices((), most)
+            else:
+                again = self.pricer.pinned_recompute
+                found = _Choices((), tuple(sum(u in again for u in ranges[k]) for k in mine))
+            self._known[key] = found
+        return found
 
     def _ranges_of(self, cut: tuple[int, ...]) -> list[range]:
         """Return `ranges_of` a cut, made once."""
@@ -407,12 +420,23 @@ class ChunkCutter:
         return self.pricer.memory.rank(rank, *self._tried(rank, counts, cut), self.pricer.pinned_recompute)
 
     def shortage(self) -> Shortage:
-        """Return how far the most even cut is from fitting with the most recompute."""
-        return worst_of([self._shortage(rank, self.cuts[0]) for rank in range(self.pp)])
+        """Return how far the most even cut is from fitting with the most recompute.
+
+        It is the shortage of the rank that lacks most, of those that fit under no choice, if there are some.
+        """
+        cut, ranks = self.cuts[0], range(self.pp)
+        short = [r for r in ranks if self._least_of(r, self._choices(self.chunks_of[r], cut), cut) is None]
+        return worst_of([self._shortage(rank, cut) for rank in short or ranks])
 
     def any_shortage(self) -> Shortage:
         """Return the shortage of one rank, perhaps not the largest."""
-        return self.shortage() if self._may_fit or self._lacking is None else self._shortage(*self._lacking)
+        if self._lacking is not None and not self._may_fit:
+            return self._shortage(*self._lacking)
+        cut = self.cuts[0]
+        for rank, mine in enumerate(self.chunks_of):
+            if self._least_of(rank, self._choices(mine, cut), cut) is None:
+                return self._shortage(rank, cut)
+        return self.shortage()
 
     def _shortage(self, rank: int, cut: tuple[int, ...]) -> Shortage:
         choices = self._choices(self.chunks_of[rank], cut)

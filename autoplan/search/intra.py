@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from autoplan.errors import AutoplanError, InfeasibleError
 from autoplan.ir.layout import Layout
+from autoplan.program.choice_kinds import is_strategy
 from autoplan.program.problem import IntraProblem, LayoutChoice, Option, ValueKey, evaluate_selection
 from autoplan.search.linear import INFEASIBLE, OPTIMAL, Column, MixedProgram, Solved, Weighted
 
@@ -101,7 +102,6 @@ def follow(problem: IntraProblem) -> IntraProblem:
     return replace(problem, choices=tuple(choices.values()), restrictions=restrictions)
 
 
-_FIXED = ("store ", "buffer ", "boundary ")
 _Keys = tuple[tuple[ValueKey, ...], tuple[ValueKey, ...]]  # the values that a choice provides, and those it requires
 
 
@@ -130,7 +130,7 @@ def _next_merge(
         if len(names) != 1:
             continue
         a, b = choices[provider[key]], choices[names[0]]
-        if not b.follows or a.name == b.name or a.weight != b.weight or a.name.startswith(_FIXED):
+        if not b.follows or a.name == b.name or a.weight != b.weight or not is_strategy(a.name):
             continue
         if (a.name, b.name, key) in apart:
             continue

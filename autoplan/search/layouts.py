@@ -15,8 +15,11 @@ from autoplan.config.offload import ACTIVATIONS
 from autoplan.config.parallel import Mode, ParallelConfig, precision_of
 from autoplan.config.recompute import OFFLOAD, kinds_in, modules_of, recompute_kind
 from autoplan.cost_models.costs import Costs
+from autoplan.cost_models.hardware.cluster import Group, Level
+from autoplan.cost_models.hardware.fabric_graph import Traffic
 from autoplan.cost_models.memory.least import LeastMemory
 from autoplan.cost_models.memory.room import Room
+from autoplan.cost_models.network.groups import axis_groups
 from autoplan.cost_models.time.blocks import BlockPricer, OpTimes, op_times
 from autoplan.cost_models.time.least import LeastTime, StateSeconds
 from autoplan.cost_models.time.price import Pricer
@@ -43,6 +46,7 @@ from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES, num_copies
 from autoplan.search.cuts import Cutter
 from autoplan.search.interleaved_cuts import ChunkCutter, LeastPass, even_cuts
 from autoplan.search.intra import IntraSolution, StoppedError, solve
+from autoplan.search.layout_store import ById
 from autoplan.search.request import PlanRequest, offload_kinds, without_activations
 from autoplan.search.state_bounds import StateBounds
 
@@ -160,19 +164,25 @@ class LayoutCache:
         return next((n for n in range(least, size) if math.gcd(n, tp) == part), size)
 
     def _solve(self, tp: int, size: int, cp: int, own: bool, limit_s: float) -> tuple[tuple[Axis, ...], IntraSolution]:
-        start = time.perf_counter()
-        built = start
-        try:
-            axes, problem = layout_problem(self.request, self.costs, (tp, size, cp, own))
-            built = time.perf_counter()
-            solution = solve(problem, limit_s)
-        finally:
-            solved = time.perf_counter()
-            self.phases["intra-op build"] += built - start
-            self.phases["intra-op solve"] += solved - built
+        """Return the layout of a cut, from an earlier search of the request's store if it is known there."""
+        cut = tp, size, cp, own
+        key, number = prices_key(self.request, self.costs, cut), layout_batches(self.request, cut)
+        until = time.perf_counter() + limit_s
+        axes, solution = self.request.layouts.get(key, number, functools.partial(self._solve_anew, cut, until))
         self.gap = max(self.gap, solution.gap)
         self.all_proved = self.all_proved and solution.status == "optimal"
         return axes, solution
+
+    def _solve_anew(self, cut: _Cut, until_s: float, number: int) -> tuple[tuple[Axis, ...], IntraSolution]:
+        start = time.perf_counter()
+        built = start
+        try:
+            axes, problem = layout_problem(self.request, self.costs, cut, number)
+            built = time.perf_counter()
+            return axes, solve(problem, max(0.0, until_s - start))
+        finally:
+            self.phases["intra-op build"] += built - start
+            self.phases["intra-op solve"] += time.perf_counter() - built
 
     def _work(
         self,
@@ -183,13 +193,24 @@ class LayoutCache:
         ends: bool,
         methods: MethodChoice,
     ) -> CandidateLayout:
+        r, store = self.request, self.request.layouts
+        sizes = axes, cut, tuple(r.env(*cut[1:3]).items())
+        settings = r.precision, r.cluster.device_type, r.mode, r.options, modules_of(r.pins.get("recompute"))
+        key = ById(r.graph), ById(solution.selection), sizes, settings, methods  # no price
         made = self._lowered.get((cut, methods))  # shared by all degrees of experts
         if made is None:
-            op_costs = self._op_costs(axes, cut, methods)
             first = self._first_lowered.get(cut)
-            made = self._lowered[cut, methods] = lower_all(self.request.graph, solution.selection, op_costs, first)
+
+            def lowered() -> LoweredModel:
+                return lower_all(r.graph, solution.selection, self._op_costs(axes, cut, methods), first)
+
+            made = self._lowered[cut, methods] = store.made(("lowered", key), lowered)
             self._first_lowered.setdefault(cut, made)
-        work = workload(self.request.graph, solution.selection, made.op_costs, experts, ends, made)
+        shared = made
+        work = store.made(
+            ("work", key, experts, ends),
+            lambda: workload(r.graph, solution.selection, shared.op_costs, experts, ends, shared),
+        )
         like = self.request.facts.like
         if like is not None:  # recompute that the stack cannot do is not looked at
             able = like.can.recompute
@@ -405,18 +426,53 @@ class LayoutCache:
         return self._cutters[candidate]
 
 
-def layout_problem(request: PlanRequest, costs: Costs, cut: _Cut) -> tuple[tuple[Axis, ...], IntraProblem]:
+def layout_batches(request: PlanRequest, cut: _Cut) -> int:
+    """Return the number of micro-batches that a layout is solved for: all devices share the batch."""
+    r, (tp, size, cp, _) = request, cut
+    return max(1, r.global_batch_size // (size * max(1, r.cluster.num_devices // (tp * cp))))
+
+
+def prices_key(request: PlanRequest, costs: Costs, cut: _Cut) -> object:
+    """Return everything that the problem of `layout_problem` depends on, but for the number of micro-batches.
+
+    Of the cluster these are the device and the levels that groups of tensor-parallel ranks cross.
+    """
+    r, cluster, (tp, size, cp, own) = request, request.cluster, cut
+    axes = parallel_dims(r.graph, ParallelConfig(tp=tp)).layout_axes
+    seen = tuple(
+        (group, traffic, costs.crosses_network(group), _crossed(group, cluster.levels_of(group, traffic)))
+        for group in axis_groups([axis.size for axis in axes]).values()
+        for traffic in (Traffic if group.size > 1 else ())
+    )
+    return (
+        ById(r.graph),
+        (axes, size, cp, own, tuple(r.env(size, cp).items()), r.precision, r.pins.get("state_slack", 1.02)),
+        (r.mode, r.options, r.constants, ById(r.profile)),
+        (cluster.device, cluster.device_type, seen),
+    )
+
+
+def _crossed(group: Group, levels: Sequence[Level]) -> tuple[Level, ...]:
+    """Return the levels up to the one that holds a whole group."""
+    reach = (group.size - 1) * group.stride
+    return tuple(level for i, level in enumerate(levels) if i == 0 or levels[i - 1].size <= reach)
+
+
+def layout_problem(
+    request: PlanRequest, costs: Costs, cut: _Cut, number: int | None = None
+) -> tuple[tuple[Axis, ...], IntraProblem]:
     """Return the axes that layouts are chosen on, and the problem of choosing them.
 
     Args:
         cut: tp, micro-batch size, cp, and True if every rank dispatches its own tokens.
+        number: micro-batches per step; None: `layout_batches`.
 
     Raises:
         InfeasibleError: no option is left of some choice.
     """
     r, (tp, size, cp, own) = request, cut
     axes = parallel_dims(r.graph, ParallelConfig(tp=tp)).layout_axes
-    steps = max(1, r.global_batch_size // (size * max(1, r.cluster.num_devices // (tp * cp))))
+    steps = layout_batches(request, cut) if number is None else number
     slack = r.pins.get("state_slack", 1.02)
     settings = IntraSettings(axes, costs, r.env(size, cp), steps, slack, precision_of(r.precision), cp)
     problem = build_problem(r.graph, settings)

@@ -17,9 +17,9 @@ from typing import Any
 
 from autoplan.config.choice import is_count
 from autoplan.config.context_methods import methods
-from autoplan.config.offload import OPTIMIZER, PARAMETERS, state_offload
+from autoplan.config.offload import NOTHING, OPTIMIZER, PARAMETERS, state_offload
 from autoplan.config.parallel import ZERO_STAGES, ParallelConfig
-from autoplan.config.recompute import FULL, RECOMPUTE, modules_choice
+from autoplan.config.recompute import FULL, RECOMPUTE, modules_choice, modules_of
 from autoplan.errors import PinError
 from autoplan.program.facts import Facts, divisors
 from autoplan.program.legality import Scope, broken
@@ -199,11 +199,10 @@ def _words(name: str, value: Any, given: Changes, facts: Facts) -> list[Any]:
         stages, kinds = given.get("stages"), sorted(RECOMPUTE, key=lambda how: how != FULL)
         if isinstance(value, tuple) and stages:
             return [tuple(map(min, value, stages)), *kinds]
-        asked = str(value).partition(":")[2].split(",")
-        there = [m for m in asked if facts.model is not None and m in facts.model.modules]
+        there = [m for m in modules_of(value) if facts.model is not None and m in facts.model.modules]
         return [*([modules_choice(there)] if there else []), *kinds]
     if name == "offload":
-        return [OPTIMIZER, "none", PARAMETERS]
+        return [OPTIMIZER, NOTHING, PARAMETERS]
     if name == "schedule":
         return sorted(SCHEDULES, key=lambda s: -difflib.SequenceMatcher(None, str(value), s).ratio())
     if name == "context_method":

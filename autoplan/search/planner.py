@@ -33,12 +33,14 @@ from autoplan.config.offload import held_on_host
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.errors import InfeasibleError
+from autoplan.program.legality.data import NO_METHOD
 from autoplan.search import clock
 from autoplan.search.certificate import Certificate, SearchResult, Status, certificate_of
 from autoplan.search.cuts import Cut, Cutter, Shortage
 from autoplan.search.degrees import Space, num_cuts, search_order
 from autoplan.search.estimate import Planned, chosen_recompute, estimate_config
 from autoplan.search.first_plans import Neighbours, usual
+from autoplan.search.garbage import collected_seldom
 from autoplan.search.group_bounds import GroupKey, group_key, grouped, step_bounds_s
 from autoplan.search.infeasible import InfeasibleReport, NothingFits, no_plan
 from autoplan.search.interleaved_cuts import ChunkCutter
@@ -222,7 +224,7 @@ class _Search:
             with suppress(StoppedError):
                 found = self.points.with_methods(candidate, self._layout_limit_s())
         if not found:
-            self.outcomes[candidate] = (Outcome.ILLEGAL, "the pinned context_method does not exist at this tp")
+            self.outcomes[candidate] = (Outcome.ILLEGAL, NO_METHOD)
         return found
 
     def _bound_groups(self, until_s: float) -> None:
@@ -332,7 +334,8 @@ class _Search:
             if bound == math.inf:
                 self._too_big(candidate)
                 if candidate.offload and cutter.lacks_device_memory():
-                    self._decide(less_offloaded(self.request, candidate), self.outcomes[candidate])
+                    how = Outcome.TOO_BIG, self.shortages[-1][0].on_device  # on the host they need less
+                    self._decide(less_offloaded(self.request, candidate), how)
             else:
                 self.bounds[candidate] = bound
         return bound
@@ -592,4 +595,5 @@ def search_plan(request: PlanRequest, told: Callable[[Progress], None] | None = 
         >>> search_plan(PlanRequest(load_model("gpt2"), Cluster.parse("1xh100"), 1024, 16)).plans[0].config.dp
         1
     """
-    return _Search(request, told).run()
+    with collected_seldom():
+        return _Search(request, told).run()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from autoplan.config.offload import NOTHING
 from autoplan.config.parallel import ParallelConfig
 from autoplan.config.recompute import recompute_kind
 from autoplan.cost_models.costs import Costs
@@ -264,7 +265,7 @@ class _PoolSearch:
         first, total = self.requests[0], sum(self.counts)
         per_node = math.gcd(*(r.cluster.devices_per_node for r in self.requests))
         cluster = first.cluster.with_(nodes=total // per_node, devices_per_node=per_node)
-        pins = {**first.pins, "schedule": PLAIN_SCHEDULE, "offload": "none"}
+        pins = {**first.pins, "schedule": PLAIN_SCHEDULE, "offload": NOTHING}
         legal = space_of(replace(first, cluster=cluster, pins=pins)).candidates
         found = [c for c in legal if all(n % c.stage_ranks == 0 for n in self.counts)]
         if not found:

@@ -8,6 +8,7 @@ from functools import cached_property
 from autoplan.config.offload import of_states
 from autoplan.config.parallel import Mode, ParallelConfig, precision_of
 from autoplan.config.recompute import modules_of
+from autoplan.cost_models.memory.least import ParameterKind
 from autoplan.cost_models.memory.parameters import ParameterMemory, States
 from autoplan.cost_models.work import ParamWork
 from autoplan.ops.products import packed_weights
@@ -18,9 +19,9 @@ from autoplan.program.op_costs import OpCosts
 from autoplan.program.token_dispatch_layouts import expert_weights
 from autoplan.schedules.schedule import num_copies
 from autoplan.search.request import PlanRequest, offload_kinds
+from autoplan.units import ORDER_OF_SUMS
 
-_CLOSE = 1 + 1e-9  # sums in another order are equal up to this
-_Kind = tuple[str, bool, bool, bool]  # dtype, trainable, of experts, packed
+_CLOSE = 1 + ORDER_OF_SUMS
 
 
 class QuickMemory:
@@ -86,9 +87,9 @@ class QuickMemory:
         return self._terms[key]
 
     @cached_property
-    def _elements(self) -> Counter[_Kind]:
+    def _elements(self) -> Counter[ParameterKind]:
         """The elements of all parameters by kind; those that several calls use count once."""
-        r, found = self.request, Counter[_Kind]()
+        r, found = self.request, Counter[ParameterKind]()
         op_costs = OpCosts(r.graph, (), r.env(1), precision=precision_of(r.precision))
         seen = set[str]()
         for call in r.graph.calls:

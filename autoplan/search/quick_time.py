@@ -15,8 +15,9 @@ from autoplan.program.op_costs import OpCosts
 from autoplan.schedules.schedule import SCHEDULES
 from autoplan.search.cuts import spread_s
 from autoplan.search.request import PlanRequest
+from autoplan.units import ORDER_OF_SUMS
 
-_CLOSE = 1 - 1e-9  # sums in another order are equal up to this
+_CLOSE = 1 - ORDER_OF_SUMS
 
 
 class QuickTime:

@@ -22,6 +22,7 @@ from autoplan.program.facts import Facts, facts_of_model, latent_attention
 from autoplan.program.legality import Scope
 from autoplan.schedules.schedule import SCHEDULES
 from autoplan.search.degrees import Space
+from autoplan.search.layout_store import LayoutStore
 from autoplan.search.refusals import refusal
 from autoplan.search.space import limits_of, space
 from autoplan.stacks.like import Like, read_like
@@ -51,6 +52,7 @@ class PlanRequest(SearchSettings):
             change that would.
         executed: True: only plans that the runtime can execute.
         target_len: tokens per target sequence, if the model has one with a length of its own; None: seq_len.
+        layouts: layouts that searches of this request and of its copies (`dataclasses.replace`) share.
 
     Example:
         >>> from autoplan import Cluster, PlanRequest, load_model
@@ -78,6 +80,7 @@ class PlanRequest(SearchSettings):
     adapters: str | None = None
     profile_file: str | None = None
     like: Like | str | None = None
+    layouts: LayoutStore = field(default_factory=LayoutStore, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.like is not None:

@@ -42,8 +42,9 @@ from autoplan.cost_models.time.least import LeastSeconds, LeastTime
 from autoplan.cost_models.time.simulation import ChunkTimes, simulate
 from autoplan.schedules.schedule import SCHEDULES, actions, chunks_of_ranks, num_copies
 from autoplan.search.interleaved_cuts import even_cuts
+from autoplan.units import ORDER_OF_SUMS
 
-_CLOSE = 1 - 1e-9  # sums in another order are equal up to this
+_CLOSE = 1 - ORDER_OF_SUMS
 _ROUNDS = 3  # improvements of the weights
 _BEYOND = 4.0  # price of a byte where no choice frees enough, over that of the dearest choice
 

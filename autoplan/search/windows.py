@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,7 +97,6 @@ class Windows:
             )
         freed = zip(memory.saved, memory.kept, pricer.workload.layers, strict=True)
         self._gain = prefix(np.array([s - k if layer else 0.0 for s, k, layer in freed]))
-        self._legal = (j > i) & (i <= n)
         self.once_s: Array = self._moved_once()
         self.free = self._free()
         at = self._active()
@@ -156,25 +156,16 @@ class Windows:
     def run(self, each: Array, rest: Array) -> Array:
         return np.maximum(self.m * each + self.once_s, each + rest)
 
-    def _legal_windows(self) -> NDArray[np.bool_]:
-        """Return by stage, i and j whether a cut may have the window of units i .. j - 1."""
-        n, s = self.num_units, np.arange(self.pp)[:, None, None]
-        legal = self._legal & (self._i >= s) & (self._j <= n - (self.pp - 1 - s))
-        if self.pinned is not None:
-            ends = np.cumsum(self.pinned)[:, None, None]
-            legal &= (self._j == ends) & (self._i == ends - np.array(self.pinned)[:, None, None])
-        legal[0] &= self._i == 0
-        legal[-1] &= self._j == n
-        return legal
-
     def _free(self) -> Array:
         """Return T of every stage with unlimited memory: with the recompute that is pinned."""
         received, sent_back = (np.array([of(stage) for stage in range(self.pp)]) for of in (self._received, self._sent))
-        seconds = self.time[self._j] - self.time[self._i] + self.stage_s + received[:, :, None] + sent_back[:, None, :]
+        between = self.time[self._j] - self.time[self._i] + self.stage_s
+        seconds: Array = between + received[:, :, None] + sent_back[:, None, :]
         if self.fixed is not None:
             again = self.recompute_s if self.fixed == FULL else self._repeated()
             seconds = seconds + (again[self._j] - again[self._i])
-        return np.where(self._legal_windows(), seconds, math.inf)
+        seconds[_illegal(self.num_units, self.pp, self.pinned)] = math.inf
+        return seconds
 
     def _active(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return stage s and units i, j of every window that a cut below the limit may have."""
@@ -318,6 +309,22 @@ class Windows:
             chunks.append(j - at)
             at = j
         return tuple(chunks)
+
+
+@lru_cache(maxsize=64)  # candidates that differ in anything else share them
+def _illegal(num_units: int, num_stages: int, pinned: tuple[int, ...] | None) -> NDArray[np.bool_]:
+    """Return by stage, i and j whether no cut has the window of units i .. j - 1."""
+    n, s = num_units, np.arange(num_stages)[:, None, None]
+    i, j = np.meshgrid(np.arange(n + 1), np.arange(n + 1), indexing="ij")
+    legal = (j > i) & (i >= s) & (j <= n - (num_stages - 1 - s))
+    if pinned is not None:
+        ends = np.cumsum(pinned)[:, None, None]
+        legal &= (j == ends) & (i == ends - np.array(pinned)[:, None, None])
+    legal[0] &= i == 0
+    legal[-1] &= j == n
+    out: NDArray[np.bool_] = ~legal
+    out.setflags(write=False)
+    return out
 
 
 def prefix(values: Array) -> Array:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoplan.config.choices import option_data, options_of, read_mode
-from autoplan.config.parallel import Mode, RunOptions, precision_of, without_suffixes
+from autoplan.config.parallel import Mode, RunOptions, precision_of, read_precision
 from autoplan.config.recompute import recompute_of_text
 from autoplan.config.settings import setting
 from autoplan.errors import PinError
@@ -77,7 +77,7 @@ class Like:
         """The precision without what is kept in 16 bits."""
         name = str(self.given.get("precision") or _PLAIN).replace(GRADIENTS_32, "")
         precision_of(name)
-        return without_suffixes(name)
+        return read_precision(name).base
 
     def precision(self, latent: bool) -> str:
         """Return the precision with what the stack keeps in 16 bits, unless a suffix says it.

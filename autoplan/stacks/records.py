@@ -22,14 +22,12 @@ from autoplan.config.choices import options_of
 from autoplan.config.keys import check_names
 from autoplan.config.offload import OFFLOADS
 from autoplan.config.parallel import (
-    GRADIENTS_16,
-    MOMENTS_16,
     PRECISIONS,
-    REMAINDERS_16,
     ZERO_STAGES,
     Dispatcher,
     Launch,
     Mode,
+    PrecisionName,
     RunOptions,
 )
 from autoplan.config.recompute import RECOMPUTE, RECOMPUTE_KINDS, modules_of
@@ -260,8 +258,7 @@ class Stack:
             r.since <= year < r.until and precision in r.precisions and (moments or not r.with_moments)
             for r in self.remainders
         )
-        suffixes = ((GRADIENTS_16, narrow), (MOMENTS_16, moments), (REMAINDERS_16, split))
-        return precision + "".join(suffix for suffix, said in suffixes if said)
+        return PrecisionName(precision, narrow, moments, split).name
 
     def experts_whole(self, year: float) -> bool:
         """Return True if experts are not split by tensor parallelism in a year."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autoplan.config.choices import config_label
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.quantity import Tag
-from autoplan.cost_models.time.estimate import Estimate
+from autoplan.cost_models.time.estimate import COMM_TERMS, Estimate
 from autoplan.schedules.schedule import num_copies
 
 
@@ -20,7 +20,7 @@ def plan_label(config: ParallelConfig, estimate: Estimate | None = None) -> str:
 
 def evidence_label(estimate: Estimate) -> str:
     """Return the weakest evidence of each part: `compute fitted, communication assumed, memory exact`."""
-    comm = [q.tag for name, q in estimate.breakdown.items() if name.endswith("_comm") and q.mid > 0]
+    comm = [q.tag for name, q in estimate.breakdown.items() if name in COMM_TERMS and q.mid > 0]
     memory = max((q.tag for s in estimate.stages for q in s.memory.values()), default=Tag.EXACT)
     parts = [f"compute {estimate.breakdown['compute'].tag}"] if "compute" in estimate.breakdown else []
     return ", ".join([*parts, f"communication {max(comm)}" if comm else "no communication", f"memory {memory}"])

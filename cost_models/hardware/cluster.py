@@ -41,6 +41,7 @@ from autoplan.cost_models.hardware.parts import (
     Group,
     Level,
     Price,
+    unknown_device_type,
 )
 from autoplan.errors import PinError
 from autoplan.units import GB, GIB, MICRO, TERA
@@ -265,7 +266,7 @@ class Cluster(Nodes):
             device = Device("cpu", 0.05 * TERA, 10.0 * GB, 4 * GIB, "assumed", launch_s=_LOCAL_LAUNCH_S)
             link = Level(200 * MICRO, 1.0 * GB, "assumed")
         else:
-            raise PinError(f"device type {device_type!r} is not supported; use 'cpu' or 'cuda'")
+            raise unknown_device_type(device_type)
         return Cluster(1, num_processes, device, link, device_type)
 
     @classmethod

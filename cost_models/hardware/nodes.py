@@ -8,9 +8,17 @@ from typing import Self
 
 from autoplan.cost_models.hardware import catalog
 from autoplan.cost_models.hardware.fabric_graph import FabricGraph
-from autoplan.cost_models.hardware.parts import COUNT, NETWORK, OVERSUBSCRIPTION, Device, Level, Price
+from autoplan.cost_models.hardware.parts import (
+    COUNT,
+    NETWORK,
+    OVERSUBSCRIPTION,
+    Device,
+    Level,
+    Price,
+    unknown_device_type,
+)
 from autoplan.errors import PinError
-from autoplan.units import GB
+from autoplan.units import DEVICE_TYPES, GB
 
 
 @dataclass(frozen=True)
@@ -48,8 +56,8 @@ class Nodes:
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise PinError(f"a cluster needs {what} of at least 1, got {count!r}; nearest legal: 1")
             COUNT.check(count, what)
-        if self.device_type not in ("cpu", "cuda"):
-            raise PinError(f"device type {self.device_type!r} is not supported; use 'cpu' or 'cuda'")
+        if self.device_type not in DEVICE_TYPES:
+            raise unknown_device_type(self.device_type)
         if self.outer and not (self.link.size or self.link.within_node):
             raise PinError("a cluster with outer levels needs the size of its innermost unit, and its link has none")
         for level in (self.link, *self.outer):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from autoplan.config.numbers import Range
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.errors import PinError
+from autoplan.units import DEVICE_TYPES
 
 # For devices without a measurement: large matrix products reach 51 % (MI300X) to 87 % (A100) of the data sheet on the
 # measured devices of the catalog (MAMF of stas00/ml-engineering, compute/accelerator/README.md).
@@ -101,6 +102,11 @@ class Device:
         if self.achievable_fraction is None:
             return _ASSUMED_ACHIEVABLE
         return Quantity.spread(self.achievable_fraction, _ACHIEVABLE_SPREAD, Tag.FITTED)
+
+
+def unknown_device_type(device_type: str) -> PinError:
+    """Return the error for a type that is none of DEVICE_TYPES."""
+    return PinError(f"device type {device_type!r} is not supported; use {' or '.join(map(repr, DEVICE_TYPES))}")
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from autoplan.errors import ProfileError
 from autoplan.ops.experts import FIRST, FIRST_BIAS, SECOND, expert_sizes
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import op_kind, op_record
-from autoplan.units import dtype_bytes
+from autoplan.units import HALF, dtype_bytes
 
 # -- assumptions where nothing was measured ----------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ def _precision(work: OpWork) -> tuple[KernelKind, float, bool]:
     kind = kernel_kind(dtype)
     if kind is not KernelKind.HALF:
         return kind, OPERAND_BYTES[kind], True
-    return kind, float(dtype_bytes(_dtype(work))), dtype in ("bfloat16", "float16")
+    return kind, float(dtype_bytes(_dtype(work))), dtype in HALF
 
 
 def _together(parts: Sequence[Seconds], extra_s: float, usual: bool) -> Seconds:

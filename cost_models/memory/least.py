@@ -37,7 +37,7 @@ from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.communicators import FixedMemory
 from autoplan.cost_models.memory.parameters import NO_STATES, ParameterMemory, States
-from autoplan.cost_models.memory.ranks import activation_need
+from autoplan.cost_models.memory.ranks import CONTEXT, activation_need
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.work import ParamWork, Workload
 from autoplan.schedules.schedule import (
@@ -49,11 +49,11 @@ from autoplan.schedules.schedule import (
     ranks_of_chunks,
     settled,
 )
-from autoplan.units import dtype_bytes
+from autoplan.units import ORDER_OF_SUMS, dtype_bytes
 
-_CLOSE = 1 + 1e-9  # sums in another order are equal up to this
+_CLOSE = 1 + ORDER_OF_SUMS
 _STATES = ("parameters", "gathered parameters", "gradients", "optimizer")
-_Kind = tuple[str, bool, bool, bool]  # dtype, trainable, of experts, packed
+ParameterKind = tuple[str, bool, bool, bool]  # dtype, trainable, of experts, packed
 
 
 class LeastMemory:
@@ -78,7 +78,7 @@ class LeastMemory:
         self.precision, self.cluster, self.megatron = precision, cluster, mode is Mode.FUSED
         self._fixed = FixedMemory(workload, cluster)
         by_unit = _elements(workload)
-        self.elements: Counter[_Kind] = Counter()
+        self.elements: Counter[ParameterKind] = Counter()
         for found in by_unit:
             self.elements.update(found)
         kinds = tuple(self.elements)
@@ -121,7 +121,7 @@ class LeastMemory:
             "gradients": (states.gradients * share if self._whole(c) else 0.0) + scattered,
             "optimizer": states.optimizer * share,
             "activations": held * room.bytes_of(activation_need(self.cluster)),
-            "context and communicators": self.fixed_bytes(c, room),
+            CONTEXT: self.fixed_bytes(c, room),
         }
 
     def shortage(self, config: ParallelConfig, room: Room, cuts: Sequence[tuple[int, ...]] | None = None) -> str | None:
@@ -191,7 +191,7 @@ class LeastMemory:
         fullest = int(np.argmax(states.sum(axis=1) + active))
         found = dict(zip(_STATES, states[fullest].tolist(), strict=True))
         fixed = self.fixed_bytes(c, room)
-        return found | {"activations": float(active[fullest]), "context and communicators": fixed}
+        return found | {"activations": float(active[fullest]), CONTEXT: fixed}
 
     def _buffers_of_ranks(self, config: ParallelConfig, cut: tuple[str, int, int, Sequence[int]]) -> Array:
         """Return both sizes of `least_buffers` (columns) on every rank of a cut, a key of `_ranks`."""
@@ -393,10 +393,10 @@ class _Moments:
         return here
 
 
-def _elements(workload: Workload) -> list[Counter[_Kind]]:
+def _elements(workload: Workload) -> list[Counter[ParameterKind]]:
     """Return the elements of the parameters of each unit by kind; those that several units use count in the first."""
     w = workload
-    found = [Counter[_Kind]() for _ in w.units]
+    found = [Counter[ParameterKind]() for _ in w.units]
     for mine, unit in zip(found, w.units, strict=True):
         for name in unit:
             for p in w.blocks[name].params:

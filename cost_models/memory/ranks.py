@@ -45,6 +45,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from types import MappingProxyType
 
@@ -138,17 +139,25 @@ class MemoryModel:
 
     def _sum_states(self) -> None:
         """Sum the bytes of parameters, gradients and optimizer state by unit."""
-        blocks = {name: self._states(name) for name in self.workload.blocks}
-        units = [[blocks[name] for name in unit] for unit in self.workload.units]
-        sums = [States.total(unit) for unit in units]
+        w = self.workload
+        each = {name: [*map(self.parameters.of, block.params)] for name, block in w.blocks.items()}
+        blocks = {name: States.total([NO_STATES, *mine]) for name, mine in each.items()}
+        tensors = {name: max((s.whole for s in mine), default=0.0) for name, mine in each.items()}
+        updates = {name: self._update_bytes(name) for name in w.blocks}
+        totals = {unit: States.total(map(blocks.__getitem__, unit)) for unit in dict.fromkeys(w.units)}
+        sums = [totals[unit] for unit in w.units]
         self.stored, self.gathered = [u.stored for u in sums], [u.gathered for u in sums]
         self.grads, self.states = [u.gradients for u in sums], [u.optimizer for u in sums]
         self.first_grads, self.hosted = [u.first for u in sums], [u.host for u in sums]
         self.reduced = [u.reduced for u in sums]
-        self.largest = [max(b.gathered for b in unit) for unit in units]
-        self.largest_grad = [max(b.whole for b in unit) for unit in units]
-        self.largest_tensor = [max(map(self._tensor_bytes, unit), default=0.0) for unit in self.workload.units]
-        self.largest_update = [max(map(self._update_bytes, unit), default=0.0) for unit in self.workload.units]
+        self.largest = self._most({name: states.gathered for name, states in blocks.items()})
+        self.largest_grad = self._most({name: states.whole for name, states in blocks.items()})
+        self.largest_tensor, self.largest_update = self._most(tensors), self._most(updates)
+
+    def _most(self, sizes: Mapping[str, float]) -> list[float]:
+        """Return the largest of the sizes of blocks by unit."""
+        most = {unit: max(map(sizes.__getitem__, unit), default=0.0) for unit in dict.fromkeys(self.workload.units)}
+        return [most[unit] for unit in self.workload.units]
 
     def _sum_activations(self) -> None:
         """Collect the activations that the forward leaves for the backward, by unit."""
@@ -160,8 +169,6 @@ class MemoryModel:
         self.saved = w.unit_selective if self.config.recompute == SELECTIVE else w.unit_saved
         self.kept = w.unit_kept
         self._kept_by_kind = {NONE: self.saved, SELECTIVE: w.unit_selective, FULL: self.kept}
-        freed = [a - b for a, b in zip(self.saved, self.kept, strict=True)]
-        self.frontier = RecomputeFrontier.full_only(w.layers, freed, [0.0] * len(freed))
         # The pipeline holds received and sent activations until the backward has passed. Megatron frees sent
         # activations (deallocate_output_tensor of core/pipeline_parallel/schedules.py), and received ones are those
         # that its first layer keeps.
@@ -171,6 +178,12 @@ class MemoryModel:
                 size - sum(v.num_bytes for v in w.shared if v.crosses(u + 1)) for u, size in enumerate(self.cuts)
             )
         self.transient, self.recompute_transient = w.unit_transient, w.unit_recompute_transient
+
+    @cached_property
+    def frontier(self) -> RecomputeFrontier:
+        """The recompute frontier: layers in full, if no other one is set."""
+        freed = [a - b for a, b in zip(self.saved, self.kept, strict=True)]
+        return RecomputeFrontier.full_only(self.workload.layers, freed, [0.0] * len(freed))
 
     def _schedule(self) -> None:
         c = self.config
@@ -196,14 +209,6 @@ class MemoryModel:
         out.config = replace(self.config, schedule=schedule, virtual_stages=virtual_stages)
         out._schedule()
         return out
-
-    def _states(self, name: str) -> States:
-        """Return the states of one block."""
-        return States.total([NO_STATES, *map(self.parameters.of, self.workload.blocks[name].params)])
-
-    def _tensor_bytes(self, name: str) -> float:
-        """Return the largest gradient of a tensor of a block before it is scattered."""
-        return max((self.parameters.of(p).whole for p in self.workload.blocks[name].params), default=0.0)
 
     def _update_bytes(self, name: str) -> float:
         """Return the temporaries of AdamW while it updates the largest tensor of a block.
@@ -420,6 +425,8 @@ class MemoryModel:
         units = [u for k in mine for u in chunks[k]]
         state = sum(self.hosted[u] for u in units) - self.counted_twice(units).host
         most = 0.0
+        if not pinned and not self.frontier.holds_on_host:
+            return state, most
         for k in mine:
             again = pinned or self.frontier.choices(chunks[k], recompute[k])
             if any(recompute_kind(how).on_host for how in {*again.values()}):

@@ -13,8 +13,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from autoplan.config.recompute import FULL, NONE
+from autoplan.config.recompute import FULL, NONE, recompute_kind
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,18 @@ class RecomputeFrontier:
 
     def __init__(self, rungs: Sequence[Rung]) -> None:
         self.rungs: tuple[Rung, ...] = tuple(rungs)
-        heights = (sum(name is not None for name in each) for each in zip(*(r.choices for r in rungs), strict=True))
-        self._below = list(itertools.accumulate(heights, initial=0))  # steps of all units before each
+
+    @cached_property
+    def _below(self) -> list[int]:
+        """The steps of all units before each."""
+        heights = (len(each) - each.count(None) for each in zip(*(r.choices for r in self.rungs), strict=True))
+        return list(itertools.accumulate(heights, initial=0))
+
+    @cached_property
+    def holds_on_host(self) -> bool:
+        """True if some choice keeps activations on the host."""
+        names = {name for rung in self.rungs for name in {*rung.choices} if name is not None}
+        return any(recompute_kind(name).on_host for name in names)
 
     @classmethod
     def of(cls, options: Sequence[Sequence[RecomputeChoice]], kinds: Sequence[object]) -> RecomputeFrontier:
@@ -56,13 +67,13 @@ class RecomputeFrontier:
             options: The choices of every unit besides `none`; empty for a unit without a layer.
             kinds: Units with equal kinds have the same front, which is found for the first of them.
         """
-        first: dict[object, int] = {}
+        units: dict[object, list[int]] = {}
         for u, kind in enumerate(kinds):
             if options[u]:
-                first.setdefault(kind, u)
+                units.setdefault(kind, []).append(u)
         found: list[tuple[float, int, int, Rung]] = []
-        for kind, u in first.items():
-            mine = [v for v in range(len(kinds)) if kinds[v] == kind and options[v]]
+        for mine in units.values():
+            u = mine[0]
             before = RecomputeChoice(NONE, 0.0, 0.0)
             for k, choice in enumerate(front(options[u])):
                 found.append((_slope(before, choice), u, k, cls._rung(options, mine, before.name, choice.name)))
@@ -85,14 +96,15 @@ class RecomputeFrontier:
     def _rung(options: Sequence[Sequence[RecomputeChoice]], mine: Sequence[int], before: str, after: str) -> Rung:
         choices: list[str | None] = [None] * len(options)
         freed, again = [0.0] * len(options), [0.0] * len(options)
-        known: dict[int, tuple[float, float]] = {}  # units may share the list of their choices
+        shared: Sequence[RecomputeChoice] | None = None  # units may share the list of their choices
+        size = seconds = 0.0
         for u in mine:
-            if id(options[u]) not in known:
-                by_name = {NONE: RecomputeChoice(NONE, 0.0, 0.0)} | {c.name: c for c in options[u]}
+            if options[u] is not shared:
+                shared = options[u]
+                by_name = {NONE: RecomputeChoice(NONE, 0.0, 0.0)} | {c.name: c for c in shared}
                 size = by_name[after].freed_bytes - by_name[before].freed_bytes
-                known[id(options[u])] = size, max(0.0, by_name[after].recompute_s - by_name[before].recompute_s)
-            choices[u] = after
-            freed[u], again[u] = known[id(options[u])]
+                seconds = max(0.0, by_name[after].recompute_s - by_name[before].recompute_s)
+            choices[u], freed[u], again[u] = after, size, seconds
         return Rung(tuple(choices), tuple(freed), tuple(again))
 
     def choices(self, units: Sequence[int], level: int) -> dict[int, str]:

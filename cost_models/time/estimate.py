@@ -12,6 +12,16 @@ from autoplan.cost_models.memory.ranks import NOT_ALLOCATED
 from autoplan.cost_models.quantity import Quantity, total
 from autoplan.cost_models.time.simulation import TimelineEvent
 
+_FAMILIES = ("tp", "cp", "ep", "dp", "pp")  # of axes, whose collectives are terms of a step
+
+
+def comm_term(family: str) -> str:
+    """Return the name of the term of a step for the collectives over a family of axes."""
+    return f"{family}_comm"
+
+
+COMM_TERMS = frozenset(map(comm_term, _FAMILIES))
+
 
 @dataclass(frozen=True)
 class StageEstimate:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from autoplan.config.parallel import Mode, ParallelConfig, Precision, precision_of
-from autoplan.config.recompute import NONE, SELECTIVE, Searched, recompute_kind
+from autoplan.config.recompute import FULL, NONE, SELECTIVE, Searched, recompute_kind
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group
 from autoplan.cost_models.kernels.gpu import kernels_of
@@ -29,7 +29,7 @@ from autoplan.cost_models.memory.ranks import MemoryModel
 from autoplan.cost_models.memory.recompute_frontier import RecomputeChoice, RecomputeFrontier
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
 from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, OpTimes, op_times
-from autoplan.cost_models.time.estimate import Estimate, StageEstimate
+from autoplan.cost_models.time.estimate import Estimate, StageEstimate, comm_term
 from autoplan.cost_models.time.simulation import AfterPipeline, ChunkTimes, Timeline, simulate, step_of
 from autoplan.cost_models.time.states import MovedOnce, StatePricer
 from autoplan.cost_models.time.step_class import step_class
@@ -343,7 +343,7 @@ class Pricer:
         of the memory model), nor is `full` (all steps of the recompute frontier).
         """
         pinned, w = self.config.recompute, self.workload
-        if isinstance(pinned, tuple) or (isinstance(pinned, str) and recompute_kind(pinned).of_all):
+        if isinstance(pinned, tuple) or pinned in (NONE, SELECTIVE, FULL):
             return {}
         out = {}
         for u, (calls, marked) in enumerate(zip(w.unit_calls, w.is_layer, strict=True)):
@@ -370,9 +370,8 @@ class Pricer:
         }
         known: dict[object, list[RecomputeChoice]] = {}  # equal units share the list
         options = []
-        for u, kind in enumerate(w.unit_kinds):
-            choices = w.unit_choices[u] if w.unit_choices else {}
-            key = kind, memory.saved[u], memory.kept[u], w.unit_selective[u], tuple(choices.items())
+        for u, kind in enumerate(w.kept_kinds):
+            key = kind, memory.saved[u], memory.kept[u]
             if key not in known:
                 known[key] = [
                     RecomputeChoice(how, memory.saved[u] - memory.kept_bytes(u, how), table.repeated(u, how))
@@ -380,11 +379,7 @@ class Pricer:
                     if looked_at[recompute_kind(how).searched]
                 ]
             options.append(known[key])
-        kinds = [
-            tuple(b for b, layer in zip(unit, marked, strict=True) if layer)
-            for unit, marked in zip(w.units, w.is_layer, strict=True)
-        ]
-        return RecomputeFrontier.of(options, kinds)
+        return RecomputeFrontier.of(options, w.layer_kinds)
 
     def repeated_s(self, unit: int, how: str) -> float:
         """Return the seconds that a recompute choice adds to the backward of a unit."""
@@ -536,11 +531,11 @@ class Pricer:
         out = {
             "compute": (total([b.forward + b.backward for b in blocks]) + self.free_forward * len(mine)) * m,
             **self._repeated(blocks, again),
-            **{f"{family}_comm": _sent(blocks, family) * m for family in ("tp", "cp", "ep")},
-            "dp_comm": self._data_parallel(units, blocks),
+            **{comm_term(family): _sent(blocks, family) * m for family in ("tp", "cp", "ep")},
+            comm_term("dp"): self._data_parallel(units, blocks),
             "launch": total([q for b in blocks for q in b.waited.values()]) * m
             + (total([b.waited_once for b in blocks]) + self._waits(ranges, units, mine)),
-            "pp_comm": self._transfers(chunks, times, timeline, rank),
+            comm_term("pp"): self._transfers(chunks, times, timeline, rank),
             "accumulate": total([b.accumulate for b in blocks]) * m,
             "optimizer": total([b.optimizer for b in updating]),
         }

@@ -32,6 +32,7 @@ import torch
 import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.initialization import no_init_weights
 
 from autoplan.capture.export import capture
 from autoplan.capture.frontend.config_file import model_from_config
@@ -74,7 +75,7 @@ def _hf(name: str, changes: Mapping[str, Any]) -> tuple[nn.Module, Batch, LossFn
 
 def _pairs(name: str, loss: LossFn) -> tuple[nn.Module, Batch, LossFn | None]:
     config = getattr(transformers, name).config_class()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
         model = getattr(transformers, name)(config)
     length = config.text_config.max_position_embeddings
     ids = torch.zeros(BATCH, length, dtype=torch.long)

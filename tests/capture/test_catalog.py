@@ -195,6 +195,21 @@ def test_every_model_has_a_layout(name: str, degree: int) -> None:
         ("deepseek-ai/DeepSeek-R1", "deepseek-v3"),
         ("Qwen2.5-Coder-7B", "qwen2.5-7b"),
         ("gpt3", "gpt3-175b"),
+        ("qwen3:8b", "qwen3-8b"),
+        ("llama3.1:70b", "llama-3.1-70b"),
+        ("llama3:8b", "llama-3.1-8b"),
+        ("gpt-oss:120b", "gpt-oss-120b"),
+        ("gemma3:27b-it-qat", "gemma-3-27b"),
+        ("llama3.1:8b-instruct-q4_K_M", "llama-3.1-8b"),
+        ("hf.co/bartowski/Llama-3.2-3B-Instruct-GGUF:Q4_K_M", "llama-3.2-3b"),
+        ("unsloth/Qwen3-8B-bnb-4bit", "qwen3-8b"),
+        ("phi3:mini", "phi-3-mini"),
+        ("phi3:14b", "phi-3-medium"),
+        ("phi4:latest", "phi-4"),
+        ("deepseek-r1:671b", "deepseek-v3"),
+        ("deepseek-r1:32b", "qwen2.5-32b"),
+        ("kimi-k2:1t", "kimi-k2"),
+        ("smollm2:135m", "smollm2-135m"),
     ],
 )
 def test_names_as_people_write_them(text: str, name: str) -> None:
@@ -206,6 +221,8 @@ def test_names_that_fit_several_models_or_another_one() -> None:
     several = "model 'Llama-3.1' may be llama-3.1-405b, llama-3.1-70b or llama-3.1-8b; write one of them"
     with pytest.raises(AutoplanError, match=several):
         catalog.load_model("Llama-3.1")
+    with pytest.raises(AutoplanError, match=r"'deepseek-r1:8b' may be llama-3\.1-8b, qwen2\.5-7b or qwen3-8b"):
+        catalog.load_model("deepseek-r1:8b")
     for other in (
         "mistralai/Mistral-7B-v0.1",
         "Qwen2.5-VL-7B",
@@ -214,6 +231,9 @@ def test_names_that_fit_several_models_or_another_one() -> None:
         "-it",
         "",
         "/",
+        "llama3:18b",
+        "qwen3:9b",
+        ":8b",
     ):  # other shapes
         with pytest.raises(AutoplanError, match="unknown model"):
             catalog.shipped_name(other)
@@ -222,6 +242,10 @@ def test_names_that_fit_several_models_or_another_one() -> None:
 def test_unknown_names() -> None:
     with pytest.raises(AutoplanError, match=r"unknown model 'lama-3\.1-8b'; did you mean llama-3\.1-8b"):
         catalog.load_model("lama-3.1-8b")
+    with pytest.raises(AutoplanError, match=r"unknown model 'qwen3:turbo'; did you mean qwen3-8b"):
+        catalog.load_model("qwen3:turbo")
+    with pytest.raises(AutoplanError, match=r"gpt9:make: cannot import 'gpt9'"):
+        catalog.load_model("gpt9:make")
     with pytest.raises(AutoplanError, match=r"config\.json, or package\.module:factory"):
         catalog.describe_model("xyz")
     with pytest.raises(AutoplanError, match="no config named 'xyz'"):

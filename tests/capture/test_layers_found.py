@@ -159,6 +159,53 @@ def test_layers_may_return_dataclasses() -> None:
     assert verify_whole(VerifyTask(model, graph, example, square_loss), limit_s=60.0).done
 
 
+class Bias(nn.Module):
+    """A bias that is made once, and kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slope", torch.linspace(0.5, 1, 8))
+        self.register_buffer("kept", None)
+
+    def forward(self, length: int) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = torch.arange(length)[:, None] * self.slope
+        return self.kept[:length]
+
+
+class AsksForBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, bias: nn.Module) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x).tanh() + bias(x.shape[1])
+        return out
+
+
+class SharesBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.bias, self.layers = nn.Linear(8, 8), Bias(), nn.ModuleList(AsksForBias() for _ in range(3))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x = self.first(input)
+        for layer in self.layers:
+            x = layer(x, self.bias)
+        return x
+
+
+def test_layers_that_are_given_one_module_are_captured_once() -> None:
+    """torch.export hands out a new object for it each time; what a trace leaves in it is taken out again."""
+    torch.manual_seed(0)
+    model, example = SharesBias().double(), {"input": torch.randn(4, 6, 8).double()}
+    graph = capture(model, example, square_loss)
+    blocks = {call.name: call.block for call in graph.calls}
+    assert {blocks[f"layers.{i}"] for i in range(3)} == {blocks["layers.0"]}
+    assert model.bias.kept is None
+    assert verify_whole(VerifyTask(model, graph, example, square_loss), limit_s=60.0).done
+
+
 def test_layers_of_a_sequence_are_captured_once() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Block(), Block(), Block())
     graph = capture(model, {"input": torch.randn(4, 8)}, square_loss)

@@ -44,6 +44,7 @@ def shifted(m: Any, x: torch.Tensor) -> torch.Tensor:
         (at_most, 5, (0, 7), (2, 6), 8),
         (at_most, 8, (8, 1 << 17), (9, 11), 6),  # torch asks in a way that is not linear: tried up to there
         (missing, 5, (0, 9), (3, 8), None),
+        (missing, 9, (0, 9), (3, 8), None),
     ],
 )
 def test_a_graph_holds_for_the_lengths_with_the_same_answers(

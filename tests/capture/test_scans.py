@@ -15,7 +15,7 @@ from harness import pool
 from torch.utils import _pytree as pytree
 
 from autoplan.capture.export import capture
-from autoplan.capture.frontend.scan_trials import ScanFacts, Trial
+from autoplan.capture.frontend.scan_trials import ScanFacts, Trial, result_form
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import ModelGraph, Node
 from autoplan.ops.batch import batch_obstacle, context_obstacle
@@ -90,7 +90,8 @@ def test_batch_groups_and_heads_can_be_split_and_the_sequence_cannot() -> None:
 def _facts(function: Any, *shapes: tuple[int, ...]) -> ScanFacts:
     tensors = [torch.empty(s) for s in shapes]
     leaves, spec = pytree.tree_flatten((tuple(tensors), {}))
-    return Trial("function", function, leaves, spec, 0, ()).facts(tensors)
+    trial = Trial("function", function, leaves, spec, 0, ())
+    return trial.facts(tensors, result_form(trial, tensors, None))
 
 
 def test_only_what_is_independent_is_split() -> None:

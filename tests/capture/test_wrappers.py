@@ -12,6 +12,7 @@ from harness import pool
 
 from autoplan.capture.export import capture
 from autoplan.errors import CaptureError
+from autoplan.ops.batch import batch_obstacle
 from autoplan.verify.check import verify_whole
 from autoplan.verify.runs import VerifyTask
 
@@ -35,6 +36,10 @@ def test_attention_inside_a_module_is_one_op(name: str) -> None:
     ops = [n.op for b in graph.blocks.values() for n in b.nodes]
     plain = [n.op for b in capture(models.make_llama(), models.token_batch(2, 16)).blocks.values() for n in b.nodes]
     assert set(ops) <= set(plain)
+
+
+def test_rows_before_every_sample_split_with_the_batch() -> None:
+    assert batch_obstacle(capture(wrapped.MAKERS["prompted"](), wrapped.batch_for("prompted"))) is None
 
 
 def test_only_the_adapters_are_trained() -> None:

@@ -16,10 +16,13 @@ from autoplan.capture.export import capture
 from autoplan.catalog import load_model
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.memory.ranks import RankMemory
+from autoplan.cost_models.memory.room import Room
+from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.errors import AutoplanError, PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.search import clock, infeasible, intra, layouts
-from autoplan.search.cuts import Shortage
+from autoplan.search.cuts import Cutter, Shortage, shortage_of
 from autoplan.search.layouts import LayoutCache
 from autoplan.search.planner import (
     InfeasibleReport,
@@ -80,6 +83,53 @@ def test_what_would_fit_is_the_cheapest(monkeypatch: pytest.MonkeyPatch) -> None
     assert tried[-1] == (16, frozenset())
     assert only(0, set()) == "With 2.0 GB more memory per device it fits."
     assert "more memory" in infeasible.cheapest_change(replace(r, executed=True), Shortage(0, "parameters", 3e9, 1e9))
+
+
+def test_more_memory_of_the_host_is_said_to_be_enough_only_if_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other stages may lack memory of the device, whatever the host has."""
+    r, short = request(4, 200_000), Shortage(0, "state on the host", 3e9, 1e9, on_host=True)
+    sizes: list[float] = []
+
+    def feasible(changed: PlanRequest, deadline: float) -> bool | None:
+        sizes.append(changed.cluster.host_memory_bytes)
+        return enough and sizes[-1] == pytest.approx(3e9)
+
+    monkeypatch.setattr(infeasible, "feasible", feasible)
+    enough = True
+    assert infeasible.cheapest_change(r, short) == "With 2.0 GB more host memory per device it fits."
+    enough = False
+    assert "it fits" not in infeasible.cheapest_change(r, short)
+    assert sizes[-1] == pytest.approx(3e9)
+
+
+def test_a_stage_that_fits_between_two_tried_choices_is_not_short() -> None:
+    """With few steps the device lacks memory, with many the host; only some steps are tried for a shortage."""
+
+    class Middle(Cutter):
+        pp, fixed, pinned, num_units = 2, None, (1, 1), 2
+
+        def __init__(self) -> None:
+            self.room = Room(10.0, 10.0)
+
+        def _counts(self, units: range, layers: int) -> list[int]:
+            return list(range(100))
+
+        def _num_layers(self, units: range) -> int:
+            return 1
+
+        def _least_of(self, stage: int, units: range) -> int | None:
+            return 3 if stage == 0 else None
+
+        def memory_of(self, stage: int, units: range, count: int) -> RankMemory:
+            device, host = (20.0 - 10.0 * (count > 2), 20.0 * (count > 3)) if stage == 0 else (11.0, 0.0)
+            sizes = {"activations": device}, {"activations": host}
+            terms, there = ({k: Quantity(v, v, v, Tag.EXACT) for k, v in each.items()} for each in sizes)
+            return RankMemory(terms, 1, "backward", there)
+
+    cutter = Middle()
+    whole = shortage_of(0, [cutter.memory_of(0, range(1), n) for n in (0, 50, 99)], cutter.room)
+    assert whole.on_host and whole.on_device == "activations"
+    assert cutter.any_shortage() == Shortage(1, "activations", 11.0, 10.0, on_device="activations")
 
 
 def test_out_of_time_is_not_infeasible() -> None:

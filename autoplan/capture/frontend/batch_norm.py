@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -129,8 +130,12 @@ class _Training(TorchFunctionMode):
 
 
 @contextmanager
-def capture_batch_norm(model: nn.Module) -> Iterator[None]:
-    """Capture batch norm in training mode inside the context, on one process as on many (nn.SyncBatchNorm)."""
+def capture_batch_norm(model: nn.Module) -> Iterator[Callable[[], AbstractContextManager[object]]]:
+    """Capture batch norm in training mode inside the context, on one process as on many (nn.SyncBatchNorm).
+
+    Yields:
+        what makes the context of the model's forward.
+    """
     layers = _Layers([m for m in model.modules() if "running_mean" in m._buffers])
     with ExitStack() as stack:
         for module in layers.modules:
@@ -143,5 +148,4 @@ def capture_batch_norm(model: nn.Module) -> Iterator[None]:
                     raise CaptureError("batch norm with momentum=None needs its counter of batches")
                 layers.cumulative.add(id(module))
                 stack.enter_context(patch.object(module, "momentum", 0.0))
-        stack.enter_context(_Training(layers))
-        yield
+        yield partial(_Training, layers)

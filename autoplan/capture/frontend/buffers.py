@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,15 +29,22 @@ def all_buffers(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tup
 @contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[None]:
     """Restore on exit the tensors that a forward puts into its modules, such as a state: those of a trace are fake."""
-    before = {module: dict(vars(module)) for module in model.modules()}
+    before = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
     try:
         yield
     finally:
-        for module, own in before.items():
-            for name, value in list(vars(module).items()):
-                if not isinstance(value, torch.Tensor) or value is own.get(name):
-                    continue
-                if name in own:
-                    vars(module)[name] = own[name]
-                else:
-                    del vars(module)[name]
+        for module, attributes, buffers in before:
+            _restore(vars(module), attributes)
+            _restore(module._buffers, buffers)
+
+
+def _restore(now: dict[str, Any], then: dict[str, Any]) -> None:
+    """Give the tensors of a table the values that they had, and take out those that it did not have."""
+    for name, value in list(now.items()):
+        before = then.get(name)
+        if value is before or not any(isinstance(x, torch.Tensor) for x in (value, before)):
+            continue
+        if name in then:
+            now[name] = before
+        else:
+            del now[name]

@@ -13,8 +13,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -249,11 +250,15 @@ class ExpertLoops:
                 self._parents.setdefault(id(child), module)
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Trace loops of proved classes; meeting another one ends the trace."""
+    def active(self) -> Iterator[Callable[[], AbstractContextManager[object]]]:
+        """Trace loops of proved classes; meeting another one ends the trace.
+
+        Yields:
+            what makes the context of the model's forward.
+        """
         loops = [m for m in self.model.modules() if m is not self.model and _may_loop(m)]
         if not loops:
-            yield
+            yield nullcontext
             return
         around = {id(m): m for loop in loops for m in self._up(loop)}
         handles = [m.register_forward_pre_hook(self._remember, with_kwargs=True) for m in around.values()]
@@ -269,8 +274,7 @@ class ExpertLoops:
             return True
 
         try:
-            with _Dense(allowed, lambda size: isinstance(size, int)):
-                yield
+            yield partial(_Dense, allowed, lambda size: isinstance(size, int))
         finally:
             for handle in handles:
                 handle.remove()

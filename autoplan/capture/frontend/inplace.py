@@ -150,10 +150,18 @@ def can_be_functional(program: torch.export.ExportedProgram) -> bool:
     found = _mutable(program)
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
     writers = [node for graph in graphs for node in graph.nodes if node.target in found]
-    changed, aliases = [cast(fx.Node, node.args[0]) for node in writers], Aliases()
+    changed, aliases = [x for node in writers for x in _changed(node)], Aliases()
     return 0 < len(writers) <= _MOST_WRITES and not any(
         _of_a_mark(x, aliases) or _past_autograd(x, program, aliases) for x in changed
     )
+
+
+def _changed(node: fx.Node) -> list[fx.Node]:
+    """Return the arguments that an op writes into: mostly the first, that of the name `out` in others."""
+    arguments = cast(torch._ops.OpOverload, node.target)._schema.arguments
+    given = {a.name: x for a, x in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
+    written = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [x for x in written if isinstance(x, fx.Node)]
 
 
 def _past_autograd(value: fx.Node, program: torch.export.ExportedProgram, aliases: Aliases) -> bool:
@@ -177,6 +185,27 @@ def _mutable(program: torch.export.ExportedProgram) -> set[torch._ops.OpOverload
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
     targets = {node.target for graph in graphs for node in graph.nodes}
     return {t for t in targets if isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable}
+
+
+def written_in_regions(program: torch.export.ExportedProgram) -> set[str]:
+    """Return the buffers that regions without gradients write into, where nothing else reads what a region does.
+
+    Such a region is dead code to a graph, and what it leaves in the module would be lost.
+    """
+    buffers, found = program.graph_signature.inputs_to_buffers, set[str]()
+    writes, aliases = _mutable(program), Aliases()
+    for region in program.graph.nodes:
+        if region.target is not torch.ops.higher_order.wrap_with_set_grad_enabled or not isinstance(
+            region.args[1], fx.Node
+        ):
+            continue
+        inside = cast(fx.GraphModule, program.graph_module.get_submodule(str(region.args[1].target))).graph
+        given = dict(zip((n for n in inside.nodes if n.op == "placeholder"), region.args[2:], strict=True))
+        for node in (n for n in inside.nodes if n.target in writes):
+            memory = {given[n] for x in _changed(node) for n in aliases.behind(x) if n in given}
+            behind = {n for x in memory if isinstance(x, fx.Node) for n in aliases.behind(x)}
+            found |= {buffers[n.name] for n in behind if n.name in buffers}
+    return found
 
 
 def without_mutation(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:

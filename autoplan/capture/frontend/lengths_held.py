@@ -78,10 +78,18 @@ class Lengths:
         raise CaptureError(f"{self.model} uses the size {expr}, which is not a polynomial in batch and sequence length")
 
     def _extreme(self, expr: Any, largest: bool) -> Expr:
-        """Return the argument that is the largest (or smallest) for the example, and keep to lengths where it is."""
+        """Return the argument that is the largest (or smallest) for the example, and keep to lengths where it is.
+
+        Of equal ones it is the one that depends on a length: what a table of positions leaves to its longest sequence
+        (`table - max(0, table - length)`) is then as long as the sequence.
+        """
         named = {self.symbols[s]: n for s, n in self.hints.items() if s in self.symbols}
         sign = 1 if largest else -1
-        given = sorted((self._polynomial(a) for a in expr.args), key=lambda e: sign * e.evaluate(named), reverse=True)
+
+        def order(size: Expr) -> tuple[Fraction, bool]:
+            return sign * size.evaluate(named), any(monomial for monomial, _ in size.terms)
+
+        given = sorted((self._polynomial(a) for a in expr.args), key=order, reverse=True)
         for other in given[1:]:
             self._keep_positive((given[0] - other) * sign, str(expr))
         return given[0]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointFunction
 
 from autoplan.errors import CaptureError
 
@@ -55,12 +56,15 @@ def checked_backwards() -> Iterator[None]:
     """Check every class of the user's or of a library that a trace applies; PyTorch's own classes are trusted.
 
     The context raises CaptureError for a class whose backward is not the derivative of its forward, or that does not
-    run on random tensors.
+    run on random tensors. What PyTorch's checkpoints run under no_grad is run as it is: a plan says what is recomputed.
     """
     original = _BASE.__dict__["apply"]
     checked: set[type] = set()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:
+            function, _, *given = args
+            return function(*given)
         if cls.__module__.split(".")[0] not in ("torch", "functorch") and cls not in checked:
             _check(cls, original, args, kwargs)
             checked.add(cls)

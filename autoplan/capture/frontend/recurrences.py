@@ -33,7 +33,7 @@ from autoplan.capture.frontend.buffers import attributes_restored
 from autoplan.capture.frontend.experts import capture_experts, capture_hf_experts
 from autoplan.capture.frontend.huggingface import capture_attention, own_hooks
 from autoplan.capture.frontend.masks import Ledger
-from autoplan.capture.frontend.scans import FunctionCall, Scan, replaced
+from autoplan.capture.frontend.scans import Scan, ScanForms, replaced
 from autoplan.errors import CaptureError
 
 _log = logging.getLogger(__name__)
@@ -282,7 +282,8 @@ class _Probe:
                     stack.callback(layer.register_forward_hook(leave(name), with_kwargs=True).remove)
                 elif "forward" not in vars(layer):  # else something has replaced it already
                     stack.enter_context(patch.object(layer, "forward", repeats.instead(layer.forward, kind)))
-            stack.enter_context(replaced(sorted(self.scans), functools.partial(_stand_in, length)))
+            forms = ScanForms(tuple(sorted(self.scans)), length)
+            stack.enter_context(replaced(forms.found, functools.partial(_stand_in, forms)))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             inputs = [
                 torch.zeros((*t.shape[:1], length, *t.shape[2:]) if t.ndim > 1 else t.shape, dtype=t.dtype)
@@ -326,10 +327,9 @@ class _Probe:
         )
 
 
-def _stand_in(length: int, scan: Scan, function: Any, args: Any, kwargs: Any) -> Any:
+def _stand_in(forms: ScanForms, scan: Scan, function: Any, args: Any, kwargs: Any) -> Any:
     """Return a result of the right form in place of a call of a function that was found."""
     try:
-        form = FunctionCall.of(scan, function, args, kwargs).result_form(length)
+        return forms.of(scan, function, args, kwargs)
     except CaptureError as error:
         raise _NoFunction(error) from error
-    return form.rebuild([torch.empty(shape, dtype=dtype) for shape, dtype in form.tensors])

@@ -67,10 +67,10 @@ class _AsOneOp(TorchFunctionMode):
 
 
 @contextmanager
-def capture_recurrent() -> Iterator[None]:
-    """Capture recurrent layers as one op inside the context."""
-    with warnings.catch_warnings(), _AsOneOp():
+def capture_recurrent() -> Iterator[type[_AsOneOp]]:
+    """Yield what captures recurrent layers as one op in the context of the model's forward."""
+    with warnings.catch_warnings():
         # torch.export says so of the parameters that these modules hold in a list, too
         held = r"(self\.[\w.]*_flat_weights\[\d+\](, )?)+"
         warnings.filterwarnings("ignore", rf"The tensor attributes? {held} (was|were) assigned during export")
-        yield
+        yield _AsOneOp

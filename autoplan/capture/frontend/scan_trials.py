@@ -12,7 +12,7 @@ import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -119,9 +119,9 @@ class Trial:
             stack.enter_context(torch.set_grad_enabled(grad))
             yield
 
-    def facts(self, tensors: Sequence[torch.Tensor]) -> ScanFacts:
-        """Return the properties of the function for arguments of these shapes."""
-        results = result_form(self, tensors, None).tensors
+    def facts(self, tensors: Sequence[torch.Tensor], form: ResultForm) -> ScanFacts:
+        """Return the properties of the function for arguments of these shapes, whose result has this form."""
+        results = form.tensors
         with self.apart():
             labels = _labels(self, tensors, [shape for shape, _ in results])
             cut = {place for label in labels for place in label.places}
@@ -253,6 +253,7 @@ class _Small:
     trial: Trial
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
+    _known: dict[tuple[int, int], list[list[int]]] = field(default_factory=dict)  # of `_going`
 
     @staticmethod
     def of(trial: Trial, tensors: Sequence[torch.Tensor], static: Mapping[int, int]) -> _Small | None:
@@ -291,6 +292,11 @@ class _Small:
 
     def _going(self, result: int, dim: int) -> list[list[int]]:
         """Return for every argument its dims whose halves influence only the same half of a dim of a result."""
+        if (result, dim) not in self._known:
+            self._known[result, dim] = self._influenced(result, dim)
+        return self._known[result, dim]
+
+    def _influenced(self, result: int, dim: int) -> list[list[int]]:
         out = self.outputs[result]
         size = out.shape[dim]
         if size % 2 or not out.requires_grad:
@@ -322,7 +328,8 @@ class _Small:
             for i, d in places:
                 given[i] = given[i].chunk(parts, d)[k].contiguous()
             try:
-                got = self.trial.tensors(given)
+                with torch.no_grad():
+                    got = self.trial.tensors(given)
             except Exception:  # it needs the whole
                 return False
             for (i, d), x in zip(results, got, strict=True):

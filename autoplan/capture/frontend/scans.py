@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 from torch.utils import _pytree as pytree
 
-from autoplan.capture.frontend.scan_trials import ScanFacts, Trial, result_form
+from autoplan.capture.frontend.scan_trials import ResultForm, ScanFacts, Trial, result_form
 from autoplan.errors import CaptureError
 from autoplan.ops.text import literal
 
@@ -100,7 +100,7 @@ class Scans:
         form = call.result_form(None)
         key = (where, call.text, *((tuple(map(str, x.shape)), x.dtype) for x in call.tensors))
         if key not in self._known:
-            facts = call.trial.facts(call.tensors)
+            facts = call.trial.facts(call.tensors, form)
             self._known[key] = json.dumps(facts.plain())
             self._note(where, facts)
         sizes = [d for shape, _ in form.tensors for d in shape]
@@ -114,6 +114,38 @@ class Scans:
         note = f"{where.name} is one operation, the function of {where.file}; it can be split over {ways}"
         if note not in self.notes:
             self.notes.append(note)
+
+
+@dataclass(frozen=True)
+class ScanForms:
+    """Stand-ins for functions that go along the sequence, where only the form of what they give matters.
+
+    Attributes:
+        length: the number of tokens.
+    """
+
+    found: tuple[Scan, ...]
+    length: int
+    _known: dict[object, ResultForm] = field(default_factory=dict)  # of equal calls
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Give empty tensors in place of the functions' results inside the context."""
+        with replaced(self.found, self.of):
+            yield
+
+    def of(self, where: Scan, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return a result of the right form of a call.
+
+        Raises:
+            CaptureError: if the function is not one of tensors.
+        """
+        call = FunctionCall.of(where, function, args, kwargs)
+        key = (where, call.text, *((x.shape, x.dtype) for x in call.tensors))
+        if key not in self._known:
+            self._known[key] = call.result_form(self.length)
+        form = self._known[key]
+        return form.rebuild([torch.empty(shape, dtype=dtype) for shape, dtype in form.tensors])
 
 
 @contextmanager
@@ -186,7 +218,7 @@ class FunctionCall:
         trial = Trial(where.path, plain, leaves, spec, reach, [sys.modules[where.file]])
         return FunctionCall(where, tensors, ", ".join(parts), trial)
 
-    def result_form(self, length: int | None) -> Any:
+    def result_form(self, length: int | None) -> ResultForm:
         """Return the form of the result; sizes of `length` are those of the sequence if sizes are plain numbers."""
         return result_form(self.trial, self.tensors, length)
 

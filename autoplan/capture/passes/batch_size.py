@@ -17,6 +17,7 @@ from autoplan.ir.graph import LOSS_SHARE, OF_THE_WHOLE_BATCH, Node, Value, of_th
 from autoplan.ir.symbols import Expr
 from autoplan.ops.record import Trait
 from autoplan.ops.table import op_has
+from autoplan.units import HALF
 
 
 def wide_means(trace: Trace) -> None:
@@ -29,7 +30,7 @@ def wide_means(trace: Trace) -> None:
             continue
         (name,) = node.outputs
         out = trace.values[name]
-        if out.dtype not in ("float16", "bfloat16"):
+        if out.dtype not in HALF:
             continue
         wide = f"{node.name}.wide"
         trace.values[wide] = replace(out, name=wide, dtype="float32")

@@ -113,6 +113,7 @@ def _method(c: ParallelConfig, f: Facts) -> str | None:
     return method_obstacle(f.model.graph, c.context_method, c.cp, c.tp)
 
 
+NO_METHOD = "the pinned context_method does not exist at this tp"
 RULES: tuple[Rule, ...] = (
     Rule("dp does not divide the global batch", ("dp", "global_batch_size"), _batch("dp")),
     Rule("the batch cannot be split", ("dp",), _unsplit("dp")),
@@ -139,5 +140,5 @@ RULES: tuple[Rule, ...] = (
     Rule("the sequence cannot be cut", ("cp",), _uncut(target=True)),
     Rule("the sequence cannot be cut", ("cp",), _uncut(target=False), Scope.EXECUTED),
     Rule("a pinned context_method without cp", ("cp", "context_method"), _method_alone, of_pins=True),
-    Rule("the pinned context_method does not exist at this tp", ("context_method", "cp", "tp"), _method),
+    Rule(NO_METHOD, ("context_method", "cp", "tp"), _method),
 )

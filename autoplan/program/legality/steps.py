@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autoplan.config.choice import choices_of
-from autoplan.config.offload import NEEDS_SHARDS, lacks_shards
+from autoplan.config.offload import NEEDS_SHARDS, lacks_shards, no_host_link, offload_text
 from autoplan.config.parallel import Attention, Mode, ParallelConfig, RunOptions, precision_of
 from autoplan.config.parallel import precision_obstacle as _precision_obstacle
 from autoplan.config.recompute import RECOMPUTE_KINDS, RecomputeKind, check_choice, kinds_in, modules_of, region_groups
 from autoplan.names import did_you_mean
+from autoplan.ops.products import NOT_EXECUTED
 from autoplan.program.facts import Facts
 from autoplan.program.legality.rule import Rule, Scope
 from autoplan.schedules.schedule import SCHEDULES, obstacle
@@ -21,13 +22,13 @@ def _shards(c: ParallelConfig, f: Facts) -> str | None:
     if not lacks_shards(c.offload, c.zero_stage, c.num_shards):
         return None
     beside = f"zero_stage={c.zero_stage}, dp={c.dp} and cp={c.cp}"
-    return f"offload={'+'.join(c.offload)!r} with {beside}: {NEEDS_SHARDS}"
+    return f"offload={offload_text(c.offload)!r} with {beside}: {NEEDS_SHARDS}"
 
 
 def _host_link(c: ParallelConfig, f: Facts) -> str | None:
     if f.host_link or not (c.offload or any(RECOMPUTE_KINDS[name].on_host for name in kinds_in(c.recompute))):
         return None
-    return f"the catalog has no speed of the host link of {f.device_name}, so offloading has no price"
+    return no_host_link(f.device_name)
 
 
 def _pipeline(c: ParallelConfig, f: Facts) -> str | None:
@@ -228,7 +229,7 @@ def _options(c: ParallelConfig, f: Facts) -> str | None:
 
 
 def _packed(c: ParallelConfig, f: Facts) -> str | None:
-    return "weights in 4 bits are priced, but not executed" if f.model is not None and f.model.packed else None
+    return NOT_EXECUTED if f.model is not None and f.model.packed else None
 
 
 RULES: tuple[Rule, ...] = (
