@@ -186,10 +186,10 @@ def _entry(row: Mapping[str, str]) -> CatalogEntry:
         fabric=fabric,
     )
     host = None
-    if host_speed is not None and scaleup.within_node:
+    if device.host_bytes_per_s is not None and scaleup.within_node:
         host = Level(
             _HOST_LATENCY_S,
-            host_speed * GB / ranks,
+            device.host_bytes_per_s,
             row["spec_source"],
             name="node",
             within_node=True,
