@@ -54,6 +54,18 @@ def _named(batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Ten
     return {f"{name} {i}": tensor for i, batch in enumerate(batches) for name, tensor in batch.items()}
 
 
+Shapes = tuple[tuple[tuple[str, torch.Size, torch.dtype], ...], ...]
+"""Names, shapes and dtypes of several batches."""
+
+
+def _shapes_of(batches: Sequence[Any]) -> Shapes | None:
+    """Return what a `problem` of batches depends on; None if they are not all mappings to tensors."""
+    for batch in batches:
+        if not isinstance(batch, Mapping) or not all(isinstance(x, torch.Tensor) for x in batch.values()):
+            return None
+    return tuple(tuple((name, x.shape, x.dtype) for name, x in batch.items()) for batch in batches)
+
+
 class Batches:
     """Checks the batches of a program.
 
@@ -67,6 +79,7 @@ class Batches:
         self._spec, self._mesh, self._num, self._device = spec, mesh, num_micro_batches, device
         # Counting labels and agreeing on them wait for the device, and so for earlier copies to it.
         self._waited_for = spec.loss_count != "none" or mesh.world_size > 1
+        self._fits: Shapes | None = None  # of the last batches without a problem, which need no second look
 
     def cut(self, batch: Mapping[str, torch.Tensor], num: int | None = None) -> list[dict[str, torch.Tensor]]:
         """Cut a batch without a `problem` into micro-batches, which are on the device once `settle` has returned.
@@ -83,6 +96,15 @@ class Batches:
             return "step() runs a backward; call it outside torch.no_grad() and torch.inference_mode()"
         if not batches:
             return "step() was given no batch"
+        shapes = _shapes_of(batches)
+        if shapes is not None and shapes == self._fits:
+            return None
+        found = self._problem(batches)
+        if found is None:
+            self._fits = shapes
+        return found
+
+    def _problem(self, batches: Sequence[Any]) -> str | None:
         for index, batch in enumerate(batches):
             found = self._form(batch) or self._divides(batch) or self._shapes(batch, {self._length(batch) // self._num})
             if found is not None:

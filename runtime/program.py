@@ -118,7 +118,8 @@ class Block(nn.Module):
         )
 
     def _run_offloaded(self, *args: Any, **kwargs: Any) -> Any:
-        with self._offloads.open([*self.parameters(), *self.buffers()], self._follows) as moved:
+        resident = [x for x in (*self._parameters.values(), *self._buffers.values()) if x is not None]
+        with self._offloads.open(resident, self._follows) as moved:
             self._ran.add(moved)
             return self.compute(*args, **kwargs)
 

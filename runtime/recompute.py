@@ -225,23 +225,32 @@ class OffloadedActivations:
 
     def send(self, x: torch.Tensor, storage: torch.UntypedStorage) -> Waiting:
         """Copy the storage of `x` to the host: as uint8 [bytes], or like `x` if that is all of it and nothing waits."""
-        if self._side is None and x.is_contiguous() and x.nbytes == storage.nbytes():
+        size = storage.nbytes()
+        if self._side is None and x.nbytes == size:
             out = Waiting(x.detach().clone())  # two operations fewer, which count for small tensors
+            if out.host.stride() != x.stride():  # x has gaps, or overlaps itself
+                out = Waiting(_bytes_of(x, storage).to("cpu", copy=True))
+        elif self._side is None:
+            out = Waiting(_bytes_of(x, storage).to("cpu", copy=True))
         else:
-            whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)
-            out = self._side.send(whole) if self._side is not None else Waiting(whole.to("cpu", copy=True))
+            out = self._side.send(_bytes_of(x, storage))
+            self._sent_bytes += size
         self._all.append(weakref.ref(out))
-        self._sent_bytes += storage.nbytes()
         return out
 
     def get(self, waiting: Waiting, device: torch.device) -> torch.Tensor:
         """Return the storage, fetched to the device."""
         if self._side is None:
-            waiting.here = waiting.host.to(device) if waiting.here is None else waiting.here
+            if waiting.here is None:
+                waiting.here = waiting.host if device.type == "cpu" else waiting.host.to(device)
             return waiting.here
         before = None if self._before is None else self._before()
         ahead = (*reversed(self._all), *reversed([] if before is None else before._all))
         return self._side.get(waiting, ahead)
+
+
+def _bytes_of(x: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)
 
 
 class Offloads:

@@ -40,6 +40,7 @@ from autoplan.capture.frontend.own_backward import checked_backwards, refuse_gra
 from autoplan.capture.frontend.recurrences import find_scans
 from autoplan.capture.frontend.recurrent import capture_recurrent
 from autoplan.capture.frontend.rehearsal import rehearse_capture
+from autoplan.capture.frontend.samples import CaptureSamples
 from autoplan.capture.frontend.scans import Scan, ScanForms, Scans
 from autoplan.capture.frontend.sizes import export_symbolic
 from autoplan.capture.frontend.torch_transformer import capture_transformers
@@ -215,7 +216,8 @@ def _patched(
     @contextmanager
     def within() -> Iterator[None]:
         with ExitStack() as stack:
-            for make in (tracer.hidden.forward, experts, recurrent, CaptureBags, CaptureData, batch_norms):
+            samples = partial(CaptureSamples, wrapper.batch)
+            for make in (tracer.hidden.forward, experts, recurrent, CaptureBags, CaptureData, samples, batch_norms):
                 stack.enter_context(make())
             yield
 

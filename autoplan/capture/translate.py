@@ -195,6 +195,8 @@ class Translator:
             name = f"buffer:{own}"
             self.trace.buffers[name] = own
             return name
+        if isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+            raise CaptureError(f"the model makes a constant tensor ({own}) inside torch.vmap; make it outside")
         if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
             raise CaptureError(f"the model makes a constant tensor ({own}) in its forward; register it as a buffer")
         if value.dim() == 0:

@@ -36,6 +36,7 @@ USD = Range(0, 1e6, "US dollars")
 ACHIEVABLE = Range(0.01, 1)
 SHARE = Range(0, 1)
 OVERSUBSCRIPTION = Range(1, 1000)
+ASSUMED = "assumed"  # the source of figures that nobody has looked up
 
 
 @dataclass(frozen=True)

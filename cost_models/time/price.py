@@ -24,6 +24,7 @@ from autoplan.config.parallel import Mode, ParallelConfig, Precision, precision_
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, Searched, recompute_kind
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group
+from autoplan.cost_models.hardware.parts import ASSUMED
 from autoplan.cost_models.kernels.gpu import kernels_of
 from autoplan.cost_models.memory.ranks import MemoryModel
 from autoplan.cost_models.memory.recompute_frontier import RecomputeChoice, RecomputeFrontier
@@ -192,8 +193,10 @@ class Pricer:
 
     @property
     def peak_flops(self) -> float:
-        """The peak FLOP/s of one device in the dtype of products."""
-        return self.device.flops(self.precision.matmul or self.precision.compute or self.workload.main_dtype)
+        """The peak FLOP/s of one device in the dtype of products; if it is only assumed, the most that was measured."""
+        dtype = self.precision.matmul or self.precision.compute or self.workload.main_dtype
+        known = self.costs.profile.product_flops if self.costs.profile and self.device.source == ASSUMED else {}
+        return known.get(dtype) or self.device.flops(dtype)
 
     def _table(self, which: str) -> Table:
         if which not in self._tables:

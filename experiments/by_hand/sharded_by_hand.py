@@ -7,13 +7,14 @@ Face model; micro-batches are a loop that adds gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -29,8 +30,9 @@ class Recipe:
     shards: `fully_shard`, else DDP. optimizer: DDP with ZeroRedundancyOptimizer. drops: parameters after the forward
     (reshard_after_forward). reduces_each: gradients after every micro-batch, else whole ones are added up and reduced
     after the last. copies: of what is sharded, each on neighbours (a mesh of two axes). on_host: what is sharded, by
-    torch's CPUOffloadPolicy. saves_on_host: what autograd keeps of every layer, by torch's save_on_cpu. compiled: every
-    layer, by torch.compile.
+    torch's CPUOffloadPolicy. saves_on_host: what autograd keeps of every layer, by torch's save_on_cpu, which moves
+    nothing where the host is the device. saves_copies: the same with a copy of every tensor, as save_on_cpu makes of
+    those of a GPU. compiled: every layer, by torch.compile.
     """
 
     shards: bool
@@ -40,6 +42,7 @@ class Recipe:
     copies: int = 1
     on_host: bool = False
     saves_on_host: bool = False
+    saves_copies: bool = False
     compiled: bool = False
 
 
@@ -54,6 +57,7 @@ RECIPES = {
     "fully_shard, 2 copies": Recipe(shards=True, drops=True, reduces_each=True, copies=2),
     "fully_shard, on the host": Recipe(shards=True, drops=True, reduces_each=True, on_host=True),
     "DDP, save_on_cpu": Recipe(shards=False, saves_on_host=True),
+    "DDP, saved tensors copied": Recipe(shards=False, saves_copies=True),
     "DDP, compiled layers": Recipe(shards=False, compiled=True),
 }
 
@@ -64,8 +68,8 @@ def make_trainer(
     """Wrap `model` (in place) and its optimizer; `batch` is this rank's part, its labels equally many on every rank."""
     parts = [part_of(batch, i, num_micro_batches) for i in range(num_micro_batches)]
     layers: Any = model.get_submodule("model.layers")
-    for layer in layers if recipe.saves_on_host else ():
-        layer.forward = _saving_on_host(layer.forward)
+    for layer in layers if recipe.saves_on_host or recipe.saves_copies else ():
+        layer.forward = _saving(layer.forward, save_on_cpu if recipe.saves_on_host else _copied)
     for layer in layers if recipe.compiled else ():
         layer.compile()
     wrapped = _sharded(model, recipe) if recipe.shards else DistributedDataParallel(model)
@@ -90,9 +94,13 @@ def make_trainer(
     )
 
 
-def _saving_on_host(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _copied() -> saved_tensors_hooks:
+    return saved_tensors_hooks(lambda x: (x.device, x.to("cpu", copy=True)), lambda kept: kept[1].to(kept[0]))
+
+
+def _saving(forward: Callable[..., Any], how: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
     def saving(*args: Any, **kwargs: Any) -> Any:
-        with torch.autograd.graph.save_on_cpu():
+        with how():
             return forward(*args, **kwargs)
 
     return saving

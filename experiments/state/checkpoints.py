@@ -8,7 +8,8 @@ program with other parameters, saved again at once, and trained on with the samp
 - the second checkpoint has the same bits: parameters, buffers and every moment of the optimizer;
 - the losses are those of the training that went on: the same bits under the same plan, in float64 to 1e-12 under
   another (sums in another order), in 16 bits to 2e-3;
-- learning rates and the number of samples agree, and with as many data-parallel ranks also their random draws.
+- learning rates, the state of the loss scaler and the number of samples agree, and with as many data-parallel ranks
+  also their random draws.
 
 Controls break one thing after loading and pass if that is seen. `--json` keeps results line by line; a second run with
 the same file does only what is missing.
@@ -33,14 +34,18 @@ from autoplan.files import AppendedFile
 from autoplan.profiler.processes import RankError, run_ranks
 from autoplan.report.files import write_text
 from experiments.shared.measure import make_console, run_command
-from experiments.state.jobs import CONTROLS, After, Loaded, error_of, load_all, load_and_go_on, save_all
+from experiments.state.jobs import CONTROLS, SCALER, After, Loaded, error_of, load_all, load_and_go_on, save_all
 from experiments.state.plans import TRAININGS, Cell, Training, all_cells, job_of, world_of
 
 TOLERANCE = 1e-12
 TOLERANCE_16 = 2e-3
 RUN_S = 1800.0  # limit of one group of processes
 GROUP_CELLS = 60  # a group of processes runs as many cells, so that it starts seldom and little is lost with it
-_CONTROLLED = (Training("dropout"), "pp2", "tp2"), (Training("llama"), "ZeRO 3, dp2", "ZeRO 3, dp2")
+_CONTROLLED = (
+    (Training("dropout"), "pp2", "tp2"),
+    (Training("llama"), "ZeRO 3, dp2", "ZeRO 3, dp2"),
+    (Training("llama", "fp16"), "ZeRO 1, dp2", "pp2"),
+)
 
 
 def verdict(cell: Cell, found: Sequence[Loaded], truth: Sequence[After]) -> list[str]:
@@ -57,6 +62,8 @@ def verdict(cell: Cell, found: Sequence[Loaded], truth: Sequence[After]) -> list
         wrong.append(f"{first.after.num_samples} samples instead of {truth[0].num_samples}")
     if first.after.learning_rates != truth[0].learning_rates:
         wrong.append("learning rates differ")
+    if any(f.after.scaler != truth[0].scaler for f in found):
+        wrong.append(f"the scaler is at {first.after.scaler} instead of {truth[0].scaler}")
     draws = {t.data_rank: t.draw for t in truth}
     here = {f.after.data_rank for f in found}
     if len(draws) == len(here) and any(f.after.draw != draws[f.after.data_rank] for f in found):
@@ -136,6 +143,8 @@ def run_controls() -> Iterator[tuple[str, dict[str, Any]]]:
             saved = run_ranks(save_all, world_of(before), [job_of(training, before)], [root], timeout_s=RUN_S)
             truth = [of_rank[0] for of_rank in saved]
             for name in CONTROLS:
+                if (name == SCALER) is not (training.precision == "fp16"):
+                    continue
                 if "dropout" in name and training.family != "dropout":
                     continue
                 job = job_of(training, after)

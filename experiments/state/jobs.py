@@ -20,17 +20,22 @@ from autoplan.runtime.params import local_of
 from experiments.state.plans import BATCH, Job, samples
 
 STEPS = 2  # before a checkpoint, and after it
+SCALER = "the loss scaler begins anew"  # a control for fp16 alone
 
 
 @dataclass(frozen=True)
 class After:
-    """What the steps after a checkpoint gave: losses, a draw of this rank's generators, and where the data ended."""
+    """What the steps after a checkpoint gave: losses, a draw of this rank's generators, and where the data ended.
+
+    scaler: of fp16, the scale of the loss, the steps since it changed, and the number of skipped steps.
+    """
 
     data_rank: int
     losses: tuple[float, ...]
     draw: tuple[float, float]
     num_samples: int
     learning_rates: tuple[float, ...]
+    scaler: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,9 @@ def go_on(pm: ParallelModel, scheduler: Any, num_steps: int) -> list[float]:
 def _after(pm: ParallelModel, scheduler: Any) -> After:
     losses = go_on(pm, scheduler, STEPS)
     draw = float(torch.rand(())), random.random()
-    return After(pm.data_rank, tuple(losses), draw, pm.progress.num_samples, tuple(map(float, scheduler.get_last_lr())))
+    rates, scaler = tuple(map(float, scheduler.get_last_lr())), pm.loss_scaler
+    scaled = () if scaler is None else (scaler.scale, scaler.growth_tracker, scaler.num_skipped)
+    return After(pm.data_rank, tuple(losses), draw, pm.progress.num_samples, rates, scaled)
 
 
 def save_and_go_on(rank: int, world: int, job: Job, folder: str) -> After:
@@ -159,6 +166,11 @@ def _other_element(pm: ParallelModel) -> None:
                 return
 
 
+def _new_scaler(pm: ParallelModel) -> None:
+    assert pm.loss_scaler is not None
+    pm.loss_scaler.growth_tracker = 0
+
+
 # What is broken after loading, to show that the comparison sees it.
 CONTROLS: Mapping[str, Callable[[ParallelModel], None]] = {
     "one moment of the optimizer is zero": _drop_moment,
@@ -169,6 +181,7 @@ CONTROLS: Mapping[str, Callable[[ParallelModel], None]] = {
     "dropout's seed is another": _other_seed,
     "the data begin anew": _forget_data,
     "the generator is another": _other_generator,
+    SCALER: _new_scaler,
 }
 
 

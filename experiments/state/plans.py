@@ -185,6 +185,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
 }
 _NO_EXPERTS = tuple(name for name in PLANS if not name.startswith("ep"))
 _SOME = ("one rank", "ZeRO 3, dp4", "tp2", "pp2")
+_THREE = ("one rank", "ZeRO 3, dp4", "pp2, tp2")
 
 TRAININGS = (
     Training("llama", plans=_NO_EXPERTS),
@@ -194,12 +195,11 @@ TRAININGS = (
     Training("dropout", plans=(*_SOME, "dp2", "pp2, tp2")),
     Training("llama", "bf16", plans=(*_SOME, "dp2", "optimizer on the host, dp2", "ZeRO 1, dp4")),
     Training("llama", "fp16", plans=("one rank", "ZeRO 1, dp2", "pp2")),
-    *(
-        Training("llama", optimizer=o, plans=("one rank", "ZeRO 3, dp4", "pp2, tp2"))
-        for o in OPTIMIZERS
-        if o != "AdamW"
-    ),
-    Training("llama", "bf16", "NAdam", plans=("one rank", "ZeRO 3, dp4", "pp2, tp2"), beside=True),
+    *(Training("llama", optimizer=o, plans=_THREE) for o in OPTIMIZERS if o != "AdamW"),
+    Training("llama", "bf16", "NAdam", plans=_THREE, beside=True),
+    *(Training("llama", "fp16", o, plans=_THREE) for o in OPTIMIZERS if o != "AdamW"),
+    Training("dropout", "bf16", plans=(*_SOME, "dp2")),
+    Training("dropout", "fp16", plans=(*_THREE, "dp2")),
 )
 
 

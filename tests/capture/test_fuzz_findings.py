@@ -100,6 +100,12 @@ def test_one_value_may_be_read_in_two_layouts() -> None:
 
 REFUSED = {
     "half of the sequence": ("return F.glu(h, 1)", r"form 2\*", ""),
+    "an op that PyTorch cannot run beside in-place ops": (
+        "v = torch.std_mean(h, dim=(0, -1), keepdim=True)[1]\nw = v * 1\nw[..., ::2] = v[..., ::2].sin()\n"
+        "return h + w + v",
+        r"std_mean.*write x = x\.add\(y\) for x\.add_\(y\)",
+        "",
+    ),
     "a size in a module of PyTorch": (
         "v = torch.relu(self.thin(h.mT).mT)\nreturn torch.relu(v + 2)",
         r"conv\.py:\d+, in module 'thin': Model uses the size floor\(",

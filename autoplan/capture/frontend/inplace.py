@@ -212,6 +212,9 @@ def without_mutation(program: torch.export.ExportedProgram) -> torch.export.Expo
     """Return the same program where every op makes a new tensor: PyTorch knows who else sees the memory.
 
     A slice that is written becomes an op on the whole tensor, so `Assembly` comes first, which makes fewer of them.
+
+    Raises:
+        CaptureError: says at which op PyTorch fails (std_mean of dims with `keepdim`, for one).
     """
     for graph in [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]:
         _detach_regions(graph)
@@ -219,7 +222,14 @@ def without_mutation(program: torch.export.ExportedProgram) -> torch.export.Expo
     composite = {op: op.decompose for op in _mutable(program) if op._can_decompose()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found: torch.export.ExportedProgram = program.run_decompositions(composite)
+        try:
+            found: torch.export.ExportedProgram = program.run_decompositions(composite)
+        except Exception as exc:  # PyTorch raises errors of any type
+            why = " ".join(str(exc).split("Original traceback")[0].split())
+            raise CaptureError(
+                f"PyTorch cannot write the in-place operations of the model as ones that make new tensors ({why}): "
+                "write x = x.add(y) for x.add_(y)"
+            ) from exc
     return found
 
 

@@ -142,6 +142,7 @@ class _Found:
     or its lists."""
 
     names: tuple[str, ...] = ()
+    batch: tuple[Any, ...] = ()  # the number of samples, as every input has it
 
 
 class LossModule(nn.Module):
@@ -177,6 +178,7 @@ class LossModule(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         """Return the scalar loss of one micro-batch."""
+        self._found.batch = tuple(t.shape[0] for t in tensors if t.dim())
         with self._held.replaced(), self.within():
             return self._loss(tensors)
 
@@ -202,6 +204,10 @@ class LossModule(nn.Module):
                 "example_inputs"
             )
         return loss
+
+    def batch(self) -> tuple[Any, ...]:
+        """Return the number of samples of the last forward, as every input has it: symbols in a trace."""
+        return self._found.batch
 
     @property
     def results(self) -> tuple[str, ...]:

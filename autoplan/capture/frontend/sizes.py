@@ -46,7 +46,8 @@ def _dims(
     for name, tensor in example_inputs.items():
         if tensor.dim() == 0 or tensor.shape[0] != first.shape[0]:
             raise CaptureError(
-                f"input {name} has shape {tuple(tensor.shape)}; dim 0 must be the batch, {first.shape[0]}"
+                f"input {name} has shape {tuple(tensor.shape)}; dim 0 must be the batch, {first.shape[0]}: give it as "
+                f"[{first.shape[0]}, ...] and flatten it in the forward"
             )
     symbols = length_symbols(example_inputs, targets)
     sizes = {symbol: int(example_inputs[name].shape[1]) for name, symbol in symbols.items()}
