@@ -52,12 +52,6 @@ class Part:
     offset: int = 0
     window: int = 0
 
-    @property
-    def num_pairs(self) -> float:
-        """Number of pairs of chunks that are computed; a causal pair of a chunk with itself counts as half."""
-        rows, columns = self.queries[1] - self.queries[0], self.keys[1] - self.keys[0]
-        return rows * columns / (2 if self.kind == "causal" else 1)
-
 
 def parts_of(index: int, source: int, ranks: int, length: int, causal: bool, window: int | None) -> tuple[Part, ...]:
     """Return the products of rank ``index`` with the keys of rank ``source``; chunks have ``length`` tokens."""

@@ -110,8 +110,12 @@ def _experts(at: At) -> tuple[Field, ...]:
         if not document.task.num_experts:
             return {"ep": 1, "etp": found["tp"]}
         etp = document.get(at(_ETP))
-        out: dict[str, Any] = {"ep": document.count(at("expert_model_parallel_size")), "etp": etp or found["tp"]}
-        out["fused_experts"] = bool(document.get(at("use_transformer_engine_op_fuser")))
+        out: dict[str, Any] = {"ep": document.count(at("expert_model_parallel_size"))}
+        fused = document.get(at("use_transformer_engine_op_fuser"))
+        if etp or not document.partial:
+            out["etp"] = etp or found["tp"]
+        if fused is not None or not document.partial:
+            out["fused_experts"] = bool(fused)
         kind = document.values.get(at("moe_token_dispatcher_type"))
         document.seen.add(at("moe_token_dispatcher_type"))
         if kind == "allgather":
@@ -346,7 +350,8 @@ def _said_of_experts(setting: str, why: str) -> TargetRule:
     """Return the rule that a file for a model with experts gives this setting, whose default is seldom meant."""
 
     def found(document: Document, found: Values) -> str | None:
-        if not document.task.num_experts or any(document.has(path) for path in (setting, f"model.{setting}")):
+        said = any(document.has(path) for path in (setting, f"model.{setting}"))
+        if not document.task.num_experts or said or document.partial:
             return None
         return None if setting == _ETP and found["tp"] == 1 else f"{setting} is not said: {why}"
 

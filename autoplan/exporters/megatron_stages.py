@@ -10,6 +10,7 @@ from autoplan.config.recompute import FULL, MODULES, NONE, OFFLOAD, SELECTIVE, m
 from autoplan.errors import PinError
 from autoplan.exporters.record import Document, Values, near_parts
 from autoplan.exporters.setup import Setup
+from autoplan.stacks.like import equal_stages
 
 At = Callable[[str], str]
 
@@ -92,6 +93,8 @@ def _uneven(document: Document, at: At, layers: int, chunks: int) -> tuple[int, 
     )
     ends = [bool(document.get(at(f"account_for_{end}_in_pipeline_split"))) for end in ("embedding", "loss")]
     if first is None and last is None:
+        if (layers + sum(ends)) % chunks and document.partial:
+            return equal_stages(layers, chunks, 1)  # as the stack cuts them
         if (layers + sum(ends)) % chunks:
             raise PinError(
                 f"{layers + sum(ends)} layers{' with embedding and loss' if any(ends) else ''} do not split into "

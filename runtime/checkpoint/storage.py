@@ -200,24 +200,3 @@ class FolderReader(StorageReader):
 def _metadata(about: Mapping[str, Any]) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in about["chunks"]]
     return TensorStorageMetadata(TensorProperties(DTYPES[about["dtype"]]), torch.Size(about["shape"]), chunks)
-
-
-def whole_tensors(folder: Path, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return whole tensors of a checkpoint, in this process alone.
-
-    Args:
-        tensors: of the index, those that are wanted.
-
-    Raises:
-        OSError, TensorFileError: a file cannot be read.
-    """
-    files: dict[str, TensorFile] = {}
-    out = {}
-    for name, about in tensors.items():
-        whole = out[name] = torch.empty(tuple(about["shape"]), dtype=DTYPES[about["dtype"]])
-        for chunk in about["chunks"]:
-            if chunk["file"] not in files:
-                files[chunk["file"]] = TensorFile(folder / chunk["file"])
-            at = tuple(slice(a, a + n) for a, n in zip(chunk["offsets"], chunk["sizes"], strict=True))
-            files[chunk["file"]].read_into(chunk["entry"], whole[at])
-    return out
