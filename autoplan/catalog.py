@@ -349,5 +349,5 @@ if __name__ == "__main__":
         os.execv(sys.executable, [sys.executable, "-m", "autoplan.catalog", *sys.argv[1:]])
     try:
         main(sys.argv[1:])
-    except AutoplanError as exc:
-        sys.exit(str(exc))
+    except AutoplanError as _refused:
+        sys.exit(str(_refused))

@@ -102,7 +102,7 @@ def _stop(message: str, code: int) -> typer.Exit:
     return typer.Exit(code)
 
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     add_completion=True,
@@ -111,7 +111,7 @@ app = typer.Typer(
     epilog=_EXAMPLES,
     help="Plan how to train a model on a cluster: degrees, stages, recompute and ZeRO, with time, memory and cost.",
 )
-hw = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The hardware catalog.")
+hw: typer.Typer = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The hardware catalog.")
 app.add_typer(hw, name="hw")
 
 

@@ -33,10 +33,12 @@ from autoplan.cost_models.work import OpWork, Plain
 from autoplan.errors import ProfileError
 from autoplan.files import write_whole
 from autoplan.ops.saved import TensorFacts
+from autoplan.ops.table import op_record
 from autoplan.units import DEVICE_TYPES, DTYPE_BYTES
 
 PROFILE_SCHEMA_VERSION = 2
 PHASES = ("forward", "backward")
+_LONG_S = 1e-4  # a product of this long or longer says how fast products can be
 MEASURED_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 # On CPUs collectives are measured between compute phases of this length, in seconds.
 LINK_WORK_S = 0.002
@@ -208,6 +210,16 @@ class Profile:
     def by_key(self) -> dict[str, MeasuredOp]:
         """The operations by `OpWork.key`."""
         return {r.work.key: r for r in self.ops}
+
+    @cached_property
+    def product_flops(self) -> Mapping[str, float]:
+        """The most FLOP/s of a measured product, by dtype; products too short to say so are left out."""
+        out: dict[str, float] = {}
+        for r in self.ops:
+            if r.work.flops and op_record(r.work.op).weights and r.forward_s.median > _LONG_S:
+                dtype = r.work.inputs[0].dtype
+                out[dtype] = max(out.get(dtype, 0.0), r.work.flops / r.forward_s.median)
+        return out
 
     @cached_property
     def settled(self) -> frozenset[str]:

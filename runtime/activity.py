@@ -29,7 +29,7 @@ _OPERATORS = str(_TORCH / "_ops.py")
 _PIPELINE = str(_TORCH / "distributed" / "pipelining" / "schedules.py")
 _FUNCTIONAL = re.compile(r"_?(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast)")
 # Function -> phase; the innermost on the stack counts.
-_PHASES = {
+STACK_PHASES = {
     "_engine_run_backward": "backward",
     "backward_one_chunk": "backward",
     "backward_weight_one_chunk": "backward",
@@ -38,7 +38,7 @@ _PHASES = {
     "reduce_deferred": "gradient reduction",
     "sum_tied": "gradient reduction",
     "new_group": "making process groups",
-    "materialise": "sharding parameters",
+    "_synchronised": "sharding parameters",
     "search_plan": "planning",
     "_capture": "capture",
     "_machine_profile": "measuring this machine",
@@ -77,7 +77,7 @@ class StackPlace:
 def place_of(frames: Iterable[Frame]) -> StackPlace:
     """Return the place that a stack shows, innermost frame first."""
     stack = list(frames)
-    phase = next((_PHASES[f.function] for f in stack if f.function in _PHASES), "")
+    phase = next((STACK_PHASES[f.function] for f in stack if f.function in STACK_PHASES), "")
     foreign = [f for f in stack if not _is_ours(f.file)]
     own = next((f for f in foreign if "site-packages" not in f.file), foreign[0] if foreign else None)
     line = f"{Path(own.file).name}:{own.line} ({own.function})" if own is not None else ""

@@ -24,11 +24,6 @@ from autoplan.runtime.spec import ProgramSpec, evaluate_terms
 CONTENTS_EVERY = 100  # steps
 
 
-def settled_bytes(num_data_ranks: int) -> int:
-    """Return the bytes of the all-reduce in which all ranks agree on a step's batches, with one loss denominator."""
-    return 8 * (1 + 4 * num_data_ranks)
-
-
 _LEAST = -(1 << 63)  # least int64: a rank's entry for other ranks' batches
 
 

@@ -47,7 +47,7 @@ from autoplan.runtime.news import News, NewsKind
 from autoplan.runtime.peers import Address, Listener, Silence, route_to
 from autoplan.runtime.ranks import Ranks
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 600.0
 TIMEOUT_VARIABLE = "AUTOPLAN_TIMEOUT_S"

@@ -55,8 +55,13 @@ class ModelState:
         dtype: torch.dtype | None,
         stored: StoredDtype,
     ) -> None:
-        self.spec, self.mesh, self.stages, self.device = spec, mesh, stages, device
-        self.aliases, self.extra, self.dtype = dict(aliases), dict(extra), dtype
+        self.spec = spec
+        self.mesh = mesh
+        self.stages = stages
+        self.device = device
+        self.aliases: dict[str, tuple[str, ...]] = dict(aliases)
+        self.extra: dict[str, Any] = dict(extra)
+        self.dtype = dtype
         self.host: HostShards | None = None
         self._shards, self._stored = shards, stored
         self._owners = self._find_owners()

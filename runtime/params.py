@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.runtime.mesh import AxisMesh
 from autoplan.runtime.spec import BufferSpec, ParamSpec, StageSpec
-from autoplan.runtime.values import dtypes_of
 from autoplan.runtime.whole import CPU, gather
 
 
@@ -89,24 +88,6 @@ def buffer_owner(stage: nn.Module, spec: BufferSpec) -> nn.Module:
     """Return the module of a stage that holds a buffer: one of its blocks, or a parameter-free table beside them."""
     inside = spec.block in stage.get_submodule("blocks")._modules
     return stage.get_submodule(f"blocks.{spec.block}" if inside else spec.block)
-
-
-def materialise(
-    stage: nn.Module,
-    spec: StageSpec,
-    parameters: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor],
-    size: Callable[[str], int],
-    coordinate: Callable[[str], int],
-    device: torch.device,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Give a freshly built stage its parameters and buffers, in place. `dtype` replaces every floating dtype."""
-    given = dtypes_of(parameters)
-    kinds = {n: dtype if dtype is not None and kind.is_floating_point else kind for n, kind in given.items()}
-    declare(stage, spec, size, device, lambda p: kinds[p.name])
-    fill(stage, spec, parameters, size, coordinate)
-    fill_buffers(stage, spec, buffers, device, dtype)
 
 
 def without_memory(

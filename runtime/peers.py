@@ -30,7 +30,7 @@ from typing import Any
 _AT_ONCE = 256
 # Seconds that a connection may take to bring its question; the others wait meanwhile.
 _QUESTION_S = 1.0
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class Silence(enum.Enum):

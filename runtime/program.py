@@ -93,7 +93,9 @@ class Block(nn.Module):
 
     def __init__(self, *, recompute: str = "none", site: int = 0, gathered: str = "again") -> None:
         super().__init__()
-        self.recompute, self.site, self.gathered = recompute, site, gathered
+        self.recompute = recompute
+        self.site = site
+        self.gathered = gathered
         self.compiled = False
         self.outputs: dict[str, Tensor] | None = None  # while an evaluation asks for them (autoplan.runtime.outputs)
         self._regions: Regions | None = None

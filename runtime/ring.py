@@ -52,12 +52,6 @@ class Part:
     offset: int = 0
     window: int = 0
 
-    @property
-    def num_pairs(self) -> float:
-        """Number of pairs of chunks that are computed; a causal pair of a chunk with itself counts as half."""
-        rows, columns = self.queries[1] - self.queries[0], self.keys[1] - self.keys[0]
-        return rows * columns / (2 if self.kind == "causal" else 1)
-
 
 def parts_of(index: int, source: int, ranks: int, length: int, causal: bool, window: int | None) -> tuple[Part, ...]:
     """Return the products of rank ``index`` with the keys of rank ``source``; chunks have ``length`` tokens."""
@@ -227,7 +221,7 @@ def _forward(
     """Return the result, [b, h, 2 l, e], and the log-sum-exp of all scores, [b, h, 2 l], float32 or wider."""
     length = q.shape[2] // 2
     wide = _wide(q.dtype)
-    out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide)
+    out = _heads_inside(q, v, wide).zero_()
     lse = q.new_full(q.shape[:3], -math.inf, dtype=wide)
     for source, buffer in ring.rotate(_packed(k, v)):
         keys, values = _unpacked(buffer, k, v)
@@ -286,6 +280,12 @@ def _backward(
     return for_q.to(q.dtype), for_k.to(k.dtype), for_v.to(v.dtype)
 
 
+def _heads_inside(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a new result, [b, h, s, e], in memory [b, s, h, e]: the product behind it reads rows without a copy."""
+    b, h, s, _ = q.shape
+    return q.new_empty(b, s, h, v.shape[3], dtype=dtype or q.dtype).transpose(1, 2)
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALVES else dtype
 
@@ -327,7 +327,7 @@ def _run_backward(*args: Any) -> Any:
 
 
 def _like_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
+    return _heads_inside(q, v), q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
 
 
 def _like_backward(grad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:

@@ -44,7 +44,7 @@ class Waiting:
     __slots__ = ("__weakref__", "arrived", "here", "host")
 
     def __init__(self, host: torch.Tensor) -> None:
-        self.host = host
+        self.host: torch.Tensor = host
         self.here: torch.Tensor | None = None
         self.arrived: Event | None = None  # None: the computing stream has waited for it
 
@@ -66,11 +66,14 @@ class SideStream:
         use: Callable[[Any], AbstractContextManager[Any]],
         device: torch.device,
     ) -> None:
-        self._stream, self._current, self._use, self.device = stream, current, use, device
+        self._stream = stream
+        self._current = current
+        self._use = use
+        self.device = device
         self._leaving: deque[tuple[torch.Tensor, Event]] = deque()  # the oldest first
         self._back: list[weakref.ref[Waiting]] = []
         self._coming: list[tuple[weakref.ref[Waiting], torch.Tensor, Event]] = []  # nobody has waited for these
-        self.limit_bytes = 0  # bytes of the fullest block so far
+        self.limit_bytes: int = 0  # bytes of the fullest block so far
 
     @classmethod
     def of(cls, device: torch.device) -> SideStream | None:

@@ -141,7 +141,7 @@ class TensorFile:
         try:
             header = json.loads(text)
             self.metadata: dict[str, str] = dict(header.pop("__metadata__", {}))
-            self.entries = {name: _entry(name, raw, 8 + length, size) for name, raw in header.items()}
+            self.entries: dict[str, Entry] = {name: _entry(name, raw, 8 + length, size) for name, raw in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
             raise TensorFileError(f"{path}: the header cannot be read: {exc}") from exc
         end = max((e.begin + _num_bytes(e) for e in self.entries.values()), default=8 + length)

@@ -28,7 +28,8 @@ class MadeTensors(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, dtypes: Mapping[str, torch.dtype], make: Callable[[str], torch.Tensor]) -> None:
-        self.dtypes, self._make = dict(dtypes), make
+        self.dtypes: dict[str, Any] = dict(dtypes)
+        self._make = make
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self.dtypes:

@@ -457,3 +457,8 @@ def spread_out(cases: Iterable[Any], every: int = 3, unpack: bool = False, all_e
 def state_keys(family: str) -> list[str]:
     model = make_model(family, 0.0)
     return sorted({*model.state_dict(), *(x for v in _aliases(model).values() for x in v)})
+
+
+def settled_bytes(num_data_ranks: int) -> int:
+    """Return the bytes of the all-reduce in which all ranks agree on a step's batches, with one loss denominator."""
+    return 8 * (1 + 4 * num_data_ranks)

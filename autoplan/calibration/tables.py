@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -101,29 +101,6 @@ def stored(
             for g in by_group["before"]
         },
         **(more or {}),
-    }
-
-
-def merged_constants(before: Mapping[str, Any], now: Mapping[str, Any], mixed: Collection[str]) -> dict[str, Any]:
-    """Return the data of a constants file after a fit of some of its constants to some of the steps.
-
-    Constants that were not fitted now stay as they were, and so do errors of groups without a step in this fit.
-
-    Args:
-        mixed: groups that have other steps, too: their held-out error (`unseen`) is not known and is left out.
-    """
-    fitted = {n: e for n, e in now["constants"].items() if e["fitted"] or n not in before["constants"]}
-    old, new = before.get("errors", {}), now["errors"]
-    return {
-        **before,
-        "constants": {n: fitted.get(n, before["constants"].get(n, e)) for n, e in now["constants"].items()},
-        "errors": {g: new.get(g, old.get(g)) for g in sorted({*old, *new})},
-        "step_intervals": {**before.get("step_intervals", {}), **now.get("step_intervals", {})},
-        "unseen": {g: e for g, e in {**before.get("unseen", {}), **now.get("unseen", {})}.items() if g not in mixed},
-        "unseen_models": {**before.get("unseen_models", {}), **now.get("unseen_models", {})},
-        "sources": sorted({*before.get("sources", ()), *now.get("sources", ())}),
-        "fitted_apart": {key: now[key] for key in ("error", "intervals", "date") if key in now}
-        | {"constants": sorted(n for n, e in fitted.items() if e["fitted"]), "groups": sorted(new)},
     }
 
 

@@ -49,6 +49,7 @@ _MOST_CONSTANTS = 4096  # elements of a tensor that stands in the program as num
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype as graphs write it: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -114,14 +115,17 @@ class Translator:
         lengths: Lengths,
         names: tuple[str, ...],
     ) -> None:
-        self.program, self.wrapper, self.lengths, self.names = program, wrapper, lengths, names
+        self.program = program
+        self.wrapper = wrapper
+        self.lengths = lengths
+        self.names = names
         self.trace: Trace = Trace()
         self.env: dict[fx.Node, Any] = {}
         self.layer: list[str] = []
         self.counter: dict[str, int] = {}
         self.refused: dict[str, CaptureError] = {}
         self.traces: Traces = {}
-        self.aliases = Aliases()
+        self.aliases: Aliases = Aliases()
         self.made: dict[object, IrOp] = {}
 
     def run(self) -> Trace:
@@ -156,7 +160,7 @@ class Translator:
         targets = {s.arg.name: (s.kind, s.target) for s in self.program.graph_signature.input_specs}
         params = {id(p): n for n, p in reversed(list(self.wrapper.model.named_parameters(remove_duplicate=False)))}
         buffers = {id(p): n for n, p in reversed(list(self.wrapper.model.named_buffers(remove_duplicate=False)))}
-        self.plain = plain_tensors(self.wrapper.model)
+        self.plain: dict[str, Any] = plain_tensors(self.wrapper.model)
         users = iter(self.names)
         for node in self.program.graph.nodes:
             if node.op != "placeholder":

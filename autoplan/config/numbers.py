@@ -135,6 +135,12 @@ def digits(value: float) -> str:
     return f"{value:,.{min(6, max(0, places))}f}"
 
 
+def signed(value: float) -> str:
+    """Format a difference: `+0.818`, `-1.61`; `0` where it is nothing."""
+    text = digits(abs(value))
+    return "0" if not float(text.replace(",", "")) else f"{'-' if value < 0 else '+'}{text}"
+
+
 def gigabytes(num_bytes: float) -> str:
     """Format bytes as `63.5 GB`; GB is 1e9 bytes."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 5e7 else f"{num_bytes / 1e6:.1f} MB"

@@ -22,7 +22,7 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.exporters.record import Document, Target
-from autoplan.exporters.scripts import UNKNOWN, Name
+from autoplan.exporters.scripts import UNKNOWN, Name, functions_of
 from autoplan.exporters.setup import ESSENTIAL, SETUP_NAMES, Setup, Task, values
 from autoplan.exporters.targets import detected, suffix_of, target_of
 from autoplan.ir.graph import ModelGraph
@@ -144,15 +144,20 @@ def read_text(
     """Return the input of a target that this text is; the arguments are those of `read_config`."""
     year = year_of(version)
     found = target.syntax(year).read(text, path)
+    functions = functions_of(found)
     unknown = [f"{name.removeprefix(UNKNOWN)} = {v}" for name, v in found.items() if name.startswith(UNKNOWN)]
     found = {name: value for name, value in found.items() if not name.startswith(UNKNOWN)}
-    document = Document(found, target.schema, year, task)
+    document = Document(found, target.schema, year, task, bool(functions))
     says, refused = _read(target, document, given)
     if refused and not lenient:
         raise refused[0]
-    faults = [*target.schema.faults(found, year), *map(str, refused)]
-    faults += _broken(target, document, says, warns=False) if not refused else []
-    warnings = [*_broken(target, document, says, warns=True), *_misspelt(target, found)]
+    said = tuple(str(error).partition(" ")[0] for error in refused)  # path=value, which the schema refuses too
+    faults = [text for text in target.schema.faults(found, year) if text.partition(" ")[0] not in said]
+    faults += map(str, refused)
+    broken = _broken(target, document, says, warns=False) if not refused else []
+    faults += [] if functions else broken
+    warnings = [f"{text}; unless {functions[0]} says otherwise" for text in broken if functions]
+    warnings += [*_broken(target, document, says, warns=True), *_misspelt(target, found)]
     stack = target.stack_of(document) if target.stack_of is not None else target.stack
     open_ = {name: where for name, where in target.elsewhere.items() if name not in says}
     rest = ((), tuple(faults), tuple(warnings))
@@ -209,10 +214,15 @@ def _read(target: Target, document: Document, given: Mapping[str, Any]) -> tuple
     says: dict[str, Any] = {}
     refused: list[PinError] = []
     for each in target.fields_at(document.year):
+        asked = replace(document, seen=set())
         try:
-            says |= each.read(document, _Found({**known, **says}, target.name))
+            read = each.read(asked, _Found({**known, **says}, target.name))
         except PinError as error:
             refused.append(error)
+        else:
+            unsaid = document.partial and asked.seen and not any(map(asked.has, set(asked.seen)))
+            says |= {} if unsaid else read
+        document.seen.update(asked.seen)
     return says, refused
 
 

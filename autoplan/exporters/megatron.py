@@ -110,8 +110,12 @@ def _experts(at: At) -> tuple[Field, ...]:
         if not document.task.num_experts:
             return {"ep": 1, "etp": found["tp"]}
         etp = document.get(at(_ETP))
-        out: dict[str, Any] = {"ep": document.count(at("expert_model_parallel_size")), "etp": etp or found["tp"]}
-        out["fused_experts"] = bool(document.get(at("use_transformer_engine_op_fuser")))
+        out: dict[str, Any] = {"ep": document.count(at("expert_model_parallel_size"))}
+        fused = document.get(at("use_transformer_engine_op_fuser"))
+        if etp or not document.partial:
+            out["etp"] = etp or found["tp"]
+        if fused is not None or not document.partial:
+            out["fused_experts"] = bool(fused)
         kind = document.values.get(at("moe_token_dispatcher_type"))
         document.seen.add(at("moe_token_dispatcher_type"))
         if kind == "allgather":
@@ -122,6 +126,7 @@ def _experts(at: At) -> tuple[Field, ...]:
 
 
 def overlap_field(at: At) -> Field:
+    """Return the field of what overlaps with computing, under the names that `at` gives."""
     flags = {"tp": "tp_comm_overlap", "ep": "overlap_moe_expert_parallel_comm"}
 
     def write(setup: Setup) -> Values:
@@ -236,6 +241,15 @@ def _environment(at: At) -> Field:
 def fields_of(
     at: At, virtual: str, checkpoint: str, precision: tuple[Field, ...], member: Callable[[str], Any] = str
 ) -> tuple[Field, ...]:
+    """Return all fields of a Megatron setup.
+
+    Args:
+        at: the place of an option by its name.
+        virtual: name of the option for chunks per rank.
+        checkpoint: name of the option for the optimizer's checkpoint format.
+        precision: fields of the dtypes.
+        member: turns the name of an enum's member into its value.
+    """
     return (
         same(at("tensor_model_parallel_size"), "tp", always=True),
         same(at("pipeline_model_parallel_size"), "pp", always=True),
@@ -336,7 +350,8 @@ def _said_of_experts(setting: str, why: str) -> TargetRule:
     """Return the rule that a file for a model with experts gives this setting, whose default is seldom meant."""
 
     def found(document: Document, found: Values) -> str | None:
-        if not document.task.num_experts or any(document.has(path) for path in (setting, f"model.{setting}")):
+        said = any(document.has(path) for path in (setting, f"model.{setting}"))
+        if not document.task.num_experts or said or document.partial:
             return None
         return None if setting == _ETP and found["tp"] == 1 else f"{setting} is not said: {why}"
 

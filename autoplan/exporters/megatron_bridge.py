@@ -22,6 +22,13 @@ _FP32 = "MixedPrecisionConfig(fp32=True)"
 _AWARE = "use_precision_aware_optimizer"
 
 
+# `_perf_precision` of src/megatron/bridge/perf_recipes/_common.py, which also sets grad_reduce_in_fp32 to False
+_OF_RECIPES = {
+    f"_perf_precision('{word}')": base
+    for word, base in (("bf16", "bf16"), ("fp8_cs", "fp8"), ("fp8_ds", "fp8"), ("fp8_mx", "mxfp8"), ("nvfp4", "fp4"))
+}
+
+
 def _write_recipe(setup: Setup) -> Values:
     parts = read_precision(setup.precision)
     base, narrow = parts.base, parts.gradients_16
@@ -51,11 +58,12 @@ def _read_recipe(document: Document, found: Values) -> Values:
     known = {preset: base for base, preset in _PRESETS.items()} | {
         "bf16_with_fp8_delayed_scaling_mixed": "fp8",
         "bf16_with_fp8_subchannel_scaling_mixed": "fp8",
+        **_OF_RECIPES,
     }
     base = document.word("mixed_precision", known)
     wide = document.get("mixed_precision.grad_reduce_in_fp32")
     wide = document.get("ddp.grad_reduce_in_fp32") if wide is None else wide
-    wide = base != "fp16" if wide is None else wide
+    wide = base != "fp16" and name not in _OF_RECIPES if wide is None else wide
     gather = document.get("mixed_precision.fp8_param_gather")
     moments = "bfloat16" in str(document.get("optimizer.exp_avg_dtype"))
     aware, stored = (bool(document.get(f"optimizer.{name}")) for name in (_AWARE, "store_param_remainders"))
@@ -149,13 +157,16 @@ _BASE = {
     **{"ddp.num_distributed_optimizer_instances": 1, "optimizer.optimizer_cpu_offload": False},
 }
 
+# Functions like `set_deepseek_v3_pipeline_model_parallel_layout(cfg.model, "Et|tt|...")`
+_SETTERS = {f"_{name}": name for name in ("pipeline_model_parallel_layout",)}
+
 MEGATRON_BRIDGE = Target(
     name="megatron-bridge",
     about="a Python function that changes the ConfigContainer of a recipe, with its environment variables",
     stack="megatron-bridge",
-    files=((0.0, Python(_bridge_head, {"comm_overlap": "CommOverlapConfig", "env_vars": "dict.update"})),),
+    files=((0.0, Python(_bridge_head, {"comm_overlap": "CommOverlapConfig", "env_vars": "dict.update"}, _SETTERS)),),
     fields=_bridge_fields(),
-    marks=("model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"),
+    marks=("model.tensor_model_parallel_size", "model.pipeline_model_parallel_size", "mixed_precision"),
     launch=lambda setup, file, year: srun(setup, ["train.py"]),
     cannot=CANNOT,
     rules=MEGATRON_RULES,

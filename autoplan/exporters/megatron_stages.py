@@ -10,6 +10,7 @@ from autoplan.config.recompute import FULL, MODULES, NONE, OFFLOAD, SELECTIVE, m
 from autoplan.errors import PinError
 from autoplan.exporters.record import Document, Values, near_parts
 from autoplan.exporters.setup import Setup
+from autoplan.stacks.like import equal_stages
 
 At = Callable[[str], str]
 
@@ -35,6 +36,8 @@ def layout_stages(text: str) -> tuple[int, ...]:
 
 
 def write_stages(at: At, virtual: str) -> Callable[[Setup], Values]:
+    """Return what writes the pipeline layout; equal stages need only the option `virtual`."""
+
     def write(setup: Setup) -> Values:
         stages, v = setup.stages, setup.config.virtual_stages
         if stages is not None and len(set(stages)) > 1:
@@ -45,6 +48,8 @@ def write_stages(at: At, virtual: str) -> Callable[[Setup], Values]:
 
 
 def read_stages(at: At, virtual: str) -> Callable[[Document, Mapping[str, Any]], Values]:
+    """Return what reads schedule, chunks per rank and stages from the pipeline options."""
+
     def read(document: Document, found: Values) -> Values:
         pp, layers = found["pp"], len(document.task.layers)
         layout = document.get(at("pipeline_model_parallel_layout"))
@@ -88,6 +93,8 @@ def _uneven(document: Document, at: At, layers: int, chunks: int) -> tuple[int, 
     )
     ends = [bool(document.get(at(f"account_for_{end}_in_pipeline_split"))) for end in ("embedding", "loss")]
     if first is None and last is None:
+        if (layers + sum(ends)) % chunks and document.partial:
+            return equal_stages(layers, chunks, 1)  # as the stack cuts them
         if (layers + sum(ends)) % chunks:
             raise PinError(
                 f"{layers + sum(ends)} layers{' with embedding and loss' if any(ends) else ''} do not split into "
@@ -151,6 +158,8 @@ def _most_leading(kinds: tuple[str, ...], stages: tuple[int, ...]) -> int:
 
 
 def write_recompute(at: At) -> Callable[[Setup], Values]:
+    """Return what writes the recompute options."""
+
     def write(setup: Setup) -> Values:
         kind = setup.recompute
         one = kind if isinstance(kind, str) else ""
@@ -174,6 +183,8 @@ def write_recompute(at: At) -> Callable[[Setup], Values]:
 
 
 def recompute_reader(at: At) -> Callable[[Document, Mapping[str, Any]], Values]:
+    """Return what reads recompute, of the whole model or by block, from the recompute options."""
+
     def read(document: Document, found: Values) -> Values:
         layers = document.task.layers
         granularity = document.get(at("recompute_granularity"))

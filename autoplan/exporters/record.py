@@ -30,6 +30,8 @@ class Document:
         values: what the file says, by path.
         year: the version of the target, in years.
         task: the model and the devices, as far as they are known.
+        partial: True if functions that are not read set values, too: what the file does not say is not the target's
+            default, but as in its stack.
         seen: the paths that were asked for.
     """
 
@@ -37,6 +39,7 @@ class Document:
     schema: Schema
     year: float
     task: Task
+    partial: bool = False
     seen: set[str] = field(default_factory=set, compare=False)
 
     def has(self, path: str) -> bool:
@@ -45,9 +48,11 @@ class Document:
         return path in self.values or any(name.startswith(f"{path}.") for name in self.values)
 
     def get(self, path: str) -> Any:
-        """Return the value of the file at a path, else the target's default."""
+        """Return the value of the file at a path, else the target's default; None if that does not hold."""
         self.seen.add(path)
-        return self.values[path] if path in self.values else self.schema.default(path)
+        if path in self.values:
+            return self.values[path]
+        return None if self.partial else self.schema.default(path)
 
     def count(self, path: str, default: int = 1, also: tuple[int, ...] = ()) -> int:
         """Return a whole number of at least 1 at a path; `default` if it is not said. PinError for anything else.
@@ -79,7 +84,8 @@ class Document:
 def section(document: Document, prefix: str, schema: Schema) -> Document:
     """Return a section of a file as the input of another target, whose paths have no prefix."""
     values = {path.removeprefix(prefix): v for path, v in document.values.items() if path.startswith(prefix)}
-    return Document(values, schema, document.year, document.task, _SeenBelow(document.seen, prefix))
+    seen = _SeenBelow(document.seen, prefix)
+    return Document(values, schema, document.year, document.task, document.partial, seen)
 
 
 class _SeenBelow(set[str]):

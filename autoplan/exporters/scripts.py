@@ -11,7 +11,7 @@ import pprint
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from autoplan.errors import PinError
@@ -19,6 +19,7 @@ from autoplan.exporters.setup import Setup
 from autoplan.exporters.syntax import commented
 
 UNKNOWN = "?"  # prefix of paths whose value is an expression
+_BY_FUNCTION = "settings of this function"
 
 
 @dataclass(frozen=True)
@@ -123,11 +124,13 @@ class Python:
     Attributes:
         head: returns the lines before the assignments, and the name of the configuration.
         calls: path -> class: the values below it are arguments of one call.
-        names: returns the expression of a value that is not a literal, for a path, or None.
+        setters: end of the name of a function that sets one field of its first argument -> the field; None for files
+            whose functions set nothing else than what the target's fields and defaults say.
     """
 
     head: Callable[[Setup, Mapping[str, Any]], tuple[list[str], str]]
     calls: Mapping[str, str]
+    setters: Mapping[str, str] | None = field(default=None, hash=False)
     suffix: str = ".py"
 
     def write(self, values: Mapping[str, Any], heading: Sequence[str], about: Setup) -> str:
@@ -145,8 +148,11 @@ class Python:
         return "\n".join([*lines, f"    return {variable}"]) + "\n"
 
     def read(self, text: str, where: str) -> dict[str, Any]:
-        """Return the values by path; the path of a value that is not a literal begins with `?`."""
-        return read_python(text, where)
+        """Return the values by path; the path of a value that is not a literal begins with `?`.
+
+        So does a call of another function that takes the configuration, whose settings are not known.
+        """
+        return read_python(text, where, self.setters)
 
 
 @dataclass(frozen=True)
@@ -184,8 +190,13 @@ class PythonCall:
         return read_python(text, where)
 
 
-def read_python(text: str, where: str) -> dict[str, Any]:
-    """Return the values that a function of a module assigns; `where`: its path, `:function` if it has several."""
+def read_python(text: str, where: str, setters: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return the values that a function of a module assigns.
+
+    Args:
+        where: its path, `:function` if it has several.
+        setters: as those of `Python`.
+    """
     path, function = where, ""
     if re.search(r"\.py:\w+$", where):
         path, _, function = where.rpartition(":")
@@ -194,7 +205,7 @@ def read_python(text: str, where: str) -> dict[str, Any]:
     except SyntaxError as error:
         raise PinError(f"{path} is not Python: {error.msg} (line {error.lineno})") from None
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    found = {name: _assigned(node) for name, node in functions.items()}
+    found = {name: _assigned(node, setters) for name, node in functions.items()}
     found = {name: values for name, values in found.items() if values}
     if function:
         if function not in functions:
@@ -202,7 +213,7 @@ def read_python(text: str, where: str) -> dict[str, Any]:
         return found.get(function, {})
     if len(found) > 1:
         raise PinError(f"{path} has several configurations; name one: {path}:{next(iter(found))} ({', '.join(found)})")
-    return next(iter(found.values()), {}) or _assigned(tree)
+    return next(iter(found.values()), {}) or _assigned(tree, setters)
 
 
 def _written(value: Any) -> str:
@@ -215,21 +226,48 @@ def _call(target: str, name: str, below: Mapping[str, Any]) -> list[str]:
     return [f"    {target} = {name}(", *(f"        {k}={_written(v)}," for k, v in below.items()), "    )"]
 
 
-def _assigned(tree: ast.AST) -> dict[str, Any]:
+def _assigned(tree: ast.AST, setters: Mapping[str, str] | None) -> dict[str, Any]:
     """Return the values that a function assigns to attributes or passes by name, in the order of the text."""
     out: dict[str, Any] = {}
+    changed = set[str]() if setters is None else _configurations(tree)
     nodes = [n for n in ast.walk(tree) if isinstance(n, ast.Assign | ast.Return | ast.Expr)]
     for node in sorted(nodes, key=lambda n: n.lineno):
         if isinstance(node, ast.Assign):
             path = _path(node.targets[0])
             if path is not None and ("." in path or isinstance(node.value, ast.Call)):
                 out |= _values(path.partition(".")[2], node.value)
+            if path in changed and isinstance(node.value, ast.Call):  # the configuration that is changed
+                out[f"{UNKNOWN}{ast.unparse(node.value)}"] = _BY_FUNCTION
         elif isinstance(node.value, ast.Call):
             path = _path(node.value.func) or ""
             place = path.removesuffix(".update").partition(".")[2] if path.endswith(".update") else ""
             if isinstance(node, ast.Return) or place:
                 out |= _values(place, node.value)
+            elif isinstance(node.value.func, ast.Name):
+                out |= _set_elsewhere(node.value, changed, setters or {})
     return out
+
+
+def functions_of(values: Mapping[str, Any]) -> list[str]:
+    """Return the calls in a file whose settings are not known."""
+    return [path.removeprefix(UNKNOWN) for path, value in values.items() if value == _BY_FUNCTION]
+
+
+def _configurations(tree: ast.AST) -> set[str]:
+    """Return the names of the objects whose attributes a function assigns."""
+    targets = (target for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in node.targets)
+    return {path.partition(".")[0] for target in targets if (path := _path(target)) is not None and "." in path}
+
+
+def _set_elsewhere(call: ast.Call, changed: set[str], setters: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a call of a function that takes the configuration sets, as far as its name and arguments tell."""
+    path, name = _path(call.args[0]) if call.args else None, ast.unparse(call.func)
+    if path is None or path.partition(".")[0] not in changed:
+        return {}
+    for end, set_by_it in setters.items():
+        if name.endswith(end) and len(call.args) == 2 and isinstance(call.args[1], ast.Constant):
+            return {".".join((*path.split(".")[1:], set_by_it)): call.args[1].value}
+    return {f"{UNKNOWN}{ast.unparse(call)}": _BY_FUNCTION}
 
 
 def _path(node: ast.AST) -> str | None:
@@ -263,7 +301,8 @@ def _of_expression(path: str, prefix: str, node: ast.expr) -> dict[str, Any]:
         pairs = [(k, v) for k, v in zip(node.keys, node.values, strict=True) if isinstance(k, ast.Constant)]
         return {n: v for key, each in pairs for n, v in _values(f"{prefix}{key.value!s}", each).items()}
     if isinstance(node, ast.Call) and (name := _path(node.func)) is not None:
-        out = {path: name} if path else {}
+        alone = node.args and not node.keywords and all(isinstance(each, ast.Constant) for each in node.args)
+        out = {path: ast.unparse(node) if alone else name} if path else {}
         for argument in node.keywords:
             if argument.arg is not None:
                 out |= _values(f"{prefix}{argument.arg}", argument.value)

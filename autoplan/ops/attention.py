@@ -114,6 +114,17 @@ def _repeats(f: OpFacts) -> int:
     return 1 if by_flash else q.shape[1] // k.shape[1]
 
 
+def needs_causal_mask(f: OpFacts) -> bool:
+    """Return True if attention of queries that end with the keys is given a mask (`choose` of runtime/sdpa.py).
+
+    Flash attention on CUDA takes 16 bits and causal masks that end with the keys, but no documents.
+    """
+    q, k, v = f.inputs[:3]
+    if f.attrs.get("documents") or not f.attrs.get("causal"):
+        return bool(f.attrs.get("documents"))
+    return f.device_type == "cpu" or q.dtype not in HALF or max(k.shape[3], v.shape[3]) > LARGEST_HEAD
+
+
 def _repeated(f: OpFacts) -> tuple[int, ...]:
     """Return the bytes of keys and values for all query heads."""
     return tuple(_repeats(f) * t.num_bytes for t in f.inputs[1:3])

@@ -19,7 +19,12 @@ class FigureBlock:
 
 @dataclass(frozen=True)
 class TableBlock:
-    """A table of texts. The first `left` columns are words, and the last one if `ends_in_words`; others are numbers."""
+    """A table of texts. The first `left` columns are words, and the last one if `ends_in_words`; others are numbers.
+
+    Attributes:
+        names: the words of the left columns are names, which are not broken.
+        cards: whether a phone shows every row as a card; None: where words take the width of the table.
+    """
 
     kind: ClassVar[str] = "table"
     heads: Sequence[str]
@@ -27,22 +32,25 @@ class TableBlock:
     left: int = 1
     ends_in_words: bool = False
     note: str = ""
+    names: bool = False
+    cards: bool | None = None
 
     @property
     def as_cards(self) -> bool:
-        """Return True if a phone shows every row as a card, since words take the width of the table."""
-        return self.ends_in_words or self.left == len(self.heads)
+        """Return True if a phone shows every row as a card."""
+        return self.cards if self.cards is not None else self.ends_in_words or self.left == len(self.heads)
 
     @property
     def has_names(self) -> bool:
         """Return True if the first column of a card needs its head: several columns together name a row."""
-        return self.ends_in_words and self.left > 1
+        return self.ends_in_words and (self.left > 1 or self.names)
 
     @property
     def styles(self) -> tuple[str, ...]:
-        """The style of every column: `w` for words."""
-        last = len(self.heads) - 1
-        return tuple("w" if k < self.left or (self.ends_in_words and k == last) else "" for k in range(last + 1))
+        """The style of every column: `w` for words, `n` for names, `w l` for a text that ends a row."""
+        last, own = len(self.heads) - 1, "n" if self.names else "w"
+        ends = "w l" if self.ends_in_words else own if last < self.left else ""
+        return (*(own if k < self.left else "" for k in range(last)), ends)
 
 
 @dataclass(frozen=True)

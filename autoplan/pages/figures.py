@@ -1,7 +1,8 @@
 """Figures as plain data of plotly: `{"data": [...], "layout": {...}}`. No import of plotly.
 
 Sources are JSON answers (autoplan.report.data) and what a report draws beside them (autoplan.report.drawn). The
-colours are those of Okabe and Ito (2008), which colour-blind readers tell apart; hatches and labels say the same.
+colours are those of Okabe and Ito (2008) with a dark grey, which colour-blind readers tell apart; hatches and labels
+say the same.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ from autoplan.cost_models.whole_run import useful_share
 
 Spec = dict[str, Any]
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW, GREY = (
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#8a8a8a"
+    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#4d4d4d"
 )  # fmt: skip
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW, GREY)
 _HATCHES = ("", "/", "\\", "x", "-", "|", "+", ".")
+INK = "#1b1f24"  # of letters
+# from little to much, light enough for dark letters
+SHADES = ((0.0, "#f7fbff"), (0.5, "#b5d4ea"), (1.0, "#6baed6"))
 _LIMIT = {"color": RED, "width": 2, "dash": "dash"}
 _MOST_RANKS = 4096  # drawn in a mesh
+_WIDE = 2  # times the limit: candidates beyond it need a logarithmic axis
 _MOST_EVENTS = 6000  # drawn in a timeline
 
 _UNITS = {  # of what a sweep may vary, where its name does not say it
@@ -111,12 +116,13 @@ def memory(estimate: Mapping[str, Any]) -> Spec:
         }
     )
     line = {"type": "line", "xref": "x", "yref": "paper", "x0": limit, "x1": limit, "y0": 0, "y1": 1, "line": _LIMIT}
-    note = {"x": limit, "y": 0, "yref": "paper", "xanchor": "right", "yanchor": "bottom", "showarrow": False}
-    note["text"] = f"{limit:.1f} GB"
+    note = {"x": limit, "y": 0.5, "yref": "paper", "xanchor": "left", "showarrow": False, "align": "left"}
+    note["text"] = f"{limit:.1f} GB<br>limit"
+    most = max(limit, *(q["high"] / 1e9 for q in whole))
     return figure(
         data,
         barmode="stack",
-        xaxis=axis("GB per device", rangemode="tozero"),
+        xaxis=axis("GB per device", range=[0, max(1.05 * most, 1.18 * limit)]),
         yaxis={"autorange": "reversed", "automargin": True, "type": "category"},
         shapes=[line],
         annotations=[note],
@@ -264,7 +270,15 @@ def candidates(found: Sequence[Mapping[str, Any]], limit_bytes: float | None) ->
     if limit_bytes is not None:
         limit = limit_bytes / 1e9
         lines = [{"type": "line", "x0": limit, "x1": limit, "yref": "paper", "y0": 0, "y1": 1, "line": _LIMIT}]
-    return figure(data, xaxis=axis("GB of the fullest device"), yaxis=axis("seconds per step"), shapes=lines)
+    across = _memory_axis([c["memory_bytes"] for c in priced], limit_bytes)
+    return figure(data, xaxis=across, yaxis=axis("seconds per step"), shapes=lines)
+
+
+def _memory_axis(sizes: Sequence[float], limit_bytes: float | None) -> Spec:
+    """Return the axis of the memory of candidates; logarithmic if one is much too big."""
+    wide = limit_bytes is not None and max(sizes, default=0.0) > _WIDE * limit_bytes
+    marks = [digit * 10**power for power in range(6) for digit in (1, 2, 5)]
+    return axis("GB of the fullest device", **({"type": "log", "tickvals": marks} if wide else {}))
 
 
 def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -297,7 +311,7 @@ def mesh(drawn: Mapping[str, Any]) -> Spec:
         "y": [f"node {k}" for k in range(len(ranks))],
         "hovertext": [["rank " + str(rank) + ": " + _place(where(rank), axes) for rank in row] for row in ranks],
         "hovertemplate": "%{y}, device %{x}<br>%{hovertext}<extra></extra>",
-        "colorscale": "Viridis" if size > len(COLOURS) else _steps(size),
+        "colorscale": list(map(list, SHADES)) if size > len(COLOURS) else _steps(size),
         "zmin": -0.5,
         "zmax": size - 0.5,
         "xgap": 2,
@@ -306,7 +320,8 @@ def mesh(drawn: Mapping[str, Any]) -> Spec:
         "colorbar": {"title": {"text": axes[coloured][0] if axes else ""}, "tickformat": "d", "thickness": 12},
     }
     if labelled:
-        trace |= {"text": [[str(r) for r in row] for row in ranks], "texttemplate": "%{text}", "textfont": {"size": 10}}
+        trace |= {"text": [[str(r) for r in row] for row in ranks], "texttemplate": "%{text}"}
+        trace["textfont"] = {"size": 10} | ({"color": INK} if size > len(COLOURS) else {})
     return figure(
         [trace],
         xaxis={"automargin": True, "side": "top", "showgrid": False, "type": "category", "title": {"text": "device"}},
@@ -345,7 +360,7 @@ def gains(found: Sequence[Mapping[str, Any]]) -> Spec:
         "marker": {"color": [BLUE if g["gain"] >= 0 else ORANGE for g in rows]},
         "hovertemplate": "%{y}: %{x:+.1f} %<extra></extra>",
     }
-    change = axis("tokens per second, % more with the same plan")
+    change = axis("tokens per second, % more")
     return figure([trace], xaxis=change, yaxis={"autorange": "reversed", "automargin": True})
 
 
@@ -407,13 +422,15 @@ def heatmap(rows: Sequence[Mapping[str, Any]], across: str, down: str, value: st
         "texttemplate": "%{text}",
         "hovertext": text,
         "hovertemplate": f"{across} %{{x}}, {down} %{{y}}<br>%{{hovertext}}<extra></extra>",
-        "colorscale": "Cividis",
-        "colorbar": {"title": {"text": title}, "thickness": 12},
+        "colorscale": list(map(list, SHADES)),
+        "showscale": False,  # the cells say it
+        "textfont": {"color": INK},
         "xgap": 2,
         "ygap": 2,
     }
     category = {"type": "category", "automargin": True}
-    return figure([trace], xaxis={**_varied(across), **category}, yaxis={**_varied(down), **category})
+    rows_axis = {**_varied(down), **category, "autorange": "reversed"}  # as in the table: the first on top
+    return figure([trace], xaxis={**_varied(across), **category}, yaxis=rows_axis)
 
 
 def _short(value: object) -> str:
@@ -483,8 +500,16 @@ def sizes(rows: Sequence[Mapping[str, Any]], deadline_days: float, budget_usd: f
         lines.append(
             {"type": "line", "y0": budget_usd, "y1": budget_usd, "xref": "paper", "x0": 0, "x1": 1, "line": _LIMIT}
         )
+    notes = [
+        {"x": deadline_days, "y": 1, "yref": "paper", "text": "deadline", "xanchor": "left", "yanchor": "bottom"},
+        {"x": 1, "xref": "paper", "y": budget_usd, "text": "budget", "xanchor": "right", "yanchor": "bottom"},
+    ]
     return figure(
-        data, xaxis=axis("days, failures included"), yaxis=axis("US dollars", rangemode="tozero"), shapes=lines
+        data,
+        xaxis=axis("days, failures included", rangemode="tozero"),
+        yaxis=axis("US dollars", rangemode="tozero"),
+        shapes=lines,
+        annotations=[{**note, "showarrow": False} for note in notes[: len(lines)]],
     )
 
 

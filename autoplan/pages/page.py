@@ -88,8 +88,9 @@ def _title(answer: Mapping[str, Any]) -> str:
     """Return the title of a report: `plan: llama-3.1-70b on 8x8xh100-sxm5-80gb`."""
     what = _COMMANDS.get(answer.get("command", ""), "report")
     model, cluster = answer.get("model"), answer.get("cluster")
-    name = model["name"] if isinstance(model, Mapping) else model or answer.get("file", "")
-    on = f" on {cluster['name']}" if isinstance(cluster, Mapping) else ""
+    name = model["name"] if isinstance(model, Mapping) else model or Path(answer.get("file", "")).name
+    varied = {"nodes", "cluster", "device", "devices_per_node"} & set(answer.get("vary", ()))
+    on = f" on {cluster['name']}" if isinstance(cluster, Mapping) and "kinds" not in answer and not varied else ""
     return f"{what}: {name}{on}"
 
 

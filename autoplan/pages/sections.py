@@ -49,7 +49,12 @@ def _span(q: Mapping[str, Any], shown: Callable[[float], str]) -> str:
 def _verdict(answer: _Answer) -> Iterator[PageBlock]:
     said = _drawn(answer, "verdict")
     if said:
-        yield WordsBlock(said, "good" if answer.get("estimate", {}).get("fits", True) else "bad")
+        good = _drawn(answer, "good")
+        good = answer.get("estimate", {}).get("fits", True) if good is None else good
+        yield WordsBlock(said, "good" if good else "bad")
+    answers = _drawn(answer, "answers")
+    if answers and answers["rows"]:
+        yield TableBlock(answers["heads"], answers["rows"], left=len(answers["heads"]))
     estimate = answer.get("estimate")
     if estimate is None:
         return
@@ -130,6 +135,7 @@ def _memory(answer: _Answer) -> Iterator[PageBlock]:
         rows,
         ends_in_words=True,
         note="" if len(shown) == len(stages) else f"The first 16 of {len(stages)} stages.",
+        cards=False,
     )
 
 
@@ -148,7 +154,8 @@ def _timeline(answer: _Answer) -> Iterator[PageBlock]:
         return
     ranks = len({e[0] for e in events})
     yield FigureBlock("The pipeline of one step", figures.timeline(events), min(900, 190 + 30 * ranks))
-    yield WordsBlock("Drag to zoom, double-click to see the whole; the menu shows one rank or all.")
+    menu = "; the menu shows one rank or all" if ranks > 1 else ""
+    yield WordsBlock(f"Drag to zoom, double-click to see the whole{menu}.")
 
 
 def _candidates(answer: _Answer) -> Iterator[PageBlock]:
@@ -193,8 +200,29 @@ def _sweep(answer: _Answer) -> Iterator[PageBlock]:
     several = [name for name in varied if len({str(row[name]) for row in rows}) > 1] or varied[:1]
     shown = [name for name in _VALUES if any(row.get(name) is not None for row in rows)]
     yield from (_sweep_figure(rows, several, value) for value in shown)
-    heads = (*varied, "status", *(_VALUES[n] for n in shown), "plan")
-    yield TableBlock(heads, [_sweep_row(row, varied, shown) for row in rows], left=len(varied) + 1, ends_in_words=True)
+    yield from _sweep_tables(rows, varied)
+
+
+def _sweep_tables(rows: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> Iterator[TableBlock]:
+    """Yield the rows of a sweep as a table; where they have whole runs, as two."""
+    stated = ["status"] if any(row["status"] != "ok" for row in rows) else []
+    used = {head: of for head, of in _CELLS.items() if any(of(row) for row in rows)}
+    found = [
+        (
+            *(numbers.plain_number(row[n]) for n in varied),
+            *(str(row[n]) for n in stated),
+            *(of(row) for of in used.values()),
+            str(row.get("plan") or row.get("reason") or ""),
+        )
+        for row in rows
+    ]
+    left = len(varied) + len(stated)
+    heads = (*varied, *stated, *used, "plan")
+    if "days" in used:  # too wide for one table
+        cut = left + sum(name not in _BESIDE_THE_PLAN for name in used)
+        yield TableBlock(heads[:cut], [row[:cut] for row in found], left=left, names=True, note=_COST_WORDS)
+        heads, found = (*heads[:left], *heads[cut:]), [(*row[:left], *row[cut:]) for row in found]
+    yield TableBlock(heads, found, left=left, ends_in_words=True, note=_PLAN_WORDS, names=True)
 
 
 def _sweep_figure(rows: Sequence[Mapping[str, Any]], varied: Sequence[str], value: str) -> FigureBlock:
@@ -206,10 +234,34 @@ def _sweep_figure(rows: Sequence[Mapping[str, Any]], varied: Sequence[str], valu
     return FigureBlock(title, figures.heatmap(rows, varied[1], varied[0], value, title), height)
 
 
-def _sweep_row(row: Mapping[str, Any], varied: Sequence[str], shown: Sequence[str]) -> tuple[str, ...]:
-    figures_of_row = ("" if row.get(n) is None else numbers.digits(row[n]) for n in shown)
-    plan = str(row.get("plan") or row.get("reason") or "")
-    return (*(numbers.plain_number(row[n]) for n in varied), str(row["status"]), *figures_of_row, plan)
+def _shown(name: str, form: Callable[[float], str] = numbers.digits) -> Callable[[Mapping[str, Any]], str]:
+    """Return what writes a value of a row; "" where it is not known."""
+    return lambda row: "" if row.get(name) is None else form(row[name])
+
+
+def _step_span(row: Mapping[str, Any]) -> str:
+    ends = [row.get(name) for name in _ends("step_time_s")]
+    return "" if None in ends else " to ".join(numbers.digits(end) for end in ends if end is not None)
+
+
+_CELLS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {  # columns of a sweep's table; empty ones are left out
+    "step, s": _shown("step_time_s"),
+    "low to high": _step_span,
+    "tokens/s": _shown("tokens_per_s", numbers.scaled),
+    "days": _shown("days"),
+    "with failures": _shown("days_with_failures"),
+    "cost": _shown("usd", numbers.dollars),
+    "energy": _shown("kwh", numbers.energy),
+    "goodput": _shown("goodput", numbers.uptime),
+    "GB left": _shown("memory_margin_bytes", lambda size: f"{size / 1e9:.1f}"),
+}
+_BESIDE_THE_PLAN = ("energy", "goodput", "GB left")  # in the second table of a sweep over whole runs
+_PLAN_WORDS = (
+    "A plan: dp, tp, pp, cp, ep are the degrees of data, tensor, pipeline, context and expert parallelism, zero is the "
+    "ZeRO stage, vpp the stages per rank; mbs1 x32 are 32 micro-batches of 1 sequence; recompute full 60/80 is that of "
+    "60 of 80 layers."
+)
+_COST_WORDS = "Days and cost are without failures and idle time, if the column does not say otherwise."
 
 
 def _ends(value: str) -> tuple[str, str]:
@@ -232,7 +284,8 @@ def _sizes(answer: _Answer) -> Iterator[PageBlock]:
             facts.append(Fact(f"{name} in time", devices, f"{numbers.days(found['days'])}, {money}"))
     yield FactsBlock(facts) if facts else WordsBlock("Nothing that was tried meets the deadline and the budget.", "bad")
     yield FigureBlock("Cost against days", figures.sizes(rows, days, usd), 400)
-    heads = ("kind", "devices", "days", "cost", "MFU %", "meets")
+    points = _drawn(answer, "points") or [{"span": "", "plan": ""}] * len(rows)
+    heads = ("kind", "devices", "days", "low to high", "cost", "MFU %", "meets", "plan")
     yield TableBlock(
         heads,
         [
@@ -240,12 +293,17 @@ def _sizes(answer: _Answer) -> Iterator[PageBlock]:
                 row["kind"],
                 f"{row['num_devices']:,}" if row["num_devices"] is not None else "",
                 "" if row["days"] is None else numbers.digits(row["days"]),
+                point["span"],
                 "" if row["usd"] is None else numbers.dollars(row["usd"]),
                 "" if row["mfu"] is None else f"{100 * row['mfu']:.0f}",
                 "yes" if row["meets"] else "no",
+                point["plan"],
             )
-            for row in rows
+            for row, point in zip(rows, points, strict=True)
         ],
+        ends_in_words=True,
+        names=True,
+        note=f"Days and cost are with failures and checkpoints where they are known. {_PLAN_WORDS}",
     )
 
 
@@ -267,35 +325,44 @@ def _value(value: Any) -> str:
 
 
 def _cost(a: Mapping[str, Any]) -> str:
-    return a["status"] if a["cost"] is None else f"{100 * a['cost']:+.1f} %"
+    return a["status"] if a["cost"] is None else _percent(a["cost"])
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:+.1f} %"
 
 
 def _settings(answer: _Answer) -> Iterator[PageBlock]:
-    found = [
-        {"what": s["what"], "own": _value(s["own"]), "value": _value(s["value"]), "gain": s["gain"] or s["same_gain"]}
-        for s in answer.get("settings", ())
-    ]
+    found = _drawn(answer, "gains") if answer.get("settings") else None
     if found:
         yield FigureBlock(
             "What other hardware and settings would gain", figures.gains(found), 110 + 30 * min(12, len(found))
         )
+        yield WordsBlock("Each is planned anew where that gains more than the same plan.")
 
 
 def _front(answer: _Answer) -> Iterator[PageBlock]:
     front = answer.get("front")
     if not front:
         return
+    labels = _drawn(answer, "front") or [f"searched within {numbers.gigabytes(p['capacity_bytes'])}" for p in front]
     found = [
         {
             "kind": "best" if k == 0 else "slower",
             "step_s": p["step_s"],
             "memory_bytes": p["peak_bytes"],
-            "label": f"searched within {numbers.gigabytes(p['capacity_bytes'])}",
-            "why": f"{p['search_status']}",
+            "label": label,
+            "why": p["search_status"],
         }
-        for k, p in enumerate(front)
+        for k, (p, label) in enumerate(zip(front, labels, strict=True))
     ]
     yield FigureBlock("The front of time against memory", figures.candidates(found, None), 380)
+    least = front[0]["step_s"]
+    rows = [
+        (f"{p['peak_bytes'] / 1e9:.1f}", numbers.digits(p["step_s"]), _percent(p["step_s"] / least - 1), label)
+        for p, label in zip(front, labels, strict=True)
+    ]
+    yield TableBlock(("GB", "step, s", "more", "plan"), rows, left=0, ends_in_words=True, note=_PLAN_WORDS)
     if answer.get("front_end"):
         yield WordsBlock(f"It ends here: {answer['front_end']}.")
 
@@ -304,13 +371,40 @@ def _versus(answer: _Answer) -> Iterator[PageBlock]:
     changed = answer.get("difference")
     if not changed:
         return
-    other = answer["vs"]["name"]
+    words, name = _drawn(answer, "terms") or {}, answer["vs"]["name"]
     choices = [(name, _value(v["own"]), _value(v["other"])) for name, v in changed["decisions"].items()]
-    yield TableBlock(("choice", "plan", other), choices, left=3)
-    seconds = [(name, numbers.digits(delta)) for name, delta in changed["time_s"].items()]
-    yield TableBlock(("term", f"seconds more with {other}"), seconds)
-    sizes = [(name, f"{delta / 1e9:+.2f}") for name, delta in changed["memory_bytes"].items()]
-    yield TableBlock(("term", f"GB more with {other}"), sizes)
+    yield TableBlock(("choice", "plan", name), choices, left=3, cards=False)
+    own, other = answer["estimate"], answer["vs"]["estimate"]
+    terms = {term: [_mid(e["breakdown_s"], term) for e in (own, other)] for term in changed["time_s"]}
+    seconds = [
+        (words.get(term, term), *map(numbers.digits, pair), numbers.signed(pair[1] - pair[0]))
+        for term, pair in terms.items()
+        if max(pair) >= 1e-4 * own["step_time_s"]["mid"]
+    ]
+    whole = [e["step_time_s"]["mid"] for e in (own, other)]
+    seconds.append(("step", *map(numbers.digits, whole), numbers.signed(whole[1] - whole[0])))
+    yield TableBlock(("seconds", "plan", name, "difference"), seconds)
+    stages = [_fullest(e) for e in (own, other)]
+    sizes = [
+        (term, f"{a / 1e9:.2f}", f"{b / 1e9:.2f}", f"{(b - a) / 1e9:+.2f}")
+        for term in changed["memory_bytes"]
+        for a, b in [[_mid(stage, term) for stage in stages]]
+        if max(a, b) >= 5e-3 * 1e9
+    ]
+    peaks = [max(s["memory_bytes"]["mid"] for s in e["stages"]) / 1e9 for e in (own, other)]
+    sizes.append(("total", f"{peaks[0]:.2f}", f"{peaks[1]:.2f}", f"{peaks[1] - peaks[0]:+.2f}"))
+    yield TableBlock(("GB of the fullest stage", "plan", name, "difference"), sizes)
+
+
+def _mid(terms: Mapping[str, Any], name: str) -> float:
+    return float(terms[name]["mid"]) if name in terms else 0.0
+
+
+def _fullest(estimate: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the memory by term of the stage that needs most."""
+    most = [stage["memory_bytes"]["mid"] for stage in estimate["stages"]]
+    found: Mapping[str, Any] = estimate["memory_bytes"][most.index(max(most))]
+    return found
 
 
 def _measured(answer: _Answer) -> Iterator[PageBlock]:
@@ -343,11 +437,6 @@ def _reliability(answer: _Answer) -> Iterator[PageBlock]:
 
 def _assumptions(answer: _Answer) -> Iterator[PageBlock]:
     rows = [(s["what"], s["value"], s["source"]) for s in _drawn(answer, "sources") or ()]
-    if not rows:  # a capacity table has many clusters, and only the assumptions about the runs in common
-        for name, figure in (answer.get("assumptions") or {}).items():
-            q = figure["value"]
-            value = "not known" if q is None else f"{numbers.digits(q['mid'])} ({_span(q, numbers.digits)})"
-            rows.append((f"{name}: {figure['what']}", value, figure["source"]))
     if rows:
         yield TableBlock(("figure", "value", "source"), rows, left=3)
 

@@ -25,7 +25,7 @@ from autoplan.errors import CaptureError
 from autoplan.runtime.tensor_files import TensorFile, TensorFileError, stored_names
 from autoplan.runtime.values import MadeTensors, Recording
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 Init = Callable[[nn.Module], Any]
@@ -57,7 +57,8 @@ class Weights:
     """
 
     def __init__(self, folder: Path, model: nn.Module) -> None:
-        self.folder, self._model = folder, model
+        self.folder = folder
+        self._model = model
         self._files: dict[str, TensorFile] = {}
         try:
             for path in _paths(folder):

@@ -12,15 +12,17 @@ are measured under load of all ranks, each in chains that follow one another clo
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from autoplan.cost_models.profile import MeasuredOp, Profile
 from autoplan.profiler.job import Job
 from autoplan.profiler.system import System, Unreadable, rows_of
 
@@ -32,6 +34,7 @@ CLOCK_QUERY = (
 PROCESS_QUERY = ("nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader")
 WARNING = "warning: "  # the first word of notes that put the times in doubt
 _FALLEN = 0.05  # of a clock: a larger fall is reported
+_SEVERAL, _SPREAD = 3, 0.25  # repeats that have a spread, and the largest of an idle machine (measured: 0.04 to 0.07)
 SUSTAINED_S = 10.0  # of load without a pause
 _LAST_S = 1.0  # the part of it that counts
 _BURST_S, _PAUSE_S, _BURSTS = 0.03, 0.1, 9  # a burst is as long as an operation's measurement; a rest before it
@@ -124,6 +127,31 @@ def load_warning(load: float, local_processes: int, num_cores: int) -> list[str]
         f"{WARNING}the CPU was shared: load {load:.1f} before {local_processes} measuring process(es) on "
         f"{num_cores} cores"
     ]
+
+
+def time_warnings(ops: Sequence[MeasuredOp], clock: Mapping[str, float]) -> list[str]:
+    """Return warnings about times that differ too much between repeats, or contradict each other.
+
+    Args:
+        ops: the operations that were measured.
+        clock: the seconds of `large_product` (`cost_models.profile.CLOCK`); empty: not measured.
+    """
+    out, several = [], [r.forward_s for r in ops if r.forward_s.repeats >= _SEVERAL]
+    spread = statistics.median((t.high - t.low) / t.median for t in several) if several else 0.0
+    if spread > _SPREAD:
+        out.append(
+            f"{WARNING}half of the operations differ by {100 * spread:.0f} % or more between repeats (quartiles), as "
+            "beside other work; measure again on an idle machine"
+        )
+    name = str(_DTYPE).removeprefix("torch.")
+    fastest = Profile("", "cuda", 1, 1, ops=tuple(ops)).product_flops.get(name, 0.0)
+    peak = 2.0 * _SIZE**3 / clock["burst_s"] if clock else math.inf
+    if fastest > (1 + _SPREAD) * peak:
+        out.append(
+            f"{WARNING}a product ran at {fastest / 1e12:,.0f} TFLOP/s, but one of {_SIZE:,} x {_SIZE:,} at "
+            f"{peak / 1e12:,.0f}: the device did other work in between; measure again"
+        )
+    return out
 
 
 def large_product(device: torch.device) -> Callable[[], object]:

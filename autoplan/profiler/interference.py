@@ -61,13 +61,17 @@ class Beside:
     """
 
     def __init__(self, job: Job, streams: Streams | None = None) -> None:
-        self.job, kind = job, job.device.type
-        self.streams = _CudaStreams() if streams is None else streams
+        self.job = job
+        kind = job.device.type
+        self.streams: Streams = _CudaStreams() if streams is None else streams
         size, dtype = _PRODUCT[kind], _DTYPE[kind]
+        self.a: torch.Tensor
+        self.b: torch.Tensor
+        self.out: torch.Tensor
         self.a, self.b, self.out = (torch.randn(size, size, device=job.device).to(dtype) for _ in range(3))
         part = _BYTES[kind] // 4 // job.world
-        self.part = torch.randn(part, device=job.device)
-        self.whole = torch.empty(part * job.world, device=job.device)
+        self.part: torch.Tensor = torch.randn(part, device=job.device)
+        self.whole: torch.Tensor = torch.empty(part * job.world, device=job.device)
 
     def products(self, count: int) -> None:
         """Run `count` products in a row; on CUDA only queue them."""

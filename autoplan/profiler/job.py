@@ -31,10 +31,13 @@ class Job:
         timer: DeviceTimer | None = None,
         sharing: int | None = None,
     ) -> None:
-        self.device, self.deadline, self.advance = device, deadline, advance or (lambda what: None)
+        self.device = device
+        self.deadline = deadline
+        self.advance: Callable[[str], object] = advance or (lambda what: None)
         self.timer: DeviceTimer | None = cuda_timer(device) if timer is None and device.type == "cuda" else timer
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.sharing = self.world if sharing is None else sharing
+        self.rank: int = dist.get_rank()
+        self.world: int = dist.get_world_size()
+        self.sharing: int = self.world if sharing is None else sharing
 
     @property
     def queued(self) -> bool:

@@ -24,8 +24,9 @@ class Machine:
     """The machines of a job. All methods but `shape` and `data` are collectives over all ranks."""
 
     def __init__(self, job: Job, nodes: MeasuredNodes, system: System | None = None) -> None:
-        self.job, self.nodes = job, nodes
-        self.system = ThisMachine() if system is None else system
+        self.job = job
+        self.nodes = nodes
+        self.system: System = ThisMachine() if system is None else system
         self.speaks: bool = nodes.is_first(job.rank)
         self.topology: dict[str, Any] = {}
         self.before: list[tuple[DeviceState, ...]] = []

@@ -125,9 +125,12 @@ class DeviceTimer:
         synchronize: Callable[[], object],
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.event, self.flush, self.synchronize, self.now = event, flush, synchronize, now
-        self.lead = 1
-        self.late = False  # True if the last sample needs a longer lead
+        self.event = event
+        self.flush = flush
+        self.synchronize = synchronize
+        self.now = now
+        self.lead: int = 1
+        self.late: bool = False  # True if the last sample needs a longer lead
 
     def measure(self, work: Callable[[], Any], warm: Callable[[], object] | None) -> tuple[float, Any]:
         """Run `work` once, after `warm` has read tensors into the cache; return its seconds and its result."""

@@ -25,12 +25,13 @@ import torch.distributed as dist
 
 from autoplan import devices
 from autoplan.config.parallel import ParallelConfig, Precision
+from autoplan.cost_models.hardware.parts import ASSUMED
 from autoplan.cost_models.kernels.operations import has_near, interpolated_s
 from autoplan.cost_models.profile import PHASES, ErrorStats, MeasuredOp, Profile, Timing, user_folder
 from autoplan.errors import ProfileError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ops.table import op_record
-from autoplan.profiler.clocks import large_product, measure_clock
+from autoplan.profiler.clocks import large_product, measure_clock, time_warnings
 from autoplan.profiler.interference import measure_interference
 from autoplan.profiler.job import Job
 from autoplan.profiler.lattice import every_step_tasks, held_out, lattice, spread
@@ -54,7 +55,6 @@ DEFAULT_BUDGET_S = 120.0
 _OF_THE_MODEL = "operations of the model"
 _NO_TIME = "no time for "  # the first words of notes on missing measurements
 ENVIRONMENT = "AUTOPLAN_PROFILE"
-ASSUMED = "assumed"
 # The largest shapes of the lattice: each of them takes well under a second.
 _MAX_FLOPS = {"cpu": 2.5e9, "cuda": 2e12}
 _MAX_BYTES = {"cpu": 160e6, "cuda": 4e9}
@@ -338,7 +338,7 @@ def _measure(
         run.everything(known, dtypes)
     elif tasks:
         run.measure(job.until(1.0), run.tasks, _OF_THE_MODEL)
-    notes.lines += machine.end()
+    notes.lines += [*machine.end(), *time_warnings(run.ops, run.profile.clock)]
     missing = [f"{_NO_TIME}{text}" for text in notes.no_time.values()]
     return replace(
         run.profile,

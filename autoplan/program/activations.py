@@ -17,7 +17,7 @@ micro-batch. It is exact if `saved_bytes_of` adds it up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from autoplan.config.recompute import OFFLOAD, modules_choice
@@ -113,6 +113,7 @@ class _Walk:
         self.given: frozenset[str] = frozenset()  # inputs, parameters and buffers
         # storage of a softmax -> that of its sums, without which it is not computed again
         self.sums: dict[int, int] = {}
+        self.cheap: set[int] = set()  # storages that a compiler computes again from what is kept
         self.parts: list[tuple[bool, bool]] = []  # of every statement: fused and computed again by a compiler
         self.logits = logits(lowered.statements) if kernels.narrow_logits else frozenset[str]()
         self.narrow: dict[int, int] = {}  # storage -> storage of its 8-bit copy
@@ -337,11 +338,19 @@ class _Walk:
             k = int(name[1:])
             tensor = (ins if name[0] == "x" else outs)[k]
             saved.add(self._float8(op, tensor) if name == "x0" else tensor.storage)
-        extra = tuple(self.new(size) for size in extra_bytes(facts, rule))
+        extra = tuple(self.new(size) for size in extra_bytes(self._read(known.kind, ins, facts), rule))
+        if compiled_kernels.again(facts):
+            self.cheap |= {out.storage for out in outs} - {t.storage for t in ins}
         fusible = rule.form is not Form.NEW or known.kind in _FUSED
         step = GradientStep(tuple(args), op.targets, frozenset((*saved, *extra)), extra, fusible, forward, backward)
         self._gradients(step, op, rule, facts, args)
         return step
+
+    def _read(self, kind: OpKind, ins: list[_Tensor], facts: OpFacts) -> OpFacts:
+        """Return an operation as it is compiled: a loss knows whether its logits are computed again."""
+        if kind is not OpKind.LOSS or not self.kernels.compiled:
+            return facts
+        return replace(facts, attrs={**facts.attrs, "again": ins[0].storage in self.cheap})
 
     def _float8(self, op: Op, tensor: _Tensor) -> int:
         """Return the storage that a product keeps its input in.

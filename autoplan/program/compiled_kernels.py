@@ -4,9 +4,13 @@
 apart before it decides what is kept (:mod:`autoplan.program.partition`; `torch/_inductor/decomposition.py`, PyTorch
 2.13):
 
-- a norm keeps its input and its statistics, in float32 for narrower dtypes;
+- a norm keeps its input and its statistics, in float32 for narrower dtypes but for a layer norm on the CPU;
 - `F.cross_entropy`, to which the runtime's loss comes down on the CPU, keeps the logits as they came, the maximum and
-  the logarithm of the sum of exponentials of every token; the loss of a GPU is one operator, as without a compiler;
+  the logarithm of the sum of exponentials of every token; over a sharded vocabulary the logarithm of the sum, the
+  number of each target on this rank, whether it is there and whether it counts; where a product gives float32 logits as
+  they are read, the probabilities in their place and whether a target counts. The loss of a GPU is one operator, as
+  without a compiler;
+- a lookup in a part of a table keeps, besides the number of each row, whether it is there;
 - dropout on the CPU keeps its mask; on a GPU it is one operator;
 - experts on one rank whose products are one kernel (bfloat16) keep what each product read and made: rows sorted by
   expert, gate and up, their product, the order of the rows both ways, and routing weights in float32. Experts spread
@@ -21,7 +25,7 @@ from autoplan.ops.experts import experts_rows
 from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.saved import OpFacts, SavedRule, keeps, statistics_bytes
 from autoplan.ops.table import op_has, op_kind, saved_rule
-from autoplan.units import DTYPE_BYTES
+from autoplan.units import DTYPE_BYTES, HALF
 
 _INT64, _FLOAT32 = DTYPE_BYTES["int64"], DTYPE_BYTES["float32"]
 _FUSED = frozenset(
@@ -43,7 +47,10 @@ def compiled_rule(f: OpFacts, spread: bool) -> SavedRule | None:
     if kind is OpKind.NORM:
         return replace(known, extra=_norm_extra)
     if kind is OpKind.LOSS and f.device_type == "cpu":
-        return replace(known, keeps=keeps("x0<0 x1<0").keeps, extra=_loss_extra)
+        extra = _vocab_loss_extra if f.special else _loss_extra
+        return replace(known, keeps=keeps("x0<0 x1<0").keeps, extra=extra)
+    if kind is OpKind.EMBEDDING and f.special:
+        return replace(known, extra=_vocab_embedding_extra)
     if kind is OpKind.EXPERTS and not spread and not f.special and f.inputs[0].dtype == _IN_GRAPH:
         return replace(known, keeps=keeps("x2<0,2,3,4").keeps, extra=_experts_extra)
     if op_has(f.op, Trait.RANDOM) and f.device_type == "cpu":
@@ -71,14 +78,27 @@ def softmax_sums(f: OpFacts) -> int:
 
 
 def _norm_extra(f: OpFacts) -> tuple[int, ...]:
-    """Return the bytes of the statistics, which are those of a GPU's kernel."""
+    """Return the bytes of the statistics, which are those of a GPU's kernel; of a layer norm, of the device's."""
     extra = saved_rule(f).extra
-    return () if extra is None else extra(replace(f, device_type="cuda"))
+    own = f if f.op == "layer_norm" else replace(f, device_type="cuda")
+    return () if extra is None else extra(own)
 
 
 def _loss_extra(f: OpFacts) -> tuple[int, ...]:
     tokens = f.inputs[1].num_elements * statistics_bytes(f.inputs[0].dtype)
     return (tokens, tokens)
+
+
+def _vocab_loss_extra(f: OpFacts) -> tuple[int, ...]:
+    tokens = f.inputs[1].num_elements
+    if f.inputs[0].dtype not in HALF and not f.attrs.get("again"):
+        return (tokens,)
+    return (tokens * _FLOAT32, tokens * _INT64, tokens, tokens)
+
+
+def _vocab_embedding_extra(f: OpFacts) -> tuple[int, ...]:
+    rows = f.inputs[1].num_elements
+    return (rows * _INT64, rows)
 
 
 def _dropout_extra(f: OpFacts) -> tuple[int, ...]:

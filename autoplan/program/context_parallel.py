@@ -28,22 +28,21 @@ def exchanged(shape: Ints, method: ContextMethod) -> Ints:
     return (b, heads * method.repeats(heads) // u, s * u, d)
 
 
-def context_parallelism(
-    degree: int, methods: Mapping[str, ContextMethod], *, fused: bool = False, megatron: bool = False
-) -> Pass:
+def context_parallelism(degree: int, methods: Mapping[str, ContextMethod], *, megatron: bool = False) -> Pass:
     """Return the pass that lists the collectives of attention over sequences cut by context parallelism.
 
     Args:
         degree: ranks that a sequence is cut over.
         methods: method of each block. A block without one, and hand-written kernels without Ulysses, gather keys and
             values as Megatron-LM does.
-        fused: keys and values are gathered again for the backward instead of kept.
+        megatron: Megatron's kernels run, which gather keys and values again for the backward instead of keeping them.
+            A compiler does not send anything twice.
     """
 
     def rewritten(lowered: LoweredBlock) -> LoweredBlock:
         method = methods.get(lowered.block.name)
         if method is None or (megatron and method.ulysses == 1):
-            return lowered.map_ops(OpKind.ATTENTION, lambda op: _as_megatron(lowered, op, degree, fused))
+            return lowered.map_ops(OpKind.ATTENTION, lambda op: _as_megatron(lowered, op, degree, megatron))
         return lowered.map_ops(OpKind.ATTENTION, lambda op: _by_method(lowered, op, method))
 
     return rewritten

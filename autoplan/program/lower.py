@@ -71,7 +71,10 @@ class BlockLowering:
     """Lowers one block to statements under a selection of layouts."""
 
     def __init__(self, graph: ModelGraph, block: Block, selection: Selection, axes: Sequence[Axis]) -> None:
-        self.graph, self.block, self.selection, self.axes = graph, block, selection, tuple(axes)
+        self.graph = graph
+        self.block = block
+        self.selection = selection
+        self.axes: tuple[Axis, ...] = tuple(axes)
         self.names: Names = Names(set(_RESERVED))
         self.native: dict[str, Layout] = {}
         self.var: dict[tuple[str, Layout], str] = {}

@@ -26,7 +26,7 @@ from math import prod
 
 from autoplan.config.context_methods import ContextMethod
 from autoplan.config.parallel import Attention, Mode
-from autoplan.ops.attention import taking_groups
+from autoplan.ops.attention import needs_causal_mask, taking_groups
 from autoplan.ops.experts import experts_rows
 from autoplan.ops.record import OpKind
 from autoplan.ops.saved import Form, Gradient, OpFacts, SavedRule
@@ -91,9 +91,9 @@ def rule_of(f: OpFacts, kernels: Kernels) -> SavedRule | None:
         return _UNFUSED_ATTENTION
     if what is OpKind.LOSS and kernels.fused_loss:
         return _LOSS_IN_PLACE
-    if what is OpKind.ATTENTION and kernels.method is not None and (kernels.method.ulysses > 1 or not kernels.fused):
-        return saved_by(kernels.method, _gathered, kernels.fused)
-    if what is OpKind.ATTENTION and kernels.context > 1 and not kernels.fused:
+    if what is OpKind.ATTENTION and kernels.method is not None and (kernels.method.ulysses > 1 or not kernels.megatron):
+        return saved_by(kernels.method, _gathered, kernels.megatron)
+    if what is OpKind.ATTENTION and kernels.context > 1 and not kernels.megatron:
         return _gathered(kernels.context)
     if kernels.compiled:
         return compiled_kernels.compiled_rule(f, kernels.spread)
@@ -135,16 +135,18 @@ def _gathered(ways: int) -> SavedRule:
 def _gathered_extra(ways: int) -> Callable[[OpFacts], tuple[int, ...]]:
     """Return the rule of extra bytes of attention over gathered keys (autoplan.runtime.context).
 
-    These are keys and values of the whole sequence, and for both chunks of queries, which on average see half of all
-    keys, an additive mask, the output and its log-sum-exp.
+    These are keys and values of the whole sequence, and for both chunks of queries, which together see 2 c + 1 of the
+    2 c chunks of keys of c ranks, the output, its log-sum-exp and an additive mask. A kernel that ends a causal mask
+    with the keys (flash attention on CUDA, `choose` of runtime/sdpa.py) needs no mask.
     """
 
     def extra(f: OpFacts) -> tuple[int, ...]:
         q, k, v = f.inputs[:3]
         width, rows = DTYPE_BYTES[q.dtype], q.num_elements // q.shape[-1]
-        seen = q.shape[2] * k.shape[2] * ways // 2 * width
         out = rows * v.shape[-1] * width
-        return (ways * (k.num_bytes + v.num_bytes), seen, out, rows * max(4, width))
+        kept = (ways * (k.num_bytes + v.num_bytes), out, rows * max(4, width))
+        seen = q.shape[2] * k.shape[2] * (2 * ways + 1) // 4
+        return (*kept, seen * width) if needs_causal_mask(f) else kept
 
     return extra
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from autoplan.config.context_methods import ContextMethod
 from autoplan.config.parallel import PRECISIONS, Precision
+from autoplan.cost_models.hardware.parts import Group
 from autoplan.cost_models.network.groups import axis_groups
 from autoplan.cost_models.work import OpWork, Plain
 from autoplan.ir.graph import Block, ModelGraph, Node, Value
@@ -56,11 +57,16 @@ class OpCosts:
         kernels: Kernels | None = None,
         methods: Mapping[str, ContextMethod] | None = None,
     ) -> None:
-        self.graph, self.axes, self.env, self.context = graph, tuple(axes), dict(env), context
-        self.precision, self.device_type, self.kernels = precision, device_type, kernels or Kernels()
+        self.graph = graph
+        self.axes: tuple[Axis, ...] = tuple(axes)
+        self.env: dict[str, int] = dict(env)
+        self.context = context
+        self.precision = precision
+        self.device_type = device_type
+        self.kernels: Kernels = kernels or Kernels()
         self.methods: dict[str, ContextMethod] = dict(methods or {})
         self.sizes: dict[str, int] = graph.factor_sizes(env)
-        self.groups = axis_groups([a.size for a in self.axes])
+        self.groups: dict[tuple[int, ...], Group] = axis_groups([a.size for a in self.axes])
         self.remapped: dict[str, str] = _dtype_map(graph, precision)
         # only products of layers take 8 or 4 bits: the head keeps the dtype of activations (recipes of Transformer
         # Engine in Megatron-LM; torchtitan's float8 leaves out "output"). Without layers all products take them

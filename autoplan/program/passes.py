@@ -53,8 +53,7 @@ def passes(stack: PassFacts) -> tuple[Pass, ...]:
     """Return the passes of a stack, in order."""
     out: list[Pass] = [vocabulary_losses, batch_sums(stack.mesh)]
     if stack.context > 1:
-        kernels = stack.kernels
-        out.append(context_parallelism(stack.context, stack.methods, fused=kernels.fused, megatron=kernels.megatron))
+        out.append(context_parallelism(stack.context, stack.methods, megatron=stack.kernels.megatron))
     if stack.experts is not None:
         out.append(token_dispatch(stack.experts))
     if stack.kernels.fused_loss:

@@ -93,7 +93,8 @@ class Flow(Dataflow):
     """The data flow of a block: the variables that each statement reads and writes, and the record of its operation."""
 
     def __init__(self, variables: Sequence[tuple[tuple[str, ...], tuple[str, ...]]], ops: Sequence[OpRecord]) -> None:
-        self.variables, self.ops = variables, ops
+        self.variables = variables
+        self.ops = ops
         super().__init__(variables)
 
     @classmethod

@@ -37,7 +37,8 @@ def show_rank(rank: RankReport) -> None:
     out = console()
     place = " ".join(f"{name}={i}" for name, i in rank.coordinates.items())
     held = ", ".join(map(str, rank.stages))
-    ran = f"{rank.num_micro_batches} micro-batches in {rank.seconds:.0f} s"
+    plural = "es" if rank.num_micro_batches > 1 else ""
+    ran = f"{rank.num_micro_batches} micro-batch{plural} in {rank.seconds:.0f} s"
     out.print(f"rank {rank.rank} ({place}), stage {held}: {ran}")
     table = Table("", "plan", "rehearsed", box=None, pad_edge=False)
     for row in rank.rows:

@@ -91,7 +91,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        self.cache_enabled = func._overloadpacket is not torch.ops.aten.set_
+        self.cache_enabled: bool = func._overloadpacket is not torch.ops.aten.set_
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 

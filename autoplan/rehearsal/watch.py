@@ -16,12 +16,12 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from autoplan.runtime.convert import phase_of_call
 
-aten = torch.ops.aten
-_PRODUCTS = frozenset((aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward))
+_aten = torch.ops.aten
+_PRODUCTS = frozenset((_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution, _aten.convolution_backward))
 _ATTENTION = frozenset(
     (
-        aten._scaled_dot_product_flash_attention_for_cpu,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        _aten._scaled_dot_product_flash_attention_for_cpu,
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward,
     )
 )
 
@@ -36,7 +36,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live_bytes = self.peak_bytes = 0
+        self.live_bytes: int = 0
+        self.peak_bytes: int = 0
         self.flops: dict[tuple[str, str], float] = defaultdict(float)
         self._sizes: dict[int, int] = {}
         self._outside: set[int] = set()
@@ -62,7 +63,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if packet in _PRODUCTS:
             count: Callable[..., int] = flop_registry[packet]
             self.flops["products", phase_of_call()] += count(*args, **kwargs, out_val=out)
-        elif packet is aten._grouped_mm:
+        elif packet is _aten._grouped_mm:
             self.flops["products", phase_of_call()] += _grouped_flops(args[0].shape, args[1].shape)
         elif packet in _ATTENTION:
             self.flops["attention", phase_of_call()] += _attention_flops(packet, args, kwargs)
@@ -126,7 +127,7 @@ def _attention_flops(packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
 
     Those of a backward are what flash attention computes (5 products for 2 of the forward).
     """
-    forward = packet is aten._scaled_dot_product_flash_attention_for_cpu
+    forward = packet is _aten._scaled_dot_product_flash_attention_for_cpu
     count: Callable[..., int] = sdpa_flop_count if forward else sdpa_backward_flop_count
     causal, tensors = (4, args[:3]) if forward else (7, args[:4])
     masked = kwargs.get("is_causal", args[causal] if len(args) > causal else False)

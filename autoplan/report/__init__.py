@@ -8,7 +8,7 @@
 `commands`: command lines that a report proposes.
 `data`: reports as JSON.
 `degrees`: the configuration for given degrees.
-`drawn`: what a report in HTML draws beside the JSON answer.
+`drawn`, `drawn_sweeps`: what a report in HTML draws beside the JSON answer.
 `files`: files that commands write.
 `flags`: arguments and options that several commands share.
 `html`: `--report FILE`.
@@ -17,6 +17,7 @@
 `request`: the options of a command as a PlanRequest.
 `screen`: the first screen of `autoplan plan`.
 `stacks`: listings of the stacks of `--like`.
+`tables`: tables that fit the width of the terminal.
 `text`: reports as text.
 `timeline`: the predicted step as Chrome trace events.
 `words`: choices in words.

@@ -160,9 +160,9 @@ def answer_whatif(
     else:
         whatif_text(console(), request, found, run)
     if shown.report is not None:
-        from autoplan.report.drawn import drawn_task
+        from autoplan.report.drawn_sweeps import drawn_whatif
 
-        write_report(shown.report, data, drawn_task(request, run))
+        write_report(shown.report, data, drawn_whatif(request, found, run))
     return outcome, found, count
 
 
@@ -188,5 +188,7 @@ def answer_capacity(file: Path, csv: Path | None, shown: Shown) -> tuple[str, li
     else:
         capacity_text(console(), str(file), task, found)
     if shown.report is not None:
-        write_report(shown.report, data)
+        from autoplan.report.drawn_sweeps import drawn_capacity
+
+        write_report(shown.report, data, drawn_capacity(task, found))
     return outcome, [cell.point for cell in found], count

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from autoplan import catalog as models
 from autoplan.config import numbers
 from autoplan.cost_models.hardware import catalog as hardware
 from autoplan.plans.document import chosen, plain
 from autoplan.report.data import report, to_text
+from autoplan.report.tables import print_fitting
 from autoplan.report.text import console, next_commands, plain_table
 from autoplan.units import GB, TERA
 
@@ -22,12 +23,14 @@ def models_data() -> list[dict[str, Any]]:
     return [{**plain(models.describe_model(n)), "usual": plain(models.usual_run(n))} for n in models.names()]
 
 
-def models_table() -> Table:
-    """Return a table of the models of the catalog, one line each."""
-    table = plain_table("model", "parameters", "active", "layers", "hidden", "heads (kv)", "vocabulary", "experts")
+_MODEL_COLUMNS = ("model", "parameters", "active", "layers", "hidden", "heads (kv)", "vocabulary", "experts")
+
+
+def models_rows() -> Iterator[tuple[str, ...]]:
+    """Yield the cells of every model of the catalog."""
     for d in models_data():
         experts = f"{d['num_experts']} (top {d['num_experts_per_token']})" if d["num_experts"] else ""
-        table.add_row(
+        yield (
             d["name"],
             numbers.scaled(d["num_params"]),
             numbers.scaled(d["num_active_params"]) if d["num_experts"] else "",
@@ -37,7 +40,6 @@ def models_table() -> Table:
             f"{d['vocab_size']:,}",
             experts,
         )
-    return table
 
 
 def models_command(as_json: bool) -> None:
@@ -45,7 +47,7 @@ def models_command(as_json: bool) -> None:
     if as_json:
         print(to_text(report("models", models=models_data())))
     else:
-        console().print(models_table())
+        print_fitting(console(), _MODEL_COLUMNS, list(models_rows()), ("vocabulary", "hidden", "heads (kv)"))
 
 
 def devices_command(as_json: bool) -> None:
@@ -53,7 +55,7 @@ def devices_command(as_json: bool) -> None:
     if as_json:
         print(to_text(report("hw list", devices=[device_data(d) for d in hardware.entries()])))
     else:
-        console().print(devices_table())
+        print_fitting(console(), _DEVICE_COLUMNS, list(devices_rows()), ("reached", "NIC Gbit/s", "HBM GB/s"))
 
 
 def device_command(device: str, as_json: bool) -> None:
@@ -92,15 +94,17 @@ def device_data(device_id: str) -> dict[str, Any]:
     }
 
 
-def devices_table() -> Table:
-    """Return a table of the devices, one line each. Bandwidths are per device and direction; FLOP are dense."""
-    table = plain_table(
-        "device", "memory GB", "HBM GB/s", "bf16 TFLOP/s", "reached", "scale-up GB/s", "NIC Gbit/s", "$/h"
-    )
+_DEVICE_COLUMNS = (
+    "device", "memory GB", "HBM GB/s", "bf16 TFLOP/s", "reached", "scale-up GB/s", "NIC Gbit/s", "$/h"
+)  # fmt: skip
+
+
+def devices_rows() -> Iterator[tuple[str, ...]]:
+    """Yield the cells of every device. Bandwidths are per device and direction; FLOP are dense."""
     for e in hardware.entries().values():
         d = e.device
         fraction = d.achievable_fraction
-        table.add_row(
+        yield (
             e.id,
             f"{d.memory_bytes / GB:.1f}",
             f"{d.memory_bytes_per_s / GB:,.0f}",
@@ -110,7 +114,6 @@ def devices_table() -> Table:
             "" if e.nic_gbit_s is None else f"{e.nic_gbit_s:g}",
             "" if e.price is None else f"{e.price.usd_per_device_hour:.2f}",
         )
-    return table
 
 
 def show_device(out: Console, device_id: str) -> None:

@@ -51,9 +51,17 @@ def run_words(run: RunTask) -> list[str]:
     """Return the words for the size of the whole run and its assumptions."""
     if run.tokens is None:
         return []
-    words = ["--tokens", f"{run.tokens:.0f}" if run.tokens == int(run.tokens) else repr(run.tokens)]
+    words = ["--tokens", _count(run.tokens)]
     given = run.assumptions.given.items()
     return words + [word for name, value in given for word in ("--assume", f"{name}={value!r}")]
+
+
+def _count(tokens: float) -> str:
+    """Return a number as `--tokens` takes it, without rounding: `100B`, `1500`."""
+    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if tokens >= factor and tokens % factor == 0:
+            return f"{tokens / factor:.0f}{unit}"
+    return f"{tokens:.0f}" if tokens == int(tokens) else repr(tokens)
 
 
 def estimate_command(

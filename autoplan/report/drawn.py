@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,12 +72,8 @@ def drawn_estimate(request: PlanRequest, planned: Planned, run: RunTask) -> dict
     }
 
 
-def drawn_task(request: PlanRequest, run: RunTask) -> dict[str, Any]:
-    """Return the data that the report of a sweep draws: its task, and the sources of its figures."""
-    return {"task": _task(request), "sources": list(sources(request, run, None))}
-
-
-def _task(request: PlanRequest) -> str:
+def request_text(request: PlanRequest) -> str:
+    """Return the model, the cluster and the batch of a request in one line."""
     batch = batch_text(request)
     return f"{title(request)}; {cluster_line(request.cluster)}; {batch}, {request.precision}, {request.mode}"
 
@@ -86,7 +82,7 @@ def drawn_of(request: PlanRequest, planned: Planned, result: SearchResult | None
     """Return the data to draw of any planned configuration: head, mesh, events, and other plans of its search."""
     layers = len(layer_calls(request.graph))
     return {
-        "task": _task(request),
+        "task": request_text(request),
         "evidence": evidence_label(planned.estimate),
         "terms": {"compute": "computing", **TERMS},
         "label": plan_label(planned.config, planned.estimate),
@@ -241,7 +237,12 @@ def _recompute_kind(recompute: str | Mapping[str, str] | tuple[int, ...]) -> str
 
 def gain_data(gain: Any) -> dict[str, Any]:
     """Return a change of hardware or task with what it gains, in words."""
-    return {"what": gain.what, "own": value_text(gain.own), "value": value_text(gain.value), "gain": gain.best_gain}
+    return {
+        "what": gain.what,
+        "own": value_text(gain.own),
+        "value": value_text(gain.value),
+        "gain": gain.best_gain,
+    }
 
 
 def _tornado(request: PlanRequest, planned: Planned, run: RunTask) -> Iterator[dict[str, Any]]:
@@ -302,8 +303,34 @@ def _exports(request: PlanRequest, config: ParallelConfig) -> Iterator[dict[str,
 
 def sources(request: PlanRequest, run: RunTask, usual: Usual | None) -> Iterator[dict[str, str]]:
     """Yield every figure that is not exact, with its value, source and date."""
-    cluster = request.cluster
+    yield from hardware_sources([request.cluster])
+    if request.profile is not None:
+        yield _source("times of operations", request.profile.name, "measured profile")
+    if usual is not None:
+        text = f"{usual.global_batch_size:,} x {usual.seq_len:,} tokens"
+        text += "" if usual.tokens is None else f", {numbers.scaled(usual.tokens)} in all"
+        yield _source("usual run of the model", text, usual.source)
+    yield from run_sources(run)
+
+
+def run_sources(run: RunTask) -> Iterator[dict[str, str]]:
+    """Yield the assumptions about a whole run; nothing without one."""
+    if run.tokens is not None:
+        for name, figure in run_figures(run).items():
+            yield _source(f"{name}: {figure['what']}", figure["value"], figure["source"])
+
+
+def hardware_sources(clusters: Sequence[Cluster]) -> list[dict[str, str]]:
+    """Return the figures of devices, links and prices of these clusters, each once."""
+    several = len({cluster.device.name for cluster in clusters}) > 1
+    found = [source for cluster in clusters for source in _hardware(cluster, several)]
+    return list({(s["what"], s["value"], s["source"]): s for s in found}.values())
+
+
+def _hardware(cluster: Cluster, several: bool) -> Iterator[dict[str, str]]:
+    """Yield the figures of one cluster. `several`: other kinds of devices are beside it, so links name theirs."""
     device = cluster.device
+    of = f"{device.name}, " if several else ""
     yield _source(f"{device.name}, memory", numbers.gigabytes(device.memory_bytes), device.source)
     yield _source(
         f"{device.name}, bandwidth of the memory", f"{device.memory_bytes_per_s / GB:,.0f} GB/s", device.source
@@ -311,19 +338,10 @@ def sources(request: PlanRequest, run: RunTask, usual: Usual | None) -> Iterator
     peaks = [f"{name} {flops / 1e12:,.0f}" for name, flops in device.peak_flops_by_dtype.items() if flops]
     yield _source(f"{device.name}, dense TFLOP/s", ", ".join(peaks), device.source)
     for level in cluster.levels:
-        yield _source(f"link {level.name}", _speed(level), level.source)
+        yield _source(f"{of}link {level.name}", _speed(level), level.source)
     if cluster.price is not None:
-        dated = f"{cluster.price.source}; as of {cluster.price.as_of}"
-        yield _source("price of a device and hour", f"${cluster.price.usd_per_device_hour:g}", dated)
-    if request.profile is not None:
-        yield _source("times of operations", request.profile.name, "measured profile")
-    if usual is not None:
-        text = f"{usual.global_batch_size:,} x {usual.seq_len:,} tokens"
-        text += "" if usual.tokens is None else f", {numbers.scaled(usual.tokens)} in all"
-        yield _source("usual run of the model", text, usual.source)
-    if run.tokens is not None:
-        for name, figure in run_figures(run).items():
-            yield _source(f"{name}: {figure['what']}", figure["value"], figure["source"])
+        dated = f"{cluster.price.source}; {cluster.price.dated}"
+        yield _source(f"{of}price of a device and hour", f"${cluster.price.usd_per_device_hour:g}", dated)
 
 
 def _source(what: str, value: str, source: str) -> dict[str, str]:
@@ -335,7 +353,7 @@ def run_figures(run: RunTask) -> Mapping[str, Mapping[str, str]]:
     out = {}
     for name, figure in assumptions(run.assumptions).items():
         q = figure["value"]
-        value = "not known" if q is None else numbers.digits(q["mid"])
+        value = "as the source says" if q is None else numbers.digits(q["mid"])
         if q is not None and q["high"] > q["low"]:
             value += f" ({numbers.digits(q['low'])} to {numbers.digits(q['high'])})"
         out[name] = {"what": figure["what"], "value": value, "source": figure["source"]}

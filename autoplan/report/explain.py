@@ -41,16 +41,11 @@ _MOST_TERMS = 3
 def terms_text(changed: Mapping[str, float], whole: float) -> str:
     """Return the largest differences by term: `communication inside layers +0.210 s, computing -0.0200 s`."""
     found = [(n, d) for n, d in changed.items() if abs(d) >= _LEAST_SHARE * whole][:_MOST_TERMS]
-    return ", ".join(f"{_term(n)} {signed(d)} s" for n, d in found)
+    return ", ".join(f"{_term(n)} {numbers.signed(d)} s" for n, d in found)
 
 
 def _term(name: str) -> str:
     return "computing" if name == "compute" else TERMS.get(name, name)
-
-
-def signed(value: float) -> str:
-    """Return a number with its sign."""
-    return f"{'-' if value < 0 else '+'}{numbers.digits(abs(value))}"
 
 
 def cost_text(share: float) -> str:
@@ -114,6 +109,7 @@ def explain_command(
             told = partial(_say_progress, status)
             found = explain(request, config, seconds=seconds, run=run, told=told, **asked)
         report, show, own = explain_report(found, run), partial(explain_text, found=found), found.planned
+        said = _proved(found)
     else:
         with waiting("searching", as_json) as status:
             if config is None:
@@ -124,14 +120,16 @@ def explain_command(
         changed = difference(request, own, other.request, other.planned, run)
         report = versus_report(request, own, other, changed, run)
         show = partial(versus_text, request=request, own=own, other=other, found=changed)
+        said = _verdict(changed)
     if as_json:
         print(to_text(report))
     else:
         show(console())
     if file is not None:
-        from autoplan.report.drawn import drawn_of, sources
+        from autoplan.report.drawn_sweeps import drawn_explained
 
-        write_report(file, report, {**drawn_of(request, own), "sources": list(sources(request, run, None))})
+        whole = found if vs is None else None
+        write_report(file, report, drawn_explained(request, own, run, said, whole))
     if vs is None and found.interrupted:
         raise KeyboardInterrupt(INCOMPLETE)
 
@@ -147,9 +145,7 @@ def explain_text(out: Console, found: Explanation) -> None:
     """Print why a plan was chosen."""
     heading(out, found.request)
     _plan_line(out, "PLAN", found.planned)
-    if found.certificate is not None:
-        proof = proof_text(found.certificate.gap, found.certificate.intra_gap)
-        paragraph(out, f"{found.certificate.considered:,} candidates: {proof}, at these prices", 1, first=1)
+    paragraph(out, _proved(found), 1, first=1)
     if found.decisions:
         out.print()
         out.print(Text("What each choice is worth, what matters most first:", style="bold"))
@@ -164,6 +160,12 @@ def explain_text(out: Console, found: Explanation) -> None:
         out.print(Text("Step time against memory (no plan found is better in both):", style="bold"))
         _front(out, found.front)
         paragraph(out, found.front_end, 1, first=1)
+
+
+def _proved(found: Explanation) -> str:
+    """Return what is proved of the plan; nothing if it was given, not searched."""
+    c = found.certificate
+    return "" if c is None else f"{c.considered:,} candidates: {proof_text(c.gap, c.intra_gap)}, at these prices"
 
 
 def _plan_line(out: Console, title: str, planned: Planned) -> None:
@@ -194,7 +196,7 @@ def _settings(out: Console, settings: Sequence[Setting]) -> None:
         label = "" if s.planned is None else plan_label(s.planned.config, s.planned.estimate)
         if s.certificate is not None and s.certificate.status in ("stopped by time limit", "interrupted"):
             label += " (stopped)"
-        table.add_row(s.name, value_text(s.own), value_text(s.value), *gains, label)
+        table.add_row(s.what, value_text(s.own), value_text(s.value), *gains, label)
     out.print(table)
     paragraph(
         out, "tokens per second, in comparison with the plan; settings of the mode are priced, see autoplan stacks", 2
@@ -246,9 +248,7 @@ def versus_text(out: Console, request: PlanRequest, own: Planned, other: OtherPl
     _plan_line(out, "PLAN", own)
     _plan_line(out, f"VS {other.name}", other.planned)
     out.print()
-    share = found.step_s.share or 0.0
-    terms = terms_text(found.time_s, found.step_s.own or 0.0)
-    paragraph(out, f"The other plan {cost_text(share)} per step{f': {terms}' if terms else ''}.", 1)
+    paragraph(out, _verdict(found), 1)
     if found.decisions:
         words = [f"{choice_text(n, a)} -> {value_text(b, n)}" for n, (a, b) in found.decisions.items()]
         paragraph(out, f"Decided differently: {'; '.join(words)}", 2)
@@ -258,16 +258,24 @@ def versus_text(out: Console, request: PlanRequest, own: Planned, other: OtherPl
     _rates(out, found)
 
 
+def _verdict(found: Difference) -> str:
+    """Return what the other plan costs, with its largest terms."""
+    terms = terms_text(found.time_s, found.step_s.own or 0.0)
+    return f"The other plan {cost_text(found.step_s.share or 0.0)} per step{f': {terms}' if terms else ''}."
+
+
 def _terms_table(out: Console, own: Estimate, other: Estimate, found: Difference) -> None:
     out.print()
     table = plain_table("step time, seconds", "plan", "other", "difference", left=1)
     for name, more in found.time_s.items():
         pair = [each.breakdown[name].mid if name in each.breakdown else 0.0 for each in (own, other)]
         if max(pair) >= 1e-4 * own.step_time_s.mid:
-            table.add_row(_term(name), *map(numbers.digits, pair), signed(more))
+            table.add_row(_term(name), *map(numbers.digits, pair), numbers.signed(more))
     table.add_section()
     steps = found.step_s
-    table.add_row("step", numbers.digits(steps.own or 0), numbers.digits(steps.other or 0), signed(steps.more or 0))
+    table.add_row(
+        "step", numbers.digits(steps.own or 0), numbers.digits(steps.other or 0), numbers.signed(steps.more or 0)
+    )
     out.print(table)
     out.print()
     table = plain_table("memory of the fullest stage, GB", "plan", "other", "difference", left=1)

@@ -234,7 +234,8 @@ def _asked(values: Mapping[str, Any], written: WrittenPlan | None, may_miss: Seq
                 written.check_taken()
                 raise PinError(f"{written.path} does not say for which {name} it was planned; give {flag}")
             raise PinError(
-                f"{flag} is missing; only a plan file in place of MODEL brings its own"
+                f"{flag} is missing{', for example --cluster 8xh100' if name == 'cluster' else ''}; only a plan file "
+                "in place of MODEL brings its own"
                 f"{', and a catalog model its usual one' if name in _USUAL else ''}"
             )
     return {name: _plain(v) for name, v in values.items() if name not in (*_OUTPUT, *_DEGREES) and v is not None}

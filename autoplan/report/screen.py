@@ -43,6 +43,7 @@ from autoplan.sweeps.whatif import STEP_ONLY, RunTask, run_of
 
 _LABEL = 9  # columns of the words before a line
 _MOST_OTHERS = 2
+_AS_GOOD = 1.1  # times the step: errors that all plans share do not make a slower one as good
 _MOST_HELP = 3
 _MOST_NOTES = 2
 _PROVED = 1e-6  # smaller gaps are rounding
@@ -87,7 +88,7 @@ def first_screen(out: Console, a: Answer) -> None:
     e = a.best.estimate
     _task(out, a)
     out.print()
-    out.print(Text(f"FITS  {plan_label(a.best.config, e)}", style="bold green"), soft_wrap=False)
+    paragraph(out, f"FITS  {plan_label(a.best.config, e)}", 6, "bold green")
     paragraph(out, words_of_plan(a.best.config, len(layer_calls(a.request.graph))), 6, first=6)
     paragraph(out, verdict(a.result.certificate, a.result), 6, first=6)
     for line in priced_only(a.best.config, a.request):
@@ -178,7 +179,7 @@ def _figures(a: Answer) -> Iterator[tuple[str, str]]:
     e = a.best.estimate
     speed = f"{numbers.scaled(e.tokens_per_s)} tokens/s, {numbers.scaled(e.tokens_per_s_per_device)} per device"
     yield "step", f"{interval(e.step_time_s)}   {speed}"
-    yield "MFU", _mfu(e)
+    yield "MFU", _mfu(e, a.request.adapters is not None)
     step = e.step_time_s.mid
     terms = sorted(e.breakdown.items(), key=lambda item: -item[1].mid)
     shares = [f"{TERMS.get(n, n)} {numbers.percent(q.mid / step)}" for n, q in terms if q.mid >= _LEAST_SHARE * step]
@@ -195,16 +196,16 @@ def _figures(a: Answer) -> Iterator[tuple[str, str]]:
         text += f"; with failures {numbers.days(run.days_with_failures.mid)}{usd}"
     price = a.request.cluster.price
     if price is not None:
-        of = "given" if price.source == "given" else f"as of {price.as_of}"
+        of = "given" if price.source == "given" else price.dated
         text += f" (${price.usd_per_device_hour:g} per device and hour, {of})"
     yield "run", text
 
 
-def _mfu(e: Estimate) -> str:
+def _mfu(e: Estimate, adapters: bool) -> str:
     text = f"{100 * e.mfu:.0f} %"
-    if e.mfu_causal == e.mfu:
-        return text
-    return f"{text} (attention in full, as PaLM), {100 * e.mfu_causal:.0f} % (causal, as Megatron Bridge)"
+    if e.mfu_causal != e.mfu:
+        text += f" (attention in full, as PaLM), {100 * e.mfu_causal:.0f} % (causal, as Megatron Bridge)"
+    return text + ("; counted as full training, of which frozen weights need about two thirds" if adapters else "")
 
 
 def _memory(out: Console, e: Estimate) -> None:
@@ -234,11 +235,13 @@ def _others(a: Answer) -> Iterator[str]:
     ]
     known = [config for config, _, _ in found]
     found += [(config, step_s, None) for config, step_s in a.result.equals if config not in known]
-    near = [pair for pair in found if own.low <= pair[1] <= own.high][:_MOST_OTHERS]
+    most = min(own.high, _AS_GOOD * own.mid)
+    near = [pair for pair in found if own.low <= pair[1] <= most][:_MOST_OTHERS]
     for config, step_s, estimate in near:
         memory = "" if estimate is None else f", {estimate.peak_memory_bytes.mid / 1e9:.1f} GB"
         label = plan_label(config, estimate) if estimate is not None else config_label(config, layers)
-        yield f"{label}: {numbers.digits(step_s)} s{memory}"
+        shown = f"{numbers.digits(step_s)} s" if own.high >= 1 else f"{numbers.digits(1e3 * step_s)} ms"  # as the step
+        yield f"{label}: {shown}{memory}"
     if not near:
         yield "no other plan that was found is within the error of this one"
 

@@ -17,7 +17,8 @@ from autoplan.report.data import assumptions, head, to_text
 from autoplan.report.flags import TaskWords
 from autoplan.report.html import check_report_path, write_report
 from autoplan.report.request import read_request, read_run
-from autoplan.report.text import console, graph_notes, paragraph, plain_table, prices
+from autoplan.report.tables import print_fitting
+from autoplan.report.text import console, graph_notes, paragraph, prices
 from autoplan.report.waiting import INCOMPLETE, waiting
 from autoplan.sweeps.label import plan_label
 from autoplan.sweeps.size import Kind, Size, SizePoint, nodes_of, read_kinds, size, size_rows
@@ -65,9 +66,9 @@ def size_command(
     else:
         size_text(console(), found)
     if report is not None:
-        from autoplan.report.drawn import drawn_task
+        from autoplan.report.drawn_sweeps import drawn_size
 
-        write_report(report, size_report(found), drawn_task(request, run))
+        write_report(report, size_report(found), drawn_size(found))
     if found.interrupted:
         raise KeyboardInterrupt(INCOMPLETE)
     return 0 if found.fewest is not None else 3
@@ -135,12 +136,12 @@ def _nodes(count: int) -> str:
 
 def _curve(out: Console, kind: Kind, found: Size) -> None:
     out.print()
-    table = plain_table(kind.name, "devices", "days", "low to high", "cost", "MFU", "", "plan", left=1)
-    table.columns[-2].justify = table.columns[-1].justify = "left"
+    heads = (kind.name, "devices", "days", "low to high", "cost", "MFU", "", "plan")
+    rows: list[tuple[str, ...]] = []
     for p in kind.points:
         name = _nodes(p.nodes)
         if p.run is None or p.point.planned is None:
-            table.add_row(name, f"{p.num_devices:,}", "-", "-", "-", "-", "", p.point.status)
+            rows.append((name, f"{p.num_devices:,}", "-", "-", "-", "-", "", p.point.status))
             continue
         e, days = p.point.planned.estimate, p.run.days_with_failures or p.run.days
         label = plan_label(p.point.planned.config, e)
@@ -148,26 +149,28 @@ def _curve(out: Console, kind: Kind, found: Size) -> None:
         label += f" ({c.status}, gap {numbers.percent(c.gap)})" if c is not None and c.gap > 0.05 else ""
         mark = "meets" if p.meets(found.deadline_days, found.budget_usd) else ""
         mark = "fewest" if p is kind.fewest else mark
-        table.add_row(
-            name,
-            f"{p.num_devices:,}",
-            numbers.digits(days.mid),
-            f"{numbers.digits(days.low)}-{numbers.digits(days.high)}",
-            "-" if p.usd is None else numbers.dollars(p.usd),
-            f"{100 * e.mfu:.0f} %",
-            mark,
-            label,
+        rows.append(
+            (
+                name,
+                f"{p.num_devices:,}",
+                numbers.digits(days.mid),
+                f"{numbers.digits(days.low)}-{numbers.digits(days.high)}",
+                "-" if p.usd is None else numbers.dollars(p.usd),
+                f"{100 * e.mfu:.0f} %",
+                mark,
+                label,
+            )
         )
-    out.print(table)
+    print_fitting(out, heads, rows, ("MFU", "low to high"))
 
 
 def _assumed(out: Console, found: Size) -> None:
     out.print()
-    text = "Whole nodes are counted. Between the numbers that were planned, days are assumed to fall with more nodes"
+    text = "Whole nodes are counted. Numbers between those of the table were not planned"
     paragraph(out, f"{text}{_proof(found)}. Days and cost are with failures and checkpoints where known.", 2)
     planned = [p for k in found.kinds for p in k.points if p.point.planned is not None]
     requests = [p.point.request for p in planned if p.point.request is not None]
-    prices(out, requests, RunTask(found.tokens, found.assumptions))
+    prices(out, requests, RunTask(found.tokens, found.assumptions), "days and cost")
     runs = [p.run for p in planned if p.run is not None]
     for text in dict.fromkeys([*(note for run in runs for note in run.notes), *graph_notes([found.request])]):
         paragraph(out, f"Note: {text}", 6, "yellow")

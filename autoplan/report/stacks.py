@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from autoplan.config.choices import option_data, option_texts
 from autoplan.plans.document import chosen
 from autoplan.report.data import report, to_text
-from autoplan.report.text import console, next_commands, plain_table
+from autoplan.report.tables import print_fitting
+from autoplan.report.text import console, next_commands
 from autoplan.stacks.records import Abilities, Era, Stack, stack, stacks, version_of
 
 _ABLE = "modes degrees schedules recompute zero_stages offload precisions dispatcher launch"
@@ -22,7 +23,7 @@ def stacks_command(name: str | None, as_json: bool) -> None:
     if as_json:
         print(to_text(report("stacks", stacks=stacks_data() if name is None else [stack_data(stack(name))])))
     elif name is None:
-        console().print(stacks_table())
+        print_fitting(console(), _COLUMNS, list(stacks_rows()), ("versions since", "recompute"), left=6)
     else:
         show_stack(console(), name)
 
@@ -60,16 +61,15 @@ def stacks_data() -> list[dict[str, Any]]:
     return [stack_data(found) for found in stacks().values()]
 
 
-def stacks_table() -> Table:
-    """Return a table of the stacks, one line each."""
-    table = plain_table("stack", "is", "mode", "ZeRO", "recompute", "versions since", left=6)
+_COLUMNS = ("stack", "mode", "ZeRO", "recompute", "versions since", "is")
+
+
+def stacks_rows() -> Iterator[tuple[str, ...]]:
+    """Yield the cells of every stack."""
     for found in stacks().values():
         kernels = found.kernels
         versions = " ".join(era.version for era in found.eras)
-        table.add_row(
-            found.name, found.about, kernels.modes[0], str(kernels.zero_stages[0]), kernels.recompute[0], versions
-        )
-    return table
+        yield found.name, kernels.modes[0], str(kernels.zero_stages[0]), kernels.recompute[0], versions, found.about
 
 
 _LAST_YEAR = 2100.0  # a year beyond it has no end

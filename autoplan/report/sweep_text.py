@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from autoplan.config import numbers
 from autoplan.report.plots import MOST_BARS, bar_plot, show_plot
-from autoplan.report.text import graph_notes, heading, paragraph, plain_table, prices, run_cells
+from autoplan.report.tables import fitting_table
+from autoplan.report.text import graph_notes, heading, paragraph, prices, run_cells
 from autoplan.search.certificate import Status
 from autoplan.search.planner import PlanRequest
 from autoplan.sweeps.label import plan_label
@@ -46,7 +46,7 @@ def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], run:
             ended = "" if data["search_status"] in _AS_ASKED else f" ({data['search_status']})"
             cells.append(plan_label(point.planned.config, e) + ended)
         rows.append(cells)
-    table, left_out = _fitting(heads, rows, out.width)
+    table, left_out = fitting_table(heads, rows, out.width, _LESS_NEEDED)
     out.print(table)
     for reason, number in reasons.items():
         paragraph(out, f"[{number}] {reason}", 4, "yellow")
@@ -55,7 +55,9 @@ def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], run:
     out.print()
     if planned is not None and planned.planned is not None:
         tag = planned.planned.estimate.step_time_s.tag
-        spans = "low to high as stated" if not left_out else f"{' and '.join(left_out)} left out at this width"
+        spans = (
+            "low to high as stated" if not left_out else f"{' and '.join(map(repr, left_out))} left out at this width"
+        )
         paragraph(out, f"Each row is planned anew; times are {tag}, {spans}. All figures: --csv, --json", 2)
     prices(out, [p.request for p in found if p.request is not None and p.planned is not None], run)
     for text in graph_notes([request]):
@@ -73,32 +75,6 @@ def _bars(found: Sequence[Point], width: int) -> list[str]:
 
 
 _LESS_NEEDED = ("low to high", "GB left")  # the first to go where a line is too short
-_PLAN_WIDTH, _GAP = 11, 3
-
-
-def _fitting(heads: list[str], rows: list[list[str]], width: int) -> tuple[Table, list[str]]:
-    """Return a table of this width, and the columns that it does without, since they are needed least.
-
-    All cells but those of the plan, the last column, stay on one line where that is possible.
-    """
-    widest = {name: max(len(text) for text in cells) for name, *cells in zip(heads, *rows, strict=True)}
-    widest = {name: max(len(name), most) for name, most in widest.items()}
-    left_out: list[str] = []
-    for name in (*_LESS_NEEDED, None):
-        kept = [head for head in heads if head not in left_out]
-        rest = width - sum(widest[head] + _GAP for head in kept[:-1])  # what is left to the plan
-        if name is None or rest >= _PLAN_WIDTH:
-            break
-        left_out.append(name)
-    table = plain_table(*kept, left=0)
-    table.columns[-1].justify = "left"
-    if rest >= _PLAN_WIDTH:
-        for column, head in zip(table.columns, kept, strict=True):
-            column.width = min(rest, widest[head]) if head == heads[-1] else widest[head]
-    for row_of_all in rows:
-        table.add_row(*(cell for head, cell in zip(heads, row_of_all, strict=True) if head in kept))
-    return table, left_out
-
 
 _AS_ASKED = (Status.COMPLETE, Status.NEAR)  # searches that ended by themselves; their gap is in --csv and --json
 

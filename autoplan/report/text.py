@@ -122,6 +122,7 @@ def heading(out: Console, request: PlanRequest) -> None:
 
 
 def pins_text(pins: Mapping[str, object]) -> str:
+    """Return pins as the command line takes them: `tp=8 stages=10,11,11`."""
     return " ".join(f"{k}={','.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in pins.items())
 
 
@@ -133,7 +134,8 @@ def idle_text(c: Cluster) -> str:
 def batch_text(r: PlanRequest) -> str:
     """Return the batch of a step, for example `8,192 tokens (target 512) x 64 sequences`."""
     target = f" (target {r.target_len:,})" if r.target_len is not None else ""
-    return f"{r.seq_len:,} tokens{target} x {r.global_batch_size:,} sequences"
+    plural = "s" if r.global_batch_size > 1 else ""
+    return f"{r.seq_len:,} tokens{target} x {r.global_batch_size:,} sequence{plural}"
 
 
 def cluster_line(c: Cluster) -> str:
@@ -214,6 +216,7 @@ def _energy_text(run: Run) -> str:
 
 
 def answer(out: Console, title: str, planned: Planned, request: PlanRequest, run: RunTask) -> None:
+    """Print a plan: step, MFU, memory and the run, each with its interval."""
     e = planned.estimate
     out.print()
     out.print(Text(f" {title}  {plan_label(planned.config, e)}", style="bold green" if e.fits else "bold red"))
@@ -225,7 +228,7 @@ def answer(out: Console, title: str, planned: Planned, request: PlanRequest, run
         f"{numbers.scaled(e.tokens_per_s_per_device)} tokens/s per device"
     )
     out.print(Text(line), soft_wrap=True)
-    out.print(Text(f" {mfu_text(e)}"), soft_wrap=True)
+    paragraph(out, mfu_text(e), 2, first=1)
     over = max(0.0, peak.mid - capacity)
     verdict = f"DOES NOT FIT: {numbers.gigabytes(over)} too much" if over else "fits"
     text = (
@@ -477,6 +480,7 @@ def notes_of(e: Estimate, request: PlanRequest, run: RunTask) -> list[str]:
 
 
 def say_warnings(out: Console, e: Estimate, request: PlanRequest, run: RunTask) -> None:
+    """Print what a reader of an estimate must know besides its figures."""
     for text in notes_of(e, request, run):
         paragraph(out, f"Note: {text}", 6, "yellow")
 
@@ -498,8 +502,11 @@ def assumptions_text(known: Assumptions) -> str:
     return ", ".join(parts)
 
 
-def prices(out: Console, requests: Sequence[PlanRequest], run: RunTask) -> None:
-    """Print every price that was used, with its source and date, and the assumptions about the run."""
+_PLAIN_RUN = "days and cost are without failures unless stated otherwise, and"
+
+
+def prices(out: Console, requests: Sequence[PlanRequest], run: RunTask, of: str = _PLAIN_RUN) -> None:
+    """Print the prices and the assumptions about the run. `of`: what never includes idle time, and more about it."""
     if run.tokens is None:
         return
     lines = []
@@ -507,16 +514,15 @@ def prices(out: Console, requests: Sequence[PlanRequest], run: RunTask) -> None:
         price = request.cluster.price
         if price is None or price.source == "given":
             continue
-        text = (
-            f"Price: {request.cluster.device.name} ${price.usd_per_device_hour:g} per device and hour, {price.source}"
-        )
-        lines.append(text if price.as_of in price.source else f"{text}, as of {price.as_of}")
+        name = request.cluster.device.name
+        text = f"Price: {name} ${price.usd_per_device_hour:g} per device and hour, {price.source}"
+        lines.append(text if price.as_of in price.source else f"{text}, {price.dated}")
     for text in dict.fromkeys(lines):
         paragraph(out, text, 7, "dim")
     paragraph(
         out,
-        "Run: days and cost are without failures unless stated otherwise, and never include idle time. Assumed "
-        f"(sources: --json; to change: --assume NAME=VALUE): {assumptions_text(run.assumptions)}",
+        f"Run: {of} never include idle time. Assumed (sources: --json; to change: --assume NAME=VALUE): "
+        f"{assumptions_text(run.assumptions)}",
         5,
         "dim",
     )

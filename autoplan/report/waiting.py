@@ -47,7 +47,9 @@ class Countdown:
 
     def __init__(self, num: int, of: str) -> None:
         """Start to count. `of`: what the pieces are, in words, for example `points`."""
-        self.num, self.of, self._start_s = num, of, time.perf_counter()
+        self.num = num
+        self.of = of
+        self._start_s = time.perf_counter()
 
     def text(self, done: int) -> str:
         """Return `3 of 12 points, about 40 s left`."""

@@ -24,7 +24,7 @@ def needed_by(action: Action, last_chunk: int) -> ActionResult | None:
     return (True, chunk, micro_batch) if chunk == last_chunk else (False, chunk + 1, micro_batch)
 
 
-def action_graph(table: Sequence[Sequence[Action]]) -> nx.DiGraph:
+def action_graph(table: Sequence[Sequence[Action]]) -> nx.DiGraph[ActionPlace]:
     """Return the actions of all ranks as a graph.
 
     Nodes are (rank, position in the rank's list). An edge leads from an action to each action that waits for it. Its

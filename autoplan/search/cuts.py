@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoplan.config.recompute import FULL, SELECTIVE
 from autoplan.cost_models.arrays import Array
@@ -88,15 +89,18 @@ class Cutter:
         recompute: str | Mapping[str, str] | None = None,
         stages: tuple[int, ...] | None = None,
     ) -> None:
-        self.pricer, self.room, self.pinned = pricer, room, stages
-        self.pp, self.m = pricer.config.pp, pricer.config.num_micro_batches
+        self.pricer = pricer
+        self.room = room
+        self.pinned = stages
+        self.pp: int = pricer.config.pp
+        self.m: int = pricer.config.num_micro_batches
         self.num_units: int = pricer.num_units
         self.fixed = recompute
         action = pricer.costs.overhead_s("pipeline_action_s") if self.pp > 1 else 0.0
         self.stage_s: float = pricer.free_forward.mid + 2 * action  # on every stage and micro-batch
         self.time: Array = prefix(np.array(pricer.forward) + np.array(pricer.backward) + self._selective())
         self.after_s: float = pricer.fixed_s + max(max(pricer.optimizer), sum(pricer.optimizer) / self.pp)
-        self.layer_count = np.concatenate([[0], np.cumsum(pricer.workload.layers)])
+        self.layer_count: NDArray[np.int64] = np.concatenate([[0], np.cumsum(pricer.workload.layers)])
         self._known: dict[tuple[int, int, int], int | None] = {}
         self._free_s: float | None = None
         self._binding: tuple[float, bool] | None = None  # the last answer of `binds`, with its limit

@@ -24,6 +24,7 @@ import numpy as np
 from autoplan.config.recompute import FULL
 from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.memory.ranks import RankMemory
+from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks
 from autoplan.search.cuts import Cut, Cutter, Shortage, fits_device, fits_host, shortage_of, worst_of
@@ -227,13 +228,19 @@ class ChunkCutter:
         stages: tuple[int, ...] | None = None,
         kept: ChunkCutter | None = None,
     ) -> None:
-        self.plain, self.room, self.fixed = plain, plain.room, recompute
-        self.schedule, self.virtual_stages = schedule, virtual_stages
+        self.plain = plain
+        self.room: Room = plain.room
+        self.fixed = recompute
+        self.schedule = schedule
+        self.virtual_stages = virtual_stages
         base = plain.pricer
-        self.pp, self.m = base.config.pp, base.config.num_micro_batches
+        self.pp: int = base.config.pp
+        self.m: int = base.config.num_micro_batches
         self.chunks_of: tuple[tuple[int, ...], ...] = chunks_of_ranks(schedule, self.pp, virtual_stages)
         self.kept = kept
-        self.cuts = (stages,) if stages else even_cuts(least.seconds, self.pp, virtual_stages)
+        self.cuts: tuple[tuple[int, ...], ...] = (
+            (stages,) if stages else even_cuts(least.seconds, self.pp, virtual_stages)
+        )
         self._found: Cut | None = None
         self._free_s: float | None = None
         self._lacking: tuple[int, tuple[int, ...]] | None = None  # a rank that lacks memory, of the first cut

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from autoplan.config.context_methods import ContextMethod, neighbours_of, read_method
 from autoplan.config.mesh import folds
 from autoplan.config.offload import ACTIVATIONS
-from autoplan.config.parallel import Mode, ParallelConfig, precision_of
+from autoplan.config.parallel import Mode, ParallelConfig, Precision, precision_of
 from autoplan.config.recompute import OFFLOAD, kinds_in, modules_of, recompute_kind
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group, Level
@@ -82,12 +82,13 @@ class LayoutCache:
     def __init__(self, request: PlanRequest, phases: dict[str, float] | None = None) -> None:
         self.request = request
         self.phases: dict[str, float] = defaultdict(float) if phases is None else phases
-        self.precision = precision_of(request.precision)
+        self.precision: Precision = precision_of(request.precision)
         self.costs: Costs = request.costs
         self.room: Room = Room.guarded(
             request.cluster.device.memory_bytes, request.cluster.host_memory_bytes, request.memory_risk
         )
-        self.gap, self.all_proved = 0.0, True
+        self.gap: float = 0.0
+        self.all_proved: bool = True
         self._found: dict[_Key, CandidateLayout] = {}
         self._layouts: dict[_Cut, tuple[tuple[Axis, ...], IntraSolution] | None] = {}
         self._lowered: dict[tuple[_Cut, MethodChoice], LoweredModel] = {}

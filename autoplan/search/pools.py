@@ -128,10 +128,15 @@ class PooledCutter(Cutter):
     def __init__(
         self, pricer: PooledPricer, rooms: Sequence[Room], recompute: str | Mapping[str, str] | None = None
     ) -> None:
-        self.pooled, self.pools, self.pinned = pricer, pricer.pools, None
+        self.pooled = pricer
+        self.pools: tuple[int, ...] = pricer.pools
+        self.pinned: tuple[int, ...] | None = None
         self.cutters: list[Cutter] = [Cutter(p, room, recompute) for p, room in zip(pricer.pricers, rooms, strict=True)]
         first = self.cutters[0]
-        self.pp, self.m, self.num_units, self.fixed = first.pp, first.m, first.num_units, first.fixed
+        self.pp: int = first.pp
+        self.m: int = first.m
+        self.num_units: int = first.num_units
+        self.fixed: str | Mapping[str, str] | None = first.fixed
         self.after_s: float = min(cutter.after_s for cutter in self.cutters)
         self._free_s = None
 

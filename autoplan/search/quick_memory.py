@@ -33,7 +33,8 @@ class QuickMemory:
     """
 
     def __init__(self, request: PlanRequest) -> None:
-        self.request, self.capacity_bytes = request, request.cluster.device.memory_bytes
+        self.request = request
+        self.capacity_bytes: int = request.cluster.device.memory_bytes
         self._largest: dict[int, float] = {}
         self._terms: dict[object, str | None] = {}
 

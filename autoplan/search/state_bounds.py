@@ -92,7 +92,10 @@ class StateBounds:
     """
 
     def __init__(self, time: LeastTime, memory: LeastMemory, even_s: tuple[float, ...], fixed: bool) -> None:
-        self.time, self.memory, self.even_s, self.fixed = time, memory, even_s, fixed
+        self.time = time
+        self.memory = memory
+        self.even_s = even_s
+        self.fixed = fixed
         self._bubbles: dict[object, float] = {}
         self._chunks: dict[tuple[int, ...], Array] = {}
 

@@ -53,13 +53,20 @@ class Windows:
         below_s: float = math.inf,
     ) -> None:
         self.below_s = below_s
-        self.pricer, self.room, self.fixed, self.pinned = pricer, room, recompute, stages
-        self.time, self.stage_s = time, stage_s
-        self.pp, self.m = pricer.config.pp, pricer.config.num_micro_batches
+        self.pricer = pricer
+        self.room = room
+        self.fixed = recompute
+        self.pinned = stages
+        self.time = time
+        self.stage_s = stage_s
+        self.pp: int = pricer.config.pp
+        self.m: int = pricer.config.num_micro_batches
         self.num_units: int = pricer.num_units
         # per rung of the frontier, prefix sums over units of steps, of bytes freed and of seconds
         rungs = pricer.frontier.rungs if recompute is None else ()
-        self.steps = [np.concatenate([[0], np.cumsum([c is not None for c in r.choices])]) for r in rungs]
+        self.steps: list[NDArray[np.int64]] = [
+            np.concatenate([[0], np.cumsum([c is not None for c in r.choices])]) for r in rungs
+        ]
         self.gains: list[Array] = [prefix(np.array(r.freed_bytes)) for r in rungs]
         self.costs: list[Array] = [prefix(np.array(r.recompute_s)) for r in rungs]
         self.recompute_s: Array = prefix(np.array(pricer.recompute_s))
@@ -98,8 +105,10 @@ class Windows:
         freed = zip(memory.saved, memory.kept, pricer.workload.layers, strict=True)
         self._gain = prefix(np.array([s - k if layer else 0.0 for s, k, layer in freed]))
         self.once_s: Array = self._moved_once()
-        self.free = self._free()
+        self.free: Array = self._free()
         at = self._active()
+        self.each: Array
+        self.reach: NDArray[np.int64]
         self.each, self.reach = self._seconds(*at)
         self._least_sum = float(self.least_rest(self.each, np.add)[0][0])  # of all T_s, over all cuts
         self.waits: Array = self._waiting(*at)
@@ -154,6 +163,7 @@ class Windows:
         return out[::-1]
 
     def run(self, each: Array, rest: Array) -> Array:
+        """Return the least seconds of a step that stages of `each` and the stages beside them allow."""
         return np.maximum(self.m * each + self.once_s, each + rest)
 
     def _free(self) -> Array:

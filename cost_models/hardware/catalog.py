@@ -121,6 +121,12 @@ def _number(row: Mapping[str, str], column: str) -> float | None:
     return float(row[column]) if row[column] else None
 
 
+def _part(row: Mapping[str, str], column: str, ranks: int, unit: float = 1.0) -> float | None:
+    """Return the part of one of `ranks` in the figure of a row, in the base unit; None if the row has none."""
+    value = _number(row, column)
+    return None if value is None else value * unit / ranks
+
+
 def _required(row: Mapping[str, str], column: str) -> float:
     value = _number(row, column)
     if value is None:
@@ -145,7 +151,7 @@ def _entry(row: Mapping[str, str]) -> CatalogEntry:
     peaks = {d: v * TERA / ranks for d, column in PEAK_COLUMNS.items() if (v := _number(row, column)) is not None}
     train = next(d for d in ("bfloat16", "float16", "float32") if d in peaks)
     mamf = _number(row, "mamf_tflops_bf16_measured")
-    host_speed = _number(row, "host_gb_s_per_dir")
+    host_memory = _part(row, "host_mem_gb", ranks, GB)
     device = Device(
         name=row["id"],
         peak_flops=peaks[train],
@@ -154,10 +160,11 @@ def _entry(row: Mapping[str, str]) -> CatalogEntry:
         source=row["spec_source"],
         peak_flops_by_dtype=peaks,
         achievable_fraction=None if mamf is None else min(1.0, mamf * TERA / (peaks[train] * ranks)),
-        power_w=None if (watts := _number(row, "power_w")) is None else watts / ranks,
+        power_w=_part(row, "power_w", ranks),
         overlap_fraction=None,
         unverified=tuple(f for f in row["unverified_fields"].split(";") if f),
-        host_bytes_per_s=None if host_speed is None else host_speed * GB / ranks,
+        host_bytes_per_s=_part(row, "host_gb_s_per_dir", ranks, GB),
+        host_memory_bytes=None if host_memory is None else int(host_memory),
     )
     for prefix, fabric, latency_s in _FABRIC_OF_LINK:  # noqa: B007  the first match is used below
         if row["scaleup_link"].startswith(prefix):
@@ -179,10 +186,10 @@ def _entry(row: Mapping[str, str]) -> CatalogEntry:
         fabric=fabric,
     )
     host = None
-    if host_speed is not None and scaleup.within_node:
+    if device.host_bytes_per_s is not None and scaleup.within_node:
         host = Level(
             _HOST_LATENCY_S,
-            host_speed * GB / ranks,
+            device.host_bytes_per_s,
             row["spec_source"],
             name="node",
             within_node=True,
@@ -217,7 +224,10 @@ def nearest_names(text: str, known: list[str]) -> list[str]:
     """Return at most four names that contain `text`, or else at most three with a similar spelling."""
     plain = text.lower().replace("_", "-")
     inside = [name for name in known if plain in name.lower()]
-    return inside[:4] or difflib.get_close_matches(plain, known, 3, 0.4)
+    first = {name: name.lower().partition("-")[0] for name in known}  # h101 is near h100, of h100-sxm5-80gb
+    near = difflib.get_close_matches(plain, dict.fromkeys(first.values()), 2, 0.7)
+    alike = [name for part in near for name in known if first[name] == part]
+    return inside[:4] or alike[:3] or difflib.get_close_matches(plain, known, 3, 0.4)
 
 
 def device_ids(text: str) -> list[str]:

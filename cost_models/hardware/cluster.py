@@ -29,6 +29,7 @@ from autoplan.cost_models.hardware.cluster_file import nodes_from_data, read_nod
 from autoplan.cost_models.hardware.fabric_graph import Traffic
 from autoplan.cost_models.hardware.nodes import Nodes
 from autoplan.cost_models.hardware.parts import (
+    ASSUMED,
     COUNT,
     GB_S,
     GBIT_S,
@@ -257,14 +258,14 @@ class Cluster(Nodes):
                 400 * TERA,
                 2000.0 * GB,
                 64 * GIB,
-                "assumed",
+                ASSUMED,
                 overlap_fraction=None,
                 host_bytes_per_s=25 * GB,  # PCIe 4 x16 has 31.5
             )
-            link = Level(10 * MICRO, 100.0 * GB, "assumed")
+            link = Level(10 * MICRO, 100.0 * GB, ASSUMED)
         elif device_type == "cpu":
-            device = Device("cpu", 0.05 * TERA, 10.0 * GB, 4 * GIB, "assumed", launch_s=_LOCAL_LAUNCH_S)
-            link = Level(200 * MICRO, 1.0 * GB, "assumed")
+            device = Device("cpu", 0.05 * TERA, 10.0 * GB, 4 * GIB, ASSUMED, launch_s=_LOCAL_LAUNCH_S)
+            link = Level(200 * MICRO, 1.0 * GB, ASSUMED)
         else:
             raise unknown_device_type(device_type)
         return Cluster(1, num_processes, device, link, device_type)

@@ -56,7 +56,7 @@ class Routes:
         self._speed = np.array(speeds, dtype=np.float64)[self._link]
         self._weight = np.round(np.array(latencies) * _PICO).astype(np.int64)[self._link] * _LINKS + 1
         self._first = np.searchsorted(self._source, np.arange(num_nodes + 1))
-        self.distance = self._distances(num_devices, num_nodes)  # node -> device
+        self.distance: np.ndarray = self._distances(num_devices, num_nodes)  # node -> device
 
     def _distances(self, num_devices: int, num_nodes: int) -> np.ndarray:
         """Return the distance from every node to every device (Bellman-Ford for all devices at once).

@@ -36,6 +36,7 @@ USD = Range(0, 1e6, "US dollars")
 ACHIEVABLE = Range(0.01, 1)
 SHARE = Range(0, 1)
 OVERSUBSCRIPTION = Range(1, 1000)
+ASSUMED = "assumed"  # the source of figures that nobody has looked up
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,13 @@ class Price:
     usd_per_device_hour: float
     source: str
     as_of: str
+
+    @property
+    def dated(self) -> str:
+        """The date of the price, `as of 2026-11-09`, or the version of its source, `from list v8/vms.csv@05887511`."""
+        if self.as_of[:4].isdigit():
+            return f"as of {self.as_of}"
+        return f"from {self.as_of.partition(' (')[0]}"
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,8 @@ class FixedMemory:
     """
 
     def __init__(self, workload: Workload, cluster: Cluster) -> None:
-        self.workload, self._on_cpu = workload, cluster.device_type == "cpu"
+        self.workload = workload
+        self._on_cpu = cluster.device_type == "cpu"
         fabric = cluster.levels[0].fabric
         kinds = (channels for prefix, channels in _BY_FABRIC.items() if fabric.startswith(prefix))
         self._domain, self._channels = cluster.domain_size, next(kinds, _ELSE)

@@ -75,7 +75,9 @@ class LeastMemory:
         on_host: bool = True,
         last: bool = False,
     ) -> None:
-        self.precision, self.cluster, self.megatron = precision, cluster, mode is Mode.FUSED
+        self.precision = precision
+        self.cluster = cluster
+        self.megatron: bool = mode is Mode.FUSED
         self._fixed = FixedMemory(workload, cluster)
         by_unit = _elements(workload)
         self.elements: Counter[ParameterKind] = Counter()

@@ -56,7 +56,9 @@ class ParameterMemory:
     """
 
     def __init__(self, config: ParallelConfig, precision: Precision, megatron: bool) -> None:
-        self.config, self.precision, self.megatron = config, precision, megatron
+        self.config = config
+        self.precision = precision
+        self.megatron = megatron
         self.shares: dict[bool, int] = replica_counts(config)
 
     def of(self, p: ParamWork) -> States:

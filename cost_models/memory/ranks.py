@@ -113,7 +113,10 @@ class MemoryModel:
         cluster: Cluster,
         mode: Mode = Mode.EAGER,
     ) -> None:
-        self.workload, self.config, self.precision, self.cluster = workload, config, precision, cluster
+        self.workload = workload
+        self.config = config
+        self.precision = precision
+        self.cluster = cluster
         self.megatron: bool = mode is Mode.FUSED
         c = config
         self.copies: int = num_copies(c.schedule)
@@ -146,13 +149,17 @@ class MemoryModel:
         updates = {name: self._update_bytes(name) for name in w.blocks}
         totals = {unit: States.total(map(blocks.__getitem__, unit)) for unit in dict.fromkeys(w.units)}
         sums = [totals[unit] for unit in w.units]
-        self.stored, self.gathered = [u.stored for u in sums], [u.gathered for u in sums]
-        self.grads, self.states = [u.gradients for u in sums], [u.optimizer for u in sums]
-        self.first_grads, self.hosted = [u.first for u in sums], [u.host for u in sums]
-        self.reduced = [u.reduced for u in sums]
-        self.largest = self._most({name: states.gathered for name, states in blocks.items()})
-        self.largest_grad = self._most({name: states.whole for name, states in blocks.items()})
-        self.largest_tensor, self.largest_update = self._most(tensors), self._most(updates)
+        self.stored: list[float] = [u.stored for u in sums]
+        self.gathered: list[float] = [u.gathered for u in sums]
+        self.grads: list[float] = [u.gradients for u in sums]
+        self.states: list[float] = [u.optimizer for u in sums]
+        self.first_grads: list[float] = [u.first for u in sums]
+        self.hosted: list[float] = [u.host for u in sums]
+        self.reduced: list[float] = [u.reduced for u in sums]
+        self.largest: list[float] = self._most({name: states.gathered for name, states in blocks.items()})
+        self.largest_grad: list[float] = self._most({name: states.whole for name, states in blocks.items()})
+        self.largest_tensor: list[float] = self._most(tensors)
+        self.largest_update: list[float] = self._most(updates)
 
     def _most(self, sizes: Mapping[str, float]) -> list[float]:
         """Return the largest of the sizes of blocks by unit."""
@@ -162,22 +169,23 @@ class MemoryModel:
     def _sum_activations(self) -> None:
         """Collect the activations that the forward leaves for the backward, by unit."""
         w = self.workload
-        self.offloaded = [
+        self.offloaded: list[float] = [
             sum(w.blocks[b].offloaded_bytes for b, layer in zip(unit, marks, strict=True) if layer)
             for unit, marks in zip(w.units, w.is_layer, strict=True)
         ]
-        self.saved = w.unit_selective if self.config.recompute == SELECTIVE else w.unit_saved
-        self.kept = w.unit_kept
+        self.saved: tuple[float, ...] = w.unit_selective if self.config.recompute == SELECTIVE else w.unit_saved
+        self.kept: tuple[float, ...] = w.unit_kept
         self._kept_by_kind = {NONE: self.saved, SELECTIVE: w.unit_selective, FULL: self.kept}
         # The pipeline holds received and sent activations until the backward has passed. Megatron frees sent
         # activations (deallocate_output_tensor of core/pipeline_parallel/schedules.py), and received ones are those
         # that its first layer keeps.
-        self.cuts = (0.0,) * len(w.cut_bytes) if self.megatron else w.cut_bytes
+        self.cuts: tuple[float, ...] = (0.0,) * len(w.cut_bytes) if self.megatron else w.cut_bytes
         if w.shared and not self.megatron:
             self.cuts = tuple(
                 size - sum(v.num_bytes for v in w.shared if v.crosses(u + 1)) for u, size in enumerate(self.cuts)
             )
-        self.transient, self.recompute_transient = w.unit_transient, w.unit_recompute_transient
+        self.transient: tuple[float, ...] = w.unit_transient
+        self.recompute_transient: tuple[float, ...] = w.unit_recompute_transient
 
     @cached_property
     def frontier(self) -> RecomputeFrontier:
@@ -187,10 +195,10 @@ class MemoryModel:
 
     def _schedule(self) -> None:
         c = self.config
-        self.chunks_of = chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
+        self.chunks_of: tuple[tuple[int, ...], ...] = chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
         # micro-batches held in the first backward, and the most afterwards
-        self.flights = flights(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
-        self.fixed = self._fixed.of(c)
+        self.flights: tuple[tuple[int, int], ...] = flights(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
+        self.fixed: Quantity = self._fixed.of(c)
         self._known_rows: dict[tuple[int, tuple[range, ...]], Rows] = {}
 
     @property

@@ -230,7 +230,9 @@ class BlockPricer:
         precision: Precision,
         activations: bool = False,
     ) -> None:
-        self.config, self.costs, self.precision = config, costs, precision
+        self.config = config
+        self.costs = costs
+        self.precision = precision
         self.activations: bool = activations or OFFLOAD in kinds_in(config.recompute)
         self.groups: dict[str, Group] = mesh_groups(config, workload.axes)
         self.families: dict[str, str] = {name: "tp" for name, _ in workload.axes} | {

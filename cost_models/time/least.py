@@ -88,14 +88,19 @@ class LeastTime:
     def __init__(
         self, workload: Workload, times: Mapping[str, OpTimes], costs: Costs, precision: Precision, known: StateSeconds
     ) -> None:
-        self.workload, self.times, self.costs, self.precision, self.known = workload, times, costs, precision, known
+        self.workload = workload
+        self.times = times
+        self.costs = costs
+        self.precision = precision
+        self.known = known
         self.blocks: tuple[BlockWork, ...] = tuple(workload.blocks.values())
         self._at = {name: i for i, name in enumerate(workload.blocks)}
         kinds = workload.unit_kinds
         self._first = [kinds.index(kind) for kind in range(max(kinds) + 1)]
         # equal parameters are priced once
         self._params = [known.setdefault((b.params, narrow(b)), float(len(known))) for b in self.blocks]
-        self.counts = np.array([workload.unit_kinds.count(kind) for kind in range(len(self._first))], dtype=float)
+        counts = [workload.unit_kinds.count(kind) for kind in range(len(self._first))]
+        self.counts: Array = np.array(counts, dtype=float)
         self._all = self._matrix(layers_only=False)
         self._layers = self._matrix(layers_only=True)
         self._passes: dict[int, _Pass] = {}

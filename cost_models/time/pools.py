@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.parts import Group
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.cost_models.time.simulation import ChunkTimes, Timeline, simulate, step_of
+from autoplan.cost_models.work import Workload
 from autoplan.schedules.schedule import SCHEDULES, actions
 
 
@@ -29,9 +31,12 @@ class PooledPricer:
     """
 
     def __init__(self, pricers: Sequence[Pricer], pools: Sequence[int], across: Sequence[Costs]) -> None:
-        self.pricers, self.pools, self.across = tuple(pricers), tuple(pools), tuple(across)
+        self.pricers: tuple[Pricer, ...] = tuple(pricers)
+        self.pools: tuple[int, ...] = tuple(pools)
+        self.across: tuple[Costs, ...] = tuple(across)
         self._across_s: dict[tuple[int, int, str], float] = {}
-        self.config, self.workload = pricers[0].config, pricers[0].workload
+        self.config: ParallelConfig = pricers[0].config
+        self.workload: Workload = pricers[0].workload
         self.num_units: int = pricers[0].num_units
         if len(self.pools) != self.config.pp or self.config.virtual_stages != 1:
             raise ValueError(

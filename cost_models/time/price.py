@@ -24,6 +24,7 @@ from autoplan.config.parallel import Mode, ParallelConfig, Precision, precision_
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, Searched, recompute_kind
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group
+from autoplan.cost_models.hardware.parts import ASSUMED, Device
 from autoplan.cost_models.kernels.gpu import kernels_of
 from autoplan.cost_models.memory.ranks import MemoryModel
 from autoplan.cost_models.memory.recompute_frontier import RecomputeChoice, RecomputeFrontier
@@ -72,22 +73,24 @@ class Pricer:
     ) -> None:
         times = op_times(workload, costs) if times is None else times
         self._given = times, searched, activations
-        self.workload, self.config, self.costs = workload, config, costs
+        self.workload = workload
+        self.config = config
+        self.costs = costs
         self.precision: Precision = precision or precision_of("native")
         prices = BlockPricer(workload, config, costs, self.precision, activations)
-        self.groups, self.device = prices.groups, costs.cluster.device
+        self.groups: dict[str, Group] = prices.groups
+        self.device: Device = costs.cluster.device
         self._reduces_beside = prices.states.reduces_beside
-        self.blocks: dict[str, BlockCost] = {
-            name: prices.cost(block, times[name]) for name, block in workload.blocks.items()
-        }
+        self.blocks: dict[str, BlockCost] = {n: prices.cost(b, times[n]) for n, b in workload.blocks.items()}
         self.num_units: int = len(workload.units)
         # measured constants of a step of the runtime; a step does not include clipping
-        self.fixed_s = costs.overhead_s("step_s") + costs.overhead_s("optimizer_step_s")
+        self.fixed_s: float = costs.overhead_s("step_s") + costs.overhead_s("optimizer_step_s")
         self.fixed_s += (config.num_micro_batches - 1) * costs.overhead_s("micro_batch_s")
         self.action_s: float = costs.overhead_s("pipeline_action_s") if config.pp > 1 else 0.0
         # host time of a pass over a chunk beside its blocks, if it was measured separately
         each = costs.host_fixed_s("pipeline_action_s") if config.pp > 1 else costs.host_fixed_s("micro_batch_s") * 0.5
-        self.host_pass_s, self.host_update_s = each.mid, costs.host_fixed_s("optimizer_step_s").mid
+        self.host_pass_s: float = each.mid
+        self.host_update_s: float = costs.host_fixed_s("optimizer_step_s").mid
         # ZeRO's gather in the first forward and its reduction in the last backward delay the next stage if the stage's
         # own thread runs them (gloo). On GPUs they have a stream of their own: all ranks gather at the same time, and
         # sends upstream do not wait for reductions, so a step pays for one rank's traffic only.
@@ -192,8 +195,10 @@ class Pricer:
 
     @property
     def peak_flops(self) -> float:
-        """The peak FLOP/s of one device in the dtype of products."""
-        return self.device.flops(self.precision.matmul or self.precision.compute or self.workload.main_dtype)
+        """The peak FLOP/s of one device in the dtype of products; if it is only assumed, the most that was measured."""
+        dtype = self.precision.matmul or self.precision.compute or self.workload.main_dtype
+        known = self.costs.profile.product_flops if self.costs.profile and self.device.source == ASSUMED else {}
+        return known.get(dtype) or self.device.flops(dtype)
 
     def _table(self, which: str) -> Table:
         if which not in self._tables:

@@ -83,7 +83,10 @@ class StatePricer:
     """
 
     def __init__(self, config: ParallelConfig, costs: Costs, precision: Precision, groups: Mapping[str, Group]) -> None:
-        self.config, self.costs, self.precision, self.groups = config, costs, precision, groups
+        self.config = config
+        self.costs = costs
+        self.precision = precision
+        self.groups = groups
         given, c = costs.overlap_fraction(), costs.constants
         streams = has_streams(costs.cluster.device_type)
         self.overlap: float = c.overlap if given is None else given

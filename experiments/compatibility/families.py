@@ -454,17 +454,18 @@ def tasks(only: str) -> list[Task]:
 
 
 _INTRODUCTION = """Every model is small, has random values, is not changed for autoplan, and is captured in float64.
-`capture s` is wall time on a shared machine. A degree is equal if loss and every gradient of the sharded program are
-the module's: relative 1e-6 and 1e-4, because many modules compute parts in float32; `error` is the worst gradient's.
+`capture s` is wall time on a shared machine. A degree is equal if the sharded program has the
+module's loss (relative 1e-6) and every gradient (1e-4, because many modules compute parts in float32); `error` is that
+of the worst gradient.
 
 tp 2, pp 2 (two micro-batches) and dp 2 ZeRO 3 run with all ranks in one process: the emitted program with real
 numerics, but not the runtime's schedules and ZeRO shards, which tests/whole covers. cp 2 runs on two gloo processes. A
 family is equal if it is at the first three; where only cp 2 is refused, the last column says why.
 
-Models of the group `package` are those of the packages on PyPI (experiments/compatibility/packages.py), of the group
-`after the sources` written small after the published architecture, with its operations
-(experiments/compatibility/architectures). Lines may be of several states of the code: a run goes on where the last one
-stopped, and families that it did not try keep the line that they had.
+Models of the group `package` come from packages on PyPI (experiments/compatibility/packages.py). Models of the group
+`after the sources` are written small after the published architecture, with its operations
+(experiments/compatibility/architectures). A run of the command may try some families only, and keeps the lines of the
+others, so that lines may come from different states of the code.
 """
 
 

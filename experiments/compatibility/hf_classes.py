@@ -358,7 +358,8 @@ def examine(of: Class) -> Row:
     worst, name = compare(got, truth.gradients)
     if worst > gradient_tolerance:
         return row(WRONG, f"gradient of {name} off by {worst:.1e}", truth.loss, worst)
-    return row(EQUAL, f"{len(no_gradient)} parameters get no gradient" if no_gradient else "", truth.loss, worst)
+    count = f"{len(no_gradient)} parameter{'s get' if len(no_gradient) > 1 else ' gets'} no gradient"
+    return row(EQUAL, count if no_gradient else "", truth.loss, worst)
 
 
 def classes(mappings: Sequence[str], only: str, attention: str | None = None) -> list[Class]:

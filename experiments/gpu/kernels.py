@@ -19,6 +19,7 @@ from autoplan.runtime.experts import experts
 from autoplan.runtime.loss import cross_entropy_sum, vocab_parallel_cross_entropy_sum
 from autoplan.runtime.mesh import AxisMesh, current_mesh, use_mesh
 from autoplan.runtime.norm import scale_, square_sum
+from autoplan.runtime.optim import on_local_shards
 from autoplan.runtime.precision import LossScaler
 from autoplan.runtime.ring import Part, _join, attend, attend_backward
 from experiments.gpu.rows import Run, difference, worst_difference
@@ -177,6 +178,7 @@ def kernels(run: Run) -> None:
                     )  # fmt: skip
         _dropouts(run)
     _of_all_parameters(run)
+    _updates(run)
     dist.destroy_process_group()
 
 
@@ -207,6 +209,34 @@ def _of_all_parameters(run: Run) -> None:
             first = parameters[0].grad
             found.append(scaler.skipped is skipped and (first is None if skipped else bool((first == 1.0).all())))
         run.write("gradients of float16 unscaled, and refused", all(found))
+
+
+def _updates(run: Run) -> None:
+    """AdamW as the runtime lets torch run it: on CUDA one kernel, with the values of an update one by one."""
+    shapes = [(16, 8), (33,), (1,)] if run.quick else [(2048, 2048), (2048,), (1,)] * 5
+    name = f"AdamW of {len(shapes)} parameters"
+    with run.case(name):
+        torch.manual_seed(3)
+        start = [torch.randn(*shape) for shape in shapes]
+        gradients = [[torch.randn(*shape) for shape in shapes] for _ in range(3)]
+
+        def updated(device: torch.device, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+            parameters = [torch.nn.Parameter(x.to(device, dtype, copy=True)) for x in start]
+            optimizer = on_local_shards(lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0.1), parameters)
+            for step in gradients:
+                for p, g in zip(parameters, step, strict=True):
+                    p.grad = g.to(device, dtype)
+                optimizer.step()
+            return [p.detach() for p in parameters], optimizer
+
+        want, _ = updated(torch.device("cpu"), torch.float64)
+        got, optimizer = updated(run.device, torch.float32)
+        error = max(difference(mine, whole) for mine, whole in zip(got, want, strict=True))
+        fused = optimizer.param_groups[0]["fused"] is True
+        seconds = run.median_s(optimizer.step)
+        run.write(
+            name, error < LIMITS[torch.float32] and fused is (run.device.type == "cuda"), error=error, ms=1e3 * seconds
+        )
 
 
 def _dropouts(run: Run) -> None:

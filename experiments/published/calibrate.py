@@ -15,12 +15,12 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -36,7 +36,7 @@ from autoplan.calibration.fit import (
     held_out_errors,
 )
 from autoplan.calibration.steps import PlannedStep
-from autoplan.calibration.tables import constants_table, merged_constants, stored
+from autoplan.calibration.tables import constants_table, stored
 from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.constants import OF_FAMILY, Constants
 from autoplan.errors import AutoplanError
@@ -176,6 +176,29 @@ def origin(source: str) -> str:
     """Return the repository or paper that a row names first, without files and lines."""
     repository = re.match(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source)
     return repository.group(0) if repository else re.split(r";| \(|,? (?:Table|Fig|p\.|section)", source)[0].strip()
+
+
+def merged_constants(before: Mapping[str, Any], now: Mapping[str, Any], mixed: Collection[str]) -> dict[str, Any]:
+    """Return the data of a constants file after a fit of some of its constants to some of the steps.
+
+    Constants that were not fitted now stay as they were, and so do errors of groups without a step in this fit.
+
+    Args:
+        mixed: groups that have other steps, too: their held-out error (`unseen`) is not known and is left out.
+    """
+    fitted = {n: e for n, e in now["constants"].items() if e["fitted"] or n not in before["constants"]}
+    old, new = before.get("errors", {}), now["errors"]
+    return {
+        **before,
+        "constants": {n: fitted.get(n, before["constants"].get(n, e)) for n, e in now["constants"].items()},
+        "errors": {g: new.get(g, old.get(g)) for g in sorted({*old, *new})},
+        "step_intervals": {**before.get("step_intervals", {}), **now.get("step_intervals", {})},
+        "unseen": {g: e for g, e in {**before.get("unseen", {}), **now.get("unseen", {})}.items() if g not in mixed},
+        "unseen_models": {**before.get("unseen_models", {}), **now.get("unseen_models", {})},
+        "sources": sorted({*before.get("sources", ()), *now.get("sources", ())}),
+        "fitted_apart": {key: now[key] for key in ("error", "intervals", "date") if key in now}
+        | {"constants": sorted(n for n, e in fitted.items() if e["fitted"]), "groups": sorted(new)},
+    }
 
 
 def main(

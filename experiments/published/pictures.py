@@ -146,9 +146,10 @@ def _steps(rows: Sequence[Result]) -> Picture:
         parts.append(_line(x1, y1, x2, y2, strong=True))
     parts += [_mark(left + place(r.measured_s), top + side - place(r.predicted_s), r) for r in rows]
     parts += [_text(left + side / 2, top + side + 38, "measured", "middle"), _text(8, 22, "predicted")]
+    most = float(f"{max(seconds):.2g}")
     alt = (
         f"Predicted against measured seconds of {len(rows)} published training steps, from {min(seconds):.2g} to "
-        f"{max(seconds):.2g} s, on logarithmic scales; the dashed lines are equality and 10 % to either side."
+        f"{most:g} s, on logarithmic scales; the dashed lines are equality and 10 % to either side."
     )
     return _svg(NAMES[1], left + side + 20, top + side + 50, alt, parts)
 

@@ -1,6 +1,6 @@
 """autoplan and other predictors on the same published steps.
 
-    python -m experiments.published.side_by_side [--calculon DIR] [--calculon-python PYTHON] [--markdown]
+    python -m experiments.published.side_by_side [--calculon DIR] [--calculon-python PYTHON]
 
 The steps are those of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022 (arXiv
 2205.05198), table 5: four GPT models on A100 of NVIDIA's Selene, each with full recompute and as the paper proposes

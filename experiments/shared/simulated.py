@@ -25,9 +25,10 @@ from torch.overrides import TorchFunctionMode
 from autoplan.codegen.program import Program
 from autoplan.runtime.convert import CollectiveRecord, record_collectives
 from autoplan.runtime.mesh import AxisMesh, use_mesh
-from autoplan.runtime.params import buffer_owner, materialise
+from autoplan.runtime.params import buffer_owner, declare, fill, fill_buffers
 from autoplan.runtime.program import load_module
 from autoplan.runtime.spec import ParamSpec, ProgramSpec
+from autoplan.runtime.values import dtypes_of
 
 _SUMMED = ("dp",)  # axes over which the runtime sums every gradient that they do not shard
 
@@ -135,6 +136,8 @@ def _materialised(
 ) -> list[dict[int, dict[str, torch.Tensor]]]:
     """Return the parameters and buffers of every stage on every rank, by their names in the stage."""
     per_rank: list[dict[int, dict[str, torch.Tensor]]] = []
+    given = dtypes_of(step.params)
+    kinds = {n: step.dtype if step.dtype is not None and d.is_floating_point else d for n, d in given.items()}
     for rank in range(mesh.world_size):
 
         def coordinate(axis: str, rank: int = rank) -> int:
@@ -143,7 +146,9 @@ def _materialised(
         held = {}
         for s, stage in zip(spec.stages, stages, strict=True):
             cpu = torch.device("cpu")
-            materialise(stage, s, step.params, step.buffers, mesh.size, coordinate, cpu, step.dtype)
+            declare(stage, s, mesh.size, cpu, lambda p: kinds[p.name])
+            fill(stage, s, step.params, mesh.size, coordinate)
+            fill_buffers(stage, s, step.buffers, cpu, step.dtype)
             tensors = itertools.chain(stage.named_parameters(), stage.named_buffers())
             held[s.index] = {n: t.detach().clone() for n, t in tensors}
         per_rank.append(held)

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from autoplan.runtime.checkpoint.folders import read_manifest
-from autoplan.runtime.checkpoint.storage import whole_tensors
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.params import local_of
+from autoplan.runtime.tensor_files import DTYPES, TensorFile
 from experiments.state.plans import BATCH, Job, samples
 
 STEPS = 2  # before a checkpoint, and after it
@@ -198,6 +198,27 @@ class _shared_folder:
         dist.barrier()
         if self._mine is not None:
             self._mine.cleanup()
+
+
+def whole_tensors(folder: Path, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return whole tensors of a checkpoint, in this process alone.
+
+    Args:
+        tensors: of the index, those that are wanted.
+
+    Raises:
+        OSError, TensorFileError: a file cannot be read.
+    """
+    files: dict[str, TensorFile] = {}
+    out = {}
+    for name, about in tensors.items():
+        whole = out[name] = torch.empty(tuple(about["shape"]), dtype=DTYPES[about["dtype"]])
+        for chunk in about["chunks"]:
+            if chunk["file"] not in files:
+                files[chunk["file"]] = TensorFile(folder / chunk["file"])
+            at = tuple(slice(a, a + n) for a, n in zip(chunk["offsets"], chunk["sizes"], strict=True))
+            files[chunk["file"]].read_into(chunk["entry"], whole[at])
+    return out
 
 
 def differing(one: Path, other: Path) -> list[str]:

@@ -47,7 +47,7 @@ from autoplan.runtime.checkpoint.storage import FolderReader, FolderWriter
 from autoplan.runtime.failure import guard
 from autoplan.runtime.private import OWN
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class CheckpointError(AgreedRuntimeError):

@@ -51,7 +51,9 @@ class FolderWriter(StorageWriter):
     """
 
     def __init__(self, folder: Path, rank: int, finish: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
-        self.folder, self.rank, self._finish = folder, rank, finish
+        self.folder = folder
+        self.rank = rank
+        self._finish = finish
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
         """Do nothing: a writer serves one checkpoint."""
@@ -147,7 +149,8 @@ class FolderReader(StorageReader):
     """
 
     def __init__(self, folder: Path, tensors: Mapping[str, Any], copies: Mapping[str, str]) -> None:
-        self.folder, self._tensors = folder, {**tensors, **{key: tensors[name] for key, name in copies.items()}}
+        self.folder = folder
+        self._tensors = {**tensors, **{key: tensors[name] for key, name in copies.items()}}
         self._files: dict[str, TensorFile] = {}
         self._places = {
             MetadataIndex(name, torch.Size(chunk["offsets"])): (chunk["file"], chunk["entry"])
@@ -197,24 +200,3 @@ class FolderReader(StorageReader):
 def _metadata(about: Mapping[str, Any]) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in about["chunks"]]
     return TensorStorageMetadata(TensorProperties(DTYPES[about["dtype"]]), torch.Size(about["shape"]), chunks)
-
-
-def whole_tensors(folder: Path, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return whole tensors of a checkpoint, in this process alone.
-
-    Args:
-        tensors: of the index, those that are wanted.
-
-    Raises:
-        OSError, TensorFileError: a file cannot be read.
-    """
-    files: dict[str, TensorFile] = {}
-    out = {}
-    for name, about in tensors.items():
-        whole = out[name] = torch.empty(tuple(about["shape"]), dtype=DTYPES[about["dtype"]])
-        for chunk in about["chunks"]:
-            if chunk["file"] not in files:
-                files[chunk["file"]] = TensorFile(folder / chunk["file"])
-            at = tuple(slice(a, a + n) for a, n in zip(chunk["offsets"], chunk["sizes"], strict=True))
-            files[chunk["file"]].read_into(chunk["entry"], whole[at])
-    return out

@@ -25,7 +25,7 @@ from autoplan.calibration.fit import (
     range_of,
 )
 from autoplan.calibration.steps import functions, read_steps
-from autoplan.calibration.tables import constants_table, merged_constants, rounded, stored
+from autoplan.calibration.tables import constants_table, rounded, stored
 from autoplan.catalog import load_model
 from autoplan.cli import app
 from autoplan.config.choices import options_of
@@ -39,6 +39,7 @@ from autoplan.search.estimate import estimate_config
 from autoplan.search.request import PlanRequest
 from experiments.published import calibrate as experiment
 from experiments.published import validate as validate_published
+from experiments.published.calibrate import merged_constants
 from experiments.published.intervals import groups_table, interval, interval_text, macro, stored_intervals
 from experiments.published.rows import COLUMNS, Row, Shapes, Task, interpret
 

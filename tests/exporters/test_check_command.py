@@ -11,7 +11,9 @@ import pytest
 from command_line import one_line_error, run
 from typer.testing import CliRunner
 
+from autoplan.catalog import load_model
 from autoplan.cli import app
+from autoplan.exporters.door import read_config
 
 CLUSTER = "2x8xh100-sxm5-80gb"
 TASK = ("llama-3.2-1b", "--cluster", CLUSTER)
@@ -193,3 +195,40 @@ def test_files_as_they_are_published_are_legal(tmp_path: Path) -> None:
     path = tmp_path / "accelerate.yaml"
     path.write_text(PUBLIC_ACCELERATE)
     assert checked(str(path), *given)["faults"] == []
+
+
+# As src/megatron/bridge/perf_recipes has them
+RECIPE = """
+def qwen3_pretrain_64gpu_h100_bf16_config():
+    cfg = qwen3_pretrain_config()
+    cfg.mixed_precision = _perf_precision("bf16")
+    _common(cfg)
+    cfg.model.tensor_model_parallel_size = 2
+    cfg.model.pipeline_model_parallel_size = 2
+    cfg.model.expert_model_parallel_size = 4
+    cfg.train.global_batch_size = 64
+    cfg.train.micro_batch_size = 1
+    cfg.model.seq_length = 4096
+    set_qwen3_pipeline_model_parallel_layout(cfg.model, LAYOUT)
+    cfg.ddp.overlap_grad_reduce = False
+    return cfg
+"""
+
+
+def test_what_a_recipe_of_bridge_leaves_to_functions_is_as_in_the_stack(tmp_path: Path) -> None:
+    """ZeRO, etp and the overlap of tensor parallelism are set by functions that are not read, and are so named."""
+    path = tmp_path / "recipe.py"
+    path.write_text(RECIPE.replace("LAYOUT", '"Etttttttttttttttt|ttttttttttttttttL"'))
+    found = checked(str(path), "mixtral-8x7b", "--cluster", CLUSTER, "--no-better")
+    plan = found["plan"]
+    assert (found["target"], found["faults"], plan["zero_stage"], plan["etp"]) == ("megatron-bridge", [], 1, 1)
+    assert plan["stages"] == [16, 16] and found["request"]["precision"] == "bf16-grad16"
+    unread = [f"{call} = settings of this function" for call in ("qwen3_pretrain_config()", "_common(cfg)")]
+    assert set(read_config(path, graph=load_model("mixtral-8x7b"), cluster=CLUSTER).not_read) == set(unread)
+    path.write_text(
+        RECIPE.replace("    set_qwen3_pipeline_model_parallel_layout(cfg.model, LAYOUT)\n", "").replace(
+            "parallel_size = 2\n    cfg.model.expert", "parallel_size = 3\n    cfg.model.expert"
+        )
+    )
+    faults = checked(str(path), "mixtral-8x7b", "--cluster", CLUSTER, "--no-better", code=1)["faults"]
+    assert faults == ["tp x pp x cp = 6 does not divide the 16 devices; nearest: 12 or 18 devices"]

@@ -14,12 +14,21 @@ import pytest
 from autoplan.config.parallel import ParallelConfig, Precision
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.profile import LinkRecord, Profile, Timing
+from autoplan.cost_models.profile import LinkRecord, MeasuredOp, Profile, Timing
 from autoplan.cost_models.time.blocks import BlockPricer
-from autoplan.cost_models.work import Workload
+from autoplan.cost_models.work import OpWork, Workload
 from autoplan.errors import PinError, ProfileError
+from autoplan.ops.saved import TensorFacts
 from autoplan.profiler import command
-from autoplan.profiler.clocks import CLOCK_QUERY, PROCESS_QUERY, clock_warnings, load_warning, parse_clocks, read_states
+from autoplan.profiler.clocks import (
+    CLOCK_QUERY,
+    PROCESS_QUERY,
+    clock_warnings,
+    load_warning,
+    parse_clocks,
+    read_states,
+    time_warnings,
+)
 from autoplan.profiler.nodes import MeasuredNodes, agree_on_nodes, num_nodes, under_torchrun
 from autoplan.profiler.ops import DeviceTimer
 from autoplan.profiler.proposal import catalog_id, cluster_data, write_cluster
@@ -161,6 +170,24 @@ def test_clocks_that_fell_and_company_are_told() -> None:
     with pytest.raises(Unreadable, match="is not a line of index"):
         parse_clocks("No devices were found")
     assert load_warning(0.2, 2, 2) == [] and "the CPU was shared: load 1.5" in load_warning(1.5, 2, 2)[0]
+
+
+def product(flops: float, seconds: float, spread: float, dtype: str = "bfloat16") -> MeasuredOp:
+    x = TensorFacts((64, 64), dtype, True)
+    work = OpWork("linear", (x, x), (x,), (), flops, 1.0)
+    return MeasuredOp(work, Timing(seconds, seconds * (1 - spread / 2), seconds * (1 + spread / 2), 7))
+
+
+def test_times_beside_other_work_are_told() -> None:
+    """Half of them spread by more than an idle machine shows; or a product is faster than the large one."""
+    steady, uneven = product(1e12, 2e-3, 0.05), product(1e12, 2e-3, 0.6)
+    assert time_warnings([], {}) == time_warnings([steady, steady, uneven], {}) == []
+    (told,) = time_warnings([steady, uneven, uneven], {})
+    assert told.startswith("warning: half of the operations differ by 60 %") and "idle machine" in told
+    clock = {"burst_s": 2 * 8192**3 / 500e12, "sustained_s": 1.0}
+    assert time_warnings([product(1e12, 1e12 / 600e12, 0.05)], clock) == []  # caches, a shape that fits better
+    (told,) = time_warnings([product(1e12, 1e12 / 700e12, 0.05), product(1e12, 1e-4, 0.0, "float8_e4m3fn")], clock)
+    assert "ran at 700 TFLOP/s, but one of 8,192 x 8,192 at 500" in told
 
 
 def test_clocks_of_a_machine() -> None:

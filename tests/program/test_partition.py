@@ -13,30 +13,32 @@ from experiments.plans.compiled_memory import kept
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.compile's own modules
 
 CASES = [
-    ("llama", 2, "bfloat16"),
-    ("gpt2", 1, "float32"),  # with dropout
+    ("llama", 2, "bfloat16", ""),
+    ("gpt2", 1, "float32", ""),  # with dropout
+    ("llama", 1, "bfloat16", "gather"),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
-            ("gemma2", 1, "bfloat16"),  # scores written out
-            ("mixtral", 1, "bfloat16"),  # experts in the graph
-            ("llama", 1, "float32"),
-            ("qwen3", 4, "float32"),
-            ("gpt2", 2, "bfloat16"),
+            ("gemma2", 1, "bfloat16", ""),  # scores written out
+            ("gemma2", 2, "float32", ""),  # capped logits
+            ("mixtral", 1, "bfloat16", ""),  # experts in the graph
+            ("llama", 1, "float32", ""),
+            ("qwen3", 4, "float32", ""),
+            ("gpt2", 2, "bfloat16", ""),
+            ("llama", 1, "float32", "ring"),
+            ("qwen3", 1, "bfloat16", "ulysses"),
         )
     ),
 ]
 
 
-@pytest.mark.parametrize(("model", "tp", "dtype"), CASES)
-def test_a_compiled_block_keeps_what_is_predicted(model: str, tp: int, dtype: str) -> None:
-    """Within half a percent; what the operations keep one by one is something else."""
-    blocks = [
-        k for k in kept(model, tp, dtype) if k.measured > 40_000
-    ]  # an embedding also keeps 256 bytes of positions
-    assert {"layer", "head"} <= {k.block for k in blocks}
+@pytest.mark.parametrize(("model", "tp", "dtype", "context"), CASES)
+def test_a_compiled_block_keeps_what_is_predicted(model: str, tp: int, dtype: str, context: str) -> None:
+    """To the byte, but for offsets of experts (32 bytes); what the operations keep one by one is something else."""
+    blocks = kept(model, tp, dtype, context)
+    assert {"embed", "layer", "head"} <= {k.block for k in blocks}
     for k in blocks:
-        assert k.predicted == pytest.approx(k.measured, rel=0.006), k
+        assert abs(k.predicted - k.measured) <= (32 if model == "mixtral" and k.block == "layer" else 0), k
     layer = next(k for k in blocks if k.block == "layer")
     assert abs(layer.op_by_op / layer.measured - 1) > 0.1
 

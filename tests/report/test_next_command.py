@@ -14,6 +14,7 @@ from autoplan.config.choices import CHOICES, PINS, config_data
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
 from autoplan.config.recompute import recompute_of_text, recompute_text
 from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.whole_run import Assumptions
 from autoplan.errors import PinError
 from autoplan.program.facts import layer_calls
@@ -186,3 +187,16 @@ def test_mfu_is_given_with_attention_in_full_and_causal() -> None:
     assert text.mfu_text(replace(e, mfu_causal=e.mfu)) == f"MFU {100 * e.mfu:.0f} %"  # negative: nothing is masked
     out = run("estimate", "llama-3.2-1b", "-c", ONE, "--seq", "2k", "--gbs", "8").stdout
     assert "(attention counted in full" in out and "(causal: half of it" in out
+
+
+def test_mfu_of_a_measured_machine_is_of_its_fastest_product() -> None:
+    """The figures of `local` are assumed; 0.05 TFLOP/s of a core are less than half of what was measured."""
+    words = ("estimate", "gpt2", "--cluster", "local", "--precision", "fp32", "--seq", "256", "--gbs", "8", "--json")
+    profile = Profile.load("cpu-2core-gloo-w2")
+    found = json.loads(run(*words, "--profile", profile.name).stdout)["estimate"]
+    graph, fastest = load_model("gpt2"), profile.product_flops["float32"]
+    flops = 8 * 256 * (6 * graph.num_params + 12 * 12 * 768 * 256)
+    assert found["mfu"] == pytest.approx(flops / found["step_time_s"]["mid"] / fastest, rel=0.01)
+    assert fastest > 2 * Cluster.local(1).device.peak_flops and 0.5 < found["mfu"] < 1
+    assumed = json.loads(run(*words).stdout)["estimate"]
+    assert assumed["mfu"] == pytest.approx(flops / assumed["step_time_s"]["mid"] / 50e9, rel=0.01)

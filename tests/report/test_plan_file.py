@@ -105,4 +105,4 @@ def test_what_is_no_plan_file_in_python(tmp_path: Path) -> None:
 
 def test_a_model_without_a_plan_file_needs_its_task() -> None:
     said = one_line_error(run("estimate", "llama-3.2-1b", "--tp", "2"), 2)
-    assert "--cluster is missing; only a plan file" in said
+    assert "--cluster is missing, for example --cluster 8xh100; only a plan file" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import json
 import re
@@ -17,12 +18,14 @@ import pytest
 from command_line import ROOT, TASK, one_line_error, run
 from made_up_plans import OWN, REQUEST, SPLIT
 
+from autoplan.config import numbers
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.pages import figures
 from autoplan.pages.page import page
 from autoplan.pages.sections import PARTS, sections
 from autoplan.plans.document import estimate_data
-from autoplan.report.drawn import drawn_task, link_text, mesh_data
+from autoplan.report.drawn import link_text, mesh_data
+from autoplan.report.drawn_sweeps import drawn_whatif
 from autoplan.report.measured import Comparison, Figure, comparison_data, shown_row
 from autoplan.sweeps.whatif import RunTask
 
@@ -177,7 +180,7 @@ def test_specs_are_figures_of_plotly(report: tuple[dict[str, Any], str]) -> None
 
 def sweep() -> dict[str, Any]:
     result = run("whatif", *TASK, "--vary", "nodes=1,2", "--vary", "global_batch_size=16,32", "--pin", "tp=1", "--json")
-    return {**json.loads(result.stdout), "drawn": drawn_task(REQUEST, RunTask(1e9))}
+    return {**json.loads(result.stdout), "drawn": drawn_whatif(REQUEST, [], RunTask(1e9))}
 
 
 def sized() -> dict[str, Any]:
@@ -197,14 +200,14 @@ def compared() -> dict[str, Any]:
 
 def test_a_sweep_is_drawn_over_what_was_varied() -> None:
     answer = sweep()
-    (part, *_) = sections(answer)
+    (part,) = [s for s in sections(answer) if s.title == "Sweep"]
     step = part.blocks[0]
     (trace,) = step.spec["data"]
     assert (trace["x"], trace["y"]) == (["16", "32"], ["1", "2"])
     rows = {(str(r["nodes"]), str(r["global_batch_size"])): r["step_time_s"] for r in answer["rows"]}
     assert trace["z"] == [[rows[y, x] for x in trace["x"]] for y in trace["y"]]
     one = {**answer, "vary": {"nodes": [1, 2]}, "rows": [r for r in answer["rows"] if r["global_batch_size"] == 16]}
-    (curve,) = sections(one)[0].blocks[0].spec["data"]
+    (curve,) = next(s for s in sections(one) if s.title == "Sweep").blocks[0].spec["data"]
     assert curve["x"] == [1, 2] and curve["error_y"]["array"][0] > 0
 
 
@@ -261,8 +264,44 @@ def test_explanations_and_capacity_tables_have_reports(tmp_path: Path) -> None:
     task.write_text("models: [gpt2]\nclusters: [4xh100, 8xh100]\ntokens: 1B\nseq_len: 512\nglobal_batch_size: 16\n")
     file = tmp_path / "capacity.html"
     assert run("capacity", str(task), "--report", str(file)).exit_code == 0
-    assert re.findall(r"<h2>(.*?)</h2>", file.read_text()) == ["Sweep", "Assumptions", "Data"]
-    assert specs(file.read_text())["days"]["data"][0]["x"] == ["4xh100", "8xh100"]
+    text = file.read_text()
+    assert re.findall(r"<h2>(.*?)</h2>", text) == ["Answer", "Sweep", "Assumptions", "Data"]
+    assert specs(text)["days"]["data"][0]["x"] == ["4xh100", "8xh100"]
+    assert "<h1>capacity: task.yaml</h1>" in text and "2 of 2 rows have a plan." in text
+    days = [
+        row["days_with_failures"]
+        for row in json.loads(html.unescape(text.rsplit("<pre>")[-1].split("</pre>")[0]))["rows"]
+    ]
+    best = ("4xh100", "8xh100")[days.index(min(days))]
+    assert f"{best}: {numbers.days(min(days))}, $" in text and "price of a device and hour" in text
+
+
+def test_two_plans_are_set_side_by_side(tmp_path: Path) -> None:
+    file = tmp_path / "two.html"
+    assert run("explain", *TASK, "--pin", "zero_stage=1", "--vs", "tp=2", "--report", str(file)).exit_code == 0
+    text = file.read_text()
+    (answer,) = [p for p in re.findall(r'<p class="good">(.*?)</p>', text) if p.startswith("The other plan ")]
+    assert (
+        "per step" in answer
+        and "data-parallel communication, exposed" in text
+        and "dp_comm" not in text.split("<pre>")[0]
+    )
+    cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", text)]
+    (step,) = [row for row in cells if row[:1] == ["step"]]
+    own, other, more = (float(cell) for cell in step[1:])
+    assert more == pytest.approx(other - own, abs=0.02 * own)
+
+
+def test_a_size_says_its_question_and_its_answer(tmp_path: Path) -> None:
+    file = tmp_path / "size.html"
+    words = ("--devices", "h100,a100-sxm4-80gb", "--tokens", "1B", "--deadline", "30d", "--seq-len", "512")
+    assert run("size", "gpt2", *words, "--global-batch-size", "16", "--report", str(file)).exit_code == 0
+    text = file.read_text()
+    assert "<h1>size of a run: gpt2</h1>" in text
+    assert re.search(r"are the fewest (known )?that train on 1 B tokens in 30.0 d\.", text)
+    assert "h100-sxm5-80gb, price of a device and hour" in text and "a100-sxm4-80gb, link scale-up" in text
+    (figure,) = [f for title, f in specs(text).items() if title == "Cost against days"]
+    assert [note["text"] for note in figure["layout"]["annotations"]] == ["deadline"]
 
 
 def test_texts_cannot_leave_their_place() -> None:
@@ -318,8 +357,18 @@ QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --d
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
 @pytest.mark.parametrize("width", [390, 1200])
 def test_a_browser_draws_every_figure(width: int, report: tuple[dict[str, Any], str], tmp_path: Path) -> None:
+    check_drawn(report[1], width, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+@pytest.mark.parametrize("kind", ["sweep", "sized", "compared"])
+def test_a_browser_draws_the_figures_of_other_commands(kind: str, tmp_path: Path) -> None:
+    check_drawn(page({"sweep": sweep, "sized": sized, "compared": compared}[kind]()), 390, tmp_path)
+
+
+def check_drawn(text: str, width: int, tmp_path: Path) -> None:
     """Offline, without a word on the console; no figure is wider than the window, and no text of one is cut off."""
-    _, text = report
     (tmp_path / "plan.html").write_text(text)
     script = """<script>onload = () => setTimeout(() => {
       const inner = document.querySelector("iframe").contentDocument.documentElement;

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -542,3 +543,14 @@ def test_the_pool_ends_a_job_that_hangs():
             workers.run(misbehave, "hang", timeout_s=2)
         assert time.monotonic() - begun < 6
         assert not workers.alive
+
+
+def test_the_phases_of_a_stack_are_functions_that_are_called() -> None:
+    """Of a function that is renamed, ranks would no longer say that they run it."""
+    here, there = Path(activity.__file__).parents[1], Path(torch.__file__).parent
+    modules = ("autograd/graph.py", "nn/modules/module.py", "distributed/distributed_c10d.py")
+    folders = (here, here / "runtime", there / "distributed/pipelining")
+    files = [*(there / m for m in modules), *(f for folder in folders for f in folder.rglob("*.py"))]
+    text = "\n".join(path.read_text() for path in files)
+    for name in activity.STACK_PHASES:
+        assert re.search(rf'(?<!def )(?<!")\b{name}\b(?!")', text) is not None, f"nothing uses {name}"

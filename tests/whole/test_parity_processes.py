@@ -12,13 +12,13 @@ from parity import (
     assert_trains_as_one_device,
     compiled,
     global_batch,
+    settled_bytes,
     spread_out,
     train_reference,
     trained,
     worst,
 )
 
-from autoplan.runtime.batch import settled_bytes
 from autoplan.runtime.spec import evaluate_terms
 
 pytestmark = [

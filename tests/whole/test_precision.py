@@ -10,14 +10,13 @@ import pytest
 import torch
 from harness import pool
 from mixed import ByHand, by_hand, error_of, errors_of, exact_gradients, gradient_job, gradients_by_hand, largest_factor
-from parity import SEQ, Case, compiled, graph_of, spread_out, trained, worst
+from parity import SEQ, Case, compiled, graph_of, settled_bytes, spread_out, trained, worst
 
 from autoplan.api import plan_program
 from autoplan.capture.passes.cast import computing_in, main_dtype
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
-from autoplan.runtime.batch import settled_bytes
 from autoplan.runtime.precision import LossScaler, MixedPrecision
 from autoplan.runtime.spec import ProgramSpec, evaluate_terms
 from autoplan.search.layouts import LayoutCache

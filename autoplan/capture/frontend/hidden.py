@@ -33,7 +33,8 @@ class Hidden:
     """
 
     def __init__(self) -> None:
-        self.running = self.read = False
+        self.running: bool = False
+        self.read: bool = False
 
     def refuse(self) -> NoReturn:
         """End the trace."""

@@ -30,7 +30,8 @@ class Lengths:
     """
 
     def __init__(self, program: torch.export.ExportedProgram, symbols: Mapping[str, str], model: str) -> None:
-        self.symbols, self.model = symbols, model
+        self.symbols = symbols
+        self.model = model
         self.hints: dict[str, int] = _hints(program)
         self.bounds: dict[str, tuple[int, int | None]] = {}
         for symbol, found in program.range_constraints.items():

@@ -77,6 +77,7 @@ class ScanFacts:
     keeps: tuple[int, ...]
 
     def plain(self) -> dict[str, Any]:
+        """Return the facts as JSON data."""
         return asdict(self)
 
 
