@@ -43,6 +43,7 @@ from autoplan.capture.frontend.rehearsal import rehearse_capture
 from autoplan.capture.frontend.samples import CaptureSamples
 from autoplan.capture.frontend.scans import Scan, ScanForms, Scans
 from autoplan.capture.frontend.sizes import export_symbolic
+from autoplan.capture.frontend.state import state_refused
 from autoplan.capture.frontend.torch_transformer import capture_transformers
 from autoplan.capture.layers.assemble import assemble
 from autoplan.capture.translate import Translator, dtype_name
@@ -219,6 +220,7 @@ def _patched(
             samples = partial(CaptureSamples, wrapper.batch)
             for make in (tracer.hidden.forward, experts, recurrent, CaptureBags, CaptureData, samples, batch_norms):
                 stack.enter_context(make())
+            stack.enter_context(state_refused(model))
             yield
 
     with ExitStack() as stack:

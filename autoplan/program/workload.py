@@ -218,9 +218,10 @@ def _node_flops(block: Block, node: Node, op_costs: OpCosts) -> float:
     """Return the model flops of one node by the published count, forward and backward, for one rank's tokens.
 
     6 N + 12 L H Q S per token (Chowdhery et al., PaLM, 2022, appendix B; Megatron-LM counts alike): matrix products and
-    attention, 4 b h s s d forward, also where a causal kernel computes half of it; backward twice the forward. N counts
-    the parameters that are multiplied: not tables that are only looked up, and only the experts of one token. Recompute
-    is not counted.
+    attention, 4 b h s s d forward, also where a causal kernel computes half of it; backward twice the forward, and as
+    much as the forward where the weight is frozen, which needs no gradient (4 N, as Megatron Bridge counts LoRA). N
+    counts the parameters that are multiplied: not tables that are only looked up, and only the experts of one token.
+    Recompute is not counted.
     """
     op = op_record(node.op)
     if not op.multiplies:
@@ -229,7 +230,10 @@ def _node_flops(block: Block, node: Node, op_costs: OpCosts) -> float:
     if op.kind is OpKind.ATTENTION:
         forward *= op_costs.context * (2.0 if node.attrs.get("causal") else 1.0)
         forward *= window_share(node, op_costs.num_keys(block, node))  # as Megatron Bridge counts
-    return forward * (3.0 if any(block.values[o].requires_grad for o in node.outputs) else 1.0)
+    if not any(block.values[o].requires_grad for o in node.outputs):
+        return forward
+    frozen = any(i in block.params and not block.values[i].requires_grad for i in node.inputs[:2])
+    return forward * (2.0 if frozen else 3.0)
 
 
 def _tied(

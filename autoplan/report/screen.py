@@ -179,7 +179,7 @@ def _figures(a: Answer) -> Iterator[tuple[str, str]]:
     e = a.best.estimate
     speed = f"{numbers.scaled(e.tokens_per_s)} tokens/s, {numbers.scaled(e.tokens_per_s_per_device)} per device"
     yield "step", f"{interval(e.step_time_s)}   {speed}"
-    yield "MFU", _mfu(e, a.request.adapters is not None)
+    yield "MFU", _mfu(e)
     step = e.step_time_s.mid
     terms = sorted(e.breakdown.items(), key=lambda item: -item[1].mid)
     shares = [f"{TERMS.get(n, n)} {numbers.percent(q.mid / step)}" for n, q in terms if q.mid >= _LEAST_SHARE * step]
@@ -201,11 +201,11 @@ def _figures(a: Answer) -> Iterator[tuple[str, str]]:
     yield "run", text
 
 
-def _mfu(e: Estimate, adapters: bool) -> str:
+def _mfu(e: Estimate) -> str:
     text = f"{100 * e.mfu:.0f} %"
     if e.mfu_causal != e.mfu:
         text += f" (attention in full, as PaLM), {100 * e.mfu_causal:.0f} % (causal, as Megatron Bridge)"
-    return text + ("; counted as full training, of which frozen weights need about two thirds" if adapters else "")
+    return text
 
 
 def _memory(out: Console, e: Estimate) -> None:
