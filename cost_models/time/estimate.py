@@ -58,7 +58,8 @@ class Estimate:
     """Time and memory of one plan. `breakdown` adds up to the step: seconds of the busiest rank by term.
 
     `mfu` counts attention in full, as PaLM (appendix B) and NeMo's tables do; `mfu_causal` counts the half of it that a
-    causal mask leaves, as Megatron Bridge does. They are far apart for long sequences.
+    causal mask leaves, as Megatron Bridge does. They are far apart for long sequences. Frozen weights count without the
+    gradient that they do not have: 4 N per token, not 6 N.
     """
 
     step_time_s: Quantity

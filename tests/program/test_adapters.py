@@ -161,6 +161,17 @@ def test_arithmetic_of_lora_by_hand() -> None:
     assert priced("lora:16").estimate.breakdown["compute"].mid < 0.85 * priced(None).estimate.breakdown["compute"].mid
 
 
+def test_mfu_counts_no_gradient_of_frozen_weights() -> None:
+    """4 N per token for what is frozen and 6 N for adapters, as Megatron Bridge counts LoRA, and attention as always."""
+    seq_len, heads, head_dim = 2048, 32, 128
+    attention = 12 * LAYERS * heads * head_dim * seq_len
+    trained = LAYERS * 16 * ((HIDDEN + HIDDEN) + (HIDDEN + KV))
+    multiplied = LINEAR + VOCAB * HIDDEN
+    lora, full = (priced(a).point.workload.model_flops for a in ("lora:16:q_proj,v_proj", None))
+    assert full == pytest.approx(seq_len * (6 * multiplied + attention), rel=0.01)
+    assert lora == pytest.approx(seq_len * (4 * multiplied + 6 * trained + attention), rel=0.01)
+
+
 @pytest.mark.parametrize("mode", Mode)
 def test_opening_packed_weights_takes_time(mode: Mode) -> None:
     lora, qlora = (priced(f"{kind}:16:q_proj,v_proj", mode) for kind in ("lora", "qlora"))
