@@ -80,7 +80,7 @@ class SearchSettings:
 
     time_limit_s: float = choice(
         60.0,
-        "Seconds; then the best plan so far, marked.",
+        "Seconds that a search may take; then the best plan so far is the answer, and said not to be proved.",
         written=Written.NUMBER,
         flags=("--time-limit",),
         obstacle=_time_limit,

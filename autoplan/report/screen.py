@@ -20,6 +20,7 @@ from autoplan.cost_models.time.estimate import Estimate
 from autoplan.program.facts import layer_calls
 from autoplan.report.commands import estimate_command, explain_words, whatif_command
 from autoplan.report.text import (
+    MFU_OF_ADAPTERS,
     TERMS,
     batch_text,
     grouped_stages,
@@ -205,7 +206,7 @@ def _mfu(e: Estimate, adapters: bool) -> str:
     text = f"{100 * e.mfu:.0f} %"
     if e.mfu_causal != e.mfu:
         text += f" (attention in full, as PaLM), {100 * e.mfu_causal:.0f} % (causal, as Megatron Bridge)"
-    return text + ("; counted as full training, of which frozen weights need about two thirds" if adapters else "")
+    return text + (MFU_OF_ADAPTERS if adapters else "")
 
 
 def _memory(out: Console, e: Estimate) -> None:
@@ -257,7 +258,8 @@ def _notes(out: Console, a: Answer) -> None:
     for text in notes[:_MOST_NOTES]:
         paragraph(out, f"{'note':{_LABEL}}{text}", _LABEL, "yellow")
     if len(notes) > _MOST_NOTES:
-        paragraph(out, f"{'':{_LABEL}}{len(notes) - _MOST_NOTES} more notes: --verbose", _LABEL, "yellow")
+        more = len(notes) - _MOST_NOTES
+        paragraph(out, f"{'':{_LABEL}}{more} more note{'s' if more > 1 else ''}: --verbose", _LABEL, "yellow")
 
 
 def _commands(a: Answer) -> list[list[str]]:

@@ -53,6 +53,8 @@ TERMS = {  # of a step, in words
     "optimizer": "optimizer",
 }
 
+MFU_OF_ADAPTERS = "; counted as full training, of which frozen weights need about two thirds"
+
 
 def priced_only(config: ParallelConfig, request: PlanRequest) -> Iterator[str]:
     """Yield a line on what of a configuration is only priced; nothing if autoplan's own runtime executes all of it."""
@@ -228,7 +230,7 @@ def answer(out: Console, title: str, planned: Planned, request: PlanRequest, run
         f"{numbers.scaled(e.tokens_per_s_per_device)} tokens/s per device"
     )
     out.print(Text(line), soft_wrap=True)
-    paragraph(out, mfu_text(e), 2, first=1)
+    paragraph(out, mfu_text(e) + (MFU_OF_ADAPTERS if request.adapters else ""), 2, first=1)
     over = max(0.0, peak.mid - capacity)
     verdict = f"DOES NOT FIT: {numbers.gigabytes(over)} too much" if over else "fits"
     text = (
