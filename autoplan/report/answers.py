@@ -15,7 +15,7 @@ from autoplan.catalog import Usual, usual_run
 from autoplan.errors import InfeasibleError
 from autoplan.program.facts import layer_calls
 from autoplan.report.arguments import read_degrees, read_vary
-from autoplan.report.commands import fit_command
+from autoplan.report.commands import fit_words
 from autoplan.report.data import estimate_report, infeasible_report, plan_report, to_text, whatif_report
 from autoplan.report.degrees import checked_config
 from autoplan.report.files import check_writable
@@ -59,7 +59,7 @@ def answer_plan(task: TaskWords, pin: list[str] | None, by_kind: bool, shown: Sh
             typer.echo(to_text(infeasible_report(error)))
         if not isinstance(error, NothingFits):
             raise
-        ways = shlex.join(fit_command(task.model, task.cluster, request))
+        ways = shlex.join(fit_words(task.model, task.cluster, request))
         raise NothingFits(f"{error} Other ways to train it: {ways}", error.report) from error
     asked_again = used.asked(task.asked)
     if as_json:

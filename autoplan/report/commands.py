@@ -100,7 +100,7 @@ def explain_words(model: str, cluster: str, request: PlanRequest) -> list[str]:
     return ["autoplan", "explain", *plan_command(model, cluster, request)[2:]]
 
 
-def fit_command(model: str, cluster: str, request: PlanRequest) -> list[str]:
+def fit_words(model: str, cluster: str, request: PlanRequest) -> list[str]:
     """Return the words of the command line that tries ways to make this task fit."""
     pins = [word for name, value in request.pins.items() for word in ("--pin", f"{name}={_pinned(value)}")]
     risk = _given("--memory-risk", request.memory_risk, DEFAULT_RISK)
