@@ -374,10 +374,7 @@ def plan_pools(
     tolerances: Mapping[str, Any] = CHOSEN,
     as_json: AsJson = False,
 ) -> None:
-    """Plan one run over several kinds of devices.
-
-    Each pipeline stage is on one kind, with the layers that it merits.
-    """
+    """Plan one run over several kinds of devices. Each pipeline stage is on one kind, with the layers it merits."""
     from autoplan.report.pools import pools_command
 
     pools_command(task, pool, pin, between, alone, as_json, time_limit_s=time_limit_s, **tolerances)
@@ -403,10 +400,7 @@ def size_run(
     report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fewest and the cheapest devices that meet a deadline.
-
-    The run is that of --tokens; days and money include failures and checkpoints where they are known.
-    """
+    """Find the fewest and the cheapest devices that meet a deadline. The run is that of --tokens."""
     from autoplan.report.size import size_command
 
     code = size_command(task, pin, deadline, budget, devices, seconds, as_json, report, **tolerances)
@@ -449,10 +443,7 @@ def launch(
     max_restarts: Annotated[int, typer.Option(help="How often the job starts again after a failure.")] = 3,
     out: Annotated[Path | None, typer.Option(help="Write the file here; default: standard output.")] = None,
 ) -> None:
-    """Write the job of a plan for a cluster's scheduler.
-
-    It says nodes, devices, where they meet, and restarts.
-    """
+    """Write the job of a plan for a cluster's scheduler. It says nodes, devices, where they meet, and restarts."""
     from autoplan.report.launch import IMAGE, launch_command
 
     settings = {"script": script, "name": name, "image": image or IMAGE, "max_restarts": max_restarts}
@@ -535,10 +526,7 @@ def profile(
     out: Annotated[Path | None, typer.Option(help="File of the profile; default: in the cache folder.")] = None,
     write_cluster: Annotated[Path | None, typer.Option(help="Propose a cluster file of this hardware.")] = None,
 ) -> None:
-    """Measure this machine, or the nodes of a torchrun job.
-
-    Measured are operations, collectives, overheads, topology and clocks.
-    """
+    """Measure this machine, or the nodes of a torchrun job. Operations, collectives, overheads, topology, clocks."""
     from autoplan.profiler.command import profile_command
     from autoplan.report.request import import_from_here
 

@@ -20,7 +20,6 @@ from autoplan.cost_models.time.estimate import Estimate
 from autoplan.program.facts import layer_calls
 from autoplan.report.commands import estimate_command, explain_words, whatif_command
 from autoplan.report.text import (
-    MFU_OF_ADAPTERS,
     TERMS,
     batch_text,
     grouped_stages,
@@ -36,7 +35,7 @@ from autoplan.report.text import (
     varied_text,
     with_span,
 )
-from autoplan.report.words import value_text
+from autoplan.report.words import MFU_OF_ADAPTERS, value_text
 from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchResult, Status
 from autoplan.sweeps.explain import Setting
 from autoplan.sweeps.label import plan_label

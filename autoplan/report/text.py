@@ -30,6 +30,7 @@ from autoplan.program.legality import not_executed
 from autoplan.report.arguments import imbalance_of
 from autoplan.report.commands import estimate_command, plan_command, whatif_command, wrapped
 from autoplan.report.plots import pipeline_plot, show_plot
+from autoplan.report.words import MFU_OF_ADAPTERS
 from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchResult, Status
 from autoplan.sweeps.label import evidence_label, plan_label
 from autoplan.sweeps.whatif import STEP_ONLY, RunTask, batch_warning, run_of
@@ -52,8 +53,6 @@ TERMS = {  # of a step, in words
     "accumulate": "adding up gradients",
     "optimizer": "optimizer",
 }
-
-MFU_OF_ADAPTERS = "; counted as full training, of which frozen weights need about two thirds"
 
 
 def priced_only(config: ParallelConfig, request: PlanRequest) -> Iterator[str]:
@@ -242,8 +241,7 @@ def answer(out: Console, title: str, planned: Planned, request: PlanRequest, run
         out.print(Text(_host_text(e), style="" if e.fits_host else "bold red"), soft_wrap=True)
     for line in priced_only(planned.config, request):
         paragraph(out, line, 1, first=1)
-    whole = run_of(e, request, run)
-    if whole is not None:
+    if (whole := run_of(e, request, run)) is not None:
         for text in (_run_text(whole), _failures_text(whole), _energy_text(whole)):
             paragraph(out, text, 1, first=1)
 

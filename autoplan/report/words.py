@@ -7,6 +7,8 @@ from typing import Any
 
 from autoplan.config import numbers
 
+MFU_OF_ADAPTERS = "; counted as full training, of which frozen weights need about two thirds"
+
 _NAMES = {
     "zero_stage": "ZeRO",
     "micro_batch_size": "micro-batch",
