@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from autoplan.config.choices import OPTIONS, PINS
-from autoplan.config.planning import SCREEN_LIMIT_S, SearchSettings
+from autoplan.config.planning import SCREEN_LIMIT_S, TOLERANCES, SearchSettings
 from autoplan.report.flags import (
     CHOSEN,
     AsJson,
@@ -47,7 +47,7 @@ EXIT_NOTHING_FITS = 3
 
 # The commands by what they are for, in the order of --help; a command of none of them stands under "Other"
 _GROUPS = {
-    "Plan": ("plan", "estimate", "fit", "explain", "check"),
+    "Plan": ("plan", "estimate", "fit", "explain", "check", "pools"),
     "Compare hardware, size and money": ("whatif", "size", "capacity"),
     "Run a plan": ("export", "compile", "launch", "rehearse", "compare"),
     "Measure": ("profile", "calibrate"),
@@ -165,7 +165,7 @@ def plan(
     report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the best plan that fits, with its certificate; of equally fast plans it is the simplest."""
+    """Find the best plan that fits. Of equally fast plans it is the simplest; its certificate says what is proved."""
     from autoplan.report.answers import Shown, answer_plan
 
     answer_plan(
@@ -215,7 +215,7 @@ def export(
     out: Annotated[Path | None, typer.Option(help="Write the file here; default: standard output.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a plan as the input of another framework, and name on stderr what that input cannot say."""
+    """Write a plan as the input of another framework. What that input cannot say is named on stderr."""
     from autoplan.report.exports import export_command
 
     export_command(plan_file, to, out, as_json)
@@ -238,9 +238,10 @@ def check(
     tolerances: Mapping[str, Any] = CHOSEN,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether the input of another framework is legal and fits, how long a step takes, and if a plan is better.
+    """Say whether the input of another framework is legal and fits.
 
-    Exit codes: 0 legal and fits, 1 illegal or does not fit, 2 bad input. --pin: what a better plan must keep.
+    Also how long a step takes, and whether another plan is better. Exit codes: 0 legal and fits, 1 illegal or does not
+    fit, 2 bad input. --pin: what a better plan must keep.
     """
     from autoplan.report.check import check_command
 
@@ -272,10 +273,11 @@ def explain_plan(
     report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say why this is the plan: what each other choice costs, term by term, and which settings would help most.
+    """Say why this is the plan, and what other choices cost.
 
-    MODEL with its arguments is planned first; a plan file is explained as it is. Each alternative is the best plan with
-    the other value pinned, found in a search of its own.
+    Other choices are compared term by term; then come the settings that would help most. MODEL with its arguments is
+    planned first; a plan file is explained as it is. Each alternative is the best plan with the other value pinned,
+    found in a search of its own.
     """
     from autoplan.report.explain import explain_command
     from autoplan.report.request import read_request
@@ -286,11 +288,11 @@ def explain_plan(
 
 
 @app.command(
-    help=f"""Find the best plan at every point of a sweep over hardware and task.
+    help=f"""Find the best plan at every point of a sweep.
 
-    Names for --vary: nodes, devices_per_node, device, nic (Gbit/s per device), scaleup (GB/s), memory_gb,
-    memory_gb_s, host_memory_gb, power (W per device), price, idle (unused nodes), cluster, seq_len,
-    global_batch_size, precision, mode, and the pins: {", ".join(PINS)}.
+    A sweep varies hardware, task and pins. Names for --vary: nodes, devices_per_node, device, nic (Gbit/s per
+    device), scaleup (GB/s), memory_gb, memory_gb_s, host_memory_gb, power (W per device), price, idle (unused
+    nodes), cluster, seq_len, global_batch_size, precision, mode, and the pins: {", ".join(PINS)}.
     Values that contain commas are separated by /: stages=8,8/10,6."""
 )
 @with_choices
@@ -337,10 +339,11 @@ def fit_model(
     runnable: Runnable = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether a model fits on a cluster, with the terms of memory, and what would make it fit.
+    """Say whether a model fits, and what would make it fit.
 
-    Without --seq-len: 4,096 tokens, or as many as the model has positions. Without --global-batch-size: one sequence
-    for every device. Shorter sequences, recompute, the host's memory, LoRA, QLoRA and more devices are tried.
+    The answer has all terms of memory. Without --seq-len: 4,096 tokens, or as many as the model has positions. Without
+    --global-batch-size: one sequence for every device. Shorter sequences, recompute, the host's memory, LoRA, QLoRA and
+    more devices are tried.
     """
     from autoplan.report.fit import fit_command
 
@@ -371,7 +374,7 @@ def plan_pools(
     tolerances: Mapping[str, Any] = CHOSEN,
     as_json: AsJson = False,
 ) -> None:
-    """Plan one run over several kinds of devices: each pipeline stage on one kind, with the layers that it merits."""
+    """Plan one run over several kinds of devices. Each pipeline stage is on one kind, with the layers it merits."""
     from autoplan.report.pools import pools_command
 
     pools_command(task, pool, pin, between, alone, as_json, time_limit_s=time_limit_s, **tolerances)
@@ -397,7 +400,7 @@ def size_run(
     report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fewest devices, and the least money, that train on --tokens within the deadline."""
+    """Find the fewest and the cheapest devices that meet a deadline. The run is that of --tokens."""
     from autoplan.report.size import size_command
 
     code = size_command(task, pin, deadline, budget, devices, seconds, as_json, report, **tolerances)
@@ -406,10 +409,11 @@ def size_run(
 
 
 @app.command(
-    help=f"""Plan many models on many clusters: step, days, money, energy and goodput, a row each.
+    help=f"""Plan many models on many clusters.
 
-    The file holds models, clusters, tokens, seq_len and global_batch_size (one or a list of each), and optionally
-    precision, mode, pins, like, {", ".join(OPTIONS)}, profile, constants, assumptions (mtbf_device_days, pue, ...) and
+    A row for each has step, days, money, energy and goodput. The file holds models, clusters, tokens, seq_len and
+    global_batch_size (one or a list of each), and optionally precision, mode, pins, like, {", ".join(OPTIONS)},
+    profile, constants, assumptions (mtbf_device_days, pue, ...), {", ".join(r.name for r in TOLERANCES)} and
     time_limit_s."""
 )
 def capacity(
@@ -439,7 +443,7 @@ def launch(
     max_restarts: Annotated[int, typer.Option(help="How often the job starts again after a failure.")] = 3,
     out: Annotated[Path | None, typer.Option(help="Write the file here; default: standard output.")] = None,
 ) -> None:
-    """Write the job of a plan for a cluster's scheduler: nodes, devices, where they meet, and restarts."""
+    """Write the job of a plan for a cluster's scheduler. It says nodes, devices, where they meet, and restarts."""
     from autoplan.report.launch import IMAGE, launch_command
 
     settings = {"script": script, "name": name, "image": image or IMAGE, "max_restarts": max_restarts}
@@ -452,7 +456,7 @@ def compile(
     plan: Annotated[Path, typer.Argument(help="The plan: what `autoplan plan --json` or `Plan.to_json` wrote.")],
     out: Annotated[Path, typer.Option(help="Folder of the program: a module per stage, and three JSON files.")],
 ) -> None:
-    """Write the program of every rank of a plan, for parallelize(model, program=FOLDER). Needs no cluster."""
+    """Write the program of every rank of a plan. `parallelize(model, program=FOLDER)` runs it; no cluster is needed."""
     from autoplan.planning import compile_command
 
     spec = compile_command(model, plan, out)
@@ -465,7 +469,7 @@ def rehearse(
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, `last`, `random:N`, separated by commas.")] = "0,last",
     as_json: AsJson = False,
 ) -> None:
-    """Run chosen ranks of a plan here, without weights, and compare them with the plan. Exit code 2 if they differ."""
+    """Run chosen ranks of a plan here, without weights. Exit code 2 if they differ from the plan."""
     from autoplan.rehearsal.command import rehearse_command
 
     if (difference := rehearse_command(plan, ranks, as_json)) is not None:
@@ -522,7 +526,7 @@ def profile(
     out: Annotated[Path | None, typer.Option(help="File of the profile; default: in the cache folder.")] = None,
     write_cluster: Annotated[Path | None, typer.Option(help="Propose a cluster file of this hardware.")] = None,
 ) -> None:
-    """Measure this machine, or the nodes of a torchrun job: operations, collectives, overheads, topology, clocks."""
+    """Measure this machine, or the nodes of a torchrun job. Operations, collectives, overheads, topology, clocks."""
     from autoplan.profiler.command import profile_command
     from autoplan.report.request import import_from_here
 
@@ -548,7 +552,7 @@ def calibrate(
     from autoplan.report.request import import_from_here
 
     import_from_here()
-    with waiting("fitting", quiet=False):
+    with waiting("fitting", quiet=False, hint=""):
         show = calibrate_command(file, profile, constants, only, write)
     show()
 
@@ -566,7 +570,7 @@ def stacks(
     name: Annotated[str | None, typer.Argument(help="A name of the list; without one, all are listed.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the frameworks of --like: their settings by version, what they can do, and the sources."""
+    """List the frameworks of --like. Of one: its settings by version, what it can do, and the sources."""
     from autoplan.report.stacks import stacks_command
 
     stacks_command(name, as_json)
@@ -574,7 +578,7 @@ def stacks(
 
 @hw.command("list")
 def hw_list(as_json: AsJson = False) -> None:
-    """List all devices: dense FLOP/s, memory, and bandwidth per device and direction."""
+    """List all devices. FLOP/s are dense, bandwidths per device and direction."""
     from autoplan.report.catalogs import devices_command
 
     devices_command(as_json)

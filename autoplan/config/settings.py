@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from autoplan.config.choice import Choice, Written
 from autoplan.config.parallel import PRECISIONS, Mode, precision_of
+from autoplan.config.precision import GRADIENTS_16, MOMENTS_16, REMAINDERS_16
 from autoplan.errors import PinError
 
 
@@ -22,8 +23,7 @@ def _precision(name: str, value: object) -> str | None:
 TASK_SETTINGS: tuple[Choice, ...] = (
     Choice(
         "seq_len",
-        help="Tokens per sequence, in powers of 1024: 8k is 8,192, 1M is 1,048,576; default: that of the catalog "
-        "model's usual run (autoplan models).",
+        help="Tokens per sequence, in powers of 1024: 8k is 8,192, 1M is 1,048,576.",
         flags=("--seq-len", "--seq"),
         most=10**9,
         varied="tokens per sequence",
@@ -31,7 +31,7 @@ TASK_SETTINGS: tuple[Choice, ...] = (
     ),
     Choice(
         "global_batch_size",
-        help="Sequences per step, over all devices; 1k is 1,024; default: as --seq-len.",
+        help="Sequences per step, over all devices; 1k is 1,024.",
         flags=("--global-batch-size", "--gbs"),
         most=10**7,
         varied="sequences per step",
@@ -40,8 +40,9 @@ TASK_SETTINGS: tuple[Choice, ...] = (
     Choice(
         "precision",
         "bf16",
-        "bf16, fp16, fp32, fp8, mxfp8, fp4, or native (the model's own dtypes); the suffix -grad16 (bf16-grad16) keeps "
-        "gradients in 16 bits, -grad32 overrides those of --like.",
+        "bf16, fp16, fp32, fp8, mxfp8, fp4, or native (the model's own dtypes); suffixes keep more in 16 bits: "
+        f"gradients (bf16{GRADIENTS_16}), AdamW's moments ({MOMENTS_16}), and of masters what a bfloat16 parameter "
+        f"lacks ({REMAINDERS_16}); -grad32 overrides 16-bit gradients of --like.",
         written=Written.WORD,
         obstacle=_precision,
         varied="one of " + ", ".join(PRECISIONS),
@@ -59,7 +60,7 @@ TASK_SETTINGS: tuple[Choice, ...] = (
     ),
     Choice(
         "target_len",
-        help="Tokens per target sequence of an encoder-decoder, read as --seq-len; default: the same.",
+        help="Tokens per target sequence of an encoder-decoder, read as --seq-len; default: as many.",
         may_be_open=True,
         executed=True,
     ),

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.table import Table
 
+from autoplan.config.numbers import percent
 from autoplan.plans.document import plain
 from autoplan.rehearsal.compare import MEMORY_TOLERANCE, UNKNOWN_KERNELS_TOLERANCE, RankReport, Row
 from autoplan.rehearsal.rehearse import rehearse
 from autoplan.report.data import report, to_text
 from autoplan.report.request import import_from_here
 from autoplan.report.text import console
+from autoplan.report.waiting import INCOMPLETE, Countdown, waiting
 
 
 def rehearse_command(plan: Path, ranks: str, as_json: bool) -> str | None:
     """Rehearse, print each rank when it is there, or everything as JSON; return the first difference."""
     import_from_here()
-    shown = (lambda report: None) if as_json else show_rank
-    found = rehearse(plan, ranks, check=False, show=shown)
+    done: list[RankReport] = []
+    with waiting("rehearsing", quiet=False, hint="") as status:
+
+        def show(report: RankReport) -> None:
+            done.append(report)
+            if not as_json:
+                status.stop()
+                show_rank(report)
+                status.start()
+
+        try:
+            found = rehearse(plan, ranks, check=False, show=show, told=_told(status))
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(INCOMPLETE if done and not as_json else "") from None
     if as_json:
         status = "differs" if found.differences else "ok"
         typer.echo(to_text(report("rehearse", status, rehearsal=plain(found))))
@@ -30,6 +46,18 @@ def rehearse_command(plan: Path, ranks: str, as_json: bool) -> str | None:
             f"of the schedule end{flops}"
         )
     return next(iter(found.differences), None)
+
+
+def _told(status: Any) -> Callable[[int, int, str], None]:
+    """Return a function that shows how many ranks are done, the time that is left, and what is done now."""
+    left: list[Countdown] = []  # from the first rank on
+
+    def told(done: int, num: int, what: str) -> None:
+        if num and not left:
+            left.append(Countdown(num, "ranks" if num > 1 else "rank"))
+        status.update(f"rehearsing: {f'{left[0].text(done)}; ' if left else ''}{what}")
+
+    return told
 
 
 def show_rank(rank: RankReport) -> None:
@@ -47,7 +75,8 @@ def show_rank(rank: RankReport) -> None:
     low, _, high = (size / 1e9 for size in rank.predicted_bytes)
     out.print(
         f"memory of tensors predicted from {low:.2f} to {high:.2f} GB on the device; the peak above is of the kernels "
-        f"of a CPU, {MEMORY_TOLERANCE:.0%} are tolerated ({UNKNOWN_KERNELS_TOLERANCE:.0%} without the model's graph)"
+        f"of a CPU, {percent(MEMORY_TOLERANCE)} are tolerated ({percent(UNKNOWN_KERNELS_TOLERANCE)} without the "
+        "model's graph)"
     )
     for text in rank.differences:
         out.print(f"DIFFERS: {text}")
@@ -58,4 +87,4 @@ def _shown(value: float | None, row: Row) -> str:
         return "-"
     if row.unit == "bytes":
         return f"{value / 1e9:.4g} GB" if value >= 1e6 else f"{value:,.0f} bytes"
-    return f"{value:,.0f} times" if row.unit == "times" else f"{value:.6g}"
+    return f"{value:,.0f} time{'s' if value != 1 else ''}" if row.unit == "times" else f"{value:.6g}"

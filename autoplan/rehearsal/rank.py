@@ -17,7 +17,7 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -124,11 +124,18 @@ def rehearsed_micro_batches(folder: ProgramFolder, coordinate: int) -> int:
     return next((n for n in legal if held(n) == held(whole)), whole)
 
 
-def run_rank(folder: ProgramFolder, rank: int, seq_len: int, target_len: int | None) -> Observed:
+def run_rank(
+    folder: ProgramFolder,
+    rank: int,
+    seq_len: int,
+    target_len: int | None,
+    told: Callable[[str], None] = lambda what: None,
+) -> Observed:
     """Run one training step of a rank and its first update by AdamW.
 
     Args:
         seq_len, target_len: tokens per sequence; target_len None: as seq_len.
+        told: called with what is done next, in words.
 
     Raises:
         RehearsalError: the program failed, as it would on this rank.
@@ -141,7 +148,7 @@ def run_rank(folder: ProgramFolder, rank: int, seq_len: int, target_len: int | N
         warnings.simplefilter("ignore")  # torch's advice on fake tensors
         mesh = _Mesh(spec.axes, dict(spec.groups), device_type="cpu")
         try:
-            return _observed(folder, mesh, rank, {"s": seq_len, "t": target_len or seq_len}, start)
+            return _observed(folder, mesh, rank, {"s": seq_len, "t": target_len or seq_len}, told, start)
         except RehearsalError:
             raise
         except Exception as error:
@@ -149,10 +156,18 @@ def run_rank(folder: ProgramFolder, rank: int, seq_len: int, target_len: int | N
             raise RehearsalError(f"rank {rank} fails: {type(reason).__name__}: {reason}") from error
 
 
-def _observed(folder: ProgramFolder, mesh: AxisMesh, rank: int, lengths: Mapping[str, int], start: float) -> Observed:
+def _observed(
+    folder: ProgramFolder,
+    mesh: AxisMesh,
+    rank: int,
+    lengths: Mapping[str, int],
+    told: Callable[[str], None],
+    start: float,
+) -> Observed:
     spec, config = folder.program.spec, folder.plan.config
     count = rehearsed_micro_batches(folder, mesh.coordinate("pp"))
     watch = Watch()
+    told("making its stages")
     with FakeMode(allow_non_fake_inputs=True), watch, watch.resizes(), balanced_rows():
         whole, buffers = _whole_tensors(folder)
         watch.leave_out(whole)
@@ -176,6 +191,7 @@ def _observed(folder: ProgramFolder, mesh: AxisMesh, rank: int, lengths: Mapping
             raise RehearsalError(f"the program does not take the batch of its plan: {problem}")
         _give_counts(model, size, lengths)
         _give_votes(model, batch)
+        told(f"forward and backward of {count} micro-batch{'es' if count > 1 else ''}")
         watch.start()
         stored = watch.live_bytes
         watch.flops.clear()
@@ -190,6 +206,7 @@ def _observed(folder: ProgramFolder, mesh: AxisMesh, rank: int, lengths: Mapping
         watch.start()
         if model.optimizer is None:
             raise RehearsalError(f"rank {rank} has no optimizer")
+        told("the update")
         model.optimizer.step()
         moments = _bytes_of(model.optimizer)
         peak = max(peak + moments, watch.peak_bytes)

@@ -52,6 +52,7 @@ def rehearse(
     *,
     check: bool = True,
     show: Callable[[RankReport], None] = lambda report: None,
+    told: Callable[[int, int, str], None] = lambda done, num, what: None,
 ) -> Rehearsal:
     """Run the program of chosen ranks in this process, without weights or other ranks, and compare them with the plan.
 
@@ -65,6 +66,7 @@ def rehearse(
         ranks: `0,last,random:4`: numbers, the last one, and so many chosen at random (the same ones every time).
         check: raise at the first difference; False: only report it.
         show: called with every rank's report when it is there.
+        told: called with the number of ranks that are done, of how many (0: not yet known), and what comes next.
 
     Raises:
         RehearsalError: a rank fails, or does something else than its plan says; names the first difference.
@@ -77,8 +79,9 @@ def rehearse(
         [0]
     """
     with tempfile.TemporaryDirectory(prefix="autoplan_rehearsal_") as temporary:
+        told(0, 0, "making the program")
         folder, graph, layouts = _program(plan, Path(temporary))
-        return _rehearsed(folder, graph, layouts, ranks, check, show)
+        return _rehearsed(folder, graph, layouts, ranks, check, show, told)
 
 
 def _program(plan: Plan | Path | str, temporary: Path) -> tuple[ProgramFolder, ModelGraph | None, Layouts | None]:
@@ -107,6 +110,7 @@ def _rehearsed(
     ranks: str,
     check: bool,
     show: Callable[[RankReport], None],
+    told: Callable[[int, int, str], None],
 ) -> Rehearsal:
     from autoplan.rehearsal.rank import run_rank
 
@@ -116,14 +120,20 @@ def _rehearsed(
         raise RehearsalError("the plan does not say its sequence length; plan with autoplan.plan or `autoplan plan`")
     seq_len, target_len = int(task["seq_len"]), task.get("target_len")
     env = {"b": config.micro_batch_size, "s": seq_len, "t": target_len or seq_len}
+    told(0, 0, "pricing the plan")
     work = None if graph is None or layouts is None else Work.of(plan, graph, layouts, env)
     table = actions(config.schedule, config.pp, config.num_micro_batches, config.virtual_stages)
     stuck = deadlock(table) if config.pp > 1 else ""
     if stuck:
         raise RehearsalError(f"the schedule never finishes: {stuck}")
-    reports = []
-    for rank in read_ranks(ranks, plan.num_devices):
-        observed = run_rank(folder, rank, seq_len, target_len)
+    reports: list[RankReport] = []
+    chosen = read_ranks(ranks, plan.num_devices)
+    for rank in chosen:
+
+        def now(what: str, rank: int = rank) -> None:
+            told(len(reports), len(chosen), f"rank {rank}: {what}")
+
+        observed = run_rank(folder, rank, seq_len, target_len, now)
         said = expected(plan, spec, observed.place, observed.num_micro_batches, env, work)
         mine = spec.stages_of(observed.place.coordinates["pp"])
         trained = all(p.trainable for stage in mine for p in stage.params)

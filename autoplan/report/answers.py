@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from autoplan.catalog import Usual, usual_run
 from autoplan.errors import InfeasibleError
 from autoplan.program.facts import layer_calls
 from autoplan.report.arguments import read_degrees, read_vary
+from autoplan.report.commands import fit_words
 from autoplan.report.data import estimate_report, infeasible_report, plan_report, to_text, whatif_report
 from autoplan.report.degrees import checked_config
 from autoplan.report.files import check_writable
@@ -28,6 +30,7 @@ from autoplan.report.text import console, estimate_text, plan_text
 from autoplan.report.waiting import Countdown, telling, waiting
 from autoplan.search.best_use import Use, best_use
 from autoplan.search.certificate import Status
+from autoplan.search.infeasible import NothingFits
 from autoplan.search.planner import estimate_config
 from autoplan.sweeps.explain import Setting, quick_gains
 from autoplan.sweeps.whatif import Point, RunTask, check_varied, columns, points, row
@@ -54,7 +57,10 @@ def answer_plan(task: TaskWords, pin: list[str] | None, by_kind: bool, shown: Sh
     except InfeasibleError as error:
         if as_json:
             typer.echo(to_text(infeasible_report(error)))
-        raise
+        if not isinstance(error, NothingFits):
+            raise
+        ways = shlex.join(fit_words(task.model, task.cluster, request))
+        raise NothingFits(f"{error} Other ways to train it: {ways}", error.report) from error
     asked_again = used.asked(task.asked)
     if as_json:
         typer.echo(to_text(plan_report(used.request, used.result, run, asked_again)))
@@ -68,7 +74,7 @@ def answer_plan(task: TaskWords, pin: list[str] | None, by_kind: bool, shown: Sh
     if shown.report is not None:
         from autoplan.report.drawn import drawn_plan
 
-        with waiting("drawing", as_json):
+        with waiting("drawing", as_json, hint=""):
             drawn = drawn_plan(answer, usual)
         write_report(shown.report, plan_report(used.request, used.result, run, asked_again), drawn)
 
@@ -118,7 +124,7 @@ def answer_estimate(
             say_note(f"{lost} of {task.written.path} was made for other degrees and is left out")
         given = task.written.but(given, task.cluster)
     config = checked_config(request, given)
-    with waiting("pricing", as_json):
+    with waiting("pricing", as_json, hint=""):
         planned = estimate_config(request, config)
     if timeline is not None:
         from autoplan.report.timeline import write
@@ -175,7 +181,7 @@ def answer_capacity(file: Path, csv: Path | None, shown: Shown) -> tuple[str, li
     as_json = shown.as_json
     if csv is not None:
         check_writable(csv)
-    with waiting("reading", as_json):
+    with waiting("reading", as_json, hint=""):
         task = read_task(file)
     count = task.num_searches * len(task.tokens)
     pairs = ((cell, cell_row(cell)) for cell in cells(task))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from autoplan.config.choices import choice_words
 from autoplan.config.parallel import ParallelConfig
-from autoplan.config.planning import TOLERANCES
+from autoplan.config.planning import DEFAULT_RISK, TOLERANCES
 from autoplan.program.facts import layer_calls
 from autoplan.search.request import PlanRequest
 from autoplan.sweeps.whatif import STEP_ONLY, RunTask
@@ -98,6 +98,13 @@ def plan_command(model: str, cluster: str, request: PlanRequest) -> list[str]:
 def explain_words(model: str, cluster: str, request: PlanRequest) -> list[str]:
     """Return the words of the command line that says why the plan of this task is the best."""
     return ["autoplan", "explain", *plan_command(model, cluster, request)[2:]]
+
+
+def fit_words(model: str, cluster: str, request: PlanRequest) -> list[str]:
+    """Return the words of the command line that tries ways to make this task fit."""
+    pins = [word for name, value in request.pins.items() for word in ("--pin", f"{name}={_pinned(value)}")]
+    risk = _given("--memory-risk", request.memory_risk, DEFAULT_RISK)
+    return ["autoplan", "fit", *task(model, cluster, request), *settings(request), *pins, *risk, *_executed(request)]
 
 
 def whatif_command(model: str, cluster: str, request: PlanRequest, vary: str) -> list[str]:

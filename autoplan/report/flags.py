@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,17 +30,20 @@ ConstantsFile = Annotated[
 ]
 
 
-def _of_record(record: Choice, **limits: Any) -> Any:
-    """Return the option of a setting of a task or of a search."""
-    shown = None if record.left_out or record.default is None else text_of(record, record.default)
-    return typer.Option(*(record.flags or (record.flag,)), help=record.help, show_default=shown or True, **limits)
-
-
 def _of_setting(name: str) -> Any:
-    return _of_record(setting(name))
+    """Return the option of a setting of a task; its default is that of the record."""
+    record = setting(name)
+    shown = None if record.left_out or record.default is None else text_of(record, record.default)
+    return typer.Option(*(record.flags or (record.flag,)), help=record.help, show_default=shown or True)
 
 
 _SEARCH = {record.name: record for record in SEARCH_SETTINGS}
+
+
+def _of_search(name: str, **limits: Any) -> Any:
+    """Return the option of a setting of a search; its default is that of the command."""
+    record = _SEARCH[name]
+    return typer.Option(*(record.flags or (record.flag,)), help=record.help, **limits)
 
 
 ProfileName = Annotated[str | None, _of_setting("profile")]
@@ -49,8 +53,8 @@ FromFile = Annotated[
     str | None,
     typer.Option(
         "--from",
-        help="The input of another framework (autoplan export lists them): its degrees and settings are taken where "
-        "they are not typed, those of its stack as with --like. FILE.py:FUNCTION of a Python file with several.",
+        help="The input of another framework (autoplan export --help lists them): its degrees and settings are taken "
+        "where they are not typed, those of its stack as with --like. FILE.py:FUNCTION of a Python file with several.",
     ),
 ]
 FileFormat = Annotated[
@@ -61,8 +65,8 @@ ReportPath = Annotated[
     typer.Option("--report", help="Also write the answer as one HTML file that opens offline; needs autoplan[report]."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-TimeLimit = Annotated[float, _of_record(_SEARCH["time_limit_s"], min=1)]
-MemoryRisk = Annotated[float, _of_record(_SEARCH["memory_risk"])]
+TimeLimit = Annotated[float, _of_search("time_limit_s", min=1)]
+MemoryRisk = Annotated[float, _of_search("memory_risk")]
 CHOSEN: Mapping[str, Any] = {}  # the default of a parameter that takes several choices
 
 
@@ -172,7 +176,7 @@ def with_choices(command: Callable[..., None], may_miss: Sequence[str] = ()) -> 
     """
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, list[str]] = {}
-    given = [made for parameter in signature.parameters.values() for made in _parameters(parameter, groups)]
+    given = [made for parameter in signature.parameters.values() for made in _parameters(parameter, groups, may_miss)]
 
     @functools.wraps(command)
     def called(context: typer.Context, **values: Any) -> None:
@@ -195,14 +199,19 @@ def _option(name: str, annotation: Any, default: object = inspect.Parameter.empt
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _parameters(parameter: inspect.Parameter, groups: dict[str, list[str]]) -> Iterator[inspect.Parameter]:
+def _parameters(
+    parameter: inspect.Parameter, groups: dict[str, list[str]], may_miss: Sequence[str] = ()
+) -> Iterator[inspect.Parameter]:
     """Return the parameter, or the options that it stands for; these are added to `groups` by its name."""
     name = parameter.name
     if parameter.annotation is TaskWords:
         for word, kind in _typed_words().items():
             default = word.default
             if word.name in _FLAG_OF:  # a plan file may bring it
-                kind, default = Annotated[str | None, *get_args(kind)[1:]], None
+                option = copy.copy(get_args(kind)[1])
+                if word.name in _USUAL and word.name not in may_miss:
+                    option.help += _OF_USUAL_RUN
+                kind, default = Annotated[str | None, option], None
             yield from _parameters(
                 _option(word.name, kind, inspect.Parameter.empty if default is MISSING else default), groups
             )
@@ -292,6 +301,7 @@ _OUTPUT = frozenset(
 )
 _DEGREES = frozenset(record.name for record in choices_of(ParallelConfig))  # a plan file has all of them as its plan
 _USUAL = ("seq_len", "global_batch_size")
+_OF_USUAL_RUN = " Default: that of the catalog model's usual run."
 _FLAG_OF = {"cluster": "--cluster", "seq_len": "--seq-len", "global_batch_size": "--global-batch-size"}
 
 

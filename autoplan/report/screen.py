@@ -257,7 +257,8 @@ def _notes(out: Console, a: Answer) -> None:
     for text in notes[:_MOST_NOTES]:
         paragraph(out, f"{'note':{_LABEL}}{text}", _LABEL, "yellow")
     if len(notes) > _MOST_NOTES:
-        paragraph(out, f"{'':{_LABEL}}{len(notes) - _MOST_NOTES} more notes: --verbose", _LABEL, "yellow")
+        more = len(notes) - _MOST_NOTES
+        paragraph(out, f"{'':{_LABEL}}{more} more note{'s' if more > 1 else ''}: --verbose", _LABEL, "yellow")
 
 
 def _commands(a: Answer) -> list[list[str]]:

@@ -240,8 +240,7 @@ def answer(out: Console, title: str, planned: Planned, request: PlanRequest, run
         out.print(Text(_host_text(e), style="" if e.fits_host else "bold red"), soft_wrap=True)
     for line in priced_only(planned.config, request):
         paragraph(out, line, 1, first=1)
-    whole = run_of(e, request, run)
-    if whole is not None:
+    if (whole := run_of(e, request, run)) is not None:
         for text in (_run_text(whole), _failures_text(whole), _energy_text(whole)):
             paragraph(out, text, 1, first=1)
 

@@ -18,13 +18,19 @@ _HINT = "Ctrl-C: best so far"
 INCOMPLETE = "interrupted: the answer is not complete"
 
 
-def waiting(what: str, quiet: bool) -> Any:
-    """Return a context that shows a line on stderr, changed by its `update(text)`; nothing in files and pipes."""
+def waiting(what: str, quiet: bool, hint: str = _HINT) -> Any:
+    """Return a context that shows a line on stderr, changed by its `update(text)`; nothing in files and pipes.
+
+    While it is shown, nothing else may be printed: `stop()` takes it away, and `start()` brings it back.
+
+    Args:
+        hint: what Ctrl-C does; "": it only ends the command.
+    """
     if quiet or not sys.stderr.isatty():
-        return nullcontext(SimpleNamespace(update=lambda text: None))
+        return nullcontext(SimpleNamespace(update=lambda text: None, stop=lambda: None, start=lambda: None))
     from rich.console import Console
 
-    return Console(stderr=True).status(f"{what} ({_HINT})")
+    return Console(stderr=True).status(f"{what} ({hint})" if hint else what)
 
 
 def telling(status: Any) -> Callable[[Progress], None]:

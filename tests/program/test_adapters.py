@@ -162,7 +162,7 @@ def test_arithmetic_of_lora_by_hand() -> None:
 
 
 def test_mfu_counts_no_gradient_of_frozen_weights() -> None:
-    """4 N per token for what is frozen and 6 N for adapters, as Megatron Bridge counts LoRA, and attention as always."""
+    """Per token 4 N of what is frozen, 6 N of adapters, as Megatron Bridge counts LoRA, and attention as always."""
     seq_len, heads, head_dim = 2048, 32, 128
     attention = 12 * LAYERS * heads * head_dim * seq_len
     trained = LAYERS * 16 * ((HIDDEN + HIDDEN) + (HIDDEN + KV))

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -197,14 +201,26 @@ def test_a_price_of_other_memory_is_caught(folder: Path, tmp_path: Path) -> None
     assert "parameters and optimizer state take" in states and "the peak of its tensors is" in peak
 
 
-def test_the_command_says_what_differs(folder: Path, tmp_path: Path) -> None:
+def test_the_command_says_what_differs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from command_line import run
 
+    line: list[str] = []  # what the line on a terminal says
+
+    @contextmanager
+    def waiting(what: str, quiet: bool, hint: str) -> Iterator[SimpleNamespace]:
+        shown = {name: partial(line.append, name) for name in ("stop", "start")}
+        yield SimpleNamespace(update=line.append, **shown)
+
+    monkeypatch.setattr("autoplan.rehearsal.command.waiting", waiting)
     good = run("rehearse", str(folder), "--ranks", "0", "--json")
     data = json.loads(good.stdout)
     assert good.exit_code == 0 and data["status"] == "ok" and data["rehearsal"]["ranks"][0]["differences"] == []
     bad = changed(folder, tmp_path, lambda t: re.sub(r"all_reduce\((\w+), [^)]*\)", r"\1", t, count=1))
+    line.clear()
     result = run("rehearse", str(bad), "--ranks", "0")
+    did = [text.removeprefix("rehearsing: ") for text in line]
+    assert did[0] == "making the program" and did[-2:] == ["stop", "start"]  # around the table of the rank
+    assert did[-5] == "0 of 1 rank; rank 0: making its stages" and did[-3] == "0 of 1 rank; rank 0: the update"
     assert result.exit_code == 2 and "DIFFERS: all_reduce over tp" in result.stdout
     assert "rank 0: all_reduce over tp" in result.stderr
 

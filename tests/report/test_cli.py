@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -27,6 +28,7 @@ from autoplan.config.parallel import (
     ParallelConfig,
     RunOptions,
 )
+from autoplan.config.planning import SCREEN_LIMIT_S, SearchSettings
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.catalog import entries
 from autoplan.cost_models.hardware.cluster import Cluster
@@ -199,6 +201,10 @@ def test_nothing_fits_says_what_would() -> None:
     data = json.loads(result.stdout)
     assert data["status"] == "infeasible" and data["stage"] == 0 and data["term"]
     assert data["needed_bytes"] > data["available_bytes"] == 2e9 and "fits" in data["cheapest_change"]
+    fitting = shlex.split(line.partition("Other ways to train it: ")[2])
+    assert fitting[:5] == ["autoplan", "fit", *words[1:4]]
+    answer = run(*fitting[1:], "--no-ways")  # it can be copied
+    assert answer.exit_code == 3 and "NO, it does not fit" in answer.stdout
 
 
 # -- estimate ----------------------------------------------------------------------------------------------------------
@@ -308,6 +314,17 @@ def test_help_names_all_that_there_is() -> None:
         assert f"separated by commas: {', '.join(OVERLAPS)}" in text
         assert all(f"--{name.replace('_', '-')}" in text for name in OPTIONS), text
     assert all(re.search(rf"\b{name}\b", helps["whatif"]) for name in VARIED)
+
+
+def test_help_cuts_no_sentence_off_and_names_the_defaults_that_hold() -> None:
+    for words in ((), ("hw",)):
+        text = run(*words, "--help").stdout
+        assert "..." not in text.removeprefix(text.splitlines()[0]) and "Other:" not in text
+    asked = ("plan", "explain", "whatif", "fit", "check")
+    shown = {name: " ".join(run(name, "--help").stdout.split()) for name in asked}
+    limits = [re.findall(r"default: ([\d.]+); x>=1", shown[name])[-1] for name in asked[:3]]
+    assert list(map(float, limits)) == [SCREEN_LIMIT_S, SCREEN_LIMIT_S, SearchSettings.time_limit_s]
+    assert [name for name, text in shown.items() if "usual run" in text] == list(asked[:3])
 
 
 def test_waiting_for_the_host_is_a_term_in_words() -> None:
