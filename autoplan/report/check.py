@@ -324,7 +324,10 @@ def _better_text(out: Console, better: Better, task: TaskWords, run: RunTask, pl
     proof = "" if better.certificate is None else _proof(better.certificate)
     if not better.is_better:
         gain = better.gain or 0.0
-        near = f"the best it found is {numbers.percent(gain)} shorter" if gain > 0 else "it found none that is faster"
+        near = "it found none that is faster"
+        if gain > 0:
+            equal = numbers.percent(better.request.equal_within)
+            near = f"the step of its best is {numbers.percent(gain)} shorter, and plans within {equal} count as equal"
         paragraph(out, f"No better plan by {searched}: {near}; {proof}")
         return
     step = planned.estimate.step_time_s.mid

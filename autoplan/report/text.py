@@ -58,7 +58,7 @@ def priced_only(config: ParallelConfig, request: PlanRequest) -> Iterator[str]:
     """Yield a line on what of a configuration is only priced; nothing if autoplan's own runtime executes all of it."""
     priced = not_executed(config, request.facts)
     if priced:
-        yield f"priced, not executed by autoplan's own runtime: {'; '.join(priced)}"
+        yield f"autoplan's own runtime does not run this plan: {'; '.join(priced)}"
 
 
 def console(stderr: bool = False) -> Console:

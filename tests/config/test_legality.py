@@ -291,7 +291,7 @@ def test_what_is_priced_and_not_executed_is_said() -> None:
     """Of half-split experts all doors do; DualPipe is priced by estimate alone, and plan says that."""
     task = "mixtral-8x7b -c 1x8xh100-sxm5-80gb --seq-len 512 --gbs 8".split()
     words = ("--tp", "4", "--etp", "2", "--ep", "4", "--zero", "3", "--recompute", "full")
-    said = "priced, not executed by autoplan's own runtime: etp=2: experts are whole, or split over all of tp=4"
+    said = "autoplan's own runtime does not run this plan: etp=2: experts are whole, or split over all of tp=4"
     assert said in " ".join(run("estimate", *task, *words).stdout.split())
     r = PlanRequest(load_model("mixtral-8x7b"), Cluster.parse(task[2]), 512, 8)
     pins = {"tp": 4, "etp": 2, "ep": 4}
@@ -301,7 +301,7 @@ def test_what_is_priced_and_not_executed_is_said() -> None:
     assert result.exit_code == 0 and "schedule 'DualPipe' is priced" in " ".join(result.stdout.split())
     result = run("plan", *small, "--pin", "pp=4,schedule=DualPipe")
     assert result.exit_code == 2 and "is priced (autoplan estimate), but not searched" in result.stderr
-    assert "priced, not executed" not in run("estimate", *small, "--pp", "4").stdout
+    assert "own runtime does not run" not in run("estimate", *small, "--pp", "4").stdout
     pins_text = "pp=1,dp=4,zero_stage=1,micro_batch_size=4,recompute=none,offload=none"
     data = json.loads(run("plan", *small, "--pin", pins_text, "--mode", "fused", "--precision", "fp8", "--json").stdout)
     assert [text.split(" is priced")[0] for text in data["priced_not_executed"]] == ["precision 'fp8'", "mode fused"]

@@ -225,7 +225,10 @@ def _options(c: ParallelConfig, f: Facts) -> str | None:
         names.remove("overlap")
     if f.mode is not Mode.FUSED and f.options.attention_in(f.mode) is not Attention.FLASH2:
         names.insert(0, "attention")
-    return f"the options {', '.join(names)} are priced, but not executed" if names else None
+    if not names:
+        return None
+    options = f"option {names[0]} is" if len(names) == 1 else f"options {', '.join(names)} are"
+    return f"the {options} priced, but not executed"
 
 
 def _packed(c: ParallelConfig, f: Facts) -> str | None:
