@@ -315,8 +315,8 @@ def families() -> list[Family]:
     own(others, "Meta Llama 3", decoders.MetaLlama, partial(tokens, "tokens"), token_loss)
     own(others, "torchtitan Llama 3", decoders.TorchtitanLlama, partial(tokens, "tokens"), token_loss)
     own(others, "gpt-fast", decoders.GptFast, partial(tokens, "idx"), token_loss)
-    own(others, "litgpt Gemma 2", decoders.lit_gemma, partial(tokens, "idx"), token_loss)
-    own(others, "litgpt Mixtral", decoders.lit_mixtral, partial(tokens, "idx"), token_loss)
+    own(others, "Gemma 2 as in litgpt", decoders.lit_gemma, partial(tokens, "idx"), token_loss)
+    own(others, "Mixtral as in litgpt", decoders.lit_mixtral, partial(tokens, "idx"), token_loss)
     own(others, "x-transformers", decoders.XTransformer, partial(tokens, "x"), token_loss)
     out += [_packaged(m) for m in packages.models()]
     return out
