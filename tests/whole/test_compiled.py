@@ -31,6 +31,7 @@ from parity import (
 from parity_matrix import refusal
 
 import autoplan.runtime.compiled
+import autoplan.runtime.convert
 from autoplan.config.kernels import ASYNC_TP, COMPILE
 from autoplan.config.pins import Pins
 from autoplan.cost_models.hardware.cluster import Cluster
@@ -263,6 +264,11 @@ class Rewritten:
     operators: tuple[str, ...]
 
 
+def reduced_as_by_nccl(patch: pytest.MonkeyPatch) -> None:
+    """Let conversions call reduce-scatter, as over NCCL; over gloo they exchange and sum."""
+    patch.setattr(autoplan.runtime.convert, "sums_by_exchange", lambda group: False)
+
+
 def async_job(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]) -> AsyncTp:
     """What torch's async TP finds to take apart in the graphs of a program. Not replaced: a CPU cannot run that."""
     import torch._inductor.fx_passes.micro_pipeline_tp as found_by
@@ -284,7 +290,8 @@ def async_job(rank: int, world: int, case: Case, spec_json: str, sources: dict[s
 
     torch._dynamo.reset()
     pm = model_of(replace(case, compile=None), spec_json, sources, torch.float64)
-    with torch._inductor.config.patch(post_grad_custom_post_pass=look):
+    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(post_grad_custom_post_pass=look):
+        reduced_as_by_nccl(patch)
         compile_blocks(pm.stage, "inductor")
         pm.step(part_of(global_batch(case), pm.data_rank, pm.data_world))
     return AsyncTp(*found)
@@ -318,6 +325,7 @@ def rewritten_job(rank: int, world: int, case: Case, spec_json: str, sources: di
     torch._dynamo.reset()
     pm = model_of(replace(case, compile=None), spec_json, sources, torch.float64)
     with pytest.MonkeyPatch.context() as patch, torch_s._test_mode():
+        reduced_as_by_nccl(patch)
         patch.setattr(autoplan.runtime.compiled, "share_memory", lambda group: None)
         patch.setattr(torch.distributed, "is_nccl_available", lambda: True)
         patch.setattr(post_grad, "micro_pipeline_tp_pass", watched)
