@@ -66,12 +66,8 @@ class Costs:
         """Return the seconds of an operation, with its measured extra cost among other operations (eager only)."""
         alone = op_s(work, phase, self._device(work), self.profile, self.mode, self.options, self.constants)
         if phase == "forward" or work.inputs[0].requires_grad:
-            opening = self._opening_s(work)
-            alone = alone if opening is ZERO and alone.high else alone + opening
-        if self.mode is not Mode.EAGER:
-            return alone
-        fixed = self.fixed_s(f"op_{phase}_s")
-        return alone if fixed is ZERO and alone.high else alone + fixed
+            alone = alone + self._opening_s(work)
+        return alone + self.fixed_s(f"op_{phase}_s") if self.mode is Mode.EAGER else alone
 
     def _opening_s(self, work: OpWork) -> Quantity:
         """Return the seconds of opening a weight in 4 bits for a product: it is read, and written in 16 bits.

@@ -33,6 +33,8 @@ class Quantity:
     tag: Tag
 
     def __add__(self, other: Quantity) -> Quantity:
+        if other is ZERO and self.high:
+            return self
         return Quantity(
             self.low + other.low, self.mid + other.mid, self.high + other.high, max(self._weight(), other._weight())
         )

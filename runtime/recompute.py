@@ -225,16 +225,11 @@ class OffloadedActivations:
 
     def send(self, x: torch.Tensor, storage: torch.UntypedStorage) -> Waiting:
         """Copy the storage of `x` to the host: as uint8 [bytes], or like `x` if that is all of it and nothing waits."""
-        size = storage.nbytes()
-        if self._side is None and x.nbytes == size:
-            out = Waiting(x.detach().clone())  # two operations fewer, which count for small tensors
-            if out.host.stride() != x.stride():  # x has gaps, or overlaps itself
-                out = Waiting(_bytes_of(x, storage).to("cpu", copy=True))
-        elif self._side is None:
-            out = Waiting(_bytes_of(x, storage).to("cpu", copy=True))
+        if self._side is None:
+            out = Waiting(_copied(x, storage))
         else:
             out = self._side.send(_bytes_of(x, storage))
-            self._sent_bytes += size
+            self._sent_bytes += storage.nbytes()
         self._all.append(weakref.ref(out))
         return out
 
@@ -247,6 +242,14 @@ class OffloadedActivations:
         before = None if self._before is None else self._before()
         ahead = (*reversed(self._all), *reversed([] if before is None else before._all))
         return self._side.get(waiting, ahead)
+
+
+def _copied(x: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    if x.nbytes == storage.nbytes():
+        whole = x.detach().clone()  # two operations fewer, which count for small tensors
+        if whole.stride() == x.stride():  # else x has gaps, or overlaps itself
+            return whole
+    return _bytes_of(x, storage).to("cpu", copy=True)
 
 
 def _bytes_of(x: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:

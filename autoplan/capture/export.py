@@ -188,7 +188,7 @@ def _exported(
         loops: which loops over experts were shown to be traceable, and what a user may not expect of the graph.
         scans: the functions that go along the sequence.
     """
-    with attributes_restored(wrapper.model), _patched(wrapper, tracer, ledger, loops, scans):
+    with _patched(wrapper, tracer, ledger, loops, scans):
         return export_symbolic(wrapper, example_inputs, tracer)
 
 

@@ -17,6 +17,7 @@ from autoplan.search.intra import StoppedError
 from autoplan.search.layouts import ILP_LIMIT_S, LayoutCache, no_layout
 from autoplan.search.quick_memory import QuickMemory
 from autoplan.search.request import PlanRequest, least_memory_first, offloaded, space_of
+from autoplan.units import ORDER_OF_SUMS
 
 _BUDGET_S = 30.0  # time to find the cheapest change
 _LEAST_S = 5.0  # of it for more memory of the host, at least
@@ -136,7 +137,7 @@ def cheapest_change(request: PlanRequest, shortage: Shortage, budget_s: float = 
     if not shortage.on_host:
         return f"With {missing:.1f} GB more memory per device it fits."
     # other stages, or the same with less on the host, may lack memory of the device
-    enough = shortage.needed_bytes / 1e9 * (1 + 1e-9)
+    enough = shortage.needed_bytes / 1e9 * (1 + ORDER_OF_SUMS)
     now = clock.now_s()
     if feasible(replace(r, cluster=r.cluster.with_(host_memory_gb=enough)), now + max(_LEAST_S, end - now)):
         return f"With {missing:.1f} GB more host memory per device it fits."

@@ -70,6 +70,13 @@ def test_it_is_found_inside_layers(name: str) -> None:
         capture(model, {"input": X}, loss_fn=lambda y, input: y.square().mean())
 
 
+def test_it_is_found_where_modules_share_a_tensor() -> None:
+    model = nn.Sequential(Stateful("mean"), Stateful(""))
+    model[1].mean = model[0].mean
+    with pytest.raises(CaptureError, match=r"replaces '0\.mean'"):
+        capture(model, {"input": X}, loss_fn=lambda y, input: y.square().mean())
+
+
 @pytest.mark.parametrize("way", ["", "moved", "cache", "kept"])
 def test_a_cache_or_a_result_is_no_state(way: str) -> None:
     """A cache is made again without its old values, or moved; what is only written is not read by the next forward."""

@@ -6,7 +6,7 @@ would stay what it was. A tensor that a forward only writes, or makes again with
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,17 +26,17 @@ _SAME_VALUES = frozenset(
 
 
 class _Reads(TorchFunctionMode):
-    """Note which of the tensors a function computes with."""
+    """Note which of the tensors a function computes with, by `id`: several names may stand for one tensor."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        self._name_of = {id(t): name for name, t in tensors.items()}
+        self._source = {id(t): id(t) for t in tensors}
         self._kept: list[torch.Tensor] = []  # so that no other object gets the id of one of these
-        self.read: set[str] = set()
+        self.read: set[int] = set()
 
-    def name_of(self, tensor: torch.Tensor) -> str | None:
-        """Return the name of the tensor with these values, None if it is another."""
-        return self._name_of.get(id(tensor))
+    def source(self, tensor: torch.Tensor) -> int | None:
+        """Return the `id` of the given tensor that has these values, None if it is another."""
+        return self._source.get(id(tensor))
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -44,14 +44,14 @@ class _Reads(TorchFunctionMode):
         out = function(*args, **(kwargs or {}))
         given = (*args, *(kwargs or {}).values())
         flat = [x for a in given for x in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(x, torch.Tensor)]
-        names = {name for x in flat if (name := self.name_of(x)) is not None}
-        if not names or not isinstance(out, (torch.Tensor, list, tuple)):  # asked for a size or a device
+        sources = {source for x in flat if (source := self.source(x)) is not None}
+        if not sources or not isinstance(out, (torch.Tensor, list, tuple)):  # asked for a size or a device
             return out
         if function in _SAME_VALUES and isinstance(out, torch.Tensor):
             self._kept.append(out)
-            self._name_of.setdefault(id(out), min(names))
+            self._source.setdefault(id(out), min(sources))
         elif isinstance(out, torch.Tensor) or any(isinstance(x, torch.Tensor) for x in out):
-            self.read |= names
+            self.read |= sources
         return out
 
 
@@ -64,12 +64,12 @@ def state_refused(model: nn.Module) -> Iterator[None]:
     """
     with attributes_restored(model):  # here already: torch.export warns of what is still there after the forward
         before = dict(all_buffers(model, remove_duplicate=False))
-        reads = _Reads(before)
+        reads = _Reads(before.values())
         with reads:
             yield
         after = dict(all_buffers(model, remove_duplicate=False))
         replaced = [name for name, tensor in before.items() if name in after and after[name] is not tensor]
-        state = [name for name in replaced if name in reads.read and reads.name_of(after[name]) != name]
+        state = [n for n in replaced if id(before[n]) in reads.read and reads.source(after[n]) != id(before[n])]
     if state:
         names = ", ".join(map(repr, sorted(state)))
         raise CaptureError(
