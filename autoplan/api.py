@@ -22,8 +22,8 @@ from autoplan.capture.frontend.inputs import LossFn, check_arguments
 from autoplan.capture.frontend.lengths import example_lengths
 from autoplan.codegen.program import Program, compile_program
 from autoplan.config.kernels import ASYNC_TP, AUTO, COMPILE
-from autoplan.config.parallel import executed_precision
 from autoplan.config.pins import Pins
+from autoplan.config.precision import executed_precision
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import AutoplanError, CaptureError, LayoutError, PinError

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 from autoplan.codegen.program import Layouts, Program, compile_program
 from autoplan.config.choices import option_data
 from autoplan.config.kernels import ASYNC_TP, AUTO, COMPILE
-from autoplan.config.parallel import Mode, RunOptions, executed_precision
+from autoplan.config.parallel import Mode, RunOptions
 from autoplan.config.pins import Pins
 from autoplan.config.planning import SearchWords, tolerances_of
+from autoplan.config.precision import executed_precision
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import AutoplanError, CaptureError, PinError

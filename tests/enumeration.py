@@ -13,7 +13,8 @@ import models
 
 from autoplan.capture.export import capture
 from autoplan.config.offload import SEARCHED_OFFLOADS
-from autoplan.config.parallel import Mode, ParallelConfig, precision_of
+from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.config.precision import precision_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
 from autoplan.cost_models.memory.ranks import RankMemory

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from parity import Case, full_tensors, global_batch, is_hf, make_model, part_of
 from torch import nn
 
-from autoplan.config.parallel import executed_precision
+from autoplan.config.precision import executed_precision
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.spec import ProgramSpec
 

@@ -21,7 +21,7 @@ from autoplan.api import _aliases, _not_in
 from autoplan.capture.export import capture
 from autoplan.capture.passes.cast import computing_in
 from autoplan.codegen.program import Program, compile_program
-from autoplan.config.parallel import executed_precision
+from autoplan.config.precision import executed_precision
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
 from autoplan.ir.graph import ModelGraph
 from autoplan.runtime.convert import CollectiveRecord, record_collectives

@@ -28,7 +28,8 @@ from autoplan.catalog import load_model
 from autoplan.config.choices import options_of, read_mode
 from autoplan.config.keys import check_keys
 from autoplan.config.numbers import read_count
-from autoplan.config.parallel import ParallelConfig, precision_of
+from autoplan.config.parallel import ParallelConfig
+from autoplan.config.precision import precision_of
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.hardware.cluster_file import read_yaml

@@ -10,7 +10,7 @@ from autoplan.codegen.emit import Context, block_source
 from autoplan.codegen.outputs import FoundOutput, find_output, terms
 from autoplan.codegen.schedules import schedule_spec
 from autoplan.config.context_methods import ContextMethod
-from autoplan.config.parallel import executed_precision
+from autoplan.config.precision import executed_precision
 from autoplan.config.recompute import recompute_kind, region_groups
 from autoplan.files import write_whole
 from autoplan.ir.graph import LOSS_SHARE, Call, ModelGraph, Value, denominator, of_the_batch

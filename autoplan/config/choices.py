@@ -13,7 +13,8 @@ from typing import Any
 
 from autoplan.config.choice import Choice, Written, choices_of
 from autoplan.config.keys import check_names
-from autoplan.config.parallel import Mode, ParallelConfig, RunOptions, precision_of
+from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
+from autoplan.config.precision import precision_of
 from autoplan.config.settings import setting
 from autoplan.errors import PinError
 

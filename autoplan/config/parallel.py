@@ -16,17 +16,6 @@ from autoplan.config.kernels import Dispatcher as Dispatcher
 from autoplan.config.kernels import Launch as Launch
 from autoplan.config.numbers import read_count, read_list
 from autoplan.config.offload import offload_text, read_offload
-from autoplan.config.precision import GRADIENTS_16 as GRADIENTS_16
-from autoplan.config.precision import MASTER_BYTES as MASTER_BYTES
-from autoplan.config.precision import MOMENTS_16 as MOMENTS_16
-from autoplan.config.precision import PRECISIONS as PRECISIONS
-from autoplan.config.precision import REMAINDERS_16 as REMAINDERS_16
-from autoplan.config.precision import Precision as Precision
-from autoplan.config.precision import PrecisionName as PrecisionName
-from autoplan.config.precision import executed_precision as executed_precision
-from autoplan.config.precision import precision_obstacle as precision_obstacle
-from autoplan.config.precision import precision_of as precision_of
-from autoplan.config.precision import read_precision as read_precision
 from autoplan.config.recompute import NONE, read_recompute, recompute_label, recompute_of_text, recompute_text
 from autoplan.errors import PinError
 from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES

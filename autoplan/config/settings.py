@@ -7,8 +7,8 @@ names that what-if and capacity vary with their ranges, the keys of files and th
 from __future__ import annotations
 
 from autoplan.config.choice import Choice, Written
-from autoplan.config.parallel import PRECISIONS, Mode, precision_of
-from autoplan.config.precision import GRADIENTS_16, MOMENTS_16, REMAINDERS_16
+from autoplan.config.parallel import Mode
+from autoplan.config.precision import GRADIENTS_16, MOMENTS_16, PRECISIONS, REMAINDERS_16, precision_of
 from autoplan.errors import PinError
 
 

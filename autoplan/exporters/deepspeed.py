@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.config.parallel import GRADIENTS_16
+from autoplan.config.precision import GRADIENTS_16
 from autoplan.errors import PinError
 from autoplan.exporters.launching import torchrun
 from autoplan.exporters.record import (

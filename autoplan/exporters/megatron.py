@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from autoplan.config.context_methods import GATHER, RING, ULYSSES, read_method
-from autoplan.config.parallel import Attention, Dispatcher, Launch, read_precision
+from autoplan.config.parallel import Attention, Dispatcher, Launch
+from autoplan.config.precision import read_precision
 from autoplan.errors import PinError
 from autoplan.exporters.launching import srun
 from autoplan.exporters.megatron_stages import At, read_stages, recompute_reader, write_recompute, write_stages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.config.parallel import read_precision
+from autoplan.config.precision import read_precision
 from autoplan.exporters.launching import srun
 from autoplan.exporters.megatron import CANNOT, FP8, MEGATRON_RULES, fields_of, keeps_remainders, overlap_field
 from autoplan.exporters.record import Document, Field, Target, Values, precision_word

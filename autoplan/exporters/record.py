@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from autoplan.config.context_methods import GATHER, RING
-from autoplan.config.parallel import PrecisionName, read_precision
+from autoplan.config.precision import PrecisionName, read_precision
 from autoplan.errors import PinError
 from autoplan.exporters.schema import Schema
 from autoplan.exporters.setup import Setup, Task

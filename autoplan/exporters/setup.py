@@ -12,7 +12,8 @@ from typing import Any
 
 from autoplan.config.choices import CHOICES, OPTIONS, option_data
 from autoplan.config.context_methods import methods_text, read_method
-from autoplan.config.parallel import Dispatcher, Mode, ParallelConfig, RunOptions, precision_of
+from autoplan.config.parallel import Dispatcher, Mode, ParallelConfig, RunOptions
+from autoplan.config.precision import precision_of
 from autoplan.config.recompute import FULL, NONE, read_recompute
 from autoplan.config.settings import VARIED_SETTINGS
 from autoplan.program.facts import expert_counts, latent_attention, layer_calls

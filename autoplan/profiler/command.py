@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from autoplan import devices
-from autoplan.config.parallel import precision_of
+from autoplan.config.precision import precision_of
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import AutoplanError, ProfileError
 from autoplan.profiler.nodes import under_torchrun

@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 from autoplan import devices
-from autoplan.config.parallel import ParallelConfig, Precision
+from autoplan.config.parallel import ParallelConfig
+from autoplan.config.precision import Precision
 from autoplan.cost_models.hardware.parts import ASSUMED
 from autoplan.cost_models.kernels.operations import has_near, interpolated_s
 from autoplan.cost_models.profile import PHASES, ErrorStats, MeasuredOp, Profile, Timing, user_folder

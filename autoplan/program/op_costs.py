@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autoplan.config.context_methods import ContextMethod
-from autoplan.config.parallel import PRECISIONS, Precision
+from autoplan.config.precision import PRECISIONS, Precision
 from autoplan.cost_models.hardware.parts import Group
 from autoplan.cost_models.network.groups import axis_groups
 from autoplan.cost_models.work import OpWork, Plain

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from autoplan.config.parallel import PRECISIONS, Precision
+from autoplan.config.precision import PRECISIONS, Precision
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.work import OpWork
 from autoplan.errors import InfeasibleError

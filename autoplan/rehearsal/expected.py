@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autoplan.codegen.program import Layouts
-from autoplan.config.parallel import Attention, Mode, precision_of
+from autoplan.config.parallel import Attention, Mode
+from autoplan.config.precision import precision_of
 from autoplan.config.recompute import NONE
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.ranks import NOT_ALLOCATED, MemoryModel, RankMemory

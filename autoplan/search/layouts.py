@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from autoplan.config.context_methods import ContextMethod, neighbours_of, read_method
 from autoplan.config.mesh import folds
 from autoplan.config.offload import ACTIVATIONS
-from autoplan.config.parallel import Mode, ParallelConfig, Precision, precision_of
+from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.config.precision import Precision, precision_of
 from autoplan.config.recompute import OFFLOAD, kinds_in, modules_of, recompute_kind
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group, Level

@@ -6,7 +6,8 @@ from collections import Counter
 from functools import cached_property
 
 from autoplan.config.offload import of_states
-from autoplan.config.parallel import Mode, ParallelConfig, precision_of
+from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.config.precision import precision_of
 from autoplan.config.recompute import modules_of
 from autoplan.cost_models.memory.least import ParameterKind
 from autoplan.cost_models.memory.parameters import ParameterMemory, States

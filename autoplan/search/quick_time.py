@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from autoplan.config.parallel import ParallelConfig, precision_of
+from autoplan.config.parallel import ParallelConfig
+from autoplan.config.precision import precision_of
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import op_record
 from autoplan.program.op_costs import OpCosts

@@ -35,7 +35,7 @@ class PlanRequest(SearchSettings):
     Attributes:
         global_batch_size: sequences per step over all data-parallel ranks.
         pins: fixed choices by name (autoplan.config.choices.PINS), checked here; read as `Pins`.
-        precision: a name of autoplan.config.parallel.PRECISIONS.
+        precision: a name of autoplan.config.precision.PRECISIONS.
         options: kernels of attention, how kernels are started, what overlaps.
         constants: constants of the cost model, as shipped or fitted by `autoplan calibrate` to measured steps.
         constants_file: file that they were read from, for reports.

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoplan.config.choices import option_data, options_of, read_mode
-from autoplan.config.parallel import Mode, RunOptions, precision_of, read_precision
+from autoplan.config.parallel import Mode, RunOptions
+from autoplan.config.precision import precision_of, read_precision
 from autoplan.config.recompute import recompute_of_text
 from autoplan.config.settings import setting
 from autoplan.errors import PinError

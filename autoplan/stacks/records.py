@@ -21,15 +21,8 @@ from typing import Any
 from autoplan.config.choices import options_of
 from autoplan.config.keys import check_names
 from autoplan.config.offload import OFFLOADS
-from autoplan.config.parallel import (
-    PRECISIONS,
-    ZERO_STAGES,
-    Dispatcher,
-    Launch,
-    Mode,
-    PrecisionName,
-    RunOptions,
-)
+from autoplan.config.parallel import ZERO_STAGES, Dispatcher, Launch, Mode, RunOptions
+from autoplan.config.precision import PRECISIONS, PrecisionName
 from autoplan.config.recompute import RECOMPUTE, RECOMPUTE_KINDS, modules_of
 from autoplan.errors import PinError
 from autoplan.names import did_you_mean

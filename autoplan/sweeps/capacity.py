@@ -40,8 +40,9 @@ from autoplan.catalog import load_model
 from autoplan.config.choices import OPTIONS, PINS, option_data, options_of, read_mode
 from autoplan.config.keys import check_keys, check_names
 from autoplan.config.numbers import read_count, read_number
-from autoplan.config.parallel import Mode, RunOptions, precision_of
+from autoplan.config.parallel import Mode, RunOptions
 from autoplan.config.planning import SEARCH_SETTINGS, SearchSettings, SearchWords
+from autoplan.config.precision import precision_of
 from autoplan.config.settings import VARIED_SETTINGS, setting
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import Cluster

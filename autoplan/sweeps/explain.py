@@ -19,7 +19,8 @@ from typing import Any
 from autoplan.config.choice import Choice, Written, choices_of
 from autoplan.config.context_methods import INNER
 from autoplan.config.keys import check_names
-from autoplan.config.parallel import Mode, ParallelConfig, RunOptions, precision_of
+from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
+from autoplan.config.precision import precision_of
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.hardware.parts import NETWORKS
 from autoplan.cost_models.memory.room import Room

@@ -21,8 +21,9 @@ from autoplan.config.choice import Written
 from autoplan.config.choices import CHOICES, PINS, options_of, read_mode
 from autoplan.config.keys import check_names
 from autoplan.config.numbers import Range, scaled
-from autoplan.config.parallel import Mode, RunOptions, precision_of
+from autoplan.config.parallel import Mode, RunOptions
 from autoplan.config.planning import SearchWords
+from autoplan.config.precision import precision_of
 from autoplan.config.settings import TASK_SETTINGS
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import OVERRIDES, Cluster

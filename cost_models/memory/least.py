@@ -31,7 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.config.offload import ACTIVATIONS
-from autoplan.config.parallel import Mode, ParallelConfig, Precision
+from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.config.precision import Precision
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, Searched, recompute_kind
 from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.hardware.cluster import Cluster

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
 from autoplan.config.offload import PARAMETERS
-from autoplan.config.parallel import MASTER_BYTES, ParallelConfig, Precision
+from autoplan.config.parallel import ParallelConfig
+from autoplan.config.precision import MASTER_BYTES, Precision
 from autoplan.cost_models.network.groups import replica_counts
 from autoplan.cost_models.work import ParamWork
 from autoplan.units import dtype_bytes

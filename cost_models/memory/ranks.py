@@ -52,7 +52,8 @@ from types import MappingProxyType
 import numpy as np
 
 from autoplan.config.offload import of_states
-from autoplan.config.parallel import MASTER_BYTES, Mode, ParallelConfig, Precision
+from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.config.precision import MASTER_BYTES, Precision
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, recompute_kind
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.communicators import FixedMemory

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from autoplan.config.parallel import Launch, Mode, ParallelConfig, Precision
+from autoplan.config.parallel import Launch, Mode, ParallelConfig
+from autoplan.config.precision import Precision
 from autoplan.config.recompute import (
     FULL,
     MODULES_KIND,

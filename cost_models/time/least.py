@@ -15,7 +15,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.config.parallel import Mode, ParallelConfig, Precision
+from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.config.precision import Precision
 from autoplan.config.recompute import FULL, NONE, OFFLOAD, SELECTIVE, recompute_kind, region_groups
 from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.costs import Costs

@@ -20,7 +20,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from autoplan.config.parallel import Mode, ParallelConfig, Precision, precision_of
+from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.config.precision import Precision, precision_of
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, Searched, recompute_kind
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autoplan.config.parallel import MASTER_BYTES, Mode, ParallelConfig, Precision
+from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.config.precision import MASTER_BYTES, Precision
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group
 from autoplan.cost_models.profile import PHASES

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from autoplan.capture.export import capture
 from autoplan.codegen.program import Program, compile_program
-from autoplan.config.parallel import ParallelConfig, precision_of
+from autoplan.config.parallel import ParallelConfig
+from autoplan.config.precision import precision_of
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import AutoplanError

@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from autoplan.config.parallel import ParallelConfig, precision_of
+from autoplan.config.parallel import ParallelConfig
+from autoplan.config.precision import precision_of
 from autoplan.config.recompute import recompute_of_text
 from autoplan.cost_models.quantity import ZERO, Quantity
 from autoplan.cost_models.time.estimate import Estimate

@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from autoplan.codegen.program import Layouts
-from autoplan.config.parallel import ParallelConfig, executed_precision
+from autoplan.config.parallel import ParallelConfig
 from autoplan.config.pins import Pins
+from autoplan.config.precision import executed_precision
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.ir.graph import ModelGraph

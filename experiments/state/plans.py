@@ -16,7 +16,7 @@ from autoplan.capture.export import capture
 from autoplan.capture.frontend.buffers import all_buffers
 from autoplan.capture.passes.cast import computing_in
 from autoplan.codegen.program import compile_program
-from autoplan.config.parallel import executed_precision
+from autoplan.config.precision import executed_precision
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
 from autoplan.ir.graph import ModelGraph
 from autoplan.runtime.model import OptimizerFactory, ParallelModel

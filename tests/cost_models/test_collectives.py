@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.catalog import load_model
-from autoplan.config.parallel import ParallelConfig, precision_of
+from autoplan.config.parallel import ParallelConfig
+from autoplan.config.precision import precision_of
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Group, Level
 from autoplan.cost_models.hardware.nccl import NCCL_KINDS as ALL_KINDS
 from autoplan.cost_models.hardware.nccl import Protocol, fabric_of, rows

@@ -10,7 +10,8 @@ import pytest
 from parity import spread_out
 
 from autoplan.catalog import load_model
-from autoplan.config.parallel import Mode, ParallelConfig, precision_of
+from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.config.precision import precision_of
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.least import LeastMemory, _most_held, most_held
 from autoplan.cost_models.memory.room import Room

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.config.parallel import Mode, ParallelConfig, executed_precision, precision_of
+from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.config.precision import executed_precision, precision_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
 from autoplan.cost_models.memory.parameters import ParameterMemory

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from autoplan.catalog import load_model
-from autoplan.config.parallel import Attention, Dispatcher, Launch, Mode, ParallelConfig, RunOptions, precision_of
+from autoplan.config.parallel import Attention, Dispatcher, Launch, Mode, ParallelConfig, RunOptions
+from autoplan.config.precision import precision_of
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster, Group

@@ -118,7 +118,7 @@ def test_what_is_frozen_has_no_gradient_no_reduction_and_no_optimizer() -> None:
     trained = sum(p.num_elements for p in graph.params.values() if p.trainable)
     assert trained == 2 * 4 * (64 + 4 * 16 + 64 + 2 * 16)  # down and up of both in two layers
     memory = adapted.stages[0].memory
-    # in bf16 four bytes of gradients and twelve of optimizer state (config.parallel.PRECISIONS)
+    # in bf16 four bytes of gradients and twelve of optimizer state (config.precision.PRECISIONS)
     assert (memory["gradients"].mid, memory["optimizer"].mid) == (4 * trained, 12 * trained)
     assert memory["parameters"].mid > whole.stages[0].memory["parameters"].mid
     for term in ("dp_comm", "optimizer", "accumulate"):

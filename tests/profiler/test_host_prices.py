@@ -19,7 +19,8 @@ from parity import fake_group, spread_out
 
 from autoplan.api import plan_program
 from autoplan.capture.export import capture
-from autoplan.config.parallel import Launch, Mode, ParallelConfig, RunOptions, precision_of
+from autoplan.config.parallel import Launch, Mode, ParallelConfig, RunOptions
+from autoplan.config.precision import precision_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.kernels.operations import op_s

@@ -11,7 +11,8 @@ from unittest.mock import Mock
 import machines
 import pytest
 
-from autoplan.config.parallel import ParallelConfig, Precision
+from autoplan.config.parallel import ParallelConfig
+from autoplan.config.precision import Precision
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import LinkRecord, MeasuredOp, Profile, Timing

@@ -8,7 +8,8 @@ import pytest
 from parity import spread_out
 
 from autoplan.catalog import load_model
-from autoplan.config.parallel import Attention, Dispatcher, Mode, ParallelConfig, RunOptions, precision_of
+from autoplan.config.parallel import Attention, Dispatcher, Mode, ParallelConfig, RunOptions
+from autoplan.config.precision import precision_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.routing import Routing

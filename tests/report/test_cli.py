@@ -18,17 +18,9 @@ from autoplan.catalog import load_model, names
 from autoplan.cli import app
 from autoplan.config import numbers
 from autoplan.config.choices import OPTIONS, choice_words, option_data, option_texts, options_of
-from autoplan.config.parallel import (
-    OVERLAPS,
-    PRECISIONS,
-    Attention,
-    Dispatcher,
-    Launch,
-    Mode,
-    ParallelConfig,
-    RunOptions,
-)
+from autoplan.config.parallel import OVERLAPS, Attention, Dispatcher, Launch, Mode, ParallelConfig, RunOptions
 from autoplan.config.planning import SCREEN_LIMIT_S, SearchSettings
+from autoplan.config.precision import PRECISIONS
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.catalog import entries
 from autoplan.cost_models.hardware.cluster import Cluster

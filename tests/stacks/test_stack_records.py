@@ -7,7 +7,8 @@ from importlib.resources import files
 
 import pytest
 
-from autoplan.config.parallel import Launch, precision_of
+from autoplan.config.parallel import Launch
+from autoplan.config.precision import precision_of
 from autoplan.config.recompute import recompute_kind
 from autoplan.errors import PinError
 from autoplan.stacks.records import Framework, stack, stack_of, stacks, stacks_of_frameworks, version_of, year_of

@@ -34,7 +34,8 @@ from typer.testing import CliRunner
 from autoplan.capture.export import capture
 from autoplan.capture.frontend.lengths import example_lengths, length_symbols
 from autoplan.cli import app
-from autoplan.config.parallel import Mode, ParallelConfig, precision_of
+from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.config.precision import precision_of
 from autoplan.cost_models.memory.ranks import MemoryModel
 from autoplan.cost_models.work import Workload
 from autoplan.errors import CaptureError, PinError

@@ -35,7 +35,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autoplan.api import plan_program
 from autoplan.catalog import load_model
 from autoplan.codegen.check import check_program
-from autoplan.config.parallel import precision_of
+from autoplan.config.precision import precision_of
 from autoplan.config.recompute import read_recompute
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.recompute_frontier import RecomputeChoice, RecomputeFrontier

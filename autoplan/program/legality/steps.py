@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from autoplan.config.choice import choices_of
 from autoplan.config.offload import NEEDS_SHARDS, lacks_shards, no_host_link, offload_text
-from autoplan.config.parallel import Attention, Mode, ParallelConfig, RunOptions, precision_of
-from autoplan.config.parallel import precision_obstacle as _precision_obstacle
+from autoplan.config.parallel import Attention, Mode, ParallelConfig, RunOptions
+from autoplan.config.precision import precision_obstacle as _precision_obstacle
+from autoplan.config.precision import precision_of
 from autoplan.config.recompute import RECOMPUTE_KINDS, RecomputeKind, check_choice, kinds_in, modules_of, region_groups
 from autoplan.names import did_you_mean
 from autoplan.ops.products import NOT_EXECUTED
