@@ -352,8 +352,7 @@ def fit_model(
     from autoplan.report.fit import fit_command
 
     how = {"time_limit_s": seconds, "runnable": runnable, "memory_risk": memory_risk, "cache": cache}
-    code = fit_command(task, pin, ways, seconds, as_json, **how)
-    if code:
+    if code := fit_command(task, pin, ways, seconds, as_json, **how):
         raise typer.Exit(code)
 
 
@@ -406,8 +405,7 @@ def size_run(
     """Find the fewest and the cheapest devices that meet a deadline. The run is that of --tokens."""
     from autoplan.report.size import size_command
 
-    code = size_command(task, pin, deadline, budget, devices, seconds, as_json, report, **search)
-    if code:
+    if code := size_command(task, pin, deadline, budget, devices, seconds, as_json, report, **search):
         raise typer.Exit(code)
 
 
