@@ -10,6 +10,7 @@ import math
 import os
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -29,6 +30,7 @@ from autoplan.program.facts import layer_calls
 from autoplan.program.legality import not_executed
 from autoplan.report.arguments import imbalance_of
 from autoplan.report.commands import estimate_command, plan_command, whatif_command, wrapped
+from autoplan.report.data import to_text
 from autoplan.report.plots import pipeline_plot, show_plot
 from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchResult, Status
 from autoplan.sweeps.label import evidence_label, plan_label
@@ -66,6 +68,14 @@ def console(stderr: bool = False) -> Console:
     probe = Console(stderr=stderr)
     width = min(TEXT_WIDTH, probe.width) if probe.is_terminal or os.environ.get("COLUMNS") else TEXT_WIDTH
     return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
+
+
+def put(answer: Mapping[str, Any], as_json: bool, show: Callable[[Console], object]) -> None:
+    """Print the answer of a command: as JSON, or as the text that `show` prints."""
+    if as_json:
+        print(to_text(answer))
+    else:
+        show(console())
 
 
 def paragraph(out: Console, text: str, indent: int = 0, style: str = "", first: int = 0) -> None:
@@ -428,16 +438,19 @@ def proof_text(gap: float, intra_gap: float) -> str:
     return proof
 
 
+def proof_of(c: Certificate) -> str:
+    """Say in words what a search proved, and how it ended if it was not complete."""
+    return f"{proof_text(c.gap, c.intra_gap)}, at these prices{'' if c.status == 'complete' else f' ({c.status})'}"
+
+
 def certificate_text(out: Console, c: Certificate) -> None:
     """Print the certificate and the space."""
     out.print()
-    state = "" if c.status == "complete" else f" ({c.status})"
-    proof = f"{proof_text(c.gap, c.intra_gap)}, at these prices{state}"
     undecided = f", {c.open:,} left open" if c.open else ""
     paragraph(
         out,
         f"{c.considered:,} candidates: {c.illegal:,} illegal, {c.too_big:,} too big, {c.bounded_out:,} bounded out, "
-        f"{c.solved:,} solved{undecided} in {c.solve_time_s:.1f} s: {proof}",
+        f"{c.solved:,} solved{undecided} in {c.solve_time_s:.1f} s: {proof_of(c)}",
         1,
     )
     for what, counts in (("illegal", c.illegal_by_rule), ("too big", c.too_big_by_term)):
