@@ -40,7 +40,7 @@ IrResult = IrOp | Alias | list[IrOp]
 Lowering = Callable[[Args], IrResult]
 
 
-def takes(op: str, tensors: str = "self", *attrs: str, **usual: object) -> Lowering:
+def by_name(op: str, tensors: str = "self", *attrs: str, **usual: object) -> Lowering:
     """Return a lowering that takes arguments by their names: tensors, and attributes.
 
     Args:
@@ -82,4 +82,4 @@ def binary(op: str) -> Lowering:
 
 def default(op: str, lowering: Lowering | None = None) -> Mapping[str, Lowering]:
     """Return the lowering of the ATen op of the same name, by default of one tensor."""
-    return {f"aten.{op}.default": lowering or takes(op)}
+    return {f"aten.{op}.default": lowering or by_name(op)}

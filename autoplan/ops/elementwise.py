@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autoplan.ops.arguments import Alias, Args, IrOp, IrResult, Lowering, alias, binary, default, takes
+from autoplan.ops.arguments import Alias, Args, IrOp, IrResult, Lowering, alias, binary, by_name, default
 from autoplan.ops.record import Linear, OpKind, OpRecord, Trait
 from autoplan.ops.saved import Form, Gradient, OpFacts, SavedRule, keeps, units
 from autoplan.ops.text import Emitter, OpText
@@ -108,8 +108,8 @@ def _dropout_workspace(f: OpFacts) -> tuple[int, ...]:
 
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "gt": ">", "le": "<=", "ge": ">="}
 _CASTS = ("to.dtype", "to.dtype_layout", "_to_copy.default", "to.device")  # the last has a dtype too
-_GELU = default("gelu", takes("gelu", approximate="none"))
-_CLAMP = default("clamp", takes("clamp", min=None, max=None))
+_GELU = default("gelu", by_name("gelu", approximate="none"))
+_CLAMP = default("clamp", by_name("clamp", min=None, max=None))
 _COPIES = ("clone", "contiguous", "alias", "lift_fresh_copy")
 
 RECORDS = (
@@ -147,7 +147,7 @@ RECORDS = (
         POINTWISE,
         Trait.VARIANCE,
         Trait.SQUARE,
-        aten={"aten.pow.Tensor_Scalar": takes("pow_scalar", "self", "scalar=exponent")},
+        aten={"aten.pow.Tensor_Scalar": by_name("pow_scalar", "self", "scalar=exponent")},
     ),
     *(_record(f"{name}_scalar", f"{{0}} {symbol} {{scalar}}", _NOTHING) for name, symbol in _COMPARISONS.items()),
     _record("clamp", "{0}.clamp({min}, {max})", _INPUT_2, POINTWISE, aten=_CLAMP),
@@ -192,7 +192,7 @@ RECORDS = (
         keeps("x0<1,2"),
         IN_CORE,
         KEEPS_NUMBERS,
-        aten={"aten.where.self": takes("where", "condition self other")},
+        aten={"aten.where.self": by_name("where", "condition self other")},
         rule="#[*a], [*a], [*a] -> [*a]",
     ),
     _record(
@@ -201,7 +201,7 @@ RECORDS = (
         keeps("x1<0"),
         IN_CORE,
         KEEPS_NUMBERS,
-        aten={"aten.masked_fill.Scalar": takes("masked_fill", "self mask", "scalar=value")},
+        aten={"aten.masked_fill.Scalar": by_name("masked_fill", "self mask", "scalar=value")},
         rule="[*a], #[*a] -> [*a]",
     ),
     # copies and casts
@@ -225,7 +225,7 @@ RECORDS = (
         KEEPS_NUMBERS,
         Trait.CAST,
         Trait.TAKES_DTYPE,
-        aten={f"aten.{name}": takes("to", "self", "dtype") for name in _CASTS},
+        aten={f"aten.{name}": by_name("to", "self", "dtype") for name in _CASTS},
     ),
     OpRecord(
         "dropout",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autoplan.errors import FormError, RuleError
 from autoplan.ir.graph import Node
 from autoplan.ir.symbols import Expr, Shape
-from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering, default, takes
+from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering, by_name, default
 from autoplan.ops.labels import dim_labels, linear_rule, whole_dim
 from autoplan.ops.language import OpRule, Role
 from autoplan.ops.record import Linear, OpKind, OpRecord, Trait, other
@@ -60,7 +60,7 @@ def _repeat_text(t: OpText) -> str:
 
 
 def _triangle(name: str) -> OpRecord:
-    return other(name, _last_two_whole, f"{{0}}.{name}({{diagonal}})", takes(name, diagonal=0))
+    return other(name, _last_two_whole, f"{{0}}.{name}({{diagonal}})", by_name(name, diagonal=0))
 
 
 def _last_two_whole(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
@@ -97,8 +97,8 @@ def _fill(scalar: float) -> Lowering:
 
 
 _FILLS = {
-    **{f"aten.{name}.default": takes("full", "", "scalar=fill_value") for name in ("full", "full_like")},
-    "aten.scalar_tensor.default": takes("full", "", "scalar=s"),
+    **{f"aten.{name}.default": by_name("full", "", "scalar=fill_value") for name in ("full", "full_like")},
+    "aten.scalar_tensor.default": by_name("full", "", "scalar=s"),
     **{f"aten.{name}.default": _fill(0) for name in ("zeros", "zeros_like")},
     **{f"aten.{name}.default": _fill(1) for name in ("ones", "ones_like")},
 }
@@ -129,12 +129,12 @@ RECORDS = (
         "repeat_interleave",
         _repeat_interleave,
         _repeat_text,
-        takes("repeat_interleave", "self", "repeats", dim=None),
+        by_name("repeat_interleave", "self", "repeats", dim=None),
         "",
         Trait.KEEPS_NUMBERS,
         aten="repeat_interleave.self_int",
     ),
-    other("cumsum", whole_dim, "{0}.cumsum({dim})", takes("cumsum", "self", "dim")),
+    other("cumsum", whole_dim, "{0}.cumsum({dim})", by_name("cumsum", "self", "dim")),
     _triangle("tril"),
     _triangle("triu"),
     OpRecord(
@@ -145,7 +145,7 @@ RECORDS = (
         _arange,
         {
             "aten.arange.default": lambda a: IrOp("arange", (), {"start": 0, "end": a["end"]}),
-            "aten.arange.start": takes("arange", "", "start", "end"),
+            "aten.arange.start": by_name("arange", "", "start", "end"),
         },
         has=(Trait.TAKES_DTYPE,),
     ),

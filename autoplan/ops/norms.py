@@ -5,7 +5,7 @@ from __future__ import annotations
 from autoplan.errors import FormError
 from autoplan.ir.graph import Node
 from autoplan.ir.symbols import Shape
-from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering, takes
+from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering, by_name
 from autoplan.ops.labels import dim_labels, linear_rule, whole_dim
 from autoplan.ops.language import OpRule
 from autoplan.ops.record import Linear, OpKind, OpRecord, Trait
@@ -134,7 +134,7 @@ def _softmax(name: str, *traits: Trait) -> OpRecord:
         whole_dim,
         keeps("y0<0", form=Form.NEW),
         _softmax_text(name),
-        {f"aten.{name}.int": takes(name, "self", "dim", dtype=None), f"aten._{name}.default": _plain_softmax(name)},
+        {f"aten.{name}.int": by_name(name, "self", "dim", dtype=None), f"aten._{name}.default": _plain_softmax(name)},
         has=traits,
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 from autoplan.errors import FormError, RuleError
 from autoplan.ir.graph import Node
 from autoplan.ir.symbols import Shape
-from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering, default, takes
+from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering, by_name, default
 from autoplan.ops.labels import dim_labels
 from autoplan.ops.language import OpRule, Role
 from autoplan.ops.record import IndexSizes, OpKind, OpRecord, Trait, other
@@ -113,14 +113,14 @@ def _over_ranks(name: str, text: Emitter, *traits: Trait) -> OpRecord:
 
 
 _TOPK = "torch.topk({0}, {k}, dim={dim}, sorted={sorted})"
-_SCATTER, _ONE_HOT = takes("scatter", "self index", "dim", "scalar=value"), takes("one_hot", "self", "num_classes")
+_SCATTER, _ONE_HOT = by_name("scatter", "self index", "dim", "scalar=value"), by_name("one_hot", "self", "num_classes")
 _MAX = "torch.max({0}, dim={dim}, keepdim={keepdim})"
 
 RECORDS = (
     other("topk", _topk_rule, _TOPK, _topk_arguments, "y1<0", Trait.CHOOSES),
     other("argmax", _extreme_rule, "torch.argmax({0}, dim={dim}, keepdim={keepdim})", _extreme_arguments("argmax")),
     other("max", _extreme_rule, _MAX, _extreme_arguments("max"), "y1<0", aten="max.dim"),
-    other("gather", _indexed, "{0}.gather({dim}, {1})", takes("gather", "self index", "dim"), "x0<0 x1<0"),
+    other("gather", _indexed, "{0}.gather({dim}, {1})", by_name("gather", "self index", "dim"), "x0<0 x1<0"),
     other("scatter", _indexed, "{0}.scatter({dim}, {1}, {scalar})", _SCATTER, "x1<0", aten="scatter.value"),
     other("one_hot", "#[*a] -> [*a,c!]", "F.one_hot({0}, {num_classes})", _ONE_HOT, "", Trait.CHOOSES),
     OpRecord(
@@ -149,7 +149,7 @@ RECORDS = (
         _added,
         keeps("x1<0,2", form=Form.NEW),
         "{0}.scatter_add({dim}, {1}, {2})",
-        default("scatter_add", takes("scatter_add", "self index src", "dim")),
+        default("scatter_add", by_name("scatter_add", "self index src", "dim")),
         index_limits=lambda attrs, inputs, outputs: {1: int(inputs[0][attrs["dim"]])},
     ),
     _over_ranks("batch_sum", _batch_sum, Trait.SUMS_RANKS),

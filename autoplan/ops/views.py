@@ -7,7 +7,7 @@ from typing import Any
 
 from autoplan.ir.graph import Node
 from autoplan.ir.symbols import Expr, Shape
-from autoplan.ops.arguments import Alias, Args, IrOp, IrResult, Lowering, default, takes
+from autoplan.ops.arguments import Alias, Args, IrOp, IrResult, Lowering, by_name, default
 from autoplan.ops.labels import align, dim_labels, linear_rule
 from autoplan.ops.language import OpRule, Role
 from autoplan.ops.record import Builder, Linear, OpKind, OpRecord, Trait
@@ -233,16 +233,16 @@ _RESHAPING = (
     "view.default reshape.default _unsafe_view.default view_as.default flatten.using_ints unflatten.int "
     "squeeze.default squeeze.dims"  # which dims are 1 is a matter of the whole tensor, not of a part of the batch
 )
-_RESHAPES = {f"aten.{name}": takes("reshape") for name in _RESHAPING.split()}
-_CHUNKS = {f"aten.{x}": takes("chunk", dim=0) for x in ("chunk.default", "split.Tensor", "split_with_sizes.default")}
+_RESHAPES = {f"aten.{name}": by_name("reshape") for name in _RESHAPING.split()}
+_CHUNKS = {f"aten.{x}": by_name("chunk", dim=0) for x in ("chunk.default", "split.Tensor", "split_with_sizes.default")}
 _TRANSPOSES: Mapping[str, Lowering] = {
-    "aten.transpose.int": takes("transpose", "self", "dim0", "dim1"),
+    "aten.transpose.int": by_name("transpose", "self", "dim0", "dim1"),
     "aten.t.default": lambda a: IrOp("transpose", (a["self"],), {"dim0": 0, "dim1": 1}),
 }
-_DETACHES = {**default("detach"), "aten.detach_.default": takes("detach")}
-_UNSQUEEZE = default("unsqueeze", takes("unsqueeze", "self", "dim"))
-_SQUEEZE = {"aten.squeeze.dim": takes("squeeze", "self", "dim")}
-_SELECT = {"aten.select.int": takes("select", "self", "dim", "index")}
+_DETACHES = {**default("detach"), "aten.detach_.default": by_name("detach")}
+_UNSQUEEZE = default("unsqueeze", by_name("unsqueeze", "self", "dim"))
+_SQUEEZE = {"aten.squeeze.dim": by_name("squeeze", "self", "dim")}
+_SELECT = {"aten.select.int": by_name("select", "self", "dim", "index")}
 _SHAPED = "{0}.reshape({shape})"
 _EXPAND = (Trait.IN_CORE, Trait.RESIZES, Trait.FILLS)
 

@@ -22,12 +22,12 @@ from autoplan.report.degrees import checked_config
 from autoplan.report.files import check_writable
 from autoplan.report.flags import TaskWords
 from autoplan.report.html import check_report_path, write_report
-from autoplan.report.output import say_note
+from autoplan.report.output import put, say_note
 from autoplan.report.request import read_request, read_run
 from autoplan.report.screen import Answer, first_screen
 from autoplan.report.sweep_rows import planned_rows
 from autoplan.report.sweep_text import outcome_of, whatif_text
-from autoplan.report.text import console, estimate_text, plan_text, put
+from autoplan.report.text import console, estimate_text, plan_text
 from autoplan.report.waiting import Countdown, telling, waiting
 from autoplan.search.best_use import Use, best_use
 from autoplan.search.certificate import Status

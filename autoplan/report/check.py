@@ -37,6 +37,7 @@ from autoplan.report.data import estimate_report, head, planned_data, report, to
 from autoplan.report.degrees import checked_config
 from autoplan.report.files import check_writable, write_text
 from autoplan.report.flags import TaskWords
+from autoplan.report.output import put
 from autoplan.report.request import read_request, read_run
 from autoplan.report.text import (
     answer,
@@ -46,7 +47,6 @@ from autoplan.report.text import (
     paragraph,
     prices,
     proof_of,
-    put,
     say_warnings,
 )
 from autoplan.report.waiting import telling, waiting

@@ -22,10 +22,11 @@ from autoplan.report.data import head, planned_data, shortage_data
 from autoplan.report.degrees import checked_config
 from autoplan.report.flags import TaskWords
 from autoplan.report.html import check_report_path, write_report
+from autoplan.report.output import put
 from autoplan.report.plan_file import read_plan_file
 from autoplan.report.plots import scatter_plot, show_plot
 from autoplan.report.request import read_run
-from autoplan.report.text import TERMS, heading, paragraph, plain_table, proof_of, proof_text, put
+from autoplan.report.text import TERMS, heading, paragraph, plain_table, proof_of, proof_text
 from autoplan.report.waiting import INCOMPLETE, telling, waiting
 from autoplan.report.words import choice_text, value_text
 from autoplan.search.planner import Planned, PlanRequest, estimate_config, search_plan

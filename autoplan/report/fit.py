@@ -17,8 +17,9 @@ from autoplan.plans.document import chosen
 from autoplan.program.facts import ModelFacts
 from autoplan.report.data import head, planned_data, shortage_data
 from autoplan.report.flags import TaskWords
+from autoplan.report.output import put
 from autoplan.report.request import import_from_here, read_request
-from autoplan.report.text import heading, memory_table, paragraph, plain_table, put
+from autoplan.report.text import heading, memory_table, paragraph, plain_table
 from autoplan.report.waiting import INCOMPLETE, waiting
 from autoplan.sweeps.fit import Fit, Way, fit
 from autoplan.sweeps.label import plan_label

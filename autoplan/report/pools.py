@@ -16,8 +16,9 @@ from autoplan.errors import PinError
 from autoplan.plans.document import chosen, plain
 from autoplan.report.data import cluster, head
 from autoplan.report.flags import TaskWords
+from autoplan.report.output import put
 from autoplan.report.request import read_request
-from autoplan.report.text import batch_text, interval, paragraph, plain_table, put, title
+from autoplan.report.text import batch_text, interval, paragraph, plain_table, title
 from autoplan.report.waiting import waiting
 from autoplan.search.planner import PlanRequest
 from autoplan.search.pools import RESTRICTIONS, PooledPlan

@@ -18,9 +18,10 @@ from autoplan.plans.document import chosen
 from autoplan.report.data import assumptions, head
 from autoplan.report.flags import TaskWords
 from autoplan.report.html import check_report_path, write_report
+from autoplan.report.output import put
 from autoplan.report.request import read_request, read_run
 from autoplan.report.tables import print_fitting
-from autoplan.report.text import graph_notes, paragraph, prices, put
+from autoplan.report.text import graph_notes, paragraph, prices
 from autoplan.report.waiting import INCOMPLETE, waiting
 from autoplan.sweeps.label import plan_label
 from autoplan.sweeps.size import Kind, Size, SizePoint, nodes_of, read_kinds, size, size_rows

@@ -10,7 +10,6 @@ import math
 import os
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -30,7 +29,6 @@ from autoplan.program.facts import layer_calls
 from autoplan.program.legality import not_executed
 from autoplan.report.arguments import imbalance_of
 from autoplan.report.commands import estimate_command, plan_command, whatif_command, wrapped
-from autoplan.report.data import to_text
 from autoplan.report.plots import pipeline_plot, show_plot
 from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchResult, Status
 from autoplan.sweeps.label import evidence_label, plan_label
@@ -68,14 +66,6 @@ def console(stderr: bool = False) -> Console:
     probe = Console(stderr=stderr)
     width = min(TEXT_WIDTH, probe.width) if probe.is_terminal or os.environ.get("COLUMNS") else TEXT_WIDTH
     return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
-
-
-def put(answer: Mapping[str, Any], as_json: bool, show: Callable[[Console], object]) -> None:
-    """Print the answer of a command: as JSON, or as the text that `show` prints."""
-    if as_json:
-        print(to_text(answer))
-    else:
-        show(console())
 
 
 def paragraph(out: Console, text: str, indent: int = 0, style: str = "", first: int = 0) -> None:
@@ -191,8 +181,7 @@ def evidence(out: Console, request: PlanRequest, estimate: Estimate) -> None:
 
 
 def _run_text(run: Run) -> str:
-    span = f"({numbers.days(run.days.low)} to {numbers.days(run.days.high)})"
-    text = f"{numbers.scaled(run.tokens)} tokens: {numbers.days(run.days.mid)} {span}"
+    text = f"{numbers.scaled(run.tokens)} tokens: {with_span(run.days, numbers.days)}"
     if run.usd is None:
         return f"{text}, no price known (cluster@price=USD per device and hour)"
     return f"{text}, {with_span(run.usd, numbers.dollars)}"
@@ -278,8 +267,8 @@ def grouped_stages(stages: Sequence[StageEstimate]) -> list[list[StageEstimate]]
     """Group neighbouring stages with the same figures into one column; at most _MAX_STAGE_COLUMNS, the fullest kept."""
 
     def shown(s: StageEstimate) -> tuple[object, ...]:
-        sizes = (*s.memory.values(), *s.host_memory.values())
-        return (s.num_layers, s.num_recomputed, s.in_flight, tuple(f"{q.mid / 1e9:.1f}" for q in sizes))
+        sizes = [f"{q.mid / 1e9:.1f}" for q in (*s.memory.values(), *s.host_memory.values())]
+        return (s.num_layers, s.num_recomputed, s.in_flight, sizes)
 
     groups: list[list[StageEstimate]] = []
     for stage in stages:
@@ -499,8 +488,7 @@ def say_warnings(out: Console, e: Estimate, request: PlanRequest, run: RunTask) 
 
 def graph_notes(requests: Sequence[PlanRequest]) -> list[str]:
     """Return the notes of the models' graphs, each after the model's name."""
-    found = [f"{r.graph.name}: {note}" for r in requests for note in r.graph.notes]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(f"{r.graph.name}: {note}" for r in requests for note in r.graph.notes))
 
 
 def assumptions_text(known: Assumptions) -> str:
