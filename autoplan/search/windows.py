@@ -186,7 +186,7 @@ class Windows:
         at = _first_units(self.num_units, self.pp)
         seconds: Array = by_stage(between, self.pp) + np.take_along_axis(received, at, axis=1)[:, :, None]
         seconds += np.take_along_axis(sent_back, at + 1, axis=1)[:, None, :]
-        seconds[_illegal(self.num_units, self.pp, self.pinned)] = math.inf
+        seconds[illegal_windows(self.num_units, self.pp, self.pinned)] = math.inf
         return seconds
 
     def _active(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -336,7 +336,7 @@ class Windows:
 
 
 @lru_cache(maxsize=64)  # candidates that differ in anything else share them
-def _illegal(num_units: int, num_stages: int, pinned: tuple[int, ...] | None) -> NDArray[np.bool_]:
+def illegal_windows(num_units: int, num_stages: int, pinned: tuple[int, ...] | None) -> NDArray[np.bool_]:
     """Return by stage, a and b whether no cut has the window of units s + a .. s + b."""
     at, s = np.arange(num_units - num_stages + 1), np.arange(num_stages)[:, None, None]
     legal = np.repeat((at[None, :] >= at[:, None])[None], num_stages, axis=0)
