@@ -76,7 +76,8 @@ class _Alike(_Passes):
 
     Attributes:
         states: by kind of unit, in bytes of activations.
-        again, kept: the seconds (row, choice, kind) and bytes (choice, kind) of recompute choices.
+        again, kept: the seconds (row, choice, kind) and bytes (choice, kind) of recompute choices; inf, both, of those
+            that a kind does not have.
         room: the bytes that states and activations of the fullest moment may take.
         free_saved: bytes that every stage holds per micro-batch besides its units'.
     """
@@ -182,6 +183,7 @@ class StateBounds:
         if self.fixed:  # which choice is not known here: the least bytes, for nothing
             kept = t.least_by_kind(self.memory.kept)[None]
             again = np.zeros((len(members), *kept.shape))
+        again = np.where(np.isinf(kept), np.inf, again)
         known = {(c.dp, c.zero_replicas): c for c in members}
         by_degrees = {key: self.memory.fixed_bytes(c, room) for key, c in known.items()}
         fixed = np.array([by_degrees[c.dp, c.zero_replicas] for c in members])
@@ -288,7 +290,7 @@ class StateBounds:
         if SCHEDULES[c.schedule].windows and c.virtual_stages == 1:
             found = self._any_cut_s(c, a) + a.beside
             if below_s < np.inf and 1 < c.pp <= len(self.time.kinds):
-                for row in np.flatnonzero(found < below_s):
+                for row in np.flatnonzero(found < below_s).tolist():
                     found[row] = max(found[row], self._whole_units_that_fit_s(c, a, row) + a.beside[row])
             return found
         cuts = [self._ranks_s(c, a, cut, self._forced_s(c, a, cut)).max(axis=1) for cut in self._cuts(c)]
@@ -387,10 +389,8 @@ def _ranks_of(schedule: str, pp: int, virtual_stages: int) -> _Ranks:
 def _least(a: _Alike, price: Array) -> Array:
     """Return the least of seconds and bytes at a price, over recompute choices: by candidate, price and kind."""
     out = np.full((*price.shape[:2], a.kept.shape[1]), np.inf)
-    for k in range(len(a.kept)):
-        free = np.isinf(a.kept[k])
-        cost = a.again[:, None, k] + price * np.where(free, 0.0, a.kept[k])
-        np.minimum(out, np.where(free, np.inf, cost), out=out)
+    for k, kept in enumerate(np.where(np.isinf(a.kept), 0.0, a.kept)):
+        np.minimum(out, a.again[:, None, k] + price * kept, out=out)
     return out
 
 
