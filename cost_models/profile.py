@@ -18,7 +18,6 @@ from __future__ import annotations
 import importlib.resources
 import json
 import math
-import os
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +30,7 @@ from autoplan.cost_models.json_fields import JsonField
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.work import OpWork, Plain
 from autoplan.errors import ProfileError
-from autoplan.files import write_whole
+from autoplan.files import cache_folder, write_whole
 from autoplan.ops.saved import TensorFacts
 from autoplan.ops.table import op_record
 from autoplan.units import DEVICE_TYPES, DTYPE_BYTES
@@ -373,8 +372,7 @@ class Profile:
 
 def user_folder() -> Path:
     """Return the folder of profiles that this user measured: `profiles` in the cache folder of autoplan."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(os.environ.get("AUTOPLAN_CACHE") or Path(base) / "autoplan") / "profiles"
+    return cache_folder("profiles")
 
 
 def known() -> tuple[str, ...]:

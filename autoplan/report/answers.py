@@ -108,7 +108,7 @@ def _gains(use: Use) -> Sequence[Setting]:
 
 
 def answer_estimate(
-    task: TaskWords, degrees: Mapping[str, Any], timeline: Path | None, runnable: bool, shown: Shown
+    task: TaskWords, degrees: Mapping[str, Any], timeline: Path | None, shown: Shown, *, runnable: bool, cache: bool
 ) -> str | None:
     """Price one configuration. Return why it does not fit; None if it fits."""
     check_report_path(shown.report)
@@ -116,7 +116,7 @@ def answer_estimate(
     run = read_run(task)
     if timeline is not None:
         check_writable(timeline)
-    request = read_request(task, runnable=runnable)
+    request = read_request(task, runnable=runnable, cache=cache)
     given = read_degrees(degrees, layer_calls(request.graph))
     if task.written is not None:
         task.written.check_taken()
