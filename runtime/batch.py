@@ -20,6 +20,7 @@ import torch.distributed as dist
 from autoplan.runtime.agree import AgreedValueError, fingerprint, raise_agreed, ranks_text
 from autoplan.runtime.mesh import AxisMesh
 from autoplan.runtime.spec import ProgramSpec, evaluate_terms
+from autoplan.units import LossUnit
 
 CONTENTS_EVERY = 100  # steps
 
@@ -78,7 +79,7 @@ class Batches:
     def __init__(self, spec: ProgramSpec, mesh: AxisMesh, num_micro_batches: int, device: torch.device) -> None:
         self._spec, self._mesh, self._num, self._device = spec, mesh, num_micro_batches, device
         # Counting labels and agreeing on them wait for the device, and so for earlier copies to it.
-        self._waited_for = spec.loss_count != "none" or mesh.world_size > 1
+        self._waited_for = spec.loss_count is not LossUnit.NONE or mesh.world_size > 1
         self._fits: Shapes | None = None  # of the last batches without a problem, which need no second look
 
     def cut(self, batch: Mapping[str, torch.Tensor], num: int | None = None) -> list[dict[str, torch.Tensor]]:

@@ -12,6 +12,7 @@ from autoplan.runtime.batch import Counts
 from autoplan.runtime.mesh import AxisMesh
 from autoplan.runtime.spec import CarriedSpec, ProgramSpec, evaluate_terms
 from autoplan.runtime.stages import Carried
+from autoplan.units import LossUnit
 
 MicroBatch = dict[str, Any]
 """Name -> tensor: the inputs of every stage. `rng` is None where nothing is dropped."""
@@ -42,7 +43,7 @@ class StageInputs:
 
     def count(self, parts: Sequence[MicroBatch]) -> float | torch.Tensor:
         """Return what this rank's micro-batches add to the denominators of the loss."""
-        if self._spec.loss_count == "none":
+        if self._spec.loss_count is LossUnit.NONE:
             return 0
         counted: torch.Tensor = sum(self._stage.count(**part) for part in parts)
         return counted
@@ -61,9 +62,9 @@ class StageInputs:
             )
         out = {}
         for (name, what), number in zip(self._spec.loss_counts, counts.labels, strict=True):
-            if number == 0 and what not in ("none", "total"):
+            if number == 0 and what not in (LossUnit.NONE, LossUnit.TOTAL):
                 raise AgreedValueError("no label of the global batch is valid, so the mean loss is not defined")
-            full = 1.0 if what == "none" else number  # full, not tensor: no copy from the host
+            full = 1.0 if what is LossUnit.NONE else number  # full, not tensor: no copy from the host
             out[name] = torch.full((), full, dtype=self._loss_dtype, device=self._device)
         return out
 
