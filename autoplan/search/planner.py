@@ -44,7 +44,7 @@ from autoplan.search.group_bounds import GroupKey, group_key, grouped, step_boun
 from autoplan.search.infeasible import InfeasibleReport, NothingFits, no_plan
 from autoplan.search.interleaved_cuts import ChunkCutter
 from autoplan.search.intra import StoppedError
-from autoplan.search.later_choices import NEAR, more_stages
+from autoplan.search.later_choices import NEAR, more_stages, shorter_parts
 from autoplan.search.layouts import ILP_LIMIT_S, CandidateLayout, LayoutCache, no_layout
 from autoplan.search.outcomes import BOUNDED_OUT, LARGE_VALUES, NO_LAYOUT, SOLVED, Decided, Outcome, all_counted
 from autoplan.search.progress import Phases, Progress, Teller
@@ -129,14 +129,14 @@ class _Search:
         try:
             self._first_plans(candidates)
             self._offload_near_best()
-            self._more_stages()
+            self._near_best()
             for candidate in candidates:
                 self.pending[group_key(candidate)].append(candidate)
             for share in _BOUND_SHARES:
                 if self.pending:
                     self._bound_groups(share * self.request.time_limit_s)
                     self._best_first(self.bounds)
-            self._more_stages()
+            self._near_best()
             checked = self._with_offload(checked)
             if not self.plans.best:
                 self._least_memory_first(checked)
@@ -156,8 +156,6 @@ class _Search:
         near = tuple((self._config(entry), entry.step_s) for entry in sorted(equals, key=lambda e: e.step_s))
         return SearchResult(plans, self._certificate(checked), near)
 
-    # -- time -------------------------------------------------------------------------------------------------------
-
     def _elapsed_s(self) -> float:
         return clock.now_s() - self.start
 
@@ -176,8 +174,6 @@ class _Search:
         known = bool(self.grouped) and not self.pending
         best_s = self.plans.best[0].step_s if self.plans.best else None
         self.teller.tell(self.num_candidates - len(self.outcomes), best_s, bound_s if known else None)
-
-    # -- candidates -------------------------------------------------------------------------------------------------
 
     def _first_plans(self, candidates: Sequence[ParallelConfig]) -> None:
         """Evaluate usual layouts, then the neighbours of the best plan while they are better."""
@@ -398,8 +394,8 @@ class _Search:
             self.offloaded.update(open_to)
             self._search_offloads([each for c in open_to for each in offloaded(self.request, c)])
 
-    def _more_stages(self) -> None:
-        """Search other numbers of stages per rank (`later_choices`)."""
+    def _near_best(self) -> None:
+        """Search other numbers of stages per rank, and shorter parts of sequences (`later_choices`)."""
         near = limit_s(self.plans.cutoff_s(), NEAR)
         new: dict[ParallelConfig, float] = {}
         for candidate, cutter in self.cutters.items():
@@ -410,6 +406,9 @@ class _Search:
             new |= {each: cutter.least_s for each in some if each not in self.bounds}
         self.later, self.bounds = [*self.later, *new], self.bounds | new
         self._best_first(new)
+        for parts in [shorter_parts(self.request, best) for best in self.plans.best[:1]]:
+            self.later += [c for each in parts for c in self._with_methods(each) if c not in self.first_bounds]
+            self._evaluate_some(parts, self.request.time_limit_s)
 
     def _memory_binds(self, candidate: ParallelConfig) -> bool:
         """Return False, and decide or bound the candidate, if offloading cannot help its degrees."""
@@ -512,8 +511,6 @@ class _Search:
                 self._evaluate(candidate, math.inf, num_cuts(candidate, patient=True))
             if self.plans.best:
                 return
-
-    # -- the answer -------------------------------------------------------------------------------------------------
 
     def _single_changes(self, candidates: Sequence[ParallelConfig]) -> None:
         """Without a given gap, evaluate what differs from the best plan in one choice, though faster by less."""
