@@ -55,6 +55,7 @@ from autoplan.runtime.param_groups import ParamGroups
 from autoplan.runtime.spec import ProgramSpec
 from autoplan.runtime.values import joined
 from autoplan.runtime.whole import broadcast_whole
+from autoplan.search.layout_store import LayoutStore
 from autoplan.search.space import space
 from autoplan.verify.door import check_verify
 
@@ -260,10 +261,13 @@ def _searched(
     if known is None and measured:
         known = _machine_profile(graph, cluster, batch, seq_len, pins, target_len, device, precision)
 
-    def planned(compiled: bool, in_pieces: bool) -> tuple[Plan, Program]:
+    layouts = LayoutStore()
+
+    def planned(compiled: bool, in_pieces: bool, below_s: float) -> tuple[Plan, Program]:
         if graph is None:
             raise AutoplanError("only rank 0 plans")
-        return plan_program(graph, cluster, pins, batch, seq_len, known, compiled, target_len, precision, in_pieces)
+        way = compiled, target_len, precision, in_pieces, below_s
+        return plan_program(graph, cluster, pins, batch, seq_len, known, *way, layouts)
 
     def chain() -> tuple[Plan, Program]:
         ways = ways_to_run(task.compile, task.async_tp, device.type, compiles_by_itself(device), cluster.peers)

@@ -7,6 +7,7 @@ autoplan.compile(model, plan, "program", example_inputs=batch)     # the program
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from autoplan.plans.record import Plan, searched_plan
 from autoplan.program.facts import Facts, facts_of_model
 from autoplan.program.legality import check_pins
 from autoplan.runtime.spec import ProgramSpec
+from autoplan.search.layout_store import LayoutStore
 from autoplan.search.planner import PlanRequest, search_plan
 
 if TYPE_CHECKING:
@@ -120,7 +122,9 @@ def plan(
     pins = dict(pins or {})
     batch = global_batch_size or default_global_batch(pins, where.num_devices, task.batch)
 
-    def made(compiled: bool, in_pieces: bool) -> tuple[Plan, Layouts]:
+    layouts = LayoutStore()
+
+    def made(compiled: bool, in_pieces: bool, below_s: float) -> tuple[Plan, Layouts]:
         request = PlanRequest(
             task.graph,
             where,
@@ -135,6 +139,8 @@ def plan(
             executed=True,
             target_len=target_len or task.target_len,
             top=top,
+            layouts=layouts,
+            **faster_than(below_s if top == 1 else math.inf, in_pieces),  # other plans may be slower
             **search,
         )
         return planned(request, task.name, cluster if isinstance(cluster, str) else None)
@@ -361,6 +367,8 @@ def plan_program(
     target_len: int | None = None,
     precision: str = "native",
     async_tp: bool = False,
+    below_s: float = math.inf,
+    layouts: LayoutStore | None = None,
 ) -> tuple[Plan, Program]:
     """Search and compile in this process: everything after the capture of the graph. Needs no process group.
 
@@ -368,6 +376,10 @@ def plan_program(
         compiled: True if blocks will run through torch.compile.
         precision: the precision that the graph was captured for.
         async_tp: True if compiled blocks will hide collectives of tensor parallelism behind pieces of products.
+        below_s: the step of a plan that is known for another way to run the blocks.
+        layouts: those that the searches for all ways share.
+
+    Raises: as `search_plan`; NotFasterError if no step is shorter than `below_s`.
     """
     request = PlanRequest(
         graph,
@@ -381,9 +393,11 @@ def plan_program(
         options=options_of_way(async_tp),
         executed=True,
         target_len=target_len,
+        layouts=LayoutStore() if layouts is None else layouts,
+        **faster_than(below_s, async_tp),
     )
-    plan, layouts = planned(request)
-    return plan, compile_program(graph, layouts)
+    plan, chosen = planned(request)
+    return plan, compile_program(graph, chosen)
 
 
 _Way = tuple[bool, bool]  # how blocks run: compiled, and with async TP
@@ -413,22 +427,36 @@ def options_of_way(async_tp: bool) -> RunOptions:
     return RunOptions(overlap=frozenset({"tp"} if async_tp else ()))
 
 
-def cheapest_program(made: Callable[[bool, bool], tuple[Plan, _T]], ways: Sequence[_Way]) -> tuple[Plan, _T]:
-    """Return the program with the lowest price of a step, of `made(compiled, async_tp)` for all `ways`.
+def faster_than(below_s: float, async_tp: bool) -> dict[str, Any]:
+    """Return the arguments of a request for plans that are faster than one without async TP.
 
+    Without tensor parallelism there is nothing to hide, so that such plans take as long as they do without.
+    """
+    return {"below_s": below_s, "least_tp": 2 if async_tp and below_s < math.inf else 1}
+
+
+def cheapest_program(made: Callable[[bool, bool, float], tuple[Plan, _T]], ways: Sequence[_Way]) -> tuple[Plan, _T]:
+    """Return the program with the lowest price of a step, of `made(compiled, async_tp, below_s)` for all `ways`.
+
+    Only programs with a step shorter than `below_s` matter: that of the best one so far, infinite for the first.
     Ways that cannot be planned are left out: pins such as regions of recompute do not allow compiled blocks, and some
     models fit only with them. If none can be planned, the error of the first is raised.
     """
     refused: AutoplanError | None = None
-    found = []
+    best: tuple[Plan, _T] | None = None
+    below_s = math.inf
     for way in ways:
         try:
-            found.append(made(*way))
+            found = made(*way, below_s)
         except AutoplanError as exc:
             refused = refused or exc
-    if not found:
+            continue
+        step_s = math.inf if found[0].estimate is None else found[0].estimate.step_time_s.mid
+        if best is None or step_s < below_s:
+            best, below_s = found, step_s
+    if best is None:
         raise refused or AutoplanError("nothing was planned")
-    return min(found, key=lambda x: float("inf") if x[0].estimate is None else x[0].estimate.step_time_s.mid)
+    return best
 
 
 def default_global_batch(pins: Mapping[str, Any], world: int, example_batch: int) -> int:

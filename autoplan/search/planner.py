@@ -137,7 +137,7 @@ class _Search:
                     self._best_first(self.bounds)
             self._more_stages()
             checked = self._with_offload(checked)
-            if not self.plans.best:
+            if not self.plans.known:
                 self._least_memory_first(checked)
             self._look_for_simpler(checked)
         except KeyboardInterrupt:
@@ -145,8 +145,7 @@ class _Search:
                 raise
             self.status = Status.INTERRUPTED
         if not self.plans.best:
-            num_open = sum(c not in self.outcomes for c in checked.candidates)
-            raise no_plan(self.points, checked, self.shortages, num_open, self._elapsed_s())
+            raise no_plan(self.points, checked, self.shortages, self.outcomes, self._elapsed_s())
         chosen, *equals = self._equals()
         others = self.plans.asked([entry for entry in self.plans.best if entry != chosen], [chosen])[
             : self.request.top - 1
@@ -182,10 +181,10 @@ class _Search:
         """Evaluate usual layouts, then the neighbours of the best plan while they are better."""
         until_s = _FIRST_SHARE * self.request.time_limit_s
         for some in usual(candidates):
-            if self.plans.best and self._elapsed_s() > until_s:
+            if self.plans.known and self._elapsed_s() > until_s:
                 break
             self._evaluate_some(some, until_s)
-        if not self.plans.best:
+        if not self.plans.known:
             self._first_offloads(candidates)
         if not self.plans.best or len(candidates) < _FEW:
             return
@@ -210,7 +209,7 @@ class _Search:
         """Evaluate those of the candidates that may be better than the best plan, best first."""
         some: list[ParallelConfig] = []
         for candidate in candidates:
-            if self.plans.best and self._elapsed_s() > until_s:
+            if self.plans.known and self._elapsed_s() > until_s:
                 break
             some += self._with_methods(candidate)
         for members in grouped(c for c in some if c not in self.outcomes and c not in self.bounds):
@@ -233,7 +232,7 @@ class _Search:
         Candidates of cut sequences are replaced by one per combination of context-parallel methods.
         """
         for key in sorted(self.pending):
-            if self.bounds and self._elapsed_s() > (until_s if self.plans.best else self.patience_s / 2):
+            if self.bounds and self._elapsed_s() > (until_s if self.plans.known else self.patience_s / 2):
                 self._out_of_time()
                 return
             self._tell(0.0)
@@ -274,7 +273,7 @@ class _Search:
 
         While there is no plan, which hints at little memory, those that cannot fit are decided before and get none.
         """
-        if not self.plans.best:
+        if not self.plans.known:
             for candidate in candidates:
                 self._exclude(candidate)
             candidates = [c for c in candidates if c not in self.outcomes]
@@ -306,7 +305,7 @@ class _Search:
 
     def _out_at_once(self, candidate: ParallelConfig) -> bool:
         """Decide a candidate that fits under no layout; by its states only while there is no plan."""
-        if (term := self.quick.shortage(candidate, states=not self.plans.best)) is not None:
+        if (term := self.quick.shortage(candidate, states=not self.plans.known)) is not None:
             self._decide([candidate], (Outcome.TOO_BIG, term))
         return term is not None
 
@@ -342,7 +341,7 @@ class _Search:
 
     def _too_big(self, candidate: ParallelConfig) -> None:
         cutter = self.cutters[candidate]
-        shortage = cutter.any_shortage() if self.plans.best else cutter.shortage()  # with a plan, only the term counts
+        shortage = cutter.any_shortage() if self.plans.known else cutter.shortage()  # with a plan, only the term counts
         self.shortages.append((shortage, candidate))
         self.outcomes[candidate] = (Outcome.TOO_BIG, shortage.term)
 
@@ -353,7 +352,7 @@ class _Search:
         """
         self._offload_near_best()
         new: list[ParallelConfig] = []
-        stopped = self._out_of_time() and bool(self.plans.best)
+        stopped = self._out_of_time() and self.plans.known
         enough = -math.inf if stopped else self.plans.enough_s()  # what is not made stays open
         left = [c for members in self.pending.values() for c in members]
         for candidate in (*self.grouped, *left):
@@ -445,7 +444,7 @@ class _Search:
             self._tell(bound)
             if bound >= self.plans.enough_s():
                 return
-            if self._out_of_time() and (self.plans.best or self._elapsed_s() > self.patience_s / 2):
+            if self._out_of_time() and (self.plans.known or self._elapsed_s() > self.patience_s / 2):
                 return
             heapq.heappop(heap)
             if candidate in self.outcomes:

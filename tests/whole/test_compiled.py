@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -376,11 +377,14 @@ Way = tuple[bool, bool]
 OP_BY_OP, COMPILED, IN_PIECES = (False, False), (True, False), (True, True)
 
 
-def _planned(steps_s: dict[Way, float]) -> Callable[[bool, bool], tuple[Plan, Any]]:
+def _planned(steps_s: dict[Way, float]) -> Callable[[bool, bool, float], tuple[Plan, Any]]:
     """What `parallelize` plans with: steps of these prices, or a refusal."""
+    known = [math.inf]
 
-    def planned(compiled: bool, async_tp: bool) -> tuple[Plan, Any]:
+    def planned(compiled: bool, async_tp: bool, below_s: float) -> tuple[Plan, Any]:
+        assert below_s == min(known)  # the best so far
         seconds = steps_s.get((compiled, async_tp))
+        known.append(math.inf if seconds is None else seconds)
         if seconds is None:
             raise PinError(f"refused, compiled={compiled}")
         step = SimpleNamespace(step_time_s=Quantity.spread(seconds, 0.0, Tag.ASSUMED))
