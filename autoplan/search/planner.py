@@ -39,7 +39,7 @@ from autoplan.search.certificate import Certificate, SearchResult, Status, certi
 from autoplan.search.cuts import Cut, Cutter, Shortage
 from autoplan.search.degrees import Space, num_cuts, search_order
 from autoplan.search.estimate import Planned, chosen_recompute, estimate_config
-from autoplan.search.first_plans import Neighbours, usual
+from autoplan.search.first_plans import Neighbours, as_before, usual
 from autoplan.search.garbage import collected_seldom
 from autoplan.search.group_bounds import GroupKey, group_key, grouped, step_bounds_s
 from autoplan.search.infeasible import InfeasibleReport, NothingFits, no_plan
@@ -147,6 +147,7 @@ class _Search:
         if not self.plans.best:
             raise no_plan(self.points, checked, self.shortages, self.outcomes, self._elapsed_s())
         chosen, *equals = self._equals()
+        self.request.layouts.found_best([chosen.candidate, self.plans.best[0].candidate])
         others = self.plans.asked([entry for entry in self.plans.best if entry != chosen], [chosen])[
             : self.request.top - 1
         ]
@@ -178,9 +179,9 @@ class _Search:
     # -- candidates -------------------------------------------------------------------------------------------------
 
     def _first_plans(self, candidates: Sequence[ParallelConfig]) -> None:
-        """Evaluate usual layouts, then the neighbours of the best plan while they are better."""
+        """Evaluate what was best before, usual layouts, then neighbours of the best plan while they are better."""
         until_s = _FIRST_SHARE * self.request.time_limit_s
-        for some in usual(candidates):
+        for some in (as_before(candidates, self.request.layouts.best), *usual(candidates)):
             if self.plans.known and self._elapsed_s() > until_s:
                 break
             self._evaluate_some(some, until_s)
