@@ -387,8 +387,11 @@ class LayoutCache:
         known = self._bounds_of(members)
         return None if known is None else known.of(members, self.room, below_s)
 
-    def offloaded_bounds_s(self, members: Sequence[ParallelConfig]) -> list[float]:
+    def offloaded_bounds_s(self, members: Sequence[ParallelConfig], below_s: float = math.inf) -> list[float]:
         """Return bounds of candidates with the same work inside blocks, with any kind of offload that is searched.
+
+        Args:
+            below_s: bounds that are not below it are not made stronger.
 
         Raises:
             StoppedError: the layout is not decided.
@@ -396,7 +399,7 @@ class LayoutCache:
         known = self._bounds_of(members)
         if known is None:
             return [0.0] * len(members)
-        return known.offloaded_s(members, [offload_kinds(self.request, c) for c in members], self.room)
+        return known.offloaded_s(members, [offload_kinds(self.request, c) for c in members], self.room, below_s)
 
     def _bounds_of(self, members: Sequence[ParallelConfig]) -> StateBounds | None:
         """Return the bounds for candidates with the same work inside blocks; None if there is no layout."""

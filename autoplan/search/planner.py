@@ -379,7 +379,7 @@ class _Search:
         with self.phases.spent("bounds"):
             for members in grouped(new):
                 left: list[ParallelConfig] = []
-                for kept, bound in zip(members, self.points.offloaded_bounds_s(members), strict=True):
+                for kept, bound in zip(members, self.points.offloaded_bounds_s(members, enough), strict=True):
                     self.bounds |= dict.fromkeys(new[kept], max(self.first_bounds[kept], bound))
                     left += new[kept] if bound < enough else []
                 self._bound_states(left, enough)
