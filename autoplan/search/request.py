@@ -151,13 +151,15 @@ class PlanRequest(SearchSettings):
 
 
 def space_of(request: PlanRequest) -> Space:
-    """Return the candidates of a request. PinError if the pins leave none."""
+    """Return the candidates of a request. PinError if the pins, or the least tp, leave none."""
     r = request
     found = space(r.graph, r.cluster, r.global_batch_size, r.pins, seq_len=r.seq_len, facts=r.facts, scope=r.scope)
     if r.least_tp == 1:
         return found
-    told = *found.restrictions, f"tp of at least {r.least_tp}"
-    return replace(found, candidates=tuple(c for c in found.candidates if c.tp >= r.least_tp), restrictions=told)
+    left = tuple(c for c in found.candidates if c.tp >= r.least_tp)
+    if not left:
+        raise PinError(f"no tp of at least {r.least_tp} is legal; the largest is {max(c.tp for c in found.candidates)}")
+    return replace(found, candidates=left, restrictions=(*found.restrictions, f"tp of at least {r.least_tp}"))
 
 
 def offloaded(request: PlanRequest, candidate: ParallelConfig) -> list[ParallelConfig]:

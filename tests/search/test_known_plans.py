@@ -15,6 +15,7 @@ from autoplan import catalog
 from autoplan.config.choices import options_of
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
 from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.errors import PinError
 from autoplan.ir.layout import Layout
 from autoplan.planning import options_of_way
 from autoplan.program.problem import ValueKey
@@ -66,6 +67,8 @@ def test_candidates_with_less_tp_are_not_looked_at() -> None:
     found = search_plan(_request(least_tp=2, pins={"pp": 1, "micro_batch_size": 1}))
     assert found.plans[0].config.tp >= 2
     assert "tp of at least 2" in found.certificate.restrictions
+    with pytest.raises(PinError, match="no tp of at least 2 is legal; the largest is 1"):
+        space_of(_request(least_tp=2, pins={"tp": 1}))
 
 
 def test_a_call_finds_the_cheapest_of_all_ways_searched_alone() -> None:
