@@ -55,7 +55,7 @@ class StageInputs:
             AgreedValueError: (on all ranks) no label is valid, or the loss is also a mean over the samples of a
                 micro-batch and ranks have different numbers of samples.
         """
-        if self._spec.loss_share and counts.samples is None:
+        if self._spec.loss_share and not counts.equal:
             raise AgreedValueError(
                 f"the loss is a mean over samples, and the {self._mesh.size('dp')} data-parallel ranks have different "
                 "numbers of samples; give each the same number"
@@ -69,15 +69,22 @@ class StageInputs:
         return out
 
     def generators(
-        self, parts: Sequence[MicroBatch], num_batches: int, seed: int, step: int, data_rank: int
+        self,
+        parts: Sequence[MicroBatch],
+        num_batches: int,
+        seed: int,
+        step: int,
+        samples: Sequence[int],
+        data_rank: int,
     ) -> Sequence[torch.Tensor]:
         """Return for each micro-batch what dropout is keyed by: seed, step, and the global number of its first sample.
 
-        Samples are numbered batch by batch, within a batch data rank by data rank. One copy to the device for all
-        micro-batches, without synchronisation.
+        Samples are numbered batch by batch, within a batch data rank by data rank, of which each has `samples` in all
+        `num_batches` batches. One copy to the device for all micro-batches, without synchronisation.
         """
         size, each = _num_samples(parts[0]), len(parts) // num_batches
-        firsts = [((k // each * self._mesh.size("dp") + data_rank) * each + k % each) * size for k in range(len(parts))]
+        whole, before = (sum(numbers) // num_batches for numbers in (samples, samples[:data_rank]))
+        firsts = [k // each * whole + before + k % each * size for k in range(len(parts))]
         numbers = torch.tensor([[seed, step, first] for first in firsts])
         return numbers.to(self._device, non_blocking=True).unbind()
 
