@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -122,9 +122,7 @@ def plan(
     pins = dict(pins or {})
     batch = global_batch_size or default_global_batch(pins, where.num_devices, task.batch)
 
-    layouts = LayoutStore()
-
-    def made(compiled: bool, in_pieces: bool, below_s: float) -> tuple[Plan, Layouts]:
+    def made(compiled: bool, in_pieces: bool, so_far: SoFar) -> tuple[Plan, Layouts]:
         request = PlanRequest(
             task.graph,
             where,
@@ -139,8 +137,7 @@ def plan(
             executed=True,
             target_len=target_len or task.target_len,
             top=top,
-            layouts=layouts,
-            **faster_than(below_s if top == 1 else math.inf, in_pieces),  # other plans may be slower
+            **(so_far if top == 1 else replace(so_far, step_s=math.inf)).asked(in_pieces),  # other plans may be slower
             **search,
         )
         return planned(request, task.name, cluster if isinstance(cluster, str) else None)
@@ -367,8 +364,7 @@ def plan_program(
     target_len: int | None = None,
     precision: str = "native",
     async_tp: bool = False,
-    below_s: float = math.inf,
-    layouts: LayoutStore | None = None,
+    so_far: SoFar | None = None,
 ) -> tuple[Plan, Program]:
     """Search and compile in this process: everything after the capture of the graph. Needs no process group.
 
@@ -376,10 +372,9 @@ def plan_program(
         compiled: True if blocks will run through torch.compile.
         precision: the precision that the graph was captured for.
         async_tp: True if compiled blocks will hide collectives of tensor parallelism behind pieces of products.
-        below_s: the step of a plan that is known for another way to run the blocks.
-        layouts: those that the searches for all ways share.
+        so_far: what is known of other ways to run the blocks.
 
-    Raises: as `search_plan`; NotFasterError if no step is shorter than `below_s`.
+    Raises: as `search_plan`; NotFasterError if no step is shorter than the best so far.
     """
     request = PlanRequest(
         graph,
@@ -393,8 +388,7 @@ def plan_program(
         options=options_of_way(async_tp),
         executed=True,
         target_len=target_len,
-        layouts=LayoutStore() if layouts is None else layouts,
-        **faster_than(below_s, async_tp),
+        **(so_far or SoFar()).asked(async_tp),
     )
     plan, chosen = planned(request)
     return plan, compile_program(graph, chosen)
@@ -427,33 +421,46 @@ def options_of_way(async_tp: bool) -> RunOptions:
     return RunOptions(overlap=frozenset({"tp"} if async_tp else ()))
 
 
-def faster_than(below_s: float, async_tp: bool) -> dict[str, Any]:
-    """Return the arguments of a request for plans that are faster than one without async TP.
+@dataclass(frozen=True)
+class SoFar:
+    """What the searches for all ways to run the blocks know of each other.
 
-    Without tensor parallelism there is nothing to hide, so that such plans take as long as they do without.
+    Attributes:
+        step_s: the shortest step so far; infinite for the first search.
+        layouts: what they share.
     """
-    return {"below_s": below_s, "least_tp": 2 if async_tp and below_s < math.inf else 1}
+
+    step_s: float = math.inf
+    layouts: LayoutStore = field(default_factory=LayoutStore)
+
+    def asked(self, async_tp: bool) -> dict[str, Any]:
+        """Return the arguments of a request for faster plans.
+
+        Without tensor parallelism there is nothing that async TP hides: such plans take as long as they do without.
+        """
+        least_tp = 2 if async_tp and self.step_s < math.inf else 1
+        return {"below_s": self.step_s, "least_tp": least_tp, "layouts": self.layouts}
 
 
-def cheapest_program(made: Callable[[bool, bool, float], tuple[Plan, _T]], ways: Sequence[_Way]) -> tuple[Plan, _T]:
-    """Return the program with the lowest price of a step, of `made(compiled, async_tp, below_s)` for all `ways`.
+def cheapest_program(made: Callable[[bool, bool, SoFar], tuple[Plan, _T]], ways: Sequence[_Way]) -> tuple[Plan, _T]:
+    """Return the program with the lowest price of a step, of `made(compiled, async_tp, so_far)` for all `ways`.
 
-    Only programs with a step shorter than `below_s` matter: that of the best one so far, infinite for the first.
+    Only programs with a shorter step than the best one so far matter.
     Ways that cannot be planned are left out: pins such as regions of recompute do not allow compiled blocks, and some
     models fit only with them. If none can be planned, the error of the first is raised.
     """
     refused: AutoplanError | None = None
     best: tuple[Plan, _T] | None = None
-    below_s = math.inf
+    so_far = SoFar()
     for way in ways:
         try:
-            found = made(*way, below_s)
+            found = made(*way, so_far)
         except AutoplanError as exc:
             refused = refused or exc
             continue
         step_s = math.inf if found[0].estimate is None else found[0].estimate.step_time_s.mid
-        if best is None or step_s < below_s:
-            best, below_s = found, step_s
+        if best is None or step_s < so_far.step_s:
+            best, so_far = found, replace(so_far, step_s=step_s)
     if best is None:
         raise refused or AutoplanError("nothing was planned")
     return best

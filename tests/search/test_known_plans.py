@@ -84,7 +84,7 @@ def test_a_call_finds_the_cheapest_of_all_ways_searched_alone() -> None:
 
 
 def test_without_tensor_parallelism_async_tp_changes_no_price() -> None:
-    """So candidates with tp 1 need no second search (`autoplan.planning.faster_than`)."""
+    """So candidates with tp 1 need no second search (`autoplan.planning.SoFar`)."""
     pins = {"tp": 1, "pp": 1, "zero_stage": 3}
     alone, hidden = (
         search_plan(_request(mode=Mode.COMPILED, options=options_of_way(way), pins=pins)) for way in (False, True)
