@@ -329,7 +329,7 @@ class LayoutCache:
         """Return the layout of a candidate that has one; InfeasibleError if there is none."""
         point = self.of(candidate)
         if point is None:
-            raise InfeasibleError(f"no layout exists at tp={candidate.tp}")
+            raise no_layout(self.request, f"tp={candidate.tp}")
         return point
 
     def _kept(self, candidate: ParallelConfig, limit_s: float) -> float:
