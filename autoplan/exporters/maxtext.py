@@ -276,7 +276,7 @@ MAXTEXT = Target(
     files=((0.0, Yaml()),),
     fields=(
         constant("base_config", "base.yml"),
-        constant("hardware", "gpu", lambda s: not s.task.device.startswith("tpu")),
+        constant("hardware", "gpu", lambda s: s.task.hardware is None or s.task.hardware.vendor != "Google"),
         Field(("tp", "pp", "cp", "ep", "etp", "dp", "zero_stage", "zero_replicas"), _write_axes, _read_axes),
         Field(
             ("micro_batch_size", "num_micro_batches", "global_batch_size", "schedule", "virtual_stages"),

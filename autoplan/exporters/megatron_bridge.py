@@ -6,8 +6,16 @@ from typing import Any
 
 from autoplan.config.precision import read_precision
 from autoplan.exporters.launching import srun
-from autoplan.exporters.megatron import CANNOT, FP8, MEGATRON_RULES, fields_of, keeps_remainders, overlap_field
-from autoplan.exporters.record import Document, Field, Target, Values, precision_word
+from autoplan.exporters.megatron import (
+    CANNOT,
+    FP8,
+    MEGATRON_RULES,
+    fields_of,
+    keeps_remainders,
+    overlap_field,
+    sequences_need_tp,
+)
+from autoplan.exporters.record import Document, Field, Target, TargetRule, Values, precision_word
 from autoplan.exporters.scripts import Name, Python
 from autoplan.exporters.setup import Setup
 
@@ -146,19 +154,20 @@ def _bridge_fields() -> tuple[Field, ...]:
     return tuple(_bridge_overlap() if "overlap" in f.names else f for f in (*fields, length))
 
 
-_BASE = {
+_BASE: dict[str, Any] = {
     **{f"model.{name}_parallel_size": 1 for name in ("tensor_model", "pipeline_model", "context")},
     **dict.fromkeys(("model.virtual_pipeline_model_parallel_size", "model.pipeline_model_parallel_layout"), None),
     **dict.fromkeys((f"model.num_layers_in_{end}_pipeline_stage" for end in ("first", "last")), None),
     **dict.fromkeys((f"model.account_for_{end}_in_pipeline_split" for end in ("embedding", "loss")), False),
     **dict.fromkeys((f"model.recompute_{name}" for name in ("granularity", "method", "num_layers", "modules")), None),
-    **{"model.sequence_parallel": False, "model.cuda_graph_impl": "none", "model.cross_entropy_loss_fusion": False},
+    **{"model.sequence_parallel": False, "model.cross_entropy_loss_fusion": False},
+    **{"model.cuda_graph_impl": "none", "model.cuda_graph_modules": [], "model.cuda_graph_scope": None},
     **{"ddp.use_distributed_optimizer": False, "ddp.use_megatron_fsdp": False},
     **{"ddp.num_distributed_optimizer_instances": 1, "optimizer.optimizer_cpu_offload": False},
 }
 
 # Functions like `set_deepseek_v3_pipeline_model_parallel_layout(cfg.model, "Et|tt|...")`
-_SETTERS = {f"_{name}": name for name in ("pipeline_model_parallel_layout",)}
+_SETTERS = {f"_{name}": name for name in ("pipeline_model_parallel_layout", "cuda_graph_modules")}
 
 MEGATRON_BRIDGE = Target(
     name="megatron-bridge",
@@ -169,6 +178,6 @@ MEGATRON_BRIDGE = Target(
     marks=("model.tensor_model_parallel_size", "model.pipeline_model_parallel_size", "mixed_precision"),
     launch=lambda setup, file, year: srun(setup, ["train.py"]),
     cannot=CANNOT,
-    rules=MEGATRON_RULES,
+    rules=(*MEGATRON_RULES, TargetRule(sequences_need_tp("model.sequence_parallel", "nearest: without it"))),
     base=_BASE,
 )

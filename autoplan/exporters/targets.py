@@ -13,6 +13,7 @@ from autoplan.exporters.maxtext import MAXTEXT
 from autoplan.exporters.megatron import MEGATRON_LM
 from autoplan.exporters.megatron_bridge import MEGATRON_BRIDGE
 from autoplan.exporters.nanotron import NANOTRON
+from autoplan.exporters.python_file import UNKNOWN
 from autoplan.exporters.record import Target
 from autoplan.exporters.torchtitan import TORCHTITAN
 from autoplan.exporters.transformers import TRANSFORMERS
@@ -56,7 +57,7 @@ def detected(path: str, text: str) -> tuple[Target, str]:
         for k, (_, syntax) in enumerate(target.files):
             if syntax.suffix != suffix:
                 continue
-            values = syntax.read(text, path)
+            values = {name.removeprefix(UNKNOWN): v for name, v in syntax.read(text, path).items()}
             if any(mark in values or any(name.startswith(f"{mark}.") for name in values) for mark in target.marks):
                 last = len(target.files) == k + 1
                 # the last month of a syntax that a later one replaced

@@ -58,12 +58,20 @@ def devices_command(as_json: bool) -> None:
         print_fitting(console(), _DEVICE_COLUMNS, list(devices_rows()), ("reached", "NIC Gbit/s", "HBM GB/s"))
 
 
-def device_command(device: str, as_json: bool) -> None:
-    """Write the answer of `autoplan hw show`."""
+def device_command(name: str, as_json: bool) -> None:
+    """Write the answer of `autoplan hw show` for a device, or for that of a cloud instance."""
+    device = _device_of(name)
     if as_json:
         print(to_text(report("hw show", device=device_data(device))))
     else:
         show_device(console(), device)
+
+
+def _device_of(name: str) -> str:
+    """Return the id of a device, of its name or of an instance that has it. PinError names the nearest of both."""
+    if hardware.device_ids(name) or not hardware.instance_names(name):
+        return hardware.entry(name).id
+    return hardware.instance(name).device_id
 
 
 def device_data(device_id: str) -> dict[str, Any]:
