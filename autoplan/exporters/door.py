@@ -23,7 +23,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.exporters.python_file import BY_FUNCTION, UNKNOWN, functions_of
 from autoplan.exporters.record import Document, Target
-from autoplan.exporters.scripts import Name
+from autoplan.exporters.scripts import Code, Name
 from autoplan.exporters.setup import ESSENTIAL, SETUP_NAMES, Setup, Task, values
 from autoplan.exporters.targets import detected, suffix_of, target_of
 from autoplan.ir.graph import ModelGraph
@@ -351,7 +351,7 @@ def export_setup(setup: Setup, to: str, file: str = "") -> Export:
 
 
 def _checked(value: Any) -> Any:
-    return value.text if isinstance(value, Name) else list(value) if isinstance(value, tuple) else value
+    return value.text if isinstance(value, Name | Code) else list(value) if isinstance(value, tuple) else value
 
 
 def _differences(

@@ -10,6 +10,7 @@ from autoplan.config.context_methods import GATHER, RING, ULYSSES, read_method
 from autoplan.config.parallel import Attention
 from autoplan.config.recompute import FULL, NONE, OFFLOAD, SELECTIVE
 from autoplan.errors import PinError
+from autoplan.exporters.launching import per_node
 from autoplan.exporters.record import (
     Document,
     Field,
@@ -269,6 +270,19 @@ def _micro_batches(document: Document, found: Values) -> str | None:
     return f"num_pipeline_microbatches={number} is not a multiple of the {pp} pipeline stages; nearest: {near}"
 
 
+def _on_tpu(setup: Setup) -> bool:
+    return setup.task.hardware is not None and setup.task.hardware.vendor == "Google"
+
+
+def _launch(setup: Setup, file: str, year: float) -> list[str]:
+    """Return the command; several nodes find each other by the variables of max_utils.initialize_jax_for_gpu."""
+    nodes, train = setup.task.num_nodes, f"python3 -m maxtext.trainers.pre_train.train {file}"
+    if _on_tpu(setup):
+        return [train]
+    found = f'JAX_COORDINATOR_IP="$HEAD_NODE" JAX_COORDINATOR_PORT=29500 NNODES={nodes} NODE_RANK="$SLURM_NODEID" '
+    return per_node(setup, f"{found if nodes > 1 else ''}{train}")
+
+
 MAXTEXT = Target(
     name="maxtext",
     about="YAML values over MaxText's base.yml, with axes inside nodes (ici) and between them (dcn)",
@@ -276,7 +290,7 @@ MAXTEXT = Target(
     files=((0.0, Yaml()),),
     fields=(
         constant("base_config", "base.yml"),
-        constant("hardware", "gpu", lambda s: s.task.hardware is None or s.task.hardware.vendor != "Google"),
+        constant("hardware", "gpu", lambda s: not _on_tpu(s)),
         Field(("tp", "pp", "cp", "ep", "etp", "dp", "zero_stage", "zero_replicas"), _write_axes, _read_axes),
         Field(
             ("micro_batch_size", "num_micro_batches", "global_batch_size", "schedule", "virtual_stages"),
@@ -296,7 +310,7 @@ MAXTEXT = Target(
         Field(("context_method",), _write_context, _read_context),
     ),
     marks=tuple(f"{tier}_{axis}_parallelism" for tier in ("ici", "dcn") for axis in AXES),
-    launch=lambda setup, file, year: [f"python3 -m maxtext.trainers.pre_train.train {file}"],
+    launch=_launch,
     cannot={
         "zero_stage": "parameters are sharded over fsdp (3), or only the optimizer over data (1)",
         "zero_replicas": "the data axis replicates what fsdp shards",

@@ -73,7 +73,8 @@ def _read_recipe(document: Document, found: Values) -> Values:
     wide = document.get("ddp.grad_reduce_in_fp32") if wide is None else wide
     wide = base != "fp16" and name not in _OF_RECIPES if wide is None else wide
     gather = document.get("mixed_precision.fp8_param_gather")
-    moments = "bfloat16" in str(document.get("optimizer.exp_avg_dtype"))
+    kept = [str(document.get(f"optimizer.{name}_dtype")) for name in ("exp_avg", "exp_avg_sq")]
+    moments = all("bfloat16" in dtype for dtype in kept)
     aware, stored = (bool(document.get(f"optimizer.{name}")) for name in (_AWARE, "store_param_remainders"))
     split = aware and stored and keeps_remainders(base, document.year)
     return {
@@ -118,8 +119,13 @@ def _bridge_head(setup: Setup, values: Values) -> tuple[list[str], str]:
     lines += [f"from megatron.bridge.training.mixed_precision import {preset}"] if preset else []
     if "model.attention_backend" in values:
         lines.append("from megatron.core.transformer.enums import AttnBackend")
-    doc = '    """Change the ConfigContainer of a recipe of this model to the plan."""'
-    return [*lines, "", "", "def apply_plan(cfg):", doc], "cfg"
+    doc = [
+        '    """Change the ConfigContainer of a recipe of this model to the plan.',
+        "",
+        "    Yours, in train.py: pretrain(apply_plan(recipe()), forward_step), of megatron.bridge.training.pretrain.",
+        '    """',
+    ]
+    return [*lines, "", "", "def apply_plan(cfg):", *doc], "cfg"
 
 
 def _bridge_overlap() -> Field:

@@ -58,9 +58,8 @@ class Document:
     @property
     def vague(self) -> list[str]:
         """The paths that were asked for whose value is not known, as `path=expression`."""
-        asked = [path for path in self.seen if path not in self.values]
-        found = {u for u in self.unknown for path in asked if path == u or path.startswith(f"{u}.")}
-        return [f"{path}={self.unknown[path]}" for path in sorted(found)]
+        asked = sorted(path for path in self.seen if path not in self.values)
+        return [f"{path}={self.unknown[path]}" for path in asked if path in self.unknown]
 
     def get(self, path: str) -> Any:
         """Return the value of the file at a path, else the target's default; None if that does not hold."""

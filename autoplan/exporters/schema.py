@@ -98,7 +98,7 @@ class Schema:
         entry = self.entries.get(path)
         if entry is None or any(fnmatchcase(path, pattern) for pattern in self.idle):
             return True
-        return value == "auto" or (entry.default is not None and value == entry.default)
+        return value in ("auto", None, []) or (entry.default is not None and value == entry.default)
 
     def knows(self, path: str) -> bool:
         """Return True for a field of the target, of any version."""

@@ -28,6 +28,16 @@ class Name:
         return self.text
 
 
+@dataclass(frozen=True)
+class Code:
+    """An expression of Python as a value, of names that the function has."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
 # -- shell -------------------------------------------------------------------------------------------------------------
 
 _ENV = "env."  # paths of environment variables

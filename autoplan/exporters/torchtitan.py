@@ -8,7 +8,7 @@ from typing import Any
 from autoplan.config.parallel import Dispatcher, Launch, Mode
 from autoplan.config.recompute import FULL, NONE, SELECTIVE
 from autoplan.errors import PinError
-from autoplan.exporters.launching import torchrun
+from autoplan.exporters.launching import srun
 from autoplan.exporters.record import (
     METHODS_BY_ROTATE,
     ROTATE_METHODS,
@@ -420,9 +420,9 @@ def _head(setup: Setup, values: Values) -> tuple[list[str], str]:
 
 def _launch(setup: Setup, file: str, year: float) -> list[str]:
     if year < PYTHON:
-        return torchrun(setup, ["-m", "torchtitan.train", "--job.config_file", file])
+        return srun(setup, ["-m", "torchtitan.train", "--job.config_file", file])
     module = file.rpartition("/")[2].removesuffix(".py")
-    return torchrun(setup, ["-m", "torchtitan.train", "--module", module, "--config", function_name(setup)])
+    return srun(setup, ["-m", "torchtitan.train", "--module", module, "--config", function_name(setup)])
 
 
 # Written in both syntaxes, since a Python configuration changes one that has values of its own
