@@ -206,7 +206,8 @@ def _one_kind(document: Document, found: Values) -> str | None:
 
 def _launch(setup: Setup, file: str, year: float) -> list[str]:
     where = ' --machine_rank "$SLURM_NODEID" --main_process_ip "$HEAD_NODE" --main_process_port 29500'
-    return per_node(setup, f"accelerate launch --config_file {file}{where if setup.task.num_nodes > 1 else ''} train.py")
+    where = where if setup.task.num_nodes > 1 else ""
+    return per_node(setup, f"accelerate launch --config_file {file}{where} train.py")
 
 
 ACCELERATE = Target(

@@ -152,6 +152,8 @@ _KNOWN_POLICIES = {
     "qkv_proj_offloaded": FULL,
     "save_out_proj": FULL,
 }
+# Words of MaxText before configs/types.py (RematPolicy): minimal, and the context of attention is kept
+_FORMER_POLICIES = ("minimal_flash", "minimal_with_context")
 
 
 def _write_recompute(setup: Setup) -> Values:
@@ -162,7 +164,14 @@ def _write_recompute(setup: Setup) -> Values:
 def _read_recompute(document: Document, found: Values) -> Values:
     if document.get("remat_policy") == "custom":
         raise PinError(f"remat_policy='custom' has no price; known: {', '.join(_KNOWN_POLICIES)}", ("recompute",))
-    return {"recompute": document.word("remat_policy", _KNOWN_POLICIES)}
+    return {"recompute": document.word("remat_policy", {**_KNOWN_POLICIES, **dict.fromkeys(_FORMER_POLICIES, NONE)})}
+
+
+def _former_policy(document: Document, found: Values) -> str | None:
+    policy = document.get("remat_policy")
+    if policy not in _FORMER_POLICIES:
+        return None
+    return f"remat_policy={policy} is of MaxText before its RematPolicy (configs/types.py); nearest since: minimal"
 
 
 def _write_offload(setup: Setup) -> Values:
@@ -324,5 +333,8 @@ MAXTEXT = Target(
         "context_method": "context_parallel_strategy is all_gather, ring, ulysses or usp",
         "sequence_parallel": "XLA decides where norms are split",
     },
-    rules=(TargetRule(_world), TargetRule(_layers), TargetRule(_micro_batches)),
+    rules=(
+        *(TargetRule(_world), TargetRule(_layers), TargetRule(_micro_batches)),
+        TargetRule(_former_policy, warns=True),
+    ),
 )

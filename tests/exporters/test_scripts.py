@@ -143,3 +143,12 @@ def test_a_function_that_is_imported_is_named_with_its_module() -> None:
     text = "from a.b import f_of_h100 as f\n"
     with pytest.raises(PinError, match=r"has no function 'f'; it imports f_of_h100 from a\.b; give the file of that"):
         read_python(text, "recipes.py:f")
+
+
+def test_a_word_of_an_older_release_is_read_and_said(tmp_path: Path) -> None:
+    """As GPU recipes of Google Cloud for MaxText have it."""
+    text = "base_config: base.yml\nici_fsdp_parallelism: 8\ndcn_data_parallelism: 2\nremat_policy: minimal_flash\n"
+    found = read(text, tmp_path, "llama.yaml")
+    assert (found.says["recompute"], found.says["zero_replicas"], found.faults) == ("none", 2, ())
+    (warning,) = found.warnings
+    assert warning.endswith("nearest since: minimal")
