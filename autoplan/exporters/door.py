@@ -146,7 +146,7 @@ def read_text(
 ) -> ConfigFile:
     """Return the input of a target that this text is; the arguments are those of `read_config`."""
     year = year_of(version)
-    found = target.syntax(year).read(text, path)
+    found = target.reader(suffix_of(path), year).read(text, path)
     functions = functions_of(found)
     unknown = {name.removeprefix(UNKNOWN): v for name, v in found.items() if name.startswith(UNKNOWN)}
     found = {name: value for name, value in found.items() if not name.startswith(UNKNOWN)}
@@ -155,9 +155,7 @@ def read_text(
     _check_known(vague, given, path)
     if refused and not lenient:
         raise refused[0]
-    said = tuple(str(error).partition(" ")[0] for error in refused)  # path=value, which the schema refuses too
-    faults = [text for text in target.schema.faults(found, year) if text.partition(" ")[0] not in said]
-    faults += map(str, refused)
+    faults = _refusals(target.schema.faults(found, year), refused)
     broken = _broken(target, document, says, warns=False) if not refused else []
     faults += [] if functions else broken
     warnings = [f"{text}; unless {functions[0]} says otherwise" for text in broken if functions]
@@ -166,9 +164,21 @@ def read_text(
     open_ = {name: where for name, where in {**target.elsewhere, **vague}.items() if name not in says}
     rest = ((), tuple(faults), tuple(warnings))
     out = ConfigFile(path, target.name, version, found, says, f"{stack}@{version}", open_, *rest)
-    left = {**{name: found[name] for name in _not_used(out, target, document, given)}, **unknown}
+    return _with_rest(out, target, document, given)
+
+
+def _refusals(of_schema: list[str], refused: list[PinError]) -> list[str]:
+    """Return the faults of the schema, and of fields; of both for one path=value that of the field."""
+    said = tuple(str(error).partition(" ")[0] for error in refused)
+    return [*(text for text in of_schema if text.partition(" ")[0] not in said), *map(str, refused)]
+
+
+def _with_rest(out: ConfigFile, target: Target, document: Document, given: Mapping[str, Any]) -> ConfigFile:
+    """Return a file with what was not read: by name what may change time or memory, and what does not."""
+    unused = _not_used(out, target, document, given)
+    left = {**{name: document.values[name] for name in unused}, **document.unknown}
     idle = tuple(name for name, value in left.items() if _is_idle(target, name, value))
-    listed = [name if name in found else f"{name} = {value}" for name, value in left.items() if name not in idle]
+    listed = (name if name in unused else f"{name} = {value}" for name, value in left.items() if name not in idle)
     return replace(out, not_read=tuple(listed), idle=idle)
 
 
@@ -383,6 +393,8 @@ def _differences(
             continue
         why = target.why_not(name)
         lost[name] = f"{_said(wanted[name])}: {target.name}@{version} cannot ({why}); it runs {_said(runs[name])}"
+        if name == "recompute" and isinstance(runs[name], str):
+            lost[name] += f", which autoplan plan --pin recompute={runs[name]} prices"
     return elsewhere, lost, runs
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoplan.config.context_methods import GATHER, RING, ULYSSES, read_method
@@ -171,43 +171,49 @@ _CAPTURED = {
 
 def _graphs_exclude(recompute: Any) -> bool:
     """Return True for recompute that CUDA graphs of layers exclude (TransformerConfig.__post_init__)."""
-    kinds = (recompute,) if isinstance(recompute, str) else tuple(recompute or ())
-    return any(kind in (FULL, OFFLOAD) or "moe" in modules_of(str(kind)) for kind in kinds)
+    kinds = recompute.values() if isinstance(recompute, Mapping) else recompute
+    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds or ())
+    first = any(isinstance(kind, int) and kind > 0 for kind in kinds)  # as many first layers of a stage, in full
+    return first or any(kind in (FULL, OFFLOAD) or "moe" in modules_of(str(kind)) for kind in kinds)
+
+
+_CAPTURES = ("cuda_graph_modules", "cuda_graph_scope")
+
+
+def _write_launch(at: At, setup: Setup) -> Values:
+    launch, experts = setup.options.launch, setup.task.num_experts > 0
+    if launch is Launch.BLOCKING:
+        return {at("env.CUDA_LAUNCH_BLOCKING"): 1}
+    if launch is Launch.FULL_GRAPHS:
+        return {at("cuda_graph_impl"): "full_iteration"}
+    dense_router = launch is Launch.ROUTER_GRAPHS and not experts
+    if launch not in _CAPTURED or dense_router or _graphs_exclude(setup.recompute):
+        return {}
+    return {at("cuda_graph_impl"): "transformer_engine", **({at(_CAPTURES[0]): _CAPTURED[launch]} if experts else {})}
+
+
+def _read_launch(at: At, document: Document) -> Values:
+    if str(document.values.get(at("env.CUDA_LAUNCH_BLOCKING"), "0")) == "1":
+        return {"launch": "blocking"}
+    old = any([document.get(at(name)) for name in ("enable_cuda_graph", "external_cuda_graph")])
+    meaning = {"none": "graphs" if old else "async", "full_iteration": "full_graphs"}
+    meaning |= dict.fromkeys(("transformer_engine", "local"), "graphs")
+    launch = document.word(at("cuda_graph_impl"), meaning, "graphs" if old else "async")
+    given = [document.get(at(name)) for name in _CAPTURES]
+    named: Any = next((each for each in given if each), [])
+    parts = [str(part) for part in (named if isinstance(named, list) else [named])]
+    if launch != "graphs" or not parts:
+        return {"launch": launch}
+    if "full_iteration" in parts:
+        return {"launch": "full_graphs"}
+    return {"launch": "router_graphs" if all(part.startswith("moe_") for part in parts) else launch}
 
 
 def _launch(at: At) -> Field:
     """Return the field of CUDA graphs: their implementation and what they capture."""
-    names = ("cuda_graph_modules", "cuda_graph_scope")
-
-    def write(setup: Setup) -> Values:
-        launch, experts = setup.options.launch, setup.task.num_experts > 0
-        if launch is Launch.BLOCKING:
-            return {at("env.CUDA_LAUNCH_BLOCKING"): 1}
-        if launch is Launch.FULL_GRAPHS:
-            return {at("cuda_graph_impl"): "full_iteration"}
-        if (
-            launch not in _CAPTURED
-            or _graphs_exclude(setup.recompute)
-            or (launch is Launch.ROUTER_GRAPHS and not experts)
-        ):
-            return {}
-        return {at("cuda_graph_impl"): "transformer_engine", **({at(names[0]): _CAPTURED[launch]} if experts else {})}
-
-    def read(document: Document, found: Values) -> Values:
-        if str(document.values.get(at("env.CUDA_LAUNCH_BLOCKING"), "0")) == "1":
-            return {"launch": "blocking"}
-        old = any(document.get(at(name)) for name in ("enable_cuda_graph", "external_cuda_graph"))
-        meaning = {"none": "graphs" if old else "async", "full_iteration": "full_graphs"}
-        meaning |= dict.fromkeys(("transformer_engine", "local"), "graphs")
-        launch = document.word(at("cuda_graph_impl"), meaning, "graphs" if old else "async")
-        given = next((value for name in names if (value := document.get(at(name))) is not None), None) or []
-        parts = [str(part) for part in (given if isinstance(given, list) else [given])]
-        if launch == "graphs" and "full_iteration" in parts:
-            return {"launch": "full_graphs"}
-        routers = bool(parts) and all(part.startswith("moe_") for part in parts)
-        return {"launch": "router_graphs" if launch == "graphs" and routers else launch}
-
-    return Field(("launch",), write, read)
+    return Field(
+        ("launch",), lambda setup: _write_launch(at, setup), lambda document, found: _read_launch(at, document)
+    )
 
 
 def _kernels(at: At, member: Callable[[str], Any]) -> tuple[Field, ...]:
@@ -420,10 +426,8 @@ def _of_model(setting: str, size: Callable[[Document], int]) -> TargetRule:
     """Return the rule that a file is for the model that it is read for."""
 
     def found(document: Document, found: Values) -> str | None:
-        known, given = (
-            size(document),
-            next((document.get(p) for p in (setting, f"model.{setting}") if document.has(p)), None),
-        )
+        known = size(document)
+        given = next((document.get(p) for p in (setting, f"model.{setting}") if document.has(p)), None)
         if not known or not isinstance(given, int) or given == known:
             return None
         return f"{setting}={given}, but {document.task.model} has {known}; its own are priced"

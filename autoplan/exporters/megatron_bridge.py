@@ -15,6 +15,7 @@ from autoplan.exporters.megatron import (
     overlap_field,
     sequences_need_tp,
 )
+from autoplan.exporters.nemo import LAST_NEMO_1, NemoYaml, is_nemo_1
 from autoplan.exporters.record import Document, Field, Target, TargetRule, Values, precision_word
 from autoplan.exporters.scripts import Name, Python
 from autoplan.exporters.setup import Setup
@@ -184,6 +185,8 @@ MEGATRON_BRIDGE = Target(
     marks=("model.tensor_model_parallel_size", "model.pipeline_model_parallel_size", "mixed_precision"),
     launch=lambda setup, file, year: srun(setup, ["train.py"]),
     cannot=CANNOT,
+    also=(NemoYaml(),),
+    version_in=lambda values: LAST_NEMO_1 if is_nemo_1(values) else None,
     rules=(*MEGATRON_RULES, TargetRule(sequences_need_tp("model.sequence_parallel", "nearest: without it"))),
     base=_BASE,
 )

@@ -105,7 +105,6 @@ def _constants(body: list[ast.stmt]) -> dict[str, ast.expr]:
 def _assigned(tree: ast.AST, names: _Names) -> dict[str, Any]:
     """Return the values that a function assigns to attributes or passes by name, in the order of the text."""
     out: dict[str, Any] = {}
-    setters = names.setters
     changed = _configurations(tree)
     if isinstance(tree, ast.FunctionDef):
         local = {name: value for name, value in _constants(tree.body).items() if name not in changed}
@@ -114,25 +113,36 @@ def _assigned(tree: ast.AST, names: _Names) -> dict[str, Any]:
     for node in sorted(nodes, key=lambda n: n.lineno):
         if isinstance(node, ast.Assign):
             path = _path(node.targets[0])
-            if path in names.values:  # read where it is used
+            if path is None or path in names.values:  # read where it is used
                 continue
-            base = _function_of(node.value, names)
-            if path is not None and base is not None and "." not in path:
-                out |= _assigned(base, names)
-            elif path is not None and ("." in path or isinstance(node.value, ast.Call)):
-                place = path.partition(".")[2]
-                out = {name: value for name, value in out.items() if not place or not _below(name, place)}
-                out |= _values(place, node.value, names)
-                if path in changed and isinstance(node.value, ast.Call) and setters is not None:
-                    out[f"{UNKNOWN}{ast.unparse(node.value)}"] = BY_FUNCTION  # the configuration that is changed
+            place = path.partition(".")[2]
+            out = {name: value for name, value in out.items() if not place or not _below(name, place)}
+            out |= _set_here(path, node.value, changed, names)
         elif isinstance(node.value, ast.Call):
-            path = _path(node.value.func) or ""
-            place = path.removesuffix(".update").partition(".")[2] if path.endswith(".update") else ""
-            if isinstance(node, ast.Return) or place:
-                out |= _values(place, node.value, names)
-            elif isinstance(node.value.func, ast.Name) and setters is not None:
-                out |= _set_elsewhere(node.value, changed, names)
+            out |= _called(node.value, isinstance(node, ast.Return), changed, names)
     return out
+
+
+def _set_here(path: str, value: ast.expr, changed: set[str], names: _Names) -> dict[str, Any]:
+    """Return what an assignment sets at a path that begins with the name of an object."""
+    base = _function_of(value, names)
+    if base is not None and "." not in path:
+        return _assigned(base, names)
+    if "." not in path and not isinstance(value, ast.Call):
+        return {}
+    out = _values(path.partition(".")[2], value, names)
+    if path in changed and isinstance(value, ast.Call) and names.setters is not None:
+        out[f"{UNKNOWN}{ast.unparse(value)}"] = BY_FUNCTION  # the configuration that is changed
+    return out
+
+
+def _called(call: ast.Call, returned: bool, changed: set[str], names: _Names) -> dict[str, Any]:
+    """Return what a call sets: that is returned, of `update`, or of a function that takes the configuration."""
+    path = _path(call.func) or ""
+    place = path.removesuffix(".update").partition(".")[2] if path.endswith(".update") else ""
+    if returned or place:
+        return _values(place, call, names)
+    return _set_elsewhere(call, changed, names) if isinstance(call.func, ast.Name) and names.setters is not None else {}
 
 
 def _below(name: str, place: str) -> bool:
@@ -219,15 +229,23 @@ def _of_expression(path: str, prefix: str, node: ast.expr, names: _Names) -> dic
     if isinstance(node, ast.Dict):
         pairs = [(k, v) for k, v in zip(node.keys, node.values, strict=True) if isinstance(k, ast.Constant)]
         return {n: v for key, each in pairs for n, v in _values(f"{prefix}{key.value!s}", each, names).items()}
-    if isinstance(node, ast.Call) and (name := _path(node.func)) is not None:
-        alone = node.args and not node.keywords and all(isinstance(each, ast.Constant) for each in node.args)
-        out = {path: ast.unparse(node) if alone else name} if path else {}
-        for argument in node.keywords:
-            if argument.arg is not None:
-                out |= _values(f"{prefix}{argument.arg}", argument.value, names)
-        return out
-    if isinstance(node, ast.List) and node.elts and all(isinstance(each, ast.Call) for each in node.elts):
-        return {path: [ast.unparse(each.func) for each in node.elts if isinstance(each, ast.Call)]} if path else {}
+    if isinstance(node, ast.Call) and _path(node.func) is not None:
+        return _of_call(path, prefix, node, names)
     text = ast.unparse(node)
-    known = text.startswith(("torch.", "AttnBackend.")) and _path(node) is not None  # a dtype, a member
-    return {path if known else f"{UNKNOWN}{path}": text} if path else {}
+    out: dict[str, Any] = {}
+    if isinstance(node, ast.List) and node.elts and all(isinstance(each, ast.Call) for each in node.elts):
+        out[path] = [ast.unparse(each.func) for each in node.elts if isinstance(each, ast.Call)]
+    else:
+        known = text.startswith(("torch.", "AttnBackend.")) and _path(node) is not None  # a dtype, a member
+        out[path if known else f"{UNKNOWN}{path}"] = text
+    return out if path else {}
+
+
+def _of_call(path: str, prefix: str, node: ast.Call, names: _Names) -> dict[str, Any]:
+    """Return the name of what is called at a path, and its named arguments below."""
+    alone = node.args and not node.keywords and all(isinstance(each, ast.Constant) for each in node.args)
+    out: dict[str, Any] = {path: ast.unparse(node) if alone else _path(node.func)} if path else {}
+    for argument in node.keywords:
+        if argument.arg is not None:
+            out |= _values(f"{prefix}{argument.arg}", argument.value, names)
+    return out

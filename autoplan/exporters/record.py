@@ -180,6 +180,8 @@ class Target:
         launch: returns the command that starts a run of the written file.
         stack_of: returns another stack that runs a file, for targets that drive others.
         rules: what the target itself refuses.
+        also: syntaxes that are read beside that of its own files.
+        version_in: returns the version that the values of a file are of, if they tell.
         base: path -> value that is written where no field writes another, for targets whose file changes a
             configuration that has values of its own.
     """
@@ -195,6 +197,8 @@ class Target:
     cannot: Mapping[str, str] = field(default_factory=dict, hash=False)
     stack_of: Callable[[Document], str] | None = None
     rules: tuple[TargetRule, ...] = ()
+    also: tuple[Syntax, ...] = ()
+    version_in: Callable[[Values], str | None] | None = None
     base: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def why_not(self, name: str) -> str:
@@ -209,6 +213,10 @@ class Target:
     def syntax(self, year: float) -> Syntax:
         """Return the syntax of the target's files in a year."""
         return next(syntax for since, syntax in reversed(self.files) if year >= since)
+
+    def reader(self, suffix: str, year: float) -> Syntax:
+        """Return the syntax by which a file with a suffix is read in a year."""
+        return next((syntax for syntax in self.also if syntax.suffix == suffix), self.syntax(year))
 
     def fields_at(self, year: float) -> tuple[Field, ...]:
         """Return the fields that exist in a year."""

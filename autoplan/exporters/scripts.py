@@ -14,7 +14,7 @@ from typing import Any
 
 from autoplan.exporters.python_file import UNKNOWN, read_python
 from autoplan.exporters.setup import Setup
-from autoplan.exporters.shell import BREAK, words_of
+from autoplan.exporters.shell import BREAK, shell_words
 from autoplan.exporters.syntax import commented
 
 
@@ -76,7 +76,7 @@ class Flags:
         """
         out: dict[str, Any] = {}
         flag: str | None = None
-        for word in words_of(text, where):
+        for word in shell_words(text, where):
             token = word.text
             variable = re.fullmatch(r"([A-Z][A-Z0-9_]*)=(.+)", token)
             if token.startswith("--") and len(token) > 2:

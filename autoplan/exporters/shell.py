@@ -1,6 +1,6 @@
 """Shell scripts, read and never run: their words, with the variables that the script itself sets.
 
-    words_of('TP=4\nARGS=(--tensor-model-parallel-size $TP)\ntorchrun pretrain.py "${ARGS[@]}"')
+    shell_words('TP=4\nARGS=(--tensor-model-parallel-size $TP)\ntorchrun pretrain.py "${ARGS[@]}"')
 
 Assignments, defaults (`${X:-8}`), arithmetic, arrays, texts that hold flags, and tests of known values (`if`, `case`)
 are followed. A value that only the caller, a command or the node knows is kept as it is written, with its $.
@@ -62,7 +62,7 @@ class Word:
     sure: bool = True
 
 
-def words_of(text: str, where: str) -> list[Word]:
+def shell_words(text: str, where: str) -> list[Word]:
     """Return the words of a script in order, BREAK between commands; words of branches that are not taken are left out.
 
     Raises: PinError if the quotes of the script do not close.

@@ -10,7 +10,7 @@ from configurations import CLUSTER, graph_of
 from autoplan.errors import PinError
 from autoplan.exporters.door import ConfigFile, read_config
 from autoplan.exporters.python_file import read_python
-from autoplan.exporters.shell import BREAK, words_of
+from autoplan.exporters.shell import BREAK, shell_words
 
 # As Megatron-LM's examples/llama/train_llama3_8b_h100_fp8.sh has it: variables, arrays, a branch of a known value
 MEGATRON = """#!/bin/bash
@@ -84,7 +84,7 @@ def test_what_a_script_takes_from_its_caller_must_be_given(tmp_path: Path) -> No
 
 def test_words_of_branches() -> None:
     def words(text: str) -> list[str]:
-        return [word.text if word.sure else f"?{word.text}" for word in words_of(text, "a.sh") if word.text != BREAK]
+        return [word.text if word.sure else f"?{word.text}" for word in shell_words(text, "a.sh") if word.text != BREAK]
 
     assert words("A=1\nif [ $A = 2 ]; then x; elif [ $A -lt 2 ]; then y; else z; fi; w") == ["A=1", "y", "w"]
     assert words("if [ $A = 2 ]; then x; else z; fi; w") == ["?x", "?z", "w"]
@@ -152,3 +152,24 @@ def test_a_word_of_an_older_release_is_read_and_said(tmp_path: Path) -> None:
     assert (found.says["recompute"], found.says["zero_replicas"], found.faults) == ("none", 2, ())
     (warning,) = found.warnings
     assert warning.endswith("nearest since: minimal")
+
+
+def test_yaml_of_nemo_and_of_bridge_is_read(tmp_path: Path) -> None:
+    """As Google Cloud's GPU recipes have NeMo 1, and Megatron Bridge's tutorials overrides of a recipe."""
+    model = "tensor_model_parallel_size: 4, pipeline_model_parallel_size: 2, sequence_parallel: true"
+    old = f"{{micro_batch_size: 1, global_batch_size: 64, encoder_seq_length: 4096, fp8: true, {model}"
+    optim = "optim: {name: mcore_distributed_optim, grad_sync_dtype: bf16}"
+    old = f"trainer: {{precision: bf16}}\nmodel: {old}, {optim}}}\n"
+    found = read(old + "exp_manager: {name: '${run.name}'}\n", tmp_path, "nemo.yaml")
+    says = {
+        name: found.says[name] for name in ("tp", "pp", "dp", "seq_len", "zero_stage", "precision", "narrow_gather")
+    }
+    assert says == {
+        **{"tp": 4, "pp": 2, "dp": 2, "seq_len": 4096, "zero_stage": 1, "precision": "fp8-grad16"},
+        "narrow_gather": False,
+    }
+    assert (found.target, found.version, found.faults, found.not_read) == ("megatron-bridge", "24.11", (), ())
+    new = f"train: {{micro_batch_size: 1, global_batch_size: 64}}\nmodel: {{seq_length: 4096, {model}}}\n"
+    found = read(new, tmp_path, "bridge.yaml")
+    assert found.says["tp"] == 4 and "zero_stage" not in found.says  # as in the recipe, read as the stack's
+    assert found.not_read == ("the recipe that it overrides = settings of this function",)
