@@ -68,7 +68,7 @@ def on_local_shards(
     replaced = {id(whole): mine for whole, mine in pairs}
     optimizer = _made(make, [replaced.get(id(p), p) for p in given])
     in_one_kernel(optimizer)
-    on_cpu = any("fused" in g and any(p.device.type == "cpu" for p in g["params"]) for g in optimizer.param_groups)
+    on_cpu = _may_fuse_on_cpu(optimizer)
     if not pairs and not on_cpu:
         return optimizer
 
@@ -79,9 +79,8 @@ def on_local_shards(
             if local.data_ptr() != mine.data_ptr():  # fully_shard pads an uneven shard at its first forward
                 mine.data = local
             mine.grad = whole.grad.to_local() if isinstance(whole.grad, DTensor) else None
-        for group in optimizer.param_groups if on_cpu else ():
-            if group.get("fused"):  # which a caller may change
-                _in_order(optimizer, group)
+        if on_cpu:
+            _in_order(optimizer)
 
     def before(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         read()
@@ -167,18 +166,23 @@ def in_one_kernel(optimizer: torch.optim.Optimizer) -> None:
             group["fused"] = True
 
 
-def _in_order(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+def _may_fuse_on_cpu(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if a group updates on a CPU and has the option of one kernel, which a caller may change later."""
+    return any("fused" in g and any(p.device.type == "cpu" for p in g["params"]) for g in optimizer.param_groups)
+
+
+def _in_order(optimizer: torch.optim.Optimizer) -> None:
     """Make gradients and moments contiguous, for the kernel of a CPU; leave it where a parameter is not contiguous."""
-    for p in group["params"]:
-        if not p.is_contiguous():
+    for group in optimizer.param_groups:
+        if group.get("fused") and not all(p.is_contiguous() for p in group["params"]):
             group["fused"] = False
-            return
-        if p.grad is not None and not p.grad.is_contiguous():
-            p.grad = p.grad.contiguous()
-        state = optimizer.state.get(p, {})
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and not value.is_contiguous():
-                state[name] = value.contiguous()
+        for p in group["params"] if group.get("fused") else ():
+            if p.grad is not None and not p.grad.is_contiguous():
+                p.grad = p.grad.contiguous()
+            state = optimizer.state.get(p, {})
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and not value.is_contiguous():
+                    state[name] = value.contiguous()
 
 
 def guard_step(optimizer: torch.optim.Optimizer) -> None:
