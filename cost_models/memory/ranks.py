@@ -321,11 +321,11 @@ class MemoryModel:
 
     def host_bytes(
         self, rank: int, chunks: Sequence[range], recompute: Sequence[int], pinned: Mapping[int, str], guard: float
-    ) -> float:
-        """Return the sum of the terms in host memory, as `device_bytes`."""
+    ) -> tuple[float, float]:
+        """Return both terms in host memory, of states and of activations, as `device_bytes`."""
         state, most = self._on_host(chunks, self.chunks_of[rank], recompute, pinned)
         size = most * max(self.flights[rank]) if most else 0.0
-        return state + (size + guard * (size * (1 + _ACTIVATION_SPREAD) - size))
+        return state, size + guard * (size * (1 + _ACTIVATION_SPREAD) - size)
 
     def _fullest(
         self, rank: int, chunks: Sequence[range], recompute: Sequence[int], pinned: Mapping[int, str]
