@@ -18,10 +18,11 @@ import typer
 from typer.core import TyperGroup
 
 from autoplan.config.choices import OPTIONS, PINS
-from autoplan.config.planning import SCREEN_LIMIT_S, TOLERANCES, SearchSettings
+from autoplan.config.planning import OF_EVERY_COMMAND, SCREEN_LIMIT_S, SearchSettings
 from autoplan.report.flags import (
     CHOSEN,
     AsJson,
+    Cache,
     ConstantsFile,
     CsvPath,
     FileFormat,
@@ -156,7 +157,7 @@ def plan(
         ),
     ] = False,
     time_limit_s: TimeLimit = SCREEN_LIMIT_S,
-    tolerances: Mapping[str, Any] = CHOSEN,
+    search: Mapping[str, Any] = CHOSEN,
     runnable: Runnable = False,
     verbose: Annotated[
         bool,
@@ -176,7 +177,7 @@ def plan(
         top=top,
         runnable=runnable,
         time_limit_s=time_limit_s,
-        **tolerances,
+        **search,
     )
 
 
@@ -191,13 +192,15 @@ def estimate(
     from_file: FromFile = None,
     format: FileFormat = None,
     runnable: Runnable = False,
+    cache: Cache = SearchSettings.cache,
     report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
     """Price one configuration. Exit code 3 if it does not fit the memory."""
     from autoplan.report.answers import Shown, answer_estimate
 
-    if (missing := answer_estimate(task, degrees, timeline, runnable, Shown(as_json, report=report))) is not None:
+    shown = Shown(as_json, report=report)
+    if (missing := answer_estimate(task, degrees, timeline, shown, runnable=runnable, cache=cache)) is not None:
         raise _stop(f"does not fit: {missing}", EXIT_NOTHING_FITS)
 
 
@@ -235,7 +238,7 @@ def check(
     pin: PinTexts = None,
     seconds: Annotated[float, typer.Option("--seconds", help="Time limit of the search.", min=1)] = 10.0,
     out: Annotated[Path | None, typer.Option(help="Write the better plan to this file, for autoplan export.")] = None,
-    tolerances: Mapping[str, Any] = CHOSEN,
+    search: Mapping[str, Any] = CHOSEN,
     as_json: AsJson = False,
 ) -> None:
     """Say whether the input of another framework is legal and fits.
@@ -245,7 +248,7 @@ def check(
     """
     from autoplan.report.check import check_command
 
-    if code := check_command(task, degrees, pin or (), seconds if better else None, out, as_json, tolerances):
+    if code := check_command(task, degrees, pin or (), seconds if better else None, out, as_json, search):
         raise typer.Exit(code)
 
 
@@ -268,7 +271,7 @@ def explain_plan(
     pareto: Annotated[bool, typer.Option("--pareto", help="Also the front of step time against memory.")] = False,
     seconds: Annotated[float, typer.Option("--seconds", help="Time limit of one alternative.", min=1)] = 10.0,
     time_limit_s: TimeLimit = SCREEN_LIMIT_S,
-    tolerances: Mapping[str, Any] = CHOSEN,
+    search: Mapping[str, Any] = CHOSEN,
     runnable: Runnable = False,
     report: ReportPath = None,
     as_json: AsJson = False,
@@ -282,7 +285,7 @@ def explain_plan(
     from autoplan.report.explain import explain_command
     from autoplan.report.request import read_request
 
-    request = read_request(task, pins=pin, time_limit_s=time_limit_s, runnable=runnable, **tolerances)
+    request = read_request(task, pins=pin, time_limit_s=time_limit_s, runnable=runnable, **search)
     asked = {"only": only or (), "every_value": every_value, "settings": settings, "front": pareto}
     explain_command(task, request, vs, seconds, as_json, report, **asked)
 
@@ -304,7 +307,7 @@ def whatif(
     ],
     pin: PinTexts = None,
     time_limit_s: TimeLimit = SearchSettings.time_limit_s,
-    tolerances: Mapping[str, Any] = CHOSEN,
+    search: Mapping[str, Any] = CHOSEN,
     csv: CsvPath = None,
     report: ReportPath = None,
     as_json: AsJson = False,
@@ -313,7 +316,7 @@ def whatif(
     from autoplan.report.answers import Shown, answer_whatif
 
     shown = Shown(as_json, report=report)
-    _end_sweep(*answer_whatif(task, vary, pin, csv, shown, time_limit_s=time_limit_s, **tolerances))
+    _end_sweep(*answer_whatif(task, vary, pin, csv, shown, time_limit_s=time_limit_s, **search))
 
 
 def _end_sweep(outcome: str, found: Sequence[Point], count: int) -> None:
@@ -336,6 +339,7 @@ def fit_model(
     ways: Annotated[bool, typer.Option("--ways/--no-ways", help="Also what else would fit, each planned.")] = True,
     seconds: Annotated[float, typer.Option("--seconds", help="Time limit of one search.", min=1)] = 10.0,
     memory_risk: MemoryRisk = SearchSettings.memory_risk,
+    cache: Cache = SearchSettings.cache,
     runnable: Runnable = False,
     as_json: AsJson = False,
 ) -> None:
@@ -347,10 +351,8 @@ def fit_model(
     """
     from autoplan.report.fit import fit_command
 
-    code = fit_command(
-        task, pin, ways, seconds, as_json, time_limit_s=seconds, runnable=runnable, memory_risk=memory_risk
-    )
-    if code:
+    how = {"time_limit_s": seconds, "runnable": runnable, "memory_risk": memory_risk, "cache": cache}
+    if code := fit_command(task, pin, ways, seconds, as_json, **how):
         raise typer.Exit(code)
 
 
@@ -371,13 +373,13 @@ def plan_pools(
     alone: Annotated[bool, typer.Option("--alone/--no-alone", help="Also plan each pool by itself.")] = True,
     pin: PinTexts = None,
     time_limit_s: TimeLimit = SearchSettings.time_limit_s,
-    tolerances: Mapping[str, Any] = CHOSEN,
+    search: Mapping[str, Any] = CHOSEN,
     as_json: AsJson = False,
 ) -> None:
     """Plan one run over several kinds of devices. Each pipeline stage is on one kind, with the layers it merits."""
     from autoplan.report.pools import pools_command
 
-    pools_command(task, pool, pin, between, alone, as_json, time_limit_s=time_limit_s, **tolerances)
+    pools_command(task, pool, pin, between, alone, as_json, time_limit_s=time_limit_s, **search)
 
 
 @app.command("size")
@@ -396,15 +398,14 @@ def size_run(
     ] = None,
     pin: PinTexts = None,
     seconds: Annotated[float, typer.Option("--seconds", help="Time limit of the search at one size.", min=1)] = 30.0,
-    tolerances: Mapping[str, Any] = CHOSEN,
+    search: Mapping[str, Any] = CHOSEN,
     report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fewest and the cheapest devices that meet a deadline. The run is that of --tokens."""
     from autoplan.report.size import size_command
 
-    code = size_command(task, pin, deadline, budget, devices, seconds, as_json, report, **tolerances)
-    if code:
+    if code := size_command(task, pin, deadline, budget, devices, seconds, as_json, report, **search):
         raise typer.Exit(code)
 
 
@@ -413,7 +414,7 @@ def size_run(
 
     A row for each has step, days, money, energy and goodput. The file holds models, clusters, tokens, seq_len and
     global_batch_size (one or a list of each), and optionally precision, mode, pins, like, {", ".join(OPTIONS)},
-    profile, constants, assumptions (mtbf_device_days, pue, ...), {", ".join(r.name for r in TOLERANCES)} and
+    profile, constants, assumptions (mtbf_device_days, pue, ...), {", ".join(r.name for r in OF_EVERY_COMMAND)} and
     time_limit_s."""
 )
 def capacity(

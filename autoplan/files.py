@@ -1,12 +1,13 @@
 """Write files whole or not at all.
 
-This is the one module that opens a file to write. It imports nothing of autoplan, so that the runtime and the cost
-models can use it.
+This is the one module that opens a file to write, and the one that knows where files are cached. It imports nothing of
+autoplan, so that the runtime and the cost models can use it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import shutil
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+CACHE_VARIABLE = "AUTOPLAN_CACHE"  # the environment variable that names the folder of all cached files
 _MODE = 0o644  # of a new file; temporary files are private
 
 
@@ -88,6 +90,30 @@ def digest_of(path: Path | str) -> WrittenFile:
 
 
 _PIECE_BYTES = 1 << 24
+
+
+def cache_folder(kind: str) -> Path:
+    """Return the folder of one kind of cached files: in `CACHE_VARIABLE`, or in `autoplan` of the user's cache folder.
+
+    It need not exist. `kind`: what the files are, `graphs`.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get(CACHE_VARIABLE) or Path(base) / "autoplan") / kind
+
+
+@functools.cache
+def code_hash(*places: str) -> str:
+    """Return the SHA-256 of sources and data of autoplan, as a checkout changes without its version.
+
+    Args:
+        places: subpackages, of which all Python files count, and folders of `profiles`, of which all JSON files count.
+    """
+    found, root = hashlib.sha256(), Path(__file__).parent
+    for place in places:
+        pattern = "*.json" if place.startswith("profiles") else "*.py"
+        for path in sorted((root / place).rglob(pattern)):
+            found.update(path.name.encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()
 
 
 def fresh_folder(path: Path | str) -> Path:

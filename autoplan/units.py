@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 GB = 10**9
 GIB = 2**30
 MIB = 2**20
@@ -25,6 +27,15 @@ DTYPE_BYTES: dict[str, int] = {
 }
 HALF = ("bfloat16", "float16")
 DEVICE_TYPES = ("cpu", "cuda")
+
+
+class LossUnit(StrEnum):
+    """What a denominator of the loss counts."""
+
+    TOKENS = "tokens"  # valid labels
+    SAMPLES = "samples"
+    TOTAL = "total"  # the sum over a value of the batch: a mask, weights
+    NONE = "none"  # nothing: the loss is a sum
 
 
 def dtype_bytes(dtype: str) -> int:

@@ -18,11 +18,10 @@ from __future__ import annotations
 import importlib.resources
 import json
 import math
-import os
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from autoplan.cost_models.json_fields import JsonField
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.work import OpWork, Plain
 from autoplan.errors import ProfileError
-from autoplan.files import write_whole
+from autoplan.files import cache_folder, write_whole
 from autoplan.ops.saved import TensorFacts
 from autoplan.ops.table import op_record
 from autoplan.units import DEVICE_TYPES, DTYPE_BYTES
@@ -306,20 +305,14 @@ class Profile:
         """Return the text form: stable, one record per line."""
         head: dict[str, Any] = {
             "schema": PROFILE_SCHEMA_VERSION,
-            "name": self.name,
-            "device_type": self.device_type,
-            "world_size": self.world_size,
-            "num_threads": self.num_threads,
+            **{name: getattr(self, name) for name in ("name", "device_type", "world_size", "num_threads")},
             "hardware": dict(sorted(self.hardware.items())),
             "software": dict(sorted(self.software.items())),
             "date": self.date,
             "failed": dict(sorted(self.failed.items())),
             "notes": list(self.notes),
             "overheads": {k: _short(v) for k, v in sorted(self.overheads.items())},
-            "held_out": {
-                k: {"count": e.count, "median": _short(e.median), "p90": _short(e.p90), "max": _short(e.max)}
-                for k, e in sorted(self.held_out.items())
-            },
+            "held_out": {k: _rounded(e) for k, e in sorted(self.held_out.items())},
         }
         for what, seconds in (("host_overheads", self.host_overheads), ("clock", self.clock)):
             if seconds:
@@ -373,8 +366,7 @@ class Profile:
 
 def user_folder() -> Path:
     """Return the folder of profiles that this user measured: `profiles` in the cache folder of autoplan."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(os.environ.get("AUTOPLAN_CACHE") or Path(base) / "autoplan") / "profiles"
+    return cache_folder("profiles")
 
 
 def known() -> tuple[str, ...]:
@@ -450,8 +442,8 @@ def _tensor_json(t: TensorFacts) -> str:
     return f"{t.dtype}[{','.join(map(str, t.shape))}]{'*' if t.requires_grad else ''}"
 
 
-def _timing_json(t: Timing) -> dict[str, float]:
-    return {"median": _short(t.median), "low": _short(t.low), "high": _short(t.high), "repeats": t.repeats}
+def _rounded(record: Timing | ErrorStats) -> dict[str, float]:
+    return {n: x if isinstance(x, int) else _short(x) for n, x in asdict(record).items()}
 
 
 def _op_json(r: MeasuredOp) -> dict[str, Any]:
@@ -462,9 +454,9 @@ def _op_json(r: MeasuredOp) -> dict[str, Any]:
         "attrs": dict(r.work.attrs),
         "flops": r.work.flops,
         "moved_bytes": r.work.moved_bytes,
-        "forward_s": _timing_json(r.forward_s),
-        "backward_s": None if r.backward_s is None else _timing_json(r.backward_s),
-        **{f"host_{p}_s": _timing_json(t) for p in PHASES if (t := r.host_s(p)) is not None},
+        "forward_s": _rounded(r.forward_s),
+        "backward_s": None if r.backward_s is None else _rounded(r.backward_s),
+        **{f"host_{p}_s": _rounded(t) for p in PHASES if (t := r.host_s(p)) is not None},
     }
 
 
@@ -474,8 +466,8 @@ def _link_json(r: LinkRecord) -> dict[str, Any]:
         "group_size": r.group_size,
         "stride": r.stride,
         "bytes": r.num_bytes,
-        "time_s": _timing_json(r.time_s),
-        **({} if r.alone_s is None else {"alone_s": _timing_json(r.alone_s)}),
+        "time_s": _rounded(r.time_s),
+        **({} if r.alone_s is None else {"alone_s": _rounded(r.alone_s)}),
     }
 
 

@@ -1,20 +1,23 @@
 """Activity of a rank's main thread, read from its stack when another rank asks: it costs the thread nothing.
 
-`faulthandler` writes the stack of the running thread in one go, while Python stands still, and the text is parsed.
-Following frame objects from here would let the other thread run between two of them, which Python 3.11 does not
-survive.
+The stack is read with the lock of the interpreter held from the first frame to the last, so that no thread runs
+meanwhile. A loop that follows frames would let the thread run on between two of them, which Python 3.11 does not
+survive; `faulthandler` reads all threads without their locks, and has met one that C++ was still making.
 """
 
 from __future__ import annotations
 
-import faulthandler
+import functools
+import gc
+import operator
 import re
-import tempfile
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, repeat, starmap, takewhile
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, TracebackType
 
 import torch
 
@@ -103,24 +106,31 @@ def _is_ours(file: str) -> bool:
     return path.is_relative_to(_LIBRARY) and "site-packages" not in file
 
 
-_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
-_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_CODE_AND_LINE = operator.attrgetter("f_code", "f_lineno")
+_IS_FRAME = functools.partial(operator.is_not, None)
 
 
 def of_thread(ident: int) -> StackPlace:
     """Return the place of the thread with this identifier; an empty place if there is none."""
-    with tempfile.TemporaryFile("w+", errors="replace") as out:
-        faulthandler.dump_traceback(out, all_threads=True)
-        out.seek(0)
-        lines = out.read().splitlines()
-    frames, here = [], False
-    for line in lines:
-        thread, frame = _THREAD.match(line), _FRAME.match(line)
-        if thread:
-            here = int(thread[1], 16) == ident
-        elif here and frame:
-            frames.append(Frame(frame[1], frame[3], int(frame[2])))
-    return place_of(frames)
+    return place_of(Frame(code.co_filename, code.co_name, line or 0) for code, line in _stack(ident))
+
+
+def _stack(ident: int) -> list[tuple[CodeType, int | None]]:
+    """Return code and line of the frames of a thread, innermost first; none if there is no such thread.
+
+    The work is one call of C code: `sys._current_frames`, its item for the thread, then `f_back` until it is None.
+    Between two bytecodes of Python the lock of the interpreter may change hands, in here it does not. A collection of
+    garbage could run Python, so none starts meanwhile. No frame outlives the call.
+    """
+    innermost = map(operator.methodcaller("get", ident), starmap(sys._current_frames, [()]))
+    frames = accumulate(chain(innermost, repeat("f_back")), getattr)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return list(map(_CODE_AND_LINE, takewhile(_IS_FRAME, frames)))
+    finally:
+        if collects:
+            gc.enable()
 
 
 def of_traceback(traceback: TracebackType | None) -> StackPlace:

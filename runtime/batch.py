@@ -20,6 +20,7 @@ import torch.distributed as dist
 from autoplan.runtime.agree import AgreedValueError, fingerprint, raise_agreed, ranks_text
 from autoplan.runtime.mesh import AxisMesh
 from autoplan.runtime.spec import ProgramSpec, evaluate_terms
+from autoplan.units import LossUnit
 
 CONTENTS_EVERY = 100  # steps
 
@@ -29,10 +30,15 @@ _LEAST = -(1 << 63)  # least int64: a rank's entry for other ranks' batches
 
 @dataclass(frozen=True)
 class Counts:
-    """Totals over all ranks' batches: the loss denominators; samples, or None if ranks have unequal numbers."""
+    """The loss denominators over all ranks' batches, and the number of samples of each data-parallel rank."""
 
     labels: tuple[float, ...]
-    samples: int | None
+    samples: tuple[int, ...]
+
+    @property
+    def equal(self) -> bool:
+        """True if all data-parallel ranks have the same number of samples."""
+        return len(set(self.samples)) == 1
 
 
 def _as_integer(number: float | torch.Tensor) -> torch.Tensor:
@@ -73,7 +79,7 @@ class Batches:
     def __init__(self, spec: ProgramSpec, mesh: AxisMesh, num_micro_batches: int, device: torch.device) -> None:
         self._spec, self._mesh, self._num, self._device = spec, mesh, num_micro_batches, device
         # Counting labels and agreeing on them wait for the device, and so for earlier copies to it.
-        self._waited_for = spec.loss_count != "none" or mesh.world_size > 1
+        self._waited_for = spec.loss_count is not LossUnit.NONE or mesh.world_size > 1
         self._fits: Shapes | None = None  # of the last batches without a problem, which need no second look
 
     def cut(self, batch: Mapping[str, torch.Tensor], num: int | None = None) -> list[dict[str, torch.Tensor]]:
@@ -261,7 +267,7 @@ class Batches:
         if self._mesh.world_size == 1:
             if problem is not None:
                 raise AgreedValueError(problem)
-            return Counts(tuple(torch.as_tensor(labels, dtype=torch.float64).reshape(-1).tolist()), samples)
+            return Counts(tuple(torch.as_tensor(labels, dtype=torch.float64).reshape(-1).tolist()), (samples,))
         mine = 0 if problem is not None else fingerprint(_named(batches), None if contents else 0)
         num, width = self._mesh.size("dp"), 3 + len(self._spec.loss_counts)
         sent, begin = torch.full((1 + width * num,), _LEAST, dtype=torch.int64), 1 + width * data_rank
@@ -276,14 +282,15 @@ class Batches:
         if found[0]:
             raise_agreed(problem)
         by_rank = [found[1 + width * d : 1 + width * (d + 1)] for d in range(num)]
-        by_rank = [seen for seen in by_rank if seen[0] != _LEAST]  # a fake process group has only our own entry
+        own = by_rank[data_rank]  # a fake process group has no other entry: there all ranks are as this one
+        by_rank = [own if seen[0] == _LEAST else seen for seen in by_rank]
+        sizes = tuple(seen[2] for seen in by_rank)
         if any(high != -low for high, low, *_ in by_rank):
             raise AgreedValueError(self._who_differs(mine, data_rank, contents))
-        sizes = [size for _, _, size, *_ in by_rank]
         totals = tuple(
             math.fsum(map(_as_number, column)) for column in zip(*(seen[3:] for seen in by_rank), strict=True)
         )
-        return Counts(totals, sum(sizes) if len(set(sizes)) == 1 else None)
+        return Counts(totals, sizes)
 
     def _who_differs(self, mine: int, data_rank: int, contents: bool) -> str:
         """Describe the ranks whose batch differs from that of most ranks that must have the same. A collective."""

@@ -315,11 +315,6 @@ class _Experts(torch.autograd.Function):
         return out
 
 
-def _outer(groups: Groups, form: ExpertForm, taken: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of weights from the rows that they took and the gradient of what they gave."""
-    return groups.outer(taken, grad) if form.transposed else groups.outer(grad, taken)
-
-
 def _by_expert(
     index: torch.Tensor, num_local: int, mesh: AxisMesh | None, axes: Axes | None, grouped: bool
 ) -> tuple[torch.Tensor, Groups]:

@@ -28,7 +28,7 @@ from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model_state import ModelState
 from autoplan.runtime.norm import scale_, square_sum
 from autoplan.runtime.offload import PARAMETERS, HostShards, check_offload
-from autoplan.runtime.optim import check_elementwise, guard_step, on_local_shards
+from autoplan.runtime.optim import DroppedGradients, check_elementwise, guard_step, on_local_shards
 from autoplan.runtime.outputs import Each, Outputs, why_no_outputs
 from autoplan.runtime.param_groups import ParamGroups, grouped_parameters, settings_of
 from autoplan.runtime.params import (
@@ -176,10 +176,12 @@ class ParallelModel(StateMethods):
         self._checkpoints = Checkpoints(self.device)
         self.optimizer = None
         self._updated = []
+        self._dropped = None
         if optimizer is not None:
             self.optimizer = self._make_optimizer(optimizer, param_groups)
             check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
             guard_step(self.optimizer)
+            self._dropped = DroppedGradients(self.optimizer)
 
     def _hidden(self, params: list[ParamSpec], rows: int) -> list[dist.ProcessGroup]:
         """Return the groups whose collectives compiled blocks hide behind pieces of products of `rows` rows."""
@@ -329,6 +331,7 @@ class ParallelModel(StateMethods):
 
         If the program splits parameters, they are DTensors of the model's own shapes (`autoplan.runtime.shards`).
         """
+        self._gradients_used()
         return self._state.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -353,6 +356,10 @@ class ParallelModel(StateMethods):
         """Drop all gradients. `step` does so by itself; loops that call it anyway stay as they are."""
         if not set_to_none:
             raise ValueError("zero_grad(set_to_none=False): gradients are dropped, never set to zero")
+        self._gradients_used()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         for _, parameter in self._state.places():
             parameter.grad = None
         if self._host is not None:
@@ -366,9 +373,9 @@ class ParallelModel(StateMethods):
 
         Args:
             batch: name -> tensor [B, ...] with the names the model was captured with. Ranks with equal `data_rank` give
-                the same batch. B is the same on all ranks and divisible by `num_micro_batches`. A list of batches of
-                the same shapes is one step on all of them (gradient accumulation): the loss is the mean over their
-                valid tokens, gradients are reduced once.
+                the same batch. B is divisible by `num_micro_batches`; data-parallel ranks may have another B where the
+                loss is a mean over tokens. A list of batches of the same shapes is one step on all of them (gradient
+                accumulation): the loss is the mean over their valid tokens, gradients are reduced once.
 
         Returns: the loss of the global batch (the mean over all valid tokens) on every rank, a 0-dim tensor.
         Raises:
@@ -388,12 +395,14 @@ class ParallelModel(StateMethods):
         )
         denominators = self._inputs.denominators(counts)
         self._state.follow_first_copies()
-        self.zero_grad()
+        if self._dropped is not None:
+            self._dropped.begin()
+        self._drop_gradients()
         if self._host is not None:
             self._host.give_parameters()
         with self._in_mesh():
             keys = self.progress.seed, self.progress.num_steps
-            generators = self._inputs.generators(parts, len(batches), *keys, self.data_rank)
+            generators = self._inputs.generators(parts, len(batches), *keys, counts.samples, self.data_rank)
             self._inputs.complete(parts, denominators, generators)
             total = self._total()
             losses = self._run(parts, total.send)
@@ -405,7 +414,7 @@ class ParallelModel(StateMethods):
         if self._host is not None:
             self._host.take_gradients()
         self.progress.num_steps += 1
-        self.progress.num_samples += self.data_world * sum(len(next(iter(batch.values()))) for batch in batches)
+        self.progress.num_samples += sum(counts.samples)
         return total.result(losses)
 
     def _in_mesh(self) -> AbstractContextManager[AxisMesh]:
@@ -518,6 +527,7 @@ class ParallelModel(StateMethods):
     @guarded("grad_norm")
     def grad_norm(self) -> torch.Tensor:
         """Return the L2 norm of the gradient, each logical element once, on every rank; inf if the step is skipped."""
+        self._gradients_used()
         if self.loss_scaler is not None and self.loss_scaler.skipped:
             return torch.full((), float("inf"), dtype=torch.float64, device=self.device)
         total = square_sum((grad for p, grad in self._gradients() if self._replicas.counts_here(p)), self.device)

@@ -10,11 +10,13 @@ chooses the kernel where the caller left both open.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -51,13 +53,16 @@ def on_local_shards(
     (and after its closure, if there is one) and forgets them when it ends; `optimizer.zero_grad()` does not reach them.
     State and param_groups hold the local parts. Without parameters the optimizer gets a single parameter without
     elements.
+
+    Raises:
+        AgreedValueError: (on every rank alike) `make` returned something else than an optimizer.
     """
     given = list(parameters)
     if not given:  # all of this rank's parameters are frozen
-        return make([nn.Parameter(torch.zeros(0))])
+        return _made(make, [nn.Parameter(torch.zeros(0))])
     pairs = [(p, _local_parameter(p)) for p in given if isinstance(p, DTensor)]
     replaced = {id(whole): mine for whole, mine in pairs}
-    optimizer = make([replaced.get(id(p), p) for p in given])
+    optimizer = _made(make, [replaced.get(id(p), p) for p in given])
     in_one_kernel(optimizer)
     if not pairs:
         return optimizer
@@ -92,6 +97,48 @@ def on_local_shards(
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
     return optimizer
+
+
+def _made(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Return `make(parameters)`, if it is one optimizer."""
+    made = make(parameters)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise AgreedValueError(
+            f"optimizer returned a {type(made).__name__}; return one torch.optim.Optimizer. Several learning rates are "
+            "param_groups; for several optimizers leave optimizer= out and make them of pm.named_parameters()"
+        )
+    return made
+
+
+class DroppedGradients:
+    """Warns, once, of gradients that nobody used before the next step dropped them.
+
+    A loop that accumulates as PyTorch does, by several backward passes before an update, would train on its last batch
+    alone. Gradients are used by `optimizer`'s step, or by whoever calls `used`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._pending = self._said = False
+        optimizer.register_step_pre_hook(lambda *_: self.used())
+
+    def used(self) -> None:
+        """Record that somebody read, used or dropped the gradients."""
+        self._pending = False
+
+    def begin(self) -> None:
+        """Begin a step, which drops the gradients of the step before."""
+        if self._pending and not self._said:
+            self._said = True
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                warnings.warn(
+                    "a second step without an update: step drops the gradients of the step before. To accumulate "
+                    "gradients, give step a list of batches: pm.step([batch, batch])",
+                    UserWarning,
+                    stacklevel=4,
+                )
+        self._pending = True
 
 
 def in_one_kernel(optimizer: torch.optim.Optimizer) -> None:

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from autoplan.units import LossUnit
+
 SPEC_VERSION = 3
 
 Terms = tuple[tuple[int, int, tuple[str, ...]], ...]  # numerator, denominator, symbols: sum of products
@@ -205,7 +207,7 @@ class ProgramSpec:
     schedule: ScheduleSpec
     inputs: tuple[str, ...]
     sizes_from: tuple[SizeSource, ...]
-    loss_count: str
+    loss_count: LossUnit
     stages: tuple[StageSpec, ...]
     tied: tuple[TiedSpec, ...]
     recompute: tuple[tuple[str, str], ...]  # call, none | full | selective | offload | regions: attention+norms
@@ -221,10 +223,10 @@ class ProgramSpec:
     whole: tuple[Terms, ...] = ()  # local sizes, fractions of b, s and t, that must be whole numbers
     input_dtypes: tuple[tuple[str, str], ...] = ()  # input -> its dtype in the example
     outputs: tuple[OutputSpec, ...] = ()  # what an evaluation can return besides the loss
-    more_loss_counts: tuple[tuple[str, str], ...] = ()  # further denominators: input, and what it counts (loss_count)
+    more_loss_counts: tuple[tuple[str, LossUnit], ...] = ()  # further denominators: input, and what it counts
 
     @property
-    def loss_counts(self) -> tuple[tuple[str, str], ...]:
+    def loss_counts(self) -> tuple[tuple[str, LossUnit], ...]:
         """Every denominator of the loss: the input, and what it counts."""
         return (("loss_denominator", self.loss_count), *self.more_loss_counts)
 
@@ -255,38 +257,36 @@ def _tuples(data: Any) -> Any:
     return tuple(_tuples(x) for x in data) if isinstance(data, list) else data
 
 
-def _output(data: dict[str, Any]) -> OutputSpec:
-    plain = {k: _tuples(v) for k, v in data.items() if k != "shards"}
-    return OutputSpec(**plain, shards=tuple(ShardSpec(**s) for s in data["shards"]))
+def _plain(data: dict[str, Any], *apart: str) -> dict[str, Any]:
+    """Return the fields of a record, but for those that are records themselves."""
+    return {name: _tuples(value) for name, value in data.items() if name not in apart}
+
+
+def _sharded(data: dict[str, Any]) -> dict[str, Any]:
+    return {**_plain(data, "shards"), "shards": tuple(ShardSpec(**s) for s in data["shards"])}
+
+
+def _stage(data: dict[str, Any]) -> StageSpec:
+    return StageSpec(
+        **_plain(data, "params", "buffers", "carried_in", "carried_out"),
+        params=tuple(ParamSpec(**_sharded(p)) for p in data["params"]),
+        buffers=tuple(BufferSpec(**b) for b in data["buffers"]),
+        carried_in=tuple(CarriedSpec(**_plain(c)) for c in data["carried_in"]),
+        carried_out=tuple(CarriedSpec(**_plain(c)) for c in data["carried_out"]),
+    )
 
 
 def _program(data: dict[str, Any]) -> ProgramSpec:
-    def stage(raw: dict[str, Any]) -> StageSpec:
-        return StageSpec(
-            index=raw["index"],
-            source=raw["source"],
-            calls=tuple(raw["calls"]),
-            params=tuple(
-                ParamSpec(
-                    **{k: _tuples(v) for k, v in p.items() if k != "shards"},
-                    shards=tuple(ShardSpec(**s) for s in p["shards"]),
-                )
-                for p in raw["params"]
-            ),
-            buffers=tuple(BufferSpec(**b) for b in raw["buffers"]),
-            carried_in=tuple(CarriedSpec(**{k: _tuples(v) for k, v in c.items()}) for c in raw["carried_in"]),
-            carried_out=tuple(CarriedSpec(**{k: _tuples(v) for k, v in c.items()}) for c in raw["carried_out"]),
-        )
-
-    own = ("schedule", "stages", "tied", "ledger", "outputs", "sizes_from", "bounds")
-    plain = {k: _tuples(v) for k, v in data.items() if k not in own}
+    own = ("schedule", "stages", "tied", "ledger", "outputs", "sizes_from", "bounds", "loss_count", "more_loss_counts")
     return ProgramSpec(
-        **plain,
+        **_plain(data, *own),
+        loss_count=LossUnit(data["loss_count"]),
+        more_loss_counts=tuple((name, LossUnit(what)) for name, what in data.get("more_loss_counts", ())),
         schedule=ScheduleSpec(**data["schedule"]),
-        stages=tuple(stage(s) for s in data["stages"]),
+        stages=tuple(map(_stage, data["stages"])),
         tied=tuple(TiedSpec(t["name"], tuple(TiedPlace(*place) for place in t["places"])) for t in data["tied"]),
-        ledger=tuple(LedgerEntry(**{k: _tuples(v) for k, v in e.items()}) for e in data["ledger"]),
+        ledger=tuple(LedgerEntry(**_plain(e)) for e in data["ledger"]),
         sizes_from=tuple(SizeSource(*size) for size in data["sizes_from"]),
         bounds=tuple(SizeBound(*bound) for bound in data.get("bounds", ())),
-        outputs=tuple(_output(o) for o in data.get("outputs", ())),
+        outputs=tuple(OutputSpec(**_sharded(o)) for o in data.get("outputs", ())),
     )

@@ -12,6 +12,7 @@ from autoplan.runtime.batch import Counts
 from autoplan.runtime.mesh import AxisMesh
 from autoplan.runtime.spec import CarriedSpec, ProgramSpec, evaluate_terms
 from autoplan.runtime.stages import Carried
+from autoplan.units import LossUnit
 
 MicroBatch = dict[str, Any]
 """Name -> tensor: the inputs of every stage. `rng` is None where nothing is dropped."""
@@ -42,7 +43,7 @@ class StageInputs:
 
     def count(self, parts: Sequence[MicroBatch]) -> float | torch.Tensor:
         """Return what this rank's micro-batches add to the denominators of the loss."""
-        if self._spec.loss_count == "none":
+        if self._spec.loss_count is LossUnit.NONE:
             return 0
         counted: torch.Tensor = sum(self._stage.count(**part) for part in parts)
         return counted
@@ -54,29 +55,36 @@ class StageInputs:
             AgreedValueError: (on all ranks) no label is valid, or the loss is also a mean over the samples of a
                 micro-batch and ranks have different numbers of samples.
         """
-        if self._spec.loss_share and counts.samples is None:
+        if self._spec.loss_share and not counts.equal:
             raise AgreedValueError(
                 f"the loss is a mean over samples, and the {self._mesh.size('dp')} data-parallel ranks have different "
                 "numbers of samples; give each the same number"
             )
         out = {}
         for (name, what), number in zip(self._spec.loss_counts, counts.labels, strict=True):
-            if number == 0 and what not in ("none", "total"):
+            if number == 0 and what not in (LossUnit.NONE, LossUnit.TOTAL):
                 raise AgreedValueError("no label of the global batch is valid, so the mean loss is not defined")
-            full = 1.0 if what == "none" else number  # full, not tensor: no copy from the host
+            full = 1.0 if what is LossUnit.NONE else number  # full, not tensor: no copy from the host
             out[name] = torch.full((), full, dtype=self._loss_dtype, device=self._device)
         return out
 
     def generators(
-        self, parts: Sequence[MicroBatch], num_batches: int, seed: int, step: int, data_rank: int
+        self,
+        parts: Sequence[MicroBatch],
+        num_batches: int,
+        seed: int,
+        step: int,
+        samples: Sequence[int],
+        data_rank: int,
     ) -> Sequence[torch.Tensor]:
         """Return for each micro-batch what dropout is keyed by: seed, step, and the global number of its first sample.
 
-        Samples are numbered batch by batch, within a batch data rank by data rank. One copy to the device for all
-        micro-batches, without synchronisation.
+        Samples are numbered batch by batch, within a batch data rank by data rank, of which each has `samples` in all
+        `num_batches` batches. One copy to the device for all micro-batches, without synchronisation.
         """
         size, each = _num_samples(parts[0]), len(parts) // num_batches
-        firsts = [((k // each * self._mesh.size("dp") + data_rank) * each + k % each) * size for k in range(len(parts))]
+        whole, before = (sum(numbers) // num_batches for numbers in (samples, samples[:data_rank]))
+        firsts = [k // each * whole + before + k % each * size for k in range(len(parts))]
         numbers = torch.tensor([[seed, step, first] for first in firsts])
         return numbers.to(self._device, non_blocking=True).unbind()
 

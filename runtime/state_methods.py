@@ -17,6 +17,7 @@ from autoplan.runtime.checkpoint.door import Checkpoints, Resumed, Saving, root_
 from autoplan.runtime.failure import guarded
 from autoplan.runtime.given_module import GivenModule, given_back
 from autoplan.runtime.model_state import ModelState
+from autoplan.runtime.optim import DroppedGradients
 from autoplan.runtime.precision import LossScaler
 from autoplan.runtime.spec import ProgramSpec
 from autoplan.runtime.state import IncompatibleKeys
@@ -36,13 +37,19 @@ class StateMethods:
     exporter: Any  # an Exporter, if the model is one of transformers' (autoplan.pretrained)
     _state: ModelState
     _checkpoints: Checkpoints
+    _dropped: DroppedGradients | None
     _updated: list[tuple[str, torch.Tensor, torch.Tensor]]  # name, tensor of self.optimizer, as shown
 
     @guarded("full_tensors")
     def full_tensors(self, pick: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """Return full tensors by original name, on the host of every rank (a collective). `pick` chooses parameter or
         gradient. The tensors come one by one: a device holds one bucket at a time (`autoplan.runtime.whole`)."""
+        self._gradients_used()
         return self._state.full_tensors(pick)
+
+    def _gradients_used(self) -> None:
+        if self._dropped is not None:
+            self._dropped.used()
 
     @guarded("state_dict")
     def state_dict(self) -> dict[str, Any]:
@@ -68,6 +75,7 @@ class StateMethods:
     @guarded("gradients")
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return full gradients under the original names, on the host of every rank (a collective)."""
+        self._gradients_used()
         return self._state.full_tensors(lambda p: p.grad)
 
     @guarded("load_state_dict")

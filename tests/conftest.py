@@ -13,6 +13,8 @@ import pytest
 
 # nothing is measured while testing but where a test is about measuring: the processes it starts inherit this
 os.environ["AUTOPLAN_PROFILE"] = "assumed"
+# every search solves its layouts itself, whatever earlier ones left on this machine (tests/search/test_layout_files.py)
+os.environ["AUTOPLAN_NO_CACHE"] = "1"
 
 # no test asserts a time, also not by accident on a loaded machine
 hypothesis.settings.register_profile("autoplan", deadline=None)

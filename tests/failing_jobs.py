@@ -10,7 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from autoplan.runtime import failure
+from autoplan.runtime import activity, failure
 from autoplan.runtime.failure import RankFailure, guard, work_of_first
 
 # As failure.GRACE_S, shorter.
@@ -141,3 +141,30 @@ def misbehave(rank: int, world: int, how: str) -> int:
 
 def answer(rank: int, world: int) -> tuple[int, int, int]:
     return rank, world, os.getpid()
+
+
+def read_beside_foreign_threads(rank: int, world: int, seconds: float) -> tuple[int, int, list[str]]:
+    """Read a thread that makes threads of C, which call Python: numbers of threads made and of reads, the files."""
+    libc = ctypes.CDLL(None)
+    hello = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
+    done, made, names, reads = threading.Event(), 0, set(), 0
+
+    def work() -> None:
+        nonlocal made
+        while not done.is_set():
+            handles = [ctypes.c_ulong() for _ in range(8)]
+            for handle in handles:
+                libc.pthread_create(ctypes.byref(handle), None, hello, None)
+            for handle in handles:
+                libc.pthread_join(handle, None)
+            made += len(handles)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        names.add(activity.of_thread(thread.ident).line.split(":")[0])
+        reads += 1
+    done.set()
+    thread.join()
+    return made, reads, sorted(names)

@@ -133,6 +133,18 @@ def accumulate(rank: int, world: int, family: str, pins: dict[str, Any]) -> tupl
     return abs(loss / wanted.item() - 1), worst
 
 
+def unequal(rank: int, world: int, pins: dict[str, Any], sizes: list[int]) -> tuple[list[float], int]:
+    """Losses of two steps with dropout on two batches each, and the samples seen; `sizes` by data rank."""
+    _, pm = program("gpt", pins, optimizer=functools.partial(torch.optim.SGD, lr=0.5))
+    losses = []
+    for step in range(2):
+        batches = [batch_of("gpt", sum(sizes), seed=2 * step + k) for k in range(2)]
+        losses.append(pm.step([part(pm, batch, sizes) for batch in batches]).item())
+        assert pm.optimizer is not None
+        pm.optimizer.step()
+    return losses, pm.progress.num_samples
+
+
 def no_decay(name: str, shape: torch.Size) -> dict[str, Any]:
     return {} if len(shape) > 1 else {"weight_decay": 0.0, "lr": 0.02}
 

@@ -38,7 +38,7 @@ from autoplan.runtime.spec import (
     TiedSpec,
 )
 from autoplan.schedules.schedule import backward_follows, ranks_of_chunks
-from autoplan.units import DTYPE_BYTES
+from autoplan.units import DTYPE_BYTES, LossUnit
 
 
 @dataclass(frozen=True)
@@ -427,17 +427,17 @@ class _Compiler:
         inputs = [n for n in self.graph.inputs if of_the_batch(n)]
         lines = [f"    def count({', '.join(['self', '*', *(f'{n}: Tensor' for n in inputs)])}) -> Tensor:"]
         lines.append('        """Number of entries of this micro-batch that the mean of the loss runs over."""')
-        counts = [count for count in self.graph.loss_counts if count.what in ("tokens", "total")]
+        counts = [count for count in self.graph.loss_counts if count.what in (LossUnit.TOKENS, LossUnit.TOTAL)]
         if counts:
             chain = self._free_for([])
             lines += self._prologue(chain, needs)
             lines += [f"        {self._call_text(c, False, needs)}" for c in chain]
             targets = [identifier(count.target or "") for count in counts]
-            found = [target if count.what == "total" else f"({target} != {count.ignore_index}).sum()"
+            found = [target if count.what is LossUnit.TOTAL else f"({target} != {count.ignore_index}).sum()"
                      for count, target in zip(counts, targets, strict=True)]  # fmt: skip
             every = ", ".join(f"{text}.to(torch.float64)" for text in found)
             lines.append(f"        return {found[0] if len(found) == 1 else f'torch.stack([{every}])'}")
-        elif self.graph.loss_count == "samples":
+        elif self.graph.loss_count is LossUnit.SAMPLES:
             size = self._sizes_from()[0]
             lines.append(f"        return torch.tensor({size.input}.shape[{size.dim}])")
         else:

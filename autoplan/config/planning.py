@@ -7,6 +7,7 @@ searches, the keyword arguments of `plan`, `whatif` and `capacity`, the keys of 
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeGuard
 
@@ -26,6 +27,7 @@ DENSE_GAP, EXPERTS_GAP = 0.01, 0.05
 # within 10 s on two cores then, and 37 of 39 by the plan of a search of a minute; the worst is 6.9 % slower
 # (python -m experiments.plans.answer_time).
 SCREEN_LIMIT_S = 8.0
+NO_CACHE_VARIABLE = "AUTOPLAN_NO_CACHE"  # if this environment variable is not empty, no search keeps layouts
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -63,6 +65,10 @@ def _gap(name: str, value: object) -> str | None:
     )
 
 
+def _switch(name: str, value: object) -> str | None:
+    return None if isinstance(value, bool) else f"{name}={value!r} must be true or false"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings:
     """How a search is done.
@@ -76,6 +82,8 @@ class SearchSettings:
             taken (`autoplan.search.simplicity`); 0: the fastest.
         gap: the search ends when the best step of the space is proved to be at most this share shorter than the one
             found; None: 0.01, or 0.05 for a model with experts; 0: when nothing is left.
+        cache: solved layouts are kept on disk for later searches (`autoplan.search.layout_files`), which find the same
+            plan sooner.
     """
 
     time_limit_s: float = choice(
@@ -108,6 +116,19 @@ class SearchSettings:
         obstacle=_gap,
         may_be_open=True,
     )
+    cache: bool = choice(
+        True,
+        "Keep solved layouts in the user's cache folder for later searches, which find the same plan sooner; "
+        f"{NO_CACHE_VARIABLE}=1 turns it off for all commands.",
+        written=Written.SWITCH,
+        obstacle=_switch,
+        reported=False,
+    )
+
+    @property
+    def uses_cache(self) -> bool:
+        """True if solved layouts are read from disk, and written there."""
+        return self.cache and not os.environ.get(NO_CACHE_VARIABLE)
 
     def check(self) -> None:
         """Raise PinError for a value out of its range."""
@@ -129,9 +150,12 @@ class SearchWords(TypedDict, total=False):
     memory_risk: float
     equal_within: float
     gap: float | None
+    cache: bool
 
 
 SEARCH_SETTINGS = choices_of(SearchSettings)
+# Those that mean the same in all commands that search: of the time, each has a default of its own
+OF_EVERY_COMMAND = tuple(record for record in SEARCH_SETTINGS if record.name != "time_limit_s")
 # Those that decide which plan is found, whatever the time: what the file of a plan keeps
 TOLERANCES = tuple(record for record in SEARCH_SETTINGS if record.reported)
 

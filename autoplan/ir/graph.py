@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 from autoplan.errors import GraphError
 from autoplan.ir.dataflow import Dataflow
 from autoplan.ir.symbols import Expr, product
-from autoplan.units import DTYPE_BYTES, dtype_bytes
+from autoplan.units import DTYPE_BYTES, LossUnit, dtype_bytes
 
 GRAPH_SCHEMA_VERSION = 2
 
@@ -38,7 +38,7 @@ OF_THE_WHOLE_BATCH = "of_the_whole_batch"  # attribute: a number of the node is 
 class LossCount(NamedTuple):
     """A denominator of the loss: the value whose labels it counts, and the label that does not count."""
 
-    what: str  # "tokens" | "samples" | "total" | "none"
+    what: LossUnit
     target: str | None = None
     ignore_index: int = -100
 
@@ -170,8 +170,8 @@ class ModelGraph:
 
     Attributes:
         output: the top-level value of the (scalar) loss.
-        loss_count: what the denominator counts: valid entries of `loss_target` (!= `ignore_index`), samples, the
-            total in `loss_target`, or none.
+        loss_count: what the denominator counts: tokens are the entries of `loss_target` other than `ignore_index`, a
+            total is that in `loss_target`.
         more_counts: the counts of further denominators.
         bounds: least and largest length that this graph holds for; with other lengths the forward computes something
             else.
@@ -188,7 +188,7 @@ class ModelGraph:
     calls: tuple[Call, ...]
     params: Mapping[str, Parameter]
     buffers: Mapping[str, Parameter]
-    loss_count: str = "none"  # "tokens" | "samples" | "total" | "none"
+    loss_count: LossUnit = LossUnit.NONE
     loss_target: str | None = None
     ignore_index: int = -100
     factors: Mapping[str, Expr] = field(default_factory=dict)
@@ -401,13 +401,13 @@ def _decode_graph(data: Any) -> ModelGraph:
         calls=tuple(Call(**_plain(c)) for c in data["calls"]),
         params={k: Parameter(**_plain(v)) for k, v in data["params"].items()},
         buffers={k: Parameter(**_plain(v)) for k, v in data["buffers"].items()},
-        loss_count=data["loss_count"],
+        loss_count=LossUnit(data["loss_count"]),
         loss_target=data["loss_target"],
         ignore_index=data["ignore_index"],
         factors=_plain(data["factors"]),
         bounds=_plain(data["bounds"]),
         notes=tuple(data.get("notes", ())),
-        more_counts=tuple(LossCount(*count) for count in data.get("more_counts", ())),
+        more_counts=tuple(LossCount(LossUnit(what), *rest) for what, *rest in data.get("more_counts", ())),
         results=tuple(Result(*result) for result in data.get("results", ())),
     )
 

@@ -40,15 +40,21 @@ IrResult = IrOp | Alias | list[IrOp]
 Lowering = Callable[[Args], IrResult]
 
 
-def plain_value(op: str, *tensors: str) -> Lowering:
-    """Return a lowering that takes these tensors, by default `self`, and no attribute."""
-    names = tensors or ("self",)
-    return lambda a: IrOp(op, tuple(a[x] for x in names), {})
+def by_name(op: str, tensors: str = "self", *attrs: str, **usual: object) -> Lowering:
+    """Return a lowering that takes arguments by their names: tensors, and attributes.
 
+    Args:
+        tensors: names of the tensors, with spaces between them.
+        attrs: names of the attributes; `scalar=value` is the attribute `scalar` from the argument `value`.
+        usual: attributes whose arguments may be left out, with their defaults.
+    """
+    names, pairs = tensors.split(), [attr.partition("=") for attr in attrs]
 
-def given(op: str, *attrs: str) -> Lowering:
-    """Return a lowering that takes `self` and, as attributes, arguments of these names."""
-    return lambda a: IrOp(op, (a["self"],), {name: a[name] for name in attrs})
+    def build(a: Args) -> IrResult:
+        found = {name: a[argument or name] for name, _, argument in pairs}
+        return IrOp(op, tuple(a[x] for x in names), found | {n: a.get(n, value) for n, value in usual.items()})
+
+    return build
 
 
 def alias(name: str) -> Lowering:
@@ -76,4 +82,4 @@ def binary(op: str) -> Lowering:
 
 def default(op: str, lowering: Lowering | None = None) -> Mapping[str, Lowering]:
     """Return the lowering of the ATen op of the same name, by default of one tensor."""
-    return {f"aten.{op}.default": lowering or plain_value(op)}
+    return {f"aten.{op}.default": lowering or by_name(op)}

@@ -10,7 +10,7 @@ from autoplan.errors import FormError, RuleError
 from autoplan.flash import LARGEST_HEAD
 from autoplan.ir.graph import Node, Value
 from autoplan.ir.symbols import Expr, Shape
-from autoplan.ops.arguments import Args, IrOp, IrResult
+from autoplan.ops.arguments import Args, IrOp, IrResult, by_name
 from autoplan.ops.language import Labels, OpRule, Role, bind, parse
 from autoplan.ops.record import OpKind, OpRecord, Trait
 from autoplan.ops.saved import Form, OpFacts, SavedRule, TensorFacts, keeps, statistics_bytes
@@ -38,11 +38,6 @@ def _masked_attention(a: Args) -> IrResult:
     if a.get("window") is not None:
         attrs["window"] = a["window"]
     return IrOp("attention", tensors, attrs)
-
-
-def _biased_attention(a: Args) -> IrResult:
-    attrs = {"causal": a["causal"], "scale": a.get("scale")}
-    return IrOp("attention", (a["query"], a["key"], a["value"], a["bias"]), attrs)
 
 
 # -- layouts and arithmetic --------------------------------------------------------------------------------------------
@@ -261,7 +256,7 @@ RECORDS = (
         {
             "aten.scaled_dot_product_attention.default": _arguments,
             "autoplan.masked_attention.default": _masked_attention,
-            "autoplan.biased_attention.default": _biased_attention,
+            "autoplan.biased_attention.default": by_name("attention", "query key value bias", "causal", scale=None),
         },
         flops=_flops,
         saved_form=_form,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autoplan.ops.arguments import Alias, Args, IrOp, IrResult, Lowering, alias, binary, default, given
+from autoplan.ops.arguments import Alias, Args, IrOp, IrResult, Lowering, alias, binary, by_name, default
 from autoplan.ops.record import Linear, OpKind, OpRecord, Trait
 from autoplan.ops.saved import Form, Gradient, OpFacts, SavedRule, keeps, units
 from autoplan.ops.text import Emitter, OpText
@@ -72,29 +72,9 @@ def _rsub(a: Args) -> IrResult:
     return [IrOp("mul_scalar", (a["self"],), {"scalar": a["alpha"]}), difference]
 
 
-def _power(a: Args) -> IrResult:
-    return IrOp("pow_scalar", (a["self"],), {"scalar": a["exponent"]})
-
-
-def _gelu(a: Args) -> IrResult:
-    return IrOp("gelu", (a["self"],), {"approximate": a.get("approximate", "none")})
-
-
 def _gelu_text(t: OpText) -> str:
     how = t.attrs["approximate"]
     return f"F.gelu({t.args[0]}" + (f", approximate={how!r})" if how != "none" else ")")
-
-
-def _clamp(a: Args) -> IrResult:
-    return IrOp("clamp", (a["self"],), {"min": a.get("min"), "max": a.get("max")})
-
-
-def _where(a: Args) -> IrResult:
-    return IrOp("where", (a["condition"], a["self"], a["other"]), {})
-
-
-def _masked_fill(a: Args) -> IrResult:
-    return IrOp("masked_fill", (a["self"], a["mask"]), {"scalar": a["value"]})
 
 
 # -- dropout -----------------------------------------------------------------------------------------------------------
@@ -128,6 +108,8 @@ def _dropout_workspace(f: OpFacts) -> tuple[int, ...]:
 
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "gt": ">", "le": "<=", "ge": ">="}
 _CASTS = ("to.dtype", "to.dtype_layout", "_to_copy.default", "to.device")  # the last has a dtype too
+_GELU = default("gelu", by_name("gelu", approximate="none"))
+_CLAMP = default("clamp", by_name("clamp", min=None, max=None))
 _COPIES = ("clone", "contiguous", "alias", "lift_fresh_copy")
 
 RECORDS = (
@@ -136,9 +118,7 @@ RECORDS = (
     _activation("relu", "F.relu({0})", _OUTPUT),
     _activation("tanh", "torch.tanh({0})", _OUTPUT, TRANSCENDENTAL),
     _activation("sigmoid", "torch.sigmoid({0})", _OUTPUT, TRANSCENDENTAL),
-    _record(
-        "gelu", _gelu_text, _INPUT, FOLLOWS, Trait.ACTIVATION, POINTWISE, TRANSCENDENTAL, aten=default("gelu", _gelu)
-    ),
+    _record("gelu", _gelu_text, _INPUT, FOLLOWS, Trait.ACTIVATION, POINTWISE, TRANSCENDENTAL, aten=_GELU),
     _record("softplus", "F.softplus({0})", _INPUT, Trait.ACTIVATION, POINTWISE, TRANSCENDENTAL),
     # functions of one tensor
     _unary("exp", "torch.exp({0})", _OUTPUT, FOLLOWS, TRANSCENDENTAL),
@@ -167,10 +147,10 @@ RECORDS = (
         POINTWISE,
         Trait.VARIANCE,
         Trait.SQUARE,
-        aten={"aten.pow.Tensor_Scalar": _power},
+        aten={"aten.pow.Tensor_Scalar": by_name("pow_scalar", "self", "scalar=exponent")},
     ),
     *(_record(f"{name}_scalar", f"{{0}} {symbol} {{scalar}}", _NOTHING) for name, symbol in _COMPARISONS.items()),
-    _record("clamp", "{0}.clamp({min}, {max})", _INPUT_2, POINTWISE, aten={"aten.clamp.default": _clamp}),
+    _record("clamp", "{0}.clamp({min}, {max})", _INPUT_2, POINTWISE, aten=_CLAMP),
     # functions of two tensors
     _operator("add", "+", "[*a] + [*a] -> [*a]", _PASS, IN_CORE, RESCALES, PASSES_GRADIENT, linear=Linear.ALL),
     _operator("sub", "-", "[*a] + [*a] -> [*a]", _PASS, PASSES_GRADIENT, linear=Linear.ALL),
@@ -212,7 +192,7 @@ RECORDS = (
         keeps("x0<1,2"),
         IN_CORE,
         KEEPS_NUMBERS,
-        aten={"aten.where.self": _where},
+        aten={"aten.where.self": by_name("where", "condition self other")},
         rule="#[*a], [*a], [*a] -> [*a]",
     ),
     _record(
@@ -221,7 +201,7 @@ RECORDS = (
         keeps("x1<0"),
         IN_CORE,
         KEEPS_NUMBERS,
-        aten={"aten.masked_fill.Scalar": _masked_fill},
+        aten={"aten.masked_fill.Scalar": by_name("masked_fill", "self mask", "scalar=value")},
         rule="[*a], #[*a] -> [*a]",
     ),
     # copies and casts
@@ -245,7 +225,7 @@ RECORDS = (
         KEEPS_NUMBERS,
         Trait.CAST,
         Trait.TAKES_DTYPE,
-        aten={f"aten.{name}": given("to", "dtype") for name in _CASTS},
+        aten={f"aten.{name}": by_name("to", "self", "dtype") for name in _CASTS},
     ),
     OpRecord(
         "dropout",

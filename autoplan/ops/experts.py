@@ -27,7 +27,7 @@ from autoplan.ir.layout import P
 from autoplan.ir.symbols import Expr, Shape
 from autoplan.ops.arguments import Args, IrOp, IrResult
 from autoplan.ops.language import OpRule, RuleTemplate, bind, parse
-from autoplan.ops.record import IndexSizes, OpKind, OpRecord, Trait
+from autoplan.ops.record import OpKind, OpRecord, Trait
 from autoplan.ops.saved import Form, OpFacts, keeps
 from autoplan.ops.text import OpText, literal
 from autoplan.units import DTYPE_BYTES
@@ -162,10 +162,6 @@ def _text(t: OpText) -> str:
     return f"experts({', '.join(args)}, {between}{t.over})"
 
 
-def _limits(attrs: Mapping[str, Any], inputs: IndexSizes, outputs: IndexSizes) -> dict[int, int]:
-    return {1: int(attrs["num_experts"])}  # all experts: a rank with a part of them has that part of the rows
-
-
 RECORDS = (
     OpRecord(
         "experts",
@@ -178,7 +174,8 @@ RECORDS = (
         special={"expert_parallel": P},
         weights=(FIRST, SECOND),
         factor_names={"e": "experts", "f": "expert_out", "count": "chunks"},
-        index_limits=_limits,
+        # all experts: a rank with a part of them has that part of the rows
+        index_limits=lambda attrs, inputs, outputs: {1: int(attrs["num_experts"])},
         has=(Trait.RUNS_ON_DEVICE,),
     ),
 )

@@ -17,18 +17,16 @@ from collections.abc import Callable
 
 from autoplan.ir.graph import Node
 from autoplan.ir.symbols import Expr, Shape
-from autoplan.ops.language import OpRule, RuleTemplate, bind, parse
+from autoplan.ops.language import OpRule, bind, parse
 from autoplan.ops.record import OpKind, OpRecord, Trait
 from autoplan.ops.saved import Form, OpFacts, SavedRule, keeps, units
 from autoplan.ops.text import OpText, literal
 
 POINTWISE, FUNCTION = "pointwise", "function"
-_parsed = functools.cache(parse)
 
 
 def _rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
-    template: RuleTemplate = _parsed(node.attrs["rule"])
-    return bind(template, ins, outs)
+    return bind(parse(node.attrs["rule"]), ins, outs)
 
 
 def _text(t: OpText) -> str:

@@ -18,6 +18,7 @@ splits:
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -134,6 +135,7 @@ def _side(text: str, line: str, whole: set[str], special: dict[str, str]) -> tup
     return tuple(operands)
 
 
+@functools.cache
 def parse(line: str) -> RuleTemplate:
     """Parse a rule line. RuleError names what cannot be read."""
     left, arrow, right = line.partition("->")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from autoplan.errors import CaptureError, FormError
 from autoplan.ir.layout import I, P
 from autoplan.ops.arguments import Args, IrOp, IrResult
-from autoplan.ops.record import IndexSizes, OpKind, OpRecord
-from autoplan.ops.saved import Form, OpFacts, SavedRule, keeps, statistics_bytes
+from autoplan.ops.record import OpKind, OpRecord
+from autoplan.ops.saved import Form, OpFacts, keeps, statistics_bytes
 from autoplan.ops.text import OpText
 from autoplan.units import DTYPE_BYTES, HALF
 
@@ -35,15 +32,7 @@ def _embedding_text(t: OpText) -> str:
     return f"F.embedding({t.args[1]}, {t.args[0]}{pad})"
 
 
-def _table_rows(attrs: Mapping[str, Any], inputs: IndexSizes, outputs: IndexSizes) -> dict[int, int]:
-    return {1: inputs[0][0]}
-
-
 _PART_OF_TABLE = keeps(form=Form.NEW, extra=_vocab_embedding_extra)
-
-
-def _embedding_form(f: OpFacts) -> SavedRule | None:
-    return _PART_OF_TABLE if f.special else None
 
 
 # -- cross entropy -----------------------------------------------------------------------------------------------------
@@ -116,17 +105,9 @@ def _loss_text(t: OpText) -> str:
     return f"cross_entropy_sum({t.args[0]}, {t.args[1]}{extra})"
 
 
-def _classes(attrs: Mapping[str, Any], inputs: IndexSizes, outputs: IndexSizes) -> dict[int, int]:
-    return {1: inputs[0][-1]}
-
-
 _OF_THE_RUNTIME = keeps(
     "x0<0 x1<0", form=Form.NEW, extra=_vocab_cross_entropy_extra, workspace=_vocab_cross_entropy_workspace
 )
-
-
-def _loss_form(f: OpFacts) -> SavedRule | None:
-    return _OF_THE_RUNTIME if f.special or f.device_type != "cpu" else None
 
 
 RECORDS = (
@@ -137,10 +118,10 @@ RECORDS = (
         keeps("x1<0", form=Form.NEW),
         _embedding_text,
         {"aten.embedding.default": _embedding_arguments},
-        saved_form=_embedding_form,
+        saved_form=lambda f: _PART_OF_TABLE if f.special else None,
         special={"vocab_embedding": P},
         factor_names={"v": "vocab", "h": "hidden"},
-        index_limits=_table_rows,
+        index_limits=lambda attrs, inputs, outputs: {1: inputs[0][0]},
     ),
     OpRecord(
         "cross_entropy_sum",
@@ -148,11 +129,11 @@ RECORDS = (
         "~[t,v@vocab_cross_entropy], #[t] -> []",
         keeps("x1<0", form=Form.NEW, extra=_cross_entropy_extra, workspace=_cross_entropy_workspace),
         _loss_text,
-        saved_form=_loss_form,
+        saved_form=lambda f: _OF_THE_RUNTIME if f.special or f.device_type != "cpu" else None,
         special={"vocab_cross_entropy": I},
         factor_names={"v": "vocab"},
         variable="loss_sum",
-        index_limits=_classes,
+        index_limits=lambda attrs, inputs, outputs: {1: inputs[0][-1]},
     ),
     # as captured: `autoplan.capture.layers.assemble` turns it into a sum, and a mean into a sum and a division
     OpRecord("cross_entropy", OpKind.LOSS, aten={"aten.cross_entropy_loss.default": _loss_arguments}),

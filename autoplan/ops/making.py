@@ -5,16 +5,12 @@ from __future__ import annotations
 from autoplan.errors import FormError, RuleError
 from autoplan.ir.graph import Node
 from autoplan.ir.symbols import Expr, Shape
-from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering, default, given
+from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering, by_name, default
 from autoplan.ops.labels import dim_labels, linear_rule, whole_dim
 from autoplan.ops.language import OpRule, Role
 from autoplan.ops.record import Linear, OpKind, OpRecord, Trait, other
 from autoplan.ops.saved import Form, Gradient, keeps
 from autoplan.ops.text import OpText, literal, shape_text
-
-
-def _cat_arguments(a: Args) -> IrResult:
-    return IrOp("cat", tuple(a["tensors"]), {"dim": a.get("dim", 0)})
 
 
 def _cat(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
@@ -59,19 +55,12 @@ def _repeat_interleave(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRul
     return linear_rule(labels, out, {"repeats"}, sizes=sizes)
 
 
-def _repeats(a: Args) -> IrResult:
-    return IrOp("repeat_interleave", (a["self"],), {"repeats": a["repeats"], "dim": a.get("dim")})
-
-
 def _repeat_text(t: OpText) -> str:
     return f"{t.args[0]}.repeat_interleave({t.attrs['repeats']}, dim={t.attrs['dim'] or 0})"
 
 
 def _triangle(name: str) -> OpRecord:
-    def arguments(a: Args) -> IrResult:
-        return IrOp(name, (a["self"],), {"diagonal": a.get("diagonal", 0)})
-
-    return other(name, _last_two_whole, f"{{0}}.{name}({{diagonal}})", arguments)
+    return other(name, _last_two_whole, f"{{0}}.{name}({{diagonal}})", by_name(name, diagonal=0))
 
 
 def _last_two_whole(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
@@ -107,13 +96,9 @@ def _fill(scalar: float) -> Lowering:
     return lambda a: IrOp("full", (), {"scalar": scalar})
 
 
-def _fill_value(a: Args) -> IrResult:
-    return IrOp("full", (), {"scalar": a["fill_value"]})
-
-
 _FILLS = {
-    **{f"aten.{name}.default": _fill_value for name in ("full", "full_like")},
-    "aten.scalar_tensor.default": lambda a: IrOp("full", (), {"scalar": a["s"]}),
+    **{f"aten.{name}.default": by_name("full", "", "scalar=fill_value") for name in ("full", "full_like")},
+    "aten.scalar_tensor.default": by_name("full", "", "scalar=s"),
     **{f"aten.{name}.default": _fill(0) for name in ("zeros", "zeros_like")},
     **{f"aten.{name}.default": _fill(1) for name in ("ones", "ones_like")},
 }
@@ -127,7 +112,7 @@ RECORDS = (
         _cat,
         _PASS,
         lambda t: f"torch.cat([{', '.join(t.args)}], dim={t.attrs['dim']})",
-        default("cat", _cat_arguments),
+        default("cat", lambda a: IrOp("cat", tuple(a["tensors"]), {"dim": a.get("dim", 0)})),
         Linear.ALL,
         has=(Trait.FOLLOWS, Trait.KEEPS_NUMBERS),
     ),
@@ -144,12 +129,12 @@ RECORDS = (
         "repeat_interleave",
         _repeat_interleave,
         _repeat_text,
-        _repeats,
+        by_name("repeat_interleave", "self", "repeats", dim=None),
         "",
         Trait.KEEPS_NUMBERS,
         aten="repeat_interleave.self_int",
     ),
-    other("cumsum", whole_dim, "{0}.cumsum({dim})", given("cumsum", "dim")),
+    other("cumsum", whole_dim, "{0}.cumsum({dim})", by_name("cumsum", "self", "dim")),
     _triangle("tril"),
     _triangle("triu"),
     OpRecord(
@@ -160,7 +145,7 @@ RECORDS = (
         _arange,
         {
             "aten.arange.default": lambda a: IrOp("arange", (), {"start": 0, "end": a["end"]}),
-            "aten.arange.start": lambda a: IrOp("arange", (), {"start": a["start"], "end": a["end"]}),
+            "aten.arange.start": by_name("arange", "", "start", "end"),
         },
         has=(Trait.TAKES_DTYPE,),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autoplan.errors import FormError
 from autoplan.ir.graph import Node
 from autoplan.ir.symbols import Shape
-from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering
+from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering, by_name
 from autoplan.ops.labels import dim_labels, linear_rule, whole_dim
 from autoplan.ops.language import OpRule
 from autoplan.ops.record import Linear, OpKind, OpRecord, Trait
@@ -110,10 +110,6 @@ def _reduce_text(name: str) -> Emitter:
 # -- softmax -----------------------------------------------------------------------------------------------------------
 
 
-def _softmax_arguments(op: str) -> Lowering:
-    return lambda a: IrOp(op, (a["self"],), {"dim": a["dim"], "dtype": a.get("dtype")})
-
-
 def _plain_softmax(op: str) -> Lowering:
     def build(a: Args) -> IrResult:
         if a["half_to_float"]:
@@ -138,7 +134,7 @@ def _softmax(name: str, *traits: Trait) -> OpRecord:
         whole_dim,
         keeps("y0<0", form=Form.NEW),
         _softmax_text(name),
-        {f"aten.{name}.int": _softmax_arguments(name), f"aten._{name}.default": _plain_softmax(name)},
+        {f"aten.{name}.int": by_name(name, "self", "dim", dtype=None), f"aten._{name}.default": _plain_softmax(name)},
         has=traits,
     )
 

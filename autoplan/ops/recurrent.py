@@ -64,10 +64,6 @@ def _text(t: OpText) -> str:
     return f"torch.ops.aten.{a['kind']}.input({x}, {state}, [{', '.join(weights)}], {rest})"
 
 
-def _saved(f: OpFacts) -> SavedRule:
-    return _keeps(len(f.inputs))
-
-
 @functools.cache
 def _keeps(count: int) -> SavedRule:
     """Return the rule for `count` operands: input, output, and for every token and layer its gates and its state."""
@@ -89,6 +85,6 @@ RECORDS = (
         text=_text,
         aten={"autoplan.recurrent.default": _arguments},
         flops=_flops,
-        saved_form=_saved,
+        saved_form=lambda f: _keeps(len(f.inputs)),
     ),
 )

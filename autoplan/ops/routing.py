@@ -8,7 +8,7 @@ from typing import Any
 from autoplan.errors import FormError, RuleError
 from autoplan.ir.graph import Node
 from autoplan.ir.symbols import Shape
-from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering, default
+from autoplan.ops.arguments import Args, IrOp, IrResult, Lowering, by_name, default
 from autoplan.ops.labels import dim_labels
 from autoplan.ops.language import OpRule, Role
 from autoplan.ops.record import IndexSizes, OpKind, OpRecord, Trait, other
@@ -52,14 +52,6 @@ def _extreme_rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     return OpRule((tuple(labels),), (tuple(out),) * len(outs), (Role.OTHER,), frozenset(labels[dim]))
 
 
-def _gather(a: Args) -> IrResult:
-    return IrOp("gather", (a["self"], a["index"]), {"dim": a["dim"]})
-
-
-def _scatter(a: Args) -> IrResult:
-    return IrOp("scatter", (a["self"], a["index"]), {"dim": a["dim"], "scalar": a["value"]})
-
-
 def _indexed(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     """Return the rule of gather and scatter: the index selects along one dim; all other dims have equal sizes."""
     dim = node.attrs["dim"] % len(ins[0])
@@ -70,10 +62,6 @@ def _indexed(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     out = source if node.op == "scatter" else index
     whole = frozenset({"picked", *source[dim]})
     return OpRule((tuple(source), tuple(index)), (tuple(out),), (Role.OTHER, Role.INDEX), whole)
-
-
-def _one_hot(a: Args) -> IrResult:
-    return IrOp("one_hot", (a["self"],), {"num_classes": a["num_classes"]})
 
 
 # -- counts ------------------------------------------------------------------------------------------------------------
@@ -108,14 +96,6 @@ def _added(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     )
 
 
-def _added_limits(attrs: Mapping[str, Any], inputs: IndexSizes, outputs: IndexSizes) -> dict[int, int]:
-    return {1: int(inputs[0][attrs["dim"]])}
-
-
-def _scatter_add(a: Args) -> IrResult:
-    return IrOp("scatter_add", (a["self"], a["index"], a["src"]), {"dim": a["dim"]})
-
-
 # -- sums over ranks ---------------------------------------------------------------------------------------------------
 
 
@@ -133,15 +113,16 @@ def _over_ranks(name: str, text: Emitter, *traits: Trait) -> OpRecord:
 
 
 _TOPK = "torch.topk({0}, {k}, dim={dim}, sorted={sorted})"
+_SCATTER, _ONE_HOT = by_name("scatter", "self index", "dim", "scalar=value"), by_name("one_hot", "self", "num_classes")
 _MAX = "torch.max({0}, dim={dim}, keepdim={keepdim})"
 
 RECORDS = (
     other("topk", _topk_rule, _TOPK, _topk_arguments, "y1<0", Trait.CHOOSES),
     other("argmax", _extreme_rule, "torch.argmax({0}, dim={dim}, keepdim={keepdim})", _extreme_arguments("argmax")),
     other("max", _extreme_rule, _MAX, _extreme_arguments("max"), "y1<0", aten="max.dim"),
-    other("gather", _indexed, "{0}.gather({dim}, {1})", _gather, "x0<0 x1<0"),
-    other("scatter", _indexed, "{0}.scatter({dim}, {1}, {scalar})", _scatter, "x1<0", aten="scatter.value"),
-    other("one_hot", "#[*a] -> [*a,c!]", "F.one_hot({0}, {num_classes})", _one_hot, "", Trait.CHOOSES),
+    other("gather", _indexed, "{0}.gather({dim}, {1})", by_name("gather", "self index", "dim"), "x0<0 x1<0"),
+    other("scatter", _indexed, "{0}.scatter({dim}, {1}, {scalar})", _SCATTER, "x1<0", aten="scatter.value"),
+    other("one_hot", "#[*a] -> [*a,c!]", "F.one_hot({0}, {num_classes})", _ONE_HOT, "", Trait.CHOOSES),
     OpRecord(
         "histc",
         OpKind.COUNT,
@@ -168,8 +149,8 @@ RECORDS = (
         _added,
         keeps("x1<0,2", form=Form.NEW),
         "{0}.scatter_add({dim}, {1}, {2})",
-        default("scatter_add", _scatter_add),
-        index_limits=_added_limits,
+        default("scatter_add", by_name("scatter_add", "self index src", "dim")),
+        index_limits=lambda attrs, inputs, outputs: {1: int(inputs[0][attrs["dim"]])},
     ),
     _over_ranks("batch_sum", _batch_sum, Trait.SUMS_RANKS),
     _over_ranks("batch_part", _batch_part),

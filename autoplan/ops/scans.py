@@ -17,19 +17,15 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
 from fractions import Fraction
 
 from autoplan.errors import RuleError
-from autoplan.ir.graph import Node, Value
+from autoplan.ir.graph import Node
 from autoplan.ir.symbols import Expr, Shape
 from autoplan.ops.arguments import Args, IrOp, IrResult
-from autoplan.ops.language import OpRule, RuleTemplate, bind, parse
+from autoplan.ops.language import OpRule, bind, parse
 from autoplan.ops.record import Inside, OpKind, OpRecord
 from autoplan.ops.saved import Form, OpFacts, SavedRule, keeps
-from autoplan.ops.text import OpText
-
-_parsed = functools.cache(parse)
 
 
 def _arguments(a: Args) -> IrResult:
@@ -49,7 +45,7 @@ def _arguments(a: Args) -> IrResult:
 
 
 def _rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
-    template: RuleTemplate = _parsed(node.attrs["rule"])
+    template = parse(node.attrs["rule"])
     rule = bind(template, ins, outs)
     operands = zip((*rule.inputs, *rule.outputs), (*ins, *outs), strict=True)
     dims = [pair for labels, shape in operands for pair in zip(labels, shape, strict=True)]
@@ -64,20 +60,12 @@ def _rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     return bind(template, ins, outs, sizes)
 
 
-def _flops(node: Node, ins: Sequence[Value], out: Value, rule: OpRule) -> Expr:
-    return out.num_elements.scale(Fraction(round(node.attrs["flops"])))
-
-
 def _inside(f: OpFacts) -> Inside:
     """Return the kernels that it starts in a forward, and the bytes that they read and write."""
     tensor, dim = f.attrs["length_of"]
     least, per_token = f.attrs["starts"]
     tokens = f.inputs[tensor].shape[dim]
     return Inside(round(least + per_token * tokens), f.attrs["moved"] * f.outputs[0].num_elements)
-
-
-def _saved(f: OpFacts) -> SavedRule:
-    return _keeps(f.attrs["keeps"], len(f.inputs))
 
 
 @functools.cache
@@ -95,19 +83,15 @@ def _keeps(kept: tuple[int, ...], count: int) -> SavedRule:
 _LAST_NAMED = 9  # rules of what is kept name operands by one digit
 
 
-def _text(t: OpText) -> str:
-    return f"scan({t.attrs['function']!r}, {t.attrs['call'].format(*t.args)})"
-
-
 RECORDS = (
     OpRecord(
         "scan",
         OpKind.OTHER,
         _rule,
-        text=_text,
+        text=lambda t: f"scan({t.attrs['function']!r}, {t.attrs['call'].format(*t.args)})",
         aten={"autoplan.scan.default": _arguments},
-        flops=_flops,
-        saved_form=_saved,
+        flops=lambda node, ins, out, rule: out.num_elements.scale(Fraction(round(node.attrs["flops"]))),
+        saved_form=lambda f: _keeps(f.attrs["keeps"], len(f.inputs)),
         variable="scanned",
         inside=_inside,
     ),

@@ -71,7 +71,10 @@ def shape_text(sizes: Sequence[Expr]) -> str:
 
 @dataclass(frozen=True)
 class TextTemplate:
-    """Text with the arguments by position and the attributes by name: `{0}.clamp({min}, {max})`."""
+    """Text with the arguments by position and the attributes by name: `{0}.clamp({min}, {max})`.
+
+    `{shape}`: the local sizes of the first output.
+    """
 
     text: str
 
@@ -80,4 +83,4 @@ class TextTemplate:
             name: literal(t.whole(value) if name == "scalar" and isinstance(value, Expr) else value)
             for name, value in t.attrs.items()
         }
-        return self.text.format(*t.args, **given)
+        return self.text.format(*t.args, shape=shape_text(t.outputs[0]), **given)

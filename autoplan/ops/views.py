@@ -7,13 +7,13 @@ from typing import Any
 
 from autoplan.ir.graph import Node
 from autoplan.ir.symbols import Expr, Shape
-from autoplan.ops.arguments import Alias, Args, IrOp, IrResult, Lowering, default, given, plain_value
+from autoplan.ops.arguments import Alias, Args, IrOp, IrResult, Lowering, by_name, default
 from autoplan.ops.labels import align, dim_labels, linear_rule
 from autoplan.ops.language import OpRule, Role
 from autoplan.ops.record import Builder, Linear, OpKind, OpRecord, Trait
 from autoplan.ops.saved import Form, Gradient, SavedRule, keeps
 from autoplan.ops.strides import Ints, ViewStrides, broadcast, reshaped
-from autoplan.ops.text import Emitter, OpText, literal, py, shape_text
+from autoplan.ops.text import Emitter, OpText, literal, py
 
 INT_MAX = 2**63 - 1
 REGROUP = "regroup"
@@ -221,22 +221,6 @@ def _chunk_text(t: OpText) -> str:
     return f"{t.args[0]}.split([{', '.join(py(s) for s in sizes)}], dim={dim})"
 
 
-def _chunk_arguments(a: Args) -> IrResult:
-    return IrOp("chunk", (a["self"],), {"dim": a.get("dim", 0)})
-
-
-def _matrix_transpose(a: Args) -> IrResult:
-    return IrOp("transpose", (a["self"],), {"dim0": 0, "dim1": 1})
-
-
-def _reshape_text(t: OpText) -> str:
-    return f"{t.args[0]}.reshape({shape_text(t.outputs[0])})"
-
-
-def _expand_text(t: OpText) -> str:
-    return f"{t.args[0]}.expand({shape_text(t.outputs[0])})"
-
-
 def _permute_dims(a: Args) -> IrResult:
     return IrOp("permute", (a["self"],), {"dims": tuple(a["dims"])})
 
@@ -249,23 +233,28 @@ _RESHAPING = (
     "view.default reshape.default _unsafe_view.default view_as.default flatten.using_ints unflatten.int "
     "squeeze.default squeeze.dims"  # which dims are 1 is a matter of the whole tensor, not of a part of the batch
 )
-_RESHAPES = {f"aten.{name}": plain_value("reshape") for name in _RESHAPING.split()}
-_CHUNKS = {f"aten.{name}": _chunk_arguments for name in ("chunk.default", "split.Tensor", "split_with_sizes.default")}
-_TRANSPOSES = {"aten.transpose.int": given("transpose", "dim0", "dim1"), "aten.t.default": _matrix_transpose}
-_DETACHES = {**default("detach"), "aten.detach_.default": plain_value("detach")}
-_UNSQUEEZE, _SQUEEZE = default("unsqueeze", given("unsqueeze", "dim")), {"aten.squeeze.dim": given("squeeze", "dim")}
-_SELECT = {"aten.select.int": given("select", "dim", "index")}
+_RESHAPES = {f"aten.{name}": by_name("reshape") for name in _RESHAPING.split()}
+_CHUNKS = {f"aten.{x}": by_name("chunk", dim=0) for x in ("chunk.default", "split.Tensor", "split_with_sizes.default")}
+_TRANSPOSES: Mapping[str, Lowering] = {
+    "aten.transpose.int": by_name("transpose", "self", "dim0", "dim1"),
+    "aten.t.default": lambda a: IrOp("transpose", (a["self"],), {"dim0": 0, "dim1": 1}),
+}
+_DETACHES = {**default("detach"), "aten.detach_.default": by_name("detach")}
+_UNSQUEEZE = default("unsqueeze", by_name("unsqueeze", "self", "dim"))
+_SQUEEZE = {"aten.squeeze.dim": by_name("squeeze", "self", "dim")}
+_SELECT = {"aten.select.int": by_name("select", "self", "dim", "index")}
+_SHAPED = "{0}.reshape({shape})"
 _EXPAND = (Trait.IN_CORE, Trait.RESIZES, Trait.FILLS)
 
 RECORDS = (
-    _view("reshape", _reshape, _reshape_text, _reshape_strides, _RESHAPES, Trait.FOLLOWS, Trait.IN_CORE, Trait.RESIZES),
+    _view("reshape", _reshape, _SHAPED, _reshape_strides, _RESHAPES, Trait.FOLLOWS, Trait.IN_CORE, Trait.RESIZES),
     _view("transpose", _transpose, "{0}.transpose({dim0}, {dim1})", _transpose_strides, _TRANSPOSES, Trait.FOLLOWS),
     _view("permute", _permute, _permute_text, _permute_strides, default("permute", _permute_dims), Trait.FOLLOWS),
     _view("unsqueeze", _unsqueeze, "{0}.unsqueeze({dim})", _unsqueeze_strides, _UNSQUEEZE, Trait.FOLLOWS),
     _view("squeeze", _squeeze, _squeeze_text, _squeeze_strides, _SQUEEZE, Trait.FOLLOWS),
     _view("detach", "~[*a] -> [*a]", "{0}.detach()", _same_strides, _DETACHES, Trait.STOPS_GRADIENT, linear=Linear.NO),
     _view(REGROUP, _regroup, "{0}.view_as({0})", _same_strides, {}),  # made by `ops.factors`, never by a capture
-    _view("expand", _expand, _expand_text, _expand_strides, default("expand"), *_EXPAND, saved=PART),
+    _view("expand", _expand, "{0}.expand({shape})", _expand_strides, default("expand"), *_EXPAND, saved=PART),
     _part("slice", _slice, _slice_text, _slice_strides, {"aten.slice.Tensor": _slice_arguments}),
     _part("select", _select, "{0}.select({dim}, {index})", _select_strides, _SELECT),
     _part("chunk", _chunk, _chunk_text, _same_strides, _CHUNKS, factor_names={"count": "chunks"}),

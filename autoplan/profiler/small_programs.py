@@ -11,6 +11,7 @@ from autoplan.profiler.lattice import attention_task
 from autoplan.profiler.ops import MeasureTask
 from autoplan.runtime.spec import CarriedSpec, ParamSpec, ProgramSpec, SizeSource, StageSpec
 from autoplan.schedules.schedule import PLAIN_SCHEDULE
+from autoplan.units import LossUnit
 
 HIDDEN_SIZE = 16  # elements that a tiny layer computes with
 _TINY = '''"""A pipeline stage of next to no work."""
@@ -108,7 +109,7 @@ def _program(
         schedule_spec(PLAIN_SCHEDULE),
         ("x",),
         (SizeSource("b", "x", 0),),
-        "tokens",
+        LossUnit.TOKENS,
         tuple(stages),
         (),
         (),

@@ -289,8 +289,8 @@ def _batch(spec: ProgramSpec, env: Mapping[str, int]) -> dict[str, torch.Tensor]
 
 def _give_counts(model: ParallelModel, size: int, lengths: Mapping[str, int]) -> None:
     """Give the numbers on which all ranks agree before a step, which fake tensors cannot: every label is valid."""
-    samples = size * model.data_world
-    counts = Counts(tuple(float(samples * lengths["s"]) for _ in model.spec.loss_counts), samples)
+    samples = (size,) * model.data_world
+    counts = Counts(tuple(float(sum(samples) * lengths["s"]) for _ in model.spec.loss_counts), samples)
     model._batches.settle = lambda *_, **__: counts  # type: ignore[method-assign]
 
 

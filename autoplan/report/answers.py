@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from autoplan.report.degrees import checked_config
 from autoplan.report.files import check_writable
 from autoplan.report.flags import TaskWords
 from autoplan.report.html import check_report_path, write_report
-from autoplan.report.output import say_note
+from autoplan.report.output import put, say_note
 from autoplan.report.request import read_request, read_run
 from autoplan.report.screen import Answer, first_screen
 from autoplan.report.sweep_rows import planned_rows
@@ -108,7 +109,7 @@ def _gains(use: Use) -> Sequence[Setting]:
 
 
 def answer_estimate(
-    task: TaskWords, degrees: Mapping[str, Any], timeline: Path | None, runnable: bool, shown: Shown
+    task: TaskWords, degrees: Mapping[str, Any], timeline: Path | None, shown: Shown, *, runnable: bool, cache: bool
 ) -> str | None:
     """Price one configuration. Return why it does not fit; None if it fits."""
     check_report_path(shown.report)
@@ -116,7 +117,7 @@ def answer_estimate(
     run = read_run(task)
     if timeline is not None:
         check_writable(timeline)
-    request = read_request(task, runnable=runnable)
+    request = read_request(task, runnable=runnable, cache=cache)
     given = read_degrees(degrees, layer_calls(request.graph))
     if task.written is not None:
         task.written.check_taken()
@@ -130,16 +131,12 @@ def answer_estimate(
         from autoplan.report.timeline import write
 
         write(planned.estimate, timeline)
-    if as_json:
-        typer.echo(to_text(estimate_report(request, planned, run, task.asked)))
-    else:
-        estimate_text(console(), task.model, task.cluster, request, planned, run)
+    data = estimate_report(request, planned, run, task.asked)
+    put(data, as_json, lambda out: estimate_text(out, task.model, task.cluster, request, planned, run))
     if shown.report is not None:
         from autoplan.report.drawn import drawn_estimate
 
-        write_report(
-            shown.report, estimate_report(request, planned, run, task.asked), drawn_estimate(request, planned, run)
-        )
+        write_report(shown.report, data, drawn_estimate(request, planned, run))
     return None if planned.estimate.fits else planned.estimate.missing()
 
 
@@ -161,10 +158,7 @@ def answer_whatif(
     found = [point for point, _ in done]
     outcome = outcome_of(found, interrupted)
     data = whatif_report(outcome, request, values, [cells for _, cells in done])
-    if as_json:
-        typer.echo(to_text(data))
-    else:
-        whatif_text(console(), request, found, run)
+    put(data, as_json, partial(whatif_text, request=request, found=found, run=run))
     if shown.report is not None:
         from autoplan.report.drawn_sweeps import drawn_whatif
 
@@ -189,10 +183,7 @@ def answer_capacity(file: Path, csv: Path | None, shown: Shown) -> tuple[str, li
     found = [cell for cell, _ in done]
     outcome = outcome_of([cell.point for cell in found], interrupted)
     data = capacity_report(str(file), outcome, task, found)
-    if as_json:
-        typer.echo(to_text(data))
-    else:
-        capacity_text(console(), str(file), task, found)
+    put(data, as_json, partial(capacity_text, title=str(file), task=task, found=found))
     if shown.report is not None:
         from autoplan.report.drawn_sweeps import drawn_capacity
 

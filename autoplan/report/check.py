@@ -29,7 +29,7 @@ from autoplan.errors import AutoplanError, InfeasibleError, PinError
 from autoplan.exporters.door import ConfigFile, Export, export_setup
 from autoplan.exporters.setup import ESSENTIAL, Setup
 from autoplan.exporters.targets import TARGETS
-from autoplan.plans.document import plain
+from autoplan.plans.document import chosen
 from autoplan.program.facts import layer_calls
 from autoplan.report.arguments import read_degrees, read_pin_words
 from autoplan.report.commands import estimate_command, wrapped
@@ -37,16 +37,16 @@ from autoplan.report.data import estimate_report, head, planned_data, report, to
 from autoplan.report.degrees import checked_config
 from autoplan.report.files import check_writable, write_text
 from autoplan.report.flags import TaskWords
+from autoplan.report.output import put
 from autoplan.report.request import read_request, read_run
 from autoplan.report.text import (
     answer,
-    console,
     evidence,
     heading,
     memory_table,
     paragraph,
     prices,
-    proof_text,
+    proof_of,
     say_warnings,
 )
 from autoplan.report.waiting import telling, waiting
@@ -149,10 +149,7 @@ def check_command(
     if better is not None and better.is_better and better.planned is not None and out is not None:
         write_text(out, to_text(estimate_report(better.request, better.planned, run, task.asked)) + "\n")
         plan_file = out
-    if as_json:
-        print(to_text(check_report(found, run, plan_file)))
-    else:
-        _text(console(), found, task, run, plan_file)
+    put(check_report(found, run, plan_file), as_json, lambda out: _text(out, found, task, run, plan_file))
     return 0 if found.fits else EXIT_REFUSED
 
 
@@ -253,27 +250,15 @@ def check_report(found: Check, run: RunTask, plan_file: Path | None = None) -> d
     return {
         **first,
         "file": read.path,
-        "target": read.target,
-        "version": read.version,
-        "like": read.like,
+        **chosen(read, "target version like"),
         "faults": list(found.faults),
-        "warnings": list(read.warnings),
-        "not_read": list(read.not_read),
+        **chosen(read, "warnings not_read"),
         "said_elsewhere": dict(read.open),
         "fits": found.fits,
         "shortage": lacking,
         **own,
-        "search": None if better is None else _search(better),
+        "search": None if better is None else chosen(better, "limit_s seconds reason certificate"),
         "better": None if better is None or not better.is_better else _better_data(better, run, plan_file),
-    }
-
-
-def _search(better: Better) -> dict[str, Any]:
-    return {
-        "limit_s": better.limit_s,
-        "seconds": better.seconds,
-        "reason": better.reason,
-        "certificate": None if better.certificate is None else plain(better.certificate),
     }
 
 
@@ -321,7 +306,7 @@ def _better_text(out: Console, better: Better, task: TaskWords, run: RunTask, pl
     if planned is None or export is None:
         paragraph(out, f"No better plan by {searched}: {better.reason}")
         return
-    proof = "" if better.certificate is None else _proof(better.certificate)
+    proof = "" if better.certificate is None else proof_of(better.certificate)
     if not better.is_better:
         gain = better.gain or 0.0
         near = "it found none that is faster"
@@ -344,8 +329,3 @@ def _better_text(out: Console, better: Better, task: TaskWords, run: RunTask, pl
         lines = [*first, f"{last} > {_NAME}", *lines]
     for line in lines:
         out.print(Text(f"  {line}", style="cyan"), soft_wrap=True)
-
-
-def _proof(c: Certificate) -> str:
-    state = "" if c.status == "complete" else f" ({c.status})"
-    return f"{proof_text(c.gap, c.intra_gap)}, at these prices{state}"

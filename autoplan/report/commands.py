@@ -74,25 +74,19 @@ def estimate_command(
 
 def _planning(request: PlanRequest) -> list[str]:
     """Return the words that limit a search: pins, risk of memory, error within which plans are equal, proof."""
-    words = [word for name, value in request.pins.items() for word in ("--pin", f"{name}={_pinned(value)}")]
     given = (_given(record.flag, getattr(request, record.name), record.default) for record in TOLERANCES)
-    return [*words, *(word for each in given for word in each)]
+    return [*_pins(request), *(word for each in given for word in each)]
 
 
-def _pinned(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+def _pins(request: PlanRequest) -> list[str]:
+    texts = {n: ",".join(map(str, v)) if isinstance(v, tuple | list) else v for n, v in request.pins.items()}
+    return [word for name, text in texts.items() for word in ("--pin", f"{name}={text}")]
 
 
 def plan_command(model: str, cluster: str, request: PlanRequest) -> list[str]:
     """Return the words of the command line that plans this task."""
-    return [
-        "autoplan",
-        "plan",
-        *task(model, cluster, request),
-        *settings(request),
-        *_planning(request),
-        *_executed(request),
-    ]
+    asked = [*task(model, cluster, request), *settings(request), *_planning(request)]
+    return ["autoplan", "plan", *asked, *_executed(request)]
 
 
 def explain_words(model: str, cluster: str, request: PlanRequest) -> list[str]:
@@ -102,22 +96,15 @@ def explain_words(model: str, cluster: str, request: PlanRequest) -> list[str]:
 
 def fit_words(model: str, cluster: str, request: PlanRequest) -> list[str]:
     """Return the words of the command line that tries ways to make this task fit."""
-    pins = [word for name, value in request.pins.items() for word in ("--pin", f"{name}={_pinned(value)}")]
+    asked = [*task(model, cluster, request), *settings(request), *_pins(request)]
     risk = _given("--memory-risk", request.memory_risk, DEFAULT_RISK)
-    return ["autoplan", "fit", *task(model, cluster, request), *settings(request), *pins, *risk, *_executed(request)]
+    return ["autoplan", "fit", *asked, *risk, *_executed(request)]
 
 
 def whatif_command(model: str, cluster: str, request: PlanRequest, vary: str) -> list[str]:
     """Return the words of the command line that varies one thing of this task."""
-    return [
-        "autoplan",
-        "whatif",
-        *task(model, cluster, request),
-        *settings(request),
-        *_planning(request),
-        "--vary",
-        vary,
-    ]
+    asked = [*task(model, cluster, request), *settings(request), *_planning(request)]
+    return ["autoplan", "whatif", *asked, "--vary", vary]
 
 
 def _executed(request: PlanRequest) -> list[str]:

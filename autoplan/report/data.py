@@ -268,9 +268,5 @@ def infeasible_report(error: Exception) -> dict[str, Any]:
     """Return why nothing fits, with the fields of `search.infeasible.InfeasibleReport` if the error carries one."""
     found = getattr(error, "report", None)
     names = ("stage", "term", "needed_bytes", "available_bytes", "config", "cheapest_change")
-    return {
-        "schema": SCHEMA_VERSION,
-        "status": "infeasible",
-        "message": str(error),
-        **{name: getattr(found, name, None) for name in names},
-    }
+    about = {name: getattr(found, name, None) for name in names}
+    return {"schema": SCHEMA_VERSION, "status": "infeasible", "message": str(error), **about}

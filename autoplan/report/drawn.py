@@ -150,23 +150,12 @@ def candidates_data(request: PlanRequest, result: SearchResult) -> list[dict[str
             pending.append(estimate_config(request, config))
     for what, changed in _changed(request, best.config):
         if isinstance(changed, str):
-            out.append(
-                {"label": what, "kind": "illegal", "step_s": None, "memory_bytes": None, "why": changed, "stages": ""}
-            )
+            out.append(_illegal(what, changed))
         elif changed not in seen and all(changed != p.config for p in pending):
             try:
                 pending.append(estimate_config(request, changed))
             except AutoplanError as error:
-                out.append(
-                    {
-                        "label": what,
-                        "kind": "illegal",
-                        "step_s": None,
-                        "memory_bytes": None,
-                        "why": str(error),
-                        "stages": "",
-                    }
-                )
+                out.append(_illegal(what, str(error)))
     out += [_lost(request, p, own, result.fastest_s) for p in pending]
     for c in out:
         if c["stages"] and sum(c["label"] == other["label"] for other in out) > 1:
@@ -209,6 +198,10 @@ def _candidate(planned: Planned, kind: str, why: str) -> dict[str, Any]:
     }
 
 
+def _illegal(what: str, why: str) -> dict[str, Any]:
+    return {"label": what, "stages": "", "kind": "illegal", "step_s": None, "memory_bytes": None, "why": why}
+
+
 def _changed(request: PlanRequest, config: ParallelConfig) -> Iterator[tuple[str, ParallelConfig | str]]:
     """Yield single changes of a plan, in words: a configuration, or why it is illegal."""
     given: dict[str, Any] = {
@@ -237,12 +230,7 @@ def _recompute_kind(recompute: str | Mapping[str, str] | tuple[int, ...]) -> str
 
 def gain_data(gain: Any) -> dict[str, Any]:
     """Return a change of hardware or task with what it gains, in words."""
-    return {
-        "what": gain.what,
-        "own": value_text(gain.own),
-        "value": value_text(gain.value),
-        "gain": gain.best_gain,
-    }
+    return {"what": gain.what, "own": value_text(gain.own), "value": value_text(gain.value), "gain": gain.best_gain}
 
 
 def _tornado(request: PlanRequest, planned: Planned, run: RunTask) -> Iterator[dict[str, Any]]:

@@ -18,14 +18,15 @@ from autoplan.cost_models.time.estimate import Estimate
 from autoplan.errors import PinError
 from autoplan.plans.document import chosen, plain
 from autoplan.report.arguments import read_pin_words
-from autoplan.report.data import head, planned_data, shortage_data, to_text
+from autoplan.report.data import head, planned_data, shortage_data
 from autoplan.report.degrees import checked_config
 from autoplan.report.flags import TaskWords
 from autoplan.report.html import check_report_path, write_report
+from autoplan.report.output import put
 from autoplan.report.plan_file import read_plan_file
 from autoplan.report.plots import scatter_plot, show_plot
 from autoplan.report.request import read_run
-from autoplan.report.text import TERMS, console, heading, paragraph, plain_table, proof_text
+from autoplan.report.text import TERMS, heading, paragraph, plain_table, proof_of, proof_text
 from autoplan.report.waiting import INCOMPLETE, telling, waiting
 from autoplan.report.words import choice_text, value_text
 from autoplan.search.planner import Planned, PlanRequest, estimate_config, search_plan
@@ -121,10 +122,7 @@ def explain_command(
         report = versus_report(request, own, other, changed, run)
         show = partial(versus_text, request=request, own=own, other=other, found=changed)
         said = _verdict(changed)
-    if as_json:
-        print(to_text(report))
-    else:
-        show(console())
+    put(report, as_json, show)
     if file is not None:
         from autoplan.report.drawn_sweeps import drawn_explained
 
@@ -165,7 +163,7 @@ def explain_text(out: Console, found: Explanation) -> None:
 def _proved(found: Explanation) -> str:
     """Return what is proved of the plan; nothing if it was given, not searched."""
     c = found.certificate
-    return "" if c is None else f"{c.considered:,} candidates: {proof_text(c.gap, c.intra_gap)}, at these prices"
+    return "" if c is None else f"{c.considered:,} candidates: {proof_of(c)}"
 
 
 def _plan_line(out: Console, title: str, planned: Planned) -> None:

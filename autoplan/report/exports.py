@@ -20,6 +20,7 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.exporters.door import Export, export_setup
 from autoplan.exporters.setup import Setup
 from autoplan.exporters.targets import target_of
+from autoplan.plans.document import chosen
 from autoplan.plans.record import Plan
 from autoplan.report.data import report, to_text
 from autoplan.report.files import check_writable, write_text
@@ -81,14 +82,4 @@ def export_command(plan: Path, to: str, out: Path | None, as_json: bool) -> None
 
 def export_report(plan: str, found: Export) -> dict[str, Any]:
     """Return the answer of `autoplan export` as plain data."""
-    return report(
-        "export",
-        plan=plan,
-        to=found.target,
-        version=found.version,
-        file=found.file,
-        text=found.text,
-        launch=list(found.launch),
-        elsewhere=list(found.elsewhere),
-        not_said=list(found.not_said),
-    )
+    return report("export", plan=plan, to=found.target, **chosen(found, "version file text launch elsewhere not_said"))

@@ -15,10 +15,11 @@ from autoplan.config.choices import config_data
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.plans.document import chosen
 from autoplan.program.facts import ModelFacts
-from autoplan.report.data import head, planned_data, shortage_data, to_text
+from autoplan.report.data import head, planned_data, shortage_data
 from autoplan.report.flags import TaskWords
+from autoplan.report.output import put
 from autoplan.report.request import import_from_here, read_request
-from autoplan.report.text import console, heading, memory_table, paragraph, plain_table
+from autoplan.report.text import heading, memory_table, paragraph, plain_table
 from autoplan.report.waiting import INCOMPLETE, waiting
 from autoplan.sweeps.fit import Fit, Way, fit
 from autoplan.sweeps.label import plan_label
@@ -32,10 +33,7 @@ def fit_command(task: TaskWords, pin: list[str] | None, ways: bool, seconds: flo
     request = read_request(completed(task), pins=pin, **asked)
     with waiting("searching", as_json) as status:
         found = fit(request, ways=ways, seconds=seconds, told=lambda what: status.update(f"trying: {what}"))
-    if as_json:
-        print(to_text(fit_report(found)))
-    else:
-        fit_text(console(), found)
+    put(fit_report(found), as_json, partial(fit_text, found=found))
     if found.interrupted:
         raise KeyboardInterrupt(INCOMPLETE)
     return {True: 0, False: 3, None: 2}[found.fits]

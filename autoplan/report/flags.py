@@ -16,7 +16,7 @@ import typer
 from autoplan.config.choice import Choice, Written, choices_of
 from autoplan.config.choices import plain_option, text_of
 from autoplan.config.parallel import ParallelConfig, RunOptions
-from autoplan.config.planning import SEARCH_SETTINGS, TOLERANCES
+from autoplan.config.planning import OF_EVERY_COMMAND, SEARCH_SETTINGS
 from autoplan.config.settings import setting
 from autoplan.errors import PinError
 from autoplan.report.written import WrittenPlan, find_written
@@ -40,10 +40,17 @@ def _of_setting(name: str) -> Any:
 _SEARCH = {record.name: record for record in SEARCH_SETTINGS}
 
 
+def _flags(record: Choice) -> tuple[str, ...]:
+    """Return the flags of a choice; a switch that is on by default has one to turn it off."""
+    if record.written is Written.SWITCH and record.default:
+        return (f"{record.flag}/--no-{record.flag.removeprefix('--')}",)
+    return record.flags or (record.flag,)
+
+
 def _of_search(name: str, **limits: Any) -> Any:
     """Return the option of a setting of a search; its default is that of the command."""
     record = _SEARCH[name]
-    return typer.Option(*(record.flags or (record.flag,)), help=record.help, **limits)
+    return typer.Option(*_flags(record), help=record.help, **limits)
 
 
 ProfileName = Annotated[str | None, _of_setting("profile")]
@@ -67,6 +74,7 @@ ReportPath = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 TimeLimit = Annotated[float, _of_search("time_limit_s", min=1)]
 MemoryRisk = Annotated[float, _of_search("memory_risk")]
+Cache = Annotated[bool, _of_search("cache")]
 CHOSEN: Mapping[str, Any] = {}  # the default of a parameter that takes several choices
 
 
@@ -155,8 +163,7 @@ def _annotation(record: Choice) -> tuple[Any, object]:
     """Return the type with the option, and the default, of a choice on the command line."""
     default = None if record.left_out or record.default is None else plain_option(record.default)
     if record.written is Written.SWITCH:
-        flags = (record.flag, *([f"--no-{record.flag.removeprefix('--')}"] if default else []))
-        return Annotated[bool, typer.Option("/".join(flags), help=record.help)], default
+        return Annotated[bool, typer.Option(*_flags(record), help=record.help)], default
     numbers = {Written.COUNT: int, Written.NUMBER: float}
     kind: Any = str if record.read is not None else numbers.get(record.written, str)
     if kind is str and default is not None:
@@ -166,10 +173,10 @@ def _annotation(record: Choice) -> tuple[Any, object]:
 
 
 def with_choices(command: Callable[..., None], may_miss: Sequence[str] = ()) -> Callable[..., None]:
-    """Give a command an option for every field of its parameter `task`, for every choice and for every tolerance.
+    """Give a command an option for every field of its parameter `task`, every choice and every setting of a search.
 
-    The choices are in place of `degrees` and of `options`, the tolerances of a search in place of `tolerances`; the
-    command gets these parameters as mappings from names to values, and `task` as TaskWords.
+    The choices are in place of `degrees` and of `options`, the settings of a search but its time in place of `search`;
+    the command gets these parameters as mappings from names to values, and `task` as TaskWords.
 
     Args:
         may_miss: arguments that every other task has, and that are None here if they are not given.
@@ -215,9 +222,9 @@ def _parameters(
             yield from _parameters(
                 _option(word.name, kind, inspect.Parameter.empty if default is MISSING else default), groups
             )
-    elif name == "tolerances":
-        groups[name] = [record.name for record in TOLERANCES]
-        for record in TOLERANCES:
+    elif name == "search":
+        groups[name] = [record.name for record in OF_EVERY_COMMAND]
+        for record in OF_EVERY_COMMAND:
             yield _option(record.name, *_annotation(record))
     elif name in _GROUPS:
         records = [record for record in choices_of(_GROUPS[name]) if record.help]
@@ -280,6 +287,7 @@ _OUTPUT = frozenset(
         "settings",
         "pareto",
         "seconds",
+        "cache",
         "ways",
         "deadline",
         "budget",

@@ -8,9 +8,12 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EXIT_LOST_OUTPUT = 4
 EXIT_INTERRUPTED = 130  # by Ctrl-C: 128 + SIGINT
@@ -63,6 +66,17 @@ def say_note(message: str) -> None:
 def _say(kind: str, message: str) -> None:
     with suppress(OSError, ValueError):
         print(f"{kind}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def put(answer: Mapping[str, Any], as_json: bool, show: Callable[[Console], object]) -> None:
+    """Print the answer of a command: as JSON, or as the text that `show` prints."""
+    from autoplan.report.data import to_text
+    from autoplan.report.text import console
+
+    if as_json:
+        print(to_text(answer))
+    else:
+        show(console())
 
 
 @contextmanager

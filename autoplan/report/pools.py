@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -13,10 +14,11 @@ from autoplan.config import numbers
 from autoplan.config.choices import config_data, config_label
 from autoplan.errors import PinError
 from autoplan.plans.document import chosen, plain
-from autoplan.report.data import cluster, head, to_text
+from autoplan.report.data import cluster, head
 from autoplan.report.flags import TaskWords
+from autoplan.report.output import put
 from autoplan.report.request import read_request
-from autoplan.report.text import batch_text, console, interval, paragraph, plain_table, title
+from autoplan.report.text import batch_text, interval, paragraph, plain_table, title
 from autoplan.report.waiting import waiting
 from autoplan.search.planner import PlanRequest
 from autoplan.search.pools import RESTRICTIONS, PooledPlan
@@ -39,10 +41,7 @@ def pools_command(
     requests = [read_request(replace(task, cluster=text), pins=list(pin or ()), **search) for text in pool]
     with waiting("searching", as_json) as status:
         found = pools(requests, nic_gbit_s=nic, alone=alone, told=lambda text: status.update(f"searching: {text}"))
-    if as_json:
-        print(to_text(pools_report(found)))
-    else:
-        pools_text(console(), found)
+    put(pools_report(found), as_json, partial(pools_text, found=found))
 
 
 # -- text --------------------------------------------------------------------------------------------------------------

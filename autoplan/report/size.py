@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from rich.text import Text
 from autoplan.config import numbers
 from autoplan.config.choices import config_data
 from autoplan.errors import PinError
-from autoplan.report.data import assumptions, head, to_text
+from autoplan.plans.document import chosen
+from autoplan.report.data import assumptions, head
 from autoplan.report.flags import TaskWords
 from autoplan.report.html import check_report_path, write_report
+from autoplan.report.output import put
 from autoplan.report.request import read_request, read_run
 from autoplan.report.tables import print_fitting
-from autoplan.report.text import console, graph_notes, paragraph, prices
+from autoplan.report.text import graph_notes, paragraph, prices
 from autoplan.report.waiting import INCOMPLETE, waiting
 from autoplan.sweeps.label import plan_label
 from autoplan.sweeps.size import Kind, Size, SizePoint, nodes_of, read_kinds, size, size_rows
@@ -61,14 +64,12 @@ def size_command(
             seconds=seconds,
             told=lambda kind, nodes: status.update(f"sizing: {nodes} nodes of {kind}"),
         )
-    if as_json:
-        print(to_text(size_report(found)))
-    else:
-        size_text(console(), found)
+    data = size_report(found)
+    put(data, as_json, partial(size_text, found=found))
     if report is not None:
         from autoplan.report.drawn_sweeps import drawn_size
 
-        write_report(report, size_report(found), drawn_size(found))
+        write_report(report, data, drawn_size(found))
     if found.interrupted:
         raise KeyboardInterrupt(INCOMPLETE)
     return 0 if found.fewest is not None else 3
@@ -196,9 +197,7 @@ def size_report(found: Size) -> dict[str, Any]:
     """Return the answer of `autoplan size` as plain data."""
     return {
         **head("size", found.request, "ok" if found.fewest is not None else "infeasible"),
-        "tokens": found.tokens,
-        "deadline_days": found.deadline_days,
-        "budget_usd": found.budget_usd,
+        **chosen(found, "tokens deadline_days budget_usd"),
         "fewest": _point_data(found, found.fewest),
         "cheapest": _point_data(found, found.cheapest),
         "kinds": [
@@ -206,8 +205,7 @@ def size_report(found: Size) -> dict[str, Any]:
                 "name": k.name,
                 "fewest_nodes": None if k.fewest is None else k.fewest.nodes,
                 "cheapest_nodes": None if k.cheapest is None else k.cheapest.nodes,
-                "adjacent": k.adjacent,
-                "proved": k.proved,
+                **chosen(k, "adjacent proved"),
                 "reason": k.reason or None,
             }
             for k in found.kinds
@@ -222,9 +220,6 @@ def _point_data(found: Size, point: SizePoint | None) -> dict[str, Any] | None:
         return None
     return {
         "kind": next(k.name for k in found.kinds if point in k.points),
-        "nodes": point.nodes,
-        "num_devices": point.num_devices,
-        "days": point.days,
-        "usd": point.usd,
+        **chosen(point, "nodes num_devices days usd"),
         "plan": config_data(point.point.planned.config),
     }

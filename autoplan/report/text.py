@@ -181,8 +181,7 @@ def evidence(out: Console, request: PlanRequest, estimate: Estimate) -> None:
 
 
 def _run_text(run: Run) -> str:
-    span = f"({numbers.days(run.days.low)} to {numbers.days(run.days.high)})"
-    text = f"{numbers.scaled(run.tokens)} tokens: {numbers.days(run.days.mid)} {span}"
+    text = f"{numbers.scaled(run.tokens)} tokens: {with_span(run.days, numbers.days)}"
     if run.usd is None:
         return f"{text}, no price known (cluster@price=USD per device and hour)"
     return f"{text}, {with_span(run.usd, numbers.dollars)}"
@@ -268,8 +267,8 @@ def grouped_stages(stages: Sequence[StageEstimate]) -> list[list[StageEstimate]]
     """Group neighbouring stages with the same figures into one column; at most _MAX_STAGE_COLUMNS, the fullest kept."""
 
     def shown(s: StageEstimate) -> tuple[object, ...]:
-        sizes = (*s.memory.values(), *s.host_memory.values())
-        return (s.num_layers, s.num_recomputed, s.in_flight, tuple(f"{q.mid / 1e9:.1f}" for q in sizes))
+        sizes = [f"{q.mid / 1e9:.1f}" for q in (*s.memory.values(), *s.host_memory.values())]
+        return (s.num_layers, s.num_recomputed, s.in_flight, sizes)
 
     groups: list[list[StageEstimate]] = []
     for stage in stages:
@@ -428,16 +427,19 @@ def proof_text(gap: float, intra_gap: float) -> str:
     return proof
 
 
+def proof_of(c: Certificate) -> str:
+    """Say in words what a search proved, and how it ended if it was not complete."""
+    return f"{proof_text(c.gap, c.intra_gap)}, at these prices{'' if c.status == 'complete' else f' ({c.status})'}"
+
+
 def certificate_text(out: Console, c: Certificate) -> None:
     """Print the certificate and the space."""
     out.print()
-    state = "" if c.status == "complete" else f" ({c.status})"
-    proof = f"{proof_text(c.gap, c.intra_gap)}, at these prices{state}"
     undecided = f", {c.open:,} left open" if c.open else ""
     paragraph(
         out,
         f"{c.considered:,} candidates: {c.illegal:,} illegal, {c.too_big:,} too big, {c.bounded_out:,} bounded out, "
-        f"{c.solved:,} solved{undecided} in {c.solve_time_s:.1f} s: {proof}",
+        f"{c.solved:,} solved{undecided} in {c.solve_time_s:.1f} s: {proof_of(c)}",
         1,
     )
     for what, counts in (("illegal", c.illegal_by_rule), ("too big", c.too_big_by_term)):
@@ -486,8 +488,7 @@ def say_warnings(out: Console, e: Estimate, request: PlanRequest, run: RunTask) 
 
 def graph_notes(requests: Sequence[PlanRequest]) -> list[str]:
     """Return the notes of the models' graphs, each after the model's name."""
-    found = [f"{r.graph.name}: {note}" for r in requests for note in r.graph.notes]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(f"{r.graph.name}: {note}" for r in requests for note in r.graph.notes))
 
 
 def assumptions_text(known: Assumptions) -> str:

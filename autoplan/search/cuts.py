@@ -192,14 +192,14 @@ class Cutter:
         relevant = windows.between(self.m * windows.free + windows.once_s + self.after_s < limit_s)
         if int(relevant.sum()) > _MOST_CHECKED:
             return True
-        least = [self._least_of(s, range(i, j)) for s, i, j in np.argwhere(relevant).tolist()]
+        least = [self._least_of(s, range(s + a, s + b + 1)) for s, a, b in np.argwhere(relevant).tolist()]
         return any(n is None or (n > 0 and self.fixed is None) for n in least)
 
     def free_bound_s(self) -> float:
         """Return the bound of `bound_s` with unlimited memory, which offloading cannot beat either."""
         if self._free_s is None:
             windows = self.windows
-            self._free_s = float(windows.least_rest(windows.free, windows.run)[0][0]) + self.after_s
+            self._free_s = float(windows.runs(windows.free)[0][0]) + self.after_s
         return self._free_s
 
     def lacks_device_memory(self) -> bool:
@@ -221,7 +221,7 @@ class Cutter:
             best, evaluated = self._climb(windows.even(), limit, max_evaluated // 2)
             limit = best[0] if best is not None else limit
         runs, waits = windows.rest(limit - self.after_s)  # from here on only better cuts matter
-        # bound, stage, first unit, chunks so far, largest term so far, sum of T so far
+        # bound, stage, its first unit (as in `windows`), chunks so far, largest term so far, sum of T so far
         stack: list[tuple[float, int, int, tuple[int, ...], float, float]] = [(root, 0, 0, (), 0.0, 0.0)]
         while stack:
             bound, stage, at, chunks, most, before = stack.pop()
@@ -238,14 +238,14 @@ class Cutter:
                     if step < limit:
                         limit, best = step, (step, chunks, recompute)
                 continue
-            each, once = windows.each[stage][at], windows.once_s[at]
+            each, once = windows.each[stage][at], windows.once_s[stage][at]
             own = np.maximum(before + self.m * each + once, windows.waits[stage][at])
             reach = np.maximum(most, np.maximum(own, before + each + runs[stage + 1]))
             reach = np.maximum(reach, waits[stage + 1]) + self.after_s
             open_to = np.flatnonzero(reach < limit * (1 - CLOSE))
-            for j in open_to[np.argsort(-reach[open_to], kind="stable")]:  # the best is popped first
-                done, sums = max(most, float(own[j])), before + float(each[j])
-                stack.append((float(reach[j]), stage + 1, int(j), (*chunks, int(j) - at), done, sums))
+            for b in open_to[np.argsort(-reach[open_to], kind="stable")]:  # the best is popped first
+                done, sums = max(most, float(own[b])), before + float(each[b])
+                stack.append((float(reach[b]), stage + 1, int(b), (*chunks, int(b) + 1 - at), done, sums))
         if best is None:
             return Cut(None, (), math.inf, min(open_bound, max(root, cutoff_s)), open_bound == math.inf)
         bound = min(best[0], max(root, open_bound))
@@ -301,7 +301,7 @@ class Cutter:
     def _least(self, stage: int, units: range) -> int | None:
         counts = self._counts(units, self._num_layers(units))
         if self.fixed is None:  # the bound excludes fewer
-            counts = counts[int(self.windows.reach[stage][units.start, units.stop]) :]
+            counts = counts[int(self.windows.reach[stage][units.start - stage, units.stop - 1 - stage]) :]
         return next((n for n in counts if self._fits(stage, units, n)), None)
 
     def _tried(self, stage: int, units: range, count: int) -> tuple[list[range], list[int]]:

@@ -28,26 +28,27 @@ from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks
 from autoplan.search.cuts import Cut, Cutter, Shortage, fits_device, fits_host, shortage_of, worst_of
+from autoplan.search.windows import between_ends, by_stage, prefix
 
 
 @lru_cache(maxsize=4096)  # candidates that differ in ZeRO or micro-batches share cuts
 def even_cut(seconds: tuple[float, ...], num_chunks: int) -> tuple[int, ...]:
     """Return units per chunk, each at least one, with the least sum of squared times of chunks."""
-    n = len(seconds)
-    sums = np.concatenate([[0.0], np.cumsum(seconds)])
-    i, j = np.meshgrid(np.arange(n + 1), np.arange(n + 1), indexing="ij")
-    squares = np.where(j > i, (sums[j] - sums[i]) ** 2, np.inf)
-    least = np.full(n + 1, np.inf)
-    least[n] = 0.0
+    sums = prefix(np.array(seconds))
+    squares = by_stage(between_ends(sums) ** 2, num_chunks)  # chunk k, from its unit k + a to its unit k + b
+    later = np.tri(squares.shape[1], k=-1, dtype=bool)
+    least = np.full(squares.shape[1], np.inf)
+    least[-1] = 0.0
     nexts = []
-    for _ in range(num_chunks):  # last chunk first
-        through = squares + least[None, :]
+    for each in squares[::-1]:  # last chunk first
+        through = np.where(later, np.inf, each + least[None, :])
         nexts.append(through.argmin(axis=1))
         least = through.min(axis=1)
     out, at = [], 0
     for step in reversed(nexts):
-        out.append(int(step[at]) - at)
-        at = int(step[at])
+        last = int(step[at])
+        out.append(last + 1 - at)
+        at = last
     return tuple(out)
 
 
@@ -359,7 +360,9 @@ class ChunkCutter:
         """Return the fewest steps with which a rank fits its device and the host; None if it does not."""
         least = _first_true(choices.most, near, functools.partial(self._fits, rank, choices, cut))
         while least is not None and not self._fits_host(rank, choices, cut, least):
-            least = least + 1 if least < choices.most else None  # recomputed activations are not on the host
+            if least == choices.most or (self.fixed is None and self.pricer.frontier.stays_on_host):
+                return None
+            least += 1  # recomputed activations are not on the host
         return least
 
     def _fits(self, rank: int, choices: _Choices, cut: tuple[int, ...], number: int) -> bool:

@@ -47,6 +47,7 @@ from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES, num_copies
 from autoplan.search.cuts import Cutter
 from autoplan.search.interleaved_cuts import ChunkCutter, LeastPass, even_cuts
 from autoplan.search.intra import IntraSolution, StoppedError, solve
+from autoplan.search.layout_files import LayoutFiles, folder_of_layouts
 from autoplan.search.layout_store import ById
 from autoplan.search.request import PlanRequest, offload_kinds, without_activations
 from autoplan.search.state_bounds import StateBounds
@@ -90,6 +91,7 @@ class LayoutCache:
         )
         self.gap: float = 0.0
         self.all_proved: bool = True
+        self._files = LayoutFiles(folder_of_layouts() if request.uses_cache else None)
         self._found: dict[_Key, CandidateLayout] = {}
         self._layouts: dict[_Cut, tuple[tuple[Axis, ...], IntraSolution] | None] = {}
         self._lowered: dict[tuple[_Cut, MethodChoice], LoweredModel] = {}
@@ -170,10 +172,22 @@ class LayoutCache:
         cut = tp, size, cp, own
         key, number = prices_key(self.request, self.costs, cut), layout_batches(self.request, cut)
         until = time.perf_counter() + limit_s
-        axes, solution = self.request.layouts.get(key, number, functools.partial(self._solve_anew, cut, until))
+        axes, solution = self.request.layouts.get(key, number, functools.partial(self._kept_or_solved, key, cut, until))
         self.gap = max(self.gap, solution.gap)
         self.all_proved = self.all_proved and solution.status == "optimal"
         return axes, solution
+
+    def _kept_or_solved(
+        self, key: object, cut: _Cut, until_s: float, number: int
+    ) -> tuple[tuple[Axis, ...], IntraSolution]:
+        began = time.perf_counter() - self._solving_s()
+        try:
+            return self._files.get(key, number, lambda: self._solve_anew(cut, until_s, number))
+        finally:
+            self.phases["layout files"] += time.perf_counter() - self._solving_s() - began
+
+    def _solving_s(self) -> float:
+        return sum(self.phases.get(name, 0.0) for name in ("intra-op build", "intra-op solve"))
 
     def _solve_anew(self, cut: _Cut, until_s: float, number: int) -> tuple[tuple[Axis, ...], IntraSolution]:
         start = time.perf_counter()
@@ -367,8 +381,11 @@ class LayoutCache:
         known = self._bounds_of(members)
         return None if known is None else known.of(members, self.room, below_s)
 
-    def offloaded_bounds_s(self, members: Sequence[ParallelConfig]) -> list[float]:
+    def offloaded_bounds_s(self, members: Sequence[ParallelConfig], below_s: float = math.inf) -> list[float]:
         """Return bounds of candidates with the same work inside blocks, with any kind of offload that is searched.
+
+        Args:
+            below_s: bounds that are not below it are not made stronger.
 
         Raises:
             StoppedError: the layout is not decided.
@@ -376,7 +393,7 @@ class LayoutCache:
         known = self._bounds_of(members)
         if known is None:
             return [0.0] * len(members)
-        return known.offloaded_s(members, [offload_kinds(self.request, c) for c in members], self.room)
+        return known.offloaded_s(members, [offload_kinds(self.request, c) for c in members], self.room, below_s)
 
     def _bounds_of(self, members: Sequence[ParallelConfig]) -> StateBounds | None:
         """Return the bounds for candidates with the same work inside blocks; None if there is no layout."""

@@ -32,11 +32,10 @@ from dataclasses import replace
 from autoplan.config.offload import held_on_host
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.time.price import Pricer, ranges_of
-from autoplan.errors import InfeasibleError
 from autoplan.program.legality.data import NO_METHOD
 from autoplan.search import clock
 from autoplan.search.certificate import Certificate, SearchResult, Status, certificate_of
-from autoplan.search.cuts import Cut, Cutter, Shortage
+from autoplan.search.cuts import Cutter, Shortage
 from autoplan.search.degrees import Space, num_cuts, search_order
 from autoplan.search.estimate import Planned, chosen_recompute, estimate_config
 from autoplan.search.first_plans import Neighbours, usual
@@ -46,7 +45,7 @@ from autoplan.search.infeasible import InfeasibleReport, NothingFits, no_plan
 from autoplan.search.interleaved_cuts import ChunkCutter
 from autoplan.search.intra import StoppedError
 from autoplan.search.later_choices import NEAR, more_stages
-from autoplan.search.layouts import ILP_LIMIT_S, CandidateLayout, LayoutCache
+from autoplan.search.layouts import ILP_LIMIT_S, CandidateLayout, LayoutCache, no_layout
 from autoplan.search.outcomes import BOUNDED_OUT, LARGE_VALUES, NO_LAYOUT, SOLVED, Decided, Outcome, all_counted
 from autoplan.search.progress import Phases, Progress, Teller
 from autoplan.search.quick_memory import QuickMemory
@@ -84,6 +83,7 @@ _PATIENCE, _LEAST_PATIENCE_S = 5.0, 60.0
 # Usual layouts and their neighbours are evaluated first, in at most this share of the time; neighbours only in spaces
 # that are not searched as fast without.
 _FIRST_SHARE, _FEW = 0.5, 200
+_MOST_CHANGES = 16  # candidates that differ from the best plan in one choice, and are evaluated whatever the gap is
 # Shares of the time after which candidates with a bound are evaluated although others have none yet.
 _BOUND_SHARES = (0.75, 1.0)
 
@@ -124,12 +124,13 @@ class _Search:
         """Evaluate the first plans, bound all candidates, then refine and evaluate them best first."""
         with self.phases.spent("space"):
             checked = space_of(self.request)
-        self.num_candidates = len(checked.candidates)
+        candidates = checked.candidates
+        self.num_candidates = len(candidates)
         try:
-            self._first_plans(checked.candidates)
+            self._first_plans(candidates)
             self._offload_near_best()
             self._more_stages()
-            for candidate in checked.candidates:
+            for candidate in candidates:
                 self.pending[group_key(candidate)].append(candidate)
             for share in _BOUND_SHARES:
                 if self.pending:
@@ -139,6 +140,7 @@ class _Search:
             checked = self._with_offload(checked)
             if not self.plans.best:
                 self._least_memory_first(checked)
+            self._single_changes(candidates)
             self._look_for_simpler(checked)
         except KeyboardInterrupt:
             if not self.plans.best:
@@ -147,10 +149,9 @@ class _Search:
         if not self.plans.best:
             num_open = sum(c not in self.outcomes for c in checked.candidates)
             raise no_plan(self.points, checked, self.shortages, num_open, self._elapsed_s())
-        chosen, *equals = self._equals()
-        others = self.plans.asked([entry for entry in self.plans.best if entry != chosen], [chosen])[
-            : self.request.top - 1
-        ]
+        chosen, *equals = self.plans.equals(self._complexity)
+        beside = [entry for entry in self.plans.best if entry != chosen]
+        others = self.plans.asked(beside, [chosen])[: self.request.top - 1]
         plans = tuple(self._planned(entry) for entry in (chosen, *others))
         near = tuple((self._config(entry), entry.step_s) for entry in sorted(equals, key=lambda e: e.step_s))
         return SearchResult(plans, self._certificate(checked), near)
@@ -312,9 +313,8 @@ class _Search:
 
     def _exclude(self, candidate: ParallelConfig) -> None:
         """Decide a candidate whose states and least activations do not fit, whatever its cut and recompute are."""
-        term = self.points.shortage(candidate)
-        if term is not None:
-            self.outcomes.setdefault(candidate, (Outcome.TOO_BIG, term))
+        if (term := self.points.shortage(candidate)) is not None:
+            self._decide([candidate], (Outcome.TOO_BIG, term))
 
     def _decide(self, candidates: Sequence[ParallelConfig], how: Decided) -> None:
         """Give candidates an outcome, if they have none."""
@@ -379,7 +379,7 @@ class _Search:
         with self.phases.spent("bounds"):
             for members in grouped(new):
                 left: list[ParallelConfig] = []
-                for kept, bound in zip(members, self.points.offloaded_bounds_s(members), strict=True):
+                for kept, bound in zip(members, self.points.offloaded_bounds_s(members, enough), strict=True):
                     self.bounds |= dict.fromkeys(new[kept], max(self.first_bounds[kept], bound))
                     left += new[kept] if bound < enough else []
                 self._bound_states(left, enough)
@@ -430,10 +430,14 @@ class _Search:
         self.bounds[candidate] = max(self.bounds[candidate], free)
         return binds
 
-    def _best_first(self, bounds: Mapping[ParallelConfig, float]) -> None:
-        """Take the candidate with the least bound; make its cutter, refine the bound, then evaluate it."""
+    def _best_first(self, bounds: Mapping[ParallelConfig, float], gap: float | None = None) -> None:
+        """Take the candidate with the least bound; make its cutter, refine the bound, then evaluate it.
+
+        Args:
+            gap: the share by which others may be faster; None: that of the request.
+        """
         # among equals, the one with most on the host comes first: if it is too big, so are the others
-        enough = self.plans.enough_s()
+        enough = self.plans.enough_s(gap)
         heap = [
             (bound, 0, -len(held_on_host(candidate.offload)), search_order(candidate), candidate)
             for candidate, bound in bounds.items()
@@ -443,7 +447,7 @@ class _Search:
         while heap:
             bound, refined, _, _, candidate = heap[0]
             self._tell(bound)
-            if bound >= self.plans.enough_s():
+            if bound >= self.plans.enough_s(gap):
                 return
             if self._out_of_time() and (self.plans.best or self._elapsed_s() > self.patience_s / 2):
                 return
@@ -458,7 +462,7 @@ class _Search:
                     continue
                 bound = self.bounds[candidate]
             else:
-                refined, bound = 1, self._refine(candidate, self.plans.enough_s())
+                refined, bound = 1, self._refine(candidate, self.plans.enough_s(gap))
             if bound < math.inf:
                 held = -len(held_on_host(candidate.offload))
                 heapq.heappush(heap, (bound, refined, held, search_order(candidate), candidate))
@@ -484,17 +488,14 @@ class _Search:
         if cut.chunks is None and cut.exact and cutoff_s == math.inf:
             self._too_big(candidate)
         elif cut.chunks is not None:
-            self._take(candidate, cut)
+            self.bounds[candidate] = max(self.bounds[candidate], cut.bound_s)
+            self.outcomes[candidate] = SOLVED
+            self.plans.add(candidate, cut)
         elif cut.exact:
             self.outcomes[candidate] = SOLVED
             self.bounds[candidate] = max(self.bounds[candidate], cutoff_s)
         else:
             self.bounds[candidate] = max(self.bounds[candidate], cut.bound_s)
-
-    def _take(self, candidate: ParallelConfig, cut: Cut) -> None:
-        self.bounds[candidate] = max(self.bounds[candidate], cut.bound_s)
-        self.outcomes[candidate] = SOLVED
-        self.plans.add(candidate, cut)
 
     def _least_memory_first(self, checked: Space) -> None:
         """Evaluate open candidates, if nothing was found yet, until the first plan that fits or until patience ends."""
@@ -512,14 +513,17 @@ class _Search:
             if self.plans.best:
                 return
 
-    # -- equals -----------------------------------------------------------------------------------------------------
+    # -- the answer -------------------------------------------------------------------------------------------------
 
-    def _equals(self) -> list[Evaluated]:
-        """Return the plans that are equal to the fastest within the error, the simplest first."""
-        below = limit_s(self.plans.best[0].step_s, self.request.equal_within)
-        if below == self.plans.best[0].step_s:
-            return self.plans.best[:1]
-        return sorted((e for e in self.plans.best if e.step_s <= below), key=lambda e: (self._complexity(e), e.step_s))
+    def _single_changes(self, candidates: Sequence[ParallelConfig]) -> None:
+        """Without a given gap, evaluate what differs from the best plan in one choice, though faster by less."""
+        self.neighbours, examined, usual_gap = self.neighbours or Neighbours(candidates), None, self.request.gap is None
+        while usual_gap and self.plans.best and examined != self.plans.best[0] and not self._out_of_time():
+            examined = self.plans.best[0]
+            degrees = examined.candidate.but(context_method=None, offload=())
+            near = (c for each in next(self.neighbours.of(degrees)) for c in self._with_methods(each))
+            bounds = sorted((self.bounds[c], search_order(c), c) for c in near if c in self.bounds)
+            self._best_first({c: bound for bound, _, c in bounds[:_MOST_CHANGES] if bound < examined.step_s}, gap=0.0)
 
     def _complexity(self, entry: Evaluated) -> Complexity:
         pricer, stages = self._pricer(entry.candidate), zip(ranges_of(entry.chunks), entry.recompute, strict=True)
@@ -531,7 +535,7 @@ class _Search:
         if not self.plans.best or not self.request.equal_within:
             return
         below = limit_s(self.plans.best[0].step_s, self.request.equal_within)
-        least = self._complexity(self._equals()[0])
+        least = self._complexity(self.plans.equals(self._complexity)[0])
         found, out = {e.candidate for e in self.plans.best}, (Outcome.ILLEGAL, Outcome.TOO_BIG)
         some = [
             (c, self.bounds[c])
@@ -541,20 +545,16 @@ class _Search:
         for candidate in simpler_first(some, least, below)[:MOST_EXAMINED]:
             if self._out_of_time():
                 return
-            if complexity(candidate) >= least:
-                continue
-            if candidate not in self.cutters and not self._prepare(candidate):
+            if complexity(candidate) >= least or not (candidate in self.cutters or self._prepare(candidate)):
                 continue
             if self._refine(candidate, math.nextafter(below, math.inf)) <= below:
                 self._evaluate(candidate, below, num_cuts(candidate))
-                least = self._complexity(self._equals()[0])
-
-    # -- the answer -------------------------------------------------------------------------------------------------
+                least = self._complexity(self.plans.equals(self._complexity)[0])
 
     def _pricer(self, candidate: ParallelConfig) -> Pricer:
         pricer = self.points.pricer(candidate)
         if pricer is None:
-            raise InfeasibleError(f"no layout exists at tp={candidate.tp}")
+            raise no_layout(self.request, f"tp={candidate.tp}")
         return pricer
 
     def _planned(self, entry: Evaluated) -> Planned:
@@ -562,7 +562,7 @@ class _Search:
         estimate = self._pricer(candidate).estimate(entry.chunks, entry.recompute, events=True)
         point = self.points.of(candidate)
         if point is None:
-            raise InfeasibleError(f"no layout exists at tp={candidate.tp}")
+            raise no_layout(self.request, f"tp={candidate.tp}")
         return Planned(self._config(entry), estimate, point)
 
     def _config(self, entry: Evaluated) -> ParallelConfig:

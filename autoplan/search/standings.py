@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autoplan.config.parallel import ParallelConfig
 from autoplan.search.cuts import Cut
 from autoplan.search.degrees import search_order
 from autoplan.search.request import PlanRequest
-from autoplan.search.simplicity import kind_of
+from autoplan.search.simplicity import Complexity, kind_of, limit_s
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,19 @@ class Standings:
         asked = self.asked(self.best)
         return asked[self.request.top - 1].step_s if len(asked) >= self.request.top else math.inf
 
-    def enough_s(self) -> float:
+    def enough_s(self, gap: float | None = None) -> float:
         """Return the bound from which on a candidate is not looked at: its plans are hardly better, if at all.
 
-        They improve the requested plans by no more than the gap that the request allows.
+        They improve the requested plans by no more than `gap`; None: the one that the request allows.
         """
-        return self.cutoff_s() * (1.0 - self.request.allowed_gap)
+        return self.cutoff_s() * (1.0 - (self.request.allowed_gap if gap is None else gap))
+
+    def equals(self, complexity: Callable[[Evaluated], Complexity]) -> list[Evaluated]:
+        """Return the plans that are equal to the fastest within the error, the simplest first."""
+        below = limit_s(self.best[0].step_s, self.request.equal_within)
+        if below == self.best[0].step_s:
+            return self.best[:1]
+        return sorted((e for e in self.best if e.step_s <= below), key=lambda e: (complexity(e), e.step_s))
 
     def asked(self, entries: list[Evaluated], beside: Sequence[Evaluated] = ()) -> list[Evaluated]:
         """Return the entries that may be answers: all, or the first of each kind that is not among those beside."""

@@ -12,6 +12,10 @@ since all that fits has  sum over i of (S_u + w_i K_uh) <= C_i. So every choice 
 gives a weak one. Good ones let all stages take equally long, and make y_i the price of a byte there: the seconds per
 byte of the last recompute choice that the stage needs.
 
+Where that leaves a candidate below the best plan, all cuts into whole units are looked at: a stage of units i .. j - 1
+takes at least  T + max_y [sum_u min_h (R_uh + y K_uh) + y (S - C) / w]  seconds per micro-batch, and a dynamic
+programme gives the least step of all cuts: that of `autoplan.search.windows`, without a `Pricer`.
+
 Schedules with few cuts are bounded cut by cut: a rank r with chunks c of known units needs at least
 
     max_y  sum_c sum_u min_h (R_uh + y w_c K_uh)  +  y (S_r - C_r)
@@ -42,6 +46,7 @@ from autoplan.cost_models.time.least import LeastSeconds, LeastTime
 from autoplan.cost_models.time.simulation import ChunkTimes, simulate
 from autoplan.schedules.schedule import SCHEDULES, actions, chunks_of_ranks, num_copies
 from autoplan.search.interleaved_cuts import even_cuts
+from autoplan.search.windows import between_ends, by_stage, illegal_windows, prefix
 from autoplan.units import ORDER_OF_SUMS
 
 _CLOSE = 1 - ORDER_OF_SUMS
@@ -71,7 +76,8 @@ class _Alike(_Passes):
 
     Attributes:
         states: by kind of unit, in bytes of activations.
-        again, kept: the seconds (row, choice, kind) and bytes (choice, kind) of recompute choices.
+        again, kept: the seconds (row, choice, kind) and bytes (choice, kind) of recompute choices; inf, both, of those
+            that a kind does not have.
         room: the bytes that states and activations of the fullest moment may take.
         free_saved: bytes that every stage holds per micro-batch besides its units'.
     """
@@ -118,24 +124,31 @@ class StateBounds:
             open_to = np.flatnonzero(free < below_s)
             if len(open_to) and num_copies(some[0].schedule) == 1:
                 arrays = self._arrays([some[i] for i in open_to], [found[i] for i in open_to], room)
-                bounds[open_to] = np.maximum(free[open_to], self._tight_s(some[0], arrays))
+                bounds[open_to] = np.maximum(free[open_to], self._tight_s(some[0], arrays, below_s))
             for i, least, bound in zip(at, free.tolist(), bounds.tolist(), strict=True):
                 out[i] = least * _CLOSE, bound * _CLOSE
         return out
 
     def offloaded_s(
-        self, members: Sequence[ParallelConfig], kinds: Sequence[Sequence[tuple[str, ...]]], room: Room
+        self,
+        members: Sequence[ParallelConfig],
+        kinds: Sequence[Sequence[tuple[str, ...]]],
+        room: Room,
+        below_s: float = np.inf,
     ) -> list[float]:
         """Return for every candidate a bound with the memory there is, under whichever of its kinds of offload.
 
         They are bounded together: as fast as without, and with the least memory that any of them leaves on the device.
+
+        Args:
+            below_s: as for `of`.
         """
         out = [0.0] * len(members)
         for at in _alike(members):
             some = [members[i] for i in at]
             if num_copies(some[0].schedule) == 1 and all(kinds[i] for i in at):
                 arrays = self._arrays(some, [self.time.of(c) for c in some], room, [kinds[i] for i in at])
-                for i, bound in zip(at, self._tight_s(some[0], arrays).tolist(), strict=True):
+                for i, bound in zip(at, self._tight_s(some[0], arrays, below_s).tolist(), strict=True):
                     out[i] = bound * _CLOSE
         return out
 
@@ -170,6 +183,7 @@ class StateBounds:
         if self.fixed:  # which choice is not known here: the least bytes, for nothing
             kept = t.least_by_kind(self.memory.kept)[None]
             again = np.zeros((len(members), *kept.shape))
+        again = np.where(np.isinf(kept), np.inf, again)
         known = {(c.dp, c.zero_replicas): c for c in members}
         by_degrees = {key: self.memory.fixed_bytes(c, room) for key, c in known.items()}
         fixed = np.array([by_degrees[c.dp, c.zero_replicas] for c in members])
@@ -272,11 +286,15 @@ class StateBounds:
 
     # -- the memory there is ------------------------------------------------------------------------------------------
 
-    def _tight_s(self, c: ParallelConfig, a: _Alike) -> Array:
+    def _tight_s(self, c: ParallelConfig, a: _Alike, below_s: float) -> Array:
         if SCHEDULES[c.schedule].windows and c.virtual_stages == 1:
-            return self._any_cut_s(c, a) + a.beside
-        found = [self._ranks_s(c, a, cut, self._forced_s(c, a, cut)).max(axis=1) for cut in self._cuts(c)]
-        best: Array = np.array(found).min(axis=0)
+            found = self._any_cut_s(c, a) + a.beside
+            if below_s < np.inf and 1 < c.pp <= len(self.time.kinds):
+                for row in np.flatnonzero(found < below_s).tolist():
+                    found[row] = max(found[row], self._whole_units_that_fit_s(c, a, row) + a.beside[row])
+            return found
+        cuts = [self._ranks_s(c, a, cut, self._forced_s(c, a, cut)).max(axis=1) for cut in self._cuts(c)]
+        best: Array = np.array(cuts).min(axis=0)
         return best + a.beside
 
     def _any_cut_s(self, c: ParallelConfig, a: _Alike) -> Array:
@@ -304,6 +322,31 @@ class StateBounds:
             share = 1.0 / (total + again)
             share /= share.sum(axis=1, keepdims=True)
         return best
+
+    def _whole_units_that_fit_s(self, c: ParallelConfig, a: _Alike, row: int) -> float:
+        """Return the least of  max_s (m T_s + sum_{i<s} T_i)  over all cuts into whole units; inf if none fits.
+
+        T_s has the least seconds of recompute with which stage s fits, whatever the choices of its units are.
+        """
+        pp, m, kinds = c.pp, c.num_micro_batches, self.time.kinds
+        held = most_held(c.schedule, pp, m, 1).held
+
+        def windows(by_kind: Array) -> Array:
+            return by_stage(between_ends(prefix(by_kind[kinds])), pp)
+
+        lacks = windows(a.states[row]) - (a.room[row] - a.free_saved * held)[:, None, None]  # without activations
+        lacks = lacks / held[:, None, None]
+        again = np.zeros(lacks.shape)
+        one = _rows(a, np.array([row]))
+        prices = _prices(one)[0]
+        for price, least in zip(prices[1:], _least(one, prices[None, 1:, None])[0], strict=True):
+            np.maximum(again, windows(least) + price * lacks, out=again)
+        each = windows(a.forward[row] + a.backward[row]) + again
+        each[illegal_windows(len(kinds), pp, None) | (windows(a.kept.min(axis=0)) * _CLOSE + lacks > 0)] = np.inf
+        most, rest = m * each, np.where(np.arange(each.shape[1]) == each.shape[1] - 1, 0.0, np.inf)
+        for s in reversed(range(pp)):
+            rest = np.maximum(most[s], each[s] + rest).min(axis=1)
+        return float(rest[0])
 
     def _forced_s(self, c: ParallelConfig, a: _Alike, cut: Sequence[int]) -> Array:
         """Return per candidate and rank the least seconds of recompute per micro-batch with which a cut fits."""
@@ -346,10 +389,8 @@ def _ranks_of(schedule: str, pp: int, virtual_stages: int) -> _Ranks:
 def _least(a: _Alike, price: Array) -> Array:
     """Return the least of seconds and bytes at a price, over recompute choices: by candidate, price and kind."""
     out = np.full((*price.shape[:2], a.kept.shape[1]), np.inf)
-    for k in range(len(a.kept)):
-        free = np.isinf(a.kept[k])
-        cost = a.again[:, None, k] + price * np.where(free, 0.0, a.kept[k])
-        np.minimum(out, np.where(free, np.inf, cost), out=out)
+    for k, kept in enumerate(np.where(np.isinf(a.kept), 0.0, a.kept)):
+        np.minimum(out, a.again[:, None, k] + price * kept, out=out)
     return out
 
 

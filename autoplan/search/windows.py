@@ -1,8 +1,12 @@
 """The windows of a pipeline: for every stage and every range of units that it may hold, its seconds, if they fit.
 
-They are the arrays that `Cutter` searches cuts in: T[i, j] of a stage with units i .. j - 1, with the least recompute
-that fits, and the bounds over all ways to cut what is left (autoplan.search.cuts). They take megabytes per candidate,
+They are the arrays that `Cutter` searches cuts in: T of a stage with units i .. j - 1, with the least recompute that
+fits, and the bounds over all ways to cut what is left (autoplan.search.cuts). They may take megabytes per candidate,
 which a cutter gives up when its candidate is decided.
+
+Every stage has at least one unit. So of n units, stage s of p begins at one of the n - p + 1 units s .. s + n - p, and
+ends behind one of them. Arrays by stage count units from there: [s, a, b] is stage s with units s + a .. s + b. The
+stage behind it begins at unit s + b + 1, its own b-th.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from autoplan.config.recompute import FULL, NONE
@@ -37,7 +42,7 @@ class Windows:
         each, free: T of every stage, with the memory there is and with unlimited memory; inf where units do not fit, of
             `each` also where no cut below the limit has the stage.
         waits: D of every stage (see `autoplan.search.cuts`).
-        once_s: seconds once per step of units i .. j - 1.
+        once_s: seconds once per step of every stage.
         reach: by stage the least steps on the recompute frontier with which units may fit, if recompute is searched.
         most_on_host: the most bytes on the host of any window.
     """
@@ -70,19 +75,17 @@ class Windows:
         self.gains: list[Array] = [prefix(np.array(r.freed_bytes)) for r in rungs]
         self.costs: list[Array] = [prefix(np.array(r.recompute_s)) for r in rungs]
         self.recompute_s: Array = prefix(np.array(pricer.recompute_s))
-        self._i, self._j = np.meshgrid(np.arange(self.num_units + 1), np.arange(self.num_units + 1), indexing="ij")
+        self._i, self._j = _ends(self.num_units)
         memory = pricer.memory
         # only the last unit's: before an earlier unit runs its backward, later ones are freed
         least = np.minimum(memory.transient, memory.recompute_transient)
-        self._transient = np.concatenate([[0.0], least])[self._j]
+        self._transient: Array = np.concatenate([[0.0], least])
         self._forward = prefix(np.array(pricer.forward))
         n = self.num_units
         i, j = self._i, self._j
 
         def window(values: Sequence[float]) -> Array:
-            sums = prefix(np.array(values))
-            out: Array = sums[j] - sums[i]
-            return out
+            return between_ends(prefix(np.array(values)))
 
         cuts = np.array([0.0, *memory.cuts, 0.0])
         state = window(memory.stored) + window(memory.states) + self.room.bytes_of(memory.fixed)
@@ -97,14 +100,14 @@ class Windows:
         if not (memory.sharded and pricer.config.zero_stage == 3):
             state = state + gathered
         self._state = state
-        self._held = window(memory.saved) + pricer.workload.free_saved + cuts[i] + cuts[j]
+        self._held = window(memory.saved) + pricer.workload.free_saved + cuts[:, None] + cuts[None, :]
         if pricer.workload.shared:
             self._held = self._held + np.array(
                 [[memory.held_once(a, b) if a < b else 0.0 for b in range(n + 1)] for a in range(n + 1)]
             )
         freed = zip(memory.saved, memory.kept, pricer.workload.layers, strict=True)
         self._gain = prefix(np.array([s - k if layer else 0.0 for s, k, layer in freed]))
-        self.once_s: Array = self._moved_once()
+        self.once_s: Array = by_stage(self._moved_once(), self.pp)
         self.free: Array = self._free()
         at = self._active()
         self.each: Array
@@ -137,58 +140,67 @@ class Windows:
         """Return the seconds of ZeRO's transfers once per step that nothing hides, by stage (as in `Pricer.step_s`)."""
         pricer, i, j = self.pricer, self._i, self._j
         if pricer.chained:
-            sums = prefix(np.array(pricer.first) + np.array(pricer.last))
-            return np.maximum(sums[j] - sums[i], 0.0)
-        out = np.zeros(i.shape)
+            return np.maximum(between_ends(prefix(np.array(pricer.first) + np.array(pricer.last))), 0.0)
+        out = np.zeros((self.num_units + 1, self.num_units + 1))
         for once in pricer.once_s:
-            sizes, hidden = prefix(np.array(once.moved)), prefix(np.array(once.computed)) * once.hides
-            later = np.where(i < j, np.concatenate([[0.0], once.moved])[j], 0.0)
-            most = np.maximum.accumulate(later, axis=1)
-            shown = np.maximum((sizes[j] - sizes[i]) - (hidden[j] - hidden[i]), most)
-            out += shown + pricer.contention * (sizes[j] - sizes[i] - shown)
+            sizes = between_ends(prefix(np.array(once.moved)))
+            hidden = between_ends(prefix(np.array(once.computed)) * once.hides)
+            later = np.where(i < j, np.concatenate([[0.0], once.moved])[None, :], 0.0)
+            shown = np.maximum(sizes - hidden, np.maximum.accumulate(later, axis=1))
+            out += shown + pricer.contention * (sizes - shown)
         return np.where(j > i, out, 0.0)
 
-    def least_rest(self, terms: Array, joined: Callable[[Array, Array], Array]) -> list[Array]:
-        """Return per stage s and unit i the least over all ways to cut units i .. into the stages s ..
+    def least_rest(self, terms: Array, joined: Callable[[Array, Array], Array] = np.maximum) -> list[Array]:
+        """Return per stage s and a the least over all ways to cut units s + a .. into the stages s ..
 
         It is the shortest path in a graph of units by stages. Arrays, because it has an edge for every pair of units.
 
         Args:
-            terms: of each stage with units i .. j - 1.
+            terms: of every stage.
             joined: the term of a stage together with the least of the stages behind it.
         """
-        out = [np.where(np.arange(self.num_units + 1) == self.num_units, 0.0, math.inf)]
+        out = [self._end()]
         for term in terms[::-1]:
             out.append(joined(term, out[-1][None, :]).min(axis=1))
         return out[::-1]
 
-    def run(self, each: Array, rest: Array) -> Array:
-        """Return the least seconds of a step that stages of `each` and the stages beside them allow."""
-        return np.maximum(self.m * each + self.once_s, each + rest)
+    def _end(self) -> Array:
+        """Return what is behind the last stage: 0 behind the last unit."""
+        out = np.full(self.num_units - self.pp + 1, math.inf)
+        out[-1] = 0.0
+        return out
+
+    def runs(self, each: Array) -> list[Array]:
+        """Return per stage s and a the least seconds of a step that stages of `each` and those behind them allow."""
+        out = [self._end()]
+        for own, term in zip((self.m * each + self.once_s)[::-1], each[::-1], strict=True):
+            out.append(np.maximum(own, term + out[-1][None, :]).min(axis=1))
+        return out[::-1]
 
     def _free(self) -> Array:
         """Return T of every stage with unlimited memory: with the recompute that is pinned."""
-        received, sent_back = (np.array([of(stage) for stage in range(self.pp)]) for of in (self._received, self._sent))
-        between = self.time[self._j] - self.time[self._i] + self.stage_s
-        seconds: Array = between + received[:, :, None] + sent_back[:, None, :]
+        between = between_ends(self.time) + self.stage_s
         if self.fixed is not None:
-            again = self.recompute_s if self.fixed == FULL else self._repeated()
-            seconds = seconds + (again[self._j] - again[self._i])
-        seconds[_illegal(self.num_units, self.pp, self.pinned)] = math.inf
+            between = between + between_ends(self.recompute_s if self.fixed == FULL else self._repeated())
+        received, sent_back = (np.array([of(stage) for stage in range(self.pp)]) for of in (self._received, self._sent))
+        at = _first_units(self.num_units, self.pp)
+        seconds: Array = by_stage(between, self.pp) + np.take_along_axis(received, at, axis=1)[:, :, None]
+        seconds += np.take_along_axis(sent_back, at + 1, axis=1)[:, None, :]
+        seconds[illegal_windows(self.num_units, self.pp, self.pinned)] = math.inf
         return seconds
 
     def _active(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return stage s and units i, j of every window that a cut below the limit may have."""
+        """Return stage s and positions a, b of every window that a cut below the limit may have."""
         some = self.m * self.free + self.once_s < self.below_s * (1 + CLOSE)
         if self.below_s < math.inf:
             some = self.between(some)
-        s, i, j = np.nonzero(some)
-        return s, i, j
+        s, a, b = np.nonzero(some)
+        return s, a, b
 
     def between(self, some: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return those of some windows from which, with others of them, whole cuts can be made."""
-        ends = np.arange(self.num_units + 1)
-        before, after = [ends == 0], [ends == self.num_units]
+        at = np.arange(self.num_units - self.pp + 1)
+        before, after = [at == 0], [at == at[-1]]
         for allowed in some:
             before.append((before[-1][:, None] & allowed).any(axis=0))
         for allowed in some[::-1]:
@@ -198,35 +210,36 @@ class Windows:
         return out
 
     def _seconds(
-        self, s: NDArray[np.int64], i: NDArray[np.int64], j: NDArray[np.int64]
+        self, s: NDArray[np.int64], a: NDArray[np.int64], b: NDArray[np.int64]
     ) -> tuple[Array, NDArray[np.int64]]:
         """Return `each` and `reach` from the windows of all stages, as one array over all of them."""
-        memory = self.pricer.memory
-        held, gain, state, grads = self._held[i, j], self._gain, self._state[i, j], self._grads[i, j]
-        fits = self._on_host[i, j] <= self.room.host_bytes * (1 + CLOSE)
+        memory, i, j = self.pricer.memory, s + a, s + b + 1
+        at = i * (self.num_units + 1) + j
+        held, state, grads, on_host = (x.ravel()[at] for x in (self._held, self._state, self._grads, self._on_host))
+        fits = on_host <= self.room.host_bytes * (1 + CLOSE)
         # bytes that a micro-batch may hold: the first backward allocates gradients, later ones reuse them
         first, later = np.array(memory.flights, dtype=float)[s].T
         share = self.room.bytes_of(memory.per_byte)
-        room = self.room.device_bytes - state - share * self._transient[i, j]
+        room = self.room.device_bytes - state - share * self._transient[j]
         most = room / (share * first)
         most = np.where(later > 0, np.minimum(most, (room - grads) / (share * np.maximum(later, 1.0))), most)
         if memory.buckets:
             sent = np.minimum(float(memory.buckets), grads)
             fits &= state + grads + sent <= self.room.device_bytes * (1 + CLOSE)
-        seconds = self.free[s, i, j]
+        seconds = self.free[s, a, b]
         reach = np.zeros(self.free.shape if self.fixed is None else (0,), dtype=np.int64)
         if self.fixed is None:
             added, steps, missing = self._down(i, j, np.maximum(0.0, held - most) * (1 - CLOSE))
             fits &= missing <= 0
-            reach[s, i, j], seconds = steps, seconds + added
+            reach[s, a, b], seconds = steps, seconds + added
         elif self.fixed == FULL:
-            fits &= held - (gain[j] - gain[i]) <= most + CLOSE * self.room.device_bytes
+            fits &= held - (self._gain[j] - self._gain[i]) <= most + CLOSE * self.room.device_bytes
         else:
             freed = self._freed()
             keep = held - freed[j] + freed[i]
             fits &= keep <= most + CLOSE * self.room.device_bytes
         each = np.full(self.free.shape, math.inf)
-        each[s, i, j] = np.where(fits, seconds, math.inf)
+        each[s, a, b] = np.where(fits, seconds, math.inf)
         return each, reach
 
     def _down(self, i: NDArray[np.int64], j: NDArray[np.int64], short: Array) -> tuple[Array, NDArray[np.int64], Array]:
@@ -259,16 +272,17 @@ class Windows:
         last = stage == self.pp - 1
         return np.array([0.0, *([0.0] * (self.num_units - 1) if last else self.pricer.hops[stage]), 0.0])
 
-    def _waiting(self, s: NDArray[np.int64], i: NDArray[np.int64], j: NDArray[np.int64]) -> Array:
+    def _waiting(self, s: NDArray[np.int64], a: NDArray[np.int64], b: NDArray[np.int64]) -> Array:
         """Return D of every stage (see `autoplan.search.cuts`); inf where T is."""
-        fits = np.isfinite(self.each[s, i, j])
-        s, i, j = s[fits], i[fits], j[fits]
+        each = self.each[s, a, b]
+        fits = np.isfinite(each)
+        s, a, b, each = s[fits], a[fits], b[fits], each[fits]
         warm = np.array([first for first, _ in self.pricer.memory.flights])[s]
         received = np.array([self._received(stage) for stage in range(self.pp)])
         action = self.stage_s  # an upper bound of the forward's share
-        forward = self._forward[j] - self._forward[i] + received[s, i] + action
+        forward = self._forward[s + b + 1] - self._forward[s + a] + received[s, s + a] + action
         out = np.full(self.each.shape, math.inf)
-        out[s, i, j] = self._least_added + (self.m - 1) * self.each[s, i, j] - (warm - 1) * forward
+        out[s, a, b] = self._least_added + (self.m - 1) * each - (warm - 1) * forward
         return out
 
     def _freed(self) -> Array:
@@ -286,14 +300,14 @@ class Windows:
         return prefix(np.array(seconds))
 
     def rest(self, below_s: float = math.inf) -> tuple[list[Array], list[Array]]:
-        """Return per stage s and unit i the least of both bounds over all ways to cut units i .. into the stages s ..
+        """Return per stage s and a the least of both bounds over all ways to cut units s + a .. into the stages s ..
 
         The first bound counts from the start of stage s, the second is that of the whole step.
 
         Args:
             below_s: use only cuts whose second bound is below this, without the seconds after the pipeline.
         """
-        return self.least_rest(self._below(below_s), self.run), self.least_rest(self.waits, np.maximum)
+        return self.runs(self._below(below_s)), self.least_rest(self.waits)
 
     def lower_bound_s(self) -> float:
         """Return the stronger of both bounds of the whole pipeline; inf if no cut fits."""
@@ -302,7 +316,7 @@ class Windows:
 
     def least_s(self, below_s: float) -> float:
         """Return the first bound of the whole pipeline in `rest`."""
-        return float(self.least_rest(self._below(below_s), self.run)[0][0])
+        return float(self.runs(self._below(below_s))[0][0])
 
     def _below(self, below_s: float) -> Array:
         """Return T of the windows whose second bound is below this; inf for others."""
@@ -312,29 +326,58 @@ class Windows:
 
     def even(self) -> tuple[int, ...]:
         """Return the cut with the shortest longest stage, from which the search starts, with the one of least bound."""
-        best = self.least_rest(self.each, np.maximum)
+        best = self.least_rest(self.each)
         chunks, at = [], 0
         for s in range(self.pp):
-            j = int(np.argmin(np.maximum(self.each[s][at], best[s + 1])))
-            chunks.append(j - at)
-            at = j
+            last = int(np.argmin(np.maximum(self.each[s][at], best[s + 1])))
+            chunks.append(last + 1 - at)
+            at = last
         return tuple(chunks)
 
 
 @lru_cache(maxsize=64)  # candidates that differ in anything else share them
-def _illegal(num_units: int, num_stages: int, pinned: tuple[int, ...] | None) -> NDArray[np.bool_]:
-    """Return by stage, i and j whether no cut has the window of units i .. j - 1."""
-    n, s = num_units, np.arange(num_stages)[:, None, None]
-    i, j = np.meshgrid(np.arange(n + 1), np.arange(n + 1), indexing="ij")
-    legal = (j > i) & (i >= s) & (j <= n - (num_stages - 1 - s))
+def illegal_windows(num_units: int, num_stages: int, pinned: tuple[int, ...] | None) -> NDArray[np.bool_]:
+    """Return by stage, a and b whether no cut has the window of units s + a .. s + b."""
+    at, s = np.arange(num_units - num_stages + 1), np.arange(num_stages)[:, None, None]
+    legal = np.repeat((at[None, :] >= at[:, None])[None], num_stages, axis=0)
     if pinned is not None:
         ends = np.cumsum(pinned)[:, None, None]
-        legal &= (j == ends) & (i == ends - np.array(pinned)[:, None, None])
-    legal[0] &= i == 0
-    legal[-1] &= j == n
+        legal &= (at[None, None, :] + s + 1 == ends) & (at[None, :, None] + s == ends - np.array(pinned)[:, None, None])
+    legal[0, 1:] = False
+    legal[-1, :, :-1] = False
     out: NDArray[np.bool_] = ~legal
     out.setflags(write=False)
     return out
+
+
+@lru_cache(maxsize=64)
+def _ends(num_units: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return i and j of every window of units i .. j - 1."""
+    i, j = np.meshgrid(np.arange(num_units + 1), np.arange(num_units + 1), indexing="ij")
+    for each in (i, j):
+        each.setflags(write=False)
+    return i, j
+
+
+@lru_cache(maxsize=64)
+def _first_units(num_units: int, num_stages: int) -> NDArray[np.int64]:
+    """Return the unit s + a by stage and a."""
+    out: NDArray[np.int64] = np.arange(num_stages)[:, None] + np.arange(num_units - num_stages + 1)[None, :]
+    out.setflags(write=False)
+    return out
+
+
+def between_ends(sums: Array) -> Array:
+    """Return sums over units i .. j - 1 by i and j, from prefix sums."""
+    return sums[None, :] - sums[:, None]
+
+
+def by_stage(windows: Array, num_stages: int) -> Array:
+    """Return a view of an array by i and j (units i .. j - 1) by stage s, a and b (units s + a .. s + b)."""
+    count = len(windows) - num_stages
+    row, column = windows.strides
+    shape, strides = (num_stages, count, count), (row + column, row, column)
+    return as_strided(windows[:, 1:], shape=shape, strides=strides, writeable=False)
 
 
 def prefix(values: Array) -> Array:

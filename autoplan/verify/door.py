@@ -7,8 +7,9 @@ import json
 import math
 from pathlib import Path
 
-from autoplan.capture.frontend.cache import cache_folder, capture_key, code_hash, store_capture
+from autoplan.capture.frontend.cache import capture_key, store_capture
 from autoplan.errors import CaptureError, PinError
+from autoplan.files import cache_folder, code_hash
 from autoplan.verify.check import Verification, verify_whole
 from autoplan.verify.cost import LIMIT_S
 from autoplan.verify.runs import VerifyTask
@@ -86,4 +87,4 @@ def _remembered(task: VerifyTask, folder: Path | None) -> Path | None:
         return None
     key = [model, task.graph.content_hash, str(task.dtype), code_hash(*_CODE)]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
-    return (folder or cache_folder()) / "verified" / f"{name}.json"
+    return (folder or cache_folder("graphs")) / "verified" / f"{name}.json"

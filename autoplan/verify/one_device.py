@@ -23,6 +23,7 @@ from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.program.statements import LoweredBlock
 from autoplan.runtime.params import buffer_owner
 from autoplan.runtime.program import load_module, unwritten_folder
+from autoplan.units import LossUnit
 from autoplan.verify.wide import thinned
 
 _STAGE = "stage0.py"
@@ -101,7 +102,7 @@ def run_one_device(
 ) -> torch.Tensor:
     """Return the loss of one micro-batch that is the whole batch."""
     count: Callable[..., torch.Tensor] = stage.count  # type: ignore[assignment]  # a method of every emitted stage
-    number = count(**batch) if graph.loss_count != "none" else torch.ones(())
+    number = count(**batch) if graph.loss_count is not LossUnit.NONE else torch.ones(())
     every = zip(range(len(graph.loss_counts)), number.to(dtype).reshape(-1), strict=True)
     inputs: dict[str, Any] = {**batch, **{denominator(i): value for i, value in every}}
     if LOSS_SHARE in graph.inputs:

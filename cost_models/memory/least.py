@@ -23,7 +23,7 @@ two stages of a rank may hold activations at different moments, which do not cou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -37,7 +37,7 @@ from autoplan.config.recompute import FULL, NONE, SELECTIVE, Searched, recompute
 from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.communicators import FixedMemory
-from autoplan.cost_models.memory.parameters import NO_STATES, ParameterMemory, States
+from autoplan.cost_models.memory.parameters import ParameterMemory, States
 from autoplan.cost_models.memory.ranks import CONTEXT, activation_need
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.work import ParamWork, Workload
@@ -99,9 +99,15 @@ class LeastMemory:
         # what a chunk sends, if it is held and no other term holds it
         sent = (0.0,) * len(self.kept) if self.megatron or workload.shared else (*workload.cut_bytes, 0.0)
         self._sent = np.array(sent[: len(self.kept)])
-        self._params = [block.params for block in workload.blocks.values()]
+        blocks = [Counter[ParameterKind]() for _ in workload.blocks]
+        for mine, block in zip(blocks, workload.blocks.values(), strict=True):
+            for p in block.params:
+                mine[p.dtype, p.trainable, p.expert, p.packed] += p.num_elements
+        self._block_elements = np.array([[float(mine[kind]) for kind in kinds] for mine in blocks])
         at = {name: i for i, name in enumerate(workload.blocks)}
-        self._blocks = [[at[name] for name in unit] for unit in workload.units]
+        distinct = {unit: k for k, unit in enumerate(dict.fromkeys(workload.units))}
+        self._kinds_of_units = [[at[name] for name in unit] for unit in distinct]
+        self._unit_kinds = [distinct[unit] for unit in workload.units]
         self._buffers: dict[object, tuple[float, float]] = {}
         self._states: dict[object, States] = {}
         self._keys: dict[object, tuple[object, ...]] = {}
@@ -200,20 +206,21 @@ class LeastMemory:
         """Return both sizes of `least_buffers` (columns) on every rank of a cut, a key of `_ranks`."""
         key = (*cut, *self._key(config))
         if key not in self._rank_buffers:
-            memory = ParameterMemory(config, self.precision, self.megatron)
-            of = [States.total([NO_STATES, *map(memory.of, params)]) for params in self._params]
-            largest = np.array([[max(s.gathered for s in u), max(s.whole for s in u)] for u in self._units_of(of)])
+            each = self._buffers_each(config)
+            blocks = self._block_elements @ each.T
+            largest = np.array([blocks[unit].max(axis=0) for unit in self._kinds_of_units])[self._unit_kinds]
             home = np.repeat(ranks_of_chunks(*cut[:3]), cut[3])
             found: Array = np.zeros((cut[1], 2))
             np.maximum.at(found, home, largest)
-            each = np.array([memory.of(ParamWork("", 1, *kind)).gathered for kind in self.elements])
-            found[:, 0] = np.minimum(self._ranks[cut] @ each, 2 * found[:, 0])
+            found[:, 0] = np.minimum(self._ranks[cut] @ each[0], 2 * found[:, 0])
             self._rank_buffers[key] = found
         return self._rank_buffers[key]
 
-    def _units_of(self, blocks: Sequence[States]) -> Iterator[list[States]]:
-        """Yield the states of the blocks of every unit, from those of all blocks."""
-        yield from ([blocks[i] for i in unit] for unit in self._blocks)
+    def _buffers_each(self, config: ParallelConfig) -> Array:
+        """Return the bytes per element of gathered parameters and of whole gradients (rows), by kind of parameter."""
+        memory = ParameterMemory(config, self.precision, self.megatron)
+        found = [memory.of(ParamWork("", 1, *kind)) for kind in self.elements]
+        return np.array([[s.gathered for s in found], [s.whole for s in found]])
 
     def _active_bytes(self, most: MostHeld, config: ParallelConfig, chunks: Sequence[int]) -> Array:
         """Return by rank the activations, held and transient, at the moments of `most`."""
@@ -261,11 +268,10 @@ class LeastMemory:
             return 0.0, 0.0
         key = self._key(c)
         if key not in self._buffers:
-            memory = ParameterMemory(c, self.precision, self.megatron)
-            of = [States.total([NO_STATES, *map(memory.of, params)]) for params in self._params]
-            units = list(self._units_of(of))
-            twice = (min(sum(s.gathered for s in u), 2 * max(s.gathered for s in u)) for u in units)
-            self._buffers[key] = min(twice), min(max(s.whole for s in u) for u in units)
+            blocks = self._block_elements @ self._buffers_each(c).T
+            units = [blocks[unit].T for unit in self._kinds_of_units]
+            twice = (min(gathered.sum(), 2 * gathered.max()) for gathered, _ in units)
+            self._buffers[key] = float(min(twice)), float(min(whole.max() for _, whole in units))
         gathered, whole = self._buffers[key]
         return (gathered if c.zero_stage == 3 else 0.0), (whole if self._whole(c) else 0.0)
 

@@ -59,6 +59,21 @@ class RecomputeFrontier:
         names = {name for rung in self.rungs for name in {*rung.choices} if name is not None}
         return any(recompute_kind(name).on_host for name in names)
 
+    @cached_property
+    def stays_on_host(self) -> bool:
+        """True if no step takes activations of a unit off the host: every step leaves as many there, or more."""
+        there = [[name is not None and recompute_kind(name).on_host for name in rung.choices] for rung in self.rungs]
+        leaves = [
+            [name is not None and not on_host for name, on_host in zip(rung.choices, now, strict=True)]
+            for rung, now in zip(self.rungs, there, strict=True)
+        ]
+        return not any(
+            before and after
+            for k, now in enumerate(there)
+            for later in leaves[k + 1 :]
+            for before, after in zip(now, later, strict=True)
+        )
+
     @classmethod
     def of(cls, options: Sequence[Sequence[RecomputeChoice]], kinds: Sequence[object]) -> RecomputeFrontier:
         """Return the frontier of a model.

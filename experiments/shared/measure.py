@@ -19,6 +19,8 @@ import typer
 from rich.console import Console
 from torch.autograd.graph import saved_tensors_hooks
 
+from autoplan.config.planning import NO_CACHE_VARIABLE
+
 
 @dataclass
 class Timings:
@@ -144,7 +146,11 @@ def make_console() -> Console:
 
 
 def run_command(main: Callable[..., None]) -> None:
-    """Run a typer command with plain tracebacks."""
+    """Run a typer command with plain tracebacks. Its searches, and those of its processes, keep no layouts on disk.
+
+    What is measured does not depend on earlier runs.
+    """
+    os.environ.setdefault(NO_CACHE_VARIABLE, "1")
     app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
     app.command()(main)
     app()

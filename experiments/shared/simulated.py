@@ -29,6 +29,7 @@ from autoplan.runtime.params import buffer_owner, declare, fill, fill_buffers
 from autoplan.runtime.program import load_module
 from autoplan.runtime.spec import ParamSpec, ProgramSpec
 from autoplan.runtime.values import dtypes_of
+from autoplan.units import LossUnit
 
 _SUMMED = ("dp",)  # axes over which the runtime sums every gradient that they do not shard
 
@@ -156,7 +157,7 @@ def _materialised(
 
 
 def _counted(spec: ProgramSpec, stage: Any, batch: Mapping[str, torch.Tensor]) -> list[float]:
-    if spec.loss_count == "none":
+    if spec.loss_count is LossUnit.NONE:
         return [1.0]
     found: torch.Tensor = stage.count(**{n: batch[n] for n in spec.inputs})
     return [float(x) for x in found.reshape(-1)]

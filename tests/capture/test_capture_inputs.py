@@ -140,6 +140,8 @@ def test_example_inputs_that_are_no_mapping() -> None:
         parallelize(model, example_inputs={}, loss_fn=mean_square)
     with pytest.raises(CaptureError, match="loss_fn is of type str"):
         parallelize(model, example_inputs={"x": x}, loss_fn="mse")  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match="loss_fn returned a tuple; return the loss alone"):
+        parallelize(model, example_inputs={"x": x}, loss_fn=lambda out, batch: (out.mean(), out))  # type: ignore[arg-type,return-value]
 
 
 def test_an_optimizer_that_is_no_factory() -> None:

@@ -1,5 +1,6 @@
 """A rank that raises, dies or hangs: the others end in time and know the reason."""
 
+import gc
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from failing_jobs import (
     long_work_of_first,
     misbehave,
     quiet_but_healthy,
+    read_beside_foreign_threads,
     unguarded,
 )
 from harness import JobError, Pool, end_pools, free_port, pool
@@ -260,6 +262,29 @@ def test_a_thread_that_runs_on_is_read_from_another():
         done.set()
         thread.join()
     assert {line.split(":")[0] for line in found} == {"test_failure.py"}
+
+
+@pytest.mark.processes
+def test_a_thread_is_read_while_c_makes_others():
+    """`faulthandler` reads all threads without their locks, and fell over one that was just being made."""
+    with Pool(1) as workers:
+        ((made, reads, names),) = workers.run(read_beside_foreign_threads, 1.0)
+    assert made > 100 and reads > 100 and names == ["failing_jobs.py"]
+
+
+def test_no_garbage_is_collected_while_a_stack_is_read(monkeypatch):
+    """Its finalizers would let the thread that is read run on."""
+    seen = []
+    monkeypatch.setattr(activity, "_CODE_AND_LINE", lambda frame: seen.append(gc.isenabled()) or (frame.f_code, 1))
+    assert gc.isenabled()
+    activity.of_thread(threading.get_ident())
+    assert seen and not any(seen) and gc.isenabled()
+    gc.disable()
+    try:
+        activity.of_thread(threading.get_ident())
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_an_optimizer_is_guarded_and_schedulers_take_it():

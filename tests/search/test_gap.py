@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import enumeration
 import pytest
 
@@ -73,3 +75,13 @@ def test_what_is_asked_by_default() -> None:
     assert (dense.allowed_gap, experts.allowed_gap) == (0.01, 0.05)
     with pytest.raises(PinError, match=r"gap=1.0: must be at least 0 .* and below 1"):
         search_plan(enumeration.request(2, gap=1.0))
+
+
+def test_no_single_change_of_a_plan_is_faster_unless_a_gap_is_given() -> None:
+    """Within its usual gap a search may end at another ZeRO stage than the fastest: it then looks at single changes."""
+    asked = PlanRequest(catalog.load_model("gpt2-xl"), Cluster.parse("1x8xh100-sxm5-80gb"), 1024, 64)
+    given, usual = (search_plan(replace(asked, gap=gap)).plans[0] for gap in (0.01, None))
+    pins = {name: getattr(usual.config, name) for name in ("tp", "pp", "cp", "micro_batch_size")}
+    others = (search_plan(replace(asked, pins=pins | {"zero_stage": z}, gap=0.0)).plans[0] for z in (0, 1, 2, 3))
+    best_s = min(other.estimate.step_time_s.mid for other in others)
+    assert usual.estimate.step_time_s.mid <= best_s * (1 + 1e-9) < given.estimate.step_time_s.mid

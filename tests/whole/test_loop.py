@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +59,37 @@ def test_an_evaluation_changes_nothing(pins: dict[str, Any]) -> None:
 def test_batches_of_one_step_are_one_batch(pins: dict[str, Any]) -> None:
     for loss, gradient in pool(2).run(loop_jobs.accumulate, "llama", pins):
         assert loss < 1e-6 and gradient < 1e-5  # Hugging Face computes losses in float32
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("pins", [{"dp": 2}, {"dp": 2, "zero_stage": 3, "num_micro_batches": 2}], ids=str)
+def test_data_ranks_may_have_different_numbers_of_samples(pins: dict[str, Any]) -> None:
+    """Losses, dropout masks and the samples that were seen are those of one data rank with all of them."""
+    (wanted, seen), _ = pool(2).run(loop_jobs.unequal, {"tp": 2, "num_micro_batches": 2}, [8])
+    assert seen == 32
+    for losses, samples in pool(2).run(loop_jobs.unequal, pins, [2, 6]):
+        assert losses == pytest.approx(wanted, rel=1e-12) and samples == seen
+
+
+def test_gradients_that_nobody_uses_are_named_once() -> None:
+    """A loop that accumulates as PyTorch does would train on its last batch alone."""
+    _, pm = loop_jobs.program("gpt", {}, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    batch = loop_jobs.batch_of("gpt", 4)
+    assert pm.optimizer is not None
+    uses: list[Callable[[], Any]] = [pm.optimizer.step, pm.grad_norm, pm.gradients, pm.zero_grad]
+    for use in uses:  # none of these steps is warned of
+        pm.step(batch)
+        use()
+    pm.step(batch)
+    with pytest.warns(UserWarning, match=r"a second step without an update.*pm\.step\(\[batch, batch\]\)") as seen:
+        pm.step(batch)
+    assert seen[0].filename == __file__
+    pm.step(batch)  # once
+
+
+def test_an_optimizer_is_one() -> None:
+    with pytest.raises(ValueError, match=r"optimizer returned a list; return one torch\.optim\.Optimizer"):
+        loop_jobs.program("gpt", {}, optimizer=lambda groups: [torch.optim.SGD(groups, lr=0.1)])
 
 
 @pytest.mark.processes

@@ -7,11 +7,9 @@ capture would be a silently wrong program.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.metadata
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,27 +19,12 @@ from torch import nn
 
 from autoplan.capture.frontend.buffers import all_buffers
 from autoplan.errors import GraphError
-from autoplan.files import write_whole
+from autoplan.files import cache_folder, code_hash, write_whole
 from autoplan.ir.graph import GRAPH_SCHEMA_VERSION, ModelGraph
 
 _PACKAGES = ("torch", "transformers")
 _NOT_IN_DICT = ("_attn_implementation", "_experts_implementation")  # left out of a config's dict by transformers
 _PLAIN = (bool, int, float, str, type(None))
-
-
-def cache_folder() -> Path:
-    """Return the folder `graphs` in `AUTOPLAN_CACHE`, or in `autoplan` of the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(os.environ.get("AUTOPLAN_CACHE") or Path(base) / "autoplan") / "graphs"
-
-
-@functools.cache
-def code_hash(*packages: str) -> str:
-    """Return the hash of the sources of subpackages of autoplan, as a checkout changes without its version."""
-    found, root = hashlib.sha256(), Path(__file__).parents[2]
-    for path in sorted(file for name in packages for file in (root / name).rglob("*.py")):
-        found.update(path.name.encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()
 
 
 def _own_code() -> str:
@@ -117,7 +100,7 @@ def cached(
     key = capture_key(model, example_inputs)
     if key is None:
         return make()
-    path = (folder or cache_folder()) / f"{key}.json"
+    path = (folder or cache_folder("graphs")) / f"{key}.json"
     if path.exists():
         try:
             stored = json.loads(path.read_text())

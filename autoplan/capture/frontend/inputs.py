@@ -194,7 +194,10 @@ class LossModule(nn.Module):
 
     def _loss_of(self, out: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if self._loss_fn is not None:
-            return self._loss_fn(out, _Recorded(batch, self._read))
+            given: Any = self._loss_fn(out, _Recorded(batch, self._read))
+            if not isinstance(given, torch.Tensor):
+                raise CaptureError(f"loss_fn returned a {type(given).__name__}; return the loss alone, a scalar tensor")
+            return given
         loss = getattr(out, "loss", None)
         loss = out["loss"] if loss is None and isinstance(out, Mapping) and "loss" in out else loss
         loss = _only_number(out) if loss is None else loss

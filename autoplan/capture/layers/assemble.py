@@ -33,6 +33,7 @@ from autoplan.ir.symbols import Expr
 from autoplan.ops.generic import FUNCTION
 from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.table import op_has, op_kind, op_record, updated_buffers
+from autoplan.units import LossUnit
 
 
 @dataclass
@@ -51,8 +52,7 @@ class _Loss:
 
     Attributes:
         counts: of every denominator: its unit, the value with the labels or the total, and the label that does not
-            count. Units: "tokens", "samples", "total" for a sum over a value of the batch (a mask, weights), or "none"
-            for a sum.
+            count.
         mains: the values of the counted terms; empty if no term is counted.
     """
 
@@ -99,11 +99,11 @@ def _normalise_loss(trace: Trace) -> _Loss:
         mains.add(out)
         if not node.attrs["mean"]:
             trace.nodes[index] = replace(node, op="cross_entropy_sum", attrs=attrs)
-            sums.append(LossCount("none", target, ignore))
+            sums.append(LossCount(LossUnit.NONE, target, ignore))
             continue
         trace.values[total] = replace(trace.values[out], name=total)
         trace.nodes[index] = replace(node, op="cross_entropy_sum", attrs=attrs, outputs=(total,))
-        by = _denominator_of(trace, counts, LossCount("tokens", target, ignore))
+        by = _denominator_of(trace, counts, LossCount(LossUnit.TOKENS, target, ignore))
         trace.insert_after(index, Node(f"{node.name}.mean", "div", (total, by), (out,), {}, "", node.source))
     _normalise_totals(trace, counts, mains)
     if counts or sums:
@@ -137,7 +137,7 @@ def _normalise_totals(trace: Trace, counts: list[LossCount], mains: Set[str]) ->
             continue
         total = f"{node.name}.total"
         trace.values[total] = replace(trace.values[out], name=total)
-        by = _denominator_of(trace, counts, LossCount("total", total))
+        by = _denominator_of(trace, counts, LossCount(LossUnit.TOTAL, total))
         for i, other in enumerate(trace.nodes):
             inputs = tuple(by if x == out else x for x in other.inputs)
             trace.nodes[i] = replace(other, inputs=inputs, outputs=(total,) if i == at else other.outputs)
@@ -177,8 +177,8 @@ def _normalise_mean(trace: Trace) -> _Loss:
         trace.insert_after(i, Node(part, "div_scalar", (total,), (part,), {"scalar": per_sample}, "", node.source))
         at = next(k for k, n in enumerate(trace.nodes) if n.name == part)
         trace.insert_after(at, Node(f"{node.name}.mean", "div", (part, LOSS_DENOMINATOR), (out,), {}, "", node.source))
-        return _Loss((LossCount("samples"),), frozenset({out}))
-    return _Loss((LossCount("none"),))
+        return _Loss((LossCount(LossUnit.SAMPLES),), frozenset({out}))
+    return _Loss((LossCount(LossUnit.NONE),))
 
 
 def _drop_dead(trace: Trace, loss: _Loss) -> None:
