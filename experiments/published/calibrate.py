@@ -316,14 +316,15 @@ def main(
             if found is not None
         },
         # of all steps of a campaign, with constants fitted without it
-        "unseen": mean_errors([step.group for step in all_steps], unseen),
-        "unseen_models": {} if family else mean_errors(models, unseen),  # of one family: not of all dense models
+        # of one family: a part of most campaigns and of all dense models, whose figures are those of a fit of all
+        "unseen": {} if family else mean_errors([step.group for step in all_steps], unseen),
+        "unseen_models": {} if family else mean_errors(models, unseen),
         "date": date or datetime.date.today().isoformat(),
         "sources": sorted({origin(case.row["source"]) for case in cases}),
     }
     result = stored(steps, fitted, held, more)
     if apart and start is not None:
-        mixed = left & {step.group for step in all_steps}
+        mixed = set() if family else left & {step.group for step in all_steps}
         result = merged_constants(json.loads(start.read_text(encoding="utf-8")), result, mixed)
     if write is not None:
         write_text(write, json.dumps(result, indent=1) + "\n")
