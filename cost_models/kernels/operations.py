@@ -25,10 +25,7 @@ from autoplan.config.parallel import Attention, Mode, RunOptions
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import Device
 from autoplan.cost_models.kernels.attention import as_run
-from autoplan.cost_models.kernels.gpu import (
-    kernels_of,
-    memory_ramp_s,
-)
+from autoplan.cost_models.kernels.gpu import kernels_of, memory_ramp_s
 from autoplan.cost_models.kernels.products import dtype_of, model_of, phase_bytes, phase_flops, size_of
 from autoplan.cost_models.profile import PHASES, UNKNOWN_ERROR, MeasuredOp, Profile
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
