@@ -55,6 +55,7 @@ from autoplan.search.request import (
     check_task,
     least_memory_first,
     less_offloaded,
+    most_on_host_first,
     offload_kinds,
     offloaded,
     space_of,
@@ -150,8 +151,7 @@ class _Search:
             num_open = sum(c not in self.outcomes for c in checked.candidates)
             raise no_plan(self.points, checked, self.shortages, num_open, self._elapsed_s())
         chosen, *equals = self.plans.equals(self._complexity)
-        beside = [entry for entry in self.plans.best if entry != chosen]
-        others = self.plans.asked(beside, [chosen])[: self.request.top - 1]
+        others = self.plans.asked([e for e in self.plans.best if e != chosen], [chosen])[: self.request.top - 1]
         plans = tuple(self._planned(entry) for entry in (chosen, *others))
         near = tuple((self._config(entry), entry.step_s) for entry in sorted(equals, key=lambda e: e.step_s))
         return SearchResult(plans, self._certificate(checked), near)
@@ -333,11 +333,15 @@ class _Search:
                 self.first_bounds[candidate] = max(self.first_bounds[candidate], cutter.known_free_s)
             if bound == math.inf:
                 self._too_big(candidate)
-                if candidate.offload and cutter.lacks_device_memory():
-                    how = Outcome.TOO_BIG, self.shortages[-1][0].on_device  # on the host they need less
-                    self._decide(less_offloaded(self.request, candidate), how)
+                term = cutter.lacks_with_less_on_host(self.shortages[-1][0]) if candidate.offload else None
+                if term is not None:
+                    self._decide(less_offloaded(self.request, candidate), (Outcome.TOO_BIG, term))
             else:
                 self.bounds[candidate] = bound
+                least = cutter.less_on_host_s() if bound >= cutoff_s and isinstance(cutter, ChunkCutter) else 0.0
+                for other in less_offloaded(self.request, candidate) if least else ():
+                    if other in self.bounds:
+                        self.bounds[other] = max(least, self.bounds[other])
         return bound
 
     def _too_big(self, candidate: ParallelConfig) -> None:
@@ -383,7 +387,7 @@ class _Search:
                     self.bounds |= dict.fromkeys(new[kept], max(self.first_bounds[kept], bound))
                     left += new[kept] if bound < enough else []
                 self._bound_states(left, enough)
-        self._best_first({c: self.bounds[c] for c in candidates})
+        self._best_first(most_on_host_first({c: self.bounds[c] for c in candidates}, enough))
 
     def _offload_near_best(self) -> None:
         """Evaluate offload at the degrees of the best plan and their neighbours, while the best plan gets better."""
@@ -422,7 +426,7 @@ class _Search:
         with self.phases.spent("bounds"):
             cutter, cutoff = self.cutters[kept], self.plans.cutoff_s()
             free = max(self.first_bounds[kept], cutter.free_bound_s())
-            binds = free < self.plans.enough_s() and cutter.binds(cutoff)
+            binds = free < (enough := self.plans.enough_s()) and (self.bounds[kept] >= enough or cutter.binds(cutoff))
             if isinstance(cutter, Cutter):
                 cutter.forget()
         if free >= cutoff or not (binds or free >= self.plans.enough_s()):
@@ -452,7 +456,7 @@ class _Search:
             if self._out_of_time() and (self.plans.best or self._elapsed_s() > self.patience_s / 2):
                 return
             heapq.heappop(heap)
-            if candidate in self.outcomes:
+            if candidate in self.outcomes or self.bounds[candidate] >= self.plans.enough_s(gap):
                 continue
             if refined:
                 self._evaluate(candidate, self.plans.cutoff_s(), num_cuts(candidate))
@@ -560,10 +564,7 @@ class _Search:
     def _planned(self, entry: Evaluated) -> Planned:
         candidate = self.points.decided(entry.candidate)
         estimate = self._pricer(candidate).estimate(entry.chunks, entry.recompute, events=True)
-        point = self.points.of(candidate)
-        if point is None:
-            raise no_layout(self.request, f"tp={candidate.tp}")
-        return Planned(self._config(entry), estimate, point)
+        return Planned(self._config(entry), estimate, self.points.known(candidate))
 
     def _config(self, entry: Evaluated) -> ParallelConfig:
         """Return the configuration of an evaluated plan."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -164,6 +165,24 @@ def less_offloaded(request: PlanRequest, candidate: ParallelConfig) -> list[Para
     held, together = held_on_host(candidate.offload), SCHEDULES[candidate.schedule].windows
     less = (c for c in offloaded(request, candidate) if held_on_host(c.offload) < held)
     return [c for c in less if together or (ACTIVATIONS in c.offload) == (ACTIVATIONS in candidate.offload)]
+
+
+def most_on_host_first(bounds: Mapping[ParallelConfig, float], below_s: float) -> dict[ParallelConfig, float]:
+    """Return bounds in whose order a candidate comes before those with less of the state on the host.
+
+    Its own is lowered to the least of theirs, where its plan bounds them, too (`ChunkCutter.less_on_host_s`).
+
+    Args:
+        below_s: bounds that are not below it are not looked at.
+    """
+    out, alike = dict(bounds), dict[object, list[ParallelConfig]]()
+    for c, bound in bounds.items():
+        if bound < below_s and c.zero_stage <= 1 and not SCHEDULES[c.schedule].windows:
+            alike.setdefault((c.but(offload=()), ACTIVATIONS in c.offload), []).append(c)
+    for mine in alike.values():
+        most = max(mine, key=lambda c: len(held_on_host(c.offload)))
+        out[most] = min(bounds[c] for c in mine)
+    return out
 
 
 def offload_kinds(request: PlanRequest, candidate: ParallelConfig) -> tuple[tuple[str, ...], ...]:
