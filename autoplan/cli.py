@@ -587,7 +587,7 @@ def hw_list(as_json: AsJson = False) -> None:
 
 @hw.command("show")
 def hw_show(
-    device: Annotated[str, typer.Argument(help="An id from autoplan hw list.")], as_json: AsJson = False
+    device: Annotated[str, typer.Argument(help="A device or a cloud instance that has it.")], as_json: AsJson = False
 ) -> None:
     """Show everything that is known about one device, with its sources."""
     from autoplan.report.catalogs import device_command

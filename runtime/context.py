@@ -89,19 +89,19 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         parts = _by_rank(grad, ctx.ranks)
-        return functional.reduce_scatter(parts.flatten(0, 1), ctx.group, ctx.ranks), None, None
+        return functional.raw_reduce_scatter(parts.flatten(0, 1), ctx.group, ctx.ranks), None, None
 
 
 def _to_heads(x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
     """Exchange [b, h, 2 l, d] -> [b, h / ranks, 2 l ranks, d]: this rank's heads of all ranks' parts, in order."""
     sent = x.reshape(x.shape[0], ranks, -1, *x.shape[2:]).movedim(1, 0)
-    return _in_order(functional.all_to_all(sent.flatten(0, 1), group).view(sent.shape))
+    return _in_order(functional.raw_all_to_all(sent.flatten(0, 1), group).view(sent.shape))
 
 
 def _to_sequence(x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
     """Exchange heads for a part of the sequence: the inverse of ``_to_heads``."""
     sent = _by_rank(x, ranks)
-    parts = functional.all_to_all(sent.flatten(0, 1), group).view(sent.shape)
+    parts = functional.raw_all_to_all(sent.flatten(0, 1), group).view(sent.shape)
     return parts.movedim(0, 1).flatten(1, 2)
 
 

@@ -68,7 +68,7 @@ class _AllToAll(torch.autograd.Function):
         ctx.group, ctx.dims = group, (dst_dim, src_dim)
         ranks = dist.get_world_size(group)
         # parts for and from one rank lie together: along dim 0 they do anyway
-        come = functional.all_to_all(x if dst_dim == 0 else torch.cat(x.chunk(ranks, dst_dim)), group)
+        come = functional.raw_all_to_all(x if dst_dim == 0 else torch.cat(x.chunk(ranks, dst_dim)), group)
         return come if src_dim == 0 else torch.cat(come.chunk(ranks), src_dim)
 
     @staticmethod
@@ -80,13 +80,13 @@ class _AllToAll(torch.autograd.Function):
 def _scattered(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
     """Sum over a group and keep this rank's part along `dim`."""
     ranks = dist.get_world_size(group)
-    return functional.reduce_scatter(x if dim == 0 else torch.cat(x.chunk(ranks, dim)), group, ranks)
+    return functional.raw_reduce_scatter(x if dim == 0 else torch.cat(x.chunk(ranks, dim)), group, ranks)
 
 
 def _gathered(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
     """Concatenate what the ranks of a group have, along `dim`."""
     ranks = dist.get_world_size(group)
-    out = functional.all_gather(x, group, ranks)
+    out = functional.raw_all_gather(x, group, ranks)
     return out if dim == 0 else torch.cat(out.chunk(ranks), dim)
 
 

@@ -52,7 +52,7 @@ def _host(counts: list[int]) -> torch.Tensor:
 # -- which rows, and where they go -------------------------------------------------------------------------------------
 
 
-def by_expert(index: torch.Tensor, num_local: int, first: int | None, ranks: int) -> tuple[torch.Tensor, Groups]:
+def traced_by_expert(index: torch.Tensor, num_local: int, first: int | None, ranks: int) -> tuple[torch.Tensor, Groups]:
     """Sort places as `expert_products.by_expert` does."""
     with ignored_sizes():
         places, ends, held = _OPERATORS.by_expert(index, num_local, first, ranks)
@@ -147,7 +147,7 @@ def _like_move(rows: torch.Tensor, _: Any, __: Any, like: torch.Tensor, times: i
 # -- the products ------------------------------------------------------------------------------------------------------
 
 
-def forward(
+def traced_forward(
     hidden: torch.Tensor, chosen: Chosen, groups: Groups, *operands: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `expert_rows.forward`."""
@@ -155,7 +155,7 @@ def forward(
     return out, first
 
 
-def backward(
+def traced_backward(
     grad: torch.Tensor,
     hidden: torch.Tensor,
     chosen: Chosen,

@@ -276,7 +276,7 @@ class _Experts(torch.autograd.Function):
             grouped = in_one_product(hidden, gate_up, down) and (gate_up.dtype == IN_GRAPH or not in_graph())
             places, groups = _by_expert(index, gate_up.shape[0], mesh, axes, grouped)
         chosen, operands = Chosen(places, weights, ctx.k, form), (gate_up, down, gate_up_bias, down_bias)
-        run = operators.forward if operators.traced(groups) else expert_rows.forward
+        run = operators.traced_forward if operators.traced(groups) else expert_rows.forward
         out, first = run(hidden, chosen, groups, *operands)
         ctx.counts, held = groups.counts, groups.held if isinstance(groups, TracedGroups) else None
         ctx.save_for_backward(hidden, weights, gate_up, down, down_bias, places, first, groups.ends, held)
@@ -288,7 +288,7 @@ class _Experts(torch.autograd.Function):
         chosen = Chosen(places, weights, ctx.k, ctx.form)
         groups = Groups(ends, ctx.counts) if held is None else TracedGroups(ends, None, held)
         need_hidden, _, *needs = ctx.needs_input_grad[:7]
-        run = operators.backward if operators.traced(groups) else expert_rows.backward
+        run = operators.traced_backward if operators.traced(groups) else expert_rows.backward
         found = run(grad, hidden, chosen, groups, gate_up, down, down_bias, first, Needs(need_hidden, *needs))
         return found[0], None, *found[1:], *(None,) * 4
 
@@ -321,10 +321,10 @@ def _by_expert(
     """Sort the places in [t, k] by local expert (`expert_products.by_expert`), here or as an operator of a graph."""
     if mesh is None or axes is None:
         if in_graph() and not grouped:
-            return operators.by_expert(index, num_local, None, 1)
+            return operators.traced_by_expert(index, num_local, None, 1)
         return by_expert(index, num_local, None, 1, grouped)
     if in_graph():
-        return operators.by_expert(index, num_local, mesh.coordinate(axes) * num_local, mesh.size(axes))
+        return operators.traced_by_expert(index, num_local, mesh.coordinate(axes) * num_local, mesh.size(axes))
     first = mesh.index_tensor(axes, index.device) * num_local
     return by_expert(index, num_local, first, mesh.size(axes), grouped)
 

@@ -19,24 +19,24 @@ def _wait(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def all_reduce(x: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch.Tensor:
+def raw_all_reduce(x: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the reduction (`sum` or `max`) of `x` over a group."""
     return _wait(torch.ops._c10d_functional.all_reduce(x, op, group.group_name))
 
 
-def all_gather(x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
+def raw_all_gather(x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
     """Concatenate [n, ...] of every rank -> [ranks * n, ...]."""
     return _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), ranks, group.group_name))
 
 
-def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
+def raw_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
     """Sum [ranks * n, ...] over a group and keep this rank's part, [n, ...]."""
     if sums_by_exchange(group):
         return sum_of_parts(x.contiguous(), group)
     return _wait(torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group.group_name))
 
 
-def all_to_all(
+def raw_all_to_all(
     x: torch.Tensor, group: dist.ProcessGroup, come: Sequence[int] | None = None, sent: Sequence[int] | None = None
 ) -> torch.Tensor:
     """Send parts of dim 0 to the ranks of a group and concatenate what comes; equal parts unless sizes are given."""

@@ -109,7 +109,7 @@ def _check(logits: torch.Tensor, target: torch.Tensor, label_smoothing: float, n
 
 def _all_reduce(x: torch.Tensor, op: str, groups: tuple[dist.ProcessGroup, ...]) -> torch.Tensor:
     for group in groups:
-        x = functional_collectives.all_reduce(x, op, group)
+        x = functional_collectives.raw_all_reduce(x, op, group)
     return x
 
 

@@ -110,7 +110,7 @@ def ring_attention(
 
 def gathered(x: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
     """Gather [b, ...] of every rank -> [ranks, b, ...], without gradients."""
-    return functional.all_gather(x, group, ranks).view(ranks, *x.shape)
+    return functional.raw_all_gather(x, group, ranks).view(ranks, *x.shape)
 
 
 @dataclass(frozen=True)

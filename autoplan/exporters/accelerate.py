@@ -9,6 +9,7 @@ from autoplan.config.context_methods import GATHER
 from autoplan.config.parallel import Mode
 from autoplan.config.recompute import FULL, NONE
 from autoplan.errors import PinError
+from autoplan.exporters.launching import per_node
 from autoplan.exporters.record import (
     METHODS_BY_ROTATE,
     ROTATE_METHODS,
@@ -203,6 +204,12 @@ def _one_kind(document: Document, found: Values) -> str | None:
     return None if cp == 1 or sp == 1 else f"cp_size={cp} and sp_size={sp} exclude each other; nearest: one of them"
 
 
+def _launch(setup: Setup, file: str, year: float) -> list[str]:
+    where = ' --machine_rank "$SLURM_NODEID" --main_process_ip "$HEAD_NODE" --main_process_port 29500'
+    where = where if setup.task.num_nodes > 1 else ""
+    return per_node(setup, f"accelerate launch --config_file {file}{where} train.py")
+
+
 ACCELERATE = Target(
     name="accelerate",
     about="the YAML file of accelerate launch: FSDP, DeepSpeed or DistributedDataParallel",
@@ -240,7 +247,7 @@ ACCELERATE = Target(
         ),
     ),
     marks=("distributed_type",),
-    launch=lambda setup, file, year: [f"accelerate launch --config_file {file} train.py"],
+    launch=_launch,
     elsewhere={
         "micro_batch_size": "the training script (TrainingArguments.per_device_train_batch_size)",
         "num_micro_batches": "the training script (TrainingArguments.gradient_accumulation_steps)",

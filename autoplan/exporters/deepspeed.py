@@ -6,7 +6,7 @@ from typing import Any
 
 from autoplan.config.precision import GRADIENTS_16
 from autoplan.errors import PinError
-from autoplan.exporters.launching import torchrun
+from autoplan.exporters.launching import srun
 from autoplan.exporters.record import (
     Document,
     Field,
@@ -176,7 +176,7 @@ DEEPSPEED = Target(
         constant("gradient_clipping", 1.0),
     ),
     marks=("zero_optimization.stage", "train_micro_batch_size_per_gpu", "train_batch_size"),
-    launch=lambda setup, file, year: torchrun(setup, ["train.py", "--deepspeed_config", file]),
+    launch=lambda setup, file, year: srun(setup, ["train.py", "--deepspeed_config", file]),
     elsewhere={
         "recompute": "the model or the training script (TrainingArguments.gradient_checkpointing)",
         "seq_len": "the data",

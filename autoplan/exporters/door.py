@@ -21,8 +21,9 @@ from autoplan.config.choices import OPTIONS, PINS, options_of, plain_option
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
+from autoplan.exporters.python_file import BY_FUNCTION, UNKNOWN, functions_of
 from autoplan.exporters.record import Document, Target
-from autoplan.exporters.scripts import UNKNOWN, Name, functions_of
+from autoplan.exporters.scripts import Code, Name
 from autoplan.exporters.setup import ESSENTIAL, SETUP_NAMES, Setup, Task, values
 from autoplan.exporters.targets import detected, suffix_of, target_of
 from autoplan.ir.graph import ModelGraph
@@ -61,8 +62,9 @@ class ConfigFile:
             file decides, by name. What it leaves to the target has the target's default.
         like: the stack that runs it, NAME@YY.MM.
         open: choices that the file does not decide: name -> where they are decided.
-        not_read: fields of the target that the file has and that were not used, and values that are not literals. Not
-            those that an export of the same setup writes as well.
+        not_read: fields of the target that the file has and that were not used, though they may change time or memory,
+            and values that are not known. Not those that an export of the same setup writes as well.
+        idle: other values of the file: fields that change neither time nor memory, and defaults.
         faults: what the target itself would refuse, with the nearest that works.
         warnings: what it takes, but is seldom meant.
     """
@@ -77,6 +79,7 @@ class ConfigFile:
     not_read: tuple[str, ...]
     faults: tuple[str, ...]
     warnings: tuple[str, ...]
+    idle: tuple[str, ...] = ()
 
 
 def setup_task(graph: ModelGraph | None = None, cluster: Cluster | None = None) -> Task:
@@ -143,26 +146,58 @@ def read_text(
 ) -> ConfigFile:
     """Return the input of a target that this text is; the arguments are those of `read_config`."""
     year = year_of(version)
-    found = target.syntax(year).read(text, path)
+    found = target.reader(suffix_of(path), year).read(text, path)
     functions = functions_of(found)
-    unknown = [f"{name.removeprefix(UNKNOWN)} = {v}" for name, v in found.items() if name.startswith(UNKNOWN)]
+    unknown = {name.removeprefix(UNKNOWN): v for name, v in found.items() if name.startswith(UNKNOWN)}
     found = {name: value for name, value in found.items() if not name.startswith(UNKNOWN)}
-    document = Document(found, target.schema, year, task, bool(functions))
-    says, refused = _read(target, document, given)
+    document = Document(found, target.schema, year, task, bool(functions), unknown)
+    says, vague, refused = _read(target, document, given)
+    _check_known(vague, given, path)
     if refused and not lenient:
         raise refused[0]
-    said = tuple(str(error).partition(" ")[0] for error in refused)  # path=value, which the schema refuses too
-    faults = [text for text in target.schema.faults(found, year) if text.partition(" ")[0] not in said]
-    faults += map(str, refused)
+    faults = _refusals(target.schema.faults(found, year), refused)
     broken = _broken(target, document, says, warns=False) if not refused else []
     faults += [] if functions else broken
     warnings = [f"{text}; unless {functions[0]} says otherwise" for text in broken if functions]
     warnings += [*_broken(target, document, says, warns=True), *_misspelt(target, found)]
     stack = target.stack_of(document) if target.stack_of is not None else target.stack
-    open_ = {name: where for name, where in target.elsewhere.items() if name not in says}
+    open_ = {name: where for name, where in {**target.elsewhere, **vague}.items() if name not in says}
     rest = ((), tuple(faults), tuple(warnings))
     out = ConfigFile(path, target.name, version, found, says, f"{stack}@{version}", open_, *rest)
-    return replace(out, not_read=(*_not_used(out, target, document, given), *unknown))
+    return _with_rest(out, target, document, given)
+
+
+def _refusals(of_schema: list[str], refused: list[PinError]) -> list[str]:
+    """Return the faults of the schema, and of fields; of both for one path=value that of the field."""
+    said = tuple(str(error).partition(" ")[0] for error in refused)
+    return [*(text for text in of_schema if text.partition(" ")[0] not in said), *map(str, refused)]
+
+
+def _with_rest(out: ConfigFile, target: Target, document: Document, given: Mapping[str, Any]) -> ConfigFile:
+    """Return a file with what was not read: by name what may change time or memory, and what does not."""
+    unused = _not_used(out, target, document, given)
+    left = {**{name: document.values[name] for name in unused}, **document.unknown}
+    idle = tuple(name for name, value in left.items() if _is_idle(target, name, value))
+    listed = (name if name in unused else f"{name} = {value}" for name, value in left.items() if name not in idle)
+    return replace(out, not_read=tuple(listed), idle=idle)
+
+
+def _is_idle(target: Target, name: str, value: Any) -> bool:
+    """Return True for a value that changes neither time nor memory; calls of functions may."""
+    return value != BY_FUNCTION and target.schema.is_idle(name, value)
+
+
+def _check_known(vague: Mapping[str, str], given: Mapping[str, Any], path: str) -> None:
+    """Raise PinError if a file takes choices without which it is another configuration from elsewhere."""
+    told = {vague[name] for name in vague if given.get(name) is not None}
+    needed: dict[str, str] = {}  # what is not known -> the first choice that it decides
+    for name in ESSENTIAL:
+        if name in vague and vague[name] not in told:
+            needed.setdefault(vague[name], name)
+    if needed:
+        flags = " ".join(f"--{name.replace('_', '-')}" for name in needed.values())
+        said = "; ".join(needed)
+        raise PinError(f"{path} takes from where it is started: {said}; give {flags}", tuple(needed.values()))
 
 
 def _not_used(read: ConfigFile, target: Target, document: Document, given: Mapping[str, Any]) -> list[str]:
@@ -204,14 +239,18 @@ def _misspelt(target: Target, found: Mapping[str, Any]) -> list[str]:
 _IDLE = frozenset(("compute_environment", "machine_rank", "base_config", "hardware", "env", "env_vars", "launch"))
 
 
-def _read(target: Target, document: Document, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[PinError]]:
-    """Return the choices that the fields read and the errors of those that refuse the file.
+def _read(
+    target: Target, document: Document, given: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str], list[PinError]]:
+    """Return the choices that the fields read, those that are not known, and the errors of fields that refuse the file.
 
     Args:
-        given: choices that the file cannot hold, and that the target takes from elsewhere.
+        given: choices that the file cannot hold or does not know, and that the target takes from elsewhere.
     """
-    known = {name: value for name, value in given.items() if value is not None and name in target.elsewhere}
+    typed = {name: value for name, value in given.items() if value is not None}
+    known = {name: value for name, value in typed.items() if name in target.elsewhere}
     says: dict[str, Any] = {}
+    vague: dict[str, str] = {}
     refused: list[PinError] = []
     for each in target.fields_at(document.year):
         asked = replace(document, seen=set())
@@ -221,9 +260,13 @@ def _read(target: Target, document: Document, given: Mapping[str, Any]) -> tuple
             refused.append(error)
         else:
             unsaid = document.partial and asked.seen and not any(map(asked.has, set(asked.seen)))
-            says |= {} if unsaid else read
+            if asked.vague:
+                vague |= dict.fromkeys(each.names, ", ".join(asked.vague))
+                known |= {name: typed[name] for name in each.names if name in typed}
+            elif not unsaid:
+                says |= read
         document.seen.update(asked.seen)
-    return says, refused
+    return says, vague, refused
 
 
 class _Found(dict[str, Any]):
@@ -318,7 +361,7 @@ def export_setup(setup: Setup, to: str, file: str = "") -> Export:
 
 
 def _checked(value: Any) -> Any:
-    return value.text if isinstance(value, Name) else list(value) if isinstance(value, tuple) else value
+    return value.text if isinstance(value, Name | Code) else list(value) if isinstance(value, tuple) else value
 
 
 def _differences(
@@ -350,6 +393,8 @@ def _differences(
             continue
         why = target.why_not(name)
         lost[name] = f"{_said(wanted[name])}: {target.name}@{version} cannot ({why}); it runs {_said(runs[name])}"
+        if name == "recompute" and isinstance(runs[name], str):
+            lost[name] += f", which autoplan plan --pin recompute={runs[name]} prices"
     return elsewhere, lost, runs
 
 

@@ -26,5 +26,16 @@ def srun(about: Setup, program: Sequence[str]) -> list[str]:
     (line,) = torchrun(about, program)
     if nodes == 1:
         return [line]
-    head = 'HEAD_NODE=${HEAD_NODE:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)} && export HEAD_NODE'
-    return [head, f"srun --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {devices} {line}"]
+    return [_HEAD, f"srun --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {devices} {line}"]
+
+
+def per_node(about: Setup, command: str) -> list[str]:
+    """Return the lines of Slurm that run a command once on every node; `$SLURM_NODEID` in it is the node's number."""
+    nodes, devices = max(1, about.task.num_nodes), max(1, about.task.devices_per_node)
+    if nodes == 1:
+        return [command]
+    start = f"srun --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {devices}"
+    return [_HEAD, f"{start} bash -c {shlex.quote(command)}"]
+
+
+_HEAD = 'HEAD_NODE=${HEAD_NODE:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)} && export HEAD_NODE'

@@ -6,7 +6,7 @@ from typing import Any
 
 from autoplan.errors import PinError
 from autoplan.exporters.record import Document, Field, Target, TargetRule, Values, base_of, derived, micro_batches
-from autoplan.exporters.scripts import Name, PythonCall
+from autoplan.exporters.scripts import Code, Name, PythonCall
 from autoplan.exporters.setup import Setup
 
 _S = "strategy."
@@ -39,6 +39,7 @@ def _write(setup: Setup) -> Values:
         out[_S + "sharding_strategy"] = _SHARDING.get((c.zero_stage, hybrid), "FULL_SHARD")
         out |= {_S + "device_mesh": (c.zero_replicas, c.num_shards)} if hybrid else {}
         out |= {_S + "cpu_offload": True} if c.offload == ("parameters",) else {}
+        out[_S + "auto_wrap_policy"] = Code("{layer}")  # without it the whole model is one unit, gathered at once
     return out
 
 
@@ -118,7 +119,10 @@ LIGHTNING = Target(
         (
             0.0,
             PythonCall(
-                ("", "", "def trainer(**settings):", '    """A Trainer that runs the plan."""'),
+                (
+                    *("", "", "def trainer(layer, **settings):"),
+                    '    """A Trainer that runs the plan. Yours: layer, the class of the model\'s layers."""',
+                ),
                 "Trainer",
                 {
                     "Trainer": "lightning.pytorch",

@@ -10,6 +10,7 @@ from autoplan.config.context_methods import GATHER, RING, ULYSSES, read_method
 from autoplan.config.parallel import Attention
 from autoplan.config.recompute import FULL, NONE, OFFLOAD, SELECTIVE
 from autoplan.errors import PinError
+from autoplan.exporters.launching import per_node
 from autoplan.exporters.record import (
     Document,
     Field,
@@ -151,6 +152,8 @@ _KNOWN_POLICIES = {
     "qkv_proj_offloaded": FULL,
     "save_out_proj": FULL,
 }
+# Words of MaxText before configs/types.py (RematPolicy): minimal, and the context of attention is kept
+_FORMER_POLICIES = ("minimal_flash", "minimal_with_context")
 
 
 def _write_recompute(setup: Setup) -> Values:
@@ -161,7 +164,14 @@ def _write_recompute(setup: Setup) -> Values:
 def _read_recompute(document: Document, found: Values) -> Values:
     if document.get("remat_policy") == "custom":
         raise PinError(f"remat_policy='custom' has no price; known: {', '.join(_KNOWN_POLICIES)}", ("recompute",))
-    return {"recompute": document.word("remat_policy", _KNOWN_POLICIES)}
+    return {"recompute": document.word("remat_policy", {**_KNOWN_POLICIES, **dict.fromkeys(_FORMER_POLICIES, NONE)})}
+
+
+def _former_policy(document: Document, found: Values) -> str | None:
+    policy = document.get("remat_policy")
+    if policy not in _FORMER_POLICIES:
+        return None
+    return f"remat_policy={policy} is of MaxText before its RematPolicy (configs/types.py); nearest since: minimal"
 
 
 def _write_offload(setup: Setup) -> Values:
@@ -269,6 +279,19 @@ def _micro_batches(document: Document, found: Values) -> str | None:
     return f"num_pipeline_microbatches={number} is not a multiple of the {pp} pipeline stages; nearest: {near}"
 
 
+def _on_tpu(setup: Setup) -> bool:
+    return setup.task.hardware is not None and setup.task.hardware.vendor == "Google"
+
+
+def _launch(setup: Setup, file: str, year: float) -> list[str]:
+    """Return the command; several nodes find each other by the variables of max_utils.initialize_jax_for_gpu."""
+    nodes, train = setup.task.num_nodes, f"python3 -m maxtext.trainers.pre_train.train {file}"
+    if _on_tpu(setup):
+        return [train]
+    found = f'JAX_COORDINATOR_IP="$HEAD_NODE" JAX_COORDINATOR_PORT=29500 NNODES={nodes} NODE_RANK="$SLURM_NODEID" '
+    return per_node(setup, f"{found if nodes > 1 else ''}{train}")
+
+
 MAXTEXT = Target(
     name="maxtext",
     about="YAML values over MaxText's base.yml, with axes inside nodes (ici) and between them (dcn)",
@@ -276,7 +299,7 @@ MAXTEXT = Target(
     files=((0.0, Yaml()),),
     fields=(
         constant("base_config", "base.yml"),
-        constant("hardware", "gpu", lambda s: not s.task.device.startswith("tpu")),
+        constant("hardware", "gpu", lambda s: not _on_tpu(s)),
         Field(("tp", "pp", "cp", "ep", "etp", "dp", "zero_stage", "zero_replicas"), _write_axes, _read_axes),
         Field(
             ("micro_batch_size", "num_micro_batches", "global_batch_size", "schedule", "virtual_stages"),
@@ -295,8 +318,8 @@ MAXTEXT = Target(
         Field(("attention",), _write_attention, _read_attention),
         Field(("context_method",), _write_context, _read_context),
     ),
-    marks=tuple(f"{tier}_{axis}_parallelism" for tier in ("ici", "dcn") for axis in AXES),
-    launch=lambda setup, file, year: [f"python3 -m maxtext.trainers.pre_train.train {file}"],
+    marks=(*(f"{tier}_{axis}_parallelism" for tier in ("ici", "dcn") for axis in AXES), "base_config", "remat_policy"),
+    launch=_launch,
     cannot={
         "zero_stage": "parameters are sharded over fsdp (3), or only the optimizer over data (1)",
         "zero_replicas": "the data axis replicates what fsdp shards",
@@ -310,5 +333,8 @@ MAXTEXT = Target(
         "context_method": "context_parallel_strategy is all_gather, ring, ulysses or usp",
         "sequence_parallel": "XLA decides where norms are split",
     },
-    rules=(TargetRule(_world), TargetRule(_layers), TargetRule(_micro_batches)),
+    rules=(
+        *(TargetRule(_world), TargetRule(_layers), TargetRule(_micro_batches)),
+        TargetRule(_former_policy, warns=True),
+    ),
 )

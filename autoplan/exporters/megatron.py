@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoplan.config.context_methods import GATHER, RING, ULYSSES, read_method
 from autoplan.config.parallel import Attention, Dispatcher, Launch
 from autoplan.config.precision import read_precision
+from autoplan.config.recompute import FULL, OFFLOAD, modules_of
 from autoplan.errors import PinError
 from autoplan.exporters.launching import srun
 from autoplan.exporters.megatron_stages import At, read_stages, recompute_reader, write_recompute, write_stages
@@ -31,7 +32,7 @@ from autoplan.exporters.scripts import Flags
 from autoplan.exporters.setup import Setup
 
 _ETP = "expert_tensor_parallel_size"
-_WIDE = ("b200", "b300", "gb200", "gb300", "r100", "vr200")  # devices from Blackwell on
+_BLACKWELL = 10.0  # compute capability
 
 # -- the other fields --------------------------------------------------------------------------------------------------
 
@@ -49,6 +50,8 @@ def _zero(at: At, checkpoint: str) -> Field:
 
     def read(document: Document, found: Values) -> Values:
         copies = document.count(at("num_distributed_optimizer_instances"))
+        if document.has(at("zero_stage")):  # of Megatron-DeepSpeed
+            return {"zero_stage": document.count(at("zero_stage"), 0), "zero_replicas": copies}
         if document.get(at("use_megatron_fsdp")):
             stages = {word: stage for stage, word in _STRATEGIES.items()}
             strategy = document.get(at("data_parallel_sharding_strategy")) or "optim_grads_params"
@@ -103,7 +106,8 @@ def _experts(at: At) -> tuple[Field, ...]:
         flex = setup.options.dispatcher is not Dispatcher.ALL_TO_ALL
         out[at("moe_token_dispatcher_type")] = "flex" if flex else "alltoall"
         if flex:
-            backend = "hybridep" if setup.task.device.startswith("gb") else "deepep"
+            device = setup.task.hardware
+            backend = "hybridep" if device is not None and device.joins_nodes else "deepep"
             out[at("moe_flex_dispatcher_backend")] = backend
         return out | ({at("use_transformer_engine_op_fuser"): True} if setup.options.fused_experts else {})
 
@@ -143,9 +147,11 @@ def overlap_field(at: At) -> Field:
         return out
 
     def read(document: Document, found: Values) -> Values:
-        overlap = {name for name, flag in flags.items() if document.get(at(flag))} | {"cp"}  # a ring always overlaps
-        if not document.get(at("no_overlap_p2p_communication")):
-            overlap.add("pp")
+        usual = set(document.usual_overlap) if document.partial else {"cp", "pp"}  # a ring always overlaps
+        said = {name: bool(document.get(at(flag))) for name, flag in flags.items() if document.has(at(flag))}
+        if document.has(at("no_overlap_p2p_communication")):
+            said["pp"] = not document.get(at("no_overlap_p2p_communication"))
+        overlap = {name for name in {*usual, *said} if said.get(name, True)}
         return {
             "overlap": sorted(overlap),
             "overlap_zero": bool(document.get(at("overlap_grad_reduce"))),
@@ -155,21 +161,63 @@ def overlap_field(at: At) -> Field:
     return Field(("overlap", "overlap_zero", "overlap_gather"), write, read)
 
 
+# What is captured of a layer with experts, whose row counts the host must know (cuda_graph_modules, before 26.06
+# cuda_graph_scope); of other layers everything
+_CAPTURED = {
+    Launch.GRAPHS: ["attn", "moe_router", "moe_preprocess"],
+    Launch.ROUTER_GRAPHS: ["moe_router", "moe_preprocess"],
+}
+
+
+def _graphs_exclude(recompute: Any) -> bool:
+    """Return True for recompute that CUDA graphs of layers exclude (TransformerConfig.__post_init__)."""
+    kinds = recompute.values() if isinstance(recompute, Mapping) else recompute
+    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds or ())
+    first = any(isinstance(kind, int) and kind > 0 for kind in kinds)  # as many first layers of a stage, in full
+    return first or any(kind in (FULL, OFFLOAD) or "moe" in modules_of(str(kind)) for kind in kinds)
+
+
+_CAPTURES = ("cuda_graph_modules", "cuda_graph_scope")
+
+
+def _write_launch(at: At, setup: Setup) -> Values:
+    launch, experts = setup.options.launch, setup.task.num_experts > 0
+    if launch is Launch.BLOCKING:
+        return {at("env.CUDA_LAUNCH_BLOCKING"): 1}
+    if launch is Launch.FULL_GRAPHS:
+        return {at("cuda_graph_impl"): "full_iteration"}
+    dense_router = launch is Launch.ROUTER_GRAPHS and not experts
+    if launch not in _CAPTURED or dense_router or _graphs_exclude(setup.recompute):
+        return {}
+    return {at("cuda_graph_impl"): "transformer_engine", **({at(_CAPTURES[0]): _CAPTURED[launch]} if experts else {})}
+
+
+def _read_launch(at: At, document: Document) -> Values:
+    if str(document.values.get(at("env.CUDA_LAUNCH_BLOCKING"), "0")) == "1":
+        return {"launch": "blocking"}
+    old = any([document.get(at(name)) for name in ("enable_cuda_graph", "external_cuda_graph")])
+    meaning = {"none": "graphs" if old else "async", "full_iteration": "full_graphs"}
+    meaning |= dict.fromkeys(("transformer_engine", "local"), "graphs")
+    launch = document.word(at("cuda_graph_impl"), meaning, "graphs" if old else "async")
+    given = [document.get(at(name)) for name in _CAPTURES]
+    named: Any = next((each for each in given if each), [])
+    parts = [str(part) for part in (named if isinstance(named, list) else [named])]
+    if launch != "graphs" or not parts:
+        return {"launch": launch}
+    if "full_iteration" in parts:
+        return {"launch": "full_graphs"}
+    return {"launch": "router_graphs" if all(part.startswith("moe_") for part in parts) else launch}
+
+
+def _launch(at: At) -> Field:
+    """Return the field of CUDA graphs: their implementation and what they capture."""
+    return Field(
+        ("launch",), lambda setup: _write_launch(at, setup), lambda document, found: _read_launch(at, document)
+    )
+
+
 def _kernels(at: At, member: Callable[[str], Any]) -> tuple[Field, ...]:
     attention = {"unfused": "unfused", "flash2": "flash", "fused": "fused"}
-    graphs = {"async": "none", "graphs": "transformer_engine", "full_graphs": "full_iteration"}
-
-    def write_launch(setup: Setup) -> Values:
-        launch = setup.options.launch
-        if launch is Launch.BLOCKING:
-            return {at("env.CUDA_LAUNCH_BLOCKING"): 1}
-        return {} if launch is Launch.ASYNC else {at("cuda_graph_impl"): graphs[launch]}
-
-    def read_launch(document: Document, found: Values) -> Values:
-        if str(document.values.get(at("env.CUDA_LAUNCH_BLOCKING"), "0")) == "1":
-            return {"launch": "blocking"}
-        meaning = {word: name for name, word in graphs.items()} | {"local": "graphs"}
-        return {"launch": document.word(at("cuda_graph_impl"), meaning, "async")}
 
     def write_attention(setup: Setup) -> Values:
         kernel = setup.options.attention_in(setup.mode)
@@ -198,7 +246,7 @@ def _kernels(at: At, member: Callable[[str], Any]) -> tuple[Field, ...]:
         return {at("sequence_parallel"): True} if used else {}
 
     return (
-        Field(("launch",), write_launch, read_launch),
+        _launch(at),
         Field(("attention",), write_attention, read_attention),
         Field(("fused_loss",), write_loss, read_loss),
         Field(
@@ -227,10 +275,11 @@ def _environment(at: At) -> Field:
     """CUDA_DEVICE_MAX_CONNECTIONS: the order of kernels and collectives (megatron/training/arguments.py)."""
 
     def write(setup: Setup) -> Values:
-        c = setup.config
+        c, device = setup.config, setup.task.hardware
+        wide = device is not None and (device.compute_capability or 0) >= _BLACKWELL
         if c.zero_stage >= 2:  # Megatron-FSDP needs more than one
             number = 8
-        elif setup.task.device.startswith(_WIDE) or ("ep" in setup.options.overlap and c.ep > 1):
+        elif wide or ("ep" in setup.options.overlap and c.ep > 1):
             number = 32
         else:
             number = 1
@@ -321,7 +370,8 @@ def _read_flags(document: Document, found: Values) -> Values:
         base = "fp4"
     elif get("fp8_format"):
         base = "mxfp8" if get("fp8_recipe") == "mxfp8" else "fp8"
-    narrow = get("grad_reduce_in_bf16") if base != "fp16" else not get("accumulate_allreduce_grads_in_fp32")
+    narrow = get("grad_reduce_in_bf16") or get("main_grads_dtype") == "bf16"
+    narrow = narrow if base != "fp16" else not get("accumulate_allreduce_grads_in_fp32")
     aware = bool(get("use_precision_aware_optimizer"))
     moments, split = aware and get("exp_avg_dtype") == "bf16", aware and keeps_remainders(base, document.year)
     return {
@@ -342,9 +392,13 @@ def _flag_launch(about: Setup) -> list[str]:
     ]
 
 
-def _tp_for_sequences(document: Document, found: Values) -> str | None:
-    path = next((p for p in ("sequence_parallel", "model.sequence_parallel") if document.get(p)), None)
-    return None if path is None or found.get("tp", 1) > 1 else f"{path} needs tp of at least 2; nearest: without it"
+def sequences_need_tp(path: str, then: str) -> Callable[[Document, Values], str | None]:
+    """Return the rule that splitting of norms along the sequence needs tensor parallelism; `then`: what happens."""
+
+    def found(document: Document, found: Values) -> str | None:
+        return None if not document.get(path) or found.get("tp", 1) > 1 else f"{path} needs tp of at least 2; {then}"
+
+    return found
 
 
 def _said_of_experts(setting: str, why: str) -> TargetRule:
@@ -368,9 +422,31 @@ def _launched(document: Document, found: Values) -> str | None:
     return f"torchrun starts {nodes * devices} processes, but the cluster has {total} devices; nearest: {near}"
 
 
+def _of_model(setting: str, size: Callable[[Document], int]) -> TargetRule:
+    """Return the rule that a file is for the model that it is read for."""
+
+    def found(document: Document, found: Values) -> str | None:
+        known = size(document)
+        given = next((document.get(p) for p in (setting, f"model.{setting}") if document.has(p)), None)
+        if not known or not isinstance(given, int) or given == known:
+            return None
+        return f"{setting}={given}, but {document.task.model} has {known}; its own are priced"
+
+    return TargetRule(found, warns=True)
+
+
+def _graphs_without_full(document: Document, found: Values) -> str | None:
+    """CUDA graphs of layers exclude full recompute (megatron/core/transformer/transformer_config.py)."""
+    if found.get("launch") not in ("graphs", "router_graphs") or not _graphs_exclude(found.get("recompute")):
+        return None
+    return f"{CANNOT['launch']} (cuda_graph_impl); nearest: without cuda_graph_impl"
+
+
 MEGATRON_RULES = (
     TargetRule(_launched),
-    TargetRule(_tp_for_sequences),
+    TargetRule(_graphs_without_full),
+    _of_model("num_layers", lambda document: len(document.task.layers)),
+    _of_model("num_experts", lambda document: document.task.num_experts),
     _said_of_experts(_ETP, "it is as tp, which is often not meant; say 1 or tp"),
     _said_of_experts("moe_token_dispatcher_type", "Megatron's default allgather has no price; alltoall is priced"),
 )
@@ -383,6 +459,7 @@ CANNOT = {
     "zero_by_tensor": "Megatron's buffers hold many parameters",
     "attention": "Megatron chooses among unfused, flash and fused",
     "dispatcher": "Megatron sends 16 bits",
+    "launch": "CUDA graphs of layers exclude full recompute, recompute of experts and offloaded activations",
 }
 
 MEGATRON_LM = Target(
@@ -399,5 +476,6 @@ MEGATRON_LM = Target(
     marks=("tensor_model_parallel_size", "pipeline_model_parallel_size", "use_distributed_optimizer"),
     launch=lambda setup, file, year: [f"bash {file}"],
     cannot=CANNOT,
-    rules=MEGATRON_RULES,
+    stack_of=lambda document: "megatron-deepspeed" if document.get("deepspeed") else "megatron-lm",
+    rules=(*MEGATRON_RULES, TargetRule(sequences_need_tp("sequence_parallel", "it is off"), warns=True)),
 )

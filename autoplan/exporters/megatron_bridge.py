@@ -6,8 +6,17 @@ from typing import Any
 
 from autoplan.config.precision import read_precision
 from autoplan.exporters.launching import srun
-from autoplan.exporters.megatron import CANNOT, FP8, MEGATRON_RULES, fields_of, keeps_remainders, overlap_field
-from autoplan.exporters.record import Document, Field, Target, Values, precision_word
+from autoplan.exporters.megatron import (
+    CANNOT,
+    FP8,
+    MEGATRON_RULES,
+    fields_of,
+    keeps_remainders,
+    overlap_field,
+    sequences_need_tp,
+)
+from autoplan.exporters.nemo import LAST_NEMO_1, NemoYaml, is_nemo_1
+from autoplan.exporters.record import Document, Field, Target, TargetRule, Values, precision_word
 from autoplan.exporters.scripts import Name, Python
 from autoplan.exporters.setup import Setup
 
@@ -65,7 +74,8 @@ def _read_recipe(document: Document, found: Values) -> Values:
     wide = document.get("ddp.grad_reduce_in_fp32") if wide is None else wide
     wide = base != "fp16" and name not in _OF_RECIPES if wide is None else wide
     gather = document.get("mixed_precision.fp8_param_gather")
-    moments = "bfloat16" in str(document.get("optimizer.exp_avg_dtype"))
+    kept = [str(document.get(f"optimizer.{name}_dtype")) for name in ("exp_avg", "exp_avg_sq")]
+    moments = all("bfloat16" in dtype for dtype in kept)
     aware, stored = (bool(document.get(f"optimizer.{name}")) for name in (_AWARE, "store_param_remainders"))
     split = aware and stored and keeps_remainders(base, document.year)
     return {
@@ -110,8 +120,13 @@ def _bridge_head(setup: Setup, values: Values) -> tuple[list[str], str]:
     lines += [f"from megatron.bridge.training.mixed_precision import {preset}"] if preset else []
     if "model.attention_backend" in values:
         lines.append("from megatron.core.transformer.enums import AttnBackend")
-    doc = '    """Change the ConfigContainer of a recipe of this model to the plan."""'
-    return [*lines, "", "", "def apply_plan(cfg):", doc], "cfg"
+    doc = [
+        '    """Change the ConfigContainer of a recipe of this model to the plan.',
+        "",
+        "    Yours, in train.py: pretrain(apply_plan(recipe()), forward_step), of megatron.bridge.training.pretrain.",
+        '    """',
+    ]
+    return [*lines, "", "", "def apply_plan(cfg):", *doc], "cfg"
 
 
 def _bridge_overlap() -> Field:
@@ -146,19 +161,20 @@ def _bridge_fields() -> tuple[Field, ...]:
     return tuple(_bridge_overlap() if "overlap" in f.names else f for f in (*fields, length))
 
 
-_BASE = {
+_BASE: dict[str, Any] = {
     **{f"model.{name}_parallel_size": 1 for name in ("tensor_model", "pipeline_model", "context")},
     **dict.fromkeys(("model.virtual_pipeline_model_parallel_size", "model.pipeline_model_parallel_layout"), None),
     **dict.fromkeys((f"model.num_layers_in_{end}_pipeline_stage" for end in ("first", "last")), None),
     **dict.fromkeys((f"model.account_for_{end}_in_pipeline_split" for end in ("embedding", "loss")), False),
     **dict.fromkeys((f"model.recompute_{name}" for name in ("granularity", "method", "num_layers", "modules")), None),
-    **{"model.sequence_parallel": False, "model.cuda_graph_impl": "none", "model.cross_entropy_loss_fusion": False},
+    **{"model.sequence_parallel": False, "model.cross_entropy_loss_fusion": False},
+    **{"model.cuda_graph_impl": "none", "model.cuda_graph_modules": [], "model.cuda_graph_scope": None},
     **{"ddp.use_distributed_optimizer": False, "ddp.use_megatron_fsdp": False},
     **{"ddp.num_distributed_optimizer_instances": 1, "optimizer.optimizer_cpu_offload": False},
 }
 
 # Functions like `set_deepseek_v3_pipeline_model_parallel_layout(cfg.model, "Et|tt|...")`
-_SETTERS = {f"_{name}": name for name in ("pipeline_model_parallel_layout",)}
+_SETTERS = {f"_{name}": name for name in ("pipeline_model_parallel_layout", "cuda_graph_modules")}
 
 MEGATRON_BRIDGE = Target(
     name="megatron-bridge",
@@ -169,6 +185,8 @@ MEGATRON_BRIDGE = Target(
     marks=("model.tensor_model_parallel_size", "model.pipeline_model_parallel_size", "mixed_precision"),
     launch=lambda setup, file, year: srun(setup, ["train.py"]),
     cannot=CANNOT,
-    rules=MEGATRON_RULES,
+    also=(NemoYaml(),),
+    version_in=lambda values: LAST_NEMO_1 if is_nemo_1(values) else None,
+    rules=(*MEGATRON_RULES, TargetRule(sequences_need_tp("model.sequence_parallel", "nearest: without it"))),
     base=_BASE,
 )

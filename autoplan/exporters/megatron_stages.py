@@ -190,6 +190,8 @@ def recompute_reader(at: At) -> Callable[[Document, Mapping[str, Any]], Values]:
         granularity = document.get(at("recompute_granularity"))
         if granularity is None and document.get(at("recompute_activations")):
             granularity = "selective"
+        if granularity is None and document.get(at("checkpoint_activations")):  # before Megatron-LM 3.0
+            return {"recompute": FULL}
         if granularity is None:
             held = document.count(at("cpu_offloading_num_layers"), 0)
             return {"recompute": NONE if not held else dict.fromkeys(layers[:held], OFFLOAD) or OFFLOAD}

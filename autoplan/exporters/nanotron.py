@@ -6,7 +6,7 @@ from typing import Any
 
 from autoplan.config.precision import GRADIENTS_16
 from autoplan.config.recompute import FULL, NONE
-from autoplan.exporters.launching import torchrun
+from autoplan.exporters.launching import srun
 from autoplan.exporters.record import (
     Document,
     Field,
@@ -93,6 +93,11 @@ def _sections(setup: Setup) -> dict[str, Any]:
     return {"optimizer.zero_stage": c.zero_stage if c.zero_stage <= 1 else 1}
 
 
+def _launch(setup: Setup, file: str, year: float) -> list[str]:
+    *head, line = srun(setup, ["run_train.py", "--config-file", file])
+    return [*head, f"CUDA_DEVICE_MAX_CONNECTIONS=1 {line}"]
+
+
 NANOTRON = Target(
     name="nanotron",
     about="the sections parallelism, tokens, optimizer and model of its YAML file",
@@ -116,9 +121,7 @@ NANOTRON = Target(
         Field(("precision",), _write_precision, _read_precision),
     ),
     marks=(_P + "dp", _P + "tp"),
-    launch=lambda setup, file, year: [
-        "CUDA_DEVICE_MAX_CONNECTIONS=1 " + torchrun(setup, ["run_train.py", "--config-file", file])[0]
-    ],
+    launch=_launch,
     elsewhere={"attention": "the model"},
     cannot={
         "ep": "its mesh is tp x cp x dp x pp = all devices, without room for expert_parallel_size",

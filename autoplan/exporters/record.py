@@ -16,8 +16,8 @@ from autoplan.config.precision import PrecisionName, read_precision
 from autoplan.errors import PinError
 from autoplan.exporters.schema import Schema
 from autoplan.exporters.setup import Setup, Task
-from autoplan.stacks.like import GRADIENTS_32
-from autoplan.stacks.records import year_of
+from autoplan.stacks.like import GRADIENTS_32, read_like
+from autoplan.stacks.records import version_of, year_of
 
 Values = Mapping[str, Any]  # of a target's file: path with dots -> value; of a setup: name -> value
 
@@ -32,6 +32,7 @@ class Document:
         task: the model and the devices, as far as they are known.
         partial: True if functions that are not read set values, too: what the file does not say is not the target's
             default, but as in its stack.
+        unknown: paths whose value the file takes from elsewhere -> its expression.
         seen: the paths that were asked for.
     """
 
@@ -40,12 +41,25 @@ class Document:
     year: float
     task: Task
     partial: bool = False
+    unknown: Values = field(default_factory=dict)
     seen: set[str] = field(default_factory=set, compare=False)
 
     def has(self, path: str) -> bool:
         """Return True if the file says something at a path, or below it."""
         self.seen.add(path)
         return path in self.values or any(name.startswith(f"{path}.") for name in self.values)
+
+    @property
+    def usual_overlap(self) -> frozenset[str]:
+        """The overlaps of the target's stack, which hold for a file that leaves them to functions."""
+        like = read_like(f"{self.schema.name}@{version_of(self.year)}").on(self.task.device, self.task.model)
+        return frozenset(like.options(self.task.device).overlap)
+
+    @property
+    def vague(self) -> list[str]:
+        """The paths that were asked for whose value is not known, as `path=expression`."""
+        asked = sorted(path for path in self.seen if path not in self.values)
+        return [f"{path}={self.unknown[path]}" for path in asked if path in self.unknown]
 
     def get(self, path: str) -> Any:
         """Return the value of the file at a path, else the target's default; None if that does not hold."""
@@ -83,9 +97,13 @@ class Document:
 
 def section(document: Document, prefix: str, schema: Schema) -> Document:
     """Return a section of a file as the input of another target, whose paths have no prefix."""
-    values = {path.removeprefix(prefix): v for path, v in document.values.items() if path.startswith(prefix)}
+    below = (
+        {p.removeprefix(prefix): v for p, v in of.items() if p.startswith(prefix)}
+        for of in (document.values, document.unknown)
+    )
+    values, unknown = below
     seen = _SeenBelow(document.seen, prefix)
-    return Document(values, schema, document.year, document.task, document.partial, seen)
+    return Document(values, schema, document.year, document.task, document.partial, unknown, seen)
 
 
 class _SeenBelow(set[str]):
@@ -162,6 +180,8 @@ class Target:
         launch: returns the command that starts a run of the written file.
         stack_of: returns another stack that runs a file, for targets that drive others.
         rules: what the target itself refuses.
+        also: syntaxes that are read beside that of its own files; a mark of one must be in a section.
+        version_in: returns the version that the values of a file are of, if they tell.
         base: path -> value that is written where no field writes another, for targets whose file changes a
             configuration that has values of its own.
     """
@@ -177,6 +197,8 @@ class Target:
     cannot: Mapping[str, str] = field(default_factory=dict, hash=False)
     stack_of: Callable[[Document], str] | None = None
     rules: tuple[TargetRule, ...] = ()
+    also: tuple[Syntax, ...] = ()
+    version_in: Callable[[Values], str | None] | None = None
     base: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def why_not(self, name: str) -> str:
@@ -191,6 +213,10 @@ class Target:
     def syntax(self, year: float) -> Syntax:
         """Return the syntax of the target's files in a year."""
         return next(syntax for since, syntax in reversed(self.files) if year >= since)
+
+    def reader(self, suffix: str, year: float) -> Syntax:
+        """Return the syntax by which a file with a suffix is read in a year."""
+        return next((syntax for syntax in self.also if syntax.suffix == suffix), self.syntax(year))
 
     def fields_at(self, year: float) -> tuple[Field, ...]:
         """Return the fields that exist in a year."""

@@ -9,6 +9,7 @@ import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
@@ -68,6 +69,7 @@ class Schema:
         releases: release -> month YY.MM.
         closed: sections all of whose fields are known, so that another one is an error.
         open: paths below which anything may stand.
+        idle: patterns of fields that change neither time nor memory beyond what the model itself says.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Schema:
     entries: Mapping[str, TargetField] = field(hash=False, repr=False)
     closed: tuple[str, ...] = ()
     open: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
 
     @staticmethod
     @lru_cache(maxsize=32)
@@ -83,11 +86,19 @@ class Schema:
         """Return the schema of the target with this name."""
         data = json.loads(files("autoplan.profiles").joinpath("targets", f"{name}.json").read_text(encoding="utf-8"))
         entries = {path: _entry(path, each, bool(data.get("whole_floats"))) for path, each in data["fields"].items()}
-        return Schema(name, data["source"], data["releases"], entries, tuple(data["closed"]), tuple(data["open"]))
+        closed, open_, idle = (tuple(data[name]) for name in ("closed", "open", "idle"))
+        return Schema(name, data["source"], data["releases"], entries, closed, open_, idle)
 
     def default(self, path: str) -> Any:
         """Return the default of a field; None if it has none."""
         return self.entries[path].default if path in self.entries else None
+
+    def is_idle(self, path: str, value: Any) -> bool:
+        """Return True if a value at a path changes neither time nor memory: one of those fields, or the default."""
+        entry = self.entries.get(path)
+        if entry is None or any(fnmatchcase(path, pattern) for pattern in self.idle):
+            return True
+        return value in ("auto", None, []) or (entry.default is not None and value == entry.default)
 
     def knows(self, path: str) -> bool:
         """Return True for a field of the target, of any version."""

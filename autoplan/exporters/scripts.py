@@ -1,30 +1,36 @@
 """Text of target values in scripts: flags of a command in a shell script, and Python.
 
-Python is read, never run: assignments to attributes and arguments of calls, as far as they are literals. What is not
-is listed, since its value is not known.
+Both are read, never run. What depends on values that the file does not hold is listed with its expression.
 """
 
 from __future__ import annotations
 
-import ast
 import pprint
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoplan.errors import PinError
+from autoplan.exporters.python_file import UNKNOWN, read_python
 from autoplan.exporters.setup import Setup
+from autoplan.exporters.shell import BREAK, shell_words
 from autoplan.exporters.syntax import commented
-
-UNKNOWN = "?"  # prefix of paths whose value is an expression
-_BY_FUNCTION = "settings of this function"
 
 
 @dataclass(frozen=True)
 class Name:
     """A name of Python, or a call of one without arguments, as a value."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Code:
+    """An expression of Python as a value, of names that the function has."""
 
     text: str
 
@@ -63,27 +69,27 @@ class Flags:
         return "\n".join([*lines, ")", *self.launch(about)]) + "\n"
 
     def read(self, text: str, where: str) -> dict[str, Any]:
-        """Return the values by path. A flag that is given twice has its last value, as for argparse."""
-        try:
-            tokens = shlex.split(re.sub(r"\\\n", " ", text), comments=True)
-        except ValueError as error:
-            raise PinError(f"{where} is not a shell script: {error}") from None
+        """Return the values by path. A flag that is given twice has its last value, as for argparse.
+
+        The path of a flag whose value the script does not set begins with `?`, as does one that stands in a branch
+        whose test is not known.
+        """
         out: dict[str, Any] = {}
         flag: str | None = None
-        for token in (part for word in tokens for part in _parts(word)):
+        for word in shell_words(text, where):
+            token = word.text
             variable = re.fullmatch(r"([A-Z][A-Z0-9_]*)=(.+)", token)
             if token.startswith("--") and len(token) > 2:
                 name, equals, value = token.partition("=")
                 flag = _LAUNCHER.get(name, name.removeprefix("--").replace("-", "_"))
-                out[flag] = _literal(value) if equals else True
+                _set(out, flag, _literal(value) if equals else True, word.sure)
             elif variable is not None:
                 out[f"{_ENV}{variable[1]}"], flag = _literal(variable[2]), None
-            elif flag is not None and token not in _ENDS and not token.startswith("$"):
-                known = out[flag]
+            elif flag is not None and token not in _ENDS and not _ARRAY.fullmatch(token):
+                known = out.get(flag, out.get(UNKNOWN + flag))
                 value_read = _literal(token)
-                out[flag] = (
-                    value_read if known is True else [*(known if isinstance(known, list) else [known]), value_read]
-                )
+                new = value_read if known is True else [*(known if isinstance(known, list) else [known]), value_read]
+                _set(out, flag, new, word.sure)
                 if flag.startswith("launch."):  # one value; the script follows
                     flag = None
             else:
@@ -91,18 +97,16 @@ class Flags:
         return out
 
 
-_ENDS = (")", "(", "&&", "|", ";", "torchrun", "srun", "python")
+_ENDS = (BREAK, ")", "(", "torchrun", "srun", "python")
+_ARRAY = re.compile(r"\$\{\w+\[[@*]\]\}\)?")  # the flags of another array
 
 
-def _parts(word: str) -> Iterator[str]:
-    """Return the words of a token: a parenthesis that begins or ends an array stands alone."""
-    if re.fullmatch(r"[A-Z_]+=\(.*", word):
-        word = word.partition("(")[2]
-    tail = word.endswith(")") and "(" not in word
-    if word.rstrip(")") if tail else word:
-        yield word[:-1] if tail else word
-    if tail:
-        yield ")"
+def _set(out: dict[str, Any], flag: str, value: Any, sure: bool) -> None:
+    """Set the value of a flag; one that is not known replaces what was known before."""
+    known = sure and "$" not in str(value)
+    out.pop(f"{UNKNOWN}{flag}" if known else flag, None)
+    if known or not flag.startswith("launch."):
+        out[flag if known else f"{UNKNOWN}{flag}"] = value
 
 
 def _literal(text: str) -> Any:
@@ -190,32 +194,6 @@ class PythonCall:
         return read_python(text, where)
 
 
-def read_python(text: str, where: str, setters: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the values that a function of a module assigns.
-
-    Args:
-        where: its path, `:function` if it has several.
-        setters: as those of `Python`.
-    """
-    path, function = where, ""
-    if re.search(r"\.py:\w+$", where):
-        path, _, function = where.rpartition(":")
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        raise PinError(f"{path} is not Python: {error.msg} (line {error.lineno})") from None
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    found = {name: _assigned(node, setters) for name, node in functions.items()}
-    found = {name: values for name, values in found.items() if values}
-    if function:
-        if function not in functions:
-            raise PinError(f"{path} has no function {function!r}; it has {', '.join(functions) or 'none'}")
-        return found.get(function, {})
-    if len(found) > 1:
-        raise PinError(f"{path} has several configurations; name one: {path}:{next(iter(found))} ({', '.join(found)})")
-    return next(iter(found.values()), {}) or _assigned(tree, setters)
-
-
 def _written(value: Any) -> str:
     return pprint.pformat(value, width=100, compact=True, sort_dicts=False).replace("\n", "\n        ")
 
@@ -224,89 +202,3 @@ def _call(target: str, name: str, below: Mapping[str, Any]) -> list[str]:
     if name == "dict.update":
         return [f"    {target}.update(", *(f"        {k}={_written(v)}," for k, v in below.items()), "    )"]
     return [f"    {target} = {name}(", *(f"        {k}={_written(v)}," for k, v in below.items()), "    )"]
-
-
-def _assigned(tree: ast.AST, setters: Mapping[str, str] | None) -> dict[str, Any]:
-    """Return the values that a function assigns to attributes or passes by name, in the order of the text."""
-    out: dict[str, Any] = {}
-    changed = set[str]() if setters is None else _configurations(tree)
-    nodes = [n for n in ast.walk(tree) if isinstance(n, ast.Assign | ast.Return | ast.Expr)]
-    for node in sorted(nodes, key=lambda n: n.lineno):
-        if isinstance(node, ast.Assign):
-            path = _path(node.targets[0])
-            if path is not None and ("." in path or isinstance(node.value, ast.Call)):
-                out |= _values(path.partition(".")[2], node.value)
-            if path in changed and isinstance(node.value, ast.Call):  # the configuration that is changed
-                out[f"{UNKNOWN}{ast.unparse(node.value)}"] = _BY_FUNCTION
-        elif isinstance(node.value, ast.Call):
-            path = _path(node.value.func) or ""
-            place = path.removesuffix(".update").partition(".")[2] if path.endswith(".update") else ""
-            if isinstance(node, ast.Return) or place:
-                out |= _values(place, node.value)
-            elif isinstance(node.value.func, ast.Name):
-                out |= _set_elsewhere(node.value, changed, setters or {})
-    return out
-
-
-def functions_of(values: Mapping[str, Any]) -> list[str]:
-    """Return the calls in a file whose settings are not known."""
-    return [path.removeprefix(UNKNOWN) for path, value in values.items() if value == _BY_FUNCTION]
-
-
-def _configurations(tree: ast.AST) -> set[str]:
-    """Return the names of the objects whose attributes a function assigns."""
-    targets = (target for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in node.targets)
-    return {path.partition(".")[0] for target in targets if (path := _path(target)) is not None and "." in path}
-
-
-def _set_elsewhere(call: ast.Call, changed: set[str], setters: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a call of a function that takes the configuration sets, as far as its name and arguments tell."""
-    path, name = _path(call.args[0]) if call.args else None, ast.unparse(call.func)
-    if path is None or path.partition(".")[0] not in changed:
-        return {}
-    for end, set_by_it in setters.items():
-        if name.endswith(end) and len(call.args) == 2 and isinstance(call.args[1], ast.Constant):
-            return {".".join((*path.split(".")[1:], set_by_it)): call.args[1].value}
-    return {f"{UNKNOWN}{ast.unparse(call)}": _BY_FUNCTION}
-
-
-def _path(node: ast.AST) -> str | None:
-    """Return the path of an attribute, a name, or a text in brackets: `cfg.env_vars["X"]` is `cfg.env_vars.X`."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        inner = _path(node.value)
-    elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        inner = _path(node.value)
-        return None if inner is None else f"{inner}.{node.slice.value!s}"
-    else:
-        return None
-    return None if inner is None else f"{inner}.{node.attr}"
-
-
-def _values(path: str, node: ast.expr) -> dict[str, Any]:
-    """Return the values of an expression at a path: of a call its name, and its named arguments below."""
-    prefix = f"{path}." if path else ""
-    try:
-        value = ast.literal_eval(node)
-    except (ValueError, TypeError):
-        return _of_expression(path, prefix, node)
-    if isinstance(value, dict) and value:
-        return {f"{prefix}{name!s}": each for name, each in value.items()}
-    return {path: value} if path else {}
-
-
-def _of_expression(path: str, prefix: str, node: ast.expr) -> dict[str, Any]:
-    if isinstance(node, ast.Dict):
-        pairs = [(k, v) for k, v in zip(node.keys, node.values, strict=True) if isinstance(k, ast.Constant)]
-        return {n: v for key, each in pairs for n, v in _values(f"{prefix}{key.value!s}", each).items()}
-    if isinstance(node, ast.Call) and (name := _path(node.func)) is not None:
-        alone = node.args and not node.keywords and all(isinstance(each, ast.Constant) for each in node.args)
-        out = {path: ast.unparse(node) if alone else name} if path else {}
-        for argument in node.keywords:
-            if argument.arg is not None:
-                out |= _values(f"{prefix}{argument.arg}", argument.value)
-        return out
-    text = ast.unparse(node)
-    known = text.startswith(("torch.", "AttnBackend.")) and _path(node) is not None  # a dtype, a member
-    return {path if known else f"{UNKNOWN}{path}": text} if path else {}

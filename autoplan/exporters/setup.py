@@ -16,6 +16,7 @@ from autoplan.config.parallel import Dispatcher, Mode, ParallelConfig, RunOption
 from autoplan.config.precision import precision_of
 from autoplan.config.recompute import FULL, NONE, read_recompute
 from autoplan.config.settings import VARIED_SETTINGS
+from autoplan.cost_models.hardware.catalog import CatalogEntry, entries
 from autoplan.program.facts import expert_counts, latent_attention, layer_calls
 from autoplan.schedules.schedule import PLAIN_SCHEDULE
 from autoplan.search.request import PlanRequest
@@ -61,6 +62,11 @@ class Task:
             cluster.num_nodes,
             cluster.devices_per_node,
         )
+
+    @property
+    def hardware(self) -> CatalogEntry | None:
+        """What the catalog knows about the device; None if it is not in it."""
+        return entries().get(self.device)
 
     @property
     def num_devices(self) -> int:

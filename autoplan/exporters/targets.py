@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from autoplan.errors import PinError
@@ -13,11 +13,12 @@ from autoplan.exporters.maxtext import MAXTEXT
 from autoplan.exporters.megatron import MEGATRON_LM
 from autoplan.exporters.megatron_bridge import MEGATRON_BRIDGE
 from autoplan.exporters.nanotron import NANOTRON
-from autoplan.exporters.record import Target
+from autoplan.exporters.python_file import UNKNOWN
+from autoplan.exporters.record import Syntax, Target
 from autoplan.exporters.torchtitan import TORCHTITAN
 from autoplan.exporters.transformers import TRANSFORMERS
 from autoplan.names import did_you_mean
-from autoplan.stacks.records import stack, version_of, year_of
+from autoplan.stacks.records import stack, version_of
 
 _ALL = (MEGATRON_LM, MEGATRON_BRIDGE, TORCHTITAN, DEEPSPEED, ACCELERATE, TRANSFORMERS, LIGHTNING, NANOTRON, MAXTEXT)
 TARGETS: Mapping[str, Target] = {target.name: target for target in _ALL}
@@ -48,21 +49,28 @@ def suffix_of(path: str) -> str:
     return _SUFFIXES.get(suffix, suffix)
 
 
+def _readers(target: Target) -> Iterator[tuple[Syntax, str]]:
+    """Yield the syntaxes of a target's files, each with its last version."""
+    for k, (_, syntax) in enumerate(target.files):
+        last = len(target.files) == k + 1
+        # the last month of a syntax that a later one replaced
+        yield syntax, newest(target) if last else version_of(target.files[k + 1][0] - 1 / 12)
+    yield from ((syntax, newest(target)) for syntax in target.also)
+
+
 def detected(path: str, text: str) -> tuple[Target, str]:
     """Return the target and the version of a file. PinError if it is of none, or of several."""
     suffix = suffix_of(path)
     found: dict[str, tuple[Target, str]] = {}
     for target in TARGETS.values():
-        for k, (_, syntax) in enumerate(target.files):
+        for syntax, version in _readers(target):
             if syntax.suffix != suffix:
                 continue
-            values = syntax.read(text, path)
-            if any(mark in values or any(name.startswith(f"{mark}.") for name in values) for mark in target.marks):
-                last = len(target.files) == k + 1
-                # the last month of a syntax that a later one replaced
-                version = newest(target) if last else version_of(target.files[k + 1][0] - 1 / 12)
-                year_of(version)
-                found[target.name] = (target, version)
+            values = {name.removeprefix(UNKNOWN): v for name, v in syntax.read(text, path).items()}
+            marks = [mark for mark in target.marks if "." in mark or syntax not in target.also]
+            if any(mark in values or any(name.startswith(f"{mark}.") for name in values) for mark in marks):
+                told = None if target.version_in is None else target.version_in(values)
+                found[target.name] = (target, told or version)
     if len(found) == 1:
         return next(iter(found.values()))
     if found:

@@ -8,7 +8,7 @@ from typing import Any
 from autoplan.config.parallel import Dispatcher, Launch, Mode
 from autoplan.config.recompute import FULL, NONE, SELECTIVE
 from autoplan.errors import PinError
-from autoplan.exporters.launching import torchrun
+from autoplan.exporters.launching import srun
 from autoplan.exporters.record import (
     METHODS_BY_ROTATE,
     ROTATE_METHODS,
@@ -31,15 +31,10 @@ from autoplan.stacks.records import year_of
 
 PYTHON = year_of("26.03")  # TOML became dataclasses on 2026-02-23 (pull request 2386, after release 0.2.2)
 _P = "parallelism."
-# Classes of torch.distributed.pipelining, which torchtitan looks up by name
-_SCHEDULES = {
-    "GPipe": "GPipe",
-    "1F1B": "1F1B",
-    "Interleaved1F1B": "Interleaved1F1B",
-    "InterleavedZeroBubble": "InterleavedZeroBubble",
-    "ZBV": "ZBVZeroBubble",
-    "DualPipeV": "DualPipeV",
-}
+# Classes of torch.distributed.pipelining, which torchtitan looks up by name (get_schedule_class). Of two schedules of
+# one class the later has several stages per rank, as torchtitan asks for.
+_BY_CLASS = {record.torch_class: name for name, record in SCHEDULES.items() if record.torch_class is not None}
+_SCHEDULES = {name: torch_class.removeprefix("Schedule") for torch_class, name in _BY_CLASS.items()}
 
 # -- stages ------------------------------------------------------------------------------------------------------------
 
@@ -86,6 +81,7 @@ def _write_stages(last: str) -> Callable[[Setup], Values]:
 def _read_stages(document: Document, found: Values) -> Values:
     pp, layers = found["pp"], len(document.task.layers)
     if pp == 1:
+        document.seen.add(_P + "pipeline_parallel_schedule")
         return {"schedule": "1F1B", "virtual_stages": 1, "stages": None}
     names = {name.lower(): ours for ours, name in _SCHEDULES.items()}
     name = str(document.get(_P + "pipeline_parallel_schedule")).lower()
@@ -315,12 +311,29 @@ def _read_precision(document: Document, found: Values) -> Values:
 def _read_converters(document: Document, found: Values) -> Values:
     given = document.get("model.converters") or []
     name = next(
-        (ours for word, ours in (("mx", "mxfp8"), ("float8", "fp8")) if f"quantize.linear.{word}" in given), None
+        (o for word, o in (("mx", "mxfp8"), ("float8", "fp8")) if {word, f"quantize.linear.{word}"} & set(given)), None
     )
     if name is None:
         return _read_precision(document, found)
     gather = document.get("quantize.linear.float8.enable_fsdp_float8_all_gather")
     return {"precision": name, **({"narrow_gather": bool(gather)} if name == "fp8" else {})}
+
+
+_NARROW = {"MXFP8LinearConverter": "mxfp8", "Float8LinearConverter": "fp8"}  # converters of components/quantization
+
+
+def _read_spec(document: Document, found: Values) -> Values:
+    given = [str(each).partition(".")[0] for each in document.get("model_spec.converters") or []]
+    if "NVFP4LinearConverter" in given:
+        raise PinError(f"NVFP4LinearConverter has no price; known: {', '.join(_NARROW)}", ("precision",))
+    narrow = next((ours for name, ours in _NARROW.items() if name in given), None)
+    return _read_precision(document, found) if narrow is None else {"precision": narrow}
+
+
+def _read_mode(document: Document, found: Values) -> Values:
+    parts = document.get("compile.components")
+    whole = parts is None or "model" in parts
+    return {"mode": "compiled" if document.get("compile.enable") and whole else "eager"}
 
 
 def _write_method(setup: Setup) -> Values:
@@ -367,10 +380,14 @@ _EXPERTS = ("ep", "etp")
 
 # Shipped configurations of the catalog's models (torchtitan/models/*/config_registry.py)
 _BASES = {
-    "llama-3.1-8b": ("torchtitan.models.llama3.config_registry", "llama3_8b"),
-    "llama-3.1-70b": ("torchtitan.models.llama3.config_registry", "llama3_70b"),
-    "llama-3.1-405b": ("torchtitan.models.llama3.config_registry", "llama3_405b"),
+    **{f"llama-3.1-{size}": ("llama3", f"llama3_{size}") for size in ("8b", "70b", "405b")},
+    **{f"qwen3-{size}": ("qwen3", f"qwen3_{size.replace('.', '_')}") for size in ("0.6b", "1.7b", "14b", "32b")},
+    "qwen3-30b-a3b": ("qwen3", "qwen3_30b_a3b"),
+    "deepseek-v3": ("deepseek_v3", "deepseek_v3_671b"),
+    **{f"gpt-oss-{size}": ("gpt_oss", f"gpt_oss_{size}") for size in ("20b", "120b")},
 }
+# Those whose model_spec multiplies in 8 bits -> the name of the model in model_registry, which gives it without
+_NARROW_BASES = {"llama-3.1-405b": "405B"}
 
 
 def function_name(setup: Setup) -> str:
@@ -382,27 +399,30 @@ def function_name(setup: Setup) -> str:
 
 
 def _head(setup: Setup, values: Values) -> tuple[list[str], str]:
-    module, name = _BASES.get(setup.task.model, ("my_configs", "base"))
+    family, name = _BASES.get(setup.task.model, ("", "base"))
+    plain = _NARROW_BASES.get(setup.task.model)
     recompute = str(values.get("activation_checkpoint")).partition(".")[0]
     lines = [f"from torchtitan.distributed.activation_checkpoint import {recompute}"] if recompute != "None" else []
-    if module == "my_configs":
+    if not family:
         lines.append("from my_configs import base  # yours: returns the Trainer.Config of the model, with its data")
     else:
-        lines.append(f"from {module} import {name}")
+        lines += [f"from torchtitan.models.{family} import model_registry"] if plain else []
+        lines.append(f"from torchtitan.models.{family}.config_registry import {name}")
     lines += [
         "",
         "",
         f"def {function_name(setup)}():",
         f'    """{setup.task.model or "The model"} as autoplan planned it."""',
     ]
-    return [*lines, f"    config = {name}()"], "config"
+    spec = [f'    config.model_spec = model_registry("{plain}")  # without its 8-bit products'] if plain else []
+    return [*lines, f"    config = {name}()", *spec], "config"
 
 
 def _launch(setup: Setup, file: str, year: float) -> list[str]:
     if year < PYTHON:
-        return torchrun(setup, ["-m", "torchtitan.train", "--job.config_file", file])
+        return srun(setup, ["-m", "torchtitan.train", "--job.config_file", file])
     module = file.rpartition("/")[2].removesuffix(".py")
-    return torchrun(setup, ["-m", "torchtitan.train", "--module", module, "--config", function_name(setup)])
+    return srun(setup, ["-m", "torchtitan.train", "--module", module, "--config", function_name(setup)])
 
 
 # Written in both syntaxes, since a Python configuration changes one that has values of its own
@@ -412,6 +432,7 @@ _BASE = {
     _P + "fsdp_reshard_after_forward": "default",
     "training.enable_cpu_offload": False,
     "compile.enable_async_tensor_parallel": False,
+    "compile.components": ["model", "loss"],  # some shipped configurations compile the loss alone
 }
 
 TORCHTITAN = Target(
@@ -437,11 +458,11 @@ TORCHTITAN = Target(
         Field(("recompute",), _write_python_recompute, _read_python_recompute, **_NEW),
         _OFFLOAD,
         Field(("precision", "narrow_gather"), _write_converters, _read_converters, **_OLD),
-        Field(("precision",), _write_precision, _read_precision, **_NEW),
+        Field(("precision",), _write_precision, _read_spec, **_NEW),
         Field(
             ("mode",),
             lambda s: {"compile.enable": s.mode is Mode.COMPILED},
-            lambda d, found: {"mode": "compiled" if d.get("compile.enable") else "eager"},
+            _read_mode,
         ),
         Field(("context_method",), _write_method, _read_method, **_OLD),
         _async_tp(_P + "enable_async_tensor_parallel", **_OLD),
@@ -449,7 +470,10 @@ TORCHTITAN = Target(
         switch(_P + "enable_sequence_parallel", "sequence_parallel", lambda s: s.options.sequence_parallel, **_NEW),
         Field(("launch",), _write_graphs, _read_graphs, **_NEW),
     ),
-    marks=(_P + "tensor_parallel_degree", _P + "data_parallel_shard_degree", _P + "pipeline_parallel_degree"),
+    marks=(
+        *(_P + "tensor_parallel_degree", _P + "data_parallel_shard_degree", _P + "pipeline_parallel_degree"),
+        *("training.num_tokens_per_microbatch_per_dp_rank", "training.max_context_length"),
+    ),
     launch=_launch,
     cannot={
         "precision": "8 bits are converters of the model (Float8LinearConverter.Config, MXFP8LinearConverter.Config)",

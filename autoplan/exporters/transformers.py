@@ -10,7 +10,7 @@ from autoplan.config.recompute import FULL, NONE
 from autoplan.errors import PinError
 from autoplan.exporters.accelerate import engine
 from autoplan.exporters.deepspeed import DEEPSPEED, read_overlap, read_zero, read_zero_offload, write_zero
-from autoplan.exporters.launching import torchrun
+from autoplan.exporters.launching import srun
 from autoplan.exporters.record import (
     Document,
     Field,
@@ -155,7 +155,7 @@ def _taken_by_deepspeed(document: Document, found: Values) -> str | None:
 
 
 def _launch(setup: Setup, file: str, year: float) -> list[str]:
-    return torchrun(setup, ["train.py", file])
+    return srun(setup, ["train.py", file])
 
 
 TRANSFORMERS = Target(

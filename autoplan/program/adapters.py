@@ -49,6 +49,34 @@ def with_adapters(graph: ModelGraph, adapters: Adapters) -> ModelGraph:
     return maker.run()
 
 
+def in_4_bits(graph: ModelGraph, adapters: Adapters) -> ModelGraph:
+    """Return a graph that has adapters, with its frozen linear layers but the head stored in 4 bits.
+
+    Args:
+        adapters: those of the graph, which names their rank and targets in its notes.
+    """
+    trained: dict[str, set[str]] = {name: set() for name in graph.blocks}
+    for call in graph.calls:
+        trained[call.block] |= {inside for inside, full in call.params.items() if graph.params[full].trainable}
+    blocks = {}
+    for name, block in graph.blocks.items():
+        held = {x.node.name for x in _linears(block) if not x.head and x.weight not in trained[name]}
+        nodes = (replace(n, attrs={**n.attrs, PACKED: True}) if n.name in held else n for n in block.nodes)
+        blocks[name] = replace(block, nodes=tuple(nodes))
+    before = f"adapters {replace(adapters, packed=False)}:"
+    made = replace(graph, blocks=blocks, notes=tuple(n for n in graph.notes if not n.startswith(before)))
+    return replace(made, notes=(*made.notes, adapters_note(made, replace(adapters, packed=True))))
+
+
+def adapters_note(made: ModelGraph, adapters: Adapters) -> str:
+    """Return the note of a graph with adapters: what is trained, and what is not stored in 4 bits."""
+    trained = sum(p.num_elements for p in made.params.values() if p.trainable)
+    note = f"adapters {adapters}: {scaled(trained)} of {scaled(made.num_params)} parameters are trained"
+    if adapters.packed and any(op_kind(n.op) is OpKind.EXPERTS for b in made.blocks.values() for n in b.nodes):
+        note += "; the weights of experts stay as they are, only linear layers are stored in 4 bits"
+    return note
+
+
 def _linears(block: Block) -> Iterator[_Linear]:
     """Yield the products of a block with one of its parameters."""
     loss = any(op_kind(n.op) is OpKind.LOSS for n in block.nodes)
@@ -121,14 +149,7 @@ class _Maker:
         values = {n: replace(v, requires_grad=flows.get(n, False)) for n, v in values.items()}
         made = replace(graph, blocks=self.blocks, calls=tuple(calls), params=params, values=values)
         made = infer_factors(made).in_order()
-        return replace(made, notes=(*graph.notes, self._note(made)))
-
-    def _note(self, made: ModelGraph) -> str:
-        trained = sum(p.num_elements for p in made.params.values() if p.trainable)
-        note = f"adapters {self.adapters}: {scaled(trained)} of {scaled(made.num_params)} parameters are trained"
-        if self.adapters.packed and any(op_kind(n.op) is OpKind.EXPERTS for b in made.blocks.values() for n in b.nodes):
-            note += "; the weights of experts stay as they are, only linear layers are stored in 4 bits"
-        return note
+        return replace(made, notes=(*graph.notes, adapters_note(made, self.adapters)))
 
     def _block(self, block: Block, given: tuple[bool, ...]) -> Block:
         key = (block.name, given)

@@ -58,12 +58,20 @@ def devices_command(as_json: bool) -> None:
         print_fitting(console(), _DEVICE_COLUMNS, list(devices_rows()), ("reached", "NIC Gbit/s", "HBM GB/s"))
 
 
-def device_command(device: str, as_json: bool) -> None:
-    """Write the answer of `autoplan hw show`."""
+def device_command(name: str, as_json: bool) -> None:
+    """Write the answer of `autoplan hw show` for a device, or for that of a cloud instance."""
+    device = _device_of(name)
     if as_json:
         print(to_text(report("hw show", device=device_data(device))))
     else:
         show_device(console(), device)
+
+
+def _device_of(name: str) -> str:
+    """Return the id of a device, of its name or of an instance that has it. PinError names the nearest of both."""
+    if hardware.device_ids(name) or not hardware.instance_names(name):
+        return hardware.entry(name).id
+    return hardware.instance(name).device_id
 
 
 def device_data(device_id: str) -> dict[str, Any]:
@@ -71,7 +79,7 @@ def device_data(device_id: str) -> dict[str, Any]:
     e = hardware.entry(device_id)
     d = e.device
     return {
-        **chosen(e, "id vendor"),
+        **chosen(e, "id vendor compute_capability"),
         **chosen(d, "memory_bytes memory_bytes_per_s"),
         "peak_flops": dict(d.peak_flops_by_dtype),
         **chosen(d, "achievable_fraction power_w"),
@@ -127,6 +135,7 @@ def show_device(out: Console, device_id: str) -> None:
         ("memory", f"{d.memory_bytes / GB:.1f} GB usable, {d.memory_bytes_per_s / GB:,.0f} GB/s"),
         ("peak TFLOP/s, dense", peaks),
         ("matmuls reach", f"{numbers.percent(fraction.mid)} of the bf16 peak ({fraction.tag})"),
+        ("compute capability", "-" if e.compute_capability is None else f"{e.compute_capability:.1f}"),
         ("power", "unknown" if d.power_w is None else f"{d.power_w:g} W"),
         ("scale-up", f"{e.scaleup.bytes_per_s / GB:g} GB/s per direction over {e.scaleup.size} devices{peer}"),
         ("usual node", f"{e.devices_per_node} devices"),

@@ -75,6 +75,8 @@ def _notes(read: ConfigFile, typed: set[str]) -> list[str]:
     left = [f"{name} ({where})" for name, where in read.open.items() if name not in typed and name not in FOLLOWS]
     if left:
         out.append(f"{read.path} does not say {', '.join(left)}: flags or defaults are taken")
+    number = len(read.idle)
+    others = f"{number} other value{'s' if number > 1 else ''} of no weight for time and memory" if number else ""
     if read.not_read:
-        out.append(f"{read.path}: not read: {', '.join(read.not_read)}")
+        out.append(f"{read.path}: not read: {', '.join(read.not_read)}{others and f'; {others}'}")
     return [*out, *(f"{read.path}: {line}" for line in read.warnings)]

@@ -91,6 +91,7 @@ def _rendered(to: str, cluster: Cluster, words: list[str], given: Mapping[str, A
         "nodes": nodes,
         "devices": devices,
         "gpus": _resource(cluster),
+        "units": _units(cluster),
         "accelerator": _accelerator(cluster.device.name),
         "port": PORT,
         "words": words,
@@ -101,7 +102,10 @@ def _rendered(to: str, cluster: Cluster, words: list[str], given: Mapping[str, A
     return environment.from_string(text).render(values)
 
 
-# What the device plugin of a vendor calls a device. A device that the catalog does not know is taken for NVIDIA's.
+# What the device plugin of a vendor calls a device: https://github.com/NVIDIA/k8s-device-plugin,
+# https://github.com/ROCm/k8s-device-plugin, https://cloud.google.com/kubernetes-engine/docs/concepts/tpus and
+# https://awsdocs-neuron.readthedocs-hosted.com (Neuron device plugin). A device that the catalog does not know is taken
+# for NVIDIA's.
 _RESOURCES = {
     "NVIDIA": "nvidia.com/gpu",
     "AMD": "amd.com/gpu",
@@ -116,6 +120,16 @@ def _resource(cluster: Cluster) -> str | None:
         return None
     known = catalog.entries().get(cluster.device.name)
     return _RESOURCES[known.vendor] if known is not None else _RESOURCES["NVIDIA"]
+
+
+_OF_CHIPS = ("Google", "AWS")  # vendors whose plugin counts chips, which may have several ranks; AMD's counts dies
+
+
+def _units(cluster: Cluster) -> int:
+    """Return how many devices of a node Kubernetes counts."""
+    known = catalog.entries().get(cluster.device.name)
+    ranks = known.ranks if known is not None and known.vendor in _OF_CHIPS else 1
+    return max(1, cluster.devices_per_node // ranks)
 
 
 def _accelerator(device: str) -> str:

@@ -15,6 +15,7 @@ from rich.console import Console
 from autoplan.catalog import load_model
 from autoplan.config.choices import OPTIONS, config_data
 from autoplan.config.settings import VARIED_SETTINGS
+from autoplan.cost_models.hardware.catalog import entries
 from autoplan.errors import AutoplanError, PinError
 from autoplan.files import write_whole
 from autoplan.plans.document import plain
@@ -55,6 +56,7 @@ class Comparison:
     Attributes:
         num_rows: rows that count. notes: how the log differs from what the plan was made for.
         predicted_s: the predicted step by term, in seconds.
+        unlike: those of the notes that say that the log is of another run than the plan's.
     """
 
     model: str
@@ -62,6 +64,7 @@ class Comparison:
     figures: tuple[Figure, ...]
     notes: tuple[str, ...]
     predicted_s: Mapping[str, float]
+    unlike: tuple[str, ...] = ()
 
 
 def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -114,10 +117,19 @@ def compare(plan: Plan, log: Path) -> Comparison:
     first = str(plan).splitlines()[0]
     if head["plan"] and head["plan"] != first:
         notes.append(f"the log is of another plan: {head['plan']}")
+    notes += on_another_device(plan, head["device"])
+    unlike = tuple(notes)
     if head["device"] == "cpu":
         notes.append("memory is the peak of a whole process, with Python and its libraries")
     terms = {name: q.mid for name, q in e.breakdown.items()}
-    return Comparison(plan.model, len(counted), tuple(figures), tuple(notes), terms)
+    return Comparison(plan.model, len(counted), tuple(figures), tuple(notes), terms, unlike)
+
+
+def on_another_device(plan: Plan, ran_on: str) -> tuple[str, ...]:
+    """Return a note if steps ran on another kind of device (`cpu` or `cuda`) than the plan is for; else nothing."""
+    device = str(plan.document["cluster"]["device"])
+    planned = "cpu" if device == "cpu" else "cuda" if device in entries() else ran_on
+    return () if planned == ran_on else (f"the steps ran on {ran_on}, the plan is for {device}",)
 
 
 def figure_of(
@@ -189,8 +201,10 @@ def write_calibration(plan: Plan, found: Comparison, path: Path, model: str | No
         model: the plan's model as the command line takes it; None: the name that the plan has for it.
 
     Raises:
-        PinError: the command line cannot load the model, or the plan has none.
+        PinError: the command line cannot load the model, the plan has none, or the steps are of another run.
     """
+    if found.unlike:
+        raise PinError(f"--calibrate needs steps that were run under this plan: {'; '.join(found.unlike)}")
     asked = plan.document.get("asked")
     if not isinstance(asked, Mapping) or "model" not in asked:
         raise PinError(

@@ -24,7 +24,7 @@ from autoplan.errors import PinError
 from autoplan.plans.record import Plan
 from autoplan.report import timeline
 from autoplan.report.files import write_text
-from autoplan.report.measured import Comparison, figure_of
+from autoplan.report.measured import Comparison, figure_of, on_another_device
 from autoplan.report.plan_file import read_plan_file
 from autoplan.search.planner import estimate_config
 
@@ -52,7 +52,7 @@ class StepTrace:
 
     Attributes:
         steps: the recorded steps. compute, comm, optimizer: when an operation, a collective, the optimizer runs.
-        rank, world: as torch noted them, or None.
+        rank, world: as torch noted them, or None. device: `cuda` or `cpu`.
     """
 
     steps: Spans
@@ -61,6 +61,7 @@ class StepTrace:
     optimizer: Spans
     rank: int | None
     world: int | None
+    device: str
 
 
 def read_trace(path: Path) -> StepTrace:
@@ -71,10 +72,14 @@ def read_trace(path: Path) -> StepTrace:
     marks = [e for e in events if e.get("cat") == mark]
     steps = sorted(_span(e) for e in marks if e["name"].startswith(_STEP))
     if not steps:
-        raise PinError(f"{path} has no steps (ProfilerStep#N): call prof.step() after each step of the loop")
+        raise PinError(
+            f"{path} has no steps (ProfilerStep#N): call prof.step() after each step of the loop, "
+            "and give the profiler a schedule, such as torch.profiler.schedule(wait=1, warmup=1, active=5, repeat=1)"
+        )
     optimizer = _union(_span(e) for e in marks if e["name"].startswith(_OPTIMIZER))
     compute, comm = _on_gpu(events) if kinds & _ON_GPU else _on_cpu(events)
-    return StepTrace(steps, compute, comm, optimizer, about.get("rank"), about.get("world_size"))
+    device = "cuda" if kinds & _ON_GPU else "cpu"
+    return StepTrace(steps, compute, comm, optimizer, about.get("rank"), about.get("world_size"), device)
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -191,11 +196,12 @@ def compare_trace(plan: Plan, path: Path) -> Comparison:
     step, rows = plan.estimate.step_time_s, step_terms(trace)
     figures = [figure_of("step_s", step.mid, (step.low, step.high), rows)]
     figures += [figure_of(f"{term}_s", expected[term], None, rows) for term in _TERMS]
-    notes = ["the trace is one rank's" + ("" if trace.rank is None else f" (rank {trace.rank})")]
+    whose = "the trace is one rank's" + ("" if trace.rank is None else f" (rank {trace.rank})")
+    unlike = on_another_device(plan, trace.device)
     if trace.world is not None and trace.world != plan.num_devices:
-        notes.append(f"the trace is of {trace.world} ranks, the plan for {plan.num_devices} devices")
+        unlike = (*unlike, f"the trace is of {trace.world} ranks, the plan for {plan.num_devices} devices")
     terms = {name: q.mid for name, q in plan.estimate.breakdown.items()}
-    return Comparison(plan.model, len(rows), tuple(figures), tuple(notes), terms)
+    return Comparison(plan.model, len(rows), tuple(figures), (whose, *unlike), terms, unlike)
 
 
 def write_beside(plan: Path, path: Path, out: Path) -> None:

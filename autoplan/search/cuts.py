@@ -202,13 +202,17 @@ class Cutter:
             self._free_s = float(windows.runs(windows.free)[0][0]) + self.after_s
         return self._free_s
 
-    def lacks_device_memory(self) -> bool:
-        """Return True if a candidate fails only because of device memory, given that the bound says that nothing fits.
+    def lacks_with_less_on_host(self, found: Shortage) -> str | None:
+        """Return the term that does not fit with less on the host either; None if that may fit.
 
-        The bound assumes the most bytes that any recompute choice frees, so with fewer choices nothing fits either. (A
-        single cut may: activations fetched from the host take more room than recomputed ones.)
+        A candidate of which the bound says that nothing fits, and not for the host, does not: the bound assumes the
+        most bytes that any recompute choice frees, so with fewer choices nothing fits either. (A single cut may:
+        activations fetched from the host take more room than recomputed ones.)
+
+        Args:
+            found: how far this candidate is from fitting.
         """
-        return self.windows.most_on_host <= self.room.host_bytes
+        return found.on_device if self.windows.most_on_host <= self.room.host_bytes else None
 
     # -- search -----------------------------------------------------------------------------------------------------
 
@@ -392,7 +396,7 @@ def fits_device(pricer: Pricer, room: Room, rank: int, ranges: Sequence[range], 
 
 def fits_host(pricer: Pricer, room: Room, rank: int, ranges: Sequence[range], steps: Sequence[int]) -> bool:
     """Return True if a rank fits its share of the host, likewise."""
-    return pricer.memory.host_bytes(rank, ranges, steps, pricer.pinned_recompute, room.guard) <= room.host_bytes
+    return sum(pricer.memory.host_bytes(rank, ranges, steps, pricer.pinned_recompute, room.guard)) <= room.host_bytes
 
 
 def shortage_of(rank: int, options: Sequence[RankMemory], room: Room) -> Shortage:

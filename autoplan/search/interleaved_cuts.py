@@ -16,16 +16,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoplan.config.recompute import FULL
 from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.memory.ranks import RankMemory
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.price import Pricer, ranges_of
+from autoplan.cost_models.time.simulation import AfterPipeline, step_of
 from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks
 from autoplan.search.cuts import Cut, Cutter, Shortage, fits_device, fits_host, shortage_of, worst_of
 from autoplan.search.windows import between_ends, by_stage, prefix
@@ -34,21 +36,21 @@ from autoplan.search.windows import between_ends, by_stage, prefix
 @lru_cache(maxsize=4096)  # candidates that differ in ZeRO or micro-batches share cuts
 def even_cut(seconds: tuple[float, ...], num_chunks: int) -> tuple[int, ...]:
     """Return units per chunk, each at least one, with the least sum of squared times of chunks."""
-    sums = prefix(np.array(seconds))
-    squares = by_stage(between_ends(sums) ** 2, num_chunks)  # chunk k, from its unit k + a to its unit k + b
-    later = np.tri(squares.shape[1], k=-1, dtype=bool)
-    least = np.full(squares.shape[1], np.inf)
-    least[-1] = 0.0
+    windows = between_ends(prefix(np.array(seconds))) ** 2
+    windows[np.tri(len(windows), dtype=bool)] = np.inf
+    squares = by_stage(windows, num_chunks)  # chunk k, from its unit k + a to its unit k + b
+    at = np.arange(squares.shape[1])
+    least = np.where(at == at[-1], 0.0, np.inf)
     nexts = []
     for each in squares[::-1]:  # last chunk first
-        through = np.where(later, np.inf, each + least[None, :])
+        through = each + least
         nexts.append(through.argmin(axis=1))
-        least = through.min(axis=1)
-    out, at = [], 0
+        least = through[at, nexts[-1]]
+    out, first = [], 0
     for step in reversed(nexts):
-        last = int(step[at])
-        out.append(last + 1 - at)
-        at = last
+        last = int(step[first])
+        out.append(last + 1 - first)
+        first = last
     return tuple(out)
 
 
@@ -108,8 +110,14 @@ def ranks_s(
     through_f, through_b = (np.concatenate([[0.0], np.cumsum(seconds)])[[0, *ends]] for seconds in (forward, backward))
     before = through_f if SCHEDULES[schedule].split_backward else through_f + through_b
     each = np.diff(through_f + through_b)
-    mine = chunks_of_ranks(schedule, pp, virtual_stages)
-    return np.array([each[list(chunks)].sum() for chunks in mine]), before[[chunks[0] for chunks in mine]]
+    mine = _chunks(schedule, pp, virtual_stages)
+    return each[mine].sum(axis=1), before[mine[:, 0]]
+
+
+@lru_cache(maxsize=1024)
+def _chunks(schedule: str, pp: int, virtual_stages: int) -> NDArray[np.int64]:
+    """Return the chunks (columns) of every rank: each has as many."""
+    return np.array(chunks_of_ranks(schedule, pp, virtual_stages))
 
 
 def fastest(
@@ -243,6 +251,8 @@ class ChunkCutter:
             (stages,) if stages else even_cuts(least.seconds, self.pp, virtual_stages)
         )
         self._found: Cut | None = None
+        # the least recompute that fits the device does not fit the host; so for activations alone, whatever is added
+        self._host_binds = self._host_lacks = False
         self._free_s: float | None = None
         self._lacking: tuple[int, tuple[int, ...]] | None = None  # a rank that lacks memory, of the first cut
         self._ranges: dict[tuple[int, ...], list[range]] = {}
@@ -286,7 +296,7 @@ class ChunkCutter:
         """Return the step time in seconds, inf if nothing fits; from `cutoff_s` on perhaps only a lower bound of it."""
         if self._found is None and self.kept is not None and self.kept.free_bound_s() >= cutoff_s:
             return self.kept.free_bound_s()
-        if self._found is None and not self._may_fit:
+        if self._found is None and self.kept is None and not self._may_fit_at(self._seldom_fit):
             self._found = _NOTHING
         if self._found is None and cutoff_s < math.inf:
             free = self.free_bound_s()
@@ -307,6 +317,28 @@ class ChunkCutter:
         if found.step_s < cutoff_s or found.chunks is None:
             return found
         return Cut(None, (), math.inf, found.step_s, True)
+
+    def less_on_host_s(self) -> float:
+        """Return a lower bound of the step with less state on the host, and activations there as here; 0 if unknown.
+
+        No less is recomputed then, so no action is shorter but for gradients of weights: those of a recomputed layer
+        come with the others. Moving the state takes what it does not take here or without offload. From ZeRO 2 on
+        passes move it, too.
+        """
+        found, kept = self._found, self.kept
+        if found is None or found.chunks is None or kept is None or self._host_binds:
+            return 0.0
+        mine, other = self.pricer, kept.pricer
+        if mine.config.zero_stage > 1 or (mine.forward, mine.backward) != (other.forward, other.backward):
+            return 0.0
+        times = mine.chunk_times(found.chunks, found.recompute, "mid")
+        if SCHEDULES[self.schedule].split_backward:
+            times = [replace(t, backward_s=t.backward_s - t.weight_s, weight_s=0.0, split_extra_s=0.0) for t in times]
+        ranges = self._ranges_of(found.chunks)
+        units = [[u for k in chunks for u in ranges[k]] for chunks in self.chunks_of]
+        after = [[p.after_pipeline(some, "mid") for p in (mine, other)] for some in units]
+        least = [AfterPipeline(*map(min, *both)) for both in after]
+        return step_of(mine.timeline(found.chunks, times, "mid").rank_end_s, least, mine.fixed_s)
 
     def binds(self, limit_s: float) -> bool:
         """Return False if the candidate fits without recompute beyond the pinned one (see `Cutter.binds`)."""
@@ -360,7 +392,11 @@ class ChunkCutter:
         """Return the fewest steps with which a rank fits its device and the host; None if it does not."""
         least = _first_true(choices.most, near, functools.partial(self._fits, rank, choices, cut))
         while least is not None and not self._fits_host(rank, choices, cut, least):
+            self._host_binds = True
             if least == choices.most or (self.fixed is None and self.pricer.frontier.stays_on_host):
+                tried, p = self._tried(rank, choices.of(least), cut), self.pricer
+                _, activations = p.memory.host_bytes(rank, *tried, p.pinned_recompute, self.room.guard)
+                self._host_lacks = activations > self.room.host_bytes and p.config.zero_stage < 3
                 return None
             least += 1  # recomputed activations are not on the host
         return least
@@ -373,15 +409,31 @@ class ChunkCutter:
         """Return True if a rank fits the host after `number` steps."""
         return fits_host(self.pricer, self.room, rank, *self._tried(rank, choices.of(number), cut))
 
-    def lacks_device_memory(self) -> bool:
-        """Return True if no cut fits the device, whatever is recomputed."""
-        return not self._may_fit
+    def lacks_with_less_on_host(self, found: Shortage) -> str | None:
+        """Return the term that does not fit with less of the state on the host either; None if that may fit.
+
+        With less there no less has to be recomputed. So if no cut fits the device, whatever is recomputed, or if the
+        activations alone do not fit the host, they do not then. (ZeRO 3 on the host may change which choice is next.)
+
+        Args:
+            found: how far this candidate is from fitting.
+        """
+        if not self._may_fit:
+            return found.on_device
+        return found.term if self._host_lacks else None
 
     @cached_property
     def _may_fit(self) -> bool:
         """False if none of the cuts fits, whatever is recomputed; no step is simulated for it."""
-        middle = self.pp // 2  # the ranks that most often lack memory come first
-        ranks = sorted(range(self.pp), key=lambda r: (r not in (0, middle, self.pp - 1), r))
+        return self._may_fit_at(sorted(range(self.pp), key=lambda r: (r not in self._seldom_fit, r)))
+
+    @property
+    def _seldom_fit(self) -> tuple[int, ...]:
+        """The ranks that most often lack memory."""
+        return tuple(dict.fromkeys((0, self.pp // 2, self.pp - 1)))
+
+    def _may_fit_at(self, ranks: Sequence[int]) -> bool:
+        """Return False if under each of the cuts one of these ranks does not fit, whatever is recomputed."""
         cuts = self.cuts if self.kept is None else (self.chunks,)
         for cut in cuts:
             lacking = next((rank for rank in ranks if not self._with_most(rank, cut)), None)

@@ -50,7 +50,7 @@ from autoplan.search.intra import IntraSolution, StoppedError, solve
 from autoplan.search.layout_files import LayoutFiles, folder_of_layouts
 from autoplan.search.layout_store import ById
 from autoplan.search.request import PlanRequest, offload_kinds, without_activations
-from autoplan.search.state_bounds import StateBounds
+from autoplan.search.state_bounds import Simulated, StateBounds
 
 ILP_LIMIT_S = 120.0  # time limit of one integer program of layouts
 ENOUGH_TOKENS = 4096  # on a rank; micro-batches with more share a layout
@@ -104,6 +104,7 @@ class LayoutCache:
         self._passes: dict[_Pass, LeastPass] = {}  # likewise
         self._state_bounds: dict[_Pass, StateBounds] = {}  # likewise
         self._state_seconds: StateSeconds = {}
+        self._simulated: Simulated = {}
 
     def get(
         self,
@@ -211,7 +212,13 @@ class LayoutCache:
     ) -> CandidateLayout:
         r, store = self.request, self.request.layouts
         sizes = axes, cut, tuple(r.env(*cut[1:3]).items())
-        settings = r.precision, r.cluster.device_type, r.mode, r.options, modules_of(r.pins.get("recompute"))
+        settings = (
+            r.precision,
+            r.cluster.device_type,
+            r.mode,
+            r.options.of_operations,
+            modules_of(r.pins.get("recompute")),
+        )
         key = ById(r.graph), ById(solution.selection), sizes, settings, methods  # no price
         made = self._lowered.get((cut, methods))  # shared by all degrees of experts
         if made is None:
@@ -324,6 +331,13 @@ class LayoutCache:
             candidate.tp, candidate.micro_batch_size, candidate.cp, spread, limit_s, methods=candidate.methods
         )
 
+    def known(self, candidate: ParallelConfig) -> CandidateLayout:
+        """Return the layout of a candidate that has one; InfeasibleError if there is none."""
+        point = self.of(candidate)
+        if point is None:
+            raise no_layout(self.request, f"tp={candidate.tp}")
+        return point
+
     def _kept(self, candidate: ParallelConfig, limit_s: float) -> float:
         point = self.of(candidate, limit_s)
         return math.inf if point is None else sum(point.workload.unit_saved)
@@ -405,7 +419,7 @@ class LayoutCache:
         if known is None:
             seconds = LeastTime(point.workload, point.times, self.costs, self.precision, self._state_seconds)
             fixed = self.request.pins.recompute is not None
-            known = StateBounds(seconds, self.least_memory(point), least.seconds, fixed)
+            known = StateBounds(seconds, self.least_memory(point), least.seconds, fixed, self._simulated)
             self._state_bounds[key] = known
         return known
 
@@ -466,7 +480,7 @@ def prices_key(request: PlanRequest, costs: Costs, cut: _Cut) -> object:
     return (
         ById(r.graph),
         (axes, size, cp, own, tuple(r.env(size, cp).items()), r.precision, r.pins.get("state_slack", 1.02)),
-        (r.mode, r.options, r.constants, ById(r.profile)),
+        (r.mode, r.options.of_operations, r.constants, ById(r.profile)),
         (cluster.device, cluster.device_type, seen),
     )
 

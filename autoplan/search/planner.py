@@ -38,7 +38,7 @@ from autoplan.search.certificate import Certificate, SearchResult, Status, certi
 from autoplan.search.cuts import Cutter, Shortage
 from autoplan.search.degrees import Space, num_cuts, search_order
 from autoplan.search.estimate import Planned, chosen_recompute, estimate_config
-from autoplan.search.first_plans import Neighbours, usual
+from autoplan.search.first_plans import Neighbours, as_before, usual
 from autoplan.search.garbage import collected_seldom
 from autoplan.search.group_bounds import GroupKey, group_key, grouped, step_bounds_s
 from autoplan.search.infeasible import InfeasibleReport, NothingFits, no_plan
@@ -55,6 +55,7 @@ from autoplan.search.request import (
     check_task,
     least_memory_first,
     less_offloaded,
+    most_on_host_first,
     offload_kinds,
     offloaded,
     space_of,
@@ -138,7 +139,7 @@ class _Search:
                     self._best_first(self.bounds)
             self._near_best()
             checked = self._with_offload(checked)
-            if not self.plans.best:
+            if not self.plans.known:
                 self._least_memory_first(checked)
             self._single_changes(candidates)
             self._look_for_simpler(checked)
@@ -147,11 +148,10 @@ class _Search:
                 raise
             self.status = Status.INTERRUPTED
         if not self.plans.best:
-            num_open = sum(c not in self.outcomes for c in checked.candidates)
-            raise no_plan(self.points, checked, self.shortages, num_open, self._elapsed_s())
+            raise no_plan(self.points, checked, self.shortages, self.outcomes, self._elapsed_s())
         chosen, *equals = self.plans.equals(self._complexity)
-        beside = [entry for entry in self.plans.best if entry != chosen]
-        others = self.plans.asked(beside, [chosen])[: self.request.top - 1]
+        self.request.layouts.found_best([chosen.candidate, self.plans.best[0].candidate])
+        others = self.plans.asked([e for e in self.plans.best if e != chosen], [chosen])[: self.request.top - 1]
         plans = tuple(self._planned(entry) for entry in (chosen, *others))
         near = tuple((self._config(entry), entry.step_s) for entry in sorted(equals, key=lambda e: e.step_s))
         return SearchResult(plans, self._certificate(checked), near)
@@ -176,13 +176,13 @@ class _Search:
         self.teller.tell(self.num_candidates - len(self.outcomes), best_s, bound_s if known else None)
 
     def _first_plans(self, candidates: Sequence[ParallelConfig]) -> None:
-        """Evaluate usual layouts, then the neighbours of the best plan while they are better."""
+        """Evaluate what was best before, usual layouts, then neighbours of the best plan while they are better."""
         until_s = _FIRST_SHARE * self.request.time_limit_s
-        for some in usual(candidates):
-            if self.plans.best and self._elapsed_s() > until_s:
+        for some in (as_before(candidates, self.request.layouts.best), *usual(candidates)):
+            if self.plans.known and self._elapsed_s() > until_s:
                 break
             self._evaluate_some(some, until_s)
-        if not self.plans.best:
+        if not self.plans.known:
             self._first_offloads(candidates)
         if not self.plans.best or len(candidates) < _FEW:
             return
@@ -207,7 +207,7 @@ class _Search:
         """Evaluate those of the candidates that may be better than the best plan, best first."""
         some: list[ParallelConfig] = []
         for candidate in candidates:
-            if self.plans.best and self._elapsed_s() > until_s:
+            if self.plans.known and self._elapsed_s() > until_s:
                 break
             some += self._with_methods(candidate)
         for members in grouped(c for c in some if c not in self.outcomes and c not in self.bounds):
@@ -230,7 +230,7 @@ class _Search:
         Candidates of cut sequences are replaced by one per combination of context-parallel methods.
         """
         for key in sorted(self.pending):
-            if self.bounds and self._elapsed_s() > (until_s if self.plans.best else self.patience_s / 2):
+            if self.bounds and self._elapsed_s() > (until_s if self.plans.known else self.patience_s / 2):
                 self._out_of_time()
                 return
             self._tell(0.0)
@@ -271,7 +271,7 @@ class _Search:
 
         While there is no plan, which hints at little memory, those that cannot fit are decided before and get none.
         """
-        if not self.plans.best:
+        if not self.plans.known:
             for candidate in candidates:
                 self._exclude(candidate)
             candidates = [c for c in candidates if c not in self.outcomes]
@@ -303,7 +303,7 @@ class _Search:
 
     def _out_at_once(self, candidate: ParallelConfig) -> bool:
         """Decide a candidate that fits under no layout; by its states only while there is no plan."""
-        if (term := self.quick.shortage(candidate, states=not self.plans.best)) is not None:
+        if (term := self.quick.shortage(candidate, states=not self.plans.known)) is not None:
             self._decide([candidate], (Outcome.TOO_BIG, term))
         return term is not None
 
@@ -329,16 +329,20 @@ class _Search:
                 self.first_bounds[candidate] = max(self.first_bounds[candidate], cutter.known_free_s)
             if bound == math.inf:
                 self._too_big(candidate)
-                if candidate.offload and cutter.lacks_device_memory():
-                    how = Outcome.TOO_BIG, self.shortages[-1][0].on_device  # on the host they need less
-                    self._decide(less_offloaded(self.request, candidate), how)
+                term = cutter.lacks_with_less_on_host(self.shortages[-1][0]) if candidate.offload else None
+                if term is not None:
+                    self._decide(less_offloaded(self.request, candidate), (Outcome.TOO_BIG, term))
             else:
                 self.bounds[candidate] = bound
+                least = cutter.less_on_host_s() if bound >= cutoff_s and isinstance(cutter, ChunkCutter) else 0.0
+                for other in less_offloaded(self.request, candidate) if least else ():
+                    if other in self.bounds:
+                        self.bounds[other] = max(least, self.bounds[other])
         return bound
 
     def _too_big(self, candidate: ParallelConfig) -> None:
         cutter = self.cutters[candidate]
-        shortage = cutter.any_shortage() if self.plans.best else cutter.shortage()  # with a plan, only the term counts
+        shortage = cutter.any_shortage() if self.plans.known else cutter.shortage()  # with a plan, only the term counts
         self.shortages.append((shortage, candidate))
         self.outcomes[candidate] = (Outcome.TOO_BIG, shortage.term)
 
@@ -349,7 +353,7 @@ class _Search:
         """
         self._offload_near_best()
         new: list[ParallelConfig] = []
-        stopped = self._out_of_time() and bool(self.plans.best)
+        stopped = self._out_of_time() and self.plans.known
         enough = -math.inf if stopped else self.plans.enough_s()  # what is not made stays open
         left = [c for members in self.pending.values() for c in members]
         for candidate in (*self.grouped, *left):
@@ -379,7 +383,7 @@ class _Search:
                     self.bounds |= dict.fromkeys(new[kept], max(self.first_bounds[kept], bound))
                     left += new[kept] if bound < enough else []
                 self._bound_states(left, enough)
-        self._best_first({c: self.bounds[c] for c in candidates})
+        self._best_first(most_on_host_first({c: self.bounds[c] for c in candidates}, enough))
 
     def _offload_near_best(self) -> None:
         """Evaluate offload at the degrees of the best plan and their neighbours, while the best plan gets better."""
@@ -421,7 +425,7 @@ class _Search:
         with self.phases.spent("bounds"):
             cutter, cutoff = self.cutters[kept], self.plans.cutoff_s()
             free = max(self.first_bounds[kept], cutter.free_bound_s())
-            binds = free < self.plans.enough_s() and cutter.binds(cutoff)
+            binds = free < (enough := self.plans.enough_s()) and (self.bounds[kept] >= enough or cutter.binds(cutoff))
             if isinstance(cutter, Cutter):
                 cutter.forget()
         if free >= cutoff or not (binds or free >= self.plans.enough_s()):
@@ -448,10 +452,10 @@ class _Search:
             self._tell(bound)
             if bound >= self.plans.enough_s(gap):
                 return
-            if self._out_of_time() and (self.plans.best or self._elapsed_s() > self.patience_s / 2):
+            if self._out_of_time() and (self.plans.known or self._elapsed_s() > self.patience_s / 2):
                 return
             heapq.heappop(heap)
-            if candidate in self.outcomes:
+            if candidate in self.outcomes or self.bounds[candidate] >= self.plans.enough_s(gap):
                 continue
             if refined:
                 self._evaluate(candidate, self.plans.cutoff_s(), num_cuts(candidate))
@@ -557,10 +561,7 @@ class _Search:
     def _planned(self, entry: Evaluated) -> Planned:
         candidate = self.points.decided(entry.candidate)
         estimate = self._pricer(candidate).estimate(entry.chunks, entry.recompute, events=True)
-        point = self.points.of(candidate)
-        if point is None:
-            raise no_layout(self.request, f"tp={candidate.tp}")
-        return Planned(self._config(entry), estimate, point)
+        return Planned(self._config(entry), estimate, self.points.known(candidate))
 
     def _config(self, entry: Evaluated) -> ParallelConfig:
         """Return the configuration of an evaluated plan."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autoplan.config.choices import option_data
@@ -52,6 +54,9 @@ class PlanRequest(SearchSettings):
             change that would.
         executed: True: only plans that the runtime can execute.
         target_len: tokens per target sequence, if the model has one with a length of its own; None: seq_len.
+        below_s: seconds of the step of a plan that is known: only shorter ones are searched, and if there is none,
+            NotFasterError says so.
+        least_tp: candidates with less tp are not looked at.
         layouts: layouts that searches of this request and of its copies (`dataclasses.replace`) share.
 
     Example:
@@ -80,6 +85,8 @@ class PlanRequest(SearchSettings):
     adapters: str | None = None
     profile_file: str | None = None
     like: Like | str | None = None
+    below_s: float = math.inf
+    least_tp: int = 1
     layouts: LayoutStore = field(default_factory=LayoutStore, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -145,9 +152,15 @@ class PlanRequest(SearchSettings):
 
 
 def space_of(request: PlanRequest) -> Space:
-    """Return the candidates of a request. PinError if the pins leave none."""
+    """Return the candidates of a request. PinError if the pins, or the least tp, leave none."""
     r = request
-    return space(r.graph, r.cluster, r.global_batch_size, r.pins, seq_len=r.seq_len, facts=r.facts, scope=r.scope)
+    found = space(r.graph, r.cluster, r.global_batch_size, r.pins, seq_len=r.seq_len, facts=r.facts, scope=r.scope)
+    if r.least_tp == 1:
+        return found
+    left = tuple(c for c in found.candidates if c.tp >= r.least_tp)
+    if not left:
+        raise PinError(f"no tp of at least {r.least_tp} is legal; the largest is {max(c.tp for c in found.candidates)}")
+    return replace(found, candidates=left, restrictions=(*found.restrictions, f"tp of at least {r.least_tp}"))
 
 
 def offloaded(request: PlanRequest, candidate: ParallelConfig) -> list[ParallelConfig]:
@@ -164,6 +177,24 @@ def less_offloaded(request: PlanRequest, candidate: ParallelConfig) -> list[Para
     held, together = held_on_host(candidate.offload), SCHEDULES[candidate.schedule].windows
     less = (c for c in offloaded(request, candidate) if held_on_host(c.offload) < held)
     return [c for c in less if together or (ACTIVATIONS in c.offload) == (ACTIVATIONS in candidate.offload)]
+
+
+def most_on_host_first(bounds: Mapping[ParallelConfig, float], below_s: float) -> dict[ParallelConfig, float]:
+    """Return bounds in whose order a candidate comes before those with less of the state on the host.
+
+    Its own is lowered to the least of theirs, where its plan bounds them, too (`ChunkCutter.less_on_host_s`).
+
+    Args:
+        below_s: bounds that are not below it are not looked at.
+    """
+    out, alike = dict(bounds), dict[object, list[ParallelConfig]]()
+    for c, bound in bounds.items():
+        if bound < below_s and c.zero_stage <= 1 and not SCHEDULES[c.schedule].windows:
+            alike.setdefault((c.but(offload=()), ACTIVATIONS in c.offload), []).append(c)
+    for mine in alike.values():
+        most = max(mine, key=lambda c: len(held_on_host(c.offload)))
+        out[most] = min(bounds[c] for c in mine)
+    return out
 
 
 def offload_kinds(request: PlanRequest, candidate: ParallelConfig) -> tuple[tuple[str, ...], ...]:

@@ -50,8 +50,13 @@ from autoplan.search.windows import between_ends, by_stage, illegal_windows, pre
 from autoplan.units import ORDER_OF_SUMS
 
 _CLOSE = 1 - ORDER_OF_SUMS
+_COMPARED = 6  # steps that were simulated last, with which another one is compared
 _ROUNDS = 3  # improvements of the weights
 _BEYOND = 4.0  # price of a byte where no choice frees enough, over that of the dearest choice
+
+
+# By schedule and cut: the seconds of forwards, of both parts of backwards, and the end of their step.
+Simulated = dict[object, list[tuple[Array, float]]]
 
 
 @dataclass(frozen=True)
@@ -95,10 +100,14 @@ class StateBounds:
     Args:
         even_s: seconds by unit by which cuts of other schedules are even.
         fixed: recompute is pinned.
+        simulated: steps by schedule and cut, shared by the workloads of a search.
     """
 
-    def __init__(self, time: LeastTime, memory: LeastMemory, even_s: tuple[float, ...], fixed: bool) -> None:
+    def __init__(
+        self, time: LeastTime, memory: LeastMemory, even_s: tuple[float, ...], fixed: bool, simulated: Simulated
+    ) -> None:
         self.time = time
+        self.simulated = simulated
         self.memory = memory
         self.even_s = even_s
         self.fixed = fixed
@@ -233,16 +242,34 @@ class StateBounds:
             return 0.0
         least = np.inf
         for cut in self._cuts(c):
-            key = c.schedule, c.virtual_stages, c.num_micro_batches, cut
-            if key not in self._bubbles:
-                table = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
-                columns = (self._held(cut) @ seconds for seconds in self.time.passes(c))
-                chunks = [ChunkTimes(f, b, min(w, b)) for f, b, w in zip(*(x.tolist() for x in columns), strict=True)]
-                self._bubbles[key] = simulate(table, chunks, events=False).end_s
-            least = min(least, self._bubbles[key])
+            least = min(least, self._end_s(c, cut, below_s))
             if least < below_s:
                 return 0.0
         return least
+
+    def _end_s(self, c: ParallelConfig, cut: tuple[int, ...], below_s: float) -> float:
+        """Return the simulated step of a cut; if it is not below `below_s`, perhaps less, but not below it either.
+
+        If no action is shorter than r times what it was in a known step, the step is no shorter than r times that one,
+        and likewise for longer ones. So it is simulated only if steps of other workloads do not tell on which side it
+        is; 0 if they tell that it is below.
+        """
+        forward, backward, weight = (self._held(cut) @ seconds for seconds in self.time.passes(c))
+        weight = np.minimum(weight, backward)
+        parts = np.concatenate([forward, backward - weight, weight])
+        known = self.simulated.setdefault((c.schedule, c.virtual_stages, c.num_micro_batches, cut), [])
+        for others, end_s in known[: -_COMPARED - 1 : -1]:
+            some = others > 0
+            ratios = parts[some] / others[some]
+            if end_s * ratios.min() >= below_s:
+                return float(end_s * ratios.min())
+            if end_s * ratios.max() < below_s and not parts[~some].any():
+                return 0.0
+        table = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
+        times = zip(forward.tolist(), backward.tolist(), weight.tolist(), strict=True)
+        end = simulate(table, [ChunkTimes(*each) for each in times], events=False).end_s
+        known.append((parts, end))
+        return end
 
     def _whole_units_s(self, c: ParallelConfig) -> float:
         """Return the least of  max_s (m T_s + sum_{i<s} T_i)  over all cuts into stages of whole units."""
@@ -401,20 +428,24 @@ def _prices(a: _Alike) -> Array:
     """
     main = int(np.argmax(a.kept[0] * a.counts))
     kept = a.kept[:, main]
-    found = []
-    for again in a.again[:, :, main]:
-        at, prices = 0, [0.0]
-        while (less := np.flatnonzero(kept < kept[at])).size:
-            slopes = (again[less] - again[at]) / (kept[at] - kept[less])
-            best = np.lexsort((kept[less], slopes))[0]  # of equal slopes, the one that frees most
-            prices.append(max(0.0, float(slopes[best])))
-            at = int(less[best])
-        found.append(prices)
+    choices, rows = np.unique(a.again[:, :, main], axis=0, return_inverse=True)  # most candidates have equal ones
+    found = [_front(again, kept) for again in choices]
     most = max(map(len, found))
-    out = np.array([prices + prices[-1:] * (most - len(prices)) for prices in found])
+    out = np.array([prices + prices[-1:] * (most - len(prices)) for prices in found])[rows.ravel()]
     dear = out.max(axis=1, keepdims=True)
     whole = ((a.forward + a.backward) @ a.counts)[:, None] / max(1.0, float(kept[0]))
     return np.concatenate([out, _BEYOND * np.where(dear > 0, dear, whole)], axis=1)
+
+
+def _front(again: Array, kept: Array) -> list[float]:
+    """Return 0 and what the choices of the convex front cost per byte, cheapest first."""
+    at, prices = 0, [0.0]
+    while (less := np.flatnonzero(kept < kept[at])).size:
+        slopes = (again[less] - again[at]) / (kept[at] - kept[less])
+        best = np.lexsort((kept[less], slopes))[0]  # of equal slopes, the one that frees most
+        prices.append(max(0.0, float(slopes[best])))
+        at = int(less[best])
+    return prices
 
 
 def _weights(wanted: Array, num_micro_batches: int) -> tuple[Array, Array]:

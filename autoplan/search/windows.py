@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -109,12 +109,6 @@ class Windows:
         self._gain = prefix(np.array([s - k if layer else 0.0 for s, k, layer in freed]))
         self.once_s: Array = by_stage(self._moved_once(), self.pp)
         self.free: Array = self._free()
-        at = self._active()
-        self.each: Array
-        self.reach: NDArray[np.int64]
-        self.each, self.reach = self._seconds(*at)
-        self._least_sum = float(self.least_rest(self.each, np.add)[0][0])  # of all T_s, over all cuts
-        self.waits: Array = self._waiting(*at)
 
     @classmethod
     def joined(cls, parts: Sequence[Windows], part_of: Sequence[int]) -> Windows:
@@ -130,6 +124,32 @@ class Windows:
         out._least_sum = float(out.least_rest(out.each, np.add)[0][0])
         out.waits = np.array([parts[p].waits[s] + (out._least_added - parts[p]._least_added) for s, p in stages])
         return out
+
+    # With unlimited memory a candidate needs none of this.
+
+    @cached_property
+    def each(self) -> Array:
+        """T of every stage with the memory there is."""
+        return self._limited[0]
+
+    @cached_property
+    def reach(self) -> NDArray[np.int64]:
+        """The least steps on the recompute frontier with which a stage may fit."""
+        return self._limited[1]
+
+    @cached_property
+    def waits(self) -> Array:
+        """D of every stage."""
+        return self._waiting(*self._active)
+
+    @cached_property
+    def _limited(self) -> tuple[Array, NDArray[np.int64]]:
+        return self._seconds(*self._active)
+
+    @cached_property
+    def _least_sum(self) -> float:
+        """The least sum of all T over all cuts."""
+        return float(self.least_rest(self.each, np.add)[0][0])
 
     @property
     def _least_added(self) -> float:
@@ -189,6 +209,7 @@ class Windows:
         seconds[illegal_windows(self.num_units, self.pp, self.pinned)] = math.inf
         return seconds
 
+    @cached_property
     def _active(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return stage s and positions a, b of every window that a cut below the limit may have."""
         some = self.m * self.free + self.once_s < self.below_s * (1 + CLOSE)

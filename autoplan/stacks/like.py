@@ -18,7 +18,7 @@ from autoplan.config.settings import setting
 from autoplan.errors import PinError
 from autoplan.names import did_you_mean
 from autoplan.schedules.schedule import PLAIN_SCHEDULE
-from autoplan.stacks.records import Abilities, Era, KeptGathered, Stack, stack, year_of
+from autoplan.stacks.records import Abilities, Era, KeptGathered, Stack, stack, within_layers, year_of
 
 GRADIENTS_32 = "-grad32"  # suffix of a precision: gradients in 32 bits where the stack has 16
 _PLAIN = setting("precision").default  # if none is given
@@ -129,7 +129,7 @@ class Like:
             out["zero_stage"] = 1 if stage == 3 and keeps else stage
         if "recompute" not in out:
             again = self.stack.recompute_at(*self._where, out["zero_stage"])[0]
-            out["recompute"] = recompute_of_text(again, layers)
+            out["recompute"] = recompute_of_text(within_layers(again, len(layers)), layers)
         out |= self._schedule(given, pp)
         if num_experts and tp > 1 and "etp" not in out:
             ep, usual = int(out.get("ep") or 1), (1, None) if self.stack.experts_whole(self.year) else (None, 1)

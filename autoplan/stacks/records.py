@@ -23,7 +23,7 @@ from autoplan.config.keys import check_names
 from autoplan.config.offload import OFFLOADS
 from autoplan.config.parallel import ZERO_STAGES, Dispatcher, Launch, Mode, RunOptions
 from autoplan.config.precision import PRECISIONS, PrecisionName
-from autoplan.config.recompute import RECOMPUTE, RECOMPUTE_KINDS, modules_of
+from autoplan.config.recompute import NONE, OFFLOAD, RECOMPUTE, RECOMPUTE_KINDS, modules_of
 from autoplan.errors import PinError
 from autoplan.names import did_you_mean
 from autoplan.schedules.schedule import SCHEDULES
@@ -355,6 +355,20 @@ def _eras(read: _Reader, can: Abilities) -> tuple[Era, ...]:
 
 
 _OF_LAYERS = re.compile(rf"\d+-\d+=({'|'.join(RECOMPUTE)})")  # of the layers with these numbers
+
+
+def within_layers(how: str, number: int) -> str:
+    """Return the recompute of a record for a model with this number of layers.
+
+    A record counts the layers of the model that it was written for: `0-39=offload` of 40 layers is of the first 39 of a
+    model with 40 or fewer, since Megatron keeps the last on the device.
+    """
+    if _OF_LAYERS.fullmatch(how) is None:
+        return how
+    place, _, kind = how.partition("=")
+    first, last = map(int, place.split("-"))
+    last = min(last, number - 2 if kind == OFFLOAD else number - 1)
+    return f"{first}-{last}={kind}" if last >= first else NONE
 
 
 def _changes(read: _Reader) -> tuple[Change, ...]:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoplan.config.adapters import ALL_LINEAR, Adapters
+from autoplan.config.adapters import ALL_LINEAR, Adapters, read_adapters
 from autoplan.cost_models.hardware.catalog import entries, entry
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import AutoplanError, InfeasibleError, PinError
-from autoplan.program.adapters import with_adapters
+from autoplan.program.adapters import in_4_bits, with_adapters
 from autoplan.search.certificate import Status
 from autoplan.search.infeasible import InfeasibleReport
 from autoplan.search.planner import Certificate, Planned, PlanRequest, StoppedError, estimate_config, search_plan
@@ -169,8 +169,12 @@ def _shorter(r: PlanRequest) -> _Ways:
 
 
 def _of_adapters(r: PlanRequest) -> _Ways:
-    """Yield LoRA and QLoRA; nothing for a model that has adapters."""
+    """Yield LoRA and QLoRA; for a model with adapters its frozen weights in 4 bits, if they are not."""
     if r.adapters is not None:
+        there = read_adapters(r.adapters)
+        if not there.packed:
+            packed = replace(there, packed=True)
+            yield f"adapters {packed}", replace(r, graph=in_4_bits(r.graph, there), adapters=str(packed))
         return
     lora = Adapters(_RANK)
     try:

@@ -83,7 +83,8 @@ class CatalogEntry:
     """One row of the catalog: a device, its links, its usual node, network and price.
 
     `scaleup`: the innermost level. `host`: connects the scale-up domains of one node, if there are several.
-    `nic_gbit_s`: Gbit/s of the network per device; None if no source names it.
+    `nic_gbit_s`: Gbit/s of the network per device; None if no source names it. `compute_capability`: of CUDA (10.0:
+    Blackwell); None for devices of other vendors. `ranks`: the ranks of one device.
     """
 
     id: str
@@ -96,6 +97,13 @@ class CatalogEntry:
     price: Price | None
     memory_gb: float
     notes: str
+    compute_capability: float | None = None
+    ranks: int = 1
+
+    @property
+    def joins_nodes(self) -> bool:
+        """True if the scale-up links reach other nodes (NVL72 racks, TPU pods)."""
+        return self.scaleup.size > self.devices_per_node and not self.scaleup.within_node
 
 
 @dataclass(frozen=True)
@@ -211,6 +219,8 @@ def _entry(row: Mapping[str, str]) -> CatalogEntry:
         price=price,
         memory_gb=_required(row, "mem_gb") / ranks,
         notes=row["notes"],
+        compute_capability=_number(row, "compute_capability"),
+        ranks=ranks,
     )
 
 

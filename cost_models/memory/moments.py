@@ -45,7 +45,6 @@ class RankStates:
     """The memory of a rank with given units that recompute does not change, in bytes.
 
     `gathered`: parameters that it gathers. `reducing`: the largest gradient that is reduced and not kept whole.
-    `reduced`: gradients after their reduction. `updating`: temporaries of the optimizer.
     """
 
     grads: float
@@ -54,8 +53,6 @@ class RankStates:
     optimizer: float
     placeholders: float
     reducing: float
-    reduced: float
-    updating: float
 
 
 @dataclass(frozen=True)

@@ -85,12 +85,6 @@ class ParameterMemory:
             )
         return self._offloaded_states(p, share, masters, found) if c.offload else found
 
-    def updated(self, p: ParamWork) -> float:
-        """Return the bytes of a parameter's part as the optimizer of this rank takes it."""
-        share = self.shares[p.expert] if self.config.zero_stage else 1
-        width = MASTER_BYTES if self._has_master(p) else p.width
-        return float(p.num_elements) * width / share if p.trainable else 0.0
-
     def _optimizer_bytes(self, p: ParamWork, sharded_masters: bool) -> float:
         """Return the optimizer state of a parameter before ZeRO, without masters that are stored as its shards."""
         n = float(p.num_elements)

@@ -36,7 +36,7 @@ twice as many replicas to shard over. The memory of a rank is that of its fulles
 | a later backward | all in flight | of all chunks that have run backward; sharded after a chunk's last (ZeRO 1) |
 | the last backward (ZeRO 1, one chunk) | one | whole, of the layers it has passed sharded, and the copy that is sent |
 | reduction at the end of the step (ZeRO 0) | none | all, and the buffers they are sent from |
-| optimizer step | none | all, in float32 (ZeRO 0, 16-bit gradients); on a CPU also temporaries of AdamW |
+| optimizer step | none | all, in float32 (ZeRO 0, 16-bit gradients) |
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ from types import MappingProxyType
 
 import numpy as np
 
-from autoplan.config.offload import of_states
 from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.config.precision import MASTER_BYTES, Precision
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, recompute_kind
@@ -71,7 +70,6 @@ from autoplan.units import dtype_bytes
 _FRAGMENTATION = Quantity(0.0, 0.03, 0.10, Tag.ASSUMED)
 # relative error of the liveness walk (autoplan.program.activations), compared with measured peaks
 _ACTIVATION_SPREAD = 0.05
-_UPDATE_TEMPORARIES = 2  # tensors that AdamW makes while it updates one, where torch does it operation by operation
 
 
 NOTHING: Mapping[int, str] = MappingProxyType({})
@@ -147,7 +145,6 @@ class MemoryModel:
         each = {name: [*map(self.parameters.of, block.params)] for name, block in w.blocks.items()}
         blocks = {name: States.total([NO_STATES, *mine]) for name, mine in each.items()}
         tensors = {name: max((s.whole for s in mine), default=0.0) for name, mine in each.items()}
-        updates = {name: self._update_bytes(name) for name in w.blocks}
         totals = {unit: States.total(map(blocks.__getitem__, unit)) for unit in dict.fromkeys(w.units)}
         sums = [totals[unit] for unit in w.units]
         self.stored: list[float] = [u.stored for u in sums]
@@ -160,7 +157,6 @@ class MemoryModel:
         self.largest: list[float] = self._most({name: states.gathered for name, states in blocks.items()})
         self.largest_grad: list[float] = self._most({name: states.whole for name, states in blocks.items()})
         self.largest_tensor: list[float] = self._most(tensors)
-        self.largest_update: list[float] = self._most(updates)
 
     def _most(self, sizes: Mapping[str, float]) -> list[float]:
         """Return the largest of the sizes of blocks by unit."""
@@ -218,17 +214,6 @@ class MemoryModel:
         out.config = replace(self.config, schedule=schedule, virtual_stages=virtual_stages)
         out._schedule()
         return out
-
-    def _update_bytes(self, name: str) -> float:
-        """Return the temporaries of AdamW while it updates the largest tensor of a block.
-
-        On a CPU torch updates tensor by tensor, with two of them (`_single_tensor_adam`); the runtime lets a GPU do it
-        in one kernel.
-        """
-        if self.cluster.device_type != "cpu" or of_states(self.config.offload):
-            return 0.0
-        sizes = map(self.parameters.updated, self.workload.blocks[name].params)
-        return _UPDATE_TEMPORARIES * max(sizes, default=0.0)
 
     def _tied_states(self) -> tuple[TiedStates, ...]:
         """Return the parameters that several units use and a rank holds once.
@@ -336,11 +321,11 @@ class MemoryModel:
 
     def host_bytes(
         self, rank: int, chunks: Sequence[range], recompute: Sequence[int], pinned: Mapping[int, str], guard: float
-    ) -> float:
-        """Return the sum of the terms in host memory, as `device_bytes`."""
+    ) -> tuple[float, float]:
+        """Return both terms in host memory, of states and of activations, as `device_bytes`."""
         state, most = self._on_host(chunks, self.chunks_of[rank], recompute, pinned)
         size = most * max(self.flights[rank]) if most else 0.0
-        return state + (size + guard * (size * (1 + _ACTIVATION_SPREAD) - size))
+        return state, size + guard * (size * (1 + _ACTIVATION_SPREAD) - size)
 
     def _fullest(
         self, rank: int, chunks: Sequence[range], recompute: Sequence[int], pinned: Mapping[int, str]
@@ -379,8 +364,6 @@ class MemoryModel:
                 sum(self.states[u] for u in units) - twice.optimizer,
                 self._placeholders(units) if self.megatron else 0.0,
                 max(self.largest_grad[u] for u in units) if self.config.zero_stage >= 2 else 0.0,
-                sum(self.reduced[u] for u in units) - twice.reduced,
-                max(self.largest_update[u] for u in units),
             )
         return found
 
@@ -400,9 +383,6 @@ class MemoryModel:
                 moments.append(Moment(LATER, grads + reducing, later * only.one, only.transient))
             if later and self.sharded and self.config.zero_stage == 1 and not self.megatron:
                 moments.append(self._last_backward(chunks[chunk], only))
-        if states.updating:
-            gathered = 0.0 if self.config.zero_stage < 3 else None
-            moments.append(Moment(UPDATE, states.reduced, 0.0, states.updating, gathered=gathered))
         if self.widened and self.config.zero_stage == 0:
             moments.append(Moment(UPDATE, self.widened * grads, 0.0, 0.0))
         if self.buckets:

@@ -253,7 +253,7 @@ class Pricer:
 
     def step_s(self, chunks: Sequence[int], recompute: Sequence[int], which: str = "mid") -> float:
         """Return the seconds of one step in one scenario (`low`, `mid`, `high`)."""
-        timeline = self._timeline(chunks, self.chunk_times(chunks, recompute, which), which)
+        timeline = self.timeline(chunks, self.chunk_times(chunks, recompute, which), which)
         after = [self.after_pipeline(units, which) for units in self._rank_units(chunks)]
         return step_of(timeline.rank_end_s, after, self.fixed_s)
 
@@ -403,9 +403,10 @@ class Pricer:
         """Return the units of a rank's chunks that do not keep everything, with their recompute choices."""
         return [item for k in mine for item in self.recomputed(ranges[k], recompute[k]).items()]
 
-    def _timeline(
+    def timeline(
         self, chunks: Sequence[int], times: list[ChunkTimes], which: str, *, events: bool = False, sends: bool = True
     ) -> Timeline:
+        """Return the timeline of a step with these durations of chunks."""
         c = self.config
         table = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
         cuts = [r.stop - 1 for r in ranges_of(chunks)[:-1]]
@@ -503,7 +504,7 @@ class Pricer:
             mfu=w.model_flops * runs / mid / peak,
             mfu_causal=(w.model_flops - w.masked_flops) * runs / mid / peak,
             memory_capacity_bytes=float(self.device.memory_bytes),
-            events=self._timeline(chunks, times, "mid", events=True).events if events else (),
+            events=self.timeline(chunks, times, "mid", events=True).events if events else (),
             host_capacity_bytes=self.costs.cluster.host_memory_bytes,
         )
 
@@ -528,7 +529,7 @@ class Pricer:
     ) -> dict[str, Quantity]:
         """Return the seconds of a step by term, on the rank with most compute. The remainder is the bubble."""
         m, ranges, rank_units = self.runs, ranges_of(chunks), self._rank_units(chunks)
-        timeline = self._timeline(chunks, times, "mid")
+        timeline = self.timeline(chunks, times, "mid")
         rank = max(range(self.config.pp), key=lambda r: timeline.busy_s[r])
         units, mine = rank_units[rank], self.chunks_of[rank]
         blocks, again = self._blocks_of(units), self._recomputed(mine, ranges, recompute)
@@ -574,7 +575,7 @@ class Pricer:
 
     def _transfers(self, chunks: Sequence[int], times: list[ChunkTimes], timeline: Timeline, rank: int) -> Quantity:
         """Return how much earlier a rank would finish if stages sent nothing to each other."""
-        unsent = self._timeline(chunks, times, "mid", sends=False)
+        unsent = self.timeline(chunks, times, "mid", sends=False)
         sent = max(0.0, timeline.rank_end_s[rank] - unsent.rank_end_s[rank])
         cuts = [self.workload.cut_bytes[r.stop - 1] for r in ranges_of(chunks)[:-1]]
         hops = zip(cuts, self._boundaries, strict=True)

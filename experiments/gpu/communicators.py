@@ -31,10 +31,10 @@ def communicators(run: Run) -> None:
     mesh.connect(run.device)
     x = torch.randn(1 << 10, device=run.device)
     calls: dict[str, Callable[[], torch.Tensor]] = {
-        "all-reduce": lambda: functional.all_reduce(x, "sum", group),
-        "all-gather": lambda: functional.all_gather(x, group, 1),
-        "reduce-scatter": lambda: functional.reduce_scatter(x, group, 1),
-        "all-to-all": lambda: functional.all_to_all(x, group),
+        "all-reduce": lambda: functional.raw_all_reduce(x, "sum", group),
+        "all-gather": lambda: functional.raw_all_gather(x, group, 1),
+        "reduce-scatter": lambda: functional.raw_reduce_scatter(x, group, 1),
+        "all-to-all": lambda: functional.raw_all_to_all(x, group),
     }
     for name, call in calls.items():
         with run.case(f"{name} of one rank"):

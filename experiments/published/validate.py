@@ -37,6 +37,7 @@ from autoplan.program.facts import layer_calls
 from autoplan.report.files import write_text
 from autoplan.search.estimate import Planned, check_config, ends_apart, estimate_config, recompute_counts, units_of
 from autoplan.search.request import PlanRequest
+from autoplan.stacks.records import within_layers
 from experiments.published.defaults import BLOCKS, FORMATS, find
 from experiments.published.graphs import graph_of
 from experiments.published.pictures import write as write_pictures
@@ -144,7 +145,7 @@ def config_of(task: Task, setting: Setting) -> ParallelConfig:
     if not setting.again:
         return setting.config
     layers = tuple(layer_calls(graph_of(setting.shape or task.shape)))
-    return setting.config.but(recompute=recompute_of_text(setting.again, layers))
+    return setting.config.but(recompute=recompute_of_text(within_layers(setting.again, len(layers)), layers))
 
 
 def variant(request: PlanRequest, first: Planned, was: Setting, setting: Setting) -> Estimate:

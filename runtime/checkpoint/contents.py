@@ -403,8 +403,14 @@ def _ask_moments(
     return fresh
 
 
+# Options that say how an update is computed, not what: which kernels there are depends on the device of this run.
+_OF_KERNELS = frozenset({"foreach", "fused"})
+
+
 def _set_options(group: dict[str, Any], entries: StateFacts) -> None:
     for key, value in entries.items():
+        if key in _OF_KERNELS:
+            continue
         if isinstance(group.get(key), torch.Tensor):
             group[key].fill_(value)
         else:

@@ -135,18 +135,12 @@ def test_the_last_backward_of_zero_1_sends_a_copy_of_a_sum(micro_batches: int, f
         assert found.terms["gradients"].mid == head + head / 2
 
 
-@pytest.mark.parametrize(("offload", "there"), [((), True), (("optimizer",), False)])
-def test_adamw_needs_two_temporaries_of_its_largest_tensor_on_a_cpu(offload: tuple[str, ...], there: bool) -> None:
-    """Where it updates tensor by tensor; on a GPU it is one kernel."""
-    work, config = workload(unit_saved=(1.0,) * 4), ParallelConfig(offload=offload)
-    on_cpu, on_gpu = (
-        MemoryModel(work, config, precision_of("fp32"), Cluster.local(1, kind)).rank(0, ranges(4), [0])
-        for kind in ("cpu", "cuda")
-    )
-    assert (on_cpu.moment == UPDATE) is there and on_gpu.moment != UPDATE
-    if there:
-        assert on_cpu.terms["transient"].mid == 2 * 4 * PARAMS
-        assert on_cpu.terms["gradients"].mid == 4 * GRADS
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_adamw_needs_no_temporaries(kind: str) -> None:
+    """It is one kernel, on a GPU and on a CPU."""
+    work, config = workload(unit_saved=(1.0,) * 4), ParallelConfig()
+    found = MemoryModel(work, config, precision_of("fp32"), Cluster.local(1, kind)).rank(0, ranges(4), [0])
+    assert found.moment != UPDATE
 
 
 def test_reduction_needs_its_buffers_when_activations_are_gone() -> None:
@@ -367,7 +361,7 @@ def test_the_bytes_of_a_search_are_the_sum_of_the_terms(
             found = model.rank(rank, chunks, recompute[: len(chunks)])
             words = rank, chunks, recompute[: len(chunks)], NOTHING, guard
             assert model.device_bytes(*words) == room.total_bytes(found.terms)
-            assert model.host_bytes(*words) == room.total_bytes(found.host)
+            assert sum(model.host_bytes(*words)) == room.total_bytes(found.host)
 
 
 # -- experts, context parallelism --------------------------------------------------------------------------------------

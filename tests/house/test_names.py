@@ -13,14 +13,12 @@ from test_limits import ROOT, product_files
 
 # Tables of one kind, each joined with the others in one place; what logging asks for
 _TABLES = {"RECORDS", "RULES", "logger"}
-# A command line has a function for each command, named as the function that answers it; a kernel, an operator and a
-# node of a graph are named as the function that they run; the module of a block in an emitted program
+# A command line has a function for each command, named as the function that answers it; a kernel is named as the
+# function that runs it; the module of a block in an emitted program
 _SAME_THING = {
     "autoplan/cli.py",
     "runtime/cuda_source.py",
     "runtime/triton_kernels.py",
-    "runtime/expert_operators.py",
-    "runtime/functional.py",
 }
 _OF_A_PROGRAM = {("runtime/program.py", "Block")}
 

@@ -353,6 +353,8 @@ def test_catalogs() -> None:
     data = json.loads(run("hw", "show", "h100-sxm5-80gb", "--json").stdout)
     assert data["device"]["peak_flops"]["bfloat16"] == 989e12
     assert "AWS" in {i["provider"] for i in data["device"]["instances"]}
+    for words in (("p5.48xlarge",), ("h100",)):  # an instance, and a device as people write it
+        assert json.loads(run("hw", "show", *words, "--json").stdout) == data
     assert {m["name"] for m in json.loads(run("models", "--json").stdout)["models"]} == set(names())
     for text in (listed, devices, shown):
         assert all(len(line) <= 110 for line in text.splitlines())

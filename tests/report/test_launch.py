@@ -13,8 +13,9 @@ import pytest
 import yaml
 from command_line import one_line_error, run
 
+from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
-from autoplan.report.launch import TEMPLATES, launch_text
+from autoplan.report.launch import TEMPLATES, _resource, _units, launch_text
 
 SCRIPT = "train.py --lr 3e-4 --name 'a b'"
 WORDS = ["train.py", "--lr", "3e-4", "--name", "a b"]
@@ -104,6 +105,8 @@ def jobset(data: Any) -> None:
     assert spec["parallelism"] == spec["completions"] == 2 and data["spec"]["failurePolicy"]["maxRestarts"] == 7
     (container,) = spec["template"]["spec"]["containers"]
     assert container["command"][-5:] == WORDS and container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    (mount,), (volume,) = container["volumeMounts"], spec["template"]["spec"]["volumes"]
+    assert mount == {"name": volume["name"], "mountPath": "/dev/shm"} and volume["emptyDir"] == {"medium": "Memory"}
     name, group = data["metadata"]["name"], job["name"]  # the host name that JobSet gives its first pod
     assert f"{name}-{group}-0-0.{name}:29500" in container["command"]
 
@@ -141,3 +144,12 @@ def test_a_cluster_without_gpus_asks_for_none(cpu_plan: Path) -> None:
     texts = {to: launch_text(cpu_plan, to) for to in TEMPLATES}
     assert not any("gpu" in texts[to] for to in ("slurm", "trainjob", "jobset", "skypilot"))
     assert "use_gpu=False" in texts["ray"] and "resources" not in yaml.safe_load(texts["skypilot"])
+
+
+@pytest.mark.parametrize(("cluster", "counted"), [
+    ("2x4xtpu-v7x", ("google.com/tpu", 2)),  # 4 ranks are the TensorCores of 2 chips
+    ("2x8xtrainium2-96gb", ("aws.amazon.com/neuron", 2)), ("2x8xmi250x-128gb", ("amd.com/gpu", 8)),
+])  # fmt: skip
+def test_kubernetes_counts_what_the_plugin_of_the_vendor_counts(cluster: str, counted: tuple[str, int]) -> None:
+    where = Cluster.parse(cluster)
+    assert (_resource(where), _units(where)) == counted

@@ -84,8 +84,12 @@ def test_a_plan_of_a_class_says_how_its_model_is_loaded(plan: Path, tmp_path: Pa
 
 def test_what_does_not_belong_together_is_said(plan: Path, tmp_path: Path) -> None:
     found = compare(Plan.read(plan), write_log(plan, [1.0] * 4, world=8, graph="other", plan="another", device="cpu"))
-    said = "another graph", "8 ranks", "another plan: another", "a whole process"
+    said = "another graph", "8 ranks", "another plan: another", "on cpu, the plan is for h100", "a whole process"
     assert all(text in note for text, note in zip(said, found.notes, strict=True))
+    assert found.unlike == found.notes[:-1]  # and would teach calibrate a wrong time
+    done = cli(f"compare {plan} {write_log(plan, [1.0] * 4, device='cpu')} --calibrate {tmp_path / 'steps.yaml'}")
+    assert done.exit_code == 2 and "the steps ran on cpu, the plan is for h100-sxm5-80gb" in done.stderr, done.output
+    assert not (tmp_path / "steps.yaml").exists()
     with pytest.raises(PinError, match=r"has 2 rows, of which the first 2 do not count"):
         compare(Plan.read(plan), write_log(plan, [1.0, 1.0]))
     with pytest.raises(PinError, match="is not a log of steps"):

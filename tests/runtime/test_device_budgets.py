@@ -336,7 +336,7 @@ def count_step(rank: int, world: int, layers: int, pins: dict[str, Any], precisi
         steps = [state["step"] for state in pm.optimizer.state.values()]  # torch keeps these on the host
         with DeviceCounter(host=[*mine.values(), *steps]) as counter:
             step()
-        assert counter.num_kernels > 100 * layers
+        assert counter.num_kernels > 60 * layers
         return len(counter.syncs), counter.report()
     finally:
         if alone:

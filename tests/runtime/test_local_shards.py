@@ -107,13 +107,15 @@ class OnCuda(nn.Parameter):
     [
         (torch.optim.AdamW, {}, OnCuda, True),
         (torch.optim.Adam, {}, OnCuda, True),
-        (torch.optim.AdamW, {}, nn.Parameter, False),
+        (torch.optim.AdamW, {}, nn.Parameter, True),
+        (torch.optim.Adam, {}, nn.Parameter, True),
+        (torch.optim.AdamW, {"foreach": False}, nn.Parameter, False),
         (torch.optim.AdamW, {"foreach": True}, OnCuda, False),
         (torch.optim.AdamW, {"fused": False}, OnCuda, False),
         (torch.optim.SGD, {}, OnCuda, False),
     ],
 )
-def test_adamw_is_one_kernel_on_a_gpu_unless_told_otherwise(
+def test_adamw_is_one_kernel_unless_told_otherwise(
     kind: Any, settings: dict[str, Any], place: Any, fuses: bool
 ) -> None:
     """The fused kernel, run here on the CPU, gives what torch's default gives; the state is read back by both."""
@@ -134,3 +136,39 @@ def test_adamw_is_one_kernel_on_a_gpu_unless_told_otherwise(
     usual.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.load_state_dict(copy.deepcopy(usual.state_dict()))
     torch.testing.assert_close(step(p, optimizer), step(plain, usual), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("settings", [{}, {"fused": True}])
+@pytest.mark.parametrize("place", ["nowhere", "gradient", "moments", "parameter", "closure"])
+def test_the_kernel_of_a_cpu_gets_contiguous_tensors(place: str, settings: dict[str, Any]) -> None:
+    """torch's kernel ignores strides: without the copies it would update the wrong elements."""
+    values = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return x.t().contiguous().t()
+
+    def trained(optimize: Any) -> torch.Tensor:
+        p = nn.Parameter(turned(values) if place == "parameter" else values.clone())
+        optimizer = optimize(lambda ps: torch.optim.AdamW(ps, lr=1e-2, **settings), [p])
+
+        def backward() -> None:
+            gradient = (p.detach() * 3 + torch.arange(12).reshape(3, 4)).clone()
+            p.grad = turned(gradient) if place in ("gradient", "closure") else gradient.contiguous()
+
+        for _ in range(3):
+            if place == "closure":
+                optimizer.step(backward)
+            else:
+                backward()
+                optimizer.step()
+            if place == "moments":
+                for name in ("exp_avg", "exp_avg_sq"):
+                    optimizer.state[p][name] = turned(optimizer.state[p][name])
+        return p.detach().clone()
+
+    def plainly(make: Any, parameters: list[nn.Parameter]) -> Any:
+        optimizer = make(parameters)
+        optimizer.param_groups[0]["fused"] = False
+        return optimizer
+
+    torch.testing.assert_close(trained(on_local_shards), trained(plainly), rtol=1e-12, atol=1e-12)

@@ -17,13 +17,16 @@ from autoplan.search.cuts import Cutter
 from autoplan.search.group_bounds import group_key, step_bounds_s
 from autoplan.search.interleaved_cuts import ChunkCutter
 from autoplan.search.layouts import LayoutCache
-from autoplan.search.request import PlanRequest, offloaded, space_of
+from autoplan.search.request import PlanRequest, less_offloaded, offloaded, space_of
 
 CASES = [  # model, tp, mode, every which candidate
     ("llama-3.1-8b", 2, Mode.EAGER, 5),
     ("llama-3.1-8b", 1, Mode.FUSED, 13),
     ("mixtral-8x7b", 1, Mode.EAGER, 29),
 ]
+
+
+ANY = 1e300  # a step that no bound reaches: all are made as strong as they can be
 
 
 def request(model: str, tp: int, mode: Mode) -> PlanRequest:
@@ -51,7 +54,7 @@ def step_s(cutter: Cutter | ChunkCutter) -> float:
 def test_no_plan_is_faster_than_its_bounds(model: str, tp: int, mode: Mode, every: int) -> None:
     """With memory that is scarce and memory that is not; the bounds are stronger than those of groups."""
     r = request(model, tp, mode)
-    points, stronger, forced, checked, bubbles = LayoutCache(r), 0, 0, 0, 0
+    points, stronger, forced, checked, bubbles, whole = LayoutCache(r), 0, 0, 0, 0, 0
     for candidate in some(r, every):
         points.room = Room(1e15)
         cutter = points.cutter(candidate)
@@ -75,11 +78,12 @@ def test_no_plan_is_faster_than_its_bounds(model: str, tp: int, mode: Mode, ever
             points._cutters.clear()
             limited = points.cutter(candidate)
             assert limited is not None
-            _, bound = bounds_of(points, candidate)
-            assert bound <= step_s(limited), (candidate, share)
-            forced += bound > 1.001 * free
+            fits_s, (_, bound) = step_s(limited), bounds_of(points, candidate)
+            ((_, whole_units),) = points.state_bounds([candidate], ANY) or ()
+            assert bound <= whole_units <= fits_s, (candidate, share)
+            forced, whole = forced + (bound > 1.001 * free), whole + (whole_units > 1.01 * bound)
     assert checked > 40 and stronger > checked / 2 and forced > checked / 10, (checked, stronger, forced)
-    assert bubbles > 3, bubbles
+    assert bubbles > 3 and whole > 3, (bubbles, whole)
 
 
 def test_what_does_not_fit_with_activations_on_the_host_has_no_plan() -> None:
@@ -101,6 +105,44 @@ def test_what_does_not_fit_with_activations_on_the_host_has_no_plan() -> None:
             assert not (out and fits), (candidate, share)
             excluded, beyond = excluded + out, beyond + (not fits)
     assert beyond > 20 and excluded > 0.2 * beyond, (beyond, excluded)
+
+
+@pytest.mark.parametrize(("model", "tp", "mode", "every"), [(*CASES[0][:3], 23), (*CASES[2][:3], 61)])
+def test_kinds_of_offload_bound_each_other(model: str, tp: int, mode: Mode, every: int) -> None:
+    """With scarce memory no kind is faster than the bound of all, or than the one with more on the host says.
+
+    Where it says that nothing fits with less on the host, nothing does.
+    """
+    r = request(model, tp, mode)
+    points, bounded, together, beyond = LayoutCache(r), 0, 0, 0
+    for kept in [c for c in space_of(r).candidates if c.pp > 1][::every]:
+        points.room = Room(1e15)
+        plain, point = points.cutter(kept), points.of(kept)
+        assert plain is not None and point is not None
+        needed, fixed = plain.shortage().needed_bytes, FixedMemory(point.workload, r.cluster).of(kept).mid
+        for share, host in ((0.2, 1e15), (0.9, 1e15), (1.1, 1e15), (0.9, 2e9)):
+            points.room = Room(fixed + share * (needed - fixed), host)
+            points._cutters.clear()
+            plain = points.cutter(kept)
+            cutters = {
+                c: points.cutter(c, kept=plain if isinstance(plain, ChunkCutter) else None) for c in offloaded(r, kept)
+            }
+            steps = {c: step_s(cutter) for c, cutter in cutters.items() if cutter is not None}
+            (bound,) = points.offloaded_bounds_s([kept], ANY)
+            assert bound <= min(steps.values()), (kept, share)
+            together += bound > 1.001 * bounds_of(points, kept)[0]
+            for c, cutter in cutters.items():
+                if isinstance(cutter, ChunkCutter):
+                    least = cutter.less_on_host_s()
+                    others = [steps[other] for other in less_offloaded(r, c)]
+                    assert all(least <= other for other in others), (c, share)
+                    bounded += bool(least and others)
+                if cutter is not None and steps[c] == math.inf:
+                    term = cutter.lacks_with_less_on_host(cutter.any_shortage())
+                    out = [steps[other] for other in less_offloaded(r, c)] if term is not None else []
+                    assert all(other == math.inf for other in out), (c, share, host)
+                    beyond += len(out)
+    assert min(bounded, together, beyond) > 3, (bounded, together, beyond)
 
 
 def test_candidates_are_bounded_together_as_one_by_one() -> None:

@@ -13,7 +13,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.search.planner import estimate_config
 from autoplan.search.request import PlanRequest, space_of
 from autoplan.stacks.like import equal_stages, read_like
-from autoplan.stacks.records import stacks
+from autoplan.stacks.records import stacks, within_layers
 from autoplan.sweeps.capacity import task_of
 from autoplan.sweeps.whatif import points
 
@@ -74,6 +74,9 @@ def test_layers_whose_activations_a_recipe_leaves_on_the_host() -> None:
     assert of(3, "fp8") == dict.fromkeys(layers[:20], "offload")
     assert of(3, "bf16") == dict.fromkeys(layers[:30], "offload")
     assert of(1, "fp8") == of(3, "mxfp8") == of(3, "fp8", "megatron-bridge@25.07") == "none"
+    del layers[12:]  # a smaller model of that name: all but the last, which Megatron keeps on the device
+    assert of(3, "fp8") == dict.fromkeys(layers[:11], "offload")
+    assert [within_layers(how, 1) for how in ("0-39=offload", "0-39=full", "full")] == ["none", "0-0=full", "full"]
 
 
 @pytest.mark.parametrize("name", ["accelerate", "megatron-lm@23.10", "torchtitan", "deepspeed", "composer"])

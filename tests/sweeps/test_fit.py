@@ -9,8 +9,10 @@ import pytest
 from command_line import one_line_error, run
 
 from autoplan.catalog import load_model
+from autoplan.config.adapters import read_adapters
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
+from autoplan.program.adapters import with_adapters
 from autoplan.search.planner import NothingFits, PlanRequest, search_plan
 from autoplan.sweeps.fit import fit, larger
 
@@ -49,6 +51,16 @@ def test_every_way_is_what_a_search_says() -> None:
     assert ways["adapters lora:16"].request.adapters == "lora:16"
     (more,) = [way for name, way in ways.items() if "devices" in name]
     assert more.status == "fits" and more.request.cluster.num_devices > 1
+
+
+def test_frozen_weights_in_4_bits_are_a_way_for_a_model_with_adapters() -> None:
+    lora = read_adapters("lora:16")
+    made = replace(REQUEST, graph=with_adapters(REQUEST.graph, lora), adapters=str(lora))
+    tight = replace(made, cluster=made.cluster.with_(memory_gb=0.8), pins={"micro_batch_size": 1})
+    (way,) = [way for way in fit(tight, seconds=600).ways if way.name.startswith("adapters")]
+    packed = replace(lora, packed=True)
+    assert way.request.adapters == str(packed)
+    assert way.request.graph == with_adapters(REQUEST.graph, packed)
 
 
 def test_sequences_get_shorter_until_they_fit() -> None:

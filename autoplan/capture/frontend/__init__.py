@@ -14,6 +14,7 @@
 `layer_tracer`: find the repeated layers and delimit them in the trace.
 `lengths`: which inputs are sequences, and of which length.
 `lengths_held`: sizes as polynomials, and the lengths that a graph holds for.
+`marker`: operators that stand for what capture keeps whole.
 `masks`: the masks of Hugging Face models.
 `own_backward`: functions with a backward of their own, checked or refused.
 `recurrences`: refuse layers that go along the sequence step by step.

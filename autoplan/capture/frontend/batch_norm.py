@@ -21,39 +21,20 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from autoplan.capture.frontend.marker import marker
 from autoplan.errors import CaptureError
 
-
-@torch.library.custom_op("autoplan::batch_norm", mutates_args=())
-def batch_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    running: list[torch.Tensor],
-    momentum: float | None,
-    eps: float,
-    number: int,
-    statistics: list[int],
-    wide: bool,
-) -> torch.Tensor:
-    """Mark batch norm in training mode in the captured graph. Cannot be run.
-
-    Args:
-        running: the running mean, variance and number of batches, where there are any.
-        momentum: None if the running statistics are means over all batches.
-        number: of elements that a mean is taken of.
-        statistics: shape of mean and variance: that of `x` with size 1 in all dims but that of channels.
-        wide: computed in float32, for numbers of 16 bits.
-    """
-    raise RuntimeError("autoplan::batch_norm is a capture marker and cannot be run")
-
-
-@batch_norm.register_fake
-def _(x: torch.Tensor, weight: Any, bias: Any, running: Any, momentum: Any, eps: float, number: int, statistics: Any,
-      wide: bool) -> torch.Tensor:  # fmt: skip
-    return torch.empty_like(x)
-
-
+# Batch norm in training mode.
+# running: the running mean, variance and number of batches, where there are any
+# momentum: None if the running statistics are means over all batches
+# number: of elements that a mean is taken of
+# statistics: shape of mean and variance: that of `x` with size 1 in all dims but that of channels
+# wide: computed in float32, for numbers of 16 bits
+marker(
+    "batch_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor[] running, float? momentum, float eps, SymInt number, "
+    "SymInt[] statistics, bool wide) -> Tensor",
+    lambda x, *rest: torch.empty_like(x),
+)
 # the update of running statistics is not in its result
 torch.fx.node.has_side_effect(torch.ops.autoplan.batch_norm.default)
 

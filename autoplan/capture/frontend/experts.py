@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional
 
 from autoplan.capture.frontend.huggingface import configured
+from autoplan.capture.frontend.marker import marker
 from autoplan.errors import CaptureError
 from autoplan.runtime.expert_forms import ACTIVATIONS, GATES, Activation, ExpertForm, activation
 
@@ -92,35 +93,13 @@ def experts_forward(
     return mark
 
 
-@torch.library.custom_op("autoplan::experts", mutates_args=())
-def experts_op(
-    hidden: torch.Tensor,
-    index: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    num_experts: int,
-    top_k: int,
-    intermediate_size: int,
-    activation: str,
-    gated: bool,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    interleaved: bool = False,
-    transposed: bool = False,
-    scales_inputs: bool = False,
-    alpha: float | None = None,
-    limit: float | None = None,
-    groups: int = 1,
-    top_groups: int = 1,
-) -> torch.Tensor:
-    """Mark the experts in the captured graph. Cannot be run."""
-    raise RuntimeError("autoplan::experts is a capture marker and cannot be run")
-
-
-@experts_op.register_fake
-def _(hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return torch.empty_like(hidden)
+marker(
+    "experts(Tensor hidden, Tensor index, Tensor weights, Tensor gate_up, Tensor down, SymInt num_experts, "
+    "SymInt top_k, SymInt intermediate_size, str activation, bool gated, Tensor? gate_up_bias=None, "
+    "Tensor? down_bias=None, bool interleaved=False, bool transposed=False, bool scales_inputs=False, "
+    "float? alpha=None, float? limit=None, SymInt groups=1, SymInt top_groups=1) -> Tensor",
+    lambda hidden, *rest, **more: torch.empty_like(hidden),
+)
 
 
 def _call(

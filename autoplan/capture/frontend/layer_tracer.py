@@ -27,42 +27,19 @@ from torch.utils import _pytree as pytree
 
 from autoplan.capture.frontend.hidden import Hidden
 from autoplan.capture.frontend.inputs import without_compile
+from autoplan.capture.frontend.marker import empty_like_each, marker
 from autoplan.capture.frontend.opened import opened
 
 _INTERNAL = frozenset((*nn.Module().__dict__, "_compiled_call_impl"))  # a capture runs without torch.compile
 
 
-@torch.library.custom_op("autoplan::block_begin", mutates_args=())
-def block_begin(xs: list[torch.Tensor], layer: str) -> list[torch.Tensor]:
-    """Mark the tensors that enter a layer."""
-    return [x.clone() for x in xs]
-
-
-@torch.library.custom_op("autoplan::block_end", mutates_args=())
-def block_end(xs: list[torch.Tensor], layer: str) -> list[torch.Tensor]:
-    """Mark the tensors that leave a layer."""
-    return [x.clone() for x in xs]
-
-
-@torch.library.custom_op("autoplan::block_repeat", mutates_args=())
-def block_repeat(xs: list[torch.Tensor], like: list[torch.Tensor], layer: str, first: str) -> list[torch.Tensor]:
-    """Stand for a layer identical to `first`. Output i has the shape and dtype of `like[i]`, an output of `first`."""
-    raise RuntimeError("autoplan::block_repeat is a capture marker and cannot be run")
-
-
-@block_begin.register_fake
-def _(xs: list[torch.Tensor], layer: str) -> list[torch.Tensor]:
-    return [torch.empty_like(x) for x in xs]
-
-
-@block_end.register_fake
-def _(xs: list[torch.Tensor], layer: str) -> list[torch.Tensor]:
-    return [torch.empty_like(x) for x in xs]
-
-
-@block_repeat.register_fake
-def _(xs: list[torch.Tensor], like: list[torch.Tensor], layer: str, first: str) -> list[torch.Tensor]:
-    return [torch.empty_like(x) for x in like]
+# the tensors that enter a layer, and that leave it; a layer that repeats `first`, of which `like` are the results
+marker("block_begin(Tensor[] xs, str layer) -> Tensor[]", empty_like_each)
+marker("block_end(Tensor[] xs, str layer) -> Tensor[]", empty_like_each)
+marker(
+    "block_repeat(Tensor[] xs, Tensor[] like, str layer, str first) -> Tensor[]",
+    lambda xs, like, layer, first: empty_like_each(like),
+)
 
 
 def layer_modules(model: nn.Module, lists_only: bool = False) -> dict[str, nn.Module]:

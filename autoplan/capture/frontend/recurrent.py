@@ -14,31 +14,24 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autoplan.capture.frontend.marker import empty_like_each, marker
 from autoplan.errors import CaptureError
 
 _KINDS = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 
 
-@torch.library.custom_op("autoplan::recurrent", mutates_args=())
-def recurrent(
-    x: torch.Tensor,
-    state: list[torch.Tensor],
-    weights: list[torch.Tensor],
-    kind: str,
-    biases: bool,
-    layers: int,
-    bidirectional: bool,
-    batch_first: bool,
-) -> list[torch.Tensor]:
-    """Mark recurrent layers in the captured graph: output, and the state after the last token. Cannot be run."""
-    raise RuntimeError("autoplan::recurrent is a capture marker and cannot be run")
-
-
-@recurrent.register_fake
-def _(x: torch.Tensor, state: list[torch.Tensor], weights: Any, kind: str, biases: bool, layers: int,
-      bidirectional: bool, batch_first: bool) -> list[torch.Tensor]:  # fmt: skip
+def _like(x: torch.Tensor, state: list[torch.Tensor], weights: object, kind: str, biases: bool, layers: int,
+          bidirectional: bool, batch_first: bool) -> list[torch.Tensor]:  # fmt: skip
     width = state[0].shape[-1] * (2 if bidirectional else 1)
-    return [x.new_empty(*x.shape[:-1], width), *(torch.empty_like(s) for s in state)]
+    return [x.new_empty(*x.shape[:-1], width), *empty_like_each(state)]
+
+
+# recurrent layers: the output, and the state after the last token
+marker(
+    "recurrent(Tensor x, Tensor[] state, Tensor[] weights, str kind, bool biases, SymInt layers, bool bidirectional, "
+    "bool batch_first) -> Tensor[]",
+    _like,
+)
 
 
 class _AsOneOp(TorchFunctionMode):

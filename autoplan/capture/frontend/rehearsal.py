@@ -8,14 +8,15 @@ expects, and a model that does not run on fake tensors is exported without a reh
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autoplan.capture.frontend.buffers import attributes_restored
 from autoplan.capture.frontend.layer_tracer import LayerTracer
 from autoplan.capture.frontend.masks import Ledger, MaskUsed
 
@@ -54,7 +55,7 @@ def _runs(
     """Run the model once. Return False if it used a mask as a tensor that was none."""
     # models ask whether they are exported, and take other branches
     exporting = patch.multiple(torch.compiler, is_compiling=lambda: True, is_exporting=lambda: True)
-    with _restored(run), around(), FakeTensorMode(allow_non_fake_inputs=True), exporting:
+    with attributes_restored(run, every=True), around(), FakeTensorMode(allow_non_fake_inputs=True), exporting:
         try:
             run(*(torch.zeros(t.shape, dtype=t.dtype) for t in example_inputs.values()))
         except MaskUsed:
@@ -62,20 +63,3 @@ def _runs(
                 return False
             raise
     return not ledger.again()
-
-
-@contextmanager
-def _restored(run: nn.Module) -> Iterator[None]:
-    """Undo on exit what a forward assigns to attributes and buffers of its modules: it would be fake tensors."""
-    before = [(m, dict(vars(m)), dict(m._buffers)) for m in run.modules()]
-    try:
-        yield
-    finally:
-        for module, attributes, buffers in before:
-            for now, then in ((vars(module), attributes), (module._buffers, buffers)):
-                for name in [*now]:
-                    if name not in then:
-                        del now[name]
-                for name, value in then.items():
-                    if now.get(name) is not value:
-                        now[name] = value

@@ -22,6 +22,7 @@ from unittest.mock import patch
 import torch
 from torch.utils import _pytree as pytree
 
+from autoplan.capture.frontend.marker import marker
 from autoplan.capture.frontend.scan_trials import ResultForm, ScanFacts, Trial, result_form
 from autoplan.errors import CaptureError
 from autoplan.ops.text import literal
@@ -43,37 +44,21 @@ class Scan:
         return f"{self.file}.{self.name}"
 
 
-@torch.library.custom_op("autoplan::scan", mutates_args=())
-def mark_scan(
-    xs: list[torch.Tensor],
-    function: str,
-    call: str,
-    facts: str,
-    sizes: list[int],
-    ranks: list[int],
-    dtypes: str,
-) -> list[torch.Tensor]:
-    """Mark a function in the captured graph. Cannot be run.
-
-    Args:
-        function: its path.
-        call: its arguments as text, with {i} for tensor i.
-        facts: what was found by trial, as JSON.
-        sizes: the sizes of all results, one after the other.
-        ranks: the number of dims of every result.
-        dtypes: of every result, separated by spaces.
-    """
-    raise RuntimeError("autoplan::scan is a capture marker and cannot be run")
-
-
-@mark_scan.register_fake
-def _(xs: list[torch.Tensor], function: str, call: str, facts: str, sizes: list[Any], ranks: list[int],
-      dtypes: str) -> list[torch.Tensor]:  # fmt: skip
+def _like(xs: list[torch.Tensor], function: str, call: str, facts: str, sizes: list[Any], ranks: list[int],
+          dtypes: str) -> list[torch.Tensor]:  # fmt: skip
     out, rest = [], list(sizes)
     for rank, dtype in zip(ranks, dtypes.split(), strict=True):
         out.append(xs[0].new_empty(rest[:rank], dtype=getattr(torch, dtype)))
         del rest[:rank]
     return out
+
+
+# function: its path
+# call: its arguments as text, with {i} for tensor i
+# facts: what was found by trial, as JSON
+# sizes, ranks, dtypes: the sizes of all results, one after the other; the number of dims of every result; their dtypes
+_GIVEN = "Tensor[] xs, str function, str call, str facts, SymInt[] sizes, SymInt[] ranks, str dtypes"
+marker(f"scan({_GIVEN}) -> Tensor[]", _like)
 
 
 @dataclass

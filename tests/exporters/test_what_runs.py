@@ -1,0 +1,93 @@
+"""What an export must say so that the framework runs it as it is, read in the sources of the targets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from configurations import CLUSTER, graph_of, request
+
+from autoplan.config.parallel import Dispatcher, Launch, ParallelConfig
+from autoplan.exporters.door import export_setup, read_config
+from autoplan.exporters.setup import Setup
+from autoplan.stacks.like import read_like
+
+PLAIN = ParallelConfig(dp=16, zero_stage=1, num_micro_batches=4)
+EXPERTS = ["attn", "moe_router", "moe_preprocess"]
+
+
+def setup(to: str, model: str = "llama-3.1-8b", config: ParallelConfig = PLAIN, **options: object) -> Setup:
+    made = Setup.of(request(model, to), config)
+    return replace(made, options=replace(made.options, **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("model", "launch", "captured"), [
+    ("llama-3.1-8b", Launch.GRAPHS, []), ("mixtral-8x7b", Launch.GRAPHS, EXPERTS),
+    ("mixtral-8x7b", Launch.ROUTER_GRAPHS, EXPERTS[1:]),
+])  # fmt: skip
+def test_graphs_capture_what_has_no_dynamic_sizes(model: str, launch: Launch, captured: list[str]) -> None:
+    text = export_setup(setup("megatron-lm", model, launch=launch), "megatron-lm").text
+    flag = f"--cuda-graph-modules {' '.join(captured)}\n"
+    assert "--cuda-graph-impl transformer_engine" in text and ((flag in text) if captured else "modules" not in text)
+    recipe = export_setup(setup("megatron-bridge", model, launch=launch), "megatron-bridge").text
+    assert f"cfg.model.cuda_graph_modules = {captured}\n" in recipe and "cuda_graph_scope = None" in recipe
+
+
+def test_graphs_of_layers_exclude_full_recompute(tmp_path: Path) -> None:
+    """megatron/core/transformer/transformer_config.py: `full recompute is only supported with full iteration`."""
+    full = setup("megatron-lm", "mixtral-8x7b", PLAIN.but(recompute="full"), launch=Launch.GRAPHS)
+    export = export_setup(full, "megatron-lm")
+    (lost,) = (line for line in export.not_said if line.startswith("launch"))
+    assert "cuda-graph" not in export.text and "full recompute" in lost and lost.endswith("it runs async")
+    path = tmp_path / "plan.sh"
+    path.write_text(export.text.replace("--bf16", "--bf16 --cuda-graph-impl transformer_engine"))
+    (fault,) = read_config(path, graph=graph_of("mixtral-8x7b"), cluster=CLUSTER).faults
+    assert "full recompute" in fault and fault.endswith("nearest: without cuda_graph_impl")
+
+
+@pytest.mark.parametrize(("device", "connections", "backend"), [
+    ("h100-sxm5-80gb", 1, "deepep"), ("b200-sxm-180gb", 32, "deepep"), ("gb200-nvl72", 32, "hybridep"),
+])  # fmt: skip
+def test_a_device_is_known_by_its_record(device: str, connections: int, backend: str) -> None:
+    made = setup("megatron-lm", "mixtral-8x7b", PLAIN.but(ep=2, etp=1), dispatcher=Dispatcher.FLEX)
+    made = replace(made, task=replace(made.task, device=device))
+    text = export_setup(made, "megatron-lm").text
+    assert f"CUDA_DEVICE_MAX_CONNECTIONS={connections}\n" in text and f"flex-dispatcher-backend {backend}" in text
+
+
+def test_fsdp_of_lightning_wraps_layers() -> None:
+    text = export_setup(setup("lightning", config=PLAIN.but(zero_stage=3)), "lightning").text
+    assert "def trainer(layer, **settings):" in text and "auto_wrap_policy={layer}" in text
+
+
+def test_a_shipped_configuration_in_8_bits_is_not_taken_for_16() -> None:
+    """torchtitan's llama3_405b has a Float8LinearConverter, and some compile the loss alone."""
+    text = export_setup(setup("torchtitan", "llama-3.1-405b", PLAIN.but(zero_stage=3)), "torchtitan").text
+    assert 'config = llama3_405b()\n    config.model_spec = model_registry("405B")' in text
+    assert "config.compile.components = ['model', 'loss']" in text
+
+
+RECIPE = """
+def recipe():
+    cfg = qwen3_pretrain_config()
+    cfg.mixed_precision = _perf_precision("bf16")
+    cfg.model.tensor_model_parallel_size = 2
+    cfg.model.pipeline_model_parallel_size = 1
+    cfg.train.global_batch_size = 64
+    cfg.train.micro_batch_size = 1
+    cfg.model.seq_length = 4096
+    cfg.model.cuda_graph_impl = "transformer_engine"
+    cfg.model.cuda_graph_scope = ["moe_router", "moe_preprocess"]
+    cfg.comm_overlap.tp_comm_overlap = False
+    return cfg
+"""
+
+
+def test_one_overlap_of_a_recipe_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.py"
+    path.write_text(RECIPE)
+    says = read_config(path, graph=graph_of("mixtral-8x7b"), cluster=CLUSTER).says
+    usual = read_like("megatron-bridge@26.08").on("h100-sxm5-80gb", "mixtral-8x7b").options("h100-sxm5-80gb").overlap
+    assert set(says["overlap"]) == set(usual) - {"tp"} and "tp" in usual
+    assert says["launch"] == "router_graphs"
