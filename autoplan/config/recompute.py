@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any
 
 from autoplan.config.numbers import read_list
@@ -29,6 +29,26 @@ class Searched(Enum):
     BY_OPERATION = "where operations are known one by one"
     OFFLOADING = "where it may leave activations on the host"
     NEVER = "only if it is pinned"
+
+
+class RecomputeMix(StrEnum):
+    """How the recompute of single layers may differ in one program."""
+
+    ANY = "any"
+    FIRST_LAYERS = "first_layers"
+    UNIFORM = "uniform"
+
+    @property
+    def words(self) -> str:
+        """What the mix allows, in words."""
+        return _MIX_WORDS[self]
+
+
+_MIX_WORDS = {
+    RecomputeMix.ANY: "a choice per layer",
+    RecomputeMix.FIRST_LAYERS: "one choice for all layers, or full or offload for as many first layers of every stage",
+    RecomputeMix.UNIFORM: "one choice for all layers",
+}
 
 
 @dataclass(frozen=True)
@@ -224,6 +244,57 @@ def recompute_text(recompute: str | Mapping[str, str] | Sequence[int], layers: S
             parts.append(f"{first}={how}" if first == last else f"{first}-{last}={how}")
         first = last + 1
     return ",".join(parts) or NONE
+
+
+def leading(kinds: Sequence[str], stages: Sequence[int], what: str) -> int | None:
+    """Return how many first layers of every stage are of a kind and the others none; None if it is not so.
+
+    Args:
+        kinds: the choice of every layer, in model order.
+        stages: the numbers of layers of all stages, in model order; a stage with fewer layers may be full of the kind.
+    """
+    counts, at = set(), 0
+    for size in stages:
+        part = tuple(kinds[at : at + size])
+        count = sum(kind == what for kind in part)
+        if part != (what,) * count + (NONE,) * (size - count):
+            return None
+        counts.add((count, size))
+        at += size
+    most = max(count for count, _ in counts)
+    return most if all(count == min(most, size) for count, size in counts) else None
+
+
+def can_mix(
+    mix: RecomputeMix,
+    recompute: str | Mapping[str, str] | tuple[int, ...],
+    layers: Sequence[str],
+    stages: Sequence[int] | None,
+) -> bool:
+    """Return True if a mix of recompute allows a choice; True also where that depends on stages that are not known.
+
+    Args:
+        layers: the names of the model's layers, in model order.
+        stages: the numbers of layers of all stages, in model order; None if they are not known.
+    """
+    if mix is RecomputeMix.ANY or isinstance(recompute, str):
+        return True
+    if isinstance(recompute, tuple):
+        if sum(recompute) in (0, len(layers)):
+            return True
+        if mix is RecomputeMix.UNIFORM:
+            return False
+        most = max(recompute)
+        if stages is None:  # a stage with fewer than the most may have no more layers, but it has one
+            return all(count == most or count > 0 for count in recompute)
+        return all(count == min(most, size) for count, size in zip(recompute, stages, strict=True))
+    kinds = [recompute.get(name, NONE) for name in layers]
+    if len(set(kinds)) <= 1:
+        return True
+    if mix is RecomputeMix.UNIFORM or not set(kinds) <= {NONE, FULL, OFFLOAD}:
+        return False
+    held = next(kind for kind in kinds if kind != NONE)
+    return set(kinds) == {NONE, held} and (stages is None or leading(kinds, stages, held) is not None)
 
 
 def layers_by_choice(recompute: str | Mapping[str, str] | tuple[int, ...]) -> dict[str, int]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from autoplan.config.recompute import FULL, MODULES, NONE, OFFLOAD, SELECTIVE, modules_choice, modules_of
+from autoplan.config.recompute import FULL, MODULES, NONE, OFFLOAD, SELECTIVE, leading, modules_choice, modules_of
 from autoplan.errors import PinError
 from autoplan.exporters.record import Document, Values, near_parts
 from autoplan.exporters.setup import Setup
@@ -131,20 +131,6 @@ def _not_cut(layers: int, chunks: int, first: int | None, last: int | None) -> P
 
 
 # -- recompute ---------------------------------------------------------------------------------------------------------
-
-
-def leading(kinds: tuple[str, ...], stages: tuple[int, ...], what: str) -> int | None:
-    """Return how many first layers of every stage are of a kind and the others none; None if it is not so."""
-    counts, at = set(), 0
-    for size in stages:
-        part = kinds[at : at + size]
-        count = sum(kind == what for kind in part)
-        if part != (what,) * count + (NONE,) * (size - count):
-            return None
-        counts.add((count, size))
-        at += size
-    most = max(count for count, _ in counts)
-    return most if all(count == min(most, size) for count, size in counts) else None
 
 
 def _most_leading(kinds: tuple[str, ...], stages: tuple[int, ...]) -> int:

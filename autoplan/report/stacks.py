@@ -9,13 +9,14 @@ from typing import Any
 from rich.console import Console
 
 from autoplan.config.choices import option_data, option_texts
+from autoplan.config.recompute import RecomputeMix
 from autoplan.plans.document import chosen
 from autoplan.report.data import report, to_text
 from autoplan.report.tables import print_fitting
 from autoplan.report.text import console, next_commands
 from autoplan.stacks.records import Abilities, Era, Stack, stack, stacks, version_of
 
-_ABLE = "modes degrees schedules recompute zero_stages offload precisions dispatcher launch"
+_ABLE = "modes degrees schedules recompute recompute_mix zero_stages offload precisions dispatcher launch"
 
 
 def stacks_command(name: str | None, as_json: bool) -> None:
@@ -109,6 +110,8 @@ def _lines(found: Stack) -> list[tuple[str, str, str]]:
 
 
 def _joined(values: Any) -> str:
+    if isinstance(values, RecomputeMix):
+        return values.words
     return ", ".join(map(str, values)) or "nothing else"
 
 

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from autoplan.config.html import table
 from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.config.recompute import RecomputeMix
 from autoplan.program.facts import facts_of_model
 from autoplan.schedules.schedule import searched_words
 from autoplan.search.degrees import MAX_ACTIONS, Space
@@ -188,7 +189,7 @@ def restrictions_of(request: PlanRequest, checked: Space, layouts: tuple[str, ..
     used = f"{c.num_devices:,} of {c.paid_devices:,} devices are used" if c.idle_nodes else "all devices are used"
     out = [f"{used}, in micro-batches of one size", *_RESTRICTIONS, *_of_degrees(r, checked)]
     if "recompute" not in r.pins:
-        out.append(_LADDER if r.mode is Mode.EAGER else "recompute: none or full, the first layers of a stage")
+        out.append(_recompute(r))
     if "offload" not in r.pins:
         out.append(_OFFLOAD if r.cluster.offloads else "nothing is offloaded: the speed of the host link is not known")
     if "zero_replicas" not in r.pins:
@@ -202,6 +203,15 @@ def restrictions_of(request: PlanRequest, checked: Space, layouts: tuple[str, ..
     if r.executed:
         out.append("only what the runtime executes")
     return (*out, *layouts, *checked.restrictions)
+
+
+def _recompute(request: PlanRequest) -> str:
+    """Return the restriction of the recompute that is searched."""
+    if request.recompute_mix is RecomputeMix.UNIFORM:
+        return "recompute: none or full, one of them for all layers, as the stack has it"
+    if request.recompute_mix is RecomputeMix.FIRST_LAYERS:
+        return "recompute: none or full, as many first layers of every stage, as the stack has it"
+    return _LADDER if request.mode is Mode.EAGER else "recompute: none or full, the first layers of a stage"
 
 
 def _of_degrees(request: PlanRequest, checked: Space) -> Iterator[str]:

@@ -26,7 +26,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.config.recompute import FULL, SELECTIVE
+from autoplan.config.recompute import FULL, SELECTIVE, RecomputeMix
 from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.memory.ranks import RankMemory
 from autoplan.cost_models.memory.room import Room
@@ -80,6 +80,7 @@ class Cutter:
             each stage along the recompute frontier of the pricer.
         stages: pinned units per stage, or None.
         room: the memory that a rank may take.
+        mix: how the recompute that is searched may differ between layers.
     """
 
     def __init__(
@@ -88,8 +89,10 @@ class Cutter:
         room: Room,
         recompute: str | Mapping[str, str] | None = None,
         stages: tuple[int, ...] | None = None,
+        mix: RecomputeMix = RecomputeMix.ANY,
     ) -> None:
         self.pricer = pricer
+        self.mix = mix
         self.room = room
         self.pinned = stages
         self.pp: int = pricer.config.pp
@@ -287,14 +290,28 @@ class Cutter:
         return self.pricer.step_s(chunks, recompute)
 
     def least_recompute(self, chunks: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return frontier steps per stage: the fewest that fit, or the pinned ones; None if the cut does not fit."""
-        out = []
+        """Return frontier steps per stage: the fewest that fit, or the pinned ones; None if the cut does not fit.
+
+        The bounds take the fewest of each stage, which a mix for all stages may exceed.
+        """
+        out: list[int] = []
         for s, units in enumerate(ranges_of(chunks)):
             count = self._least_of(s, units)
             if count is None:
                 return None
             out.append(count)
-        return tuple(out)
+        if self.mix is RecomputeMix.ANY or self.fixed is not None or not any(out):
+            return tuple(out)
+        return self._least_alike(ranges_of(chunks), max(out))
+
+    def _least_alike(self, ranges: Sequence[range], least: int) -> tuple[int, ...] | None:
+        """Return the fewest steps, at least `least`, that fit on every stage that has as many, and else all of its."""
+        most = [self._counts(units, self._num_layers(units))[-1] for units in ranges]
+        for number in alike_numbers(self.mix, least, max(most)):
+            out = [min(number, each) for each in most]
+            if all(self._fits(s, units, out[s]) for s, units in enumerate(ranges)):
+                return tuple(out)
+        return None
 
     def _least_of(self, stage: int, units: range) -> int | None:
         key = (stage, units.start, units.stop)
@@ -373,6 +390,13 @@ class Cutter:
                 if not found.on_host or self._least_of(s, units) is None:
                     return found
         return self.shortage()
+
+
+def alike_numbers(mix: RecomputeMix, least: int, most: int) -> Sequence[int]:
+    """Return the numbers of first layers per stage that a stack can recompute, from `least` to `most`, ascending."""
+    if mix is RecomputeMix.UNIFORM:
+        return [n for n in dict.fromkeys((0, most)) if n >= least]
+    return range(least, most + 1)
 
 
 def spread_s(total_s: float, num_stages: int, num_micro_batches: int) -> float:

@@ -22,14 +22,14 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.config.recompute import FULL
+from autoplan.config.recompute import FULL, RecomputeMix
 from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.memory.ranks import RankMemory
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.cost_models.time.simulation import AfterPipeline, step_of
 from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks
-from autoplan.search.cuts import Cut, Cutter, Shortage, fits_device, fits_host, shortage_of, worst_of
+from autoplan.search.cuts import Cut, Cutter, Shortage, alike_numbers, fits_device, fits_host, shortage_of, worst_of
 from autoplan.search.windows import between_ends, by_stage, prefix
 
 
@@ -377,6 +377,8 @@ class ChunkCutter:
         The more is recomputed, the less is kept. A rank mostly needs as much as the one before: the search starts there
         and moves away in steps that double.
         """
+        if self.plain.mix is not RecomputeMix.ANY and self.fixed is None:
+            return self._least_alike()
         out, near, cut = [0] * len(self.chunks), 0, self.chunks
         for rank, mine in enumerate(self.chunks_of):
             choices = self._choices(mine, cut)
@@ -387,6 +389,19 @@ class ChunkCutter:
                 out[k] = count
             near = least
         return tuple(out)
+
+    def _least_alike(self) -> tuple[int, ...] | None:
+        """Return recomputed layers per chunk: the least number that fits on every rank, in chunks that have as many."""
+        cut = self.chunks
+        ranges, height = self._ranges_of(cut), self.pricer.frontier.height
+        most = [height(units) for units in ranges]
+        for number in alike_numbers(self.plain.mix, 0, max(most)):
+            steps = [min(number, each) for each in most]
+            on_device = all(fits_device(self.pricer, self.room, rank, ranges, steps) for rank in range(self.pp))
+            if on_device and all(fits_host(self.pricer, self.room, rank, ranges, steps) for rank in range(self.pp)):
+                return tuple(steps)
+            self._host_binds |= on_device
+        return None
 
     def _least_of(self, rank: int, choices: _Choices, cut: tuple[int, ...], near: int = 0) -> int | None:
         """Return the fewest steps with which a rank fits its device and the host; None if it does not."""

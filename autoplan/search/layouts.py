@@ -14,7 +14,7 @@ from autoplan.config.mesh import folds
 from autoplan.config.offload import ACTIVATIONS
 from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.config.precision import Precision, precision_of
-from autoplan.config.recompute import OFFLOAD, kinds_in, modules_of, recompute_kind
+from autoplan.config.recompute import OFFLOAD, RecomputeMix, kinds_in, modules_of, recompute_kind
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group, Level
 from autoplan.cost_models.hardware.fabric_graph import Traffic
@@ -432,7 +432,8 @@ class LayoutCache:
         # with fused kernels the bytes and seconds of single regions are not known
         searched = "recompute" not in self.request.pins and self.request.mode is Mode.EAGER
         activations = ACTIVATIONS in candidate.offload
-        return Pricer(point.workload, config, self.costs, self.precision, point.times, searched, activations)
+        alike = self.request.recompute_mix is not RecomputeMix.ANY
+        return Pricer(point.workload, config, self.costs, self.precision, point.times, searched, activations, alike)
 
     def cutter(
         self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S, kept: ChunkCutter | None = None
@@ -455,7 +456,8 @@ class LayoutCache:
             pricer = self.pricer(candidate, limit_s)
             if pricer is None:
                 return None
-            self._cutters[candidate] = Cutter(pricer, self.room, self.request.pins.recompute, stages)
+            pinned, mix = self.request.pins.recompute, self.request.recompute_mix
+            self._cutters[candidate] = Cutter(pricer, self.room, pinned, stages, mix)
         return self._cutters[candidate]
 
 

@@ -19,7 +19,7 @@ from functools import cached_property
 
 from autoplan.config.offload import NOTHING
 from autoplan.config.parallel import ParallelConfig
-from autoplan.config.recompute import recompute_kind
+from autoplan.config.recompute import RecomputeMix, recompute_kind
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.ranks import RankMemory
@@ -126,9 +126,14 @@ class PooledCutter(Cutter):
     """Cuts of one candidate over pools: the windows of every stage are those of its pool's Cutter."""
 
     def __init__(
-        self, pricer: PooledPricer, rooms: Sequence[Room], recompute: str | Mapping[str, str] | None = None
+        self,
+        pricer: PooledPricer,
+        rooms: Sequence[Room],
+        recompute: str | Mapping[str, str] | None = None,
+        mix: RecomputeMix = RecomputeMix.ANY,
     ) -> None:
         self.pooled = pricer
+        self.mix = mix
         self.pools: tuple[int, ...] = pricer.pools
         self.pinned: tuple[int, ...] | None = None
         self.cutters: list[Cutter] = [Cutter(p, room, recompute) for p, room in zip(pricer.pricers, rooms, strict=True)]
@@ -157,6 +162,15 @@ class PooledCutter(Cutter):
 
     def _least_of(self, stage: int, units: range) -> int | None:
         return self.of(stage)._least_of(stage, units)
+
+    def _fits(self, stage: int, units: range, count: int) -> bool:
+        return self.of(stage)._fits(stage, units, count)
+
+    def _counts(self, units: range, layers: int) -> list[int]:
+        return self.cutters[0]._counts(units, layers)
+
+    def _num_layers(self, units: range) -> int:
+        return self.cutters[0]._num_layers(units)
 
     def memory_of(self, stage: int, units: range, count: int) -> RankMemory:
         """Return the memory of one stage on its pool."""
@@ -331,7 +345,7 @@ class _PoolSearch:
         made = [cache.pricer(candidate) for cache in self.caches]
         prices = [pricer for pricer in made if pricer is not None]  # all: it has a bound
         pooled = PooledPricer(prices, self._pools(candidate, order), self.across)
-        return PooledCutter(pooled, self.rooms, self.recompute)
+        return PooledCutter(pooled, self.rooms, self.recompute, self.requests[0].recompute_mix)
 
     def _nothing(self, num_open: int) -> AutoplanError:
         if num_open:

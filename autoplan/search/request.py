@@ -12,7 +12,7 @@ from autoplan.config.offload import ACTIVATIONS, held_on_host, of_states, search
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
 from autoplan.config.pins import Pins, PinsField
 from autoplan.config.planning import DENSE_GAP, EXPERTS_GAP, SearchSettings
-from autoplan.config.recompute import OFFLOAD
+from autoplan.config.recompute import OFFLOAD, RecomputeMix
 from autoplan.config.settings import check_setting
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
@@ -137,6 +137,12 @@ class PlanRequest(SearchSettings):
         return usual if self.gap is None else self.gap
 
     @property
+    def recompute_mix(self) -> RecomputeMix:
+        """How the recompute of single layers may differ: as the stack can, anything without one."""
+        like = self.facts.like
+        return RecomputeMix.ANY if like is None else like.can.recompute_mix
+
+    @property
     def scope(self) -> Scope:
         """The scope of rules that a search keeps."""
         return Scope.EXECUTED if self.executed else Scope.SEARCHED
@@ -171,10 +177,12 @@ def offloaded(request: PlanRequest, candidate: ParallelConfig) -> list[ParallelC
 def less_offloaded(request: PlanRequest, candidate: ParallelConfig) -> list[ParallelConfig]:
     """Return the same degrees with less on the host. If a candidate does not fit the device, these do not fit either.
 
-    Under a schedule whose cuts are not bounded together, they keep activations on the host if the candidate does: in a
-    single cut, activations fetched from the host may take more room than recomputed ones.
+    Under a schedule whose cuts are not bounded together, or where layers cannot have a choice of their own, they keep
+    activations on the host if the candidate does: activations fetched from the host may take more room than recomputed
+    ones.
     """
-    held, together = held_on_host(candidate.offload), SCHEDULES[candidate.schedule].windows
+    held = held_on_host(candidate.offload)
+    together = SCHEDULES[candidate.schedule].windows and request.recompute_mix is RecomputeMix.ANY
     less = (c for c in offloaded(request, candidate) if held_on_host(c.offload) < held)
     return [c for c in less if together or (ACTIVATIONS in c.offload) == (ACTIVATIONS in candidate.offload)]
 

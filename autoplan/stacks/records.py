@@ -23,7 +23,7 @@ from autoplan.config.keys import check_names
 from autoplan.config.offload import OFFLOADS
 from autoplan.config.parallel import ZERO_STAGES, Dispatcher, Launch, Mode, RunOptions
 from autoplan.config.precision import PRECISIONS, PrecisionName
-from autoplan.config.recompute import NONE, OFFLOAD, RECOMPUTE, RECOMPUTE_KINDS, modules_of
+from autoplan.config.recompute import NONE, OFFLOAD, RECOMPUTE, RECOMPUTE_KINDS, RecomputeMix, modules_of
 from autoplan.errors import PinError
 from autoplan.names import did_you_mean
 from autoplan.schedules.schedule import SCHEDULES
@@ -79,6 +79,7 @@ class Abilities:
     """The abilities of a stack: the values of each choice that it supports; it supports no others.
 
     `degrees`: those that may be above 1; `recompute`: names of RECOMPUTE_KINDS; `offload`: state on the host.
+    `recompute_mix`: how the recompute of single layers may differ.
     `dispatcher`, `launch`: values of these options that a search tries beside the default; empty: only the default.
     """
 
@@ -91,6 +92,7 @@ class Abilities:
     precisions: tuple[str, ...]
     dispatcher: tuple[Dispatcher, ...] = ()
     launch: tuple[Launch, ...] = ()
+    recompute_mix: RecomputeMix = RecomputeMix.ANY
     source: str = ""
 
 
@@ -329,6 +331,8 @@ _ABLE: Mapping[str, Sequence[Any]] = {
     "precisions": tuple(PRECISIONS),
 }
 
+_MIX = "recompute_mix"
+
 SETTINGS: Mapping[str, Sequence[Any]] = {"dispatcher": tuple(Dispatcher), "launch": tuple(Launch)}  # of Abilities
 
 
@@ -339,13 +343,22 @@ def _options(read: _Reader) -> RunOptions:
         raise PinError(f"{read.where}: options: {error}") from error
 
 
+def _mix(read: _Reader) -> RecomputeMix:
+    value, known = read.one(_MIX, str), [str(mix) for mix in RecomputeMix]
+    if value not in known:
+        raise PinError(f"{read.where}: {_MIX} of {value!r} is not known; {did_you_mean(value, known)}")
+    return RecomputeMix(value)
+
+
 def _eras(read: _Reader, can: Abilities) -> tuple[Era, ...]:
     out = []
     for k, data in enumerate(read.one("eras", list)):
         each = _Reader(data, f"{read.where}: eras[{k}]", ("since", "source", "options"), ("can",))
         known = {**_ABLE, **SETTINGS}
-        changed = each.inner("can", (), tuple(known))
-        given: dict[str, Any] = {} if changed is None else {n: changed.some(n, known[n]) for n in changed.data}
+        changed = each.inner("can", (), (*known, _MIX))
+        given: dict[str, Any] = {}
+        if changed is not None:
+            given = {n: _mix(changed) if n == _MIX else changed.some(n, known[n]) for n in changed.data}
         abilities = replace(can, **given)
         out.append(Era(float(each.one("since", (int, float))), _options(each), each.one("source", str), abilities))
     years = [era.since for era in out]
@@ -409,7 +422,7 @@ def stack_of(data: object, where: str) -> Stack:
     """
     read = _Reader(data, where, _NEEDED, _OPTIONAL)
     kernels = _Reader(read.data["kernels"], f"{where}: kernels", ("modes", "recompute", "zero_stages", "source"))
-    can = _Reader(read.data["can"], f"{where}: can", (*_ABLE, "source"), tuple(SETTINGS))
+    can = _Reader(read.data["can"], f"{where}: can", (*_ABLE, _MIX, "source"), tuple(SETTINGS))
     known = tuple(name for name in RECOMPUTE_KINDS if name in RECOMPUTE)
     chunks = read.inner("chunks", ("default", "source"))
     whole = read.inner("whole_experts", ("since", "source"))
@@ -428,7 +441,8 @@ def stack_of(data: object, where: str) -> Stack:
     }
     inner |= {"gradients_16": narrow, "moments_16": moments, "vocab": vocab, "adapters": adapters, "packed": packed}
     words = {**_ABLE, **{name: values for name, values in SETTINGS.items() if name in can.data}}
-    able = Abilities(**{name: can.some(name, values) for name, values in words.items()}, source=can.one("source", str))
+    lists = {name: can.some(name, values) for name, values in words.items()}
+    able = Abilities(**lists, recompute_mix=_mix(can), source=can.one("source", str))
     when = Gradients16.NEVER if narrow is None else narrow.one("when", str)
     if when not in tuple(Gradients16):
         known_16 = [str(each) for each in Gradients16]

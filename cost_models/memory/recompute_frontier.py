@@ -105,7 +105,13 @@ class RecomputeFrontier:
             [RecomputeChoice(FULL, size, seconds)] if layer else []
             for layer, size, seconds in zip(layers, freed, recompute_s, strict=True)
         ]
-        return cls([cls._rung(options, [u for u, layer in enumerate(layers) if layer], NONE, FULL)])
+        return cls.one(options)
+
+    @classmethod
+    def one(cls, options: Sequence[Sequence[RecomputeChoice]]) -> RecomputeFrontier:
+        """Return the frontier with at most one choice per unit, the same for all: n steps take the first n units."""
+        name = next((each[0].name for each in options if each), NONE)
+        return cls([cls._rung(options, [u for u, each in enumerate(options) if each], NONE, name)])
 
     @staticmethod
     def _rung(options: Sequence[Sequence[RecomputeChoice]], mine: Sequence[int], before: str, after: str) -> Rung:

@@ -60,6 +60,7 @@ class Pricer:
         times: `op_times` of this workload, if known.
         searched: True to search recompute over every choice that the workload knows, not only layers in full.
         activations: True to also search offloading activations to the host.
+        alike: True to search one choice for all layers or the first ones: full, or with `activations` offload.
     """
 
     def __init__(
@@ -71,9 +72,10 @@ class Pricer:
         times: Mapping[str, OpTimes] | None = None,
         searched: bool = False,
         activations: bool = False,
+        alike: bool = False,
     ) -> None:
         times = op_times(workload, costs) if times is None else times
-        self._given = times, searched, activations
+        self._given = times, searched, activations, alike
         self.workload = workload
         self.config = config
         self.costs = costs
@@ -363,14 +365,13 @@ class Pricer:
 
     def _frontier(self, memory: MemoryModel) -> RecomputeFrontier:
         """Return the recompute frontier: layers in full, or with `searched` all choices, by kind of layer."""
-        w, table = self.workload, self._tables["mid"]
-        _, searched, activations = self._given
+        (_, searched, activations, alike), w, table = self._given, self.workload, self._tables["mid"]
         freed = [a - b for a, b in zip(memory.saved, memory.kept, strict=True)]
-        if not searched and not activations:
+        if not activations and (alike or not searched):
             return RecomputeFrontier.full_only(w.layers, freed, self.recompute_s)
         looked_at = {
-            Searched.ALWAYS: True,
-            Searched.BY_OPERATION: searched,
+            Searched.ALWAYS: not alike,
+            Searched.BY_OPERATION: searched and not alike,
             Searched.OFFLOADING: activations,
             Searched.NEVER: False,
         }
@@ -385,7 +386,7 @@ class Pricer:
                     if looked_at[recompute_kind(how).searched]
                 ]
             options.append(known[key])
-        return RecomputeFrontier.of(options, w.layer_kinds)
+        return RecomputeFrontier.one(options) if alike else RecomputeFrontier.of(options, w.layer_kinds)
 
     def repeated_s(self, unit: int, how: str) -> float:
         """Return the seconds that a recompute choice adds to the backward of a unit."""

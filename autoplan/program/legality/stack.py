@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoplan.config.parallel import ParallelConfig
-from autoplan.config.recompute import kinds_in
-from autoplan.program.facts import Facts
+from autoplan.config.recompute import can_mix, kinds_in, recompute_text
+from autoplan.program.facts import Facts, layer_calls
 from autoplan.program.legality.rule import Rule
 
 
@@ -45,6 +45,23 @@ def _recompute(c: ParallelConfig, f: Facts) -> str | None:
     return _cannot(f, f"recompute={c.recompute!r}", f.like.can.recompute)
 
 
+def _stages(c: ParallelConfig, layers: int) -> tuple[int, ...] | None:
+    """Return the layers of every stage; equal ones if they are left open, and None where that cannot be known."""
+    chunks = c.pp * c.virtual_stages
+    if c.stages is not None:
+        return c.stages if sum(c.stages) == layers else None
+    return None if isinstance(c.recompute, tuple) or layers % chunks else (layers // chunks,) * chunks
+
+
+def _mix(c: ParallelConfig, f: Facts) -> str | None:
+    if f.like is None or f.model is None or isinstance(c.recompute, str):
+        return None
+    layers, mix = layer_calls(f.model.graph), f.like.can.recompute_mix
+    if can_mix(mix, c.recompute, layers, _stages(c, len(layers))):
+        return None
+    return _cannot(f, f"recompute={recompute_text(c.recompute, layers)}", [mix.words])
+
+
 def _offload(c: ParallelConfig, f: Facts) -> str | None:
     if f.like is None or set(c.offload) <= set(f.like.can.offload):
         return None
@@ -56,5 +73,6 @@ RULES: tuple[Rule, ...] = (
     Rule("the stack has no such ZeRO stage", ("zero_stage", "dp", "cp"), _zero),
     Rule("the stack has no such schedule", ("schedule", "virtual_stages", "pp"), _schedule),
     Rule("the stack has no such recompute", ("recompute",), _recompute),
+    Rule("the stack has no such mix of recompute", ("recompute", "stages", "pp", "virtual_stages"), _mix),
     Rule("the stack has no such offload", ("offload",), _offload),
 )

@@ -1,0 +1,63 @@
+"""Mixes of recompute that a stack can express: searched as such, against every number of layers, and refused else."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from enumeration import compositions, fits, request
+
+from autoplan.config.parallel import ParallelConfig
+from autoplan.config.recompute import RecomputeMix, can_mix
+from autoplan.cost_models.memory.room import Room
+from autoplan.cost_models.time.price import Pricer, ranges_of
+from autoplan.search.cuts import Cutter
+from autoplan.search.planner import estimate_config
+
+LAYERS = ("layers.0", "layers.1", "layers.2", "layers.3")
+
+
+def brute(pricer: Pricer, capacity: float, mix: RecomputeMix) -> float:
+    """Every cut with every number of first layers that all stages share."""
+    best = math.inf
+    for chunks in compositions(pricer.num_units, pricer.config.pp):
+        ranges = ranges_of(chunks)
+        most = [pricer.frontier.height(units) for units in ranges]
+        numbers = {0, max(most)} if mix is RecomputeMix.UNIFORM else range(max(most) + 1)
+        for number in numbers:
+            steps = tuple(min(number, each) for each in most)
+            if all(fits(pricer, held, capacity) for held in pricer.memory.stages(ranges, steps)):
+                best = min(best, pricer.step_s(chunks, steps))
+    return best
+
+
+@pytest.mark.parametrize("mix", [RecomputeMix.UNIFORM, RecomputeMix.FIRST_LAYERS])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_the_best_cut_of_a_mix_is_that_of_all_numbers_of_layers(mix: RecomputeMix, pp: int) -> None:
+    r = request(pp)
+    config = ParallelConfig(pp=pp, num_micro_batches=4, micro_batch_size=2)
+    one = estimate_config(replace(r, pins={}), config)
+    pricer = Pricer(one.point.workload, config, r.costs, alike=True)
+    top = one.estimate.peak_memory_bytes.mid
+    found = []
+    for share in (1.1, 0.98, 0.95, 0.9, 0.85, 0.8, 0.7, 0.1):
+        cut = Cutter(pricer, Room(share * top, math.inf, 0.0), mix=mix).search()
+        assert cut.step_s == pytest.approx(brute(pricer, share * top, mix), rel=1e-9)
+        found.append(cut.recompute)
+    assert any(map(any, found)) and not all(map(any, found))
+
+
+@pytest.mark.parametrize(("recompute", "stages", "uniform", "first"), [
+    ("full", None, True, True), ((2, 2), (2, 2), True, True), ((0, 0), (2, 2), True, True),
+    ((1, 1), (2, 2), False, True), ((1, 0), (2, 2), False, False), ((1, 2), (1, 3), False, True),
+    (dict.fromkeys(LAYERS, "full"), (2, 2), True, True), ({"layers.0": "full"}, (4,), False, True),
+    ({"layers.0": "full"}, (2, 2), False, False), ({"layers.1": "full"}, (4,), False, False),
+    ({"layers.0": "full", "layers.1": "offload"}, (4,), False, False),
+    ({"layers.0": "selective"}, (4,), False, False),
+])  # fmt: skip
+def test_what_each_mix_allows(recompute: object, stages: tuple[int, ...] | None, uniform: bool, first: bool) -> None:
+    found = [can_mix(mix, recompute, LAYERS, stages) for mix in RecomputeMix]  # type: ignore[arg-type]
+    assert dict(zip(RecomputeMix, found, strict=True)) == {
+        RecomputeMix.ANY: True, RecomputeMix.FIRST_LAYERS: first, RecomputeMix.UNIFORM: uniform,
+    }  # fmt: skip
