@@ -29,6 +29,7 @@ from autoplan.cost_models.profile import Profile
 from autoplan.errors import AutoplanError, CaptureError, LayoutError, PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.planning import (
+    SoFar,
     capture_verified,
     cheapest_program,
     check_world,
@@ -251,8 +252,7 @@ def _searched(
     task: _Task, known: Profile | None, measured: bool, device: torch.device, check: bool
 ) -> tuple[Plan, Program]:
     """Capture, measure what the profile lacks, search and compile, on rank 0; every rank gets the result."""
-    captured = _on_first(lambda: task.captured(task.precision), "capture")
-    graph, verified = captured if captured is not None else (None, "")
+    graph, verified = _on_first(lambda: task.captured(task.precision), "capture") or (None, "")
     cluster, pins, precision = task.cluster, task.pins, task.precision
     seq_len, target_len = example_lengths(task.model, task.example_inputs)
     first = next(iter(task.example_inputs.values()))
@@ -260,10 +260,10 @@ def _searched(
     if known is None and measured:
         known = _machine_profile(graph, cluster, batch, seq_len, pins, target_len, device, precision)
 
-    def planned(compiled: bool, in_pieces: bool) -> tuple[Plan, Program]:
+    def planned(compiled: bool, pieces: bool, best: SoFar) -> tuple[Plan, Program]:
         if graph is None:
             raise AutoplanError("only rank 0 plans")
-        return plan_program(graph, cluster, pins, batch, seq_len, known, compiled, target_len, precision, in_pieces)
+        return plan_program(graph, cluster, pins, batch, seq_len, known, compiled, target_len, precision, pieces, best)
 
     def chain() -> tuple[Plan, Program]:
         ways = ways_to_run(task.compile, task.async_tp, device.type, compiles_by_itself(device), cluster.peers)

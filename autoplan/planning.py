@@ -7,8 +7,9 @@ autoplan.compile(model, plan, "program", example_inputs=batch)     # the program
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -31,6 +32,7 @@ from autoplan.plans.record import Plan, searched_plan
 from autoplan.program.facts import Facts, facts_of_model
 from autoplan.program.legality import check_pins
 from autoplan.runtime.spec import ProgramSpec
+from autoplan.search.layout_store import LayoutStore
 from autoplan.search.planner import PlanRequest, search_plan
 
 if TYPE_CHECKING:
@@ -120,7 +122,7 @@ def plan(
     pins = dict(pins or {})
     batch = global_batch_size or default_global_batch(pins, where.num_devices, task.batch)
 
-    def made(compiled: bool, in_pieces: bool) -> tuple[Plan, Layouts]:
+    def made(compiled: bool, in_pieces: bool, so_far: SoFar) -> tuple[Plan, Layouts]:
         request = PlanRequest(
             task.graph,
             where,
@@ -135,6 +137,7 @@ def plan(
             executed=True,
             target_len=target_len or task.target_len,
             top=top,
+            **(so_far if top == 1 else replace(so_far, step_s=math.inf)).asked(in_pieces),  # other plans may be slower
             **search,
         )
         return planned(request, task.name, cluster if isinstance(cluster, str) else None)
@@ -361,6 +364,7 @@ def plan_program(
     target_len: int | None = None,
     precision: str = "native",
     async_tp: bool = False,
+    so_far: SoFar | None = None,
 ) -> tuple[Plan, Program]:
     """Search and compile in this process: everything after the capture of the graph. Needs no process group.
 
@@ -368,6 +372,9 @@ def plan_program(
         compiled: True if blocks will run through torch.compile.
         precision: the precision that the graph was captured for.
         async_tp: True if compiled blocks will hide collectives of tensor parallelism behind pieces of products.
+        so_far: what is known of other ways to run the blocks.
+
+    Raises: as `search_plan`; NotFasterError if no step is shorter than the best so far.
     """
     request = PlanRequest(
         graph,
@@ -381,9 +388,10 @@ def plan_program(
         options=options_of_way(async_tp),
         executed=True,
         target_len=target_len,
+        **(so_far or SoFar()).asked(async_tp),
     )
-    plan, layouts = planned(request)
-    return plan, compile_program(graph, layouts)
+    plan, chosen = planned(request)
+    return plan, compile_program(graph, chosen)
 
 
 _Way = tuple[bool, bool]  # how blocks run: compiled, and with async TP
@@ -413,22 +421,49 @@ def options_of_way(async_tp: bool) -> RunOptions:
     return RunOptions(overlap=frozenset({"tp"} if async_tp else ()))
 
 
-def cheapest_program(made: Callable[[bool, bool], tuple[Plan, _T]], ways: Sequence[_Way]) -> tuple[Plan, _T]:
-    """Return the program with the lowest price of a step, of `made(compiled, async_tp)` for all `ways`.
+@dataclass(frozen=True)
+class SoFar:
+    """What the searches for all ways to run the blocks know of each other.
 
+    Attributes:
+        step_s: the shortest step so far; infinite for the first search.
+        layouts: what they share.
+    """
+
+    step_s: float = math.inf
+    layouts: LayoutStore = field(default_factory=LayoutStore)
+
+    def asked(self, async_tp: bool) -> dict[str, Any]:
+        """Return the arguments of a request for faster plans.
+
+        Without tensor parallelism there is nothing that async TP hides: such plans take as long as they do without.
+        """
+        least_tp = 2 if async_tp and self.step_s < math.inf else 1
+        return {"below_s": self.step_s, "least_tp": least_tp, "layouts": self.layouts}
+
+
+def cheapest_program(made: Callable[[bool, bool, SoFar], tuple[Plan, _T]], ways: Sequence[_Way]) -> tuple[Plan, _T]:
+    """Return the program with the lowest price of a step, of `made(compiled, async_tp, so_far)` for all `ways`.
+
+    Only programs with a shorter step than the best one so far matter.
     Ways that cannot be planned are left out: pins such as regions of recompute do not allow compiled blocks, and some
     models fit only with them. If none can be planned, the error of the first is raised.
     """
     refused: AutoplanError | None = None
-    found = []
+    best: tuple[Plan, _T] | None = None
+    so_far = SoFar()
     for way in ways:
         try:
-            found.append(made(*way))
+            found = made(*way, so_far)
         except AutoplanError as exc:
             refused = refused or exc
-    if not found:
+            continue
+        step_s = math.inf if found[0].estimate is None else found[0].estimate.step_time_s.mid
+        if best is None or step_s < so_far.step_s:
+            best, so_far = found, replace(so_far, step_s=step_s)
+    if best is None:
         raise refused or AutoplanError("nothing was planned")
-    return min(found, key=lambda x: float("inf") if x[0].estimate is None else x[0].estimate.step_time_s.mid)
+    return best
 
 
 def default_global_batch(pins: Mapping[str, Any], world: int, example_batch: int) -> int:

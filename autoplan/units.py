@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
 from enum import StrEnum
+from typing import TypeVar
+
+_Kind = TypeVar("_Kind", bound=Hashable)
 
 GB = 10**9
 GIB = 2**30
@@ -36,6 +40,14 @@ class LossUnit(StrEnum):
     SAMPLES = "samples"
     TOTAL = "total"  # the sum over a value of the batch: a mask, weights
     NONE = "none"  # nothing: the loss is a sum
+
+
+def most(sizes: Iterable[tuple[_Kind, int]]) -> _Kind | None:
+    """Return the kind with the largest sum of sizes, the first of equal ones; None without any."""
+    sums: dict[_Kind, int] = {}
+    for kind, size in sizes:
+        sums[kind] = sums.get(kind, 0) + size
+    return max(sums, key=sums.__getitem__, default=None)
 
 
 def dtype_bytes(dtype: str) -> int:

@@ -21,7 +21,7 @@ from autoplan.config.adapters import PACKED_BYTES
 from autoplan.config.recompute import FULL, OFFLOAD, SELECTIVE, region_groups
 from autoplan.cost_models.routing import Routing
 from autoplan.ops.saved import TensorFacts
-from autoplan.units import dtype_bytes
+from autoplan.units import dtype_bytes, most
 
 Plain = str | int | float | bool | None | tuple[int, ...]
 
@@ -268,12 +268,8 @@ class Workload:
     @cached_property
     def main_dtype(self) -> str:
         """The dtype of most parameters; float32 without any."""
-        counts: dict[str, int] = {}
-        for unit in self.units:
-            for name in unit:
-                for p in self.blocks[name].params:
-                    counts[p.dtype] = counts.get(p.dtype, 0) + p.num_elements
-        return max(counts, key=lambda d: counts[d]) if counts else "float32"
+        params = (p for unit in self.units for name in unit for p in self.blocks[name].params)
+        return most((p.dtype, p.num_elements) for p in params) or "float32"
 
     @cached_property
     def messages(self) -> frozenset[MessageKind]:

@@ -108,6 +108,8 @@ class Batches:
         return found
 
     def _problem(self, batches: Sequence[Any]) -> str | None:
+        if len(batches) > 1 and self._spec.one_part:
+            return f"{self._spec.one_part}, so a step takes one batch; it was given {len(batches)}"
         for index, batch in enumerate(batches):
             found = self._form(batch) or self._divides(batch) or self._shapes(batch, {self._length(batch) // self._num})
             if found is not None:

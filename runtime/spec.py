@@ -224,6 +224,7 @@ class ProgramSpec:
     input_dtypes: tuple[tuple[str, str], ...] = ()  # input -> its dtype in the example
     outputs: tuple[OutputSpec, ...] = ()  # what an evaluation can return besides the loss
     more_loss_counts: tuple[tuple[str, LossUnit], ...] = ()  # further denominators: input, and what it counts
+    one_part: str = ""  # why a batch cannot be computed in parts that are added up; "": it can
 
     @property
     def loss_counts(self) -> tuple[tuple[str, LossUnit], ...]:

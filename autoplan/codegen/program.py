@@ -16,6 +16,7 @@ from autoplan.files import write_whole
 from autoplan.ir.graph import LOSS_SHARE, Call, ModelGraph, Value, denominator, of_the_batch
 from autoplan.ir.layout import Axis, Layout, Mesh
 from autoplan.ir.symbols import SYMBOLS, Expr
+from autoplan.ops.batch import batch_obstacle
 from autoplan.ops.table import backward_reads_params, updated_buffers
 from autoplan.ops.text import py
 from autoplan.program.expert_degrees import Spread
@@ -162,6 +163,7 @@ class _Compiler:
             whole=self._whole(),
             outputs=tuple(found.spec for found in self._found(self.calls)),
             input_dtypes=tuple((n, self.graph.values[n].dtype) for n in self.graph.inputs if of_the_batch(n)),
+            one_part=batch_obstacle(self.graph) or "",
         )
         return Program(program, sources)
 

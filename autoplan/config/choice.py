@@ -51,6 +51,7 @@ class Choice:
         said_as: A template by which a report describes a value other than the default; `{}` stands for the value.
         said_with: A switch; if it is off, the report omits `said_as`.
         of_narrow: True if the option changes only runs whose products take 8 or 4 bits.
+        of_step: True if the option changes whole steps only, and the price of no single operation.
         label: Returns this choice's part of a plan's label, or "". The second argument is the number of layers of the
             model, or 0 if unknown.
         label_at: The sort key of the parts of a label.
@@ -77,6 +78,7 @@ class Choice:
     said_as: str = ""
     said_with: str = ""
     of_narrow: bool = False
+    of_step: bool = False
     label: Callable[[Any, int], str] | None = None
     label_at: int = 0
     reported: bool = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from operator import attrgetter
 from typing import Any
@@ -68,6 +68,7 @@ class RunOptions:
         written=Written.WORD,
         words=Launch,
         said_as="{} launch",
+        of_step=True,
     )
     overlap: frozenset[str] = choice(
         frozenset(),
@@ -76,6 +77,7 @@ class RunOptions:
         words=OVERLAPS,
         obstacle=_overlap,
         said_as="overlap of {}",
+        of_step=True,
     )
     dispatcher: Dispatcher = choice(
         Dispatcher.ALL_TO_ALL,
@@ -83,6 +85,7 @@ class RunOptions:
         written=Written.WORD,
         words=Dispatcher,
         said_as="{} dispatcher",
+        of_step=True,
     )
     sequence_parallel: bool = choice(
         True,
@@ -114,6 +117,7 @@ class RunOptions:
         written=Written.SWITCH,
         said_as="weights gathered in 8 bits",
         of_narrow=True,
+        of_step=True,
     )
     # One kernel reads the logits as the head's product wrote them, without a 32-bit copy (flash-attention's
     # CrossEntropyLoss, Transformer Engine's `te` cross entropy, Liger).
@@ -130,6 +134,7 @@ class RunOptions:
         "Whether what ZeRO 0, 1 and 2 send once per step overlaps with computing.",
         written=Written.SWITCH,
         said_as="ZeRO not overlapped",
+        of_step=True,
     )
     # InternEvo's overlap_sync_param is off by default, although gradients are reduced during the backward
     overlap_gather: bool = choice(
@@ -138,6 +143,7 @@ class RunOptions:
         written=Written.SWITCH,
         said_as="gathers of ZeRO not overlapped",
         said_with="overlap_zero",
+        of_step=True,
     )
     # A collective of a list of tensors, one per rank (DeepSpeed until the end of 2021: `_allgather_param` and
     # `_reduce_scatter_gradient` of deepspeed/runtime/zero/partition_parameters.py; overlap_comm is off by default)
@@ -146,6 +152,7 @@ class RunOptions:
         "ZeRO 3 gathers and reduces each parameter by itself, without overlap (as DeepSpeed in 2021).",
         written=Written.SWITCH,
         said_as="ZeRO 3 by tensor",
+        of_step=True,
     )
     # Krell et al., Efficient Sequence Packing without Cross-contamination, 2021; None: a sequence is one document
     document_len: int | None = choice(
@@ -162,6 +169,11 @@ class RunOptions:
             reason = record.obstacle and record.reason(getattr(self, record.name))
             if reason:
                 raise PinError(reason)
+
+    @property
+    def of_operations(self) -> RunOptions:
+        """These options, with the default of those that change no price of a single operation."""
+        return replace(self, **{record.name: record.default for record in choices_of(RunOptions) if record.of_step})
 
     def attention_in(self, mode: Mode) -> Attention:
         """Return the kernel of `mode`: the pinned one, else FUSED in fused modes and FLASH2 in the others."""

@@ -318,7 +318,7 @@ MAXTEXT = Target(
         Field(("attention",), _write_attention, _read_attention),
         Field(("context_method",), _write_context, _read_context),
     ),
-    marks=tuple(f"{tier}_{axis}_parallelism" for tier in ("ici", "dcn") for axis in AXES),
+    marks=(*(f"{tier}_{axis}_parallelism" for tier in ("ici", "dcn") for axis in AXES), "base_config", "remat_policy"),
     launch=_launch,
     cannot={
         "zero_stage": "parameters are sharded over fsdp (3), or only the optimizer over data (1)",

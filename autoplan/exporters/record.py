@@ -180,7 +180,7 @@ class Target:
         launch: returns the command that starts a run of the written file.
         stack_of: returns another stack that runs a file, for targets that drive others.
         rules: what the target itself refuses.
-        also: syntaxes that are read beside that of its own files.
+        also: syntaxes that are read beside that of its own files; a mark of one must be in a section.
         version_in: returns the version that the values of a file are of, if they tell.
         base: path -> value that is written where no field writes another, for targets whose file changes a
             configuration that has values of its own.

@@ -67,7 +67,8 @@ def detected(path: str, text: str) -> tuple[Target, str]:
             if syntax.suffix != suffix:
                 continue
             values = {name.removeprefix(UNKNOWN): v for name, v in syntax.read(text, path).items()}
-            if any(mark in values or any(name.startswith(f"{mark}.") for name in values) for mark in target.marks):
+            marks = [mark for mark in target.marks if "." in mark or syntax not in target.also]
+            if any(mark in values or any(name.startswith(f"{mark}.") for name in values) for mark in marks):
                 told = None if target.version_in is None else target.version_in(values)
                 found[target.name] = (target, told or version)
     if len(found) == 1:

@@ -71,6 +71,27 @@ def axis(title: str, **more: Any) -> Spec:
     return {"title": {"text": title, "standoff": 8}, "gridcolor": "rgba(128,128,128,0.25)", "automargin": True, **more}
 
 
+_DOWNWARDS = {"autorange": "reversed", "automargin": True}  # an axis whose first row is on top
+
+
+def _line_at(place: float, direction: str = "x", line: Mapping[str, Any] = _LIMIT) -> Spec:
+    """Return a line through the whole figure at a place of one of its axes."""
+    across = "y" if direction == "x" else "x"
+    ends = {f"{direction}0": place, f"{direction}1": place, f"{across}0": 0, f"{across}1": 1}
+    return {"type": "line", **ends, f"{across}ref": "paper", "line": line}
+
+
+def _error(mid: Sequence[float], low: Sequence[float], high: Sequence[float], colour: str = GREY) -> Spec:
+    """Return error bars from `low` to `high` around `mid`."""
+    up = [top - value for top, value in zip(high, mid, strict=True)]
+    down = [value - bottom for bottom, value in zip(low, mid, strict=True)]
+    return {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "color": colour}
+
+
+def _filled(colour: str, hatch: str) -> Spec:
+    return {"color": colour, "pattern": {"shape": hatch, "fgcolor": "white", "fillmode": "overlay"}}
+
+
 def memory(estimate: Mapping[str, Any]) -> Spec:
     """Draw the memory of every stage by term, its high end, and the limit of the device."""
     stages = estimate["memory_bytes"]
@@ -91,40 +112,34 @@ def memory(estimate: Mapping[str, Any]) -> Spec:
                 "y": names,
                 "x": sizes,
                 "customdata": tags,
-                "marker": {"color": colour, "pattern": {"shape": hatch, "fgcolor": "white", "fillmode": "overlay"}},
+                "marker": _filled(colour, hatch),
                 "hovertemplate": f"%{{y}}, {term}: %{{x:.2f}} GB (%{{customdata}})<extra></extra>",
             }
         )
     whole = [stage["memory_bytes"] for stage in estimate["stages"]]
+    low, mid, high = ([q[end] / 1e9 for q in whole] for end in ("low", "mid", "high"))
     data.append(
         {
             "type": "scatter",
             "mode": "markers",
             "name": "expected, and up to the high end",
             "y": names,
-            "x": [q["mid"] / 1e9 for q in whole],
-            "error_x": {
-                "type": "data",
-                "symmetric": False,
-                "array": [(q["high"] - q["mid"]) / 1e9 for q in whole],
-                "arrayminus": [(q["mid"] - q["low"]) / 1e9 for q in whole],
-                "color": "#444",
-            },
+            "x": mid,
+            "error_x": _error(mid, low, high, "#444"),
             "marker": {"color": "#444", "size": 6},
             "customdata": [[stage["fullest"] or "the step", stage["num_layers"]] for stage in estimate["stages"]],
             "hovertemplate": "%{y}: %{x:.1f} GB in the %{customdata[0]}, %{customdata[1]} layers<extra></extra>",
         }
     )
-    line = {"type": "line", "xref": "x", "yref": "paper", "x0": limit, "x1": limit, "y0": 0, "y1": 1, "line": _LIMIT}
     note = {"x": limit, "y": 0.5, "yref": "paper", "xanchor": "left", "showarrow": False, "align": "left"}
     note["text"] = f"{limit:.1f} GB<br>limit"
-    most = max(limit, *(q["high"] / 1e9 for q in whole))
+    most = max(limit, *high)
     return figure(
         data,
         barmode="stack",
         xaxis=axis("GB per device", range=[0, max(1.05 * most, 1.18 * limit)]),
-        yaxis={"autorange": "reversed", "automargin": True, "type": "category"},
-        shapes=[line],
+        yaxis={**_DOWNWARDS, "type": "category"},
+        shapes=[_line_at(limit)],
         annotations=[note],
     )
 
@@ -162,7 +177,7 @@ def step(estimate: Mapping[str, Any], words: Mapping[str, str]) -> Spec:
         "connector": {"line": {"color": "rgba(128,128,128,0.5)"}},
     }
     seconds = axis("seconds", rangemode="tozero", range=[0, 1.18 * whole["mid"]])
-    return figure([trace], xaxis=seconds, yaxis={"autorange": "reversed", "automargin": True}, showlegend=False)
+    return figure([trace], xaxis=seconds, yaxis=_DOWNWARDS, showlegend=False)
 
 
 def timeline(events: Sequence[Sequence[Any]]) -> Spec:
@@ -216,10 +231,9 @@ def _actions(shown: Sequence[Sequence[Any]], action: str, num_ranks: int) -> Spe
         "x": [e[5] - e[4] for e in own],
         "customdata": [[e[2], e[1], e[4], e[5]] for e in own],
         "marker": {
-            "color": colour,
+            **_filled(colour, hatch),
             "opacity": [0.55 if sorted(chunks[e[0]]).index(e[1]) % 2 else 1.0 for e in own],
             "line": {"color": "white", "width": 0.5 if len(shown) < 100 * num_ranks else 0},  # thin bars would vanish
-            "pattern": {"shape": hatch, "fgcolor": "white", "fillmode": "overlay"},
         },
         "hovertemplate": "%{y}, micro-batch %{customdata[0]}, chunk %{customdata[1]}: "
         "%{customdata[2]:.4g} to %{customdata[3]:.4g} s<extra>" + action.lower() + "</extra>",
@@ -266,10 +280,7 @@ def candidates(found: Sequence[Mapping[str, Any]], limit_bytes: float | None) ->
             "hoverinfo": "skip",
         }
     )
-    lines = []
-    if limit_bytes is not None:
-        limit = limit_bytes / 1e9
-        lines = [{"type": "line", "x0": limit, "x1": limit, "yref": "paper", "y0": 0, "y1": 1, "line": _LIMIT}]
+    lines = [] if limit_bytes is None else [_line_at(limit_bytes / 1e9)]
     across = _memory_axis([c["memory_bytes"] for c in priced], limit_bytes)
     return figure(data, xaxis=across, yaxis=axis("seconds per step"), shapes=lines)
 
@@ -360,8 +371,7 @@ def gains(found: Sequence[Mapping[str, Any]]) -> Spec:
         "marker": {"color": [BLUE if g["gain"] >= 0 else ORANGE for g in rows]},
         "hovertemplate": "%{y}: %{x:+.1f} %<extra></extra>",
     }
-    change = axis("tokens per second, % more")
-    return figure([trace], xaxis=change, yaxis={"autorange": "reversed", "automargin": True})
+    return figure([trace], xaxis=axis("tokens per second, % more"), yaxis=_DOWNWARDS)
 
 
 def tornado(found: Sequence[Mapping[str, Any]]) -> Spec:
@@ -376,12 +386,12 @@ def tornado(found: Sequence[Mapping[str, Any]]) -> Spec:
                 "name": name,
                 "y": [g["what"] for g in rows],
                 "x": [100 * g[end] for g in rows],
-                "marker": {"color": colour, "pattern": {"shape": hatch, "fgcolor": "white", "fillmode": "overlay"}},
+                "marker": _filled(colour, hatch),
                 "hovertemplate": f"%{{y}} {name}: %{{x:+.1f}} %<extra></extra>",
             }
         )
     change = axis("cost of the same tokens, % more", zeroline=True)
-    return figure(data, barmode="overlay", xaxis=change, yaxis={"autorange": "reversed", "automargin": True})
+    return figure(data, barmode="overlay", xaxis=change, yaxis=_DOWNWARDS)
 
 
 def goodput(good: Mapping[str, Any]) -> Spec:
@@ -462,9 +472,8 @@ def curve(
         "hovertemplate": f"{across} %{{x}}: %{{y:.4g}}<br>%{{customdata}}<extra></extra>",
     }
     if low and found and all(row.get(low) is not None for row in found):
-        up = [row[high] - row[value] for row in found]
-        down = [row[value] - row[low] for row in found]
-        trace["error_y"] = {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "color": GREY}
+        middle, least, greatest = ([row[name] for row in found] for name in (value, low, high))
+        trace["error_y"] = _error(middle, least, greatest)
     words = any(isinstance(row[across], str) for row in found)
     return figure(
         [trace], xaxis=_varied(across) | ({"type": "category"} if words else {}), yaxis=axis(title, rangemode="tozero")
@@ -493,13 +502,7 @@ def sizes(rows: Sequence[Mapping[str, Any]], deadline_days: float, budget_usd: f
                     f"<extra>{kind}</extra>",
                 }
             )
-    lines = [
-        {"type": "line", "x0": deadline_days, "x1": deadline_days, "yref": "paper", "y0": 0, "y1": 1, "line": _LIMIT}
-    ]
-    if budget_usd is not None:
-        lines.append(
-            {"type": "line", "y0": budget_usd, "y1": budget_usd, "xref": "paper", "x0": 0, "x1": 1, "line": _LIMIT}
-        )
+    lines = [_line_at(deadline_days), *([] if budget_usd is None else [_line_at(budget_usd, "y")])]
     notes = [
         {"x": deadline_days, "y": 1, "yref": "paper", "text": "deadline", "xanchor": "left", "yanchor": "bottom"},
         {"x": 1, "xref": "paper", "y": budget_usd, "text": "budget", "xanchor": "right", "yanchor": "bottom"},
@@ -517,21 +520,16 @@ def measured(figures: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Spec
     """Draw predicted over measured of every figure; 1 is right. `names`: of the figures, with units."""
     named = {f["name"]: name for f, name in zip(figures, names, strict=True)}
     rows = [f for f in figures if f["measured"]]
+    low, high = ([(f[end] or f["predicted"]) / f["measured"] for f in rows] for end in ("low", "high"))
+    ratios = [f["ratio"] for f in rows]
     trace = {
         "type": "scatter",
         "mode": "markers",
-        "x": [f["ratio"] for f in rows],
+        "x": ratios,
         "y": [named[f["name"]] for f in rows],
         "marker": {"size": 12, "color": [GREEN if f["inside"] in (True, None) else RED for f in rows]},
-        "error_x": {
-            "type": "data",
-            "symmetric": False,
-            "array": [((f["high"] or f["predicted"]) - f["predicted"]) / f["measured"] for f in rows],
-            "arrayminus": [(f["predicted"] - (f["low"] or f["predicted"])) / f["measured"] for f in rows],
-            "color": GREY,
-        },
+        "error_x": _error(ratios, low, high),
         "hovertemplate": "%{y}: %{x:.3f}<extra></extra>",
     }
-    line = {"type": "line", "x0": 1, "x1": 1, "yref": "paper", "y0": 0, "y1": 1, "line": {"dash": "dash"}}
-    rows_axis = {"autorange": "reversed", "automargin": True}
-    return figure([trace], xaxis=axis("predicted over measured"), yaxis=rows_axis, shapes=[line])
+    line = _line_at(1, line={"dash": "dash"})
+    return figure([trace], xaxis=axis("predicted over measured"), yaxis=_DOWNWARDS, shapes=[line])

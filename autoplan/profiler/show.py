@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Group
 from rich.table import Table
 
-from autoplan.cost_models.kernels.operations import phase_flops
+from autoplan.cost_models.kernels.products import phase_flops
 from autoplan.cost_models.profile import CLOCK, PHASES, MeasuredOp, Profile, Timing
 from autoplan.ops.table import op_record
 from autoplan.profiler.topology import Topology

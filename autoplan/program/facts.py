@@ -21,6 +21,7 @@ from autoplan.ops.table import flops, nodes_with, rule_for
 from autoplan.program.megatron_modules import modules
 from autoplan.program.regions import Flow
 from autoplan.stacks.like import Like
+from autoplan.units import most
 
 
 def divisors(number: int) -> list[int]:
@@ -151,10 +152,7 @@ class ModelFacts:
     @cached_property
     def main_dtype(self) -> str | None:
         """The dtype of most elements of the parameters; None for a model without parameters."""
-        sizes: dict[str, int] = {}
-        for p in self.graph.params.values():
-            sizes[p.dtype] = sizes.get(p.dtype, 0) + p.num_elements
-        return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+        return most((p.dtype, p.num_elements) for p in self.graph.params.values())
 
     @cached_property
     def num_layers(self) -> int:

@@ -138,6 +138,23 @@ def joined_ops(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[i
     return frozenset(out)
 
 
+def cast_before(lowered: LoweredBlock, position: Mapping[int, int]) -> frozenset[int]:
+    """Return the indices of products whose left operand an earlier product has read, and cast.
+
+    Queries, keys and values, gate and up are one product each in hand-written modules; a compiler casts a value once.
+    """
+    kernels = _Kernels(lowered)
+    read: set[str] = set()
+    out = set()
+    for k, statement in enumerate(lowered.statements):
+        if k in position and _is_product(lowered, k):
+            source = kernels.base(reads_of(statement)[0])
+            if source in read:
+                out.add(position[k])
+            read.add(source)
+    return frozenset(out)
+
+
 def _is_product(lowered: LoweredBlock, k: int) -> bool:
     statement = lowered.statements[k]
     return isinstance(statement, Op) and op_kind(statement.node.op) is OpKind.PRODUCT

@@ -26,7 +26,7 @@ from autoplan.program.context_parallel import exchanged
 from autoplan.program.facts import facts_of_model, layer_calls
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.statements import Collective
-from autoplan.units import DTYPE_BYTES
+from autoplan.units import DTYPE_BYTES, most
 
 _FLOATS = frozenset(("float64", "float32", "bfloat16", "float16"))
 _IGNORED_ATTRS = frozenset(("scale", "bias"))
@@ -203,8 +203,5 @@ def _dtype_map(graph: ModelGraph, precision: Precision) -> dict[str, str]:
     """Map the dtype of most parameters to `precision.compute`; values that the model upcasts keep their dtype."""
     if precision.compute is None:
         return {}
-    counts: dict[str, int] = {}
-    for p in graph.params.values():
-        if p.dtype in _FLOATS:
-            counts[p.dtype] = counts.get(p.dtype, 0) + p.num_elements
-    return {max(counts, key=lambda d: counts[d]): precision.compute} if counts else {}
+    main = most((p.dtype, p.num_elements) for p in graph.params.values() if p.dtype in _FLOATS)
+    return {} if main is None else {main: precision.compute}

@@ -20,7 +20,7 @@ from autoplan.program.activation_bytes import Activations, saved_bytes_of
 from autoplan.program.activations import activations
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.facts import layer_calls, pipeline_units
-from autoplan.program.fusion import fused_traffic, joined_ops
+from autoplan.program.fusion import cast_before, fused_traffic, joined_ops
 from autoplan.program.lower import BlockLowering
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.passes import PassFacts, rewritten
@@ -277,6 +277,9 @@ def _block(lowered: LoweredBlock, activation_bytes: Activations, op_costs: OpCos
     if op_costs.fused:
         joined = joined_ops(lowered, ops, position)
         ops = fused_traffic(lowered, ops, position)
+        for k in cast_before(lowered, position):
+            if ops[k].matmul_dtype is not None:
+                ops[k] = replace(ops[k], attrs=(*ops[k].attrs, ("cast_before", True)))
     sent = [_sends(statement, op_costs) for statement in lowered.statements]
     of_layout = _of_layouts(lowered, position, op_costs)
     modules = None

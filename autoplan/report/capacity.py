@@ -19,7 +19,7 @@ from autoplan.report.text import graph_notes, paragraph, plain_table, prices, ru
 from autoplan.search.certificate import Status
 from autoplan.sweeps.capacity import CapacityTask, Cell, cell_row
 from autoplan.sweeps.label import plan_label
-from autoplan.sweeps.whatif import RunTask, notes, run_of
+from autoplan.sweeps.whatif import RunTask, notes
 
 _LISTS = {
     "models": "model",
@@ -56,7 +56,7 @@ def capacity_text(out: Console, title: str, task: CapacityTask, found: Sequence[
     marks: dict[str, int] = {}
     for i, (cell, values) in enumerate(zip(found, rows, strict=True), 1):
         shown = [_shown(name, values.get(name)) for name in varied]
-        run = _run(cell)
+        run = cell.point.run(cell.run)
         table.add_row(str(i), *shown, *_run_columns(run))
         plans.add_row(str(i), *_plan_columns(cell, run, marks))
     out.print(table)
@@ -75,13 +75,6 @@ def capacity_text(out: Console, title: str, task: CapacityTask, found: Sequence[
     prices(out, planned, RunTask(task.tokens[0], task.assumptions))
     for text in graph_notes(planned):
         paragraph(out, f"Note: {text}", 6, "yellow")
-
-
-def _run(cell: Cell) -> Run | None:
-    point = cell.point
-    if point.planned is None or point.request is None:
-        return None
-    return run_of(point.planned.estimate, point.request, cell.run)
 
 
 def _run_columns(run: Run | None) -> list[str]:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autoplan.config import numbers
-from autoplan.cost_models.whole_run import Run
 from autoplan.report.drawn import drawn_of, gain_data, hardware_sources, request_text, run_sources, sources
 from autoplan.report.text import batch_text, title
 from autoplan.search.planner import Planned, PlanRequest
@@ -14,7 +13,7 @@ from autoplan.sweeps.capacity import CapacityTask, Cell
 from autoplan.sweeps.explain import Explanation
 from autoplan.sweeps.label import plan_label
 from autoplan.sweeps.size import Size, SizePoint
-from autoplan.sweeps.whatif import Point, RunTask, run_of
+from autoplan.sweeps.whatif import Point, RunTask
 
 
 def drawn_whatif(request: PlanRequest, found: Sequence[Point], run: RunTask) -> dict[str, Any]:
@@ -44,14 +43,8 @@ def _seconds(point: Point) -> float:
     return point.planned.estimate.step_time_s.mid if point.planned is not None else float("inf")
 
 
-def _run(point: Point, run: RunTask) -> Run | None:
-    if point.planned is None or point.request is None:
-        return None
-    return run_of(point.planned.estimate, point.request, run)
-
-
 def _usd(point: Point, run: RunTask) -> float | None:
-    found = _run(point, run)
+    found = point.run(run)
     return None if found is None or found.usd is None else found.usd.mid
 
 
@@ -81,7 +74,7 @@ def drawn_capacity(task: CapacityTask, found: Sequence[Cell]) -> dict[str, Any]:
 
 
 def _days(cell: Cell) -> float:
-    found = _run(cell.point, cell.run)
+    found = cell.point.run(cell.run)
     if found is None:
         return float("inf")
     return (found.days_with_failures or found.days).mid

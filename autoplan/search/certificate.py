@@ -211,6 +211,6 @@ def _of_degrees(request: PlanRequest, checked: Space) -> Iterator[str]:
         yield _EXPERTS
     if "cp" not in request.pins:
         least = f"cp where at least {least_part(request.facts):,} tokens per rank remain"
-        yield least if cut else "cp = 1"
+        yield f"{least}, and half of them at the mesh of a plan that recomputes or offloads" if cut else "cp = 1"
     if cut:
         yield "layouts of cut sequences are chosen as if keys and values were gathered; one method per block"

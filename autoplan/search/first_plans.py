@@ -1,4 +1,4 @@
-"""The candidates that a search looks at first: usual layouts, then the neighbours of the best plan so far.
+"""The candidates that a search looks at first: best ones of others, usual layouts, neighbours of the best plan so far.
 
 Usual are the layouts of published runs: pipelines with small micro-batches and sharded optimizer state, ZeRO 3 without
 a pipeline with any micro-batch, experts on one rank, a node or several nodes, all under 1F1B. They are ranked like all
@@ -20,6 +20,24 @@ _EXPERT_RANKS = (1, 8, 64)  # all experts on every rank, spread over a node, ove
 _LARGEST = 16  # sequences of a micro-batch
 _STEP = 4  # neighbours differ by at most this factor in a degree
 _ORDER = {name: i for i, name in enumerate(SCHEDULES)}
+
+
+def as_before(candidates: Sequence[ParallelConfig], best: Sequence[ParallelConfig]) -> list[ParallelConfig]:
+    """Return the candidates that are like the best ones of other searches, but for dp and the number of micro-batches.
+
+    Args:
+        best: those candidates, of the points of a sweep for example; first the last one.
+    """
+    if not best:
+        return []
+    like: dict[tuple[object, ...], ParallelConfig] = {}
+    for c in candidates:
+        like.setdefault(_but_dp(c), c)
+    return list(dict.fromkeys(like[_but_dp(c)] for c in best if _but_dp(c) in like))
+
+
+def _but_dp(c: ParallelConfig) -> tuple[object, ...]:
+    return *_mesh(c), c.micro_batch_size, c.zero_stage, c.ep, c.expert_tp, c.schedule, c.virtual_stages
 
 
 def usual(candidates: Sequence[ParallelConfig]) -> list[list[ParallelConfig]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,20 +50,26 @@ class NothingFits(InfeasibleError):
         return type(self), (str(self), self.report)
 
 
+class NotFasterError(InfeasibleError):
+    """No plan was found that takes less than `PlanRequest.below_s`."""
+
+
 def no_plan(
     points: LayoutCache,
     space: Space,
     shortages: Sequence[tuple[Shortage, ParallelConfig]],
-    num_open: int,
+    decided: Container[ParallelConfig],
     elapsed_s: float,
 ) -> Exception:
     """Return the error for a search without a plan: it was stopped, or every candidate was seen and none fits.
 
     Args:
         shortages: shortages of the candidates that were refused with a layout.
-        num_open: number of undecided candidates.
+        decided: all candidates with an outcome.
     """
-    if num_open:
+    if points.request.below_s < math.inf:
+        return NotFasterError(f"no plan was found whose step takes less than {points.request.below_s:.6g} s")
+    if num_open := sum(c not in decided for c in space.candidates):
         return StoppedError(
             f"no plan was found in {elapsed_s:.0f} s (time limit {points.request.time_limit_s:g} s), and {num_open} of "
             f"{space.num_considered} candidates are undecided, so one may still fit; raise the time limit, or pin some "

@@ -7,16 +7,40 @@ each as a restriction of the space (`autoplan.search.certificate`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from autoplan.config.parallel import ParallelConfig
+from autoplan.errors import PinError
 from autoplan.program.facts import divisors
 from autoplan.program.legality import broken
 from autoplan.schedules.schedule import SCHEDULES
 from autoplan.search.degrees import MAX_ACTIONS
-from autoplan.search.request import PlanRequest
+from autoplan.search.request import PlanRequest, space_of
+from autoplan.search.space import LEAST_PART, least_part
+from autoplan.search.standings import Evaluated
 
 NEAR = 0.05  # share by which a bound may be above the best plan
 _MORE_ACTIONS = 4  # few candidates are simulated here, so that each may have more actions than others
+
+
+def shorter_parts(request: PlanRequest, best: Evaluated) -> list[ParallelConfig]:
+    """Return the candidates of a plan with its sequences cut over twice as many ranks, which dp gives up.
+
+    The parts are half as long as the shortest that are searched everywhere (`space.least_part`). This pays where memory
+    makes a plan recompute or offload; for others nothing is returned. Published runs of Llama 405B cut 8,192 tokens
+    over two ranks.
+    """
+    c, model, cp = best.candidate, request.facts.model, 2 * best.candidate.cp
+    if not (any(best.recompute) or c.offload):
+        return []
+    searched, shortest = request.seq_len // least_part(request.facts), request.seq_len // (LEAST_PART // 2)
+    if model is None or model.context_obstacle or "cp" in request.pins or c.dp % 2 or not searched < cp <= shortest:
+        return []
+    same = {name: getattr(c, name) for name in ("pp", "tp", "zero_stage", "micro_batch_size")}
+    try:
+        return list(space_of(replace(request, pins={**request.pins, **same, "cp": cp})).candidates)
+    except PinError:  # nothing is legal: a pinned dp, or ranks that do not divide
+        return []
 
 
 def more_stages(request: PlanRequest, candidate: ParallelConfig) -> Iterator[ParallelConfig]:

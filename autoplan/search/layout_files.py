@@ -141,7 +141,11 @@ def _digest(name: str, text: str) -> str:
 
 def _trim(folder: Path) -> None:
     """Remove the files that were not used for the longest, if all together are too large. Raises OSError."""
-    found = [(entry.stat(), entry.path) for entry in os.scandir(folder) if entry.is_file()]
+    found = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # another process renames or removes files meanwhile
+                found.append((entry.stat(), entry.path))
     left = sum(stat.st_size for stat, _ in found)
     if left <= MOST_BYTES:
         return

@@ -1,4 +1,6 @@
-"""Layouts that several searches share: the points of a sweep, the other choices that an explanation prices.
+"""What several searches share: the points of a sweep, the other choices that an explanation prices.
+
+These are layouts, and the degrees of the best plans, with which the next search begins.
 
 Two tasks have the same problem of layouts (`autoplan.search.layouts.layout_problem`) if graph, degrees, sizes and the
 prices that their tensor-parallel ranks see are equal, but for the number of micro-batches n, over which traffic and
@@ -9,15 +11,18 @@ every number between them, and its bound there is at least the line through both
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from autoplan.config.parallel import ParallelConfig
 from autoplan.ir.layout import Axis
 from autoplan.search.intra import IntraSolution
 
 FEWEST, MOST = 1, 2**40  # numbers of micro-batches between which all others lie
 MOST_MADE = 1024  # workloads kept; a search of a mixture of experts makes some 300, each of about 100 kB
+
+MOST_BEST = 4  # best candidates kept
 
 _T = TypeVar("_T")
 Solve = Callable[[int], tuple[tuple[Axis, ...], IntraSolution]]  # from the number of micro-batches
@@ -75,7 +80,12 @@ class LayoutStore:
     """Proved layouts by everything that their problem depends on, but for the number of micro-batches; and their work.
 
     Its keys may hold objects that compare by identity: it keeps them alive.
+
+    Attributes:
+        best: candidates of the best plans of the last searches, first the last one.
     """
+
+    best: list[ParallelConfig] = field(default_factory=list)
 
     _found: dict[object, tuple[tuple[Axis, ...], list[_Range]]] = field(default_factory=dict)
     _made: dict[object, Any] = field(default_factory=dict)
@@ -109,6 +119,10 @@ class LayoutStore:
             self._made[key] = make()
         found: _T = self._made[key]
         return found
+
+    def found_best(self, candidates: Sequence[ParallelConfig]) -> None:
+        """Keep the candidates of the best plans of a search."""
+        self.best[:] = list(dict.fromkeys((*candidates, *self.best)))[:MOST_BEST]
 
     def _keep(self, key: object, number: int, axes: tuple[Axis, ...], solution: IntraSolution) -> _Range:
         """Store a solution, if it is proved, with those that have its selection; return their range."""

@@ -212,7 +212,13 @@ class LayoutCache:
     ) -> CandidateLayout:
         r, store = self.request, self.request.layouts
         sizes = axes, cut, tuple(r.env(*cut[1:3]).items())
-        settings = r.precision, r.cluster.device_type, r.mode, r.options, modules_of(r.pins.get("recompute"))
+        settings = (
+            r.precision,
+            r.cluster.device_type,
+            r.mode,
+            r.options.of_operations,
+            modules_of(r.pins.get("recompute")),
+        )
         key = ById(r.graph), ById(solution.selection), sizes, settings, methods  # no price
         made = self._lowered.get((cut, methods))  # shared by all degrees of experts
         if made is None:
@@ -474,7 +480,7 @@ def prices_key(request: PlanRequest, costs: Costs, cut: _Cut) -> object:
     return (
         ById(r.graph),
         (axes, size, cp, own, tuple(r.env(size, cp).items()), r.precision, r.pins.get("state_slack", 1.02)),
-        (r.mode, r.options, r.constants, ById(r.profile)),
+        (r.mode, r.options.of_operations, r.constants, ById(r.profile)),
         (cluster.device, cluster.device_type, seen),
     )
 

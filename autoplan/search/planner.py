@@ -38,13 +38,13 @@ from autoplan.search.certificate import Certificate, SearchResult, Status, certi
 from autoplan.search.cuts import Cutter, Shortage
 from autoplan.search.degrees import Space, num_cuts, search_order
 from autoplan.search.estimate import Planned, chosen_recompute, estimate_config
-from autoplan.search.first_plans import Neighbours, usual
+from autoplan.search.first_plans import Neighbours, as_before, usual
 from autoplan.search.garbage import collected_seldom
 from autoplan.search.group_bounds import GroupKey, group_key, grouped, step_bounds_s
 from autoplan.search.infeasible import InfeasibleReport, NothingFits, no_plan
 from autoplan.search.interleaved_cuts import ChunkCutter
 from autoplan.search.intra import StoppedError
-from autoplan.search.later_choices import NEAR, more_stages
+from autoplan.search.later_choices import NEAR, more_stages, shorter_parts
 from autoplan.search.layouts import ILP_LIMIT_S, CandidateLayout, LayoutCache, no_layout
 from autoplan.search.outcomes import BOUNDED_OUT, LARGE_VALUES, NO_LAYOUT, SOLVED, Decided, Outcome, all_counted
 from autoplan.search.progress import Phases, Progress, Teller
@@ -130,16 +130,16 @@ class _Search:
         try:
             self._first_plans(candidates)
             self._offload_near_best()
-            self._more_stages()
+            self._near_best()
             for candidate in candidates:
                 self.pending[group_key(candidate)].append(candidate)
             for share in _BOUND_SHARES:
                 if self.pending:
                     self._bound_groups(share * self.request.time_limit_s)
                     self._best_first(self.bounds)
-            self._more_stages()
+            self._near_best()
             checked = self._with_offload(checked)
-            if not self.plans.best:
+            if not self.plans.known:
                 self._least_memory_first(checked)
             self._single_changes(candidates)
             self._look_for_simpler(checked)
@@ -148,15 +148,13 @@ class _Search:
                 raise
             self.status = Status.INTERRUPTED
         if not self.plans.best:
-            num_open = sum(c not in self.outcomes for c in checked.candidates)
-            raise no_plan(self.points, checked, self.shortages, num_open, self._elapsed_s())
+            raise no_plan(self.points, checked, self.shortages, self.outcomes, self._elapsed_s())
         chosen, *equals = self.plans.equals(self._complexity)
+        self.request.layouts.found_best([chosen.candidate, self.plans.best[0].candidate])
         others = self.plans.asked([e for e in self.plans.best if e != chosen], [chosen])[: self.request.top - 1]
         plans = tuple(self._planned(entry) for entry in (chosen, *others))
         near = tuple((self._config(entry), entry.step_s) for entry in sorted(equals, key=lambda e: e.step_s))
         return SearchResult(plans, self._certificate(checked), near)
-
-    # -- time -------------------------------------------------------------------------------------------------------
 
     def _elapsed_s(self) -> float:
         return clock.now_s() - self.start
@@ -177,16 +175,14 @@ class _Search:
         best_s = self.plans.best[0].step_s if self.plans.best else None
         self.teller.tell(self.num_candidates - len(self.outcomes), best_s, bound_s if known else None)
 
-    # -- candidates -------------------------------------------------------------------------------------------------
-
     def _first_plans(self, candidates: Sequence[ParallelConfig]) -> None:
-        """Evaluate usual layouts, then the neighbours of the best plan while they are better."""
+        """Evaluate what was best before, usual layouts, then neighbours of the best plan while they are better."""
         until_s = _FIRST_SHARE * self.request.time_limit_s
-        for some in usual(candidates):
-            if self.plans.best and self._elapsed_s() > until_s:
+        for some in (as_before(candidates, self.request.layouts.best), *usual(candidates)):
+            if self.plans.known and self._elapsed_s() > until_s:
                 break
             self._evaluate_some(some, until_s)
-        if not self.plans.best:
+        if not self.plans.known:
             self._first_offloads(candidates)
         if not self.plans.best or len(candidates) < _FEW:
             return
@@ -211,7 +207,7 @@ class _Search:
         """Evaluate those of the candidates that may be better than the best plan, best first."""
         some: list[ParallelConfig] = []
         for candidate in candidates:
-            if self.plans.best and self._elapsed_s() > until_s:
+            if self.plans.known and self._elapsed_s() > until_s:
                 break
             some += self._with_methods(candidate)
         for members in grouped(c for c in some if c not in self.outcomes and c not in self.bounds):
@@ -234,7 +230,7 @@ class _Search:
         Candidates of cut sequences are replaced by one per combination of context-parallel methods.
         """
         for key in sorted(self.pending):
-            if self.bounds and self._elapsed_s() > (until_s if self.plans.best else self.patience_s / 2):
+            if self.bounds and self._elapsed_s() > (until_s if self.plans.known else self.patience_s / 2):
                 self._out_of_time()
                 return
             self._tell(0.0)
@@ -275,7 +271,7 @@ class _Search:
 
         While there is no plan, which hints at little memory, those that cannot fit are decided before and get none.
         """
-        if not self.plans.best:
+        if not self.plans.known:
             for candidate in candidates:
                 self._exclude(candidate)
             candidates = [c for c in candidates if c not in self.outcomes]
@@ -307,7 +303,7 @@ class _Search:
 
     def _out_at_once(self, candidate: ParallelConfig) -> bool:
         """Decide a candidate that fits under no layout; by its states only while there is no plan."""
-        if (term := self.quick.shortage(candidate, states=not self.plans.best)) is not None:
+        if (term := self.quick.shortage(candidate, states=not self.plans.known)) is not None:
             self._decide([candidate], (Outcome.TOO_BIG, term))
         return term is not None
 
@@ -346,7 +342,7 @@ class _Search:
 
     def _too_big(self, candidate: ParallelConfig) -> None:
         cutter = self.cutters[candidate]
-        shortage = cutter.any_shortage() if self.plans.best else cutter.shortage()  # with a plan, only the term counts
+        shortage = cutter.any_shortage() if self.plans.known else cutter.shortage()  # with a plan, only the term counts
         self.shortages.append((shortage, candidate))
         self.outcomes[candidate] = (Outcome.TOO_BIG, shortage.term)
 
@@ -357,7 +353,7 @@ class _Search:
         """
         self._offload_near_best()
         new: list[ParallelConfig] = []
-        stopped = self._out_of_time() and bool(self.plans.best)
+        stopped = self._out_of_time() and self.plans.known
         enough = -math.inf if stopped else self.plans.enough_s()  # what is not made stays open
         left = [c for members in self.pending.values() for c in members]
         for candidate in (*self.grouped, *left):
@@ -402,8 +398,8 @@ class _Search:
             self.offloaded.update(open_to)
             self._search_offloads([each for c in open_to for each in offloaded(self.request, c)])
 
-    def _more_stages(self) -> None:
-        """Search other numbers of stages per rank (`later_choices`)."""
+    def _near_best(self) -> None:
+        """Search other numbers of stages per rank, and shorter parts of sequences (`later_choices`)."""
         near = limit_s(self.plans.cutoff_s(), NEAR)
         new: dict[ParallelConfig, float] = {}
         for candidate, cutter in self.cutters.items():
@@ -414,6 +410,9 @@ class _Search:
             new |= {each: cutter.least_s for each in some if each not in self.bounds}
         self.later, self.bounds = [*self.later, *new], self.bounds | new
         self._best_first(new)
+        for parts in [shorter_parts(self.request, best) for best in self.plans.best[:1]]:
+            self.later += [c for each in parts for c in self._with_methods(each) if c not in self.first_bounds]
+            self._evaluate_some(parts, self.request.time_limit_s)
 
     def _memory_binds(self, candidate: ParallelConfig) -> bool:
         """Return False, and decide or bound the candidate, if offloading cannot help its degrees."""
@@ -453,7 +452,7 @@ class _Search:
             self._tell(bound)
             if bound >= self.plans.enough_s(gap):
                 return
-            if self._out_of_time() and (self.plans.best or self._elapsed_s() > self.patience_s / 2):
+            if self._out_of_time() and (self.plans.known or self._elapsed_s() > self.patience_s / 2):
                 return
             heapq.heappop(heap)
             if candidate in self.outcomes or self.bounds[candidate] >= self.plans.enough_s(gap):
@@ -516,8 +515,6 @@ class _Search:
                 self._evaluate(candidate, math.inf, num_cuts(candidate, patient=True))
             if self.plans.best:
                 return
-
-    # -- the answer -------------------------------------------------------------------------------------------------
 
     def _single_changes(self, candidates: Sequence[ParallelConfig]) -> None:
         """Without a given gap, evaluate what differs from the best plan in one choice, though faster by less."""

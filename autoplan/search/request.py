@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autoplan.config.choices import option_data
@@ -53,6 +54,9 @@ class PlanRequest(SearchSettings):
             change that would.
         executed: True: only plans that the runtime can execute.
         target_len: tokens per target sequence, if the model has one with a length of its own; None: seq_len.
+        below_s: seconds of the step of a plan that is known: only shorter ones are searched, and if there is none,
+            NotFasterError says so.
+        least_tp: candidates with less tp are not looked at.
         layouts: layouts that searches of this request and of its copies (`dataclasses.replace`) share.
 
     Example:
@@ -81,6 +85,8 @@ class PlanRequest(SearchSettings):
     adapters: str | None = None
     profile_file: str | None = None
     like: Like | str | None = None
+    below_s: float = math.inf
+    least_tp: int = 1
     layouts: LayoutStore = field(default_factory=LayoutStore, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -146,9 +152,15 @@ class PlanRequest(SearchSettings):
 
 
 def space_of(request: PlanRequest) -> Space:
-    """Return the candidates of a request. PinError if the pins leave none."""
+    """Return the candidates of a request. PinError if the pins, or the least tp, leave none."""
     r = request
-    return space(r.graph, r.cluster, r.global_batch_size, r.pins, seq_len=r.seq_len, facts=r.facts, scope=r.scope)
+    found = space(r.graph, r.cluster, r.global_batch_size, r.pins, seq_len=r.seq_len, facts=r.facts, scope=r.scope)
+    if r.least_tp == 1:
+        return found
+    left = tuple(c for c in found.candidates if c.tp >= r.least_tp)
+    if not left:
+        raise PinError(f"no tp of at least {r.least_tp} is legal; the largest is {max(c.tp for c in found.candidates)}")
+    return replace(found, candidates=left, restrictions=(*found.restrictions, f"tp of at least {r.least_tp}"))
 
 
 def offloaded(request: PlanRequest, candidate: ParallelConfig) -> list[ParallelConfig]:

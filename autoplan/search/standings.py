@@ -34,10 +34,16 @@ class Standings:
         self.request = request
         self.best: list[Evaluated] = []
 
+    @property
+    def known(self) -> bool:
+        """True if there is a plan, here or in the search that this one shall beat."""
+        return bool(self.best) or self.request.below_s < math.inf
+
     def cutoff_s(self) -> float:
         """Return the step time that a plan must beat to be among the requested ones."""
         asked = self.asked(self.best)
-        return asked[self.request.top - 1].step_s if len(asked) >= self.request.top else math.inf
+        found = asked[self.request.top - 1].step_s if len(asked) >= self.request.top else math.inf
+        return min(found, self.request.below_s)
 
     def enough_s(self, gap: float | None = None) -> float:
         """Return the bound from which on a candidate is not looked at: its plans are hardly better, if at all.

@@ -148,6 +148,12 @@ class Point:
     reason: str = ""
     certificate: Certificate | None = None
 
+    def run(self, run: RunTask) -> Run | None:
+        """Return the whole run with this plan; None without a plan, or without tokens."""
+        if self.planned is None or self.request is None:
+            return None
+        return run_of(self.planned.estimate, self.request, run)
+
     @property
     def interrupted(self) -> bool:
         """True if Ctrl-C ended the sweep here."""
@@ -349,7 +355,7 @@ def row(point: Point, run: RunTask = STEP_ONLY) -> dict[str, object]:
     out["num_devices"] = request.cluster.num_devices if request is not None else None
     out |= dict.fromkeys(_ESTIMATED) if estimate is None else _estimate_columns(estimate)
     if run.tokens is not None:
-        out |= _run_columns(None if estimate is None or request is None else run_of(estimate, request, run))
+        out |= _run_columns(point.run(run))
     out["plan"] = plan_label(planned.config, planned.estimate) if planned is not None else None
     out["evidence"] = evidence_label(estimate) if estimate is not None else None
     priced = None if planned is None or request is None else not_executed(planned.config, request.facts)

@@ -174,6 +174,7 @@ class KernelTimings:
         grouped: bool = False,
         streams: int = 0,
         aligned: bool = True,
+        speed: float = 1.0,
     ) -> Seconds:
         """Return the seconds of `groups` products [rows, depth] x [depth, columns] in one kernel.
 
@@ -184,13 +185,14 @@ class KernelTimings:
             grouped: True for products with different operands (experts).
             streams: Runs grouped products as kernels of their own, this many side by side; 0: as one kernel.
             aligned: `is_aligned` of the dims in which operands are contiguous.
+            speed: Over the timings of the kind (`training_speed`).
         """
         fit = self.gemm.get(kind) or self.gemm[KernelKind.HALF]
         width = OPERAND_BYTES[kind] if operand_bytes is None else operand_bytes
         bandwidth = device.memory_bytes_per_s * self.memory_share
         moved = groups * ((rows + columns) * depth * width + rows * columns * output_bytes)
         grouped = grouped and groups > 1
-        share = self.sustained(kind) * (self.steps.grouped_share if grouped else 1.0)
+        share = self.sustained(kind) * speed * (self.steps.grouped_share if grouped else 1.0)
         if not aligned:
             share *= _MISALIGNED_SHARE if grouped or groups == 1 else _MISALIGNED_BATCH_SHARE
         beside = min(groups, streams) if streams else groups
@@ -320,6 +322,11 @@ def data(name: str) -> Mapping[str, Any]:
 def memory_ramp_s() -> float:
     """Return the seconds of a memory-bound kernel beyond its traffic: small kernels reach less of the bandwidth."""
     return float(data("devices")["memory"]["ramp_s"])
+
+
+def training_speed(dtype: str) -> float:
+    """Return the speed of a training library's products of `dtype` over the timings of their class (`KernelKind`)."""
+    return float(data("gemm")["training"]["by_dtype"].get(dtype, 1.0))
 
 
 def cast_bytes(dtype: str, family: str) -> float:

@@ -280,6 +280,8 @@ class Study:
             "source": "geometric mean over DeepGEMM (forward) and torchao (with backward, 8 bits with casts)",
         }
         head = {"source": _PAPERS, "date": date, "how": _HOW, "sustained": self.sustained, "grouped": grouped}
+        # no row of the table: what a library's authors published beside it stays
+        head["training"] = kernels.data("gemm")["training"]
         return {**head, "families": families, "devices": devices}
 
     def attention_data(self, date: str) -> dict[str, Any]:

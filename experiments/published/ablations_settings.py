@@ -394,7 +394,7 @@ FORMATS = [
         ("mxfp8", "fp4"),
         (4, 16, 4, 1, 8),
         1166 / 783,
-        "the cause is not known",
+        "",
     ),
     (
         "llama-3.1-70b",
@@ -403,7 +403,7 @@ FORMATS = [
         ("mxfp8", "fp4"),
         (1, 4, 16, 1, 5),
         7296 / 4864,
-        "the cause is not known",
+        "",
     ),
 ]
 

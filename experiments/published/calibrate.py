@@ -39,6 +39,7 @@ from autoplan.calibration.steps import PlannedStep
 from autoplan.calibration.tables import constants_table, stored
 from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.constants import OF_FAMILY, Constants
+from autoplan.cost_models.kernels.gpu import family_of
 from autoplan.errors import AutoplanError
 from autoplan.report.files import write_text
 from experiments.published.intervals import Interval, groups_table, interval, interval_text, stored_intervals
@@ -178,6 +179,24 @@ def origin(source: str) -> str:
     return repository.group(0) if repository else re.split(r";| \(|,? (?:Table|Fig|p\.|section)", source)[0].strip()
 
 
+def part_of(cases: Sequence[Case], experts: bool, family: str) -> tuple[list[Case], set[str]]:
+    """Return the cases of models with experts, or of dense models on a family of devices, and the others' campaigns.
+
+    Raises: AutoplanError for both at once, and for a family that no case has, with those that there are.
+    """
+    if experts and family:
+        raise AutoplanError(f"--experts and --family {family}: one part of the steps is fitted at a time")
+    if not experts and not family:
+        return list(cases), set()
+    families = [family_of(case.task.cluster.device) or "none" for case in cases]
+    if family and family not in families:
+        raise AutoplanError(f"--family {family!r}: there is only {', '.join(sorted(set(families)))}")
+    dense = [not case.task.shape.num_experts for case in cases]
+    mine = [not d if experts else d and f == family for d, f in zip(dense, families, strict=True)]
+    left = {case.row["campaign"] for case, own in zip(cases, mine, strict=True) if not own}
+    return [case for case, own in zip(cases, mine, strict=True) if own], left
+
+
 def merged_constants(before: Mapping[str, Any], now: Mapping[str, Any], mixed: Collection[str]) -> dict[str, Any]:
     """Return the data of a constants file after a fit of some of its constants to some of the steps.
 
@@ -217,6 +236,9 @@ def main(
     experts: Annotated[
         bool, typer.Option("--experts", help="only steps of models with experts; the rest of --start stays as it is")
     ] = False,
+    family: Annotated[
+        str, typer.Option(help="only dense steps on this family of devices; the rest of --start stays as it is")
+    ] = "",
     looseness: Annotated[float, typer.Option(help="factor on the widths of all priors")] = 1.0,
     jobs: Annotated[int, typer.Option(min=1, help="processes")] = 2,
     date: Annotated[str, typer.Option(help="stored with the constants; today by default")] = "",
@@ -231,14 +253,14 @@ def main(
         if small is not None:
             more_rows = read_rows(small)
             cases += cases_of(chosen(more_rows, "", "", limit), more_rows)
-        if experts and start is None:
-            raise AutoplanError("--experts fits some of the constants: --start with the others is needed")
-        left = {case.row["campaign"] for case in cases if experts and not case.task.shape.num_experts}
-        cases = [case for case in cases if case.task.shape.num_experts or not experts]
+        apart = "--experts" if experts else "--family" if family else ""
+        if apart and start is None:
+            raise AutoplanError(f"{apart} fits some of the constants: --start with the others is needed")
+        cases, left = part_of(cases, experts, family)
         # not those as shipped: priors around values of an earlier fit would count its steps twice
         begin = Constants() if start is None else Constants.load(start)
         begin.with_(dict.fromkeys(filter(None, (only + "," + without).split(",")), 1.0))  # names are known
-        if experts:  # from assumed values, for the same reason
+        if apart:  # from assumed values, for the same reason
             begin = begin.with_({n: Constants().values[n] for n in only.split(",") if n})
         wanted = [n for n in begin.values if begin.values[n] and (not only or n in only.split(","))]
         wanted = [n for n in wanted if n not in without.split(",")]
@@ -272,7 +294,7 @@ def main(
             unseen = unseen_errors(all_steps, held, fitted.constants, price)
         # intervals are for steps that the model is meant for: those far off would stretch them over orders of magnitude
         intervals = [interval(steps, held.errors, aimed) for aimed in AIMED]
-        kinds = ("experts",) if experts else ("dense", "network", "experts", "host")
+        kinds = {"--experts": ("experts",), "--family": ()}.get(apart, ("dense", "network", "experts", "host"))
         names = (*kinds, *sorted({name for name in of_step if OF_FAMILY in name}))
         stated = {name: stated_interval(of_step, steps, held.errors, name) for name in names}
     except AutoplanError as exc:
@@ -294,14 +316,15 @@ def main(
             if found is not None
         },
         # of all steps of a campaign, with constants fitted without it
-        "unseen": mean_errors([step.group for step in all_steps], unseen),
-        "unseen_models": mean_errors(models, unseen),
+        # of one family: a part of most campaigns and of all dense models, whose figures are those of a fit of all
+        "unseen": {} if family else mean_errors([step.group for step in all_steps], unseen),
+        "unseen_models": {} if family else mean_errors(models, unseen),
         "date": date or datetime.date.today().isoformat(),
         "sources": sorted({origin(case.row["source"]) for case in cases}),
     }
     result = stored(steps, fitted, held, more)
-    if experts and start is not None:
-        mixed = left & {step.group for step in all_steps}
+    if apart and start is not None:
+        mixed = set() if family else left & {step.group for step in all_steps}
         result = merged_constants(json.loads(start.read_text(encoding="utf-8")), result, mixed)
     if write is not None:
         write_text(write, json.dumps(result, indent=1) + "\n")

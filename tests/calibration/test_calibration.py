@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from autoplan.calibration.fit import (
@@ -521,6 +522,13 @@ def test_the_experiment_writes_constants_with_sources(catalog_graph: None, tmp_p
     assert Constants.load(out).sustained_hopper == entry["value"]
     assert {"dense", "dense of hopper"} <= found["step_intervals"].keys() <= {"dense", "host", "dense of hopper"}
     assert found["error"]["in_sample"] < found["error"]["before"]
+    for more, words in (
+        ({"family": "hopper"}, "--start"),
+        ({"family": "blackwell", "start": out}, "only hopper"),
+        ({"family": "hopper", "experts": True, "start": out}, "one part"),
+    ):
+        with pytest.raises(typer.BadParameter, match=words):
+            experiment.main(data, jobs=1, **more)
 
 
 def test_a_fit_of_some_steps_keeps_what_it_says_nothing_about() -> None:

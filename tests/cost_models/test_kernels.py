@@ -13,7 +13,14 @@ from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware import catalog
 from autoplan.cost_models.hardware.parts import Device
 from autoplan.cost_models.kernels import gpu as kernels
-from autoplan.cost_models.kernels.gpu import KernelKind, KernelTimings, cast_bytes, kernels_of
+from autoplan.cost_models.kernels.gpu import (
+    KernelKind,
+    KernelTimings,
+    cast_bytes,
+    kernel_kind,
+    kernels_of,
+    training_speed,
+)
 from autoplan.cost_models.kernels.operations import op_s, roofline_s
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.work import OpWork
@@ -229,13 +236,41 @@ def test_attention_in_8_bits_gains_less_where_heads_are_short() -> None:
     assert gain(128, catalog.device("a100-sxm4-80gb")) == 1.0  # no products in 8 bits
 
 
-def test_scales_per_block_cost_another_copy_where_any_layout_can_be_multiplied() -> None:
-    """Blackwell: per tensor one copy of 8 bits, per 32 elements two; Hopper transposes in either case."""
+def test_casts_and_products_take_what_transformer_engine_published() -> None:
+    """B300, 15,872 tokens of a layer: casts of its forward and all its products, of several formats."""
     assert cast_bytes("bfloat16", "blackwell") == 0
-    assert cast_bytes("float4", "blackwell") == 2 + 2 * (1 / 2 + 1 / 16)  # two copies with a scale per 16
-    assert (
-        cast_bytes("float8", "blackwell") < cast_bytes("float8", "hopper") < cast_bytes("float8_block32", "blackwell")
-    )
+    assert cast_bytes("float4", "blackwell") == 2 + 2 + 2 * (1 / 2 + 1 / 16)  # read twice, two copies with scales
+    b300, tokens, hidden, inner = catalog.device("b300-sxm-288gb"), 15_872, 4096, 16_384
+    sides = ((hidden, 3 * hidden), (hidden, hidden), (hidden, inner), (inner, hidden))
+    sizes = [(tokens, n, k) for k, n in sides] + [(tokens, k, n) for k, n in sides] + [(k, n, tokens) for k, n in sides]
+
+    def products_ms(dtype: str) -> float:
+        device, kind, speed = replace(b300, peak_flops=b300.flops(dtype)), kernel_kind(dtype), training_speed(dtype)
+        return 1e3 * sum(known(b300).product_s(device, kind, *s, speed=speed).busy_s for s in sizes)
+
+    assert products_ms("float8") == pytest.approx(6.81, rel=0.1)
+    assert products_ms("float8_block32") / products_ms("float8") == pytest.approx(7.16 / 6.81, rel=0.01)
+    assert products_ms("float4") / products_ms("float8") == pytest.approx(3.76 / 6.81, rel=0.01)
+    elements = tokens * (3 * hidden + inner) + hidden * (4 * hidden + 2 * inner)
+    bandwidth = b300.memory_bytes_per_s * Constants.shipped().memory_share
+    for dtype, milliseconds in {"float8": 0.721, "float8_block32": 0.482, "float4": 0.678}.items():
+        found = elements * cast_bytes(dtype, "blackwell") / bandwidth
+        assert found * 1e3 == pytest.approx(milliseconds, rel=0.2)
+
+
+def test_a_value_is_cast_once_for_all_products_that_read_it() -> None:
+    x, w = TensorFacts((8192, 8192), "bfloat16", True), TensorFacts((8192, 8192), "bfloat16", True)
+    first = OpWork("linear", (x, w), (x,), (("matmul_dtype", "float8"),), 2.0 * 8192**3, 1e6)
+    again = replace(first, attrs=(*first.attrs, ("cast_before", True)))
+    peak = replace(H100, peak_flops=H100.flops("float8"))
+    saved = seconds(first, peak) - seconds(again, peak)
+    bandwidth = H100.memory_bytes_per_s * Constants.shipped().memory_share
+    assert saved == pytest.approx(x.num_elements * cast_bytes("float8", "hopper") / bandwidth)
+    assert seconds(first, peak, "backward") == seconds(again, peak, "backward")  # gradients differ
+
+
+def test_formats_of_8_bits_are_close_in_whole_products() -> None:
+    """Scales per 32 elements: slower products, and casts that read once."""
     b200 = catalog.device("b200-sxm-180gb")
     assert b200.flops("float8_block32") == b200.flops("float8")
     x, w = TensorFacts((16384, 8192), "bfloat16", True), TensorFacts((8192, 8192), "bfloat16", True)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from autoplan.config.parallel import Mode
 from autoplan.cost_models.hardware.cluster import Cluster, Group
-from autoplan.cost_models.kernels.operations import interpolated_s, op_s, phase_bytes, phase_flops
+from autoplan.cost_models.kernels.operations import interpolated_s, op_s
+from autoplan.cost_models.kernels.products import phase_bytes, phase_flops
 from autoplan.cost_models.network.collectives import group_collective_s
 from autoplan.cost_models.profile import ErrorStats, LinkRecord, MeasuredOp, Profile, Timing, known
 from autoplan.cost_models.quantity import Tag

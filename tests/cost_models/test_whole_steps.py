@@ -151,6 +151,16 @@ def test_modules_of_megatron_start_their_products_together() -> None:
     assert host_s(work, "forward", eager).mid == host_s(alone, "forward", eager).mid
 
 
+def test_keys_values_and_up_read_what_queries_and_gate_have_cast() -> None:
+    """Of the seven products of a layer, three read a value that another one has cast. In 16 bits nothing is cast."""
+    for precision, again in (("fp8", 3), ("bf16", 0)):
+        layer = layer_of(fused_workload("llama-3.1-8b", precision=precision))
+        products = [op for op in layer.ops if op_kind(op.op) is OpKind.PRODUCT]
+        marked = [dict(op.attrs).get("cast_before", False) for op in products]
+        assert len(products) == 7 and sum(marked) == again, precision
+        assert not marked[0] and not marked[-1]
+
+
 def test_small_micro_batches_wait_for_the_host_and_large_ones_do_not() -> None:
     """Micro-batches of 128 tokens: the floor; of 8,192: the device's own time."""
     fast, slow = (Constants.shipped().with_({"host_fused_s": s}) for s in (1e-6, 4e-4))

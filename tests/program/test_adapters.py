@@ -16,7 +16,7 @@ from autoplan.catalog import load_model
 from autoplan.config.adapters import PACKED_BYTES, Adapters, read_adapters
 from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.kernels.operations import phase_flops
+from autoplan.cost_models.kernels.products import phase_flops
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.adapters import with_adapters

@@ -105,6 +105,8 @@ def jobset(data: Any) -> None:
     assert spec["parallelism"] == spec["completions"] == 2 and data["spec"]["failurePolicy"]["maxRestarts"] == 7
     (container,) = spec["template"]["spec"]["containers"]
     assert container["command"][-5:] == WORDS and container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    (mount,), (volume,) = container["volumeMounts"], spec["template"]["spec"]["volumes"]
+    assert mount == {"name": volume["name"], "mountPath": "/dev/shm"} and volume["emptyDir"] == {"medium": "Memory"}
     name, group = data["metadata"]["name"], job["name"]  # the host name that JobSet gives its first pod
     assert f"{name}-{group}-0-0.{name}:29500" in container["command"]
 

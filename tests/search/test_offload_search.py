@@ -16,6 +16,7 @@ from autoplan.cost_models.memory.ranks import MemoryModel
 from autoplan.errors import PinError
 from autoplan.search import planner
 from autoplan.search.estimate import estimate_config
+from autoplan.search.layout_store import LayoutStore
 from autoplan.search.layouts import LayoutCache
 from autoplan.search.planner import NothingFits, PlanRequest, SearchResult, search_plan
 from autoplan.search.request import offloaded, space_of
@@ -281,7 +282,7 @@ def test_offload_that_cannot_help_is_not_priced(share: float, monkeypatch: pytes
 
     def searched() -> tuple[float, int]:
         priced.clear()
-        result = search_plan(r)
+        result = search_plan(replace(r, layouts=LayoutStore()))  # each begins anew
         assert result.certificate.open == 0 and result.certificate.gap == 0.0
         return result.plans[0].estimate.step_time_s.mid, sum(bool(c.offload) for c in priced)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -37,7 +38,7 @@ from autoplan.config.pins import Pins
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.errors import PinError
-from autoplan.planning import cheapest_program, plan_program, ways_to_run
+from autoplan.planning import SoFar, cheapest_program, plan_program, ways_to_run
 from autoplan.plans.record import Plan
 from autoplan.program.facts import Facts
 from autoplan.program.legality import check_pins
@@ -376,11 +377,14 @@ Way = tuple[bool, bool]
 OP_BY_OP, COMPILED, IN_PIECES = (False, False), (True, False), (True, True)
 
 
-def _planned(steps_s: dict[Way, float]) -> Callable[[bool, bool], tuple[Plan, Any]]:
+def _planned(steps_s: dict[Way, float]) -> Callable[[bool, bool, SoFar], tuple[Plan, Any]]:
     """What `parallelize` plans with: steps of these prices, or a refusal."""
+    known = [math.inf]
 
-    def planned(compiled: bool, async_tp: bool) -> tuple[Plan, Any]:
+    def planned(compiled: bool, async_tp: bool, so_far: SoFar) -> tuple[Plan, Any]:
+        assert so_far.step_s == min(known)
         seconds = steps_s.get((compiled, async_tp))
+        known.append(math.inf if seconds is None else seconds)
         if seconds is None:
             raise PinError(f"refused, compiled={compiled}")
         step = SimpleNamespace(step_time_s=Quantity.spread(seconds, 0.0, Tag.ASSUMED))

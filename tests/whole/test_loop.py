@@ -12,6 +12,7 @@ import pytest
 import torch
 from harness import pool
 
+import autoplan
 from autoplan.runtime.given_module import GivenModule
 from autoplan.runtime.outputs import why_no_outputs
 from autoplan.runtime.param_groups import grouped_parameters, settings_of
@@ -85,6 +86,22 @@ def test_gradients_that_nobody_uses_are_named_once() -> None:
         pm.step(batch)
     assert seen[0].filename == __file__
     pm.step(batch)  # once
+
+
+def test_batches_are_not_added_up_where_the_loss_cannot_be() -> None:
+    """Its denominator is of the whole batch, as in Hugging Face's label smoothing."""
+
+    def loss_fn(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        padding = batch["labels"].eq(0)
+        return output.square().sum(-1).masked_fill(padding, 0.0).sum() / (padding.numel() - padding.sum())
+
+    batch = {"input": torch.ones(2, 3, 4), "labels": torch.ones(2, 3, dtype=torch.long)}
+    model = torch.nn.Linear(4, 4)
+    wanted = loss_fn(model(batch["input"]), batch).item()
+    pm = autoplan.parallelize(model, "local", example_inputs=batch, loss_fn=loss_fn, global_batch_size=2)
+    assert pm.step(batch).item() == pytest.approx(wanted)
+    with pytest.raises(ValueError, match=r"rsub_scalar at .*, so a step takes one batch; it was given 2"):
+        pm.step([batch, batch])
 
 
 def test_an_optimizer_is_one() -> None:

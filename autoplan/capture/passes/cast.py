@@ -9,14 +9,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from autoplan.units import most
+
 
 def main_dtype(model: nn.Module) -> torch.dtype | None:
     """Return the floating dtype that most parameter elements have; None without any."""
-    counts: dict[torch.dtype, int] = {}
-    for p in model.parameters():
-        if p.is_floating_point():
-            counts[p.dtype] = counts.get(p.dtype, 0) + p.numel()
-    return max(counts, key=lambda d: counts[d]) if counts else None
+    return most((p.dtype, p.numel()) for p in model.parameters() if p.is_floating_point())
 
 
 @contextmanager
