@@ -10,6 +10,7 @@ and in every `CONTENTS_EVERY`-th step.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,8 @@ def _as_integer(number: float | torch.Tensor) -> torch.Tensor:
 
 
 def _as_number(bits: int) -> float:
-    return float(torch.tensor(bits, dtype=torch.int64).view(torch.float64))
+    number: float = struct.unpack("=d", struct.pack("=q", bits))[0]
+    return number
 
 
 def _named(batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -272,11 +274,10 @@ class Batches:
             return Counts(tuple(torch.as_tensor(labels, dtype=torch.float64).reshape(-1).tolist()), (samples,))
         mine = 0 if problem is not None else fingerprint(_named(batches), None if contents else 0)
         num, width = self._mesh.size("dp"), 3 + len(self._spec.loss_counts)
-        sent, begin = torch.full((1 + width * num,), _LEAST, dtype=torch.int64), 1 + width * data_rank
-        sent[0] = int(problem is not None)
+        entries, begin = [int(problem is not None), *[_LEAST] * (width * num)], 1 + width * data_rank
         if problem is None:
-            sent[begin : begin + 3] = torch.tensor([mine, -mine, samples])
-        sent = sent.to(self._device, non_blocking=True)
+            entries[begin : begin + 3] = [mine, -mine, samples]
+        sent = torch.tensor(entries, dtype=torch.int64).to(self._device, non_blocking=True)
         if problem is None:
             sent[begin + 3 : begin + width] = _as_integer(labels)
         dist.all_reduce(sent, op=dist.ReduceOp.MAX)

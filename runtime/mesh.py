@@ -71,6 +71,7 @@ class AxisMesh:
         self._sizes = _checked_axes(axes)
         self._members: dict[str, tuple[str, ...]] = {name: (name,) for name in self._sizes}
         self._members |= _checked_groups(groups, tuple(self._sizes))
+        self._products = {name: math.prod(self._sizes[a] for a in atoms) for name, atoms in self._members.items()}
         # Distance in ranks between neighbours along each atomic axis: the product of the sizes after it.
         names = tuple(self._sizes)
         self._steps = {n: math.prod(self._sizes[m] for m in names[i + 1 :]) for i, n in enumerate(names)}
@@ -213,7 +214,8 @@ class AxisMesh:
 
     def size(self, axes: Axes) -> int:
         """Return the number of ranks along ``axes``."""
-        return math.prod(self._sizes[a] for a in self.atoms(axes))
+        known = self._products.get(axes) if isinstance(axes, str) else None
+        return math.prod(self._sizes[a] for a in self.atoms(axes)) if known is None else known
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of ``axis`` that holds this rank.

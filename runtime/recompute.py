@@ -30,10 +30,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autoplan.runtime.side_stream import SideStream, Waiting
 
 Outs = torch.Tensor | tuple[torch.Tensor, ...]
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # not simulated: what nearly every call is about
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:
     """Return `x`, or the tensor of the first simulated rank."""
+    if type(x) in _PLAIN:
+        return x
     parts = getattr(x, "_local_tensors", None)
     return x if parts is None else next(iter(parts.values()))
 

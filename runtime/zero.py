@@ -160,7 +160,7 @@ class _AllReduce(GradientSync):
         self._open: list[set[int]] = []  # per bucket: parameters without a complete gradient
         self._next = 0  # the first bucket whose reduction has not started
         self._beside = beside is not None and compression is None
-        self._pending: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
+        self._pending: list[tuple[dist.Work, torch.Tensor, list[nn.Parameter]]] = []
         if beside is not None and self._beside:
             for index, (_, bucket) in enumerate(self._buckets):
                 for p in bucket:
@@ -192,9 +192,9 @@ class _AllReduce(GradientSync):
             self._start(self._next)
             if len(self._pending) == 2:
                 # Two in flight: one is sent while the next is filled. More would only hold memory.
-                _unpack(*self._pending.pop(0))
+                _hand_out(*self._pending.pop(0))
         for entry in self._pending:
-            _unpack(*entry)
+            _hand_out(*entry)
         if self._lane is not None:
             torch.cuda.current_stream(self._lane.device).wait_stream(self._lane)
         self._pending, self._open, self._next = [], [], 0
@@ -203,16 +203,17 @@ class _AllReduce(GradientSync):
         """Start to reduce the gradients of a bucket that exist; the same gradients exist on all ranks."""
         self._next = index + 1
         group, parameters = self._buckets[index]
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        there = [p for p in parameters if p.grad is not None]
+        gradients = [p.grad for p in there if p.grad is not None]
         if not gradients:
             return
         if self._lane is None:
-            self._pending.append(_all_reduce(gradients, group))
+            self._pending.append((*_all_reduce(gradients, group), there))
             return
         # The optimizer waits for the lane, so that no gradient is freed before the lane is done with it.
         self._lane.wait_stream(torch.cuda.current_stream(self._lane.device))
         with torch.cuda.stream(self._lane):
-            _unpack(*_all_reduce(gradients, group))  # this makes the lane wait, not the host
+            _unpack(*_all_reduce(gradients, group), gradients)  # this makes the lane wait, not the host
 
 
 def _by_replicas(
@@ -228,16 +229,27 @@ def _by_replicas(
     return [(found, mine) for found, mine in ((group, usual), (apart_group, rest)) if found is not None]
 
 
-def _all_reduce(
-    gradients: list[torch.Tensor], group: dist.ProcessGroup
-) -> tuple[dist.Work, torch.Tensor, list[torch.Tensor]]:
+def _all_reduce(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
     if len(gradients) == 1 and gradients[0].is_contiguous():
         flat = gradients[0]  # reduced in place, without a copy
     else:
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     work = dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group, async_op=True)
     assert work is not None  # async_op=True
-    return work, flat, gradients
+    return work, flat
+
+
+def _hand_out(work: dist.Work, flat: torch.Tensor, parameters: list[nn.Parameter]) -> None:
+    """Give each parameter its part of a reduced bucket as its gradient, without a copy.
+
+    Not beside computing: a stream may still read the gradients that are freed here.
+    """
+    work.wait()
+    if parameters[0].grad is flat:
+        return
+    parts = torch.split(flat, [p.numel() for p in parameters])
+    for p, part in zip(parameters, parts, strict=True):
+        p.grad = part.view(p.shape)
 
 
 def _unpack(work: dist.Work, flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:

@@ -548,7 +548,7 @@ class _Search:
                 return
             if complexity(candidate) >= least or not (candidate in self.cutters or self._prepare(candidate)):
                 continue
-            if self._refine(candidate, math.nextafter(below, math.inf)) <= below:
+            if self.bounds[candidate] <= below and self._refine(candidate, math.nextafter(below, math.inf)) <= below:
                 self._evaluate(candidate, below, num_cuts(candidate))
                 least = self._complexity(self.plans.equals(self._complexity)[0])
 

@@ -222,7 +222,7 @@ class StateBounds:
         if schedule.windows:
             bound = total / (1.0 - (1.0 - 1.0 / m) ** c.pp)
         elif num_copies(c.schedule) == 1:
-            cuts = (self._ranks_s(c, a, cut, np.zeros((1, c.pp))).max(axis=1) for cut in self._cuts(c))
+            cuts = (self._ranks_s(c, a, cut).max(axis=1) for cut in self._cuts(c))
             bound = np.maximum(bound, np.array(list(cuts)).min(axis=0))
         return bound + a.beside
 
@@ -297,18 +297,14 @@ class StateBounds:
             self._chunks[key] = np.diff(one.cumsum(axis=0)[[0, *np.cumsum(cut)]], axis=0)
         return self._chunks[key]
 
-    def _ranks_s(self, c: ParallelConfig, a: _Passes, cut: Sequence[int], again: Array) -> Array:
-        """Return per candidate and rank the seconds of all micro-batches, and those before its first stage starts.
-
-        Args:
-            again: seconds of recompute per micro-batch, by candidate and rank.
-        """
+    def _ranks_s(self, c: ParallelConfig, a: _Passes, cut: Sequence[int]) -> Array:
+        """Return per candidate and rank the seconds of all micro-batches, and those before its first stage starts."""
         held, ranks = self._held(cut), _ranks_of(c.schedule, c.pp, c.virtual_stages)
         forward, backward = a.forward @ held.T, a.backward @ held.T
         before = forward if SCHEDULES[c.schedule].split_backward else forward + backward
         waits = (before.cumsum(axis=1) - before)[:, ranks.first]
         each = (forward + backward) @ ranks.holds.T
-        out: Array = c.num_micro_batches * (each + again) + waits
+        out: Array = c.num_micro_batches * each + waits
         return out
 
     # -- the memory there is ------------------------------------------------------------------------------------------
@@ -320,8 +316,12 @@ class StateBounds:
                 for row in np.flatnonzero(found < below_s).tolist():
                     found[row] = max(found[row], self._whole_units_that_fit_s(c, a, row) + a.beside[row])
             return found
-        cuts = [self._ranks_s(c, a, cut, self._forced_s(c, a, cut)).max(axis=1) for cut in self._cuts(c)]
-        best: Array = np.array(cuts).min(axis=0)
+        best = np.full(len(a.beside), np.inf)
+        for cut in self._cuts(c):
+            found = self._ranks_s(c, a, cut)
+            if (found.max(axis=1) + a.beside < below_s).any():
+                found = found + c.num_micro_batches * self._forced_s(c, a, cut)
+            best = np.minimum(best, found.max(axis=1))
         return best + a.beside
 
     def _any_cut_s(self, c: ParallelConfig, a: _Alike) -> Array:
@@ -353,7 +353,8 @@ class StateBounds:
     def _whole_units_that_fit_s(self, c: ParallelConfig, a: _Alike, row: int) -> float:
         """Return the least of  max_s (m T_s + sum_{i<s} T_i)  over all cuts into whole units; inf if none fits.
 
-        T_s has the least seconds of recompute with which stage s fits, whatever the choices of its units are.
+        T_s has the least seconds of recompute with which stage s fits, whatever the choices of its units are. While its
+        last unit runs backward, no other one is freed yet.
         """
         pp, m, kinds = c.pp, c.num_micro_batches, self.time.kinds
         held = most_held(c.schedule, pp, m, 1).held
@@ -363,6 +364,11 @@ class StateBounds:
 
         lacks = windows(a.states[row]) - (a.room[row] - a.free_saved * held)[:, None, None]  # without activations
         lacks = lacks / held[:, None, None]
+        crosses, transient = self.memory.beside_ends  # a stage holds what it receives and sends, too
+        lacks = lacks + by_stage(crosses[:, None] + crosses[None, :], pp)
+        lacks += (
+            by_stage(np.tile(transient - self.memory.least_transient, (len(transient), 1)), pp) / held[:, None, None]
+        )
         again = np.zeros(lacks.shape)
         one = _rows(a, np.array([row]))
         prices = _prices(one)[0]

@@ -288,6 +288,15 @@ class LeastMemory:
         """The fewest transient bytes of a unit's backward."""
         return float(self._transient.min())
 
+    @cached_property
+    def beside_ends(self) -> tuple[Array, Array]:
+        """By end of a stage (behind how many units it is) the bytes of a micro-batch that cross there, if they are held
+        and no other term holds them, and the transient bytes of the backward of the unit before.
+        """
+        sent = self._sent.copy()
+        sent[-1] = 0.0
+        return np.concatenate([[0.0], sent]), np.concatenate([[0.0], self._transient])
+
     def _bytes_each(self, config: ParallelConfig, most: MostHeld | None = None) -> Array:
         """Return the bytes per element of the terms of states (rows), by kind of parameter, at the moments of `most`.
 

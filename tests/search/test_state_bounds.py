@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from autoplan.catalog import load_model
@@ -143,6 +144,36 @@ def test_kinds_of_offload_bound_each_other(model: str, tp: int, mode: Mode, ever
                     assert all(other == math.inf for other in out), (c, share, host)
                     beyond += len(out)
     assert min(bounded, together, beyond) > 3, (bounded, together, beyond)
+
+
+@pytest.mark.parametrize(("model", "tp", "mode", "every"), [(*CASES[0][:3], 3), (*CASES[2][:3], 17)])
+def test_stages_of_whole_units_hold_what_crosses_their_ends(
+    model: str, tp: int, mode: Mode, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes bounds stronger, as what their last units need does, and no plan is faster than they say."""
+    r = request(model, tp, mode)
+    points, stronger, checked = LayoutCache(r), 0, 0
+    plain = [c for c in space_of(r).candidates if c.pp > 1 and c.schedule == "1F1B"]
+    for candidate in plain[::every]:
+        points.room = Room(1e15)
+        cutter, point = points.cutter(candidate), points.of(candidate)
+        assert cutter is not None and point is not None
+        needed, fixed = cutter.shortage().needed_bytes, FixedMemory(point.workload, r.cluster).of(candidate).mid
+        for share in (0.9, 1.0, 1.02, 1.1, 1.3):
+            points.room = Room(fixed + share * (needed - fixed))
+            points._cutters.clear()
+            limited = points.cutter(candidate)
+            assert limited is not None
+            ((_, bound),) = points.state_bounds([candidate], ANY) or ()
+            memory = points.least_memory(point)
+            with monkeypatch.context() as without:
+                crosses, transient = memory.beside_ends
+                least = np.full(transient.shape, memory.least_transient)
+                without.setitem(memory.__dict__, "beside_ends", (0.0 * crosses, least))
+                ((_, before),) = points.state_bounds([candidate], ANY) or ()
+            assert before <= bound <= step_s(limited), (candidate, share)
+            checked, stronger = checked + 1, stronger + (bound > 1.001 * before)
+    assert stronger > checked / 20, (checked, stronger)
 
 
 def test_candidates_are_bounded_together_as_one_by_one() -> None:
