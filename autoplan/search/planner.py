@@ -333,7 +333,7 @@ class _Search:
                 if term is not None:
                     self._decide(less_offloaded(self.request, candidate), (Outcome.TOO_BIG, term))
             else:
-                self.bounds[candidate] = bound
+                self.bounds[candidate] = bound = max(bound, self.bounds[candidate])  # perhaps weaker
                 least = cutter.less_on_host_s() if bound >= cutoff_s and isinstance(cutter, ChunkCutter) else 0.0
                 for other in less_offloaded(self.request, candidate) if least else ():
                     if other in self.bounds:
