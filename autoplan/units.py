@@ -50,6 +50,19 @@ def most(sizes: Iterable[tuple[_Kind, int]]) -> _Kind | None:
     return max(sums, key=sums.__getitem__, default=None)
 
 
+def bytes_text(size: float) -> str:
+    """Return a number of bytes with four digits, in GB, MB, kB or bytes, so that none but 0 reads as 0.
+
+    Example:
+        >>> bytes_text(12.3456e9), bytes_text(3.2e5), bytes_text(12)
+        ('12.35 GB', '320 kB', '12 bytes')
+    """
+    for unit, name in ((GB, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.4g} {name}"
+    return f"{size:.0f} bytes"
+
+
 def dtype_bytes(dtype: str) -> int:
     """Return the bytes of one element. Raises KeyError, with the known names, for an unknown dtype."""
     if dtype not in DTYPE_BYTES:

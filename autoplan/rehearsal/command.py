@@ -17,6 +17,7 @@ from autoplan.report.data import report, to_text
 from autoplan.report.request import import_from_here
 from autoplan.report.text import console
 from autoplan.report.waiting import INCOMPLETE, Countdown, waiting
+from autoplan.units import bytes_text
 
 
 def rehearse_command(plan: Path, ranks: str, as_json: bool) -> str | None:
@@ -72,11 +73,11 @@ def show_rank(rank: RankReport) -> None:
     for row in rank.rows:
         table.add_row(row.name, *(_shown(value, row) for value in (row.expected, row.observed)))
     out.print(table)
-    low, _, high = (size / 1e9 for size in rank.predicted_bytes)
+    low, _, high = rank.predicted_bytes
     out.print(
-        f"memory of tensors predicted from {low:.2f} to {high:.2f} GB on the device; the peak above is of the kernels "
-        f"of a CPU, {percent(MEMORY_TOLERANCE)} are tolerated ({percent(UNKNOWN_KERNELS_TOLERANCE)} without the "
-        "model's graph)"
+        f"memory of tensors predicted from {bytes_text(low)} to {bytes_text(high)} on the device; the peak above is of "
+        f"the kernels of a CPU, {percent(MEMORY_TOLERANCE)} are tolerated ({percent(UNKNOWN_KERNELS_TOLERANCE)} "
+        "without the model's graph)"
     )
     for text in rank.differences:
         out.print(f"DIFFERS: {text}")
@@ -86,5 +87,5 @@ def _shown(value: float | None, row: Row) -> str:
     if value is None:
         return "-"
     if row.unit == "bytes":
-        return f"{value / 1e9:.4g} GB" if value >= 1e6 else f"{value:,.0f} bytes"
+        return bytes_text(value)
     return f"{value:,.0f} time{'s' if value != 1 else ''}" if row.unit == "times" else f"{value:.6g}"

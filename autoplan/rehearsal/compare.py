@@ -21,6 +21,7 @@ from autoplan.errors import RehearsalError
 from autoplan.rehearsal.expected import Expected, Messages
 from autoplan.rehearsal.rank import Observed
 from autoplan.runtime.convert import OTHER_GROUP
+from autoplan.units import bytes_text
 
 MEMORY_TOLERANCE = 0.10  # of the predicted bytes of all tensors at the fullest moment
 UNKNOWN_KERNELS_TOLERANCE = 0.35
@@ -205,11 +206,11 @@ def _memory(observed: Observed, said: Expected, num_stages: int) -> tuple[list[s
     allowed = max(tolerance * expected, MEMORY_FLOOR_BYTES)
     wrong = []
     if abs(sum(states) - predicted) > max(STATE_TOLERANCE * predicted, MEMORY_FLOOR_BYTES):
-        wrong.append(f"{what} take {sum(states) / 1e9:.2f} GB, predicted are {predicted / 1e9:.2f} GB")
+        wrong.append(f"{what} take {bytes_text(sum(states))}, predicted are {bytes_text(predicted)}")
     if judged and not least - allowed <= observed.peak_bytes <= expected + allowed:
-        kernels = f" with the kernels of a CPU, {mid / 1e9:.2f} GB with those of the device" if known else ""
+        kernels = f" with the kernels of a CPU, {bytes_text(mid)} with those of the device" if known else ""
         wrong.append(
-            f"the peak of its tensors is {observed.peak_bytes / 1e9:.2f} GB, predicted are {expected / 1e9:.2f} GB"
-            f"{kernels} ({low / 1e9:.2f} to {high / 1e9:.2f}); more than {tolerance:.0%} apart"
+            f"the peak of its tensors is {bytes_text(observed.peak_bytes)}, predicted are {bytes_text(expected)}"
+            f"{kernels} ({bytes_text(low)} to {bytes_text(high)}); more than {tolerance:.0%} apart"
         )
     return wrong, rows

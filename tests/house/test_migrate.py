@@ -96,5 +96,7 @@ def test_the_lightning_module_of_the_page_trains_as_a_plain_loop(tmp_path: Path)
             losses.append(loss.item())
         scheduler.step()
     evaluated = nn.functional.mse_loss(model(features), targets).item()
-    found = [float(x) for x in re.findall(r"loss (\d+\.\d+)", run(LIGHTNING, 2, tmp_path))]
-    assert found == pytest.approx([sum(losses) / len(losses), evaluated], rel=1e-5)
+    for num, resumed in ((2, ()), (1, ("checkpoints/epoch=1.ckpt",))):
+        said = run(LIGHTNING, num, tmp_path, *resumed)
+        found = [float(x) for x in re.findall(r"loss (\d+\.\d+)", said)]
+        assert "steps 24," in said and found == pytest.approx([sum(losses) / len(losses), evaluated], rel=1e-5)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from torch.export import _trace
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_structure
 from torch.utils._sympy.value_ranges import ValueRanges
 
@@ -29,6 +29,9 @@ _VIOLATION = re.compile(r"^  - .*", re.MULTILINE)
 _IS_A_BOUND = re.compile(
     r"generated guard -?\d+ <= \S+ and \S+ <= \S+$|specialized it to be a constant|specialized value of"
 )
+
+# Where torch begins to say how to go on with torch.export.
+_ADVICE = re.compile(r"\n\s*(?:For more information, run with|The error above occurred when calling torch\.export)")
 
 
 def _dims(
@@ -87,7 +90,8 @@ def export_symbolic(
     except CaptureError:
         raise
     except Exception as exc:
-        raise CaptureError(f"torch.export cannot capture {type(wrapper.model).__name__}: {_where(exc)}{exc}") from exc
+        name = type(wrapper.model).__name__
+        raise CaptureError(f"torch.export cannot capture {name}: {_where(exc)}{_said(exc)}") from exc
     finally:
         wrapper.with_results = False
         quiet.setLevel(level)
@@ -241,6 +245,17 @@ def _where(exc: BaseException) -> str:
         if "/torch/" not in frame.filename and "autoplan/capture" not in frame.filename:
             return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno} ({frame.line}): "
     return ""
+
+
+def _said(exc: BaseException) -> str:
+    """Return the cause in a sentence, or what torch says without its advice on torch.export."""
+    if isinstance(exc, GuardOnDataDependentSymNode):
+        return (
+            "Python reads the value of a tensor here (a condition, float(), int(), .item(), a tensor where a number is "
+            "expected), and the graph must be the same for every batch; compute with the tensor itself (torch.where), "
+            "or leave this code out in training"
+        )
+    return _ADVICE.split(str(exc), maxsplit=1)[0].strip()
 
 
 def _user_inputs(program: torch.export.ExportedProgram) -> list[str]:
