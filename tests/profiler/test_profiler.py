@@ -187,7 +187,7 @@ def test_cache_bytes_is_plausible() -> None:
 def test_kept_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOPLAN_CACHE", str(tmp_path))
     key = machine_key(2, "cpu", 1)
-    assert key.startswith("cpu-") and key.endswith("-w2-t1-m3") and cached_profile(key) is None
+    assert key.startswith("cpu-") and key.endswith("-w2-t1-m4") and cached_profile(key) is None
     path = store_profile(Profile(key, "cpu", 2, 1, overheads={"step_s": 1e-3}), key)
     store_profile(Profile(key, "cpu", 2, 1, overheads={"clip_s": 1e-4}), key)
     kept = cached_profile(key)
