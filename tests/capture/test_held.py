@@ -24,6 +24,16 @@ def test_equal_to_the_module() -> None:
     assert not any(n.op == "constant" for block in graph.blocks.values() for n in block.nodes)
 
 
+def test_an_input_may_have_the_name_of_a_parameter() -> None:
+    """The loss reads both: the `scale` of the batch, and that of the model."""
+    model, batch = held_parameters.made(), held_parameters.batch()
+    batch["scale"] = torch.rand(4, 12, 32, dtype=torch.float64)
+    graph = plain_models.assert_equal(
+        model, batch, lambda out, b: (out.square() * b["scale"]).mean() + model.scale.square().mean()
+    )
+    assert "scale" in graph.params
+
+
 def test_the_program_reads_parameters_as_they_are_now() -> None:
     """The list of another model of the same shapes is that model's: its values would be constants."""
     model, other = held_parameters.made(), held_parameters.made()

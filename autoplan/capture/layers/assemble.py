@@ -500,7 +500,9 @@ class _Builder:
     def _names(self, nodes: list[Node], ins: list[str], layer: str) -> dict[str, str]:
         """Return short canonical names inside a block: equal blocks get equal names."""
         names: dict[str, str] = {}
-        used: dict[str, int] = {}
+        state = {**self.trace.params, **self.trace.buffers}
+        held = {x: self._local(layer, state[x]) for node in nodes for x in node.tensor_inputs if x in state}
+        used = dict.fromkeys(held.values(), 1)  # an input of the batch may be called as a parameter is
 
         def fresh(base: str) -> str:
             count = used.get(base, 0)
@@ -514,10 +516,8 @@ class _Builder:
             names[x] = fresh("hidden" if value.requires_grad else plain)
         for node in nodes:
             for x in node.tensor_inputs:
-                if x in self.trace.params and x not in names:
-                    names[x] = self._local(layer, self.trace.params[x])
-                elif x in self.trace.buffers and x not in names:
-                    names[x] = self._local(layer, self.trace.buffers[x])
+                if x in held:
+                    names.setdefault(x, held[x])
             base = fresh(self._base(node, layer))
             for i, x in enumerate(node.outputs):
                 names[x] = base if len(node.outputs) == 1 else f"{base}_{'abcdefghijklmnop'[i]}"
