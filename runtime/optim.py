@@ -160,9 +160,9 @@ def in_one_kernel(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         unset = group.get("foreach") is None and group.get("fused") is None
         plain = not group.get("capturable") and not group.get("differentiable")
-        places = {"cuda" if p.is_cuda else p.device.type for p in group["params"] if p.is_floating_point()}
-        whole = all(p.is_floating_point() for p in group["params"])
-        if unset and plain and whole and places in ({"cuda"}, {"cpu"}):
+        floats = all(p.is_floating_point() for p in group["params"])
+        places = {"cuda" if p.is_cuda else p.device.type for p in group["params"]}
+        if unset and plain and floats and places in ({"cuda"}, {"cpu"}):
             group["fused"] = True
 
 

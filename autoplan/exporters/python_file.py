@@ -13,7 +13,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoplan.errors import PinError
@@ -198,7 +198,7 @@ def _path(node: ast.AST) -> str | None:
 def _values(path: str, node: ast.expr, names: _Names) -> dict[str, Any]:
     """Return the values of an expression at a path: of a call its name, and its named arguments below."""
     prefix = f"{path}." if path else ""
-    node = _followed(node, names)
+    node, names = _followed(node, names)
     try:
         value = _constant(node, names)
     except (ValueError, TypeError, ArithmeticError):
@@ -208,18 +208,21 @@ def _values(path: str, node: ast.expr, names: _Names) -> dict[str, Any]:
     return {path: value} if path else {}
 
 
-def _followed(node: ast.expr, names: _Names) -> ast.expr:
-    """Return what a name stands for, or the expression itself."""
-    seen = set[str]()
-    while isinstance(node, ast.Name) and node.id in names.values and node.id not in seen:
-        seen.add(node.id)
-        node = names.values[node.id]
-    return node
+def _followed(node: ast.expr, names: _Names) -> tuple[ast.expr, _Names]:
+    """Return what a name stands for, or the expression itself, and the names that may stand in it.
+
+    These are without the ones that were followed: `lr = 2 * lr` is of another `lr`, which is not known.
+    """
+    while isinstance(node, ast.Name) and node.id in names.values:
+        values = dict(names.values)
+        node = values.pop(node.id)
+        names = replace(names, values=values)
+    return node, names
 
 
 def _constant(node: ast.expr, names: _Names) -> Any:
     """Return the value of literals, names for them and sums of them. ValueError for anything else."""
-    node = _followed(node, names)
+    node, names = _followed(node, names)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         return _OPERATORS[type(node.op)](_constant(node.left, names), _constant(node.right, names))
     return ast.literal_eval(node)

@@ -410,7 +410,8 @@ class _Search:
             new |= {each: cutter.least_s for each in some if each not in self.bounds}
         self.later, self.bounds = [*self.later, *new], self.bounds | new
         self._best_first(new)
-        for parts in [shorter_parts(self.request, best) for best in self.plans.best[:1]]:
+        if self.plans.best:
+            parts = shorter_parts(self.request, self.plans.best[0])
             self.later += [c for each in parts for c in self._with_methods(each) if c not in self.first_bounds]
             self._evaluate_some(parts, self.request.time_limit_s)
 

@@ -145,6 +145,19 @@ def test_a_function_that_is_imported_is_named_with_its_module() -> None:
         read_python(text, "recipes.py:f")
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("def f(lr):\n    lr = 2 * lr\n    c.train.lr = lr", {"?train.lr": "2 * lr"}),
+        ("a = 2 * b\nb = a\ndef f():\n    c.train.lr = a", {"?train.lr": "2 * b"}),
+        ("def f(m):\n    m = wrap(inner=m)\n    c.model = m", {"model": "wrap", "?model.inner": "m"}),
+        ("a = 3\nb = a + a\ndef f():\n    c.train.lr = a * b", {"train.lr": 18}),
+    ],
+)
+def test_a_name_that_is_made_of_itself_is_not_known(text: str, found: dict[str, object]) -> None:
+    assert read_python(text, "recipes.py") == found
+
+
 def test_a_word_of_an_older_release_is_read_and_said(tmp_path: Path) -> None:
     """As GPU recipes of Google Cloud for MaxText have it."""
     text = "base_config: base.yml\nici_fsdp_parallelism: 8\ndcn_data_parallelism: 2\nremat_policy: minimal_flash\n"
