@@ -104,11 +104,11 @@ class LayoutStore:
             nearest = min(known, key=lambda r: min(abs(1 / n - 1 / number) for n in (r.fewest[0], r.most[0])))
             end = FEWEST if number < nearest.fewest[0] else MOST
             if not any(one.holds(end) for one in known):
-                found = self._keep(key, end, *solve(end))
+                found = self.keep(key, end, *solve(end))
                 if found.holds(number):
                     return axes, found.at(number)
         axes, solution = solve(number)
-        self._keep(key, number, axes, solution)
+        self.keep(key, number, axes, solution)
         return axes, solution
 
     def made(self, key: object, make: Callable[[], _T]) -> _T:
@@ -124,7 +124,7 @@ class LayoutStore:
         """Keep the candidates of the best plans of a search."""
         self.best[:] = list(dict.fromkeys((*candidates, *self.best)))[:MOST_BEST]
 
-    def _keep(self, key: object, number: int, axes: tuple[Axis, ...], solution: IntraSolution) -> _Range:
+    def keep(self, key: object, number: int, axes: tuple[Axis, ...], solution: IntraSolution) -> _Range:
         """Store a solution, if it is proved, with those that have its selection; return their range."""
         one = _Range((number, solution), (number, solution))
         if solution.status != "optimal":

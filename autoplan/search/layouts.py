@@ -6,8 +6,10 @@ import functools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autoplan.config.context_methods import ContextMethod, neighbours_of, read_method
 from autoplan.config.mesh import folds
@@ -47,7 +49,7 @@ from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES, num_copies
 from autoplan.search.cuts import Cutter
 from autoplan.search.interleaved_cuts import ChunkCutter, LeastPass, even_cuts
 from autoplan.search.intra import IntraSolution, StoppedError, solve
-from autoplan.search.layout_files import LayoutFiles, folder_of_layouts
+from autoplan.search.layout_files import LayoutFiles, folder_of_layouts, layout_data, layout_of
 from autoplan.search.layout_store import ById
 from autoplan.search.request import PlanRequest, offload_kinds, without_activations
 from autoplan.search.state_bounds import Simulated, StateBounds
@@ -68,6 +70,7 @@ class CandidateLayout:
 _Key = tuple[int, int, int, ExpertDegrees | None, bool, MethodChoice]
 _Pass = tuple[int, int]  # id of a layout, ranks that hold each chunk
 _Cut = tuple[int, int, int, bool]  # tp, micro-batch size, cp, True if every rank dispatches its own tokens
+_Solved = list[tuple[int, dict[str, Any]]]  # numbers of micro-batches and their layouts, as data
 
 
 class LayoutCache:
@@ -79,6 +82,7 @@ class LayoutCache:
         phases: seconds by phase, added to.
         gap: the largest gap of a layout's proof.
         all_proved: no layout was stopped by time.
+        halves: the half of the search, 0 or 1, that bounds candidates of a tp, micro-batch size and cp.
     """
 
     def __init__(self, request: PlanRequest, phases: dict[str, float] | None = None) -> None:
@@ -104,7 +108,10 @@ class LayoutCache:
         self._passes: dict[_Pass, LeastPass] = {}  # likewise
         self._state_bounds: dict[_Pass, StateBounds] = {}  # likewise
         self._state_seconds: StateSeconds = {}
-        self._simulated: Simulated = {}
+        # of either half of the work of a search: what is simulated in one process is not known in the other
+        self._simulated: tuple[Simulated, Simulated] = ({}, {})
+        self.halves: dict[Hashable, int] = {}
+        self._log: dict[_Cut, _Solved] = defaultdict(list)  # in the order in which they were solved
 
     def get(
         self,
@@ -159,6 +166,60 @@ class LayoutCache:
         axes = parallel_dims(self.request.graph, ParallelConfig(tp=tp)).layout_axes
         self._layouts[tp, self._solved_size(tp, size, cp), cp, own] = axes, solution
 
+    # -- layouts that another process of the same search solved ------------------------------------------------------
+
+    def open_cuts(self, candidates: Iterable[ParallelConfig]) -> list[_Cut]:
+        """Return the cuts of candidates whose layouts are not known."""
+        cuts = dict[_Cut, None]()
+        for c in candidates:
+            cuts[self._solved_cut(cut_of(c, self._experts(c)))] = None
+            if c.cp > 1 and not c.methods:
+                cuts[self._solved_cut((c.tp, c.micro_batch_size, c.cp, False))] = None
+        return [cut for cut in cuts if cut not in self._layouts]
+
+    def open_methods(self, candidates: Iterable[ParallelConfig]) -> list[tuple[int, int, int]]:
+        """Return tp, micro-batch size and cp of candidates whose methods of context parallelism are to be compared."""
+        asked = dict.fromkeys((c.tp, c.micro_batch_size, c.cp) for c in candidates if c.cp > 1 and not c.methods)
+        return [key for key in asked if key not in self._worth] if "context_method" not in self.request.pins else []
+
+    def solve(self, cut: _Cut, limit_s: float) -> None:
+        """Solve the layout of a cut, unless `limit_s` is too short."""
+        with suppress(StoppedError):
+            self._layout(cut, limit_s)
+
+    def solved(self, cut: _Cut) -> tuple[_Solved, bool, float | None]:
+        """Return what `solve` found for a cut: layouts, whether there is one, and the limit that was too short."""
+        return self._log[cut], self._layouts.get(cut) is not None, self._stopped.get(cut)
+
+    def take(self, cut: _Cut, found: tuple[_Solved, bool, float | None]) -> None:
+        """Take what another process found for a cut, as if it had been found here."""
+        known, exists, stopped_s = found
+        key = prices_key(self.request, self.costs, cut)
+        made = [(number, *layout_of(data)) for number, data in known]
+        for each in made:
+            self.request.layouts.keep(key, *each)
+        if exists and all(solution.status == "optimal" for _, _, solution in made):
+            self._layouts[cut] = self._solve(*cut, 0.0)  # it is in the store
+        elif exists:
+            self._layouts[cut] = self._counted(*made[-1][1:])
+        elif stopped_s is None:
+            self._layouts[cut] = None
+        else:
+            self._stopped[cut], self.all_proved = stopped_s, False
+
+    def learn_methods(self, key: tuple[int, int, int], found: list[MethodChoice] | None) -> None:
+        """Take the methods of a tp, micro-batch size and cp that another process compared; None: it has none."""
+        if found is not None:
+            self._worth[key] = found
+
+    def known_methods(self, key: tuple[int, int, int]) -> list[MethodChoice] | None:
+        """Return the methods that were compared; None if they are not known."""
+        return self._worth.get(key)
+
+    def _solved_cut(self, cut: _Cut) -> _Cut:
+        tp, size, cp, own = cut
+        return tp, self._solved_size(tp, size, cp), cp, own
+
     def _solved_size(self, tp: int, size: int, cp: int) -> int:
         """Return the micro-batch for which the layout of another is solved: the least with as large a part of tp.
 
@@ -173,7 +234,10 @@ class LayoutCache:
         cut = tp, size, cp, own
         key, number = prices_key(self.request, self.costs, cut), layout_batches(self.request, cut)
         until = time.perf_counter() + limit_s
-        axes, solution = self.request.layouts.get(key, number, functools.partial(self._kept_or_solved, key, cut, until))
+        found = self.request.layouts.get(key, number, functools.partial(self._kept_or_solved, key, cut, until))
+        return self._counted(*found)
+
+    def _counted(self, axes: tuple[Axis, ...], solution: IntraSolution) -> tuple[tuple[Axis, ...], IntraSolution]:
         self.gap = max(self.gap, solution.gap)
         self.all_proved = self.all_proved and solution.status == "optimal"
         return axes, solution
@@ -183,7 +247,9 @@ class LayoutCache:
     ) -> tuple[tuple[Axis, ...], IntraSolution]:
         began = time.perf_counter() - self._solving_s()
         try:
-            return self._files.get(key, number, lambda: self._solve_anew(cut, until_s, number))
+            found = self._files.get(key, number, lambda: self._solve_anew(cut, until_s, number))
+            self._log[cut].append((number, layout_data(*found)))
+            return found
         finally:
             self.phases["layout files"] += time.perf_counter() - self._solving_s() - began
 
@@ -321,15 +387,12 @@ class LayoutCache:
 
     def of(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> CandidateLayout | None:
         """Return the layout of a candidate; None if there is none. Raises StoppedError."""
-        candidate = self.decided(candidate, limit_s)
-        spread = None
-        if candidate.spreads_experts:
-            spread = ExpertDegrees(
-                candidate.ep, candidate.expert_tp, self.request.options.dispatcher, self.request.executed
-            )
-        return self.get(
-            candidate.tp, candidate.micro_batch_size, candidate.cp, spread, limit_s, methods=candidate.methods
-        )
+        c = self.decided(candidate, limit_s)
+        return self.get(c.tp, c.micro_batch_size, c.cp, self._experts(c), limit_s, methods=c.methods)
+
+    def _experts(self, candidate: ParallelConfig) -> ExpertDegrees | None:
+        c, r = candidate, self.request
+        return ExpertDegrees(c.ep, c.expert_tp, r.options.dispatcher, r.executed) if c.spreads_experts else None
 
     def known(self, candidate: ParallelConfig) -> CandidateLayout:
         """Return the layout of a candidate that has one; InfeasibleError if there is none."""
@@ -419,7 +482,9 @@ class LayoutCache:
         if known is None:
             seconds = LeastTime(point.workload, point.times, self.costs, self.precision, self._state_seconds)
             fixed = self.request.pins.recompute is not None
-            known = StateBounds(seconds, self.least_memory(point), least.seconds, fixed, self._simulated)
+            c = members[0]
+            simulated = self._simulated[self.halves.get((c.tp, c.micro_batch_size, c.cp), 0)]
+            known = StateBounds(seconds, self.least_memory(point), least.seconds, fixed, simulated)
             self._state_bounds[key] = known
         return known
 
