@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -31,7 +30,9 @@ from autoplan.search.standings import Standings
 # While nothing is found, a search goes on past its time limit: to this multiple of it, and at least this long. In the
 # second half of that time, candidates with the least memory come first instead of the fastest.
 _PATIENCE, _LEAST_PATIENCE_S = 5.0, 60.0
-_GROUP = 100  # candidates whose bounds take as long as the work of one more group
+# How long work takes, roughly: on one more group, in candidates of a group; on the bound with memory of a candidate, in
+# cutters that are made. Either process gets as much.
+_GROUP, _REFINED = 100, 4.0
 
 
 class Candidates:
@@ -84,13 +85,6 @@ class Candidates:
 
     # -- work of both processes ---------------------------------------------------------------------------------------
 
-    def halve(self, candidates: Iterable[ParallelConfig]) -> None:
-        """Say which process bounds which candidates: those of a tp, micro-batch size and cp share most of their work."""
-        weights = defaultdict[Hashable, float](float)
-        for members in grouped(candidates):
-            weights[_degrees_inside(members[0])] += _GROUP + len(members)
-        even_halves(list(weights), list(weights.values()), self.points.halves)
-
     def with_methods(self, candidates: Iterable[ParallelConfig]) -> list[list[ParallelConfig]]:
         """Return for every candidate one per combination of context-parallel methods.
 
@@ -104,7 +98,7 @@ class Candidates:
             halves = even_halves(cuts, [1.0] * len(cuts), {})
             self.pair.share(cuts, halves, lambda cut: points.solve(cut, limit_s), points.solved, points.take)
             keys = points.open_methods(some)
-            halves = [points.halves.get(key, 0) for key in keys]
+            halves = even_halves(keys, [1.0] * len(keys), points.halves)
             self.pair.share(keys, halves, self._compare_methods, points.known_methods, points.learn_methods)
         return [self._methods_of(c) if c in some else [c] for c in given]
 
@@ -152,7 +146,8 @@ class Candidates:
             for each, known in zip((each for c in members for each in changed(c)), found, strict=True):
                 self._learn(each, known)
 
-        halves = [self.points.halves.get(_degrees_inside(members[0]), 0) for members in groups]
+        weights = [_GROUP + sum(len(changed(c)) for c in members) for members in groups]
+        halves = even_halves([_degrees_inside(members[0]) for members in groups], weights, self.points.halves)
         with self.phases.spent("bounds"):
             self.pair.share(groups, halves, work, read, write)
 
@@ -166,7 +161,8 @@ class Candidates:
             for each, known in zip(self._related(candidate), found, strict=True):
                 self._learn(each, known)
 
-        halves = even_halves([_degrees(c) for c in candidates], [1.0] * len(candidates), self._halves)
+        weights = [_REFINED if c in self.prepared else 1.0 for c in candidates]
+        halves = even_halves([_degrees(c) for c in candidates], weights, self._halves)
         self.pair.share(candidates, halves, work, read, write)
 
     def _related(self, candidate: ParallelConfig) -> list[ParallelConfig]:

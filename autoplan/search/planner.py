@@ -83,7 +83,7 @@ _FIRST_SHARE, _FEW = 0.5, 200
 _MOST_CHANGES = 16  # candidates that differ from the best plan in one choice, and are evaluated whatever the gap is
 # Groups that are bounded, and candidates that are looked at, before the clock and the best plan are looked at again.
 # Some of them are in either half of a search of two processes.
-_GROUPS_AT_ONCE, _STEPS_AT_ONCE = 64, 16
+_GROUPS_AT_ONCE, _STEPS_AT_ONCE = 96, 32
 _FEW_TO_SHARE = 1_000  # candidates from which on a helper takes less time than it takes to start
 # Shares of the time after which candidates with a bound are evaluated although others have none yet.
 _BOUND_SHARES = (0.75, 1.0)
@@ -118,7 +118,6 @@ class _Search(Candidates):
         """
         with self.phases.spent("space"):
             self.checked = space_of(self.request)
-            self.halve(self.checked.candidates)
         self.num_candidates = len(self.checked.candidates)
         try:
             if helped and self.num_candidates >= _FEW_TO_SHARE:
@@ -176,7 +175,10 @@ class _Search(Candidates):
     def _first_plans(self, candidates: Sequence[ParallelConfig]) -> None:
         """Evaluate what was best before, usual layouts, then neighbours of the best plan while they are better."""
         until_s = _FIRST_SHARE * self.request.time_limit_s
-        for some in (as_before(candidates, self.request.layouts.best), *usual(candidates)):
+        first = [as_before(candidates, self.request.layouts.best), *usual(candidates)]
+        for i, some in enumerate(first):
+            if i == 2:
+                self.with_methods(chain(*first[i:]))  # all layouts at once
             if self.plans.known and self.past(until_s):
                 break
             self._evaluate_some(some)
