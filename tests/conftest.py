@@ -1,6 +1,8 @@
 """Options of the suite."""
 
 import os
+import sys
+from collections.abc import Iterator
 
 # two files run at a time, and processes beside each other: threads of one would wait for those of the other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,6 +30,17 @@ def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     `clocks.ticking` makes a test's own readings count.
     """
     clocks.ticking(monkeypatch, 1e-9)
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    """A test that leaves its process group behind fails itself, not those after it that start their own."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        backend, size = distributed.get_backend(), distributed.get_world_size()
+        distributed.destroy_process_group()
+        pytest.fail(f"the test left a process group of {size} ({backend}) behind")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
