@@ -281,11 +281,11 @@ def _virtual(document: Document, schedule: str, pp: int, layers: int) -> int:
         )
     chunks += (pp - rest if way == "up" else -rest) if rest else 0
     virtual = chunks // pp
-    if several != (virtual > 1):
-        near = -(-layers // (pp * (2 if several else 1)))
+    if virtual < 2 if several else virtual != 1:
+        least = -(-layers // (pp * (2 if several else 1)))
         raise PinError(
             f"layers_per_stage={per_stage} gives {virtual} stages per rank, which schedule {schedule} does not take; "
-            f"nearest: layers_per_stage={near}",
+            f"nearest: layers_per_stage={least}",
             ("virtual_stages",),
         )
     return virtual
@@ -410,8 +410,8 @@ def _read_attention(document: Document, found: Values) -> Values:
 
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_BY_DTYPE = {word.removeprefix(p): name for name, word in _DTYPES.items() for p in ("", "torch.")} | {
-    **{f"torch.{word}": name for name, word in _DTYPES.items()},
+_BY_DTYPE = {
+    **{form: name for name, word in _DTYPES.items() for form in (word, f"torch.{word}")},
     **{name: name for name in _DTYPES},
 }
 _FP8 = {"fp8": "current", "mxfp8": "mxfp8"}
