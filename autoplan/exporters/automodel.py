@@ -213,7 +213,7 @@ _SCHEDULES = {
 _BY_WORD = {word: name for name, word in _SCHEDULES.items()}
 
 
-def split(layers: int, chunks: int) -> tuple[int, ...]:
+def _split(layers: int, chunks: int) -> tuple[int, ...]:
     """Return the layers per stage that Automodel chooses: equal, the first stages get what remains.
 
     Raises: PinError if there are more stages than layers.
@@ -243,7 +243,7 @@ def _write_stages(setup: Setup) -> Values:
     chunks = setup.num_chunks
     each = -(-layers // chunks)
     usual = layers >= chunks and -(-layers // each) == chunks and c.schedule != "ZB-H1"
-    if setup.stages is not None and not (usual and setup.stages == split(layers, chunks)):
+    if setup.stages is not None and not (usual and setup.stages == _split(layers, chunks)):
         return out | {_P + "module_fqns_per_model_part": _parts(setup.stages)}
     return out | ({_P + "layers_per_stage": each} if usual else {})
 
@@ -263,7 +263,7 @@ def _read_stages(document: Document, found: Values) -> Values:
         single = schedule == "InterleavedZeroBubble" and virtual == 1
         return {"schedule": "ZB-H1" if single else schedule, "virtual_stages": virtual, "stages": stages}
     virtual = _virtual(document, schedule, pp, layers)
-    return {"schedule": schedule, "virtual_stages": virtual, "stages": split(layers, pp * virtual) if layers else None}
+    return {"schedule": schedule, "virtual_stages": virtual, "stages": _split(layers, pp * virtual) if layers else None}
 
 
 def _virtual(document: Document, schedule: str, pp: int, layers: int) -> int:

@@ -15,7 +15,6 @@ from configurations import CLUSTER, graph_of, request
 
 from autoplan.config.parallel import ParallelConfig
 from autoplan.errors import PinError
-from autoplan.exporters.automodel import split
 from autoplan.exporters.door import ConfigFile, export_setup, read_config
 from autoplan.exporters.setup import Setup
 
@@ -133,7 +132,6 @@ def test_stages_are_written_by_number_where_automodel_cuts_them_so() -> None:
     parts = yaml.safe_load(texts[unequal])["distributed"]["pipeline"]["module_fqns_per_model_part"]
     assert parts[0][:2] == ["model.embed_tokens", "model.layers.0"] and parts[-1][-2:] == ["model.norm", "lm_head"]
     assert [sum(".layers." in module for module in part) for part in parts] == list(unequal)
-    assert split(30, 4) == (8, 8, 7, 7)
 
 
 STAGES = ((8, 8, 8, 8), (9, 8, 8, 7))
