@@ -9,7 +9,7 @@ import pytest
 from enumeration import compositions, fits, request
 
 from autoplan.config.parallel import ParallelConfig
-from autoplan.config.recompute import RecomputeMix, can_mix
+from autoplan.config.recompute import RecomputeMix, can_mix, every_nth, layers_on_ranks
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.search.cuts import Cutter
@@ -59,5 +59,24 @@ def test_the_best_cut_of_a_mix_is_that_of_all_numbers_of_layers(mix: RecomputeMi
 def test_what_each_mix_allows(recompute: object, stages: tuple[int, ...] | None, uniform: bool, first: bool) -> None:
     found = [can_mix(mix, recompute, LAYERS, stages) for mix in RecomputeMix]  # type: ignore[arg-type]
     assert dict(zip(RecomputeMix, found, strict=True)) == {
-        RecomputeMix.ANY: True, RecomputeMix.FIRST_LAYERS: first, RecomputeMix.UNIFORM: uniform,
+        RecomputeMix.ANY: True, RecomputeMix.FIRST_LAYERS: first, RecomputeMix.EVERY_NTH: uniform,
+        RecomputeMix.UNIFORM: uniform,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("again", "stages", "chunks", "number"), [
+    ((1, 3), (4,), None, 2), ((2,), (4,), None, 3), ((1, 3), (2, 2), None, 2), ((0, 2), (4,), None, None),
+    ((2,), (2, 2), None, None), ((1, 2), (1, 1, 1, 1), ((0, 2), (1, 3)), None),
+    ((2, 3), (1, 1, 1, 1), ((0, 2), (1, 3)), 2), ((2, 3), (1, 1, 1, 1), ((0, 3), (1, 2)), 2),
+    ((1,), (1, 3), None, None),
+])  # fmt: skip
+def test_every_nth_layer_of_a_rank(
+    again: tuple[int, ...], stages: tuple[int, ...], chunks: tuple[tuple[int, ...], ...] | None, number: int | None
+) -> None:
+    """A rank counts its own layers, over its chunks: 2 and 3 are the second ones of ranks with 0 2 and 1 3."""
+    recompute = {LAYERS[k]: "full" for k in again}
+    assert can_mix(RecomputeMix.EVERY_NTH, recompute, LAYERS, stages, chunks) is (number is not None)
+    kinds = [recompute.get(name, "none") for name in LAYERS]
+    held = layers_on_ranks(stages, chunks or [(k,) for k in range(len(stages))])
+    assert every_nth(kinds, held) == number
+    assert not can_mix(RecomputeMix.EVERY_NTH, recompute | {LAYERS[again[0]]: "offload"}, LAYERS, stages, chunks)
