@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
+import models
 import pytest
 from enumeration import compositions, fits, request
 
+from autoplan.capture.export import capture
 from autoplan.config.parallel import ParallelConfig
 from autoplan.config.recompute import RecomputeMix, can_mix, every_nth, layers_on_ranks
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.price import Pricer, ranges_of
+from autoplan.ir.graph import ModelGraph
 from autoplan.search.cuts import Cutter
+from autoplan.search.interleaved_cuts import ChunkCutter, LeastPass
 from autoplan.search.planner import estimate_config
 
 LAYERS = ("layers.0", "layers.1", "layers.2", "layers.3")
@@ -46,6 +51,48 @@ def test_the_best_cut_of_a_mix_is_that_of_all_numbers_of_layers(mix: RecomputeMi
         assert cut.step_s == pytest.approx(brute(pricer, share * top, mix), rel=1e-9)
         found.append(cut.recompute)
     assert any(map(any, found)) and not all(map(any, found))
+
+
+@functools.cache
+def deep() -> ModelGraph:
+    return capture(models.make_llama(num_hidden_layers=8), models.token_batch(2, 16))
+
+
+def brute_chunks(pricer: Pricer, cut: tuple[int, ...], capacity: float, mix: RecomputeMix) -> float:
+    """Every number of first layers that all chunks of a cut share, priced by hand on every rank."""
+    ranges = ranges_of(cut)
+    most = [pricer.frontier.height(units) for units in ranges]
+    best = math.inf
+    for number in {0, max(most)} if mix is RecomputeMix.UNIFORM else range(max(most) + 1):
+        steps = tuple(min(number, each) for each in most)
+        if all(fits(pricer, held, capacity) for held in pricer.memory.stages(ranges, steps)):
+            best = min(best, pricer.step_s(cut, steps))
+    return best
+
+
+@pytest.mark.parametrize("mix", [RecomputeMix.UNIFORM, RecomputeMix.FIRST_LAYERS])
+@pytest.mark.parametrize(("schedule", "virtual"), [("Interleaved1F1B", 2), ("ZBV", 2), ("ZB-H1", 1)])
+def test_a_mix_in_several_chunks_is_that_of_all_numbers_of_layers(
+    mix: RecomputeMix, schedule: str, virtual: int
+) -> None:
+    """Two ranks with chunks of 2 layers (4 with one stage each): the least that fits is the fastest of all that do."""
+    asked = replace(request(2), graph=deep(), pins={})
+    config = ParallelConfig(pp=2, num_micro_batches=4, micro_batch_size=2)
+    priced = config.but(schedule=schedule, virtual_stages=virtual)
+    one = estimate_config(asked, priced)
+    plain = Pricer(estimate_config(asked, config).point.workload, config, asked.costs, alike=True)
+    pricer, cut = plain.under(schedule, virtual), one.config.stages or ()
+    least, top, found = LeastPass(plain.forward, plain.backward), one.estimate.peak_memory_bytes.mid, []
+    for share in (1.1, 0.97, 0.93, 0.9, 0.86, 0.82, 0.78, 0.7, 0.1):
+        room = Room(share * top, math.inf, 0.0)
+        cutter = ChunkCutter(Cutter(plain, room, mix=mix), schedule, virtual, least)
+        units = cutter.chunks
+        assert len(units) == 2 * virtual == len(cut)
+        best = cutter.search()
+        assert best.step_s == pytest.approx(brute_chunks(pricer, units, share * top, mix), rel=1e-9)
+        found.append(best.recompute)
+    counts = {max(each) for each in found if each}
+    assert len(counts) == (2 if mix is RecomputeMix.UNIFORM else max(counts) + 1) and () in found
 
 
 @pytest.mark.parametrize(("recompute", "stages", "uniform", "first"), [
