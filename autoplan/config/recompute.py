@@ -324,13 +324,20 @@ def can_mix(
     kinds = [recompute.get(name, NONE) for name in layers]
     if len(set(kinds)) <= 1:
         return True
-    if mix is RecomputeMix.UNIFORM or not set(kinds) <= {NONE, FULL, OFFLOAD}:
-        return False
-    if mix is RecomputeMix.EVERY_NTH:
-        held_by = chunks if chunks is not None or stages is None else [[k] for k in range(len(stages))]
-        return stages is None or every_nth(kinds, layers_on_ranks(stages, held_by or ())) is not None
-    held = next(kind for kind in kinds if kind != NONE)
-    return set(kinds) == {NONE, held} and (stages is None or leading(kinds, stages, held) is not None)
+    held_by = chunks if chunks is not None else [[k] for k in range(len(stages or ()))]
+    return _can_mix_layers(mix, kinds, stages, held_by)
+
+
+def _can_mix_layers(
+    mix: RecomputeMix, kinds: Sequence[str], stages: Sequence[int] | None, chunks: Sequence[Sequence[int]]
+) -> bool:
+    """Return True if a mix allows choices that differ between layers; True also without stages, on which it depends."""
+    some = set(kinds) - {NONE}
+    if mix is RecomputeMix.EVERY_NTH and some == {FULL}:
+        return stages is None or every_nth(kinds, layers_on_ranks(stages, chunks)) is not None
+    if mix is RecomputeMix.FIRST_LAYERS and len(some) == 1 and some <= {FULL, OFFLOAD}:
+        return NONE in kinds and (stages is None or leading(kinds, stages, *some) is not None)
+    return False
 
 
 def layers_by_choice(recompute: str | Mapping[str, str] | tuple[int, ...]) -> dict[str, int]:
