@@ -119,6 +119,41 @@ def test_graphs_of_torchtitan_take_the_default_of_resharding() -> None:
     assert "fsdp_reshard_after_forward = 'always'" in export_setup(setup("torchtitan", config=piped), "torchtitan").text
 
 
+@pytest.mark.parametrize("to", ["megatron-lm", "megatron-bridge"])
+def test_activations_of_first_layers_go_to_the_host(to: str, tmp_path: Path) -> None:
+    """Whole layers without pipelines, which Bridge has a switch for; in pipelines modules of layers with experts."""
+    path = tmp_path / ("plan.sh" if to == "megatron-lm" else "plan.py")
+    for model, pp, count in (("llama-3.1-8b", 1, 8), ("mixtral-8x7b", 2, 4), ("mixtral-8x7b", 2, 16)):
+        plain = PLAIN.but(dp=16 // pp, pp=pp, num_micro_batches=4 * pp)
+        layers = setup(to, model).task.layers
+        held = {name: "offload" for k, name in enumerate(layers) if k % (32 // pp) < count}
+        export = export_setup(setup(to, model, plain.but(recompute=held), launch=Launch.ASYNC), to)
+        assert not any(line.startswith("recompute") for line in export.not_said)
+        path.write_text(export.text)
+        says = read_config(path, graph=graph_of(model), cluster=CLUSTER).says
+        assert says["recompute"] == held
+        if to == "megatron-bridge":
+            assert f"cfg.model.cpu_offloading = {pp == 1}\n" in export.text
+            path.write_text(export.text.replace("cpu_offloading = True", "cpu_offloading = False"))
+            off = read_config(path, graph=graph_of(model), cluster=CLUSTER).says["recompute"]
+            assert off == ("none" if pp == 1 else held)
+        elif pp == 2:
+            fraction = "--activation-offload-fraction 0.25"
+            assert "--fine-grained-activation-offloading" in export.text and (fraction in export.text) is (count == 4)
+
+
+def test_a_few_modules_on_the_host_have_no_price(tmp_path: Path) -> None:
+    """DeepSeek's recipes offload core_attn and attn_proj: named, and priced without."""
+    path = tmp_path / "plan.sh"
+    text = export_setup(setup("megatron-lm", "mixtral-8x7b"), "megatron-lm").text
+    path.write_text(
+        text.replace("--bf16", "--bf16 --fine-grained-activation-offloading --offload-modules core_attn attn_proj")
+    )
+    found = read_config(path, graph=graph_of("mixtral-8x7b"), cluster=CLUSTER)
+    assert found.says["recompute"] == "none"
+    assert {"fine_grained_activation_offloading", "offload_modules"} <= set(found.not_read)
+
+
 RECIPE = """
 def recipe():
     cfg = qwen3_pretrain_config()
