@@ -46,7 +46,7 @@ from autoplan.program.workload import LoweredModel, lower_all, workload
 from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES, num_copies
 from autoplan.search.cuts import Cutter
 from autoplan.search.interleaved_cuts import ChunkCutter, LeastPass, even_cuts
-from autoplan.search.intra import IntraSolution, StoppedError, solve
+from autoplan.search.intra import IntraSolution, LayoutProgram, StoppedError
 from autoplan.search.layout_files import LayoutFiles, folder_of_layouts
 from autoplan.search.layout_store import ById
 from autoplan.search.request import PlanRequest, offload_kinds, without_activations
@@ -183,23 +183,30 @@ class LayoutCache:
     ) -> tuple[tuple[Axis, ...], IntraSolution]:
         began = time.perf_counter() - self._solving_s()
         try:
-            return self._files.get(key, number, lambda: self._solve_anew(cut, until_s, number))
+            return self._files.get(key, number, lambda: self._solve_anew(key, cut, until_s, number))
         finally:
             self.phases["layout files"] += time.perf_counter() - self._solving_s() - began
 
     def _solving_s(self) -> float:
         return sum(self.phases.get(name, 0.0) for name in ("intra-op build", "intra-op solve"))
 
-    def _solve_anew(self, cut: _Cut, until_s: float, number: int) -> tuple[tuple[Axis, ...], IntraSolution]:
+    def _solve_anew(
+        self, key: object, cut: _Cut, until_s: float, number: int
+    ) -> tuple[tuple[Axis, ...], IntraSolution]:
+        """Solve the program of a cut, which is made once for all numbers of micro-batches."""
         start = time.perf_counter()
         built = start
         try:
-            axes, problem = layout_problem(self.request, self.costs, cut, number)
+            axes, program = self.request.layouts.made(("program", key), lambda: self._program(cut))
             built = time.perf_counter()
-            return axes, solve(problem, max(0.0, until_s - start))
+            return axes, program.solve(number, max(0.0, until_s - built))
         finally:
             self.phases["intra-op build"] += built - start
             self.phases["intra-op solve"] += time.perf_counter() - built
+
+    def _program(self, cut: _Cut) -> tuple[tuple[Axis, ...], LayoutProgram]:
+        axes, problem = layout_problem(self.request, self.costs, cut)
+        return axes, LayoutProgram(problem)
 
     def _work(
         self,
