@@ -127,7 +127,7 @@ Selection = Mapping[str, Option]  # choice name -> option
 
 
 def evaluate_selection(problem: IntraProblem, selection: Selection) -> float:
-    """Return the seconds of a complete selection per micro-batch; inf if it breaks the budget or a conversion does not exist."""
+    """Return the seconds of a selection per micro-batch; inf if it breaks the budget or lacks a conversion."""
     total = state = 0.0
     native: dict[ValueKey, Layout] = {}
     needed: dict[ValueKey, set[Layout]] = {}
