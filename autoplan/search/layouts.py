@@ -96,15 +96,27 @@ class LayoutCache:
         self._layouts: dict[_Cut, tuple[tuple[Axis, ...], IntraSolution] | None] = {}
         self._lowered: dict[tuple[_Cut, MethodChoice], LoweredModel] = {}
         self._first_lowered: dict[_Cut, LoweredModel] = {}  # under the methods that were asked for first
-        self._op_times: dict[int, tuple[BlockWork, OpTimes]] = {}
+        self._op_times = self._shared_op_times()
         self._stopped: dict[_Cut, float] = {}  # the limit that was too short
         self._worth: dict[tuple[int, int, int], list[MethodChoice]] = {}
         self._cutters: dict[ParallelConfig, Cutter] = {}
         self._least: dict[int, LeastMemory] = {}  # by the id of a layout, which this cache keeps
         self._passes: dict[_Pass, LeastPass] = {}  # likewise
         self._state_bounds: dict[_Pass, StateBounds] = {}  # likewise
-        self._state_seconds: StateSeconds = {}
+        self._state_seconds: StateSeconds = self._shared_state_seconds()
         self._simulated: Simulated = {}
+
+    def _shared_op_times(self) -> dict[int, tuple[BlockWork, OpTimes]]:
+        """Return the times of blocks by their id, shared with searches of the same device."""
+        r, c = self.request, self.request.cluster
+        key = "op times", c.device, c.device_type, r.mode, r.options, r.constants, ById(r.profile)
+        return r.layouts.made(key, dict)
+
+    def _shared_state_seconds(self) -> StateSeconds:
+        """Return seconds of parameters, shared with searches of the same cluster."""
+        r, c = self.request, replace(self.request.cluster, price=None)
+        key = "state seconds", c, r.precision, r.mode, r.options, r.constants, ById(r.profile), ById(r.graph)
+        return r.layouts.made(key, dict)
 
     def get(
         self,
