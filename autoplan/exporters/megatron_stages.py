@@ -208,6 +208,16 @@ def write_recompute(at: At) -> Callable[[Setup], Values]:
     return write
 
 
+def _read_offload(at: At, document: Document, found: Mapping[str, Any]) -> Values:
+    """Return the layers whose activations wait on the host: modules of them, or whole first layers."""
+    if (fine := _read_fine_grained(at, document, found)) is not None:
+        return fine
+    held = document.count(at("cpu_offloading_num_layers"), 0)
+    if document.get(at("cpu_offloading")) is False:  # a setting of Bridge; Megatron-LM's flag turns it on
+        held = 0
+    return {"recompute": NONE if not held else dict.fromkeys(document.task.layers[:held], OFFLOAD) or OFFLOAD}
+
+
 def recompute_reader(at: At) -> Callable[[Document, Mapping[str, Any]], Values]:
     """Return what reads recompute, of the whole model or by block, from the recompute options."""
 
@@ -219,12 +229,7 @@ def recompute_reader(at: At) -> Callable[[Document, Mapping[str, Any]], Values]:
         if granularity is None and document.get(at("checkpoint_activations")):  # before Megatron-LM 3.0
             return {"recompute": FULL}
         if granularity is None:
-            if (fine := _read_fine_grained(at, document, found)) is not None:
-                return fine
-            held = document.count(at("cpu_offloading_num_layers"), 0)
-            if document.get(at("cpu_offloading")) is False:  # a setting of Bridge; Megatron-LM's flag turns it on
-                held = 0
-            return {"recompute": NONE if not held else dict.fromkeys(layers[:held], OFFLOAD) or OFFLOAD}
+            return _read_offload(at, document, found)
         if granularity == "selective":
             given = document.get(at("recompute_modules")) or ["core_attn"]
             modules = given if isinstance(given, list) else [given]
