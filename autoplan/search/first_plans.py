@@ -66,8 +66,8 @@ def usual(
             if key not in found or _unusual(c, key[-1]) < _unusual(found[key], key[-1]):
                 found[key] = c
     lists = _listed(found)
-    least = [min(map(bound_s, some)) for some in lists]
-    far = [bound > _FAR * min(least) for bound in least]
+    bounds = [min(map(bound_s, some)) for some in lists]
+    far = [bound > _FAR * min(bounds) for bound in bounds]
     return [some for last in (False, True) for some, late in zip(lists, far, strict=True) if late is last]
 
 
