@@ -65,10 +65,7 @@ def usual(
             key = (*_mesh(c), c.micro_batch_size, c.zero_stage, min(_EXPERT_RANKS, key=lambda n: _apart(c, n)))
             if key not in found or _unusual(c, key[-1]) < _unusual(found[key], key[-1]):
                 found[key] = c
-    lists = _listed(found)
-    bounds = [min(map(bound_s, some)) for some in lists]
-    far = [bound > _FAR * min(bounds) for bound in bounds]
-    return [some for last in (False, True) for some, late in zip(lists, far, strict=True) if late is last]
+    return _far_last(_listed(found), bound_s)
 
 
 def _listed(found: Mapping[tuple[int, ...], ParallelConfig]) -> list[list[ParallelConfig]]:
@@ -79,6 +76,14 @@ def _listed(found: Mapping[tuple[int, ...], ParallelConfig]) -> list[list[Parall
         first = c.pp > 1 and c.zero_stage == 1 and kind[-1] == most
         lists.setdefault((c.tp > 1, -c.tp, not first), []).append(c)
     return [lists[key] for key in sorted(lists)]
+
+
+def _far_last(
+    lists: Sequence[list[ParallelConfig]], bound_s: Callable[[ParallelConfig], float]
+) -> list[list[ParallelConfig]]:
+    bounds = [min(map(bound_s, some)) for some in lists]
+    far = [bound > _FAR * min(bounds) for bound in bounds]
+    return [some for last in (False, True) for some, late in zip(lists, far, strict=True) if late is last]
 
 
 def _mesh(c: ParallelConfig) -> tuple[int, int, int]:
