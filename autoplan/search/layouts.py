@@ -454,6 +454,13 @@ class LayoutCache:
         alike = self.request.recompute_mix is not RecomputeMix.ANY
         return Pricer(point.workload, config, self.costs, self.precision, point.times, searched, activations, alike)
 
+    def known_pricer(self, candidate: ParallelConfig) -> Pricer:
+        """Return the prices of a candidate that has a layout; InfeasibleError if there is none."""
+        pricer = self.pricer(candidate)
+        if pricer is None:
+            raise no_layout(self.request, f"tp={candidate.tp}")
+        return pricer
+
     def cutter(
         self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S, kept: ChunkCutter | None = None
     ) -> Cutter | ChunkCutter | None:
