@@ -24,6 +24,7 @@ from autoplan.search.outcomes import BOUNDED_OUT, LARGE_VALUES, NO_LAYOUT, SOLVE
 from autoplan.search.pair import Pair, even_halves
 from autoplan.search.progress import Phases
 from autoplan.search.quick_memory import QuickMemory
+from autoplan.search.quick_time import QuickTime
 from autoplan.search.request import PlanRequest, check_task, less_offloaded
 from autoplan.search.standings import Standings
 
@@ -55,6 +56,7 @@ class Candidates:
         self.phases = Phases()
         self.points = LayoutCache(request, self.phases)
         self.quick = QuickMemory(request)
+        self.quick_time = QuickTime(request)
         self.pair = Pair()
         self.outcomes: dict[ParallelConfig, Decided] = {}
         self.bounds: dict[ParallelConfig, float] = {}
@@ -235,10 +237,13 @@ class Candidates:
     # -- one candidate ------------------------------------------------------------------------------------------------
 
     def out_at_once(self, candidate: ParallelConfig) -> bool:
-        """Decide a candidate that fits under no layout; by its states only while there is no plan."""
+        """Decide or bound a candidate that fits under no layout (by its states only without a plan), or is too slow."""
         if (term := self.quick.shortage(candidate, states=not self.plans.known)) is not None:
             self._decide([candidate], (Outcome.TOO_BIG, term))
-        return term is not None
+            return True
+        if slow := (bound := self.quick_time.bound_s(candidate)) >= self.plans.far_s():
+            self.bounds[candidate] = self.first_bounds[candidate] = bound
+        return slow
 
     def exclude(self, candidate: ParallelConfig) -> None:
         """Decide a candidate whose states and least activations do not fit, whatever its cut and recompute are."""

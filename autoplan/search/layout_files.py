@@ -1,7 +1,7 @@
 """SolvedLayout layouts on disk, for later processes: by the hash of everything that their problem depends on.
 
 A file holds one layout that was proved to be the best, or that none exists: the SHA-256 of its name and the rest on the
-first line, then JSON. The name is the hash of graph, degrees, sizes and prices (`autoplan.search.layouts.prices_key`),
+first line, then JSON. The name is the hash of graph, degrees, sizes and prices (`autoplan.search.layout_problem.prices_key`),
 of the number of micro-batches, the solver and the code. So a file is never wrong: what was written by other code is not
 found, and what is damaged, cut off or under another name is ignored and written again. Processes may share a folder.
 
@@ -190,14 +190,13 @@ def _option_data(option: Option) -> list[Any]:
         [[c.name, _text(c.inputs), _text(c.outputs), c.factor, c.special] for c in s.choices],
         s.num_shards,
     ]
-    return [option.name, *values, option.cost_s, option.state_bytes, strategy]
+    return [option.name, *values, option.cost_s, option.once_s, option.state_bytes, strategy]
 
 
 def _option(data: list[Any]) -> Option:
-    name, requires, provides, cost_s, state_bytes, strategy = data
-    return Option(
-        name, _values(requires), _values(provides), cost_s, state_bytes, None if strategy is None else _way(*strategy)
-    )
+    name, requires, provides, cost_s, once_s, state_bytes, strategy = data
+    way = None if strategy is None else _way(*strategy)
+    return Option(name, _values(requires), _values(provides), cost_s, state_bytes, way, once_s=once_s)
 
 
 def _values(data: Iterable[tuple[str, str, str]]) -> tuple[tuple[ValueKey, Layout], ...]:

@@ -2,7 +2,7 @@
 
 These are layouts, and the degrees of the best plans, with which the next search begins.
 
-Two tasks have the same problem of layouts (`autoplan.search.layouts.layout_problem`) if graph, degrees, sizes and the
+Two tasks have the same problem of layouts (`autoplan.search.layout_problem`) if graph, degrees, sizes and the
 prices that their tensor-parallel ranks see are equal, but for the number of micro-batches n, over which traffic and
 updates once per step are spread: every option costs a + b / n. The least cost is then a concave function of 1 / n, and
 that of one selection a linear one. So a selection that is the best for two numbers of micro-batches is the best for

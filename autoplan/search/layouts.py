@@ -18,11 +18,8 @@ from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.config.precision import Precision, precision_of
 from autoplan.config.recompute import OFFLOAD, RecomputeMix, kinds_in, modules_of, recompute_kind
 from autoplan.cost_models.costs import Costs
-from autoplan.cost_models.hardware.cluster import Group, Level
-from autoplan.cost_models.hardware.fabric_graph import Traffic
 from autoplan.cost_models.memory.least import LeastMemory
 from autoplan.cost_models.memory.room import Room
-from autoplan.cost_models.network.groups import axis_groups
 from autoplan.cost_models.time.blocks import BlockPricer, OpTimes, op_times
 from autoplan.cost_models.time.least import LeastTime, StateSeconds
 from autoplan.cost_models.time.price import Pricer
@@ -41,15 +38,13 @@ from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.parallel_dims import parallel_dims
-from autoplan.program.problem import IntraProblem, IntraSettings, build_problem
-from autoplan.program.token_dispatch_layouts import with_token_dispatch
-from autoplan.program.without_sequence_parallel import without_sequence_parallelism
 from autoplan.program.workload import LoweredModel, lower_all, workload
 from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES, num_copies
 from autoplan.search.cuts import Cutter
 from autoplan.search.interleaved_cuts import ChunkCutter, LeastPass, even_cuts
-from autoplan.search.intra import IntraSolution, StoppedError, solve
+from autoplan.search.intra import IntraSolution, LayoutProgram, StoppedError
 from autoplan.search.layout_files import LayoutFiles, folder_of_layouts, layout_data, layout_of
+from autoplan.search.layout_problem import LayoutCut, cut_of, layout_batches, layout_problem, no_layout, prices_key
 from autoplan.search.layout_store import ById
 from autoplan.search.request import PlanRequest, offload_kinds, without_activations
 from autoplan.search.state_bounds import Simulated, StateBounds
@@ -69,7 +64,6 @@ class CandidateLayout:
 
 _Key = tuple[int, int, int, ExpertDegrees | None, bool, MethodChoice]
 _Pass = tuple[int, int]  # id of a layout, ranks that hold each chunk
-_Cut = tuple[int, int, int, bool]  # tp, micro-batch size, cp, True if every rank dispatches its own tokens
 _Solved = list[tuple[int, dict[str, Any]]]  # numbers of micro-batches and their layouts, as data
 
 
@@ -97,21 +91,33 @@ class LayoutCache:
         self.all_proved: bool = True
         self._files = LayoutFiles(folder_of_layouts() if request.uses_cache else None)
         self._found: dict[_Key, CandidateLayout] = {}
-        self._layouts: dict[_Cut, tuple[tuple[Axis, ...], IntraSolution] | None] = {}
-        self._lowered: dict[tuple[_Cut, MethodChoice], LoweredModel] = {}
-        self._first_lowered: dict[_Cut, LoweredModel] = {}  # under the methods that were asked for first
-        self._op_times: dict[int, tuple[BlockWork, OpTimes]] = {}
-        self._stopped: dict[_Cut, float] = {}  # the limit that was too short
+        self._layouts: dict[LayoutCut, tuple[tuple[Axis, ...], IntraSolution] | None] = {}
+        self._lowered: dict[tuple[LayoutCut, MethodChoice], LoweredModel] = {}
+        self._first_lowered: dict[LayoutCut, LoweredModel] = {}  # under the methods that were asked for first
+        self._op_times = self._shared_op_times()
+        self._stopped: dict[LayoutCut, float] = {}  # the limit that was too short
         self._worth: dict[tuple[int, int, int], list[MethodChoice]] = {}
         self._cutters: dict[ParallelConfig, Cutter] = {}
         self._least: dict[int, LeastMemory] = {}  # by the id of a layout, which this cache keeps
         self._passes: dict[_Pass, LeastPass] = {}  # likewise
         self._state_bounds: dict[_Pass, StateBounds] = {}  # likewise
-        self._state_seconds: StateSeconds = {}
+        self._state_seconds: StateSeconds = self._shared_state_seconds()
         # of either half of the work of a search: what is simulated in one process is not known in the other
         self._simulated: tuple[Simulated, Simulated] = ({}, {})
         self.halves: dict[Hashable, int] = {}
-        self._log: dict[_Cut, _Solved] = defaultdict(list)  # in the order in which they were solved
+        self._log: dict[LayoutCut, _Solved] = defaultdict(list)  # in the order in which they were solved
+
+    def _shared_op_times(self) -> dict[int, tuple[BlockWork, OpTimes]]:
+        """Return the times of blocks by their id, shared with searches of the same device."""
+        r, c = self.request, self.request.cluster
+        key = "op times", c.device, c.device_type, r.mode, r.options, r.constants, ById(r.profile)
+        return r.layouts.made(key, dict)
+
+    def _shared_state_seconds(self) -> StateSeconds:
+        """Return seconds of parameters, shared with searches of the same cluster."""
+        r, c = self.request, replace(self.request.cluster, price=None)
+        key = "state seconds", c, r.precision, r.mode, r.options, r.constants, ById(r.profile), ById(r.graph)
+        return r.layouts.made(key, dict)
 
     def get(
         self,
@@ -143,7 +149,7 @@ class LayoutCache:
             self.phases["workloads"] += time.perf_counter() - start
         return self._found[key]
 
-    def _layout(self, cut: _Cut, limit_s: float) -> tuple[tuple[Axis, ...], IntraSolution] | None:
+    def _layout(self, cut: LayoutCut, limit_s: float) -> tuple[tuple[Axis, ...], IntraSolution] | None:
         tp, size, cp, own = cut
         key = (tp, self._solved_size(tp, size, cp), cp, own)
         if key in self._layouts:
@@ -160,7 +166,7 @@ class LayoutCache:
             raise
         return self._layouts[key]
 
-    def adopt(self, cut: _Cut, solution: IntraSolution) -> None:
+    def adopt(self, cut: LayoutCut, solution: IntraSolution) -> None:
         """Take a layout that was solved for another task with the same graph and `cut` (see `layout_problem`)."""
         tp, size, cp, own = cut
         axes = parallel_dims(self.request.graph, ParallelConfig(tp=tp)).layout_axes
@@ -168,9 +174,9 @@ class LayoutCache:
 
     # -- layouts that another process of the same search solved ------------------------------------------------------
 
-    def open_cuts(self, candidates: Iterable[ParallelConfig]) -> list[_Cut]:
+    def open_cuts(self, candidates: Iterable[ParallelConfig]) -> list[LayoutCut]:
         """Return the cuts of candidates whose layouts are not known."""
-        cuts = dict[_Cut, None]()
+        cuts = dict[LayoutCut, None]()
         for c in candidates:
             cuts[self._solved_cut(cut_of(c, self._experts(c)))] = None
             if c.cp > 1 and not c.methods:
@@ -182,16 +188,16 @@ class LayoutCache:
         asked = dict.fromkeys((c.tp, c.micro_batch_size, c.cp) for c in candidates if c.cp > 1 and not c.methods)
         return [key for key in asked if key not in self._worth] if "context_method" not in self.request.pins else []
 
-    def solve(self, cut: _Cut, limit_s: float) -> None:
+    def solve(self, cut: LayoutCut, limit_s: float) -> None:
         """Solve the layout of a cut, unless `limit_s` is too short."""
         with suppress(StoppedError):
             self._layout(cut, limit_s)
 
-    def solved(self, cut: _Cut) -> tuple[_Solved, bool, float | None]:
+    def solved(self, cut: LayoutCut) -> tuple[_Solved, bool, float | None]:
         """Return what `solve` found for a cut: layouts, whether there is one, and the limit that was too short."""
         return self._log[cut], self._layouts.get(cut) is not None, self._stopped.get(cut)
 
-    def take(self, cut: _Cut, found: tuple[_Solved, bool, float | None]) -> None:
+    def take(self, cut: LayoutCut, found: tuple[_Solved, bool, float | None]) -> None:
         """Take what another process found for a cut, as if it had been found here."""
         known, exists, stopped_s = found
         key = prices_key(self.request, self.costs, cut)
@@ -216,7 +222,7 @@ class LayoutCache:
         """Return the methods that were compared; None if they are not known."""
         return self._worth.get(key)
 
-    def _solved_cut(self, cut: _Cut) -> _Cut:
+    def _solved_cut(self, cut: LayoutCut) -> LayoutCut:
         tp, size, cp, own = cut
         return tp, self._solved_size(tp, size, cp), cp, own
 
@@ -243,11 +249,11 @@ class LayoutCache:
         return axes, solution
 
     def _kept_or_solved(
-        self, key: object, cut: _Cut, until_s: float, number: int
+        self, key: object, cut: LayoutCut, until_s: float, number: int
     ) -> tuple[tuple[Axis, ...], IntraSolution]:
         began = time.perf_counter() - self._solving_s()
         try:
-            found = self._files.get(key, number, lambda: self._solve_anew(cut, until_s, number))
+            found = self._files.get(key, number, lambda: self._solve_anew(key, cut, until_s, number))
             self._log[cut].append((number, layout_data(*found)))
             return found
         finally:
@@ -256,22 +262,29 @@ class LayoutCache:
     def _solving_s(self) -> float:
         return sum(self.phases.get(name, 0.0) for name in ("intra-op build", "intra-op solve"))
 
-    def _solve_anew(self, cut: _Cut, until_s: float, number: int) -> tuple[tuple[Axis, ...], IntraSolution]:
+    def _solve_anew(
+        self, key: object, cut: LayoutCut, until_s: float, number: int
+    ) -> tuple[tuple[Axis, ...], IntraSolution]:
+        """Solve the program of a cut, which is made once for all numbers of micro-batches."""
         start = time.perf_counter()
         built = start
         try:
-            axes, problem = layout_problem(self.request, self.costs, cut, number)
+            axes, program = self.request.layouts.made(("program", key), lambda: self._program(cut))
             built = time.perf_counter()
-            return axes, solve(problem, max(0.0, until_s - start))
+            return axes, program.solve(number, max(0.0, until_s - built))
         finally:
             self.phases["intra-op build"] += built - start
             self.phases["intra-op solve"] += time.perf_counter() - built
+
+    def _program(self, cut: LayoutCut) -> tuple[tuple[Axis, ...], LayoutProgram]:
+        axes, problem = layout_problem(self.request, self.costs, cut)
+        return axes, LayoutProgram(problem)
 
     def _work(
         self,
         axes: tuple[Axis, ...],
         solution: IntraSolution,
-        cut: _Cut,
+        cut: LayoutCut,
         experts: ExpertDegrees | None,
         ends: bool,
         methods: MethodChoice,
@@ -307,7 +320,7 @@ class LayoutCache:
             work = replace(work, unit_choices=tuple(choices))
         return CandidateLayout(solution, work, op_times(work, self.costs, self._op_times))
 
-    def _op_costs(self, axes: tuple[Axis, ...], cut: _Cut, methods: MethodChoice) -> OpCosts:
+    def _op_costs(self, axes: tuple[Axis, ...], cut: LayoutCut, methods: MethodChoice) -> OpCosts:
         r, (_, size, cp, _) = self.request, cut
         return OpCosts(
             r.graph,
@@ -500,6 +513,13 @@ class LayoutCache:
         alike = self.request.recompute_mix is not RecomputeMix.ANY
         return Pricer(point.workload, config, self.costs, self.precision, point.times, searched, activations, alike)
 
+    def known_pricer(self, candidate: ParallelConfig) -> Pricer:
+        """Return the prices of a candidate that has a layout; InfeasibleError if there is none."""
+        pricer = self.pricer(candidate)
+        if pricer is None:
+            raise no_layout(self.request, f"tp={candidate.tp}")
+        return pricer
+
     def cutter(
         self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S, kept: ChunkCutter | None = None
     ) -> Cutter | ChunkCutter | None:
@@ -524,74 +544,3 @@ class LayoutCache:
             pinned, mix = self.request.pins.recompute, self.request.recompute_mix
             self._cutters[candidate] = Cutter(pricer, self.room, pinned, stages, mix)
         return self._cutters[candidate]
-
-
-def layout_batches(request: PlanRequest, cut: _Cut) -> int:
-    """Return the number of micro-batches that a layout is solved for: all devices share the batch."""
-    r, (tp, size, cp, _) = request, cut
-    return max(1, r.global_batch_size // (size * max(1, r.cluster.num_devices // (tp * cp))))
-
-
-def prices_key(request: PlanRequest, costs: Costs, cut: _Cut) -> object:
-    """Return everything that the problem of `layout_problem` depends on, but for the number of micro-batches.
-
-    Of the cluster these are the device and the levels that groups of tensor-parallel ranks cross.
-    """
-    r, cluster, (tp, size, cp, own) = request, request.cluster, cut
-    axes = parallel_dims(r.graph, ParallelConfig(tp=tp)).layout_axes
-    seen = tuple(
-        (group, traffic, costs.crosses_network(group), _crossed(group, cluster.levels_of(group, traffic)))
-        for group in axis_groups([axis.size for axis in axes]).values()
-        for traffic in (Traffic if group.size > 1 else ())
-    )
-    return (
-        ById(r.graph),
-        (axes, size, cp, own, tuple(r.env(size, cp).items()), r.precision, r.pins.get("state_slack", 1.02)),
-        (r.mode, r.options.of_operations, r.constants, ById(r.profile)),
-        (cluster.device, cluster.device_type, seen),
-    )
-
-
-def _crossed(group: Group, levels: Sequence[Level]) -> tuple[Level, ...]:
-    """Return the levels up to the one that holds a whole group."""
-    reach = (group.size - 1) * group.stride
-    return tuple(level for i, level in enumerate(levels) if i == 0 or levels[i - 1].size <= reach)
-
-
-def layout_problem(
-    request: PlanRequest, costs: Costs, cut: _Cut, number: int | None = None
-) -> tuple[tuple[Axis, ...], IntraProblem]:
-    """Return the axes that layouts are chosen on, and the problem of choosing them.
-
-    Args:
-        cut: tp, micro-batch size, cp, and True if every rank dispatches its own tokens.
-        number: micro-batches per step; None: `layout_batches`.
-
-    Raises:
-        InfeasibleError: no option is left of some choice.
-    """
-    r, (tp, size, cp, own) = request, cut
-    axes = parallel_dims(r.graph, ParallelConfig(tp=tp)).layout_axes
-    steps = layout_batches(request, cut) if number is None else number
-    slack = r.pins.get("state_slack", 1.02)
-    settings = IntraSettings(axes, costs, r.env(size, cp), steps, slack, precision_of(r.precision), cp)
-    problem = build_problem(r.graph, settings)
-    if not r.options.sequence_parallel:
-        problem = without_sequence_parallelism(problem, r.graph)
-    if own:
-        problem = with_token_dispatch(problem, r.graph, slack)
-    return axes, problem
-
-
-def cut_of(config: ParallelConfig, experts: ExpertDegrees | None) -> _Cut:
-    """Return the choices of a configuration that determine the problem of its layouts."""
-    own = experts is not None and experts.executed and experts.dispatches(config.tp) and config.tp > 1
-    return config.tp, config.micro_batch_size, config.cp, own
-
-
-def no_layout(request: PlanRequest, where: str) -> InfeasibleError:
-    """Return the error for tensor-parallel degrees, `where`, at which no layout is legal inside blocks."""
-    text = f"no layout of {request.graph.name} exists at {where}"
-    if not request.options.sequence_parallel:
-        text += " without sequence parallelism; allow it (leave out --no-sequence-parallel), or use tp=1"
-    return InfeasibleError(text)

@@ -163,9 +163,7 @@ class Pair:
         return found
 
 
-def even_halves(
-    keys: Sequence[Hashable], weights: Sequence[float], known: MutableMapping[Hashable, int]
-) -> list[int]:
+def even_halves(keys: Sequence[Hashable], weights: Sequence[float], known: MutableMapping[Hashable, int]) -> list[int]:
     """Return the half of every item: items with the same key have the same, and both halves weigh much the same.
 
     Args:
@@ -209,8 +207,8 @@ def _run_helper(help_search: Callable[[], None]) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the planner, which ends the helper
         gc.freeze()  # what there is stays: looking at it would copy it
         help_search()
-    except BaseException:  # noqa: BLE001  the planner finds the end of the pipe, and goes on alone
-        os._exit(1)
+    except BaseException:
+        os._exit(1)  # the planner finds the end of the pipe, and goes on alone
     os._exit(0)
 
 

@@ -34,7 +34,7 @@ from typing import Any
 
 from autoplan.config.offload import held_on_host
 from autoplan.config.parallel import ParallelConfig
-from autoplan.cost_models.time.price import Pricer, ranges_of
+from autoplan.cost_models.time.price import ranges_of
 from autoplan.search import clock
 from autoplan.search.candidates import Candidates
 from autoplan.search.certificate import Certificate, SearchResult, Status, certificate_of
@@ -46,11 +46,10 @@ from autoplan.search.group_bounds import GroupKey, group_key
 from autoplan.search.infeasible import InfeasibleReport, NothingFits, no_plan
 from autoplan.search.intra import StoppedError
 from autoplan.search.later_choices import NEAR, more_stages, shorter_parts
-from autoplan.search.layouts import ILP_LIMIT_S, CandidateLayout, no_layout
+from autoplan.search.layouts import ILP_LIMIT_S, CandidateLayout
 from autoplan.search.outcomes import SOLVED, Decided, Outcome, all_counted
 from autoplan.search.pair import LostHelperError
 from autoplan.search.progress import Progress, Teller
-from autoplan.search.quick_time import QuickTime
 from autoplan.search.request import (
     PlanRequest,
     least_memory_first,
@@ -84,12 +83,13 @@ _MOST_CHANGES = 16  # candidates that differ from the best plan in one choice, a
 # Groups that are bounded, and candidates that are looked at, before the clock and the best plan are looked at again.
 # Some of them are in either half of a search of two processes.
 _GROUPS_AT_ONCE, _STEPS_AT_ONCE = 96, 32
+_LISTS_AT_ONCE = 4  # of usual layouts, that is of two tp
 _FEW_TO_SHARE = 1_000  # candidates from which on a helper takes less time than it takes to start
 # Shares of the time after which candidates with a bound are evaluated although others have none yet.
 _BOUND_SHARES = (0.75, 1.0)
 
 
-_Entry = tuple[float, int, int, tuple[Any, ...], ParallelConfig]  # bound; 1 if it has that of memory; what is on the host
+_Entry = tuple[float, int, int, tuple[Any, ...], ParallelConfig]  # bound, 1 if it is that with memory, order
 
 
 class _Search(Candidates):
@@ -175,15 +175,16 @@ class _Search(Candidates):
     def _first_plans(self, candidates: Sequence[ParallelConfig]) -> None:
         """Evaluate what was best before, usual layouts, then neighbours of the best plan while they are better."""
         until_s = _FIRST_SHARE * self.request.time_limit_s
-        first = [as_before(candidates, self.request.layouts.best), *usual(candidates)]
+        lists = usual(candidates, self.quick_time.bound_s)
+        first = [as_before(candidates, self.request.layouts.best), *lists]
         for i, some in enumerate(first):
-            if i == 2:
-                self.with_methods(chain(*first[i:]))  # all layouts at once
+            if i and i % _LISTS_AT_ONCE == 0:
+                self.with_methods(chain(*first[i : i + _LISTS_AT_ONCE]))  # several layouts at once
             if self.plans.known and self.past(until_s):
                 break
             self._evaluate_some(some)
         if not self.plans.known:
-            self._first_offloads(candidates)
+            self._first_offloads(lists)
         if not self.plans.best or len(candidates) < _FEW:
             return
         with self.phases.spent("space"):
@@ -196,9 +197,9 @@ class _Search(Candidates):
                 if self.plans.best[0] != examined:
                     break
 
-    def _first_offloads(self, candidates: Sequence[ParallelConfig]) -> None:
+    def _first_offloads(self, first: Sequence[Sequence[ParallelConfig]]) -> None:
         """Evaluate usual layouts, of which none fits, with each kind of offload."""
-        made = chain(*self.with_methods(chain(*usual(candidates))))
+        made = chain(*self.with_methods(chain(*first)))
         known = [c for c in made if c in self.first_bounds]
         self.offloaded.update(known)
         self._search_offloads([each for c in known for each in offloaded(self.request, c)])
@@ -366,7 +367,8 @@ class _Search(Candidates):
             self._best_first({c: bound for bound, _, c in bounds[:_MOST_CHANGES] if bound < examined.step_s}, gap=0.0)
 
     def _complexity(self, entry: Evaluated) -> Complexity:
-        pricer, stages = self._pricer(entry.candidate), zip(ranges_of(entry.chunks), entry.recompute, strict=True)
+        pricer = self.points.known_pricer(entry.candidate)
+        stages = zip(ranges_of(entry.chunks), entry.recompute, strict=True)
         again = sum(len(pricer.recomputed(units, steps)) for units, steps in stages)
         return complexity(entry.candidate, again / max(1, sum(pricer.workload.layers)))
 
@@ -403,15 +405,9 @@ class _Search(Candidates):
         too_big = self.outcomes.get(candidate, SOLVED)[0] is Outcome.TOO_BIG
         return not too_big and self.bounds[candidate] <= below_s
 
-    def _pricer(self, candidate: ParallelConfig) -> Pricer:
-        pricer = self.points.pricer(candidate)
-        if pricer is None:
-            raise no_layout(self.request, f"tp={candidate.tp}")
-        return pricer
-
     def _planned(self, entry: Evaluated) -> Planned:
         candidate = self.points.decided(entry.candidate)
-        estimate = self._pricer(candidate).estimate(entry.chunks, entry.recompute, events=True)
+        estimate = self.points.known_pricer(candidate).estimate(entry.chunks, entry.recompute, events=True)
         return Planned(self._config(entry), estimate, self.points.known(candidate))
 
     def _config(self, entry: Evaluated) -> ParallelConfig:
@@ -420,12 +416,13 @@ class _Search(Candidates):
         config = without_activations(candidate).but(stages=entry.chunks)
         if "recompute" in self.request.pins:
             return config
-        return config.but(recompute=chosen_recompute(self._pricer(candidate), entry.chunks, entry.recompute))
+        pricer = self.points.known_pricer(candidate)
+        return config.but(recompute=chosen_recompute(pricer, entry.chunks, entry.recompute))
 
     def _certificate(self, checked: Space) -> Certificate:
         best, cutoff, enough = self.plans.best[0], self.plans.cutoff_s(), self.plans.enough_s()
-        others, quick = (self.not_made, self.not_made_bounds), QuickTime(self.request)
-        bounds = {c: self.bounds[c] if c in self.bounds else quick.bound_s(c) for c in checked.candidates}
+        others, quick_s = (self.not_made, self.not_made_bounds), self.quick_time.bound_s
+        bounds = {c: self.bounds[c] if c in self.bounds else quick_s(c) for c in checked.candidates}
         end = all_counted(checked.candidates, self.outcomes, bounds, *others, cutoff)
         steps = best.step_s, enough, cutoff
         made = certificate_of(self.request, checked, self.points, best.candidate, end, self.status, steps)
