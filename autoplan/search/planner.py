@@ -178,7 +178,7 @@ class _Search(Candidates):
         lists = usual(candidates, self.quick_time.bound_s)
         first = [as_before(candidates, self.request.layouts.best), *lists]
         for i, some in enumerate(first):
-            if i and i % _LISTS_AT_ONCE == 0:
+            if i % _LISTS_AT_ONCE == 2:
                 self.with_methods(chain(*first[i : i + _LISTS_AT_ONCE]))  # several layouts at once
             if self.plans.known and self.past(until_s):
                 break
