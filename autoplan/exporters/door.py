@@ -25,6 +25,7 @@ from autoplan.exporters.python_file import BY_FUNCTION, UNKNOWN, functions_of
 from autoplan.exporters.record import Document, Target
 from autoplan.exporters.scripts import Code, Name
 from autoplan.exporters.setup import ESSENTIAL, SETUP_NAMES, Setup, Task, values
+from autoplan.exporters.syntax import values_of_named
 from autoplan.exporters.targets import detected, suffix_of, target_of
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.facts import expert_counts, latent_attention, layer_calls
@@ -147,6 +148,8 @@ def read_text(
     """Return the input of a target that this text is; the arguments are those of `read_config`."""
     year = year_of(version)
     found = target.reader(suffix_of(path), year).read(text, path)
+    for name in target.named_files:
+        found |= values_of_named(name, found.get(name), path)
     functions = functions_of(found)
     unknown = {name.removeprefix(UNKNOWN): v for name, v in found.items() if name.startswith(UNKNOWN)}
     found = {name: value for name, value in found.items() if not name.startswith(UNKNOWN)}
@@ -306,12 +309,11 @@ def setup_of(read: ConfigFile, task: Task, given: Mapping[str, Any]) -> Setup:
 
 def _like(read: ConfigFile, says: Mapping[str, Any]) -> Like:
     """Return the stack with the mode and the precision of a file; one that the stack has no price for is left out."""
-    like = read_like(read.like)
-    for name in ("mode", "precision"):
-        if says.get(name) is not None:
-            with suppress(PinError):
-                like = like.but(**{name: says[name]})
-    return like
+    said = {name: says[name] for name in ("mode", "precision") if says.get(name) is not None}
+    for given in (said, *({name: value} for name, value in said.items())):
+        with suppress(PinError):
+            return read_like(read.like, given)
+    return read_like(read.like)
 
 
 def _options(like: Like, task: Task) -> dict[str, Any]:
