@@ -1,9 +1,9 @@
 """SolvedLayout layouts on disk, for later processes: by the hash of everything that their problem depends on.
 
 A file holds one layout that was proved to be the best, or that none exists: the SHA-256 of its name and the rest on the
-first line, then JSON. The name is the hash of graph, degrees, sizes and prices (`autoplan.search.layout_problem.prices_key`),
-of the number of micro-batches, the solver and the code. So a file is never wrong: what was written by other code is not
-found, and what is damaged, cut off or under another name is ignored and written again. Processes may share a folder.
+first line, then JSON. The name is the hash of graph, degrees, sizes and prices (`layout_problem.prices_key`), of the
+number of micro-batches, the solver and the code. So a file is never wrong: what was written by other code is not found,
+and what is damaged, cut off or under another name is ignored and written again. Processes may share a folder.
 
 A layout is all that is kept. It takes milliseconds to read; what is made of it (`autoplan.program.workload`) would take
 half as long to read as to make, and bounds depend on everything.

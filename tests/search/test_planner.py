@@ -24,7 +24,7 @@ from autoplan.errors import PinError
 from autoplan.ops.saved import TensorFacts
 from autoplan.report import data
 from autoplan.report.text import proof_text
-from autoplan.search import planner
+from autoplan.search import candidates
 from autoplan.search.cuts import Cutter
 from autoplan.search.intra import IntraSolution, LayoutProgram
 from autoplan.search.planner import (
@@ -212,7 +212,7 @@ def test_a_stop_before_anything_fits_goes_on_until_something_does() -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "_LEAST_PATIENCE_S", 0.0)
+    monkeypatch.setattr(candidates, "_LEAST_PATIENCE_S", 0.0)
 
 
 @pytest.mark.usefixtures("impatient")
