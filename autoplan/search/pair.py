@@ -32,6 +32,8 @@ _T = TypeVar("_T")
 # Libraries whose threads hold locks, or wait for work, that a fork would not have.
 _THREADED = ("torch", "jax", "tensorflow")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds that it may use in how many, or `max`
+_LOAD = Path("/proc/loadavg")  # its fourth field begins with the number of threads that run, or could
+_LOOKS, _APART_S = 3, 0.002  # something may run for a moment only
 
 
 class LostHelperError(RuntimeError):
@@ -182,12 +184,16 @@ def even_halves(keys: Sequence[Hashable], weights: Sequence[float], known: Mutab
 
 
 def helper_pays() -> bool:
-    """Return True if this process can be forked, has a second core, and `PROCESSES_VARIABLE` does not say 1."""
+    """Return True if this process can be forked and has a second core that is free.
+
+    Where all cores are at work, two processes that wait for each other would be slower than one.
+    `PROCESSES_VARIABLE` turns the helper off.
+    """
     if os.environ.get(PROCESSES_VARIABLE) == "1" or not hasattr(os, "fork"):
         return False
     if threading.current_thread() is not threading.main_thread() or any(map(sys.modules.get, _THREADED)):
         return False
-    return num_cores() >= 2
+    return num_cores() >= 2 and has_free_core()
 
 
 def num_cores() -> int:
@@ -199,6 +205,20 @@ def num_cores() -> int:
         if quota != "max":
             cores = min(cores, int(quota) // int(period))
     return cores
+
+
+def has_free_core() -> bool:
+    """Return False if as many threads as there are cores on this machine want to run, where that is known."""
+    try:
+        for look in range(_LOOKS):
+            if look:
+                time.sleep(_APART_S)
+            running = int(_LOAD.read_text(encoding="ascii").split()[3].partition("/")[0])
+            if running < (os.cpu_count() or 1):
+                return True
+    except (OSError, ValueError, IndexError):
+        return True
+    return False
 
 
 def _run_helper(help_search: Callable[[], None]) -> None:

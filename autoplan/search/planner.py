@@ -1,4 +1,4 @@
-"""The planner: the best plan of a stated space, with its certificate. No torch, no device; two processes where that pays.
+"""The planner: the best plan of a stated space, with its certificate. No torch, no device.
 
     result = search_plan(PlanRequest(graph, cluster, seq_len=8192, global_batch_size=1024))
     result.plans[0].config, result.plans[0].estimate, result.certificate

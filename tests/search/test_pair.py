@@ -21,7 +21,16 @@ from autoplan.search import pair, planner
 from autoplan.search.candidates import Candidates
 from autoplan.search.certificate import SearchResult, Status
 from autoplan.search.layout_store import LayoutStore
-from autoplan.search.pair import HELPER, PLANNER, LostHelperError, Pair, even_halves, helper_pays, num_cores
+from autoplan.search.pair import (
+    HELPER,
+    PLANNER,
+    LostHelperError,
+    Pair,
+    even_halves,
+    has_free_core,
+    helper_pays,
+    num_cores,
+)
 from autoplan.search.planner import PlanRequest, search_plan
 from autoplan.search.progress import Progress
 
@@ -204,12 +213,17 @@ def test_who_has_a_helper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     """A process with a second core that can be forked, unless it is turned off."""
     monkeypatch.setattr(pair, "_THREADED", ("none_such",))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(pair, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(pair, "_LOAD", tmp_path / "loadavg")
     monkeypatch.delenv(PROCESSES_VARIABLE, raising=False)
     assert num_cores() == 2 and helper_pays()
-    for quota, cores in (("max 100000", 2), ("200000 100000", 2), ("150000 100000", 1), ("nonsense", 2)):
+    for quota, cores in (("max 100000", 2), ("150000 100000", 1), ("nonsense", 2), ("200000 100000", 2)):
         (tmp_path / "cpu.max").write_text(f"{quota}\n")
         assert num_cores() == cores and helper_pays() is (cores == 2)
+    for text, free in (("0.1 0.2 0.3 1/99 1234", True), ("9.1 9.2 9.3 2/99 1234", False), ("nonsense", True)):
+        (tmp_path / "loadavg").write_text(f"{text}\n")
+        assert has_free_core() is free and helper_pays() is free
     found: list[bool] = []
     thread = threading.Thread(target=lambda: found.append(helper_pays()))
     thread.start()
