@@ -187,13 +187,14 @@ def helper_pays() -> bool:
     """Return True if this process can be forked and has a second core that is free.
 
     Where all cores are at work, two processes that wait for each other would be slower than one.
-    `PROCESSES_VARIABLE` turns the helper off.
+    `PROCESSES_VARIABLE` turns the helper off, or asks for it there, too.
     """
-    if os.environ.get(PROCESSES_VARIABLE) == "1" or not hasattr(os, "fork"):
+    asked = os.environ.get(PROCESSES_VARIABLE)
+    if asked == "1" or not hasattr(os, "fork"):
         return False
     if threading.current_thread() is not threading.main_thread() or any(map(sys.modules.get, _THREADED)):
         return False
-    return num_cores() >= 2 and has_free_core()
+    return num_cores() >= 2 and (asked == "2" or has_free_core())
 
 
 def num_cores() -> int:

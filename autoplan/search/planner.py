@@ -80,10 +80,10 @@ __all__ = [
 # that are not searched as fast without.
 _FIRST_SHARE, _FEW = 0.5, 200
 _MOST_CHANGES = 16  # candidates that differ from the best plan in one choice, and are evaluated whatever the gap is
-# Groups that are bounded, and candidates that are looked at, before the clock and the best plan are looked at again.
-# Some of them are in either half of a search of two processes.
-_GROUPS_AT_ONCE, _STEPS_AT_ONCE = 96, 32
-_LISTS_AT_ONCE = 4  # of usual layouts, that is of two tp
+# Groups that are bounded, and lists of usual layouts that are solved, before the clock and the best plan are looked at
+# again; and candidates that are looked at, of so many. Some are in either half of a search of two processes.
+_GROUPS_AT_ONCE, _LISTS_AT_ONCE = 96, 4
+_LEAST_STEPS, _MOST_STEPS, _STEP_OF = 8, 32, 16
 _FEW_TO_SHARE = 1_000  # candidates from which on a helper takes less time than it takes to start
 # Shares of the time after which candidates with a bound are evaluated although others have none yet.
 _BOUND_SHARES = (0.75, 1.0)
@@ -303,6 +303,7 @@ class _Search(Candidates):
             if bound < enough and candidate not in self.outcomes
         ]
         heapq.heapify(heap)
+        at_once = min(_MOST_STEPS, max(_LEAST_STEPS, len(heap) // _STEP_OF))
         while heap:
             bound, refined, _, _, candidate = heap[0]
             self._tell(bound)
@@ -315,17 +316,17 @@ class _Search(Candidates):
                 if self._open_below(candidate, self.plans.enough_s(gap)):
                     self.evaluate(candidate, self.plans.cutoff_s(), num_cuts(candidate))
                 continue
-            for refined, candidate in self._step_first(heap, self.plans.enough_s(gap)):
+            for refined, candidate in self._step_first(heap, self.plans.enough_s(gap), at_once):
                 held = -len(held_on_host(candidate.offload))
                 heapq.heappush(heap, (self.bounds[candidate], refined, held, search_order(candidate), candidate))
 
-    def _step_first(self, heap: list[_Entry], enough_s: float) -> list[tuple[int, ParallelConfig]]:
+    def _step_first(self, heap: list[_Entry], enough_s: float, most: int) -> list[tuple[int, ParallelConfig]]:
         """Do a step for the first candidates that need one, and return those that are left, with 1 if it was the last.
 
         Their number does not depend on the processes: what is found is the same with any.
         """
         some: dict[ParallelConfig, int] = {}
-        while heap and not heap[0][1] and heap[0][0] < enough_s and len(some) < _STEPS_AT_ONCE:
+        while heap and not heap[0][1] and heap[0][0] < enough_s and len(some) < most:
             candidate = heapq.heappop(heap)[-1]
             if self._open_below(candidate, enough_s):
                 some[candidate] = int(candidate in self.prepared)

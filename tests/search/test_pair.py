@@ -224,6 +224,11 @@ def test_who_has_a_helper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     for text, free in (("0.1 0.2 0.3 1/99 1234", True), ("9.1 9.2 9.3 2/99 1234", False), ("nonsense", True)):
         (tmp_path / "loadavg").write_text(f"{text}\n")
         assert has_free_core() is free and helper_pays() is free
+    with monkeypatch.context() as patch:
+        patch.setenv(PROCESSES_VARIABLE, "2")
+        (tmp_path / "loadavg").write_text("9.1 9.2 9.3 9/99 1234\n")
+        assert not has_free_core() and helper_pays()
+    (tmp_path / "loadavg").unlink()
     found: list[bool] = []
     thread = threading.Thread(target=lambda: found.append(helper_pays()))
     thread.start()
