@@ -111,6 +111,7 @@ class MemoryModel:
         precision: Precision,
         cluster: Cluster,
         mode: Mode = Mode.EAGER,
+        whole_sums: bool = False,
     ) -> None:
         self.workload = workload
         self.config = config
@@ -119,7 +120,7 @@ class MemoryModel:
         self.megatron: bool = mode is Mode.FUSED
         c = config
         self.copies: int = num_copies(c.schedule)
-        self.parameters: ParameterMemory = ParameterMemory(c, precision, self.megatron)
+        self.parameters: ParameterMemory = ParameterMemory(c, precision, self.megatron, whole_sums)
         shares = self.parameters.shares
         self.sharded: bool = c.zero_stage > 0 and max(shares.values()) > 1
         self._placeheld: dict[frozenset[str], float] = {}
