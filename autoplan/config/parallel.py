@@ -47,6 +47,12 @@ def _document_len(name: str, value: object) -> str | None:
     return None if value is None or is_count(value) else f"{name}={value!r} must be a whole number of at least 1 token"
 
 
+def _zero_bucket(name: str, value: object) -> str | None:
+    return (
+        None if value is None or is_count(value) else f"{name}={value!r} must be a whole number of at least 1 element"
+    )
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """The setup of a run beyond its mode and degrees. A value other than the default has a price of its own.
@@ -163,6 +169,15 @@ class RunOptions:
         "ZeRO 1 keeps whole 32-bit sums beside 16-bit gradients and all-reduces them (as DeepSpeed's BF16_Optimizer).",
         written=Written.SWITCH,
         said_as="whole sums of gradients",
+        of_step=True,
+    )
+    # reduce_bucket_size and allgather_bucket_size of DeepSpeed, 5e8 elements each by default (runtime/zero/config.py)
+    zero_bucket: int | None = choice(
+        None,
+        "Elements of a buffer in which ZeRO 1 reduces and gathers; such buffers find no freed memory as large.",
+        obstacle=_zero_bucket,
+        read=lambda text, _: read_count(text, "zero_bucket"),
+        said_as="buckets of {} elements",
         of_step=True,
     )
     sends: Sends = choice(

@@ -113,8 +113,7 @@ class Pricer:
     def memory(self) -> MemoryModel:
         """The memory of ranks, with the recompute frontier."""
         costs = self.costs
-        whole_sums = costs.options.whole_sums
-        out = MemoryModel(self.workload, self.config, self.precision, costs.cluster, costs.mode, whole_sums)
+        out = MemoryModel(self.workload, self.config, self.precision, costs.cluster, costs.mode, costs.options)
         out.frontier = self._frontier(out)
         return out
 

@@ -408,6 +408,26 @@ def test_whole_sums_are_all_reduced_and_kept_beside_the_gradients_of_a_backward(
     assert estimate(other, options=RunOptions(whole_sums=True)) == estimate(other)
 
 
+def test_buckets_of_a_step_have_segments_of_their_own() -> None:
+    """DeepSpeed's ZeRO 1: two buckets in 16 bits, and the gradients of the shard in 16 and in 32 bits."""
+    config = ParallelConfig(dp=8, num_micro_batches=4)
+
+    def beyond(**options: bool) -> float:
+        with_it, without = (
+            estimate(config, options=RunOptions(zero_bucket=bucket, **options)).stages[0] for bucket in (10**8, None)
+        )
+        assert with_it.allocated_bytes == without.allocated_bytes
+        return with_it.memory_bytes.mid - without.memory_bytes.mid
+
+    params = load_model("llama-3.1-8b").num_params
+    assert beyond() == pytest.approx(2 * 2e8 + 6 * params / 8, rel=1e-3)
+    assert beyond(whole_sums=True) == pytest.approx(
+        2e8 + 4 * 128256 * 4096, rel=1e-3
+    )  # the largest gradient in 32 bits
+    with pytest.raises(PinError, match="zero_bucket=0 must be a whole number"):
+        RunOptions(zero_bucket=0)
+
+
 def test_virtual_stages_give_zero_more_to_hide_behind() -> None:
     """The other chunks' micro-batches of the last round come after a chunk's gradients are there."""
     slow = NODES.with_(nic=50)

@@ -238,6 +238,7 @@ EVERYTHING = RunOptions(
     zero_by_tensor=True,
     whole_sums=True,
     sends=Sends.SPLIT,
+    zero_bucket=1000,
 )  # nothing of it is a default
 
 
@@ -248,7 +249,8 @@ def test_every_run_option_is_shown_and_comes_back() -> None:
     result = run("estimate", *model, "--tp", "2", *words)
     text = " ".join(result.stdout.replace("\\", "").split())
     assert "flash1 attention, graphs launch, overlap of ep and tp, flex_fp8 dispatcher, no sequence parallelism" in text
-    assert "fused loss, ZeRO not overlapped, ZeRO 3 by tensor, whole sums of gradients, split sends" in text
+    assert "fused loss, ZeRO not overlapped, ZeRO 3 by tensor, whole sums of gradients" in text
+    assert "buckets of 1000 elements, split sends" in text
     assert "documents of 256 tokens" in text, text
     assert text.endswith(" ".join(words)) and "weights gathered in 8 bits" not in text  # bf16
     request = json.loads(run("estimate", *model, "--tp", "2", *words, "--json").stdout)["request"]

@@ -38,6 +38,7 @@ OF_STEPS = {
     "zero_by_tensor": True,
     "whole_sums": True,
     "sends": "serial",
+    "zero_bucket": 1000,
 }
 
 
