@@ -1,0 +1,166 @@
+"""Bounds of schedules with few cuts, of all ranks of many candidates at once (`autoplan.search.state_bounds`).
+
+Candidates of any schedule and number of stages that have as many chunks per rank are bounded together: the arrays have
+one entry for every candidate, cut and rank. Entries of one candidate and cut follow each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.config.parallel import ParallelConfig
+from autoplan.cost_models.arrays import Array
+from autoplan.cost_models.memory.least import most_held
+from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks, settled
+from autoplan.search.state_arrays import Alike, Passes, least_of
+from autoplan.units import ORDER_OF_SUMS
+
+_CLOSE = 1 - ORDER_OF_SUMS
+_AT_ONCE = 1 << 17  # numbers in the largest array: a piece of it stays in the cache of a processor
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of one cut.
+
+    Attributes:
+        units: units by rank, chunk of the rank and kind.
+        held: micro-batches of every chunk held when its rank holds most.
+        before_forward, before_backward: units by kind whose forward, and whose backward, run before a rank starts.
+    """
+
+    units: Array
+    held: Array
+    before_forward: Array
+    before_backward: Array
+
+
+def ranks_of(c: ParallelConfig, cut: tuple[int, ...], kinds: tuple[int, ...]) -> Ranks:
+    """Return the ranks of a cut of a candidate. `kinds`: of every unit."""
+    fewer = settled(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)  # a rank holds as many with these
+    return _ranks(c.schedule, c.pp, c.virtual_stages, fewer, cut, kinds)
+
+
+@lru_cache(maxsize=2048)  # workloads of a search share them
+def _ranks(
+    schedule: str, pp: int, virtual_stages: int, num: int, cut: tuple[int, ...], kinds: tuple[int, ...]
+) -> Ranks:
+    one = np.zeros((len(kinds) + 1, max(kinds) + 1))
+    one[np.arange(1, len(one)), list(kinds)] = 1.0
+    until = one.cumsum(axis=0)[[0, *np.cumsum(cut)]]
+    mine = np.array(chunks_of_ranks(schedule, pp, virtual_stages))
+    before = until[mine[:, 0]]
+    return Ranks(
+        np.diff(until, axis=0)[mine],
+        most_held(schedule, pp, num, virtual_stages).held[mine],
+        before,
+        np.zeros_like(before) if SCHEDULES[schedule].split_backward else before,
+    )
+
+
+class RankRows:
+    """The ranks of candidates with as many chunks per rank.
+
+    Attributes:
+        rows: the candidates that have a cut here.
+        seconds: by rank, of all micro-batches, and those before its first stage starts.
+
+    Args:
+        cuts: of some candidates (rows of `a`), the ranks of one of their cuts. A row may come several times.
+        num_micro_batches: by row.
+    """
+
+    def __init__(self, cuts: Sequence[tuple[Indices, Ranks]], a: Passes, num_micro_batches: Array) -> None:
+        sizes = [len(ranks.units) for _, ranks in cuts]
+        firsts = np.cumsum([0, *sizes[:-1]]).tolist()
+        each = [(rows, n, first) for (rows, _), n, first in zip(cuts, sizes, firsts, strict=True)]
+        self._row_of_cut: Indices = np.concatenate([rows for rows, *_ in each])
+        self._row: Indices = np.concatenate([np.repeat(rows, n) for rows, n, _ in each])
+        self._at: Indices = np.concatenate([np.tile(np.arange(first, first + n), len(rows)) for rows, n, first in each])
+        lengths = np.repeat(sizes, [len(rows) for rows, _ in cuts])
+        self._starts: Indices = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+        self._cut: Indices = np.repeat(np.arange(len(lengths)), lengths)
+        self._units, self._held, forward, backward = (
+            np.concatenate([getattr(ranks, name) for _, ranks in cuts])
+            for name in ("units", "held", "before_forward", "before_backward")
+        )
+        self._owned: Array = self._units.sum(axis=1)
+        self._num: Array = num_micro_batches
+        self.rows: Indices = np.unique(self._row_of_cut)
+        waits = _dot(a.forward[self._row], forward[self._at]) + _dot(a.backward[self._row], backward[self._at])
+        self.seconds: Array = self._num[self._row] * _dot((a.forward + a.backward)[self._row], self._owned[self._at])
+        self.seconds += waits
+
+    def fastest(self, by_rank: Array) -> Array:
+        """Return by row the least of its cuts, of each the longest of its ranks; inf for other rows."""
+        out = np.full(len(self._num), np.inf)
+        np.minimum.at(out, self._row_of_cut, np.maximum.reduceat(by_rank, self._starts))
+        return out
+
+    def fitting_s(self, a: Alike, row: Indices, below_s: float) -> Array:
+        """Return `seconds` with the recompute with which a cut fits, where all is below `below_s` without.
+
+        Args:
+            row: the row of `a` of every row here; -1 for rows that are not looked at.
+        """
+        beside = np.where(row >= 0, a.beside[row], np.inf)
+        some = np.maximum.reduceat(self.seconds, self._starts) + beside[self._row_of_cut] < below_s
+        return self.seconds + self._num[self._row] * self._forced_s(a, some[self._cut], row)
+
+    def _forced_s(self, a: Alike, some: NDArray[np.bool_], row: Indices) -> Array:
+        """Return by rank the least seconds of recompute per micro-batch with which a cut fits.
+
+        Args:
+            some: the ranks that are looked at; for all others it is 0.
+            row: the row of `a` of every row here.
+        """
+        weighted = (self._units * self._held[:, :, None]).sum(axis=1)
+        of_all = self._held.sum(axis=1)
+        most, least = weighted @ a.kept[0], weighted @ a.kept.min(axis=0) * _CLOSE
+        looked = np.flatnonzero(some)
+        at, rows = self._at[looked], row[self._row[looked]]
+        room = a.room[rows] - _dot(a.states[rows], self._owned[at]) - a.free_saved * of_all[at]
+        out = np.zeros(len(some))
+        too_big = least[at] > room
+        out[looked[too_big]] = np.inf
+        short = np.flatnonzero((most[at] > room) & ~too_big)
+        host = a.host_room[rows] - _dot(a.host_states[rows], self._owned[at]) if a.moved.any() else room
+        width = a.prices.shape[1] + a.both.device.shape[1]
+        step = max(1, _AT_ONCE // (self._units[0].size * width))
+        for piece in (short[i : i + step] for i in range(0, len(short), step)):
+            found = self._dual_s(a, at[piece], rows[piece], room[piece], host[piece])
+            out[looked[piece]] = np.maximum(0.0, found)
+        return out
+
+    def _dual_s(self, a: Alike, at: Indices, rows: Indices, room: Array, host: Array) -> Array:
+        """Return by rank the best of the bounds of all prices.
+
+        On the host a rank holds at least what its chunks keep there of the micro-batches held here: it is priced as if
+        as many as it holds at most were all of the chunk that keeps most.
+        """
+        units, held = self._units[at], self._held[at]
+        scale = 1.0 / np.maximum(1.0, held.max(axis=1))[:, None]
+        device = np.concatenate([a.prices[rows], a.both.device[rows]], axis=1) * scale
+        there = np.concatenate([np.zeros((len(rows), a.prices.shape[1])), a.both.host[rows]], axis=1) * scale
+        found = -device * room[:, None]
+        if a.both.host.size:
+            found -= there * host[:, None]
+        for v in range(held.shape[1]):
+            each = held[:, v, None, None]
+            moved = there[:, :, None] * each if a.both.host.size else None
+            least = least_of(a.again[rows], a.kept, a.moved, device[:, :, None] * each, moved)
+            found += np.einsum("qpk,qk->qp", least, units[:, v])
+        return found.max(axis=1)
+
+
+def _dot(a: Array, b: Array) -> Array:
+    """Return the sum of products of every row."""
+    out: Array = np.einsum("qk,qk->q", a, b)
+    return out
