@@ -33,11 +33,15 @@ class Ranks:
     Attributes:
         units: units by rank, chunk of the rank and kind.
         held: micro-batches of every chunk held when its rank holds most.
+        runs: at that moment, micro-batches held of the chunk that runs, and the kind of its last unit.
+        ends: how many units are before a chunk, and until its end; 0 before one whose input its rank holds as output.
         before_forward, before_backward: units by kind whose forward, and whose backward, run before a rank starts.
     """
 
     units: Array
     held: Array
+    runs: tuple[Array, Indices]
+    ends: tuple[Indices, Indices]
     before_forward: Array
     before_backward: Array
 
@@ -54,12 +58,17 @@ def _ranks(
 ) -> Ranks:
     one = np.zeros((len(kinds) + 1, max(kinds) + 1))
     one[np.arange(1, len(one)), list(kinds)] = 1.0
-    until = one.cumsum(axis=0)[[0, *np.cumsum(cut)]]
+    stops = np.cumsum(cut)
+    until = one.cumsum(axis=0)[[0, *stops]]
     mine = np.array(chunks_of_ranks(schedule, pp, virtual_stages))
+    most = most_held(schedule, pp, num, virtual_stages)
+    received = (mine > 0) & ~(mine[:, :, None] - 1 == mine[:, None]).any(axis=2)
     before = until[mine[:, 0]]
     return Ranks(
         np.diff(until, axis=0)[mine],
-        most_held(schedule, pp, num, virtual_stages).held[mine],
+        most.held[mine],
+        (most.held[most.running], np.array(kinds)[stops[most.running] - 1]),
+        (np.where(received, stops[mine - 1], 0), stops[mine]),
         before,
         np.zeros_like(before) if SCHEDULES[schedule].split_backward else before,
     )
@@ -91,6 +100,9 @@ class RankRows:
             np.concatenate([getattr(ranks, name) for _, ranks in cuts])
             for name in ("units", "held", "before_forward", "before_backward")
         )
+        self._runs, self._kind, self._first, self._stop = (
+            np.concatenate([getattr(ranks, name)[i] for _, ranks in cuts]) for name in ("runs", "ends") for i in (0, 1)
+        )
         self._owned: Array = self._units.sum(axis=1)
         self._num: Array = num_micro_batches
         self.rows: Indices = np.unique(self._row_of_cut)
@@ -104,29 +116,31 @@ class RankRows:
         np.minimum.at(out, self._row_of_cut, np.maximum.reduceat(by_rank, self._starts))
         return out
 
-    def fitting_s(self, a: Alike, row: Indices, below_s: float) -> Array:
+    def fitting_s(self, a: Alike, row: Indices, below_s: float, crosses: Array) -> Array:
         """Return `seconds` with the recompute with which a cut fits, where all is below `below_s` without.
 
         Args:
             row: the row of `a` of every row here; -1 for rows that are not looked at.
+            crosses: by end of a chunk (`LeastMemory.beside_ends`), the bytes of a micro-batch that are held there.
         """
         beside = np.where(row >= 0, a.beside[row], np.inf)
         some = np.maximum.reduceat(self.seconds, self._starts) + beside[self._row_of_cut] < below_s
-        return self.seconds + self._num[self._row] * self._forced_s(a, some[self._cut], row)
+        return self.seconds + self._num[self._row] * self._forced_s(a, some[self._cut], row, crosses)
 
-    def _forced_s(self, a: Alike, some: NDArray[np.bool_], row: Indices) -> Array:
+    def _forced_s(self, a: Alike, some: NDArray[np.bool_], row: Indices, crosses: Array) -> Array:
         """Return by rank the least seconds of recompute per micro-batch with which a cut fits.
 
         Args:
             some: the ranks that are looked at; for all others it is 0.
-            row: the row of `a` of every row here.
+            row, crosses: as for `fitting_s`.
         """
         weighted = (self._units * self._held[:, :, None]).sum(axis=1)
-        of_all = self._held.sum(axis=1)
+        always = (self._held * (a.free_saved + crosses[self._first] + crosses[self._stop])).sum(axis=1)
         most, least = weighted @ a.kept[0], weighted @ a.kept.min(axis=0) * _CLOSE
+        most, least = most + a.transient[0][self._kind], least + a.transient.min(axis=0)[self._kind]
         looked = np.flatnonzero(some)
         at, rows = self._at[looked], row[self._row[looked]]
-        room = a.room[rows] - _dot(a.states[rows], self._owned[at]) - a.free_saved * of_all[at]
+        room = a.room[rows] - _dot(a.states[rows], self._owned[at]) - always[at]
         out = np.zeros(len(some))
         too_big = least[at] > room
         out[looked[too_big]] = np.inf
@@ -149,7 +163,7 @@ class RankRows:
         scale = 1.0 / np.maximum(1.0, held.max(axis=1))[:, None]
         device = np.concatenate([a.prices[rows], a.both.device[rows]], axis=1) * scale
         there = np.concatenate([np.zeros((len(rows), a.prices.shape[1])), a.both.host[rows]], axis=1) * scale
-        found = -device * room[:, None]
+        found = self._running(a, at, rows, device, there) - device * room[:, None]
         if a.both.host.size:
             found -= there * host[:, None]
         for v in range(held.shape[1]):
@@ -158,6 +172,21 @@ class RankRows:
             least = least_of(a.again[rows], a.kept, a.moved, device[:, :, None] * each, moved)
             found += np.einsum("qpk,qk->qp", least, units[:, v])
         return found.max(axis=1)
+
+    def _running(self, a: Alike, at: Indices, rows: Indices, device: Array, host: Array) -> Array:
+        """Return by rank and pair of prices the cost of the last unit of a chunk that runs backward.
+
+        It is beyond what the unit costs otherwise: while it runs, no other one of the chunk is freed yet.
+        """
+        kind, held = self._kind[at], self._runs[at, None]
+        both, alone = (np.full(device.shape, np.inf) for _ in range(2))
+        for k in range(len(a.kept)):
+            has = np.isfinite(a.kept[k])[kind]
+            kept, needs, moved = (np.where(has, each[k, kind], 0.0)[:, None] for each in (a.kept, a.transient, a.moved))
+            least = np.where(has, a.again[rows, k, kind], np.inf)[:, None] + held * (device * kept + host * moved)
+            np.minimum(alone, least, out=alone)
+            np.minimum(both, least + device * needs, out=both)
+        return both - alone
 
 
 def _dot(a: Array, b: Array) -> Array:

@@ -50,6 +50,7 @@ class Alike(Passes):
         states: by kind of unit.
         again, kept: the seconds (row, choice, kind) and bytes (choice, kind) of recompute choices; inf, both, of those
             that a kind does not have.
+        transient: bytes (choice, kind) that the backward of a unit needs for a time.
         room: the bytes that states and activations of the fullest moment may take.
         free_saved: bytes that every stage holds per micro-batch besides its units'.
         moved: bytes (choice, kind) that choices keep on the host.
@@ -61,6 +62,7 @@ class Alike(Passes):
     states: Array
     again: Array
     kept: Array
+    transient: Array
     room: Array
     free_saved: float
     moved: Array
@@ -79,6 +81,7 @@ class Alike(Passes):
             self.states[at],
             self.again[at],
             self.kept,
+            self.transient,
             self.room[at],
             self.free_saved,
             self.moved,

@@ -193,18 +193,19 @@ class StateBounds:
         Either all of them may keep activations on the host, or none may.
         """
         t, memory, copies = self.time, self.memory, len(members)
-        need, transient = memory.need_bytes(room), memory.least_transient
+        need = memory.need_bytes(room)
         on_host = any(ACTIVATIONS in kind for mine in kinds for kind in mine)
         again = np.repeat(t.again[None], copies, axis=0)
         again[:, 1] = [each.whole for each in found]
         kept = t.kept if on_host else np.where(t.on_host[:, None], np.inf, t.kept)
-        moved, host_need = np.zeros(kept.shape), memory.host_need_bytes(room)
+        moved, host_need, held_back = np.zeros(kept.shape), memory.host_need_bytes(room), t.transient
         if on_host and not self.fixed and room.host_bytes < np.inf:
             size = t.least_by_kind(memory.moved_to_host)
             moved = np.where(np.isinf(kept), 0.0, t.on_host[:, None] * size)
         if self.fixed:  # which choice is not known here: the least bytes, for nothing
             kept = t.least_by_kind(memory.kept)[None]
             moved, again = np.zeros(kept.shape), np.zeros((copies, *kept.shape))
+            held_back = t.transient.min(axis=0)[None]
         again = np.where(np.isinf(kept), np.inf, again)
         states = [
             [self._states(c, kind) for kind in {*map(of_states, mine)}] for c, mine in zip(members, kinds, strict=True)
@@ -221,7 +222,8 @@ class StateBounds:
             np.array([_least_of_any([each.device for each in mine]) for mine in states]) / need,
             again,
             kept,
-            (room.device_bytes - fixed - buffers) / need - transient,
+            held_back,
+            (room.device_bytes - fixed - buffers) / need,
             memory.free_saved,
             moved,
             np.array([_least_of_any([each.host for each in mine]) for mine in states]) / host_need,
@@ -340,7 +342,7 @@ class StateBounds:
 
     def _tight_s(self, groups: Groups, a: Alike, at: Indices, ranked: Sequence[RankRows], below_s: float) -> Array:
         """Return the bounds of the rows of `a`. `at`: of every candidate of `groups` and `ranked` its row, or -1."""
-        out = np.zeros(len(a.beside))
+        out, crosses = np.zeros(len(a.beside)), self.memory.beside_ends[0]
         for c, members in groups:
             rows = at[members]
             rows = rows[rows >= 0]
@@ -349,7 +351,7 @@ class StateBounds:
         for ranks in ranked:
             mine = ranks.rows[at[ranks.rows] >= 0]
             if len(mine):
-                out[at[mine]] = ranks.fastest(ranks.fitting_s(a, at, below_s))[mine] + a.beside[at[mine]]
+                out[at[mine]] = ranks.fastest(ranks.fitting_s(a, at, below_s, crosses))[mine] + a.beside[at[mine]]
         return out
 
     def _one_stage_s(self, c: ParallelConfig, a: Alike, below_s: float) -> Array:
@@ -363,7 +365,7 @@ class StateBounds:
     def _any_cut_s(self, c: ParallelConfig, a: Alike) -> Array:
         """Return the bound over all cuts into one stage per rank."""
         held = most_held(c.schedule, c.pp, c.num_micro_batches, 1).held
-        room = a.room[:, None] - a.free_saved * held
+        room = a.room[:, None] - self.memory.least_transient - a.free_saved * held
         seconds, states = a.forward + a.backward, a.states @ a.counts
         total = (seconds @ a.counts)[:, None]
         prices = a.prices
@@ -402,9 +404,7 @@ class StateBounds:
         lacks = lacks / held[:, None, None]
         crosses, transient = self.memory.beside_ends  # a stage holds what it receives and sends, too
         lacks = lacks + by_stage(crosses[:, None] + crosses[None, :], pp)
-        lacks += (
-            by_stage(np.tile(transient - self.memory.least_transient, (len(transient), 1)), pp) / held[:, None, None]
-        )
+        lacks += by_stage(np.tile(transient, (len(transient), 1)), pp) / held[:, None, None]
         again = np.zeros(lacks.shape)
         one = a.rows(np.array([row]))
         prices = one.prices[0]
