@@ -136,16 +136,18 @@ class RankRows:
         """
         weighted = (self._units * self._held[:, :, None]).sum(axis=1)
         always = (self._held * (a.free_saved + crosses[self._first] + crosses[self._stop])).sum(axis=1)
-        most, least = weighted @ a.kept[0], weighted @ a.kept.min(axis=0) * _CLOSE
-        most, least = most + a.transient[0][self._kind], least + a.transient.min(axis=0)[self._kind]
         looked = np.flatnonzero(some)
         at, rows = self._at[looked], row[self._row[looked]]
         room = a.room[rows] - _dot(a.states[rows], self._owned[at]) - always[at]
-        out = np.zeros(len(some))
-        too_big = least[at] > room
-        out[looked[too_big]] = np.inf
-        short = np.flatnonzero((most[at] > room) & ~too_big)
         host = a.host_room[rows] - _dot(a.host_states[rows], self._owned[at]) if a.moved.any() else room
+        too_big = np.zeros(len(room), dtype=bool)
+        for share in _shares(a):  # a byte on the host may take the place of this many on the device
+            least = weighted @ (a.kept + share * a.moved).min(axis=0) * _CLOSE + a.transient.min(axis=0)[self._kind]
+            too_big |= least[at] > room + share * host
+        out = np.zeros(len(some))
+        out[looked[too_big]] = np.inf
+        most = weighted @ a.kept[0] + a.transient[0][self._kind]
+        short = np.flatnonzero((most[at] > room) & ~too_big)
         width = a.prices.shape[1] + a.both.device.shape[1]
         step = max(1, _AT_ONCE // (self._units[0].size * width))
         for piece in (short[i : i + step] for i in range(0, len(short), step)):
@@ -187,6 +189,15 @@ class RankRows:
             np.minimum(alone, least, out=alone)
             np.minimum(both, least + device * needs, out=both)
         return both - alone
+
+
+def _shares(a: Alike) -> set[float]:
+    """Return 0, and for each kind of unit how many bytes of its least choice on the device it spares per byte moved."""
+    out = {0.0}
+    for kept, moved in zip(a.kept.T, a.moved.T, strict=True):
+        if moved.any():
+            out.add(max(0.0, float((kept[moved == 0].min() - kept[moved > 0].min()) / moved.max())))
+    return out
 
 
 def _dot(a: Array, b: Array) -> Array:
