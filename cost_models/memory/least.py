@@ -266,6 +266,8 @@ class LeastMemory:
 
     def unit_host_states(self, config: ParallelConfig) -> Array:
         """Return the bytes of parameters, gradients and optimizer state of every unit in host memory."""
+        if not config.offload:
+            return np.zeros(len(self._units))
         memory = ParameterMemory(config, self.precision, self.megatron)
         out: Array = self._units @ np.array([memory.of(ParamWork("", 1, *kind)).host for kind in self.elements])
         return out

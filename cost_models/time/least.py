@@ -307,11 +307,11 @@ class LeastTime:
             (("gather", c.zero_stage > 0, *shards), lambda b: pricer.traffic_s(b)[0]),
             (("reduce", c.zero_stage > 0, pricer.reduces_beside, *shards), lambda b: pricer.traffic_s(b)[1]),
             (("across", *shares, groups["zero_replicas"]), lambda b: pricer.across_s(b)),
-            (("add", runs, shares if c.zero_stage >= 2 else 1), lambda b: pricer.accumulate(b).mid),
+            (("add", shares if c.zero_stage >= 2 else 1), lambda b: pricer.added(b).mid),
             (("update", *shares, c.offload), lambda b: pricer.optimizer(b).mid + pricer.moved(b).mid),
         )
         gather, reduce, across, add, update = (self._of_blocks(key, of) for key, of in terms)
-        return gather, reduce, across, add, update
+        return gather, reduce, across, add * ((runs - 1) / runs), update
 
     def _of_blocks(self, key: object, of: Callable[[BlockWork], float]) -> Array:
         """Return a term by block; blocks with equal parameters, also of other workloads, share it."""
