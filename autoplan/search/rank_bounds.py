@@ -173,7 +173,8 @@ class RankRows:
             moved = there[:, :, None] * each if a.both.host.size else None
             least = least_of(a.again[rows], a.kept, a.moved, device[:, :, None] * each, moved)
             found += np.einsum("qpk,qk->qp", least, units[:, v])
-        return found.max(axis=1)
+        out: Array = found.max(axis=1)
+        return out
 
     def _running(self, a: Alike, at: Indices, rows: Indices, device: Array, host: Array) -> Array:
         """Return by rank and pair of prices the cost of the last unit of a chunk that runs backward.
@@ -188,7 +189,8 @@ class RankRows:
             least = np.where(has, a.again[rows, k, kind], np.inf)[:, None] + held * (device * kept + host * moved)
             np.minimum(alone, least, out=alone)
             np.minimum(both, least + device * needs, out=both)
-        return both - alone
+        out: Array = both - alone
+        return out
 
 
 def _shares(a: Alike) -> set[float]:

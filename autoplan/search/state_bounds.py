@@ -20,17 +20,20 @@ Schedules with few cuts are bounded cut by cut: a rank r with chunks c of known 
 
     max_y  sum_c sum_u min_h (R_uh + y w_c K_uh)  +  y (S_r - C_r)
 
-seconds of recompute per micro-batch (`autoplan.search.rank_bounds`). With activations on the host, of which H_uh stay
-there, and prices x of a byte there, it is
+seconds of recompute per micro-batch (`autoplan.search.rank_bounds`). S_r includes what crosses the ends of its chunks,
+and what the last unit of the chunk that runs backward needs for a time under its choice. If a choice keeps H_uh bytes on
+the host, where the state of the rank takes G_r of D bytes, it is for prices x of a byte there
 
-    max_y,x  sum_c sum_u min_h (R_uh + w_c (y K_uh + x H_uh))  +  y (S_r - C_r)  +  x (state on the host - its room)
+    max_y,x  sum_c sum_u min_h (R_uh + w_c (y K_uh + x H_uh))  +  y (S_r - C_r)  +  x (G_r - D)
 
-Their bubble is that of a step with the least seconds of every pass, which is
-simulated once for all candidates that differ in parameters only: a step never gets shorter if an action gets longer.
-Under 1F1B it is the least over all cuts into whole units, by a dynamic programme.
+since the micro-batches held at one moment are no more than those that are counted on the host. Without the seconds, a
+sum above 0 means that nothing fits.
 
-All bounds add the traffic once per step and the update, of which some rank has at
-least its share.
+The bubble of a schedule is that of a step with the least seconds of every pass, which is simulated once for all
+candidates that differ in parameters only: a step never gets shorter if an action gets longer. Under 1F1B it is the least
+over all cuts into whole units, by a dynamic programme.
+
+All bounds add the traffic once per step and the update, of which some rank has at least its share.
 """
 
 from __future__ import annotations
@@ -119,17 +122,9 @@ class StateBounds:
                 if (free[at] < below_s).any():
                     beside = passes.beside[at]
                     free[at] = np.maximum(free[at], self._unloaded_s(first, below_s - float(beside.max())) + beside)
-        bounds = free.copy()
-        single = np.array([num_copies(c.schedule) == 1 for c in members])
-        on_host = np.array([ACTIVATIONS in c.offload for c in members])
-        for there in (False, True):
-            open_to = np.flatnonzero((free < below_s) & single & (on_host == there))
-            if len(open_to):
-                kinds = [(members[i].offload,) for i in open_to]
-                arrays = self._arrays([members[i] for i in open_to], [found[i] for i in open_to], room, kinds)
-                at = np.full(len(members), -1)
-                at[open_to] = np.arange(len(open_to))
-                bounds[open_to] = np.maximum(free[open_to], self._tight_s(groups, arrays, at, ranked, below_s))
+        looked = (free < below_s).tolist()
+        kinds = [(c.offload,) for c in members]
+        bounds = np.maximum(free, self._fitting_s(members, kinds, found, looked, ranked, room, below_s))
         return [(least * _CLOSE, bound * _CLOSE) for least, bound in zip(free.tolist(), bounds.tolist(), strict=True)]
 
     def offloaded_s(
@@ -147,19 +142,9 @@ class StateBounds:
         Args:
             below_s: as for `of`.
         """
-        bounds, groups = np.zeros(len(members)), _alike(members)
         found = [self.time.of(c) for c in members]
-        ranked = self._ranked(members, groups, self._passes(members, found))
-        single = np.array([num_copies(c.schedule) == 1 and bool(mine) for c, mine in zip(members, kinds, strict=True)])
-        on_host = np.array([any(ACTIVATIONS in kind for kind in mine) for mine in kinds])
-        for there in (False, True):
-            some = np.flatnonzero(single & (on_host == there))
-            if len(some):
-                mine = [members[i] for i in some]
-                arrays = self._arrays(mine, [found[i] for i in some], room, [kinds[i] for i in some])
-                at = np.full(len(members), -1)
-                at[some] = np.arange(len(some))
-                bounds[some] = self._tight_s(groups, arrays, at, ranked, below_s)
+        ranked = self._ranked(members, _alike(members), self._passes(members, found))
+        bounds = self._fitting_s(members, kinds, found, [bool(mine) for mine in kinds], ranked, room, below_s)
         out: list[float] = (bounds * _CLOSE).tolist()
         return out
 
@@ -340,18 +325,42 @@ class StateBounds:
 
     # -- the memory there is ------------------------------------------------------------------------------------------
 
-    def _tight_s(self, groups: Groups, a: Alike, at: Indices, ranked: Sequence[RankRows], below_s: float) -> Array:
-        """Return the bounds of the rows of `a`. `at`: of every candidate of `groups` and `ranked` its row, or -1."""
-        out, crosses = np.zeros(len(a.beside)), self.memory.beside_ends[0]
-        for c, members in groups:
-            rows = at[members]
-            rows = rows[rows >= 0]
-            if len(rows) and SCHEDULES[c.schedule].windows and c.virtual_stages == 1:
-                out[rows] = self._one_stage_s(c, a.rows(rows), below_s)
-        for ranks in ranked:
-            mine = ranks.rows[at[ranks.rows] >= 0]
-            if len(mine):
-                out[at[mine]] = ranks.fastest(ranks.fitting_s(a, at, below_s, crosses))[mine] + a.beside[at[mine]]
+    def _fitting_s(
+        self,
+        members: Sequence[ParallelConfig],
+        kinds: Sequence[Sequence[tuple[str, ...]]],
+        found: Sequence[LeastSeconds],
+        looked: Sequence[bool],
+        ranked: Sequence[RankRows],
+        room: Room,
+        below_s: float,
+    ) -> Array:
+        """Return the bounds of candidates that are looked at; 0 for others, and with two copies of stages.
+
+        Args:
+            kinds: of each, the kinds of offload of which any may be chosen.
+        """
+        out, crosses = np.zeros(len(members)), self.memory.beside_ends[0]
+        for there in (False, True):
+            some = [
+                i
+                for i, (c, mine) in enumerate(zip(members, kinds, strict=True))
+                if looked[i] and num_copies(c.schedule) == 1 and any(ACTIVATIONS in kind for kind in mine) == there
+            ]
+            if not some:
+                continue
+            mine = [members[i] for i in some]
+            arrays = self._arrays(mine, [found[i] for i in some], room, [kinds[i] for i in some])
+            for c, at in _alike(mine):
+                if SCHEDULES[c.schedule].windows:
+                    out[np.array(some)[at]] = self._one_stage_s(c, arrays.rows(at), below_s)
+            row = np.full(len(members), -1)
+            row[some] = np.arange(len(some))
+            for ranks in ranked:
+                rows = ranks.rows[row[ranks.rows] >= 0]
+                if len(rows):
+                    fitting = ranks.fastest(ranks.fitting_s(arrays, row, below_s, crosses))
+                    out[rows] = fitting[rows] + arrays.beside[row[rows]]
         return out
 
     def _one_stage_s(self, c: ParallelConfig, a: Alike, below_s: float) -> Array:
