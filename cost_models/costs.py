@@ -29,10 +29,12 @@ from autoplan.ops.table import op_record
 _ADAMW_FLOPS_PER_ELEMENT = 12.0
 _WAIT_SPREAD = 0.5  # relative error of the difference of two square roots; assumed
 _HOST_COPY_SPREAD = 0.5  # relative error of copies to the host at the stated speed of the link; assumed
-# Time of an AdamW step on a GPU's host over the time of moving its bytes once. A single kernel takes about 1 (torch's
-# fused=True, DeepSpeed's CPUAdam); one operation at a time, torch's default, takes 5 to 7 times as long (DeepSpeed's
-# tutorial of ZeRO-Offload, deepspeed.ai/tutorials/zero-offload). Assumed in between.
-_HOST_STEP = Quantity(1.0, 2.5, 6.0, Tag.ASSUMED)
+# Time of an AdamW step on a GPU's host over the time of moving its bytes once. The runtime updates by one kernel
+# (`autoplan.runtime.optim`), as DeepSpeed's CPUAdam does: 16 Mi float32 elements on one core of a CPU took 12.0 ms, and
+# 28 bytes each at the speed of a large copy (38.5 GB/s) would take 12.2 (the fastest of 7, torch 2.13). Assumed between
+# that and a host whose memory the threads of a rank do not keep busy (torchrun gives each one); torch's default, one
+# operation at a time, took 97 ms.
+_HOST_STEP = Quantity(1.0, 1.2, 3.0, Tag.ASSUMED)
 _COPY_SPREAD = 0.15  # relative error of the straight line through two measured sizes; assumed
 
 
