@@ -21,8 +21,8 @@ Schedules with few cuts are bounded cut by cut: a rank r with chunks c of known 
     max_y  sum_c sum_u min_h (R_uh + y w_c K_uh)  +  y (S_r - C_r)
 
 seconds of recompute per micro-batch (`autoplan.search.rank_bounds`). S_r includes what crosses the ends of its chunks,
-and what the last unit of the chunk that runs backward needs for a time under its choice. If a choice keeps H_uh bytes on
-the host, where the state of the rank takes G_r of D bytes, it is for prices x of a byte there
+and what the last unit of the chunk that runs backward needs for a time under its choice. If choices keep H_uh bytes
+on the host, where the state of the rank takes G_r of D bytes, it is for prices x of a byte there
 
     max_y,x  sum_c sum_u min_h (R_uh + w_c (y K_uh + x H_uh))  +  y (S_r - C_r)  +  x (G_r - D)
 
@@ -30,8 +30,8 @@ since the micro-batches held at one moment are no more than those that are count
 sum above 0 means that nothing fits.
 
 The bubble of a schedule is that of a step with the least seconds of every pass, which is simulated once for all
-candidates that differ in parameters only: a step never gets shorter if an action gets longer. Under 1F1B it is the least
-over all cuts into whole units, by a dynamic programme.
+candidates that differ in parameters only: a step never gets shorter if an action gets longer. Under 1F1B it is the
+least over all cuts into whole units, by a dynamic programme.
 
 All bounds add the traffic once per step and the update, of which some rank has at least its share.
 """
