@@ -134,14 +134,14 @@ def unlimited_host(a: Alike) -> Alike:
 def test_ranks_hold_no_more_at_their_fullest_than_they_ever_do() -> None:
     """What is on the host is priced by the micro-batches held at one moment, and taken by the most held at any."""
     checked = 0
-    for (schedule, count), pp, num in itertools.product(SEARCHED_SCHEDULES, (2, 3, 4, 8), (1, 4, 8, 12, 24, 40)):
+    for (schedule, count), pp, num in itertools.product(SEARCHED_SCHEDULES, (2, 3, 8), (4, 8, 24)):
         if SCHEDULES[schedule].num_copies > 1 or obstacle(schedule, pp, num, count):
             continue
         held = most_held(schedule, pp, num, count).held
         for rank, mine in enumerate(chunks_of_ranks(schedule, pp, count)):
             assert held[list(mine)].sum() <= max(flights(schedule, pp, num, count)[rank]), (schedule, pp, num, rank)
             checked += 1
-    assert checked > 300, checked
+    assert checked > 60, checked
 
 
 def test_no_plan_with_little_memory_of_the_host_is_faster_than_its_bounds() -> None:
