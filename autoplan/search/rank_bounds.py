@@ -17,7 +17,7 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.memory.least import most_held
 from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks, settled
-from autoplan.search.state_arrays import Alike, Passes, least_of
+from autoplan.search.state_arrays import Alike, PassTimes, least_of
 from autoplan.units import ORDER_OF_SUMS
 
 _CLOSE = 1 - ORDER_OF_SUMS
@@ -27,7 +27,7 @@ Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Ranks:
+class CutRanks:
     """The ranks of one cut.
 
     Attributes:
@@ -46,7 +46,7 @@ class Ranks:
     before_backward: Array
 
 
-def ranks_of(c: ParallelConfig, cut: tuple[int, ...], kinds: tuple[int, ...]) -> Ranks:
+def ranks_of(c: ParallelConfig, cut: tuple[int, ...], kinds: tuple[int, ...]) -> CutRanks:
     """Return the ranks of a cut of a candidate. `kinds`: of every unit."""
     fewer = settled(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)  # a rank holds as many with these
     return _ranks(c.schedule, c.pp, c.virtual_stages, fewer, cut, kinds)
@@ -55,7 +55,7 @@ def ranks_of(c: ParallelConfig, cut: tuple[int, ...], kinds: tuple[int, ...]) ->
 @lru_cache(maxsize=2048)  # workloads of a search share them
 def _ranks(
     schedule: str, pp: int, virtual_stages: int, num: int, cut: tuple[int, ...], kinds: tuple[int, ...]
-) -> Ranks:
+) -> CutRanks:
     one = np.zeros((len(kinds) + 1, max(kinds) + 1))
     one[np.arange(1, len(one)), list(kinds)] = 1.0
     stops = np.cumsum(cut)
@@ -64,7 +64,7 @@ def _ranks(
     most = most_held(schedule, pp, num, virtual_stages)
     received = (mine > 0) & ~(mine[:, :, None] - 1 == mine[:, None]).any(axis=2)
     before = until[mine[:, 0]]
-    return Ranks(
+    return CutRanks(
         np.diff(until, axis=0)[mine],
         most.held[mine],
         (most.held[most.running], np.array(kinds)[stops[most.running] - 1]),
@@ -86,7 +86,7 @@ class RankRows:
         num_micro_batches: by row.
     """
 
-    def __init__(self, cuts: Sequence[tuple[Indices, Ranks]], a: Passes, num_micro_batches: Array) -> None:
+    def __init__(self, cuts: Sequence[tuple[Indices, CutRanks]], a: PassTimes, num_micro_batches: Array) -> None:
         sizes = [len(ranks.units) for _, ranks in cuts]
         firsts = np.cumsum([0, *sizes[:-1]]).tolist()
         each = [(rows, n, first) for (rows, _), n, first in zip(cuts, sizes, firsts, strict=True)]

@@ -19,7 +19,7 @@ _BEYOND = 4.0  # price of a byte where no choice frees enough, over that of the 
 
 
 @dataclass(frozen=True)
-class Passes:
+class PassTimes:
     """Arrays of candidates; rows are candidates.
 
     Attributes:
@@ -43,7 +43,7 @@ class Prices:
 
 
 @dataclass(frozen=True)
-class Alike(Passes):
+class Alike(PassTimes):
     """Passes over equal units, bounded together with their memory. All bytes are in bytes of activations.
 
     Attributes:

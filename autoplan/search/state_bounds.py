@@ -52,13 +52,13 @@ from autoplan.cost_models.time.least import LeastSeconds, LeastTime
 from autoplan.cost_models.time.simulation import ChunkTimes, simulate
 from autoplan.schedules.schedule import SCHEDULES, actions, num_copies
 from autoplan.search.interleaved_cuts import even_cuts
-from autoplan.search.rank_bounds import Indices, RankRows, Ranks, ranks_of
-from autoplan.search.state_arrays import Alike, Passes, prices_of
+from autoplan.search.rank_bounds import CutRanks, Indices, RankRows, ranks_of
+from autoplan.search.state_arrays import Alike, PassTimes, prices_of
 from autoplan.search.windows import between_ends, by_stage, illegal_windows, prefix
 from autoplan.units import ORDER_OF_SUMS
 
 # The first and the positions of candidates that are bounded together.
-Groups = Sequence[tuple[ParallelConfig, Indices]]
+_Groups = Sequence[tuple[ParallelConfig, Indices]]
 
 _CLOSE = 1 - ORDER_OF_SUMS
 _COMPARED = 6  # steps that were simulated last, with which another one is compared
@@ -148,17 +148,17 @@ class StateBounds:
         out: list[float] = (bounds * _CLOSE).tolist()
         return out
 
-    def _passes(self, members: Sequence[ParallelConfig], found: Sequence[LeastSeconds]) -> Passes:
-        return Passes(
+    def _passes(self, members: Sequence[ParallelConfig], found: Sequence[LeastSeconds]) -> PassTimes:
+        return PassTimes(
             np.array([each.forward for each in found]),
             np.array([each.backward for each in found]),
             self.time.counts,
             np.array([(each.once + each.update) / c.pp for c, each in zip(members, found, strict=True)]),
         )
 
-    def _ranked(self, members: Sequence[ParallelConfig], groups: Groups, a: Passes) -> list[RankRows]:
+    def _ranked(self, members: Sequence[ParallelConfig], groups: _Groups, a: PassTimes) -> list[RankRows]:
         """Return the ranks of all cuts of candidates whose schedule has few, by their number of chunks per rank."""
-        kinds, found = self.time.workload.unit_kinds, dict[int, list[tuple[Indices, Ranks]]]()
+        kinds, found = self.time.workload.unit_kinds, dict[int, list[tuple[Indices, CutRanks]]]()
         for first, rows in groups:
             if num_copies(first.schedule) == 1 and not SCHEDULES[first.schedule].windows:
                 some = [(rows, ranks_of(first, cut, kinds)) for cut in self._cuts(first)]
@@ -240,7 +240,7 @@ class StateBounds:
 
     # -- unlimited memory ---------------------------------------------------------------------------------------------
 
-    def _free_s(self, groups: Groups, a: Passes, ranked: Sequence[RankRows]) -> Array:
+    def _free_s(self, groups: _Groups, a: PassTimes, ranked: Sequence[RankRows]) -> Array:
         bound, total = np.zeros(len(a.beside)), (a.forward + a.backward) @ a.counts
         for c, at in groups:
             m = c.num_micro_batches
@@ -438,7 +438,7 @@ def _weights(wanted: Array, num_micro_batches: int) -> tuple[Array, Array]:
     return out, behind
 
 
-def _alike(members: Sequence[ParallelConfig]) -> Groups:
+def _alike(members: Sequence[ParallelConfig]) -> _Groups:
     """Return the first and the positions of candidates that differ only in the sharding of parameters."""
     found: dict[object, list[int]] = {}
     for i, c in enumerate(members):

@@ -95,12 +95,7 @@ class LeastMemory:
         self.kept: Array = self._choices[False].least
         self.activations: int = sum(self.kept.tolist())
         self.free_saved: float = workload.free_saved
-        self.moved_to_host: Array = np.array(
-            [
-                sum(workload.blocks[b].offloaded_bytes for b, layer in zip(unit, marks, strict=True) if layer)
-                for unit, marks in zip(workload.units, workload.is_layer, strict=True)
-            ]
-        )
+        self.moved_to_host: Array = _moved(workload)
         self._transient = np.minimum(workload.unit_transient, workload.unit_recompute_transient)
         # what a chunk sends, if it is held and no other term holds it
         sent = (0.0,) * len(self.kept) if self.megatron or workload.shared else (*workload.cut_bytes, 0.0)
@@ -446,6 +441,14 @@ def _elements(workload: Workload) -> list[Counter[ParameterKind]]:
             dtype = next(p.dtype for name in w.units[t.last] for p in w.blocks[name].params)
             found[t.last][dtype, True, False, False] -= round(t.num_bytes / dtype_bytes(dtype))
     return found
+
+
+def _moved(workload: Workload) -> Array:
+    """Return the bytes of a micro-batch that each unit keeps on the host, if all of its layers keep theirs there."""
+    w = workload
+    sizes = {name: block.offloaded_bytes for name, block in w.blocks.items()}
+    units = zip(w.units, w.is_layer, strict=True)
+    return np.array([sum(sizes[b] for b, layer in zip(*unit, strict=True) if layer) for unit in units])
 
 
 def _names(workload: Workload, on_host: bool) -> list[str]:
