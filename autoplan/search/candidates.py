@@ -96,9 +96,11 @@ class Candidates:
         some = {c: None for c in given if not self.out_at_once(c)}
         with self.phases.spent("bounds"):
             cuts = self.points.open_cuts(some)
-            limit_s, points = self.layout_limit_s(), self.points
+            points = self.points
             halves = even_halves(cuts, [1.0] * len(cuts), {})
-            self.pair.share(cuts, halves, lambda cut: points.solve(cut, limit_s), points.solved, points.take)
+            self.pair.share(
+                cuts, halves, lambda cut: points.solve(cut, self.layout_limit_s()), points.solved, points.take
+            )
             keys = points.open_methods(some)
             halves = even_halves(keys, [1.0] * len(keys), points.halves)
             self.pair.share(keys, halves, self._compare_methods, points.known_methods, points.learn_methods)

@@ -29,7 +29,17 @@ from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.cost_models.time.simulation import AfterPipeline, step_of
 from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks
-from autoplan.search.cuts import Cut, Cutter, Shortage, alike_numbers, fits_device, fits_host, shortage_of, worst_of
+from autoplan.search.cuts import (
+    Cut,
+    Cutter,
+    Shortage,
+    alike_numbers,
+    device_bytes,
+    fits_device,
+    fits_host,
+    shortage_of,
+    worst_of,
+)
 from autoplan.search.windows import between_ends, by_stage, prefix
 
 
@@ -92,6 +102,11 @@ class LeastPass:
         return tuple(f + b for f, b in zip(self.forward, self.backward, strict=True))
 
     @cached_property
+    def sums(self) -> tuple[Array, Array]:
+        """The seconds of the forwards of the first units, from none to all, and of their backwards."""
+        return prefix(np.array(self.forward)), prefix(np.array(self.backward))
+
+    @cached_property
     def total_s(self) -> float:
         """The whole model."""
         return sum(self.seconds)
@@ -102,12 +117,16 @@ def ranks_s(
     pp: int,
     virtual_stages: int,
     cut: Sequence[int],
-    forward: Sequence[float],
-    backward: Sequence[float],
+    forward: Array,
+    backward: Array,
 ) -> tuple[Array, Array]:
-    """Return for every rank the seconds of one micro-batch on its stages, and those before its first one starts."""
-    ends = np.cumsum(cut)
-    through_f, through_b = (np.concatenate([[0.0], np.cumsum(seconds)])[[0, *ends]] for seconds in (forward, backward))
+    """Return for every rank the seconds of one micro-batch on its stages, and those before its first one starts.
+
+    Args:
+        forward, backward: sums of the seconds of the first units, from none to all.
+    """
+    ends = np.cumsum([0, *cut])
+    through_f, through_b = forward[ends], backward[ends]
     before = through_f if SCHEDULES[schedule].split_backward else through_f + through_b
     each = np.diff(through_f + through_b)
     mine = _chunks(schedule, pp, virtual_stages)
@@ -288,7 +307,8 @@ class ChunkCutter:
 
     def _quick_bound_s(self, cut: Sequence[int]) -> float:
         base = self.plain.pricer
-        each, waits = ranks_s(self.schedule, self.pp, self.virtual_stages, cut, base.forward, base.backward)
+        sums = (prefix(np.array(seconds)) for seconds in (base.forward, base.backward))
+        each, waits = ranks_s(self.schedule, self.pp, self.virtual_stages, cut, *sums)
         each += self.plain.stage_s * np.array([len(mine) for mine in self.chunks_of])
         return float((self.m * each + waits).max()) + self.plain.after_s
 
@@ -379,7 +399,8 @@ class ChunkCutter:
         """
         if self.plain.mix is not RecomputeMix.ANY and self.fixed is None:
             return self._least_alike()
-        out, near, cut = [0] * len(self.chunks), 0, self.chunks
+        out, cut = [0] * len(self.chunks), self.chunks
+        near: int | None = None
         for rank, mine in enumerate(self.chunks_of):
             choices = self._choices(mine, cut)
             least = self._least_of(rank, choices, cut, near)
@@ -403,8 +424,13 @@ class ChunkCutter:
             self._host_binds |= on_device
         return None
 
-    def _least_of(self, rank: int, choices: _Choices, cut: tuple[int, ...], near: int = 0) -> int | None:
-        """Return the fewest steps with which a rank fits its device and the host; None if it does not."""
+    def _least_of(self, rank: int, choices: _Choices, cut: tuple[int, ...], near: int | None = None) -> int | None:
+        """Return the fewest steps with which a rank fits its device and the host; None if it does not.
+
+        Args:
+            near: where to look first; None: as bytes without and with the most recompute suggest.
+        """
+        near = self._guess(rank, choices, cut) if near is None else near
         least = _first_true(choices.most, near, functools.partial(self._fits, rank, choices, cut))
         while least is not None and not self._fits_host(rank, choices, cut, least):
             self._host_binds = True
@@ -415,6 +441,17 @@ class ChunkCutter:
                 return None
             least += 1  # recomputed activations are not on the host
         return least
+
+    def _guess(self, rank: int, choices: _Choices, cut: tuple[int, ...]) -> int:
+        """Return about how many steps a rank needs to fit its device, if every step frees as much."""
+        if not choices.most:
+            return 0
+        ends = (self._tried(rank, choices.of(number), cut) for number in (0, choices.most))
+        without, least = (device_bytes(self.pricer, self.room, rank, *tried) for tried in ends)
+        if without <= self.room.device_bytes or least >= without:
+            return 0
+        share = (without - self.room.device_bytes) / (without - least)
+        return math.ceil(min(1.0, share) * choices.most)
 
     def _fits(self, rank: int, choices: _Choices, cut: tuple[int, ...], number: int) -> bool:
         """Return True if a rank fits its device after `number` steps."""
@@ -433,9 +470,9 @@ class ChunkCutter:
         Args:
             found: how far this candidate is from fitting.
         """
-        if not self._may_fit:
-            return found.on_device
-        return found.term if self._host_lacks else None
+        if self._host_lacks:
+            return found.term
+        return None if self._may_fit else found.on_device
 
     @cached_property
     def _may_fit(self) -> bool:
