@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from autoplan.config.adapters import PACKED_BYTES
 from autoplan.config.offload import no_host_link
 from autoplan.config.parallel import Mode, RunOptions
-from autoplan.cost_models.constants import Constants
+from autoplan.cost_models.constants import Constants, slowest_of
 from autoplan.cost_models.hardware.cluster import ASSUMED_HOST_BYTES_PER_S, Cluster, Device, Group
 from autoplan.cost_models.kernels.operations import op_s
 from autoplan.cost_models.network.collectives import group_collective_s
@@ -65,9 +65,21 @@ class Costs:
     def _op_s(self, work: OpWork, phase: str) -> Quantity:
         """Return the seconds of an operation, with its measured extra cost among other operations (eager only)."""
         alone = op_s(work, phase, self._device(work), self.profile, self.mode, self.options, self.constants)
+        if self._slowest != 1.0:
+            alone = alone * self._slowest
         if phase == "forward" or work.inputs[0].requires_grad:
             alone = alone + self._opening_s(work)
         return alone + self.fixed_s(f"op_{phase}_s") if self.mode is Mode.EAGER else alone
+
+    @cached_property
+    def _slowest(self) -> float:
+        """The time of the slowest of all devices over that of the slowest of a node, for which all ranks wait.
+
+        1 with a profile, whose devices were measured, and for processes that share a CPU.
+        """
+        if self.profile is not None or self.cluster.device_type == "cpu":
+            return 1.0
+        return 1.0 + self.constants.device_spread * slowest_of(self.cluster.num_devices)
 
     def _opening_s(self, work: OpWork) -> Quantity:
         """Return the seconds of opening a weight in 4 bits for a product: it is read, and written in 16 bits.

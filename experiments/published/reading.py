@@ -57,7 +57,12 @@ FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
 # Notes of a run of Megatron Bridge that took a recipe of scripts/performance and not one of the library.
 PERFORMANCE_RECIPE = r"performance recipe"
 
-SHARD_GROUP = r"^1.*group=(\d+)"  # ranks that share the optimizer's state
+SHARD_GROUP = r"^1.*group=(\d+)|FSDP \(degree (\d+)\)"  # ranks that share the optimizer's state, or all state
+
+# The same where the row leaves it open, from the recipe that its source names: FSDP over 1 and 16 nodes of 8, DP over the
+# others (NVIDIA/dgxc-benchmarking, v24.11.1, paxml/configure.sh: DCN_MESH_SHAPE=[DP,FSDP,1]; google/paxml,
+# contrib/gpu/scripts_gpu/configs.py: ICI_MESH_SHAPE = [1, 8, 1]).
+SHARD_GROUPS: tuple[tuple[str, int], ...] = ((r"paxml/README_5b", 8), (r"paxml/README_175b", 128))
 
 # Everything is sharded over all devices: a row that says so and states no degrees has no other parallelism.
 ALL_SHARDED = r"^(3\b|zero-?3|FSDP)(?!/)"
