@@ -83,6 +83,7 @@ class Batches:
         # Counting labels and agreeing on them wait for the device, and so for earlier copies to it.
         self._waited_for = spec.loss_count is not LossUnit.NONE or mesh.world_size > 1
         self._fits: Shapes | None = None  # of the last batches without a problem, which need no second look
+        self._printed: tuple[Shapes | None, int] = None, 0  # shapes, and their fingerprint without contents
 
     def cut(self, batch: Mapping[str, torch.Tensor], num: int | None = None) -> list[dict[str, torch.Tensor]]:
         """Cut a batch without a `problem` into micro-batches, which are on the device once `settle` has returned.
@@ -90,6 +91,8 @@ class Batches:
         `num`: the number of parts, whose sizes differ by at most one sample; None: that of a step.
         """
         whole = {n: batch[n].to(self._device, non_blocking=self._waited_for) for n in self._spec.inputs}
+        if (num or self._num) == 1:
+            return [whole]
         cuts = {n: torch.tensor_split(x, num or self._num) for n, x in whole.items()}
         return [dict(zip(cuts, parts, strict=True)) for parts in zip(*cuts.values(), strict=True)]
 
@@ -272,13 +275,15 @@ class Batches:
             if problem is not None:
                 raise AgreedValueError(problem)
             return Counts(tuple(torch.as_tensor(labels, dtype=torch.float64).reshape(-1).tolist()), (samples,))
-        mine = 0 if problem is not None else fingerprint(_named(batches), None if contents else 0)
+        mine = 0 if problem is not None else self._fingerprint(batches, contents)
         num, width = self._mesh.size("dp"), 3 + len(self._spec.loss_counts)
         entries, begin = [int(problem is not None), *[_LEAST] * (width * num)], 1 + width * data_rank
         if problem is None:
             entries[begin : begin + 3] = [mine, -mine, samples]
+            if self._device.type == "cpu":
+                entries[begin + 3 : begin + width] = _as_integer(labels).expand(width - 3).tolist()
         sent = torch.tensor(entries, dtype=torch.int64).to(self._device, non_blocking=True)
-        if problem is None:
+        if problem is None and self._device.type != "cpu":  # counted there; the host waits once, below
             sent[begin + 3 : begin + width] = _as_integer(labels)
         dist.all_reduce(sent, op=dist.ReduceOp.MAX)
         found = sent.tolist()
@@ -294,6 +299,15 @@ class Batches:
             math.fsum(map(_as_number, column)) for column in zip(*(seen[3:] for seen in by_rank), strict=True)
         )
         return Counts(totals, sizes)
+
+    def _fingerprint(self, batches: Sequence[Mapping[str, torch.Tensor]], contents: bool) -> int:
+        """Return the fingerprint of batches; that of their outline (without `contents`) is kept with their shapes."""
+        if contents:
+            return fingerprint(_named(batches))
+        shapes = _shapes_of(batches)
+        if shapes is None or shapes != self._printed[0]:
+            self._printed = shapes, fingerprint(_named(batches), 0)
+        return self._printed[1]
 
     def _who_differs(self, mine: int, data_rank: int, contents: bool) -> str:
         """Describe the ranks whose batch differs from that of most ranks that must have the same. A collective."""

@@ -404,7 +404,7 @@ class ParallelModel(StateMethods):
             keys = self.progress.seed, self.progress.num_steps
             generators = self._inputs.generators(parts, len(batches), *keys, counts.samples, self.data_rank)
             self._inputs.complete(parts, denominators, generators)
-            total = self._total()
+            total = self._total(next(iter(self._syncs.values())) if len(self._syncs) == 1 else None)
             losses = self._run(parts, total.send)
             sent = self.precision.gradients if self.precision is not None else None
             reduce_deferred([(p, s) for s, p in self._state.places() if s.reduce_axes], self.mesh, sent, self.device)
@@ -420,8 +420,8 @@ class ParallelModel(StateMethods):
     def _in_mesh(self) -> AbstractContextManager[AxisMesh]:
         return use_mesh(self.mesh, untyped=("pp",) if self.mesh.size("pp") > 1 else ())
 
-    def _total(self) -> TotalLoss:
-        return TotalLoss(self.mesh, self._replicas.all, self.device, self._loss_dtype)
+    def _total(self, sync: GradientSync | None = None) -> TotalLoss:
+        return TotalLoss(self.mesh, self._replicas.all, self.device, self._loss_dtype, sync)
 
     def eval_step(self, batch: Batch) -> torch.Tensor:
         """Return the loss of a batch without a backward and without dropout. Gradients and counters stay as they are.

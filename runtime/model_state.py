@@ -65,6 +65,7 @@ class ModelState:
         self.host: HostShards | None = None
         self._shards, self._stored = shards, stored
         self._owners = self._find_owners()
+        self._copied = len({p.name for p, _ in self._owners}) < len(self._owners)  # a tied parameter has copies here
 
     def _find_owners(self) -> list[tuple[ParamSpec, nn.Module]]:
         """Return each parameter of this rank once, with its block (blocks, not tensors: ZeRO replaces the tensors)."""
@@ -107,7 +108,7 @@ class ModelState:
 
     def follow_first_copies(self) -> None:
         """Give all copies of a tied parameter the values of the first copy, which is the one that users see."""
-        if len({p.name for p, _ in self._owners}) == len(self._owners):
+        if not self._copied:
             return
         first = {p.name: parameter for p, parameter in self.first_copies()}
         with torch.no_grad():

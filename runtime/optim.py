@@ -173,16 +173,21 @@ def _may_fuse_on_cpu(optimizer: torch.optim.Optimizer) -> bool:
 
 def _in_order(optimizer: torch.optim.Optimizer) -> None:
     """Make gradients and moments contiguous, for the kernel of a CPU; leave it where a parameter is not contiguous."""
+    states = optimizer.state
     for group in optimizer.param_groups:
-        if group.get("fused") and not all(p.is_contiguous() for p in group["params"]):
+        if not group.get("fused"):
+            continue
+        parameters = group["params"]
+        if not all([p.is_contiguous() for p in parameters]):  # a list: this runs in every step
             group["fused"] = False
-        for p in group["params"] if group.get("fused") else ():
-            if p.grad is not None and not p.grad.is_contiguous():
-                p.grad = p.grad.contiguous()
-            state = optimizer.state.get(p, {})
-            for name, value in state.items():
+            continue
+        for p in parameters:
+            grad = p.grad
+            if grad is not None and not grad.is_contiguous():
+                p.grad = grad.contiguous()
+            for name, value in states[p].items() if p in states else ():
                 if isinstance(value, torch.Tensor) and not value.is_contiguous():
-                    state[name] = value.contiguous()
+                    states[p][name] = value.contiguous()
 
 
 def guard_step(optimizer: torch.optim.Optimizer) -> None:

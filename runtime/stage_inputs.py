@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,9 +45,9 @@ class StageInputs:
 
     def count(self, parts: Sequence[MicroBatch]) -> float | torch.Tensor:
         """Return what this rank's micro-batches add to the denominators of the loss."""
-        if self._spec.loss_count is LossUnit.NONE:
+        if self._spec.loss_count is LossUnit.NONE or not parts:
             return 0
-        counted: torch.Tensor = sum(self._stage.count(**part) for part in parts)
+        counted: torch.Tensor = functools.reduce(operator.add, (self._stage.count(**part) for part in parts))
         return counted
 
     def denominators(self, counts: Counts) -> dict[str, torch.Tensor]:

@@ -128,6 +128,22 @@ class GradientSync:
             RuntimeError: the last backward of the step was never announced.
         """
 
+    def take_along(self, number: torch.Tensor, group: dist.ProcessGroup) -> bool:
+        """Send a number of this rank, [], beside the gradients of the step whose last backward follows.
+
+        Returns:
+            True if gradients go to the ranks of `group` in a message with room for it, in a dtype that holds it.
+        """
+        return False
+
+    def taken(self) -> torch.Tensor:
+        """Return the numbers of all ranks, [ranks], once `finish_step` has returned. Requires `take_along`.
+
+        Raises:
+            RuntimeError: no number was taken along.
+        """
+        raise RuntimeError("no number was taken along with the gradients")
+
 
 class _AllReduce(GradientSync):
     """ZeRO 0: gradients accumulate locally, and are all-reduced in buckets once per step, per group of replicas.
@@ -161,10 +177,35 @@ class _AllReduce(GradientSync):
         self._next = 0  # the first bucket whose reduction has not started
         self._beside = beside is not None and compression is None
         self._pending: list[tuple[dist.Work, torch.Tensor, list[nn.Parameter]]] = []
+        self._carrier = None if self._beside or self.compressors or group is None else self._smallest(group)
+        self._carried: torch.Tensor | None = None
         if beside is not None and self._beside:
             for index, (_, bucket) in enumerate(self._buckets):
                 for p in bucket:
                     beside(p).register_post_accumulate_grad_hook(self._arrival(index, p))  # type: ignore[no-untyped-call]
+
+    def _smallest(self, group: dist.ProcessGroup) -> int | None:
+        """Return the bucket of the group with the fewest bytes, if it is small enough to be copied once more."""
+        sizes = {i: sum(p.nbytes for p in mine) for i, (over, mine) in enumerate(self._buckets) if over is group}
+        least = min(sizes, key=sizes.__getitem__, default=None)
+        return least if least is not None and sizes[least] < ALONE_BYTES else None
+
+    def take_along(self, number: torch.Tensor, group: dist.ProcessGroup) -> bool:
+        if self._carrier is None or self._buckets[self._carrier][0] is not group:
+            return False
+        dtype = self._buckets[self._carrier][1][0].dtype
+        if torch.promote_types(dtype, number.dtype) != dtype:
+            return False
+        # Each rank has a place of its own, and adds zeros to the others': no number is rounded.
+        self._carried = torch.zeros(group.size(), dtype=dtype, device=number.device)
+        self._carried[group.rank()] = number
+        return True
+
+    def taken(self) -> torch.Tensor:
+        if self._carried is None:
+            return super().taken()
+        numbers, self._carried = self._carried, None
+        return numbers
 
     def _arrival(self, index: int, p: nn.Parameter) -> Callable[[torch.Tensor], None]:
         def arrived(_: torch.Tensor) -> None:
@@ -205,6 +246,11 @@ class _AllReduce(GradientSync):
         group, parameters = self._buckets[index]
         there = [p for p in parameters if p.grad is not None]
         gradients = [p.grad for p in there if p.grad is not None]
+        if index == self._carrier and self._carried is not None:
+            work, flat = _all_reduce([*gradients, self._carried], group)
+            self._carried = flat[-group.size() :]
+            self._pending.append((work, flat, there))
+            return
         if not gradients:
             return
         if self._lane is None:
@@ -245,10 +291,11 @@ def _hand_out(work: dist.Work, flat: torch.Tensor, parameters: list[nn.Parameter
     Not beside computing: a stream may still read the gradients that are freed here.
     """
     work.wait()
-    if parameters[0].grad is flat:
+    if not parameters or parameters[0].grad is flat:
         return
-    parts = torch.split(flat, [p.numel() for p in parameters])
-    for p, part in zip(parameters, parts, strict=True):
+    sizes = [p.numel() for p in parameters]
+    parts = torch.split(flat, [*sizes, flat.numel() - sum(sizes)])  # behind the gradients: numbers taken along
+    for p, part in zip(parameters, parts, strict=False):
         p.grad = part.view(p.shape)
 
 

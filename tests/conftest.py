@@ -1,6 +1,8 @@
 """Options of the suite."""
 
 import os
+import sys
+from collections.abc import Iterator
 
 # two files run at a time, and processes beside each other: threads of one would wait for those of the other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,6 +30,32 @@ def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     `clocks.ticking` makes a test's own readings count.
     """
     clocks.ticking(monkeypatch, 1e-9)
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    """A test that leaves its process group behind fails itself, not those after it that start their own."""
+    yield
+    left = _ended_group()
+    if left is not None:
+        pytest.fail(f"the test left a process group of {left} behind; use the fixture one_process, or destroy it")
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """For a test that trains in this process: the group that autoplan made ends with the test."""
+    yield
+    _ended_group()
+
+
+def _ended_group() -> str | None:
+    """Size and backend of this process's group, which is destroyed; None where there is none."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_initialized():
+        return None
+    found = f"{distributed.get_world_size()} ({distributed.get_backend()})"
+    distributed.destroy_process_group()
+    return found
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

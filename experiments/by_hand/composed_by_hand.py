@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from experiments.by_hand.dtensor_llama import llama_plan
@@ -64,6 +66,13 @@ def make_trainer(
     return _pipeline(model, degrees, mesh, variant, batch, num_micro_batches)
 
 
+def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    """Two groups, because one fused kernel takes DTensors or plain tensors (which tp without dp leaves), not both."""
+    own = list(module.parameters())
+    kinds = [[p for p in own if isinstance(p, DTensor) is sharded] for sharded in (True, False)]
+    return OPTIMIZER([{"params": kind} for kind in kinds if kind])
+
+
 def _without_pipeline(
     model: Any,
     degrees: Degrees,
@@ -75,7 +84,7 @@ def _without_pipeline(
     if degrees.tp > 1:
         parallelize_module(model, mesh["tp"], llama_plan(len(model.model.layers), variant))
     shard_by_layer(model, drops=degrees.drops, mesh=mesh["dp"])
-    optimizer = OPTIMIZER(model.parameters())
+    optimizer = _optimizer(model)
     parts = [part_of(batch, i, num_micro_batches) for i in range(num_micro_batches)]
     recipe = Recipe(shards=True, drops=degrees.drops, reduces_each=degrees.drops)
     # under sequence parallelism HF would count positions of the local part
@@ -120,7 +129,7 @@ def _pipeline(
         num_micro_batches,
         loss_fn=next_token_loss,
     )
-    optimizer = OPTIMIZER(stage.parameters())
+    optimizer = _optimizer(stage)
     inputs = (batch["input_ids"],) if stage.first else ()
     target = {"target": batch["labels"]} if stage.last else {}
 

@@ -72,6 +72,7 @@ def test_data_ranks_may_have_different_numbers_of_samples(pins: dict[str, Any]) 
         assert losses == pytest.approx(wanted, rel=1e-12) and samples == seen
 
 
+@pytest.mark.usefixtures("one_process")
 def test_gradients_that_nobody_uses_are_named_once() -> None:
     """A loop that accumulates as PyTorch does would train on its last batch alone."""
     _, pm = loop_jobs.program("gpt", {}, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
@@ -88,6 +89,7 @@ def test_gradients_that_nobody_uses_are_named_once() -> None:
     pm.step(batch)  # once
 
 
+@pytest.mark.usefixtures("one_process")
 def test_batches_are_not_added_up_where_the_loss_cannot_be() -> None:
     """Its denominator is of the whole batch, as in Hugging Face's label smoothing."""
 
@@ -104,6 +106,7 @@ def test_batches_are_not_added_up_where_the_loss_cannot_be() -> None:
         pm.step([batch, batch])
 
 
+@pytest.mark.usefixtures("one_process")
 def test_an_optimizer_is_one() -> None:
     with pytest.raises(ValueError, match=r"optimizer returned a list; return one torch\.optim\.Optimizer"):
         loop_jobs.program("gpt", {}, optimizer=lambda groups: [torch.optim.SGD(groups, lr=0.1)])
