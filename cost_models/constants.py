@@ -20,7 +20,6 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from importlib.resources import files
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 from autoplan.errors import ProfileError
@@ -61,23 +60,6 @@ def class_of_step(experts: bool, host_share: float, network_share: float = 0.0, 
     return f"{kind}{OF_FAMILY}{family}" if family else kind
 
 
-# Devices of the machine whose speed `sustained_*` and `memory_share` describe: the slowest of a node of so many.
-_SPREAD_FROM = 8
-
-
-@lru_cache(maxsize=256)
-def slowest_of(num_devices: int) -> float:
-    """Return by how many standard deviations the slowest of so many devices is expected to be slower than the mean.
-
-    The expected largest of normal values (Blom, Statistical Estimates and Transformed Beta-Variables, 1958), less that
-    of a node of eight; 0 up to eight.
-    """
-    if num_devices <= _SPREAD_FROM:
-        return 0.0
-    most, least = (NormalDist().inv_cdf((n - 0.375) / (n + 0.25)) for n in (num_devices, _SPREAD_FROM))
-    return most - least
-
-
 @dataclass(frozen=True, eq=True)
 class Constants:
     """All global constants. Shares have no unit.
@@ -111,10 +93,6 @@ class Constants:
         ep_hidden: Share of a block's compute behind which the exchanges of experts hide if the run overlaps them (with
             that of another micro-batch, as DualPipe and Megatron-Core's 1F1B overlap do).
         network_share: Bandwidth of networks among other traffic over the bandwidth in collective benchmarks.
-        device_spread: Standard deviation of the speed of equal devices under the same load, over their mean. All ranks
-            wait for the slowest (`slowest_of`): equal GPUs of five clusters differ by 8 % on average and 22 % at
-            most (Sinha et al., SC22, arXiv 2208.11035), products by up to 14 % (Golden et al., arXiv 2510.15596). The
-            shipped value is that of series of steps (experiments/published/scaling.py).
         step_intervals: By class of step (`class_of_step`): the shares of the predicted step between which 9 of 10
             measured steps should lie, from campaigns that had no part in the fit; the file says what share of them
             does. Not a constant of the model; () if not known.
@@ -145,7 +123,6 @@ class Constants:
     tp_hidden: float = 0.5
     ep_hidden: float = 0.5
     network_share: float = 1.0
-    device_spread: float = 0.02
     step_intervals: tuple[tuple[str, float, float], ...] = ()
 
     def __post_init__(self) -> None:
@@ -155,7 +132,7 @@ class Constants:
             if name.startswith("sustained") or name.endswith("_share"):
                 if not 0 < value <= 2:
                     raise ProfileError(f"constant {name}={value!r} is a share; it must lie in (0, 2]")
-            elif name in ("overlap", "contention", "tp_hidden", "ep_hidden", "device_spread") and value > 1:
+            elif name in ("overlap", "contention", "tp_hidden", "ep_hidden") and value > 1:
                 raise ProfileError(f"constant {name}={value!r} is a share; it must lie in [0, 1]")
             elif name in ("imbalance", "host_fp8") and value < 1:
                 raise ProfileError(f"constant {name}={value!r} is a factor of at least 1")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from autoplan.config.adapters import PACKED_BYTES
 from autoplan.config.offload import no_host_link
 from autoplan.config.parallel import Mode, RunOptions
-from autoplan.cost_models.constants import Constants, slowest_of
+from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import ASSUMED_HOST_BYTES_PER_S, Cluster, Device, Group
 from autoplan.cost_models.kernels.operations import op_s
 from autoplan.cost_models.network.collectives import group_collective_s
@@ -29,10 +29,12 @@ from autoplan.ops.table import op_record
 _ADAMW_FLOPS_PER_ELEMENT = 12.0
 _WAIT_SPREAD = 0.5  # relative error of the difference of two square roots; assumed
 _HOST_COPY_SPREAD = 0.5  # relative error of copies to the host at the stated speed of the link; assumed
-# Time of an AdamW step on a GPU's host over the time of moving its bytes once. A single kernel takes about 1 (torch's
-# fused=True, DeepSpeed's CPUAdam); one operation at a time, torch's default, takes 5 to 7 times as long (DeepSpeed's
-# tutorial of ZeRO-Offload, deepspeed.ai/tutorials/zero-offload). Assumed in between.
-_HOST_STEP = Quantity(1.0, 2.5, 6.0, Tag.ASSUMED)
+# Time of an AdamW step on a GPU's host over the time of moving its bytes once. The runtime updates by one kernel
+# (`autoplan.runtime.optim`), as DeepSpeed's CPUAdam does: 16 Mi float32 elements on one core of a CPU took 12.0 ms, and
+# 28 bytes each at the speed of a large copy (38.5 GB/s) would take 12.2 (the fastest of 7, torch 2.13). Assumed between
+# that and a host whose memory the threads of a rank do not keep busy (torchrun gives each one); torch's default, one
+# operation at a time, took 97 ms.
+_HOST_STEP = Quantity(1.0, 1.2, 3.0, Tag.ASSUMED)
 _COPY_SPREAD = 0.15  # relative error of the straight line through two measured sizes; assumed
 
 
@@ -65,21 +67,9 @@ class Costs:
     def _op_s(self, work: OpWork, phase: str) -> Quantity:
         """Return the seconds of an operation, with its measured extra cost among other operations (eager only)."""
         alone = op_s(work, phase, self._device(work), self.profile, self.mode, self.options, self.constants)
-        if self._slowest != 1.0:
-            alone = alone * self._slowest
         if phase == "forward" or work.inputs[0].requires_grad:
             alone = alone + self._opening_s(work)
         return alone + self.fixed_s(f"op_{phase}_s") if self.mode is Mode.EAGER else alone
-
-    @cached_property
-    def _slowest(self) -> float:
-        """The time of the slowest of all devices over that of the slowest of a node, for which all ranks wait.
-
-        1 with a profile, whose devices were measured, and for processes that share a CPU.
-        """
-        if self.profile is not None or self.cluster.device_type == "cpu":
-            return 1.0
-        return 1.0 + self.constants.device_spread * slowest_of(self.cluster.num_devices)
 
     def _opening_s(self, work: OpWork) -> Quantity:
         """Return the seconds of opening a weight in 4 bits for a product: it is read, and written in 16 bits.

@@ -94,7 +94,6 @@ _RANGES: tuple[tuple[str, FittedRange], ...] = (
     (r"power_exponent", FittedRange(0.1, 1.5, 0.3)),
     (r"grouped_product_s", FittedRange(1e-7, 1e-4, 0.7)),
     (r"imbalance", FittedRange(1.0, 2.5, 0.2)),
-    (r"device_spread", FittedRange(0.002, 0.08, 0.4)),
     (r"host_fp8", FittedRange(1.0, 5.0, 0.3)),
     (r"host_.*_s", FittedRange(1e-6, 2e-2, 0.7)),
     (r"overlap|contention|.*_hidden", FittedRange(0.05, 1.0, 0.4)),

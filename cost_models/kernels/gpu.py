@@ -206,6 +206,13 @@ class KernelTimings:
         tag = fit.tag if kind in self.gemm and not grouped and aligned else Tag.ASSUMED
         return Seconds(both_s(compute_s, moved / bandwidth), self._launch_s(fit), error, tag)
 
+    def most_of_peak(self, dtype: str) -> float:
+        """Return the share of the peak that no product of `product_s` exceeds, whatever its sizes are."""
+        kind = kernel_kind(dtype)
+        fit = self.gemm.get(kind) or self.gemm[KernelKind.HALF]
+        grouped = max(1.0, self.steps.grouped_share, self.steps.fused_grouped_share)
+        return self.sustained(kind) * training_speed(dtype) * grouped * fit.constants.efficiency
+
     def attention_s(
         self,
         device: Device,

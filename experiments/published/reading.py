@@ -59,8 +59,8 @@ PERFORMANCE_RECIPE = r"performance recipe"
 
 SHARD_GROUP = r"^1.*group=(\d+)|FSDP \(degree (\d+)\)"  # ranks that share the optimizer's state, or all state
 
-# The same where the row leaves it open, from the recipe that its source names: FSDP over 1 and 16 nodes of 8, DP over the
-# others (NVIDIA/dgxc-benchmarking, v24.11.1, paxml/configure.sh: DCN_MESH_SHAPE=[DP,FSDP,1]; google/paxml,
+# The same where the row leaves it open, from the recipe that its source names: FSDP over 1 and 16 nodes of 8, DP over
+# the others (NVIDIA/dgxc-benchmarking, v24.11.1, paxml/configure.sh: DCN_MESH_SHAPE=[DP,FSDP,1]; google/paxml,
 # contrib/gpu/scripts_gpu/configs.py: ICI_MESH_SHAPE = [1, 8, 1]).
 SHARD_GROUPS: tuple[tuple[str, int], ...] = ((r"paxml/README_5b", 8), (r"paxml/README_175b", 128))
 

@@ -3,7 +3,6 @@ hides behind what, and the constants that say how much."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from dataclasses import replace
@@ -15,7 +14,7 @@ import pytest
 from autoplan.catalog import load_model
 from autoplan.config.parallel import Attention, Dispatcher, Launch, Mode, ParallelConfig, RunOptions
 from autoplan.config.precision import precision_of
-from autoplan.cost_models.constants import Constants, slowest_of
+from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster, Group
 from autoplan.cost_models.kernels.operations import op_s
@@ -515,24 +514,6 @@ def test_bad_options_and_constants_are_named(tmp_path: Path) -> None:
     loaded = Constants.load(path)
     assert (loaded.overlap, loaded.tp_hidden) == (0.7, 0.2)
     assert hash(loaded) == hash(Constants.load(path)) and loaded == Constants.load(path)
-
-
-def test_all_ranks_wait_for_the_slowest_device() -> None:
-    """Of many equal devices the slowest is slower than that of a node; what a profile measured is not touched."""
-    assert [slowest_of(n) for n in (1, 4, 8)] == [0.0] * 3
-    assert slowest_of(64) == pytest.approx(2.366 - 1.424, abs=0.05)  # expected largest of 64 and of 8 normal values
-    growing = [slowest_of(8 * 2**n) for n in range(12)]
-    assert all(0 < b - a < 0.4 for a, b in itertools.pairwise(growing))
-    work, spread = attention(), Constants().with_({"device_spread": 0.05})
-    alone, of_64 = (Costs(c, constants=spread).forward_s(work).mid for c in (NODE, NODES))
-    assert of_64 / alone == pytest.approx(1 + 0.05 * slowest_of(64))
-    none = Constants().with_({"device_spread": 0.0})
-    assert Costs(NODES, constants=none).forward_s(work) == Costs(NODE, constants=none).forward_s(work)
-    assert of_64 == pytest.approx(Costs(NODES, constants=none).forward_s(work).mid * (1 + 0.05 * slowest_of(64)))
-    cpus = [Costs(Cluster.local(n, "cpu"), constants=spread).forward_s(work) for n in (1, 16)]
-    assert cpus[0] == cpus[1]
-    with pytest.raises(ProfileError, match=r"device_spread=1.5 is a share"):
-        Constants(device_spread=1.5)
 
 
 def test_the_shipped_constants_are_all_there() -> None:
