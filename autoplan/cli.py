@@ -212,7 +212,7 @@ def export(
         typer.Option(
             "--to",
             help="NAME or NAME@VERSION (a month YY.MM or a release): megatron-lm, megatron-bridge, torchtitan, "
-            "deepspeed, accelerate, transformers, lightning, nanotron or maxtext.",
+            "deepspeed, accelerate, transformers, lightning, nanotron, maxtext or automodel.",
         ),
     ],
     out: Annotated[Path | None, typer.Option(help="Write the file here; default: standard output.")] = None,

@@ -36,6 +36,7 @@ class RecomputeMix(StrEnum):
 
     ANY = "any"
     FIRST_LAYERS = "first_layers"
+    EVERY_NTH = "every_nth"
     UNIFORM = "uniform"
 
     @property
@@ -43,10 +44,16 @@ class RecomputeMix(StrEnum):
         """What the mix allows, in words."""
         return _MIX_WORDS[self]
 
+    @property
+    def searched(self) -> RecomputeMix:
+        """The mix of the candidates of a search: every Nth layer is looked at only if it is pinned."""
+        return RecomputeMix.UNIFORM if self is RecomputeMix.EVERY_NTH else self
+
 
 _MIX_WORDS = {
     RecomputeMix.ANY: "a choice per layer",
     RecomputeMix.FIRST_LAYERS: "one choice for all layers, or full or offload for as many first layers of every stage",
+    RecomputeMix.EVERY_NTH: "one choice for all layers, or full for every Nth layer of every rank",
     RecomputeMix.UNIFORM: "one choice for all layers",
 }
 
@@ -265,24 +272,50 @@ def leading(kinds: Sequence[str], stages: Sequence[int], what: str) -> int | Non
     return most if all(count == min(most, size) for count, size in counts) else None
 
 
+def layers_on_ranks(stages: Sequence[int], chunks: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the numbers of the layers on every rank, in the order of its chunks.
+
+    Args:
+        stages: the numbers of layers of all stages, in model order.
+        chunks: the stages of every rank.
+    """
+    first = [0, *itertools.accumulate(stages)]
+    return [[k for stage in held for k in range(first[stage], first[stage + 1])] for held in chunks]
+
+
+def every_nth(kinds: Sequence[str], ranks: Sequence[Sequence[int]]) -> int | None:
+    """Return the N of a program whose ranks recompute every Nth of their layers in full and nothing else; else None.
+
+    Args:
+        kinds: the choice of every layer, in model order.
+        ranks: the numbers of the layers of every rank, in order: its Nth, 2Nth ... layer is recomputed.
+    """
+    for n in range(2, max(map(len, ranks), default=0) + 1):
+        if all((kinds[k] == FULL) == (at % n == 0) for held in ranks for at, k in enumerate(held, 1)):
+            return n if set(kinds) <= {NONE, FULL} else None
+    return None
+
+
 def can_mix(
     mix: RecomputeMix,
     recompute: str | Mapping[str, str] | tuple[int, ...],
     layers: Sequence[str],
     stages: Sequence[int] | None,
+    chunks: Sequence[Sequence[int]] | None = None,
 ) -> bool:
     """Return True if a mix of recompute allows a choice; True also where that depends on stages that are not known.
 
     Args:
         layers: the names of the model's layers, in model order.
         stages: the numbers of layers of all stages, in model order; None if they are not known.
+        chunks: the stages of every rank; None: one stage per rank.
     """
     if mix is RecomputeMix.ANY or isinstance(recompute, str):
         return True
     if isinstance(recompute, tuple):
         if sum(recompute) in (0, len(layers)):
             return True
-        if mix is RecomputeMix.UNIFORM:
+        if mix in (RecomputeMix.UNIFORM, RecomputeMix.EVERY_NTH):
             return False
         most = max(recompute)
         if stages is None:  # a stage with fewer than the most may have no more layers, but it has one
@@ -291,10 +324,20 @@ def can_mix(
     kinds = [recompute.get(name, NONE) for name in layers]
     if len(set(kinds)) <= 1:
         return True
-    if mix is RecomputeMix.UNIFORM or not set(kinds) <= {NONE, FULL, OFFLOAD}:
-        return False
-    held = next(kind for kind in kinds if kind != NONE)
-    return set(kinds) == {NONE, held} and (stages is None or leading(kinds, stages, held) is not None)
+    held_by = chunks if chunks is not None else [[k] for k in range(len(stages or ()))]
+    return _can_mix_layers(mix, kinds, stages, held_by)
+
+
+def _can_mix_layers(
+    mix: RecomputeMix, kinds: Sequence[str], stages: Sequence[int] | None, chunks: Sequence[Sequence[int]]
+) -> bool:
+    """Return True if a mix allows choices that differ between layers; True also without stages, on which it depends."""
+    some = set(kinds) - {NONE}
+    if mix is RecomputeMix.EVERY_NTH and some == {FULL}:
+        return stages is None or every_nth(kinds, layers_on_ranks(stages, chunks)) is not None
+    if mix is RecomputeMix.FIRST_LAYERS and len(some) == 1 and some <= {FULL, OFFLOAD}:
+        return NONE in kinds and (stages is None or leading(kinds, stages, *some) is not None)
+    return False
 
 
 def layers_by_choice(recompute: str | Mapping[str, str] | tuple[int, ...]) -> dict[str, int]:

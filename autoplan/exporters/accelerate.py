@@ -9,6 +9,14 @@ from autoplan.config.context_methods import GATHER
 from autoplan.config.parallel import Mode
 from autoplan.config.recompute import FULL, NONE
 from autoplan.errors import PinError
+from autoplan.exporters.deepspeed import (
+    DEEPSPEED,
+    read_batch,
+    read_overlap,
+    read_precision_of,
+    read_zero,
+    read_zero_offload,
+)
 from autoplan.exporters.launching import per_node
 from autoplan.exporters.record import (
     METHODS_BY_ROTATE,
@@ -22,6 +30,7 @@ from autoplan.exporters.record import (
     constant,
     derived,
     micro_batches,
+    section,
 )
 from autoplan.exporters.setup import Setup
 from autoplan.exporters.syntax import Yaml
@@ -31,6 +40,19 @@ FSDP2 = year_of("25.04")  # fsdp_version, release 1.6.0
 MESH = year_of("25.08")  # parallelism_config, release 1.10.0
 _F, _D, _M = "fsdp_config.fsdp_", "deepspeed_config.", "parallelism_config.parallelism_config_"
 _NEW: Mapping[str, Any] = {"since": MESH}
+
+
+_FILE = _D + "deepspeed_config_file"
+
+
+def _named(document: Document) -> Document | None:
+    """Return the DeepSpeed file that the YAML names, as it is read; None without one. PinError if it is not here."""
+    name = document.get(_FILE)
+    if name is None or str(document.get("distributed_type")).upper() != "DEEPSPEED":
+        return None
+    if not any(path.startswith(f"{_FILE}.") for path in document.values):
+        raise PinError(f"deepspeed_config_file={name!r} is not found; nearest: its path from here", ("zero_stage",))
+    return section(document, f"{_FILE}.", DEEPSPEED.schema)
 
 
 def engine(setup: Setup) -> str:
@@ -120,6 +142,10 @@ _STRATEGIES = {
 
 def _read_zero(document: Document, found: Values) -> Values:
     kind = str(document.get("distributed_type")).upper()
+    named = _named(document)
+    if named is not None:
+        zero = read_zero(named, {"cp": 1, **found})
+        return {**zero, **read_zero_offload(named, found), **read_overlap(named, found)}
     if kind == "DEEPSPEED":
         held = [document.get(_D + f"offload_{n}_device") not in (None, "none") for n in ("param", "optimizer")]
         offload: tuple[str, ...] = ("parameters",) if held[0] else ("optimizer",) if held[1] else ()
@@ -141,6 +167,9 @@ def _read_zero(document: Document, found: Values) -> Values:
 
 
 def _read_steps(document: Document, found: Values) -> Values:
+    named = _named(document)
+    if named is not None:
+        return read_batch(named, found)
     steps = document.get(_D + "gradient_accumulation_steps")
     if steps in (None, "auto"):
         return {}
@@ -166,6 +195,9 @@ def _write_precision(setup: Setup) -> Values:
 
 
 def _read_precision(document: Document, found: Values) -> Values:
+    named = _named(document)
+    if named is not None:
+        return read_precision_of(named, found)
     known = {"no": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8", False: "fp32"}  # YAML reads `no` as false
     return {"precision": document.word("mixed_precision", known, "fp32")}
 
@@ -204,6 +236,26 @@ def _one_kind(document: Document, found: Values) -> str | None:
     return None if cp == 1 or sp == 1 else f"cp_size={cp} and sp_size={sp} exclude each other; nearest: one of them"
 
 
+# What a DeepSpeed file has to say itself (DeepSpeedPlugin._deepspeed_config_checks)
+_OF_FILE = (
+    *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device"),
+    *("offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model"),
+)
+
+
+def _beside_file(document: Document, found: Values) -> str | None:
+    named = _named(document)
+    if named is None:
+        return None
+    beside = [path for path in (*(_D + name for name in _OF_FILE), "mixed_precision") if path in document.values]
+    faults = [f"deepspeed_config_file: {text}" for text in DEEPSPEED.schema.faults(named.values, document.year)]
+    if beside:
+        faults.append(f"{', '.join(beside)} beside deepspeed_config_file; nearest: only what the DeepSpeed file says")
+    if not any(path.startswith("zero_optimization") for path in named.values):
+        faults.append("the DeepSpeed file has no zero_optimization; nearest: zero_optimization.stage=2")
+    return "; ".join(faults) or None
+
+
 def _launch(setup: Setup, file: str, year: float) -> list[str]:
     where = ' --machine_rank "$SLURM_NODEID" --main_process_ip "$HEAD_NODE" --main_process_port 29500'
     where = where if setup.task.num_nodes > 1 else ""
@@ -229,12 +281,12 @@ ACCELERATE = Target(
         ),
         Field(("tp", "cp", "dp", "zero_replicas", "context_method"), _write_mesh, _read_mesh, **_NEW),
         Field(("tp", "cp", "dp"), lambda s: {}, _no_mesh, until=MESH),
-        Field(("zero_stage", "zero_replicas", "offload"), _write_zero, _read_zero),
+        Field(("zero_stage", "zero_replicas", "offload", "overlap_zero", "overlap_gather"), _write_zero, _read_zero),
         Field((), _write_version2, lambda d, found: {}, since=FSDP2),
         Field((), _write_version1, lambda d, found: {}, until=FSDP2),
         constant(_F + "auto_wrap_policy", "TRANSFORMER_BASED_WRAP", lambda s: _on("FSDP", s)),
         constant(_F + "state_dict_type", "SHARDED_STATE_DICT", lambda s: _on("FSDP", s)),
-        Field(("num_micro_batches", "global_batch_size"), lambda s: {}, _read_steps),
+        Field(("num_micro_batches", "micro_batch_size", "global_batch_size"), lambda s: {}, _read_steps),
         derived(micro_batches, "num_micro_batches"),
         Field(("recompute",), _write_recompute, _read_recompute),
         Field(("precision",), _write_precision, _read_precision),
@@ -273,5 +325,12 @@ ACCELERATE = Target(
         "sequence_parallel": "a property of the model's plan of tensor parallelism",
     },
     stack_of=lambda d: "deepspeed" if str(d.get("distributed_type")).upper() == "DEEPSPEED" else "accelerate",
-    rules=(TargetRule(_processes), TargetRule(_product), TargetRule(_pure_replicas), TargetRule(_one_kind)),
+    rules=(
+        TargetRule(_processes),
+        TargetRule(_product),
+        TargetRule(_pure_replicas),
+        TargetRule(_one_kind),
+        TargetRule(_beside_file),
+    ),
+    named_files=(_FILE,),
 )

@@ -83,7 +83,8 @@ def _write_batch(setup: Setup) -> Values:
     return {"train_batch_size": setup.global_batch_size, **out} if c.tp == 1 else out
 
 
-def _read_batch(document: Document, found: Values) -> Values:
+def read_batch(document: Document, found: Values) -> Values:
+    """Return the micro-batch and the batch, as far as the file says them or they follow."""
     micro, steps, batch = (
         document.count(path, 0)
         for path in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
@@ -139,7 +140,8 @@ def _write_precision(setup: Setup) -> Values:
     return {f"{base}.enabled": True, "data_types.grad_accum_dtype": base if narrow else "fp32"}
 
 
-def _read_precision(document: Document, found: Values) -> Values:
+def read_precision_of(document: Document, found: Values) -> Values:
+    """Return the precision, with gradients as ZeRO keeps them."""
     base = next((name for name in ("bf16", "fp16") if document.get(f"{name}.enabled") in (True, "auto")), "fp32")
     kept = document.get("data_types.grad_accum_dtype")
     if kept is None:
@@ -169,10 +171,10 @@ DEEPSPEED = Target(
         Field(("zero_stage", "zero_replicas"), write_zero, read_zero),
         derived(read_zero_offload, "offload"),
         derived(read_overlap, "overlap_zero", "overlap_gather"),
-        Field(("micro_batch_size", "global_batch_size"), _write_batch, _read_batch),
+        Field(("micro_batch_size", "global_batch_size"), _write_batch, read_batch),
         derived(micro_batches, "num_micro_batches"),
         Field(("ep", "etp"), _write_experts, _read_experts, since=year_of("26.04")),
-        Field(("precision",), _write_precision, _read_precision),
+        Field(("precision",), _write_precision, read_precision_of),
         constant("gradient_clipping", 1.0),
     ),
     marks=("zero_optimization.stage", "train_micro_batch_size_per_gpu", "train_batch_size"),

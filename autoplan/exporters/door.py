@@ -25,6 +25,7 @@ from autoplan.exporters.python_file import BY_FUNCTION, UNKNOWN, functions_of
 from autoplan.exporters.record import Document, Target
 from autoplan.exporters.scripts import Code, Name
 from autoplan.exporters.setup import ESSENTIAL, SETUP_NAMES, Setup, Task, values
+from autoplan.exporters.syntax import values_of_named
 from autoplan.exporters.targets import detected, suffix_of, target_of
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.facts import expert_counts, latent_attention, layer_calls
@@ -147,6 +148,8 @@ def read_text(
     """Return the input of a target that this text is; the arguments are those of `read_config`."""
     year = year_of(version)
     found = target.reader(suffix_of(path), year).read(text, path)
+    for name in target.named_files:
+        found |= values_of_named(name, found.get(name), path)
     functions = functions_of(found)
     unknown = {name.removeprefix(UNKNOWN): v for name, v in found.items() if name.startswith(UNKNOWN)}
     found = {name: value for name, value in found.items() if not name.startswith(UNKNOWN)}

@@ -454,7 +454,8 @@ CANNOT = {
     "schedule": "Megatron has 1F1B and interleaved 1F1B",
     "offload": "Megatron keeps only the optimizer on the host, or activations of the first layers",
     "context_method": "Megatron has p2p, a2a, all_gather and a2a+p2p for all layers",
-    "recompute": "Megatron recomputes modules of all layers, or as many first layers of every stage",
+    "recompute": "Megatron recomputes modules of all layers, or as many first layers of every stage; in pipelines it "
+    "offloads those of layers with experts alone",
     "document_len": "a property of the data",
     "zero_by_tensor": "Megatron's buffers hold many parameters",
     "attention": "Megatron chooses among unfused, flash and fused",

@@ -15,6 +15,7 @@ from autoplan.exporters.megatron import (
     overlap_field,
     sequences_need_tp,
 )
+from autoplan.exporters.megatron_stages import write_recompute
 from autoplan.exporters.nemo import LAST_NEMO_1, NemoYaml, is_nemo_1
 from autoplan.exporters.record import Document, Field, Target, TargetRule, Values, precision_word
 from autoplan.exporters.scripts import Name, Python
@@ -158,7 +159,15 @@ def _bridge_fields() -> tuple[Field, ...]:
     precision = (Field(("precision", "narrow_gather"), _write_recipe, _read_recipe),)
     fields = fields_of(_place, "virtual_pipeline_model_parallel_size", "ckpt_format", precision, _backend)
     length = Field((), lambda setup: {"dataset.seq_length": setup.seq_len}, lambda d, found: {})
-    return tuple(_bridge_overlap() if "overlap" in f.names else f for f in (*fields, length))
+    offload = Field((), _write_offload, lambda d, found: {})
+    return tuple(_bridge_overlap() if "overlap" in f.names else f for f in (*fields, length, offload))
+
+
+def _write_offload(setup: Setup) -> Values:
+    """Turn the offload of first layers on, which their number does in Megatron-LM alone."""
+    written = write_recompute(_place)(setup)
+    held = {"model.cpu_offloading": True, "model.cpu_offloading_weights": False}
+    return held if "model.cpu_offloading_num_layers" in written else {}
 
 
 _BASE: dict[str, Any] = {
@@ -167,6 +176,7 @@ _BASE: dict[str, Any] = {
     **dict.fromkeys((f"model.num_layers_in_{end}_pipeline_stage" for end in ("first", "last")), None),
     **dict.fromkeys((f"model.account_for_{end}_in_pipeline_split" for end in ("embedding", "loss")), False),
     **dict.fromkeys((f"model.recompute_{name}" for name in ("granularity", "method", "num_layers", "modules")), None),
+    **{"model.cpu_offloading": False, "model.fine_grained_activation_offloading": False},
     **{"model.sequence_parallel": False, "model.cross_entropy_loss_fusion": False},
     **{"model.cuda_graph_impl": "none", "model.cuda_graph_modules": [], "model.cuda_graph_scope": None},
     **{"ddp.use_distributed_optimizer": False, "ddp.use_megatron_fsdp": False},

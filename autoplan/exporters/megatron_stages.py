@@ -143,6 +143,44 @@ def _most_leading(kinds: tuple[str, ...], stages: tuple[int, ...]) -> int:
     return most
 
 
+# Modules whose inputs go to the host; together they hold nearly all of a layer with experts. There is none for the two
+# products of a dense MLP. The fraction of modules in forward order is of first layers in every chunk of the pipeline
+# (pipeline_parallel/fine_grained_activation_offload.py, post_warmup_callback).
+_HEAVY = ("qkv_linear", "core_attn", "attn_proj", "expert_fc1", "moe_act")
+_OFFLOADED = ("attn_norm", *_HEAVY[:3], "mlp_norm", *_HEAVY[3:])
+
+
+def _write_fine_grained(at: At, setup: Setup) -> Values:
+    """Return the offload of as many first layers of every stage; nothing if the setup has no such one."""
+    kind, stages = setup.recompute, setup.stages or (len(setup.task.layers),)
+    each = (kind,) * sum(stages) if isinstance(kind, str) else kind
+    if OFFLOAD not in each or not setup.task.num_experts or sum(stages) != len(each):
+        return {}
+    count = leading(each, stages, OFFLOAD)
+    if count is None:
+        return {}
+    out = {at("fine_grained_activation_offloading"): True, at("offload_modules"): list(_OFFLOADED)}
+    return out | ({at("activation_offload_fraction"): count / max(stages)} if count < max(stages) else {})
+
+
+def _read_fine_grained(at: At, document: Document, found: Mapping[str, Any]) -> Values | None:
+    """Return the layers whose modules are offloaded; None for a few modules of them, which have no price."""
+    switch, modules = at("fine_grained_activation_offloading"), at("offload_modules")
+    if not document.values.get(switch) or not set(_HEAVY) <= set(document.values.get(modules) or ()):
+        return None
+    document.seen.update((switch, modules))
+    share = document.get(at("activation_offload_fraction"))
+    layers, chunks = document.task.layers, found["pp"] * found["virtual_stages"]
+    stages = found.get("stages") or ((len(layers) // chunks,) * chunks)
+    held: dict[str, str] = {}
+    first = 0
+    for size in stages:
+        count = size if share is None else round(float(share) * size)
+        held |= dict.fromkeys(layers[first : first + count], OFFLOAD)
+        first += size
+    return {"recompute": (held or NONE) if layers else OFFLOAD}
+
+
 def write_recompute(at: At) -> Callable[[Setup], Values]:
     """Return what writes the recompute options."""
 
@@ -159,6 +197,8 @@ def write_recompute(at: At) -> Callable[[Setup], Values]:
             held = min(layers - 1, layers if one else sum(k == OFFLOAD for k in kind))
             if one or leading(tuple(kind), (layers,), OFFLOAD) is not None:
                 return {at("cpu_offloading_num_layers"): held}
+        if fine := _write_fine_grained(at, setup):
+            return fine
         full = {at("recompute_granularity"): "full", at("recompute_method"): "uniform", at("recompute_num_layers"): 1}
         stages = setup.stages or (layers,)
         if one or sum(stages) != len(kind):
@@ -166,6 +206,16 @@ def write_recompute(at: At) -> Callable[[Setup], Values]:
         return full | {at("recompute_method"): "block", at("recompute_num_layers"): _most_leading(tuple(kind), stages)}
 
     return write
+
+
+def _read_offload(at: At, document: Document, found: Mapping[str, Any]) -> Values:
+    """Return the layers whose activations wait on the host: modules of them, or whole first layers."""
+    if (fine := _read_fine_grained(at, document, found)) is not None:
+        return fine
+    held = document.count(at("cpu_offloading_num_layers"), 0)
+    if document.get(at("cpu_offloading")) is False:  # a setting of Bridge; Megatron-LM's flag turns it on
+        held = 0
+    return {"recompute": NONE if not held else dict.fromkeys(document.task.layers[:held], OFFLOAD) or OFFLOAD}
 
 
 def recompute_reader(at: At) -> Callable[[Document, Mapping[str, Any]], Values]:
@@ -179,8 +229,7 @@ def recompute_reader(at: At) -> Callable[[Document, Mapping[str, Any]], Values]:
         if granularity is None and document.get(at("checkpoint_activations")):  # before Megatron-LM 3.0
             return {"recompute": FULL}
         if granularity is None:
-            held = document.count(at("cpu_offloading_num_layers"), 0)
-            return {"recompute": NONE if not held else dict.fromkeys(layers[:held], OFFLOAD) or OFFLOAD}
+            return _read_offload(at, document, found)
         if granularity == "selective":
             given = document.get(at("recompute_modules")) or ["core_attn"]
             modules = given if isinstance(given, list) else [given]

@@ -184,6 +184,7 @@ class Target:
         version_in: returns the version that the values of a file are of, if they tell.
         base: path -> value that is written where no field writes another, for targets whose file changes a
             configuration that has values of its own.
+        named_files: fields whose value may be the name of a file of JSON, whose values are then read below them.
     """
 
     name: str
@@ -200,6 +201,7 @@ class Target:
     also: tuple[Syntax, ...] = ()
     version_in: Callable[[Values], str | None] | None = None
     base: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    named_files: tuple[str, ...] = ()
 
     def why_not(self, name: str) -> str:
         """Return why the target cannot say a choice."""

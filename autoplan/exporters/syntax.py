@@ -6,6 +6,7 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -43,6 +44,34 @@ def mapping_of(data: object, where: str) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         raise PinError(f"{where} must hold names and values, not {type(data).__name__}")
     return flat({str(name): value for name, value in data.items()})
+
+
+def values_of_named(name: str, value: object, where: str) -> dict[str, Any]:
+    """Return the values of a file of JSON that a field names, with paths below the field; empty if it names none here.
+
+    The name is taken from the working directory, else from the folder of the file that names it or one above.
+
+    Raises: PinError if the file is no JSON.
+    """
+    if not isinstance(value, str) or not value:
+        return {}
+    places = (Path(value), *(above / value for above in Path(where).parents))
+    found = next((path for path in places if _is_file(path)), None)
+    if found is None:
+        return {}
+    try:
+        text = found.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PinError(f"{found}: {error}") from None
+    return {f"{name}.{path}": each for path, each in Json().read(text, str(found)).items()}
+
+
+def _is_file(path: Path) -> bool:
+    """Return True for a file; False also for a text that is no path."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def commented(heading: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from autoplan.errors import PinError
 from autoplan.exporters.accelerate import ACCELERATE
+from autoplan.exporters.automodel import AUTOMODEL
 from autoplan.exporters.deepspeed import DEEPSPEED
 from autoplan.exporters.lightning import LIGHTNING
 from autoplan.exporters.maxtext import MAXTEXT
@@ -20,7 +21,10 @@ from autoplan.exporters.transformers import TRANSFORMERS
 from autoplan.names import did_you_mean
 from autoplan.stacks.records import stack, version_of
 
-_ALL = (MEGATRON_LM, MEGATRON_BRIDGE, TORCHTITAN, DEEPSPEED, ACCELERATE, TRANSFORMERS, LIGHTNING, NANOTRON, MAXTEXT)
+_ALL = (
+    *(MEGATRON_LM, MEGATRON_BRIDGE, TORCHTITAN, AUTOMODEL, DEEPSPEED, ACCELERATE, TRANSFORMERS, LIGHTNING, NANOTRON),
+    MAXTEXT,
+)
 TARGETS: Mapping[str, Target] = {target.name: target for target in _ALL}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoplan.config.parallel import Dispatcher, Launch, Mode
-from autoplan.config.recompute import FULL, NONE, SELECTIVE
+from autoplan.config.recompute import FULL, NONE, SELECTIVE, every_nth, layers_on_ranks
 from autoplan.errors import PinError
 from autoplan.exporters.launching import srun
 from autoplan.exporters.record import (
@@ -26,10 +26,11 @@ from autoplan.exporters.record import (
 from autoplan.exporters.scripts import Name, Python
 from autoplan.exporters.setup import Setup
 from autoplan.exporters.syntax import Toml
-from autoplan.schedules.schedule import SCHEDULES
+from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks
 from autoplan.stacks.records import year_of
 
 PYTHON = year_of("26.03")  # TOML became dataclasses on 2026-02-23 (pull request 2386, after release 0.2.2)
+GRAPHS = year_of("26.08")  # CUDA graphs became the default on 2026-08-13 (pull request 3559)
 _P = "parallelism."
 # Classes of torch.distributed.pipelining, which torchtitan looks up by name (get_schedule_class). Of two schedules of
 # one class the later has several stages per rank, as torchtitan asks for.
@@ -121,7 +122,8 @@ def _write_data(setup: Setup) -> Values:
     else:
         out = {_P + "data_parallel_replicate_degree": c.zero_replicas}
         out[_P + "data_parallel_shard_degree"] = c.dp // c.zero_replicas
-        kept = {1: "never", 3: "always"}
+        # without pipelines the default reshards; "always" has no CUDA graphs
+        kept = {1: "never", 3: "always" if c.pp > 1 else "default"}
         out |= {_P + "fsdp_reshard_after_forward": kept[c.zero_stage]} if c.zero_stage in kept else {}
     return out
 
@@ -253,15 +255,42 @@ def _read_split_experts(document: Document, found: Values) -> Values:
 _MODES = {NONE: "none", SELECTIVE: "selective", FULL: "full"}
 
 
+def _layers_on_ranks(c: Mapping[str, Any], layers: int) -> list[list[int]] | None:
+    """Return the layers of every rank in the order in which it builds them; None if stages are not known."""
+    if c["pp"] == 1:
+        return [list(range(layers))]
+    if not c["stages"]:
+        return None
+    return layers_on_ranks(c["stages"], chunks_of_ranks(c["schedule"], c["pp"], c["virtual_stages"]))
+
+
 def _write_toml_recompute(setup: Setup) -> Values:
+    c, again = setup.config, setup.recompute
+    where = {"pp": c.pp, "stages": setup.stages, "schedule": c.schedule, "virtual_stages": c.virtual_stages}
+    ranks = None if isinstance(again, str) else _layers_on_ranks(where, len(setup.task.layers))
+    number = None if ranks is None else every_nth(again, ranks)
+    if number is not None:
+        return {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": str(number)}
     kind = setup.any_recompute if setup.any_recompute in _MODES else FULL
     out: dict[str, Any] = {"activation_checkpoint.mode": _MODES[kind]}
     return out | ({"activation_checkpoint.selective_ac_option": "op"} if kind == SELECTIVE else {})
 
 
 def _read_toml_recompute(document: Document, found: Values) -> Values:
+    """Selective is by operation, or every Nth layer that a rank builds in full (_apply_layer_sac)."""
     known = {**{word: kind for kind, word in _MODES.items()}, "memory_budget": SELECTIVE}
-    return {"recompute": document.word("activation_checkpoint.mode", known)}
+    kind = document.word("activation_checkpoint.mode", known)
+    option = str(document.get("activation_checkpoint.selective_ac_option"))
+    if document.get("activation_checkpoint.mode") != "selective" or option == "op":
+        return {"recompute": kind}
+    if not option.isdigit():
+        raise PinError(f"selective_ac_option={option!r} is not known; use op, or a number of layers", ("recompute",))
+    layers = document.task.layers
+    ranks = _layers_on_ranks(found, len(layers)) if layers else None
+    if int(option) <= 1 or ranks is None:
+        return {"recompute": FULL} if int(option) <= 1 else {}
+    again = {k for held in ranks for at, k in enumerate(held, 1) if at % int(option) == 0}
+    return {"recompute": {name: FULL for k, name in enumerate(layers) if k in again} or NONE}
 
 
 def _write_backend(setup: Setup) -> Values:
@@ -357,13 +386,34 @@ def _async_tp(path: str, **when: float) -> Field:
     return Field(("overlap",), write, read, **when)
 
 
+_CAPTURED = "training.disable_cuda_graphs"
+
+
 def _write_graphs(setup: Setup) -> Values:
-    return {"training.disable_cuda_graphs": setup.options.launch in (Launch.ASYNC, Launch.BLOCKING)}
+    c, without = setup.config, setup.options.launch in (Launch.ASYNC, Launch.BLOCKING)
+    return {_CAPTURED: without or c.pp * c.ep > 1}
 
 
 def _read_graphs(document: Document, found: Values) -> Values:
-    used = not document.get("training.disable_cuda_graphs") and found["pp"] == 1  # pipelines are not captured yet
-    return {"launch": "graphs" if used else "async"}
+    return {"launch": "async" if document.get(_CAPTURED) else "graphs"}
+
+
+def _captured(document: Document, found: Values) -> str | None:
+    """Return what forward and backward in one CUDA graph exclude (trainer.py, _validate_cuda_graphs)."""
+    if document.year < GRAPHS or document.get(_CAPTURED):
+        return None
+    always = document.get(_P + "fsdp_reshard_after_forward") == "always"
+    what = "pipelines" if found["pp"] > 1 else "fsdp_reshard_after_forward=always" if always else None
+    return None if what is None else f"CUDA graphs exclude {what}; nearest: disable_cuda_graphs=True"
+
+
+def _captured_experts(document: Document, found: Values) -> str | None:
+    if document.year < GRAPHS or document.get(_CAPTURED) or found["ep"] == 1:
+        return None
+    return (
+        "CUDA graphs need a dispatcher without synchronization (HybridEP with non_blocking_capacity_factor, "
+        "MinimalAsyncEP), which model_spec decides; nearest: disable_cuda_graphs=True"
+    )
 
 
 _OFFLOAD = Field(
@@ -468,7 +518,7 @@ TORCHTITAN = Target(
         _async_tp(_P + "enable_async_tensor_parallel", **_OLD),
         _async_tp("compile.enable_async_tensor_parallel", **_NEW),
         switch(_P + "enable_sequence_parallel", "sequence_parallel", lambda s: s.options.sequence_parallel, **_NEW),
-        Field(("launch",), _write_graphs, _read_graphs, **_NEW),
+        Field(("launch",), _write_graphs, _read_graphs, since=GRAPHS),
     ),
     marks=(
         *(_P + "tensor_parallel_degree", _P + "data_parallel_shard_degree", _P + "pipeline_parallel_degree"),
@@ -480,13 +530,17 @@ TORCHTITAN = Target(
         "zero_stage": "fully_shard keeps gathered parameters or frees them (ZeRO 1 or 3), and shards over cp too",
         "schedule": "torchtitan has the classes of torch.distributed.pipelining, with two or more stages per rank",
         "etp": "experts take ranks of tp: whole experts with ep, split ones without",
-        "recompute": "torchtitan has one kind for all layers: none, selective or full",
+        "recompute": "one kind for all layers: none, selective or full; in TOML also every Nth layer of a rank",
+        "launch": "one CUDA graph of forward and backward, without pipelines and experts over ranks, since 26.08",
         "offload": "fully_shard offloads parameters, gradients and optimizer together",
         "attention": "a setting of the model (attn_backend)",
         "context_method": "a setting of PyTorch's context parallelism",
         "dispatcher": "a setting of the model",
         "overlap": "torchtitan overlaps tensor parallelism if it compiles",
     },
-    rules=(TargetRule(_world), TargetRule(_fills), TargetRule(_drains, warns=True)),
+    rules=(
+        *(TargetRule(_world), TargetRule(_fills), TargetRule(_captured)),
+        *(TargetRule(_drains, warns=True), TargetRule(_captured_experts, warns=True)),
+    ),
     base=_BASE,
 )

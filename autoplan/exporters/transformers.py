@@ -35,11 +35,10 @@ _STRATEGIES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_s
 
 
 def _deepspeed(document: Document) -> bool:
-    """Return True if DeepSpeed runs the file. PinError for a file of its own, which is not read here."""
-    if isinstance(document.get("deepspeed"), str):
-        raise PinError(
-            f"deepspeed={document.get('deepspeed')!r} names a file; nearest: its contents in place of its name"
-        )
+    """Return True if DeepSpeed runs the file. PinError for a named file that is not here."""
+    name = document.get("deepspeed")
+    if isinstance(name, str) and not any(path.startswith(_D) for path in document.values):
+        raise PinError(f"deepspeed={name!r} names a file that is not found; nearest: its path from here")
     return document.has("deepspeed")
 
 
@@ -195,5 +194,6 @@ TRANSFORMERS = Target(
         "sequence_parallel": "a property of the model's plan of tensor parallelism",
     },
     stack_of=lambda d: "deepspeed" if d.has("deepspeed") else "accelerate",
+    named_files=("deepspeed",),
     rules=(TargetRule(_one_precision), TargetRule(_one_engine), TargetRule(_taken_by_deepspeed)),
 )

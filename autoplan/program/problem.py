@@ -51,6 +51,8 @@ class Option:
 
     Attributes:
         requires, provides: layouts of the values that it reads, and of those that it makes.
+        cost_s: seconds of every micro-batch.
+        once_s: seconds once per step, such as the update of a stored parameter.
         parts: the options that a merged option stands for, with the names of their choices.
     """
 
@@ -61,6 +63,7 @@ class Option:
     state_bytes: float = 0.0
     strategy: Strategy | None = None
     parts: tuple[tuple[str, Option], ...] = ()
+    once_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -82,13 +85,21 @@ class LayoutChoice:
         return ChoiceKind.STORE.subject_of(self.name) is not None
 
 
+def _nothing_s(key: ValueKey, source: Layout, target: Layout) -> float:
+    """Return the seconds once per step where no conversion takes any."""
+    return 0.0
+
+
 @dataclass(frozen=True)
 class IntraProblem:
     """The choices of a model, and the prices of converting its values.
 
     Attributes:
-        convert_s: seconds to convert a value from one layout to another; None if no such conversion exists.
+        convert_s: seconds to convert a value from one layout to another, of every micro-batch; None if no such
+            conversion exists.
         state_budget_bytes: limit of parameters, gradients and optimizer state of one rank, all layers.
+        convert_once_s: seconds of a conversion once per step.
+        num_micro_batches: micro-batches per step, which share what is once per step. Nothing else depends on it.
     """
 
     choices: tuple[LayoutChoice, ...]
@@ -96,6 +107,8 @@ class IntraProblem:
     convert_s: Callable[[ValueKey, Layout, Layout], float | None]
     restrictions: tuple[str, ...] = ()
     state_budget_bytes: float | None = None
+    convert_once_s: Callable[[ValueKey, Layout, Layout], float] = _nothing_s
+    num_micro_batches: int = 1
 
     def filtered(self, allowed: Callable[[LayoutChoice, Option], bool]) -> IntraProblem:
         """Return the problem with only the allowed options. InfeasibleError names a choice left without any."""
@@ -114,13 +127,14 @@ Selection = Mapping[str, Option]  # choice name -> option
 
 
 def evaluate_selection(problem: IntraProblem, selection: Selection) -> float:
-    """Return the seconds of a complete selection; inf if it breaks the budget or a conversion does not exist."""
+    """Return the seconds of a selection per micro-batch; inf if it breaks the budget or lacks a conversion."""
     total = state = 0.0
     native: dict[ValueKey, Layout] = {}
     needed: dict[ValueKey, set[Layout]] = {}
+    number = problem.num_micro_batches
     for choice in problem.choices:
         option = selection[choice.name]
-        total += choice.weight * option.cost_s
+        total += choice.weight * (option.cost_s + option.once_s / number)
         state += choice.weight * option.state_bytes
         native.update(option.provides)
         for key, layout in option.requires:
@@ -133,7 +147,7 @@ def evaluate_selection(problem: IntraProblem, selection: Selection) -> float:
                 cost = problem.convert_s(key, native[key], layout)
                 if cost is None:
                     return float("inf")
-                total += problem.weights[key] * cost
+                total += problem.weights[key] * (cost + problem.convert_once_s(key, native[key], layout) / number)
     return total
 
 
@@ -190,8 +204,19 @@ class _Build:
             vectors = sum(c.weight * max(o.state_bytes for o in c.options) for c in self.choices if self._is_vector(c))
             budget = self.settings.state_slack * (least + vectors)
             restrictions.append(f"stored state within {self.settings.state_slack} of the least possible")
+        found = lru_cache(maxsize=None)(self._conversion_s)
+
+        def convert_s(key: ValueKey, source: Layout, target: Layout) -> float | None:
+            seconds = found(key, source, target)
+            return None if seconds is None else seconds[0]
+
+        def convert_once_s(key: ValueKey, source: Layout, target: Layout) -> float:
+            seconds = found(key, source, target)
+            return 0.0 if seconds is None else seconds[1]
+
+        number = self.settings.num_micro_batches
         return IntraProblem(
-            tuple(self.choices), weights, lru_cache(maxsize=None)(self._convert_s), tuple(restrictions), budget
+            tuple(self.choices), weights, convert_s, tuple(restrictions), budget, convert_once_s, number
         )
 
     def _least_state(self) -> float:
@@ -288,8 +313,9 @@ class _Build:
                         _show(layout, value),
                         (),
                         tuple((k, layout) for k in keys),
-                        update / self.settings.num_micro_batches,
+                        0.0,
                         copies * size,
+                        once_s=update,
                     )
                 )
             name = f"{keys[0][0]}/{keys[0][1]}"
@@ -378,29 +404,33 @@ class _Build:
             size *= math.prod(self.settings.axes[axis].size for axis in step.axes)
         return size
 
-    def _convert_s(self, key: ValueKey, source: Layout, target: Layout) -> float | None:
+    def _conversion_s(self, key: ValueKey, source: Layout, target: Layout) -> tuple[float, float] | None:
+        """Return the seconds of a conversion for every micro-batch, and once per step; None if it does not exist."""
         steps = conversion(source, target)
         if steps is None:
             return None
         if key in self.params and not _as_stored(source, target):
             return None  # ZeRO gathers them over the data-parallel sub-axes
         grad = self.value(key).requires_grad
-        total, current = 0.0, list(source)
+        each = once = 0.0
+        current = list(source)
         for step in steps:
             size = self.step_bytes(key, tuple(current), step)
             forward, backward = step.collectives
             if forward:
-                total += self._collective_s(forward, size, step.axes)
+                each += self._collective_s(forward, size, step.axes)
             if backward and grad:
                 cost = self._collective_s(backward, size, step.axes)
                 # the gradient of a parameter used as R is reduced once per step, not once per micro-batch
-                deferred = key in self.params and step.kind is ConversionKind.TO_REPLICATE
-                total += cost / self.settings.num_micro_batches if deferred else cost
+                if key in self.params and step.kind is ConversionKind.TO_REPLICATE:
+                    once += cost
+                else:
+                    each += cost
             if step.kind in COPIES:
-                total += self.costs.forward_s(copy_work(size, self.op_costs.dtype(self.value(key)))).mid
+                each += self.costs.forward_s(copy_work(size, self.op_costs.dtype(self.value(key)))).mid
             for axis in step.axes:
                 current[axis] = step.target
-        return total
+        return each, once
 
 
 def _as_stored(stored: Layout, used: Layout) -> bool:

@@ -8,7 +8,7 @@ others. A good plan that is known early spares the search most of the other cand
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES
 
 _EXPERT_RANKS = (1, 8, 64)  # all experts on every rank, spread over a node, over several (DeepSeek-V3)
 _LARGEST = 16  # sequences of a micro-batch
+_FAR = 2.0  # times the least bound
 _STEP = 4  # neighbours differ by at most this factor in a degree
 _ORDER = {name: i for i, name in enumerate(SCHEDULES)}
 
@@ -40,12 +41,18 @@ def _but_dp(c: ParallelConfig) -> tuple[object, ...]:
     return *_mesh(c), c.micro_batch_size, c.zero_stage, c.ep, c.expert_tp, c.schedule, c.virtual_stages
 
 
-def usual(candidates: Sequence[ParallelConfig]) -> list[list[ParallelConfig]]:
+def usual(
+    candidates: Sequence[ParallelConfig], bound_s: Callable[[ParallelConfig], float] = lambda _: 0.0
+) -> list[list[ParallelConfig]]:
     """Return one candidate for every usual combination of mesh, micro-batch, ZeRO and ranks of experts.
 
     They are listed by tp, because these share a layout. tp 1 comes first: its layout is known at once. Then comes the
     largest, which needs the least memory. Of each tp, pipelines with ZeRO 1 and the most ranks per expert come first:
-    where experts are many, no other usual layout is sure to be near the best.
+    where experts are many, no other usual layout is sure to be near the best. Lists of which all steps are much longer
+    than the least bound of others come last.
+
+    Args:
+        bound_s: a lower bound of the step of a candidate, quickly.
     """
     sizes = {_mesh(c): 0 for c in candidates}
     plain = [c for c in candidates if c.schedule == PLAIN_SCHEDULE and c.micro_batch_size <= _LARGEST]
@@ -58,7 +65,7 @@ def usual(candidates: Sequence[ParallelConfig]) -> list[list[ParallelConfig]]:
             key = (*_mesh(c), c.micro_batch_size, c.zero_stage, min(_EXPERT_RANKS, key=lambda n: _apart(c, n)))
             if key not in found or _unusual(c, key[-1]) < _unusual(found[key], key[-1]):
                 found[key] = c
-    return _listed(found)
+    return _far_last(_listed(found), bound_s)
 
 
 def _listed(found: Mapping[tuple[int, ...], ParallelConfig]) -> list[list[ParallelConfig]]:
@@ -69,6 +76,14 @@ def _listed(found: Mapping[tuple[int, ...], ParallelConfig]) -> list[list[Parall
         first = c.pp > 1 and c.zero_stage == 1 and kind[-1] == most
         lists.setdefault((c.tp > 1, -c.tp, not first), []).append(c)
     return [lists[key] for key in sorted(lists)]
+
+
+def _far_last(
+    lists: Sequence[list[ParallelConfig]], bound_s: Callable[[ParallelConfig], float]
+) -> list[list[ParallelConfig]]:
+    bounds = [min(map(bound_s, some)) for some in lists]
+    far = [bound > _FAR * min(bounds) for bound in bounds]
+    return [some for last in (False, True) for some, late in zip(lists, far, strict=True) if late is last]
 
 
 def _mesh(c: ParallelConfig) -> tuple[int, int, int]:

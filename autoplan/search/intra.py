@@ -7,6 +7,7 @@
     z[v,a,l] in [0,1]  value v is converted from a to l;    z[v,a,l] >= y[u,a,l] for every operand u that is v
     minimise  sum w_c cost[c,o] x[c,o] + sum w_v conversion[v,a,l] z[v,a,l]
 
+Costs are those of a micro-batch, with its part of what is once per step; nothing else depends on their number.
 y and z are continuous: with integral x their optimal values are integral. The transport rows of y make the relaxation
 nearly tight (exact on trees), so that a whole model is solved at the root node.
 """
@@ -17,12 +18,17 @@ import itertools
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cost_models.arrays import Array
 from autoplan.errors import AutoplanError, InfeasibleError
 from autoplan.ir.layout import Layout
 from autoplan.program.choice_kinds import is_strategy
 from autoplan.program.problem import IntraProblem, LayoutChoice, Option, ValueKey, evaluate_selection
-from autoplan.search.linear import INFEASIBLE, OPTIMAL, Column, MixedProgram, Solved, Weighted
+from autoplan.search.linear import INFEASIBLE, OPTIMAL, Column, MixedProgram, PackedProgram, Solved, Weighted
 
 # Costs are scaled so that the largest cost of one option is _SCALE. Ties are broken by option order and for fewer
 # conversions, far below any real difference and above the solver's tolerance (1e-7).
@@ -32,7 +38,21 @@ _EXPLAIN_S = 1.0  # least time to explain why a problem is infeasible
 
 
 _Use = dict[Layout, list[Column]]  # one operand of one choice: the options that take it in each layout
-_Prices = dict[tuple[Layout, Layout], float]
+_Prices = dict[tuple[Layout, Layout], tuple[float, float] | None]
+
+
+class _Cost(NamedTuple):
+    """What a column costs.
+
+    Attributes:
+        each_s, once_s: seconds of every micro-batch, and once per step.
+        tie: added after scaling.
+    """
+
+    column: Column
+    each_s: float
+    once_s: float
+    tie: float
 
 
 class StoppedError(AutoplanError):
@@ -158,6 +178,7 @@ def _merge(a: LayoutChoice, b: LayoutChoice, key: ValueKey) -> LayoutChoice | No
                     cost_s=x.cost_s + y.cost_s,
                     state_bytes=x.state_bytes + y.state_bytes,
                     parts=(*(x.parts or ((a.name, x),)), *(y.parts or ((b.name, y),))),
+                    once_s=x.once_s + y.once_s,
                 )
             )
     if any(dict(x.provides)[key] not in matched for x in a.options):
@@ -175,8 +196,7 @@ class _Model:
     def __init__(self, problem: IntraProblem, *, elastic: bool = False) -> None:
         self.problem, self.elastic = problem, elastic
         self.linear = MixedProgram()
-        self.scale = _SCALE / max(1e-12, max(c.weight * o.cost_s for c in problem.choices for o in c.options))
-        self.cost: Weighted = []
+        self.costs: list[_Cost] = []
         self.state: Weighted = []
         self.missing: list[tuple[Column, str, ValueKey, Layout]] = []
         self.ties = 0.0  # the most that breaking ties may add to the objective
@@ -206,7 +226,7 @@ class _Model:
         self.ties += (len(xs) - 1) * _TIE
         uses: dict[tuple[ValueKey, int], _Use] = {}
         for k, (x, option) in enumerate(zip(xs, choice.options, strict=True)):
-            self.cost.append((x, choice.weight * option.cost_s * self.scale + k * _TIE))
+            self.costs.append(_Cost(x, choice.weight * option.cost_s, choice.weight * option.once_s, k * _TIE))
             if option.state_bytes:
                 self.state.append((x, choice.weight * option.state_bytes))
             for key, layout in option.provides:
@@ -218,13 +238,17 @@ class _Model:
         return [(key, use) for (key, _), use in uses.items()]
 
     def _prices(self, key: ValueKey, sources: Iterable[Layout], targets: Iterable[Layout]) -> _Prices:
-        """Return the scaled cost of every possible conversion of a value; none for keeping its layout."""
+        """Return the seconds of every possible conversion of a value, of every micro-batch and once per step.
+
+        None stands for keeping the layout.
+        """
         out: _Prices = {}
         for source, target in itertools.product(sources, targets):
-            price = 0.0 if source == target else self.problem.convert_s(key, source, target)
-            if price is not None:
-                moved = source != target
-                out[source, target] = price * self.problem.weights[key] * self.scale + _TIE if moved else 0.0
+            if source == target:
+                out[source, target] = None
+            elif (price := self.problem.convert_s(key, source, target)) is not None:
+                weight, once = self.problem.weights[key], self.problem.convert_once_s(key, source, target)
+                out[source, target] = price * weight, once * weight
         return out
 
     def _value(self, key: ValueKey, native: Mapping[Layout, list[Column]], uses: list[tuple[str, _Use]]) -> None:
@@ -242,12 +266,14 @@ class _Model:
                 move = self._variable("y")
                 taken.setdefault(source, []).append(move)
                 given.setdefault(target, []).append(move)
-                if price and len(uses) == 1:
-                    self.cost.append((move, price))
-                elif price:  # paid once, however many uses share it
+                if price is None:
+                    continue
+                if len(uses) == 1:
+                    self.costs.append(_Cost(move, *price, _TIE))
+                else:  # paid once, however many uses share it
                     if (source, target) not in paid:
                         paid[source, target] = self._variable("z")
-                        self.cost.append((paid[source, target], price))
+                        self.costs.append(_Cost(paid[source, target], *price, _TIE))
                     self.linear.row([(move, 1.0), (paid[source, target], -1.0)], high=0.0)
             for target, takers in use.items():
                 if self.elastic:
@@ -268,55 +294,85 @@ def _less(some: Iterable[Column], others: Iterable[Column]) -> Weighted:
     return [(x, 1.0) for x in some] + [(x, -1.0) for x in others]
 
 
-def solve(problem: IntraProblem, time_limit_s: float = 120.0, *, merge_chains: bool = True) -> IntraSolution:
-    """Return the proved optimum; a stop by time is labelled in `status`.
+class LayoutProgram:
+    """A problem made ready for a solver, for any number of micro-batches: only what is once per step depends on it.
+
+    It keeps what a solver needs. The objects that it was made of, which take more memory, are freed.
 
     Args:
         merge_chains: let element-wise chains follow their producer: fewer variables, and a restriction of the space.
 
     Raises:
-        InfeasibleError: nothing satisfies the problem; the message names the obstacle.
-        StoppedError: time ran out before any solution was found.
+        InfeasibleError: an operand of some choice cannot get its layout.
     """
+
+    def __init__(self, problem: IntraProblem, *, merge_chains: bool = True) -> None:
+        start = time.perf_counter()
+        self.whole, self.merged = problem, merge_chains
+        problem = _prune(problem)
+        self.problem = follow(problem) if merge_chains else problem
+        model = _Model(self.problem)
+        if problem.state_budget_bytes is not None:
+            state = [(x, size / problem.state_budget_bytes) for x, size in model.state]
+            model.linear.row(state, high=1.0)
+        self.program: PackedProgram = model.linear.packed()
+        self.variables: dict[str, list[Column]] = model.variables
+        self.ties: float = model.ties
+        self.columns: NDArray[np.int64] = np.array([cost.column for cost in model.costs])
+        self.seconds: Array = np.array([(cost.each_s, cost.once_s, cost.tie) for cost in model.costs]).T
+        choices = set(itertools.chain.from_iterable(model.variables.values()))
+        self.of_choices: NDArray[np.bool_] = np.array([cost.column in choices for cost in model.costs])
+        self.build_time_s: float = time.perf_counter() - start
+
+    def solve(self, num_micro_batches: int, time_limit_s: float = 120.0) -> IntraSolution:
+        """Return the proved optimum; a stop by time is labelled in `status`.
+
+        Raises:
+            InfeasibleError: nothing satisfies the problem; the message names the obstacle.
+            StoppedError: time ran out before any solution was found.
+        """
+        start = time.perf_counter()
+        each, once, ties = self.seconds
+        seconds = each + once / num_micro_batches
+        scale = _SCALE / max(1e-12, float(seconds[self.of_choices].max()))
+        costs = np.zeros(len(self.program.order))
+        costs[self.columns] = seconds * scale + ties
+        solved = self.program.solve(costs, time_limit_s)
+        whole = replace(self.whole, num_micro_batches=num_micro_batches)
+        if solved.status == INFEASIBLE:
+            left = max(0.0, time_limit_s - (time.perf_counter() - start))
+            if self.merged:  # perhaps only a conversion inside a chain helps
+                return solve(whole, left, merge_chains=False)
+            raise _explain(self.problem, max(_EXPLAIN_S, left))
+        if solved.status != OPTIMAL:
+            said = f"solver says {solved.status}"
+            raise StoppedError(f"no layout found within {time_limit_s:.3g} s ({said}); raise the time limit")
+        selection: dict[str, Option] = {}
+        for choice in self.problem.choices:
+            pairs = zip(self.variables[choice.name], choice.options, strict=True)
+            taken = max(pairs, key=lambda pair: solved.values[pair[0]])[1]
+            selection.update(taken.parts or ((choice.name, taken),))
+        cost = evaluate_selection(whole, selection)
+        known = cost if solved.proved else 0.0  # CBC reports no bound
+        bound_s = known if solved.bound is None else min(cost, max(0.0, solved.bound - self.ties) / scale)
+        return IntraSolution(
+            selection=selection,
+            cost_s=cost,
+            bound_s=bound_s,
+            status="optimal" if solved.proved else "stopped by time limit",
+            solver=solved.solver,
+            num_variables=len(self.program.order),
+            build_time_s=self.build_time_s,
+            solve_time_s=time.perf_counter() - start,
+            restrictions=self.problem.restrictions,
+        )
+
+
+def solve(problem: IntraProblem, time_limit_s: float = 120.0, *, merge_chains: bool = True) -> IntraSolution:
+    """Return the proved optimum of a problem (see `LayoutProgram`, which raises the same)."""
     start = time.perf_counter()
-    deadline = start + time_limit_s
-    whole = problem
-    problem = _prune(problem)
-    if merge_chains:
-        problem = follow(problem)
-    model = _Model(problem)
-    if problem.state_budget_bytes is not None:
-        state = [(x, size / problem.state_budget_bytes) for x, size in model.state]
-        model.linear.row(state, high=1.0)
-    built = time.perf_counter()
-    solved = model.solve(model.cost, max(0.0, deadline - built))
-    if solved.status == INFEASIBLE:
-        left = max(0.0, deadline - time.perf_counter())
-        if merge_chains:  # perhaps only a conversion inside a chain helps
-            return solve(whole, left, merge_chains=False)
-        raise _explain(problem, max(_EXPLAIN_S, left))
-    if solved.status != OPTIMAL:
-        said = f"solver says {solved.status}"
-        raise StoppedError(f"no layout found within {time_limit_s:.3g} s ({said}); raise the time limit")
-    selection: dict[str, Option] = {}
-    for choice in problem.choices:
-        pairs = zip(model.variables[choice.name], choice.options, strict=True)
-        taken = max(pairs, key=lambda pair: solved.values[pair[0]])[1]
-        selection.update(taken.parts or ((choice.name, taken),))
-    cost = evaluate_selection(whole, selection)
-    known = cost if solved.proved else 0.0  # CBC reports no bound
-    bound_s = known if solved.bound is None else min(cost, max(0.0, solved.bound - model.ties) / model.scale)
-    return IntraSolution(
-        selection=selection,
-        cost_s=cost,
-        bound_s=bound_s,
-        status="optimal" if solved.proved else "stopped by time limit",
-        solver=solved.solver,
-        num_variables=len(model.linear.names),
-        build_time_s=built - start,
-        solve_time_s=time.perf_counter() - built,
-        restrictions=problem.restrictions,
-    )
+    program = LayoutProgram(problem, merge_chains=merge_chains)
+    return program.solve(problem.num_micro_batches, max(0.0, time_limit_s - (time.perf_counter() - start)))
 
 
 def _explain(problem: IntraProblem, time_limit_s: float) -> InfeasibleError:

@@ -188,14 +188,13 @@ def _option_data(option: Option) -> list[Any]:
         [[c.name, _text(c.inputs), _text(c.outputs), c.factor, c.special] for c in s.choices],
         s.num_shards,
     ]
-    return [option.name, *values, option.cost_s, option.state_bytes, strategy]
+    return [option.name, *values, option.cost_s, option.once_s, option.state_bytes, strategy]
 
 
 def _option(data: list[Any]) -> Option:
-    name, requires, provides, cost_s, state_bytes, strategy = data
-    return Option(
-        name, _values(requires), _values(provides), cost_s, state_bytes, None if strategy is None else _way(*strategy)
-    )
+    name, requires, provides, cost_s, once_s, state_bytes, strategy = data
+    way = None if strategy is None else _way(*strategy)
+    return Option(name, _values(requires), _values(provides), cost_s, state_bytes, way, once_s=once_s)
 
 
 def _values(data: Iterable[tuple[str, str, str]]) -> tuple[tuple[ValueKey, Layout], ...]:

@@ -46,7 +46,7 @@ from autoplan.program.workload import LoweredModel, lower_all, workload
 from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES, num_copies
 from autoplan.search.cuts import Cutter
 from autoplan.search.interleaved_cuts import ChunkCutter, LeastPass, even_cuts
-from autoplan.search.intra import IntraSolution, StoppedError, solve
+from autoplan.search.intra import IntraSolution, LayoutProgram, StoppedError
 from autoplan.search.layout_files import LayoutFiles, folder_of_layouts
 from autoplan.search.layout_store import ById
 from autoplan.search.request import PlanRequest, offload_kinds, without_activations
@@ -96,15 +96,27 @@ class LayoutCache:
         self._layouts: dict[_Cut, tuple[tuple[Axis, ...], IntraSolution] | None] = {}
         self._lowered: dict[tuple[_Cut, MethodChoice], LoweredModel] = {}
         self._first_lowered: dict[_Cut, LoweredModel] = {}  # under the methods that were asked for first
-        self._op_times: dict[int, tuple[BlockWork, OpTimes]] = {}
+        self._op_times = self._shared_op_times()
         self._stopped: dict[_Cut, float] = {}  # the limit that was too short
         self._worth: dict[tuple[int, int, int], list[MethodChoice]] = {}
         self._cutters: dict[ParallelConfig, Cutter] = {}
         self._least: dict[int, LeastMemory] = {}  # by the id of a layout, which this cache keeps
         self._passes: dict[_Pass, LeastPass] = {}  # likewise
         self._state_bounds: dict[_Pass, StateBounds] = {}  # likewise
-        self._state_seconds: StateSeconds = {}
+        self._state_seconds: StateSeconds = self._shared_state_seconds()
         self._simulated: Simulated = {}
+
+    def _shared_op_times(self) -> dict[int, tuple[BlockWork, OpTimes]]:
+        """Return the times of blocks by their id, shared with searches of the same device."""
+        r, c = self.request, self.request.cluster
+        key = "op times", c.device, c.device_type, r.mode, r.options, r.constants, ById(r.profile)
+        return r.layouts.made(key, dict)
+
+    def _shared_state_seconds(self) -> StateSeconds:
+        """Return seconds of parameters, shared with searches of the same cluster."""
+        r, c = self.request, replace(self.request.cluster, price=None)
+        key = "state seconds", c, r.precision, r.mode, r.options, r.constants, ById(r.profile), ById(r.graph)
+        return r.layouts.made(key, dict)
 
     def get(
         self,
@@ -183,23 +195,30 @@ class LayoutCache:
     ) -> tuple[tuple[Axis, ...], IntraSolution]:
         began = time.perf_counter() - self._solving_s()
         try:
-            return self._files.get(key, number, lambda: self._solve_anew(cut, until_s, number))
+            return self._files.get(key, number, lambda: self._solve_anew(key, cut, until_s, number))
         finally:
             self.phases["layout files"] += time.perf_counter() - self._solving_s() - began
 
     def _solving_s(self) -> float:
         return sum(self.phases.get(name, 0.0) for name in ("intra-op build", "intra-op solve"))
 
-    def _solve_anew(self, cut: _Cut, until_s: float, number: int) -> tuple[tuple[Axis, ...], IntraSolution]:
+    def _solve_anew(
+        self, key: object, cut: _Cut, until_s: float, number: int
+    ) -> tuple[tuple[Axis, ...], IntraSolution]:
+        """Solve the program of a cut, which is made once for all numbers of micro-batches."""
         start = time.perf_counter()
         built = start
         try:
-            axes, problem = layout_problem(self.request, self.costs, cut, number)
+            axes, program = self.request.layouts.made(("program", key), lambda: self._program(cut))
             built = time.perf_counter()
-            return axes, solve(problem, max(0.0, until_s - start))
+            return axes, program.solve(number, max(0.0, until_s - built))
         finally:
             self.phases["intra-op build"] += built - start
             self.phases["intra-op solve"] += time.perf_counter() - built
+
+    def _program(self, cut: _Cut) -> tuple[tuple[Axis, ...], LayoutProgram]:
+        axes, problem = layout_problem(self.request, self.costs, cut)
+        return axes, LayoutProgram(problem)
 
     def _work(
         self,
@@ -434,6 +453,13 @@ class LayoutCache:
         activations = ACTIVATIONS in candidate.offload
         alike = self.request.recompute_mix is not RecomputeMix.ANY
         return Pricer(point.workload, config, self.costs, self.precision, point.times, searched, activations, alike)
+
+    def known_pricer(self, candidate: ParallelConfig) -> Pricer:
+        """Return the prices of a candidate that has a layout; InfeasibleError if there is none."""
+        pricer = self.pricer(candidate)
+        if pricer is None:
+            raise no_layout(self.request, f"tp={candidate.tp}")
+        return pricer
 
     def cutter(
         self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S, kept: ChunkCutter | None = None

@@ -18,6 +18,9 @@ from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.cost_models.arrays import Array
 
 Column = int
 Weighted = list[tuple[Column, float]]
@@ -71,32 +74,63 @@ class MixedProgram:
 
     def solve(self, objective: Weighted, time_limit_s: float) -> Solved:
         """Minimise a sum with one thread."""
-        return (self._by_highs if has_highs() else self._by_cbc)(objective, time_limit_s)
+        costs = np.zeros(len(self.names))
+        for column, cost in objective:
+            costs[column] = cost
+        return self.packed().solve(costs, time_limit_s)
 
-    def _by_highs(self, objective: Weighted, time_limit_s: float) -> Solved:
+    def packed(self) -> PackedProgram:
+        """Return the program as arrays."""
+        order = np.array(sorted(range(len(self.names)), key=lambda column: self.names[column]), dtype=np.int32)
+        rows = [[(column, factor) for column, factor in terms.items() if factor] for terms, _, _ in self.rows]
+        starts = np.array([0, *accumulate(map(len, rows))][: len(rows)], dtype=np.int32)
+        columns, factors = zip(*chain.from_iterable(rows), strict=True) if any(rows) else ((), ())
+        lows, highs = (np.array([row[side] for row in self.rows], dtype=float) for side in (1, 2))
+        integers = np.flatnonzero(self.integers).astype(np.int32)
+        return PackedProgram(order, integers, starts, np.array(columns, dtype=np.int32), np.array(factors), lows, highs)
+
+
+@dataclass(frozen=True)
+class PackedProgram:
+    """A program as arrays, to be solved for one objective after another.
+
+    Attributes:
+        order: the columns as a solver gets them, by name as PuLP has it.
+        integers: columns that are whole.
+        starts, columns, factors: terms of all rows, and where each row begins in them.
+        lows, highs: the numbers that rows lie between.
+    """
+
+    order: NDArray[np.int32]
+    integers: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    columns: NDArray[np.int32]
+    factors: Array
+    lows: Array
+    highs: Array
+
+    def solve(self, costs: Array, time_limit_s: float) -> Solved:
+        """Minimise the sum of columns times costs with one thread."""
+        return (self._by_highs if has_highs() else self._by_cbc)(costs, time_limit_s)
+
+    def _by_highs(self, costs: Array, time_limit_s: float) -> Solved:
         import highspy
 
         new: Any = highspy.Highs  # without types
-        order = sorted(range(len(self.names)), key=lambda column: self.names[column])  # as PuLP has it
+        order, starts = self.order, self.starts
         at = np.empty(len(order), dtype=np.int32)
         at[order] = np.arange(len(order), dtype=np.int32)
-        costs = np.zeros(len(order))
-        for column, cost in objective:
-            costs[at[column]] = cost
         highs, nothing = new(), np.array([], dtype=np.int32)
         options: dict[str, Any] = {"output_flag": False, "mip_rel_gap": 0.0, "mip_abs_gap": 0.0, "threads": 1}
         for name, value in (options | {"time_limit": float(time_limit_s)}).items():
             highs.setOptionValue(name, value)
         zeros, ones = np.zeros(len(order)), np.ones(len(order))
-        highs.addCols(len(order), costs, zeros, ones, 0, nothing, nothing, np.array([]))
-        integers = at[np.flatnonzero(self.integers)]
+        highs.addCols(len(order), costs[order], zeros, ones, 0, nothing, nothing, np.array([]))
+        integers = at[self.integers]
         kinds = np.full(len(integers), int(highspy.HighsVarType.kInteger), dtype=np.uint8)
         highs.changeColsIntegrality(len(integers), integers, kinds)
-        rows = [[(column, factor) for column, factor in terms.items() if factor] for terms, _, _ in self.rows]
-        starts = np.array([0, *accumulate(map(len, rows))][: len(rows)], dtype=np.int32)
-        columns, factors = zip(*chain.from_iterable(rows), strict=True) if any(rows) else ((), ())
-        lows, highes = (np.array([row[side] for row in self.rows]) for side in (1, 2))
-        highs.addRows(len(rows), lows, highes, len(columns), starts, at[list(columns)], np.array(factors))
+        columns = at[self.columns]
+        highs.addRows(len(starts), self.lows, self.highs, len(columns), starts, columns, self.factors)
         highs.run()
         return self._read(highs, at)
 
@@ -115,18 +149,21 @@ class MixedProgram:
         values = np.array(highs.getSolution().col_value)[at].tolist() if status == OPTIMAL else []
         return Solved(status, values, found == Status.kOptimal, float(info.mip_dual_bound), "HiGHS")
 
-    def _by_cbc(self, objective: Weighted, time_limit_s: float) -> Solved:
+    def _by_cbc(self, costs: Array, time_limit_s: float) -> Solved:
         """Solve by an installed CBC, or the one that PuLP ships."""
         import pulp
 
-        program = pulp.LpProblem("layouts", pulp.LpMinimize)
-        columns = [
-            program.add_variable(name, 0, 1, pulp.LpInteger if integer else pulp.LpContinuous)
-            for name, integer in zip(self.names, self.integers, strict=True)
-        ]
-        program.setObjective(pulp.LpAffineExpression([(columns[column], cost) for column, cost in objective]))
-        for terms, low, high in self.rows:
-            total = pulp.LpAffineExpression([(columns[column], factor) for column, factor in terms.items()])
+        program, whole = pulp.LpProblem("layouts", pulp.LpMinimize), set(self.integers.tolist())
+        columns: list[Any] = [None] * len(self.order)
+        for i, column in enumerate(self.order.tolist()):
+            kind = pulp.LpInteger if column in whole else pulp.LpContinuous
+            columns[column] = program.add_variable(f"x{i:09d}", 0, 1, kind)
+        used = np.flatnonzero(costs).tolist()
+        program.setObjective(pulp.LpAffineExpression([(columns[column], float(costs[column])) for column in used]))
+        terms = list(zip(self.columns.tolist(), self.factors.tolist(), strict=True))
+        ends = [*self.starts.tolist()[1:], len(terms)]
+        for start, end, low, high in zip(self.starts.tolist(), ends, self.lows, self.highs, strict=True):
+            total = pulp.LpAffineExpression([(columns[column], factor) for column, factor in terms[start:end]])
             if low == high:
                 program += total == low
                 continue

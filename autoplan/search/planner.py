@@ -31,7 +31,7 @@ from dataclasses import replace
 
 from autoplan.config.offload import held_on_host
 from autoplan.config.parallel import ParallelConfig
-from autoplan.cost_models.time.price import Pricer, ranges_of
+from autoplan.cost_models.time.price import ranges_of
 from autoplan.program.legality.data import NO_METHOD
 from autoplan.search import clock
 from autoplan.search.certificate import Certificate, SearchResult, Status, certificate_of
@@ -45,7 +45,7 @@ from autoplan.search.infeasible import InfeasibleReport, NothingFits, no_plan
 from autoplan.search.interleaved_cuts import ChunkCutter
 from autoplan.search.intra import StoppedError
 from autoplan.search.later_choices import NEAR, more_stages, shorter_parts
-from autoplan.search.layouts import ILP_LIMIT_S, CandidateLayout, LayoutCache, no_layout
+from autoplan.search.layouts import ILP_LIMIT_S, CandidateLayout, LayoutCache
 from autoplan.search.outcomes import BOUNDED_OUT, LARGE_VALUES, NO_LAYOUT, SOLVED, Decided, Outcome, all_counted
 from autoplan.search.progress import Phases, Progress, Teller
 from autoplan.search.quick_memory import QuickMemory
@@ -100,10 +100,9 @@ class _Search:
     def __init__(self, request: PlanRequest, told: Callable[[Progress], None] | None) -> None:
         check_task(request)
         self.request, self.start, self.began = request, clock.now_s(), time.perf_counter()
-        self.teller, self.num_candidates = Teller(told), 0
-        self.phases = Phases()
+        self.teller, self.num_candidates, self.phases = Teller(told), 0, Phases()
         self.points = LayoutCache(request, self.phases)
-        self.quick = QuickMemory(request)
+        self.quick, self.quick_time = QuickMemory(request), QuickTime(request)
         self.outcomes: dict[ParallelConfig, Decided] = {}
         self.bounds: dict[ParallelConfig, float] = {}
         self.first_bounds: dict[ParallelConfig, float] = {}  # bounds that ignore memory
@@ -178,12 +177,13 @@ class _Search:
     def _first_plans(self, candidates: Sequence[ParallelConfig]) -> None:
         """Evaluate what was best before, usual layouts, then neighbours of the best plan while they are better."""
         until_s = _FIRST_SHARE * self.request.time_limit_s
-        for some in (as_before(candidates, self.request.layouts.best), *usual(candidates)):
+        first = usual(candidates, self.quick_time.bound_s)
+        for some in (as_before(candidates, self.request.layouts.best), *first):
             if self.plans.known and self._elapsed_s() > until_s:
                 break
             self._evaluate_some(some, until_s)
         if not self.plans.known:
-            self._first_offloads(candidates)
+            self._first_offloads(first)
         if not self.plans.best or len(candidates) < _FEW:
             return
         with self.phases.spent("space"):
@@ -196,9 +196,9 @@ class _Search:
                 if self.plans.best[0] != examined:
                     break
 
-    def _first_offloads(self, candidates: Sequence[ParallelConfig]) -> None:
+    def _first_offloads(self, first: Sequence[Sequence[ParallelConfig]]) -> None:
         """Evaluate usual layouts, of which none fits, with each kind of offload."""
-        made = (c for some in usual(candidates) for each in some for c in self._with_methods(each))
+        made = (c for some in first for each in some for c in self._with_methods(each))
         known = [c for c in made if c in self.first_bounds]
         self.offloaded.update(known)
         self._search_offloads([each for c in known for each in offloaded(self.request, c)])
@@ -302,10 +302,13 @@ class _Search:
             self.cutters[candidate] = cutter
 
     def _out_at_once(self, candidate: ParallelConfig) -> bool:
-        """Decide a candidate that fits under no layout; by its states only while there is no plan."""
+        """Decide or bound a candidate that fits under no layout (by its states only without a plan), or is too slow."""
         if (term := self.quick.shortage(candidate, states=not self.plans.known)) is not None:
             self._decide([candidate], (Outcome.TOO_BIG, term))
-        return term is not None
+            return True
+        if slow := (bound := self.quick_time.bound_s(candidate)) >= self.plans.far_s():
+            self.bounds[candidate] = self.first_bounds[candidate] = bound
+        return slow
 
     def _exclude(self, candidate: ParallelConfig) -> None:
         """Decide a candidate whose states and least activations do not fit, whatever its cut and recompute are."""
@@ -528,7 +531,8 @@ class _Search:
             self._best_first({c: bound for bound, _, c in bounds[:_MOST_CHANGES] if bound < examined.step_s}, gap=0.0)
 
     def _complexity(self, entry: Evaluated) -> Complexity:
-        pricer, stages = self._pricer(entry.candidate), zip(ranges_of(entry.chunks), entry.recompute, strict=True)
+        pricer = self.points.known_pricer(entry.candidate)
+        stages = zip(ranges_of(entry.chunks), entry.recompute, strict=True)
         again = sum(len(pricer.recomputed(units, steps)) for units, steps in stages)
         return complexity(entry.candidate, again / max(1, sum(pricer.workload.layers)))
 
@@ -553,15 +557,9 @@ class _Search:
                 self._evaluate(candidate, below, num_cuts(candidate))
                 least = self._complexity(self.plans.equals(self._complexity)[0])
 
-    def _pricer(self, candidate: ParallelConfig) -> Pricer:
-        pricer = self.points.pricer(candidate)
-        if pricer is None:
-            raise no_layout(self.request, f"tp={candidate.tp}")
-        return pricer
-
     def _planned(self, entry: Evaluated) -> Planned:
         candidate = self.points.decided(entry.candidate)
-        estimate = self._pricer(candidate).estimate(entry.chunks, entry.recompute, events=True)
+        estimate = self.points.known_pricer(candidate).estimate(entry.chunks, entry.recompute, events=True)
         return Planned(self._config(entry), estimate, self.points.known(candidate))
 
     def _config(self, entry: Evaluated) -> ParallelConfig:
@@ -570,12 +568,13 @@ class _Search:
         config = without_activations(candidate).but(stages=entry.chunks)
         if "recompute" in self.request.pins:
             return config
-        return config.but(recompute=chosen_recompute(self._pricer(candidate), entry.chunks, entry.recompute))
+        pricer = self.points.known_pricer(candidate)
+        return config.but(recompute=chosen_recompute(pricer, entry.chunks, entry.recompute))
 
     def _certificate(self, checked: Space) -> Certificate:
         best, cutoff, enough = self.plans.best[0], self.plans.cutoff_s(), self.plans.enough_s()
-        others, quick = (self.not_made, self.not_made_bounds), QuickTime(self.request)
-        bounds = {c: self.bounds[c] if c in self.bounds else quick.bound_s(c) for c in checked.candidates}
+        others, quick_s = (self.not_made, self.not_made_bounds), self.quick_time.bound_s
+        bounds = {c: self.bounds[c] if c in self.bounds else quick_s(c) for c in checked.candidates}
         end = all_counted(checked.candidates, self.outcomes, bounds, *others, cutoff)
         steps = best.step_s, enough, cutoff
         made = certificate_of(self.request, checked, self.points, best.candidate, end, self.status, steps)

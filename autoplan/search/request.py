@@ -138,9 +138,9 @@ class PlanRequest(SearchSettings):
 
     @property
     def recompute_mix(self) -> RecomputeMix:
-        """How the recompute of single layers may differ: as the stack can, anything without one."""
+        """How the recompute of single layers may differ in a search: as the stack can, anything without one."""
         like = self.facts.like
-        return RecomputeMix.ANY if like is None else like.can.recompute_mix
+        return RecomputeMix.ANY if like is None else like.can.recompute_mix.searched
 
     @property
     def scope(self) -> Scope:

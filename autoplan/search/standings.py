@@ -52,6 +52,10 @@ class Standings:
         """
         return self.cutoff_s() * (1.0 - (self.request.allowed_gap if gap is None else gap))
 
+    def far_s(self) -> float:
+        """Return the bound from which on no plan of a candidate is asked for, or equal to the best within the error."""
+        return limit_s(self.cutoff_s(), self.request.equal_within)
+
     def equals(self, complexity: Callable[[Evaluated], Complexity]) -> list[Evaluated]:
         """Return the plans that are equal to the fastest within the error, the simplest first."""
         below = limit_s(self.best[0].step_s, self.request.equal_within)

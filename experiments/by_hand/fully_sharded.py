@@ -6,13 +6,13 @@ Hugging Face's Llama, whole training steps (forward, backward, AdamW) with 1 and
 of one gloo group, in turn: the program of every ZeRO stage beside what a user of PyTorch writes for it
 (sharded_by_hand.py); on 4 processes also hybrid ZeRO, with two copies of the sharded state. Losses of three steps, the
 gradients of the first and the parameters after the last are compared with one process before anything is timed; it
-fails if one differs.
+fails if one differs. MB: the most bytes of tensors that a step makes or touches at one time, of both.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +24,7 @@ from experiments.by_hand.sharded_by_hand import RECIPES, make_trainer
 from experiments.shared.in_turn import report, run_sizes
 from experiments.shared.measure import run_command
 from experiments.shared.models import Size, make_llama, token_batch
+from experiments.shared.storage_counter import StorageCounter
 from experiments.shared.training import OPTIMIZER, Reference, Trainer, measure, part_of, program, table_of, train_alone
 
 SIZES = (
@@ -36,7 +37,8 @@ MICRO_BATCHES = (1, 4)
 BY_HAND = {
     0: ("DDP",),
     1: ("fully_shard kept, reduced once", "DDP, ZeroRedundancyOptimizer"),
-    2: ("fully_shard kept",),
+    # the second keeps whole gradients between micro-batches where ZeRO 2 keeps whole parameters: as many bytes
+    2: ("fully_shard kept", "fully_shard, reduced once"),
     # the second reduces less often than ZeRO 3, and pays with the memory of whole gradients
     3: ("fully_shard", "fully_shard, reduced once"),
 }
@@ -94,7 +96,16 @@ def measure_cut(
             if recipe not in contenders:
                 contenders[recipe] = make_trainer(make_llama(size), RECIPES[recipe], mine, num_micro_batches)
             pairs.append((name, recipe))
-    return measure(contenders, truth, pairs, budget_s)
+    rows = measure(contenders, truth, pairs, budget_s)
+    peaks = {name: peak_bytes(contender.step) for name, contender in contenders.items()}
+    return [{**row, "peak_bytes": [peaks[row[side]] for side in ("program", "by_hand")]} for row in rows]
+
+
+def peak_bytes(step: Callable[[], torch.Tensor]) -> int:
+    """The most bytes of tensors that a step makes or touches at one time, on this rank (`StorageCounter`)."""
+    with StorageCounter() as live:
+        step()
+    return live.peak_bytes
 
 
 def main(

@@ -149,10 +149,12 @@ def part_of(batch: Mapping[str, torch.Tensor], index: int, count: int) -> Tensor
 
 
 def table_of(cases: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """Results of `measure` as a table; a case has a name and its rows."""
+    """Results of `measure` as a table; a case has a name and its rows. Rows with peak_bytes (of both) show them."""
     table = Table(title=title)
     left = ("model", "program", "by hand")
-    for heading in (*left, "n", "ms", "by hand ms", "program / by hand", "fastest", "cpu", "diff"):
+    peaks = any("peak_bytes" in r for case in cases for r in case["rows"])
+    more = ("MB",) if peaks else ()
+    for heading in (*left, "n", "ms", "by hand ms", "program / by hand", "fastest", "cpu", "diff", *more):
         table.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)
     for case in cases:
         before = None
@@ -168,6 +170,7 @@ def table_of(cases: Sequence[Mapping[str, Any]], title: str) -> Table:
                 f"{r['ratio']['best']:.3f}",
                 f"{r['ratio']['cpu']:.3f}",
                 f"{max(r['differences'].values()):.0e}",
+                *(["{:.1f}, {:.1f}".format(*(b / 1e6 for b in r["peak_bytes"]))] if peaks else []),
             )
             before = r["program"]
         table.add_section()

@@ -170,7 +170,7 @@ def test_transformers_reads_its_arguments(name: str, tmp_path: Path, monkeypatch
         ({"fsdp": "full_shard", "deepspeed": {"zero_optimization": {"stage": 1}}}, "nearest: one of them"),
         ({"deepspeed": {"gradient_accumulation_steps": 2}}, 'gradient_accumulation_steps=1; nearest: "auto"'),
         ({"deepspeed": {"zero_optimization": {"stge": 1}}}, "did you mean 'zero_optimization.stage'?"),
-        ({"deepspeed": "ds.json"}, "nearest: its contents in place of its name"),
+        ({"deepspeed": "ds.json"}, "names a file that is not found; nearest: its path"),
         ({"fsdp": "hybrid_shard"}, "is of FSDP 1; nearest: fsdp_config.version=1"),
     ],
 )

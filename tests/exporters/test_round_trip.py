@@ -33,7 +33,7 @@ LEAST = {
         "transformers": 2,
         "lightning": 4,
     },
-    **{"nanotron": 14, "maxtext": 6},
+    **{"nanotron": 14, "maxtext": 6, "automodel": 30},
 }
 
 
@@ -178,7 +178,7 @@ def test_options_are_read_back_or_named(to: str, tmp_path: Path) -> None:
     if to.startswith(("accelerate@", "transformers", "lightning", "nanotron")):
         config = config.but(dp=16, tp=1, num_micro_batches=4, zero_stage=0 if to == "nanotron" else 3)
     mixed = request("mixtral-8x7b", to)
-    ep = 2 if to.startswith(("megatron", "deepspeed", "torchtitan")) else 1
+    ep = 2 if to.startswith(("megatron", "deepspeed", "torchtitan", "automodel")) else 1
     for _, setup in altered(Setup.of(mixed, config.but(ep=ep, etp=1 if ep > 1 else None))):
         assert compare(setup, to, tmp_path)
 

@@ -9,6 +9,7 @@ import pytest
 from configurations import CLUSTER, graph_of, request
 
 from autoplan.config.parallel import Dispatcher, Launch, ParallelConfig
+from autoplan.errors import PinError
 from autoplan.exporters.door import export_setup, read_config
 from autoplan.exporters.setup import Setup
 from autoplan.stacks.like import read_like
@@ -66,6 +67,91 @@ def test_a_shipped_configuration_in_8_bits_is_not_taken_for_16() -> None:
     text = export_setup(setup("torchtitan", "llama-3.1-405b", PLAIN.but(zero_stage=3)), "torchtitan").text
     assert 'config = llama3_405b()\n    config.model_spec = model_registry("405B")' in text
     assert "config.compile.components = ['model', 'loss']" in text
+
+
+@pytest.mark.parametrize(("pp", "schedule", "virtual", "layers"), [
+    (1, "1F1B", 1, range(2, 32, 3)), (2, "Interleaved1F1B", 2, (2, 5, 16, 19, 22, 10, 13, 24, 27, 30)),
+])  # fmt: skip
+def test_every_nth_layer_of_a_rank_is_recomputed(
+    pp: int, schedule: str, virtual: int, layers: tuple[int, ...], tmp_path: Path
+) -> None:
+    """torchtitan 0.2.2 counts the layers that a process wraps, over its stages (`_layer_sac_count`)."""
+    of_stages = ParallelConfig(dp=16 // pp, pp=pp, schedule=schedule, virtual_stages=virtual, zero_stage=1)
+    plain = of_stages.but(num_micro_batches=4 * pp, stages=(8,) * (pp * virtual) if pp > 1 else None)
+    names = setup("torchtitan@0.2.2").task.layers
+    again = plain.but(recompute={names[k]: "full" for k in layers})
+    export = export_setup(setup("torchtitan@0.2.2", config=again), "torchtitan@0.2.2")
+    assert 'mode = "selective"\nselective_ac_option = "3"' in export.text
+    assert not any(line.startswith("recompute") for line in export.not_said)
+    path = tmp_path / "job.toml"
+    path.write_text(export.text)
+    says = read_config(path, "torchtitan@0.2.2", graph=graph_of("llama-3.1-8b"), cluster=CLUSTER).says
+    assert says["recompute"] == dict.fromkeys((names[k] for k in sorted(layers)), "full")
+    path.write_text(export.text.replace('selective_ac_option = "3"', 'selective_ac_option = "three"'))
+    with pytest.raises(PinError, match="use op, or a number of layers"):
+        read_config(path, "torchtitan@0.2.2", graph=graph_of("llama-3.1-8b"), cluster=CLUSTER)
+
+
+@pytest.mark.parametrize(("config", "line", "fault"), [
+    (PLAIN.but(dp=8, pp=2, num_micro_batches=8), "pipelines", True),
+    (PLAIN.but(dp=8, pp=2, num_micro_batches=8, zero_stage=3), "pipelines", True),
+    (PLAIN.but(ep=2, etp=1), "need a dispatcher", False),
+])  # fmt: skip
+def test_graphs_of_torchtitan_exclude_what_it_refuses(
+    config: ParallelConfig, line: str, fault: bool, tmp_path: Path
+) -> None:
+    """They are its default since August 2026, so that a file that is silent about them is refused, too."""
+    export = export_setup(setup("torchtitan", "mixtral-8x7b", config, launch=Launch.GRAPHS), "torchtitan")
+    assert "disable_cuda_graphs = True" in export.text and export.not_said[0].startswith("launch=graphs")
+    path = tmp_path / "plan.py"
+    path.write_text(export.text.replace("disable_cuda_graphs = True", "disable_cuda_graphs = False"))
+    found = read_config(path, graph=graph_of("mixtral-8x7b"), cluster=CLUSTER)
+    (text,) = found.faults if fault else found.warnings
+    assert line in text and text.endswith("nearest: disable_cuda_graphs=True")
+
+
+def test_graphs_of_torchtitan_take_the_default_of_resharding() -> None:
+    """Always resharding cannot be captured, and without pipelines the default does the same."""
+    three = PLAIN.but(zero_stage=3)
+    text = export_setup(setup("torchtitan", config=three, launch=Launch.GRAPHS), "torchtitan").text
+    assert "fsdp_reshard_after_forward = 'default'" in text and "disable_cuda_graphs = False" in text
+    piped = three.but(dp=8, pp=2, num_micro_batches=8)
+    assert "fsdp_reshard_after_forward = 'always'" in export_setup(setup("torchtitan", config=piped), "torchtitan").text
+
+
+@pytest.mark.parametrize("to", ["megatron-lm", "megatron-bridge"])
+def test_activations_of_first_layers_go_to_the_host(to: str, tmp_path: Path) -> None:
+    """Whole layers without pipelines, which Bridge has a switch for; in pipelines modules of layers with experts."""
+    path = tmp_path / ("plan.sh" if to == "megatron-lm" else "plan.py")
+    for model, pp, count in (("llama-3.1-8b", 1, 8), ("mixtral-8x7b", 2, 4), ("mixtral-8x7b", 2, 16)):
+        plain = PLAIN.but(dp=16 // pp, pp=pp, num_micro_batches=4 * pp)
+        layers = setup(to, model).task.layers
+        held = {name: "offload" for k, name in enumerate(layers) if k % (32 // pp) < count}
+        export = export_setup(setup(to, model, plain.but(recompute=held), launch=Launch.ASYNC), to)
+        assert not any(line.startswith("recompute") for line in export.not_said)
+        path.write_text(export.text)
+        says = read_config(path, graph=graph_of(model), cluster=CLUSTER).says
+        assert says["recompute"] == held
+        if to == "megatron-bridge":
+            assert f"cfg.model.cpu_offloading = {pp == 1}\n" in export.text
+            path.write_text(export.text.replace("cpu_offloading = True", "cpu_offloading = False"))
+            off = read_config(path, graph=graph_of(model), cluster=CLUSTER).says["recompute"]
+            assert off == ("none" if pp == 1 else held)
+        elif pp == 2:
+            fraction = "--activation-offload-fraction 0.25"
+            assert "--fine-grained-activation-offloading" in export.text and (fraction in export.text) is (count == 4)
+
+
+def test_a_few_modules_on_the_host_have_no_price(tmp_path: Path) -> None:
+    """DeepSeek's recipes offload core_attn and attn_proj: named, and priced without."""
+    path = tmp_path / "plan.sh"
+    text = export_setup(setup("megatron-lm", "mixtral-8x7b"), "megatron-lm").text
+    path.write_text(
+        text.replace("--bf16", "--bf16 --fine-grained-activation-offloading --offload-modules core_attn attn_proj")
+    )
+    found = read_config(path, graph=graph_of("mixtral-8x7b"), cluster=CLUSTER)
+    assert found.says["recompute"] == "none"
+    assert {"fine_grained_activation_offloading", "offload_modules"} <= set(found.not_read)
 
 
 RECIPE = """

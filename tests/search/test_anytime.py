@@ -123,6 +123,8 @@ def test_usual_layouts_are_of_every_mesh() -> None:
     assert {(c.pp, c.tp, c.cp) for c in first} == {(c.pp, c.tp, c.cp) for c in found}
     assert {(c.pp, c.dp, c.tp, c.ep, c.zero_stage) for c in first} >= {(16, 64, 2, 64, 1), (1, 1024, 2, 8, 3)}
     assert all(c.schedule == "1F1B" and (c.pp == 1 or c.micro_batch_size <= 2) for c in first)
+    far_last = usual(found, lambda c: 3.0 if c.tp in (1, 8) else 1.9 if c.tp == 4 else 1.0)
+    assert far_last == [*by_tp[4:], *by_tp[:4]]
 
 
 def test_neighbours_differ_in_one_choice_then_in_the_mesh_and_another() -> None:

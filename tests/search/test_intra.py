@@ -40,7 +40,7 @@ from autoplan.program.problem import (
     evaluate_selection,
 )
 from autoplan.search import linear
-from autoplan.search.intra import IntraSolution, StoppedError, follow, solve
+from autoplan.search.intra import IntraSolution, LayoutProgram, StoppedError, follow, solve
 from autoplan.units import GB, GIB, MICRO, TERA
 
 DEVICE = Device("gpu", 400 * TERA, 2000.0 * GB, 64 * GIB, "assumed")
@@ -68,6 +68,7 @@ LAYOUTS: list[Layout] = [(R,), (I,), (P,), (shard(0),)]
 def random_problem(rng: random.Random) -> IntraProblem:
     """A few choices, each providing a value and using some earlier ones; whole numbers, so that costs are exact."""
     prices: dict[tuple[ValueKey, Layout, Layout], float | None] = {}
+    once_prices: dict[tuple[ValueKey, Layout, Layout], float] = {}
     choices: list[LayoutChoice] = []
     keys: list[ValueKey] = []
     for i in range(rng.randint(2, 5)):
@@ -79,16 +80,25 @@ def random_problem(rng: random.Random) -> IntraProblem:
         for k in range(rng.randint(1, 3)):
             requires = tuple((u, rng.choice(LAYOUTS)) for u in used)
             cost, state = float(rng.randint(0, 20)), float(rng.choice((0, 0, 5, 10)))
-            options.append(Option(f"o{k}", requires, ((key, rng.choice(LAYOUTS)),), cost, state))
+            once = float(rng.choice((0, 0, 12, 24)))
+            options.append(Option(f"o{k}", requires, ((key, rng.choice(LAYOUTS)),), cost, state, once_s=once))
         weight = float(rng.choice((1, 1, 3)))
         choices.append(LayoutChoice(f"c{i}", tuple(options), weight, follows=rng.random() < 0.5))
         keys.append(key)
         for a in LAYOUTS:
             for b in LAYOUTS:
                 prices[key, a, b] = None if rng.random() < 0.2 else float(rng.randint(0, 15))
+                once_prices[key, a, b] = float(rng.choice((0, 0, 12)))
     weights = {key: float(rng.choice((1, 2))) for key in keys}
     budget = float(rng.randint(5, 40)) if rng.random() < 0.4 else None
-    return IntraProblem(tuple(choices), weights, lambda k, a, b: prices[k, a, b], state_budget_bytes=budget)
+    return IntraProblem(
+        tuple(choices),
+        weights,
+        lambda k, a, b: prices[k, a, b],
+        state_budget_bytes=budget,
+        convert_once_s=lambda k, a, b: once_prices[k, a, b],
+        num_micro_batches=rng.choice((1, 2, 3)),
+    )
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -108,6 +118,9 @@ def test_the_ilp_is_brute_force_on_random_problems(seed: int) -> None:
     assert exact.bound_s <= least and exact.gap < 1e-3
     merged = solve(problem, merge_chains=True)
     assert merged.cost_s >= least * (1 - 1e-12) and merged.bound_s <= merged.cost_s
+    program = LayoutProgram(problem, merge_chains=False)  # made once, for all numbers of micro-batches
+    assert program.solve(problem.num_micro_batches).selection == exact.selection
+    assert program.solve(4).cost_s == pytest.approx(brute_force(replace(problem, num_micro_batches=4))[0], rel=1e-12)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -278,8 +291,9 @@ def test_prices_of_conversions() -> None:
     assert problem.convert_s(key, (R,), (I,)) is None
     weight = next(k for k in problem.weights if k[1] == "up.weight")
     size = 32 * 16 * 4
-    once = (6 * link.latency_s + 2 * size * 3 / 4 / link.bytes_per_s) / 8  # its gradient is reduced once per step
-    assert problem.convert_s(weight, (I,), (R,)) == pytest.approx(once, rel=1e-12)
+    once = 6 * link.latency_s + 2 * size * 3 / 4 / link.bytes_per_s  # its gradient is reduced once per step
+    assert problem.convert_once_s(weight, (I,), (R,)) == pytest.approx(once, rel=1e-12)
+    assert problem.convert_s(weight, (I,), (R,)) == 0.0 == problem.convert_once_s(key, (P,), (R,))
     assert problem.convert_s(weight, (shard(0),), (R,)) is None
 
 
@@ -485,7 +499,7 @@ def test_solving_is_deterministic(tmp_path: Path) -> None:
         "from autoplan.cost_models.hardware.cluster import Cluster\n"
         "from autoplan.ir.graph import ModelGraph\n"
         "from autoplan.ir.layout import Axis\n"
-        "from autoplan.search.intra import solve\n"
+        "from autoplan.search.intra import LayoutProgram, solve\n"
         "from autoplan.program.problem import IntraSettings, build_problem\n"
         "graph = ModelGraph.from_json(open(sys.argv[1]).read())\n"
         "settings = IntraSettings((Axis('a', 2), Axis('b', 2)), Costs(Cluster.local(4, 'cuda')), {'b': 1, 's': 2048})\n"

@@ -113,8 +113,9 @@ def test_options_of_whole_steps_change_no_layout(name: str) -> None:
     for key, layout in (pair for choice in first.choices for o in choice.options for pair in o.provides):
         made[key].add(layout)
     conversions = [(key, *pair) for key, layouts in made.items() for pair in itertools.permutations(layouts, 2)]
-    prices = [first.convert_s(*each) for each in conversions]
-    assert any(prices) and prices == [second.convert_s(*each) for each in conversions]
+    prices = [(first.convert_s(*each), first.convert_once_s(*each)) for each in conversions]
+    assert any(map(any, prices))
+    assert prices == [(second.convert_s(*each), second.convert_once_s(*each)) for each in conversions]
     assert prices_key(request, request.costs, CUT) == prices_key(other, other.costs, CUT)
     works = [LayoutCache(replace(r, layouts=LayoutStore())).get(*CUT[:3]) for r in (request, other)]
     assert works[0] is not None

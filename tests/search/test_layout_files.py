@@ -18,8 +18,9 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import InfeasibleError
 from autoplan.files import CACHE_VARIABLE
 from autoplan.ir.layout import AxisType, I, P, R
-from autoplan.search import layout_files, layouts
+from autoplan.search import layout_files
 from autoplan.search.certificate import Certificate
+from autoplan.search.intra import LayoutProgram, solve
 from autoplan.search.layout_files import LayoutFiles, SolvedLayout, folder_of_layouts
 from autoplan.search.layout_store import LayoutStore
 from autoplan.search.layouts import LayoutCache, layout_problem, prices_key
@@ -44,7 +45,7 @@ def _request(nodes: int = 1, model: str = "gpt2", at: str = "", **more: Any) -> 
 
 def _solved(request: PlanRequest, cut: Any = CUT) -> SolvedLayout:
     axes, problem = layout_problem(request, request.costs, cut)
-    return axes, layouts.solve(problem)
+    return axes, solve(problem)
 
 
 @functools.cache
@@ -66,7 +67,7 @@ def test_a_warm_search_makes_the_cold_plan_to_the_last_bit(folder: Path, monkeyp
     assert not folder.exists()
     cold = search_plan(replace(request, layouts=LayoutStore()))
     assert len(list(folder.iterdir())) > 1
-    monkeypatch.setattr(layouts, "solve", lambda *_: pytest.fail("was solved"))
+    monkeypatch.setattr(LayoutProgram, "__init__", lambda *_: pytest.fail("was solved"))
     warm = search_plan(replace(request, layouts=LayoutStore()))
     for other in (cold, warm):
         assert [(p.config, p.estimate, p.point) for p in other.plans] == [
@@ -97,9 +98,9 @@ def test_none_is_kept_as_well(tmp_path: Path) -> None:
     def refused() -> SolvedLayout:
         raise InfeasibleError("no room")
 
-    for solve in (refused, _never):
+    for solved in (refused, _never):
         with pytest.raises(InfeasibleError, match="no room"):
-            LayoutFiles(tmp_path).get("prices", 1, solve)
+            LayoutFiles(tmp_path).get("prices", 1, solved)
 
 
 def test_a_stopped_layout_is_not_kept(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from autoplan import catalog
+from autoplan.config.choices import options_of
+from autoplan.config.parallel import Mode
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.search.intra import solve
+from autoplan.search.intra import LayoutProgram, solve
 from autoplan.search.layout_store import FEWEST, MOST
 from autoplan.search.layouts import LayoutCache, layout_batches, layout_problem, prices_key
 from autoplan.search.planner import search_plan
@@ -18,8 +20,8 @@ from autoplan.search.request import PlanRequest
 CUT = (4, 1, 1, False)  # tp, micro-batch size, cp, own dispatch
 
 
-def _request(nodes: int = 2, model: str = "llama-3.2-1b", at: str = "", **more: int) -> PlanRequest:
-    figures = {"seq_len": 8192, "global_batch_size": 512} | more
+def _request(nodes: int = 2, model: str = "llama-3.2-1b", at: str = "", **more: Any) -> PlanRequest:
+    figures: dict[str, Any] = {"seq_len": 8192, "global_batch_size": 512} | more
     return PlanRequest(catalog.load_model(model), Cluster.parse(f"{nodes}x8xh100-sxm5-80gb{at}"), **figures)
 
 
@@ -103,3 +105,39 @@ def test_a_key_holds_what_ranks_of_tensor_parallelism_see(change: dict[str, Any]
     wide = (16, 1, 1, False)  # crosses the network
     if "nic" in str(change):
         assert prices_key(first, first.costs, wide) != prices_key(other, other.costs, wide)
+
+
+@pytest.mark.parametrize(
+    ("change", "times", "seconds"),
+    [
+        ({"global_batch_size": 64}, True, True),
+        ({"at": "@price=1"}, True, True),
+        ({"nodes": 8}, True, False),
+        ({"at": "@nic=100"}, True, False),
+        ({"at": "@memory_gb_s=1000"}, False, False),
+        ({"mode": Mode.FUSED}, False, False),
+        ({"options": options_of({"launch": "graphs"})}, False, False),
+    ],
+)
+def test_searches_share_the_prices_of_equal_work(change: dict[str, Any], times: bool, seconds: bool) -> None:
+    """Seconds of operations depend on the device, those of parameters on the cluster, neither on the batch."""
+    base = _request()
+    other = replace(_request(**change), graph=base.graph, layouts=base.layouts)
+    first, second = LayoutCache(base), LayoutCache(other)
+    assert (first._op_times is second._op_times) is times
+    assert (first._state_seconds is second._state_seconds) is seconds
+
+
+def test_the_program_of_a_layout_is_made_once_for_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = _request(16)
+    caches = [LayoutCache(replace(base, global_batch_size=size)) for size in (512, 1024)]
+    made: list[object] = []
+    inside = LayoutProgram.__init__
+
+    def counted(self: LayoutProgram, *args: Any, **more: Any) -> None:
+        made.append(args)
+        inside(self, *args, **more)
+
+    monkeypatch.setattr(LayoutProgram, "__init__", counted)
+    assert all(cache.get(*CUT[:3]) is not None for cache in caches)
+    assert len(made) == 1

@@ -21,7 +21,7 @@ from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.errors import AutoplanError, PinError
 from autoplan.ir.graph import ModelGraph
-from autoplan.search import clock, infeasible, intra, layouts
+from autoplan.search import clock, infeasible, intra
 from autoplan.search.cuts import Cutter, Shortage, shortage_of
 from autoplan.search.layouts import LayoutCache
 from autoplan.search.planner import (
@@ -200,12 +200,13 @@ def test_what_states_exclude_has_no_plan() -> None:
 
 def test_that_no_states_fit_is_known_without_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     solved: list[object] = []
+    inside = intra.LayoutProgram.solve
 
     def counting(*args: Any) -> Any:
         solved.append(args)
-        return intra.solve(*args)
+        return inside(*args)
 
-    monkeypatch.setattr(layouts, "solve", counting)
+    monkeypatch.setattr(intra.LayoutProgram, "solve", counting)
     r = PlanRequest(load_model("llama-3.1-70b"), Cluster.parse("1x2xh100-sxm5-80gb"), 4096, 8, patient=False)
     with pytest.raises(NothingFits, match="largest term is"):
         search_plan(r)

@@ -22,13 +22,11 @@ from autoplan.cost_models.time.price import Pricer
 from autoplan.cost_models.work import BlockWork, OpWork, ParamWork, SharedValue, TiedParam, Workload
 from autoplan.errors import PinError
 from autoplan.ops.saved import TensorFacts
-from autoplan.program.problem import IntraProblem
 from autoplan.report import data
 from autoplan.report.text import proof_text
-from autoplan.search import layouts as points
 from autoplan.search import planner
 from autoplan.search.cuts import Cutter
-from autoplan.search.intra import IntraSolution
+from autoplan.search.intra import IntraSolution, LayoutProgram
 from autoplan.search.planner import (
     NothingFits,
     PlanRequest,
@@ -225,17 +223,17 @@ def test_a_stop_without_a_plan_does_not_say_that_nothing_fits() -> None:
 
 def test_a_layout_that_was_stopped_leaves_its_candidates_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are neither illegal nor decided, and nothing but the peak of the devices bounds them."""
-    complete, inside = search_plan(request(2)), points.solve
+    complete, inside = search_plan(request(2)), LayoutProgram.solve
     whole = complete.certificate
     asked: list[float] = []  # the limits
 
-    def stopped_once(problem: IntraProblem, limit_s: float) -> IntraSolution:
+    def stopped_once(program: LayoutProgram, number: int, limit_s: float) -> IntraSolution:
         asked.append(limit_s)
         if len(asked) == 2:
             raise StoppedError("no layout found")
-        return inside(problem, limit_s)
+        return inside(program, number, limit_s)
 
-    monkeypatch.setattr(points, "solve", stopped_once)
+    monkeypatch.setattr(LayoutProgram, "solve", stopped_once)
     stopped = search_plan(request(2, time_limit_s=50.0))
     c = stopped.certificate
     assert len(asked) > 2 and max(asked[1:]) < 50  # what is left of the whole search

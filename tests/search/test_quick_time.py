@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from typing import Any
+
 import clocks
 import pytest
 
@@ -9,6 +13,7 @@ from autoplan import catalog
 from autoplan.config.parallel import Mode
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.search.group_bounds import grouped, step_bounds_s
+from autoplan.search.layout_store import LayoutStore
 from autoplan.search.layouts import LayoutCache
 from autoplan.search.planner import search_plan
 from autoplan.search.quick_time import QuickTime
@@ -38,6 +43,40 @@ def test_it_is_below_the_bounds_with_a_layout(model: str, cluster: str, mode: Mo
             bounds = step_bounds_s(least, members)
             shares += [quick.bound_s(c) / bound for c, bound in zip(members, bounds, strict=True)]
     assert min(shares) > 0.0 and 0.05 < max(shares) < 1.0
+
+
+def test_it_is_below_the_steps_of_every_schedule() -> None:
+    """Also with so few micro-batches that one of them on its way through the pipeline is most of the step."""
+    r = PlanRequest(catalog.load_model("llama-3.2-1b"), Cluster.parse(H100), 4096, 16, {"tp": 1, "dp": 4})
+    points, quick, shares = LayoutCache(r), QuickTime(r), dict[str, float]()
+    for c in sorted(space_of(r).candidates, key=lambda c: c.num_micro_batches):
+        cutter = points.cutter(c) if c.pp > 1 and c.zero_stage < 3 and c.micro_batch_size < 4 else None
+        step = math.inf if cutter is None else cutter.bound_s()
+        if step < math.inf:
+            assert quick.bound_s(c) <= step
+            shares[c.schedule] = max(shares.get(c.schedule, 0.0), quick.bound_s(c) / step)
+    assert len(shares) >= 5 and min(shares.values()) > 0.2
+
+
+def test_a_search_looks_at_no_work_of_what_it_excludes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is the same, and so are the counts."""
+    r = PlanRequest(catalog.load_model("gpt2-xl"), Cluster.parse(H100), 1024, 16)
+    made = list[object]()
+    real = LayoutCache._work
+
+    def counted(self: LayoutCache, *layout: Any) -> Any:
+        made.append(layout)
+        return real(self, *layout)
+
+    monkeypatch.setattr(LayoutCache, "_work", counted)
+    quick = search_plan(r)
+    few = len(made)
+    monkeypatch.setattr(QuickTime, "bound_s", lambda self, candidate: 0.0)
+    slow = search_plan(replace(r, layouts=LayoutStore()))
+    assert quick.plans[0].config == slow.plans[0].config and quick.fastest_s == slow.fastest_s
+    assert 0 < few < len(made) - few
+    one, other = quick.certificate, slow.certificate
+    assert (one.considered, one.solved, one.too_big) == (other.considered, other.solved, other.too_big)
 
 
 def test_a_search_that_is_stopped_at_once_still_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

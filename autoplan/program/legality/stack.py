@@ -8,6 +8,7 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.config.recompute import can_mix, kinds_in, recompute_text
 from autoplan.program.facts import Facts, layer_calls
 from autoplan.program.legality.rule import Rule
+from autoplan.schedules.schedule import chunks_of_ranks
 
 
 def _cannot(f: Facts, said: str, able: Sequence[object]) -> str:
@@ -57,7 +58,8 @@ def _mix(c: ParallelConfig, f: Facts) -> str | None:
     if f.like is None or f.model is None or isinstance(c.recompute, str):
         return None
     layers, mix = layer_calls(f.model.graph), f.like.can.recompute_mix
-    if can_mix(mix, c.recompute, layers, _stages(c, len(layers))):
+    chunks = chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
+    if can_mix(mix, c.recompute, layers, _stages(c, len(layers)), chunks):
         return None
     return _cannot(f, f"recompute={recompute_text(c.recompute, layers)}", [mix.words])
 
@@ -73,6 +75,6 @@ RULES: tuple[Rule, ...] = (
     Rule("the stack has no such ZeRO stage", ("zero_stage", "dp", "cp"), _zero),
     Rule("the stack has no such schedule", ("schedule", "virtual_stages", "pp"), _schedule),
     Rule("the stack has no such recompute", ("recompute",), _recompute),
-    Rule("the stack has no such mix of recompute", ("recompute", "stages", "pp", "virtual_stages"), _mix),
+    Rule("the stack has no such mix of recompute", ("recompute", "stages", "pp", "virtual_stages", "schedule"), _mix),
     Rule("the stack has no such offload", ("offload",), _offload),
 )

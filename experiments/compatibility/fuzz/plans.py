@@ -72,13 +72,14 @@ class FuzzPlan:
 
         def revise(problem: IntraProblem) -> IntraProblem:
             choices = tuple(
-                replace(c, options=tuple(replace(o, cost_s=drawn.random()) for o in c.options)) for c in problem.choices
+                replace(c, options=tuple(replace(o, cost_s=drawn.random(), once_s=0.0) for o in c.options))
+                for c in problem.choices
             )
 
             def convert_s(key: Any, source: Any, target: Any) -> float | None:
                 return None if problem.convert_s(key, source, target) is None else _CHEAP
 
-            return replace(problem, choices=choices, convert_s=convert_s)
+            return replace(problem, choices=choices, convert_s=convert_s, convert_once_s=lambda *_: 0.0)
 
         return revise
 
