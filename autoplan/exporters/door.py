@@ -309,12 +309,11 @@ def setup_of(read: ConfigFile, task: Task, given: Mapping[str, Any]) -> Setup:
 
 def _like(read: ConfigFile, says: Mapping[str, Any]) -> Like:
     """Return the stack with the mode and the precision of a file; one that the stack has no price for is left out."""
-    like = read_like(read.like)
-    for name in ("mode", "precision"):
-        if says.get(name) is not None:
-            with suppress(PinError):
-                like = like.but(**{name: says[name]})
-    return like
+    said = {name: says[name] for name in ("mode", "precision") if says.get(name) is not None}
+    for given in (said, *({name: value} for name, value in said.items())):
+        with suppress(PinError):
+            return read_like(read.like, given)
+    return read_like(read.like)
 
 
 def _options(like: Like, task: Task) -> dict[str, Any]:

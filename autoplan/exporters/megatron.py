@@ -25,6 +25,7 @@ from autoplan.exporters.record import (
     derived,
     micro_batches,
     precision_word,
+    renamed,
     run_number,
     same,
 )
@@ -288,6 +289,21 @@ def _environment(at: At) -> Field:
     return Field((), write, lambda document, found: {})
 
 
+def _read_batch(at: At, document: Document, found: Values) -> Values:
+    """Return the batch: one micro-batch per rank if nothing is said (validate_args), the only one before 2020-12."""
+    if document.get(at("global_batch_size")) is not None:
+        return {"global_batch_size": document.count(at("global_batch_size"))}
+    at_once = found.get("dp", 0) * found.get("micro_batch_size", 0)
+    return {"global_batch_size": at_once} if at_once and not document.partial else {}
+
+
+# Options that old flags tell the time of: model_parallel_size and batch_size are of before 2020-11 and 2020-12,
+# checkpoint_activations of before 2022-05 (megatron/arguments.py). Megatron-DeepSpeed has the last one to this day.
+def _age(values: Values) -> str | None:
+    old = "model_parallel_size" in values or ("batch_size" in values and "micro_batch_size" not in values)
+    return "20.06" if old else "22.04" if values.get("checkpoint_activations") and not values.get("deepspeed") else None
+
+
 def fields_of(
     at: At, virtual: str, checkpoint: str, precision: tuple[Field, ...], member: Callable[[str], Any] = str
 ) -> tuple[Field, ...]:
@@ -301,12 +317,16 @@ def fields_of(
         member: turns the name of an enum's member into its value.
     """
     return (
-        same(at("tensor_model_parallel_size"), "tp", always=True),
+        renamed(at("tensor_model_parallel_size"), at("model_parallel_size"), "tp"),
         same(at("pipeline_model_parallel_size"), "pp", always=True),
         same(at("context_parallel_size"), "cp"),
         derived(data_parallel, "dp"),
-        same(at("micro_batch_size"), "micro_batch_size", always=True),
-        run_number(at("global_batch_size"), "global_batch_size"),
+        renamed(at("micro_batch_size"), at("batch_size"), "micro_batch_size"),
+        Field(
+            ("global_batch_size",),
+            lambda setup: {at("global_batch_size"): setup.global_batch_size},
+            lambda document, found: _read_batch(at, document, found),
+        ),
         derived(micro_batches, "num_micro_batches"),
         run_number(at("seq_length"), "seq_len"),
         Field(
@@ -474,7 +494,11 @@ MEGATRON_LM = Target(
         "ckpt_format",
         (Field(("precision", "narrow_gather"), _write_flags, _read_flags),),
     ),
-    marks=("tensor_model_parallel_size", "pipeline_model_parallel_size", "use_distributed_optimizer"),
+    marks=(
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "use_distributed_optimizer"),
+        *("model_parallel_size", "checkpoint_activations"),
+    ),
+    version_in=_age,
     launch=lambda setup, file, year: [f"bash {file}"],
     cannot=CANNOT,
     stack_of=lambda document: "megatron-deepspeed" if document.get("deepspeed") else "megatron-lm",

@@ -258,6 +258,16 @@ def same(path: str, name: str, *, always: bool = False, least: int = 1, **when: 
     return Field((name,), write, read, **when)
 
 
+def renamed(path: str, old: str, name: str) -> Field:
+    """Return the field of a whole number that had an older name, under which it is read, too."""
+
+    def read(document: Document, found: Values) -> Values:
+        document.seen.add(path)
+        return {name: document.count(old if path not in document.values and document.has(old) else path)}
+
+    return Field((name,), lambda setup: {path: getattr(setup.config, name)}, read)
+
+
 def run_number(path: str, name: str, **when: float) -> Field:
     """Return the field of a number of the run, which a file may leave open."""
 

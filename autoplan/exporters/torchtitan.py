@@ -438,6 +438,7 @@ _BASES = {
 }
 # Those whose model_spec multiplies in 8 bits -> the name of the model in model_registry, which gives it without
 _NARROW_BASES = {"llama-3.1-405b": "405B"}
+_EIGHT_BITS = 8.9  # the least compute capability with products in 8 bits (Float8LinearConverter)
 
 
 def function_name(setup: Setup) -> str:
@@ -450,7 +451,9 @@ def function_name(setup: Setup) -> str:
 
 def _head(setup: Setup, values: Values) -> tuple[list[str], str]:
     family, name = _BASES.get(setup.task.model, ("", "base"))
-    plain = _NARROW_BASES.get(setup.task.model)
+    plain, device = _NARROW_BASES.get(setup.task.model), setup.task.hardware
+    if plain and device is not None and (device.compute_capability or _EIGHT_BITS) < _EIGHT_BITS:
+        family, name, plain = "", "base", None  # the shipped one cannot even be called there
     recompute = str(values.get("activation_checkpoint")).partition(".")[0]
     lines = [f"from torchtitan.distributed.activation_checkpoint import {recompute}"] if recompute != "None" else []
     if not family:

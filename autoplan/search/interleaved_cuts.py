@@ -29,7 +29,17 @@ from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.cost_models.time.simulation import AfterPipeline, step_of
 from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks
-from autoplan.search.cuts import Cut, Cutter, Shortage, alike_numbers, fits_device, fits_host, shortage_of, worst_of
+from autoplan.search.cuts import (
+    Cut,
+    Cutter,
+    Shortage,
+    alike_numbers,
+    device_bytes,
+    fits_device,
+    fits_host,
+    shortage_of,
+    worst_of,
+)
 from autoplan.search.windows import between_ends, by_stage, prefix
 
 
@@ -379,7 +389,8 @@ class ChunkCutter:
         """
         if self.plain.mix is not RecomputeMix.ANY and self.fixed is None:
             return self._least_alike()
-        out, near, cut = [0] * len(self.chunks), 0, self.chunks
+        out, cut = [0] * len(self.chunks), self.chunks
+        near: int | None = None
         for rank, mine in enumerate(self.chunks_of):
             choices = self._choices(mine, cut)
             least = self._least_of(rank, choices, cut, near)
@@ -403,8 +414,13 @@ class ChunkCutter:
             self._host_binds |= on_device
         return None
 
-    def _least_of(self, rank: int, choices: _Choices, cut: tuple[int, ...], near: int = 0) -> int | None:
-        """Return the fewest steps with which a rank fits its device and the host; None if it does not."""
+    def _least_of(self, rank: int, choices: _Choices, cut: tuple[int, ...], near: int | None = None) -> int | None:
+        """Return the fewest steps with which a rank fits its device and the host; None if it does not.
+
+        Args:
+            near: where to look first; None: as bytes without and with the most recompute suggest.
+        """
+        near = self._guess(rank, choices, cut) if near is None else near
         least = _first_true(choices.most, near, functools.partial(self._fits, rank, choices, cut))
         while least is not None and not self._fits_host(rank, choices, cut, least):
             self._host_binds = True
@@ -415,6 +431,17 @@ class ChunkCutter:
                 return None
             least += 1  # recomputed activations are not on the host
         return least
+
+    def _guess(self, rank: int, choices: _Choices, cut: tuple[int, ...]) -> int:
+        """Return about how many steps a rank needs to fit its device, if every step frees as much."""
+        if not choices.most:
+            return 0
+        ends = (self._tried(rank, choices.of(number), cut) for number in (0, choices.most))
+        without, least = (device_bytes(self.pricer, self.room, rank, *tried) for tried in ends)
+        if without <= self.room.device_bytes or least >= without:
+            return 0
+        share = (without - self.room.device_bytes) / (without - least)
+        return math.ceil(min(1.0, share) * choices.most)
 
     def _fits(self, rank: int, choices: _Choices, cut: tuple[int, ...], number: int) -> bool:
         """Return True if a rank fits its device after `number` steps."""
@@ -433,9 +460,9 @@ class ChunkCutter:
         Args:
             found: how far this candidate is from fitting.
         """
-        if not self._may_fit:
-            return found.on_device
-        return found.term if self._host_lacks else None
+        if self._host_lacks:
+            return found.term
+        return None if self._may_fit else found.on_device
 
     @cached_property
     def _may_fit(self) -> bool:

@@ -32,13 +32,14 @@ from autoplan.cost_models.memory.recompute_frontier import RecomputeChoice, Reco
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
 from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, OpTimes, op_times
 from autoplan.cost_models.time.estimate import Estimate, StageEstimate, comm_term
+from autoplan.cost_models.time.hops import boundaries, hop_groups
 from autoplan.cost_models.time.simulation import AfterPipeline, ChunkTimes, Timeline, simulate, step_of
 from autoplan.cost_models.time.states import MovedOnce, StatePricer
 from autoplan.cost_models.time.step_class import step_class
 from autoplan.cost_models.time.table import Table
 from autoplan.cost_models.work import Workload
 from autoplan.schedules.orders import ActionKind
-from autoplan.schedules.schedule import SCHEDULES, Transfer, actions, chunks_of_ranks, num_copies, ranks_of_chunks
+from autoplan.schedules.schedule import SCHEDULES, Transfer, actions, chunks_of_ranks, num_copies
 from autoplan.streams import BUCKET_BYTES, has_streams
 
 # Relative error of a step beyond its parts, either way. With a profile: 37 to 40 of 40 measured plans lie within their
@@ -106,6 +107,10 @@ class Pricer:
         self.hides_once: float = prices.states.hides if costs.options.overlap_zero else 0.0
         self.runs: int = config.num_micro_batches // num_copies(config.schedule)  # micro-batches per chunk of a rank
         self._sends: dict[tuple[Group, str], list[float]] = {}
+        # by units of the same kinds, in the same order
+        self._times: dict[object, ChunkTimes] = {}
+        self._after: dict[object, AfterPipeline] = {}
+        self._sent: dict[str, list[list[float] | None]] = {}  # after each unit, by boundary between chunks
 
     # What only some candidates of a search are asked for is made when it is.
 
@@ -165,7 +170,7 @@ class Pricer:
 
     @cached_property
     def _hop_groups(self) -> list[Group]:
-        return self._hop_groups_of()
+        return hop_groups(self.costs.cluster, self.config.pp, self.groups["pp"].stride)
 
     @cached_property
     def hops(self) -> list[list[float]]:
@@ -180,7 +185,7 @@ class Pricer:
 
     @cached_property
     def _boundaries(self) -> list[Group | None]:
-        return self._boundaries_of(self._hop_groups)
+        return boundaries(self.config, self._hop_groups)
 
     def under(self, schedule: str, virtual_stages: int) -> Pricer:
         """Return a Pricer for another schedule with as many copies of a stage. It shares the costs of operations."""
@@ -192,6 +197,7 @@ class Pricer:
         out = copy.copy(self)
         out.config = config
         out.memory = self.memory.under(schedule, virtual_stages)
+        out._times, out._after, out._sent = {}, {}, {}
         for name in ("chunks_of", "_boundaries"):  # made anew for this schedule
             out.__dict__.pop(name, None)
         return out
@@ -209,36 +215,6 @@ class Pricer:
         return self._tables[which]
 
     # -- sends ------------------------------------------------------------------------------------------------------
-
-    def _hop_groups_of(self) -> list[Group]:
-        """Return for each r a pair of ranks with the links from pipeline rank r to r + 1 (from the last to the first).
-
-        Two ranks in one unit of a level (a node) may be neighbours in it or not, whatever the stride.
-        """
-        pp, stride = self.config.pp, self.groups["pp"].stride
-        if pp == 1:
-            return []
-        out, cluster = [], self.costs.cluster
-        for r in range(pp):
-            level, below = cluster.shared_level(r * stride, (r + 1) % pp * stride)
-            apart = max(stride, below)
-            fits = level is cluster.levels[-1] or level.size // apart > 1  # such a pair exists in one unit of the level
-            out.append(Group(2, apart if fits else below))
-        return out
-
-    def _boundaries_of(self, hops: Sequence[Group]) -> list[Group | None]:
-        """Return the pair of ranks at every boundary between consecutive chunks; None within one rank.
-
-        For a schedule in both directions it is the pair of the first direction: the mirrored pair has the same links in
-        equal nodes.
-        """
-        c = self.config
-        homes = ranks_of_chunks(c.schedule, c.pp, c.virtual_stages)
-        out: list[Group | None] = []
-        for here, there in itertools.pairwise(homes):
-            up = (here + 1) % c.pp == there  # otherwise down, in the second half of a V
-            out.append(None if here == there else hops[here if up else there])
-        return out
 
     def hop_s(self, rank: int, unit: int, which: str) -> float:
         """Return the seconds of sending what crosses after a unit, from a pipeline rank to the next."""
@@ -261,12 +237,16 @@ class Pricer:
 
     def after_pipeline(self, units: Sequence[int], which: str) -> AfterPipeline:
         """Return the seconds after the last pipeline action of a rank with these units."""
-        table = self._table(which)
-        return AfterPipeline(
-            self._reductions_s(units, which),
-            0.0 if self.chained else self._once_s(units, table),
-            sum(table.optimizer[u] for u in units) + self._update_wait_s(units, table),
-        )
+        kinds = self.workload.unit_kinds
+        key = tuple([kinds[u] for u in units]), which
+        if key not in self._after:
+            table = self._table(which)
+            self._after[key] = AfterPipeline(
+                self._reductions_s(units, which),
+                0.0 if self.chained else self._once_s(units, table),
+                sum(table.optimizer[u] for u in units) + self._update_wait_s(units, table),
+            )
+        return self._after[key]
 
     def _pass_wait_s(self, units: Sequence[int], table: Table, phase: str) -> float:
         """Return the host seconds of a pass over a chunk that its blocks do not hide."""
@@ -311,8 +291,14 @@ class Pricer:
 
     def chunk_times(self, chunks: Sequence[int], recompute: Sequence[int], which: str) -> list[ChunkTimes]:
         """Return the durations of every chunk in one scenario (`low`, `mid`, `high`)."""
-        pairs = zip(ranges_of(chunks), recompute, strict=True)
-        return [self.times_of(units, again, which) for units, again in pairs]
+        kinds, known, out = self.workload.unit_kinds, self._times, list[ChunkTimes]()
+        for units, again in zip(ranges_of(chunks), recompute, strict=True):
+            # a frontier has the same choices for units of the same kinds; those of single units are pinned
+            key = units if self.pinned_recompute else kinds[units.start : units.stop], again, which
+            if key not in known:
+                known[key] = self.times_of(units, again, which)
+            out.append(known[key])
+        return out
 
     def times_of(self, units: range, again: int, which: str) -> ChunkTimes:
         """Return the durations of the chunk of these units. `again`: its steps on the recompute frontier."""
@@ -411,10 +397,10 @@ class Pricer:
         c = self.config
         table = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
         cuts = [r.stop - 1 for r in ranges_of(chunks)[:-1]]
-        lag = [
-            self._send_s(group, which)[u] if sends and group is not None else 0.0
-            for u, group in zip(cuts, self._boundaries, strict=True)
-        ]
+        if which not in self._sent:
+            self._sent[which] = [None if group is None else self._send_s(group, which) for group in self._boundaries]
+        sent = zip(cuts, self._sent[which], strict=True)
+        lag = [each[u] if sends and each is not None else 0.0 for u, each in sent]
         transfer = SCHEDULES[c.schedule].transfer
         if "pp" in self.costs.options.overlap and c.virtual_stages > 1:
             transfer = Transfer.OVERLAPPED

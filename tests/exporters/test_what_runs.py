@@ -67,6 +67,10 @@ def test_a_shipped_configuration_in_8_bits_is_not_taken_for_16() -> None:
     text = export_setup(setup("torchtitan", "llama-3.1-405b", PLAIN.but(zero_stage=3)), "torchtitan").text
     assert 'config = llama3_405b()\n    config.model_spec = model_registry("405B")' in text
     assert "config.compile.components = ['model', 'loss']" in text
+    older = setup("torchtitan", "llama-3.1-405b", PLAIN.but(zero_stage=3))
+    older = replace(older, task=replace(older.task, device="a100-sxm4-80gb"))
+    text = export_setup(older, "torchtitan").text
+    assert "from my_configs import base" in text and "llama3_405b" not in text and "model_registry" not in text
 
 
 @pytest.mark.parametrize(("pp", "schedule", "virtual", "layers"), [

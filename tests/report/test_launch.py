@@ -15,7 +15,7 @@ from command_line import one_line_error, run
 
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
-from autoplan.report.launch import TEMPLATES, _resource, _units, launch_text
+from autoplan.report.launch import IMAGE, TEMPLATES, _resource, _units, launch_text
 
 SCRIPT = "train.py --lr 3e-4 --name 'a b'"
 WORDS = ["train.py", "--lr", "3e-4", "--name", "a b"]
@@ -153,3 +153,9 @@ def test_a_cluster_without_gpus_asks_for_none(cpu_plan: Path) -> None:
 def test_kubernetes_counts_what_the_plugin_of_the_vendor_counts(cluster: str, counted: tuple[str, int]) -> None:
     where = Cluster.parse(cluster)
     assert (_resource(where), _units(where)) == counted
+
+
+def test_the_documentation_has_the_image_of_the_files(plan: Path) -> None:
+    documented = Path(__file__).parents[2] / "docs" / "training.md"
+    assert f"FROM {IMAGE}\n" in documented.read_text()
+    assert all(f"image: {IMAGE}\n" in launch_text(plan, to) for to in ("trainjob", "jobset"))

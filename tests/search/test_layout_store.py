@@ -11,11 +11,13 @@ from autoplan import catalog
 from autoplan.config.choices import options_of
 from autoplan.config.parallel import Mode
 from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.search.certificate import SearchResult
 from autoplan.search.intra import LayoutProgram, solve
-from autoplan.search.layout_store import FEWEST, MOST
+from autoplan.search.layout_store import FEWEST, MOST, LayoutStore
 from autoplan.search.layouts import LayoutCache, layout_batches, layout_problem, prices_key
 from autoplan.search.planner import search_plan
 from autoplan.search.request import PlanRequest
+from autoplan.sweeps.size import size
 
 CUT = (4, 1, 1, False)  # tp, micro-batch size, cp, own dispatch
 
@@ -34,11 +36,38 @@ def test_a_sweep_finds_the_plans_of_separate_searches() -> None:
     base = replace(_request(8), pins=pins)
     for nodes in (8, 4, 2):
         shared, alone = search_plan(_at(base, nodes)), search_plan(replace(_request(nodes), pins=pins))
-        assert shared.plans[0].config == alone.plans[0].config
-        assert shared.plans[0].estimate == alone.plans[0].estimate
+        _same(shared, alone)
         assert shared.certificate.gap == pytest.approx(alone.certificate.gap, abs=1e-12)
     assert shared.certificate.by_phase_s.get("intra-op build", 0.0) == 0.0  # the third point solves no layout
     assert alone.certificate.by_phase_s["intra-op build"] > 0.0
+
+
+def test_larger_and_smaller_batches_have_the_plans_of_separate_searches() -> None:
+    pins = {"tp": 2, "zero_stage": 1, "micro_batch_size": 1}
+    base = replace(_request(4), pins=pins)
+    for batch in (256, 1024, 128):
+        point = replace(base, global_batch_size=batch)
+        _same(search_plan(point), search_plan(replace(point, layouts=LayoutStore())))
+
+
+def test_the_sizes_that_are_tried_have_the_plans_of_separate_searches() -> None:
+    seen: list[int] = []
+
+    def search(point: PlanRequest) -> SearchResult:
+        shared, alone = search_plan(point), search_plan(replace(point, layouts=LayoutStore()))
+        _same(shared, alone)
+        seen.append(point.cluster.num_nodes)
+        return shared
+
+    pins = {"tp": 2, "micro_batch_size": 1, "zero_stage": 1, "schedule": "1F1B"}
+    found = size(replace(_request(), pins=pins), 20e12, 60, search=search)
+    assert found.fewest is not None
+    assert found.fewest.nodes in seen and len(set(seen)) == len(seen) > 2
+
+
+def _same(shared: SearchResult, alone: SearchResult) -> None:
+    assert shared.plans[0].config == alone.plans[0].config
+    assert shared.plans[0].estimate == alone.plans[0].estimate
 
 
 @pytest.mark.parametrize("model", ["llama-3.2-1b", "mixtral-8x7b"])

@@ -11,6 +11,7 @@ import loop_jobs
 import pytest
 import torch
 from harness import pool
+from transformers.trainer_pt_utils import LabelSmoother
 
 import autoplan
 from autoplan.runtime.given_module import GivenModule
@@ -91,11 +92,11 @@ def test_gradients_that_nobody_uses_are_named_once() -> None:
 
 @pytest.mark.usefixtures("one_process")
 def test_batches_are_not_added_up_where_the_loss_cannot_be() -> None:
-    """Its denominator is of the whole batch, as in Hugging Face's label smoothing."""
+    """Its denominator is of the whole batch, and no sum over parts of it."""
 
     def loss_fn(output: torch.Tensor, batch: Any) -> torch.Tensor:
         padding = batch["labels"].eq(0)
-        return output.square().sum(-1).masked_fill(padding, 0.0).sum() / (padding.numel() - padding.sum())
+        return output.square().sum(-1).masked_fill(padding, 0.0).sum() / (2 * padding.numel() - padding.sum())
 
     batch = {"input": torch.ones(2, 3, 4), "labels": torch.ones(2, 3, dtype=torch.long)}
     model = torch.nn.Linear(4, 4)
@@ -104,6 +105,37 @@ def test_batches_are_not_added_up_where_the_loss_cannot_be() -> None:
     assert pm.step(batch).item() == pytest.approx(wanted)
     with pytest.raises(ValueError, match=r"rsub_scalar at .*, so a step takes one batch; it was given 2"):
         pm.step([batch, batch])
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("cast", [True, False], ids=["long", "bool"])
+def test_a_loss_over_the_labels_that_are_not_padding_is_added_up(cast: bool) -> None:
+    """Padding is counted, and the number of labels less that: as Trainer's LabelSmoother does, and without its cast."""
+    smoother = LabelSmoother(epsilon=0.2)
+
+    def loss_fn(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        if cast:
+            loss: torch.Tensor = smoother({"logits": output}, batch["labels"], shift_labels=True)
+            return loss
+        padding = batch["labels"].eq(-100)
+        return output.square().sum(-1).masked_fill(padding, 0.0).sum() / (padding.numel() - padding.sum())
+
+    torch.manual_seed(0)
+    batch = {"input": torch.randn(4, 3, 4), "labels": torch.randint(0, 5, (4, 3))}
+    batch["labels"][0, 1:] = batch["labels"][2:, 2] = -100  # other numbers of labels in every part
+    model = torch.nn.Linear(4, 5)
+    loss = loss_fn(model(batch["input"]), batch)
+    wanted = torch.autograd.grad(loss, list(model.parameters()))
+    for micro_batches, given in ((2, batch), (1, [{n: x[i : i + 1] for n, x in batch.items()} for i in range(4)])):
+        example = batch if micro_batches == 2 else given[0]
+        pm = autoplan.parallelize(
+            model, "local", example_inputs=example, loss_fn=loss_fn, global_batch_size=len(example["labels"]),
+            pins={"num_micro_batches": micro_batches},
+        )  # fmt: skip
+        assert pm.step(given).item() == pytest.approx(loss.item())
+        found = pm.gradients()
+        for (name, _), gradient in zip(model.named_parameters(), wanted, strict=True):
+            torch.testing.assert_close(found[name], gradient)
 
 
 @pytest.mark.usefixtures("one_process")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from autoplan.capture.passes.batch_size import averages_of_micro_batches, wide_means
+from autoplan.capture.passes.batch_size import averages_of_micro_batches, counts_of_others, wide_means
 from autoplan.capture.passes.coupled import penalties, routed_nodes, router_terms
 from autoplan.capture.passes.hoist import hoist, simplify
 from autoplan.capture.trace import Trace
@@ -69,6 +69,7 @@ def assemble(trace: Trace, name: str, params: dict[str, Parameter], buffers: dic
     """Return the ModelGraph of a trace (without factors); None if merged layers are not self-contained."""
     simplify(trace)
     wide_means(trace)
+    counts_of_others(trace)
     loss = _normalise_loss(trace)
     _drop_dead(trace, loss)
     hoist(trace, _pure_values(trace))

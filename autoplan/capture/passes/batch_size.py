@@ -39,6 +39,35 @@ def wide_means(trace: Trace) -> None:
         trace.insert_after(index, cast)
 
 
+def counts_of_others(trace: Trace) -> None:
+    """Count directly what is counted as the rest of the batch: `mask.numel() - mask.sum()` is `(~mask).sum()`.
+
+    The difference cannot be added up over micro-batches, since the number of elements is that of one of them. Written
+    so in `LabelSmoother` of Hugging Face's Trainer, whose loss divides by it.
+    """
+    made_by = {out: node for node in trace.nodes for out in node.outputs}
+    for node in [n for n in trace.nodes if n.op == "rsub_scalar"]:
+        count = made_by.get(node.tensor_inputs[0])
+        if count is None or count.op != "sum" or trace.values[count.outputs[0]].shape != ():
+            continue
+        cast = made_by.get(count.tensor_inputs[0])
+        cast = cast if cast is not None and cast.op == "to" else None
+        mask = (cast or count).tensor_inputs[0]
+        if trace.values[mask].dtype != "bool" or trace.values[mask].num_elements != node.attrs["scalar"]:
+            continue
+        index = trace.nodes.index(node)
+        layer, place = trace.region[node.name], trace.order.index(("node", index))
+        names = [f"{node.name}.{part}" for part in ("others", "numbers")]
+        steps = [Node(names[0], "logical_not", (mask,), (names[0],), {}, node.scope, node.source)]
+        trace.values[names[0]] = replace(trace.values[mask], name=names[0])
+        if cast is not None:
+            steps.append(replace(cast, name=names[1], inputs=(names[0],), outputs=(names[1],)))
+            trace.values[names[1]] = replace(trace.values[cast.outputs[0]], name=names[1])
+        trace.nodes[index] = replace(count, name=node.name, inputs=steps[-1].outputs, outputs=node.outputs)
+        for step in reversed(steps):
+            trace.insert(place, step, layer)
+
+
 def _number_of_mean(trace: Trace, node: Node) -> Expr | None:
     """Return the number of elements of a mean over the batch outside the layers; None for any other node."""
     if not op_has(node.op, Trait.AVERAGES) or trace.region[node.name]:
