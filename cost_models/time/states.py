@@ -96,6 +96,8 @@ class StatePricer:
         self.contention: float = c.contention if costs.profile is None and streams else 0.0
         self.reduces_beside: bool = reduced_beside(config, costs)
         self.reduction = "all_to_all" if reduces_by_exchange(costs.cluster.device_type) else "reduce_scatter"
+        if costs.options.whole_sums and config.zero_stage == 1:
+            self.reduction = "all_reduce"
 
     def share(self, expert: bool) -> int:
         """Return the number of ranks that ZeRO shards a parameter over; 1 if it does not."""
