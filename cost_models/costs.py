@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from autoplan.config.adapters import PACKED_BYTES
 from autoplan.config.offload import no_host_link
@@ -67,6 +67,16 @@ class Costs:
 
     def _op_s(self, work: OpWork, phase: str) -> Quantity:
         """Return the seconds of an operation, with its measured extra cost among other operations (eager only)."""
+        found = self._known_ops.get((work, phase))
+        if found is None:
+            found = self._known_ops[work, phase] = self._found_op_s(work, phase)
+        return found
+
+    @cached_property
+    def _known_ops(self) -> dict[tuple[OpWork, str], Quantity]:
+        return {}
+
+    def _found_op_s(self, work: OpWork, phase: str) -> Quantity:
         alone = op_s(work, phase, self._device(work), self.profile, self.mode, self.options, self.constants)
         if phase == "forward" or work.inputs[0].requires_grad:
             alone = alone + self._opening_s(work)

@@ -70,6 +70,9 @@ from autoplan.units import dtype_bytes
 _FRAGMENTATION = Quantity(0.0, 0.03, 0.10, Tag.ASSUMED)
 # relative error of the liveness walk (autoplan.program.activations), compared with measured peaks
 _ACTIVATION_SPREAD = 0.05
+HOST_NEED = Quantity.spread(
+    1.0, _ACTIVATION_SPREAD, Tag.FITTED
+)  # bytes in host memory that a byte of activations takes
 
 
 _PLAIN = RunOptions()

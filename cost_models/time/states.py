@@ -259,14 +259,16 @@ class StatePricer:
         Whole gradients are added, or shards if every backward reduces (ZeRO 2 and 3).
         """
         m = self.config.num_micro_batches // num_copies(self.config.schedule)
-        if m == 1:
-            return ZERO
+        return ZERO if m == 1 else self.added(block) * ((m - 1) / m)
+
+    def added(self, block: BlockWork) -> Quantity:
+        """Return the seconds of adding the gradients of one micro-batch to those before."""
         out = []
         for p in block.params:
             if p.trainable:
                 share = self.share(p.expert) if self.config.zero_stage >= 2 else 1
                 out.append(self.costs.accumulate_s(p.num_elements / share, self.grad_dtype(p.dtype)))
-        return total(out) * ((m - 1) / m)
+        return total(out)
 
     def optimizer(self, block: BlockWork) -> Quantity:
         """Return the seconds of the AdamW update of the block's parameters."""
