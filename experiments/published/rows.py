@@ -294,7 +294,8 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
     batch, era = row.needed("global_batch"), era_of(row["source"], row["notes"], row["gpu"])
     said = f"{row['flags']} {row['schedule']} {row['model']}"
     options = default_options(framework, era, said, row["gpu"], row["precision"], row["notes"], row["model"])
-    options = replace(options, sequence_parallel=row["sp"] != "0" or tp == 1)
+    split = row["sp"] != "0" if row["sp"] else options.sequence_parallel  # blank: as the framework has it
+    options = replace(options, sequence_parallel=split or tp == 1)
     if shape.kind.latent and framework in reading.DETERMINISTIC:
         options = replace(options, attention=Attention.UNFUSED)
     if options.whole_sums and find(tables.PRECISION_WORDS, row["precision"]) == "bf16":
@@ -399,9 +400,10 @@ def _expert_tensor_degrees(
 
 
 def _zero_replicas(row: Row, ranks: int) -> int:
-    """Copies of the sharded state, of a group that is stated and divides the ranks."""
+    """Copies of the sharded state, of a group that is stated, or of the row's recipe, and divides the ranks."""
     group = re.search(reading.SHARD_GROUP, row["zero_stage"])
-    size = int(group[1]) if group is not None else ranks
+    by_recipe = find(reading.SHARD_GROUPS, row["source"]) or ranks
+    size = int(group[1] or group[2]) if group is not None else by_recipe
     return ranks // size if ranks % size == 0 else 1
 
 
