@@ -21,7 +21,7 @@ from autoplan.search.interleaved_cuts import ChunkCutter
 from autoplan.search.intra import StoppedError
 from autoplan.search.layouts import ILP_LIMIT_S, LayoutCache
 from autoplan.search.outcomes import BOUNDED_OUT, LARGE_VALUES, NO_LAYOUT, SOLVED, Decided, Outcome
-from autoplan.search.pair import Pair, even_halves
+from autoplan.search.pair import SearchPair, even_halves
 from autoplan.search.progress import Phases
 from autoplan.search.quick_memory import QuickMemory
 from autoplan.search.quick_time import QuickTime
@@ -57,7 +57,7 @@ class Candidates:
         self.points = LayoutCache(request, self.phases)
         self.quick = QuickMemory(request)
         self.quick_time = QuickTime(request)
-        self.pair = Pair()
+        self.pair = SearchPair()
         self.outcomes: dict[ParallelConfig, Decided] = {}
         self.bounds: dict[ParallelConfig, float] = {}
         self.first_bounds: dict[ParallelConfig, float] = {}

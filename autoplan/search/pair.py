@@ -40,7 +40,7 @@ class LostHelperError(RuntimeError):
     """The helper died, or is not where the planner is."""
 
 
-class Pair:
+class SearchPair:
     """The two processes of a search, or one that does both halves.
 
     Attributes:

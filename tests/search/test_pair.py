@@ -25,7 +25,7 @@ from autoplan.search.pair import (
     HELPER,
     PLANNER,
     LostHelperError,
-    Pair,
+    SearchPair,
     even_halves,
     has_free_core,
     helper_pays,
@@ -142,14 +142,14 @@ def test_a_helper_that_dies_changes_nothing(helpers: list[int], monkeypatch: pyt
 def test_a_helper_that_does_something_else_changes_nothing(helpers: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither process waits for ever for what the other does not send."""
     expected()
-    me, share = os.getpid(), Pair.share
+    me, share = os.getpid(), SearchPair.share
 
-    def other(self: Pair, items: Any, *args: Any) -> None:
+    def other(self: SearchPair, items: Any, *args: Any) -> None:
         if os.getpid() != me:
             self.agree(True)
         share(self, items, *args)
 
-    monkeypatch.setattr(Pair, "share", other)
+    monkeypatch.setattr(SearchPair, "share", other)
     assert answer(search_plan(request())) == expected() and gone(helpers[0])
 
 
@@ -194,7 +194,7 @@ def test_a_helper_whose_planner_is_killed_ends() -> None:
     read, write = os.pipe()
     planner_process = os.fork()
     if planner_process == 0:
-        both = Pair()
+        both = SearchPair()
         pair.helper_pays = lambda: True  # of this process
         both.start(lambda: waits(both))
         os._exit(0 if both.agree(True) else 1)
@@ -204,7 +204,7 @@ def test_a_helper_whose_planner_is_killed_ends() -> None:
         assert status == 0 and end.read() == b""
 
 
-def waits(both: Pair) -> None:
+def waits(both: SearchPair) -> None:
     for _ in range(2):
         both.agree(True)
 
