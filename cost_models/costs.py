@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from autoplan.config.adapters import PACKED_BYTES
 from autoplan.config.offload import no_host_link
-from autoplan.config.parallel import Mode, RunOptions
+from autoplan.config.parallel import Mode, ParallelConfig, RunOptions, Sends
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import ASSUMED_HOST_BYTES_PER_S, Cluster, Device, Group
 from autoplan.cost_models.kernels.operations import op_s
@@ -24,6 +24,7 @@ from autoplan.cost_models.work import OpWork
 from autoplan.errors import PinError
 from autoplan.ops.saved import TensorFacts
 from autoplan.ops.table import op_record
+from autoplan.schedules.schedule import SCHEDULES, Transfer
 
 # FLOPs of AdamW per element; see `_adamw_bytes` for its memory traffic
 _ADAMW_FLOPS_PER_ELEMENT = 12.0
@@ -66,6 +67,16 @@ class Costs:
 
     def _op_s(self, work: OpWork, phase: str) -> Quantity:
         """Return the seconds of an operation, with its measured extra cost among other operations (eager only)."""
+        found = self._known_ops.get((work, phase))
+        if found is None:
+            found = self._known_ops[work, phase] = self._found_op_s(work, phase)
+        return found
+
+    @cached_property
+    def _known_ops(self) -> dict[tuple[OpWork, str], Quantity]:
+        return {}
+
+    def _found_op_s(self, work: OpWork, phase: str) -> Quantity:
         alone = op_s(work, phase, self._device(work), self.profile, self.mode, self.options, self.constants)
         if phase == "forward" or work.inputs[0].requires_grad:
             alone = alone + self._opening_s(work)
@@ -108,6 +119,27 @@ class Costs:
             return device
         dtype = work.matmul_dtype or next(t.dtype for t in work.inputs if "float" in t.dtype)
         return _with_peak(device, dtype)
+
+    def transfer(self, config: ParallelConfig) -> Transfer:
+        """Return which ranks a message between stages keeps busy."""
+        if self.options.sends is Sends.SERIAL:
+            return Transfer.BOTH
+        if "pp" in self.options.overlap and config.virtual_stages > 1:
+            return Transfer.OVERLAPPED
+        return SCHEDULES[config.schedule].transfer
+
+    def sent_s(self, num_bytes: float, group: Group, tp: Group) -> Quantity:
+        """Return the seconds of sending the values of a cut, all of which every rank of the next stage then holds.
+
+        Args:
+            num_bytes: On every rank of `tp`.
+            group: A rank of the stage and one of the next.
+        """
+        if self.options.sends is Sends.WHOLE or self.options.sequence_parallel or tp.size == 1:
+            return self.collective_s("send_recv", num_bytes, group)
+        return self.collective_s("send_recv", num_bytes / tp.size, group) + self.collective_s(
+            "all_gather", num_bytes, tp
+        )
 
     def collective_s(self, kind: str, num_bytes: float, group: Group, routing: Routing | None = None) -> Quantity:
         """Return the seconds of one collective over `group`. `routing`: for collectives made for experts."""

@@ -1,4 +1,5 @@
-"""Words of a run's setup: how blocks run, the kernel of attention, how kernels are launched, how tokens travel."""
+"""Words of a run's setup: how blocks run, the kernel of attention, how kernels are launched, how tokens travel,
+how stages send."""
 
 from __future__ import annotations
 
@@ -57,3 +58,18 @@ class Dispatcher(StrEnum):
     ALL_TO_ALL = "alltoall"
     FLEX = "flex"
     FLEX_FP8 = "flex_fp8"
+
+
+class Sends(StrEnum):
+    """The messages of a pipeline stage whose tensor-parallel ranks hold the same values.
+
+    WHOLE: Every rank sends all of it.
+    SPLIT: Every rank sends a part, and the receiving ranks gather the parts (`--scatter-gather-tensors-in-pipeline` of
+    Megatron-LM, from February 2021 to March 2023).
+    SERIAL: Parts, too; a rank sends and receives one message after the other, those of gradients included, and computes
+    nothing meanwhile (DeepSpeed, runtime/pipe/engine.py: `is_pipe_partitioned`, and a command for each message).
+    """
+
+    WHOLE = "whole"
+    SPLIT = "split"
+    SERIAL = "serial"

@@ -14,6 +14,7 @@ from autoplan.config.context_methods import INNER, methods_text, read_methods
 from autoplan.config.kernels import Attention as Attention
 from autoplan.config.kernels import Dispatcher as Dispatcher
 from autoplan.config.kernels import Launch as Launch
+from autoplan.config.kernels import Sends as Sends
 from autoplan.config.numbers import read_count, read_list
 from autoplan.config.offload import offload_text, read_offload
 from autoplan.config.recompute import NONE, read_recompute, recompute_label, recompute_of_text, recompute_text
@@ -44,6 +45,12 @@ def _overlap(name: str, value: Any) -> str | None:
 
 def _document_len(name: str, value: object) -> str | None:
     return None if value is None or is_count(value) else f"{name}={value!r} must be a whole number of at least 1 token"
+
+
+def _zero_bucket(name: str, value: object) -> str | None:
+    return (
+        None if value is None or is_count(value) else f"{name}={value!r} must be a whole number of at least 1 element"
+    )
 
 
 @dataclass(frozen=True)
@@ -152,6 +159,33 @@ class RunOptions:
         "ZeRO 3 gathers and reduces each parameter by itself, without overlap (as DeepSpeed in 2021).",
         written=Written.SWITCH,
         said_as="ZeRO 3 by tensor",
+        of_step=True,
+    )
+    # BF16_Optimizer of DeepSpeed (deepspeed/runtime/bf16_optimizer.py, which BLOOM ran from 28 February 2022 on): every
+    # backward leaves 16-bit gradients, `update_hp_grads` adds them to whole float32 sums, `_bf16_reduce_grads` of
+    # runtime/pipe/engine.py all-reduces those, and the update is of a shard.
+    whole_sums: bool = choice(
+        False,
+        "ZeRO 1 keeps whole 32-bit sums beside 16-bit gradients and all-reduces them (as DeepSpeed's BF16_Optimizer).",
+        written=Written.SWITCH,
+        said_as="whole sums of gradients",
+        of_step=True,
+    )
+    # reduce_bucket_size and allgather_bucket_size of DeepSpeed, 5e8 elements each by default (runtime/zero/config.py)
+    zero_bucket: int | None = choice(
+        None,
+        "Elements of a buffer in which ZeRO 1 reduces and gathers; such buffers find no freed memory as large.",
+        obstacle=_zero_bucket,
+        read=lambda text, _: read_count(text, "zero_bucket"),
+        said_as="buckets of {} elements",
+        of_step=True,
+    )
+    sends: Sends = choice(
+        Sends.WHOLE,
+        "How stages send what all tensor-parallel ranks hold: whole, split or serial.",
+        written=Written.WORD,
+        words=Sends,
+        said_as="{} sends",
         of_step=True,
     )
     # Krell et al., Efficient Sequence Packing without Cross-contamination, 2021; None: a sequence is one document

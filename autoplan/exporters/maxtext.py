@@ -25,6 +25,7 @@ from autoplan.exporters.record import (
 )
 from autoplan.exporters.setup import Setup
 from autoplan.exporters.syntax import Yaml
+from autoplan.stacks.records import year_of
 
 # From the innermost axis out: what talks most stays inside a node.
 AXES = ("tensor", "context", "context_usp_ulysses", "expert", "fsdp", "data", "pipeline")
@@ -39,7 +40,7 @@ def sizes_of(setup: Setup) -> dict[str, int]:
     ulysses = 1
     if setup.context_method is not None:
         method = read_method(setup.context_method, c.cp)
-        ulysses = method.ulysses if method.is_product else 1
+        ulysses = method.ulysses if method.is_product and _on_tpu(setup) else 1
     replicas = c.dp if c.zero_stage < 2 else c.zero_replicas
     rest = max(1, c.dp // (replicas * c.ep)) if c.zero_stage >= 2 else 1
     replicas = replicas if c.zero_stage >= 2 else max(1, c.dp // c.ep)
@@ -226,12 +227,32 @@ _STRATEGIES = {GATHER: "all_gather", RING: "ring", ULYSSES: "ulysses"}
 
 
 def _write_context(setup: Setup) -> Values:
+    """Write the strategy; those that exchange heads are of TPUs alone."""
     if setup.context_method is None:
         return {}
     method = read_method(setup.context_method, setup.config.cp)
     if method.is_product:
-        return {"context_parallel_strategy": "usp"} if method.is_ring else {}
-    return {"context_parallel_strategy": _STRATEGIES[method.name]}
+        return {"context_parallel_strategy": "usp"} if method.is_ring and _on_tpu(setup) else {}
+    return {"context_parallel_strategy": _STRATEGIES[method.name]} if method.name != ULYSSES or _on_tpu(setup) else {}
+
+
+_CHECKED = year_of("26.08")  # configs/types.py at e591f30 of 2026-08-22
+
+
+def _of_tpus(document: Document, found: Values) -> str | None:
+    name = str(document.get("context_parallel_strategy"))
+    if name not in ("ulysses", "usp") or document.get("hardware") == "tpu":
+        return None
+    return f"context_parallel_strategy={name} needs hardware=tpu; nearest: context_parallel_strategy=all_gather"
+
+
+def _packed(document: Document, found: Values) -> str | None:
+    """Return what Transformer Engine needs of packed sequences, which are the default (configs/types.py)."""
+    packs = document.get("packing") and document.count("max_segments_per_seq", -1) <= 0
+    of_gpus = document.get("hardware") == "gpu" and document.get("attention") == "cudnn_flash_te"
+    if not of_gpus or not packs or document.year < _CHECKED:
+        return None
+    return "cudnn_flash_te with packing needs max_segments_per_seq; nearest: packing=false"
 
 
 def _read_context(document: Document, found: Values) -> Values:
@@ -317,6 +338,7 @@ MAXTEXT = Target(
         Field(("precision",), _write_precision, _read_precision),
         Field(("attention",), _write_attention, _read_attention),
         Field(("context_method",), _write_context, _read_context),
+        constant("packing", False, lambda s: not _on_tpu(s)),
     ),
     marks=(*(f"{tier}_{axis}_parallelism" for tier in ("ici", "dcn") for axis in AXES), "base_config", "remat_policy"),
     launch=_launch,
@@ -330,11 +352,11 @@ MAXTEXT = Target(
         "precision": "gradients have the dtype of the weights",
         "attention": "attention is dot_product or cudnn_flash_te on GPUs",
         "offload": "the optimizer, or the parameters with it",
-        "context_method": "context_parallel_strategy is all_gather, ring, ulysses or usp",
+        "context_method": "context_parallel_strategy is all_gather or ring, on TPUs also ulysses or usp",
         "sequence_parallel": "XLA decides where norms are split",
     },
     rules=(
-        *(TargetRule(_world), TargetRule(_layers), TargetRule(_micro_batches)),
+        *(TargetRule(rule) for rule in (_world, _layers, _micro_batches, _of_tpus, _packed)),
         TargetRule(_former_policy, warns=True),
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -35,6 +36,7 @@ def stack_data(found: Stack) -> dict[str, Any]:
         **chosen(found, "name about default_version executed equal_stages chunks moments_16"),
         "kernels": chosen(found.kernels, "modes recompute zero_stages source"),
         "gradients_16": str(found.gradients_16),
+        "gradients_32_since": None if math.isinf(found.gradients_32_since) else found.gradients_32_since,
         "whole_experts_since": found.whole_experts_since,
         "kept_gathered": [str(where) for where in found.kept_gathered],
         "eras": [
@@ -80,6 +82,13 @@ def _options_text(era: Era) -> str:
     return ", ".join(option_texts(era.options)) or "PyTorch's defaults"
 
 
+def _gradients_text(found: Stack) -> str:
+    since = found.gradients_32_since
+    return (
+        f"{found.gradients_16}, in bf16 until {version_of(since)}" if math.isfinite(since) else str(found.gradients_16)
+    )
+
+
 def _lines(found: Stack) -> list[tuple[str, str, str]]:
     """Return (what, text, source) of everything but the eras."""
     kernels, can, sources = found.kernels, found.eras[-1].can, found.sources
@@ -87,7 +96,7 @@ def _lines(found: Stack) -> list[tuple[str, str, str]]:
         ("mode", str(kernels.modes[0]), kernels.source),
         ("recompute", kernels.recompute[0], ""),
         ("ZeRO", str(kernels.zero_stages[0]), ""),
-        ("gradients in 16 bits", str(found.gradients_16), sources.get("gradients_16", "")),
+        ("gradients in 16 bits", _gradients_text(found), sources.get("gradients_16", "")),
     ]
     if found.moments_16:
         lines.append(("moments in 16 bits", "with latent attention", sources["moments_16"]))

@@ -54,11 +54,13 @@ class Transfer(Enum):
     RECEIVER: the receiver. The transfer starts when the sender has finished and the receiver is free: stock torch
     pipelines post a receive just before they need it, and both gloo and NCCL move nothing before that.
     SENDER: the sender, until the data has arrived.
+    BOTH: sender and receiver, from when the sender has finished and the receiver is free.
     """
 
     OVERLAPPED = "overlapped"
     RECEIVER = "receiver"
     SENDER = "sender"
+    BOTH = "both"
 
 
 class ChunkPlacement(Enum):

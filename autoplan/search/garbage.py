@@ -10,7 +10,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_YOUNG = 100_000  # new objects before the next collection; Python's default is 700, or 2,000
+_YOUNG = 1_000_000  # new objects before the next collection; Python's default is 700, or 2,000
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def _chunked_s(least: LeastPass, schedule: str, pp: int, virtual_stages: int, nu
     """Return the bound for schedules with fixed cuts, by number of micro-batches."""
     found = np.full(len(num), np.inf)
     for cut in even_cuts(least.seconds, pp, virtual_stages):
-        each, waits = ranks_s(schedule, pp, virtual_stages, cut, least.forward, least.backward)
+        each, waits = ranks_s(schedule, pp, virtual_stages, cut, *least.sums)
         found = np.minimum(found, (num[:, None] * each + waits).max(axis=1))
     out: list[float] = found.tolist()
     return out

@@ -102,6 +102,11 @@ class LeastPass:
         return tuple(f + b for f, b in zip(self.forward, self.backward, strict=True))
 
     @cached_property
+    def sums(self) -> tuple[Array, Array]:
+        """The seconds of the forwards of the first units, from none to all, and of their backwards."""
+        return prefix(np.array(self.forward)), prefix(np.array(self.backward))
+
+    @cached_property
     def total_s(self) -> float:
         """The whole model."""
         return sum(self.seconds)
@@ -112,12 +117,16 @@ def ranks_s(
     pp: int,
     virtual_stages: int,
     cut: Sequence[int],
-    forward: Sequence[float],
-    backward: Sequence[float],
+    forward: Array,
+    backward: Array,
 ) -> tuple[Array, Array]:
-    """Return for every rank the seconds of one micro-batch on its stages, and those before its first one starts."""
-    ends = np.cumsum(cut)
-    through_f, through_b = (np.concatenate([[0.0], np.cumsum(seconds)])[[0, *ends]] for seconds in (forward, backward))
+    """Return for every rank the seconds of one micro-batch on its stages, and those before its first one starts.
+
+    Args:
+        forward, backward: sums of the seconds of the first units, from none to all.
+    """
+    ends = np.cumsum([0, *cut])
+    through_f, through_b = forward[ends], backward[ends]
     before = through_f if SCHEDULES[schedule].split_backward else through_f + through_b
     each = np.diff(through_f + through_b)
     mine = _chunks(schedule, pp, virtual_stages)
@@ -298,7 +307,8 @@ class ChunkCutter:
 
     def _quick_bound_s(self, cut: Sequence[int]) -> float:
         base = self.plain.pricer
-        each, waits = ranks_s(self.schedule, self.pp, self.virtual_stages, cut, base.forward, base.backward)
+        sums = (prefix(np.array(seconds)) for seconds in (base.forward, base.backward))
+        each, waits = ranks_s(self.schedule, self.pp, self.virtual_stages, cut, *sums)
         each += self.plain.stage_s * np.array([len(mine) for mine in self.chunks_of])
         return float((self.m * each + waits).max()) + self.plain.after_s
 

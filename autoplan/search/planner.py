@@ -543,10 +543,11 @@ class _Search:
         below = limit_s(self.plans.best[0].step_s, self.request.equal_within)
         least = self._complexity(self.plans.equals(self._complexity)[0])
         found, out = {e.candidate for e in self.plans.best}, (Outcome.ILLEGAL, Outcome.TOO_BIG)
+        bounds = ((c, self.bounds.get(c, math.inf)) for c in checked.candidates)
         some = [
-            (c, self.bounds[c])
-            for c in checked.candidates
-            if c in self.bounds and c not in found and self.outcomes.get(c, (None, ""))[0] not in out
+            (c, bound)
+            for c, bound in bounds
+            if bound <= below and c not in found and self.outcomes.get(c, (None, ""))[0] not in out
         ]
         for candidate in simpler_first(some, least, below)[:MOST_EXAMINED]:
             if self._out_of_time():
@@ -574,7 +575,8 @@ class _Search:
     def _certificate(self, checked: Space) -> Certificate:
         best, cutoff, enough = self.plans.best[0], self.plans.cutoff_s(), self.plans.enough_s()
         others, quick_s = (self.not_made, self.not_made_bounds), self.quick_time.bound_s
-        bounds = {c: self.bounds[c] if c in self.bounds else quick_s(c) for c in checked.candidates}
+        known = ((c, self.bounds.get(c)) for c in checked.candidates)
+        bounds = {c: quick_s(c) if bound is None else bound for c, bound in known}
         end = all_counted(checked.candidates, self.outcomes, bounds, *others, cutoff)
         steps = best.step_s, enough, cutoff
         made = certificate_of(self.request, checked, self.points, best.candidate, end, self.status, steps)

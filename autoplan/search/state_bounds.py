@@ -20,22 +20,28 @@ Schedules with few cuts are bounded cut by cut: a rank r with chunks c of known 
 
     max_y  sum_c sum_u min_h (R_uh + y w_c K_uh)  +  y (S_r - C_r)
 
-seconds of recompute per micro-batch. Their bubble is that of a step with the least seconds of every pass, which is
-simulated once for all candidates that differ in parameters only: a step never gets shorter if an action gets longer.
-Under 1F1B it is the least over all cuts into whole units, by a dynamic programme.
+seconds of recompute per micro-batch (`autoplan.search.rank_bounds`). S_r includes what crosses the ends of its chunks,
+and what the last unit of the chunk that runs backward needs for a time under its choice. If choices keep H_uh bytes
+on the host, where the state of the rank takes G_r of D bytes, it is for prices x of a byte there
 
-All bounds add the traffic once per step and the update, of which some rank has at
-least its share.
+    max_y,x  sum_c sum_u min_h (R_uh + w_c (y K_uh + x H_uh))  +  y (S_r - C_r)  +  x (G_r - D)
+
+since the micro-batches held at one moment are no more than those that are counted on the host. Without the seconds, a
+sum above 0 means that nothing fits.
+
+The bubble of a schedule is that of a step with the least seconds of every pass, which is simulated once for all
+candidates that differ in parameters only: a step never gets shorter if an action gets longer. Under 1F1B it is the
+least over all cuts into whole units, by a dynamic programme.
+
+All bounds add the traffic once per step and the update, of which some rank has at least its share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autoplan.config.offload import ACTIVATIONS, of_states
 from autoplan.config.parallel import Mode, ParallelConfig
@@ -44,15 +50,19 @@ from autoplan.cost_models.memory.least import LeastMemory, most_held
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.least import LeastSeconds, LeastTime
 from autoplan.cost_models.time.simulation import ChunkTimes, simulate
-from autoplan.schedules.schedule import SCHEDULES, actions, chunks_of_ranks, num_copies
+from autoplan.schedules.schedule import SCHEDULES, actions, num_copies
 from autoplan.search.interleaved_cuts import even_cuts
+from autoplan.search.rank_bounds import CutRanks, Indices, RankRows, ranks_of
+from autoplan.search.state_arrays import Alike, PassTimes, prices_of
 from autoplan.search.windows import between_ends, by_stage, illegal_windows, prefix
 from autoplan.units import ORDER_OF_SUMS
+
+# The first and the positions of candidates that are bounded together.
+_Groups = Sequence[tuple[ParallelConfig, Indices]]
 
 _CLOSE = 1 - ORDER_OF_SUMS
 _COMPARED = 6  # steps that were simulated last, with which another one is compared
 _ROUNDS = 3  # improvements of the weights
-_BEYOND = 4.0  # price of a byte where no choice frees enough, over that of the dearest choice
 
 
 # By schedule and cut: the seconds of forwards, of both parts of backwards, and the end of their step.
@@ -60,38 +70,17 @@ Simulated = dict[object, list[tuple[Array, float]]]
 
 
 @dataclass(frozen=True)
-class _Passes:
-    """Arrays of candidates that differ only in the sharding of parameters; rows are candidates.
+class _States:
+    """Bytes of parameters and all that belongs to them.
 
     Attributes:
-        forward, backward: seconds by kind of unit.
-        counts: units of each kind.
-        beside: the seconds per step outside of passes.
+        device, host: by kind of unit, at the fullest moment of a rank.
+        buffers: on any rank (`LeastMemory.least_buffers`).
     """
 
-    forward: Array
-    backward: Array
-    counts: Array
-    beside: Array
-
-
-@dataclass(frozen=True)
-class _Alike(_Passes):
-    """Passes over equal units, bounded together with their memory.
-
-    Attributes:
-        states: by kind of unit, in bytes of activations.
-        again, kept: the seconds (row, choice, kind) and bytes (choice, kind) of recompute choices; inf, both, of those
-            that a kind does not have.
-        room: the bytes that states and activations of the fullest moment may take.
-        free_saved: bytes that every stage holds per micro-batch besides its units'.
-    """
-
-    states: Array
-    again: Array
-    kept: Array
-    room: Array
-    free_saved: float
+    device: Array
+    host: Array
+    buffers: float
 
 
 class StateBounds:
@@ -113,6 +102,9 @@ class StateBounds:
         self.fixed = fixed
         self._bubbles: dict[object, float] = {}
         self._chunks: dict[tuple[int, ...], Array] = {}
+        self._moments: dict[object, tuple[bool, bool]] = {}
+        self._known_states: dict[object, _States] = {}
+        self._known_fixed: dict[object, float] = {}
 
     def of(self, members: Sequence[ParallelConfig], room: Room, below_s: float = np.inf) -> list[tuple[float, float]]:
         """Return for every candidate the bound with unlimited memory, and with the memory there is.
@@ -120,23 +112,20 @@ class StateBounds:
         Args:
             below_s: bounds that are not below it are not made stronger.
         """
-        out = [(0.0, 0.0)] * len(members)
-        for at in _alike(members):
-            some = [members[i] for i in at]
-            found = [self.time.of(_on_device(c)) for c in some]
-            passes = self._passes(some[0], found)
-            free = self._free_s(some[0], passes)
-            if below_s < np.inf and (free < below_s).any():
-                beside = passes.beside
-                free = np.maximum(free, self._unloaded_s(some[0], below_s - float(beside.max())) + beside)
-            bounds = free.copy()
-            open_to = np.flatnonzero(free < below_s)
-            if len(open_to) and num_copies(some[0].schedule) == 1:
-                arrays = self._arrays([some[i] for i in open_to], [found[i] for i in open_to], room)
-                bounds[open_to] = np.maximum(free[open_to], self._tight_s(some[0], arrays, below_s))
-            for i, least, bound in zip(at, free.tolist(), bounds.tolist(), strict=True):
-                out[i] = least * _CLOSE, bound * _CLOSE
-        return out
+        groups = _alike(members)
+        found = [self.time.of(_on_device(c)) for c in members]
+        passes = self._passes(members, found)
+        ranked = self._ranked(members, groups, passes)
+        free = self._free_s(groups, passes, ranked)
+        if below_s < np.inf:
+            for first, at in groups:
+                if (free[at] < below_s).any():
+                    beside = passes.beside[at]
+                    free[at] = np.maximum(free[at], self._unloaded_s(first, below_s - float(beside.max())) + beside)
+        looked = (free < below_s).tolist()
+        kinds = [(c.offload,) for c in members]
+        bounds = np.maximum(free, self._fitting_s(members, kinds, found, looked, ranked, room, below_s))
+        return [(least * _CLOSE, bound * _CLOSE) for least, bound in zip(free.tolist(), bounds.tolist(), strict=True)]
 
     def offloaded_s(
         self,
@@ -147,84 +136,121 @@ class StateBounds:
     ) -> list[float]:
         """Return for every candidate a bound with the memory there is, under whichever of its kinds of offload.
 
-        They are bounded together: as fast as without, and with the least memory that any of them leaves on the device.
+        They are bounded together: as fast as without, and with the least memory that any of them leaves on the device,
+        and the least state that any of them has on the host.
 
         Args:
             below_s: as for `of`.
         """
-        out = [0.0] * len(members)
-        for at in _alike(members):
-            some = [members[i] for i in at]
-            if num_copies(some[0].schedule) == 1 and all(kinds[i] for i in at):
-                arrays = self._arrays(some, [self.time.of(c) for c in some], room, [kinds[i] for i in at])
-                for i, bound in zip(at, self._tight_s(some[0], arrays, below_s).tolist(), strict=True):
-                    out[i] = bound * _CLOSE
+        found = [self.time.of(c) for c in members]
+        ranked = self._ranked(members, _alike(members), self._passes(members, found))
+        bounds = self._fitting_s(members, kinds, found, [bool(mine) for mine in kinds], ranked, room, below_s)
+        out: list[float] = (bounds * _CLOSE).tolist()
         return out
 
-    def _passes(self, first: ParallelConfig, found: Sequence[LeastSeconds]) -> _Passes:
-        return _Passes(
+    def _passes(self, members: Sequence[ParallelConfig], found: Sequence[LeastSeconds]) -> PassTimes:
+        return PassTimes(
             np.array([each.forward for each in found]),
             np.array([each.backward for each in found]),
             self.time.counts,
-            np.array([each.once + each.update for each in found]) / first.pp,
+            np.array([(each.once + each.update) / c.pp for c, each in zip(members, found, strict=True)]),
         )
+
+    def _ranked(self, members: Sequence[ParallelConfig], groups: _Groups, a: PassTimes) -> list[RankRows]:
+        """Return the ranks of all cuts of candidates whose schedule has few, by their number of chunks per rank."""
+        kinds, found = self.time.workload.unit_kinds, dict[int, list[tuple[Indices, CutRanks]]]()
+        for first, rows in groups:
+            if num_copies(first.schedule) == 1 and not SCHEDULES[first.schedule].windows:
+                some = [(rows, ranks_of(first, cut, kinds)) for cut in self._cuts(first)]
+                found.setdefault(first.virtual_stages, []).extend(some)
+        num = np.array([float(c.num_micro_batches) for c in members])
+        return [RankRows(cuts, a, num) for cuts in found.values()]
 
     def _arrays(
         self,
         members: Sequence[ParallelConfig],
         found: Sequence[LeastSeconds],
         room: Room,
-        kinds: Sequence[Sequence[tuple[str, ...]]] = (),
-    ) -> _Alike:
-        """Return the arrays of candidates. `kinds`: of each, the kinds of offload of which any may be chosen."""
-        t, first = self.time, members[0]
-        on_device = [[_on_device(c)] for c in members]
-        if kinds:
-            on_device = [
-                [c.but(offload=kind) for kind in {*map(of_states, mine)}]
-                for c, mine in zip(members, kinds, strict=True)
-            ]
-        need, transient = self.memory.need_bytes(room), self.memory.least_transient
-        on_host = ACTIVATIONS in first.offload or any(ACTIVATIONS in kind for mine in kinds for kind in mine)
-        again = np.repeat(t.again[None], len(members), axis=0)
+        kinds: Sequence[Sequence[tuple[str, ...]]],
+    ) -> Alike:
+        """Return the arrays of candidates. `kinds`: of each, the kinds of offload of which any may be chosen.
+
+        Either all of them may keep activations on the host, or none may.
+        """
+        t, memory, copies = self.time, self.memory, len(members)
+        need = memory.need_bytes(room)
+        on_host = any(ACTIVATIONS in kind for mine in kinds for kind in mine)
+        again = np.repeat(t.again[None], copies, axis=0)
         again[:, 1] = [each.whole for each in found]
         kept = t.kept if on_host else np.where(t.on_host[:, None], np.inf, t.kept)
+        moved, host_need, held_back = np.zeros(kept.shape), memory.host_need_bytes(room), t.transient
+        if on_host and not self.fixed and room.host_bytes < np.inf:
+            size = t.least_by_kind(memory.moved_to_host)
+            moved = np.where(np.isinf(kept), 0.0, t.on_host[:, None] * size)
         if self.fixed:  # which choice is not known here: the least bytes, for nothing
-            kept = t.least_by_kind(self.memory.kept)[None]
-            again = np.zeros((len(members), *kept.shape))
+            kept = t.least_by_kind(memory.kept)[None]
+            moved, again = np.zeros(kept.shape), np.zeros((copies, *kept.shape))
+            held_back = t.transient.min(axis=0)[None]
         again = np.where(np.isinf(kept), np.inf, again)
-        known = {(c.dp, c.zero_replicas): c for c in members}
-        by_degrees = {key: self.memory.fixed_bytes(c, room) for key, c in known.items()}
-        fixed = np.array([by_degrees[c.dp, c.zero_replicas] for c in members])
-        buffers = np.array([min(sum(self.memory.least_buffers(c)) for c in some) for some in on_device])
-        sizes = (np.minimum.reduce([self.memory.unit_states(c) for c in some]) for some in on_device)
-        states = np.array([t.least_by_kind(each) for each in sizes]) / need
-        passes = self._passes(first, found)
-        room_left = (room.device_bytes - fixed - buffers) / need - transient
-        return _Alike(
+        states = [
+            [self._states(c, kind) for kind in {*map(of_states, mine)}] for c, mine in zip(members, kinds, strict=True)
+        ]
+        fixed = np.array([self._fixed(c, room) for c in members])
+        buffers = np.array([min(each.buffers for each in mine) for mine in states])
+        passes = self._passes(members, found)
+        prices, both = prices_of((passes.forward + passes.backward) @ passes.counts, passes.counts, again, kept, moved)
+        return Alike(
             passes.forward,
             passes.backward,
             passes.counts,
             passes.beside,
-            states,
+            np.array([_least_of_any([each.device for each in mine]) for mine in states]) / need,
             again,
             kept,
-            room_left,
-            self.memory.free_saved,
+            held_back,
+            (room.device_bytes - fixed - buffers) / need,
+            memory.free_saved,
+            moved,
+            np.array([_least_of_any([each.host for each in mine]) for mine in states]) / host_need,
+            np.full(copies, room.host_bytes / host_need if moved.any() else 0.0),
+            prices,
+            both,
         )
+
+    def _states(self, c: ParallelConfig, offload: tuple[str, ...]) -> _States:
+        """Return the states of a candidate with this offload."""
+        point = c.schedule, c.pp, c.virtual_stages, c.num_micro_batches, c.zero_stage
+        moments = self._moments.get(point)
+        if moments is None:
+            moments = self._moments[point] = self.memory.fullest_has(c)
+        key = c.dp, c.zero_stage, c.zero_replicas, offload, c.num_micro_batches == 1, moments, num_copies(c.schedule)
+        found = self._known_states.get(key)
+        if found is None:
+            c, by_kind = c.but(offload=offload), self.time.least_by_kind
+            device, host = (by_kind(each) for each in (self.memory.unit_states(c), self.memory.unit_host_states(c)))
+            found = self._known_states[key] = _States(device, host, sum(self.memory.least_buffers(c)))
+        return found
+
+    def _fixed(self, c: ParallelConfig, room: Room) -> float:
+        key = c.schedule, c.pp, c.virtual_stages, c.dp, c.zero_replicas, room
+        found = self._known_fixed.get(key)
+        if found is None:
+            found = self._known_fixed[key] = self.memory.fixed_bytes(c, room)
+        return found
 
     # -- unlimited memory ---------------------------------------------------------------------------------------------
 
-    def _free_s(self, c: ParallelConfig, a: _Passes) -> Array:
-        total = (a.forward + a.backward) @ a.counts
-        m, schedule = c.num_micro_batches, SCHEDULES[c.schedule]
-        bound: Array = m * total / c.pp
-        if schedule.windows:
-            bound = total / (1.0 - (1.0 - 1.0 / m) ** c.pp)
-        elif num_copies(c.schedule) == 1:
-            cuts = (self._ranks_s(c, a, cut).max(axis=1) for cut in self._cuts(c))
-            bound = np.maximum(bound, np.array(list(cuts)).min(axis=0))
-        return bound + a.beside
+    def _free_s(self, groups: _Groups, a: PassTimes, ranked: Sequence[RankRows]) -> Array:
+        bound, total = np.zeros(len(a.beside)), (a.forward + a.backward) @ a.counts
+        for c, at in groups:
+            m = c.num_micro_batches
+            bound[at] = m * total[at] / c.pp
+            if SCHEDULES[c.schedule].windows:
+                bound[at] = total[at] / (1.0 - (1.0 - 1.0 / m) ** c.pp)
+        for rows in ranked:
+            bound[rows.rows] = np.maximum(bound, rows.fastest(rows.seconds))[rows.rows]
+        out: Array = bound + a.beside
+        return out
 
     def _unloaded_s(self, c: ParallelConfig, below_s: float) -> float:
         """Return the least step of the cuts of a schedule without what parameters and memory add to passes: simulated.
@@ -297,42 +323,63 @@ class StateBounds:
             self._chunks[key] = np.diff(one.cumsum(axis=0)[[0, *np.cumsum(cut)]], axis=0)
         return self._chunks[key]
 
-    def _ranks_s(self, c: ParallelConfig, a: _Passes, cut: Sequence[int]) -> Array:
-        """Return per candidate and rank the seconds of all micro-batches, and those before its first stage starts."""
-        held, ranks = self._held(cut), _ranks_of(c.schedule, c.pp, c.virtual_stages)
-        forward, backward = a.forward @ held.T, a.backward @ held.T
-        before = forward if SCHEDULES[c.schedule].split_backward else forward + backward
-        waits = (before.cumsum(axis=1) - before)[:, ranks.first]
-        each = (forward + backward) @ ranks.holds.T
-        out: Array = c.num_micro_batches * each + waits
-        return out
-
     # -- the memory there is ------------------------------------------------------------------------------------------
 
-    def _tight_s(self, c: ParallelConfig, a: _Alike, below_s: float) -> Array:
-        if SCHEDULES[c.schedule].windows and c.virtual_stages == 1:
-            found = self._any_cut_s(c, a) + a.beside
-            if below_s < np.inf and 1 < c.pp <= len(self.time.kinds):
-                for row in np.flatnonzero(found < below_s).tolist():
-                    found[row] = max(found[row], self._whole_units_that_fit_s(c, a, row) + a.beside[row])
-            return found
-        best = np.full(len(a.beside), np.inf)
-        for cut in self._cuts(c):
-            found = self._ranks_s(c, a, cut)
-            if (found.max(axis=1) + a.beside < below_s).any():
-                found = found + c.num_micro_batches * self._forced_s(c, a, cut)
-            best = np.minimum(best, found.max(axis=1))
-        return best + a.beside
+    def _fitting_s(
+        self,
+        members: Sequence[ParallelConfig],
+        kinds: Sequence[Sequence[tuple[str, ...]]],
+        found: Sequence[LeastSeconds],
+        looked: Sequence[bool],
+        ranked: Sequence[RankRows],
+        room: Room,
+        below_s: float,
+    ) -> Array:
+        """Return the bounds of candidates that are looked at; 0 for others, and with two copies of stages.
 
-    def _any_cut_s(self, c: ParallelConfig, a: _Alike) -> Array:
+        Args:
+            kinds: of each, the kinds of offload of which any may be chosen.
+        """
+        out, crosses = np.zeros(len(members)), self.memory.beside_ends[0]
+        for there in (False, True):
+            some = [
+                i
+                for i, (c, mine) in enumerate(zip(members, kinds, strict=True))
+                if looked[i] and num_copies(c.schedule) == 1 and any(ACTIVATIONS in kind for kind in mine) == there
+            ]
+            if not some:
+                continue
+            mine = [members[i] for i in some]
+            arrays = self._arrays(mine, [found[i] for i in some], room, [kinds[i] for i in some])
+            for c, at in _alike(mine):
+                if SCHEDULES[c.schedule].windows:
+                    out[np.array(some)[at]] = self._one_stage_s(c, arrays.rows(at), below_s)
+            row = np.full(len(members), -1)
+            row[some] = np.arange(len(some))
+            for ranks in ranked:
+                rows = ranks.rows[row[ranks.rows] >= 0]
+                if len(rows):
+                    fitting = ranks.fastest(ranks.fitting_s(arrays, row, below_s, crosses))
+                    out[rows] = fitting[rows] + arrays.beside[row[rows]]
+        return out
+
+    def _one_stage_s(self, c: ParallelConfig, a: Alike, below_s: float) -> Array:
+        """Return the bounds of alike candidates with one stage per rank and any cut."""
+        found = self._any_cut_s(c, a) + a.beside
+        if below_s < np.inf and 1 < c.pp <= len(self.time.kinds):
+            for row in np.flatnonzero(found < below_s).tolist():
+                found[row] = max(found[row], self._whole_units_that_fit_s(c, a, row) + a.beside[row])
+        return found
+
+    def _any_cut_s(self, c: ParallelConfig, a: Alike) -> Array:
         """Return the bound over all cuts into one stage per rank."""
         held = most_held(c.schedule, c.pp, c.num_micro_batches, 1).held
-        room = a.room[:, None] - a.free_saved * held
+        room = a.room[:, None] - self.memory.least_transient - a.free_saved * held
         seconds, states = a.forward + a.backward, a.states @ a.counts
         total = (seconds @ a.counts)[:, None]
-        prices = _prices(a)
+        prices = a.prices
         # least seconds of recompute and the bytes' price, by candidate and price, of the whole model
-        whole = _least(a, prices[:, :, None]) @ a.counts
+        whole = a.least(prices[:, :, None]) @ a.counts
         share = np.full(room.shape, 1.0 / c.pp)
         best = np.zeros(len(total))
         for _ in range(_ROUNDS):
@@ -343,14 +390,14 @@ class StateBounds:
             price = np.take_along_axis(prices, at, axis=1)
             each = total + np.take_along_axis(whole, at, axis=1) + price * states[:, None] / held
             weights, shares = _weights(1.0 / each, c.num_micro_batches)
-            inside = _least(a, price[:, :, None]) + seconds[:, None, :] + (price / held)[:, :, None] * a.states[:, None]
+            inside = a.least(price[:, :, None]) + seconds[:, None, :] + (price / held)[:, :, None] * a.states[:, None]
             bound = (weights[:, :, None] * inside).min(axis=1) @ a.counts - (weights * price * room / held).sum(axis=1)
             best = np.maximum(best, bound / shares)
             share = 1.0 / (total + again)
             share /= share.sum(axis=1, keepdims=True)
         return best
 
-    def _whole_units_that_fit_s(self, c: ParallelConfig, a: _Alike, row: int) -> float:
+    def _whole_units_that_fit_s(self, c: ParallelConfig, a: Alike, row: int) -> float:
         """Return the least of  max_s (m T_s + sum_{i<s} T_i)  over all cuts into whole units; inf if none fits.
 
         T_s has the least seconds of recompute with which stage s fits, whatever the choices of its units are. While its
@@ -366,13 +413,11 @@ class StateBounds:
         lacks = lacks / held[:, None, None]
         crosses, transient = self.memory.beside_ends  # a stage holds what it receives and sends, too
         lacks = lacks + by_stage(crosses[:, None] + crosses[None, :], pp)
-        lacks += (
-            by_stage(np.tile(transient - self.memory.least_transient, (len(transient), 1)), pp) / held[:, None, None]
-        )
+        lacks += by_stage(np.tile(transient, (len(transient), 1)), pp) / held[:, None, None]
         again = np.zeros(lacks.shape)
-        one = _rows(a, np.array([row]))
-        prices = _prices(one)[0]
-        for price, least in zip(prices[1:], _least(one, prices[None, 1:, None])[0], strict=True):
+        one = a.rows(np.array([row]))
+        prices = one.prices[0]
+        for price, least in zip(prices[1:], one.least(prices[None, 1:, None])[0], strict=True):
             np.maximum(again, windows(least) + price * lacks, out=again)
         each = windows(a.forward[row] + a.backward[row]) + again
         each[illegal_windows(len(kinds), pp, None) | (windows(a.kept.min(axis=0)) * _CLOSE + lacks > 0)] = np.inf
@@ -380,78 +425,6 @@ class StateBounds:
         for s in reversed(range(pp)):
             rest = np.maximum(most[s], each[s] + rest).min(axis=1)
         return float(rest[0])
-
-    def _forced_s(self, c: ParallelConfig, a: _Alike, cut: Sequence[int]) -> Array:
-        """Return per candidate and rank the least seconds of recompute per micro-batch with which a cut fits."""
-        units, of_rank = self._held(cut), _ranks_of(c.schedule, c.pp, c.virtual_stages).holds
-        held = most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages).held
-        most, least = (units @ kept * held for kept in (a.kept[0], a.kept.min(axis=0)))  # bytes of every chunk
-        room = a.room[:, None] - (a.states @ units.T + a.free_saved * held) @ of_rank.T
-        too_big = of_rank @ least * _CLOSE > room
-        out = np.where(too_big, np.inf, 0.0)
-        short = (of_rank @ most > room) & ~too_big
-        rows = np.flatnonzero(short.any(axis=1))
-        if not rows.size:
-            return out
-        some, of_most = _rows(a, rows), np.maximum(1.0, (of_rank * held).max(axis=1))
-        prices = _prices(some)[:, None] / of_most[:, None]  # by candidate, rank and price
-        by_chunk = prices[:, of_rank.argmax(axis=0)] * held[:, None]
-        inside = _least(some, by_chunk.reshape(len(rows), -1, 1)).reshape(*by_chunk.shape, -1)
-        found = of_rank @ (inside * units[:, None]).sum(axis=3) - prices * room[rows][:, :, None]
-        out[rows] = np.where(short[rows], np.maximum(0.0, found.max(axis=2)), out[rows])
-        return out
-
-
-@dataclass(frozen=True)
-class _Ranks:
-    """The chunks of ranks: 1 where a rank (row) holds a chunk, and the first chunk of each."""
-
-    holds: Array
-    first: NDArray[np.int64]
-
-
-@lru_cache(maxsize=1024)
-def _ranks_of(schedule: str, pp: int, virtual_stages: int) -> _Ranks:
-    mine = chunks_of_ranks(schedule, pp, virtual_stages)
-    holds = np.zeros((pp, max(map(max, mine)) + 1))
-    for rank, chunks in enumerate(mine):
-        holds[rank, list(chunks)] = 1.0
-    return _Ranks(holds, np.array([chunks[0] for chunks in mine]))
-
-
-def _least(a: _Alike, price: Array) -> Array:
-    """Return the least of seconds and bytes at a price, over recompute choices: by candidate, price and kind."""
-    out = np.full((*price.shape[:2], a.kept.shape[1]), np.inf)
-    for k, kept in enumerate(np.where(np.isinf(a.kept), 0.0, a.kept)):
-        np.minimum(out, a.again[:, None, k] + price * kept, out=out)
-    return out
-
-
-def _prices(a: _Alike) -> Array:
-    """Return by candidate the prices of a byte worth trying: 0, what choices cost per byte that they free, and more.
-
-    They are those of the convex front of the kind of unit with most activations.
-    """
-    main = int(np.argmax(a.kept[0] * a.counts))
-    kept = a.kept[:, main]
-    choices, rows = np.unique(a.again[:, :, main], axis=0, return_inverse=True)  # most candidates have equal ones
-    found = [_front(again, kept) for again in choices]
-    most = max(map(len, found))
-    out = np.array([prices + prices[-1:] * (most - len(prices)) for prices in found])[rows.ravel()]
-    dear = out.max(axis=1, keepdims=True)
-    whole = ((a.forward + a.backward) @ a.counts)[:, None] / max(1.0, float(kept[0]))
-    return np.concatenate([out, _BEYOND * np.where(dear > 0, dear, whole)], axis=1)
-
-
-def _front(again: Array, kept: Array) -> list[float]:
-    """Return 0 and what the choices of the convex front cost per byte, cheapest first."""
-    at, prices = 0, [0.0]
-    while (less := np.flatnonzero(kept < kept[at])).size:
-        slopes = (again[less] - again[at]) / (kept[at] - kept[less])
-        best = np.lexsort((kept[less], slopes))[0]  # of equal slopes, the one that frees most
-        prices.append(max(0.0, float(slopes[best])))
-        at = int(less[best])
-    return prices
 
 
 def _weights(wanted: Array, num_micro_batches: int) -> tuple[Array, Array]:
@@ -465,29 +438,19 @@ def _weights(wanted: Array, num_micro_batches: int) -> tuple[Array, Array]:
     return out, behind
 
 
-def _alike(members: Sequence[ParallelConfig]) -> Iterator[list[int]]:
-    """Yield the positions of the candidates that differ only in the sharding of parameters."""
+def _alike(members: Sequence[ParallelConfig]) -> _Groups:
+    """Return the first and the positions of candidates that differ only in the sharding of parameters."""
     found: dict[object, list[int]] = {}
     for i, c in enumerate(members):
         key = c.schedule, c.pp, c.virtual_stages, c.num_micro_batches, c.stages, ACTIVATIONS in c.offload
         found.setdefault(key, []).append(i)
-    yield from found.values()
+    return [(members[at[0]], np.array(at)) for at in found.values()]
+
+
+def _least_of_any(each: Sequence[Array]) -> Array:
+    return np.minimum.reduce(each) if len(each) > 1 else each[0]
 
 
 def _on_device(c: ParallelConfig) -> ParallelConfig:
     """Return a candidate with activations on the device: they are a choice of recompute here."""
     return c.but(offload=of_states(c.offload)) if c.offload else c
-
-
-def _rows(a: _Alike, at: NDArray[np.int64]) -> _Alike:
-    return _Alike(
-        a.forward[at],
-        a.backward[at],
-        a.counts,
-        a.beside[at],
-        a.states[at],
-        a.again[at],
-        a.kept,
-        a.room[at],
-        a.free_saved,
-    )

@@ -185,6 +185,7 @@ class Stack:
         chunks: Stages per rank of an interleaved schedule if nothing is said; None: as many as given.
         whole_experts_since: Year since which tensor parallelism does not split experts (etp = 1); None: it does.
         kept_gathered: Where parameters stay gathered until the end of the step.
+        gradients_32_since: Year since which gradients of bfloat16 parameters are summed in 32 bits all the same.
         moments_16: True if models with latent attention keep the moments in 16 bits.
         sources: The sources of the keys that have one of their own.
     """
@@ -202,6 +203,7 @@ class Stack:
     whole_experts_since: float | None = None
     kept_gathered: tuple[KeptGathered, ...] = ()
     gradients_16: Gradients16 = Gradients16.NEVER
+    gradients_32_since: float = math.inf
     moments_16: bool = False
     vocab: Vocab | None = None
     adapters: AdapterDefaults | None = None
@@ -246,8 +248,9 @@ class Stack:
         """
         if precision in ("fp32", "native"):
             return precision
-        usual = self.gradients_16
-        narrow = usual is Gradients16.ALWAYS or (usual is Gradients16.FP16 and precision == "fp16")
+        usual, fp16 = self.gradients_16, precision == "fp16"
+        always = usual is Gradients16.ALWAYS and (fp16 or year < self.gradients_32_since)
+        narrow = always or (usual is Gradients16.FP16 and fp16)
         moments = narrow and latent and self.moments_16
         split = any(
             r.since <= year < r.until and precision in r.precisions and (moments or not r.with_moments)
@@ -427,7 +430,7 @@ def stack_of(data: object, where: str) -> Stack:
     chunks = read.inner("chunks", ("default", "source"))
     whole = read.inner("whole_experts", ("since", "source"))
     kept = read.inner("kept_gathered", ("in", "source"))
-    narrow = read.inner("gradients_16", ("when", "source"))
+    narrow = read.inner("gradients_16", ("when", "source"), ("in_32_since",))
     moments = read.inner("moments_16", ("source",))
     vocab = read.inner("vocab", ("vocab_size", "vocab_multiple", "source"))
     adapters = read.inner("adapters", ("rank", "layers", "source"))
@@ -468,6 +471,7 @@ def stack_of(data: object, where: str) -> Stack:
         whole_experts_since=None if whole is None else float(whole.one("since", (int, float))),
         kept_gathered=() if kept is None else kept.some("in", tuple(KeptGathered)),
         gradients_16=Gradients16(when),
+        gradients_32_since=math.inf if narrow is None else float(narrow.one("in_32_since", (int, float), math.inf)),
         moments_16=moments is not None,
         vocab=None if vocab is None else Vocab(**vocab.data),
         adapters=None

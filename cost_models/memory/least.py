@@ -38,7 +38,7 @@ from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.communicators import FixedMemory
 from autoplan.cost_models.memory.parameters import ParameterMemory, States
-from autoplan.cost_models.memory.ranks import CONTEXT, activation_need
+from autoplan.cost_models.memory.ranks import CONTEXT, HOST_NEED, activation_need
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.work import ParamWork, Workload
 from autoplan.schedules.schedule import (
@@ -95,6 +95,7 @@ class LeastMemory:
         self.kept: Array = self._choices[False].least
         self.activations: int = sum(self.kept.tolist())
         self.free_saved: float = workload.free_saved
+        self.moved_to_host: Array = _moved(workload)
         self._transient = np.minimum(workload.unit_transient, workload.unit_recompute_transient)
         # what a chunk sends, if it is held and no other term holds it
         sent = (0.0,) * len(self.kept) if self.megatron or workload.shared else (*workload.cut_bytes, 0.0)
@@ -258,6 +259,18 @@ class LeastMemory:
             self._unit_states[id(each)] = self._units @ each.sum(axis=0)
         return self._unit_states[id(each)]
 
+    def unit_host_states(self, config: ParallelConfig) -> Array:
+        """Return the bytes of parameters, gradients and optimizer state of every unit in host memory."""
+        if not config.offload:
+            return np.zeros(len(self._units))
+        memory = ParameterMemory(config, self.precision, self.megatron)
+        out: Array = self._units @ np.array([memory.of(ParamWork("", 1, *kind)).host for kind in self.elements])
+        return out
+
+    def fullest_has(self, config: ParallelConfig) -> tuple[bool, bool]:
+        """Return if a rank has whole gradients, and gathered parameters, of all its units while it holds most."""
+        return self._whole(config), self._gathers_all(config)
+
     def least_buffers(self, config: ParallelConfig) -> tuple[float, float]:
         """Return the bytes of gathered parameters (ZeRO 3) and of gradients to be scattered (2 and 3) on any rank.
 
@@ -278,6 +291,10 @@ class LeastMemory:
     def need_bytes(self, room: Room) -> float:
         """Return the bytes that have to fit for a byte of activations."""
         return room.bytes_of(activation_need(self.cluster))
+
+    def host_need_bytes(self, room: Room) -> float:
+        """Return the bytes that have to fit the host for a byte of activations there."""
+        return room.bytes_of(HOST_NEED)
 
     def fixed_bytes(self, config: ParallelConfig, room: Room) -> float:
         """Return the bytes that a process needs before it makes a tensor."""
@@ -424,6 +441,14 @@ def _elements(workload: Workload) -> list[Counter[ParameterKind]]:
             dtype = next(p.dtype for name in w.units[t.last] for p in w.blocks[name].params)
             found[t.last][dtype, True, False, False] -= round(t.num_bytes / dtype_bytes(dtype))
     return found
+
+
+def _moved(workload: Workload) -> Array:
+    """Return the bytes of a micro-batch that each unit keeps on the host, if all of its layers keep theirs there."""
+    w = workload
+    sizes = {name: block.offloaded_bytes for name, block in w.blocks.items()}
+    units = zip(w.units, w.is_layer, strict=True)
+    return np.array([sum(sizes[b] for b, layer in zip(*unit, strict=True) if layer) for unit in units])
 
 
 def _names(workload: Workload, on_host: bool) -> list[str]:

@@ -56,7 +56,8 @@ class ParameterMemory:
         shares: ranks that hold one copy between them, of parameters and (True) of those of experts.
     """
 
-    def __init__(self, config: ParallelConfig, precision: Precision, megatron: bool) -> None:
+    def __init__(self, config: ParallelConfig, precision: Precision, megatron: bool, whole_sums: bool = False) -> None:
+        self.whole_sums: bool = whole_sums and config.zero_stage == 1
         self.config = config
         self.precision = precision
         self.megatron = megatron
@@ -74,6 +75,8 @@ class ParameterMemory:
             grad = n * (width if self.precision.grad_bytes is None else self.precision.grad_bytes)
             # gradient shards of fully_shard are as wide as its parameters
             shard = (n * MASTER_BYTES if masters else grad) / share
+            if self.whole_sums:
+                grad += n * width
             found = States(
                 stored,
                 gathered,

@@ -51,7 +51,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
 from autoplan.config.precision import MASTER_BYTES, Precision
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, recompute_kind
 from autoplan.cost_models.hardware.cluster import Cluster
@@ -70,8 +70,13 @@ from autoplan.units import dtype_bytes
 _FRAGMENTATION = Quantity(0.0, 0.03, 0.10, Tag.ASSUMED)
 # relative error of the liveness walk (autoplan.program.activations), compared with measured peaks
 _ACTIVATION_SPREAD = 0.05
+HOST_NEED = Quantity.spread(
+    1.0, _ACTIVATION_SPREAD, Tag.FITTED
+)  # bytes in host memory that a byte of activations takes
 
 
+_PLAIN = RunOptions()
+_HALF_BYTES = 2
 NOTHING: Mapping[int, str] = MappingProxyType({})
 FIRST, LATER, REDUCTION, UPDATE = "first backward", "backward", "reduction", "optimizer step"
 # Terms without a tensor of the program, which `torch.cuda.max_memory_allocated` does not count.
@@ -111,6 +116,7 @@ class MemoryModel:
         precision: Precision,
         cluster: Cluster,
         mode: Mode = Mode.EAGER,
+        options: RunOptions = _PLAIN,
     ) -> None:
         self.workload = workload
         self.config = config
@@ -119,7 +125,7 @@ class MemoryModel:
         self.megatron: bool = mode is Mode.FUSED
         c = config
         self.copies: int = num_copies(c.schedule)
-        self.parameters: ParameterMemory = ParameterMemory(c, precision, self.megatron)
+        self.parameters: ParameterMemory = ParameterMemory(c, precision, self.megatron, options.whole_sums)
         shares = self.parameters.shares
         self.sharded: bool = c.zero_stage > 0 and max(shares.values()) > 1
         self._placeheld: dict[frozenset[str], float] = {}
@@ -132,6 +138,7 @@ class MemoryModel:
         self._schedule()
         self.fragmentation: Quantity = _fragmentation(cluster)
         self.per_byte: Quantity = activation_need(cluster)
+        self._bucket: int = (options.zero_bucket or 0) if self.sharded and c.zero_stage == 1 else 0
         reduced = c.zero_stage == 0 and max(shares.values()) > 1
         # the optimizer takes gradients as wide as its parameters: sums in 16 bits are copied once more
         grad_bytes = self.precision.grad_bytes or MASTER_BYTES
@@ -296,7 +303,10 @@ class MemoryModel:
         terms["transient"] = Quantity.spread(fullest.transient, _ACTIVATION_SPREAD, Tag.FITTED)
         if self.fixed.mid:
             terms[CONTEXT] = self.fixed
-            terms[FRAGMENTATION] = self.fragmentation * (fullest.held + fullest.transient)
+            own = self.own_segments(states, chunks, mine)
+            terms[FRAGMENTATION] = self.fragmentation * (fullest.held + fullest.transient) + Quantity.spread(
+                own, 0.0, Tag.EXACT
+            )
         in_flight = max(self.flights[rank])
         return RankMemory(terms, in_flight, fullest.name, self._host(chunks, mine, recompute, pinned, in_flight))
 
@@ -316,8 +326,25 @@ class MemoryModel:
         if self.fixed.mid:
             sum_bytes += self.fixed.mid + guard * (self.fixed.high - self.fixed.mid)
             size, parts = fullest.held + fullest.transient, self.fragmentation
-            sum_bytes += parts.mid * size + guard * (parts.high * size - parts.mid * size)
+            own = self.own_segments(states, chunks, self.chunks_of[rank])
+            sum_bytes += parts.mid * size + own + guard * (parts.high * size - parts.mid * size)
         return sum_bytes
+
+    def own_segments(self, states: RankStates, chunks: Sequence[range], mine: Sequence[int]) -> float:
+        """Return the bytes of buffers of the end of a step that are larger than what activations leave free.
+
+        torch's allocator keeps freed segments as large as they were asked for and joins none. DeepSpeed's ZeRO 1
+        (runtime/zero/stage_1_and_2.py) reduces and gathers in buckets, and copies the gradients of its shard into one
+        tensor of 16 bits and one of 32. Its BF16_Optimizer copies each gradient into 32 bits, and gathers in buckets.
+        """
+        if not self._bucket:
+            return 0.0
+        bucket = self._bucket * _HALF_BYTES
+        if self.parameters.whole_sums:
+            units = [u for k in mine for u in chunks[k]]
+            return bucket + max(self.largest_tensor[u] for u in units) * MASTER_BYTES / (MASTER_BYTES + _HALF_BYTES)
+        shard = states.optimizer / (self.precision.state_bytes or MASTER_BYTES)
+        return 2 * bucket + shard * (_HALF_BYTES + MASTER_BYTES)
 
     def host_bytes(
         self, rank: int, chunks: Sequence[range], recompute: Sequence[int], pinned: Mapping[int, str], guard: float

@@ -137,17 +137,32 @@ class LeastTime:
         return (NONE, FULL, SELECTIVE, *found)
 
     @cached_property
-    def kept(self) -> Array:
-        """The fewest bytes that a unit of each kind (columns) keeps under a choice (rows); inf if it has none such."""
+    def _kept_by_unit(self) -> Array:
+        """The bytes that a unit (columns) keeps under a choice (rows); inf if it has none such."""
         w = self.workload
-        by_unit = np.full((len(self.names), len(w.units)), np.inf)
-        by_unit[0] = w.unit_saved
+        out = np.full((len(self.names), len(w.units)), np.inf)
+        out[0] = w.unit_saved
         for u, layers in enumerate(w.layers):
             choices = {FULL: w.unit_kept[u], SELECTIVE: w.unit_selective[u]} if layers else {}
             choices |= w.unit_choices[u] if layers and w.unit_choices else {}
             for name in self.names[1:]:
-                size = choices.get(name, np.inf)
-                by_unit[self.names.index(name), u] = size
+                out[self.names.index(name), u] = choices.get(name, np.inf)
+        return out
+
+    @cached_property
+    def kept(self) -> Array:
+        """The fewest bytes that a unit of each kind (columns) keeps under a choice (rows); inf if it has none such."""
+        return self._least_of_kinds(self._kept_by_unit)
+
+    @cached_property
+    def transient(self) -> Array:
+        """Likewise the fewest bytes that its backward needs for a time: what is not kept comes back before it."""
+        w, kept = self.workload, self._kept_by_unit
+        by_unit = np.array(w.unit_transient) + np.maximum(0.0, np.array(w.unit_saved) - kept)
+        by_unit[self.names.index(FULL)] = w.unit_recompute_transient
+        return self._least_of_kinds(np.where(np.isinf(kept), np.inf, by_unit))
+
+    def _least_of_kinds(self, by_unit: Array) -> Array:
         out = np.full((len(self.names), len(self._first)), np.inf)
         np.minimum.at(out.T, self.kinds, by_unit.T)
         return out
@@ -292,11 +307,11 @@ class LeastTime:
             (("gather", c.zero_stage > 0, *shards), lambda b: pricer.traffic_s(b)[0]),
             (("reduce", c.zero_stage > 0, pricer.reduces_beside, *shards), lambda b: pricer.traffic_s(b)[1]),
             (("across", *shares, groups["zero_replicas"]), lambda b: pricer.across_s(b)),
-            (("add", runs, shares if c.zero_stage >= 2 else 1), lambda b: pricer.accumulate(b).mid),
+            (("add", shares if c.zero_stage >= 2 else 1), lambda b: pricer.added(b).mid),
             (("update", *shares, c.offload), lambda b: pricer.optimizer(b).mid + pricer.moved(b).mid),
         )
         gather, reduce, across, add, update = (self._of_blocks(key, of) for key, of in terms)
-        return gather, reduce, across, add, update
+        return gather, reduce, across, add * ((runs - 1) / runs), update
 
     def _of_blocks(self, key: object, of: Callable[[BlockWork], float]) -> Array:
         """Return a term by block; blocks with equal parameters, also of other workloads, share it."""

@@ -18,7 +18,7 @@ from autoplan.cost_models.hardware.parts import Group
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.cost_models.time.simulation import ChunkTimes, Timeline, simulate, step_of
 from autoplan.cost_models.work import Workload
-from autoplan.schedules.schedule import SCHEDULES, actions
+from autoplan.schedules.schedule import actions
 
 
 class PooledPricer:
@@ -69,7 +69,7 @@ class PooledPricer:
             costs = self.across[pool]
             inner = costs.cluster.levels[:-1]
             group = Group(2, inner[-1].size if inner else 1)
-            sent = costs.collective_s("send_recv", self.workload.cut_bytes[unit], group)
+            sent = costs.sent_s(self.workload.cut_bytes[unit], group, self.pricers[pool].groups["tp"])
             self._across_s[key] = getattr(sent, which)
         return self._across_s[key]
 
@@ -79,10 +79,8 @@ class PooledPricer:
         """Return the simulation of one step, without what follows the last action."""
         c, lag = self.config, self.sends_s(chunks, which)
         times = self.chunk_times(chunks, recompute, which)
-        transfer = SCHEDULES[c.schedule].transfer
-        return simulate(
-            actions(c.schedule, c.pp, c.num_micro_batches, 1), times, lag, lag, transfer=transfer, events=events
-        )
+        table, transfer = actions(c.schedule, c.pp, c.num_micro_batches, 1), self.pricers[0].costs.transfer(c)
+        return simulate(table, times, lag, lag, transfer=transfer, events=events)
 
     def step_s(self, chunks: Sequence[int], recompute: Sequence[int], which: str = "mid") -> float:
         """Return the seconds of one step in one scenario."""

@@ -39,7 +39,7 @@ from autoplan.cost_models.time.step_class import step_class
 from autoplan.cost_models.time.table import Table
 from autoplan.cost_models.work import Workload
 from autoplan.schedules.orders import ActionKind
-from autoplan.schedules.schedule import SCHEDULES, Transfer, actions, chunks_of_ranks, num_copies
+from autoplan.schedules.schedule import actions, chunks_of_ranks, num_copies
 from autoplan.streams import BUCKET_BYTES, has_streams
 
 # Relative error of a step beyond its parts, either way. With a profile: 37 to 40 of 40 measured plans lie within their
@@ -117,7 +117,8 @@ class Pricer:
     @cached_property
     def memory(self) -> MemoryModel:
         """The memory of ranks, with the recompute frontier."""
-        out = MemoryModel(self.workload, self.config, self.precision, self.costs.cluster, self.costs.mode)
+        costs = self.costs
+        out = MemoryModel(self.workload, self.config, self.precision, costs.cluster, costs.mode, costs.options)
         out.frontier = self._frontier(out)
         return out
 
@@ -223,8 +224,8 @@ class Pricer:
     def _send_s(self, group: Group, which: str) -> list[float]:
         """Return the seconds of sending the activations that cross after each unit."""
         if (group, which) not in self._sends:
-            costs, sizes = self.costs, self.workload.cut_bytes
-            self._sends[group, which] = [getattr(costs.collective_s("send_recv", n, group), which) for n in sizes]
+            costs, sizes, tp = self.costs, self.workload.cut_bytes, self.groups["tp"]
+            self._sends[group, which] = [getattr(costs.sent_s(n, group, tp), which) for n in sizes]
         return self._sends[group, which]
 
     # -- one plan ---------------------------------------------------------------------------------------------------
@@ -401,10 +402,7 @@ class Pricer:
             self._sent[which] = [None if group is None else self._send_s(group, which) for group in self._boundaries]
         sent = zip(cuts, self._sent[which], strict=True)
         lag = [each[u] if sends and each is not None else 0.0 for u, each in sent]
-        transfer = SCHEDULES[c.schedule].transfer
-        if "pp" in self.costs.options.overlap and c.virtual_stages > 1:
-            transfer = Transfer.OVERLAPPED
-        return simulate(table, times, lag, lag, transfer=transfer, events=events)
+        return simulate(table, times, lag, lag, transfer=self.costs.transfer(c), events=events)
 
     def _rank_units(self, chunks: Sequence[int]) -> list[list[int]]:
         """Return the units of every pipeline rank, over all of its chunks."""
@@ -566,7 +564,7 @@ class Pricer:
         sent = max(0.0, timeline.rank_end_s[rank] - unsent.rank_end_s[rank])
         cuts = [self.workload.cut_bytes[r.stop - 1] for r in ranges_of(chunks)[:-1]]
         hops = zip(cuts, self._boundaries, strict=True)
-        sends = [self.costs.collective_s("send_recv", n, group) for n, group in hops if group is not None]
+        sends = [self.costs.sent_s(n, group, self.groups["tp"]) for n, group in hops if group is not None]
         return Quantity.spread(sent, 0.0, total(sends).tag)
 
     def _overhead(self, rank: int, units: Sequence[int], again: Sequence[int]) -> Quantity:

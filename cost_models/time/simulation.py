@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autoplan.cost_models.arrays import Array
 from autoplan.schedules.dependencies import ScheduleError, VisitOrder
 from autoplan.schedules.orders import Action, ActionKind
 from autoplan.schedules.schedule import ActionLists, Transfer
@@ -96,22 +97,23 @@ def simulate(
     program = (table if isinstance(table, ActionLists) else ActionLists(tuple(row) for row in table)).visits
     compute = _durations(program, chunks)
     lags = _lags(program, send_forward_s, send_backward_s)
+    durations = np.array(compute)[program.slot_of]
+    sent = np.zeros(len(durations))  # of the time of every step
     if transfer is not Transfer.OVERLAPPED and any(lags):
-        # The lag becomes part of the action that pays for it.
-        durations = _paid(program, compute, lags, transfer)
-        lags = [0.0] * len(lags)
-    else:
-        durations = np.array(compute)[program.slot_of].tolist()
-    ends, clock = _run(program, durations, lags)
+        # The lag becomes part of the actions that pay for it.
+        received, sent = _paid(program, lags, transfer)
+        durations += received + sent
+        # a sender that pays, too, ends when its message has arrived; the receiver begins to receive that much earlier
+        lags = [-lag if transfer is Transfer.BOTH else 0.0 for lag in lags]
+    ends, clock = _run(program, durations.tolist(), lags)
     busy = tuple(sum(compute[slot] * count for slot, count in row) for row in program.slots)
     recorded: list[TimelineEvent] = []
     if events:
-        for (rank, _, _, slot), paid, action, end in zip(program.steps, durations, program.what, ends, strict=True):
-            if transfer is Transfer.SENDER:
-                end -= paid - compute[slot]
-            recorded.append(
-                TimelineEvent(rank, action.chunk, action.micro_batch, action.kind, end - compute[slot], end)
-            )
+        for (rank, _, _, slot), sending, action, end in zip(
+            program.steps, sent.tolist(), program.what, ends, strict=True
+        ):
+            start = end - sending - compute[slot]
+            recorded.append(TimelineEvent(rank, action.chunk, action.micro_batch, action.kind, start, end - sending))
     return Timeline(max(clock), tuple(clock), busy, tuple(recorded))
 
 
@@ -140,16 +142,15 @@ def _lags(program: VisitOrder, send_forward_s: Sequence[float], send_backward_s:
     return [0.0, *(send_forward_s or nothing), 0.0, *(send_backward_s or nothing)]
 
 
-def _paid(program: VisitOrder, durations: list[float], lags: list[float], transfer: Transfer) -> list[float]:
-    """Return the seconds of every step with the transfers it pays for."""
-    extra, moved = np.zeros(len(program.steps)), np.array(lags)[program.lag_of]
-    if transfer is Transfer.RECEIVER:
-        extra += moved
-    else:
+def _paid(program: VisitOrder, lags: list[float], transfer: Transfer) -> tuple[Array, Array]:
+    """Return the seconds that every step pays for what it receives, and for what it sends."""
+    received, sent, moved = np.zeros(len(program.steps)), np.zeros(len(program.steps)), np.array(lags)[program.lag_of]
+    if transfer is not Transfer.SENDER:
+        received += moved
+    if transfer is not Transfer.RECEIVER:
         waits = program.dependency_of >= 0
-        np.add.at(extra, program.dependency_of[waits], moved[waits])
-    out: list[float] = (np.array(durations)[program.slot_of] + extra).tolist()
-    return out
+        np.add.at(sent, program.dependency_of[waits], moved[waits])
+    return received, sent
 
 
 def _run(program: VisitOrder, durations: list[float], lags: list[float]) -> tuple[list[float], list[float]]:

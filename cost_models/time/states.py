@@ -96,6 +96,8 @@ class StatePricer:
         self.contention: float = c.contention if costs.profile is None and streams else 0.0
         self.reduces_beside: bool = reduced_beside(config, costs)
         self.reduction = "all_to_all" if reduces_by_exchange(costs.cluster.device_type) else "reduce_scatter"
+        if costs.options.whole_sums and config.zero_stage == 1:
+            self.reduction = "all_reduce"
 
     def share(self, expert: bool) -> int:
         """Return the number of ranks that ZeRO shards a parameter over; 1 if it does not."""
@@ -257,14 +259,16 @@ class StatePricer:
         Whole gradients are added, or shards if every backward reduces (ZeRO 2 and 3).
         """
         m = self.config.num_micro_batches // num_copies(self.config.schedule)
-        if m == 1:
-            return ZERO
+        return ZERO if m == 1 else self.added(block) * ((m - 1) / m)
+
+    def added(self, block: BlockWork) -> Quantity:
+        """Return the seconds of adding the gradients of one micro-batch to those before."""
         out = []
         for p in block.params:
             if p.trainable:
                 share = self.share(p.expert) if self.config.zero_stage >= 2 else 1
                 out.append(self.costs.accumulate_s(p.num_elements / share, self.grad_dtype(p.dtype)))
-        return total(out) * ((m - 1) / m)
+        return total(out)
 
     def optimizer(self, block: BlockWork) -> Quantity:
         """Return the seconds of the AdamW update of the block's parameters."""

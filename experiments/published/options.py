@@ -49,6 +49,10 @@ _OVERLAPS_ZERO = r"overlap-(grad-reduce|param-gather)|\bDP\b[^;]*overlap|comm ov
 
 _FINE_TUNED = r"\b(SFT|LoRA|LORA)\b|[Ff]ine-?tun"
 
+# Packed documents without their lengths, so that attention goes over all of a sequence: MLPerf's fine-tuning
+# (packed_sequence_return_cu_seqlen: False of megatron_gpt_peft_tuning_config.yaml in its submissions).
+_WHOLE = r"MLPerf"
+
 
 def default_options(
     framework: Framework, era: float, flags: str, device: str, precision: str, notes: str = "", model: str = ""
@@ -72,7 +76,9 @@ def default_options(
         dispatcher=find(_DISPATCHERS, flags) or find(_DISPATCHERS, notes) or usual.dispatcher,
         overlap=(usual.overlap | said) - apart,
         overlap_zero=usual.overlap_zero or re.search(_OVERLAPS_ZERO, flags, re.IGNORECASE) is not None,
-        document_len=_document_len(framework, era) if re.search(_FINE_TUNED, f"{flags} {notes}") else None,
+        document_len=_document_len(framework, era)
+        if re.search(_FINE_TUNED, f"{flags} {notes}") and not re.search(_WHOLE, model)
+        else None,
     )
 
 

@@ -215,6 +215,7 @@ ROUNDED = 0.01  # candidates for blank dimensions that are off by this much more
 _RELEASE = r"(?:container|release v?|NeMo |ngc)[ :]?(2\d)\.(\d\d)"
 _IN_NAME = r"[-_](20[12]\d)-?([01]\d)(?=[-_.])"  # llama3_h100_202412_torchtitan.md
 _PREPRINT = r"\b([12]\d)(0[1-9]|1[0-2])\.\d{4,5}\b"  # arXiv 2412.19437
+_DATE = r"\bdate ([01]\d)-([0-3]\d)\b"  # month and day of a run, in the year of its source
 _BEFORE_PAPER = 0.3  # years from a run to the preprint about it, roughly: 0.2 for SC21, 0.8 for Korthikanti
 _SOURCES: tuple[tuple[str, float], ...] = (
     (r"bigscience", 2022.2),
@@ -253,6 +254,8 @@ def era_of(source: str, notes: str, device: str) -> float:
     if (match := re.search(r"training_results_v(\d)\.(\d)", source)) is not None:
         return 2020.4 + int(match.group(1)) + 0.5 * int(match.group(2))  # v3.0 in June 2023, two rounds a year
     year = find(_SOURCES, source)
+    if year is not None and (match := re.search(_DATE, notes)) is not None:
+        return int(year) + (int(match.group(1)) - 1) / 12 + (int(match.group(2)) - 0.5) / 365
     if year is None and (match := re.search(_PREPRINT, source)) is not None:
         year = 2000 + int(match.group(1)) + (int(match.group(2)) - 0.5) / 12 - _BEFORE_PAPER
     if year is None:

@@ -292,6 +292,14 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
     if pp > 1 and zero[0] == 2:  # in a pipeline gradients are reduced once per step, not after each micro-batch
         zero = (1, 2)
     batch, era = row.needed("global_batch"), era_of(row["source"], row["notes"], row["gpu"])
+    said = f"{row['flags']} {row['schedule']} {row['model']}"
+    options = default_options(framework, era, said, row["gpu"], row["precision"], row["notes"], row["model"])
+    options = replace(options, sequence_parallel=row["sp"] != "0" or tp == 1)
+    if shape.kind.latent and framework in reading.DETERMINISTIC:
+        options = replace(options, attention=Attention.UNFUSED)
+    if options.whole_sums and find(tables.PRECISION_WORDS, row["precision"]) == "bf16":
+        # ZeRO 0 of DeepSpeed's file: the BF16 optimizer shards its state itself
+        zero = tuple(dict.fromkeys(stage or 1 for stage in zero))
     micro, less = _micro_batches(row, framework, era, dp, pp, batch, zero[0] == 3)
     if less:
         notes.append(less)
@@ -337,11 +345,6 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
         replace(usual, schedule=v, virtual_stages=chunks_of(row, v, shape.layers, pp)[0]) for v in schedules.choices[1:]
     ]
     readings += [replace(usual, on_host=v) for v in on_host.choices[1:]]
-    said = f"{row['flags']} {row['schedule']} {row['model']}"
-    options = default_options(framework, era, said, row["gpu"], row["precision"], row["notes"], row["model"])
-    options = replace(options, sequence_parallel=row["sp"] != "0" or tp == 1)
-    if shape.kind.latent and framework in reading.DETERMINISTIC:
-        options = replace(options, attention=Attention.UNFUSED)
 
     def setting(r: _Reading, instead: tuple[str, ...] = ()) -> Setting:
         chunks = r.virtual_stages if pp > 1 else 1

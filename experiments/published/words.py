@@ -150,15 +150,16 @@ class OnHost:
 
 _OFFLOAD = r"off-?load|ZeRO-?Infinity|CPU-?Adam"
 _NEGATED = r"\b(none|false|off|no|not|without|disabled)\b(?!-?load)|(?<![\d.])0 ?%|=\s*0(?![\d.])"
-_STATED = r"off-?load\w*\W+(true|on|yes|enabled|\d)"  # in notes, which also tell what was tried
+_STATED = r"off-?load\w*\W+(true|on|yes|enabled|required|\d)"  # in notes, which also tell what was tried
+_AS_NEEDED = r"off-?load\w* required"  # as much as does not fit otherwise
 
 
 def offload_of(row: Row, zero_stage: int, shards: int) -> Words[OnHost]:
     """Return what is on the host; nothing where no words say so.
 
-    Of a share of it below a half nothing is the prediction, else all of it, and the other one widens the interval; what
-    runs beside other work, too. Words that do not say what is offloaded: parameters where ZeRO 3 shards them, else the
-    optimizer's state; activations widen the interval.
+    Of a share of it below a half, or as much as is required, nothing is the prediction, else all of it, and the other
+    one widens the interval; what runs beside other work, too. Words that do not say what is offloaded: parameters where
+    ZeRO 3 shards them, else the optimizer's state; activations widen the interval.
     """
     said = [
         part
@@ -182,7 +183,7 @@ def offload_of(row: Row, zero_stage: int, shards: int) -> Words[OnHost]:
     if "parameters" in state:  # the optimizer's state goes with them, and only shards can be on the host
         state = ("parameters",) if zero_stage > 0 and shards > 1 else ("optimizer",)
     all_of_it = OnHost(state, "activations" in kinds)
-    share = _share(text)
+    share = 0.0 if re.search(_AS_NEEDED, text, re.IGNORECASE) else _share(text)
     choices = [all_of_it, nothing] if share < 1 or re.search(r"overlap|async", text, re.IGNORECASE) else [all_of_it]
     if share < 0.5:
         choices.reverse()

@@ -100,6 +100,7 @@ def test_a_number_of_parameters_that_the_dimensions_do_not_give_is_left_and_said
         ({"notes": "MP mode PURE; activation CPU offload False; x"}, [OnHost()]),
         ({"notes": "offloading did not help"}, [OnHost()]),
         ({"notes": "activation CPU offload True"}, [OnHost((), True)]),
+        ({"notes": "activation offloading required"}, [OnHost(), OnHost((), True)]),
         ({"flags": "optimizer CPU offload 100%"}, [OnHost(("optimizer",))]),
         ({"flags": "optimizer CPU offload 75%"}, [OnHost(("optimizer",)), OnHost()]),
         ({"flags": "optimizer CPU offload 25%"}, [OnHost(), OnHost(("optimizer",))]),

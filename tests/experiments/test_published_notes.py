@@ -55,6 +55,25 @@ def test_dispatchers_are_read_and_dropped_tokens_travel_all_to_all() -> None:
     assert dropped.dispatcher is Dispatcher.ALL_TO_ALL and dropped.launch is Launch.FULL_GRAPHS
 
 
+def test_fine_tuning_of_mlperf_attends_over_whole_sequences() -> None:
+    tuned = {"source": "mlcommons/training_results_v5.0", "flags": "LoRA", "gpu": "MI300X", "gpu_mem_gb": "192",
+             "precision": "FP8", "recompute": "", "notes": "NeMo"}  # fmt: skip
+    cases = [case_of(**tuned, model=f"Llama 2 70B LoRA{by}").task.settings[0] for by in (" (MLPerf v5.0, AMD)", "")]
+    assert [setting.options.document_len for setting in cases] == [None, 200]
+    assert cases[0].again == "0-20=full"  # the submission's ACL=21 on this device
+
+
+def test_a_noted_day_says_which_optimizer_bloom_had() -> None:
+    bloom = {"source": "bigscience-workshop/bigscience chronicles-prequel.md:1", "pp": "2", "dp": "2", "gpu": "A100",
+             "tp": "4", "sp": "0", "n_gpus": "16", "precision": "BF16"}  # fmt: skip
+    days = {day: case_of(**bloom, notes=f"date {day}; after PCIe/NUMA fix").task for day in ("02-27", "02-28")}
+    assert [task.precision for task in days.values()] == ["bf16-grad16", "bf16"]
+    assert [task.settings[0].options.whole_sums for task in days.values()] == [False, True]
+    # with ZeRO 0 in its file, this optimizer shards its state all the same
+    zero = [case_of(**{**bloom, "zero_stage": "0"}, notes=f"date {day}").task.settings[0].config for day in days]
+    assert [config.zero_stage for config in zero] == [0, 1]
+
+
 @pytest.mark.parametrize(("notes", "etps"), [("ETP=1", [1]), ("ETP=4", [None]), ("", [None, 1]), ("ETP=3", [None])])
 def test_how_experts_are_split_is_noted(notes: str, etps: list[int | None]) -> None:
     settings = case_of(**{**MOE, "tp": "4", "dp": "4", "ep": "4", "notes": f"{SIZES}; {notes}"}).task.settings

@@ -158,6 +158,23 @@ def test_a_few_modules_on_the_host_have_no_price(tmp_path: Path) -> None:
     assert {"fine_grained_activation_offloading", "offload_modules"} <= set(found.not_read)
 
 
+def test_maxtext_exchanges_heads_on_tpus_alone(tmp_path: Path) -> None:
+    """configs/types.py: Ulysses needs hardware=tpu, and Transformer Engine's attention no packing without its limit."""
+    config = ParallelConfig(dp=8, cp=2, zero_stage=3, num_micro_batches=8, context_method="ulysses")
+    export = export_setup(setup("maxtext", config=config), "maxtext")
+    assert "context_parallel_strategy:" not in export.text and "packing: false" in export.text
+    assert export.not_said[0].startswith("context_method=ulysses") and "on TPUs also" in export.not_said[0]
+    tpu = setup("maxtext", config=config)
+    tpu = replace(tpu, task=replace(tpu.task, device="tpu-v5p"))
+    text = export_setup(tpu, "maxtext").text
+    assert "context_parallel_strategy: ulysses" in text and "packing" not in text
+    path = tmp_path / "plan.yaml"
+    path.write_text(export.text.replace("packing: false", "packing: true\ncontext_parallel_strategy: ulysses"))
+    found = read_config(path, graph=graph_of("llama-3.1-8b"), cluster=CLUSTER).faults
+    nearest = [text.partition("nearest: ")[2] for text in found]
+    assert nearest == ["context_parallel_strategy=all_gather", "packing=false"]
+
+
 RECIPE = """
 def recipe():
     cfg = qwen3_pretrain_config()

@@ -18,7 +18,7 @@ from autoplan.catalog import load_model, names
 from autoplan.cli import app
 from autoplan.config import numbers
 from autoplan.config.choices import OPTIONS, choice_words, option_data, option_texts, options_of
-from autoplan.config.parallel import OVERLAPS, Attention, Dispatcher, Launch, Mode, ParallelConfig, RunOptions
+from autoplan.config.parallel import OVERLAPS, Attention, Dispatcher, Launch, Mode, ParallelConfig, RunOptions, Sends
 from autoplan.config.planning import SCREEN_LIMIT_S, SearchSettings
 from autoplan.config.precision import PRECISIONS
 from autoplan.cost_models.constants import Constants
@@ -236,6 +236,9 @@ EVERYTHING = RunOptions(
     document_len=256,
     overlap_gather=False,
     zero_by_tensor=True,
+    whole_sums=True,
+    sends=Sends.SPLIT,
+    zero_bucket=1000,
 )  # nothing of it is a default
 
 
@@ -246,7 +249,9 @@ def test_every_run_option_is_shown_and_comes_back() -> None:
     result = run("estimate", *model, "--tp", "2", *words)
     text = " ".join(result.stdout.replace("\\", "").split())
     assert "flash1 attention, graphs launch, overlap of ep and tp, flex_fp8 dispatcher, no sequence parallelism" in text
-    assert "fused loss, ZeRO not overlapped, ZeRO 3 by tensor, documents of 256 tokens" in text, text
+    assert "fused loss, ZeRO not overlapped, ZeRO 3 by tensor, whole sums of gradients" in text
+    assert "buckets of 1000 elements, split sends" in text
+    assert "documents of 256 tokens" in text, text
     assert text.endswith(" ".join(words)) and "weights gathered in 8 bits" not in text  # bf16
     request = json.loads(run("estimate", *model, "--tp", "2", *words, "--json").stdout)["request"]
     assert options_of({name: request[name] for name in OPTIONS}) == EVERYTHING

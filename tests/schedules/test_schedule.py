@@ -480,7 +480,12 @@ def test_who_pays_for_transfers() -> None:
     # The sender holds its own work back: rank 1's B0 is followed by 0.25 of sending.
     sender = _transferred(Transfer.SENDER)
     assert sender.end_s == overlapped.end_s + 0.25
-    assert receiver.busy_s == sender.busy_s == overlapped.busy_s
+    # Both: rank 1 receives from 1 to 1.5, sends from 4.5 to 4.75, and receives micro-batch 1 after that.
+    both = _transferred(Transfer.BOTH)
+    assert both.end_s == overlapped.end_s + 0.75
+    assert receiver.busy_s == sender.busy_s == both.busy_s == overlapped.busy_s
+    ended = {(e.rank, e.micro_batch, e.kind): (e.start_s, e.end_s) for e in both.events}
+    assert ended[1, 0, F] == (1.5, 2.5) and ended[1, 0, B] == (2.5, 4.5) and ended[0, 1, B] == (8.5, 10.5)
 
 
 def test_durations_that_do_not_fit_are_refused() -> None:

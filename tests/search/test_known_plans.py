@@ -36,6 +36,9 @@ OF_STEPS = {
     "overlap_zero": False,
     "overlap_gather": False,
     "zero_by_tensor": True,
+    "whole_sums": True,
+    "sends": "serial",
+    "zero_bucket": 1000,
 }
 
 

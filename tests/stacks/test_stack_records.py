@@ -7,7 +7,7 @@ from importlib.resources import files
 
 import pytest
 
-from autoplan.config.parallel import Launch
+from autoplan.config.parallel import Launch, Sends
 from autoplan.config.precision import precision_of
 from autoplan.config.recompute import recompute_kind
 from autoplan.errors import PinError
@@ -86,6 +86,19 @@ def test_a_missing_key_and_an_unknown_stack_are_named() -> None:
         stack_of({key: value for key, value in BRIDGE.items() if key != "about"}, "x.json")
     with pytest.raises(PinError, match="did you mean 'megatron-bridge'"):
         stack("megatron-brigde")
+
+
+def test_bloom_summed_in_16_bits_until_deepspeed_had_its_bf16_optimizer() -> None:
+    found = stack("bigscience")
+    before, after = year_of("22.02"), year_of("22.03")
+    assert [found.in_16_bits("bf16", False, year) for year in (before, after)] == ["bf16-grad16", "bf16"]
+    assert found.in_16_bits("fp16", False, after) == "fp16-grad16"
+    options = [found.options_at(year, "A100", "BF16") for year in (before, after)]
+    assert [o.whole_sums for o in options] == [False, True]
+    assert all(o.sends is Sends.SERIAL and not o.sequence_parallel for o in options)
+    lm = stack("megatron-lm")
+    sent = [lm.options_at(year_of(v), "A100", "BF16").sends for v in ("20.12", "22.06", "23.02", "23.04")]
+    assert sent == [Sends.WHOLE, Sends.SPLIT, Sends.SPLIT, Sends.WHOLE]
 
 
 def test_versions_are_dates() -> None:
