@@ -262,7 +262,8 @@ def _offload(at: At) -> Field:
     def write(setup: Setup) -> Values:
         if setup.config.offload != ("optimizer",):
             return {}
-        return {at("optimizer_cpu_offload"): True, at("optimizer_offload_fraction"): 1.0}
+        aware = {at("use_precision_aware_optimizer"): True}  # validate_args: its code is that of offload
+        return {at("optimizer_cpu_offload"): True, at("optimizer_offload_fraction"): 1.0, **aware}
 
     def read(document: Document, found: Values) -> Values:
         fraction = document.get(at("optimizer_offload_fraction"))
@@ -378,7 +379,7 @@ def _write_flags(setup: Setup) -> Values:
         out["use_precision_aware_optimizer"] = True
     if parts.moments_16:
         out |= {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-    if setup.options.narrow_gather and base in FP8 and setup.config.zero_stage:
+    if setup.options.narrow_gather and base in FP8 and setup.config.zero_stage and not setup.config.offload:
         out["fp8_param_gather"] = True
     return out
 
@@ -392,7 +393,7 @@ def _read_flags(document: Document, found: Values) -> Values:
         base = "mxfp8" if get("fp8_recipe") == "mxfp8" else "fp8"
     narrow = get("grad_reduce_in_bf16") or get("main_grads_dtype") == "bf16"
     narrow = narrow if base != "fp16" else not get("accumulate_allreduce_grads_in_fp32")
-    aware = bool(get("use_precision_aware_optimizer"))
+    aware = bool(get("use_precision_aware_optimizer")) and not get("optimizer_cpu_offload")  # masters there are whole
     moments, split = aware and get("exp_avg_dtype") == "bf16", aware and keeps_remainders(base, document.year)
     return {
         "precision": precision_word(base, bool(narrow), bool(moments), split),
@@ -455,6 +456,13 @@ def _of_model(setting: str, size: Callable[[Document], int]) -> TargetRule:
     return TargetRule(found, warns=True)
 
 
+def _offload_is_aware(document: Document, found: Values) -> str | None:
+    held, aware = (document.get(name) for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"))
+    if not held or aware:
+        return None
+    return "optimizer_cpu_offload needs use_precision_aware_optimizer; nearest: --use-precision-aware-optimizer"
+
+
 def _graphs_without_full(document: Document, found: Values) -> str | None:
     """CUDA graphs of layers exclude full recompute (megatron/core/transformer/transformer_config.py)."""
     if found.get("launch") not in ("graphs", "router_graphs") or not _graphs_exclude(found.get("recompute")):
@@ -502,5 +510,8 @@ MEGATRON_LM = Target(
     launch=lambda setup, file, year: [f"bash {file}"],
     cannot=CANNOT,
     stack_of=lambda document: "megatron-deepspeed" if document.get("deepspeed") else "megatron-lm",
-    rules=(*MEGATRON_RULES, TargetRule(sequences_need_tp("sequence_parallel", "it is off"), warns=True)),
+    rules=(
+        *(*MEGATRON_RULES, TargetRule(_offload_is_aware)),
+        TargetRule(sequences_need_tp("sequence_parallel", "it is off"), warns=True),
+    ),
 )

@@ -78,7 +78,8 @@ def _read_recipe(document: Document, found: Values) -> Values:
     kept = [str(document.get(f"optimizer.{name}_dtype")) for name in ("exp_avg", "exp_avg_sq")]
     moments = all("bfloat16" in dtype for dtype in kept)
     aware, stored = (bool(document.get(f"optimizer.{name}")) for name in (_AWARE, "store_param_remainders"))
-    split = aware and stored and keeps_remainders(base, document.year)
+    split = aware and stored and not document.get("optimizer.optimizer_cpu_offload")
+    split = split and keeps_remainders(base, document.year)
     return {
         "precision": precision_word(base, not wide, moments, split),
         "narrow_gather": base in FP8 if gather is None else bool(gather),
@@ -99,6 +100,7 @@ _SECTIONS = {
     ),
     "optimizer_cpu_offload": "optimizer",
     "optimizer_offload_fraction": "optimizer",
+    _AWARE: "optimizer",
     "ckpt_format": "checkpoint",
 }
 

@@ -37,7 +37,7 @@ MICRO_BATCHES = (1, 4)
 BY_HAND = {
     0: ("DDP",),
     1: ("fully_shard kept, reduced once", "DDP, ZeroRedundancyOptimizer"),
-    # the second keeps whole gradients between micro-batches where ZeRO 2 keeps whole parameters: as many bytes
+    # the second keeps whole gradients where ZeRO 2 keeps whole parameters: as many bytes, but for those of messages
     2: ("fully_shard kept", "fully_shard, reduced once"),
     # the second reduces less often than ZeRO 3, and pays with the memory of whole gradients
     3: ("fully_shard", "fully_shard, reduced once"),

@@ -64,7 +64,9 @@ def measure_rank(rank: int, world: int, size: Size, budget_s: float, folder: str
 
 def main(
     processes: Annotated[int, typer.Option(help="data-parallel ranks, one local process each")] = 2,
-    budget_s: Annotated[float, typer.Option(help="seconds of repetitions per model")] = 40.0,
+    budget_s: Annotated[
+        float | None, typer.Option(help="seconds of repetitions per model; default: 40, with --quick 2")
+    ] = None,
     quick: Annotated[bool, typer.Option(help="a tiny model, a few repetitions: does it run?")] = False,
     timeout_s: Annotated[float, typer.Option(help="give up on a model after this long")] = 900.0,
     json: Annotated[Path | None, typer.Option(help="also write the results here")] = None,
@@ -73,7 +75,8 @@ def main(
     if processes not in (2, 4):
         raise typer.BadParameter(f"processes={processes}: a batch of 16 is cut by 2 or 4")
     sizes = (QUICK,) if quick else SIZES
-    env, found = run_sizes(measure_rank, "llama", sizes, processes, 2.0 if quick else budget_s, timeout_s)
+    seconds = budget_s if budget_s is not None else 2.0 if quick else 40.0
+    env, found = run_sizes(measure_rank, "llama", sizes, processes, seconds, timeout_s)
     cases = [{"name": case["name"], "size": case["size"], "rows": case["contenders"]} for case in found]
     report("host_and_compiled", env, cases, json, table_of)
 

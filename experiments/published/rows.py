@@ -294,7 +294,8 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
     batch, era = row.needed("global_batch"), era_of(row["source"], row["notes"], row["gpu"])
     said = f"{row['flags']} {row['schedule']} {row['model']}"
     options = default_options(framework, era, said, row["gpu"], row["precision"], row["notes"], row["model"])
-    options = replace(options, sequence_parallel=row["sp"] != "0" or tp == 1)
+    split = row["sp"] != "0" if row["sp"] else options.sequence_parallel  # blank: as the framework has it
+    options = replace(options, sequence_parallel=split or tp == 1)
     if shape.kind.latent and framework in reading.DETERMINISTIC:
         options = replace(options, attention=Attention.UNFUSED)
     if options.whole_sums and find(tables.PRECISION_WORDS, row["precision"]) == "bf16":

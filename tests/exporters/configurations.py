@@ -74,7 +74,8 @@ def setups(to: str) -> Iterator[Setup]:
         if c.pp > 1:
             schedule, v = (("Interleaved1F1B", 2), ("GPipe", 1), ("ZBV", 2), ("ZB-H1", 1))[k % 4]
             yield Setup.of(dense, c.but(schedule=schedule, virtual_stages=v))
-            stages = (9, *(8,) * (c.pp - 2), 7)
+            each = 32 // c.pp
+            stages = (each + 1, *(each,) * (c.pp - 2), each - 1)
             yield Setup.of(dense, c.but(stages=stages, recompute=tuple(min(3, n) for n in stages)))
         if c.zero_stage and c.dp % 2 == 0 and c.dp > 2:
             yield Setup.of(dense, c.but(zero_replicas=2))

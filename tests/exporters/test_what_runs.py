@@ -175,6 +175,18 @@ def test_maxtext_exchanges_heads_on_tpus_alone(tmp_path: Path) -> None:
     assert nearest == ["context_parallel_strategy=all_gather", "packing=false"]
 
 
+@pytest.mark.parametrize("to", ["megatron-lm", "megatron-bridge"])
+def test_an_optimizer_on_the_host_is_precision_aware(to: str, tmp_path: Path) -> None:
+    """validate_args asks for the option, whose code the offload is in; masters on the host are whole all the same."""
+    path = tmp_path / ("plan.sh" if to == "megatron-lm" else "plan.py")
+    export = export_setup(setup(to, config=PLAIN.but(offload=("optimizer",))), to)
+    assert not any(line.startswith("precision") for line in export.not_said)
+    assert "use-precision-aware-optimizer" in export.text or "use_precision_aware_optimizer = True" in export.text
+    path.write_text(export.text.replace("    --use-precision-aware-optimizer\n", ""))
+    faults = read_config(path, graph=graph_of("llama-3.1-8b"), cluster=CLUSTER).faults
+    assert len(faults) == (to == "megatron-lm") and all("--use-precision-aware" in text for text in faults)
+
+
 RECIPE = """
 def recipe():
     cfg = qwen3_pretrain_config()
