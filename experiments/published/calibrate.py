@@ -253,7 +253,7 @@ def main(
         if small is not None:
             more_rows = read_rows(small)
             cases += cases_of(chosen(more_rows, "", "", limit), more_rows)
-        apart = "--experts" if experts else "--family" if family else ""
+        apart = "--experts" if experts else "--family" if family else "--only" if only and start else ""
         if apart and start is None:
             raise AutoplanError(f"{apart} fits some of the constants: --start with the others is needed")
         cases, left = part_of(cases, experts, family)

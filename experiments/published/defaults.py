@@ -40,8 +40,7 @@ PRECISION_WORDS: tuple[tuple[str, str], ...] = (
 BLOCKS = "mxfp8"
 FORMATS: tuple[tuple[str, str], ...] = ((r"FP4", "fp4"), (r"MX|fine[- ]grained|block", BLOCKS), (r"FP8", "fp8"))
 
-# ZeRO stages; several if the words leave the stage open. A shard group smaller than dp is hybrid ZeRO; a smaller group
-# of FSDP is read as all of dp.
+# ZeRO stages; several if the words leave the stage open. A stated shard group smaller than dp is hybrid ZeRO.
 ZERO_STAGE_WORDS: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"^0", (0,)),
     (r"^1|zero-?1", (1,)),

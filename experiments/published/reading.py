@@ -57,7 +57,12 @@ FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
 # Notes of a run of Megatron Bridge that took a recipe of scripts/performance and not one of the library.
 PERFORMANCE_RECIPE = r"performance recipe"
 
-SHARD_GROUP = r"^1.*group=(\d+)"  # ranks that share the optimizer's state
+SHARD_GROUP = r"^1.*group=(\d+)|FSDP \(degree (\d+)\)"  # ranks that share the optimizer's state, or all state
+
+# The same where the row leaves it open, from the recipe that its source names: FSDP over 1 and 16 nodes of 8, DP over
+# the others (NVIDIA/dgxc-benchmarking, v24.11.1, paxml/configure.sh: DCN_MESH_SHAPE=[DP,FSDP,1]; google/paxml,
+# contrib/gpu/scripts_gpu/configs.py: ICI_MESH_SHAPE = [1, 8, 1]).
+SHARD_GROUPS: tuple[tuple[str, int], ...] = ((r"paxml/README_5b", 8), (r"paxml/README_175b", 128))
 
 # Everything is sharded over all devices: a row that says so and states no degrees has no other parallelism.
 ALL_SHARDED = r"^(3\b|zero-?3|FSDP)(?!/)"
@@ -176,7 +181,7 @@ ROUTING_GROUPS: Mapping[str, tuple[int, int]] = {DEEPSEEK_V3: (8, 4)}
 # One layer more, which predicts the token after the next (DeepSeek-V3, arXiv 2412.19437, section 2.2), in Megatron
 # Bridge's recipes (mtp_num_layers = 1). Its second pass over the head is left out: 2.5 % of the arithmetic.
 PREDICTS_NEXT: Mapping[str, frozenset[Framework]] = {DEEPSEEK_V3: frozenset((Framework.NEMO, Framework.BRIDGE_LIBRARY))}
-PREDICTS_NEXT_SINCE = 2025.6
+PREDICTS_NEXT_SINCE = 2025.3  # NeMo 25.04: its TFLOP/s of DeepSeek-V3 count the layer (NVIDIA/dgxc-benchmarking)
 
 # Key-value heads if the row does not state them: 8 (grouped queries) in Llama 2 from 34B on (arXiv 2307.09288, table 1)
 # and in all of Llama 3 (April 2024; arXiv 2407.21783, table 3), as many as heads before. (number, all models since,

@@ -400,9 +400,10 @@ def _expert_tensor_degrees(
 
 
 def _zero_replicas(row: Row, ranks: int) -> int:
-    """Copies of the sharded state, of a group that is stated and divides the ranks."""
+    """Copies of the sharded state, of a group that is stated, or of the row's recipe, and divides the ranks."""
     group = re.search(reading.SHARD_GROUP, row["zero_stage"])
-    size = int(group[1]) if group is not None else ranks
+    by_recipe = find(reading.SHARD_GROUPS, row["source"]) or ranks
+    size = int(group[1] or group[2]) if group is not None else by_recipe
     return ranks // size if ranks % size == 0 else 1
 
 

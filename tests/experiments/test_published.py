@@ -344,8 +344,16 @@ def test_modules_computed_again_and_shard_groups_are_what_the_row_says() -> None
     assert case_of(recompute="selective (every other layer)").task.settings[0].config.recompute != "selective"
     stated = case_of().task.settings[0].config
     ranks = stated.dp * stated.cp
-    for words, copies in (("1, optimizer shard group=2", ranks // 2), ("1, optimizer shard group=all DP", 1)):
+    groups = {
+        "1, optimizer shard group=2": ranks // 2,
+        "1, optimizer shard group=all DP": 1,
+        "FSDP (degree 8)": ranks // 8,
+        "FSDP (degree unspecified)": 1,
+    }
+    for words, copies in groups.items():
         assert case_of(zero_stage=words).task.settings[0].config.zero_replicas == copies, words
+    of_recipe = case_of(zero_stage="FSDP (degree unspecified)", source="NVIDIA/dgxc-benchmarking paxml/README_5b.md:49")
+    assert of_recipe.task.settings[0].config.zero_replicas == ranks // 8
 
 
 def test_stages_are_equal_and_interleaved_where_the_row_says_so() -> None:

@@ -52,6 +52,37 @@ def test_an_era_holds_until_the_next_and_changes_depend_on_device_and_precision(
     assert not found.experts_whole(year_of("25.06")) and found.experts_whole(year_of("25.09"))
 
 
+def test_nemo_launched_without_cudnns_attention_until_24_07() -> None:
+    """NVTE_FUSED_ATTN=0 of NeMo-Framework-Launcher to 24.07 and of some recipes of NVIDIA/dgxc-benchmarking later."""
+    found = stack("megatron-bridge")
+
+    def attention(version: str, model: str = "") -> str:
+        return str(found.options_at(year_of(version), "H100", "FP8", model).attention)
+
+    assert [attention(v) for v in ("24.01", "24.05", "24.07", "24.09", "24.11")] == ["flash2"] * 3 + ["fused"] * 2
+    assert [attention(v, "Grok 1 314b") for v in ("24.11", "25.04", "25.05")] == ["flash2", "flash2", "fused"]
+    assert [attention(v, "NeMo Megatron") for v in ("24.11", "25.02")] == ["flash2", "fused"]
+    assert [attention(v, "Nemotron4 340b") for v in ("24.11", "25.03", "25.04")] == ["flash2", "flash2", "fused"]
+    assert attention("24.11", "Nemotron4 15b") == attention("24.11", "Llama 3.1 405b") == "fused"
+    # keys of 192 and values of 128: no fused kernel on Blackwell before Transformer Engine 2.5
+    deepseek = [found.options_at(year_of(v), "GB200", "BF16", "Deepseek V3").attention for v in ("25.05", "25.09")]
+    assert deepseek == ["unfused", "fused"]
+    again = [found.recompute_at(year_of(v), "GB200", "BF16", "Deepseek V3")[0] for v in ("25.05", "25.07")]
+    assert again == ["selective", "none"]
+
+
+def test_recipes_of_nemo_2_that_capture_cuda_graphs() -> None:
+    found, at = stack("megatron-bridge"), year_of("25.05")
+    assert found.options_at(at, "GB200", "FP8", "Grok1 314b").launch is Launch.FULL_GRAPHS
+    assert found.options_at(at, "H100", "FP8", "LLAMA4 Maverick 400b").launch is Launch.GRAPHS
+    for device, precision, model in (
+        ("H100", "FP8", "Grok1 314b"),
+        ("H100", "BF16", "LLAMA4 Maverick 400b"),
+        ("GB200", "FP8", "LLAMA4 maverick 400b"),
+    ):
+        assert found.options_at(at, device, precision, model).launch is Launch.ASYNC
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
