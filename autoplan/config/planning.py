@@ -28,6 +28,8 @@ DENSE_GAP, EXPERTS_GAP = 0.01, 0.05
 # (python -m experiments.plans.answer_time).
 SCREEN_LIMIT_S = 8.0
 NO_CACHE_VARIABLE = "AUTOPLAN_NO_CACHE"  # if this environment variable is not empty, no search keeps layouts
+# If this environment variable is 1, a search has no helper on a second core; if it is 2, also where no core is free.
+PROCESSES_VARIABLE = "AUTOPLAN_PROCESSES"
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -24,7 +24,7 @@ from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.facts import pipeline_units, stage_calls
 from autoplan.program.parallel_dims import parallel_dims
 from autoplan.program.problem import IntraProblem, Selection, evaluate_selection
-from autoplan.search.layouts import cut_of, layout_problem
+from autoplan.search.layout_problem import cut_of, layout_problem
 from autoplan.search.planner import estimate_config
 from autoplan.search.request import PlanRequest
 

@@ -23,7 +23,8 @@ from autoplan.schedules.schedule import SCHEDULES, num_copies
 from autoplan.search import nearest
 from autoplan.search.cuts import Cutter
 from autoplan.search.interleaved_cuts import even_cuts, fastest
-from autoplan.search.layouts import CandidateLayout, LayoutCache, cut_of, no_layout
+from autoplan.search.layout_problem import cut_of, no_layout
+from autoplan.search.layouts import CandidateLayout, LayoutCache
 from autoplan.search.request import PlanRequest, check_task
 
 # Of a configuration without given stages: cuts that are priced, how much slower one may be that needs less memory, and

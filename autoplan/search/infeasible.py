@@ -14,7 +14,8 @@ from autoplan.search import clock
 from autoplan.search.cuts import Shortage
 from autoplan.search.degrees import Space, search_order
 from autoplan.search.intra import StoppedError
-from autoplan.search.layouts import ILP_LIMIT_S, LayoutCache, no_layout
+from autoplan.search.layout_problem import no_layout
+from autoplan.search.layouts import ILP_LIMIT_S, LayoutCache
 from autoplan.search.quick_memory import QuickMemory
 from autoplan.search.request import PlanRequest, least_memory_first, offloaded, space_of
 from autoplan.units import ORDER_OF_SUMS

@@ -1,9 +1,9 @@
 """SolvedLayout layouts on disk, for later processes: by the hash of everything that their problem depends on.
 
 A file holds one layout that was proved to be the best, or that none exists: the SHA-256 of its name and the rest on the
-first line, then JSON. The name is the hash of graph, degrees, sizes and prices (`autoplan.search.layouts.prices_key`),
-of the number of micro-batches, the solver and the code. So a file is never wrong: what was written by other code is not
-found, and what is damaged, cut off or under another name is ignored and written again. Processes may share a folder.
+first line, then JSON. The name is the hash of graph, degrees, sizes and prices (`layout_problem.prices_key`), of the
+number of micro-batches, the solver and the code. So a file is never wrong: what was written by other code is not found,
+and what is damaged, cut off or under another name is ignored and written again. Processes may share a folder.
 
 A layout is all that is kept. It takes milliseconds to read; what is made of it (`autoplan.program.workload`) would take
 half as long to read as to make, and bounds depend on everything.
@@ -80,11 +80,11 @@ class LayoutFiles:
                 self._write(name, {"infeasible": str(error)})
                 raise
             if found[1].status == "optimal":
-                self._write(name, _data(*found))
+                self._write(name, layout_data(*found))
             return found
         if "infeasible" in kept:
             raise InfeasibleError(kept["infeasible"])
-        return _solved(kept)
+        return layout_of(kept)
 
     def _plain(self, value: object) -> Any:
         """Return the content of a key as JSON: of a graph its hash. Raises TypeError for what has no content."""
@@ -165,17 +165,19 @@ def _versions() -> tuple[str, ...]:
 # -- JSON of a layout --------------------------------------------------------------------------------------------------
 
 
-def _data(axes: tuple[Axis, ...], solution: IntraSolution) -> dict[str, Any]:
+def layout_data(axes: tuple[Axis, ...], solution: IntraSolution) -> dict[str, Any]:
     """Return a solution as JSON. Numbers are read back bit by bit."""
     numbers = {f.name: getattr(solution, f.name) for f in fields(solution) if f.name != "selection"}
     selection = {choice: _option_data(option) for choice, option in solution.selection.items()}
     return {**numbers, "axes": [[axis.name, axis.size] for axis in axes], "selection": selection}
 
 
-def _solved(data: dict[str, Any]) -> SolvedLayout:
-    axes = tuple(Axis(name, size) for name, size in data.pop("axes"))
-    selection = {choice: _option(option) for choice, option in data.pop("selection").items()}
-    return axes, IntraSolution(**{**data, "restrictions": tuple(data["restrictions"])}, selection=selection)
+def layout_of(data: dict[str, Any]) -> SolvedLayout:
+    """Return a solution from JSON."""
+    axes = tuple(Axis(name, size) for name, size in data["axes"])
+    numbers = {name: value for name, value in data.items() if name not in ("axes", "selection")}
+    selection = {choice: _option(option) for choice, option in data["selection"].items()}
+    return axes, IntraSolution(**{**numbers, "restrictions": tuple(data["restrictions"])}, selection=selection)
 
 
 def _option_data(option: Option) -> list[Any]:

@@ -3,7 +3,7 @@
 These are layouts, what they are solved by and what is made of them, seconds of equal operations and parameters, and the
 degrees of the best plans, with which the next search begins.
 
-Two tasks have the same problem of layouts (`autoplan.search.layouts.layout_problem`) if graph, degrees, sizes and the
+Two tasks have the same problem of layouts (`autoplan.search.layout_problem`) if graph, degrees, sizes and the
 prices that their tensor-parallel ranks see are equal, but for the number of micro-batches n, over which traffic and
 updates once per step are spread: every option costs a + b / n. The least cost is then a concave function of 1 / n, and
 that of one selection a linear one. So a selection that is the best for two numbers of micro-batches is the best for
@@ -106,11 +106,11 @@ class LayoutStore:
             nearest = min(known, key=lambda r: min(abs(1 / n - 1 / number) for n in (r.fewest[0], r.most[0])))
             end = FEWEST if number < nearest.fewest[0] else MOST
             if not any(one.holds(end) for one in known):
-                found = self._keep(key, end, *solve(end))
+                found = self.keep(key, end, *solve(end))
                 if found.holds(number):
                     return axes, found.at(number)
         axes, solution = solve(number)
-        self._keep(key, number, axes, solution)
+        self.keep(key, number, axes, solution)
         return axes, solution
 
     def made(self, key: object, make: Callable[[], _T]) -> _T:
@@ -126,7 +126,7 @@ class LayoutStore:
         """Keep the candidates of the best plans of a search."""
         self.best[:] = list(dict.fromkeys((*candidates, *self.best)))[:MOST_BEST]
 
-    def _keep(self, key: object, number: int, axes: tuple[Axis, ...], solution: IntraSolution) -> _Range:
+    def keep(self, key: object, number: int, axes: tuple[Axis, ...], solution: IntraSolution) -> _Range:
         """Store a solution, if it is proved, with those that have its selection; return their range."""
         one = _Range((number, solution), (number, solution))
         if solution.status != "optimal":

@@ -6,8 +6,10 @@ import functools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autoplan.config.context_methods import ContextMethod, neighbours_of, read_method
 from autoplan.config.mesh import folds
@@ -16,11 +18,8 @@ from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.config.precision import Precision, precision_of
 from autoplan.config.recompute import OFFLOAD, RecomputeMix, kinds_in, modules_of, recompute_kind
 from autoplan.cost_models.costs import Costs
-from autoplan.cost_models.hardware.cluster import Group, Level
-from autoplan.cost_models.hardware.fabric_graph import Traffic
 from autoplan.cost_models.memory.least import LeastMemory
 from autoplan.cost_models.memory.room import Room
-from autoplan.cost_models.network.groups import axis_groups
 from autoplan.cost_models.time.blocks import BlockPricer, OpTimes, op_times
 from autoplan.cost_models.time.least import LeastTime, StateSeconds
 from autoplan.cost_models.time.price import Pricer
@@ -39,15 +38,13 @@ from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.parallel_dims import parallel_dims
-from autoplan.program.problem import IntraProblem, IntraSettings, build_problem
-from autoplan.program.token_dispatch_layouts import with_token_dispatch
-from autoplan.program.without_sequence_parallel import without_sequence_parallelism
 from autoplan.program.workload import LoweredModel, lower_all, workload
 from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES, num_copies
 from autoplan.search.cuts import Cutter
 from autoplan.search.interleaved_cuts import ChunkCutter, LeastPass, even_cuts
 from autoplan.search.intra import IntraSolution, LayoutProgram, StoppedError
-from autoplan.search.layout_files import LayoutFiles, folder_of_layouts
+from autoplan.search.layout_files import LayoutFiles, folder_of_layouts, layout_data, layout_of
+from autoplan.search.layout_problem import LayoutCut, cut_of, layout_batches, layout_problem, no_layout, prices_key
 from autoplan.search.layout_store import ById
 from autoplan.search.request import PlanRequest, offload_kinds, without_activations
 from autoplan.search.state_bounds import Simulated, StateBounds
@@ -67,7 +64,7 @@ class CandidateLayout:
 
 _Key = tuple[int, int, int, ExpertDegrees | None, bool, MethodChoice]
 _Pass = tuple[int, int]  # id of a layout, ranks that hold each chunk
-_Cut = tuple[int, int, int, bool]  # tp, micro-batch size, cp, True if every rank dispatches its own tokens
+_Solved = list[tuple[int, dict[str, Any]]]  # numbers of micro-batches and their layouts, as data
 
 
 class LayoutCache:
@@ -79,6 +76,7 @@ class LayoutCache:
         phases: seconds by phase, added to.
         gap: the largest gap of a layout's proof.
         all_proved: no layout was stopped by time.
+        halves: the half of the search, 0 or 1, that bounds candidates of a tp, micro-batch size and cp.
     """
 
     def __init__(self, request: PlanRequest, phases: dict[str, float] | None = None) -> None:
@@ -93,18 +91,21 @@ class LayoutCache:
         self.all_proved: bool = True
         self._files = LayoutFiles(folder_of_layouts() if request.uses_cache else None)
         self._found: dict[_Key, CandidateLayout] = {}
-        self._layouts: dict[_Cut, tuple[tuple[Axis, ...], IntraSolution] | None] = {}
-        self._lowered: dict[tuple[_Cut, MethodChoice], LoweredModel] = {}
-        self._first_lowered: dict[_Cut, LoweredModel] = {}  # under the methods that were asked for first
+        self._layouts: dict[LayoutCut, tuple[tuple[Axis, ...], IntraSolution] | None] = {}
+        self._lowered: dict[tuple[LayoutCut, MethodChoice], LoweredModel] = {}
+        self._first_lowered: dict[LayoutCut, LoweredModel] = {}  # under the methods that were asked for first
         self._op_times = self._shared_op_times()
-        self._stopped: dict[_Cut, float] = {}  # the limit that was too short
+        self._stopped: dict[LayoutCut, float] = {}  # the limit that was too short
         self._worth: dict[tuple[int, int, int], list[MethodChoice]] = {}
         self._cutters: dict[ParallelConfig, Cutter] = {}
         self._least: dict[int, LeastMemory] = {}  # by the id of a layout, which this cache keeps
         self._passes: dict[_Pass, LeastPass] = {}  # likewise
         self._state_bounds: dict[_Pass, StateBounds] = {}  # likewise
         self._state_seconds: StateSeconds = self._shared_state_seconds()
-        self._simulated: Simulated = {}
+        # of either half of the work of a search: what is simulated in one process is not known in the other
+        self._simulated: tuple[Simulated, Simulated] = ({}, {})
+        self.halves: dict[Hashable, int] = {}
+        self._log: dict[LayoutCut, _Solved] = defaultdict(list)  # in the order in which they were solved
 
     def _shared_op_times(self) -> dict[int, tuple[BlockWork, OpTimes]]:
         """Return the times of blocks by their id, shared with searches of the same device."""
@@ -148,7 +149,7 @@ class LayoutCache:
             self.phases["workloads"] += time.perf_counter() - start
         return self._found[key]
 
-    def _layout(self, cut: _Cut, limit_s: float) -> tuple[tuple[Axis, ...], IntraSolution] | None:
+    def _layout(self, cut: LayoutCut, limit_s: float) -> tuple[tuple[Axis, ...], IntraSolution] | None:
         tp, size, cp, own = cut
         key = (tp, self._solved_size(tp, size, cp), cp, own)
         if key in self._layouts:
@@ -165,11 +166,65 @@ class LayoutCache:
             raise
         return self._layouts[key]
 
-    def adopt(self, cut: _Cut, solution: IntraSolution) -> None:
+    def adopt(self, cut: LayoutCut, solution: IntraSolution) -> None:
         """Take a layout that was solved for another task with the same graph and `cut` (see `layout_problem`)."""
         tp, size, cp, own = cut
         axes = parallel_dims(self.request.graph, ParallelConfig(tp=tp)).layout_axes
         self._layouts[tp, self._solved_size(tp, size, cp), cp, own] = axes, solution
+
+    # -- layouts that another process of the same search solved ------------------------------------------------------
+
+    def open_cuts(self, candidates: Iterable[ParallelConfig]) -> list[LayoutCut]:
+        """Return the cuts of candidates whose layouts are not known."""
+        cuts = dict[LayoutCut, None]()
+        for c in candidates:
+            cuts[self._solved_cut(cut_of(c, self._experts(c)))] = None
+            if c.cp > 1 and not c.methods:
+                cuts[self._solved_cut((c.tp, c.micro_batch_size, c.cp, False))] = None
+        return [cut for cut in cuts if cut not in self._layouts]
+
+    def open_methods(self, candidates: Iterable[ParallelConfig]) -> list[tuple[int, int, int]]:
+        """Return tp, micro-batch size and cp of candidates whose methods of context parallelism are to be compared."""
+        asked = dict.fromkeys((c.tp, c.micro_batch_size, c.cp) for c in candidates if c.cp > 1 and not c.methods)
+        return [key for key in asked if key not in self._worth] if "context_method" not in self.request.pins else []
+
+    def solve(self, cut: LayoutCut, limit_s: float) -> None:
+        """Solve the layout of a cut, unless `limit_s` is too short."""
+        with suppress(StoppedError):
+            self._layout(cut, limit_s)
+
+    def solved(self, cut: LayoutCut) -> tuple[_Solved, bool, float | None]:
+        """Return what `solve` found for a cut: layouts, whether there is one, and the limit that was too short."""
+        return self._log[cut], self._layouts.get(cut) is not None, self._stopped.get(cut)
+
+    def take(self, cut: LayoutCut, found: tuple[_Solved, bool, float | None]) -> None:
+        """Take what another process found for a cut, as if it had been found here."""
+        known, exists, stopped_s = found
+        key = prices_key(self.request, self.costs, cut)
+        made = [(number, *layout_of(data)) for number, data in known]
+        for each in made:
+            self.request.layouts.keep(key, *each)
+        if exists and all(solution.status == "optimal" for _, _, solution in made):
+            self._layouts[cut] = self._solve(*cut, 0.0)  # it is in the store
+        elif exists:
+            self._layouts[cut] = self._counted(*made[-1][1:])
+        elif stopped_s is None:
+            self._layouts[cut] = None
+        else:
+            self._stopped[cut], self.all_proved = stopped_s, False
+
+    def learn_methods(self, key: tuple[int, int, int], found: list[MethodChoice] | None) -> None:
+        """Take the methods of a tp, micro-batch size and cp that another process compared; None: it has none."""
+        if found is not None:
+            self._worth[key] = found
+
+    def known_methods(self, key: tuple[int, int, int]) -> list[MethodChoice] | None:
+        """Return the methods that were compared; None if they are not known."""
+        return self._worth.get(key)
+
+    def _solved_cut(self, cut: LayoutCut) -> LayoutCut:
+        tp, size, cp, own = cut
+        return tp, self._solved_size(tp, size, cp), cp, own
 
     def _solved_size(self, tp: int, size: int, cp: int) -> int:
         """Return the micro-batch for which the layout of another is solved: the least with as large a part of tp.
@@ -185,17 +240,22 @@ class LayoutCache:
         cut = tp, size, cp, own
         key, number = prices_key(self.request, self.costs, cut), layout_batches(self.request, cut)
         until = time.perf_counter() + limit_s
-        axes, solution = self.request.layouts.get(key, number, functools.partial(self._kept_or_solved, key, cut, until))
+        found = self.request.layouts.get(key, number, functools.partial(self._kept_or_solved, key, cut, until))
+        return self._counted(*found)
+
+    def _counted(self, axes: tuple[Axis, ...], solution: IntraSolution) -> tuple[tuple[Axis, ...], IntraSolution]:
         self.gap = max(self.gap, solution.gap)
         self.all_proved = self.all_proved and solution.status == "optimal"
         return axes, solution
 
     def _kept_or_solved(
-        self, key: object, cut: _Cut, until_s: float, number: int
+        self, key: object, cut: LayoutCut, until_s: float, number: int
     ) -> tuple[tuple[Axis, ...], IntraSolution]:
         began = time.perf_counter() - self._solving_s()
         try:
-            return self._files.get(key, number, lambda: self._solve_anew(key, cut, until_s, number))
+            found = self._files.get(key, number, lambda: self._solve_anew(key, cut, until_s, number))
+            self._log[cut].append((number, layout_data(*found)))
+            return found
         finally:
             self.phases["layout files"] += time.perf_counter() - self._solving_s() - began
 
@@ -203,7 +263,7 @@ class LayoutCache:
         return sum(self.phases.get(name, 0.0) for name in ("intra-op build", "intra-op solve"))
 
     def _solve_anew(
-        self, key: object, cut: _Cut, until_s: float, number: int
+        self, key: object, cut: LayoutCut, until_s: float, number: int
     ) -> tuple[tuple[Axis, ...], IntraSolution]:
         """Solve the program of a cut, which is made once for all numbers of micro-batches."""
         start = time.perf_counter()
@@ -216,7 +276,7 @@ class LayoutCache:
             self.phases["intra-op build"] += built - start
             self.phases["intra-op solve"] += time.perf_counter() - built
 
-    def _program(self, cut: _Cut) -> tuple[tuple[Axis, ...], LayoutProgram]:
+    def _program(self, cut: LayoutCut) -> tuple[tuple[Axis, ...], LayoutProgram]:
         axes, problem = layout_problem(self.request, self.costs, cut)
         return axes, LayoutProgram(problem)
 
@@ -224,7 +284,7 @@ class LayoutCache:
         self,
         axes: tuple[Axis, ...],
         solution: IntraSolution,
-        cut: _Cut,
+        cut: LayoutCut,
         experts: ExpertDegrees | None,
         ends: bool,
         methods: MethodChoice,
@@ -260,7 +320,7 @@ class LayoutCache:
             work = replace(work, unit_choices=tuple(choices))
         return CandidateLayout(solution, work, op_times(work, self.costs, self._op_times))
 
-    def _op_costs(self, axes: tuple[Axis, ...], cut: _Cut, methods: MethodChoice) -> OpCosts:
+    def _op_costs(self, axes: tuple[Axis, ...], cut: LayoutCut, methods: MethodChoice) -> OpCosts:
         r, (_, size, cp, _) = self.request, cut
         return OpCosts(
             r.graph,
@@ -340,15 +400,12 @@ class LayoutCache:
 
     def of(self, candidate: ParallelConfig, limit_s: float = ILP_LIMIT_S) -> CandidateLayout | None:
         """Return the layout of a candidate; None if there is none. Raises StoppedError."""
-        candidate = self.decided(candidate, limit_s)
-        spread = None
-        if candidate.spreads_experts:
-            spread = ExpertDegrees(
-                candidate.ep, candidate.expert_tp, self.request.options.dispatcher, self.request.executed
-            )
-        return self.get(
-            candidate.tp, candidate.micro_batch_size, candidate.cp, spread, limit_s, methods=candidate.methods
-        )
+        c = self.decided(candidate, limit_s)
+        return self.get(c.tp, c.micro_batch_size, c.cp, self._experts(c), limit_s, methods=c.methods)
+
+    def _experts(self, candidate: ParallelConfig) -> ExpertDegrees | None:
+        c, r = candidate, self.request
+        return ExpertDegrees(c.ep, c.expert_tp, r.options.dispatcher, r.executed) if c.spreads_experts else None
 
     def known(self, candidate: ParallelConfig) -> CandidateLayout:
         """Return the layout of a candidate that has one; InfeasibleError if there is none."""
@@ -438,7 +495,9 @@ class LayoutCache:
         if known is None:
             seconds = LeastTime(point.workload, point.times, self.costs, self.precision, self._state_seconds)
             fixed = self.request.pins.recompute is not None
-            known = StateBounds(seconds, self.least_memory(point), least.seconds, fixed, self._simulated)
+            c = members[0]
+            simulated = self._simulated[self.halves.get((c.tp, c.micro_batch_size, c.cp), 0)]
+            known = StateBounds(seconds, self.least_memory(point), least.seconds, fixed, simulated)
             self._state_bounds[key] = known
         return known
 
@@ -485,74 +544,3 @@ class LayoutCache:
             pinned, mix = self.request.pins.recompute, self.request.recompute_mix
             self._cutters[candidate] = Cutter(pricer, self.room, pinned, stages, mix)
         return self._cutters[candidate]
-
-
-def layout_batches(request: PlanRequest, cut: _Cut) -> int:
-    """Return the number of micro-batches that a layout is solved for: all devices share the batch."""
-    r, (tp, size, cp, _) = request, cut
-    return max(1, r.global_batch_size // (size * max(1, r.cluster.num_devices // (tp * cp))))
-
-
-def prices_key(request: PlanRequest, costs: Costs, cut: _Cut) -> object:
-    """Return everything that the problem of `layout_problem` depends on, but for the number of micro-batches.
-
-    Of the cluster these are the device and the levels that groups of tensor-parallel ranks cross.
-    """
-    r, cluster, (tp, size, cp, own) = request, request.cluster, cut
-    axes = parallel_dims(r.graph, ParallelConfig(tp=tp)).layout_axes
-    seen = tuple(
-        (group, traffic, costs.crosses_network(group), _crossed(group, cluster.levels_of(group, traffic)))
-        for group in axis_groups([axis.size for axis in axes]).values()
-        for traffic in (Traffic if group.size > 1 else ())
-    )
-    return (
-        ById(r.graph),
-        (axes, size, cp, own, tuple(r.env(size, cp).items()), r.precision, r.pins.get("state_slack", 1.02)),
-        (r.mode, r.options.of_operations, r.constants, ById(r.profile)),
-        (cluster.device, cluster.device_type, seen),
-    )
-
-
-def _crossed(group: Group, levels: Sequence[Level]) -> tuple[Level, ...]:
-    """Return the levels up to the one that holds a whole group."""
-    reach = (group.size - 1) * group.stride
-    return tuple(level for i, level in enumerate(levels) if i == 0 or levels[i - 1].size <= reach)
-
-
-def layout_problem(
-    request: PlanRequest, costs: Costs, cut: _Cut, number: int | None = None
-) -> tuple[tuple[Axis, ...], IntraProblem]:
-    """Return the axes that layouts are chosen on, and the problem of choosing them.
-
-    Args:
-        cut: tp, micro-batch size, cp, and True if every rank dispatches its own tokens.
-        number: micro-batches per step; None: `layout_batches`.
-
-    Raises:
-        InfeasibleError: no option is left of some choice.
-    """
-    r, (tp, size, cp, own) = request, cut
-    axes = parallel_dims(r.graph, ParallelConfig(tp=tp)).layout_axes
-    steps = layout_batches(request, cut) if number is None else number
-    slack = r.pins.get("state_slack", 1.02)
-    settings = IntraSettings(axes, costs, r.env(size, cp), steps, slack, precision_of(r.precision), cp)
-    problem = build_problem(r.graph, settings)
-    if not r.options.sequence_parallel:
-        problem = without_sequence_parallelism(problem, r.graph)
-    if own:
-        problem = with_token_dispatch(problem, r.graph, slack)
-    return axes, problem
-
-
-def cut_of(config: ParallelConfig, experts: ExpertDegrees | None) -> _Cut:
-    """Return the choices of a configuration that determine the problem of its layouts."""
-    own = experts is not None and experts.executed and experts.dispatches(config.tp) and config.tp > 1
-    return config.tp, config.micro_batch_size, config.cp, own
-
-
-def no_layout(request: PlanRequest, where: str) -> InfeasibleError:
-    """Return the error for tensor-parallel degrees, `where`, at which no layout is legal inside blocks."""
-    text = f"no layout of {request.graph.name} exists at {where}"
-    if not request.options.sequence_parallel:
-        text += " without sequence parallelism; allow it (leave out --no-sequence-parallel), or use tp=1"
-    return InfeasibleError(text)

@@ -36,7 +36,8 @@ from autoplan.search.estimate import layers_of, recompute_of_stages
 from autoplan.search.group_bounds import grouped
 from autoplan.search.interleaved_cuts import LeastPass
 from autoplan.search.intra import StoppedError
-from autoplan.search.layouts import LayoutCache, cut_of
+from autoplan.search.layout_problem import cut_of
+from autoplan.search.layouts import LayoutCache
 from autoplan.search.request import PlanRequest, check_task, space_of
 from autoplan.search.windows import Windows
 from autoplan.stacks.like import equal_stages

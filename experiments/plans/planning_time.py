@@ -3,7 +3,9 @@
     python -m experiments.plans.planning_time [--only 405b] [--repeats 1] [--no-warm] [--json FILE]
 
 Every row is a process of its own, cold: nothing is imported, captured or cached. Aim: 405B within 5 s and 1 GB. Beside
-the seconds from start to plan stand those of the processor, which other work on the machine changes less. In a column
+the seconds from start to plan stand those of the processor, which other work on the machine changes less, of both
+processes of a search together, and their share of its helper (none with AUTOPLAN_PROCESSES=1). Memory is that of both,
+what they share counted twice. In a column
 `warm` stand the processor's seconds of the same search in a process that finds its layouts on disk, where an earlier
 one left them (autoplan/search/layout_files.py); its plan is compared with the cold one.
 """
@@ -116,7 +118,7 @@ def main(
     env = environment()
     console = make_console()
     table = Table(title=f"seconds from start to plan; {describe(env)}")
-    for heading in ("model", "devices", *PHASES, "total", "processor", "warm", "MB"):
+    for heading in ("model", "devices", *PHASES, "total", "processor", "helper", "warm", "MB"):
         table.add_column(heading, justify="left" if heading == "model" else "right", no_wrap=True)
     cases, notes = [], []
     for model, *task in ROWS:
@@ -136,6 +138,7 @@ def main(
             *(f"{t:.2f}" for t in times),
             f"{statistics.median(row['totals_s']):.2f}",
             f"{row['processor_s']:.2f}",
+            f"{row['helper_processor_s']:.2f}",
             f"{row['warm']['processor_s']:.2f}" if warm else "",
             f"{row['peak_rss_bytes'] / 1e6:.0f}",
         )

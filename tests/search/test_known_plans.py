@@ -21,8 +21,9 @@ from autoplan.planning import options_of_way
 from autoplan.program.problem import ValueKey
 from autoplan.search.first_plans import as_before
 from autoplan.search.infeasible import NotFasterError
+from autoplan.search.layout_problem import layout_problem, prices_key
 from autoplan.search.layout_store import MOST_BEST, LayoutStore
-from autoplan.search.layouts import LayoutCache, layout_problem, prices_key
+from autoplan.search.layouts import LayoutCache
 from autoplan.search.planner import search_plan
 from autoplan.search.request import PlanRequest, space_of
 

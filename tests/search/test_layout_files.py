@@ -22,8 +22,9 @@ from autoplan.search import layout_files
 from autoplan.search.certificate import Certificate
 from autoplan.search.intra import LayoutProgram, solve
 from autoplan.search.layout_files import LayoutFiles, SolvedLayout, folder_of_layouts
+from autoplan.search.layout_problem import layout_problem, prices_key
 from autoplan.search.layout_store import LayoutStore
-from autoplan.search.layouts import LayoutCache, layout_problem, prices_key
+from autoplan.search.layouts import LayoutCache
 from autoplan.search.planner import search_plan
 from autoplan.search.request import PlanRequest
 

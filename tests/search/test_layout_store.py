@@ -13,8 +13,9 @@ from autoplan.config.parallel import Mode
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.search.certificate import SearchResult
 from autoplan.search.intra import LayoutProgram, solve
+from autoplan.search.layout_problem import layout_batches, layout_problem, prices_key
 from autoplan.search.layout_store import FEWEST, MOST, LayoutStore
-from autoplan.search.layouts import LayoutCache, layout_batches, layout_problem, prices_key
+from autoplan.search.layouts import LayoutCache
 from autoplan.search.planner import search_plan
 from autoplan.search.request import PlanRequest
 from autoplan.sweeps.size import size

@@ -274,7 +274,7 @@ def test_offload_that_cannot_help_is_not_priced(share: float, monkeypatch: pytes
     pins = {"pp": 2, "dp": 1, "tp": 1, "micro_batch_size": 1}
     r = request(2, int(share * peak_bytes(pins, 2)), pins=pins, host=(ROOM, 1e11))
     priced: list[ParallelConfig] = []
-    refine = planner._Search._refine
+    refine = planner._Search.refine
 
     def counted(self: planner._Search, candidate: ParallelConfig, cutoff_s: float) -> float:
         priced.append(candidate)
@@ -286,7 +286,7 @@ def test_offload_that_cannot_help_is_not_priced(share: float, monkeypatch: pytes
         assert result.certificate.open == 0 and result.certificate.gap == 0.0
         return result.plans[0].estimate.step_time_s.mid, sum(bool(c.offload) for c in priced)
 
-    monkeypatch.setattr(planner._Search, "_refine", counted)
+    monkeypatch.setattr(planner._Search, "refine", counted)
     best, few = searched()
     monkeypatch.setattr(planner._Search, "_memory_binds", lambda self, candidate: True)
     same, many = searched()
