@@ -444,14 +444,14 @@ class ChunkCutter:
 
     def _guess(self, rank: int, choices: _Choices, cut: tuple[int, ...]) -> int:
         """Return about how many steps a rank needs to fit its device, if every step frees as much."""
-        if not choices.most:
+
+        def lacks(number: int) -> float:
+            tried = self._tried(rank, choices.of(number), cut)
+            return device_bytes(self.pricer, self.room, rank, *tried) - self.room.device_bytes
+
+        if not choices.most or (without := lacks(0)) <= 0 or (least := lacks(choices.most)) >= without:
             return 0
-        ends = (self._tried(rank, choices.of(number), cut) for number in (0, choices.most))
-        without, least = (device_bytes(self.pricer, self.room, rank, *tried) for tried in ends)
-        if without <= self.room.device_bytes or least >= without:
-            return 0
-        share = (without - self.room.device_bytes) / (without - least)
-        return math.ceil(min(1.0, share) * choices.most)
+        return math.ceil(min(1.0, without / (without - least)) * choices.most)
 
     def _fits(self, rank: int, choices: _Choices, cut: tuple[int, ...], number: int) -> bool:
         """Return True if a rank fits its device after `number` steps."""

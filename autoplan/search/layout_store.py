@@ -1,12 +1,14 @@
 """What several searches share: the points of a sweep, the other choices that an explanation prices.
 
-These are layouts, and the degrees of the best plans, with which the next search begins.
+These are layouts, what they are solved by and what is made of them, seconds of equal operations and parameters, and the
+degrees of the best plans, with which the next search begins.
 
 Two tasks have the same problem of layouts (`autoplan.search.layout_problem`) if graph, degrees, sizes and the
 prices that their tensor-parallel ranks see are equal, but for the number of micro-batches n, over which traffic and
 updates once per step are spread: every option costs a + b / n. The least cost is then a concave function of 1 / n, and
 that of one selection a linear one. So a selection that is the best for two numbers of micro-batches is the best for
-every number between them, and its bound there is at least the line through both bounds.
+every number between them, and its bound there is at least the line through both bounds. For any other number, the
+program that was made for one is solved anew (`autoplan.search.intra.LayoutProgram`), which takes half the time.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ SWEEPS = {
     "batches": Sweep("global_batch_size", (1, 2, 4)),
     "fewer sequences": Sweep("global_batch_size", (1, 0.5, 0.25)),
     "nodes": Sweep("nodes", (1, 0.5, 0.25, 2)),
-    "devices": Sweep("device", values=("h100-sxm5-80gb", "h200-sxm-141gb", "b200-sxm-192gb")),
+    "devices": Sweep("device", values=("h100-sxm5-80gb", "h200-sxm-141gb", "b200-sxm-180gb")),
 }
 SIZES = "sizes"
 
@@ -77,7 +77,7 @@ def run(model: str, sweep: str, alone: bool) -> list[dict[str, Any]]:
     def timed(asked: PlanRequest) -> SearchResult:
         result, seconds = _timed(asked)
         own, own_s = _timed(replace(asked, layouts=LayoutStore())) if alone else (None, None)
-        rows.append({"point": _words(asked, request), "seconds": seconds, "alone_s": own_s, **_plan(result)})
+        rows.append({"point": str(asked.cluster), "seconds": seconds, "alone_s": own_s, **_plan(result)})
         if own is not None and _plan(own) != _plan(result):
             raise RuntimeError(f"{model}, {rows[-1]}: alone {_plan(own)}")
         return result
@@ -86,8 +86,10 @@ def run(model: str, sweep: str, alone: bool) -> list[dict[str, Any]]:
         tokens, days = SIZED[model]
         size(request, tokens, days, search=timed)
     else:
-        for _ in points(request, SWEEPS[sweep].of(nodes, batch), timed):
-            pass
+        for point in points(request, SWEEPS[sweep].of(nodes, batch), timed):
+            if point.status != "ok":
+                raise RuntimeError(f"{model}, {point.varied}: {point.status}, {point.reason}")
+            rows[-1]["point"] = " ".join(f"{name}={value}" for name, value in point.varied.items())
     return rows
 
 
@@ -100,11 +102,6 @@ def _timed(request: PlanRequest) -> tuple[SearchResult, float]:
 def _plan(result: SearchResult) -> dict[str, Any]:
     best = result.plans[0]
     return {"plan": plan_label(best.config, best.estimate), "step_time_s": best.estimate.step_time_s.mid}
-
-
-def _words(asked: PlanRequest, base: PlanRequest) -> str:
-    batch = "" if asked.global_batch_size == base.global_batch_size else f", {asked.global_batch_size} sequences"
-    return f"{asked.cluster}{batch}"
 
 
 def in_a_process(model: str, sweep: str, alone: bool) -> list[dict[str, Any]]:
