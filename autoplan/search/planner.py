@@ -134,7 +134,7 @@ class _Search(Candidates):
             raise no_plan(self.points, self.checked, shortages, self.outcomes, self.elapsed_s())
         chosen, *equals = self.plans.equals(self._complexity)
         self.request.layouts.found_best([chosen.candidate, self.plans.best[0].candidate])
-        others = self.plans.asked([e for e in self.plans.best if e != chosen], [chosen])[: self.request.top - 1]
+        others = self.plans.asked(self.plans.others(chosen), [chosen])[: self.request.top - 1]
         plans = tuple(self._planned(entry) for entry in (chosen, *others))
         near = tuple((self._config(entry), entry.step_s) for entry in sorted(equals, key=lambda e: e.step_s))
         return SearchResult(plans, self._certificate(self.checked), near)
@@ -379,7 +379,7 @@ class _Search(Candidates):
             return
         below = limit_s(self.plans.best[0].step_s, self.request.equal_within)
         least = self._complexity(self.plans.equals(self._complexity)[0])
-        found, out = {e.candidate for e in self.plans.best}, (Outcome.ILLEGAL, Outcome.TOO_BIG)
+        found, out = {e.candidate for e in (*self.plans.best, *self.plans.twins)}, (Outcome.ILLEGAL, Outcome.TOO_BIG)
         bounds = ((c, self.bounds.get(c, math.inf)) for c in checked.candidates)
         some = [
             (c, bound)

@@ -27,12 +27,14 @@ class Standings:
     """Evaluated plans.
 
     Attributes:
-        best: all of them, best first.
+        best: the fastest of every choice of degrees, best first: requested plans differ in degrees.
+        twins: those with the degrees of a faster one, which may be simpler: without offload, with another method of cp.
     """
 
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
         self.best: list[Evaluated] = []
+        self.twins: list[Evaluated] = []
 
     @property
     def known(self) -> bool:
@@ -57,11 +59,19 @@ class Standings:
         return limit_s(self.cutoff_s(), self.request.equal_within)
 
     def equals(self, complexity: Callable[[Evaluated], Complexity]) -> list[Evaluated]:
-        """Return the plans that are equal to the fastest within the error, the simplest first."""
+        """Return the plans that are equal to the fastest within the error, the simplest first.
+
+        Of twins the simplest is one of them, and the fastest of all plans is.
+        """
         below = limit_s(self.best[0].step_s, self.request.equal_within)
         if below == self.best[0].step_s:
             return self.best[:1]
-        return sorted((e for e in self.best if e.step_s <= below), key=lambda e: (complexity(e), e.step_s))
+        near = [e for e in (*self.best, *self.twins) if e.step_s <= below]
+        near.sort(key=lambda e: (complexity(e), e.step_s))
+        simplest = dict[ParallelConfig, Evaluated]()
+        for entry in near:
+            simplest.setdefault(degrees_of(entry), entry)
+        return [e for e in near if e == self.best[0] or e == simplest[degrees_of(e)]]
 
     def asked(self, entries: list[Evaluated], beside: Sequence[Evaluated] = ()) -> list[Evaluated]:
         """Return the entries that may be answers: all, or the first of each kind that is not among those beside."""
@@ -71,10 +81,20 @@ class Standings:
         first = {kind: e for e in reversed(entries) if (kind := kind_of(e.candidate)) not in kinds}
         return [e for e in entries if first.get(kind_of(e.candidate)) is e]
 
+    def others(self, chosen: Evaluated) -> list[Evaluated]:
+        """Return the best plans with other degrees than the chosen one's."""
+        return [e for e in self.best if degrees_of(e) != degrees_of(chosen)]
+
     def add(self, candidate: ParallelConfig, cut: Cut) -> None:
-        """Add the plan of a candidate. Of plans with the same degrees, the best stays."""
-        degrees = candidate.but(context_method=None, offload=())
-        self.best.append(Evaluated(cut.step_s, candidate, cut.chunks or (), cut.recompute))
+        """Add the plan of a candidate."""
+        added = Evaluated(cut.step_s, candidate, cut.chunks or (), cut.recompute)
+        self.best.append(added)
         self.best.sort(key=lambda e: (e.step_s, search_order(e.candidate)))
-        alike = [e for e in self.best if e.candidate.but(context_method=None, offload=()) == degrees]
-        self.best = [e for e in self.best if e not in alike[1:]]  # requested plans differ in degrees
+        slower = [e for e in self.best if degrees_of(e) == degrees_of(added)][1:]
+        self.best = [e for e in self.best if e not in slower]
+        self.twins += slower
+
+
+def degrees_of(entry: Evaluated) -> ParallelConfig:
+    """Return what all twins share."""
+    return entry.candidate.but(context_method=None, offload=())

@@ -6,9 +6,11 @@ import pytest
 from enumeration import best_of, request
 
 from autoplan.config.parallel import ParallelConfig
+from autoplan.search.cuts import Cut
 from autoplan.search.planner import search_plan
 from autoplan.search.simplicity import complexity
 from autoplan.search.space import space
+from autoplan.search.standings import Standings
 
 
 def test_what_is_simpler() -> None:
@@ -42,3 +44,20 @@ def test_without_equals_the_fastest_is_taken() -> None:
     exact, loose = search_plan(request(4)), search_plan(request(4, equal_within=0.9))
     assert not exact.equals and loose.equals
     assert exact.plans[0].estimate.step_time_s.mid <= loose.plans[0].estimate.step_time_s.mid
+
+
+@pytest.mark.parametrize("slower", [1.0008, 1.5])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_plan_without_offload_is_simpler_than_its_twin(slower: float, first: int) -> None:
+    """Found in any order: the host holds nothing where that is worth less than the error."""
+    plans = Standings(request(4, equal_within=0.02))
+    host = ParallelConfig(dp=4, offload=("optimizer",))
+    found = [(host, 10.0), (host.but(offload=()), 10.0 * slower)]
+    for config, step_s in (found[first], found[1 - first]):
+        plans.add(config, Cut((1,), (), step_s, step_s, exact=True))
+    plans.add(host.but(dp=2, tp=2), Cut((1,), (), 9.99, 9.99, exact=True))
+    equals = [e.candidate for e in plans.equals(lambda e: complexity(e.candidate))]
+    assert equals[0] == (host.but(offload=()) if slower < 1.02 else host)
+    assert host.but(dp=2, tp=2) in equals  # the fastest
+    chosen = plans.equals(lambda e: complexity(e.candidate))[0]
+    assert [e.candidate for e in plans.others(chosen)] == [host.but(dp=2, tp=2)]  # answers differ in degrees
