@@ -280,10 +280,8 @@ class Batches:
         entries, begin = [int(problem is not None), *[_LEAST] * (width * num)], 1 + width * data_rank
         if problem is None:
             entries[begin : begin + 3] = [mine, -mine, samples]
-            if self._device.type == "cpu":
-                entries[begin + 3 : begin + width] = _as_integer(labels).expand(width - 3).tolist()
         sent = torch.tensor(entries, dtype=torch.int64).to(self._device, non_blocking=True)
-        if problem is None and self._device.type != "cpu":  # counted there; the host waits once, below
+        if problem is None:  # counted on the device; the host waits once, below
             sent[begin + 3 : begin + width] = _as_integer(labels)
         dist.all_reduce(sent, op=dist.ReduceOp.MAX)
         found = sent.tolist()

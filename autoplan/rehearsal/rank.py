@@ -191,6 +191,7 @@ def _observed(
             raise RehearsalError(f"the program does not take the batch of its plan: {problem}")
         _give_counts(model, size, lengths)
         _give_votes(model, batch)
+        _sum_losses_apart(model)
         told(f"forward and backward of {count} micro-batch{'es' if count > 1 else ''}")
         watch.start()
         stored = watch.live_bytes
@@ -292,6 +293,12 @@ def _give_counts(model: ParallelModel, size: int, lengths: Mapping[str, int]) ->
     samples = (size,) * model.data_world
     counts = Counts(tuple(float(sum(samples) * lengths["s"]) for _ in model.spec.loss_counts), samples)
     model._batches.settle = lambda *_, **__: counts  # type: ignore[method-assign]
+
+
+def _sum_losses_apart(model: ParallelModel) -> None:
+    """Sum losses as on the devices of a plan: only on CPUs do they travel with gradients."""
+    total = model._total
+    model._total = lambda sync=None: total()  # type: ignore[method-assign]
 
 
 def _give_votes(model: ParallelModel, batch: Mapping[str, torch.Tensor]) -> None:

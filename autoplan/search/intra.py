@@ -308,9 +308,10 @@ class LayoutProgram:
 
     def __init__(self, problem: IntraProblem, *, merge_chains: bool = True) -> None:
         start = time.perf_counter()
-        self.whole, self.merged = problem, merge_chains
+        self.whole: IntraProblem = problem
+        self.merged: bool = merge_chains
         problem = _prune(problem)
-        self.problem = follow(problem) if merge_chains else problem
+        self.problem: IntraProblem = follow(problem) if merge_chains else problem
         model = _Model(self.problem)
         if problem.state_budget_bytes is not None:
             state = [(x, size / problem.state_budget_bytes) for x, size in model.state]

@@ -12,6 +12,7 @@ and the search is done again without one.
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import pickle
 import signal
@@ -21,8 +22,9 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from autoplan.config.planning import PROCESSES_VARIABLE
 
@@ -48,39 +50,31 @@ class SearchPair:
     """
 
     def __init__(self) -> None:
-        self.waited_s = 0.0
+        self.waited_s: float = 0.0
         self._mine: int | None = None  # the half of this process; None: it is alone, and does both
         self._child = 0
-        self._to: BinaryIO | None = None
-        self._from: BinaryIO | None = None
+        self._other: Connection | None = None
 
     def start(self, help_search: Callable[[], None]) -> None:
         """Start a helper that runs `help_search`; without a second core, or if none can be started, go on alone."""
         if not helper_pays():
             return
         with _no_interrupt():
-            planner_reads, helper_writes = os.pipe()
-            helper_reads, planner_writes = os.pipe()
+            mine, others = multiprocessing.Pipe()
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: other threads do not go on
                     child = os.fork()
             except OSError:  # no more processes, or no memory
-                for end in (planner_reads, helper_writes, helper_reads, planner_writes):
-                    os.close(end)
+                mine.close()
+                others.close()
                 return
             if child == 0:
-                os.close(planner_reads)
-                os.close(planner_writes)
-                self._become(HELPER, helper_reads, helper_writes)
+                mine.close()
+                self._mine, self._other = HELPER, others
                 _run_helper(help_search)
-            os.close(helper_reads)
-            os.close(helper_writes)
-            self._become(PLANNER, planner_reads, planner_writes)
-            self._child = child
-
-    def _become(self, half: int, read: int, write: int) -> None:
-        self._mine, self._from, self._to = half, os.fdopen(read, "rb"), os.fdopen(write, "wb")
+            others.close()
+            self._mine, self._other, self._child = PLANNER, mine, child
 
     def close(self) -> None:
         """End the helper, if there is one; from now on this process is alone."""
@@ -89,11 +83,9 @@ class SearchPair:
             with suppress(ProcessLookupError, ChildProcessError):  # others in this process may have waited for it
                 os.kill(child, signal.SIGKILL)  # it has nothing that must be finished
                 os.waitpid(child, 0)
-        for end in (self._from, self._to):
-            if end is not None:
-                with suppress(OSError):  # nobody takes what was left to send
-                    end.close()
-        self._from = self._to = None
+        if self._other is not None:
+            self._other.close()
+        self._other = None
 
     def share(
         self,
@@ -145,17 +137,16 @@ class SearchPair:
 
     def _send(self, value: object) -> None:
         try:
-            assert self._to is not None
-            pickle.dump(value, self._to, pickle.HIGHEST_PROTOCOL)
-            self._to.flush()
+            assert self._other is not None
+            self._other.send(value)
         except OSError as error:
             raise LostHelperError("the helper of the search is gone") from error
 
     def _received(self, kind: type[_T]) -> _T:
         began = time.perf_counter()
         try:
-            assert self._from is not None
-            found = pickle.load(self._from)  # written by this program
+            assert self._other is not None
+            found = self._other.recv()
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise LostHelperError("the helper of the search is gone") from error
         finally:

@@ -51,6 +51,7 @@ def test_zero_0_to_3_beside_ddp_and_fully_shard(tmp_path: Path) -> None:
         ("ZeRO 1", "fully_shard kept, reduced once"),
         ("ZeRO 1", "DDP, ZeroRedundancyOptimizer"),
         ("ZeRO 2", "fully_shard kept"),
+        ("ZeRO 2", "fully_shard, reduced once"),
         ("ZeRO 3", "fully_shard"),
         ("ZeRO 3", "fully_shard, reduced once"),
     ]
