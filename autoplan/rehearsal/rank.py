@@ -296,7 +296,7 @@ def _give_counts(model: ParallelModel, size: int, lengths: Mapping[str, int]) ->
 
 
 def _sum_losses_apart(model: ParallelModel) -> None:
-    """Sum losses as on the devices of a plan: only on CPUs do they travel with gradients."""
+    """Sum losses in a message of their own, as the plan counts them; on CPUs they may travel with gradients."""
     total = model._total
     model._total = lambda sync=None: total()  # type: ignore[method-assign]
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -147,7 +146,7 @@ class SearchPair:
         try:
             assert self._other is not None
             found = self._other.recv()
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
+        except (OSError, EOFError) as error:
             raise LostHelperError("the helper of the search is gone") from error
         finally:
             self.waited_s += time.perf_counter() - began
