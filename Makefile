@@ -34,10 +34,10 @@ test: lint
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not slow and not exhaustive and not gpu"
 	$(PY) -m pytest -m "alone and not slow and not exhaustive and not gpu"
 
-# Every test but the exhaustive ones and those of a GPU. CI runs this (.ci/run).
-test-all: lint
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not exhaustive and not gpu"
-	$(PY) -m pytest -m "alone and not exhaustive and not gpu"
+# Every test but the exhaustive ones and those of a GPU: make test's, then the slow ones. CI runs this (.ci/run).
+test-all: test
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not alone and not exhaustive and not gpu"
+	$(PY) -m pytest -m "slow and alone and not exhaustive and not gpu"
 
 # Every pair of features, and every combination of degrees and options in one process: hours.
 exhaustive: venv

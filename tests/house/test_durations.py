@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import durations
+import pytest
 
 
 def test_every_duration_is_of_a_test_that_there_is() -> None:
@@ -24,3 +28,12 @@ def test_durations_are_read_from_what_pytest_prints(tmp_path: Path) -> None:
         "....\n1.20s call     f.py::t[a b]\n0.30s setup    f.py::t[a b]\n0.01s call  f.py::u\n== 3 passed in 1s\n"
     )
     assert durations.read([log]) == {"f.py::t[a b]": 1.5}
+
+
+@pytest.mark.parametrize("end, outcome", [("0", "1 skipped"), ("9e9", "1 passed")])
+def test_what_starts_past_the_end_of_the_time_is_skipped_and_counted(end: str, outcome: str) -> None:
+    command = [sys.executable, "-m", "pytest", f"{__file__}::test_the_cheapest_cases_are_kept_and_one_at_least"]
+    environment = {**os.environ, "AUTOPLAN_TESTS_END": end}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=durations.FILE.parents[1])
+    assert outcome in done.stdout and done.returncode == 0, done.stdout + done.stderr
+    assert ("AUTOPLAN_TESTS_END" in done.stdout) == ("skipped" in outcome)
