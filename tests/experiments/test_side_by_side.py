@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import PATIENCE
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 280.0
+TIMEOUT_S = 280.0 * PATIENCE
+pytestmark = pytest.mark.timeout(1200)
 
 
 def run(*command: str) -> str:
