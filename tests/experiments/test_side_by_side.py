@@ -27,7 +27,8 @@ def run(*command: str) -> str:
 
 def rows_of(experiment: str, processes: int, folder: Path) -> list[dict[str, Any]]:
     out = folder / "out.json"
-    run("-m", f"experiments.by_hand.{experiment}", "--processes", str(processes), "--quick", "--json", str(out))
+    command = ["-m", f"experiments.by_hand.{experiment}", "--processes", str(processes), "--quick"]
+    run(*command, "--timeout-s", "1000", "--json", str(out))
     return [row for case in json.loads(out.read_text())["cases"] for row in case["rows"]]
 
 
