@@ -220,7 +220,7 @@ def parallelize(
         compile=None if not made.compiled else _BACKEND if compile in (True, AUTO) else str(compile),
         gradient_compression=gradient_compression,
     )
-    pm.plan, pm.given = made, GivenModule(model, buffers)
+    pm.plan, pm.given = made, GivenModule(model, buffers, loss_fn)
     pm.exporter = Exporter(model) if is_hf_model(model) else None
     warn_when_stale(model, pm)
     return pm

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autoplan.runtime.agree import AgreedRuntimeError
+from autoplan.runtime.given_numbers import GivenNumbers
 
 _HOOK = "_autoplan_stale_hook"
 
@@ -22,12 +23,20 @@ class GivenModule:
 
     Args:
         buffers: values of its buffers by name, for those that are on the meta device and in no state.
+        loss_fn: the loss function that was captured with the module, if there was one.
 
     Attributes:
+        numbers: the numbers that the module and the loss function read.
         reason: why Python cannot copy the module, and what to do instead; empty if it can.
     """
 
-    def __init__(self, model: nn.Module, buffers: Mapping[str, torch.Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        buffers: Mapping[str, torch.Tensor] | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        self.numbers = GivenNumbers(model, loss_fn)
         memo: dict[int, Any] = {id(p): _without_memory(p) for p in model.parameters()}
         kept = {id(t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
         memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers() if id(b) in kept}

@@ -380,7 +380,8 @@ class ParallelModel(StateMethods):
         Returns: the loss of the global batch (the mean over all valid tokens) on every rank, a 0-dim tensor.
         Raises:
             ValueError: a batch that does not fit (on any rank), different batches on ranks of one `data_rank` (compared
-                now and then), or a step under `torch.no_grad`. All ranks raise it and can continue with another batch.
+                now and then), a step under `torch.no_grad`, or a number that the forward or the loss function reads and
+                that was another one in the capture (`given_numbers`). All ranks raise it and can continue.
             RankFailure: this or another rank failed.
         """
         with guard(call="step"):
@@ -389,6 +390,7 @@ class ParallelModel(StateMethods):
 
     def _step(self, batches: Sequence[Batch]) -> torch.Tensor:
         problem = self._batches.problem(batches) if self.training else "pm.eval() was called; call pm.train() first"
+        problem = problem or self._changed_number()
         parts = [] if problem is not None else [part for batch in batches for part in self._batches.cut(batch)]
         counts = self._batches.settle(
             batches, problem, lambda: self._inputs.count(parts), data_rank=self.data_rank, step=self.progress.num_steps
@@ -416,6 +418,9 @@ class ParallelModel(StateMethods):
         self.progress.num_steps += 1
         self.progress.num_samples += sum(counts.samples)
         return total.result(losses)
+
+    def _changed_number(self) -> str | None:
+        return None if self.given is None else self.given.numbers.changed()
 
     def _in_mesh(self) -> AbstractContextManager[AxisMesh]:
         return use_mesh(self.mesh, untyped=("pp",) if self.mesh.size("pp") > 1 else ())
@@ -463,6 +468,7 @@ class ParallelModel(StateMethods):
 
     def _evaluate(self, batch: Batch, problem: str | None = None, outputs: Outputs | None = None) -> torch.Tensor:
         problem = problem or self._batches.problem_of_evaluation(batch) or only_trains(self.spec)
+        problem = problem or self._changed_number()
         num = self._batches.num_parts(batch, problem)
         if problem is None and num:
             problem = self._batches.problem_of_evaluation(batch, num)
