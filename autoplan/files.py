@@ -106,12 +106,13 @@ def code_hash(*places: str) -> str:
     """Return the SHA-256 of sources and data of autoplan, as a checkout changes without its version.
 
     Args:
-        places: subpackages, of which all Python files count, and folders of `profiles`, of which all JSON files count.
+        places: subpackages, of which all Python files count, folders of `profiles`, of which all JSON files count, and
+            files.
     """
     found, root = hashlib.sha256(), Path(__file__).parent
     for place in places:
         pattern = "*.json" if place.startswith("profiles") else "*.py"
-        for path in sorted((root / place).rglob(pattern)):
+        for path in [root / place] if place.endswith(".py") else sorted((root / place).rglob(pattern)):
             found.update(path.name.encode() + b"\0" + path.read_bytes())
     return found.hexdigest()
 

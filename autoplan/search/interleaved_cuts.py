@@ -175,6 +175,14 @@ class _Choices:
         """The number of the last choice."""
         return sum(self.highest)
 
+    @property
+    def last(self) -> tuple[int, ...]:
+        """The numbers of the last choice and of the one before, if there is one.
+
+        Bytes fall from choice to choice, but the last step may need more in a backward than it frees.
+        """
+        return (self.most, self.most - 1) if self.most else (0,)
+
     def of(self, number: int) -> tuple[int, ...]:
         """Return the steps of every chunk after `number` steps in all."""
         if not self.highest:
@@ -431,7 +439,10 @@ class ChunkCutter:
             near: where to look first; None: as bytes without and with the most recompute suggest.
         """
         near = self._guess(rank, choices, cut) if near is None else near
-        least = _first_true(choices.most, near, functools.partial(self._fits, rank, choices, cut))
+        fits = functools.partial(self._fits, rank, choices, cut)
+        least = _first_true(choices.most, near, fits)
+        if least is None and fits(choices.last[-1]):
+            least = _first_true(choices.last[-1], near, fits)
         while least is not None and not self._fits_host(rank, choices, cut, least):
             self._host_binds = True
             if least == choices.most or (self.fixed is None and self.pricer.frontier.stays_on_host):
@@ -495,9 +506,9 @@ class ChunkCutter:
         return False
 
     def _with_most(self, rank: int, cut: tuple[int, ...]) -> bool:
-        """Return True if a rank fits with the most recompute."""
+        """Return True if a rank fits with the most recompute, or with a step less (`_Choices.last`)."""
         choices = self._choices(self.chunks_of[rank], cut)
-        return self._fits(rank, choices, cut, choices.most)
+        return any(self._fits(rank, choices, cut, number) for number in choices.last)
 
     def _choices(self, mine: Sequence[int], cut: tuple[int, ...]) -> _Choices:
         """Return the steps along the recompute frontier for the chunks of a rank."""

@@ -1,4 +1,4 @@
-"""SolvedLayout layouts on disk, for later processes: by the hash of everything that their problem depends on.
+"""Solved layouts on disk, for later processes: by the hash of everything that their problem depends on.
 
 A file holds one layout that was proved to be the best, or that none exists: the SHA-256 of its name and the rest on the
 first line, then JSON. The name is the hash of graph, degrees, sizes and prices (`layout_problem.prices_key`), of the
@@ -38,6 +38,7 @@ from autoplan.versions import __version__
 
 MOST_BYTES = 64 * 2**20  # of all files; then those that were not used for the longest are removed, down to half
 _CODE = ("config", "cost_models", "ir", "ops", "program", "schedules", "search", "profiles/kernels", "profiles/links")
+_CODE_FILES = ("units.py", "flash.py")
 _PLAIN = (bool, int, float, str, type(None))
 
 SolvedLayout = tuple[tuple[Axis, ...], IntraSolution]
@@ -159,7 +160,7 @@ def _trim(folder: Path) -> None:
 @cache
 def _versions() -> tuple[str, ...]:
     solver = "highspy" if has_highs() else "pulp"
-    return __version__, code_hash(*_CODE), solver, importlib.metadata.version(solver)
+    return __version__, code_hash(*_CODE, *_CODE_FILES), solver, importlib.metadata.version(solver)
 
 
 # -- JSON of a layout --------------------------------------------------------------------------------------------------

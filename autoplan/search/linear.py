@@ -131,7 +131,9 @@ class PackedProgram:
         highs.changeColsIntegrality(len(integers), integers, kinds)
         columns = at[self.columns]
         highs.addRows(len(starts), self.lows, self.highs, len(columns), starts, columns, self.factors)
-        highs.run()
+        if highs.run() == highspy.HighsStatus.kError:  # another user of HiGHS in this process had more threads
+            new.resetGlobalScheduler(True)
+            highs.run()
         return self._read(highs, at)
 
     def _read(self, highs: Any, at: Any) -> Solved:

@@ -5,8 +5,8 @@ long and depends on little is shared: each does its half and sends what it found
 state has to be sent, and the answer is that of one process, to the last bit: what a share finds depends neither on who
 does it nor on the moment. Only the clock does, so the planner's readings decide for both.
 
-The helper never outlives the search. If it dies, or does something else than the planner, `LostHelperError` says so,
-and the search is done again without one.
+The helper never outlives the search. If it dies, stands still, or does something else than the planner,
+`LostHelperError` says so, and the search is done again without one.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ _THREADED = ("torch", "jax", "tensorflow")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds that it may use in how many, or `max`
 _LOAD = Path("/proc/loadavg")  # its fourth field begins with the number of threads that run, or could
 _LOOKS, _APART_S = 3, 0.002  # something may run for a moment only
+_STUCK_S = 30.0  # a helper that is waited for and took no processor time for so long is stopped, or waits for a lock
+_STAT = "/proc/{}/stat"  # fields 14 and 15 of a process: its processor time
 
 
 class LostHelperError(RuntimeError):
@@ -145,6 +147,7 @@ class SearchPair:
         began = time.perf_counter()
         try:
             assert self._other is not None
+            self._wait_while_helped(self._other)
             found = self._other.recv()
         except (OSError, EOFError) as error:
             raise LostHelperError("the helper of the search is gone") from error
@@ -153,6 +156,27 @@ class SearchPair:
         if type(found) is not kind:
             raise LostHelperError("the helper of the search is not where the planner is")
         return found
+
+    def _wait_while_helped(self, other: Connection) -> None:
+        """Wait in the planner until the helper has sent something, or does not run any more."""
+        if self._mine != PLANNER:
+            return
+        used, since = _processor_time(self._child), time.perf_counter()
+        while not other.poll(1.0):
+            now = _processor_time(self._child)
+            if now != used:
+                used, since = now, time.perf_counter()
+            elif time.perf_counter() - since > _STUCK_S:
+                raise LostHelperError("the helper of the search does not run")
+
+
+def _processor_time(process: int) -> tuple[str, ...]:
+    """Return the processor time that a process has used, in ticks; () where that is not known."""
+    try:
+        fields = Path(_STAT.format(process)).read_text(encoding="utf-8").rpartition(")")[2].split()
+    except (OSError, UnicodeDecodeError):
+        return ()
+    return tuple(fields[11:13])
 
 
 def even_halves(keys: Sequence[Hashable], weights: Sequence[float], known: MutableMapping[Hashable, int]) -> list[int]:

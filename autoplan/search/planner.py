@@ -105,6 +105,7 @@ class _Search(Candidates):
         self.later: list[ParallelConfig] = []  # made near the best plans
         self.not_made = Counter[Decided | None]()  # candidates with offload, decided as those without
         self.not_made_bounds = Counter[float]()  # likewise: numbers of candidates by bound
+        self.counts_offload = False  # `checked` and these have the candidates with offload
         self.status = Status.COMPLETE
 
     def run(self, helped: bool) -> SearchResult:
@@ -129,6 +130,8 @@ class _Search(Candidates):
             self.status = Status.INTERRUPTED
         finally:
             self.pair.close()
+        if self.status is Status.INTERRUPTED and not self.counts_offload:
+            self._count_offload(-math.inf)
         if not self.plans.best:
             shortages = [(found, c) for c, found in self.shortages.items()]
             raise no_plan(self.points, self.checked, shortages, self.outcomes, self.elapsed_s())
@@ -145,21 +148,21 @@ class _Search(Candidates):
 
     def _search(self) -> None:
         candidates = self.checked.candidates
+        for candidate in candidates:
+            self.pending[group_key(candidate)].append(candidate)
         self._first_plans(candidates)
         self._offload_near_best()
         self._near_best()
-        for candidate in candidates:
-            self.pending[group_key(candidate)].append(candidate)
         for share in _BOUND_SHARES:
             if self.pending:
                 self._bound_groups(share * self.request.time_limit_s)
                 self._best_first(self.bounds)
         self._near_best()
-        self.checked = checked = self._with_offload(self.checked)
+        self._with_offload()
         if not self.plans.known:
-            self._least_memory_first(checked)
+            self._least_memory_first(self.checked)
         self._single_changes(candidates)
-        self._look_for_simpler(checked)
+        self._look_for_simpler(self.checked)
 
     def _out_of_time(self) -> bool:
         if self.past(self.request.time_limit_s):
@@ -221,20 +224,27 @@ class _Search(Candidates):
                 self._out_of_time()
                 return
             self._tell(0.0)
-            given = [c for key in keys[i : i + _GROUPS_AT_ONCE] for c in self.pending.pop(key)]
+            given = [c for key in keys[i : i + _GROUPS_AT_ONCE] for c in self.pending[key]]
             found = self.with_methods(given)
-            self.grouped += chain(*(each or [c] for c, each in zip(given, found, strict=True)))
             self.bound_groups(chain(*found))
+            self.grouped += chain(*(each or [c] for c, each in zip(given, found, strict=True)))
+            for key in keys[i : i + _GROUPS_AT_ONCE]:  # not before: an interrupted search still knows of them
+                del self.pending[key]
 
-    def _with_offload(self, checked: Space) -> Space:
-        """Search candidates with offload: bounded by the same degrees without it, examined if memory binds.
-
-        Those of degrees that are excluded with any memory or have no bound, or come after the time, are only counted.
-        """
+    def _with_offload(self) -> None:
+        """Search candidates with offload: bounded by the same degrees without it, examined if memory binds."""
         self._offload_near_best()
-        new: list[ParallelConfig] = []
         stopped = self._out_of_time() and self.plans.known
-        enough = -math.inf if stopped else self.plans.enough_s()  # what is not made stays open
+        self._search_offloads(self._count_offload(-math.inf if stopped else self.plans.enough_s()))
+
+    def _count_offload(self, enough: float) -> list[ParallelConfig]:
+        """Add candidates with offload to `checked`, and return them.
+
+        Those of degrees that are excluded with any memory or have no bound, or one from `enough` seconds on, are only
+        counted, and stay open.
+        """
+        new: list[ParallelConfig] = []
+        self.not_made, self.not_made_bounds = Counter(), Counter()
         left = [c for members in self.pending.values() for c in members]
         for candidate in (*self.grouped, *left):
             outcome, bound = self.outcomes.get(candidate), self.first_bounds.get(candidate)
@@ -246,8 +256,9 @@ class _Search(Candidates):
                 self.not_made[outcome] += len(offload_kinds(self.request, candidate))
             else:
                 self.not_made_bounds[bound] += len(offload_kinds(self.request, candidate))
-        self._search_offloads(new)
-        return replace(checked, candidates=(*self.grouped, *left, *self.later, *new))
+        self.checked = replace(self.checked, candidates=(*self.grouped, *left, *self.later, *new))
+        self.counts_offload = True
+        return new
 
     def _search_offloads(self, candidates: Sequence[ParallelConfig]) -> None:
         """Bound candidates with offload, of degrees with a bound, then take them best first."""

@@ -89,7 +89,8 @@ class LeastMemory:
         # under choices of recompute, without those on the host where a configuration does not offload activations
         self._choices = {there: _Choices.of(workload, on_host or there) for there in (False, True)}
         self._last = {
-            there: _Choices.last_of(workload, mode is Mode.EAGER, there) if last else self._choices[there]
+            # with activations on the host, the last layer to go there may need more in its backward than it frees
+            there: _Choices.last_of(workload, mode is Mode.EAGER) if last and not there else self._choices[there]
             for there in (False, True)
         }
         self.kept: Array = self._choices[False].least
@@ -480,15 +481,14 @@ class _Choices:
         return _Choices(kept, transient)
 
     @staticmethod
-    def last_of(workload: Workload, by_operation: bool, on_host: bool) -> _Choices:
+    def last_of(workload: Workload, by_operation: bool) -> _Choices:
         """Return the last choice of every unit on the recompute frontier, which frees most, as the only one.
 
         Args:
             by_operation: groups of regions are searched, not only layers in full.
-            on_host: keeping activations on the host is searched.
         """
-        looked_at = {Searched.ALWAYS: True, Searched.BY_OPERATION: by_operation, Searched.OFFLOADING: on_host}
-        every, names = _Choices.of(workload, on_host), _names(workload, on_host)
+        looked_at = {Searched.ALWAYS: True, Searched.BY_OPERATION: by_operation}
+        every, names = _Choices.of(workload, on_host=False), _names(workload, on_host=False)
         some = [k for k, how in enumerate(names) if how == NONE or looked_at.get(recompute_kind(how).searched)]
         kept, transient = every.kept[some], every.transient[some]
         least = kept.min(axis=0)

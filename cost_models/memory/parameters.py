@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
-from autoplan.config.offload import PARAMETERS
+from autoplan.config.offload import PARAMETERS, of_states
 from autoplan.config.parallel import ParallelConfig
 from autoplan.config.precision import MASTER_BYTES, Precision
 from autoplan.cost_models.network.groups import replica_counts
@@ -86,7 +86,7 @@ class ParameterMemory:
                 shard if self.scatters_first else grad,
                 shard,
             )
-        return self._offloaded_states(p, share, masters, found) if c.offload else found
+        return self._offloaded_states(p, share, masters, found) if of_states(c.offload) else found
 
     def _optimizer_bytes(self, p: ParamWork, sharded_masters: bool) -> float:
         """Return the optimizer state of a parameter before ZeRO, without masters that are stored as its shards."""

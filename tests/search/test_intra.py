@@ -371,6 +371,24 @@ def test_a_stop_by_time_is_no_proof() -> None:
 
 # PuLP 4 will not ship CBC any more; until then it is there
 @pytest.mark.filterwarnings("ignore:PULP_CBC_CMD is deprecated:DeprecationWarning")
+def test_another_user_of_the_solver_may_have_had_more_threads() -> None:
+    """HiGHS has one scheduler per process, with the number of threads of its first user."""
+    highspy = pytest.importorskip("highspy")
+    highspy.Highs.resetGlobalScheduler(True)
+    other = highspy.Highs()
+    other.setOptionValue("output_flag", False)
+    other.setOptionValue("threads", 2)
+    x = [other.addVariable(0, 1) for _ in range(3)]
+    other.changeColIntegrality(0, highspy.HighsVarType.kInteger)
+    other.addConstr(x[0] + x[1] + x[2] >= 1.5)
+    other.minimize(x[0] + 2 * x[1] + 3 * x[2])
+    model = linear.MixedProgram()
+    a, b = model.column("a", integer=True), model.column("b")
+    model.row([(a, 1.0), (b, 1.0)], low=1.0, high=1.0)
+    found = model.solve([(a, 3.0), (b, 2.0)], 10.0)
+    assert found.proved and found.values == [0.0, 1.0]
+
+
 def test_cbc_is_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = intra(toy_graph("norm"), (2,))
     best = solve(problem)

@@ -250,3 +250,19 @@ def test_halves_weigh_much_the_same() -> None:
     halves = even_halves(["old", "a", "b", "a", "c"], [4.0, 1.0, 3.0, 1.0, 2.0], known)
     assert halves == [HELPER, PLANNER, PLANNER, PLANNER, HELPER]
     assert even_halves(["c", "a"], [1.0, 1.0], known) == [HELPER, PLANNER]
+
+
+def test_a_helper_that_does_not_run_is_given_up(helpers: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped, or waiting for a lock that no other thread gives back: the search is done alone."""
+    monkeypatch.setattr(pair, "_STUCK_S", 1.5)
+    fork = os.fork
+
+    def stopped() -> int:
+        child = fork()
+        if child:
+            os.kill(child, signal.SIGSTOP)
+        return child
+
+    monkeypatch.setattr(os, "fork", stopped)
+    assert answer(search_plan(request())) == expected()
+    assert len(helpers) == 1 and gone(helpers[0])
