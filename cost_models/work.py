@@ -207,11 +207,18 @@ class SharedValue:
 
 @dataclass(frozen=True)
 class TiedParam:
-    """A parameter that several units use: its gradient, of `num_bytes`, waits in the last unit for the first one."""
+    """A parameter of `num_bytes` that several units use: its gradient waits in the last unit for the first one."""
 
     first: int
     last: int
     num_bytes: float
+    dtype: str
+    trainable: bool = True
+
+    @property
+    def param(self) -> ParamWork:
+        """The parameter."""
+        return ParamWork("tied", round(self.num_bytes / dtype_bytes(self.dtype)), self.dtype, self.trainable)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -16,170 +17,214 @@ from typing import Any
 from torch import nn
 
 _MOST_ENTRIES = 64  # of a list or dict of numbers
-# they build or print a module; what they read is in no graph
-_NO_FORWARD = frozenset(("__init__", "__repr__", "extra_repr", "reset_parameters", "_reset_parameters"))
-_OWN = frozenset(("training",))  # pm.train() and pm.eval() decide it
-_Read = Callable[[], tuple[bool, Any]]
+# modes that training code turns on and off: pm.train(), pm.eval(); recompute is the plan's
+_MODES = frozenset(("training", "gradient_checkpointing"))
+_NUMBERS = (bool, int, float, complex)
+_NOT_PLAIN = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_Read = Callable[[], Any]
+_GONE = object()
 
 
 class GivenNumbers:
     """The numbers that a module and its loss function read, with their present values.
 
-    Counted are ints, floats, bools and complex numbers, alone or in a list, tuple or dict: attributes of the modules
-    that a method of the module's class names and only its constructor sets; floats of what modules hold (a config; its
-    ints and bools are sizes, tokens and modes); variables of the loss function's closure, its globals, attributes of
-    the object that it is a method of. What a function of another file reads, and what stands deeper, is not seen. No
-    module is kept alive.
+    Counted are ints, floats, bools and complex numbers, alone or in a list, tuple or dict: attributes of modules that
+    their forward names, or a method, property or function of the same file that it names, and that none of these sets;
+    floats of the objects in such attributes (a config); variables of the loss function's closure and globals that it
+    does not set itself; attributes of the object that it is a method of. What a function of another file reads, or
+    what is in an object deeper than that, is not seen. No module is kept alive.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self._entries: list[tuple[str, _Read, Any]] = []
-        for name, module in model.named_modules():
-            where = f"{type(module).__name__}.{{}}" if not name else f"{name}.{{}}"
-            self._add_attributes(where, module)
+        names = dict[type, frozenset[str]]()
+        self._add_modules("", type(model).__name__, model, names)
         if loss_fn is not None:
-            self._add_function(loss_fn)
+            self._add_loss(loss_fn, names)
 
     def changed(self) -> str | None:
-        """Return what is another number now than in the capture, as an error for the user; None if nothing is."""
+        """Return what is another number now than at first, as an error for the user; None if nothing is."""
         for name, read, was in self._entries:
-            there, value = read()
-            if there and value is not was and (now := _frozen(value)) != was and not (now != now and was != was):
-                return (
-                    f"{name} was {_shown(was)} when the program was made and is {_shown(now)} now, but the program has "
-                    f"{_shown(was)}: give what changes as an input (a tensor with one value per sample), or set it back"
-                )
+            value = read()
+            if value is was or value is _GONE or (now := _frozen(value)) == was or (now != now and was != was):
+                continue
+            return (
+                f"{name} was {was!r} when the program was made and is {'no number' if now is None else repr(now)} now, "
+                f"but the program has {was!r}: give what changes as an input (a tensor with one value per sample), or "
+                "set it back"
+            )
         return None
 
     def _add(self, name: str, read: _Read) -> None:
-        there, value = read()
-        frozen = _frozen(value)
-        if there and frozen is not None:
+        frozen = _frozen(read())
+        if frozen is not None:
             self._entries.append((name, read, frozen))
 
-    def _add_attributes(self, where: str, holder: Any) -> None:
-        """Add the numbers of an object that methods of its class read, and of the plain objects that it holds."""
+    def _add_modules(self, prefix: str, alone: str, model: nn.Module, names: dict[type, frozenset[str]]) -> None:
+        for name, module in model.named_modules():
+            self._add_attributes(f"{prefix}{name or alone}.", module, "forward", names)
+
+    def _add_attributes(self, where: str, holder: Any, method: str, names: dict[type, frozenset[str]]) -> None:
+        """Add the numbers that a method of a holder reads of it, and floats of the objects that it reads of it."""
         kind: type = type(holder)
-        names = _names_read(kind) - _OWN
-        for name in sorted(names & vars(holder).keys()):
-            self._add(where.format(name), _attribute(holder, name))
-        for name, held in vars(holder).items():
-            if not name.startswith("_") and _is_plain(held):
-                for inner in sorted(names & vars(held).keys()):
-                    if isinstance(vars(held)[inner], float):
-                        self._add(where.format(f"{name}.{inner}"), _attribute(held, inner))
+        if kind not in names:
+            names[kind] = _attributes_read(kind, method)
+        attributes, reference = _attributes(holder), _reference(holder)
+        if reference is None:
+            return
+        for name in sorted(names[kind] & attributes.keys()):
+            held = attributes[name]
+            self._add(where + name, functools.partial(_value, reference, name))
+            if not isinstance(held, _NOT_PLAIN):
+                inside = _attributes(held)
+                for inner in sorted(names[kind] & inside.keys()):
+                    if isinstance(inside[inner], float):
+                        self._add(f"{where}{name}.{inner}", functools.partial(_value, reference, name, inner))
 
-    def _add_function(self, function: Any) -> None:
-        seen = set[int]()
-        waiting = [function]
-        while waiting:
-            given = waiting.pop()
-            given = given.func if isinstance(given, functools.partial) else given
-            if id(given) in seen:
-                continue
-            seen.add(id(given))
-            if isinstance(given, nn.Module):
-                for name, module in given.named_modules():
-                    self._add_attributes(f"loss_fn.{name}.{{}}" if name else "loss_fn.{}", module)
-            elif isinstance(given, types.MethodType):
-                self._add_attributes("loss_fn: self.{}", given.__self__)
-                waiting.append(given.__func__)
-            elif isinstance(given, types.FunctionType):
-                waiting += self._add_variables(given)
-            elif hasattr(given, "__dict__"):  # an object with __call__
-                self._add_attributes("loss_fn.{}", given)
+    def _add_loss(self, loss_fn: Any, names: dict[type, frozenset[str]]) -> None:
+        given = loss_fn
+        while isinstance(given, functools.partial):
+            given = given.func
+        if isinstance(given, nn.Module):
+            self._add_modules("loss_fn.", "self", given, names)
+        elif isinstance(given, types.MethodType):
+            self._add_attributes("loss_fn: self.", given.__self__, given.__func__.__name__, names)
+            self._add_functions(given.__func__)
+        elif isinstance(given, types.FunctionType):
+            self._add_functions(given)
+        else:
+            self._add_attributes("loss_fn.", given, "__call__", names)
 
-    def _add_variables(self, function: types.FunctionType) -> list[types.FunctionType]:
-        """Add what a function reads from around it; return the functions of the same file that it names."""
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        for name, cell in cells.items():
-            self._add(f"{name}, which loss_fn reads,", _cell(cell))
-        around = function.__globals__
-        names = sorted(_reads_and_writes(function.__code__)[0] & around.keys())
-        for name in names:
-            self._add(f"{name}, which loss_fn reads,", _entry(around, name))
-        held = [*(read()[1] for read in map(_cell, cells.values())), *(around[name] for name in names)]
-        return [f for f in held if isinstance(f, types.FunctionType) and f.__globals__ is around]
-
-
-def _attribute(holder: Any, name: str) -> _Read:
-    reference = weakref.ref(holder)
-
-    def read() -> tuple[bool, Any]:
-        alive = reference()
-        return (False, None) if alive is None or name not in vars(alive) else (True, vars(alive)[name])
-
-    return read
+    def _add_functions(self, function: Any) -> None:
+        """Add what a function, and those of the same file that it names, read of their closures and globals."""
+        seen = set[str]()
+        for each in _reached(function, None):
+            reads, writes = _variables(each.__code__)
+            cells = dict(zip(each.__code__.co_freevars, each.__closure__ or (), strict=True))
+            for name in sorted(cells.keys() - writes):
+                self._add(f"{name}, which loss_fn reads,", functools.partial(_cell_value, cells[name]))
+            for name in sorted((reads & each.__globals__.keys()) - writes - seen):
+                seen.add(name)
+                self._add(f"{name}, which loss_fn reads,", functools.partial(each.__globals__.get, name, _GONE))
 
 
-def _cell(cell: types.CellType) -> _Read:
-    def read() -> tuple[bool, Any]:
-        try:
-            return True, cell.cell_contents
-        except ValueError:  # deleted
-            return False, None
-
-    return read
-
-
-def _entry(variables: Mapping[str, Any], name: str) -> _Read:
-    return lambda: (name in variables, variables.get(name))
+def _attributes(holder: Any) -> Mapping[str, Any]:
+    """Return the attributes of an object; none where it has no ordinary dict of them."""
+    try:
+        found = object.__getattribute__(holder, "__dict__")
+    except (AttributeError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
-def _is_plain(value: Any) -> bool:
-    """Return True for an object with attributes of its own, such as a config; not for modules, classes, functions."""
-    if isinstance(value, (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)):
-        return False
-    return hasattr(value, "__dict__") and type(value).__weakrefoffset__ != 0
+def _reference(holder: Any) -> weakref.ref[Any] | None:
+    try:
+        return weakref.ref(holder)
+    except TypeError:
+        return None
+
+
+def _value(reference: weakref.ref[Any], *path: str) -> Any:
+    """Return the attribute at a path from an object, `_GONE` where there is none any more."""
+    at = reference()
+    for name in path:
+        at = _attributes(at).get(name, _GONE)
+    return at
+
+
+def _cell_value(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # deleted
+        return _GONE
 
 
 def _frozen(value: Any) -> Any:
-    """Return a number, or numbers in a container, in a form that does not change; None for anything else."""
-    if isinstance(value, (bool, int, float, complex)):
+    """Return a number, or the numbers in a container, in a form that does not change; None for anything else."""
+    if isinstance(value, _NUMBERS):
         return value
     if isinstance(value, (list, tuple)) and 0 < len(value) <= _MOST_ENTRIES:
-        return tuple(value) if all(isinstance(x, (bool, int, float, complex)) for x in value) else None
-    if isinstance(value, dict) and 0 < len(value) <= _MOST_ENTRIES:
-        simple = all(isinstance(x, (bool, int, float, complex)) for x in value.values())
-        return tuple(value.items()) if simple else None
+        return tuple(value) if all(isinstance(x, _NUMBERS) for x in value) else None
+    if isinstance(value, dict) and len(value) <= _MOST_ENTRIES:
+        numbers = tuple((key, x) for key, x in value.items() if isinstance(x, _NUMBERS))
+        return numbers or None
     return None
 
 
-def _shown(value: Any) -> str:
-    return "no number" if value is None else repr(value)
-
-
-@functools.cache
-def _names_read(kind: type) -> frozenset[str]:
-    """Return the names that methods of a class read, less those that they set: a counter or cache of its own."""
+def _attributes_read(kind: type, method: str) -> frozenset[str]:
+    """Return the names of attributes that a method of a class reads, less those that it sets: a counter, a cache."""
     reads, writes = set[str](), set[str]()
+    for function in _methods(kind, method):
+        for each in _reached(function, kind):
+            steps = list(_steps(each.__code__))
+            by_name = any(step.argval == "setattr" for step in steps if step.opname.startswith("LOAD"))
+            for step in steps:
+                if step.opname in ("STORE_ATTR", "DELETE_ATTR"):
+                    writes.add(step.argval)
+                elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                    reads.add(step.argval)
+                elif by_name and isinstance(step.argval, str) and step.opname == "LOAD_CONST":
+                    writes.add(step.argval)  # setattr(self, f"{kind}_length", n)
+    return frozenset(reads - writes) - _MODES
+
+
+def _methods(kind: type, name: str) -> list[types.FunctionType]:
+    """Return the functions of a name in a class and its bases: methods, getters of properties."""
+    found = []
     for base in kind.__mro__:
-        if base in (nn.Module, object):
+        if base not in (nn.Module, object) and name in vars(base):
+            found += _functions(vars(base)[name])
+    return found
+
+
+def _functions(member: Any) -> list[types.FunctionType]:
+    """Return the Python functions that a member of a class, or a decorated function, stands for."""
+    if isinstance(member, property):
+        member = member.fget
+    if isinstance(member, (staticmethod, classmethod)):
+        member = member.__func__
+    if not isinstance(member, types.FunctionType):
+        return []
+    inner = inspect.getattr_static(member, "__wrapped__", None)
+    return [member, *_functions(inner)]
+
+
+def _reached(function: types.FunctionType, kind: type | None) -> Iterator[types.FunctionType]:
+    """Yield a function, the methods of `kind` that it names, and the functions of the same file that it names."""
+    waiting, seen = _functions(function), set[int]()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
             continue
-        for name, member in vars(base).items():
-            code = getattr(member, "__code__", None)
-            if code is None or name in _NO_FORWARD:
-                continue
-            read, written = _reads_and_writes(code)
-            reads |= read
-            writes |= written
-    return frozenset(reads - writes)
+        seen.add(id(each))
+        yield each
+        for step in _steps(each.__code__):
+            if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR") and kind is not None:
+                waiting += _methods(kind, step.argval)
+            elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                waiting += _of_file(each.__globals__.get(step.argval), each)
+        for cell in each.__closure__ or ():
+            waiting += _of_file(_cell_value(cell), each)
 
 
-def _reads_and_writes(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """Return the names of attributes and globals that code, with the functions inside of it, reads and sets."""
+def _of_file(value: Any, function: types.FunctionType) -> list[types.FunctionType]:
+    return [f for f in _functions(value) if f.__globals__ is function.__globals__]
+
+
+def _variables(code: types.CodeType) -> tuple[set[str], set[str]]:
+    """Return the globals that code reads, and the globals and variables of closures that it sets."""
     reads, writes = set[str](), set[str]()
-    for part in _codes(code):
-        for step in dis.get_instructions(part):
-            if step.opname in ("STORE_ATTR", "STORE_GLOBAL", "DELETE_ATTR"):
-                writes.add(step.argval)
-            elif step.opname.startswith(("LOAD_ATTR", "LOAD_GLOBAL", "LOAD_METHOD", "LOAD_NAME")):
-                reads.add(step.argval)
+    for step in _steps(code):
+        if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"):
+            writes.add(step.argval)
+        elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            reads.add(step.argval)
     return reads, writes
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
+def _steps(code: types.CodeType) -> Iterator[dis.Instruction]:
+    """Yield the instructions of code and of the functions inside of it."""
+    yield from dis.get_instructions(code)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+            yield from _steps(constant)

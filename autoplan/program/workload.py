@@ -239,17 +239,17 @@ def _node_flops(block: Block, node: Node, op_costs: OpCosts) -> float:
 def _tied(
     graph: ModelGraph, units: Sequence[Sequence[str]], lowered: Mapping[str, LoweredBlock], op_costs: OpCosts
 ) -> tuple[TiedParam, ...]:
-    """Return the trained parameters that several calls use."""
+    """Return the parameters that several calls use."""
     unit_of = {name: u for u, unit in enumerate(units) for name in unit}
     block_of = {c.name: c.block for c in graph.calls}
     out = []
     for full, uses in graph.tied_params.items():
-        if graph.params[full].trainable:
-            at = sorted(unit_of[call] for call, _ in uses)
-            call, local = uses[0]
-            low = lowered[block_of[call]]
-            p = next(p for p in low.params if p.value.name == local)
-            out.append(TiedParam(at[0], at[-1], op_costs.num_bytes(low.block.name, p.value, p.stored)))
+        at = sorted(unit_of[call] for call, _ in uses)
+        call, local = uses[0]
+        low = lowered[block_of[call]]
+        p = next(p for p in low.params if p.value.name == local)
+        size, dtype = op_costs.num_bytes(low.block.name, p.value, p.stored), op_costs.dtype(p.value)
+        out.append(TiedParam(at[0], at[-1], size, dtype, graph.params[full].trainable))
     return tuple(out)
 
 

@@ -67,7 +67,7 @@ class Wide(TorchFunctionMode):
         if getattr(func, "__name__", "") == "_grouped_mm":
             return _grouped_mm(*args, **given)
         if func in _CASTS:
-            return func(*args, **given) if not args[0].is_floating_point() else args[0].to(WIDE)
+            return args[0].to(WIDE)
         widest = {name: WIDE if _narrow(value) else value for name, value in given.items()}
         return _widened(func(*(WIDE if _narrow(x) else x for x in args), **widest))
 

@@ -50,7 +50,7 @@ from autoplan.schedules.schedule import (
     ranks_of_chunks,
     settled,
 )
-from autoplan.units import ORDER_OF_SUMS, dtype_bytes
+from autoplan.units import ORDER_OF_SUMS
 
 _CLOSE = 1 + ORDER_OF_SUMS
 _STATES = ("parameters", "gathered parameters", "gradients", "optimizer")
@@ -439,8 +439,7 @@ def _elements(workload: Workload) -> list[Counter[ParameterKind]]:
                 mine[p.dtype, p.trainable, p.expert, p.packed] += p.num_elements
     for t in w.tied:
         if t.first != t.last:
-            dtype = next(p.dtype for name in w.units[t.last] for p in w.blocks[name].params)
-            found[t.last][dtype, True, False, False] -= round(t.num_bytes / dtype_bytes(dtype))
+            found[t.last][t.dtype, t.trainable, False, False] -= t.param.num_elements
     return found
 
 

@@ -60,7 +60,7 @@ from autoplan.cost_models.memory.moments import Held, Moment, RankStates, Rows, 
 from autoplan.cost_models.memory.parameters import NO_STATES, ParameterMemory, States
 from autoplan.cost_models.memory.recompute_frontier import RecomputeFrontier
 from autoplan.cost_models.quantity import Quantity, Tag
-from autoplan.cost_models.work import BlockWork, ParamWork, Workload
+from autoplan.cost_models.work import BlockWork, Workload
 from autoplan.ops.table import op_record
 from autoplan.schedules.schedule import ActionLists, HeldRow, actions, chunks_of_ranks, flights, num_copies
 from autoplan.streams import BUCKET_BYTES
@@ -223,7 +223,7 @@ class MemoryModel:
         return out
 
     def _tied_states(self) -> tuple[TiedStates, ...]:
-        """Return the parameters that several units use and a rank holds once.
+        """Return the parameters that several units use and a stage holds once.
 
         Under ZeRO 1 to 3 every block of `fully_shard` has parameters of its own (runtime.zero): two copies.
         """
@@ -232,9 +232,7 @@ class MemoryModel:
             return ()
         for t in w.tied:
             if t.first != t.last:
-                dtype = next(p.dtype for name in w.units[t.last] for p in w.blocks[name].params)
-                tied = ParamWork("tied", round(t.num_bytes / dtype_bytes(dtype)), dtype, trainable=True)
-                out.append(TiedStates(t.first, t.last, self.parameters.of(tied)))
+                out.append(TiedStates(t.first, t.last, self.parameters.of(t.param)))
         return tuple(out)
 
     def held_once(self, start: int, stop: int) -> float:
@@ -242,7 +240,7 @@ class MemoryModel:
         return sum(v.num_bytes for v in self.workload.shared if v.held(start, stop, sent=not self.megatron))
 
     def counted_twice(self, units: Sequence[int]) -> States:
-        """Return the states of parameters that several of these units use, which a rank holds once."""
+        """Return the states of parameters that several units of a stage use, which it holds once (`runtime.tied`)."""
         shared = [t.states for t in self.tied if t.first in units and t.last in units]
         return States.total(shared) if shared else NO_STATES
 
@@ -275,7 +273,7 @@ class MemoryModel:
             how = again.get(u, NONE)
             kept = self.kept_bytes(u, how)
             held += kept
-            inside = (t for t in w.tied if units.start <= t.first <= u < t.last < units.stop)
+            inside = (t for t in w.tied if t.trainable and units.start <= t.first <= u < t.last < units.stop)
             # copies of `fully_shard` (`_tied_states`) each give their gradient away at once
             waiting = 0 if self.sharded and not self.megatron else sum(t.num_bytes for t in inside)
             # while a unit's backward runs, later units have freed their activations
@@ -380,7 +378,7 @@ class MemoryModel:
         found = self._known_states.get(mine)
         if found is None:
             units = [u for chunk in mine for u in chunk]
-            twice = self.counted_twice(units)
+            twice = States.total([NO_STATES, *map(self.counted_twice, mine)])
             gathered = sum(self.gathered[u] for u in units) - twice.gathered
             if self.config.zero_stage == 3:
                 gathered = min(gathered, 2 * max(self.largest[u] for u in units))
@@ -439,7 +437,7 @@ class MemoryModel:
     ) -> tuple[float, float]:
         """Return the bytes of a rank's state on the host, and of the activations of its chunk with most there."""
         units = [u for k in mine for u in chunks[k]]
-        state = sum(self.hosted[u] for u in units) - self.counted_twice(units).host
+        state = sum(self.hosted[u] for u in units) - sum(self.counted_twice(chunks[k]).host for k in mine)
         most = 0.0
         if not pinned and not self.frontier.holds_on_host:
             return state, most

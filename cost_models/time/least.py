@@ -301,11 +301,12 @@ class LeastTime:
         """Return by block the seconds of a gather, of a reduction, of sums over replicas, of adding, of the update."""
         c, groups = pricer.config, pricer.groups
         shards = (*(groups[name] for name in REPLICAS.values()), pricer.by_tensor, c.offload)
+        reduces = c.zero_stage > 0, pricer.reduction, pricer.reduces_beside
         runs = c.num_micro_batches // num_copies(c.schedule)
         shares = (pricer.share(False), pricer.share(True))
         terms: tuple[tuple[object, Callable[[BlockWork], float]], ...] = (
             (("gather", c.zero_stage > 0, *shards), lambda b: pricer.traffic_s(b)[0]),
-            (("reduce", c.zero_stage > 0, pricer.reduces_beside, *shards), lambda b: pricer.traffic_s(b)[1]),
+            (("reduce", *reduces, *shards), lambda b: pricer.traffic_s(b)[1]),
             (("across", *shares, groups["zero_replicas"]), lambda b: pricer.across_s(b)),
             (("add", shares if c.zero_stage >= 2 else 1), lambda b: pricer.added(b).mid),
             (("update", *shares, c.offload), lambda b: pricer.optimizer(b).mid + pricer.moved(b).mid),

@@ -37,9 +37,9 @@ from autoplan.cost_models.time.simulation import AfterPipeline, ChunkTimes, Time
 from autoplan.cost_models.time.states import MovedOnce, StatePricer
 from autoplan.cost_models.time.step_class import step_class
 from autoplan.cost_models.time.table import Table
-from autoplan.cost_models.work import Workload
+from autoplan.cost_models.work import TiedParam, Workload
 from autoplan.schedules.orders import ActionKind
-from autoplan.schedules.schedule import actions, chunks_of_ranks, num_copies
+from autoplan.schedules.schedule import actions, backward_follows, chunks_of_ranks, num_copies, ranks_of_chunks
 from autoplan.streams import BUCKET_BYTES, has_streams
 
 # Relative error of a step beyond its parts, either way. With a profile: 37 to 40 of 40 measured plans lie within their
@@ -193,13 +193,15 @@ class Pricer:
         if num_copies(schedule) != num_copies(self.config.schedule):
             raise ValueError(f"{schedule} and {self.config.schedule} differ in the copies of a stage")
         config = replace(self.config, schedule=schedule, virtual_stages=virtual_stages)
-        if StatePricer(config, self.costs, self.precision, self.groups).reduces_beside is not self._reduces_beside:
+        beside = StatePricer(config, self.costs, self.precision, self.groups).reduces_beside
+        follows = {backward_follows(name, config.pp) for name in (schedule, self.config.schedule)}
+        if beside is not self._reduces_beside or (config.zero_stage == 3 and len(follows) > 1):
             return Pricer(self.workload, config, self.costs, self.precision, *self._given)  # blocks cost something else
         out = copy.copy(self)
         out.config = config
         out.memory = self.memory.under(schedule, virtual_stages)
         out._times, out._after, out._sent = {}, {}, {}
-        for name in ("chunks_of", "_boundaries"):  # made anew for this schedule
+        for name in ("chunks_of", "_boundaries", "_tied_s"):  # made anew for this schedule
             out.__dict__.pop(name, None)
         return out
 
@@ -239,7 +241,7 @@ class Pricer:
     def after_pipeline(self, units: Sequence[int], which: str) -> AfterPipeline:
         """Return the seconds after the last pipeline action of a rank with these units."""
         kinds = self.workload.unit_kinds
-        key = tuple([kinds[u] for u in units]), which
+        key = tuple([kinds[u] for u in units]), tuple(t for t, _ in self._tied_sums(units)), which
         if key not in self._after:
             table = self._table(which)
             self._after[key] = AfterPipeline(
@@ -440,6 +442,28 @@ class Pricer:
         if out:  # the ranks meet for the first time in the step
             computed = sum(self.forward[u] + self.backward[u] for u in units)
             out.append(self.costs.wait_s(self.runs * computed))
+        return out + [seconds for _, seconds in self._tied_sums(units)]
+
+    def _tied_sums(self, units: Sequence[int]) -> list[tuple[int, Quantity]]:
+        """Return the sums of gradients of tied parameters of a rank with these units, with another rank.
+
+        Each with the number of the parameter. Emitted programs sum what ZeRO leaves of a gradient here
+        (`runtime.tied`), Megatron whole gradients (`_allreduce_embedding_grads` of
+        core/distributed/finalize_model_grads.py).
+        """
+        return [(n, s) for n, (t, s) in enumerate(self._tied_s) if (t.first in units) is not (t.last in units)]
+
+    @cached_property
+    def _tied_s(self) -> list[tuple[TiedParam, Quantity]]:
+        """The trained parameters that several units use, with the seconds of summing a gradient over two ranks."""
+        c, out = self.config, list[tuple[TiedParam, Quantity]]()
+        homes = ranks_of_chunks(c.schedule, c.pp, c.virtual_stages)
+        group = Group(2, max(1, abs(homes[-1] - homes[0])) * c.stage_ranks)
+        for t in self.workload.tied if c.pp > 1 else ():
+            if t.trainable and t.first != t.last:
+                states = self.memory.parameters.of(t.param)
+                size = states.whole or states.gradients if self.costs.mode is Mode.FUSED else states.reduced
+                out.append((t, self.costs.collective_s("all_reduce", size, group)))
         return out
 
     def estimate(self, chunks: Sequence[int], recompute: Sequence[int], *, events: bool = False) -> Estimate:

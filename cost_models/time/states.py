@@ -61,6 +61,11 @@ def narrow(block: BlockWork) -> bool:
     return any(op.matmul_dtype is not None for op in block.ops)
 
 
+def _in_8_bits(block: BlockWork) -> bool:
+    """Return True if its products take 8 bits: parameters of products in 4 bits are stored and gathered in 16."""
+    return any(op.matmul_dtype is not None and op.matmul_dtype.startswith("float8") for op in block.ops)
+
+
 def reduced_beside(config: ParallelConfig, costs: Costs) -> bool:
     """Return True if ZeRO 0 reduces gradients during the backward.
 
@@ -150,7 +155,7 @@ class StatePricer:
         gather, reduce = [], []
         for name, ranks, mine in self.sharded(block):
             size = self.gathered_bytes(mine)
-            if self.costs.options.narrow_gather and narrow(block):
+            if self.costs.options.narrow_gather and _in_8_bits(block):
                 size /= 2
             trained = [p for p in mine if p.trainable]
             grads = self.reduced_bytes(trained)

@@ -109,7 +109,7 @@ def test_a_whole_gradient_is_there_until_the_one_before_it_is_scattered() -> Non
 @pytest.mark.parametrize(("zero", "waits"), [(0, True), (1, False), (3, False)])
 def test_the_gradient_of_a_tied_parameter_waits_where_it_is_one(zero: int, waits: bool) -> None:
     """For its other use; copies that ZeRO makes each give their own away."""
-    work = workload(unit_saved=(SAVED, SAVED, SAVED, 1.0), tied=(TiedParam(0, 3, GRADS),))
+    work = workload(unit_saved=(SAVED, SAVED, SAVED, 1.0), tied=(TiedParam(0, 3, GRADS, "float32"),))
     found = memory(ParallelConfig(dp=2, zero_stage=zero, num_micro_batches=2), work).rank(0, ranges(4), [0])
     assert found.moment == LATER
     alone = memory(ParallelConfig(dp=2, zero_stage=zero, num_micro_batches=2), replace(work, tied=()))
@@ -240,7 +240,7 @@ def test_megatrons_buffer_of_gradients_is_there_with_every_chunk() -> None:
 
 
 def test_tied_parameters_are_held_once_on_one_stage() -> None:
-    work = workload(tied=(TiedParam(0, 3, GRADS),))
+    work = workload(tied=(TiedParam(0, 3, GRADS, "float32"),))
     for zero, mode in ((0, Mode.EAGER), (0, Mode.FUSED), (1, Mode.FUSED)):
         config = ParallelConfig(dp=2, zero_stage=zero, num_micro_batches=2)
         plain, tied = (memory(config, w, mode).rank(0, ranges(4), [0]).terms for w in (workload(), work))
@@ -253,6 +253,17 @@ def test_tied_parameters_are_held_once_on_one_stage() -> None:
     assert plain == tied
     apart = memory(ParallelConfig(pp=2, num_micro_batches=2), work).stages(ranges(2, 2), [0, 0])
     assert [rank.terms["parameters"].mid for rank in apart] == [2 * GRADS] * 2
+
+
+def test_two_stages_of_a_rank_have_a_copy_each() -> None:
+    """ZBV: the first and the last stage are on the first rank, and each has its own tensor (`runtime.tied`)."""
+    config = ParallelConfig(pp=2, num_micro_batches=2, schedule="ZBV", virtual_stages=2)
+    plain, tied = (
+        memory(config, w).stages(ranges(1, 1, 1, 1), [0] * 4)
+        for w in (workload(), workload(tied=(TiedParam(0, 3, GRADS, "float32"),)))
+    )
+    assert [rank.terms for rank in plain] == [rank.terms for rank in tied]
+    assert tied[0].terms["parameters"].mid == 2 * GRADS
 
 
 # -- as Megatron has it ------------------------------------------------------------------------------------------------

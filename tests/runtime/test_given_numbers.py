@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
+import types
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoplan
 from autoplan.runtime.given_numbers import GivenNumbers
@@ -66,13 +69,84 @@ def of_closure(weight: float) -> tuple[Any, Any]:
 
 class Loss:
     def __init__(self) -> None:
-        self.beta = 1.0
+        self.beta, self.calls = 1.0, 0
 
     def __call__(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        self.calls += 1
         return (output * self.beta).mean()
 
     def named(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
-        return self(output, batch) * self.beta
+        return output.mean() * self.beta
+
+
+loss = 0.0  # a global that has the name of an attribute
+
+
+def counted(output: Any, batch: Any) -> torch.Tensor:
+    global CALLS
+    CALLS += 1
+    return output.loss
+
+
+CALLS = 0
+
+
+class Annealed(nn.Module):
+    """Its number is changed by a method, read behind a property in a decorated forward that a base class begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tau, self.epoch, self.widest, self.form = 1.0, 0, 0, {"rate": 0.1, "kind": "x"}
+        self.plain = types.SimpleNamespace(scale=1.0)
+
+    @property
+    def tau(self) -> float:
+        return self._tau
+
+    def anneal(self, to: float) -> None:
+        self._tau = to
+
+    def report(self) -> str:
+        return f"epoch {self.epoch}"
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        setattr(self, "widest", max(self.widest, x.shape[-1]))  # noqa: B010
+        return self.scaled(x) / self.tau
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.plain.scale * self.form["rate"]
+
+
+class Derived(Annealed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class Slots:
+    __slots__ = ("weight",)
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+
+    def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return output.mean() * self.weight
+
+
+class Loose(dict[str, Any]):
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name, Loose())
+
+
+class Odd(nn.Module):
+    config = Loose()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = Loose(a=1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.config.a * self.more.a
 
 
 CHANGES = {
@@ -91,6 +165,61 @@ def test_numbers_of_modules(name: str) -> None:
     CHANGES[name](model)
     told = numbers.changed()
     assert told is not None and name in told and "give what changes as an input" in told
+
+
+ANNEALED = {
+    "_tau": lambda m: m.anneal(0.5),
+    "form": lambda m: m.form.update(rate=0.2),
+    "plain.scale": lambda m: setattr(m.plain, "scale", 2.0),
+}
+
+
+@pytest.mark.parametrize("kind", [Annealed, Derived])
+@pytest.mark.parametrize("name", ANNEALED)
+def test_numbers_behind_methods_and_properties(name: str, kind: type[Annealed]) -> None:
+    model = kind()
+    numbers = GivenNumbers(model, None)
+    model(torch.ones(2))  # it keeps a number itself
+    model.epoch, model.form["kind"] = 3, "y"
+    assert numbers.changed() is None
+    ANNEALED[name](model)
+    assert f"{kind.__name__}.{name} was" in (numbers.changed() or "")
+
+
+def test_what_has_no_attributes_to_look_at_is_passed_over() -> None:
+    numbers = GivenNumbers(Odd(), Slots().loss)
+    assert numbers.changed() is None
+    for function in (torch.mean, torch.nn.functional.cross_entropy):
+        assert GivenNumbers(nn.Linear(2, 2), function).changed() is None
+
+
+def test_a_rope_that_follows_the_length_is_no_change() -> None:
+    """`setattr(self, f"{prefix}max_seq_len_cached", n)`, in another file."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=1, max_position_embeddings=16, rope_parameters=rope, **small)
+    model = LlamaForCausalLM(config)
+    numbers = GivenNumbers(model, None)
+    model(torch.zeros(1, 40, dtype=torch.long))
+    assert numbers.changed() is None
+    model.config.attention_dropout = 0.5
+    assert "config.attention_dropout" in (numbers.changed() or "")
+
+
+def of_local_class() -> tuple[GivenNumbers, Any]:
+    large = nn.Linear(8, 8)
+
+    class Local(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return large(x)
+
+    return GivenNumbers(Local(), lambda output, batch: large(output).mean()), weakref.ref(large)
+
+
+def test_no_class_is_kept_alive() -> None:
+    numbers, alive = of_local_class()
+    gc.collect()
+    assert alive() is None and numbers.changed() is None
 
 
 def test_what_is_no_number_of_the_forward_may_change() -> None:
@@ -115,8 +244,14 @@ def test_numbers_of_loss_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     told = numbers.changed()
     assert told is not None and told.startswith("WEIGHT, which loss_fn reads, was 0.5 when") and "is 0.25 now" in told
 
-    loss, anneal = of_closure(1.0)
-    numbers = GivenNumbers(Model(), functools.partial(loss))
+    monkeypatch.setattr(sys.modules[__name__], "loss", 3.0)
+    numbers = GivenNumbers(Model(), counted)
+    monkeypatch.setattr(sys.modules[__name__], "loss", 2.0)
+    counted(types.SimpleNamespace(loss=torch.ones(())), None)
+    assert numbers.changed() is None
+
+    closed, anneal = of_closure(1.0)
+    numbers = GivenNumbers(Model(), functools.partial(closed))
     anneal(1)  # the same number
     assert numbers.changed() is None
     anneal(0.5)
@@ -125,6 +260,7 @@ def test_numbers_of_loss_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     for make in (lambda held: held, lambda held: held.named):
         held = Loss()
         numbers = GivenNumbers(Model(), make(held))
+        held(torch.ones(2), None)
         assert numbers.changed() is None
         held.beta = float("nan")
         assert "beta was 1.0" in (numbers.changed() or "")

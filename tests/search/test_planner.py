@@ -125,7 +125,7 @@ def pricers(draw: st.DrawFn) -> tuple[Pricer, float]:
         unit_kept=tuple(kept),
         unit_transient=tuple(transients),
         unit_recompute_transient=tuple(t + s - k for t, s, k in zip(transients, saved, kept, strict=True)),
-        tied=draw(st.sampled_from([(), (TiedParam(0, units - 1, shared),)])),
+        tied=draw(st.sampled_from([(), (TiedParam(0, units - 1, shared, "float32"),)])),
         free_saved=draw(st.floats(0, 1e5)),
         tokens=8.0,
         model_flops=1.0,

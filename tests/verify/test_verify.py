@@ -458,3 +458,27 @@ def test_precision_of_the_capture() -> None:
     assert verify_whole(VerifyTask(model, graph, given, models.gpt_loss, torch.float16)).done
     half = models.make_llama().bfloat16()
     assert verify_whole(captured(half, batch, None)).done
+
+
+class _Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.tensor([[True, False, True, True]] * 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x) @ self.mask.float()
+        return out
+
+
+def _weighted(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    positive = torch.tensor(3.3)
+    return nn.functional.binary_cross_entropy_with_logits(output, batch["labels"].float(), pos_weight=positive)
+
+
+def test_a_mask_as_numbers_is_as_wide_as_all_others() -> None:
+    """`.float()` of bools and of whole numbers, in a forward and in a loss."""
+    model, batch = _Masked(), {"x": torch.randn(3, 4), "labels": torch.randint(0, 2, (3, 4)).bool()}
+    for loss in (_weighted, lambda output, batch: (output * batch["labels"].long().float()).mean()):
+        graph = capture(model, batch, loss)
+        assert verify_whole(VerifyTask(model, graph, batch, loss), limit_s=60.0).done

@@ -145,7 +145,7 @@ def test_a_whole_program_makes_no_other_group(name: str, monkeypatch: pytest.Mon
 
 
 def test_tied_parameters_need_a_group_where_no_axis_has_it() -> None:
-    tied = (TiedParam(0, 3, 100.0),)
+    tied = (TiedParam(0, 3, 100.0, "float32"),)
 
     def count(pp: int, schedule: str = "1F1B", virtual: int = 1) -> int:
         c = ParallelConfig(pp=pp, schedule=schedule, virtual_stages=virtual, num_micro_batches=8)
