@@ -347,6 +347,7 @@ def export_setup(setup: Setup, to: str, file: str = "") -> Export:
         raise PinError(f"{path}: a file of {label} ends in {syntax.suffix}, by which it is found; nearest: {near}")
     text = syntax.write(written, (), setup)
     elsewhere, lost, runs = _differences(setup, target, version, text, path)
+    elsewhere += setup.left
     essential = [name for name in ESSENTIAL if name in lost]
     if essential:
         name = essential[0]

@@ -76,7 +76,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Setup:
-    """A configuration and its run."""
+    """A configuration and its run.
+
+    Attributes:
+        left: what no target's file holds, by name, as (value, place where it is said): adapters, the target's length.
+    """
 
     task: Task
     config: ParallelConfig
@@ -85,12 +89,16 @@ class Setup:
     precision: str
     seq_len: int
     global_batch_size: int
+    left: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, request: PlanRequest, config: ParallelConfig) -> Setup:
         """Return the setup of a configuration for a request."""
         run = (request.options, request.mode, request.precision, request.seq_len, request.global_batch_size)
-        return cls(Task.of(request), config, *run)
+        said = (("adapters", "the model, or its PEFT settings"), ("target_len", "the data"))
+        known = ((name, getattr(request, name), place) for name, place in said)
+        left = tuple((f"{name}={value}", place) for name, value, place in known if value is not None)
+        return cls(Task.of(request), config, *run, left)
 
     @property
     def num_chunks(self) -> int:

@@ -12,6 +12,7 @@ from autoplan.config.numbers import read_count
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.exporters.door import ConfigFile, read_config
+from autoplan.program.facts import expert_counts
 from autoplan.report.arguments import import_from_here
 from autoplan.report.output import say_note
 from autoplan.report.written import FOLLOWS, WrittenPlan
@@ -64,7 +65,7 @@ def as_written(read: ConfigFile, values: Mapping[str, Any]) -> WrittenPlan:
     asked |= {name: ",".join(value) for name, value in asked.items() if isinstance(value, list)}
     degrees = {name: says[name] for name in PINS if says.get(name) is not None and name not in FOLLOWS}
     degrees = {name: tuple(value) if isinstance(value, list) else value for name, value in degrees.items()}
-    if degrees.get("ep", 1) == 1 and degrees.get("etp") == degrees.get("tp"):
+    if not max(expert_counts(load_model(values["model"])), default=0):
         degrees.pop("etp", None)
     return WrittenPlan(Path(read.path), asked, degrees, {}, config=read)
 

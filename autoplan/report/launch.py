@@ -82,7 +82,7 @@ def _rendered(to: str, cluster: Cluster, words: list[str], given: Mapping[str, A
     )
     environment.filters["pylist"] = repr
     environment.policies["json.dumps_function"] = lambda value, **_: json.dumps(value)
-    nodes, devices = cluster.num_nodes - cluster.idle_nodes, cluster.devices_per_node
+    nodes, devices = cluster.num_nodes, cluster.devices_per_node  # those in use: idle ones are further nodes
     head = f"{given['name']}-node-0-0.{given['name']}"
     run = ["torchrun", "--nnodes", nodes, "--nproc-per-node", devices, "--max-restarts", 0]
     run += ["--rdzv-backend", "c10d", "--rdzv-id", given["name"], "--rdzv-endpoint", f"{head}:{PORT}", *words]

@@ -57,6 +57,33 @@ def test_a_plan_comes_back_with_its_price(to: str, tmp_path: Path) -> None:
     assert second["estimate"]["memory_bytes"] == first["estimate"]["memory_bytes"]
 
 
+def test_adapters_that_no_file_holds_are_said(tmp_path: Path) -> None:
+    """The file alone would train the whole model."""
+    path = tmp_path / "plan.json"
+    words = ("llama-3.2-1b", *TASK[1:], "--dp", "16", "--zero", "3", "--mbs", "1", "--adapters", "lora:16", "--json")
+    path.write_text(run("estimate", *words).stdout)
+    for to in ("accelerate", "megatron-lm", "automodel"):
+        result = run(
+            "export", str(path), "--to", to, "--out", str(tmp_path / f"{to}{TARGETS[to].syntax(2026.6).suffix}")
+        )
+        assert result.exit_code == 0 and "adapters=lora:16" in result.stderr, result.output
+
+
+@pytest.mark.parametrize("etp", [1, 2])
+def test_a_file_says_whether_experts_are_split(etp: int, tmp_path: Path) -> None:
+    """Also where that is not what its stack does by default."""
+    task = ("qwen3-30b-a3b", "--cluster", CLUSTER, "--seq-len", "4k", "--global-batch-size", "64")
+    words = (*task, "--like", "megatron-bridge", "--tp", "2", "--ep", "1", "--etp", str(etp), "--json")
+    first = json.loads(run("estimate", *words).stdout)
+    path, out = tmp_path / "plan.json", tmp_path / "out.py"
+    path.write_text(json.dumps(first))
+    assert run("export", str(path), "--to", "megatron-bridge", "--out", str(out)).exit_code == 0
+    again = run("estimate", task[0], "--cluster", CLUSTER, "--from", str(out), "--json")
+    second = json.loads(again.stdout)  # it does not fit, and is priced all the same
+    assert second["plan"]["etp"] == first["plan"]["etp"] == etp
+    assert second["estimate"]["step_time_s"] == first["estimate"]["step_time_s"]
+
+
 def test_what_is_typed_overrides_the_file(tmp_path: Path) -> None:
     path, _ = plan_file("megatron-lm", tmp_path)
     out = tmp_path / "run.sh"

@@ -56,6 +56,13 @@ def test_every_file_has_the_mesh_of_the_plan(to: str, plan: Path, tmp_path: Path
         YAML[to](yaml.safe_load(text))
 
 
+def test_idle_nodes_are_beside_those_that_run(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    words = ("gpt2", "--cluster", "3x8xh100-sxm5-80gb@nodes=2,idle=1", "--seq-len", "1k", "--global-batch-size", "64")
+    path.write_text(run("estimate", *words, "--json").stdout)
+    assert "#SBATCH --nodes=2\n" in launch_text(path, "slurm", script=SCRIPT)
+
+
 def schema(to: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((Path(__file__).parents[1] / "schemas" / f"{to}.json").read_text())
     return found
