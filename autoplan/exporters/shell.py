@@ -2,8 +2,9 @@
 
     shell_words('TP=4\nARGS=(--tensor-model-parallel-size $TP)\ntorchrun pretrain.py "${ARGS[@]}"')
 
-Assignments, defaults (`${X:-8}`), arithmetic, arrays, texts that hold flags, and tests of known values (`if`, `case`)
-are followed. A value that only the caller, a command or the node knows is kept as it is written, with its $.
+Assignments, defaults (`${X:-8}`), arithmetic, arrays, texts that hold flags, and tests of known values (`if`, `case`,
+`[ ] &&`) are followed; other commands are taken to succeed. A value that only the caller, a command or the node knows
+is kept as it is written, with its $.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ _SLURM = {
     "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
 }
 BREAK = ";"  # between commands
+_AND, _OR, _PART = "&&", "||", "("  # _PART: the begin, the end and the line ends of an array, within a command
 _TESTS: dict[str, Callable[[str, str], bool]] = {
     "=": operator.eq,
     "==": operator.eq,
@@ -107,10 +109,16 @@ class _Reader:
     Attributes:
         variables: what was assigned; a name with None has a value that is not known.
         open: the branches that are open, the innermost last.
+        command: the words of this command so far.
+        chained: the branch that `&&` or `||` opened; None where this command follows none.
+        last: whether the command before succeeded.
     """
 
     variables: dict[str, str | None]
     open: list[_Branch] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
+    chained: _Branch | None = None
+    last: bool | None = True
 
     def words(self, text: str, where: str) -> Iterator[Word]:
         """Yield the words of a script, and follow its assignments and tests."""
@@ -121,7 +129,14 @@ class _Reader:
         k = 0
         while k < len(tokens):
             token = tokens[k]
-            if token in ("if", "elif"):
+            if token in (BREAK, _AND, _OR):
+                self._ends(token)
+                if self._live is not False:
+                    yield Word(BREAK)
+            elif token == _PART:
+                if self._live is not False:
+                    yield Word(BREAK)
+            elif token in ("if", "elif"):
                 k = self._test(tokens, k)
             elif token == "case" and k + 2 < len(tokens) and tokens[k + 2] == "in":
                 value = self._expanded(tokens[k + 1])
@@ -129,9 +144,24 @@ class _Reader:
                 k += 2
             elif self._closes(tokens, k):
                 pass
-            elif self._live is not False:
-                yield from self._word(token, where)
+            else:
+                self.command.append(token)
+                if self._live is not False:
+                    yield from self._word(token, where)
             k += 1
+
+    def _ends(self, token: str) -> None:
+        """Follow the end of a command: of a test, `&&` and `||` open a branch that ends with the next command."""
+        before = self.chained.taken if self.chained is not None else True
+        if self.chained in self.open:
+            self.open.remove(self.chained)
+        held = self._holds(self.command) if self.command[:1] in (["["], ["[["], ["test"]) else True
+        succeeded = self.last if before is False else None if before is None else held
+        self.command, self.chained, self.last = [], None, succeeded
+        if token != BREAK:
+            taken = succeeded if succeeded is None else succeeded is (token == _AND)
+            self.chained = _Branch(taken)
+            self.open.append(self.chained)
 
     @property
     def _live(self) -> bool | None:
@@ -157,6 +187,8 @@ class _Reader:
     def _holds(self, test: list[str]) -> bool | None:
         """Return whether a test of the form `[ a = b ]` holds; None if that is not known."""
         words = [self._expanded(word) for word in test]
+        if words[:1] == ["test"]:
+            words = ["[", *words[1:], "]"]
         if len(words) == 5 and words[0] in ("[", "[[") and words[2] in _TESTS:
             left, how, right = words[1:4]
             if "$" in left + right:
@@ -203,6 +235,8 @@ class _Reader:
                 return
             token = value
         text = self._expanded(token)
+        if token and not text:  # a variable without quotes that is empty, or whose flags stand where it was set
+            return
         if not _has_flags(text) or not re.search(r"\s", text):
             yield Word(text, sure)
             return
@@ -247,25 +281,20 @@ def _tokens(text: str) -> list[str]:
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";\n&|")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, "#"
     out: list[str] = []
+    inside = False  # of an array
     for token in lexer:
         if set(token) <= set(";\n&|"):
-            out.append(BREAK)
-        else:
-            out += _parts(token)
+            out.append(_PART if inside else token if token in (_AND, _OR) else BREAK)
+            continue
+        array = re.fullmatch(r"[A-Za-z_]\w*\+?=\((.*)", token, re.DOTALL)
+        if array is not None:
+            out.append(_PART)
+            token, inside = array[1], True
+        ends = token.endswith(")") and token.count(")") > token.count("(") and (inside or token == ")" or "--" in token)
+        word = token.removesuffix(")") if ends else token
+        out += [word] * bool(word) + [_PART if inside else BREAK] * ends
+        inside = inside and not ends
     return out
-
-
-def _parts(word: str) -> Iterator[str]:
-    """Yield the words of a token: parentheses that begin or end an array stand alone."""
-    array = re.fullmatch(r"[A-Za-z_]\w*\+?=\((.*)", word, re.DOTALL)
-    if array is not None:
-        yield BREAK
-        word = array[1]
-    tail = word.endswith(")") and "(" not in word and "--" in word
-    if word and word != ")":
-        yield word[:-1] if tail else word
-    if tail or word == ")":
-        yield BREAK
 
 
 def _sum(text: str, written: str, variables: dict[str, str | None]) -> str:

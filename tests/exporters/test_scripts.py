@@ -89,7 +89,23 @@ def test_words_of_branches() -> None:
     assert words("A=1\nif [ $A = 2 ]; then x; elif [ $A -lt 2 ]; then y; else z; fi; w") == ["A=1", "y", "w"]
     assert words("if [ $A = 2 ]; then x; else z; fi; w") == ["?x", "?z", "w"]
     assert words("if [ $A = 2 ]; then B=1; fi; echo $B ${B:-4} $((3*4/5))") == ["?B=1", "echo", "$B", "$B", "2"]
-    assert words('A="--x 1"\nrun $A --y "$C"') == ["--x", "1", "run", "", "--y", "$C"]
+    assert words('A="--x 1"\nrun $A --y "$C"') == ["--x", "1", "run", "--y", "$C"]
+    assert words("A=(--x $((1 + 1)))\nA+=(--y)\nrun --z $E ${A[@]}")[:6] == ["--x", "2", "--y", "run", "--z", "$E"]
+    assert words('E=""; B=(--x $A); run $E --y') == ["E=", "--x", "$A", "run", "--y"]
+
+
+def test_words_after_tests() -> None:
+    def words(text: str) -> list[str]:
+        return [
+            word.text if word.sure else f"?{word.text}" for word in shell_words(text, "a.sh") if word.text != BREAK
+        ][5:]
+
+    assert words("A=1; [ $A = 2 ] && B=(--x\n--y) && z; w")[1:] == ["w"]
+    assert words("A=1; [ $A = 1 ] && B=(--x\n--y) || z; w")[1:] == ["--x", "--y", "w"]
+    assert words("A=1; [ $A = 2 ] && y || z; w")[1:] == ["z", "w"]
+    assert words("A=1; test $A = 2 || A=3; x $A") == ["A=3", "x", "3"]
+    assert words("[ $B = 2 ] && A=3; x $A") == ["?A=3", "x", "$A"]
+    assert words("cd a b c d && x || exit 1; y") == ["x", "y"]
     with pytest.raises(PinError, match=r"a\.sh is not a shell script: No closing quotation"):
         words('echo "a')
 
