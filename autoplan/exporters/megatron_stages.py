@@ -74,7 +74,7 @@ def read_stages(at: At, virtual: str) -> Callable[[Document, Mapping[str, Any]],
                     ("virtual_stages", "pp"),
                 )
             v = layers // (pp * per_chunk)
-        return _chunked(v, _uneven(document, at, layers, pp * v) if layers and pp * v > 1 else None)
+        return _chunked(v, _uneven(document, at, layers, pp, v) if layers and pp * v > 1 else None)
 
     return read
 
@@ -84,8 +84,12 @@ def _chunked(virtual: int, stages: tuple[int, ...] | None) -> Values:
     return {"virtual_stages": virtual, "schedule": schedule, "stages": stages}
 
 
-def _uneven(document: Document, at: At, layers: int, chunks: int) -> tuple[int, ...] | None:
-    """Return the layers per stage that flags of the first and the last stage give, or equal ones."""
+def _uneven(document: Document, at: At, layers: int, pp: int, virtual: int) -> tuple[int, ...] | None:
+    """Return the layers per stage that flags of the first and the last rank of the pipeline give, or equal ones.
+
+    A rank cuts its layers into equal stages (`get_num_layers_to_build` of core/transformer/transformer_block.py).
+    """
+    chunks = pp * virtual
     names = ("decoder_{}_pipeline_num_layers", "num_layers_in_{}_pipeline_stage")
     first, last = (
         next((n for n in (document.get(at(name.format(end))) for name in names) if n is not None), None)
@@ -104,11 +108,19 @@ def _uneven(document: Document, at: At, layers: int, chunks: int) -> tuple[int, 
             )
         each = (layers + sum(ends)) // chunks
         return (each - ends[0], *(each,) * (chunks - 2), each - ends[1])
-    left, inner = layers - (first or 0) - (last or 0), chunks - (first is not None) - (last is not None)
-    if inner <= 0 or left <= 0 or left % inner:
-        raise _not_cut(layers, chunks, first, last)
-    middle = (left // inner,) * inner
-    return (*(() if first is None else (first,)), *middle, *(() if last is None else (last,)))
+    left, inner = layers - (first or 0) - (last or 0), pp - (first is not None) - (last is not None)
+    if inner < 0 or (left != 0 if inner == 0 else left <= 0 or left % inner):
+        raise _not_cut(layers, pp, first, last)
+    middle = (left // inner,) * inner if inner else ()
+    ranks = (*(() if first is None else (first,)), *middle, *(() if last is None else (last,)))
+    uneven = next((n for n in ranks if n % virtual), None)
+    if uneven is not None:
+        near = " or ".join(str(n) for n in (uneven // virtual * virtual, -(-uneven // virtual) * virtual) if n)
+        raise PinError(
+            f"{uneven} layers of a rank do not split into its {virtual} virtual stages; nearest: {near} layers",
+            ("virtual_stages",),
+        )
+    return tuple(n // virtual for n in ranks) * virtual
 
 
 def _not_cut(layers: int, chunks: int, first: int | None, last: int | None) -> PinError:

@@ -202,3 +202,25 @@ def test_yaml_of_nemo_and_of_bridge_is_read(tmp_path: Path) -> None:
     found = read(new, tmp_path, "bridge.yaml")
     assert found.says["tp"] == 4 and "zero_stage" not in found.says  # as in the recipe, read as the stack's
     assert found.not_read == ("the recipe that it overrides = settings of this function",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "stages"),
+    [
+        ("--decoder-first-pipeline-num-layers 7 --decoder-last-pipeline-num-layers 5", (7, 5)),
+        ("--num-virtual-stages-per-pipeline-rank 2 --decoder-first-pipeline-num-layers 4", (2, 4, 2, 4)),
+        ("--num-virtual-stages-per-pipeline-rank 2 --decoder-first-pipeline-num-layers 6", (3, 3, 3, 3)),
+    ],
+)
+def test_layers_of_the_first_and_the_last_rank(flags: str, stages: tuple[int, ...], tmp_path: Path) -> None:
+    """They are those of all virtual stages of the rank together, as Megatron-Core counts them."""
+    path = tmp_path / "train.sh"
+    sizes = "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 64 --seq-length 1024 --bf16"
+    path.write_text(f"torchrun --nproc-per-node 8 pretrain_gpt.py {sizes} {flags}\n")
+    found = read_config(path, graph=graph_of("gpt2"), cluster="1x8xh100-sxm5-80gb")
+    assert found.faults == () and found.says["stages"] == stages
+    path.write_text(
+        path.read_text().replace(" 7 ", " 6 ").replace("layers 4", "layers 3").replace("layers 6\n", "layers 5\n")
+    )
+    faults = read_config(path, graph=graph_of("gpt2"), cluster="1x8xh100-sxm5-80gb", lenient=True).faults
+    assert any("layers do not split" in fault or "layers of a rank do not split" in fault for fault in faults)
