@@ -369,8 +369,6 @@ def test_a_stop_by_time_is_no_proof() -> None:
     assert not issubclass(StoppedError, InfeasibleError)
 
 
-# PuLP 4 will not ship CBC any more; until then it is there
-@pytest.mark.filterwarnings("ignore:PULP_CBC_CMD is deprecated:DeprecationWarning")
 def test_another_user_of_the_solver_may_have_had_more_threads() -> None:
     """HiGHS has one scheduler per process, with the number of threads of its first user."""
     highspy = pytest.importorskip("highspy")
@@ -389,6 +387,8 @@ def test_another_user_of_the_solver_may_have_had_more_threads() -> None:
     assert found.proved and found.values == [0.0, 1.0]
 
 
+# PuLP 4 will not ship CBC any more; until then it is there
+@pytest.mark.filterwarnings("ignore:PULP_CBC_CMD is deprecated:DeprecationWarning")
 def test_cbc_is_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = intra(toy_graph("norm"), (2,))
     best = solve(problem)
