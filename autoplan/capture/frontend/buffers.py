@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 _GONE = object()
+_VALUES = (torch.Tensor, bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _INTERNAL = frozenset(nn.Module().__dict__)
 _CONTAINERS: tuple[Any, ...] = (list, dict, set, deque)
-_NOT_PLAIN = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
+# what has a __dict__ and is no object whose attributes are a state
+_NOT_PLAIN = (*_CONTAINERS, nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
 
 
 def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -36,14 +38,28 @@ def all_buffers(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tup
     yield from plain_tensors(model).items()
 
 
-def contained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors inside containers and objects that modules hold, by path: `cache['t']`, `memory[0]`, `state.h`."""
-    found: dict[str, torch.Tensor] = {}
+def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return all buffers, and the tensors inside containers and objects that modules hold, under all names.
+
+    Such as `cache['t']`, `memory[0]`, `state.h`.
+    """
+    found = dict(all_buffers(model, remove_duplicate=False))
     for path, held in _containers(model):
         for name, value in _entries(held):
             if isinstance(value, torch.Tensor):
                 found[path + name] = value
     return found
+
+
+def attribute_holders(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what has attributes, with its path: the modules, and once each the plain objects that they hold."""
+    seen = set[int]()
+    for path, module in model.named_modules():
+        yield path, module
+        for name, held in list(vars(module).items()):
+            if name not in _INTERNAL and id(held) not in seen and _is_plain(held):
+                seen.add(id(held))
+                yield f"{path}.{name}" if path else name, held
 
 
 def _containers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -80,12 +96,14 @@ def _is_plain(value: Any) -> bool:
 
 @contextmanager
 def attributes_restored(model: nn.Module, every: bool = False) -> Iterator[None]:
-    """Restore on exit the tensors that a forward puts into its modules, such as a state: those of a trace are fake.
+    """Restore on exit the tensors and numbers that a forward puts into its modules, such as a state.
+
+    Those of a trace are fake tensors and symbols.
 
     Lists, dicts, sets and deques get back all their contents.
 
     Args:
-        every: also what is no tensor, but may hold some.
+        every: also what is neither, but may hold some.
     """
     before = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
     contents = [(held, _contents(held)) for _, held in _containers(model)]
@@ -128,10 +146,10 @@ def _refill(held: Any, then: list[Any]) -> None:
 
 
 def _restore(now: dict[str, Any], then: dict[str, Any], every: bool) -> None:
-    """Give the tensors of a table, or all its values, what they were, and take out those that it did not have."""
+    """Make the tensors and numbers of a table, or all its values, what they were; take out those it did not have."""
     for name in dict.fromkeys((*now, *then)):
         value, before = now.get(name, _GONE), then.get(name, _GONE)
-        if value is before or not (every or any(isinstance(x, torch.Tensor) for x in (value, before))):
+        if value is before or not (every or any(isinstance(x, _VALUES) for x in (value, before))):
             continue
         if before is _GONE:
             del now[name]

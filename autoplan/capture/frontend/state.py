@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autoplan.capture.frontend.buffers import all_buffers, attributes_restored, contained_tensors
+from autoplan.capture.frontend.buffers import attributes_restored, held_tensors
+from autoplan.capture.frontend.counters import Counters
 from autoplan.errors import CaptureError
 
 _T = torch.Tensor
@@ -57,23 +58,20 @@ class _Reads(TorchFunctionMode):
         return out
 
 
-def _held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(all_buffers(model, remove_duplicate=False)), **contained_tensors(model)}
-
-
 @contextmanager
-def state_refused(model: nn.Module) -> Iterator[None]:
-    """Watch a forward of the model.
+def state_refused(model: nn.Module, counters: Counters) -> Iterator[None]:
+    """Watch a forward of the model, and what it does to the numbers of its modules.
 
     Raises:
         CaptureError: names the tensors that the forward computes with and then replaces.
     """
-    with attributes_restored(model):  # here already: torch.export warns of what is still there after the forward
-        before = _held_tensors(model)
+    # here already: torch.export warns of what is still there after the forward
+    with attributes_restored(model), counters.watched():
+        before = held_tensors(model)
         reads = _Reads(before.values())
         with reads:
             yield
-        after = _held_tensors(model)
+        after = held_tensors(model)
         replaced = [name for name, tensor in before.items() if name in after and after[name] is not tensor]
         state = [n for n in replaced if id(before[n]) in reads.read and reads.source(after[n]) != id(before[n])]
     if state:
