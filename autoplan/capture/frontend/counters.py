@@ -70,8 +70,8 @@ class Counters:
 
     def _module_of(self, name: str) -> str:
         """Return the path of the module that holds something of this path."""
-        paths = (path for path, _ in self._model.named_modules() if not path or name.startswith(f"{path}."))
-        return max(paths, key=len)
+        paths: list[str] = [path for path, _ in self._model.named_modules()]
+        return max((path for path in paths if not path or name.startswith(f"{path}.")), key=len)
 
     def refuse_if_used(self, graph: ModelGraph, again: Callable[[], ModelGraph]) -> None:
         """Raise CaptureError, naming the numbers, if a capture after the last forward is another one than its own.
