@@ -18,6 +18,7 @@ from torch import nn
 from autoplan.capture.frontend.bags import CaptureBags
 from autoplan.capture.frontend.batch_norm import capture_batch_norm
 from autoplan.capture.frontend.buffers import all_buffers, attributes_restored
+from autoplan.capture.frontend.counters import Counters
 from autoplan.capture.frontend.expert_loops import ExpertLoops
 from autoplan.capture.frontend.experts import capture_experts, capture_hf_experts
 from autoplan.capture.frontend.held import HeldParameters
@@ -77,12 +78,14 @@ def capture(
     example_inputs = examples_on_host(example_inputs)
     check_masks(model, example_inputs)
     refuse_gradient_hooks(model)
-    wrapped = partial(LossModule, model, tuple(example_inputs), loss_fn, HeldParameters(model))
+    counters = Counters(model)
+    wrapped = partial(LossModule, model, tuple(example_inputs), loss_fn, HeldParameters(model), counters)
     with module_on_host(model), uncompiled(), attributes_restored(model):
         found: tuple[Scan, ...] = ()
         if holds_hf_model(model):
             found = find_scans(model, wrapped(), example_inputs)
         graph = _in_layers(wrapped, example_inputs, Scans(found))
+        counters.refuse_if_used(graph, lambda: _in_layers(wrapped, example_inputs, Scans(found)))
     return infer_factors(graph).in_order()
 
 
@@ -220,7 +223,7 @@ def _patched(
             samples = partial(CaptureSamples, wrapper.batch)
             for make in (tracer.hidden.forward, experts, recurrent, CaptureBags, CaptureData, samples, batch_norms):
                 stack.enter_context(make())
-            stack.enter_context(state_refused(model))
+            stack.enter_context(state_refused(model, wrapper.counters))
             yield
 
     with ExitStack() as stack:

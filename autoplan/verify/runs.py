@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from autoplan.capture.frontend.buffers import all_buffers
+from autoplan.capture.frontend.buffers import all_buffers, attributes_restored
 from autoplan.capture.frontend.host import HOST
 from autoplan.capture.frontend.huggingface import own_hooks
 from autoplan.capture.frontend.inputs import LossFn, LossModule, uncompiled
@@ -108,18 +108,28 @@ class _Step(LossModule):
 def run_module(
     task: VerifyTask, tensors: WideTensors, batch: Mapping[str, torch.Tensor], backward: bool = True
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return loss and gradients of the module. Raises NotComparable if it cannot run in float64."""
+    """Return loss and gradients of the module. Raises NotComparable if it cannot run in float64.
+
+    Neither the batch nor what the module keeps (a cache, a history) changes, whatever its forward does to them.
+    """
     names = tuple(task.example)
     step = _Step(task.model, names, task.loss_fn)
     step.backward = backward
-    state: dict[str, torch.Tensor] = {f"model.{n}": p for n, p in tensors.parameters.items()}
-    state |= {f"model.{n}": b.clone() for n, b in tensors.buffers.items()}  # copies: the forward may change them
+    parameters = {f"model.{n}": p for n, p in tensors.parameters.items()}
+
+    def run() -> torch.Tensor:
+        buffers = {f"model.{n}": b.clone() for n, b in tensors.buffers.items()}
+        given = tuple(batch[n].clone() for n in names)
+        with attributes_restored(task.model, every=True):
+            out: torch.Tensor = functional_call(step, {**parameters, **buffers}, given)
+            return out
+
     try:
         with own_hooks(task.model), uncompiled(), wide(task.shown):
-            loss = functional_call(step, state, tuple(batch[n] for n in names))
+            loss = run()
             if step.gives_more():
                 tensors.take_gradients()
-                loss = functional_call(step, state, tuple(batch[n] for n in names))
+                loss = run()
     except Exception as exc:  # of any type: the model is the user's
         raise NotComparable(f"the module cannot run in float64 on {_shown(batch)}: {_first_line(exc)}") from exc
     gradients = tensors.take_gradients()
@@ -135,7 +145,7 @@ def run_graph(
     try:
         bind_params(stage, compiled.program, tensors.parameters, tensors.buffers)
         with wide(task.shown):
-            loss = run_one_device(stage, task.graph, batch, WIDE)
+            loss = run_one_device(stage, task.graph, {n: x.clone() for n, x in batch.items()}, WIDE)
             torch.autograd.backward(loss)
     except AutoplanError:
         raise

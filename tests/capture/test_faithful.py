@@ -33,6 +33,8 @@ from autoplan.runtime.failure import RankFailure
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.optim import check_elementwise, on_local_shards
 from autoplan.runtime.program import load_module
+from autoplan.verify.check import verify_whole
+from autoplan.verify.runs import VerifyTask
 
 DIM = 8
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -101,6 +103,34 @@ def assert_stack_equal(model: Stack) -> None:
 
 def given(batch: int = 4, seq: int = 6) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(batch, seq, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1))}
+
+
+# -- what a forward changes --------------------------------------------------------------------------------------------
+
+
+class ChangesItsInput(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 1
+        x[:, :2] = 0.5
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize("loss", [mean_square, lambda out, batch: (out - batch["x"]).square().mean()])
+def test_an_input_that_the_forward_changes(loss: Loss, num_micro_batches: int) -> None:
+    """The loss function sees it as the forward has left it; the user's batch stays as it is."""
+    model, batch = ChangesItsInput(lambda m, x: x).double(), given()
+    graph = graph_of(model, batch, loss)
+    example = {n: x[:2].clone() for n, x in batch.items()}
+    assert verify_whole(VerifyTask(model, graph, example, loss), limit_s=60.0).done
+    assert torch.equal(example["x"], batch["x"][:2])
+    got_loss, got = run(model, graph, batch, num_micro_batches=num_micro_batches)
+    assert torch.equal(batch["x"], given()["x"])
+    want = loss(model(batch["x"]), batch)
+    want.backward()
+    assert got_loss == pytest.approx(want.item(), rel=1e-12)
+    error, name = worst(got, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert error < 1e-12, name
 
 
 # -- arguments of operations ------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 
 import pytest
@@ -10,6 +11,8 @@ from torch import nn
 
 from autoplan.capture.export import capture
 from autoplan.errors import CaptureError
+from autoplan.verify.check import verify_whole
+from autoplan.verify.runs import VerifyTask
 
 X = torch.randn(4, 8)
 
@@ -83,3 +86,98 @@ def test_a_cache_or_a_result_is_no_state(way: str) -> None:
     model = Stateful(way)
     graph = capture(model, {"x": X}, loss_fn=loss)
     assert graph.params and model.cached is None and torch.equal(model.mean, torch.zeros(8))
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.scale = torch.ones(8)
+
+
+class Keeps(nn.Module):
+    """A layer that keeps tensors in containers or an object, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.way = way
+        self.cache: dict[str, dict[int, torch.Tensor]] = {"positions": {}}
+        self.memory = [torch.ones(8), torch.full((8,), 0.5)]
+        self.history: list[torch.Tensor] = []
+        self.queue = deque([torch.ones(8)], maxlen=1)
+        self.seen = set[torch.Tensor]()
+        self.ordered: OrderedDict[str, torch.Tensor] = OrderedDict(a=torch.ones(8))
+        self.holder = Holder()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        match self.way:
+            case "cache":
+                if 8 not in self.cache["positions"]:
+                    self.cache["positions"][8] = torch.arange(8, dtype=y.dtype) / 8 + 1
+                y = y * self.cache["positions"][8]
+            case "history":
+                self.history.append(y.detach().mean())
+            case "seen":
+                self.seen.add(y)
+                self.ordered["b"] = y
+            case "first":  # what a later part reads, made anew in every forward
+                self.history.clear()
+                self.history.append(y.tanh())
+                y = y + self.history[0]
+            case "memory":
+                old = self.memory[0]
+                self.memory[0] = 0.9 * old + 0.1 * y.detach().mean(0)
+                y = y * old
+            case "queue":
+                y = y * self.queue[0]
+                self.queue.append(y.detach().mean(0))
+            case "holder":
+                y = y * self.holder.scale
+                self.holder.scale = self.holder.scale * 0.5
+        return y
+
+
+def contents(model: Keeps) -> list[object]:
+    ordered = list(model.ordered.items())
+    return [
+        dict(model.cache["positions"]), [*model.memory, *model.queue, *model.history], set(model.seen), ordered,
+        model.holder.scale,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["new", "used"])
+@pytest.mark.parametrize("way", ["cache", "history", "seen", "first"])
+def test_what_a_forward_puts_into_containers_is_taken_out_again(way: str, before: bool) -> None:
+    model = Keeps(way).double()
+    example = {"x": X.double()}
+    if before:
+        model(example["x"])
+    kept = contents(model)
+    graph = capture(model, example, loss_fn=loss)
+    assert verify_whole(VerifyTask(model, graph, example, loss), limit_s=60.0).done
+    assert all(_same(a, b) for a, b in zip(contents(model), kept, strict=True))
+    model(example["x"])
+
+
+@pytest.mark.parametrize(
+    ("way", "name"), [("memory", r"memory\[0\]"), ("queue", r"queue\[0\]"), ("holder", r"holder\.scale")]
+)
+def test_a_value_for_the_next_forward_is_found_in_containers_and_objects(way: str, name: str) -> None:
+    model = Keeps(way)
+    kept = contents(model)
+    with pytest.raises(
+        CaptureError, match=f"reads and then replaces '{name}'.*depend on the split; compute it outside"
+    ):
+        capture(model, {"x": X}, loss_fn=loss)
+    assert all(_same(a, b) for a, b in zip(contents(model), kept, strict=True))
+
+
+def _same(a: object, b: object) -> bool:
+    """The same tensors in the same containers."""
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return _same(list(a.items()), list(b.items()))
+    if isinstance(a, set) and isinstance(b, set):
+        return {id(x) for x in a} == {id(x) for x in b}
+    return a is b or (not isinstance(a, torch.Tensor) and a == b)

@@ -1,7 +1,12 @@
-"""All tensors of a model that are not parameters: registered buffers, and tensors that are plain attributes."""
+"""All tensors of a model that are not parameters: registered buffers, and tensors that are plain attributes.
+
+And what a forward changes in place in its modules: lists, dicts, sets and deques, and plain objects that they hold.
+"""
 
 from __future__ import annotations
 
+import types
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +15,11 @@ import torch
 from torch import nn
 
 _GONE = object()
+_VALUES = (torch.Tensor, bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+_INTERNAL = frozenset(nn.Module().__dict__)
+_CONTAINERS: tuple[Any, ...] = (list, dict, set, deque)
+# what has a __dict__ and is no object whose attributes are a state
+_NOT_PLAIN = (*_CONTAINERS, nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
 
 
 def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -28,27 +38,118 @@ def all_buffers(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tup
     yield from plain_tensors(model).items()
 
 
+def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return all buffers, and the tensors inside containers and objects that modules hold, under all names.
+
+    Such as `cache['t']`, `memory[0]`, `state.h`.
+    """
+    found = dict(all_buffers(model, remove_duplicate=False))
+    for path, held in _containers(model):
+        for name, value in _entries(held):
+            if isinstance(value, torch.Tensor):
+                found[path + name] = value
+    return found
+
+
+def attribute_holders(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what has attributes, with its path: the modules, and once each the plain objects that they hold."""
+    seen = set[int]()
+    for path, module in model.named_modules():
+        yield path, module
+        for name, held in list(vars(module).items()):
+            if name not in _INTERNAL and id(held) not in seen and _is_plain(held):
+                seen.add(id(held))
+                yield f"{path}.{name}" if path else name, held
+
+
+def _containers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield every container and plain object that modules hold as attributes, once, with its path.
+
+    Containers are followed into containers; of objects that modules hold, the containers are.
+    """
+    seen = set[int]()
+    for prefix, module in model.named_modules():
+        start = f"{prefix}." if prefix else ""
+        waiting = [(start + n, x, True) for n, x in vars(module).items() if n not in _INTERNAL]
+        while waiting:
+            path, held, direct = waiting.pop()
+            if id(held) not in seen and (isinstance(held, _CONTAINERS) or (direct and _is_plain(held))):
+                seen.add(id(held))
+                yield path, held
+                waiting += [(path + name, x, False) for name, x in _entries(held)]
+
+
+def _entries(held: Any) -> list[tuple[str, Any]]:
+    if isinstance(held, dict):
+        return [(f"[{key!r}]", x) for key, x in list(held.items())]
+    if isinstance(held, (list, deque)):
+        return [(f"[{i}]", x) for i, x in enumerate(held)]
+    if isinstance(held, set):
+        return [("", x) for x in held]
+    return [(f".{name}", x) for name, x in vars(held).items()]
+
+
+def _is_plain(value: Any) -> bool:
+    """Return True for an object of Python with attributes of its own, such as a config or a holder of a state."""
+    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, _NOT_PLAIN)
+
+
 @contextmanager
 def attributes_restored(model: nn.Module, every: bool = False) -> Iterator[None]:
-    """Restore on exit the tensors that a forward puts into its modules, such as a state: those of a trace are fake.
+    """Restore on exit the tensors and numbers that a forward puts into its modules, such as a state.
+
+    Those of a trace are fake tensors and symbols.
+
+    Lists, dicts, sets and deques get back all their contents.
 
     Args:
-        every: also what is no tensor, but may hold some.
+        every: also what is neither, but may hold some.
     """
     before = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
+    contents = [(held, _contents(held)) for _, held in _containers(model)]
     try:
         yield
     finally:
         for module, attributes, buffers in before:
             _restore(vars(module), attributes, every)
             _restore(module._buffers, buffers, every)
+        for held, then in contents:
+            if not isinstance(held, _CONTAINERS):
+                _restore(vars(held), dict(then), every)
+            elif not _identical(_contents(held), then):
+                _refill(held, then)
+
+
+def _contents(held: Any) -> list[Any]:
+    """Return the entries of a container, or the attributes of an object; of dicts and objects with their names."""
+    if isinstance(held, _CONTAINERS):
+        return list(held.items() if isinstance(held, dict) else held)
+    return list(vars(held).items())
+
+
+def _identical(now: list[Any], then: list[Any]) -> bool:
+    """Return True if both have the same entries, by identity."""
+    pairs = zip(now, then, strict=False)
+    return len(now) == len(then) and all(
+        a is b or (type(a) is type(b) is tuple and len(a) == len(b) == 2 and a[0] is b[0] and a[1] is b[1])
+        for a, b in pairs
+    )
+
+
+def _refill(held: Any, then: list[Any]) -> None:
+    """Give a container back what it held."""
+    held.clear()
+    if isinstance(held, (dict, set)):
+        held.update(then)
+    else:
+        held.extend(then)
 
 
 def _restore(now: dict[str, Any], then: dict[str, Any], every: bool) -> None:
-    """Give the tensors of a table, or all its values, what they were, and take out those that it did not have."""
+    """Make the tensors and numbers of a table, or all its values, what they were; take out those it did not have."""
     for name in dict.fromkeys((*now, *then)):
         value, before = now.get(name, _GONE), then.get(name, _GONE)
-        if value is before or not (every or any(isinstance(x, torch.Tensor) for x in (value, before))):
+        if value is before or not (every or any(isinstance(x, _VALUES) for x in (value, before))):
             continue
         if before is _GONE:
             del now[name]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import MappingKey, SequenceKey, tree_flatten_with_path
 
+from autoplan.capture.frontend.counters import Counters
 from autoplan.capture.frontend.held import HeldParameters
 from autoplan.capture.frontend.huggingface import is_hf_model
 from autoplan.errors import CaptureError
@@ -154,6 +155,7 @@ class LossModule(nn.Module):
 
     Args:
         held: the model's own tensors, for code that holds some of them; None: those that it has now.
+        counters: they learn which numbers a forward changes.
 
     Attributes:
         within: makes the context that the forward runs in.
@@ -163,12 +165,18 @@ class LossModule(nn.Module):
     within: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(
-        self, model: nn.Module, names: tuple[str, ...], loss_fn: LossFn | None, held: HeldParameters | None = None
+        self,
+        model: nn.Module,
+        names: tuple[str, ...],
+        loss_fn: LossFn | None,
+        held: HeldParameters | None = None,
+        counters: Counters | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self._names, self._loss_fn = names, loss_fn
         self._held = held or HeldParameters(model)
+        self.counters = counters or Counters(model)
         self._model_names, self._rest = model_input_names(model, names, loss_fn is not None)
         self._read: set[str] = set()
         takes_cache = is_hf_model(without_compile(model))

@@ -7,9 +7,10 @@ layers are those inside. During the export a layer's forward is wrapped. The fir
 in full between two marker ops; each of the others becomes one opaque op. The cost of a capture then does not grow with
 depth, while everything outside the layers (loops, per-layer glue) is traced as it is.
 
-Identity is proved, not assumed: same module classes, parameter and buffer shapes, and plain attributes. Attributes that
-differ among such layers (`layer_idx`, `sliding_window`) are watched while one of them runs. Another layer is identical
-to it if the attributes that were read have the same values there. Layers of alternating kinds are so traced once each.
+Identity is proved, not assumed: same module classes, parameter and buffer shapes, tensors that are one tensor, hooks of
+the modules inside (those of the layer itself run around its forward), and plain attributes. Attributes that differ
+among such layers (`layer_idx`, `sliding_window`) are watched while one of them runs. Another layer is identical to it
+if the attributes that were read have the same values there. Layers of alternating kinds are so traced once each.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoplan.capture.frontend.hidden import Hidden
+from autoplan.capture.frontend.hooks import same_hooks
 from autoplan.capture.frontend.inputs import without_compile
 from autoplan.capture.frontend.marker import empty_like_each, marker
 from autoplan.capture.frontend.opened import opened
@@ -103,16 +105,23 @@ def _some_alike(modules: Iterable[nn.Module]) -> bool:
 
 
 def _structure(module: nn.Module) -> tuple[Any, ...]:
-    """Return what equal modules have in common: classes, and the names and kinds of their parameters and buffers."""
+    """Return what equal modules have in common: classes, and the names and kinds of their parameters and buffers.
 
-    def kind(tensor: torch.Tensor | None) -> Any:
-        return None if tensor is None else (tensor.shape, tensor.dtype, tensor.requires_grad)
+    Of a tensor with several names, each says which one is its first.
+    """
+    first: dict[int, str] = {}
 
-    def tensors(held: Mapping[str, torch.Tensor | None]) -> tuple[Any, ...]:
-        return tuple((name, kind(tensor)) for name, tensor in held.items())
+    def kind(tensor: torch.Tensor | None, name: str) -> Any:
+        if tensor is None:
+            return None
+        return tensor.shape, tensor.dtype, tensor.requires_grad, first.setdefault(id(tensor), name)
+
+    def tensors(path: str, held: Mapping[str, torch.Tensor | None]) -> tuple[Any, ...]:
+        return tuple((name, kind(tensor, f"{path}.{name}")) for name, tensor in held.items())
 
     return tuple(
-        (path, type(m), m.training, tensors(m._parameters), tensors(m._buffers)) for path, m in module.named_modules()
+        (path, type(m), m.training, tensors(path, m._parameters), tensors(path, m._buffers))
+        for path, m in module.named_modules()
     )
 
 
@@ -165,8 +174,8 @@ def _same_attribute(a: object, b: object) -> bool:
 
 
 def differing_attributes(a: nn.Module, b: nn.Module) -> set[tuple[str, str]] | None:
-    """Return the (submodule path, attribute) pairs that differ; None if the modules differ in structure."""
-    if _structure(a) != _structure(b):
+    """Return the (submodule path, attribute) pairs that differ; None if the modules differ in structure or hooks."""
+    if _structure(a) != _structure(b) or not same_hooks(a, b):
         return None
     out: set[tuple[str, str]] = set()
     for (path, m), n in zip(a.named_modules(), b.modules(), strict=True):

@@ -1,5 +1,7 @@
 """State that a forward hands to the next one in a tensor of its module: `self.mean = 0.9 * self.mean + 0.1 * x.mean()`.
 
+The tensor may be in a list, a dict or a plain object that the module holds.
+
 A program runs the forward in parts, on parts of the batch, so such a value would depend on the split; in a graph it
 would stay what it was. A tensor that a forward only writes, or makes again without reading it (a cache), is no state.
 """
@@ -14,7 +16,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autoplan.capture.frontend.buffers import all_buffers, attributes_restored
+from autoplan.capture.frontend.buffers import attributes_restored, held_tensors
+from autoplan.capture.frontend.counters import Counters
 from autoplan.errors import CaptureError
 
 _T = torch.Tensor
@@ -56,18 +59,19 @@ class _Reads(TorchFunctionMode):
 
 
 @contextmanager
-def state_refused(model: nn.Module) -> Iterator[None]:
-    """Watch a forward of the model.
+def state_refused(model: nn.Module, counters: Counters) -> Iterator[None]:
+    """Watch a forward of the model, and what it does to the numbers of its modules.
 
     Raises:
         CaptureError: names the tensors that the forward computes with and then replaces.
     """
-    with attributes_restored(model):  # here already: torch.export warns of what is still there after the forward
-        before = dict(all_buffers(model, remove_duplicate=False))
+    # here already: torch.export warns of what is still there after the forward
+    with attributes_restored(model), counters.watched():
+        before = held_tensors(model)
         reads = _Reads(before.values())
         with reads:
             yield
-        after = dict(all_buffers(model, remove_duplicate=False))
+        after = held_tensors(model)
         replaced = [name for name, tensor in before.items() if name in after and after[name] is not tensor]
         state = [n for n in replaced if id(before[n]) in reads.read and reads.source(after[n]) != id(before[n])]
     if state:

@@ -321,9 +321,11 @@ class _Builder:
         self.calls: list[Call] = []
         self.places: dict[str, tuple[str, str]] = {}  # value -> its call, and its name in the block
         self.rename: dict[str, str] = {}
+        self.aliases: dict[str, tuple[str, ...]] = {}  # first name of a parameter or buffer -> its other names
         self.ok = True
 
     def graph(self, name: str, params: dict[str, Parameter], buffers: dict[str, Parameter]) -> ModelGraph | None:
+        self.aliases = {p.name: p.aliases for p in (*params.values(), *buffers.values()) if p.aliases}
         for index, segment in enumerate(self.segments):
             if segment.kind == "repeat":
                 self._repeat(segment)
@@ -577,16 +579,21 @@ class _Builder:
             self.places[mine] = layer, self.places[theirs][1]
         call = next(c for c in self.calls if c.name == first)
 
-        def move(full: str) -> str:
-            return f"{layer}.{full.removeprefix(f'{first}.')}" if full.startswith(f"{first}.") else full
-
         self.calls.append(
             Call(
                 layer,
                 block.name,
                 tuple(actual[x] for x in first_ins),
                 tuple(results[x] for x in first_outs),
-                {local: move(full) for local, full in call.params.items()},
-                {local: move(full) for local, full in call.buffers.items()},
+                {local: self._moved(full, first, layer) for local, full in call.params.items()},
+                {local: self._moved(full, first, layer) for local, full in call.buffers.items()},
             )
         )
+
+    def _moved(self, full: str, first: str, layer: str) -> str:
+        """Return the tensor of a layer that stands where tensor `full` of layer `first` does, by its first name."""
+        inside = next((x for x in (full, *self.aliases.get(full, ())) if x.startswith(f"{first}.")), None)
+        if inside is None:
+            return full
+        mine = layer + inside.removeprefix(first)
+        return next((name for name, others in self.aliases.items() if mine in others), mine)

@@ -1,0 +1,119 @@
+"""Numbers of Python that a forward itself changes and computes with: `self.seen += 1; x * min(1.0, self.seen / 10)`.
+
+A graph has the numbers of its capture, so such a program would compute the first step for ever. A counter that nothing
+in the graph depends on is no harm. Which of the two it is, a second capture shows, with the numbers as the forward left
+them: a value that has an influence only later (a warm-up of ten steps that is the same in the first two) is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.capture.frontend.buffers import attribute_holders, held_tensors
+from autoplan.errors import CaptureError
+from autoplan.ir.graph import ModelGraph
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Attribute `name` of a module or of an object that it holds, before and after a forward."""
+
+    path: str
+    holder: Any
+    name: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{'.'.join(filter(None, (self.path, self.name)))!r} ({self.before} -> {self.after})"
+
+
+class Counters:
+    """The numbers that the last forward of a model changed: attributes of its modules, and of objects that they hold.
+
+    Numbers of a module that makes a tensor without a gradient are left out. They belong to a cache (`self.ready =
+    True`, the length that a table was made for), which a capture takes out again.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._changed: list[_Change] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Compare the numbers before and after one forward, which runs inside the context."""
+        holders = [(path, holder, dict(vars(holder))) for path, holder in attribute_holders(self._model)]
+        tensors = held_tensors(self._model)
+        yield
+        changed = [
+            _Change(path, holder, name, value, vars(holder)[name])
+            for path, holder, attributes in holders
+            for name, value in attributes.items()
+            if _is_number(value) and _is_number(vars(holder).get(name)) and value != vars(holder)[name]
+        ]
+        if changed:
+            caches = self._caches(tensors)
+            changed = [change for change in changed if self._module_of(f"{change.path}.") not in caches]
+        self._changed = changed
+
+    def _caches(self, before: dict[str, torch.Tensor]) -> set[str]:
+        """Return the paths of the modules that made a tensor without a gradient."""
+        now = held_tensors(self._model)
+        made = [name for name, t in now.items() if t is not before.get(name) and not t.requires_grad]
+        return {self._module_of(name) for name in made}
+
+    def _module_of(self, name: str) -> str:
+        """Return the path of the module that holds something of this path."""
+        paths: list[str] = [path for path, _ in self._model.named_modules()]
+        return max((path for path in paths if not path or name.startswith(f"{path}.")), key=len)
+
+    def refuse_if_used(self, graph: ModelGraph, again: Callable[[], ModelGraph]) -> None:
+        """Raise CaptureError, naming the numbers, if a capture after the last forward is another one than its own.
+
+        Args:
+            graph: the capture of the last forward.
+            again: captures once more.
+        """
+        changed = self._changed
+        if not changed:
+            return
+        with self._advanced(changed):
+            try:
+                same = again().content_hash == graph.content_hash
+            except CaptureError:
+                same = False
+        if not same:
+            raise CaptureError(
+                f"the forward changes and computes with {', '.join(map(str, changed))}: a program would keep what it "
+                "is in the capture; give what changes as an input (a tensor with one value per sample), or leave the "
+                "change out (model.eval() where that ends it)"
+            )
+
+    @contextmanager
+    def _advanced(self, changed: list[_Change]) -> Iterator[None]:
+        """Give the model the numbers that the forward left.
+
+        A layer that repeats another did not run: where objects of one class have the same number, all of them get it.
+        """
+        every, before = [holder for _, holder in attribute_holders(self._model)], []
+        try:
+            for change in changed:
+                for holder in every:
+                    alike = type(holder) is type(change.holder) and vars(holder).get(change.name) == change.before
+                    if holder is change.holder or alike:
+                        before.append((holder, change.name, vars(holder)[change.name]))
+                        vars(holder)[change.name] = change.after
+            yield
+        finally:
+            for holder, name, value in reversed(before):
+                vars(holder)[name] = value
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (bool, int, float)  # no symbol for a size
