@@ -97,17 +97,27 @@ def _uneven(document: Document, at: At, layers: int, pp: int, virtual: int) -> t
     )
     ends = [bool(document.get(at(f"account_for_{end}_in_pipeline_split"))) for end in ("embedding", "loss")]
     if first is None and last is None:
-        if (layers + sum(ends)) % chunks and document.partial:
-            return equal_stages(layers, chunks, 1)  # as the stack cuts them
-        if (layers + sum(ends)) % chunks:
-            raise PinError(
-                f"{layers + sum(ends)} layers{' with embedding and loss' if any(ends) else ''} do not split into "
-                f"{chunks} equal stages; nearest: {near_parts(layers + sum(ends), chunks)} stages, or uneven ones by "
-                "pipeline_model_parallel_layout",
-                ("pp", "virtual_stages"),
-            )
-        each = (layers + sum(ends)) // chunks
-        return (each - ends[0], *(each,) * (chunks - 2), each - ends[1])
+        return _equal(layers, chunks, ends, document.partial)
+    return _by_rank(layers, pp, virtual, first, last)
+
+
+def _equal(layers: int, chunks: int, ends: list[bool], partial: bool) -> tuple[int, ...] | None:
+    """Return equal layers per stage. `ends`: whether the embedding and the loss count as layers."""
+    if (layers + sum(ends)) % chunks and partial:
+        return equal_stages(layers, chunks, 1)  # as the stack cuts them
+    if (layers + sum(ends)) % chunks:
+        raise PinError(
+            f"{layers + sum(ends)} layers{' with embedding and loss' if any(ends) else ''} do not split into "
+            f"{chunks} equal stages; nearest: {near_parts(layers + sum(ends), chunks)} stages, or uneven ones by "
+            "pipeline_model_parallel_layout",
+            ("pp", "virtual_stages"),
+        )
+    each = (layers + sum(ends)) // chunks
+    return (each - ends[0], *(each,) * (chunks - 2), each - ends[1])
+
+
+def _by_rank(layers: int, pp: int, virtual: int, first: int | None, last: int | None) -> tuple[int, ...]:
+    """Return the layers per stage from those of the first and the last rank; the others have equally many."""
     left, inner = layers - (first or 0) - (last or 0), pp - (first is not None) - (last is not None)
     if inner < 0 or (left != 0 if inner == 0 else left <= 0 or left % inner):
         raise _not_cut(layers, pp, first, last)

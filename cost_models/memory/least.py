@@ -88,11 +88,9 @@ class LeastMemory:
         self._units = np.array([[float(found[kind]) for kind in kinds] for found in by_unit])
         # under choices of recompute, without those on the host where a configuration does not offload activations
         self._choices = {there: _Choices.of(workload, on_host or there) for there in (False, True)}
-        self._last = {
-            # with activations on the host, the last layer to go there may need more in its backward than it frees
-            there: _Choices.last_of(workload, mode is Mode.EAGER) if last and not there else self._choices[there]
-            for there in (False, True)
-        }
+        self._last = dict(self._choices)
+        if last:  # with activations on the host, the last layer to go there may need more in its backward than it frees
+            self._last[False] = _Choices.last_of(workload, mode is Mode.EAGER)
         self.kept: Array = self._choices[False].least
         self.activations: int = sum(self.kept.tolist())
         self.free_saved: float = workload.free_saved

@@ -37,9 +37,10 @@ from autoplan.cost_models.time.simulation import AfterPipeline, ChunkTimes, Time
 from autoplan.cost_models.time.states import MovedOnce, StatePricer
 from autoplan.cost_models.time.step_class import step_class
 from autoplan.cost_models.time.table import Table
+from autoplan.cost_models.time.tied import tied_sums_s
 from autoplan.cost_models.work import TiedParam, Workload
 from autoplan.schedules.orders import ActionKind
-from autoplan.schedules.schedule import actions, backward_follows, chunks_of_ranks, num_copies, ranks_of_chunks
+from autoplan.schedules.schedule import actions, backward_follows, chunks_of_ranks, num_copies
 from autoplan.streams import BUCKET_BYTES, has_streams
 
 # Relative error of a step beyond its parts, either way. With a profile: 37 to 40 of 40 measured plans lie within their
@@ -445,26 +446,12 @@ class Pricer:
         return out + [seconds for _, seconds in self._tied_sums(units)]
 
     def _tied_sums(self, units: Sequence[int]) -> list[tuple[int, Quantity]]:
-        """Return the sums of gradients of tied parameters of a rank with these units, with another rank.
-
-        Each with the number of the parameter. Emitted programs sum what ZeRO leaves of a gradient here
-        (`runtime.tied`), Megatron whole gradients (`_allreduce_embedding_grads` of
-        core/distributed/finalize_model_grads.py).
-        """
+        """Return the sums of gradients of tied parameters of a rank with these units, with another rank, by number."""
         return [(n, s) for n, (t, s) in enumerate(self._tied_s) if (t.first in units) is not (t.last in units)]
 
     @cached_property
     def _tied_s(self) -> list[tuple[TiedParam, Quantity]]:
-        """The trained parameters that several units use, with the seconds of summing a gradient over two ranks."""
-        c, out = self.config, list[tuple[TiedParam, Quantity]]()
-        homes = ranks_of_chunks(c.schedule, c.pp, c.virtual_stages)
-        group = Group(2, max(1, abs(homes[-1] - homes[0])) * c.stage_ranks)
-        for t in self.workload.tied if c.pp > 1 else ():
-            if t.trainable and t.first != t.last:
-                states = self.memory.parameters.of(t.param)
-                size = states.whole or states.gradients if self.costs.mode is Mode.FUSED else states.reduced
-                out.append((t, self.costs.collective_s("all_reduce", size, group)))
-        return out
+        return tied_sums_s(self.workload, self.config, self.costs, self.memory.parameters)
 
     def estimate(self, chunks: Sequence[int], recompute: Sequence[int], *, events: bool = False) -> Estimate:
         """Return time and memory of one plan in all parts. `recompute`: steps on the recompute frontier, per chunk."""
