@@ -22,6 +22,7 @@ _MODES = frozenset(("training", "gradient_checkpointing"))
 _NUMBERS = (bool, int, float, complex)
 _NOT_PLAIN = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _Read = Callable[[], Any]
+_Known = dict[tuple[type, str], frozenset[str]]  # the attributes that a method of a class reads
 _GONE = object()
 
 
@@ -37,7 +38,7 @@ class GivenNumbers:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self._entries: list[tuple[str, _Read, Any]] = []
-        names = dict[type, frozenset[str]]()
+        names = _Known()
         self._add_modules("", type(model).__name__, model, names)
         if loss_fn is not None:
             self._add_loss(loss_fn, names)
@@ -60,15 +61,15 @@ class GivenNumbers:
         if frozen is not None:
             self._entries.append((name, read, frozen))
 
-    def _add_modules(self, prefix: str, alone: str, model: nn.Module, names: dict[type, frozenset[str]]) -> None:
+    def _add_modules(self, prefix: str, alone: str, model: nn.Module, names: _Known) -> None:
         for name, module in model.named_modules():
             self._add_attributes(f"{prefix}{name or alone}.", module, "forward", names)
 
-    def _add_attributes(self, where: str, holder: Any, method: str, names: dict[type, frozenset[str]]) -> None:
+    def _add_attributes(self, where: str, holder: Any, method: str, names: _Known) -> None:
         """Add the numbers that a method of a holder reads of it, and floats of the objects that it reads of it."""
-        kind: type = type(holder)
+        kind = type(holder), method
         if kind not in names:
-            names[kind] = _attributes_read(kind, method)
+            names[kind] = _attributes_read(*kind)
         attributes, reference = _attributes(holder), _reference(holder)
         if reference is None:
             return
@@ -81,7 +82,7 @@ class GivenNumbers:
                     if isinstance(inside[inner], float):
                         self._add(f"{where}{name}.{inner}", functools.partial(_value, reference, name, inner))
 
-    def _add_loss(self, loss_fn: Any, names: dict[type, frozenset[str]]) -> None:
+    def _add_loss(self, loss_fn: Any, names: _Known) -> None:
         given = loss_fn
         while isinstance(given, functools.partial):
             given = given.func

@@ -79,7 +79,8 @@ class Setup:
     """A configuration and its run.
 
     Attributes:
-        left: what no target's file holds, by name, as (value, place where it is said): adapters, the target's length.
+        left: settings that no target's file holds (adapters, the length of target sequences), each as `name=value` with
+            the place where the user sets it.
     """
 
     task: Task

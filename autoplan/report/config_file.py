@@ -12,6 +12,7 @@ from autoplan.config.numbers import read_count
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.exporters.door import ConfigFile, read_config
+from autoplan.ir.graph import ModelGraph
 from autoplan.program.facts import expert_counts
 from autoplan.report.arguments import import_from_here
 from autoplan.report.output import say_note
@@ -20,8 +21,8 @@ from autoplan.report.written import FOLLOWS, WrittenPlan
 _RUN = {"seq_len": "--seq-len", "global_batch_size": "--global-batch-size"}
 
 
-def read_for(values: Mapping[str, Any], typed: set[str]) -> ConfigFile:
-    """Return the config file of a command, read for its model and its cluster.
+def read_for(values: Mapping[str, Any], typed: set[str]) -> tuple[ConfigFile, ModelGraph]:
+    """Return the config file of a command, read for its model and its cluster, and the model.
 
     Args:
         values: the arguments of the command; `from_file` and `format` name the file.
@@ -38,7 +39,7 @@ def read_for(values: Mapping[str, Any], typed: set[str]) -> ConfigFile:
     given = {name: values[name] for name in PINS if name in typed}
     given |= {name: read_count(values[name], flag) for name, flag in _RUN.items() if values.get(name) is not None}
     graph, cluster = load_model(values["model"]), Cluster.parse(values["cluster"])
-    return read_config(path, values.get("format"), graph=graph, cluster=cluster, given=given, lenient=True)
+    return read_config(path, values.get("format"), graph=graph, cluster=cluster, given=given, lenient=True), graph
 
 
 def written_config(values: Mapping[str, Any], typed: set[str]) -> WrittenPlan:
@@ -46,13 +47,13 @@ def written_config(values: Mapping[str, Any], typed: set[str]) -> WrittenPlan:
 
     What the target itself would refuse is in `WrittenPlan.config` (`WrittenPlan.check_taken`).
     """
-    read = read_for(values, typed)
+    read, graph = read_for(values, typed)
     for line in _notes(read, typed):
         say_note(line)
-    return as_written(read, values)
+    return as_written(read, graph, values)
 
 
-def as_written(read: ConfigFile, values: Mapping[str, Any]) -> WrittenPlan:
+def as_written(read: ConfigFile, graph: ModelGraph, values: Mapping[str, Any]) -> WrittenPlan:
     """Return a config file as a plan file: the arguments and the degrees that it stands for."""
     says = read.says
     asked: dict[str, Any] = {"model": values["model"], "cluster": values["cluster"], "like": read.like}
@@ -65,7 +66,7 @@ def as_written(read: ConfigFile, values: Mapping[str, Any]) -> WrittenPlan:
     asked |= {name: ",".join(value) for name, value in asked.items() if isinstance(value, list)}
     degrees = {name: says[name] for name in PINS if says.get(name) is not None and name not in FOLLOWS}
     degrees = {name: tuple(value) if isinstance(value, list) else value for name, value in degrees.items()}
-    if not max(expert_counts(load_model(values["model"])), default=0):
+    if not max(expert_counts(graph), default=0):
         degrees.pop("etp", None)
     return WrittenPlan(Path(read.path), asked, degrees, {}, config=read)
 

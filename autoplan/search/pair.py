@@ -161,7 +161,8 @@ class SearchPair:
         """Wait in the planner until the helper has sent something, or does not run any more."""
         if self._mine != PLANNER:
             return
-        used, since = _processor_time(self._child), time.perf_counter()
+        used: tuple[str, ...] | None = None
+        since = time.perf_counter()
         while not other.poll(1.0):
             now = _processor_time(self._child)
             if now != used:

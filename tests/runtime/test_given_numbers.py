@@ -50,6 +50,9 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x) / self.temperature
 
+    def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return output.mean() * self.weight
+
 
 def other(x: torch.Tensor) -> torch.Tensor:
     return x * WEIGHT
@@ -266,6 +269,15 @@ def test_numbers_of_loss_functions(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "beta was 1.0" in (numbers.changed() or "")
     numbers = GivenNumbers(Model(), held)
     assert numbers.changed() is None  # nan still
+
+
+def test_a_method_of_the_model_may_be_the_loss_function() -> None:
+    """It reads other attributes than the forward."""
+    model = Model()
+    model.weight = 1.0
+    numbers = GivenNumbers(model, model.loss)
+    model.weight = 0.5
+    assert "weight was 1.0" in (numbers.changed() or "")
 
 
 def test_a_step_refuses_what_the_program_does_not_have(one_process: None) -> None:
