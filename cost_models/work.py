@@ -103,6 +103,9 @@ class CommWork:
     products: tuple[int, ...] = ()
 
 
+ParameterKind = tuple[str, bool, bool, bool, bool]  # dtype, trainable, of experts, packed, narrow
+
+
 @dataclass(frozen=True)
 class ParamWork:
     """A stored parameter: local elements before ZeRO.
@@ -110,6 +113,8 @@ class ParamWork:
     Attributes:
         expert: replicated over the expert-data ranks, not over dp.
         packed: stored in 4 bits, and frozen.
+        narrow: The weight of products in 8 bits with one scale.
+        again: an earlier call of the model uses it, too.
     """
 
     name: str
@@ -118,6 +123,13 @@ class ParamWork:
     trainable: bool
     expert: bool = False
     packed: bool = False
+    narrow: bool = False
+    again: bool = False
+
+    @property
+    def kind(self) -> ParameterKind:
+        """What its bytes per element depend on."""
+        return self.dtype, self.trainable, self.expert, self.packed, self.narrow
 
     @property
     def width(self) -> float:
@@ -207,18 +219,19 @@ class SharedValue:
 
 @dataclass(frozen=True)
 class TiedParam:
-    """A parameter of `num_bytes` that several units use: its gradient waits in the last unit for the first one."""
+    """A parameter that units `first` and `last` use, and none between: its gradient waits in the last for the first.
+
+    With more than two uses there is one for each use and the next, which may be in the same unit.
+    """
 
     first: int
     last: int
-    num_bytes: float
-    dtype: str
-    trainable: bool = True
+    param: ParamWork
 
     @property
-    def param(self) -> ParamWork:
-        """The parameter."""
-        return ParamWork("tied", round(self.num_bytes / dtype_bytes(self.dtype)), self.dtype, self.trainable)
+    def num_bytes(self) -> float:
+        """Its bytes on one rank, before ZeRO."""
+        return self.param.num_elements * self.param.width
 
 
 @dataclass(frozen=True)

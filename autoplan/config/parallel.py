@@ -180,6 +180,14 @@ class RunOptions:
         said_as="buckets of {} elements",
         of_step=True,
     )
+    # PYTORCH_CUDA_ALLOC_CONF (torch, docs/source/notes/cuda.rst): segments grow by pages, and freed memory is joined
+    expandable_segments: bool = choice(
+        False,
+        "The allocator's segments grow (expandable_segments:True), so that little memory is lost between them.",
+        written=Written.SWITCH,
+        said_as="expandable segments",
+        of_step=True,
+    )
     sends: Sends = choice(
         Sends.WHOLE,
         "How stages send what all tensor-parallel ranks hold: whole, split or serial.",

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from autoplan.errors import PinError
 from autoplan.units import DTYPE_BYTES
 
+ONE_SCALE = "float8"  # the dtype of products in 8 bits with a scale per tensor
 MASTER_BYTES = 4  # per element of the float32 master of a 16-bit parameter
 _SHORT = {None: "native", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -56,7 +57,7 @@ PRECISIONS: dict[str, Precision] = {
     "bf16": Precision("bf16", "bfloat16", 4.0, 12.0),
     "fp16": Precision("fp16", "float16", 4.0, 12.0),
     "fp32": Precision("fp32", "float32", 4.0, 8.0),
-    "fp8": Precision("fp8", "bfloat16", 4.0, 12.0, matmul="float8"),
+    "fp8": Precision("fp8", "bfloat16", 4.0, 12.0, matmul=ONE_SCALE),
     # MXFP8: a scale per 32 elements, along the dim that a product sums over (OCP Microscaling Formats, 2023)
     "mxfp8": Precision("mxfp8", "bfloat16", 4.0, 12.0, matmul="float8_block32"),
     # NVFP4: operands of products in layers are 4 bits with a scale per 16 elements (NVIDIA, Pretraining LLMs with

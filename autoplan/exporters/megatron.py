@@ -290,6 +290,24 @@ def _environment(at: At) -> Field:
     return Field((), write, lambda document, found: {})
 
 
+_ALLOCATOR = "env.PYTORCH_CUDA_ALLOC_CONF"
+
+
+def allocator(at: At, always: bool = False) -> Field:
+    """The settings of torch's allocator. `always`: also where segments do not grow."""
+
+    def write(setup: Setup) -> Values:
+        grows = setup.options.expandable_segments
+        return {at(_ALLOCATOR): f"expandable_segments:{grows}"} if grows or always else {}
+
+    def read(document: Document, found: Values) -> Values:
+        settings = str(document.values.get(at(_ALLOCATOR), "")).replace(" ", "").lower().split(",")
+        said = {s.partition(":")[2] == "true" for s in settings if s.startswith("expandable_segments:")}
+        return {"expandable_segments": said.pop()} if len(said) == 1 else {}
+
+    return Field(("expandable_segments",), write, read)
+
+
 def _read_batch(at: At, document: Document, found: Values) -> Values:
     """Return the batch: one micro-batch per rank if nothing is said (validate_args), the only one before 2020-12."""
     if document.get(at("global_batch_size")) is not None:
@@ -314,7 +332,7 @@ def fields_of(
         at: the place of an option by its name.
         virtual: name of the option for chunks per rank.
         checkpoint: name of the option for the optimizer's checkpoint format.
-        precision: fields of the dtypes.
+        precision: fields of the dtypes and of what else differs between targets.
         member: turns the name of an enum's member into its value.
     """
     return (
@@ -500,7 +518,7 @@ MEGATRON_LM = Target(
         lambda name: name,
         "num_virtual_stages_per_pipeline_rank",
         "ckpt_format",
-        (Field(("precision", "narrow_gather"), _write_flags, _read_flags),),
+        (Field(("precision", "narrow_gather"), _write_flags, _read_flags), allocator(lambda name: name)),
     ),
     marks=(
         *("tensor_model_parallel_size", "pipeline_model_parallel_size", "use_distributed_optimizer"),

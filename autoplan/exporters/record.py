@@ -162,7 +162,10 @@ class TargetRule:
     warns: bool = False
 
 
-_OF_NOBODY = {"state_slack": "a setting of autoplan's layouts"}  # choices that no target has
+_OF_NOBODY = {  # choices that the files of most targets lack
+    "state_slack": "a setting of autoplan's layouts",
+    "expandable_segments": "PYTORCH_CUDA_ALLOC_CONF in the environment of the run says so",
+}
 
 
 @dataclass(frozen=True)

@@ -167,12 +167,17 @@ class OpCosts:
             attrs, moved = (*attrs, ("kernels", found.kernels)), found.moved_bytes
         return OpWork(node.op, tuple(inputs), tuple(outputs), attrs, flops, moved)
 
+    def matmul_dtype(self, block: Block, kind: OpKind) -> str | None:
+        """Return the number format of the products of an op of this kind, if it is not that of its inputs."""
+        return self.precision.matmul if kind in _NARROW and block.name in self._narrow else None
+
     def _attrs(self, block: Block, node: Node, method: ContextMethod | None) -> tuple[tuple[str, Plain], ...]:
         """Return the attributes besides shapes that the time of an op depends on."""
         given = ((k, self._plain(v)) for k, v in node.attrs.items() if k not in _IGNORED_ATTRS and v is not None)
         attrs, kind = tuple(sorted(given)), op_kind(node.op)
-        if self.precision.matmul and kind in _NARROW and block.name in self._narrow:
-            attrs = (*attrs, ("matmul_dtype", self.precision.matmul))
+        matmul = self.matmul_dtype(block, kind)
+        if matmul is not None:
+            attrs = (*attrs, ("matmul_dtype", matmul))
         if kind is OpKind.ATTENTION:
             parts = self.context if method is None else method.ranks if method.is_ring else 1
             attrs = (*attrs, ("context_parts", parts)) if parts > 1 else attrs

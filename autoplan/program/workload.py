@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autoplan.config.precision import ONE_SCALE
 from autoplan.cost_models.work import BlockWork, CommWork, Gathered, OpWork, ParamWork, Recomputed, TiedParam, Workload
 from autoplan.ir.graph import Block, ModelGraph, Node
 from autoplan.ir.layout import ConversionKind
@@ -160,7 +163,7 @@ def workload(
         unit_kept=tuple(m.kept for m in memory),
         unit_transient=tuple(m.transient for m in memory),
         unit_recompute_transient=tuple(m.recompute_transient for m in memory),
-        tied=_tied(graph, unit_calls, lowered, op_costs),
+        tied=_tied(graph, unit_calls, blocks),
         free_saved=float(saved_bytes_of(free_calls, activation_bytes)),
         tokens=float(op_costs.env["b"] * op_costs.env["s"] * op_costs.context),
         model_flops=model_flops,
@@ -236,20 +239,16 @@ def _node_flops(block: Block, node: Node, op_costs: OpCosts) -> float:
     return forward * (2.0 if frozen else 3.0)
 
 
-def _tied(
-    graph: ModelGraph, units: Sequence[Sequence[str]], lowered: Mapping[str, LoweredBlock], op_costs: OpCosts
-) -> tuple[TiedParam, ...]:
+def _tied(graph: ModelGraph, units: Sequence[Sequence[str]], blocks: Mapping[str, BlockWork]) -> tuple[TiedParam, ...]:
     """Return the parameters that several calls use."""
     unit_of = {name: u for u, unit in enumerate(units) for name in unit}
     block_of = {c.name: c.block for c in graph.calls}
     out = []
-    for full, uses in graph.tied_params.items():
+    for uses in graph.tied_params.values():
         at = sorted(unit_of[call] for call, _ in uses)
         call, local = uses[0]
-        low = lowered[block_of[call]]
-        p = next(p for p in low.params if p.value.name == local)
-        size, dtype = op_costs.num_bytes(low.block.name, p.value, p.stored), op_costs.dtype(p.value)
-        out.append(TiedParam(at[0], at[-1], size, dtype, graph.params[full].trainable))
+        p = next(p for p in blocks[block_of[call]].params if p.name == local)
+        out += [TiedParam(first, last, replace(p, again=False)) for first, last in itertools.pairwise(at)]
     return tuple(out)
 
 
@@ -427,6 +426,7 @@ def _params(lowered: LoweredBlock, op_costs: OpCosts) -> tuple[ParamWork, ...]:
     """Return parameters as one rank stores them: on the ranks of experts if spread over them, else as selected."""
     block, out = lowered.block, []
     experts, packed = expert_weights(block), packed_weights(block)
+    again, narrow = _used_before(op_costs.graph, block.name), _narrow_weights(block, op_costs)
     for p in lowered.params:
         if p.spread:
             elements = math.prod(int(op_costs.number(size)) for size in p.value.shape) // math.prod(
@@ -435,5 +435,24 @@ def _params(lowered: LoweredBlock, op_costs: OpCosts) -> tuple[ParamWork, ...]:
         else:
             elements = math.prod(op_costs.local(block.name, p.value, p.stored))
         name, trained = p.value.name, p.value.requires_grad
-        out.append(ParamWork(name, elements, op_costs.dtype(p.value), trained, name in experts, name in packed))
+        dtype = op_costs.dtype(p.value)
+        marks = (name in names for names in (experts, packed, narrow, again))
+        out.append(ParamWork(name, elements, dtype, trained, *marks))
     return tuple(out)
+
+
+def _narrow_weights(block: Block, op_costs: OpCosts) -> frozenset[str]:
+    """Return the weights of the block's products in 8 bits with one scale."""
+    found = set[str]()
+    for node in block.nodes:
+        op = op_record(node.op)
+        if op_costs.matmul_dtype(block, op.kind) == ONE_SCALE:
+            found |= {node.tensor_inputs[i] for i in op.weights}
+    return frozenset(found)
+
+
+def _used_before(graph: ModelGraph, block: str) -> frozenset[str]:
+    """Return the parameters of a block that in each of its calls are those of an earlier call."""
+    calls = [c.name for c in graph.calls if c.block == block]
+    later = Counter(local for uses in graph.tied_params.values() for call, local in uses[1:] if call in calls)
+    return frozenset(local for local, count in later.items() if count == len(calls))

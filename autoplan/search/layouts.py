@@ -424,7 +424,7 @@ class LayoutCache:
         if known is None:
             r, pinned = self.request, self.request.pins.recompute
             on_host = pinned is not None and OFFLOAD in kinds_in(pinned)
-            made = LeastMemory(point.workload, self.precision, r.cluster, r.mode, on_host, pinned is None)
+            made = LeastMemory(point.workload, self.precision, r.cluster, r.mode, r.options, on_host, pinned is None)
             known = self._least[id(point)] = made
         return known
 

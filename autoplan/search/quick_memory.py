@@ -7,11 +7,10 @@ from functools import cached_property
 
 from autoplan.config.offload import of_states
 from autoplan.config.parallel import Mode, ParallelConfig
-from autoplan.config.precision import precision_of
+from autoplan.config.precision import ONE_SCALE, precision_of
 from autoplan.config.recompute import modules_of
-from autoplan.cost_models.memory.least import ParameterKind
-from autoplan.cost_models.memory.parameters import ParameterMemory, States
-from autoplan.cost_models.work import ParamWork
+from autoplan.cost_models.memory.parameters import ParameterMemory, States, stores_8_bits
+from autoplan.cost_models.work import ParameterKind, ParamWork
 from autoplan.ops.products import packed_weights
 from autoplan.ops.record import Trait
 from autoplan.ops.saved import Form
@@ -57,7 +56,7 @@ class QuickMemory:
 
     def _states_term(self, c: ParallelConfig) -> str | None:
         """Return the term of states that cannot fit at these degrees."""
-        copies = num_copies(c.schedule)
+        copies, r = num_copies(c.schedule), self.request
         key = (
             c.pp,
             c.dp,
@@ -71,7 +70,12 @@ class QuickMemory:
             c.offload,
         )
         if key not in self._terms:
-            memory = ParameterMemory(c, precision_of(self.request.precision), self.request.mode is Mode.FUSED)
+            memory = ParameterMemory(
+                c,
+                precision_of(r.precision),
+                r.mode is Mode.FUSED,
+                narrow=stores_8_bits(r.cluster.device, r.mode, r.options),
+            )
             stored = optimizer = host = 0.0
             for kind, elements in self._elements.items():
                 each: States = memory.of(ParamWork("", 1, *kind))
@@ -106,6 +110,7 @@ class QuickMemory:
                         value.requires_grad,
                         local in experts,
                         local in packed,
+                        op_costs.precision.matmul == ONE_SCALE,  # other weights than those of products, too
                     )
                     found[kind] += r.graph.params[full].num_elements
         return found

@@ -83,8 +83,7 @@ class CatalogEntry:
     """One row of the catalog: a device, its links, its usual node, network and price.
 
     `scaleup`: the innermost level. `host`: connects the scale-up domains of one node, if there are several.
-    `nic_gbit_s`: Gbit/s of the network per device; None if no source names it. `compute_capability`: of CUDA (10.0:
-    Blackwell); None for devices of other vendors. `ranks`: the ranks of one device.
+    `nic_gbit_s`: Gbit/s of the network per device; None if no source names it. `ranks`: the ranks of one device.
     """
 
     id: str
@@ -97,8 +96,12 @@ class CatalogEntry:
     price: Price | None
     memory_gb: float
     notes: str
-    compute_capability: float | None = None
     ranks: int = 1
+
+    @property
+    def compute_capability(self) -> float | None:
+        """The compute capability of the device."""
+        return self.device.compute_capability
 
     @property
     def joins_nodes(self) -> bool:
@@ -173,6 +176,7 @@ def _entry(row: Mapping[str, str]) -> CatalogEntry:
         unverified=tuple(f for f in row["unverified_fields"].split(";") if f),
         host_bytes_per_s=_part(row, "host_gb_s_per_dir", ranks, GB),
         host_memory_bytes=None if host_memory is None else int(host_memory),
+        compute_capability=_number(row, "compute_capability"),
     )
     for prefix, fabric, latency_s in _FABRIC_OF_LINK:  # noqa: B007  the first match is used below
         if row["scaleup_link"].startswith(prefix):
@@ -219,7 +223,6 @@ def _entry(row: Mapping[str, str]) -> CatalogEntry:
         price=price,
         memory_gb=_required(row, "mem_gb") / ranks,
         notes=row["notes"],
-        compute_capability=_number(row, "compute_capability"),
         ranks=ranks,
     )
 

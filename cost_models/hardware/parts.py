@@ -62,6 +62,7 @@ class Device:
     host_bytes_per_s: float | None = None  # to or from host memory, one direction
     host_memory_bytes: int | None = None  # its share of host memory; None: see Cluster.host_memory_bytes
     host_memory_bytes_per_s: float | None = None  # its share of the speed of host memory; None: assumed
+    compute_capability: float | None = None  # of CUDA (10.0: Blackwell); None: not known, or of another vendor
 
     def __post_init__(self) -> None:
         for name in ("peak_flops", "memory_bytes_per_s", "memory_bytes"):

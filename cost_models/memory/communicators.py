@@ -78,7 +78,7 @@ class FixedMemory:
         fabric = cluster.levels[0].fabric
         kinds = (channels for prefix, channels in _BY_FABRIC.items() if fabric.startswith(prefix))
         self._domain, self._channels = cluster.domain_size, next(kinds, _ELSE)
-        self._ties = any(t.trainable and t.first != t.last for t in workload.tied)
+        self._ties = any(t.param.trainable and t.first != t.last for t in workload.tied)
         facts = workload.axes, workload.has_expert_parameters, workload.messages, self._ties
         self._known = _known(facts, self._domain, self._channels, self._on_cpu)
 

@@ -31,16 +31,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.config.offload import ACTIVATIONS
-from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
 from autoplan.config.precision import Precision
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, Searched, recompute_kind
 from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.communicators import FixedMemory
-from autoplan.cost_models.memory.parameters import ParameterMemory, States
+from autoplan.cost_models.memory.parameters import ParameterMemory, States, stores_8_bits
 from autoplan.cost_models.memory.ranks import CONTEXT, HOST_NEED, activation_need
 from autoplan.cost_models.memory.room import Room
-from autoplan.cost_models.work import ParamWork, Workload
+from autoplan.cost_models.work import ParameterKind, ParamWork, Workload
 from autoplan.schedules.schedule import (
     SCHEDULES,
     HeldRow,
@@ -54,7 +54,6 @@ from autoplan.units import ORDER_OF_SUMS
 
 _CLOSE = 1 + ORDER_OF_SUMS
 _STATES = ("parameters", "gathered parameters", "gradients", "optimizer")
-ParameterKind = tuple[str, bool, bool, bool]  # dtype, trainable, of experts, packed
 
 
 class LeastMemory:
@@ -73,12 +72,15 @@ class LeastMemory:
         precision: Precision,
         cluster: Cluster,
         mode: Mode,
+        options: RunOptions,
         on_host: bool = True,
         last: bool = False,
     ) -> None:
         self.precision = precision
         self.cluster = cluster
         self.megatron: bool = mode is Mode.FUSED
+        self.narrow: bool = stores_8_bits(cluster.device, mode, options)
+        self._need = activation_need(cluster, options)
         self._fixed = FixedMemory(workload, cluster)
         by_unit = _elements(workload)
         self.elements: Counter[ParameterKind] = Counter()
@@ -102,7 +104,7 @@ class LeastMemory:
         blocks = [Counter[ParameterKind]() for _ in workload.blocks]
         for mine, block in zip(blocks, workload.blocks.values(), strict=True):
             for p in block.params:
-                mine[p.dtype, p.trainable, p.expert, p.packed] += p.num_elements
+                mine[p.kind] += p.num_elements
         self._block_elements = np.array([[float(mine[kind]) for kind in kinds] for mine in blocks])
         at = {name: i for i, name in enumerate(workload.blocks)}
         distinct = {unit: k for k, unit in enumerate(dict.fromkeys(workload.units))}
@@ -129,7 +131,7 @@ class LeastMemory:
             "gathered parameters": states.gathered * share if self._gathers_all(c) else gathered,
             "gradients": (states.gradients * share if self._whole(c) else 0.0) + scattered,
             "optimizer": states.optimizer * share,
-            "activations": held * room.bytes_of(activation_need(self.cluster)),
+            "activations": held * room.bytes_of(self._need),
             CONTEXT: self.fixed_bytes(c, room),
         }
 
@@ -196,7 +198,7 @@ class LeastMemory:
         states = self._ranks[key] @ self._bytes_each(c, most).T
         if c.zero_stage >= 2:
             states[:, 1:3] += self._buffers_of_ranks(c, key) * (c.zero_stage == 3, self._whole(c, most))
-        active = self._active_bytes(most, c, chunks) * room.bytes_of(activation_need(self.cluster))
+        active = self._active_bytes(most, c, chunks) * room.bytes_of(self._need)
         fullest = int(np.argmax(states.sum(axis=1) + active))
         found = dict(zip(_STATES, states[fullest].tolist(), strict=True))
         fixed = self.fixed_bytes(c, room)
@@ -216,9 +218,12 @@ class LeastMemory:
             self._rank_buffers[key] = found
         return self._rank_buffers[key]
 
+    def _memory(self, config: ParallelConfig) -> ParameterMemory:
+        return ParameterMemory(config, self.precision, self.megatron, narrow=self.narrow)
+
     def _buffers_each(self, config: ParallelConfig) -> Array:
         """Return the bytes per element of gathered parameters and of whole gradients (rows), by kind of parameter."""
-        memory = ParameterMemory(config, self.precision, self.megatron)
+        memory = self._memory(config)
         found = [memory.of(ParamWork("", 1, *kind)) for kind in self.elements]
         return np.array([[s.gathered for s in found], [s.whole for s in found]])
 
@@ -262,7 +267,7 @@ class LeastMemory:
         """Return the bytes of parameters, gradients and optimizer state of every unit in host memory."""
         if not config.offload:
             return np.zeros(len(self._units))
-        memory = ParameterMemory(config, self.precision, self.megatron)
+        memory = self._memory(config)
         out: Array = self._units @ np.array([memory.of(ParamWork("", 1, *kind)).host for kind in self.elements])
         return out
 
@@ -289,7 +294,7 @@ class LeastMemory:
 
     def need_bytes(self, room: Room) -> float:
         """Return the bytes that have to fit for a byte of activations."""
-        return room.bytes_of(activation_need(self.cluster))
+        return room.bytes_of(self._need)
 
     def host_need_bytes(self, room: Room) -> float:
         """Return the bytes that have to fit the host for a byte of activations there."""
@@ -321,7 +326,7 @@ class LeastMemory:
         c, gathered, whole = config, self._gathers_all(config, most), self._whole(config, most)
         key = (*self._key(c), whole, gathered)
         if key not in self._each:
-            memory = ParameterMemory(c, self.precision, self.megatron)
+            memory = self._memory(c)
             found = [memory.of(ParamWork("", 1, *kind)) for kind in self.elements]
             rows = [(s.stored, s.gathered * gathered, s.gradients * whole, s.optimizer) for s in found]
             self._each[key] = np.array(rows).T
@@ -333,14 +338,14 @@ class LeastMemory:
         degrees = c.dp, c.cp, c.tp, c.ep, c.etp, c.zero_stage, c.zero_replicas, num_copies(c.schedule), c.offload
         key = (*degrees, c.num_micro_batches == 1)
         if key not in self._keys:
-            shares = ParameterMemory(c, self.precision, self.megatron).shares
+            shares = self._memory(c).shares
             self._keys[key] = (*shares.values(), c.zero_stage, c.offload, c.num_micro_batches == 1)
         return self._keys[key]
 
     def _total(self, config: ParallelConfig) -> States:
         key = self._key(config)
         if key not in self._states:
-            memory = ParameterMemory(config, self.precision, self.megatron)
+            memory = self._memory(config)
             parts = (ParamWork("", n, *kind) for kind, n in self.elements.items())
             self._states[key] = States.total(map(memory.of, parts))
         return self._states[key]
@@ -434,10 +439,9 @@ def _elements(workload: Workload) -> list[Counter[ParameterKind]]:
     for mine, unit in zip(found, w.units, strict=True):
         for name in unit:
             for p in w.blocks[name].params:
-                mine[p.dtype, p.trainable, p.expert, p.packed] += p.num_elements
-    for t in w.tied:
-        if t.first != t.last:
-            found[t.last][t.dtype, t.trainable, False, False] -= t.param.num_elements
+                mine[p.kind] += p.num_elements
+    for p, last in ((t.param, t.last) for t in w.tied):
+        found[last][p.kind] -= p.num_elements
     return found
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
 from autoplan.config.offload import PARAMETERS, of_states
-from autoplan.config.parallel import ParallelConfig
+from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
 from autoplan.config.precision import MASTER_BYTES, Precision
+from autoplan.cost_models.hardware.parts import Device
 from autoplan.cost_models.network.groups import replica_counts
 from autoplan.cost_models.work import ParamWork
 from autoplan.units import dtype_bytes
@@ -45,6 +46,18 @@ class States:
         return States(*(sum(column, 0.0) for column in columns))
 
 
+# Compute capabilities of devices whose 8-bit products read the transposed weight as it is stored: Transformer Engine,
+# transformer_engine/pytorch/utils.py, is_non_tn_fp8_gemm_supported. Others store the transposed weight, too: 2 bytes.
+_READ_TRANSPOSED = (10.0, 12.0)
+
+
+def stores_8_bits(device: Device, mode: Mode, options: RunOptions) -> bool:
+    """Return True if weights of products with one scale take 1 byte per element: Megatron's --fp8-param-gather."""
+    first, beyond = _READ_TRANSPOSED
+    reads = device.compute_capability is not None and first <= device.compute_capability < beyond
+    return mode is Mode.FUSED and options.narrow_gather and reads
+
+
 _TERMS = attrgetter(*(f.name for f in fields(States)))
 NO_STATES = States()
 
@@ -54,9 +67,19 @@ class ParameterMemory:
 
     Attributes:
         shares: ranks that hold one copy between them, of parameters and (True) of those of experts.
+        narrow: weights of products in 8 bits are stored in 8 bits if an optimizer state that is sharded has masters
+            of them (see `stores_8_bits`).
     """
 
-    def __init__(self, config: ParallelConfig, precision: Precision, megatron: bool, whole_sums: bool = False) -> None:
+    def __init__(
+        self,
+        config: ParallelConfig,
+        precision: Precision,
+        megatron: bool,
+        whole_sums: bool = False,
+        narrow: bool = False,
+    ) -> None:
+        self.narrow: bool = narrow and config.zero_stage > 0
         self.whole_sums: bool = whole_sums and config.zero_stage == 1
         self.config = config
         self.precision = precision
@@ -65,18 +88,18 @@ class ParameterMemory:
 
     def of(self, p: ParamWork) -> States:
         """Return the states of a parameter."""
-        c, n, width = self.config, float(p.num_elements), p.width
+        c, n, width = self.config, float(p.num_elements), 1.0 if p.narrow and self.narrow else p.width
         share = self.shares[p.expert] if c.zero_stage else 1
         masters = self._has_master(p) and share > 1 and not self.megatron
         stored = n * (MASTER_BYTES if masters else width) / (1 if self.whole_always else share)
         gathered = n * width if share > 1 and not self.whole_always else 0.0
         found = States(stored, gathered)
         if p.trainable:
-            grad = n * (width if self.precision.grad_bytes is None else self.precision.grad_bytes)
+            grad = n * (p.width if self.precision.grad_bytes is None else self.precision.grad_bytes)
             # gradient shards of fully_shard are as wide as its parameters
             shard = (n * MASTER_BYTES if masters else grad) / share
             if self.whole_sums:
-                grad += n * width
+                grad += n * p.width
             found = States(
                 stored,
                 gathered,

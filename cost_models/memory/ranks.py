@@ -57,7 +57,7 @@ from autoplan.config.recompute import FULL, NONE, SELECTIVE, recompute_kind
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.communicators import FixedMemory
 from autoplan.cost_models.memory.moments import Held, Moment, RankStates, Rows, TiedStates
-from autoplan.cost_models.memory.parameters import NO_STATES, ParameterMemory, States
+from autoplan.cost_models.memory.parameters import NO_STATES, ParameterMemory, States, stores_8_bits
 from autoplan.cost_models.memory.recompute_frontier import RecomputeFrontier
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.work import BlockWork, Workload
@@ -68,6 +68,8 @@ from autoplan.units import dtype_bytes
 
 # Fragmentation of the caching allocator: reserved over allocated bytes, of memory that changes within a step. Assumed.
 _FRAGMENTATION = Quantity(0.0, 0.03, 0.10, Tag.ASSUMED)
+# The same with segments that grow and shrink by pages of 2 and 20 MiB (torch's CUDA semantics, expandable_segments).
+_OF_PAGES = Quantity(0.0, 0.0, 0.03, Tag.ASSUMED)
 # relative error of the liveness walk (autoplan.program.activations), compared with measured peaks
 _ACTIVATION_SPREAD = 0.05
 HOST_NEED = Quantity.spread(
@@ -97,13 +99,15 @@ class RankMemory:
     host: dict[str, Quantity] = field(default_factory=dict)
 
 
-def _fragmentation(cluster: Cluster) -> Quantity:
-    return Quantity(0.0, 0.0, 0.0, Tag.MEASURED) if cluster.device_type == "cpu" else _FRAGMENTATION
+def _fragmentation(cluster: Cluster, options: RunOptions) -> Quantity:
+    if cluster.device_type == "cpu":
+        return Quantity(0.0, 0.0, 0.0, Tag.MEASURED)
+    return _OF_PAGES if options.expandable_segments else _FRAGMENTATION
 
 
-def activation_need(cluster: Cluster) -> Quantity:
+def activation_need(cluster: Cluster, options: RunOptions) -> Quantity:
     """Return the bytes that a byte of activations takes on the device, held or transient."""
-    return Quantity.spread(1.0, _ACTIVATION_SPREAD, Tag.FITTED) + _fragmentation(cluster)
+    return Quantity.spread(1.0, _ACTIVATION_SPREAD, Tag.FITTED) + _fragmentation(cluster, options)
 
 
 class MemoryModel:
@@ -125,7 +129,9 @@ class MemoryModel:
         self.megatron: bool = mode is Mode.FUSED
         c = config
         self.copies: int = num_copies(c.schedule)
-        self.parameters: ParameterMemory = ParameterMemory(c, precision, self.megatron, options.whole_sums)
+        self.parameters: ParameterMemory = ParameterMemory(
+            c, precision, self.megatron, options.whole_sums, stores_8_bits(cluster.device, mode, options)
+        )
         shares = self.parameters.shares
         self.sharded: bool = c.zero_stage > 0 and max(shares.values()) > 1
         self._placeheld: dict[frozenset[str], float] = {}
@@ -136,9 +142,10 @@ class MemoryModel:
         self.tied: tuple[TiedStates, ...] = self._tied_states()
         self._fixed = FixedMemory(workload, cluster)
         self._schedule()
-        self.fragmentation: Quantity = _fragmentation(cluster)
-        self.per_byte: Quantity = activation_need(cluster)
-        self._bucket: int = (options.zero_bucket or 0) if self.sharded and c.zero_stage == 1 else 0
+        self.fragmentation: Quantity = _fragmentation(cluster, options)
+        self.per_byte: Quantity = activation_need(cluster, options)
+        joins = options.expandable_segments
+        self._bucket: int = (options.zero_bucket or 0) if not joins and self.sharded and c.zero_stage == 1 else 0
         reduced = c.zero_stage == 0 and max(shares.values()) > 1
         # the optimizer takes gradients as wide as its parameters: sums in 16 bits are copied once more
         grad_bytes = self.precision.grad_bytes or MASTER_BYTES
@@ -227,13 +234,9 @@ class MemoryModel:
 
         Under ZeRO 1 to 3 every block of `fully_shard` has parameters of its own (runtime.zero): two copies.
         """
-        w, out = self.workload, []
         if self.sharded and not self.megatron:
             return ()
-        for t in w.tied:
-            if t.first != t.last:
-                out.append(TiedStates(t.first, t.last, self.parameters.of(t.param)))
-        return tuple(out)
+        return tuple(TiedStates(t.first, t.last, self.parameters.of(t.param)) for t in self.workload.tied)
 
     def held_once(self, start: int, stop: int) -> float:
         """Return the bytes of activations shared by several units, in a stage of units start .. stop - 1."""
@@ -273,7 +276,7 @@ class MemoryModel:
             how = again.get(u, NONE)
             kept = self.kept_bytes(u, how)
             held += kept
-            inside = (t for t in w.tied if t.trainable and units.start <= t.first <= u < t.last < units.stop)
+            inside = (t for t in w.tied if t.param.trainable and units.start <= t.first <= u < t.last < units.stop)
             # copies of `fully_shard` (`_tied_states`) each give their gradient away at once
             waiting = 0 if self.sharded and not self.megatron else sum(t.num_bytes for t in inside)
             # while a unit's backward runs, later units have freed their activations

@@ -388,8 +388,7 @@ class BlockPricer:
             return _HostSide(launch, needs, busy, once, ZERO)
         for every, phase, seconds in self._host_terms(block):
             (needs if every else once)[phase] += seconds
-        trained = (p for p in block.params if p.trainable)
-        update = [self.costs.host_fixed_s(self.states.tensor_name(p)) for p in trained]
+        update = [self.costs.host_fixed_s(self.states.tensor_name(p)) for p in self.states.updated(block)]
         return _HostSide(launch, needs, busy, once, total(update))
 
     def _host_terms(self, block: BlockWork) -> Iterator[tuple[bool, str, Quantity]]:

@@ -300,16 +300,19 @@ class LeastTime:
     def _of_states(self, pricer: StatePricer) -> tuple[Array, Array, Array, Array, Array]:
         """Return by block the seconds of a gather, of a reduction, of sums over replicas, of adding, of the update."""
         c, groups = pricer.config, pricer.groups
-        shards = (*(groups[name] for name in REPLICAS.values()), pricer.by_tensor, c.offload)
+        shards = (*(groups[name] for name in REPLICAS.values()), pricer.by_tensor, c.offload, pricer.moves_once)
         reduces = c.zero_stage > 0, pricer.reduction, pricer.reduces_beside
         runs = c.num_micro_batches // num_copies(c.schedule)
         shares = (pricer.share(False), pricer.share(True))
         terms: tuple[tuple[object, Callable[[BlockWork], float]], ...] = (
             (("gather", c.zero_stage > 0, *shards), lambda b: pricer.traffic_s(b)[0]),
             (("reduce", *reduces, *shards), lambda b: pricer.traffic_s(b)[1]),
-            (("across", *shares, groups["zero_replicas"]), lambda b: pricer.across_s(b)),
+            (("across", *shares, groups["zero_replicas"], pricer.moves_once), lambda b: pricer.across_s(b)),
             (("add", shares if c.zero_stage >= 2 else 1), lambda b: pricer.added(b).mid),
-            (("update", *shares, c.offload), lambda b: pricer.optimizer(b).mid + pricer.moved(b).mid),
+            (
+                ("update", *shares, c.offload, pricer.holds_once),
+                lambda b: pricer.optimizer(b).mid + pricer.moved(b).mid,
+            ),
         )
         gather, reduce, across, add, update = (self._of_blocks(key, of) for key, of in terms)
         return gather, reduce, across, add * ((runs - 1) / runs), update

@@ -85,6 +85,8 @@ class StatePricer:
         hides: The same for ZeRO's traffic; 0 if it has no stream of its own.
         contention: The share of hidden traffic by which compute slows down.
         reduces_beside: True if ZeRO 0 reduces gradients during the backward.
+        holds_once: True if a rank holds a parameter once that several blocks use.
+        moves_once: True if it is gathered and reduced once, too. ZeRO 3 does so with every block that uses it.
         reduction: The collective that sends the gradients of ZeRO 1 to 3.
     """
 
@@ -100,6 +102,9 @@ class StatePricer:
         self.hides: float = 0.0 if self.by_tensor else self.overlap
         self.contention: float = c.contention if costs.profile is None and streams else 0.0
         self.reduces_beside: bool = reduced_beside(config, costs)
+        # stages hold a copy each, and so do blocks of `fully_shard` (runtime.zero)
+        self.holds_once: bool = config.pp == 1 and (config.zero_stage == 0 or costs.mode is Mode.FUSED)
+        self.moves_once: bool = self.holds_once and config.zero_stage < 3
         self.reduction = "all_to_all" if reduces_by_exchange(costs.cluster.device_type) else "reduce_scatter"
         if costs.options.whole_sums and config.zero_stage == 1:
             self.reduction = "all_reduce"
@@ -111,7 +116,7 @@ class StatePricer:
     def sharded(self, block: BlockWork) -> Iterator[tuple[str, int, list[ParamWork]]]:
         """Yield (group that holds copies, its number of ranks, parameters) for the parameters that ZeRO shards."""
         for expert, name in REPLICAS.items():
-            mine = [p for p in block.params if p.expert is expert]
+            mine = [p for p in self._moved_params(block) if p.expert is expert]
             ranks = self.share(expert)
             if ranks > 1 and mine:
                 yield name, ranks, mine
@@ -214,7 +219,7 @@ class StatePricer:
         """Return the seconds of summing gradient shards over replicas (hybrid ZeRO), in the last backward of a step."""
         out = [ZERO]
         for expert in REPLICAS:
-            mine = [p for p in block.params if p.trainable and p.expert is expert]
+            mine = [p for p in self._moved_params(block) if p.trainable and p.expert is expert]
             size = sum(p.num_elements * self.grad_bytes(p.dtype) for p in mine) / self.share(expert)
             if size and self.groups["zero_replicas"].size > 1:
                 out.append(self.costs.collective_s("all_reduce", size, self.groups["zero_replicas"]))
@@ -225,7 +230,7 @@ class StatePricer:
         out = {}
         for expert, name in REPLICAS.items():
             if self.config.zero_stage == 0 and self.groups[name].size > 1:
-                mine = [p for p in block.params if p.trainable and p.expert is expert]
+                mine = [p for p in self._moved_params(block) if p.trainable and p.expert is expert]
                 out[name] = sum(p.num_elements * self.grad_bytes(p.dtype) for p in mine)
         return {name: size for name, size in out.items() if size}
 
@@ -251,8 +256,8 @@ class StatePricer:
         if not self.config.offload:
             return ZERO
         size = 0.0
-        for p in block.params:
-            if p.trainable and not self._by_policy(p):
+        for p in self.updated(block):
+            if not self._by_policy(p):
                 share, shown = self.share(p.expert), self._shown_bytes(p)
                 back = shown if share > 1 else dtype_bytes(p.dtype)
                 size += p.num_elements / share * (shown + back)
@@ -280,15 +285,21 @@ class StatePricer:
         out = []
         for expert in REPLICAS:
             by_dtype: dict[str, float] = {}
-            for p in block.params:
-                if p.trainable and p.expert is expert:
+            for p in self.updated(block):
+                if p.expert is expert:
                     by_dtype[p.dtype] = by_dtype.get(p.dtype, 0.0) + p.num_elements / self.share(expert)
             update = self.costs.host_optimizer_s if self.config.offload else self.costs.optimizer_s
             out += [update(n, dtype, self._state_bytes(dtype)) for dtype, n in by_dtype.items()]
-        for p in block.params:
-            if p.trainable:
-                out.append(self.costs.fixed_s(self.tensor_name(p)))
+        out += [self.costs.fixed_s(self.tensor_name(p)) for p in self.updated(block)]
         return total(out)
+
+    def updated(self, block: BlockWork) -> list[ParamWork]:
+        """Return the trained parameters of the block, without those that the rank updates with an earlier block."""
+        return [p for p in block.params if p.trainable and not (p.again and self.holds_once)]
+
+    def _moved_params(self, block: BlockWork) -> list[ParamWork]:
+        """Return the parameters of the block that are gathered, or whose gradients are reduced, with it."""
+        return [p for p in block.params if not (p.again and self.moves_once)]
 
     def tensor_name(self, p: ParamWork) -> str:
         """Return the name of the overhead of a parameter in the optimizer."""

@@ -23,7 +23,7 @@ def tied_sums_s(
     homes = ranks_of_chunks(c.schedule, c.pp, c.virtual_stages)
     group = Group(2, max(1, abs(homes[-1] - homes[0])) * c.stage_ranks)
     for tied in workload.tied if c.pp > 1 else ():
-        if tied.trainable and tied.first != tied.last:
+        if tied.param.trainable and tied.first != tied.last:
             states = memory.of(tied.param)
             size = states.whole or states.gradients if costs.mode is Mode.FUSED else states.reduced
             out.append((tied, costs.collective_s("all_reduce", size, group)))

@@ -46,7 +46,7 @@ def test_it_is_a_bound_and_a_useful_one(model: str, mode: Mode) -> None:
         except AutoplanError:  # illegal for this model
             continue
         tried += 1
-        bound = LeastMemory(found.point.workload, precision_of(r.precision), cluster, mode)
+        bound = LeastMemory(found.point.workload, precision_of(r.precision), cluster, mode, r.options)
         for guard in (0.0, 1.0):
             room = Room(0.0, guard=guard)
             least = sum(bound.terms(found.config, room).values())

@@ -29,6 +29,7 @@ from autoplan.schedules.schedule import Transfer, actions, held_at_backwards
 
 SAVED, TRANSIENT, PARAMS, SENT = 1000.0, 40.0, 60, 8.0
 GRADS = 4.0 * PARAMS
+TIED = ParamWork("w", PARAMS, "float32", True)
 
 
 def layer(name: str = "layer", expert: bool = False) -> BlockWork:
@@ -109,7 +110,7 @@ def test_a_whole_gradient_is_there_until_the_one_before_it_is_scattered() -> Non
 @pytest.mark.parametrize(("zero", "waits"), [(0, True), (1, False), (3, False)])
 def test_the_gradient_of_a_tied_parameter_waits_where_it_is_one(zero: int, waits: bool) -> None:
     """For its other use; copies that ZeRO makes each give their own away."""
-    work = workload(unit_saved=(SAVED, SAVED, SAVED, 1.0), tied=(TiedParam(0, 3, GRADS, "float32"),))
+    work = workload(unit_saved=(SAVED, SAVED, SAVED, 1.0), tied=(TiedParam(0, 3, TIED),))
     found = memory(ParallelConfig(dp=2, zero_stage=zero, num_micro_batches=2), work).rank(0, ranges(4), [0])
     assert found.moment == LATER
     alone = memory(ParallelConfig(dp=2, zero_stage=zero, num_micro_batches=2), replace(work, tied=()))
@@ -240,7 +241,7 @@ def test_megatrons_buffer_of_gradients_is_there_with_every_chunk() -> None:
 
 
 def test_tied_parameters_are_held_once_on_one_stage() -> None:
-    work = workload(tied=(TiedParam(0, 3, GRADS, "float32"),))
+    work = workload(tied=(TiedParam(0, 3, TIED),))
     for zero, mode in ((0, Mode.EAGER), (0, Mode.FUSED), (1, Mode.FUSED)):
         config = ParallelConfig(dp=2, zero_stage=zero, num_micro_batches=2)
         plain, tied = (memory(config, w, mode).rank(0, ranges(4), [0]).terms for w in (workload(), work))
@@ -251,6 +252,10 @@ def test_tied_parameters_are_held_once_on_one_stage() -> None:
     config = ParallelConfig(dp=2, zero_stage=1, num_micro_batches=2)
     plain, tied = (memory(config, w).rank(0, ranges(4), [0]).terms for w in (workload(), work))
     assert plain == tied
+    thrice, config = (TiedParam(0, 2, TIED), TiedParam(2, 3, TIED)), ParallelConfig(num_micro_batches=2)
+    for tied_params, held in ((thrice, 2), ((TiedParam(0, 0, TIED),), 3)):
+        once = memory(config, workload(tied=tied_params)).rank(0, ranges(4), [0]).terms
+        assert once["parameters"].mid == held * GRADS
     apart = memory(ParallelConfig(pp=2, num_micro_batches=2), work).stages(ranges(2, 2), [0, 0])
     assert [rank.terms["parameters"].mid for rank in apart] == [2 * GRADS] * 2
 
@@ -260,7 +265,7 @@ def test_two_stages_of_a_rank_have_a_copy_each() -> None:
     config = ParallelConfig(pp=2, num_micro_batches=2, schedule="ZBV", virtual_stages=2)
     plain, tied = (
         memory(config, w).stages(ranges(1, 1, 1, 1), [0] * 4)
-        for w in (workload(), workload(tied=(TiedParam(0, 3, GRADS, "float32"),)))
+        for w in (workload(), workload(tied=(TiedParam(0, 3, TIED),)))
     )
     assert [rank.terms for rank in plain] == [rank.terms for rank in tied]
     assert tied[0].terms["parameters"].mid == 2 * GRADS

@@ -3,11 +3,14 @@ ZeRO that another schedule, another order of questions or 4 bits must not mix up
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 
+from autoplan.capture.export import capture
 from autoplan.catalog import load_model
 from autoplan.config.adapters import Adapters
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
@@ -17,10 +20,30 @@ from autoplan.cost_models.hardware.cluster import Cluster, Group
 from autoplan.cost_models.time.blocks import op_times
 from autoplan.cost_models.time.least import LeastTime
 from autoplan.cost_models.time.price import Pricer
+from autoplan.cost_models.time.states import StatePricer
 from autoplan.cost_models.work import Workload
 from autoplan.program.adapters import with_adapters
 from autoplan.search.estimate import Planned, estimate_config
 from autoplan.search.request import PlanRequest
+
+
+class Repeated(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.head = torch.nn.Embedding(128, 32), torch.nn.Linear(32, 128)
+        layer = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
+        self.layers = torch.nn.ModuleList([layer])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.tok(ids)
+        for _ in range(3):
+            h = h + self.layers[0](h)
+        return self.head(h)
+
+
+def loss_of(out: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(out.view(-1, 128), batch["labels"].view(-1))
+
 
 CLUSTER = Cluster.parse("4x8xh100-sxm5-80gb@nic=50")
 
@@ -65,6 +88,41 @@ def test_a_rank_that_has_both_uses_sends_nothing() -> None:
         ParallelConfig(dp=8, num_micro_batches=4),
     ):
         assert seconds(workload, config) == seconds(replace(workload, tied=()), config)
+
+
+@pytest.mark.parametrize(
+    ("mode", "zero", "pp", "copies"),
+    [
+        (Mode.EAGER, 0, 1, 1),
+        (Mode.FUSED, 1, 1, 1),
+        (Mode.FUSED, 3, 1, 1),
+        (Mode.EAGER, 1, 1, 2),  # blocks of fully_shard
+        (Mode.EAGER, 0, 2, 2),
+    ],
+)
+def test_a_parameter_is_updated_once_where_it_is_held_once(mode: Mode, zero: int, pp: int, copies: int) -> None:
+    workload = work_of("llama-3.2-1b")
+    (tied,) = workload.tied
+    config = ParallelConfig(dp=8, pp=pp, zero_stage=zero, num_micro_batches=4)
+    pricer = Pricer(workload, config, Costs(CLUSTER, None, mode), precision_of("native"))
+    states, blocks = StatePricer(config, pricer.costs, pricer.precision, pricer.groups), workload.blocks.values()
+    found = [p for b in blocks for p in states.updated(b) if p.num_elements == tied.param.num_elements]
+    assert len(found) == copies
+    sent = [states.gathered_bytes(mine) for b in blocks for _, _, mine in states.sharded(b)]
+    if zero:
+        assert sum(size >= tied.num_bytes for size in sent) == (2 if zero == 3 else copies)
+    else:
+        assert sum(states.reduced(b).get("replicas", 0.0) >= tied.num_bytes for b in blocks) == copies
+
+
+def test_a_parameter_of_two_blocks_of_one_unit_is_held_once() -> None:
+    """As ALBERT calls its one layer over and over: the last call is in the block of the head."""
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    graph = capture(Repeated(), {"ids": ids, "labels": ids.clone()}, loss_of)
+    request = PlanRequest(graph, Cluster.parse("1x1xh100-sxm5-80gb"), 16, 2, precision="fp32")
+    found = estimate_config(request, ParallelConfig(num_micro_batches=2))
+    assert any(t.first == t.last for t in found.point.workload.tied)
+    assert found.estimate.stages[0].memory["parameters"].mid == 4.0 * graph.num_params
 
 
 def test_a_frozen_tied_parameter_is_held_once() -> None:

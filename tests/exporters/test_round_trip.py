@@ -160,6 +160,7 @@ def altered(setup: Setup) -> list[tuple[str, Setup]]:
         "sequence_parallel": False,
         "fused_experts": not o.fused_experts,
         "narrow_gather": not o.narrow_gather,
+        "expandable_segments": not o.expandable_segments,
         "fused_loss": not o.fused_loss,
         "overlap_zero": not o.overlap_zero,
         "document_len": 512,

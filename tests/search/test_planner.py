@@ -102,7 +102,12 @@ def pricers(draw: st.DrawFn) -> tuple[Pricer, float]:
     layers = tuple(draw(st.lists(st.booleans(), min_size=units, max_size=units)))
     parts = draw(st.lists(st.floats(0, 1), min_size=units, max_size=units))
     # a parameter that both ends hold is no larger than what either has
-    shared = 4.0 * min(sum(p.num_elements for p in blocks[f"b{u}"].params) for u in (0, units - 1))
+    shared = ParamWork("tied", min(blocks[f"b{u}"].params[0].num_elements for u in (0, units - 1)), "float32", True)
+    tied = draw(st.booleans())
+    for u in (0, units - 1) if tied else ():
+        (w,) = blocks[f"b{u}"].params
+        rest = replace(w, num_elements=w.num_elements - shared.num_elements)
+        blocks[f"b{u}"] = replace(blocks[f"b{u}"], params=(replace(shared, again=u > 0), rest))
     passing = ()
     if draw(st.booleans()):
         made = draw(st.integers(0, units - 2))
@@ -125,7 +130,7 @@ def pricers(draw: st.DrawFn) -> tuple[Pricer, float]:
         unit_kept=tuple(kept),
         unit_transient=tuple(transients),
         unit_recompute_transient=tuple(t + s - k for t, s, k in zip(transients, saved, kept, strict=True)),
-        tied=draw(st.sampled_from([(), (TiedParam(0, units - 1, shared, "float32"),)])),
+        tied=(TiedParam(0, units - 1, shared),) if tied else (),
         free_saved=draw(st.floats(0, 1e5)),
         tokens=8.0,
         model_flops=1.0,

@@ -18,7 +18,7 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.hardware.parts import Group
 from autoplan.cost_models.memory.communicators import FixedMemory
-from autoplan.cost_models.work import MessageKind, TiedParam, Workload
+from autoplan.cost_models.work import MessageKind, ParamWork, TiedParam, Workload
 from autoplan.runtime import private
 from autoplan.runtime.mesh import AxisMesh
 from autoplan.units import GIB, MIB
@@ -145,7 +145,7 @@ def test_a_whole_program_makes_no_other_group(name: str, monkeypatch: pytest.Mon
 
 
 def test_tied_parameters_need_a_group_where_no_axis_has_it() -> None:
-    tied = (TiedParam(0, 3, 100.0, "float32"),)
+    tied = (TiedParam(0, 3, ParamWork("w", 25, "float32", True)),)
 
     def count(pp: int, schedule: str = "1F1B", virtual: int = 1) -> int:
         c = ParallelConfig(pp=pp, schedule=schedule, virtual_stages=virtual, num_micro_batches=8)
