@@ -51,6 +51,7 @@ from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.least import LeastSeconds, LeastTime
 from autoplan.cost_models.time.simulation import ChunkTimes, simulate
 from autoplan.schedules.schedule import SCHEDULES, actions, num_copies
+from autoplan.search.cuts import spread
 from autoplan.search.interleaved_cuts import even_cuts
 from autoplan.search.rank_bounds import CutRanks, Indices, RankRows, ranks_of
 from autoplan.search.state_arrays import Alike, PassTimes, prices_of
@@ -246,7 +247,9 @@ class StateBounds:
             m = c.num_micro_batches
             bound[at] = m * total[at] / c.pp
             if SCHEDULES[c.schedule].windows:
-                bound[at] = total[at] / (1.0 - (1.0 - 1.0 / m) ** c.pp)
+                both = (a.forward + a.backward)[at]
+                share = np.divide(a.forward[at], both, out=np.zeros_like(both), where=both > 0).max()
+                bound[at] = total[at] * spread(c.pp, m, float(share))
         for rows in ranked:
             bound[rows.rows] = np.maximum(bound, rows.fastest(rows.seconds))[rows.rows]
         out: Array = bound + a.beside
