@@ -248,8 +248,8 @@ class StateBounds:
             bound[at] = m * total[at] / c.pp
             if SCHEDULES[c.schedule].windows:
                 both = (a.forward + a.backward)[at]
-                share = np.divide(a.forward[at], both, out=np.zeros_like(both), where=both > 0).max()
-                bound[at] = total[at] * spread(c.pp, m, float(share))
+                shares = np.divide(a.forward[at], both, out=np.zeros_like(both), where=both > 0).max(axis=1)
+                bound[at] = total[at] * [spread(c.pp, m, share) for share in shares.tolist()]
         for rows in ranked:
             bound[rows.rows] = np.maximum(bound, rows.fastest(rows.seconds))[rows.rows]
         out: Array = bound + a.beside
