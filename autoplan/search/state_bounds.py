@@ -307,8 +307,8 @@ class StateBounds:
             forward, backward, _ = self.time.passes(c)
             first, both = (between_ends(prefix(by[self.time.kinds])) for by in (forward, forward + backward))
             both[np.tri(len(both), dtype=bool)] = np.inf  # a stage has at least one unit
-            stages = (by_stage(each, c.pp) for each in (both, first))
-            self._bubbles[key] = _least_of_cuts(*stages, c.num_micro_batches)
+            each, own = by_stage(both, c.pp), by_stage(first, c.pp)
+            self._bubbles[key] = _least_of_cuts(each, own, c.num_micro_batches)
         return self._bubbles[key]
 
     def _cuts(self, c: ParallelConfig) -> tuple[tuple[int, ...], ...]:

@@ -64,8 +64,8 @@ def test_no_cut_into_whole_units_is_faster_than_their_bound() -> None:
         steps = []
         for ends in itertools.combinations(range(1, units), pp - 1):
             stages = list(itertools.pairwise([0, *ends, units]))
-            mine = ([float(each[i:j].sum()) for i, j in stages] for each in (forward, backward))
-            steps.append(step_s("1F1B", *mine, m))
+            mine, back = ([float(each[i:j].sum()) for i, j in stages] for each in (forward, backward))
+            steps.append(step_s("1F1B", mine, back, m))
         assert runs <= bound <= min(steps) * (1 + 1e-12), (pp, m)
         near, waits = near + (bound > 0.97 * min(steps)), waits + (bound > 1.001 * runs)
     assert near > 120 and waits > 30, (near, waits)
