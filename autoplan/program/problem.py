@@ -15,9 +15,10 @@ Layers that are calls of one block share their choices (the restriction `uniform
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from autoplan.config.precision import PRECISIONS, Precision
 from autoplan.cost_models.costs import Costs
@@ -166,9 +167,33 @@ class IntraSettings:
     context: int = 1  # context-parallel degree; `s` in `env` is the part of one rank
 
 
+class _Send(NamedTuple):
+    """A collective of a conversion. `once`: it runs once per step, not for every micro-batch."""
+
+    kind: str
+    num_bytes: float
+    axes: tuple[int, ...]
+    once: bool
+
+
+@dataclass(frozen=True)
+class Unpriced:
+    """What problems that differ in prices alone share. A build adds what is not known yet.
+
+    Attributes:
+        strategies: by block and node.
+        works: by block, node and name of the strategy.
+        conversions: by value, its layout and the wanted one; None if there is no such conversion.
+    """
+
+    strategies: dict[tuple[str, str], Sequence[Strategy]] = field(default_factory=dict)
+    works: dict[tuple[str, str, str], OpWork] = field(default_factory=dict)
+    conversions: dict[tuple[ValueKey, Layout, Layout], tuple[_Send | OpWork, ...] | None] = field(default_factory=dict)
+
+
 class _Build:
-    def __init__(self, graph: ModelGraph, settings: IntraSettings) -> None:
-        self.graph, self.settings, self.costs = graph, settings, settings.costs
+    def __init__(self, graph: ModelGraph, settings: IntraSettings, known: Unpriced) -> None:
+        self.graph, self.settings, self.costs, self.known = graph, settings, settings.costs, known
         self.op_costs = OpCosts(
             graph, settings.axes, settings.env, context=settings.context, precision=settings.precision
         )
@@ -243,13 +268,7 @@ class _Build:
         return choice.is_store and len(self.value(choice.options[0].provides[0][0]).shape) < 2
 
     def _node(self, block: Block, node: Node) -> None:
-        found = strategies(node, block.values, self.graph.factors, self.settings.axes, self.sizes)
-        # a frozen table is split too
-        frozen = any(name in block.params for name in node.tensor_inputs)
-        # summing the counts of parts of the tokens sends less than gathering the expert indices of all tokens
-        counts = op_kind(node.op) is OpKind.COUNT
-        if not frozen and not counts and not any(block.values[o].requires_grad for o in node.outputs):
-            found = [s for s in found if s.name == "R"]  # slicing it is free
+        found = self._strategies(block, node)
         options = []
         for s in found:
             requires = tuple(((block.name, v), layout) for v, layout in zip(node.tensor_inputs, s.inputs, strict=True))
@@ -261,9 +280,27 @@ class _Build:
             LayoutChoice(f"{block.name}/{node.name}", tuple(options), weight, follows=op_has(node.op, Trait.FOLLOWS))
         )
 
+    def _strategies(self, block: Block, node: Node) -> Sequence[Strategy]:
+        """Return the strategies of a node that are options."""
+        key = block.name, node.name
+        if key in self.known.strategies:
+            return self.known.strategies[key]
+        found = strategies(node, block.values, self.graph.factors, self.settings.axes, self.sizes)
+        # a frozen table is split too
+        frozen = any(name in block.params for name in node.tensor_inputs)
+        # summing the counts of parts of the tokens sends less than gathering the expert indices of all tokens
+        counts = op_kind(node.op) is OpKind.COUNT
+        if not frozen and not counts and not any(block.values[o].requires_grad for o in node.outputs):
+            found = [s for s in found if s.name == "R"]  # slicing it is free
+        self.known.strategies[key] = found
+        return found
+
     def _work_s(self, block: Block, node: Node, s: Strategy) -> float:
         """Return the seconds of forward and backward on this shard."""
-        work = self.op_costs.op_work(block, node, s)
+        key = block.name, node.name, s.name
+        if key not in self.known.works:
+            self.known.works[key] = self.op_costs.op_work(block, node, s)
+        work = self.known.works[key]
         return self.costs.forward_s(work).mid + self.costs.backward_s(work).mid
 
     def _collective_s(self, kind: str, num_bytes: float, axes: tuple[int, ...]) -> float:
@@ -406,31 +443,46 @@ class _Build:
 
     def _conversion_s(self, key: ValueKey, source: Layout, target: Layout) -> tuple[float, float] | None:
         """Return the seconds of a conversion for every micro-batch, and once per step; None if it does not exist."""
+        at = key, source, target
+        if at not in self.known.conversions:
+            self.known.conversions[at] = self._conversion(*at)
+        parts = self.known.conversions[at]
+        if parts is None:
+            return None
+        each = once = 0.0
+        for part in parts:
+            if isinstance(part, OpWork):
+                each += self.costs.forward_s(part).mid
+            elif part.once:
+                once += self._collective_s(part.kind, part.num_bytes, part.axes)
+            else:
+                each += self._collective_s(part.kind, part.num_bytes, part.axes)
+        return each, once
+
+    def _conversion(self, key: ValueKey, source: Layout, target: Layout) -> tuple[_Send | OpWork, ...] | None:
+        """Return the collectives and copies of a conversion; None if it does not exist."""
         steps = conversion(source, target)
         if steps is None:
             return None
         if key in self.params and not _as_stored(source, target):
             return None  # ZeRO gathers them over the data-parallel sub-axes
         grad = self.value(key).requires_grad
-        each = once = 0.0
+        parts: list[_Send | OpWork] = []
         current = list(source)
         for step in steps:
             size = self.step_bytes(key, tuple(current), step)
             forward, backward = step.collectives
             if forward:
-                each += self._collective_s(forward, size, step.axes)
+                parts.append(_Send(forward, size, step.axes, once=False))
             if backward and grad:
-                cost = self._collective_s(backward, size, step.axes)
                 # the gradient of a parameter used as R is reduced once per step, not once per micro-batch
-                if key in self.params and step.kind is ConversionKind.TO_REPLICATE:
-                    once += cost
-                else:
-                    each += cost
+                once = key in self.params and step.kind is ConversionKind.TO_REPLICATE
+                parts.append(_Send(backward, size, step.axes, once))
             if step.kind in COPIES:
-                each += self.costs.forward_s(copy_work(size, self.op_costs.dtype(self.value(key)))).mid
+                parts.append(copy_work(size, self.op_costs.dtype(self.value(key))))
             for axis in step.axes:
                 current[axis] = step.target
-        return each, once
+        return tuple(parts)
 
 
 def _as_stored(stored: Layout, used: Layout) -> bool:
@@ -468,6 +520,10 @@ def _show(layout: Layout, value: Value) -> str:
     return "x".join(texts) if len(set(texts)) > 1 else texts[0] if texts else "-"
 
 
-def build_problem(graph: ModelGraph, settings: IntraSettings) -> IntraProblem:
-    """Return the intra-op problem of a whole model. RuleError for an op without a rule."""
-    return _Build(graph, settings).run()
+def build_problem(graph: ModelGraph, settings: IntraSettings, known: Unpriced | None = None) -> IntraProblem:
+    """Return the intra-op problem of a whole model. RuleError for an op without a rule.
+
+    Args:
+        known: of problems with the same graph and settings but for `costs`; added to.
+    """
+    return _Build(graph, settings, Unpriced() if known is None else known).run()

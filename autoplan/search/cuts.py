@@ -21,7 +21,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,9 +127,9 @@ class Cutter:
         self.__dict__.pop("windows", None)
 
     def quick_bound_s(self) -> float:
-        """Return a lower bound on the step time that ignores memory and legal cuts (see `spread_s`)."""
+        """Return a lower bound on the step time that ignores memory and legal cuts (see `spread`)."""
         total = float(self.time[-1]) + self.pp * self.stage_s
-        return spread_s(total, self.pp, self.m) + self.after_s
+        return total * spread(self.pp, self.m) + self.after_s
 
     def _selective(self) -> Array:
         p = self.pricer
@@ -399,13 +399,29 @@ def alike_numbers(mix: RecomputeMix, least: int, most: int) -> Sequence[int]:
     return range(least, most + 1)
 
 
-def spread_s(total_s: float, num_stages: int, num_micro_batches: int) -> float:
-    """Return the least of `max_s (m T_s + sum_{i<s} T_i)` over all ways to spread `total_s` over stages.
+@lru_cache(maxsize=1 << 14)  # candidates that differ in the sharding of parameters have the same
+def spread(num_stages: int, num_micro_batches: int, forward_share: float = 1.0) -> float:
+    """Return how often the seconds T of a micro-batch on the whole model fit into any step, whatever the cut is.
 
-    All terms are equal at the optimum: T_s = T_{s-1} (m - 1) / m, so T_0 m (1 - ((m - 1) / m)^p) is the total.
+    The schedule is 1F1B, or GPipe, which is never faster. With p stages it is the larger of two bounds:
+
+    - The least of max_s (m T_s + sum_{i<s} T_i). All terms are equal at the optimum: T_s = T_{s-1} (m - 1) / m, so
+      T_0 m (1 - ((m - 1) / m)^p) is T.
+    - The least of max_s D_s (see the module): T + (m - 1) T_s - (w_s - 1) f_s >= T + c_s T_s, where w_s = p - s, and
+      c_s = m - 1 - (w_s - 1) f with f the largest share of forwards. They are equal where T_s is as 1 / c_s.
+
+    With fewer micro-batches than stages all forwards come first: on the stage with the longest forward, then all
+    backwards on that with the longest one. That takes T + (m - 1) (max f_s + max b_s) >= T + (m - 1) T / p.
+
+    Args:
+        forward_share: the largest share that the forward of a unit has of its seconds. 1: not known.
     """
-    ratio = 1.0 - 1.0 / num_micro_batches
-    return total_s / (1.0 - ratio**num_stages)
+    p, m = num_stages, num_micro_batches
+    if m < p:
+        return 1.0 + (m - 1) / p
+    room = [m - 1 - waiting * forward_share for waiting in range(p)]
+    chain = 1.0 + 1.0 / sum(1.0 / c for c in room) if min(room) > 0 else 1.0
+    return max(1.0 / (1.0 - (1.0 - 1.0 / m) ** p), chain)
 
 
 def device_bytes(pricer: Pricer, room: Room, rank: int, ranges: Sequence[range], steps: Sequence[int]) -> float:

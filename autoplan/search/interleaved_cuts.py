@@ -107,6 +107,11 @@ class LeastPass:
         return prefix(np.array(self.forward)), prefix(np.array(self.backward))
 
     @cached_property
+    def forward_share(self) -> float:
+        """The largest share that the forward of a unit has of its seconds."""
+        return max((f / both for f, both in zip(self.forward, self.seconds, strict=True) if both), default=1.0)
+
+    @cached_property
     def total_s(self) -> float:
         """The whole model."""
         return sum(self.seconds)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -38,20 +38,26 @@ _EXPLAIN_S = 1.0  # least time to explain why a problem is infeasible
 
 
 _Use = dict[Layout, list[Column]]  # one operand of one choice: the options that take it in each layout
-_Prices = dict[tuple[Layout, Layout], tuple[float, float] | None]
+
+
+class _Conversion(NamedTuple):
+    """A value that is converted from one layout to another."""
+
+    key: ValueKey
+    source: Layout
+    target: Layout
 
 
 class _Cost(NamedTuple):
     """What a column costs.
 
     Attributes:
-        each_s, once_s: seconds of every micro-batch, and once per step.
+        what: the numbers of a choice and of its option, or a conversion: its price.
         tie: added after scaling.
     """
 
     column: Column
-    each_s: float
-    once_s: float
+    what: tuple[int, int] | _Conversion
     tie: float
 
 
@@ -226,7 +232,7 @@ class _Model:
         self.ties += (len(xs) - 1) * _TIE
         uses: dict[tuple[ValueKey, int], _Use] = {}
         for k, (x, option) in enumerate(zip(xs, choice.options, strict=True)):
-            self.costs.append(_Cost(x, choice.weight * option.cost_s, choice.weight * option.once_s, k * _TIE))
+            self.costs.append(_Cost(x, (index, k), k * _TIE))
             if option.state_bytes:
                 self.state.append((x, choice.weight * option.state_bytes))
             for key, layout in option.provides:
@@ -237,43 +243,34 @@ class _Model:
                 uses.setdefault((key, seen[key]), {}).setdefault(layout, []).append(x)
         return [(key, use) for (key, _), use in uses.items()]
 
-    def _prices(self, key: ValueKey, sources: Iterable[Layout], targets: Iterable[Layout]) -> _Prices:
-        """Return the seconds of every possible conversion of a value, of every micro-batch and once per step.
-
-        None stands for keeping the layout.
-        """
-        out: _Prices = {}
-        for source, target in itertools.product(sources, targets):
-            if source == target:
-                out[source, target] = None
-            elif (price := self.problem.convert_s(key, source, target)) is not None:
-                weight, once = self.problem.weights[key], self.problem.convert_once_s(key, source, target)
-                out[source, target] = price * weight, once * weight
-        return out
-
     def _value(self, key: ValueKey, native: Mapping[Layout, list[Column]], uses: list[tuple[str, _Use]]) -> None:
         """Add the rows that give every use of one value its layout."""
         targets = list(dict.fromkeys(layout for _, use in uses for layout in use))
-        prices = self._prices(key, native, targets)
+        convert = self.problem.convert_s
+        pairs = [
+            (source, target)
+            for source, target in itertools.product(native, targets)
+            if source == target or convert(key, source, target) is not None
+        ]
         self.ties += len(targets) * _TIE
         paid: dict[tuple[Layout, Layout], Column] = {}
         for consumer, use in uses:
             taken: dict[Layout, list[Column]] = {}
             given: dict[Layout, list[Column]] = {}
-            for (source, target), price in prices.items():
+            for source, target in pairs:
                 if target not in use:
                     continue
                 move = self._variable("y")
                 taken.setdefault(source, []).append(move)
                 given.setdefault(target, []).append(move)
-                if price is None:
+                if source == target:
                     continue
                 if len(uses) == 1:
-                    self.costs.append(_Cost(move, *price, _TIE))
+                    self.costs.append(_Cost(move, _Conversion(key, source, target), _TIE))
                 else:  # paid once, however many uses share it
                     if (source, target) not in paid:
                         paid[source, target] = self._variable("z")
-                        self.costs.append(_Cost(paid[source, target], *price, _TIE))
+                        self.costs.append(_Cost(paid[source, target], _Conversion(key, source, target), _TIE))
                     self.linear.row([(move, 1.0), (paid[source, target], -1.0)], high=0.0)
             for target, takers in use.items():
                 if self.elastic:
@@ -294,6 +291,50 @@ def _less(some: Iterable[Column], others: Iterable[Column]) -> Weighted:
     return [(x, 1.0) for x in some] + [(x, -1.0) for x in others]
 
 
+@dataclass(frozen=True)
+class ProgramShape:
+    """The program of a problem without its prices. Problems that differ in prices alone share it.
+
+    Attributes:
+        variables: by choice, the columns of its options.
+        ties: the most that breaking ties may add to the objective.
+        costs: what costs something; `columns` are its columns, `of_choices` says which are those of options.
+    """
+
+    program: PackedProgram
+    variables: Mapping[str, list[Column]]
+    ties: float
+    costs: tuple[_Cost, ...]
+    columns: NDArray[np.int64]
+    of_choices: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, problem: IntraProblem) -> ProgramShape:
+        """Return the shape of a problem whose options can all get their operands."""
+        model = _Model(problem)
+        if problem.state_budget_bytes is not None:
+            state = [(x, size / problem.state_budget_bytes) for x, size in model.state]
+            model.linear.row(state, high=1.0)
+        columns = np.array([cost.column for cost in model.costs])
+        of_choices = np.array([not isinstance(cost.what, _Conversion) for cost in model.costs])
+        return cls(model.linear.packed(), model.variables, model.ties, tuple(model.costs), columns, of_choices)
+
+    def prices(self, problem: IntraProblem) -> Array:
+        """Return of all that costs something the seconds of every micro-batch, those once per step, and the tie."""
+        return np.array([(*self._price(problem, cost.what), cost.tie) for cost in self.costs]).T
+
+    @staticmethod
+    def _price(problem: IntraProblem, what: tuple[int, int] | _Conversion) -> tuple[float, float]:
+        if isinstance(what, _Conversion):
+            each_s, weight = problem.convert_s(*what), problem.weights[what.key]
+            if each_s is None:
+                raise ValueError(f"no such conversion in this problem: {what}")
+            return each_s * weight, problem.convert_once_s(*what) * weight
+        choice = problem.choices[what[0]]
+        option = choice.options[what[1]]
+        return choice.weight * option.cost_s, choice.weight * option.once_s
+
+
 class LayoutProgram:
     """A problem made ready for a solver, for any number of micro-batches: only what is once per step depends on it.
 
@@ -301,28 +342,26 @@ class LayoutProgram:
 
     Args:
         merge_chains: let element-wise chains follow their producer: fewer variables, and a restriction of the space.
+        shape_of: returns the shape of a problem, perhaps that of another one with the same options.
 
     Raises:
         InfeasibleError: an operand of some choice cannot get its layout.
     """
 
-    def __init__(self, problem: IntraProblem, *, merge_chains: bool = True) -> None:
+    def __init__(
+        self,
+        problem: IntraProblem,
+        *,
+        merge_chains: bool = True,
+        shape_of: Callable[[IntraProblem], ProgramShape] = ProgramShape.of,
+    ) -> None:
         start = time.perf_counter()
         self.whole: IntraProblem = problem
         self.merged: bool = merge_chains
         problem = _prune(problem)
         self.problem: IntraProblem = follow(problem) if merge_chains else problem
-        model = _Model(self.problem)
-        if problem.state_budget_bytes is not None:
-            state = [(x, size / problem.state_budget_bytes) for x, size in model.state]
-            model.linear.row(state, high=1.0)
-        self.program: PackedProgram = model.linear.packed()
-        self.variables: dict[str, list[Column]] = model.variables
-        self.ties: float = model.ties
-        self.columns: NDArray[np.int64] = np.array([cost.column for cost in model.costs])
-        self.seconds: Array = np.array([(cost.each_s, cost.once_s, cost.tie) for cost in model.costs]).T
-        choices = set(itertools.chain.from_iterable(model.variables.values()))
-        self.of_choices: NDArray[np.bool_] = np.array([cost.column in choices for cost in model.costs])
+        self.shape: ProgramShape = shape_of(self.problem)
+        self.seconds: Array = self.shape.prices(self.problem)
         self.build_time_s: float = time.perf_counter() - start
 
     def solve(self, num_micro_batches: int, time_limit_s: float = 120.0) -> IntraSolution:
@@ -333,12 +372,12 @@ class LayoutProgram:
             StoppedError: time ran out before any solution was found.
         """
         start = time.perf_counter()
-        each, once, ties = self.seconds
+        shape, (each, once, ties) = self.shape, self.seconds
         seconds = each + once / num_micro_batches
-        scale = _SCALE / max(1e-12, float(seconds[self.of_choices].max()))
-        costs = np.zeros(len(self.program.order))
-        costs[self.columns] = seconds * scale + ties
-        solved = self.program.solve(costs, time_limit_s)
+        scale = _SCALE / max(1e-12, float(seconds[shape.of_choices].max()))
+        costs = np.zeros(len(shape.program.order))
+        costs[shape.columns] = seconds * scale + ties
+        solved = shape.program.solve(costs, time_limit_s)
         whole = replace(self.whole, num_micro_batches=num_micro_batches)
         if solved.status == INFEASIBLE:
             left = max(0.0, time_limit_s - (time.perf_counter() - start))
@@ -350,19 +389,19 @@ class LayoutProgram:
             raise StoppedError(f"no layout found within {time_limit_s:.3g} s ({said}); raise the time limit")
         selection: dict[str, Option] = {}
         for choice in self.problem.choices:
-            pairs = zip(self.variables[choice.name], choice.options, strict=True)
+            pairs = zip(shape.variables[choice.name], choice.options, strict=True)
             taken = max(pairs, key=lambda pair: solved.values[pair[0]])[1]
             selection.update(taken.parts or ((choice.name, taken),))
         cost = evaluate_selection(whole, selection)
         known = cost if solved.proved else 0.0  # CBC reports no bound
-        bound_s = known if solved.bound is None else min(cost, max(0.0, solved.bound - self.ties) / scale)
+        bound_s = known if solved.bound is None else min(cost, max(0.0, solved.bound - shape.ties) / scale)
         return IntraSolution(
             selection=selection,
             cost_s=cost,
             bound_s=bound_s,
             status="optimal" if solved.proved else "stopped by time limit",
             solver=solved.solver,
-            num_variables=len(self.program.order),
+            num_variables=len(shape.program.order),
             build_time_s=self.build_time_s,
             solve_time_s=time.perf_counter() - start,
             restrictions=self.problem.restrictions,

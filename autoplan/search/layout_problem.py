@@ -14,7 +14,7 @@ from autoplan.errors import InfeasibleError
 from autoplan.ir.layout import Axis
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.parallel_dims import parallel_dims
-from autoplan.program.problem import IntraProblem, IntraSettings, build_problem
+from autoplan.program.problem import IntraProblem, IntraSettings, Unpriced, build_problem
 from autoplan.program.token_dispatch_layouts import with_token_dispatch
 from autoplan.program.without_sequence_parallel import without_sequence_parallelism
 from autoplan.search.layout_store import ById
@@ -34,18 +34,24 @@ def prices_key(request: PlanRequest, costs: Costs, cut: LayoutCut) -> object:
 
     Of the cluster these are the device and the levels that groups of tensor-parallel ranks cross.
     """
-    r, cluster, (tp, size, cp, own) = request, request.cluster, cut
+    r, cluster, tp = request, request.cluster, cut[0]
     axes = parallel_dims(r.graph, ParallelConfig(tp=tp)).layout_axes
     seen = tuple(
         (group, traffic, costs.crosses_network(group), _crossed(group, cluster.levels_of(group, traffic)))
         for group in axis_groups([axis.size for axis in axes]).values()
         for traffic in (Traffic if group.size > 1 else ())
     )
+    return (*shape_key(request, cut), (r.constants, ById(r.profile)), (cluster.device, cluster.device_type, seen))
+
+
+def shape_key(request: PlanRequest, cut: LayoutCut) -> tuple[object, ...]:
+    """Return everything that the problem of `layout_problem` depends on, but for the prices of its cluster."""
+    r, (tp, size, cp, own) = request, cut
+    axes = parallel_dims(r.graph, ParallelConfig(tp=tp)).layout_axes
     return (
         ById(r.graph),
         (axes, size, cp, own, tuple(r.env(size, cp).items()), r.precision, r.pins.get("state_slack", 1.02)),
-        (r.mode, r.options.of_operations, r.constants, ById(r.profile)),
-        (cluster.device, cluster.device_type, seen),
+        (r.mode, r.options.of_operations),
     )
 
 
@@ -72,7 +78,8 @@ def layout_problem(
     steps = layout_batches(request, cut) if number is None else number
     slack = r.pins.get("state_slack", 1.02)
     settings = IntraSettings(axes, costs, r.env(size, cp), steps, slack, precision_of(r.precision), cp)
-    problem = build_problem(r.graph, settings)
+    unpriced = r.layouts.made(("unpriced", shape_key(r, cut)), Unpriced)
+    problem = build_problem(r.graph, settings, unpriced)
     if not r.options.sequence_parallel:
         problem = without_sequence_parallelism(problem, r.graph)
     if own:

@@ -9,6 +9,9 @@ updates once per step are spread: every option costs a + b / n. The least cost i
 that of one selection a linear one. So a selection that is the best for two numbers of micro-batches is the best for
 every number between them, and its bound there is at least the line through both bounds. For any other number, the
 program that was made for one is solved anew (`autoplan.search.intra.LayoutProgram`), which takes half the time.
+
+Under other prices, those of another device for example, the problem has the same options, conversions and rows
+(`layout_problem.shape_key`): only prices are made anew. Where the best layouts are the same, their work is, too.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any, TypeVar
 
 from autoplan.config.parallel import ParallelConfig
 from autoplan.ir.layout import Axis
+from autoplan.program.problem import Selection
 from autoplan.search.intra import IntraSolution
 
 FEWEST, MOST = 1, 2**40  # numbers of micro-batches between which all others lie
@@ -53,11 +57,15 @@ class _Range:
 
     def joined(self, number: int, solution: IntraSolution) -> _Range | None:
         """Return the range with one more solution; None if its selection is another one."""
-        known = self.most[1].selection
         if _names(solution) != _names(self.most[1]):
             return None
-        mine = number, replace(solution, selection=known)  # one object, by which work is known
+        mine = number, solution
         return _Range(min(self.fewest, mine, key=lambda e: e[0]), max(self.most, mine, key=lambda e: e[0]))
+
+
+def layouts_in(selection: Selection) -> frozenset[object]:
+    """Return what a selection says of layouts, without prices: the work of a rank follows from it and the sizes."""
+    return frozenset((c, o.name, o.requires, o.provides, o.strategy) for c, o in selection.items())
 
 
 def _names(solution: IntraSolution) -> dict[str, str]:

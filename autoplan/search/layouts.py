@@ -38,14 +38,23 @@ from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.parallel_dims import parallel_dims
+from autoplan.program.problem import IntraProblem
 from autoplan.program.workload import LoweredModel, lower_all, workload
 from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES, num_copies
 from autoplan.search.cuts import Cutter
 from autoplan.search.interleaved_cuts import ChunkCutter, LeastPass, even_cuts
-from autoplan.search.intra import IntraSolution, LayoutProgram, StoppedError
+from autoplan.search.intra import IntraSolution, LayoutProgram, ProgramShape, StoppedError
 from autoplan.search.layout_files import LayoutFiles, folder_of_layouts, layout_data, layout_of
-from autoplan.search.layout_problem import LayoutCut, cut_of, layout_batches, layout_problem, no_layout, prices_key
-from autoplan.search.layout_store import ById
+from autoplan.search.layout_problem import (
+    LayoutCut,
+    cut_of,
+    layout_batches,
+    layout_problem,
+    no_layout,
+    prices_key,
+    shape_key,
+)
+from autoplan.search.layout_store import ById, layouts_in
 from autoplan.search.request import PlanRequest, offload_kinds, without_activations
 from autoplan.search.state_bounds import Simulated, StateBounds
 
@@ -278,7 +287,12 @@ class LayoutCache:
 
     def _program(self, cut: LayoutCut) -> tuple[tuple[Axis, ...], LayoutProgram]:
         axes, problem = layout_problem(self.request, self.costs, cut)
-        return axes, LayoutProgram(problem)
+
+        def shape_of(given: IntraProblem) -> ProgramShape:
+            key = "shape", shape_key(self.request, cut)
+            return self.request.layouts.made(key, lambda: ProgramShape.of(given))
+
+        return axes, LayoutProgram(problem, shape_of=shape_of)
 
     def _work(
         self,
@@ -298,7 +312,8 @@ class LayoutCache:
             r.options.of_operations,
             modules_of(r.pins.get("recompute")),
         )
-        key = ById(r.graph), ById(solution.selection), sizes, settings, methods  # no price
+        chosen = store.made(("layouts", ById(solution.selection)), lambda: layouts_in(solution.selection))
+        key = ById(r.graph), chosen, sizes, settings, methods  # no price: devices share it
         made = self._lowered.get((cut, methods))  # shared by all degrees of experts
         if made is None:
             first = self._first_lowered.get(cut)

@@ -13,8 +13,8 @@ gives a weak one. Good ones let all stages take equally long, and make y_i the p
 byte of the last recompute choice that the stage needs.
 
 Where that leaves a candidate below the best plan, all cuts into whole units are looked at: a stage of units i .. j - 1
-takes at least  T + max_y [sum_u min_h (R_uh + y K_uh) + y (S - C) / w]  seconds per micro-batch, and a dynamic
-programme gives the least step of all cuts: that of `autoplan.search.windows`, without a `Pricer`.
+takes at least  T + max_y [sum_u min_h (R_uh + y K_uh) + y (S - C) / w]  seconds per micro-batch, and dynamic
+programmes give the least of both bounds of `autoplan.search.cuts` over all cuts, without a `Pricer`.
 
 Schedules with few cuts are bounded cut by cut: a rank r with chunks c of known units needs at least
 
@@ -51,6 +51,7 @@ from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.least import LeastSeconds, LeastTime
 from autoplan.cost_models.time.simulation import ChunkTimes, simulate
 from autoplan.schedules.schedule import SCHEDULES, actions, num_copies
+from autoplan.search.cuts import spread
 from autoplan.search.interleaved_cuts import even_cuts
 from autoplan.search.rank_bounds import CutRanks, Indices, RankRows, ranks_of
 from autoplan.search.state_arrays import Alike, PassTimes, prices_of
@@ -246,7 +247,9 @@ class StateBounds:
             m = c.num_micro_batches
             bound[at] = m * total[at] / c.pp
             if SCHEDULES[c.schedule].windows:
-                bound[at] = total[at] / (1.0 - (1.0 - 1.0 / m) ** c.pp)
+                both = (a.forward + a.backward)[at]
+                shares = np.divide(a.forward[at], both, out=np.zeros_like(both), where=both > 0).max(axis=1)
+                bound[at] = total[at] * [spread(c.pp, m, share) for share in shares.tolist()]
         for rows in ranked:
             bound[rows.rows] = np.maximum(bound, rows.fastest(rows.seconds))[rows.rows]
         out: Array = bound + a.beside
@@ -298,17 +301,14 @@ class StateBounds:
         return end
 
     def _whole_units_s(self, c: ParallelConfig) -> float:
-        """Return the least of  max_s (m T_s + sum_{i<s} T_i)  over all cuts into stages of whole units."""
+        """Return the bound of the module over all cuts into stages of whole units, without memory."""
         key = c.pp, c.num_micro_batches, num_copies(c.schedule)
         if key not in self._bubbles:
             forward, backward, _ = self.time.passes(c)
-            sums = np.concatenate([[0.0], np.cumsum((forward + backward)[self.time.kinds])])
-            n = len(sums) - 1
-            each = np.where(np.tri(n + 1, dtype=bool), np.inf, sums[None, :] - sums[:, None])
-            most, rest = c.num_micro_batches * each, np.where(np.arange(n + 1) == n, 0.0, np.inf)
-            for _ in range(c.pp):  # the last stage first
-                rest = np.maximum(most, each + rest).min(axis=1)
-            self._bubbles[key] = float(rest[0])
+            first, both = (between_ends(prefix(by[self.time.kinds])) for by in (forward, forward + backward))
+            both[np.tri(len(both), dtype=bool)] = np.inf  # a stage has at least one unit
+            each, own = by_stage(both, c.pp), by_stage(first, c.pp)
+            self._bubbles[key] = _least_of_cuts(each, own, c.num_micro_batches)
         return self._bubbles[key]
 
     def _cuts(self, c: ParallelConfig) -> tuple[tuple[int, ...], ...]:
@@ -368,7 +368,8 @@ class StateBounds:
         found = self._any_cut_s(c, a) + a.beside
         if below_s < np.inf and 1 < c.pp <= len(self.time.kinds):
             for row in np.flatnonzero(found < below_s).tolist():
-                found[row] = max(found[row], self._whole_units_that_fit_s(c, a, row) + a.beside[row])
+                limit = below_s - float(a.beside[row])
+                found[row] = max(found[row], self._whole_units_that_fit_s(c, a, row, limit) + a.beside[row])
         return found
 
     def _any_cut_s(self, c: ParallelConfig, a: Alike) -> Array:
@@ -397,11 +398,11 @@ class StateBounds:
             share /= share.sum(axis=1, keepdims=True)
         return best
 
-    def _whole_units_that_fit_s(self, c: ParallelConfig, a: Alike, row: int) -> float:
-        """Return the least of  max_s (m T_s + sum_{i<s} T_i)  over all cuts into whole units; inf if none fits.
+    def _whole_units_that_fit_s(self, c: ParallelConfig, a: Alike, row: int, below_s: float) -> float:
+        """Return the bound of the module over all cuts into whole units; inf if none fits.
 
-        T_s has the least seconds of recompute with which stage s fits, whatever the choices of its units are. While its
-        last unit runs backward, no other one is freed yet.
+        It is not made stronger from `below_s` on. T_s has the least seconds of recompute with which stage s fits,
+        whatever the choices of its units are. While its last unit runs backward, no other one is freed yet.
         """
         pp, m, kinds = c.pp, c.num_micro_batches, self.time.kinds
         held = most_held(c.schedule, pp, m, 1).held
@@ -421,10 +422,32 @@ class StateBounds:
             np.maximum(again, windows(least) + price * lacks, out=again)
         each = windows(a.forward[row] + a.backward[row]) + again
         each[illegal_windows(len(kinds), pp, None) | (windows(a.kept.min(axis=0)) * _CLOSE + lacks > 0)] = np.inf
-        most, rest = m * each, np.where(np.arange(each.shape[1]) == each.shape[1] - 1, 0.0, np.inf)
-        for s in reversed(range(pp)):
-            rest = np.maximum(most[s], each[s] + rest).min(axis=1)
-        return float(rest[0])
+        return _least_of_cuts(each, windows(a.forward[row]), m, below_s)
+
+
+def _least_of_cuts(each: Array, forward: Array, num_micro_batches: int, below_s: float = np.inf) -> float:
+    """Return a bound of the steps of all cuts: the least of  max_s (m T_s + sum_{i<s} T_i), and that of  max_s D_s.
+
+    D_s (see `autoplan.search.cuts`) has the least sum of all T that any cut has. With fewer micro-batches than stages
+    all forwards come first, and it is  sum of all T_i + (m - 1) T_s.
+
+    Args:
+        each, forward: T of every stage (rows) and range of units, and the part of its forward.
+        below_s: from this on the second bound is not looked at.
+    """
+    pp, m = len(each), num_micro_batches
+    behind = np.where(np.arange(each.shape[1]) == each.shape[1] - 1, 0.0, np.inf)
+    runs = added = waits = behind
+    for mine in each[::-1]:  # the last stage first
+        runs = np.maximum(m * mine, mine + runs).min(axis=1)
+    if m == 1 or not runs[0] < below_s:
+        return float(runs[0])
+    for mine in each[::-1]:
+        added = (mine + added).min(axis=1)
+    for s in reversed(range(pp)):
+        early = pp - s - 1 if m >= pp else 0  # forwards of others before the first backward
+        waits = np.maximum((m - 1) * each[s] - early * forward[s], waits).min(axis=1)
+    return float(max(runs[0], added[0] + waits[0]))
 
 
 def _weights(wanted: Array, num_micro_batches: int) -> tuple[Array, Array]:

@@ -109,9 +109,8 @@ def simulate(
     busy = tuple(sum(compute[slot] * count for slot, count in row) for row in program.slots)
     recorded: list[TimelineEvent] = []
     if events:
-        for (rank, _, _, slot), sending, action, end in zip(
-            program.steps, sent.tolist(), program.what, ends, strict=True
-        ):
+        columns = program.rank_list, program.slot_list, sent.tolist(), program.what, ends
+        for rank, slot, sending, action, end in zip(*columns, strict=True):
             start = end - sending - compute[slot]
             recorded.append(TimelineEvent(rank, action.chunk, action.micro_batch, action.kind, start, end - sending))
     return Timeline(max(clock), tuple(clock), busy, tuple(recorded))
@@ -144,7 +143,7 @@ def _lags(program: VisitOrder, send_forward_s: Sequence[float], send_backward_s:
 
 def _paid(program: VisitOrder, lags: list[float], transfer: Transfer) -> tuple[Array, Array]:
     """Return the seconds that every step pays for what it receives, and for what it sends."""
-    received, sent, moved = np.zeros(len(program.steps)), np.zeros(len(program.steps)), np.array(lags)[program.lag_of]
+    received, sent, moved = np.zeros(len(program.what)), np.zeros(len(program.what)), np.array(lags)[program.lag_of]
     if transfer is not Transfer.SENDER:
         received += moved
     if transfer is not Transfer.RECEIVER:

@@ -14,7 +14,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.search.certificate import SearchResult
 from autoplan.search.intra import LayoutProgram, solve
 from autoplan.search.layout_problem import layout_batches, layout_problem, prices_key
-from autoplan.search.layout_store import FEWEST, MOST, LayoutStore
+from autoplan.search.layout_store import FEWEST, MOST, LayoutStore, layouts_in
 from autoplan.search.layouts import LayoutCache
 from autoplan.search.planner import search_plan
 from autoplan.search.request import PlanRequest
@@ -69,6 +69,31 @@ def test_the_sizes_that_are_tried_have_the_plans_of_separate_searches() -> None:
 def _same(shared: SearchResult, alone: SearchResult) -> None:
     assert shared.plans[0].config == alone.plans[0].config
     assert shared.plans[0].estimate == alone.plans[0].estimate
+
+
+def test_other_devices_have_the_plans_of_separate_searches() -> None:
+    pins = {"tp": 2, "micro_batch_size": 1, "zero_stage": 1, "schedule": "1F1B"}
+    base = replace(_request(4), pins=pins)
+    for device in ("h100-sxm5-80gb", "b200-sxm-180gb", "a100-sxm4-40gb"):
+        point = replace(base, cluster=base.cluster.with_device(device))
+        _same(search_plan(point), search_plan(replace(point, layouts=LayoutStore())))
+
+
+@pytest.mark.parametrize(("device", "link", "equal"), [("h200-sxm-141gb", 450, True), ("h100-sxm5-80gb", 100, False)])
+def test_problems_that_differ_in_prices_share_all_but_these(device: str, link: int, equal: bool) -> None:
+    """Prices are those of a problem made alone, to the last bit; work is shared where layouts are equal."""
+    base = _request(model="mixtral-8x7b")
+    other = replace(base, cluster=base.cluster.with_device(device).with_(scaleup=link))
+    programs = [LayoutCache(request)._program(CUT)[1] for request in (base, other)]
+    alone = LayoutCache(replace(other, layouts=LayoutStore()))._program(CUT)[1]
+    assert programs[1].shape is programs[0].shape is not alone.shape
+    assert programs[1].seconds.tolist() == alone.seconds.tolist() != programs[0].seconds.tolist()
+    assert programs[1].problem.choices == alone.problem.choices
+    assert (alone.shape.columns == programs[1].shape.columns).all() and alone.shape.costs == programs[1].shape.costs
+    works = [LayoutCache(request).get(*CUT[:3]) for request in (base, other)]
+    assert works[0] is not None and works[1] is not None
+    assert (layouts_in(works[0].solution.selection) == layouts_in(works[1].solution.selection)) is equal
+    assert (works[0].workload is works[1].workload) is equal
 
 
 @pytest.mark.parametrize("model", ["llama-3.2-1b", "mixtral-8x7b"])
