@@ -7,7 +7,7 @@ them: a value that has an influence only later (a warm-up of ten steps that is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.capture.frontend.buffers import attribute_holders, held_tensors
+from autoplan.capture.frontend.buffers import attribute_holders
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import ModelGraph
 
@@ -43,30 +43,30 @@ class Counters:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._before: list[tuple[str, Any, dict[str, Any]]] = []
         self._changed: list[_Change] = []
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Compare the numbers before and after one forward, which runs inside the context."""
-        holders = [(path, holder, dict(vars(holder))) for path, holder in attribute_holders(self._model)]
-        tensors = held_tensors(self._model)
-        yield
+    def start(self) -> None:
+        """Note the numbers before a forward."""
+        self._before = [(path, holder, dict(vars(holder))) for path, holder in attribute_holders(self._model)]
+
+    def end(self, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
+        """Compare the numbers after a forward with those at its start.
+
+        Args:
+            before, after: the tensors that the model held then and holds now, by path (`held_tensors`).
+        """
         changed = [
             _Change(path, holder, name, value, vars(holder)[name])
-            for path, holder, attributes in holders
+            for path, holder, attributes in self._before
             for name, value in attributes.items()
             if _is_number(value) and _is_number(vars(holder).get(name)) and value != vars(holder)[name]
         ]
-        if changed:
-            caches = self._caches(tensors)
+        if changed:  # not in the modules that made a tensor without a gradient
+            made = [name for name, t in after.items() if t is not before.get(name) and not t.requires_grad]
+            caches = {self._module_of(name) for name in made}
             changed = [change for change in changed if self._module_of(f"{change.path}.") not in caches]
-        self._changed = changed
-
-    def _caches(self, before: dict[str, torch.Tensor]) -> set[str]:
-        """Return the paths of the modules that made a tensor without a gradient."""
-        now = held_tensors(self._model)
-        made = [name for name, t in now.items() if t is not before.get(name) and not t.requires_grad]
-        return {self._module_of(name) for name in made}
+        self._before, self._changed = [], changed
 
     def _module_of(self, name: str) -> str:
         """Return the path of the module that holds something of this path."""
