@@ -199,8 +199,10 @@ class _Walk:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # an empty cell
                 self._bind(text, name, cell.cell_contents, member)
-        for name, default in (*enumerate(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()):
-            self._bind(text, str(name), default)
+        for i, default in enumerate(function.__defaults__ or ()):
+            self._bind(text, str(i), default)
+        for name, default in (function.__kwdefaults__ or {}).items():
+            self._bind(text, name, default)
         return text
 
     def _identified(self, module: str, name: str) -> str:
