@@ -48,15 +48,20 @@ class TiedGradients:
             self._groups.append((mine, group))
 
     def sum_tied(self, device: torch.device) -> None:
-        """Give every copy the sum of the gradients of all copies."""
+        """Give every copy the sum of the gradients of all copies.
+
+        A copy without a gradient (its use is detached from the loss) counts as zero: some other copy has one, or the
+        parameter would not be trained, and the ranks that hold that copy wait for this one.
+        """
         for mine, group in self._groups:
             if not mine:
                 continue
             places = (self._stages[i].get_submodule(f"blocks.{b}").get_parameter(a) for i, b, a in mine)
             copies = {id(p): p for p in places}
+            for p in copies.values():
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
             gradients = [local_of(p.grad) for p in copies.values() if p.grad is not None]
-            if not gradients:
-                continue
             total = gradients[0]
             for other in gradients[1:]:
                 total += other

@@ -62,6 +62,17 @@ class GPT(nn.Module):
         return logits
 
 
+class DetachedHead(nn.Module):
+    """A head of the embedding's weight, which it does not train."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.detach())
+
+
 def gpt_loss(logits: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Mean cross-entropy over labels that are not -100."""
     return F.cross_entropy(logits.view(-1, logits.size(-1)), batch["labels"].view(-1))
@@ -83,6 +94,13 @@ def make_gpt(seed: int = 0, **kwargs: object) -> GPT:
     """A GPT with random weights."""
     torch.manual_seed(seed)
     return GPT(**kwargs)  # type: ignore[arg-type]
+
+
+def make_detached() -> GPT:
+    """A GPT whose head shares the embedding's weight and gives it no gradient."""
+    model = make_gpt()
+    model.head = DetachedHead(model.tok.weight)  # type: ignore[assignment]
+    return model
 
 
 DENSE = dict(

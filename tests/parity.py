@@ -161,6 +161,8 @@ def make_model(family: str, dropout: float) -> torch.nn.Module:
         return models.make_skips()
     if family == "gpt-switch":
         return models.make_switch()
+    if family == "gpt-detached":
+        return models.make_detached()
     if family == "gpt-balanced-aux":
         return models.make_balanced()
     if family in ("mistral", "mistral-padded", "mistral-packed", "qwen2-mixed"):

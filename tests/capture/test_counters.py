@@ -18,7 +18,7 @@ EXAMPLE = {"x": torch.randn(4, 8, dtype=torch.float64)}
 
 class State:
     def __init__(self) -> None:
-        self.step = 0
+        self.step, self.counts = 0, {"a": 0}
 
 
 class Counting(nn.Module):
@@ -30,6 +30,7 @@ class Counting(nn.Module):
         self.way = way
         self.seen, self.ready, self.length = 0, False, 0
         self.state = State()
+        self.numbers, self.steps = {"seen": 0, "each": [0, 0]}, [0]
         self.last: torch.Tensor | None = None
         self.table = torch.zeros(8, dtype=torch.float64)
 
@@ -52,6 +53,18 @@ class Counting(nn.Module):
             case "state":
                 self.state.step += 1
                 y = y / self.state.step
+            case "dict":
+                self.numbers["seen"] += 1
+                y = y / self.numbers["seen"]
+            case "list":
+                self.steps[0] += 1
+                y = y / self.steps[0]
+            case "nested":
+                self.numbers["each"][1] += 1
+                y = y / self.numbers["each"][1]
+            case "in an object":
+                self.state.counts["a"] += 1
+                y = y / self.state.counts["a"]
             case "fails":
                 if self.ready:
                     y = y * float(y.sum())
@@ -88,6 +101,10 @@ NAMES = {
     "branch": r"'ready' \(False -> True\)",
     "dropout": r"'drop\.p' \(0\.5 -> 0\.45\)",
     "state": r"'state\.step' \(0 -> 1\)",
+    "dict": r"[\"']numbers\['seen'\][\"'] \(0 -> 1\)",
+    "list": r"'steps\[0\]' \(0 -> 1\)",
+    "nested": r"[\"']numbers\['each'\]\[1\][\"'] \(0 -> 1\)",
+    "in an object": r"[\"']state\.counts\['a'\][\"'] \(0 -> 1\)",
     "fails": r"'ready' \(False -> True\)",
 }
 
@@ -102,9 +119,12 @@ def test_a_number_that_the_forward_changes_and_computes_with_is_refused_by_name(
     assert (model.seen, model.ready, model.drop.p, model.state.step) == (0, False, 0.5, 0)
 
 
-def test_it_is_found_inside_layers() -> None:
-    with pytest.raises(CaptureError, match=r"computes with 'layers\.0\.seen' \(0 -> 1\)"):
-        capture(Layers("anneal").double(), EXAMPLE, loss)
+@pytest.mark.parametrize(("way", "name"), [("anneal", r"'layers\.0\.seen'"), ("list", r"'layers\.0\.steps\[0\]'")])
+def test_it_is_found_inside_layers(way: str, name: str) -> None:
+    model = Layers(way).double()
+    with pytest.raises(CaptureError, match=rf"computes with .*{name} \(0 -> 1\)"):
+        capture(model, EXAMPLE, loss)
+    assert all(m.steps == [0] and m.numbers["seen"] == 0 for m in model.modules() if isinstance(m, Counting))
 
 
 @pytest.mark.parametrize("way", ["", "logs", "cache"])

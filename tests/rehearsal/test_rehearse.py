@@ -106,6 +106,33 @@ def test_a_rehearsed_rank_does_what_its_plan_says(name: str) -> None:
         assert sends and all(row.expected == row.observed for row in sends)
 
 
+UNTIED = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 8,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+}
+
+
+def test_embedding_and_head_of_their_own_on_one_rank_weigh_what_their_plan_says(tmp_path: Path) -> None:
+    """ZBV puts them both on the first rank. Without the plan's kernels of a CPU, whose loss keeps one float32 tensor of
+    all logits more, the same peak would be 10 % above the plan's."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(UNTIED))
+    pins = {"pp": 2, "tp": 1, "schedule": "ZBV", "virtual_stages": 2, "zero_stage": 0, "micro_batch_size": 1}
+    plan = plan_of((str(config), "1x2xh100-sxm5-80gb", 512, 8, {**pins, "recompute": "none"}, "0"))
+    (report,) = autoplan.rehearse(plan, "0").ranks
+    peak = next(row for row in report.rows if row.name == "peak of all tensors")
+    logits = 4 * 512 * UNTIED["vocab_size"]  # type: ignore[operator]
+    assert peak.expected is not None and peak.observed == pytest.approx(peak.expected, rel=0.05)
+    assert peak.expected - report.predicted_bytes[1] == pytest.approx(logits, rel=0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_a_rank_of_a_large_plan_does_what_the_plan_says(name: str) -> None:

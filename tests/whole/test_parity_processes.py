@@ -94,6 +94,20 @@ def test_training_equals_one_device(case: Case) -> None:
     assert_trains_as_one_device(case)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gpt-detached", pp=2, num_micro_batches=2),
+        Case("gpt-detached", pp=2, dp=2, zero=1, num_micro_batches=2),
+        Case("gpt-detached", pp=2, schedule="ZBV", virtual=2, num_micro_batches=4),
+    ],
+    ids=str,
+)
+def test_a_tied_use_without_a_gradient(case: Case) -> None:
+    """The head of the last stage gives the embedding's weight none; the first stage waits for its part of the sum."""
+    assert_trains_as_one_device(case)
+
+
 @pytest.mark.parametrize("case", spread_out([CASES[0], CASES[5], CASES[6], CASES[18]], 2), ids=str)
 def test_float32_with_sgd(case: Case) -> None:
     got = trained(case, "float32", 3, "sgd")

@@ -9,6 +9,7 @@ import types
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,26 +45,52 @@ def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     Such as `cache['t']`, `memory[0]`, `state.h`.
     """
     found = dict(all_buffers(model, remove_duplicate=False))
-    for path, held in _containers(model):
+    for _, path, held in _containers(model):
         for name, value in _entries(held):
             if isinstance(value, torch.Tensor):
                 found[path + name] = value
     return found
 
 
-def attribute_holders(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield what has attributes, with its path: the modules, and once each the plain objects that they hold."""
-    seen = set[int]()
-    for path, module in model.named_modules():
-        yield path, module
-        for name, held in list(vars(module).items()):
-            if name not in _INTERNAL and id(held) not in seen and _is_plain(held):
-                seen.add(id(held))
-                yield f"{path}.{name}" if path else name, held
+@dataclass(frozen=True)
+class Table:
+    """What a module has under names: its attributes, those of an object that it holds, or a dict, list or deque.
+
+    Attributes:
+        path: of the holder, empty for the model.
+        kind: equal for tables at one place of modules of one class.
+        entries: the live table.
+        named: the keys are names of attributes.
+    """
+
+    path: str
+    kind: object
+    entries: Any
+    named: bool
+
+    def values(self) -> dict[Any, Any]:
+        """Return a copy of the table, of a list by index."""
+        return dict(self.entries if isinstance(self.entries, dict) else enumerate(self.entries))
+
+    def name_of(self, key: Any) -> str:
+        """Return the path of an entry."""
+        return ".".join(filter(None, (self.path, key))) if self.named else f"{self.path}[{key!r}]"
 
 
-def _containers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield every container and plain object that modules hold as attributes, once, with its path.
+def tables(model: nn.Module) -> Iterator[Table]:
+    """Yield the attributes of the modules, and once each the containers and plain objects that they hold."""
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
+        yield Table(path, type(module), vars(module), named=True)
+    for prefix, path, held in _containers(model):
+        if not isinstance(held, _CONTAINERS):
+            yield Table(path, type(held), vars(held), named=True)
+        elif not isinstance(held, set):
+            yield Table(path, (type(modules[prefix]), path[len(prefix) :]), held, named=False)
+
+
+def _containers(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """Yield every container and plain object that modules hold as attributes, once: path of the module, path, itself.
 
     Containers are followed into containers; of objects that modules hold, the containers are.
     """
@@ -75,7 +102,7 @@ def _containers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             path, held, direct = waiting.pop()
             if id(held) not in seen and (isinstance(held, _CONTAINERS) or (direct and _is_plain(held))):
                 seen.add(id(held))
-                yield path, held
+                yield prefix, path, held
                 waiting += [(path + name, x, False) for name, x in _entries(held)]
 
 
@@ -106,7 +133,7 @@ def attributes_restored(model: nn.Module, every: bool = False) -> Iterator[None]
         every: also what is neither, but may hold some.
     """
     before = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
-    contents = [(held, _contents(held)) for _, held in _containers(model)]
+    contents = [(held, _contents(held)) for _, _, held in _containers(model)]
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ them: a value that has an influence only later (a warm-up of ten steps that is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,58 +15,60 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.capture.frontend.buffers import attribute_holders, held_tensors
+from autoplan.capture.frontend.buffers import Table, attributes_restored, tables
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import ModelGraph
 
 
 @dataclass(frozen=True)
 class _Change:
-    """Attribute `name` of a module or of an object that it holds, before and after a forward."""
+    """An entry of a table before and after a forward."""
 
-    path: str
-    holder: Any
-    name: str
+    table: Table
+    key: Any
     before: Any
     after: Any
 
     def __str__(self) -> str:
-        return f"{'.'.join(filter(None, (self.path, self.name)))!r} ({self.before} -> {self.after})"
+        return f"{self.table.name_of(self.key)!r} ({self.before} -> {self.after})"
 
 
 class Counters:
-    """The numbers that the last forward of a model changed: attributes of its modules, and of objects that they hold.
+    """The numbers that the last forward of a model changed.
 
-    Numbers of a module that makes a tensor without a gradient are left out. They belong to a cache (`self.ready =
-    True`, the length that a table was made for), which a capture takes out again.
+    They are attributes of its modules and of objects that these hold, and entries of dicts and lists in either. What
+    is in an object inside of those is not seen. Numbers of a module that makes a tensor without a gradient are left
+    out. They belong to a cache (`self.ready = True`, the length that a table was made for), which a capture takes out
+    again.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._before: list[tuple[Table, dict[Any, Any]]] = []
         self._changed: list[_Change] = []
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Compare the numbers before and after one forward, which runs inside the context."""
-        holders = [(path, holder, dict(vars(holder))) for path, holder in attribute_holders(self._model)]
-        tensors = held_tensors(self._model)
-        yield
-        changed = [
-            _Change(path, holder, name, value, vars(holder)[name])
-            for path, holder, attributes in holders
-            for name, value in attributes.items()
-            if _is_number(value) and _is_number(vars(holder).get(name)) and value != vars(holder)[name]
-        ]
-        if changed:
-            caches = self._caches(tensors)
-            changed = [change for change in changed if self._module_of(f"{change.path}.") not in caches]
-        self._changed = changed
+    def start(self) -> None:
+        """Note the numbers before a forward."""
+        self._before = [(table, table.values()) for table in tables(self._model)]
 
-    def _caches(self, before: dict[str, torch.Tensor]) -> set[str]:
-        """Return the paths of the modules that made a tensor without a gradient."""
-        now = held_tensors(self._model)
-        made = [name for name, t in now.items() if t is not before.get(name) and not t.requires_grad]
-        return {self._module_of(name) for name in made}
+    def end(self, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
+        """Compare the numbers after a forward with those at its start.
+
+        Args:
+            before, after: the tensors that the model held then and holds now, by path (`held_tensors`).
+        """
+        changed = [
+            _Change(table, key, value, now[key])
+            for table, then in self._before
+            for now in (table.values(),)
+            for key, value in then.items()
+            if _is_number(value) and _is_number(now.get(key)) and value != now[key]
+        ]
+        if changed:  # not in the modules that made a tensor without a gradient
+            made = [name for name, t in after.items() if t is not before.get(name) and not t.requires_grad]
+            caches = {self._module_of(name) for name in made}
+            changed = [change for change in changed if self._module_of(f"{change.table.path}.") not in caches]
+        self._before, self._changed = [], changed
 
     def _module_of(self, name: str) -> str:
         """Return the path of the module that holds something of this path."""
@@ -99,20 +101,16 @@ class Counters:
     def _advanced(self, changed: list[_Change]) -> Iterator[None]:
         """Give the model the numbers that the forward left.
 
-        A layer that repeats another did not run: where objects of one class have the same number, all of them get it.
+        A layer that repeats another did not run: where tables of one kind have the same number, all of them get it.
         """
-        every, before = [holder for _, holder in attribute_holders(self._model)], []
-        try:
+        every = list(tables(self._model))
+        with attributes_restored(self._model, every=True):  # torch.export puts copies in the place of containers
             for change in changed:
-                for holder in every:
-                    alike = type(holder) is type(change.holder) and vars(holder).get(change.name) == change.before
-                    if holder is change.holder or alike:
-                        before.append((holder, change.name, vars(holder)[change.name]))
-                        vars(holder)[change.name] = change.after
+                for table in every:
+                    mine, held = table.entries is change.table.entries, table.values().get(change.key)
+                    if mine or (table.kind == change.table.kind and held == change.before and _is_number(held)):
+                        table.entries[change.key] = change.after
             yield
-        finally:
-            for holder, name, value in reversed(before):
-                vars(holder)[name] = value
 
 
 def _is_number(value: Any) -> bool:

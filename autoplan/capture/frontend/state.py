@@ -66,12 +66,14 @@ def state_refused(model: nn.Module, counters: Counters) -> Iterator[None]:
         CaptureError: names the tensors that the forward computes with and then replaces.
     """
     # here already: torch.export warns of what is still there after the forward
-    with attributes_restored(model), counters.watched():
+    with attributes_restored(model):
         before = held_tensors(model)
+        counters.start()
         reads = _Reads(before.values())
         with reads:
             yield
         after = held_tensors(model)
+        counters.end(before, after)
         replaced = [name for name, tensor in before.items() if name in after and after[name] is not tensor]
         state = [n for n in replaced if id(before[n]) in reads.read and reads.source(after[n]) != id(before[n])]
     if state:
