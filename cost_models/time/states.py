@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.config.precision import MASTER_BYTES, Precision
@@ -85,8 +86,6 @@ class StatePricer:
         hides: The same for ZeRO's traffic; 0 if it has no stream of its own.
         contention: The share of hidden traffic by which compute slows down.
         reduces_beside: True if ZeRO 0 reduces gradients during the backward.
-        holds_once: True if a rank holds a parameter once that several blocks use.
-        moves_once: True if it is gathered and reduced once, too. ZeRO 3 does so with every block that uses it.
         reduction: The collective that sends the gradients of ZeRO 1 to 3.
     """
 
@@ -102,12 +101,23 @@ class StatePricer:
         self.hides: float = 0.0 if self.by_tensor else self.overlap
         self.contention: float = c.contention if costs.profile is None and streams else 0.0
         self.reduces_beside: bool = reduced_beside(config, costs)
-        # stages hold a copy each, and so do blocks of `fully_shard` (runtime.zero)
-        self.holds_once: bool = config.pp == 1 and (config.zero_stage == 0 or costs.mode is Mode.FUSED)
-        self.moves_once: bool = self.holds_once and config.zero_stage < 3
         self.reduction = "all_to_all" if reduces_by_exchange(costs.cluster.device_type) else "reduce_scatter"
         if costs.options.whole_sums and config.zero_stage == 1:
             self.reduction = "all_reduce"
+
+    @cached_property
+    def holds_once(self) -> bool:
+        """True if a rank holds a parameter once that several blocks use.
+
+        Stages hold a copy each, and so do blocks of `fully_shard` (`runtime.zero`).
+        """
+        shards = any(self.share(expert) > 1 for expert in REPLICAS)
+        return self.config.pp == 1 and (not shards or self.costs.mode is Mode.FUSED)
+
+    @cached_property
+    def moves_once(self) -> bool:
+        """True if it is gathered and reduced once, too. ZeRO 3 does so with every block that uses it."""
+        return self.holds_once and self.config.zero_stage < 3
 
     def share(self, expert: bool) -> int:
         """Return the number of ranks that ZeRO shards a parameter over; 1 if it does not."""

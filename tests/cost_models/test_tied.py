@@ -91,25 +91,30 @@ def test_a_rank_that_has_both_uses_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "zero", "pp", "copies"),
+    ("mode", "zero", "dp", "pp", "copies"),
     [
-        (Mode.EAGER, 0, 1, 1),
-        (Mode.FUSED, 1, 1, 1),
-        (Mode.FUSED, 3, 1, 1),
-        (Mode.EAGER, 1, 1, 2),  # blocks of fully_shard
-        (Mode.EAGER, 0, 2, 2),
+        (Mode.EAGER, 0, 8, 1, 1),
+        (Mode.EAGER, 1, 1, 1, 1),  # no copies to shard over
+        (Mode.FUSED, 1, 8, 1, 1),
+        (Mode.FUSED, 3, 8, 1, 1),
+        (Mode.EAGER, 1, 8, 1, 2),  # blocks of fully_shard
+        (Mode.EAGER, 0, 8, 2, 2),
     ],
 )
-def test_a_parameter_is_updated_once_where_it_is_held_once(mode: Mode, zero: int, pp: int, copies: int) -> None:
+def test_a_parameter_is_updated_once_where_it_is_held_once(
+    mode: Mode, zero: int, dp: int, pp: int, copies: int
+) -> None:
     workload = work_of("llama-3.2-1b")
     (tied,) = workload.tied
-    config = ParallelConfig(dp=8, pp=pp, zero_stage=zero, num_micro_batches=4)
+    config = ParallelConfig(dp=dp, pp=pp, zero_stage=zero, num_micro_batches=4)
     pricer = Pricer(workload, config, Costs(CLUSTER, None, mode), precision_of("native"))
     states, blocks = StatePricer(config, pricer.costs, pricer.precision, pricer.groups), workload.blocks.values()
     found = [p for b in blocks for p in states.updated(b) if p.num_elements == tied.param.num_elements]
     assert len(found) == copies
     sent = [states.gathered_bytes(mine) for b in blocks for _, _, mine in states.sharded(b)]
-    if zero:
+    if dp == 1:
+        assert not sent
+    elif zero:
         assert sum(size >= tied.num_bytes for size in sent) == (2 if zero == 3 else copies)
     else:
         assert sum(states.reduced(b).get("replicas", 0.0) >= tied.num_bytes for b in blocks) == copies
