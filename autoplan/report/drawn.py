@@ -43,8 +43,8 @@ def drawn_plan(a: Answer, usual: Usual | None = None) -> dict[str, Any]:
     given = STEP_ONLY if a.usual_tokens else a.run
     commands = {
         "Price this plan": estimate_command(a.model, a.cluster, a.request, a.best.config, given),
-        "Why this plan": explain_words(a.model, a.cluster, a.request),
-        "More devices": whatif_command(a.model, a.cluster, a.request, varied_text(a.request)),
+        "Why this plan": explain_words(a.model, a.cluster, a.request, given),
+        "More devices": whatif_command(a.model, a.cluster, a.request, varied_text(a.request), given),
     }
     out |= {
         "verdict": f"Fits: {verdict(a.result.certificate, a.result)}.",

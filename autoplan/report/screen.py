@@ -266,6 +266,6 @@ def _commands(a: Answer) -> list[list[str]]:
     run = STEP_ONLY if a.usual_tokens else a.run
     return [
         estimate_command(a.model, a.cluster, a.request, a.best.config, run),
-        explain_words(a.model, a.cluster, a.request),
-        whatif_command(a.model, a.cluster, a.request, varied_text(a.request)),
+        explain_words(a.model, a.cluster, a.request, run),
+        whatif_command(a.model, a.cluster, a.request, varied_text(a.request), run),
     ]

@@ -50,6 +50,10 @@ def size_command(
     cluster: str | None = task.__dict__["cluster"]
     if not kinds and cluster is None:
         raise PinError("--devices is missing: kinds of devices or instances, for example --devices h100,gb200")
+    if kinds and cluster is not None and (task.written is None or cluster != task.written.asked.get("cluster")):
+        raise PinError(
+            f"--cluster {cluster} and --devices {', '.join(kinds)} both name kinds of devices; give one of them"
+        )
     if cluster is None:
         task = replace(task, cluster=_cluster_text(kinds[0]))
     request = read_request(task, pins=list(pin or ()), **asked)

@@ -108,17 +108,15 @@ def title(request: PlanRequest) -> str:
 
 def heading(out: Console, request: PlanRequest) -> None:
     """Print the model, the cluster and the task of a request."""
-    r = request
-    out.print(Text(title(r), style="bold"), soft_wrap=True)
-    paragraph(out, f"on {cluster_line(r.cluster)}", 5, first=2)
-    batch = r.seq_len * r.global_batch_size
-    paragraph(
-        out,
-        f"{batch_text(r)} = {numbers.scaled(batch)} tokens per step, "
-        f"{r.precision}, {r.mode}{_run_options(r)}{', pinned ' + pins_text(r.pins) if r.pins else ''}",
-        5,
-        first=2,
-    )
+    out.print(Text(title(request), style="bold"), soft_wrap=True)
+    for line in (f"on {cluster_line(request.cluster)}", task_line(request)):
+        paragraph(out, line, 5, first=2)
+
+
+def task_line(r: PlanRequest) -> str:
+    """Return the task of a request in one line: batch, precision, kernels, options and pins."""
+    batch, pins = numbers.scaled(r.seq_len * r.global_batch_size), f", pinned {pins_text(r.pins)}" if r.pins else ""
+    return f"{batch_text(r)} = {batch} tokens per step, {r.precision}, {r.mode}{_run_options(r)}{pins}"
 
 
 def pins_text(pins: Mapping[str, object]) -> str:
@@ -576,7 +574,7 @@ def plan_text(
         out,
         [
             estimate_command(model, cluster, request, best.config, run),
-            whatif_command(model, cluster, request, varied_text(request)),
+            whatif_command(model, cluster, request, varied_text(request), run),
         ],
     )
 
@@ -597,4 +595,4 @@ def estimate_text(
     _breakdown(out, planned.estimate)
     prices(out, [request], run)
     say_warnings(out, planned.estimate, request, run)
-    next_commands(out, [plan_command(model, cluster, request)])
+    next_commands(out, [plan_command(model, cluster, request, run)])

@@ -174,6 +174,7 @@ def test_size_on_the_command_line() -> None:
         (("--deadline", "2d", "--devices", "h100", "--no-tokens"), "--tokens is missing"),
         (("--deadline", "soon", "--devices", "h100"), "--deadline 'soon' must be a time above 0"),
         (("--deadline", "2d", "--devices", "h1000"), "h1000"),
+        (("--deadline", "2d", "--devices", "h100", "--cluster", "4xa100"), "--cluster 4xa100 and --devices h100"),
         (("--deadline", "2d", "--devices", "h100", "--budget", "much"), "--budget 'much'"),
     ],
 )
