@@ -14,6 +14,7 @@ from rich.text import Text
 
 from autoplan.config import numbers
 from autoplan.config.choices import config_data, plain_option
+from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.errors import PinError
 from autoplan.plans.document import chosen, plain
@@ -26,6 +27,7 @@ from autoplan.report.output import put
 from autoplan.report.plan_file import read_plan_file
 from autoplan.report.plots import scatter_plot, show_plot
 from autoplan.report.request import read_run
+from autoplan.report.task_text import task_line
 from autoplan.report.text import (
     TERMS,
     cluster_line,
@@ -34,7 +36,6 @@ from autoplan.report.text import (
     plain_table,
     proof_of,
     proof_text,
-    task_line,
 )
 from autoplan.report.waiting import INCOMPLETE, telling, waiting
 from autoplan.report.words import choice_text, value_text
@@ -116,6 +117,8 @@ def explain_command(
         _check_versus(vs, asked)
     run = read_run(task)
     config = None if task.written is None else checked_config(request, task.written.but({}, task.cluster))
+    if config is not None and task.written is not None:
+        _check_pinned(task.written.path, config, request.pins)
     if vs is None:
         with waiting("explaining", as_json) as status:
             told = partial(_say_progress, status)
@@ -157,6 +160,17 @@ def _check_versus(vs: str, asked: Mapping[str, Any]) -> None:
     for name, (flag, default) in _WITHOUT_VS.items():
         if asked[name] != default:
             raise PinError(f"{flag} is about the choices of one plan, --vs {vs} compares two: leave one of them out")
+
+
+def _check_pinned(path: Path, config: ParallelConfig, pins: Mapping[str, Any]) -> None:
+    """Raise PinError for a number or a schedule that is pinned to another value than that of the plan in a file."""
+    for name in ("dp", "tp", "pp", "cp", "ep", "zero_stage", "zero_replicas", "micro_batch_size", "schedule"):
+        own = getattr(config, name)
+        if pins.get(name, own) != own:
+            raise PinError(
+                f"pin {name}={pins[name]}: the plan of {path} has {name}={own}; compare it with --vs "
+                f"{name}={pins[name]}, or leave out the pin"
+            )
 
 
 def _say_progress(status: Any, done: int, num: int, what: str) -> None:

@@ -22,7 +22,8 @@ from autoplan.report.data import cluster, head
 from autoplan.report.flags import TaskWords
 from autoplan.report.output import put
 from autoplan.report.request import read_request
-from autoplan.report.text import batch_text, interval, paragraph, plain_table, title
+from autoplan.report.task_text import batch_text, settings_text
+from autoplan.report.text import interval, paragraph, plain_table, title
 from autoplan.report.waiting import waiting
 from autoplan.search.planner import PlanRequest
 from autoplan.search.pools import RESTRICTIONS, PooledPlan
@@ -57,7 +58,7 @@ def pools_text(out: Console, found: Pools) -> None:
     out.print(Text(title(requests[0]), style="bold"), soft_wrap=True)
     paragraph(out, "on " + " and ".join(str(r.cluster) for r in requests), 5, first=2)
     r = requests[0]
-    paragraph(out, f"{batch_text(r)} per step, {r.precision}, {r.mode}", 5, first=2)
+    paragraph(out, f"{batch_text(r)} per step, {settings_text(r)}", 5, first=2)
     out.print()
     out.print(Text(f" {_label(best)}", style="bold green"), soft_wrap=True)
     paragraph(

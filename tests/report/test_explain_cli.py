@@ -80,6 +80,8 @@ def test_explain_on_the_command_line(tmp_path: Path) -> None:
     same = json.loads(run("explain", str(plan), "--vs", "tp=2", "--json").stdout)
     assert same["difference"] == first["difference"]
     assert "tp 1 -> 2" in run("explain", str(plan), "--vs", str(other)).stdout
+    line = one_line_error(run("explain", str(plan), "--pin", "tp=2"), 2)
+    assert f"pin tp=2: the plan of {plan} has tp=1; compare it with --vs tp=2" in line
 
 
 @pytest.mark.parametrize(
