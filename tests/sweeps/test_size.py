@@ -165,7 +165,7 @@ def test_size_on_the_command_line() -> None:
     assert data["rows"][0]["days"] == data["fewest"]["days"] and data["rows"][0]["meets"] is True
     text = run(*words).stdout
     assert " FEWEST   8 devices (1 node of h100@price=2): " in text and "fewest" in text
-    assert "eager, pinned pp=1 tp=1 zero_stage=1" in text
+    assert "eager, pinned pp=1 tp=1 zero_stage=1" in " ".join(text.split())
     late = run("size", *TASK, "--tokens", "20B", "--deadline", "1h", "--cluster", "1x2xh100@price=2", "--budget", "1")
     assert late.exit_code == 3 and "NOT POSSIBLE" in late.stdout
 
