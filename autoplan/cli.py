@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 EXIT_BAD_INPUT = 2
 EXIT_NOTHING_FITS = 3
 
-
 # The commands by what they are for, in the order of --help; a command of none of them stands under "Other"
 _GROUPS = {
     "Plan": ("plan", "estimate", "fit", "explain", "check", "pools"),
