@@ -21,6 +21,7 @@ from autoplan.config.choices import OPTIONS, PINS
 from autoplan.config.planning import OF_EVERY_COMMAND, SCREEN_LIMIT_S, SearchSettings
 from autoplan.report.flags import (
     CHOSEN,
+    OF_THE_RUN,
     AsJson,
     Cache,
     ConstantsFile,
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
 EXIT_BAD_INPUT = 2
 EXIT_NOTHING_FITS = 3
-
 
 # The commands by what they are for, in the order of --help; a command of none of them stands under "Other"
 _GROUPS = {
@@ -332,7 +332,7 @@ def _end_sweep(outcome: str, found: Sequence[Point], count: int) -> None:
 
 
 @app.command("fit")
-@partial(with_choices, may_miss=("seq_len", "global_batch_size"))
+@partial(with_choices, may_miss=("seq_len", "global_batch_size"), without=OF_THE_RUN)
 def fit_model(
     task: TaskWords,
     pin: PinTexts = None,
@@ -357,7 +357,7 @@ def fit_model(
 
 
 @app.command("pools")
-@partial(with_choices, may_miss=("cluster",))
+@partial(with_choices, may_miss=("cluster",), without=OF_THE_RUN)
 def plan_pools(
     task: TaskWords,
     pool: Annotated[

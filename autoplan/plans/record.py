@@ -319,7 +319,7 @@ def layouts_for(
         stages,
         config.zero_stage,
         config.schedule,
-        _recompute(graph, config),
+        recompute_of_calls(graph, config),
         config.virtual_stages,
         chosen_methods(graph, config),
         precision,
@@ -327,7 +327,8 @@ def layouts_for(
     )
 
 
-def _recompute(graph: ModelGraph, config: ParallelConfig) -> dict[str, str]:
+def recompute_of_calls(graph: ModelGraph, config: ParallelConfig) -> dict[str, str]:
+    """Return the recompute choice of every call of the model, by its name."""
     calls = [call.name for call in graph.bound_calls()]
     layers = set(layer_calls(graph))
     if isinstance(config.recompute, str):

@@ -45,8 +45,9 @@ def capacity_text(out: Console, title: str, task: CapacityTask, found: Sequence[
     if rows:
         same = [f"{c} {_shown(c, rows[0].get(c))}" for c in _LISTS.values() if c not in varied]
         pins = [f"pinned {' '.join(f'{k}={v}' for k, v in task.pins.items())}"] if task.pins else []
+        like = [f"like {task.like.name}"] if task.like is not None else []
         read = [f"constants of {task.constants_file}"] if task.constants_file is not None else []
-        paragraph(out, ", ".join([*same, *option_texts(task.options), *read, *pins]), 5, first=2)
+        paragraph(out, ", ".join([*same, *like, *option_texts(task.options), *read, *pins]), 5, first=2)
     out.print()
     table = plain_table("", *varied, *_RUN, left=1 + len(varied))
     for name, column in zip(["", *varied, *_RUN], table.columns, strict=True):
@@ -116,6 +117,7 @@ def capacity_report(path: str, status: str, task: CapacityTask, found: Sequence[
         status,
         file=path,
         pins=plain(task.pins),
+        like=None if task.like is None else task.like.name,
         options=option_data(task.options),
         profile=task.profile.name if task.profile is not None else None,
         constants=task.constants_file,

@@ -83,15 +83,15 @@ def _pins(request: PlanRequest) -> list[str]:
     return [word for name, text in texts.items() for word in ("--pin", f"{name}={text}")]
 
 
-def plan_command(model: str, cluster: str, request: PlanRequest) -> list[str]:
+def plan_command(model: str, cluster: str, request: PlanRequest, run: RunTask = STEP_ONLY) -> list[str]:
     """Return the words of the command line that plans this task."""
     asked = [*task(model, cluster, request), *settings(request), *_planning(request)]
-    return ["autoplan", "plan", *asked, *_executed(request)]
+    return ["autoplan", "plan", *asked, *_executed(request), *run_words(run)]
 
 
-def explain_words(model: str, cluster: str, request: PlanRequest) -> list[str]:
+def explain_words(model: str, cluster: str, request: PlanRequest, run: RunTask = STEP_ONLY) -> list[str]:
     """Return the words of the command line that says why the plan of this task is the best."""
-    return ["autoplan", "explain", *plan_command(model, cluster, request)[2:]]
+    return ["autoplan", "explain", *plan_command(model, cluster, request, run)[2:]]
 
 
 def fit_words(model: str, cluster: str, request: PlanRequest) -> list[str]:
@@ -101,9 +101,9 @@ def fit_words(model: str, cluster: str, request: PlanRequest) -> list[str]:
     return ["autoplan", "fit", *asked, *risk, *_executed(request)]
 
 
-def whatif_command(model: str, cluster: str, request: PlanRequest, vary: str) -> list[str]:
+def whatif_command(model: str, cluster: str, request: PlanRequest, vary: str, run: RunTask = STEP_ONLY) -> list[str]:
     """Return the words of the command line that varies one thing of this task."""
-    asked = [*task(model, cluster, request), *settings(request), *_planning(request)]
+    asked = [*task(model, cluster, request), *settings(request), *_planning(request), *run_words(run)]
     return ["autoplan", "whatif", *asked, "--vary", vary]
 
 

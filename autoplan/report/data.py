@@ -68,7 +68,8 @@ Schema 1:
                  "step_s" | "peak_bytes" | "tokens_per_s" | "mfu" | "num_devices" | "usd_per_hour" | "days" | "usd":
                      {"own": null | number, "other": null | number}}
 
-    {"schema": 1, "status": "ok" | "infeasible", "command": "fit", "model", "cluster", "request", "fits": null | bool,
+    {"schema": 1, "status": "ok" | "infeasible" | "stopped", "command": "fit", "model", "cluster", "request",
+     "fits": null | bool,   # null: not decided in time, "stopped"
      "plan", "estimate",   # of the best plan; if nothing fits, of one with little memory, or null
      "shortage": null | {"stage", "term", "needed_bytes", "available_bytes"},
      "ways": [{"name", "status": "fits" | "does not fit" | "stopped", "plan", "peak_memory_bytes", "tokens_per_s",
@@ -87,7 +88,7 @@ Schema 1:
      "alone": [{"cluster", "plan", "step_time_s", "reason"}],
      "certificate": {"num_candidates", "num_open", "bound_s", "gap", "restrictions"}}
 
-    {"schema": 1, "status": as of whatif, "command": "capacity", "file", "pins",
+    {"schema": 1, "status": as of whatif, "command": "capacity", "file", "pins", "like": null | str,
      "options": {option of RunOptions: value}, "profile", "constants": null | file, "assumptions": as of run,
      "notes": {model: [str]}, "rows": [...]}  # columns: autoplan.sweeps.capacity.capacity
 """

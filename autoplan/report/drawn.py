@@ -23,7 +23,8 @@ from autoplan.report.data import assumptions, run_data
 from autoplan.report.degrees import checked_config
 from autoplan.report.exports import export_plan
 from autoplan.report.screen import Answer, verdict, words_of_plan
-from autoplan.report.text import TERMS, batch_text, cluster_line, notes_of, title, varied_text
+from autoplan.report.task_text import batch_text, settings_text
+from autoplan.report.text import TERMS, cluster_line, notes_of, title, varied_text
 from autoplan.report.words import value_text
 from autoplan.search.planner import Planned, PlanRequest, SearchResult, estimate_config
 from autoplan.sweeps.label import evidence_label, plan_label
@@ -43,8 +44,8 @@ def drawn_plan(a: Answer, usual: Usual | None = None) -> dict[str, Any]:
     given = STEP_ONLY if a.usual_tokens else a.run
     commands = {
         "Price this plan": estimate_command(a.model, a.cluster, a.request, a.best.config, given),
-        "Why this plan": explain_words(a.model, a.cluster, a.request),
-        "More devices": whatif_command(a.model, a.cluster, a.request, varied_text(a.request)),
+        "Why this plan": explain_words(a.model, a.cluster, a.request, given),
+        "More devices": whatif_command(a.model, a.cluster, a.request, varied_text(a.request), given),
     }
     out |= {
         "verdict": f"Fits: {verdict(a.result.certificate, a.result)}.",
@@ -74,8 +75,7 @@ def drawn_estimate(request: PlanRequest, planned: Planned, run: RunTask) -> dict
 
 def request_text(request: PlanRequest) -> str:
     """Return the model, the cluster and the batch of a request in one line."""
-    batch = batch_text(request)
-    return f"{title(request)}; {cluster_line(request.cluster)}; {batch}, {request.precision}, {request.mode}"
+    return f"{title(request)}; {cluster_line(request.cluster)}; {batch_text(request)}, {settings_text(request)}"
 
 
 def drawn_of(request: PlanRequest, planned: Planned, result: SearchResult | None = None) -> dict[str, Any]:

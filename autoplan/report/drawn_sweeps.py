@@ -7,7 +7,8 @@ from typing import Any
 
 from autoplan.config import numbers
 from autoplan.report.drawn import drawn_of, gain_data, hardware_sources, request_text, run_sources, sources
-from autoplan.report.text import batch_text, title
+from autoplan.report.task_text import batch_text, settings_text
+from autoplan.report.text import title
 from autoplan.search.planner import Planned, PlanRequest
 from autoplan.sweeps.capacity import CapacityTask, Cell
 from autoplan.sweeps.explain import Explanation
@@ -99,7 +100,7 @@ def drawn_size(found: Size) -> dict[str, Any]:
         said = f"{best.num_devices:,} x {kind.name} are {known} train on {question}."
     points = [p for k in found.kinds for p in k.points]
     return {
-        "task": f"{title(r)}; {batch_text(r)}, {r.precision}, {r.mode}",
+        "task": f"{title(r)}; {batch_text(r)}, {settings_text(r)}",
         "verdict": said,
         "good": best is not None,
         "points": [_point(p) for p in points],

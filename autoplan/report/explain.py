@@ -14,6 +14,7 @@ from rich.text import Text
 
 from autoplan.config import numbers
 from autoplan.config.choices import config_data, plain_option
+from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.errors import PinError
 from autoplan.plans.document import chosen, plain
@@ -26,7 +27,16 @@ from autoplan.report.output import put
 from autoplan.report.plan_file import read_plan_file
 from autoplan.report.plots import scatter_plot, show_plot
 from autoplan.report.request import read_run
-from autoplan.report.text import TERMS, heading, paragraph, plain_table, proof_of, proof_text
+from autoplan.report.task_text import task_line
+from autoplan.report.text import (
+    TERMS,
+    cluster_line,
+    heading,
+    paragraph,
+    plain_table,
+    proof_of,
+    proof_text,
+)
 from autoplan.report.waiting import INCOMPLETE, telling, waiting
 from autoplan.report.words import choice_text, value_text
 from autoplan.search.planner import Planned, PlanRequest, estimate_config, search_plan
@@ -103,8 +113,12 @@ def explain_command(
         asked: what to look at, as `sweeps.explain.explain` takes it.
     """
     check_report_path(file)
+    if vs is not None:
+        _check_versus(vs, asked)
     run = read_run(task)
     config = None if task.written is None else checked_config(request, task.written.but({}, task.cluster))
+    if config is not None and task.written is not None:
+        _check_pinned(task.written.path, config, request.pins)
     if vs is None:
         with waiting("explaining", as_json) as status:
             told = partial(_say_progress, status)
@@ -130,6 +144,33 @@ def explain_command(
         write_report(file, report, drawn_explained(request, own, run, said, whole))
     if vs is None and found.interrupted:
         raise KeyboardInterrupt(INCOMPLETE)
+
+
+# Arguments about what is looked at without --vs -> (how they are typed, their value if they are not)
+_WITHOUT_VS: Mapping[str, tuple[str, object]] = {
+    "only": ("--only", ()),
+    "every_value": ("--every-value", False),
+    "settings": ("--no-settings", True),
+    "front": ("--pareto", False),
+}
+
+
+def _check_versus(vs: str, asked: Mapping[str, Any]) -> None:
+    """Raise PinError for an argument that the comparison of two plans would not use."""
+    for name, (flag, default) in _WITHOUT_VS.items():
+        if asked[name] != default:
+            raise PinError(f"{flag} is about the choices of one plan, --vs {vs} compares two: leave one of them out")
+
+
+def _check_pinned(path: Path, config: ParallelConfig, pins: Mapping[str, Any]) -> None:
+    """Raise PinError for a number or a schedule that is pinned to another value than that of the plan in a file."""
+    for name in ("dp", "tp", "pp", "cp", "ep", "zero_stage", "zero_replicas", "micro_batch_size", "schedule"):
+        own = getattr(config, name)
+        if pins.get(name, own) != own:
+            raise PinError(
+                f"pin {name}={pins[name]}: the plan of {path} has {name}={own}; compare it with --vs "
+                f"{name}={pins[name]}, or leave out the pin"
+            )
 
 
 def _say_progress(status: Any, done: int, num: int, what: str) -> None:
@@ -245,6 +286,8 @@ def versus_text(out: Console, request: PlanRequest, own: Planned, other: OtherPl
     heading(out, request)
     _plan_line(out, "PLAN", own)
     _plan_line(out, f"VS {other.name}", other.planned)
+    for line in _other_task(request, other.request):
+        paragraph(out, line, 3, first=1)
     out.print()
     paragraph(out, _verdict(found), 1)
     if found.decisions:
@@ -254,6 +297,15 @@ def versus_text(out: Console, request: PlanRequest, own: Planned, other: OtherPl
         paragraph(out, "Both decide the same.", 2)
     _terms_table(out, own.estimate, other.planned.estimate, found)
     _rates(out, found)
+
+
+def _other_task(request: PlanRequest, other: PlanRequest) -> list[str]:
+    """Return what the other plan is for, where it is not the model, the cluster or the task of the plan."""
+    pairs = [
+        (f"model {r.graph.name}", f"on {cluster_line(r.cluster)}", f"for {task_line(replace(r, pins={}))}")
+        for r in (request, other)
+    ]
+    return [theirs for ours, theirs in zip(*pairs, strict=True) if ours != theirs]
 
 
 def _verdict(found: Difference) -> str:

@@ -118,12 +118,15 @@ def _ways(out: Console, found: Fit) -> None:
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 
+_OUTCOMES = {True: "ok", False: "infeasible", None: "stopped"}  # by whether it fits
+
+
 def fit_report(found: Fit) -> dict[str, Any]:
     """Return the answer of `autoplan fit` as plain data."""
     asked, none = found.asked, partial(dict.fromkeys, ("priced_not_executed", "plan", "estimate"))
     shown = asked.planned if asked.planned is not None else found.closest
     return {
-        **head("fit", asked.request, "ok" if asked.planned is not None else "infeasible"),
+        **head("fit", asked.request, _OUTCOMES[found.fits]),
         "fits": found.fits,
         **(none() if shown is None else planned_data(shown, asked.request, STEP_ONLY)),
         "shortage": shortage_data(asked.shortage),

@@ -172,7 +172,13 @@ def _annotation(record: Choice) -> tuple[Any, object]:
     return Annotated[kind if default is not None else kind | None, option], default
 
 
-def with_choices(command: Callable[..., None], may_miss: Sequence[str] = ()) -> Callable[..., None]:
+# Fields of TaskWords that are about the whole run, not about a step
+OF_THE_RUN = ("tokens", "assume")
+
+
+def with_choices(
+    command: Callable[..., None], may_miss: Sequence[str] = (), without: Sequence[str] = ()
+) -> Callable[..., None]:
     """Give a command an option for every field of its parameter `task`, every choice and every setting of a search.
 
     The choices are in place of `degrees` and of `options`, the settings of a search but its time in place of `search`;
@@ -180,10 +186,12 @@ def with_choices(command: Callable[..., None], may_miss: Sequence[str] = ()) -> 
 
     Args:
         may_miss: arguments that every other task has, and that are None here if they are not given.
+        without: fields of TaskWords that the answer does not depend on: there is no option for them.
     """
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, list[str]] = {}
     given = [made for parameter in signature.parameters.values() for made in _parameters(parameter, groups, may_miss)]
+    given = [made for made in given if made.name not in without]
 
     @functools.wraps(command)
     def called(context: typer.Context, **values: Any) -> None:
@@ -193,7 +201,7 @@ def with_choices(command: Callable[..., None], may_miss: Sequence[str] = ()) -> 
         values |= usual
         asked = _asked(values, written, may_miss)
         values |= {group: {name: values.pop(name) for name in names} for group, names in groups.items()}
-        taken = {word.name: values.pop(word.name) for word in _typed_words()}
+        taken = {word.name: values.pop(word.name) for word in _typed_words() if word.name not in without}
         command(task=TaskWords(**taken, asked=asked, written=written, usual=tuple(usual)), **values)
 
     given.append(_option("context", typer.Context))

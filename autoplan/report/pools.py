@@ -12,13 +12,18 @@ from rich.text import Text
 
 from autoplan.config import numbers
 from autoplan.config.choices import config_data, config_label
+from autoplan.config.offload import offload_text
+from autoplan.config.recompute import NONE
 from autoplan.errors import PinError
+from autoplan.ir.graph import ModelGraph
 from autoplan.plans.document import chosen, plain
+from autoplan.plans.record import recompute_of_calls
 from autoplan.report.data import cluster, head
 from autoplan.report.flags import TaskWords
 from autoplan.report.output import put
 from autoplan.report.request import read_request
-from autoplan.report.text import batch_text, interval, paragraph, plain_table, title
+from autoplan.report.task_text import batch_text, settings_text
+from autoplan.report.text import interval, paragraph, plain_table, title
 from autoplan.report.waiting import waiting
 from autoplan.search.planner import PlanRequest
 from autoplan.search.pools import RESTRICTIONS, PooledPlan
@@ -53,7 +58,7 @@ def pools_text(out: Console, found: Pools) -> None:
     out.print(Text(title(requests[0]), style="bold"), soft_wrap=True)
     paragraph(out, "on " + " and ".join(str(r.cluster) for r in requests), 5, first=2)
     r = requests[0]
-    paragraph(out, f"{batch_text(r)} per step, {r.precision}, {r.mode}", 5, first=2)
+    paragraph(out, f"{batch_text(r)} per step, {settings_text(r)}", 5, first=2)
     out.print()
     out.print(Text(f" {_label(best)}", style="bold green"), soft_wrap=True)
     paragraph(
@@ -71,18 +76,22 @@ def pools_text(out: Console, found: Pools) -> None:
     for line in (*_proof(found), *(f"Restricted to: {text}." for text in RESTRICTIONS)):
         paragraph(out, line, 1, first=1)
     out.print()
-    paragraph(out, f"Pins of parallelize: {pins_of(best)!r}", 2, first=1)
+    paragraph(out, f"Pins of parallelize: {pins_of(best, r.graph)!r}", 2, first=1)
     counts = ", ".join(f"{r.cluster.num_devices} of {r.cluster.device.name}" for r in _in_order(best, requests))
     paragraph(out, f"Ranks in the order of the stages: {counts}.", 1, first=1)
 
 
-def pins_of(plan: PooledPlan) -> dict[str, Any]:
-    """Return the plan as pins."""
-    data = config_data(plan.config)
-    names = ("tp", "pp", "cp", "dp", "ep", "zero_stage", "zero_replicas", "micro_batch_size", "stages", "recompute")
-    usual = config_data(type(plan.config)())
-    given = {name: data[name] for name in names if data[name] != usual[name]}
-    return given if any(plan.config.recompute) else {n: v for n, v in given.items() if n != "recompute"}
+_DEGREES = ("tp", "pp", "cp", "dp", "ep", "zero_stage", "zero_replicas", "micro_batch_size", "schedule", "stages")
+
+
+def pins_of(plan: PooledPlan, graph: ModelGraph) -> dict[str, Any]:
+    """Return the plan as pins that leave nothing for a search to choose."""
+    c, data = plan.config, config_data(plan.config)
+    recomputed = {name: how for name, how in recompute_of_calls(graph, c).items() if how != NONE}
+    pins = {name: data[name] for name in _DEGREES}
+    pins |= {"etp": c.expert_tp} if c.spreads_experts else {}
+    pins |= {"context_method": data["context_method"]} if c.context_method is not None else {}
+    return {**pins, "recompute": recomputed or NONE, "offload": offload_text(c.offload)}
 
 
 def _label(plan: PooledPlan) -> str:

@@ -19,16 +19,15 @@ from autoplan.config.recompute import layers_by_choice, layers_text, recompute_k
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.program.facts import layer_calls
 from autoplan.report.commands import estimate_command, explain_words, whatif_command
+from autoplan.report.task_text import batch_text, settings_text
 from autoplan.report.text import (
     TERMS,
-    batch_text,
     grouped_stages,
     idle_text,
     interval,
     next_commands,
     notes_of,
     paragraph,
-    pins_text,
     priced_only,
     stage_names,
     title,
@@ -109,13 +108,11 @@ def _task(out: Console, a: Answer) -> None:
     r = a.request
     out.print(Text(title(r), style="bold"), soft_wrap=True)
     usual = " (usual for this model)" if a.usual else ""
-    pinned = f", pinned {pins_text(r.pins)}" if r.pins else ""
-    like = "" if r.facts.like is None else f", like {r.facts.like.name}"
     c = r.cluster
     idle = f" ({idle_text(c)})" if c.idle_nodes else ""
     paragraph(
         out,
-        f"{c.num_devices} x {c.device.name}{idle}, {batch_text(r)}{usual}, {r.precision}, {r.mode}{like}{pinned}",
+        f"{c.num_devices} x {c.device.name}{idle}, {batch_text(r)}{usual}, {settings_text(r)}",
         2,
         first=2,
     )
@@ -266,6 +263,6 @@ def _commands(a: Answer) -> list[list[str]]:
     run = STEP_ONLY if a.usual_tokens else a.run
     return [
         estimate_command(a.model, a.cluster, a.request, a.best.config, run),
-        explain_words(a.model, a.cluster, a.request),
-        whatif_command(a.model, a.cluster, a.request, varied_text(a.request)),
+        explain_words(a.model, a.cluster, a.request, run),
+        whatif_command(a.model, a.cluster, a.request, varied_text(a.request), run),
     ]

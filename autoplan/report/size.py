@@ -21,6 +21,7 @@ from autoplan.report.html import check_report_path, write_report
 from autoplan.report.output import put
 from autoplan.report.request import read_request, read_run
 from autoplan.report.tables import print_fitting
+from autoplan.report.task_text import settings_text
 from autoplan.report.text import graph_notes, paragraph, prices
 from autoplan.report.waiting import INCOMPLETE, waiting
 from autoplan.sweeps.label import plan_label
@@ -50,6 +51,10 @@ def size_command(
     cluster: str | None = task.__dict__["cluster"]
     if not kinds and cluster is None:
         raise PinError("--devices is missing: kinds of devices or instances, for example --devices h100,gb200")
+    if kinds and cluster is not None and (task.written is None or cluster != task.written.asked.get("cluster")):
+        raise PinError(
+            f"--cluster {cluster} and --devices {', '.join(kinds)} both name kinds of devices; give one of them"
+        )
     if cluster is None:
         task = replace(task, cluster=_cluster_text(kinds[0]))
     request = read_request(task, pins=list(pin or ()), **asked)
@@ -97,7 +102,7 @@ def size_text(out: Console, found: Size) -> None:
     paragraph(
         out,
         f"{numbers.scaled(found.tokens)} tokens in {numbers.days(found.deadline_days)}{money}, steps of {batch} tokens "
-        f"({r.seq_len:,} x {r.global_batch_size:,}), {r.precision}, {r.mode}",
+        f"({r.seq_len:,} x {r.global_batch_size:,}), {settings_text(r)}",
         5,
         first=2,
     )
@@ -111,12 +116,10 @@ def size_text(out: Console, found: Size) -> None:
 def _answers(out: Console, found: Size) -> None:
     fewest, cheapest = found.fewest, found.cheapest
     if fewest is None:
-        proved = all(k.proved for k in found.kinds)
-        text = "NOT POSSIBLE with these devices" if proved else "NOT FOUND with these devices, not proved"
+        text = "NOT POSSIBLE with these devices" if found.proved else "NOT FOUND with these devices, not proved"
         out.print(Text(f" {text}", style="bold red"))
     else:
-        kind = next(k for k in found.kinds if fewest in k.points)
-        title = "FEWEST  " if kind.proved else "FEWEST KNOWN, not proved:"
+        title = "FEWEST  " if found.proved else "FEWEST KNOWN, not proved:"
         out.print(Text(f" {title} {_answer(found, fewest)}", style="bold green"), soft_wrap=True)
     if cheapest is not None and cheapest is not fewest:
         out.print(Text(f" CHEAPEST {_answer(found, cheapest)}", style="bold green"), soft_wrap=True)

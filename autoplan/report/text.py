@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoplan.config import numbers
-from autoplan.config.choices import config_label, option_texts
+from autoplan.config.choices import config_label
 from autoplan.config.parallel import ParallelConfig
 from autoplan.config.planning import HIGH_END_RISK
 from autoplan.cost_models.hardware.cluster import Cluster
@@ -30,6 +30,7 @@ from autoplan.program.legality import not_executed
 from autoplan.report.arguments import imbalance_of
 from autoplan.report.commands import estimate_command, plan_command, whatif_command, wrapped
 from autoplan.report.plots import pipeline_plot, show_plot
+from autoplan.report.task_text import task_line
 from autoplan.search.planner import Certificate, Planned, PlanRequest, SearchResult, Status
 from autoplan.sweeps.label import evidence_label, plan_label
 from autoplan.sweeps.whatif import STEP_ONLY, RunTask, batch_warning, run_of
@@ -108,34 +109,14 @@ def title(request: PlanRequest) -> str:
 
 def heading(out: Console, request: PlanRequest) -> None:
     """Print the model, the cluster and the task of a request."""
-    r = request
-    out.print(Text(title(r), style="bold"), soft_wrap=True)
-    paragraph(out, f"on {cluster_line(r.cluster)}", 5, first=2)
-    batch = r.seq_len * r.global_batch_size
-    paragraph(
-        out,
-        f"{batch_text(r)} = {numbers.scaled(batch)} tokens per step, "
-        f"{r.precision}, {r.mode}{_run_options(r)}{', pinned ' + pins_text(r.pins) if r.pins else ''}",
-        5,
-        first=2,
-    )
-
-
-def pins_text(pins: Mapping[str, object]) -> str:
-    """Return pins as the command line takes them: `tp=8 stages=10,11,11`."""
-    return " ".join(f"{k}={','.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in pins.items())
+    out.print(Text(title(request), style="bold"), soft_wrap=True)
+    for line in (f"on {cluster_line(request.cluster)}", task_line(request)):
+        paragraph(out, line, 5, first=2)
 
 
 def idle_text(c: Cluster) -> str:
     """Return how many devices are paid for and not used, for example `1 of 17 devices idle`."""
     return f"{c.idle_devices} of {c.paid_devices:,} devices idle"
-
-
-def batch_text(r: PlanRequest) -> str:
-    """Return the batch of a step, for example `8,192 tokens (target 512) x 64 sequences`."""
-    target = f" (target {r.target_len:,})" if r.target_len is not None else ""
-    plural = "s" if r.global_batch_size > 1 else ""
-    return f"{r.seq_len:,} tokens{target} x {r.global_batch_size:,} sequence{plural}"
 
 
 def cluster_line(c: Cluster) -> str:
@@ -528,14 +509,6 @@ def prices(out: Console, requests: Sequence[PlanRequest], run: RunTask, of: str 
     )
 
 
-def _run_options(request: PlanRequest) -> str:
-    """Return the options that differ from the defaults."""
-    said = option_texts(request.options, request.precision)
-    said += [f"adapters {request.adapters}"] if request.adapters is not None else []
-    said += [f"constants of {request.constants_file}"] if request.constants_file is not None else []
-    return "".join(f", {text}" for text in said)
-
-
 def varied_text(request: PlanRequest) -> str:
     """Return a variation to propose for `whatif`: `nodes=8..32`, or the memory if a fabric fixes the devices."""
     nodes, memory_gb = request.cluster.num_nodes, round(request.cluster.device.memory_bytes / 1e9)
@@ -576,7 +549,7 @@ def plan_text(
         out,
         [
             estimate_command(model, cluster, request, best.config, run),
-            whatif_command(model, cluster, request, varied_text(request)),
+            whatif_command(model, cluster, request, varied_text(request), run),
         ],
     )
 
@@ -597,4 +570,4 @@ def estimate_text(
     _breakdown(out, planned.estimate)
     prices(out, [request], run)
     say_warnings(out, planned.estimate, request, run)
-    next_commands(out, [plan_command(model, cluster, request)])
+    next_commands(out, [plan_command(model, cluster, request, run)])

@@ -80,7 +80,7 @@ def difference(
     a, b = own.estimate, other.estimate
     runs = [run_of(p.estimate, r, run) for r, p in ((request, own), (other_request, other))]
     clusters = (request.cluster, other_request.cluster)
-    hourly = [None if c.price is None else c.price.usd_per_device_hour * c.num_devices for c in clusters]
+    hourly = [None if c.price is None else c.price.usd_per_device_hour * c.paid_devices for c in clusters]
     return Difference(
         decisions=decisions_between(request, own.config, other_request, other.config),
         step_s=Pair(a.step_time_s.mid, b.step_time_s.mid),

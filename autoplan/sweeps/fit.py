@@ -165,7 +165,7 @@ def _shorter(r: PlanRequest) -> _Ways:
             return
         length = r.seq_len // 2**k
         changed = replace(r, seq_len=length, global_batch_size=r.global_batch_size * 2**k)
-        yield f"sequences of {length:,} tokens", changed
+        yield f"sequences of {length:,} tokens, {changed.global_batch_size:,} of them", changed
 
 
 def _of_adapters(r: PlanRequest) -> _Ways:
@@ -191,14 +191,16 @@ def _of_adapters(r: PlanRequest) -> _Ways:
 
 
 def _more_devices(r: PlanRequest) -> _Ways:
-    """Yield larger clusters: a node is filled first, then there are more of them."""
+    """Yield larger clusters: a node is filled first, then there are more. A batch has a sequence for every device."""
     if r.executed or r.cluster.fabric is not None or r.cluster.device_type == "cpu":
         return
+    asked = r.global_batch_size
     for _ in range(_MOST_LARGER):
         cluster = larger(r.cluster)
         batch = max(r.global_batch_size, cluster.num_devices)
+        more = f", {batch:,} sequences" if batch != asked else ""
         r = replace(r, cluster=cluster, global_batch_size=batch)
-        yield f"{cluster.num_devices} devices ({cluster})", r
+        yield f"{cluster.num_devices} devices ({cluster}){more}", r
 
 
 def larger(cluster: Cluster) -> Cluster:

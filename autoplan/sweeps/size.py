@@ -56,12 +56,13 @@ class SizePoint:
         q = self._of("usd_with_failures", "usd")
         return None if q is None else q.mid
 
-    def is_too_slow(self, deadline_days: float) -> bool:
-        """Return True if no plan of this number of nodes can be in time: its search proves it, or nothing fits."""
+    def is_ruled_out(self, deadline_days: float, budget_usd: float | None) -> bool:
+        """Return True if no plan of this number of nodes can meet both: its search proves it, or nothing fits."""
         if self.days is None:
             return self.point.status in ("does not fit", "illegal")
-        gap = 0.0 if self.point.certificate is None else self.point.certificate.gap
-        return self.days * (1 - gap) > deadline_days
+        least = 1.0 if self.point.certificate is None else 1.0 - self.point.certificate.gap
+        too_dear = budget_usd is not None and self.usd is not None and self.usd * least > budget_usd
+        return too_dear or self.days * least > deadline_days
 
     def _of(self, *names: str) -> Quantity | None:
         values = (getattr(self.run, name) for name in names)
@@ -82,7 +83,8 @@ class Kind:
         fewest: the point with the fewest nodes that meets the deadline and the budget; None if no point does.
         cheapest: the point with the least money among those that meet both; None also without prices.
         adjacent: True if the next smaller legal number of nodes below `fewest` was tried.
-        proved: True if every smaller number that was tried is proved to be too slow; False: its search was stopped.
+        proved: True if every smaller number that was tried is proved to be too slow or too dear; False: its search was
+            stopped.
         reason: why no point meets them.
     """
 
@@ -112,6 +114,13 @@ class Size:
         """The point with the fewest devices of all kinds; None if no kind meets the deadline and the budget."""
         found = [k.fewest for k in self.kinds if k.fewest is not None]
         return min(found, key=lambda p: p.num_devices, default=None)
+
+    @property
+    def proved(self) -> bool:
+        """True if every point of any kind with fewer devices than `fewest` is proved not to meet both."""
+        most = math.inf if self.fewest is None else self.fewest.num_devices
+        tried = (p for k in self.kinds for p in k.points if p.num_devices < most)
+        return all(p.is_ruled_out(self.deadline_days, self.budget_usd) for p in tried)
 
     @property
     def cheapest(self) -> SizePoint | None:
@@ -227,7 +236,11 @@ class _Sizer:
             min(priced, key=lambda p: (p.usd or 0.0, p.nodes), default=None),
             adjacent,
             "" if meeting else self._reason(points),
-            all(p.is_too_slow(self.deadline_days) for p in points if not meeting or p.nodes < meeting[0].nodes),
+            all(
+                p.is_ruled_out(self.deadline_days, self.budget_usd)
+                for p in points
+                if not meeting or p.nodes < meeting[0].nodes
+            ),
         )
 
     def _meets(self, point: SizePoint) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command_line import TASK, one_line_error, run
 from made_up_plans import CERTIFICATE, OWN, REQUEST, SPLIT, STOPPED, golden, shown
 
+from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.report.explain import OtherPlan, explain_text, versus_text
 from autoplan.search.infeasible import InfeasibleReport
 from autoplan.search.planner import Certificate, Planned
@@ -46,6 +48,18 @@ def test_two_plans_in_words() -> None:
     golden("explain_vs.txt", shown(lambda out: versus_text(out, REQUEST, OWN, other, changed)))
 
 
+def test_the_other_task_is_told_where_it_is_another() -> None:
+    """Steps of two batches, or on two kinds of devices, are no comparison of plans alone."""
+    cluster = Cluster.parse("4xh200@price=3")
+    there = replace(REQUEST, cluster=cluster, global_batch_size=128, pins={"tp": 2})
+    said = shown(
+        lambda out: versus_text(
+            out, REQUEST, OWN, OtherPlan(there, SPLIT, "other.json"), difference(REQUEST, OWN, there, SPLIT)
+        )
+    )
+    assert "\n on 4 x h200" in said and "\n for 1,024 tokens x 128 sequences" in said and "\n model" not in said
+
+
 def test_explain_on_the_command_line(tmp_path: Path) -> None:
     exact = (*TASK, "--gap", "0")  # a search of several plans ends later
     data = json.loads(run("explain", *exact, "--only", "tp", "--no-settings", "--json").stdout)
@@ -66,6 +80,8 @@ def test_explain_on_the_command_line(tmp_path: Path) -> None:
     same = json.loads(run("explain", str(plan), "--vs", "tp=2", "--json").stdout)
     assert same["difference"] == first["difference"]
     assert "tp 1 -> 2" in run("explain", str(plan), "--vs", str(other)).stdout
+    line = one_line_error(run("explain", str(plan), "--pin", "tp=2"), 2)
+    assert f"pin tp=2: the plan of {plan} has tp=1; compare it with --vs tp=2" in line
 
 
 @pytest.mark.parametrize(
@@ -74,6 +90,10 @@ def test_explain_on_the_command_line(tmp_path: Path) -> None:
         (("--vs", "tp4"), "--vs 'tp4' is neither name=value, for example --vs tp=4, nor a plan file"),
         (("--vs", "missing.json"), "missing.json: No such file"),
         (("--vs", "tp=3"), "tp=3"),
+        (("--vs", "tp=2", "--only", "pp"), "--only is about the choices of one plan, --vs tp=2 compares two"),
+        (("--vs", "tp=2", "--every-value"), "--every-value is about"),
+        (("--vs", "tp=2", "--no-settings"), "--no-settings is about"),
+        (("--vs", "tp=2", "--pareto"), "--pareto is about"),
         (("--only", "dp"), "explain: unknown choice 'dp'; known: tp, pp, cp"),
     ],
 )

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from command_line import one_line_error, run
+from command_line import TASK, one_line_error, run
 
 from autoplan.catalog import load_model
 from autoplan.config.choices import CHOICES, PINS, config_data
@@ -200,3 +200,20 @@ def test_mfu_of_a_measured_machine_is_of_its_fastest_product() -> None:
     assert fastest > 2 * Cluster.local(1).device.peak_flops and 0.5 < found["mfu"] < 1
     assumed = json.loads(run(*words).stdout)["estimate"]
     assert assumed["mfu"] == pytest.approx(flops / assumed["step_time_s"]["mid"] / 50e9, rel=0.01)
+
+
+def test_what_goes_on_keeps_the_whole_run() -> None:
+    """Money and days are asked again by every command that can answer them."""
+    run_of_task = RunTask(1e9, Assumptions({"pue": 1.25}))
+    request = asked("gpt2", ONE, 1024, 64)
+    made = (
+        commands.plan_command("gpt2", ONE, request, run_of_task),
+        commands.explain_words("gpt2", ONE, request, run_of_task),
+        commands.whatif_command("gpt2", ONE, request, "nodes=1,2", run_of_task),
+    )
+    for words in made:
+        k = words.index("--tokens")
+        assert words[k : k + 4] == ["--tokens", "1B", "--assume", "pue=1.25"]
+    shown = run("estimate", *TASK, "--tokens", "1B").stdout.replace("\\\n", " ")
+    (line,) = re.findall(r"Next: (autoplan plan .*)", shown)
+    assert shlex.split(line)[-2:] == ["--tokens", "1B"]

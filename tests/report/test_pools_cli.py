@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from typer.testing import CliRunner
 
+from autoplan.catalog import load_model
 from autoplan.cli import app
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.plans.record import recompute_of_calls
+from autoplan.report.pools import pins_of
+from autoplan.search.planner import PlanRequest, search_plan
+from autoplan.search.pools import search_pools
 
 TASK = (
     "pools",
@@ -46,6 +53,31 @@ def test_json_has_the_same_plan() -> None:
     assert plan["pp"] == len(plan["pools"]) == len(plan["per_stage"])
     assert plan["step_time_s"]["mid"] <= data["equal_layers"]["step_time_s"]["mid"]
     assert data["certificate"]["num_open"] == 0 and data["alone"] == []
+
+
+def test_the_pins_leave_nothing_to_choose() -> None:
+    """A search with them has one candidate, the plan; also where it recomputes some layers of a stage."""
+    pins = {"tp": 1, "micro_batch_size": 1, "zero_stage": 1, "dp": 2}
+    requests = [
+        PlanRequest(load_model("gpt2"), Cluster.parse(text), 1024, 64, pins) for text in ("1x4xh100", "1x4xa100-80gb")
+    ]
+    best = search_pools(requests).best
+    whole = replace(requests[0], cluster=Cluster.parse("1x8xh100"))
+    layers = best.config.stages
+    assert layers is not None
+    for recompute in (best.config.recompute, (1, *(0,) * (len(layers) - 2), layers[-1])):
+        plan = replace(best, config=replace(best.config, recompute=recompute))
+        found = search_plan(replace(whole, pins=pins_of(plan, whole.graph)))
+        assert found.certificate.considered == 1
+        config = found.plans[0].config
+        assert replace(config, recompute=plan.config.recompute) == plan.config
+        assert recompute_of_calls(whole.graph, config) == recompute_of_calls(whole.graph, plan.config)
+
+
+def test_a_whole_run_is_no_question_of_pools() -> None:
+    """What would have no effect is refused, not taken in silence."""
+    code, said = run(*TASK, "--tokens", "1B")
+    assert code == 2 and "No such option: --tokens" in said
 
 
 def test_refusals_name_the_value() -> None:

@@ -13,7 +13,9 @@ from command_line import ROOT, one_line_error, run, shell
 from made_up_plans import CERTIFICATE, OWN, REQUEST, SPLIT, STOPPED, golden, shown
 
 from autoplan import catalog
-from autoplan.config.parallel import ParallelConfig
+from autoplan.config.choices import option_texts
+from autoplan.config.kernels import Launch
+from autoplan.config.parallel import ParallelConfig, RunOptions
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import AutoplanError, PinError
 from autoplan.report.screen import Answer, first_screen, verdict, words_of_plan
@@ -34,6 +36,12 @@ def test_the_first_screen(width: int) -> None:
     text = shown(lambda out: first_screen(out, ANSWER), width)
     golden(f"screen_{width}.txt", text)
     assert max(map(len, text.splitlines())) <= width and len(text.splitlines()) <= 40
+
+
+def test_options_that_change_the_price_are_on_the_screen() -> None:
+    graphs = replace(REQUEST, options=RunOptions(launch=Launch.GRAPHS))
+    text = shown(lambda out: first_screen(out, replace(ANSWER, request=graphs)), 120)
+    assert f"bf16, eager, {', '.join(option_texts(graphs.options))}\n" in text and option_texts(graphs.options)
 
 
 def test_the_readme_shows_this_screen() -> None:
@@ -125,6 +133,7 @@ def test_what_is_not_given_is_the_models_usual_run() -> None:
 def test_a_fine_tuning_run_has_no_usual_tokens() -> None:
     words = ("plan", "gpt2", "--cluster", "1xh100", "--gbs", "8", "--pin", "micro_batch_size=8", "--adapters", "lora:8")
     assert "no usual number of tokens is known" in run(*words).stdout
+    assert "bf16, eager, adapters lora:8, pinned micro_batch_size=8" in " ".join(run(*words).stdout.split())
 
 
 def test_a_model_without_a_usual_run_needs_the_flags(tmp_path: Path) -> None:

@@ -244,6 +244,14 @@ def test_the_command_keeps_every_row(no_search: None, tmp_path: Path) -> None:
     assert data["assumptions"]["pue"]["given"] and "419 unexpected" in data["assumptions"]["mtbf_device_days"]["source"]
 
 
+def test_the_answer_says_whose_settings_it_takes(no_search: None, tmp_path: Path) -> None:
+    head = "models: gpt2\nclusters: 1x4xh100-sxm5-80gb\ntokens: 1B\nseq_len: 1k\nglobal_batch_size: 16\n"
+    path = write(tmp_path, f"{head}like: torchtitan")
+    name = json.loads(run_file(path, "--json").stdout)["like"]
+    assert name.startswith("torchtitan@") and f", like {name}" in run_file(path).stdout
+    assert json.loads(run_file(write(tmp_path, head), "--json").stdout)["like"] is None
+
+
 def test_exit_codes_are_those_of_a_sweep(no_search: None, tmp_path: Path) -> None:
     head = "models: gpt2\ntokens: 1B\nseq_len: 1k\nglobal_batch_size: 16\n"
     for rest, code, status in (

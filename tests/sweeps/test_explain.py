@@ -69,6 +69,14 @@ def test_a_difference_of_two_clusters_has_money() -> None:
     assert free.usd_per_hour == Pair(None, 12) and free.usd_per_hour.share is None and free.days == Pair(None, None)
 
 
+def test_money_per_hour_counts_idle_nodes_as_the_cost_of_the_run_does() -> None:
+    idle = replace(REQUEST, cluster=Cluster.parse("1x2xh100-sxm5-80gb@price=2,idle=1"))
+    own = explained().planned
+    d = difference(REQUEST, own, idle, own, RunTask(1e9))
+    assert d.num_devices == Pair(2, 2) and d.usd_per_hour == Pair(4, 8)
+    assert d.usd.share == pytest.approx(d.usd_per_hour.share)
+
+
 def test_what_does_not_fit_says_where() -> None:
     tight = replace(REQUEST, cluster=REQUEST.cluster.with_(memory_gb=2.8))
     found = explain(tight, only=("micro_batch_size", "recompute"), every_value=True, settings=False, seconds=600)

@@ -13,8 +13,9 @@ from autoplan.config.adapters import read_adapters
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.program.adapters import with_adapters
+from autoplan.report.fit import fit_report
 from autoplan.search.planner import NothingFits, PlanRequest, search_plan
-from autoplan.sweeps.fit import fit, larger
+from autoplan.sweeps.fit import Fit, Way, _more_devices, fit, larger
 
 REQUEST = PlanRequest(load_model("gpt2"), Cluster.parse("h100-sxm5-80gb"), 1024, 4)
 
@@ -69,6 +70,7 @@ def test_sequences_get_shorter_until_they_fit() -> None:
     (shorter,) = [way for way in found.ways if way.name.startswith("sequences")]
     r = shorter.request
     assert shorter.status == "fits" and r.seq_len < 1024 and r.seq_len * r.global_batch_size == 4096
+    assert shorter.name == f"sequences of {r.seq_len} tokens, {r.global_batch_size} of them"
     with pytest.raises(NothingFits):
         search_plan(replace(long, seq_len=2 * r.seq_len, global_batch_size=r.global_batch_size // 2))
 
@@ -79,6 +81,21 @@ def test_a_node_is_filled_before_there_are_more() -> None:
         "1 x 2 x h100-sxm5-80gb",
         "2 x 8 x h100-sxm5-80gb",
     ]
+
+
+def test_more_devices_say_when_the_batch_grows() -> None:
+    names = [name for name, _ in _more_devices(replace(REQUEST, global_batch_size=4))][:3]
+    assert names == [
+        "2 devices (1 x 2 x h100-sxm5-80gb)",
+        "4 devices (1 x 4 x h100-sxm5-80gb)",
+        "8 devices (1 x 8 x h100-sxm5-80gb), 8 sequences",
+    ]
+
+
+def test_what_was_not_decided_is_not_called_infeasible() -> None:
+    found = Fit(Way("", REQUEST, "stopped", reason="no plan was found within 1 s"), ())
+    data = fit_report(found)
+    assert data["fits"] is None and data["status"] == "stopped"
 
 
 def test_a_task_that_is_illegal_is_an_error() -> None:
@@ -101,3 +118,4 @@ def test_fit_on_the_command_line() -> None:
     )
     assert {way["status"] for way in data["ways"]} == {"fits", "does not fit"}
     assert "--cluster is missing" in one_line_error(run("fit", "gpt2"), 2)
+    assert "No such option: --tokens" in run("fit", "gpt2", "--cluster", "2xh100", "--tokens", "1B").stderr

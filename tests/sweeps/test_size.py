@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 from command_line import one_line_error, run
+from made_up_plans import shown
 
 from autoplan.catalog import load_model
 from autoplan.config.numbers import read_days
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import InfeasibleError, PinError
-from autoplan.search.planner import PlanRequest, search_plan
+from autoplan.report.size import size_text
+from autoplan.search.planner import PlanRequest, StoppedError, search_plan
 from autoplan.sweeps.size import nodes_of, read_kinds, size, size_rows
 from autoplan.sweeps.whatif import RunTask, run_of
 
@@ -163,6 +165,7 @@ def test_size_on_the_command_line() -> None:
     assert data["rows"][0]["days"] == data["fewest"]["days"] and data["rows"][0]["meets"] is True
     text = run(*words).stdout
     assert " FEWEST   8 devices (1 node of h100@price=2): " in text and "fewest" in text
+    assert "eager, pinned pp=1 tp=1 zero_stage=1" in " ".join(text.split())
     late = run("size", *TASK, "--tokens", "20B", "--deadline", "1h", "--cluster", "1x2xh100@price=2", "--budget", "1")
     assert late.exit_code == 3 and "NOT POSSIBLE" in late.stdout
 
@@ -174,6 +177,7 @@ def test_size_on_the_command_line() -> None:
         (("--deadline", "2d", "--devices", "h100", "--no-tokens"), "--tokens is missing"),
         (("--deadline", "soon", "--devices", "h100"), "--deadline 'soon' must be a time above 0"),
         (("--deadline", "2d", "--devices", "h1000"), "h1000"),
+        (("--deadline", "2d", "--devices", "h100", "--cluster", "4xa100"), "--cluster 4xa100 and --devices h100"),
         (("--deadline", "2d", "--devices", "h100", "--budget", "much"), "--budget 'much'"),
     ],
 )
@@ -206,4 +210,33 @@ def test_a_search_that_was_stopped_proves_nothing(gap: float, proved: bool) -> N
 
     found = size(REQUEST, TOKENS, days_of(64.0 / 12) * 1.02, search=search)
     assert found.fewest is not None and found.fewest.num_devices == 12
-    assert found.kinds[0].proved is proved
+    assert found.kinds[0].proved is found.proved is proved
+
+
+def test_the_fewest_of_all_kinds_is_proved_against_all_kinds() -> None:
+    """A kind whose search of 8 devices was stopped may need fewer than the 12 of another kind, which is proved."""
+    made, _ = made_up(lambda devices: 64.0 / devices)
+    real = search_plan(REQUEST)
+
+    def search(request: PlanRequest) -> Any:
+        if request.cluster.device.name.startswith("gb200") and request.cluster.num_devices == 8:
+            raise StoppedError("no plan was found within 30 s")
+        return replace(made(request), certificate=real.certificate)
+
+    kinds = [Cluster.parse("1x2xh100-sxm5-80gb@price=2"), Cluster.parse("1x4xgb200-nvl72@price=1")]
+    found = size(REQUEST, TOKENS, days_of(64.0 / 12) * 1.02, kinds=kinds, search=search)
+    assert found.fewest is not None and found.fewest.num_devices == 12
+    assert [kind.proved for kind in found.kinds] == [True, False] and not found.proved
+    assert "FEWEST KNOWN, not proved" in shown(lambda out: size_text(out, found))
+
+
+def test_a_budget_that_no_plan_can_keep_is_proved() -> None:
+    made, _ = made_up(lambda devices: 64.0 / devices)
+    real = search_plan(REQUEST)
+
+    def search(request: PlanRequest) -> Any:
+        return replace(made(request), certificate=replace(real.certificate, gap=0.01))
+
+    found = size(REQUEST, TOKENS, days_of(64.0), search=search, budget_usd=1.0)
+    assert found.fewest is None and found.proved
+    assert "NOT POSSIBLE with these devices" in shown(lambda out: size_text(out, found))
