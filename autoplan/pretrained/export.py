@@ -79,7 +79,7 @@ class Exporter:
             assert pending[0] == name
             value = whole(name)
             pending.pop(0)
-            return value
+            return value.to(self._shapes[name].dtype)  # of mixed precision it is the float32 master
 
         if rank == 0:
             try:

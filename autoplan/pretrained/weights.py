@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -218,8 +218,8 @@ def _in_files(
         packed = stored.dtypes_of(found) - _FLOATS - {tensor.dtype}
         if tensor.is_floating_point() and packed:
             raise CaptureError(
-                f"weights={str(stored.folder)!r}: {found} is in {', '.join(sorted(map(str, packed)))}, as quantized "
-                f"weights are, whose scales are not applied here; give a folder with weights in {', '.join(sorted(map(str, _FLOATS)))}"
+                f"weights={str(stored.folder)!r}: {found} is in {_texts(packed)}, as quantized weights are, whose scales "
+                f"are not applied here; give weights in {_texts(_FLOATS)}"
             )
         shape = stored.shape_of(found)
         if shape not in (None, tuple(tensor.shape)):
@@ -232,6 +232,10 @@ def _in_files(
     if unused:
         logger.warning("weights=%r have %s, which the model lacks", str(stored.folder), stored_names(unused))
     return out
+
+
+def _texts(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(sorted(map(str, dtypes)))
 
 
 def _recorded(model: nn.Module, init: Init | None, seed: int) -> Recording:

@@ -147,8 +147,8 @@ def content_of(training: Training, states: Mapping[str, Stateful], rank: int) ->
             facts["states"][name] = encoder.encode(stateful.state_dict(), f"states[{name!r}]")
             if any(isinstance(tensor, DTensor) for tensor in encoder.tensors.values()):
                 raise TypeError(
-                    f"states[{name!r}] holds this rank's parts of tensors, and of states only rank 0's are stored; give "
-                    "an optimizer as optimizer="
+                    f"states[{name!r}] holds this rank's parts of tensors, and of states only rank 0's are stored; "
+                    "give an optimizer as optimizer="
                 )
             tensors |= encoder.tensors
     return Content(tensors, facts)

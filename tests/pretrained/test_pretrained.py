@@ -155,6 +155,16 @@ def test_weights_of_plain_modules_go_by_their_names(tmp_path: Path) -> None:
         Weights(tmp_path, model)
 
 
+def test_masters_are_written_in_the_dtype_of_the_model(tmp_path: Path) -> None:
+    """As its config says; mixed precision keeps them in float32."""
+    real = pretrained_jobs.made("mixtral", "cpu").to(torch.bfloat16)
+    masters = {n: t.float() * (1 + 2**-12) for n, t in real.state_dict().items()}
+    Exporter(real).write(tmp_path, masters.__getitem__, 0, torch.device("cpu"))
+    found = type(real).from_pretrained(tmp_path)
+    assert found.dtype == torch.bfloat16
+    assert equal(found.state_dict(), {n: t.to(torch.bfloat16) for n, t in masters.items()})
+
+
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     """They have the shape of the parameter, and without their scales are other weights."""
     safetensors = pytest.importorskip("safetensors.torch")
