@@ -218,8 +218,8 @@ def _in_files(
         packed = stored.dtypes_of(found) - _FLOATS - {tensor.dtype}
         if tensor.is_floating_point() and packed:
             raise CaptureError(
-                f"weights={str(stored.folder)!r}: {found} is in {_texts(packed)}, as quantized weights are, whose scales "
-                f"are not applied here; give weights in {_texts(_FLOATS)}"
+                f"weights={str(stored.folder)!r}: {found} is in {_texts(packed)}, as quantized weights are, whose "
+                f"scales are not applied here; give weights in {_texts(_FLOATS)}"
             )
         shape = stored.shape_of(found)
         if shape not in (None, tuple(tensor.shape)):
