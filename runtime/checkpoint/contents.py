@@ -433,7 +433,8 @@ def _ask_moments(
         for entry in keys.get(u.name, ()):
             about = stored[f"optimizer/{entry}/{u.name}"]
             shape, dtype = tuple(about["shape"]), DTYPES[about["dtype"]]
-            if shape == tuple(u.shown.shape) and dtype == DTYPES[stored[f"model/{u.name}"]["dtype"]]:
+            of_parameter = stored.get(f"model/{u.name}", about)["dtype"]
+            if shape == tuple(u.shown.shape) and dtype == DTYPES[of_parameter]:
                 dtype = u.parameter.dtype  # it follows its parameter; a wider copy stays one
             place = _place_of_number(entry, u.parameter, group_of[id(u.parameter)])
             value, target = _room_for(u, shape, dtype, place)
