@@ -4,7 +4,7 @@ Every rank checks its own part before any collective. Then one all-reduce over a
 (`Batches.settle`). For each data-parallel rank it carries a fingerprint of the batch and the numbers of valid labels
 and of samples. With MAX, a fingerprint and its negative together tell whether the tensor, context and pipeline ranks of
 one data-parallel rank have the same batch. Names, shapes and dtypes are compared in every step, contents in the first
-and in every `CONTENTS_EVERY`-th step.
+after a start or a load, and in every `CONTENTS_EVERY`-th one from there.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class Batches:
             count: counts its valid labels, or gives its part of another denominator; called if there is no problem.
                 Returns a number, or a tensor on the device, of shape [] or with one number per denominator.
             data_rank: index of its part of the global batch.
-            step: the number of the step.
+            step: the number of the step, counted from the start of the job or its last load.
 
         Returns:
             The counts of the global batch.

@@ -88,6 +88,7 @@ class ParallelModel(StateMethods):
         precision: the dtypes of a mixed-precision program, else None.
         progress: steps and samples so far, and the seed of dropout.
         data_rank, data_world: index of this rank's part of the global batch, and the number of parts.
+        last_load: when `load_checkpoint` last set `progress`; None: never.
 
     Example:
         `autoplan.parallelize` makes one. On one device:
@@ -142,7 +143,7 @@ class ParallelModel(StateMethods):
         self._loss_dtype = dtype or (torch.float64 if double else torch.float32)
         self.precision: MixedPrecision | None = MixedPrecision.of(spec)
         check_precision(spec, self.precision, dtype, gradient_compression)
-        self._num_evaluations = 0
+        self._num_evaluations = self._num_own_steps = 0
         self.training: bool = True
         self.folder: Path | None = folder
         self.stages: dict[int, nn.Module] = {index: self._build(mine, buffers) for index, mine in self._specs.items()}
@@ -393,7 +394,7 @@ class ParallelModel(StateMethods):
         problem = problem or self._changed_number()
         parts = [] if problem is not None else [part for batch in batches for part in self._batches.cut(batch)]
         counts = self._batches.settle(
-            batches, problem, lambda: self._inputs.count(parts), data_rank=self.data_rank, step=self.progress.num_steps
+            batches, problem, lambda: self._inputs.count(parts), data_rank=self.data_rank, step=self._num_own_steps
         )
         denominators = self._inputs.denominators(counts)
         self._state.follow_first_copies()
@@ -416,6 +417,7 @@ class ParallelModel(StateMethods):
         if self._host is not None:
             self._host.take_gradients()
         self.progress.num_steps += 1
+        self._num_own_steps += 1
         self.progress.num_samples += sum(counts.samples)
         return total.result(losses)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,14 @@ from autoplan.runtime.optim import DroppedGradients
 from autoplan.runtime.precision import LossScaler
 from autoplan.runtime.spec import ProgramSpec
 from autoplan.runtime.state import IncompatibleKeys
+
+
+class TrainingPoint(NamedTuple):
+    """The progress of a training at a time of `time.perf_counter`, in seconds."""
+
+    num_steps: int
+    num_samples: int
+    at_s: float
 
 
 class StateMethods:
@@ -39,6 +48,10 @@ class StateMethods:
     _checkpoints: Checkpoints
     _dropped: DroppedGradients | None
     _updated: list[tuple[str, torch.Tensor, torch.Tensor]]  # name, tensor of self.optimizer, as shown
+    # since the start or the last load, after which ranks may bring other batches
+    _num_own_steps: int
+    _num_evaluations: int
+    last_load: TrainingPoint | None = None
 
     @guarded("full_tensors")
     def full_tensors(self, pick: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -165,7 +178,11 @@ class StateMethods:
                 older one.
         """
         training = self._training(optimizer)
-        return self._checkpoints.load(training, root_of(folder), states or {}, step, model_only, older)
+        resumed = self._checkpoints.load(training, root_of(folder), states or {}, step, model_only, older)
+        self._num_own_steps = self._num_evaluations = 0
+        if resumed is not None and not model_only:
+            self.last_load = TrainingPoint(self.progress.num_steps, self.progress.num_samples, time.perf_counter())
+        return resumed
 
     def _training(self, given: torch.optim.Optimizer | None) -> Training:
         """Return the parts of a checkpoint, with the given optimizer or the program's own."""

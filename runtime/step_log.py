@@ -25,6 +25,7 @@ import torch.distributed as dist
 from autoplan.files import AppendedFile
 from autoplan.runtime.failure import guarded
 from autoplan.runtime.host_memory import peak_resident_bytes
+from autoplan.runtime.state_methods import TrainingPoint
 
 if TYPE_CHECKING:
     from autoplan.runtime.model import ParallelModel
@@ -109,7 +110,7 @@ class StepLog:
         self._file: AppendedFile | None = None
         if path is not None and self._first:
             self._file = AppendedFile(path, json.dumps(self._head()) + "\n")
-        self._from = (pm.progress.num_steps, pm.progress.num_samples, time.perf_counter())
+        self._from = TrainingPoint(pm.progress.num_steps, pm.progress.num_samples, time.perf_counter())
 
     def _head(self) -> dict[str, Any]:
         pm, e = self._pm, self._estimate
@@ -135,6 +136,9 @@ class StepLog:
     @guarded("StepLog")
     def __call__(self, loss: torch.Tensor | float) -> StepRow | None:
         """Call it on every rank once per step, after the update. Returns the row, on every rank, if it is due."""
+        loaded = self._pm.last_load
+        if loaded is not None and loaded.at_s > self._from.at_s:  # steps before a load are not among those after it
+            self._from = loaded
         steps, samples, since = self._from
         progress = self._pm.progress
         num = progress.num_steps - steps
@@ -152,7 +156,7 @@ class StepLog:
         row = StepRow(progress.num_steps, num, value, seconds, rate, mfu, self._peak_bytes())
         if self._first:
             self._write(row)
-        self._from = (progress.num_steps, progress.num_samples, time.perf_counter())
+        self._from = TrainingPoint(progress.num_steps, progress.num_samples, time.perf_counter())
         return row
 
     def _peak_bytes(self) -> int:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from autoplan.runtime.checkpoint import storage
 from autoplan.runtime.checkpoint.door import CheckpointError
 from experiments.state.jobs import STEPS, go_on, scheduler_of
-from experiments.state.plans import Job
+from experiments.state.plans import BATCH, Job, samples
 
 
 @contextmanager
@@ -81,3 +83,41 @@ def beside(rank: int, world: int, job: Job, folder: str) -> list[str]:
     assert saving.done() and other == saving.folder
     torch.distributed.barrier()
     return differing(Path(one), Path(other))
+
+
+def ranks_that_differ(
+    rank: int, world: int, job: Job, folder: str
+) -> tuple[tuple[float, ...], tuple[float, ...], str, str]:
+    """Ranks of one data rank whose generators differ: what each draws after it saved, and after it loaded.
+
+    Then what the first step after a load says of another batch on rank 1, and what saving says of an optimizer whose
+    parts are given as a state.
+    """
+
+    def drawn() -> tuple[float, ...]:
+        return float(torch.rand(())), random.random(), np.random.rand(), np.random.standard_normal()
+
+    pm = job.program()
+    go_on(pm, scheduler_of(pm), STEPS)
+    torch.manual_seed(rank)
+    random.seed(rank)
+    np.random.seed(rank)
+    np.random.rand(5 + 3 * rank)
+    pm.save_checkpoint(folder)
+    before = drawn()
+    pm.load_checkpoint(folder)
+    after = drawn()
+    batch = samples(0, BATCH)
+    if rank == 1:
+        batch = {name: x.roll(1, 0) for name, x in batch.items()}
+    said = refused = ""
+    try:
+        pm.step(batch)
+    except ValueError as exc:
+        said = str(exc)
+    assert pm.optimizer is not None
+    try:
+        pm.save_checkpoint(f"{folder}/parts", states={"other": pm.optimizer})
+    except CheckpointError as exc:
+        refused = str(exc)
+    return before, after, said, refused

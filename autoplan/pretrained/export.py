@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from autoplan.pretrained.weights import INDEX, SINGLE
 from autoplan.runtime.agree import AgreedRuntimeError, agree
 from autoplan.runtime.tensor_files import NewTensor, write_tensors
 
+_PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 SHARD_BYTES = 5_000_000_000  # of a file, as transformers' default
 Whole = Callable[[str], torch.Tensor]  # the whole tensor of a name; a collective
 
@@ -77,7 +79,7 @@ class Exporter:
             assert pending[0] == name
             value = whole(name)
             pending.pop(0)
-            return value
+            return value.to(self._shapes[name].dtype)  # of mixed precision it is the float32 master
 
         if rank == 0:
             try:
@@ -92,6 +94,9 @@ class Exporter:
     def _write(self, folder: Path, files: list[list[_Group]], whole: Whole) -> None:
         weight_map: dict[str, str] = {}
         total = 0
+        # Files of an earlier model must not be read as this one's, nor together with some of its own if this fails.
+        for name in (INDEX, SINGLE) if len(files) > 1 else (INDEX,):
+            (folder / name).unlink(missing_ok=True)
         for i, groups in enumerate(files):
             name = SINGLE if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
             tensors: dict[str, NewTensor] = {}
@@ -103,6 +108,9 @@ class Exporter:
         if len(files) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             write_whole(folder / INDEX, json.dumps(index, indent=2))
+        for path in folder.iterdir():
+            if _PART.fullmatch(path.name) and path.name not in weight_map.values():
+                path.unlink()
         self._config.save_pretrained(folder)
         if self._generation is not None:
             self._generation.save_pretrained(folder)

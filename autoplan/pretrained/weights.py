@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 Init = Callable[[nn.Module], Any]
+_FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
 @dataclass
@@ -83,6 +84,10 @@ class Weights:
         source = self._sources[name]
         (key, _), *_ = source.keys
         return None if source.converter is not None else self._files[key].entries[key].shape
+
+    def dtypes_of(self, name: str) -> set[torch.dtype]:
+        """Return the dtypes in the files of a tensor, or of those that it is made of."""
+        return {self._files[key].entries[key].dtype for key, _ in self._sources[name].keys}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         source = self._sources[name]
@@ -197,7 +202,7 @@ def _in_files(
     """Return the name under which the weights have each tensor: of a tied parameter any of its names.
 
     Raises:
-        CaptureError: a parameter that they lack, or of another shape.
+        CaptureError: a parameter that they lack, of another shape, or quantized.
     """
     aliases: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -210,6 +215,12 @@ def _in_files(
             absent += [name] if name in parameters else []
             continue
         out[name] = found
+        packed = stored.dtypes_of(found) - _FLOATS - {tensor.dtype}
+        if tensor.is_floating_point() and packed:
+            raise CaptureError(
+                f"weights={str(stored.folder)!r}: {found} is in {_texts(packed)}, as quantized weights are, whose "
+                f"scales are not applied here; give weights in {_texts(_FLOATS)}"
+            )
         shape = stored.shape_of(found)
         if shape not in (None, tuple(tensor.shape)):
             raise CaptureError(
@@ -221,6 +232,10 @@ def _in_files(
     if unused:
         logger.warning("weights=%r have %s, which the model lacks", str(stored.folder), stored_names(unused))
     return out
+
+
+def _texts(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(sorted(map(str, dtypes)))
 
 
 def _recorded(model: nn.Module, init: Init | None, seed: int) -> Recording:

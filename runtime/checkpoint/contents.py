@@ -25,6 +25,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autoplan.runtime.checkpoint.values import Encoder, decode, tensor_keys
+from autoplan.runtime.mesh import AxisMesh
 from autoplan.runtime.model_state import ModelState
 from autoplan.runtime.precision import LossScaler
 from autoplan.runtime.shards import ParameterShard, TensorShard, retyped
@@ -33,6 +34,9 @@ from autoplan.runtime.tensor_files import DTYPES, stored_names
 
 _Tensors = dict[str, torch.Tensor]
 StateFacts = dict[str, Any]
+
+# Options that say how an update is computed, not what: they depend on the device and the parameters of a rank.
+_OF_KERNELS = frozenset({"foreach", "fused"})
 
 
 class Stateful(Protocol):
@@ -118,15 +122,13 @@ def content_of(training: Training, states: Mapping[str, Stateful], rank: int) ->
         if p.name in mine:
             tensors[f"model/{p.name}"] = state.shown(p, parameter)
     updated = {b.name for stage in state.spec.stages for b in stage.buffers if b.updated}
-    encoder = Encoder("")
+    encoder = Encoder(None)
     facts["extra"] = {}
     for name, value in state.extra.items():
         if not isinstance(value, torch.Tensor):
             facts["extra"][name] = encoder.encode(value, f"the model's extra state {name!r}")
         elif name not in updated:
             tensors[f"model/{name}"] = value
-    if encoder.tensors:
-        raise TypeError(f"the model's extra state {stored_names(facts['extra'])} holds tensors in lists or mappings")
     for b, held in state.buffers():
         if b.updated and b.name in state.extra:
             tensors[f"model/{b.name}"] = held
@@ -135,14 +137,27 @@ def content_of(training: Training, states: Mapping[str, Stateful], rank: int) ->
     if training.scaler is not None:
         scaler = training.scaler
         facts["scaler"] = {**scaler.state_dict(), "num_skipped": scaler.num_skipped}
-    facts["random"] = {str(training.data_rank): _random_state(training, tensors)}
+    # by one rank alone: the ranks of one data rank may have drawn different numbers
+    first = _is_first_of_data_rank(state.mesh)
+    facts["random"] = {str(training.data_rank): _random_state(training, tensors)} if first else {}
     if rank == 0:
         facts["states"] = {}
         for name, stateful in states.items():
             encoder = Encoder(f"states/{name}/")
             facts["states"][name] = encoder.encode(stateful.state_dict(), f"states[{name!r}]")
+            if any(isinstance(tensor, DTensor) for tensor in encoder.tensors.values()):
+                raise TypeError(
+                    f"states[{name!r}] holds this rank's parts of tensors, and of states only rank 0's are stored; "
+                    "give an optimizer as optimizer="
+                )
             tensors |= encoder.tensors
     return Content(tensors, facts)
+
+
+def _is_first_of_data_rank(mesh: AxisMesh) -> bool:
+    """Return True on one of the ranks that have the same part of the batch."""
+    data = mesh.atoms("dp")
+    return all(mesh.coordinate(axis) == 0 for axis in mesh.axes if axis not in data)
 
 
 def _written_here(state: ModelState) -> set[str]:
@@ -159,7 +174,7 @@ def _of_optimizer(
 ) -> StateFacts:
     """Add what the optimizer keeps for this rank's parameters to `tensors`; return the rest of its state."""
     names = {id(u.parameter): u.name for u in updated}
-    encoder = Encoder("")
+    encoder = Encoder(None)
     scalars: dict[str, StateFacts] = {}
     for u in _first_of_each(updated):
         if u.name not in mine:
@@ -181,14 +196,18 @@ def _first_of_each(updated: Sequence[Updated]) -> list[Updated]:
 
 
 def _options(group: Mapping[str, Any], encoder: Encoder) -> StateFacts:
-    """Return the options of a parameter group; a learning rate that is a tensor as its number."""
+    """Return the options of a parameter group that say what an update is; a tensor of one number as the number."""
     return {
-        key: encoder.encode(
-            value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value, f"the option {key!r}"
-        )
+        key: encoder.encode(_as_numbers(value), f"the option {key!r}")
         for key, value in group.items()
-        if key not in ("params", "param_names")
+        if key not in ("params", "param_names") and key not in _OF_KERNELS
     }
+
+
+def _as_numbers(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        return value.item()
+    return tuple(map(_as_numbers, value)) if type(value) is tuple else value
 
 
 def _part_of_whole(value: torch.Tensor, u: Updated, key: str) -> torch.Tensor:
@@ -282,6 +301,11 @@ def returned(
         return out
     if training.optimizer is not None:
         _ask_optimizer(training.optimizer, training.updated, stored, facts, out)
+    elif "optimizer" in facts:
+        out.problems.append(
+            f"it has the state of {facts['optimizer']['class']}, and there is no optimizer here: give yours as "
+            f"optimizer=; {_INSTEAD}"
+        )
     _ask_random(training, stored, facts, out)
     _ask_states(states, stored, facts, out)
 
@@ -341,6 +365,9 @@ def _check_kind(key: str, target: torch.Tensor, stored: Mapping[str, Any], out: 
         out.problems.append(f"{key.removeprefix('model/')} is {there} there and {target.dtype} in the model")
 
 
+_INSTEAD = "model_only=True loads the parameters alone"
+
+
 def _ask_optimizer(
     optimizer: torch.optim.Optimizer,
     updated: Sequence[Updated],
@@ -349,20 +376,23 @@ def _ask_optimizer(
     out: Return,
 ) -> None:
     kept = facts.get("optimizer")
-    instead = "model_only=True loads the parameters alone"
     if kept is None:
-        out.problems.append(f"it has no state of an optimizer; {instead}")
+        out.problems.append(f"it has no state of an optimizer; {_INSTEAD}")
         return
     if kept["class"] != type(optimizer).__name__:
         out.problems.append(
-            f"it has the state of {kept['class']}, and this optimizer is {type(optimizer).__name__}; {instead}"
+            f"it has the state of {kept['class']}, and this optimizer is {type(optimizer).__name__}; {_INSTEAD}"
         )
         return
-    options = {name: given for given, names in kept["groups"] for name in names}
+    options = {
+        name: {key: value for key, value in given.items() if key not in _OF_KERNELS}
+        for given, names in kept["groups"]
+        for name in names
+    }
     if unknown := {u.name for u in updated} - options.keys():
-        out.problems.append(f"its optimizer did not train {stored_names(unknown)}; {instead}")
+        out.problems.append(f"its optimizer did not train {stored_names(unknown)}; {_INSTEAD}")
         return
-    fresh = _ask_moments(updated, stored, kept["scalars"], out)
+    fresh = _ask_moments(optimizer, updated, stored, kept["scalars"], out)
     names = {id(u.parameter): u.name for u in updated}
     given = []
     for group in optimizer.param_groups:
@@ -384,7 +414,11 @@ def _ask_optimizer(
 
 
 def _ask_moments(
-    updated: Sequence[Updated], stored: Mapping[str, Any], scalars: Mapping[str, StateFacts], out: Return
+    optimizer: torch.optim.Optimizer,
+    updated: Sequence[Updated],
+    stored: Mapping[str, Any],
+    scalars: Mapping[str, StateFacts],
+    out: Return,
 ) -> dict[torch.Tensor, dict[str, Any]]:
     """Ask for what the optimizer keeps; return it by parameter, to be filled."""
     keys: dict[str, list[str]] = {}
@@ -393,37 +427,50 @@ def _ask_moments(
             _, entry, name = key.split("/", 2)
             keys.setdefault(name, []).append(entry)
     fresh: dict[torch.Tensor, dict[str, Any]] = {}
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for u in updated:
         fresh[u.parameter] = {k: decode(v, {}) for k, v in scalars.get(u.name, {}).items()}
         for entry in keys.get(u.name, ()):
             about = stored[f"optimizer/{entry}/{u.name}"]
-            value, target = _room_for(u, tuple(about["shape"]), DTYPES[about["dtype"]])
+            shape, dtype = tuple(about["shape"]), DTYPES[about["dtype"]]
+            of_parameter = stored.get(f"model/{u.name}", about)["dtype"]
+            if shape == tuple(u.shown.shape) and dtype == DTYPES[of_parameter]:
+                dtype = u.parameter.dtype  # it follows its parameter; a wider copy stays one
+            place = _place_of_number(entry, u.parameter, group_of[id(u.parameter)])
+            value, target = _room_for(u, shape, dtype, place)
             fresh[u.parameter][entry] = value
             out.ask(f"optimizer/{entry}/{u.name}", target)
     return fresh
 
 
-# Options that say how an update is computed, not what: which kernels there are depends on the device of this run.
-_OF_KERNELS = frozenset({"foreach", "fused"})
-
-
 def _set_options(group: dict[str, Any], entries: StateFacts) -> None:
     for key, value in entries.items():
-        if key in _OF_KERNELS:
-            continue
         if isinstance(group.get(key), torch.Tensor):
             group[key].fill_(value)
         else:
             group[key] = decode(value, {})
 
 
-def _room_for(u: Updated, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a new tensor for what the optimizer keeps, and the tensor to fill: the same, or shown as part of it."""
+def _place_of_number(entry: str, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.device:
+    """Return where an optimizer keeps one number of a parameter: as torch's `Optimizer.load_state_dict` puts it.
+
+    The step is on the host, unless a kernel on the device counts it.
+    """
+    on_host = entry == "step" and not group.get("fused") and not group.get("capturable")
+    return torch.device("cpu") if on_host else parameter.device
+
+
+def _room_for(
+    u: Updated, shape: tuple[int, ...], dtype: torch.dtype, place: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a new tensor for what the optimizer keeps, and the tensor to fill: the same, or shown as part of it.
+
+    `place`: of a single number.
+    """
     parameter = u.parameter
     if shape != tuple(u.shown.shape) or not shape:
-        value = torch.zeros(shape, dtype=dtype, device=parameter.device if shape else "cpu")
+        value = torch.zeros(shape, dtype=dtype, device=parameter.device if shape else place)
         return value, value
-    dtype = parameter.dtype if dtype.is_floating_point else dtype
     value = torch.zeros_like(parameter.detach(), dtype=dtype)
     if isinstance(value, DTensor) or not isinstance(u.shown, ParameterShard):
         return value, value

@@ -146,7 +146,9 @@ class Checkpoints:
             done.set_result(None)
             return Saving(step, final, done)
         self._threads = self._threads or ThreadPoolExecutor(1, "autoplan-checkpoint")
-        self._last = Saving(step, final, self._threads.submit(_write, content.staged(), group, step, root, keep))
+        written = self._threads.submit(_write, content.staged(), group, step, root, keep)
+        written.add_done_callback(_log_failure)
+        self._last = Saving(step, final, written)
         return self._last
 
     def load(
@@ -313,6 +315,13 @@ def _write(content: Content, group: dist.ProcessGroup | None, step: int, root: P
             remove_old(root, keep)
         except OSError as error:
             logger.warning("an old checkpoint in %s could not be removed: %s", root, error)
+
+
+def _log_failure(written: Future[None]) -> None:
+    """Log why a checkpoint was not written: the script may end before anybody waits for it."""
+    error = written.exception()
+    if error is not None and (_rank() == 0 or not isinstance(error, CheckpointError)):
+        logger.error("%s", error)
 
 
 def _failed(step: int, root: Path, reason: str) -> str:

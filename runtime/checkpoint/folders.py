@@ -137,8 +137,12 @@ def older_than(root: Path, step: int) -> str:
 
 
 def remove_old(root: Path, keep: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints, and what jobs that died left behind. Raises OSError."""
-    for step in steps_in(root)[keep:] if keep is not None else ():
+    """Remove all but the newest `keep` checkpoints, and what jobs that died left behind. Raises OSError.
+
+    A checkpoint whose number cannot be read is left alone: it takes the place of no other one.
+    """
+    steps = [step for step in steps_in(root) if math.isfinite(_number(folder_of(root, step)))]
+    for step in steps[keep:] if keep is not None else ():
         remove_folder(folder_of(root, step))
     for path in root.iterdir():
         if path.name.startswith(".step_") and path.suffix in (".writing", ".old", ".gone"):

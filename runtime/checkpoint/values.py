@@ -14,9 +14,12 @@ _TENSOR, _TUPLE, _ITEMS, _COUNTER = "$tensor", "$tuple", "$items", "$counter"
 
 
 class Encoder:
-    """Encodes values; the tensors that it meets are in `tensors`, under keys that begin with `prefix`."""
+    """Encodes values; the tensors that it meets are in `tensors`, under keys that begin with `prefix`.
 
-    def __init__(self, prefix: str) -> None:
+    Without a prefix, a tensor cannot be stored.
+    """
+
+    def __init__(self, prefix: str | None) -> None:
         self.prefix = prefix
         self.tensors: dict[str, torch.Tensor] = {}
 
@@ -27,6 +30,8 @@ class Encoder:
             TypeError: something that cannot be stored without pickling it; says where it is.
         """
         if isinstance(value, torch.Tensor):
+            if self.prefix is None:
+                raise TypeError(f"{where} is a tensor inside another value, which a checkpoint does not store there")
             key = f"{self.prefix}{len(self.tensors)}"
             self.tensors[key] = value.detach()
             return {_TENSOR: key}

@@ -155,6 +155,45 @@ def test_weights_of_plain_modules_go_by_their_names(tmp_path: Path) -> None:
         Weights(tmp_path, model)
 
 
+def test_masters_are_written_in_the_dtype_of_the_model(tmp_path: Path) -> None:
+    """As its config says; mixed precision keeps them in float32."""
+    real = pretrained_jobs.made("mixtral", "cpu").to(torch.bfloat16)
+    masters = {n: t.float() * (1 + 2**-12) for n, t in real.state_dict().items()}
+    Exporter(real).write(tmp_path, masters.__getitem__, 0, torch.device("cpu"))
+    found = type(real).from_pretrained(tmp_path)
+    assert found.dtype == torch.bfloat16
+    assert equal(found.state_dict(), {n: t.to(torch.bfloat16) for n, t in masters.items()})
+
+
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    """They have the shape of the parameter, and without their scales are other weights."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        state = {"weight": torch.ones(4, 3).to(dtype), "weight_scale_inv": torch.ones(1), "bias": torch.ones(4)}
+        safetensors.save_file(state, tmp_path / "model.safetensors")
+        with pytest.raises(CaptureError, match=rf"weight is in {dtype}, as quantized weights are"):
+            values_of(nn.Linear(3, 4), tmp_path, None, seed=0)
+
+
+@pytest.mark.parametrize("sizes", [(20_000, 10**9), (10**9, 20_000), (20_000, 60_000)])
+def test_files_of_an_earlier_model_are_not_left(
+    sizes: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers reads a single file first, we the index: either may be of the model before."""
+    real = pretrained_jobs.made("llama", "cpu")
+    before = {n: t.clone() for n, t in real.state_dict().items()}
+    after = {n: t + 1 for n, t in before.items()}
+    for size, state in zip(sizes, (before, after), strict=True):
+        monkeypatch.setattr(export, "SHARD_BYTES", size)
+        Exporter(real).write(tmp_path, state.__getitem__, 0, torch.device("cpu"))
+    assert equal(type(real).from_pretrained(tmp_path).state_dict(), after)
+    values, _ = values_of(pretrained_jobs.made("llama", "meta"), tmp_path, None, seed=0)
+    assert equal(values, {n: after[n] for n, _ in real.named_parameters()})
+    index = tmp_path / "model.safetensors.index.json"
+    named = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    assert {path.name for path in tmp_path.glob("*.safetensors")} == named
+
+
 def test_files_are_cut_at_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `save_pretrained` does: an index, files that transformers reads, and experts under the names of its files."""
     monkeypatch.setattr(export, "SHARD_BYTES", 20_000)

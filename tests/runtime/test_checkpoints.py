@@ -17,9 +17,11 @@ from harness import JobError, Pool, pool
 from parity import fake_group
 
 from autoplan.runtime.checkpoint import folders
+from autoplan.runtime.checkpoint.contents import _place_of_number
 from autoplan.runtime.checkpoint.door import CheckpointError
 from autoplan.runtime.checkpoint.values import Encoder, decode
 from autoplan.runtime.model import ParallelModel
+from autoplan.runtime.step_log import StepLog
 from experiments.state.checkpoints import verdict
 from experiments.state.jobs import CONTROLS, SCALER, STEPS, go_on, load_and_go_on, save_and_go_on, scheduler_of
 from experiments.state.plans import Cell, Job, Training, job_of, world_of
@@ -73,6 +75,17 @@ def test_what_is_not_restored_is_seen(control: str, tmp_path: Path) -> None:
 def test_a_checkpoint_is_written_beside_the_training(tmp_path: Path) -> None:
     """It holds the step at which it was asked for, not those that ran meanwhile."""
     assert pool(2).run(checkpoint_jobs.beside, job_of(DROPOUT, "dp2"), str(tmp_path)) == [[], []]
+
+
+@pytest.mark.processes
+def test_ranks_with_one_batch_have_one_state(tmp_path: Path) -> None:
+    """Generators are those of their first rank, whole; and the first batch after a load is compared."""
+    found = pool(2).run(checkpoint_jobs.ranks_that_differ, job_of(DROPOUT, "pp2"), str(tmp_path))
+    (truth, first, said, refused), (own, second, *texts) = found
+    assert first == second == truth != own
+    assert texts == [said, refused]
+    assert "another batch (its contents) on rank 1 than rank 0" in said
+    assert "states['other'] holds this rank's parts of tensors" in refused and "as optimizer=" in refused
 
 
 @pytest.mark.processes
@@ -250,6 +263,19 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
             pm.save_checkpoint(blocked)
 
 
+def test_a_failure_beside_the_training_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also if the script ends without waiting for the checkpoint."""
+    with fake_group(1):
+        pm = started(tmp_path, (1,))
+        with checkpoint_jobs.files_up_to(4096):
+            saving = pm.save_checkpoint(tmp_path / "other", wait=False)
+            assert pm._checkpoints._threads is not None
+            pm._checkpoints._threads.shutdown()  # waits for the thread, with its callbacks
+        assert "the checkpoint of step 1 in" in caplog.text and "was not written" in caplog.text
+        with pytest.raises(CheckpointError, match="was not written"):
+            saving.wait()
+
+
 def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
     with fake_group(1):
         pm = started(tmp_path, (1, 2))
@@ -261,6 +287,10 @@ def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
         assert folders.steps_in(tmp_path) == [3, 2]
         with pytest.raises(CheckpointError, match="keep=0"):
             pm.save_checkpoint(tmp_path, keep=0)
+        (tmp_path / "step_0000000003" / "complete.json").write_text("")  # damaged: none of those that are kept
+        go_on(pm, scheduler_of(pm), 1)
+        pm.save_checkpoint(tmp_path, keep=1)
+        assert folders.steps_in(tmp_path) == [3, 4]
 
 
 def test_what_does_not_fit_is_named_and_nothing_changes(tmp_path: Path) -> None:
@@ -303,6 +333,88 @@ def test_an_optimizer_of_ones_own_and_the_model_alone(tmp_path: Path) -> None:
         )
         pm.load_checkpoint(tmp_path, model_only=True, step=1)
         assert pm.progress.num_steps == 3
+
+
+def test_an_optimizer_that_is_not_given_is_missed(tmp_path: Path) -> None:
+    """A script that makes its own optimizer must not go on without its moments."""
+    with fake_group(1):
+        pm = started(tmp_path, (1,))
+        states = {"scheduler": scheduler_of(pm)}
+        pm.optimizer = None
+        with pytest.raises(CheckpointError, match="it has the state of AdamW, and there is no optimizer here: give"):
+            pm.load_checkpoint(tmp_path, states=states)
+        assert pm.load_checkpoint(tmp_path, model_only=True) is not None
+
+
+def test_what_an_optimizer_keeps_comes_back_in_its_dtype(tmp_path: Path) -> None:
+    """A copy in another dtype than the parameter's stays one; a list of tensors is refused before anything is lost."""
+    with fake_group(1):
+        pm = started(tmp_path, (1,))
+        own = torch.optim.SGD(pm.parameters(), lr=0.1)
+        for p in pm.parameters():
+            own.state[p] = {"single": p.detach().float(), "same": p.detach().clone(), "step": torch.tensor(3.0)}
+        pm.save_checkpoint(tmp_path / "own", optimizer=own)
+        pm.load_checkpoint(tmp_path / "own", optimizer=own)
+        for p in pm.parameters():
+            kept = own.state[p]
+            assert (kept["single"].dtype, kept["same"].dtype) == (torch.float32, p.dtype)
+            assert torch.equal(kept["single"], p.detach().float()) and kept["step"].dtype == torch.float32
+            kept["history"] = [p.detach().clone()]
+        with pytest.raises(CheckpointError, match=r"the optimizer's 'history' of \S+\[0\] is a tensor inside"):
+            pm.save_checkpoint(tmp_path / "own", optimizer=own)
+
+
+def test_options_that_are_tensors_come_back_as_numbers(tmp_path: Path) -> None:
+    with fake_group(1):
+        pm = started(tmp_path, (1,))
+        betas = torch.tensor(0.75), torch.tensor(0.5)
+        own = torch.optim.AdamW(pm.parameters(), torch.tensor(0.25), betas, foreach=False)
+        pm.save_checkpoint(tmp_path / "own", optimizer=own)
+        own.param_groups[0]["lr"].zero_()
+        own.param_groups[0]["betas"] = 0.0, 0.0
+        pm.load_checkpoint(tmp_path / "own", optimizer=own)
+        assert own.param_groups[0]["betas"] == (0.75, 0.5) and own.param_groups[0]["lr"] == 0.25
+
+
+def test_ranks_may_update_one_group_by_different_kernels(tmp_path: Path) -> None:
+    """A rank whose part is not contiguous leaves the kernel out; under another plan one rank may have both parts."""
+    with fake_group(1):
+        pm = started(tmp_path, (1,))
+        folder = tmp_path / "step_0000000001"
+        manifest = folders.read_manifest(folder)
+        groups = manifest["facts"]["optimizer"]["groups"]
+        assert all("fused" not in options for options, _ in groups)
+        options, names = groups.pop()
+        groups += [[{**options, "fused": True}, names[:1]], [{**options, "fused": False}, names[1:]]]
+        assert len(names) > 1
+        folders.write_manifest(folder, manifest)
+        assert pm.load_checkpoint(tmp_path, states={"scheduler": scheduler_of(pm)}) is not None
+
+
+def test_the_step_is_where_the_update_counts_it() -> None:
+    """A kernel on a GPU reads the step there: one on the host would be an address that it cannot read."""
+    parameter = torch.zeros(2, device="meta")
+    places = {
+        (entry, name): _place_of_number(entry, parameter, {name: True}).type
+        for entry in ("step", "eta")
+        for name in ("foreach", "fused", "capturable")
+    }
+    assert {key for key, place in places.items() if place == "cpu"} == {("step", "foreach")}
+
+
+def test_a_log_counts_the_steps_after_a_load(tmp_path: Path) -> None:
+    """Neither the steps that were loaded, nor those of a training that went back."""
+    with fake_group(1):
+        pm = started(tmp_path, (3,))
+        states = {"scheduler": scheduler_of(pm)}
+        for resumed in (started(tmp_path / "other", (1,)), pm):
+            log = StepLog(resumed, show=None, tokens_per_sample=1)
+            go_on(resumed, states["scheduler"], 0 if resumed is not pm else 2)
+            assert resumed.load_checkpoint(tmp_path, states=states) is not None
+            go_on(resumed, states["scheduler"], 1)
+            row = log(0.0)
+            assert row is not None and (row.step, row.num_steps) == (4, 1)
+            assert row.tokens_per_s == pytest.approx(12 / row.step_s)
 
 
 def test_a_state_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
