@@ -21,7 +21,8 @@ from autoplan.config.choices import OPTIONS, PINS, options_of, plain_option
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
-from autoplan.exporters.python_file import BY_FUNCTION, UNKNOWN, functions_of
+from autoplan.exporters.python_file import functions_of
+from autoplan.exporters.python_values import BY_FUNCTION, UNKNOWN
 from autoplan.exporters.record import Document, Target
 from autoplan.exporters.scripts import Code, Name
 from autoplan.exporters.setup import ESSENTIAL, SETUP_NAMES, Setup, Task, values
@@ -152,6 +153,7 @@ def read_text(
         found |= values_of_named(name, found.get(name), path)
     functions = functions_of(found)
     unknown = {name.removeprefix(UNKNOWN): v for name, v in found.items() if name.startswith(UNKNOWN)}
+    unknown = {name: v for name, v in unknown.items() if name not in found or target.schema.is_section(name)}
     found = {name: value for name, value in found.items() if not name.startswith(UNKNOWN)}
     document = Document(found, target.schema, year, task, bool(functions), unknown)
     says, vague, refused = _read(target, document, given)
@@ -200,7 +202,7 @@ def _check_known(vague: Mapping[str, str], given: Mapping[str, Any], path: str) 
     if needed:
         flags = " ".join(f"--{name.replace('_', '-')}" for name in needed.values())
         said = "; ".join(needed)
-        raise PinError(f"{path} takes from where it is started: {said}; give {flags}", tuple(needed.values()))
+        raise PinError(f"{path} does not decide {said}; give {flags}", tuple(needed.values()))
 
 
 def _not_used(read: ConfigFile, target: Target, document: Document, given: Mapping[str, Any]) -> list[str]:

@@ -59,7 +59,15 @@ class Document:
     def vague(self) -> list[str]:
         """The paths that were asked for whose value is not known, as `path=expression`."""
         asked = sorted(path for path in self.seen if path not in self.values)
-        return [f"{path}={self.unknown[path]}" for path in asked if path in self.unknown]
+        found = (self._unknown_at(path) for path in asked)
+        return list(dict.fromkeys(text for text in found if text is not None))
+
+    def _unknown_at(self, path: str) -> str | None:
+        """Return a path with the expression that decides it, or a section that it is in; None if the file does."""
+        place = path
+        while place and place not in self.unknown and not self.partial:
+            place = place.rpartition(".")[0]
+        return f"{path}={self.unknown[place]}" if place in self.unknown else None
 
     def get(self, path: str) -> Any:
         """Return the value of the file at a path, else the target's default; None if that does not hold."""

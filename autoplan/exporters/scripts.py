@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoplan.exporters.python_file import UNKNOWN, read_python
+from autoplan.exporters.python_file import read_python
+from autoplan.exporters.python_values import UNKNOWN
 from autoplan.exporters.setup import Setup
 from autoplan.exporters.shell import BREAK, shell_words
 from autoplan.exporters.syntax import commented
@@ -191,7 +192,7 @@ class PythonCall:
 
     def read(self, text: str, where: str) -> dict[str, Any]:
         """Return the values by path; the path of a value that is not a literal begins with `?`."""
-        return read_python(text, where)
+        return read_python(text, where, made=self.name)
 
 
 def _written(value: Any) -> str:
