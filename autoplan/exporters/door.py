@@ -22,7 +22,7 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
 from autoplan.exporters.python_file import functions_of
-from autoplan.exporters.python_values import BY_FUNCTION, UNKNOWN
+from autoplan.exporters.python_values import BY_FUNCTION, MORE, UNKNOWN
 from autoplan.exporters.record import Document, Target
 from autoplan.exporters.scripts import Code, Name
 from autoplan.exporters.setup import ESSENTIAL, SETUP_NAMES, Setup, Task, values
@@ -188,8 +188,8 @@ def _with_rest(out: ConfigFile, target: Target, document: Document, given: Mappi
 
 
 def _is_idle(target: Target, name: str, value: Any) -> bool:
-    """Return True for a value that changes neither time nor memory; calls of functions may."""
-    return value != BY_FUNCTION and target.schema.is_idle(name, value)
+    """Return True for a value that changes neither time nor memory; calls of functions and more arguments may."""
+    return value not in (BY_FUNCTION, MORE) and target.schema.is_idle(name, value)
 
 
 def _check_known(vague: Mapping[str, str], given: Mapping[str, Any], path: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 UNKNOWN = "?"  # prefix of paths whose value is not known
 BY_FUNCTION = "settings of this function"
+MORE = "more arguments"  # that a command takes from its caller
 MISSING = object()  # the value of a field or a name that is not set
 
 
