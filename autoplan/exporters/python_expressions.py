@@ -1,4 +1,4 @@
-"""Expressions of Python files, evaluated without running the file: literals, names, arithmetic, calls of plain functions.
+"""Expressions of Python files, evaluated without running the file: literals, names, arithmetic, plain functions.
 
 What depends on anything else is Unknown, with its text and its line.
 """
@@ -6,6 +6,7 @@ What depends on anything else is Unknown, with its text and its line.
 from __future__ import annotations
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
@@ -61,8 +62,7 @@ _CALLED: Mapping[str, Callable[..., Any]] = {
     "enumerate": lambda *given: list(enumerate(*given)),
     "reversed": lambda given: list(reversed(given)),
     "zip": lambda *given: list(zip(*given, strict=False)),
-    **{name: getattr(__import__("math"), name.rpartition(".")[2]) for name in ("math.ceil", "math.floor", "math.log2")},
-    "math.prod": lambda given: __import__("math").prod(given),
+    **{f"math.{f.__name__}": f for f in (math.ceil, math.floor, math.log2, math.prod)},
 }
 _TYPES: Mapping[str, type] = {t.__name__: t for t in (bool, dict, float, int, list, set, str, tuple)}
 # Methods of plain values that change nothing

@@ -25,6 +25,7 @@ from autoplan.stacks.records import year_of
 # What of the grid a target can at least say, of every 11th setup
 LEAST = {
     **{"megatron-lm": 60, "megatron-bridge": 60, "torchtitan": 35, "torchtitan@0.2.2": 35, "torchtitan@0.2.0": 35},
+    "torchtitan@0.1.0": 30,
     **{
         "deepspeed": 18,
         "accelerate": 6,

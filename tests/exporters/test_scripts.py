@@ -106,14 +106,20 @@ def commands(text: str) -> list[str]:
         ("A=1; [ $A = 2 ] && { y; z; }; w", ["[ 1 = 2 ]", "w"]),
         ("cd a b c d && x || exit 1; y", ["cd a b c d", "x", "y"]),
         ("f() { x --a $1; }\ng() {\n  y\n}\nf 3; w", ["x --a 3", "w"]),
-        ("function f {\n  x \"$@\"\n}\nif [ $A = 1 ]; then f --b 2; fi", ["x --b 2"]),
-        ("A=1; while [[ $# -gt 0 ]]; do case $1 in -a|--a) A=$2; shift ;; *) exit ;; esac; done; x $A", ["shift", "exit", "x $A"]),
+        ('function f {\n  x "$@"\n}\nif [ $A = 1 ]; then f --b 2; fi', ["x --b 2"]),
+        (
+            "A=1; while [[ $# -gt 0 ]]; do case $1 in -a|--a) A=$2; shift ;; *) exit ;; esac; done; x $A",
+            ["shift", "exit", "x $A"],
+        ),
         ("A=1; for b in 1 2; do A=$((A * 2)); x $A; done; y $A", ["x $((A*2))", "y $A"]),
         ("x --a 1 > log 2>&1 | tee y#z # --c", ["x --a 1", "tee y#z"]),
-        ("C='python a.py'; srun -N 2 bash -c \"cd x && $C --tp 2\"", ["srun -N 2 bash -c cd x", "srun -N 2 bash -c python a.py --tp 2"]),
+        (
+            "C='python a.py'; srun -N 2 bash -c \"cd x && $C --tp 2\"",
+            ["srun -N 2 bash -c cd x", "srun -N 2 bash -c python a.py --tp 2"],
+        ),
         ("(cd x; y --a 1)\nz", ["cd x", "y --a 1", "z"]),
     ],
-)  # fmt: skip
+)
 def test_commands_of_a_script(text: str, found: list[str]) -> None:
     assert commands(text) == found
 
