@@ -110,6 +110,14 @@ def _is_called(name: str, tree: ast.Module) -> bool:
     return any(isinstance(func, ast.Name) and func.id == name for func in calls)
 
 
+def _defaults(a: ast.arguments) -> dict[str, ast.expr]:
+    """Return the defaults of the arguments of a function that have one."""
+    places = [each.arg for each in (*a.posonlyargs, *a.args)]
+    out = dict(zip(places[len(places) - len(a.defaults) :], a.defaults, strict=True))
+    named = zip(a.kwonlyargs, a.kw_defaults, strict=True)
+    return out | {each.arg: value for each, value in named if value is not None}
+
+
 class _Reader:
     """Follows the statements of a file."""
 
@@ -171,14 +179,14 @@ class _Reader:
             if self._setters is not None and root.changed and not root.is_new and (root.made_by or root.unknown):
                 out.pop(UNKNOWN, None)
                 out[f"{UNKNOWN}{root.origin.rpartition(' (line')[0]}"] = BY_FUNCTION
+        return out | self._changed_elsewhere(roots, changed)
+
+    def _changed_elsewhere(self, roots: list[ConfigObject], changed: list[ConfigObject]) -> dict[str, Any]:
+        """Return the calls and the objects that may have set fields of the result that are not known."""
         held = objects_in(roots)
-        for each, call in self._passed:
-            if each.root in held and each.root.changed:
-                out[f"{UNKNOWN}{call}"] = BY_FUNCTION
-        for each in changed:
-            if each.unknown and each not in held:  # it may be a part of the result
-                out[f"{UNKNOWN}{each.unknown}"] = BY_FUNCTION
-        return out
+        calls = [call for each, call in self._passed if each.root in held and each.root.changed]
+        parts = [each.unknown for each in changed if each.unknown and each not in held]
+        return {f"{UNKNOWN}{text}": BY_FUNCTION for text in (*calls, *parts)}
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -232,22 +240,19 @@ class _Reader:
             required: False: arguments without a default that are not given are objects of which nothing is known.
         """
         a = node.args
-        places = [each.arg for each in (*a.posonlyargs, *a.args)]
-        defaults = dict(zip(places[len(places) - len(a.defaults) :], a.defaults, strict=True))
-        only = [each.arg for each in a.kwonlyargs]
-        defaults |= {name: each for name, each in zip(only, a.kw_defaults, strict=True) if each is not None}
+        places, only = [each.arg for each in (*a.posonlyargs, *a.args)], [each.arg for each in a.kwonlyargs]
         out = dict(zip(places, args, strict=False))
         rest = {name: value for name, value in named.items() if name not in (*places, *only)}
         if (len(args) > len(places) and a.vararg is None) or (rest and a.kwarg is None) or set(out) & set(named):
             return None
         out |= {name: value for name, value in named.items() if name not in rest}
-        for name in (*places, *only):
-            if name not in out and name in defaults:
-                out[name] = self._value(defaults[name])
-            elif name not in out:
-                if required:
-                    return None
-                out[name] = ConfigObject(origin=f"{name} (line {node.lineno})")
+        defaults = _defaults(a)
+        missing = [name for name in (*places, *only) if name not in out]
+        if required and not set(missing) <= set(defaults):
+            return None
+        for name in missing:
+            given = ConfigObject(origin=f"{name} (line {node.lineno})")
+            out[name] = self._value(defaults[name]) if name in defaults else given
         if a.vararg is not None:
             out[a.vararg.arg] = list(args[len(places) :])
         if a.kwarg is not None:

@@ -219,21 +219,11 @@ def by_path(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def _by_path(value: Any, path: str, above: tuple[ConfigObject, ...]) -> Iterator[tuple[str, Any]]:
-    prefix = f"{path}." if path else ""
     if isinstance(value, ConfigObject):
-        if value in above or value.is_empty:
-            return
-        if value.made_by and path:
-            yield path, value.made_by
-        if value.made_by and path and not value.is_new and not value.unknown:
-            yield f"{UNKNOWN}{path}", value.origin  # the function may set other fields
-        if value.unknown:
-            yield f"{UNKNOWN}{path}", value.unknown
-        for name, each in value.fields.items():
-            yield from _by_path(each, f"{prefix}{name}", (*above, value))
+        yield from _of_object(value, path, above)
     elif isinstance(value, dict) and value:
         for name, each in value.items():
-            yield from _by_path(each, f"{prefix}{name}", above)
+            yield from _by_path(each, f"{path}.{name}" if path else str(name), above)
     elif isinstance(value, Unknown):
         yield f"{UNKNOWN}{path}", value.text
     elif isinstance(value, Function):
@@ -242,3 +232,16 @@ def _by_path(value: Any, path: str, above: tuple[ConfigObject, ...]) -> Iterator
         yield path, [said(each).partition("(")[0] if isinstance(each, ConfigObject) else each for each in value]
     elif value is not MISSING:
         yield path, value
+
+
+def _of_object(value: ConfigObject, path: str, above: tuple[ConfigObject, ...]) -> Iterator[tuple[str, Any]]:
+    if value in above or value.is_empty:
+        return
+    if value.made_by and path:
+        yield path, value.made_by
+    if value.unknown:
+        yield f"{UNKNOWN}{path}", value.unknown
+    elif value.made_by and path and not value.is_new:
+        yield f"{UNKNOWN}{path}", value.origin  # the function may set other fields
+    for name, each in value.fields.items():
+        yield from _by_path(each, f"{path}.{name}" if path else name, (*above, value))

@@ -63,7 +63,7 @@ def test_a_name_that_is_made_of_itself_is_not_known(text: str, found: dict[str, 
         ("m = c.model\nm.tp = 8\nc.model.pp = m.tp // 4", {"model.tp": 8, "model.pp": 2}),
         ("c.tp = 8 if True else 4\nc.pp = min(2, 4) or 1\nc.cp = int('2')", {"tp": 8, "pp": 2, "cp": 2}),
         (
-            "match 'b':\n    case 'a' | 'c':\n        c.a = 1\n    case 'b':\n        c.tp = 2\n    case _:\n        pass",
+            "match 'b':\n    case 'a' | 'c':\n        c.a = 1\n    case 'b':\n        c.tp = 2\n    case _:\n        1",
             {"tp": 2},
         ),
         ("with open('x') as file:\n    c.tp = 2", {"tp": 2}),
