@@ -38,7 +38,7 @@ def read(folder: Path, old: str, new: str, **given: Any) -> ConfigFile:
 @pytest.mark.parametrize(
     ("old", "new", "given", "fault"),
     [
-        ("degree = 2", "degree = 3", {"tp": 2}, "tp = 24, but there are 16 devices"),
+        ("degree = 2", "degree = 3", {"tp": 2}, "pp = 24, but there are 16 devices"),
         ("degree = 2", "degree = 0", {"tp": 2}, "tensor_parallel_degree=0 must be at least 1"),
         ("degree = 2", "degree = 'x'", {"tp": 2}, "tensor_parallel_degree='x' must be a whole number"),
         ("size = 64", "size = 63", {"global_batch_size": 64}, "global_batch_size=63 is not a multiple"),
@@ -87,7 +87,7 @@ def test_the_first_release_of_torchtitan_has_its_own_names() -> None:
     assert 'pipeline_parallel_split_points = ["layers.17"]' in text and "compile = true" in text
     assert "module_fqns_per_model_part" not in text and "[compile]" not in text
     experts = ParallelConfig(dp=16, ep=8, zero_stage=3, micro_batch_size=1, num_micro_batches=4)
-    with pytest.raises(PinError, match=r"expert_parallel_degree is a field of torchtitan only since 25\.10"):
+    with pytest.raises(PinError, match=r"ep=8: torchtitan@25\.06 cannot \(experts are spread over ranks since 25\.10"):
         export_setup(Setup.of(request("mixtral-8x7b", to), experts), to)
 
 
