@@ -118,6 +118,11 @@ def _defaults(a: ast.arguments) -> dict[str, ast.expr]:
     return out | {each.arg: value for each, value in named if value is not None}
 
 
+def _others(a: ast.arguments, rest: dict[str, Any]) -> dict[str, Any]:
+    """Return the value of `**others` of a function for the arguments that have no name of their own."""
+    return {} if a.kwarg is None else {a.kwarg.arg: rest if is_known(rest) else ConfigObject(fields=rest)}
+
+
 class _Reader:
     """Follows the statements of a file."""
 
@@ -253,11 +258,8 @@ class _Reader:
         for name in missing:
             given = ConfigObject(origin=f"{name} (line {node.lineno})")
             out[name] = self._value(defaults[name]) if name in defaults else given
-        if a.vararg is not None:
-            out[a.vararg.arg] = list(args[len(places) :])
-        if a.kwarg is not None:
-            out[a.kwarg.arg] = rest if is_known(rest) else ConfigObject(fields=rest)
-        return out
+        more = {} if a.vararg is None else {a.vararg.arg: list(args[len(places) :])}
+        return out | more | _others(a, rest)
 
     # -- statements ----------------------------------------------------------------------------------------------------
 
@@ -365,7 +367,7 @@ class _Reader:
         elif isinstance(node, ast.Name):
             value = self._expressions.known(node.id)
             if value is MISSING or isinstance(value, Unknown):
-                text = "" if value is MISSING else value.text
+                text = value.text if isinstance(value, Unknown) else ""
                 self._names[-1][node.id] = ConfigObject(origin=Unknown.of(node).text, unknown=text)
             return self._expressions.known(node.id)
         value = self._value(node)
@@ -514,12 +516,14 @@ class _Reader:
         try:
             items = self._expressions.items(node.iter)
         except ValueError:
-            return self._any_turns(node, node.iter, before)
+            self._any_turns(node, node.iter, before)
+            return None
         for item in items:
             self._assign_to(node.target, item)
             signal = self._block(node.body)
             if self._left < 0 or (signal is not None and signal.kind == "doubt"):
-                return self._any_turns(node, node.iter, before)
+                self._any_turns(node, node.iter, before)
+                return None
             if signal is not None and signal.kind == "break":
                 return None
             if signal is not None and signal.kind != "continue":
@@ -539,7 +543,8 @@ class _Reader:
                 return None
             if signal is not None and signal.kind != "continue":
                 return signal
-        return self._any_turns(node, node.test, before)
+        self._any_turns(node, node.test, before)
+        return None
 
     def _any_turns(self, node: ast.For | ast.While, head: ast.expr, before: State) -> None:
         """Follow a loop whose turns are not known: what its body changes is not known."""

@@ -125,9 +125,8 @@ class Flags:
                 out[f"{UNKNOWN}{token}"], flag = MORE, None
                 continue
             known = None if flag is None else out.get(flag, out.get(UNKNOWN + flag))
-            kinds = entries[flag].kinds if flag in entries else ()
-            full = flag is None or (known is True and kinds == ("bool",))
-            full = full or (known is not True and bool(kinds) and "list" not in kinds)
+            kinds = entries[flag].kinds if flag is not None and flag in entries else ()
+            full = kinds == ("bool",) if known is True else bool(kinds) and "list" not in kinds
             if flag is None or full:
                 out |= {f"{UNKNOWN}{token}": MORE} if token.startswith("$") else {}
                 flag = None
