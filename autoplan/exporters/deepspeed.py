@@ -186,6 +186,7 @@ DEEPSPEED = Target(
         "attention": "the model (transformers: attn_implementation)",
     },
     cannot={
+        "mode": "fused kernels are in the code of the model; torch.compile makes others",
         "pp": "pipelines of DeepSpeed are PipelineModule in the code of the model",
         "schedule": "pipelines of DeepSpeed are PipelineModule in the code of the model",
         "virtual_stages": "pipelines of DeepSpeed are PipelineModule in the code of the model",

@@ -21,7 +21,8 @@ from autoplan.config.choices import OPTIONS, PINS, options_of, plain_option
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
-from autoplan.exporters.python_file import BY_FUNCTION, UNKNOWN, functions_of
+from autoplan.exporters.python_file import functions_of
+from autoplan.exporters.python_values import BY_FUNCTION, MORE, UNKNOWN
 from autoplan.exporters.record import Document, Target
 from autoplan.exporters.scripts import Code, Name
 from autoplan.exporters.setup import ESSENTIAL, SETUP_NAMES, Setup, Task, values
@@ -152,17 +153,20 @@ def read_text(
         found |= values_of_named(name, found.get(name), path)
     functions = functions_of(found)
     unknown = {name.removeprefix(UNKNOWN): v for name, v in found.items() if name.startswith(UNKNOWN)}
+    unknown = {name: v for name, v in unknown.items() if name not in found or target.schema.is_section(name)}
     found = {name: value for name, value in found.items() if not name.startswith(UNKNOWN)}
     document = Document(found, target.schema, year, task, bool(functions), unknown)
-    says, vague, refused = _read(target, document, given)
+    read = _read(target, document, given)
+    says, vague, refused = read.says, read.vague, read.refused
     _check_known(vague, given, path)
     if refused and not lenient:
         raise refused[0]
-    faults = _refusals(target.schema.faults(found, year), refused)
-    broken = _broken(target, document, says, warns=False) if not refused else []
+    of_schema = target.schema.faults({name: v for name, v in found.items() if name not in read.overridden}, year)
+    faults = _refusals(of_schema, refused)
+    broken = _broken(target, document, read, warns=False) if not refused else []
     faults += [] if functions else broken
     warnings = [f"{text}; unless {functions[0]} says otherwise" for text in broken if functions]
-    warnings += [*_broken(target, document, says, warns=True), *_misspelt(target, found)]
+    warnings += [*_broken(target, document, read, warns=True), *_misspelt(target, found)]
     stack = target.stack_of(document) if target.stack_of is not None else target.stack
     open_ = {name: where for name, where in {**target.elsewhere, **vague}.items() if name not in says}
     rest = ((), tuple(faults), tuple(warnings))
@@ -186,8 +190,8 @@ def _with_rest(out: ConfigFile, target: Target, document: Document, given: Mappi
 
 
 def _is_idle(target: Target, name: str, value: Any) -> bool:
-    """Return True for a value that changes neither time nor memory; calls of functions may."""
-    return value != BY_FUNCTION and target.schema.is_idle(name, value)
+    """Return True for a value that changes neither time nor memory; calls of functions and more arguments may."""
+    return value not in (BY_FUNCTION, MORE) and target.schema.is_idle(name, value)
 
 
 def _check_known(vague: Mapping[str, str], given: Mapping[str, Any], path: str) -> None:
@@ -200,7 +204,7 @@ def _check_known(vague: Mapping[str, str], given: Mapping[str, Any], path: str) 
     if needed:
         flags = " ".join(f"--{name.replace('_', '-')}" for name in needed.values())
         said = "; ".join(needed)
-        raise PinError(f"{path} takes from where it is started: {said}; give {flags}", tuple(needed.values()))
+        raise PinError(f"{path} does not decide {said}; give {flags}", tuple(needed.values()))
 
 
 def _not_used(read: ConfigFile, target: Target, document: Document, given: Mapping[str, Any]) -> list[str]:
@@ -242,42 +246,74 @@ def _misspelt(target: Target, found: Mapping[str, Any]) -> list[str]:
 _IDLE = frozenset(("compute_environment", "machine_rank", "base_config", "hardware", "env", "env_vars", "launch"))
 
 
-def _read(
-    target: Target, document: Document, given: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, str], list[PinError]]:
-    """Return the choices that the fields read, those that are not known, and the errors of fields that refuse the file.
+@dataclass(frozen=True)
+class _Read:
+    """What the fields of a target read.
+
+    Attributes:
+        says: the choices that they decide.
+        vague: choices that are not known -> where they are decided.
+        refused: the errors of fields that refuse the file.
+        typed: choices that are given, and count instead of those of the file.
+        overridden: paths that decide nothing but such choices.
+    """
+
+    says: Mapping[str, Any]
+    vague: Mapping[str, str]
+    refused: list[PinError]
+    typed: Mapping[str, Any]
+    overridden: Set[str]
+
+
+def _read(target: Target, document: Document, given: Mapping[str, Any]) -> _Read:
+    """Return what the fields of a target read.
 
     Args:
-        given: choices that the file cannot hold or does not know, and that the target takes from elsewhere.
+        given: choices that the file cannot hold or does not know, or that count instead of those of the file. What is
+            wrong with the field of such a choice is not said.
     """
     typed = {name: value for name, value in given.items() if value is not None}
-    known = {name: value for name, value in typed.items() if name in target.elsewhere}
     says: dict[str, Any] = {}
     vague: dict[str, str] = {}
     refused: list[PinError] = []
+    overridden: set[str] = set()
     for each in target.fields_at(document.year):
         asked = replace(document, seen=set())
         try:
-            read = each.read(asked, _Found({**known, **says}, target.name))
+            read = each.read(asked, _Found({**says, **typed}, target.name))
         except PinError as error:
-            refused.append(error)
+            if {*each.names} & typed.keys():
+                overridden |= asked.seen
+                vague |= {name: str(error) for name in each.names if name not in typed}
+            else:
+                refused.append(error)
         else:
             unsaid = document.partial and asked.seen and not any(map(asked.has, set(asked.seen)))
             if asked.vague:
                 vague |= dict.fromkeys(each.names, ", ".join(asked.vague))
-                known |= {name: typed[name] for name in each.names if name in typed}
             elif not unsaid:
                 says |= read
+            overridden |= asked.seen if each.names and {*each.names} <= typed.keys() else set()
         document.seen.update(asked.seen)
-    return says, vague, refused
+    return _Read(says, vague, refused, typed, overridden)
 
 
 class _Found(dict[str, Any]):
-    """The values read so far. A degree that the target has no field for is 1."""
+    """The values read so far. A degree that the target has no field for is 1. `asked`: the names that were used."""
 
     def __init__(self, read: Mapping[str, Any], target: str) -> None:
         super().__init__(read)
         self._target = target
+        self.asked: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a value, or the default."""
+        self.asked.add(name)
+        return super().get(name, default)
 
     def __missing__(self, name: str) -> Any:
         default = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "virtual_stages": 1, "zero_stage": 0}
@@ -286,10 +322,19 @@ class _Found(dict[str, Any]):
         raise PinError(f"{name} is not known from the file; give the cluster, which decides it")
 
 
-def _broken(target: Target, document: Document, says: Mapping[str, Any], warns: bool) -> list[str]:
-    rules = (rule for rule in target.rules if rule.warns is warns)
-    found = (rule.broken(document, _Found(says, target.name)) for rule in rules)
-    return [text for text in found if text is not None]
+def _broken(target: Target, document: Document, read: _Read, warns: bool) -> list[str]:
+    """Return what rules of the target are broken, but for those about choices that are given: autoplan has its own."""
+    out = []
+    for rule in (rule for rule in target.rules if rule.warns is warns):
+        asked, found = replace(document, seen=set()), _Found({**read.says, **read.typed}, target.name)
+        text = rule.broken(asked, found)
+        changed = {n: v for n, v in read.typed.items() if n in read.says and read.says[n] != v}
+        given = {*changed, *(name for name in read.typed if name in read.vague)}
+        about = bool(found.asked & given) or bool(asked.seen & read.overridden)
+        document.seen.update(asked.seen)
+        if text is not None and not about:
+            out.append(text)
+    return out
 
 
 def setup_of(read: ConfigFile, task: Task, given: Mapping[str, Any]) -> Setup:
@@ -389,7 +434,6 @@ def _differences(
         ) from None
     if read.faults:
         raise PinError(f"{target.name}@{version} cannot run this plan: {'; '.join(read.faults)}")
-    elsewhere = [(f"{n}={_said(wanted[n])}", where) for n, where in left.items() if wanted[n] != _DEFAULTS.get(n)]
     lost: dict[str, str] = {}
     for name in SETUP_NAMES:
         if wanted[name] == runs[name] or (name == "context_method" and wanted[name] is None):
@@ -398,6 +442,8 @@ def _differences(
         lost[name] = f"{_said(wanted[name])}: {target.name}@{version} cannot ({why}); it runs {_said(runs[name])}"
         if name == "recompute" and isinstance(runs[name], str):
             lost[name] += f", which autoplan plan --pin recompute={runs[name]} prices"
+    set_there = {n: where for n, where in left.items() if n not in lost and wanted[n] != _DEFAULTS.get(n)}
+    elsewhere = [(f"{n}={_said(wanted[n])}", where) for n, where in set_there.items()]
     return elsewhere, lost, runs
 
 

@@ -177,6 +177,7 @@ LIGHTNING = Target(
         "attention": "the model",
     },
     cannot={
+        "mode": "fused kernels are in the code of the model; torch.compile makes others",
         "pp": "Lightning has no pipelines",
         "schedule": "Lightning has no pipelines",
         "virtual_stages": "Lightning has no pipelines",

@@ -21,6 +21,7 @@ from autoplan.exporters.record import (
     constant,
     derived,
     micro_batches,
+    near_multiples,
     near_parts,
 )
 from autoplan.exporters.setup import Setup
@@ -296,7 +297,7 @@ def _micro_batches(document: Document, found: Values) -> str | None:
     pp, number = found["pp"], document.count("num_pipeline_microbatches", -1)
     if number == -1 or number % pp == 0:
         return None
-    near = f"{max(1, number // pp) * pp} or {(number // pp + 1) * pp}" if number > pp else str(pp)
+    near = near_multiples(pp, number)
     return f"num_pipeline_microbatches={number} is not a multiple of the {pp} pipeline stages; nearest: {near}"
 
 

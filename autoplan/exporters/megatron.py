@@ -509,21 +509,23 @@ CANNOT = {
     "launch": "CUDA graphs of layers exclude full recompute, recompute of experts and offloaded activations",
 }
 
+_MARKS = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "use_distributed_optimizer"),
+    *("model_parallel_size", "checkpoint_activations"),
+)
+
 MEGATRON_LM = Target(
     name="megatron-lm",
     about="flags of pretrain_gpt.py in a shell script, with torchrun or srun",
     stack="megatron-lm",
-    files=((0.0, Flags(_flag_launch)),),
+    files=((0.0, Flags(_flag_launch, "megatron-lm", (*_MARKS, "micro_batch_size"))),),
     fields=fields_of(
         lambda name: name,
         "num_virtual_stages_per_pipeline_rank",
         "ckpt_format",
         (Field(("precision", "narrow_gather"), _write_flags, _read_flags), allocator(lambda name: name)),
     ),
-    marks=(
-        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "use_distributed_optimizer"),
-        *("model_parallel_size", "checkpoint_activations"),
-    ),
+    marks=_MARKS,
     version_in=_age,
     launch=lambda setup, file, year: [f"bash {file}"],
     cannot=CANNOT,

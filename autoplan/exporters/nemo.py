@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autoplan.exporters.python_file import BY_FUNCTION, UNKNOWN
+from autoplan.exporters.python_values import BY_FUNCTION, UNKNOWN
 from autoplan.exporters.syntax import Yaml
 
 LAST_NEMO_1 = "24.11"  # the last month with its recipes; NeMo 2 (25.01) has Python

@@ -59,7 +59,15 @@ class Document:
     def vague(self) -> list[str]:
         """The paths that were asked for whose value is not known, as `path=expression`."""
         asked = sorted(path for path in self.seen if path not in self.values)
-        return [f"{path}={self.unknown[path]}" for path in asked if path in self.unknown]
+        found = (self._unknown_at(path) for path in asked)
+        return list(dict.fromkeys(text for text in found if text is not None))
+
+    def _unknown_at(self, path: str) -> str | None:
+        """Return a path with the expression that decides it, or a section that it is in; None if the file does."""
+        place = path
+        while place and place not in self.unknown and not self.partial:
+            place = place.rpartition(".")[0]
+        return f"{path}={self.unknown[place]}" if place in self.unknown else None
 
     def get(self, path: str) -> Any:
         """Return the value of the file at a path, else the target's default; None if that does not hold."""
@@ -344,7 +352,13 @@ def near_parts(number: int, value: int) -> str:
     """Return the numbers next to a value into which a number can be cut equally, in words: `4 or 8`."""
     parts = [n for n in range(1, number + 1) if number % n == 0]
     near = [max((n for n in parts if n < value), default=None), min((n for n in parts if n >= value), default=None)]
-    return " or ".join(str(n) for n in near if n is not None)
+    return " or ".join(dict.fromkeys(str(n) for n in near if n is not None))
+
+
+def near_multiples(part: int, value: int) -> str:
+    """Return the multiples of a number next to a value, in words: `16 or 24`; `8` if there is none below."""
+    below = value // part * part
+    return f"{below} or {below + part}" if below else str(part)
 
 
 def data_parallel(document: Document, found: Values, *other: str) -> Values:
@@ -361,7 +375,7 @@ def data_parallel(document: Document, found: Values, *other: str) -> Values:
     if devices % used:
         raise PinError(
             f"tp x pp x cp = {used} does not divide the {devices} devices; nearest: "
-            f"{used * max(1, devices // used)} or {used * (devices // used + 1)} devices",
+            f"{near_multiples(used, devices)} devices",
             ("tp", "pp", "cp"),
         )
     return {"dp": devices // used}
@@ -373,8 +387,7 @@ def micro_batches(document: Document, found: Values) -> Values:
     if not batch or not at_once:
         return {}
     if batch % at_once:
-        below = batch // at_once * at_once
-        near = f"{below} or {below + at_once}" if below else str(at_once)
+        near = near_multiples(at_once, batch)
         raise PinError(
             f"global_batch_size={batch} is not a multiple of micro_batch_size x dp = {at_once}; nearest: {near}",
             ("global_batch_size", "micro_batch_size", "dp"),

@@ -100,6 +100,10 @@ class Schema:
             return True
         return value in ("auto", None, []) or (entry.default is not None and value == entry.default)
 
+    def is_section(self, path: str) -> bool:
+        """Return True for a path that is no field, but has fields below it."""
+        return path not in self.entries and any(name.startswith(f"{path}.") for name in self.entries)
+
     def knows(self, path: str) -> bool:
         """Return True for a field of the target, of any version."""
         return path in self.entries or any(path == each or path.startswith(f"{each}.") for each in self.open)

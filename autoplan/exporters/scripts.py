@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoplan.exporters.python_file import UNKNOWN, read_python
+from autoplan.exporters.python_file import read_python
+from autoplan.exporters.python_values import MORE, UNKNOWN
+from autoplan.exporters.schema import Schema
 from autoplan.exporters.setup import Setup
-from autoplan.exporters.shell import BREAK, shell_words
+from autoplan.exporters.shell import Word, shell_commands
 from autoplan.exporters.syntax import commented
 
 
@@ -41,8 +43,17 @@ class Code:
 # -- shell -------------------------------------------------------------------------------------------------------------
 
 _ENV = "env."  # paths of environment variables
-_LAUNCHER = {"--nnodes": "launch.nnodes", "--nproc-per-node": "launch.nproc_per_node"}
-_LAUNCHER |= {"--nproc_per_node": "launch.nproc_per_node"}
+# Options of a launcher, which stand before the script -> path
+_LAUNCHERS = {
+    "torchrun": {
+        **dict.fromkeys(("--nnodes",), "launch.nnodes"),
+        **dict.fromkeys(("--nproc-per-node", "--nproc_per_node"), "launch.nproc_per_node"),
+    },
+    "deepspeed": {"--num_nodes": "launch.nnodes", "--num_gpus": "launch.nproc_per_node"},
+    "srun": {"--nodes": "launch.nnodes", "-N": "launch.nnodes", "--ntasks-per-node": "launch.nproc_per_node"},
+}
+_MORE = re.compile(r"\$([@*]|\w*(ARG|OPT|EXTRA|PARAM|FLAG)\w*$)")  # names of variables that hold arguments
+_TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")  # modules that are torchrun
 
 
 @dataclass(frozen=True)
@@ -50,9 +61,15 @@ class Flags:
     """A shell script that starts a command with flags. Paths: the flag with `_` for `-`, `env.NAME`, `launch.NAME`.
 
     `true` is a flag without a value; false is not written. Values of a list stand one after the other.
+
+    Attributes:
+        schema: name of the target whose flags these are.
+        marks: flags of which the command that trains has at least one, as paths.
     """
 
     launch: Callable[[Setup], list[str]]
+    schema: str
+    marks: tuple[str, ...]
     suffix: str = ".sh"
 
     def write(self, values: Mapping[str, Any], heading: Sequence[str], about: Setup) -> str:
@@ -71,42 +88,98 @@ class Flags:
     def read(self, text: str, where: str) -> dict[str, Any]:
         """Return the values by path. A flag that is given twice has its last value, as for argparse.
 
-        The path of a flag whose value the script does not set begins with `?`, as does one that stands in a branch
-        whose test is not known.
+        Only the arguments of the command that trains count, and the numbers of nodes and processes of its launcher. The
+        path of a flag begins with `?` if the script does not set its value, if it stands in a branch whose test is not
+        known, and if several commands train with different values.
         """
+        script = shell_commands(text, where)
+        out: dict[str, Any] = {f"{_ENV}{name}": _literal(value) for name, value in script.variables.items()}
+        found = [(before, self._arguments(after)) for before, after in map(_parts, script.commands)]
+        found = [(before, given) for before, given in found if self._trains(given)]
+        trains = [each for each in found if each[0] and re.search("train|tune", each[0][-1].text)]
+        found = trains or found  # what converts or generates has degrees, too
+        if not found:  # only the arguments, for a command that is elsewhere
+            words = [*script.arguments, *(word for command in script.commands for word in command)]
+            found = [([], self._arguments(words))]
+            found[0][1].update(_launched(words, {}))
+        for before, _ in found:
+            out |= _launched(before, script.variables)
+        return out | _alternatives([given for _, given in found])
+
+    def _trains(self, given: Mapping[str, Any]) -> bool:
+        return any(mark in given or f"{UNKNOWN}{mark}" in given for mark in self.marks)
+
+    def _arguments(self, words: Sequence[Word]) -> dict[str, Any]:
+        """Return the values of arguments by path."""
+        entries = Schema.load(self.schema).entries
         out: dict[str, Any] = {}
         flag: str | None = None
-        for word in shell_words(text, where):
+        for word in words:
             token = word.text
-            variable = re.fullmatch(r"([A-Z][A-Z0-9_]*)=(.+)", token)
-            if token.startswith("--") and len(token) > 2:
+            if re.match(r"--\w", token):
                 name, equals, value = token.partition("=")
-                flag = _LAUNCHER.get(name, name.removeprefix("--").replace("-", "_"))
+                flag = name.removeprefix("--").replace("-", "_")
                 _set(out, flag, _literal(value) if equals else True, word.sure)
-            elif variable is not None:
-                out[f"{_ENV}{variable[1]}"], flag = _literal(variable[2]), None
-            elif flag is not None and token not in _ENDS and not _ARRAY.fullmatch(token):
-                known = out.get(flag, out.get(UNKNOWN + flag))
-                value_read = _literal(token)
-                new = value_read if known is True else [*(known if isinstance(known, list) else [known]), value_read]
-                _set(out, flag, new, word.sure)
-                if flag.startswith("launch."):  # one value; the script follows
-                    flag = None
-            else:
+                continue
+            if _MORE.match(token):
+                out[f"{UNKNOWN}{token}"], flag = MORE, None
+                continue
+            known = None if flag is None else out.get(flag, out.get(UNKNOWN + flag))
+            kinds = entries[flag].kinds if flag is not None and flag in entries else ()
+            full = kinds == ("bool",) if known is True else bool(kinds) and "list" not in kinds
+            if flag is None or full:
+                out |= {f"{UNKNOWN}{token}": MORE} if token.startswith("$") else {}
                 flag = None
+                continue
+            value_read = _literal(token)
+            new = value_read if known is True else [*(known if isinstance(known, list) else [known]), value_read]
+            _set(out, flag, new, word.sure)
         return out
 
 
-_ENDS = (BREAK, ")", "(", "torchrun", "srun", "python")
-_ARRAY = re.compile(r"\$\{\w+\[[@*]\]\}\)?")  # the flags of another array
+def _parts(command: Sequence[Word]) -> tuple[list[Word], list[Word]]:
+    """Return the words of a command up to the program that it runs, and its arguments; all of them if there is none."""
+    for k, word in enumerate(command):
+        module = k > 0 and command[k - 1].text == "-m" and word.text not in _TORCHRUN
+        if (word.text.endswith(".py") and not word.text.startswith("-")) or module:
+            return list(command[: k + 1]), list(command[k + 1 :])
+    return [], list(command)
+
+
+def _launched(before: Sequence[Word], variables: Mapping[str, str]) -> dict[str, Any]:
+    """Return the numbers of nodes and of processes per node of a launcher; Slurm's where no other is below it."""
+    words = ["torchrun" if word.text in _TORCHRUN else word.text.rpartition("/")[2] for word in before]
+    launcher = next((name for name in _LAUNCHERS if name in words), "torchrun")
+    options = _LAUNCHERS[launcher]
+    out: dict[str, Any] = {}
+    if launcher == "srun":
+        said = {"launch.nnodes": "SLURM_NNODES", "launch.nproc_per_node": "SLURM_NTASKS_PER_NODE"}
+        out = {path: _literal(variables[name]) for path, name in said.items() if name in variables}
+    for word, after in zip(before, [*words[1:], ""], strict=False):
+        name, equals, value = word.text.partition("=")
+        given = value if equals else after
+        if name in options and "$" not in given:
+            out[options[name]] = _literal(given)
+    return out
+
+
+def _alternatives(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the arguments of one of several commands: those that they do not share are not known."""
+    paths = dict.fromkeys(path.removeprefix(UNKNOWN) for given in found for path in given)
+    out: dict[str, Any] = {}
+    for path in paths:
+        said = [given.get(path, given.get(f"{UNKNOWN}{path}")) for given in found]
+        known = all(path in given for given in found) and all(value == said[0] for value in said)
+        texts = dict.fromkeys("none" if value is None else str(value) for value in said)
+        out[path if known else f"{UNKNOWN}{path}"] = said[0] if len(texts) == 1 else " or ".join(texts)
+    return out
 
 
 def _set(out: dict[str, Any], flag: str, value: Any, sure: bool) -> None:
     """Set the value of a flag; one that is not known replaces what was known before."""
     known = sure and "$" not in str(value)
     out.pop(f"{UNKNOWN}{flag}" if known else flag, None)
-    if known or not flag.startswith("launch."):
-        out[flag if known else f"{UNKNOWN}{flag}"] = value
+    out[flag if known else f"{UNKNOWN}{flag}"] = value
 
 
 def _literal(text: str) -> Any:
@@ -191,7 +264,7 @@ class PythonCall:
 
     def read(self, text: str, where: str) -> dict[str, Any]:
         """Return the values by path; the path of a value that is not a literal begins with `?`."""
-        return read_python(text, where)
+        return read_python(text, where, made=self.name)
 
 
 def _written(value: Any) -> str:

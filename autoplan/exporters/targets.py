@@ -14,7 +14,7 @@ from autoplan.exporters.maxtext import MAXTEXT
 from autoplan.exporters.megatron import MEGATRON_LM
 from autoplan.exporters.megatron_bridge import MEGATRON_BRIDGE
 from autoplan.exporters.nanotron import NANOTRON
-from autoplan.exporters.python_file import UNKNOWN
+from autoplan.exporters.python_values import UNKNOWN
 from autoplan.exporters.record import Syntax, Target
 from autoplan.exporters.torchtitan import TORCHTITAN
 from autoplan.exporters.transformers import TRANSFORMERS

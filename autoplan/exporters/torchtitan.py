@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from autoplan.exporters.record import (
     Values,
     derived,
     micro_batches,
+    near_multiples,
     run_number,
     same,
     switch,
@@ -29,9 +31,11 @@ from autoplan.exporters.syntax import Toml
 from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks
 from autoplan.stacks.records import year_of
 
+RELEASE_2 = year_of("25.10")  # 0.2.0: section compile, stages by their modules, experts over ranks
 PYTHON = year_of("26.03")  # TOML became dataclasses on 2026-02-23 (pull request 2386, after release 0.2.2)
 GRAPHS = year_of("26.08")  # CUDA graphs became the default on 2026-08-13 (pull request 3559)
 _P = "parallelism."
+_SPLIT = _P + "pipeline_parallel_split_points"
 # Classes of torch.distributed.pipelining, which torchtitan looks up by name (get_schedule_class). Of two schedules of
 # one class the later has several stages per rank, as torchtitan asks for.
 _BY_CLASS = {record.torch_class: name for name, record in SCHEDULES.items() if record.torch_class is not None}
@@ -79,6 +83,23 @@ def _write_stages(last: str) -> Callable[[Setup], Values]:
     return write
 
 
+def _write_split_points(setup: Setup) -> Values:
+    """The first layers of all stages but the first, as release 0.1.0 has them."""
+    out, stages = dict(_write_stages("output")(setup)), setup.stages
+    if out.pop(_P + "module_fqns_per_model_part", None) is not None and stages:
+        out[_SPLIT] = [f"layers.{sum(stages[:k])}" for k in range(1, len(stages))]
+    return out
+
+
+def _stages_between(points: list[str], layers: int) -> tuple[int, ...]:
+    """Return the layers per stage between split points. PinError for a point that is no layer."""
+    try:
+        at = [0, *(int(str(point).removeprefix("layers.")) for point in points), layers]
+    except ValueError:
+        raise PinError(f"{_SPLIT}={points} must name layers, for example layers.4", ("stages",)) from None
+    return tuple(b - a for a, b in itertools.pairwise(at))
+
+
 def _read_stages(document: Document, found: Values) -> Values:
     pp, layers = found["pp"], len(document.task.layers)
     if pp == 1:
@@ -90,6 +111,12 @@ def _read_stages(document: Document, found: Values) -> Values:
         known = ", ".join(_SCHEDULES.values())
         raise PinError(f"pipeline_parallel_schedule={name!r} has no price; known: {known}", ("schedule",))
     schedule = names[name]
+    points = document.get(_SPLIT)
+    if points and layers:
+        stages = _stages_between(points, layers)
+        if len(stages) % pp:
+            raise PinError(f"{_SPLIT} gives {len(stages)} stages, no multiple of pp={pp}", ("pp",))
+        return {"schedule": schedule, "virtual_stages": len(stages) // pp, "stages": stages}
     parts = document.get(_P + "module_fqns_per_model_part")
     if parts:
         if len(parts) % pp:
@@ -137,7 +164,7 @@ def _read_data(document: Document, found: Values) -> Values:
         if not devices:
             return {}
         if devices % used:
-            near = f"{used * max(1, devices // used)} or {used * (devices // used + 1)}"
+            near = near_multiples(used, devices)
             raise PinError(
                 f"dp_replicate x cp x tp x pp = {used} does not divide the {devices} devices; nearest: {near} devices",
                 ("dp", "tp", "pp", "cp"),
@@ -220,7 +247,7 @@ def _read_tokens(document: Document, found: Values) -> Values:
         step = tokens * found["dp"] * (document.count(_P + "num_pp_microbatches") if found["pp"] > 1 else 1)
     for name, number in (("microbatch_per_dp_rank", tokens), ("train_step", step)):
         if number != -1 and number % length:
-            near = f"{max(1, number // length) * length} or {(number // length + 1) * length}"
+            near = near_multiples(length, number)
             raise PinError(f"num_tokens_per_{name}={number} is not a multiple of {length} tokens; nearest: {near}")
     batch = {"global_batch_size": step // length} if step != -1 else {}
     return {"seq_len": length, "micro_batch_size": max(1, tokens // length), **batch}
@@ -322,14 +349,19 @@ def _write_precision(setup: Setup) -> Values:
     return {"training.mixed_precision_param": "float32" if setup.precision == "fp32" else "bfloat16"}
 
 
-def _write_converters(setup: Setup) -> Values:
-    out = dict(_write_precision(setup))
-    if setup.precision == "fp8":
-        out["model.converters"] = ["quantize.linear.float8"]
-        out["quantize.linear.float8.enable_fsdp_float8_all_gather"] = setup.options.narrow_gather
-    if setup.precision == "mxfp8":
-        out["model.converters"] = ["quantize.linear.mx"]
-    return out
+def _write_converters(prefix: str) -> Callable[[Setup], Values]:
+    """Converters to 8 bits: `prefix` of their names and sections, empty before release 0.2.0."""
+
+    def write(setup: Setup) -> Values:
+        out = dict(_write_precision(setup))
+        if setup.precision == "fp8":
+            out["model.converters"] = [f"{prefix}float8"]
+            out[f"{prefix}float8.enable_fsdp_float8_all_gather"] = setup.options.narrow_gather
+        if setup.precision == "mxfp8":
+            out["model.converters"] = [f"{prefix}mx"]
+        return out
+
+    return write
 
 
 def _read_precision(document: Document, found: Values) -> Values:
@@ -344,8 +376,9 @@ def _read_converters(document: Document, found: Values) -> Values:
     )
     if name is None:
         return _read_precision(document, found)
-    gather = document.get("quantize.linear.float8.enable_fsdp_float8_all_gather")
-    return {"precision": name, **({"narrow_gather": bool(gather)} if name == "fp8" else {})}
+    gathers = (f"{prefix}float8.enable_fsdp_float8_all_gather" for prefix in ("quantize.linear.", ""))
+    gather = any([bool(document.get(path)) for path in gathers])
+    return {"precision": name, **({"narrow_gather": gather} if name == "fp8" else {})}
 
 
 _NARROW = {"MXFP8LinearConverter": "mxfp8", "Float8LinearConverter": "fp8"}  # converters of components/quantization
@@ -363,6 +396,15 @@ def _read_mode(document: Document, found: Values) -> Values:
     parts = document.get("compile.components")
     whole = parts is None or "model" in parts
     return {"mode": "compiled" if document.get("compile.enable") and whole else "eager"}
+
+
+def _read_first_mode(document: Document, found: Values) -> Values:
+    return {"mode": "compiled" if document.get("training.compile") else "eager"}
+
+
+def _switch_mode(path: str, read: Callable[[Document, Values], Values], **when: float) -> Field:
+    """Return the field that compiles the model."""
+    return Field(("mode",), lambda s: {path: s.mode is Mode.COMPILED}, read, **when)
 
 
 def _write_method(setup: Setup) -> Values:
@@ -422,6 +464,8 @@ _OFFLOAD = Field(
     lambda d, found: {"offload": ("parameters",) if d.get("training.enable_cpu_offload") else ()},
 )
 _OLD: Mapping[str, Any] = {"until": PYTHON}
+_FIRST: Mapping[str, Any] = {"until": RELEASE_2}
+_SECOND: Mapping[str, Any] = {"since": RELEASE_2, "until": PYTHON}
 _NEW: Mapping[str, Any] = {"since": PYTHON}
 _STAGES = ("schedule", "virtual_stages", "stages")
 _EXPERTS = ("ep", "etp")
@@ -502,21 +546,21 @@ TORCHTITAN = Target(
         Field(("micro_batch_size", "global_batch_size"), _write_batch, _read_batch, **_OLD),
         Field(("seq_len", "micro_batch_size", "global_batch_size"), _write_tokens, _read_tokens, **_NEW),
         derived(micro_batches, "num_micro_batches"),
-        Field(_STAGES, _write_stages("output"), _read_stages, **_OLD),
+        Field(_STAGES, _write_split_points, _read_stages, **_FIRST),
+        Field(_STAGES, _write_stages("output"), _read_stages, **_SECOND),
         Field(_STAGES, _write_stages("lm_head"), _read_stages, **_NEW),
-        Field(_EXPERTS, _write_split_experts, _read_split_experts, **_OLD),
+        Field(_EXPERTS, lambda s: {}, lambda d, found: {"ep": 1, "etp": found["tp"]}, **_FIRST),
+        Field(_EXPERTS, _write_split_experts, _read_split_experts, **_SECOND),
         Field(_EXPERTS, _write_experts, _read_experts, **_NEW),
         Field(("dispatcher",), _write_backend, _read_backend, since=year_of("25.12"), until=PYTHON),
         Field(("recompute",), _write_toml_recompute, _read_toml_recompute, **_OLD),
         Field(("recompute",), _write_python_recompute, _read_python_recompute, **_NEW),
         _OFFLOAD,
-        Field(("precision", "narrow_gather"), _write_converters, _read_converters, **_OLD),
+        Field(("precision", "narrow_gather"), _write_converters(""), _read_converters, **_FIRST),
+        Field(("precision", "narrow_gather"), _write_converters("quantize.linear."), _read_converters, **_SECOND),
         Field(("precision",), _write_precision, _read_spec, **_NEW),
-        Field(
-            ("mode",),
-            lambda s: {"compile.enable": s.mode is Mode.COMPILED},
-            _read_mode,
-        ),
+        _switch_mode("training.compile", _read_first_mode, **_FIRST),
+        _switch_mode("compile.enable", _read_mode, since=RELEASE_2),
         Field(("context_method",), _write_method, _read_method, **_OLD),
         _async_tp(_P + "enable_async_tensor_parallel", **_OLD),
         _async_tp("compile.enable_async_tensor_parallel", **_NEW),
@@ -532,6 +576,7 @@ TORCHTITAN = Target(
         "precision": "8 bits are converters of the model (Float8LinearConverter.Config, MXFP8LinearConverter.Config)",
         "zero_stage": "fully_shard keeps gathered parameters or frees them (ZeRO 1 or 3), and shards over cp too",
         "schedule": "torchtitan has the classes of torch.distributed.pipelining, with two or more stages per rank",
+        "ep": "experts are spread over ranks since 25.10 (release 0.2.0)",
         "etp": "experts take ranks of tp: whole experts with ep, split ones without",
         "recompute": "one kind for all layers: none, selective or full; in TOML also every Nth layer of a rank",
         "launch": "one CUDA graph of forward and backward, without pipelines and experts over ranks, since 26.08",

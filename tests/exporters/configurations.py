@@ -23,7 +23,8 @@ CLUSTER = "2x8xh100-sxm5-80gb"
 DEVICES, BATCH = 16, 64
 # Versions of which names or files differ
 VERSIONS = (
-    *("megatron-lm", "megatron-bridge", "torchtitan", "torchtitan@0.2.2", "torchtitan@0.2.0", "deepspeed"),
+    *("megatron-lm", "megatron-bridge", "torchtitan", "torchtitan@0.2.2", "torchtitan@0.2.0", "torchtitan@0.1.0"),
+    "deepspeed",
     *("accelerate", "accelerate@1.9.0", "accelerate@25.01", "transformers", "lightning", "nanotron", "maxtext"),
     "automodel",
 )

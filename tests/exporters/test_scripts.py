@@ -9,8 +9,7 @@ from configurations import CLUSTER, graph_of
 
 from autoplan.errors import PinError
 from autoplan.exporters.door import ConfigFile, read_config
-from autoplan.exporters.python_file import read_python
-from autoplan.exporters.shell import BREAK, shell_words
+from autoplan.exporters.shell import shell_commands
 
 # As Megatron-LM's examples/llama/train_llama3_8b_h100_fp8.sh has it: variables, arrays, a branch of a known value
 MEGATRON = """#!/bin/bash
@@ -75,39 +74,100 @@ def test_another_model_and_another_launch_are_said(tmp_path: Path) -> None:
 
 def test_what_a_script_takes_from_its_caller_must_be_given(tmp_path: Path) -> None:
     text = MEGATRON.replace("TP_SIZE=2\nBATCH=$((TP_SIZE * 32))", "TP_SIZE=${10}\nBATCH=64").replace("fp8", "$2", 1)
-    with pytest.raises(PinError, match=r"from where it is started: tensor_model_parallel_size=\$10; give --tp$"):
+    with pytest.raises(PinError, match=r"does not decide tensor_model_parallel_size=\$10; give --tp$"):
         read(text, tmp_path)
     found = read(text, tmp_path, tp=4)
     assert found.says["dp"] == 4 and "tp" not in found.says
     assert {"tp", "precision", "recompute"} <= set(found.open) and "fp8_format=hybrid" in found.open["precision"]
 
 
-def test_words_of_branches() -> None:
-    def words(text: str) -> list[str]:
-        return [word.text if word.sure else f"?{word.text}" for word in shell_words(text, "a.sh") if word.text != BREAK]
-
-    assert words("A=1\nif [ $A = 2 ]; then x; elif [ $A -lt 2 ]; then y; else z; fi; w") == ["A=1", "y", "w"]
-    assert words("if [ $A = 2 ]; then x; else z; fi; w") == ["?x", "?z", "w"]
-    assert words("if [ $A = 2 ]; then B=1; fi; echo $B ${B:-4} $((3*4/5))") == ["?B=1", "echo", "$B", "$B", "2"]
-    assert words('A="--x 1"\nrun $A --y "$C"') == ["--x", "1", "run", "--y", "$C"]
-    assert words("A=(--x $((1 + 1)))\nA+=(--y)\nrun --z $E ${A[@]}")[:6] == ["--x", "2", "--y", "run", "--z", "$E"]
-    assert words('E=""; B=(--x $A); run $E --y') == ["E=", "--x", "$A", "run", "--y"]
+def commands(text: str) -> list[str]:
+    """Return the commands of a script as texts; `?` before a word of a branch that may not be taken."""
+    found = shell_commands(text, "a.sh").commands
+    return [" ".join(word.text if word.sure else f"?{word.text}" for word in words) for words in found]
 
 
-def test_words_after_tests() -> None:
-    def words(text: str) -> list[str]:
-        return [
-            word.text if word.sure else f"?{word.text}" for word in shell_words(text, "a.sh") if word.text != BREAK
-        ][5:]
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("A=1\nif [ $A = 2 ]; then x; elif [ $A -lt 2 ]; then y; else z; fi; w", ["y", "w"]),
+        ("if [ $A = 2 ]; then x; else z; fi; w", ["x", "z", "w"]),
+        ("if [ $A = 2 ]; then B=1; fi; echo $B ${B:-4} $((3*4/5))", ["echo $B $B 2"]),
+        ("if [ $A = 2 ]; then B=1; x $B; fi; x $B", ["x 1", "x $B"]),
+        ("if [ $A = 2 ]; then B+=(--y); else B+=(--z); fi; x ${B[@]}", ["x ?--y ?--z"]),
+        ('A="--x 1"\nrun $A --y "$C"', ["run --x 1 --y $C"]),
+        ("A=(--x $((1 + 1)))\nA+=(--y)\nrun --z $E ${A[@]}", ["run --z $E --x 2 --y"]),
+        ('E=""; B=(--x $A); run $E --y "${B[@]}"', ["run --y --x $A"]),
+        ("A=1; [ $A = 2 ] && B=(--x\n--y) && z; w", ["[ 1 = 2 ]", "w"]),
+        ("A=1; [ $A = 1 ] && B=(--x\n--y) || z; w ${B[@]}", ["[ 1 = 1 ]", "w --x --y"]),
+        ("A=1; [ $A = 2 ] && y || z; w", ["[ 1 = 2 ]", "z", "w"]),
+        ("A=1; test $A = 2 || A=3; x $A", ["test 1 = 2", "x 3"]),
+        ("[ $B = 2 ] && A=3; x $A", ["[ $B = 2 ]", "x $A"]),
+        ("A=1; [ $A = 2 ] && { y; z; }; w", ["[ 1 = 2 ]", "w"]),
+        ("cd a b c d && x || exit 1; y", ["cd a b c d", "x", "y"]),
+        ("f() { x --a $1; }\ng() {\n  y\n}\nf 3; w", ["x --a 3", "w"]),
+        ('function f {\n  x "$@"\n}\nif [ $A = 1 ]; then f --b 2; fi', ["x --b 2"]),
+        (
+            "A=1; while [[ $# -gt 0 ]]; do case $1 in -a|--a) A=$2; shift ;; *) exit ;; esac; done; x $A",
+            ["shift", "exit", "x $A"],
+        ),
+        ("A=1; for b in 1 2; do A=$((A * 2)); x $A; done; y $A", ["x $((A*2))", "y $A"]),
+        ("x --a 1 > log 2>&1 | tee y#z # --c", ["x --a 1", "tee y#z"]),
+        (
+            "C='python a.py'; srun -N 2 bash -c \"cd x && $C --tp 2\"",
+            ["srun -N 2 bash -c cd x", "srun -N 2 bash -c python a.py --tp 2"],
+        ),
+        ("(cd x; y --a 1)\nz", ["cd x", "y --a 1", "z"]),
+    ],
+)
+def test_commands_of_a_script(text: str, found: list[str]) -> None:
+    assert commands(text) == found
 
-    assert words("A=1; [ $A = 2 ] && B=(--x\n--y) && z; w")[1:] == ["w"]
-    assert words("A=1; [ $A = 1 ] && B=(--x\n--y) || z; w")[1:] == ["--x", "--y", "w"]
-    assert words("A=1; [ $A = 2 ] && y || z; w")[1:] == ["z", "w"]
-    assert words("A=1; test $A = 2 || A=3; x $A") == ["A=3", "x", "3"]
-    assert words("[ $B = 2 ] && A=3; x $A") == ["?A=3", "x", "$A"]
-    assert words("cd a b c d && x || exit 1; y") == ["x", "y"]
+
+def test_quotes_that_do_not_close() -> None:
     with pytest.raises(PinError, match=r"a\.sh is not a shell script: No closing quotation"):
-        words('echo "a')
+        commands('echo "a')
+
+
+# Other commands with options of the same names: only those of the command that trains count
+OTHERS = """#!/bin/bash
+#SBATCH --nodes=2
+TP=2
+smoke() {
+    torchrun --nproc-per-node 1 pretrain_gpt.py --tensor-model-parallel-size 1 --micro-batch-size 64
+}
+docker run --rm --micro-batch-size 8 image
+python tools/preprocess_data.py --seq-length 1 --tensor-model-parallel-size 8 --workers 4
+python tools/checkpoint/convert.py --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2
+while read -r host; do PP=4; done < hosts
+srun --nodes 2 --ntasks-per-node 1 torchrun --nnodes 2 --nproc_per_node 8 pretrain_gpt.py \\
+    --tensor-model-parallel-size $TP --pipeline-model-parallel-size 1 --seq-length 4096 --micro-batch-size 1 \\
+    --global-batch-size 64 --use-distributed-optimizer --bf16 $EXTRA_ARGS > train.log 2>&1
+python plot.py --micro-batch-size 3 --bf16 0
+"""
+
+
+def test_only_the_command_that_trains_counts(tmp_path: Path) -> None:
+    found = read(OTHERS, tmp_path)
+    names = ("tp", "pp", "dp", "micro_batch_size", "global_batch_size", "seq_len", "precision")
+    assert [found.says[name] for name in names] == [2, 1, 8, 1, 64, 4096, "bf16-grad32"]
+    assert (found.faults, found.not_read) == ((), ("$EXTRA_ARGS = more arguments",))
+    with pytest.raises(PinError, match=r"pipeline_model_parallel_size=\$PP; give --pp$"):
+        read(OTHERS.replace("parallel-size 1 --seq", "parallel-size $PP --seq"), tmp_path)
+
+
+def test_nodes_of_the_launcher_are_those_of_the_run(tmp_path: Path) -> None:
+    found = read(OTHERS.replace("--nnodes 2 --nproc_per_node 8", "--nnodes $SLURM_NNODES --nproc_per_node 4"), tmp_path)
+    assert found.faults[0].startswith("torchrun starts") and "8 processes" in found.faults[0]
+    direct = OTHERS.replace("--ntasks-per-node 1 torchrun --nnodes 2 --nproc_per_node 8", "--ntasks-per-node 8 python")
+    assert read(direct, tmp_path).faults == ()
+    assert "32 processes" in read(direct.replace("srun --nodes 2", "srun -N 4"), tmp_path).faults[0]
+
+
+def test_two_trainings_with_different_degrees_are_not_known(tmp_path: Path) -> None:
+    twice = OTHERS.replace("docker run", "smoke\ndocker run")
+    with pytest.raises(PinError, match=r"tensor_model_parallel_size=1 or 2; .*give .*--tp"):
+        read(twice, tmp_path)
 
 
 # As torchtitan/models/llama3/config_registry.py at b5bcd76c6
@@ -153,25 +213,6 @@ def test_a_registry_of_torchtitan_is_read(tmp_path: Path) -> None:
     assert (changed["tp"], changed["precision"], changed["mode"]) == (2, "bf16", "eager")
     with pytest.raises(PinError, match="has several configurations; name one"):
         read_config(tmp_path / "config_registry.py")
-
-
-def test_a_function_that_is_imported_is_named_with_its_module() -> None:
-    text = "from a.b import f_of_h100 as f\n"
-    with pytest.raises(PinError, match=r"has no function 'f'; it imports f_of_h100 from a\.b; give the file of that"):
-        read_python(text, "recipes.py:f")
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("def f(lr):\n    lr = 2 * lr\n    c.train.lr = lr", {"?train.lr": "2 * lr"}),
-        ("a = 2 * b\nb = a\ndef f():\n    c.train.lr = a", {"?train.lr": "2 * b"}),
-        ("def f(m):\n    m = wrap(inner=m)\n    c.model = m", {"model": "wrap", "?model.inner": "m"}),
-        ("a = 3\nb = a + a\ndef f():\n    c.train.lr = a * b", {"train.lr": 18}),
-    ],
-)
-def test_a_name_that_is_made_of_itself_is_not_known(text: str, found: dict[str, object]) -> None:
-    assert read_python(text, "recipes.py") == found
 
 
 def test_a_word_of_an_older_release_is_read_and_said(tmp_path: Path) -> None:
