@@ -27,12 +27,12 @@ from autoplan.exporters.python_values import (
     Unknown,
     by_path,
     by_test,
+    equal,
     is_class,
     is_known,
     merged,
     objects_in,
     said,
-    same,
     truth,
 )
 
@@ -230,7 +230,7 @@ class _Reader:
         value = MISSING if signal is None else signal.value
         for state, early, say in reversed(frame.early):
             now = State.of(self._names)
-            value = early if same(early, value) else merged(early, value, say)
+            value = early if equal(early, value) else merged(early, value, say)
             state.merged(now, say).restore(self._names)
         self._frames.pop()
         self._names.pop()

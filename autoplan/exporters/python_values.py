@@ -112,7 +112,7 @@ def said(value: object) -> str:
     return repr(value)
 
 
-def same(a: object, b: object) -> bool:
+def equal(a: object, b: object) -> bool:
     """Return True for values that are equal for certain."""
     if is_missing(a) or is_missing(b):
         return is_missing(a) and is_missing(b)
@@ -140,7 +140,7 @@ def by_test(test: ast.AST) -> Say:
 
 def merged(a: Any, b: Any, say: Say) -> Any:
     """Return a value that is `a` or `b`, which may be MISSING: Unknown where they differ."""
-    if same(a, b):
+    if equal(a, b):
         return b if a is MISSING else a
     a, b = (ConfigObject() if _is_section(other) and is_missing(v) else v for v, other in ((a, b), (b, a)))
     if isinstance(a, ConfigObject) and isinstance(b, ConfigObject):

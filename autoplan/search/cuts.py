@@ -127,9 +127,9 @@ class Cutter:
         self.__dict__.pop("windows", None)
 
     def quick_bound_s(self) -> float:
-        """Return a lower bound on the step time that ignores memory and legal cuts (see `spread`)."""
+        """Return a lower bound on the step time that ignores memory and legal cuts (see `step_factor`)."""
         total = float(self.time[-1]) + self.pp * self.stage_s
-        return total * spread(self.pp, self.m) + self.after_s
+        return total * step_factor(self.pp, self.m) + self.after_s
 
     def _selective(self) -> Array:
         p = self.pricer
@@ -400,7 +400,7 @@ def alike_numbers(mix: RecomputeMix, least: int, most: int) -> Sequence[int]:
 
 
 @lru_cache(maxsize=1 << 14)  # candidates that differ in the sharding of parameters have the same
-def spread(num_stages: int, num_micro_batches: int, forward_share: float = 1.0) -> float:
+def step_factor(num_stages: int, num_micro_batches: int, forward_share: float = 1.0) -> float:
     """Return how often the seconds T of a micro-batch on the whole model fit into any step, whatever the cut is.
 
     The schedule is 1F1B, or GPipe, which is never faster. With p stages it is the larger of two bounds:

@@ -5,7 +5,7 @@ the degrees of experts and contexts. With T the seconds of forward and backward 
 no step of m micro-batches over pp stages is shorter than
 
     m T / pp                                under any schedule: some rank does at least its share
-    spread(pp, m) T                         under 1F1B (autoplan.search.cuts)
+    step_factor(pp, m) T                    under 1F1B (autoplan.search.cuts)
     max over ranks r of   m T_r + W_r       under others, whose few cuts are known (autoplan.search.interleaved_cuts)
 
 All else (sends, ZeRO, recompute, the update, memory) only adds to it; `autoplan.search.state_bounds` adds some of it.
@@ -23,7 +23,7 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.arrays import Array
 from autoplan.program.context_pins import MethodChoice
 from autoplan.schedules.schedule import SCHEDULES
-from autoplan.search.cuts import spread
+from autoplan.search.cuts import step_factor
 from autoplan.search.interleaved_cuts import LeastPass, even_cuts, ranks_s
 
 
@@ -66,7 +66,7 @@ def step_bounds_s(least: LeastPass, members: Sequence[ParallelConfig], below_s: 
     stages = np.array([c.pp for c in members], dtype=float)
     plain = np.array([SCHEDULES[c.schedule].windows for c in members], dtype=bool)
     total = least.total_s
-    rates = np.array([spread(c.pp, c.num_micro_batches, least.forward_share) for c in members])
+    rates = np.array([step_factor(c.pp, c.num_micro_batches, least.forward_share) for c in members])
     found: list[float] = np.where(plain, total * rates, num * total / stages).tolist()
     alike: dict[tuple[str, int, int], list[int]] = {}
     for i, c in enumerate(members):

@@ -19,7 +19,7 @@ from autoplan.ops.record import OpKind
 from autoplan.ops.table import op_record
 from autoplan.program.op_costs import OpCosts
 from autoplan.schedules.schedule import SCHEDULES
-from autoplan.search.cuts import spread
+from autoplan.search.cuts import step_factor
 from autoplan.search.request import PlanRequest
 from autoplan.units import ORDER_OF_SUMS
 
@@ -47,7 +47,7 @@ class QuickTime:
         schedule, share = SCHEDULES[c.schedule], c.micro_batch_size / (c.tp * c.cp) * _CLOSE
         total = self._sequence.total_s * share
         if schedule.windows:
-            return total * spread(c.pp, c.num_micro_batches)
+            return total * step_factor(c.pp, c.num_micro_batches)
         chain = self._sequence.chain_s * share if schedule.split_backward else total
         return max(c.num_micro_batches * total / c.pp, chain)
 

@@ -51,7 +51,7 @@ from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.least import LeastSeconds, LeastTime
 from autoplan.cost_models.time.simulation import ChunkTimes, simulate
 from autoplan.schedules.schedule import SCHEDULES, actions, num_copies
-from autoplan.search.cuts import spread
+from autoplan.search.cuts import step_factor
 from autoplan.search.interleaved_cuts import even_cuts
 from autoplan.search.rank_bounds import CutRanks, Indices, RankRows, ranks_of
 from autoplan.search.state_arrays import Alike, PassTimes, prices_of
@@ -249,7 +249,7 @@ class StateBounds:
             if SCHEDULES[c.schedule].windows:
                 both = (a.forward + a.backward)[at]
                 shares = np.divide(a.forward[at], both, out=np.zeros_like(both), where=both > 0).max(axis=1)
-                bound[at] = total[at] * [spread(c.pp, m, share) for share in shares.tolist()]
+                bound[at] = total[at] * [step_factor(c.pp, m, share) for share in shares.tolist()]
         for rows in ranked:
             bound[rows.rows] = np.maximum(bound, rows.fastest(rows.seconds))[rows.rows]
         out: Array = bound + a.beside

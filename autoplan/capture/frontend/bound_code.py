@@ -46,16 +46,16 @@ def plain_value(value: Any) -> Any:
         return {str(k): plain_value(v) for k, v in value.items()}
     if isinstance(value, (torch.dtype, torch.device)):
         return str(value)
-    if root_of(type(value)) == "transformers" and hasattr(value, "to_dict"):
+    if package_root(type(value)) == "transformers" and hasattr(value, "to_dict"):
         own = {name: getattr(value, name, None) for name in _NOT_IN_DICT}
         return plain_value({**value.to_dict(), **own})
     name = getattr(value, "__qualname__", None)
-    if name is not None and root_of(value) in PACKAGES and "<" not in name:
+    if name is not None and package_root(value) in PACKAGES and "<" not in name:
         return f"{value.__module__}.{name}"  # a function or class of an installed package
     raise TypeError(f"{type(value).__name__} has no content that can be hashed")
 
 
-def root_of(value: Any) -> str:
+def package_root(value: Any) -> str:
     """Return the package of a class or function: of a function, where it was made, not what functools.wraps copied."""
     made = getattr(value, "__globals__", {}).get("__name__")
     return str(made or getattr(value, "__module__", None) or "").split(".")[0]
@@ -170,7 +170,7 @@ class _Walk:
         if isinstance(value, types.FunctionType):
             return self._function(value, member)
         if isinstance(value, type):
-            if root_of(value) == _FOLLOWED:
+            if package_root(value) == _FOLLOWED:
                 self.add_class(value)
             return self._identified(value.__module__, value.__qualname__)
         if isinstance(value, functools.partial | functools.partialmethod):

@@ -53,7 +53,7 @@ def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class Table:
+class HeldTable:
     """What a module has under names: its attributes, those of an object that it holds, or a dict, list or deque.
 
     Attributes:
@@ -77,16 +77,16 @@ class Table:
         return ".".join(filter(None, (self.path, key))) if self.named else f"{self.path}[{key!r}]"
 
 
-def tables(model: nn.Module) -> Iterator[Table]:
+def tables(model: nn.Module) -> Iterator[HeldTable]:
     """Yield the attributes of the modules, and once each the containers and plain objects that they hold."""
     modules = dict(model.named_modules())
     for path, module in modules.items():
-        yield Table(path, type(module), vars(module), named=True)
+        yield HeldTable(path, type(module), vars(module), named=True)
     for prefix, path, held in _containers(model):
         if not isinstance(held, _CONTAINERS):
-            yield Table(path, type(held), vars(held), named=True)
+            yield HeldTable(path, type(held), vars(held), named=True)
         elif not isinstance(held, set):
-            yield Table(path, (type(modules[prefix]), path[len(prefix) :]), held, named=False)
+            yield HeldTable(path, (type(modules[prefix]), path[len(prefix) :]), held, named=False)
 
 
 def _containers(model: nn.Module) -> Iterator[tuple[str, str, Any]]:

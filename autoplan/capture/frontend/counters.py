@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.capture.frontend.buffers import Table, attributes_restored, tables
+from autoplan.capture.frontend.buffers import HeldTable, attributes_restored, tables
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import ModelGraph
 
@@ -24,7 +24,7 @@ from autoplan.ir.graph import ModelGraph
 class _Change:
     """An entry of a table before and after a forward."""
 
-    table: Table
+    table: HeldTable
     key: Any
     before: Any
     after: Any
@@ -44,7 +44,7 @@ class Counters:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._before: list[tuple[Table, dict[Any, Any]]] = []
+        self._before: list[tuple[HeldTable, dict[Any, Any]]] = []
         self._changed: list[_Change] = []
 
     def start(self) -> None:

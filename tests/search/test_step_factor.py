@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autoplan.cost_models.time.simulation import ChunkTimes, simulate
 from autoplan.schedules.schedule import SCHEDULES, actions
-from autoplan.search.cuts import spread
+from autoplan.search.cuts import step_factor
 from autoplan.search.state_bounds import _least_of_cuts
 from autoplan.search.windows import between_ends, by_stage, prefix
 
@@ -30,16 +30,16 @@ def test_no_cut_is_faster_than_the_spread_of_its_seconds(p: int, m: int, data: s
     forward, backward = (data.draw(st.lists(TIMES, min_size=p, max_size=p)) for _ in range(2))
     shares = [f / (f + b) for f, b in zip(forward, backward, strict=True) if f + b]
     share, total = max(shares, default=1.0), sum(forward) + sum(backward)
-    assert 1.0 <= spread(p, m) <= spread(p, m, share)
+    assert 1.0 <= step_factor(p, m) <= step_factor(p, m, share)
     for name in (name for name, schedule in SCHEDULES.items() if schedule.windows):
-        assert total * spread(p, m, share) <= step_s(name, forward, backward, m) + 1e-9, (name, share)
+        assert total * step_factor(p, m, share) <= step_s(name, forward, backward, m) + 1e-9, (name, share)
 
 
 def test_it_is_the_step_of_equal_stages_with_few_micro_batches_and_near_it_with_more() -> None:
     """And stronger than the bound that does not tell forwards from backwards."""
     for p, m in SHAPES:
         even = step_s("1F1B", [1.0] * p, [2.0] * p, m) / (3.0 * p)
-        plain, found = 1.0 / (1.0 - (1.0 - 1.0 / m) ** p), spread(p, m, 1 / 3)
+        plain, found = 1.0 / (1.0 - (1.0 - 1.0 / m) ** p), step_factor(p, m, 1 / 3)
         assert plain <= found * (1 + 1e-12) and found <= even * (1 + 1e-12), (p, m)
         assert found == pytest.approx(even) if m < p else found > 0.88 * even, (p, m)
 
@@ -47,8 +47,8 @@ def test_it_is_the_step_of_equal_stages_with_few_micro_batches_and_near_it_with_
 def test_a_cut_reaches_the_bound_and_a_smaller_share_of_forwards_gives_none() -> None:
     """The negative control: a first stage of twice the seconds, half of which are forwards, waits least."""
     step = step_s("1F1B", [2.0, 1.0], [2.0, 1.0], 2)
-    assert 6.0 * spread(2, 2, 0.5) == pytest.approx(step)
-    assert 6.0 * spread(2, 2, 0.4) > 1.02 * step
+    assert 6.0 * step_factor(2, 2, 0.5) == pytest.approx(step)
+    assert 6.0 * step_factor(2, 2, 0.4) > 1.02 * step
 
 
 def test_no_cut_into_whole_units_is_faster_than_their_bound() -> None:
