@@ -292,15 +292,15 @@ class StatePricer:
 
     def optimizer(self, block: BlockWork) -> Quantity:
         """Return the seconds of the AdamW update of the block's parameters."""
-        out = []
+        out, updated = [], self.updated(block)
         for expert in REPLICAS:
             by_dtype: dict[str, float] = {}
-            for p in self.updated(block):
+            for p in updated:
                 if p.expert is expert:
                     by_dtype[p.dtype] = by_dtype.get(p.dtype, 0.0) + p.num_elements / self.share(expert)
             update = self.costs.host_optimizer_s if self.config.offload else self.costs.optimizer_s
             out += [update(n, dtype, self._state_bytes(dtype)) for dtype, n in by_dtype.items()]
-        out += [self.costs.fixed_s(self.tensor_name(p)) for p in self.updated(block)]
+        out += [self.costs.fixed_s(self.tensor_name(p)) for p in updated]
         return total(out)
 
     def updated(self, block: BlockWork) -> list[ParamWork]:
