@@ -19,6 +19,7 @@ from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma import modeling_gemma
 from transformers.models.llama import modeling_llama
+from transformers.utils import output_capturing
 
 import autoplan
 from autoplan.capture.export import capture
@@ -138,6 +139,16 @@ def test_the_graph_of_a_patched_class_is_its_own(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(_LLAMA, "forward", mine)
     patched = graph()
     assert any("silu" in op for op in ops(first)) and not any("silu" in op for op in ops(patched))
+
+
+def test_a_model_of_another_class_changes_no_key() -> None:
+    """transformers keeps what each class can record, from when a model of it is first made."""
+    before = key()
+    cls = type("Another", (transformers.LlamaForCausalLM,), {})
+    text = str(cls)
+    cls(MODEL.config)
+    assert text in output_capturing._CAN_RECORD_REGISTRY
+    assert before is not None and key() == before
 
 
 def test_no_address_and_no_order_of_a_process_is_in_a_key() -> None:

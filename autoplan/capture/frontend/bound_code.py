@@ -69,8 +69,9 @@ def bound_code(classes: Iterable[type]) -> list[str]:
     Raises:
         TypeError: a function or class among them is of no installed package, so that nothing identifies what it calls.
     """
-    walk = _Walk()
-    for cls in (*classes, torch.Tensor):
+    classes = (*classes, torch.Tensor)
+    walk = _Walk(classes)
+    for cls in classes:
         walk.add_class(cls)
     for name in _ENTRIES:
         walk.add_name(name)
@@ -105,12 +106,14 @@ def _names(code: types.CodeType) -> Iterator[str]:
 class _Walk:
     """The walk of `bound_code`. `found`: what it has found so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: Iterable[type]) -> None:
         self.found: set[str] = set()
+        self._own = {str(cls) for cls in classes}
         self._members: dict[str, list[tuple[str, Any]]] = defaultdict(list)  # name -> owners and values
         self._classes: set[type] = set()
         self._reached: set[str] = set()
         self._functions: dict[int, tuple[types.FunctionType, str]] = {}  # by id, with the text of each
+        self._entered: set[int] = set()  # functions that are followed, by id
         self._waiting: list[types.FunctionType] = []
         self._versions: dict[str, str] = {}
 
@@ -177,8 +180,11 @@ class _Walk:
             parts = (value.func, *value.args, *value.keywords.values())
             return f"partial({', '.join(self._content(part, member) for part in parts)}; {list(value.keywords)})"
         if type(value) in (dict, OrderedDict) or (isinstance(value, MutableMapping) and not isinstance(value, dict)):
-            entries = sorted(f"{k}: {self._content(v, False)}" for k, v in value.items())  # a registry of functions
+            kept = self._of_these_classes(value)
+            entries = sorted(f"{k}: {self._content(v, False)}" for k, v in kept.items())  # a registry of functions
             return f"{{{', '.join(entries)}}}"
+        if isinstance(value, dict):
+            value = self._of_these_classes(value)
         if isinstance(value, list | tuple):
             return f"[{', '.join(self._content(v, False) for v in value)}]"
         try:
@@ -186,16 +192,21 @@ class _Walk:
         except TypeError:
             return self._identified(type(value).__module__, type(value).__qualname__)
 
+    def _of_these_classes(self, registry: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Return a registry without the entries of classes of which the process has made other models."""
+        return {k: v for k, v in registry.items() if not str(k).startswith("<class ") or str(k) in self._own}
+
     def _function(self, function: types.FunctionType, member: bool) -> str:
+        module = str(function.__globals__.get("__name__", ""))  # `__module__` is what functools.wraps has copied
+        root = module.split(".")[0]
+        if id(function) not in self._entered and (root == _FOLLOWED or (root in PACKAGES and member)):
+            self._entered.add(id(function))
+            self._waiting.append(function)
         known = self._functions.get(id(function))
         if known is not None:
             return known[1]
-        module = str(function.__globals__.get("__name__", ""))  # `__module__` is what functools.wraps has copied
         text = self._identified(module, f"{function.__qualname__} {code_digest(function.__code__)}")
         self._functions[id(function)] = function, text
-        root = module.split(".")[0]
-        if root == _FOLLOWED or (root in PACKAGES and member):
-            self._waiting.append(function)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # an empty cell
                 self._bind(text, name, cell.cell_contents, member)
