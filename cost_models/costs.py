@@ -192,17 +192,18 @@ class Costs:
             )
         return Quantity.spread(num_bytes / speed, _HOST_COPY_SPREAD, Tag.ASSUMED) if num_bytes else ZERO
 
-    def accumulate_s(self, num_elements: float, dtype: str) -> Quantity:
-        """Return the seconds of adding a gradient to an existing one: both read, one written.
+    def accumulate_s(self, num_elements: float, dtype: str, of: str) -> Quantity:
+        """Return the seconds of adding a gradient of dtype `of` to one of `dtype`: both read, one written.
 
         Megatron's fused kernels add while they write the gradient, so it is only read once more.
         """
-        return ZERO if num_elements < 1 else self.forward_s(self.accumulate_work(num_elements, dtype))
+        return ZERO if num_elements < 1 else self.forward_s(self.accumulate_work(num_elements, dtype, of))
 
-    def accumulate_work(self, num_elements: float, dtype: str) -> OpWork:
-        """Return the addition of a gradient to an existing one as an operation."""
+    def accumulate_work(self, num_elements: float, dtype: str, of: str) -> OpWork:
+        """Return the addition of a gradient of dtype `of` to one of `dtype` as an operation."""
         tensor = TensorFacts((round(num_elements),), dtype)
-        moved = (1.0 if self.mode is Mode.FUSED else 3.0) * tensor.num_bytes
+        fused = self.mode is Mode.FUSED and self.options.fused_accumulation
+        moved = 1.0 * tensor.num_bytes if fused else 2.0 * tensor.num_bytes + TensorFacts(tensor.shape, of).num_bytes
         return OpWork("grad_accumulate", (tensor,), (), (), num_elements, moved)
 
     def zero_copy_s(self, what: str, num_bytes: float, num_tensors: int, num_ranks: int) -> Quantity:

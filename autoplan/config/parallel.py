@@ -188,6 +188,14 @@ class RunOptions:
         said_as="expandable segments",
         of_step=True,
     )
+    # gradient_accumulation_fusion of Megatron-LM (megatron/core/tensor_parallel/layers.py, 22 February 2022) and
+    # fuse_wgrad_accumulation of Transformer Engine
+    fused_accumulation: bool = choice(
+        True,
+        "Products of fused kernels add the gradient of a weight to that of earlier micro-batches themselves.",
+        written=Written.SWITCH,
+        said_as="gradients added apart from products",
+    )
     sends: Sends = choice(
         Sends.WHOLE,
         "How stages send what all tensor-parallel ranks hold: whole, split or serial.",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoplan.config.context_methods import GATHER, RING, ULYSSES, read_method
-from autoplan.config.parallel import Attention, Dispatcher, Launch
+from autoplan.config.parallel import Attention, Dispatcher, Launch, Mode
 from autoplan.config.precision import read_precision
 from autoplan.config.recompute import FULL, OFFLOAD, modules_of
 from autoplan.errors import PinError
@@ -37,6 +37,7 @@ _BLACKWELL = 10.0  # compute capability
 
 # -- the other fields --------------------------------------------------------------------------------------------------
 
+FUSED_ACCUMULATION = 2022.14
 _STRATEGIES = {1: "optim", 2: "optim_grads", 3: "optim_grads_params", 0: "no_shard"}
 
 
@@ -308,6 +309,22 @@ def allocator(at: At, always: bool = False) -> Field:
     return Field(("expandable_segments",), write, read)
 
 
+def accumulation(setting: str, when: bool) -> Field:
+    """Whether products add gradients of weights (merged on 22 February 2022), which a file says as `setting=when`.
+
+    What a file does not say is as its stack has it: DeepSpeed has no buffers of gradients to add to.
+    """
+
+    def write(setup: Setup) -> Values:
+        off = setup.mode is Mode.FUSED and not setup.options.fused_accumulation
+        return {setting: not when} if off else {}
+
+    def read(document: Document, found: Values) -> Values:
+        return {"fused_accumulation": bool(document.get(setting)) is when} if document.has(setting) else {}
+
+    return Field(("fused_accumulation",), write, read, since=FUSED_ACCUMULATION)
+
+
 def _read_batch(at: At, document: Document, found: Values) -> Values:
     """Return the batch: one micro-batch per rank if nothing is said (validate_args), the only one before 2020-12."""
     if document.get(at("global_batch_size")) is not None:
@@ -523,7 +540,11 @@ MEGATRON_LM = Target(
         lambda name: name,
         "num_virtual_stages_per_pipeline_rank",
         "ckpt_format",
-        (Field(("precision", "narrow_gather"), _write_flags, _read_flags), allocator(lambda name: name)),
+        (
+            Field(("precision", "narrow_gather"), _write_flags, _read_flags),
+            allocator(lambda name: name),
+            accumulation("no_gradient_accumulation_fusion", when=False),
+        ),
     ),
     marks=_MARKS,
     version_in=_age,

@@ -10,6 +10,7 @@ from autoplan.exporters.megatron import (
     CANNOT,
     FP8,
     MEGATRON_RULES,
+    accumulation,
     allocator,
     fields_of,
     keeps_remainders,
@@ -162,9 +163,10 @@ def _bridge_fields() -> tuple[Field, ...]:
     precision = (Field(("precision", "narrow_gather"), _write_recipe, _read_recipe),)
     fields = fields_of(_place, "virtual_pipeline_model_parallel_size", "ckpt_format", precision, _backend)
     allocated = allocator(_place, always=True)  # performance recipes grow segments
+    added = accumulation("model.gradient_accumulation_fusion", when=True)
     length = Field((), lambda setup: {"dataset.seq_length": setup.seq_len}, lambda d, found: {})
     offload = Field((), _write_offload, lambda d, found: {})
-    return tuple(_bridge_overlap() if "overlap" in f.names else f for f in (*fields, allocated, length, offload))
+    return tuple(_bridge_overlap() if "overlap" in f.names else f for f in (*fields, allocated, added, length, offload))
 
 
 def _write_offload(setup: Setup) -> Values:

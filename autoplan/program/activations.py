@@ -381,7 +381,7 @@ class _Walk:
 
     def _accumulates(self, op: Op) -> bool:
         """Return True if the operation adds the gradients of its weights to the gradient buffer itself."""
-        return self.kernels.megatron and bool(op_record(op.node.op).weights)
+        return self.kernels.adds_gradients and bool(op_record(op.node.op).weights)
 
     def _outputs(self, op: Op, rule: SavedRule, ins: list[_Tensor], shapes: list[Ints]) -> list[_Tensor]:
         known = op_record(op.node.op)

@@ -15,7 +15,7 @@
   2022, section 4.1: 5 a s^2 b with dropout, which is not captured).
 
 The product itself adds the gradient of a weight to the buffer of gradients (`gradient_accumulation_fusion`, on by
-default), so that no separate gradient is made; `MemoryModel` counts the buffer.
+default; `RunOptions.fused_accumulation`), so that no separate gradient is made; `MemoryModel` counts the buffer.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Kernels:
         method: how attention sees a cut sequence; None if keys are gathered.
         modules: modules that are recomputed (autoplan.program.megatron_modules).
         spread: experts are on several ranks, and tokens travel to them.
+        fused_accumulation: see `adds_gradients`.
     """
 
     mode: Mode = Mode.EAGER
@@ -57,6 +58,7 @@ class Kernels:
     method: ContextMethod | None = None
     modules: tuple[str, ...] = ()
     spread: bool = False
+    fused_accumulation: bool = True
 
     @property
     def compiled(self) -> bool:
@@ -72,6 +74,11 @@ class Kernels:
     def megatron(self) -> bool:
         """True for the kernels of Megatron and Transformer Engine."""
         return self.mode is Mode.FUSED
+
+    @property
+    def adds_gradients(self) -> bool:
+        """True if a product adds the gradient of its weight to a buffer and makes none of its own."""
+        return self.megatron and self.fused_accumulation
 
     @property
     def narrow_logits(self) -> bool:

@@ -110,7 +110,7 @@ def with_dispatch(
     out = {}
     for name, low in lowered.items():
         out[name] = activation_bytes[name]
-        if not op_costs.kernels.megatron:  # Megatron's kernels make no separate weight gradients
+        if not op_costs.kernels.adds_gradients:
             out[name] = _without_gradients(out[name], low, blocks[name], op_costs)
         if experts.executed:
             nodes = [node for node in low.block.nodes if op_kind(node.op) is OpKind.EXPERTS]

@@ -351,6 +351,7 @@ class LayoutCache:
                 fused_loss=r.options.fused_loss,
                 context=cp,
                 modules=modules_of(r.pins.get("recompute")),
+                fused_accumulation=r.options.fused_accumulation,
             ),
             methods={block: read_method(name, cp) for block, name in methods},
         )

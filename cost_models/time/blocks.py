@@ -408,7 +408,7 @@ class BlockPricer:
         m = self.config.num_micro_batches // num_copies(self.config.schedule)
         for p in block.params if m > 1 else ():
             if p.trainable:
-                work = self.costs.accumulate_work(p.num_elements, self.states.grad_dtype(p.dtype))
+                work = self.costs.accumulate_work(p.num_elements, *self.states.added_dtypes(p))
                 yield True, "backward", host_op_s(work, "forward", self.costs) * ((m - 1) / m)
 
     def _group(self, c: CommWork) -> Group:

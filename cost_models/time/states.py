@@ -287,7 +287,7 @@ class StatePricer:
         for p in block.params:
             if p.trainable:
                 share = self.share(p.expert) if self.config.zero_stage >= 2 else 1
-                out.append(self.costs.accumulate_s(p.num_elements / share, self.grad_dtype(p.dtype)))
+                out.append(self.costs.accumulate_s(p.num_elements / share, *self.added_dtypes(p)))
         return total(out)
 
     def optimizer(self, block: BlockWork) -> Quantity:
@@ -327,6 +327,11 @@ class StatePricer:
     def grad_bytes(self, dtype: str) -> float:
         """Return the bytes per element of the gradient of a parameter in `dtype`."""
         return dtype_bytes(dtype) if self.precision.grad_bytes is None else self.precision.grad_bytes
+
+    def added_dtypes(self, p: ParamWork) -> tuple[str, str]:
+        """Return the dtypes of a sum of gradients and of what is added to it: that of a backward, or reduced shards."""
+        total_dtype = self.grad_dtype(p.dtype)
+        return total_dtype, total_dtype if self.config.zero_stage >= 2 else p.dtype
 
     def grad_dtype(self, dtype: str) -> str:
         """Return the dtype of the gradient of a parameter in `dtype`."""

@@ -10,9 +10,10 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from fused_steps import NODE, NODES, estimate
 
 from autoplan.catalog import load_model
-from autoplan.config.parallel import Attention, Dispatcher, Launch, Mode, ParallelConfig, RunOptions, Sends
+from autoplan.config.parallel import Attention, Dispatcher, Launch, Mode, ParallelConfig, RunOptions
 from autoplan.config.precision import precision_of
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
@@ -21,7 +22,6 @@ from autoplan.cost_models.kernels.operations import op_s
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.routing import Routing
-from autoplan.cost_models.time.estimate import Estimate
 from autoplan.cost_models.time.host import host_s
 from autoplan.cost_models.time.price import Pricer
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, Workload
@@ -38,9 +38,6 @@ from autoplan.search.estimate import estimate_config
 from autoplan.search.intra import solve
 from autoplan.search.request import PlanRequest
 
-NODE = Cluster.parse("1x8xh100-sxm5-80gb")
-NODES = Cluster.parse("8x8xh100-sxm5-80gb")
-
 
 @lru_cache(maxsize=8)
 def fused_workload(model: str, tp: int = 1, precision: str = "bf16") -> Workload:
@@ -54,18 +51,6 @@ def fused_workload(model: str, tp: int = 1, precision: str = "bf16") -> Workload
 
 def layer_of(work: Workload) -> BlockWork:
     return next(work.blocks[unit[marked.index(True)]] for unit, marked in zip(work.units, work.is_layer, strict=True))
-
-
-def estimate(
-    config: ParallelConfig, cluster: Cluster = NODE, options: RunOptions | None = None, model: str = "llama-3.1-8b",
-    mode: Mode = Mode.FUSED, constants: Constants | None = None, seq_len: int = 4096,
-) -> Estimate:  # fmt: skip
-    batch = config.dp * config.micro_batch_size * config.num_micro_batches
-    request = PlanRequest(
-        load_model(model), cluster, seq_len, batch, mode=mode, options=options or RunOptions(),
-        constants=constants or Constants.shipped(),
-    )  # fmt: skip
-    return estimate_config(request, config).estimate
 
 
 def attention(queries: int = 4096, dtype: str = "bfloat16") -> OpWork:
@@ -371,61 +356,6 @@ def test_transfers_of_an_interleaved_schedule_may_overlap() -> None:
     once = replace(config, schedule="1F1B", virtual_stages=1)
     plain, hidden = (estimate(once, NODES, RunOptions(overlap=o)) for o in (frozenset(), frozenset({"pp"})))
     assert hidden.step_time_s.mid == plain.step_time_s.mid  # nothing else to do in the meantime
-
-
-def test_stages_may_send_parts_of_what_all_tensor_parallel_ranks_hold() -> None:
-    """DeepSpeed's pipelines, and Megatron-LM until March 2023: a part over the network, the whole over NVLink."""
-    config, slow = ParallelConfig(dp=2, tp=8, pp=4, num_micro_batches=8), NODES.with_(nic=25)
-
-    def steps(sends: Sends, sequence_parallel: bool = False) -> Estimate:
-        return estimate(config, slow, RunOptions(sends=sends, sequence_parallel=sequence_parallel))
-
-    costs = Costs(slow, mode=Mode.FUSED, options=RunOptions(sends=Sends.SPLIT, sequence_parallel=False))
-    num_bytes = 4096 * 4096 * 2
-    pair, node = Group(2, 8), Group(8, 1)
-    part = costs.collective_s("send_recv", num_bytes / 8, pair) + costs.collective_s("all_gather", num_bytes, node)
-    assert costs.sent_s(num_bytes, pair, node) == part
-    whole, split, serial = map(steps, Sends)
-    assert split.breakdown["pp_comm"].mid < 0.4 * whole.breakdown["pp_comm"].mid
-    sent = [e.breakdown["pp_comm"].mid for e in (split, serial)]
-    assert 1.5 < sent[1] / sent[0] < 2.1  # senders wait, too
-    assert split.step_time_s.mid < serial.step_time_s.mid < whole.step_time_s.mid
-    assert steps(Sends.SPLIT, True).step_time_s == steps(Sends.WHOLE, True).step_time_s  # parts of the sequence already
-
-
-def test_whole_sums_are_all_reduced_and_kept_beside_the_gradients_of_a_backward() -> None:
-    """DeepSpeed's BF16_Optimizer: 2 + 2 + 4 bytes per parameter, and a shard of 12."""
-    config = ParallelConfig(dp=8, num_micro_batches=4)
-    usual, sums = (estimate(config, options=RunOptions(overlap_zero=False, whole_sums=w)) for w in (False, True))
-    params = load_model("llama-3.1-8b").num_params
-    kept = [e.stages[0].memory["gradients"].mid / params for e in (usual, sums)]
-    assert kept == pytest.approx([4, 6], rel=1e-3)
-    added = sums.breakdown["dp_comm"].mid - usual.breakdown["dp_comm"].mid
-    reduced = Costs(NODE, mode=Mode.FUSED).collective_s("reduce_scatter", 4 * params, Group(8, 1)).mid
-    assert 0.5 * reduced < added < 1.3 * reduced  # an all-reduce is a reduce-scatter and a gather
-    assert {n for n, q in usual.breakdown.items() if q != sums.breakdown[n]} == {"dp_comm"}
-    other = replace(config, zero_stage=0)
-    assert estimate(other, options=RunOptions(whole_sums=True)) == estimate(other)
-
-
-def test_buckets_of_a_step_have_segments_of_their_own() -> None:
-    """DeepSpeed's ZeRO 1: two buckets in 16 bits, and the gradients of the shard in 16 and in 32 bits."""
-    config = ParallelConfig(dp=8, num_micro_batches=4)
-
-    def beyond(**options: bool) -> float:
-        with_it, without = (
-            estimate(config, options=RunOptions(zero_bucket=bucket, **options)).stages[0] for bucket in (10**8, None)
-        )
-        assert with_it.allocated_bytes == without.allocated_bytes
-        return with_it.memory_bytes.mid - without.memory_bytes.mid
-
-    params = load_model("llama-3.1-8b").num_params
-    assert beyond() == pytest.approx(2 * 2e8 + 6 * params / 8, rel=1e-3)
-    assert beyond(whole_sums=True) == pytest.approx(
-        2e8 + 4 * 128256 * 4096, rel=1e-3
-    )  # the largest gradient in 32 bits
-    with pytest.raises(PinError, match="zero_bucket=0 must be a whole number"):
-        RunOptions(zero_bucket=0)
 
 
 def test_virtual_stages_give_zero_more_to_hide_behind() -> None:

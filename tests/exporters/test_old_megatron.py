@@ -55,3 +55,20 @@ def test_the_years_of_megatron(version: str, degrees: str, zero: int, sequence: 
     like = read_like(f"megatron-lm@{version}", {"precision": "fp16"})
     assert like.can.degrees == tuple(degrees.split()) and max(like.can.zero_stages) == zero
     assert like.options("a100-sxm4-80gb").sequence_parallel is sequence
+
+
+def test_who_adds_gradients_is_read_where_it_is_said(tmp_path: Path) -> None:
+    """DeepSpeed's engine adds none in its products, whether a script says so or not."""
+    path, bare = tmp_path / "pretrain.sh", OF_2021.replace("--checkpoint-activations --fp16", "--bf16")
+
+    def adds(text: str) -> object:
+        path.write_text(text)
+        found = read_config(path, graph=graph_of("llama-3.1-8b"), cluster=CLUSTER)
+        assert not (found.faults or found.not_read)
+        options = read_like(found.like).options("a100-sxm4-80gb")
+        return found.says.get("fused_accumulation", options.fused_accumulation)
+
+    off = bare.replace("--bf16", "--bf16 --no-gradient-accumulation-fusion")
+    assert (adds(bare), adds(off)) == (True, False)
+    engine = bare.replace("--bf16", "--bf16 --deepspeed --zero-stage 1")
+    assert (adds(engine), adds(engine + " --no-gradient-accumulation-fusion")) == (False, False)

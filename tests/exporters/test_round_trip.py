@@ -162,6 +162,7 @@ def altered(setup: Setup) -> list[tuple[str, Setup]]:
         "fused_experts": not o.fused_experts,
         "narrow_gather": not o.narrow_gather,
         "expandable_segments": not o.expandable_segments,
+        "fused_accumulation": not o.fused_accumulation,
         "fused_loss": not o.fused_loss,
         "overlap_zero": not o.overlap_zero,
         "document_len": 512,

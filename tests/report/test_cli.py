@@ -240,6 +240,7 @@ EVERYTHING = RunOptions(
     sends=Sends.SPLIT,
     zero_bucket=1000,
     expandable_segments=True,
+    fused_accumulation=False,
 )  # nothing of it is a default
 
 
@@ -251,7 +252,7 @@ def test_every_run_option_is_shown_and_comes_back() -> None:
     text = " ".join(result.stdout.replace("\\", "").split())
     assert "flash1 attention, graphs launch, overlap of ep and tp, flex_fp8 dispatcher, no sequence parallelism" in text
     assert "fused loss, ZeRO not overlapped, ZeRO 3 by tensor, whole sums of gradients" in text
-    assert "buckets of 1000 elements, expandable segments, split sends" in text
+    assert "buckets of 1000 elements, expandable segments, gradients added apart from products, split sends" in text
     assert "documents of 256 tokens" in text, text
     assert text.endswith(" ".join(words)) and "weights gathered in 8 bits" not in text  # bf16
     request = json.loads(run("estimate", *model, "--tp", "2", *words, "--json").stdout)["request"]

@@ -132,6 +132,16 @@ def test_bloom_summed_in_16_bits_until_deepspeed_had_its_bf16_optimizer() -> Non
     assert sent == [Sends.WHOLE, Sends.SPLIT, Sends.SPLIT, Sends.WHOLE]
 
 
+def test_products_add_gradients_in_megatron_since_february_2022_and_never_with_deepspeed() -> None:
+    def adds(name: str, version: str) -> bool:
+        return stack(name).options_at(year_of(version), "A100", "BF16").fused_accumulation
+
+    assert [adds("megatron-lm", v) for v in ("20.06", "21.06", "22.02", "22.03", "26.08")] == [False] * 3 + [True] * 2
+    engines = ("bigscience", "megatron-deepspeed", "internevo", "automodel")
+    assert not any(adds(name, version) for name in engines for version in ("22.01", "22.03", "24.06", "26.08"))
+    assert adds("megatron-bridge", "26.08")
+
+
 def test_versions_are_dates() -> None:
     assert [version_of(year_of(text)) for text in ("26.08", "2021.3", "24.12")] == ["26.08", "21.03", "24.12"]
     for text in ("26", "26.13", "v2.2", "08.26"):
