@@ -133,12 +133,6 @@ def _options(
     """Options before the command."""
 
 
-def _print_json(data: dict[str, Any]) -> None:
-    from autoplan.report.data import to_text
-
-    typer.echo(to_text(data))
-
-
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
@@ -500,8 +494,10 @@ def compare(
     from autoplan.plans.record import Plan
     from autoplan.report import measured, traced
     from autoplan.report.html import check_report_path, write_report
+    from autoplan.report.output import put
 
     check_report_path(report)
+    measured.check_used(log, traced.is_trace(log), calibrate, model, timeline)
     given = Plan.read(plan)
     found = traced.compare_trace(given, log) if traced.is_trace(log) else measured.compare(given, log)
     if timeline is not None:
@@ -510,12 +506,7 @@ def compare(
         write_report(report, measured.comparison_data(found), {"rows": [measured.shown_row(f) for f in found.figures]})
     if calibrate is not None:
         measured.write_calibration(given, found, calibrate, model)
-    if as_json:
-        _print_json(measured.comparison_data(found))
-    else:
-        from autoplan.report.text import console
-
-        measured.comparison_text(console(), found)
+    put(measured.comparison_data(found), as_json, partial(measured.comparison_text, found=found))
 
 
 @app.command()

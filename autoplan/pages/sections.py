@@ -352,7 +352,7 @@ def _front(answer: _Answer) -> Iterator[PageBlock]:
             "step_s": p["step_s"],
             "memory_bytes": p["peak_bytes"],
             "label": label,
-            "why": p["search_status"],
+            "why": p["search_status"] or "given, not searched",
         }
         for k, (p, label) in enumerate(zip(front, labels, strict=True))
     ]

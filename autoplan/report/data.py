@@ -53,16 +53,18 @@ Schema 1:
     {"schema": 1, "status": "ok" | "interrupted", "command": "explain", "model", "cluster", "request",
      "priced_not_executed", "plan", "estimate": as of plan,
      "certificate": null | as of plan,          # null: the plan was given, not searched
-     "decisions": [{"name", "value",            # what matters most first
+     "decisions": [{"name", "value",            # what matters most first; no alternatives: none is legal
                     "alternatives": [{"value", "pins", "status": "ok" | "does not fit" | "illegal" | "stopped",
                                       "cost": null | share of the step, "sentence", "plan",
                                       "difference": null | difference, "search_status", "gap", "reason",
                                       "shortage": null | {"stage", "term", "needed_bytes", "available_bytes"}}]}],
      "settings": [{"name", "what", "own", "value", "same_gain", "gain",   # shares of tokens per second; null: not known
-                   "plan", "search_status"}],
-     "front": [{"capacity_bytes", "step_s", "peak_bytes", "plan", "search_status", "gap"}],
+                   "plan", "search_status"}],   # gain: of a new plan, as far as it comes from the setting
+     "front": [{"capacity_bytes", "step_s", "peak_bytes", "plan",
+                "search_status", "gap"}],       # null: the plan was given, not searched
      "front_end": str}   # why the front has no plan with less memory
-    # with --vs: "vs": {"name", "plan", "estimate", ...} and "difference" in place of all from certificate on
+    # with --vs: "vs": {"name", "plan", "estimate", "search_status", "gap", ...} and "difference" in place of all from
+    # certificate on
     difference: {"decisions": {name: {"own", "other"}}, "time_s": {term: other - own},
                  "memory_bytes": {term: other - own},
                  "step_s" | "peak_bytes" | "tokens_per_s" | "mfu" | "num_devices" | "usd_per_hour" | "days" | "usd":
@@ -87,6 +89,11 @@ Schema 1:
               "per_stage": [...]}, "equal_layers": null | as "plan",
      "alone": [{"cluster", "plan", "step_time_s", "reason"}],
      "certificate": {"num_candidates", "num_open", "bound_s", "gap", "restrictions"}}
+
+    {"schema": 1, "status": "ok", "command": "compare", "model", "num_rows",
+     "figures": [{"name", "predicted", "low", "high", "measured", "quartiles", "ratio", "inside"}],  # null: no interval
+     "notes": [str], "unlike": [str],   # unlike: those of the notes that say that the log is of another run
+     "predicted_s": {term: seconds}}
 
     {"schema": 1, "status": as of whatif, "command": "capacity", "file", "pins", "like": null | str,
      "options": {option of RunOptions: value}, "profile", "constants": null | file, "assumptions": as of run,

@@ -15,6 +15,7 @@ from rich.text import Text
 from autoplan.config import numbers
 from autoplan.config.choices import config_data, plain_option
 from autoplan.config.parallel import ParallelConfig
+from autoplan.config.pins import Pins
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.errors import PinError
 from autoplan.plans.document import chosen, plain
@@ -39,8 +40,9 @@ from autoplan.report.text import (
 )
 from autoplan.report.waiting import INCOMPLETE, telling, waiting
 from autoplan.report.words import choice_text, value_text
-from autoplan.search.planner import Planned, PlanRequest, estimate_config, search_plan
-from autoplan.sweeps.difference import Difference, Pair, difference, fullest
+from autoplan.report.written import WrittenPlan
+from autoplan.search.planner import Certificate, Planned, PlanRequest, Status, estimate_config, search_plan
+from autoplan.sweeps.difference import Difference, Pair, decided, difference, fullest
 from autoplan.sweeps.explain import Alternative, Decision, Explanation, FrontPoint, Setting, explain
 from autoplan.sweeps.label import plan_label
 from autoplan.sweeps.whatif import RunTask
@@ -66,6 +68,16 @@ def cost_text(share: float) -> str:
     return f"costs {numbers.percent(share)} more" if share > 0 else f"is {numbers.percent(-share)} faster"
 
 
+def _equal(share: float, equal_within: float) -> str:
+    """Return the words for a difference that is below the error of the prices."""
+    return "; equal within the error" if 5e-4 <= abs(share) <= equal_within else ""
+
+
+def _stopped(certificate: Certificate | None) -> bool:
+    """Return True if the search of a plan was stopped, so that a better one may exist."""
+    return certificate is not None and certificate.status in (Status.TIME_LIMIT, Status.INTERRUPTED)
+
+
 def alternative_text(name: str, own: Any, a: Alternative, equal_within: float) -> str:
     """Return a sentence on the cost of another value of a choice."""
     words = f"{choice_text(name, a.value)} instead of {value_text(own, name)}"
@@ -77,11 +89,9 @@ def alternative_text(name: str, own: Any, a: Alternative, equal_within: float) -
     text = f"{words} {cost_text(share)}"
     terms = terms_text(a.difference.time_s, a.difference.step_s.own or 0.0)
     text += f": {terms}" if terms else ""
-    if 5e-4 <= abs(share) <= equal_within:
-        text += "; equal within the error"
-    c = a.certificate
-    if c is not None and c.status in ("stopped by time limit", "interrupted"):
-        text += f"; stopped, {proof_text(c.gap, 0.0)}"
+    text += _equal(share, equal_within)
+    if _stopped(a.certificate):
+        text += f"; stopped, {proof_text(a.gap, 0.0)}"
     return f"{text} ({plan_label(a.planned.config, a.planned.estimate)})"
 
 
@@ -118,7 +128,7 @@ def explain_command(
     run = read_run(task)
     config = None if task.written is None else checked_config(request, task.written.but({}, task.cluster))
     if config is not None and task.written is not None:
-        _check_pinned(task.written.path, config, request.pins)
+        _check_pinned(task.written, config, request)
     if vs is None:
         with waiting("explaining", as_json) as status:
             told = partial(_say_progress, status)
@@ -135,7 +145,7 @@ def explain_command(
         changed = difference(request, own, other.request, other.planned, run)
         report = versus_report(request, own, other, changed, run)
         show = partial(versus_text, request=request, own=own, other=other, found=changed)
-        said = _verdict(changed)
+        said = _verdict(request, other, changed)
     put(report, as_json, show)
     if file is not None:
         from autoplan.report.drawn_sweeps import drawn_explained
@@ -162,14 +172,28 @@ def _check_versus(vs: str, asked: Mapping[str, Any]) -> None:
             raise PinError(f"{flag} is about the choices of one plan, --vs {vs} compares two: leave one of them out")
 
 
-def _check_pinned(path: Path, config: ParallelConfig, pins: Mapping[str, Any]) -> None:
-    """Raise PinError for a number or a schedule that is pinned to another value than that of the plan in a file."""
-    for name in ("dp", "tp", "pp", "cp", "ep", "zero_stage", "zero_replicas", "micro_batch_size", "schedule"):
-        own = getattr(config, name)
-        if pins.get(name, own) != own:
+_NUMBERS = ("dp", "tp", "pp", "cp", "ep", "zero_stage", "zero_replicas", "micro_batch_size", "num_micro_batches",
+            "schedule", "virtual_stages", "stages")  # fmt: skip
+
+
+def _check_pinned(written: WrittenPlan, config: ParallelConfig, request: PlanRequest) -> None:
+    """Raise PinError for a choice that is pinned to another value than that of the plan in a file."""
+    pins = request.pins
+    asked = read_pin_words(written.asked.get("pin") or ())
+    own = {name: getattr(config, name) for name in _NUMBERS}
+    same = {name: pins[name] for name in _NUMBERS if name in pins}
+    if "stages" in same:
+        same["stages"] = tuple(same["stages"])
+    for name in ("etp", "recompute", "offload"):  # which have several forms
+        if name in pins and asked.get(name) != pins[name]:
+            pinned = config.but(**{name: getattr(Pins(pins).config, name)})
+            own[name], same[name] = (decided(request, c)[name] for c in (config, pinned))
+    for name, value in same.items():
+        if value != own[name]:
+            text = value_text(pins[name], name)
             raise PinError(
-                f"pin {name}={pins[name]}: the plan of {path} has {name}={own}; compare it with --vs "
-                f"{name}={pins[name]}, or leave out the pin"
+                f"pin {name}={text}: the plan of {written.path} has {name}={value_text(own[name], name)}; compare it "
+                f"with --vs {name}={text}, or leave out the pin"
             )
 
 
@@ -212,6 +236,8 @@ def _plan_line(out: Console, title: str, planned: Planned) -> None:
     out.print()
     out.print(Text(f" {title}  {plan_label(planned.config, e)}", style="bold"), soft_wrap=True)
     out.print(Text(f" {_figures(e)}"), soft_wrap=True)
+    if not e.fits:
+        paragraph(out, f"DOES NOT FIT: {e.missing()}", 1, "bold red", first=1)
 
 
 def _figures(e: Estimate) -> str:
@@ -223,6 +249,8 @@ def _figures(e: Estimate) -> str:
 
 def _decision(out: Console, decision: Decision, equal_within: float) -> None:
     out.print(Text(f" {choice_text(decision.name, decision.value)}"))
+    if not decision.alternatives:
+        paragraph(out, "no other value is legal beside the other choices of this plan", 6, first=4)
     for a in decision.alternatives:
         paragraph(out, alternative_text(decision.name, decision.value, a, equal_within), 6, first=4)
 
@@ -233,13 +261,13 @@ def _settings(out: Console, settings: Sequence[Setting]) -> None:
     for s in settings:
         gains = ["-" if g is None else f"{100 * g:+.1f} %" for g in (s.same_gain, s.gain)]
         label = "" if s.planned is None else plan_label(s.planned.config, s.planned.estimate)
-        if s.certificate is not None and s.certificate.status in ("stopped by time limit", "interrupted"):
-            label += " (stopped)"
+        label += " (stopped)" if _stopped(s.certificate) else ""
         table.add_row(s.what, value_text(s.own), value_text(s.value), *gains, label)
     out.print(table)
-    paragraph(
-        out, "tokens per second, in comparison with the plan; settings of the mode are priced, see autoplan stacks", 2
-    )
+    said = "tokens per second, in comparison with the plan; settings of the mode are priced, see autoplan stacks"
+    if any(s.gain is not None for s in settings):
+        said += "; of a new plan only the gain that it would not have without the change"
+    paragraph(out, said, 2)
 
 
 def _front(out: Console, front: Sequence[FrontPoint]) -> None:
@@ -247,7 +275,7 @@ def _front(out: Console, front: Sequence[FrontPoint]) -> None:
     table.columns[-1].justify = "left"
     for p in front:
         more = p.step_s / front[0].step_s - 1
-        label = plan_label(p.planned.config, p.planned.estimate)
+        label = plan_label(p.planned.config, p.planned.estimate) + (" (stopped)" if _stopped(p.certificate) else "")
         table.add_row(f"{p.peak_bytes / 1e9:.1f}", numbers.digits(p.step_s), numbers.percent(more), label)
     out.print(table)
     points = [(p.peak_bytes / 1e9, p.step_s) for p in front]
@@ -264,6 +292,7 @@ class OtherPlan:
     request: PlanRequest
     planned: Planned
     name: str
+    certificate: Certificate | None = None  # None: it was given, not searched
 
 
 def other_plan(request: PlanRequest, vs: str, seconds: float) -> OtherPlan:
@@ -278,7 +307,10 @@ def other_plan(request: PlanRequest, vs: str, seconds: float) -> OtherPlan:
         raise PinError(f"--vs {vs!r} is neither name=value, for example --vs tp=4, nor a plan file that ends in .json")
     pins = {**request.pins, **read_pin_words([vs])}
     asked = replace(request, pins=pins, top=1, time_limit_s=seconds)
-    return OtherPlan(asked, search_plan(asked).plans[0], vs)
+    result = search_plan(asked)
+    if result.certificate.status is Status.INTERRUPTED:
+        raise KeyboardInterrupt
+    return OtherPlan(asked, result.plans[0], vs, result.certificate)
 
 
 def versus_text(out: Console, request: PlanRequest, own: Planned, other: OtherPlan, found: Difference) -> None:
@@ -289,7 +321,7 @@ def versus_text(out: Console, request: PlanRequest, own: Planned, other: OtherPl
     for line in _other_task(request, other.request):
         paragraph(out, line, 3, first=1)
     out.print()
-    paragraph(out, _verdict(found), 1)
+    paragraph(out, _verdict(request, other, found), 1)
     if found.decisions:
         words = [f"{choice_text(n, a)} -> {value_text(b, n)}" for n, (a, b) in found.decisions.items()]
         paragraph(out, f"Decided differently: {'; '.join(words)}", 2)
@@ -308,10 +340,14 @@ def _other_task(request: PlanRequest, other: PlanRequest) -> list[str]:
     return [theirs for ours, theirs in zip(*pairs, strict=True) if ours != theirs]
 
 
-def _verdict(found: Difference) -> str:
-    """Return what the other plan costs, with its largest terms."""
+def _verdict(request: PlanRequest, other: OtherPlan, found: Difference) -> str:
+    """Return what the other plan costs, with its largest terms, and whether its search was stopped."""
+    share = found.step_s.share or 0.0
     terms = terms_text(found.time_s, found.step_s.own or 0.0)
-    return f"The other plan {cost_text(found.step_s.share or 0.0)} per step{f': {terms}' if terms else ''}."
+    text = f"The other plan {cost_text(share)} per step{f': {terms}' if terms else ''}"
+    text += "" if _other_task(request, other.request) else _equal(share, request.equal_within)
+    c = other.certificate
+    return f"{text}; its search was stopped, {proof_text(c.gap, 0.0)}." if c is not None and _stopped(c) else f"{text}."
 
 
 def _terms_table(out: Console, own: Estimate, other: Estimate, found: Difference) -> None:
@@ -390,8 +426,8 @@ def explain_report(found: Explanation, run: RunTask) -> dict[str, Any]:
             {
                 **chosen(p, "capacity_bytes step_s peak_bytes"),
                 "plan": config_data(p.planned.config),
-                "search_status": str(p.certificate.status),
-                "gap": p.certificate.gap,
+                "search_status": None if p.certificate is None else str(p.certificate.status),
+                "gap": None if p.certificate is None else p.certificate.gap,
             }
             for p in found.front
         ],
@@ -435,6 +471,11 @@ def versus_report(
     return {
         **head("explain", request),
         **planned_data(own, request, run),
-        "vs": {"name": other.name, **planned_data(other.planned, other.request, run)},
+        "vs": {
+            "name": other.name,
+            **planned_data(other.planned, other.request, run),
+            "search_status": None if other.certificate is None else str(other.certificate.status),
+            "gap": None if other.certificate is None else other.certificate.gap,
+        },
         "difference": difference_data(found),
     }

@@ -20,11 +20,14 @@ from autoplan.errors import AutoplanError, PinError
 from autoplan.files import write_whole
 from autoplan.plans.document import plain
 from autoplan.plans.record import Plan
+from autoplan.report.data import report
 from autoplan.report.text import TERMS, paragraph, plain_table
 
 WARM_UP = 2  # rows of the beginning that count for nothing
 _LEAST_SHARE = 1e-3  # of the predicted step: smaller terms are left out
 _LOG_VERSION = 1
+_HEAD = ("model", "graph", "plan", "device", "world")  # that are read
+_ROW = {"step_s": False, "tokens_per_s": True, "mfu": True, "peak_bytes": False}  # that are read: may be null
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return head and rows of a log. A last line that is cut off is left out.
 
     Raises:
-        PinError: the file is missing, or is not a log.
+        PinError: the file is missing, or is not a log; names the line and the figure at fault.
     """
     try:
         lines = path.read_text().split("\n")
@@ -88,7 +91,35 @@ def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         raise PinError(
             f"{path} is not a log of steps of version {_LOG_VERSION}; give the file that autoplan.StepLog wrote"
         )
+    for key in _HEAD:
+        if key not in head:
+            raise PinError(f"{path}: line 1 has no {key!r}; give the file that autoplan.StepLog wrote")
+    for number, row in enumerate(found[1:], start=2):
+        _check_row(row, f"{path}: line {number}")
     return head, found[1:]
+
+
+def _check_row(row: object, where: str) -> None:
+    """Raise PinError for a row that lacks a figure, or has one that is no number."""
+    if not isinstance(row, Mapping):
+        raise PinError(f"{where} is no row of a log, but {row!r}; give the file that autoplan.StepLog wrote")
+    for name, optional in _ROW.items():
+        value = row.get(name)
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not number and not (optional and value is None):
+            kind = "a number or null" if optional else "a number"
+            raise PinError(f"{where}: {name} is {value!r} and must be {kind}, as autoplan.StepLog writes it")
+
+
+def check_used(log: Path, traces: bool, calibrate: Path | None, model: str | None, timeline: Path | None) -> None:
+    """Raise PinError for an argument of the command that nothing would use. `traces`: the log is a trace."""
+    if model is not None and calibrate is None:
+        raise PinError(f"--model {model} is about --calibrate: add --calibrate steps.yaml, or leave it out")
+    if timeline is not None and not traces:
+        raise PinError(
+            f"--timeline {timeline} needs a trace of torch.profiler, and {log} is none; give a trace in its place, or "
+            "leave out --timeline"
+        )
 
 
 def compare(plan: Plan, log: Path) -> Comparison:
@@ -105,9 +136,9 @@ def compare(plan: Plan, log: Path) -> Comparison:
     step = e.step_time_s
     memory = e.peak_memory_bytes if head["device"] == "cpu" else e.peak_allocated_bytes  # as the log counts
     figures = [figure_of("step_s", step.mid, (step.low, step.high), counted)]
-    if all(row["tokens_per_s"] is not None for row in counted):
-        figures.append(figure_of("tokens_per_s", e.tokens_per_s, None, counted))
-        figures.append(figure_of("mfu", e.mfu, None, counted))
+    for name in ("tokens_per_s", "mfu"):
+        if all(row.get(name) is not None for row in counted):
+            figures.append(figure_of(name, getattr(e, name), None, counted))
     figures.append(figure_of("peak_bytes", memory.mid, (memory.low, memory.high), counted))
     notes = []
     if head["graph"] and plan.graph_hash and head["graph"] != plan.graph_hash:
@@ -191,7 +222,7 @@ def comparison_text(out: Console, found: Comparison) -> None:
 def comparison_data(found: Comparison) -> dict[str, Any]:
     """Return a comparison as JSON data."""
     figures = [{**asdict(f), "ratio": f.ratio, "inside": f.inside} for f in found.figures]
-    return {"schema": 1, "command": "compare", **asdict(found), "figures": figures}
+    return report("compare", **{**asdict(found), "figures": figures})
 
 
 def write_calibration(plan: Plan, found: Comparison, path: Path, model: str | None = None) -> None:
@@ -201,7 +232,8 @@ def write_calibration(plan: Plan, found: Comparison, path: Path, model: str | No
         model: the plan's model as the command line takes it; None: the name that the plan has for it.
 
     Raises:
-        PinError: the command line cannot load the model, the plan has none, or the steps are of another run.
+        PinError: the command line cannot load the model, the plan has none, the model is another one than the plan's,
+            or the steps are of another run.
     """
     if found.unlike:
         raise PinError(f"--calibrate needs steps that were run under this plan: {'; '.join(found.unlike)}")
@@ -212,12 +244,18 @@ def write_calibration(plan: Plan, found: Comparison, path: Path, model: str | No
         )
     name = asked["model"] if model is None else model
     try:
-        load_model(name)
+        num_params = load_model(name).num_params
     except AutoplanError as exc:
         raise PinError(
             f"--calibrate needs a model that the command line can load, and cannot load {name!r}; add --model with a "
             "name of `autoplan models`, the path of a Hugging Face config.json, or package.module:factory"
         ) from exc
+    planned = _num_params(plan)
+    if planned not in (None, num_params):
+        raise PinError(
+            f"--calibrate needs the model that the plan was made for, {plan.model} with {planned:,} parameters; "
+            f"{name} has {num_params:,}"
+        )
     import yaml
 
     request = plan.document["request"]
@@ -233,3 +271,12 @@ def write_calibration(plan: Plan, found: Comparison, path: Path, model: str | No
         "degrees": plain(degrees),
     }
     write_whole(path, yaml.safe_dump([step], sort_keys=False))
+
+
+def _num_params(plan: Plan) -> int | None:
+    """Return the parameters of the model that a plan was made for; None if the plan does not say it."""
+    for section, name in (("made_for", "parameters"), ("model", "num_params")):
+        found = plan.document.get(section)
+        if isinstance(found, Mapping) and isinstance(found.get(name), int):
+            return int(found[name])
+    return None

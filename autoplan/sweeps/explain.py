@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoplan.config.choice import Choice, Written, choices_of
+from autoplan.config.choices import option_data
 from autoplan.config.context_methods import INNER
 from autoplan.config.keys import check_names
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
@@ -24,7 +25,7 @@ from autoplan.config.precision import precision_of
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.hardware.parts import NETWORKS
 from autoplan.cost_models.memory.room import Room
-from autoplan.errors import AutoplanError, InfeasibleError
+from autoplan.errors import AutoplanError, InfeasibleError, PinError
 from autoplan.search.infeasible import InfeasibleReport
 from autoplan.search.planner import (
     Certificate,
@@ -37,6 +38,7 @@ from autoplan.search.planner import (
     search_plan,
 )
 from autoplan.search.request import space_of
+from autoplan.stacks.records import SETTINGS
 from autoplan.sweeps.difference import Difference, decided, difference
 from autoplan.sweeps.whatif import STEP_ONLY, RunTask
 from autoplan.units import GB
@@ -44,6 +46,7 @@ from autoplan.units import GB
 ALTERNATIVE_S = 10.0  # seconds for one alternative
 _LEAST_GAIN = 0.001  # smaller gains of a setting are not named
 _NUM_SEARCHED = 3  # settings that are planned anew, after all were priced
+_LEAST_SAVED = 0.01  # share of its memory that a slower plan of the front saves
 # Shares of a device's memory at which the front of time against memory is searched
 _FRONT = (1.0, 0.85, 0.7, 0.55, 0.4, 0.3, 0.2, 0.1)
 
@@ -86,7 +89,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Decision:
-    """A choice of the plan, its value, and its alternatives, cheapest first."""
+    """A choice of the plan, its value, and its alternatives, cheapest first; none if no other value is legal."""
 
     name: str
     value: Any
@@ -107,7 +110,8 @@ class Setting:
         name: what is changed, as `whatif --vary` and the options of commands call it.
         value: its new value; `own`: its value now.
         same_gain: tokens per second more with the same plan, as a share; None: this plan is illegal or too big there.
-        gain: the same with a new plan; None: not planned anew.
+        gain: the same with a new plan, in comparison with the faster of the plan and, where it fits without the change,
+            the new plan there; None: not planned anew.
         planned: the new plan.
     """
 
@@ -132,11 +136,12 @@ class FrontPoint:
 
     Attributes:
         capacity_bytes: the memory per device under which it was searched.
+        certificate: None of a plan that was given, not searched.
     """
 
     capacity_bytes: float
     planned: Planned
-    certificate: Certificate
+    certificate: Certificate | None
 
     @property
     def step_s(self) -> float:
@@ -216,9 +221,8 @@ def explain(
     quick = replace(request, time_limit_s=seconds, top=1, patient=False)
     asked = list(_alternatives(quick, own.config, only, every_value))
     changes = list(_changes(request)) if settings else []
-    shares = _FRONT if front else ()
-    num = len(asked) + len(changes) + min(len(changes), _NUM_SEARCHED) + len(shares)
-    found: dict[str, list[Alternative]] = {}
+    num = len(asked) + len(changes) + min(len(changes), _NUM_SEARCHED) + len(_FRONT) * front
+    found: dict[str, list[Alternative]] = {name: [] for name in only}
     priced: list[Setting] = []
     points: list[FrontPoint] = []
     ended, interrupted = "", False
@@ -227,13 +231,16 @@ def explain(
             told(done, num, f"{name}={value}")
             found.setdefault(name, []).append(alternative(quick, own, value, pins, run))
         priced = _settings(quick, own, changes, lambda k, what: told(len(asked) + k, num, what))
-        points, ended = _front(quick, shares, lambda k, what: told(num - len(shares) + k, num, what))
+        if front:
+            points, ended = _front(
+                quick,
+                _known_points(request, own, certificate, found),
+                lambda k, what: told(num - len(_FRONT) + k, num, what),
+            )
     except KeyboardInterrupt:
         interrupted = True
     values = decided(request, own.config)
-    decisions = [
-        Decision(name, values[name], tuple(sorted(each, key=_by_cost))) for name, each in found.items() if each
-    ]
+    decisions = [Decision(name, values[name], tuple(sorted(each, key=_by_cost))) for name, each in found.items()]
     decisions.sort(key=lambda d: (math.isnan(d.cost), -d.cost if not math.isnan(d.cost) else 0.0))
     return Explanation(request, own, certificate, tuple(decisions), tuple(priced), tuple(points), ended, interrupted)
 
@@ -306,6 +313,8 @@ def _spaced(
     """Return the values of the space: all words and ZeRO stages, of numbers the next ones below and above."""
     if config.pp == 1 and name in _OF_PIPELINE:
         return []  # another value needs a pipeline, whose cost `pp` says
+    if name == "etp" and own is None:
+        return []  # experts follow tp; another value needs experts over ranks, whose cost `ep` says
     there = {c.expert_tp if name == "etp" else getattr(c, name) for c in found if name != "etp" or c.ep > 1}
     values: list[Any] = sorted(there - {own})
     if every_value or name in ("schedule", "zero_stage"):
@@ -357,14 +366,35 @@ class _Change:
     value: Any
     request: PlanRequest
     replans: bool = False  # it can only help a new plan
+    searched: PlanRequest | None = None  # what a new plan answers, with the abilities of a stack; None: it cannot
 
 
 def _changes(request: PlanRequest) -> Iterator[_Change]:
     """Yield single changes of a task, each with the request that has it."""
-    # the settings of a stack are kept as what they are, so that one of them can change
-    settled = replace(request, like=None)
     for maker in (_of_cluster, _of_task, _of_options):
-        yield from maker(settled)
+        for change in maker(_settled(request)):
+            yield replace(change, searched=_as_stack(request, change))
+
+
+def _settled(request: PlanRequest) -> PlanRequest:
+    """Return a request with the settings of its stack as what they are, so that one of them can change."""
+    return replace(request, like=None)
+
+
+def _as_stack(request: PlanRequest, change: _Change) -> PlanRequest | None:
+    """Return the request of a change for the stack of the plan; None for a setting that the stack does not have."""
+    like, r = request.facts.like, change.request
+    if like is None:
+        return r
+    given = {"mode": str(r.mode), "precision": r.precision, **option_data(r.options)}
+    if change.name not in given:
+        return replace(request, cluster=r.cluster, global_batch_size=r.global_batch_size)
+    if change.name in SETTINGS and change.value not in getattr(like.can, change.name):
+        return None
+    try:
+        return replace(request, like=like.but(**{change.name: given[change.name]}))
+    except PinError:
+        return None
 
 
 def _of_cluster(r: PlanRequest) -> Iterator[_Change]:
@@ -421,8 +451,7 @@ def quick_gains(request: PlanRequest, own: Planned) -> list[Setting]:
 
     Return those that gain, best first.
     """
-    settled = replace(request, like=None)
-    changes = [change for maker in (_of_cluster, _of_task) for change in maker(settled)]
+    changes = [change for maker in (_of_cluster, _of_task) for change in maker(_settled(request))]
     found = _priced(own, changes, lambda k, what: None)
     return sorted((s for s in found if s.best_gain >= _LEAST_GAIN), key=lambda s: -s.best_gain)
 
@@ -431,14 +460,13 @@ def _settings(
     request: PlanRequest, own: Planned, changes: Sequence[_Change], told: Callable[[int, str], None]
 ) -> list[Setting]:
     """Price every change with the same plan, plan the best of them anew, and return those that gain, best first."""
-    tokens_per_s = own.estimate.tokens_per_s
     found = list(zip(_priced(own, changes, told), changes, strict=True))
     found.sort(key=lambda pair: (not pair[1].replans, -pair[0].best_gain))
     out = []
     for k, (setting, change) in enumerate(found):
         if k < _NUM_SEARCHED:
             told(len(changes) + k, f"{change.name}={change.value}, planned anew")
-            setting = _planned_anew(setting, change, request, tokens_per_s)
+            setting = _planned_anew(setting, change, request, own)
         out.append(setting)
     return sorted((s for s in out if s.best_gain >= _LEAST_GAIN), key=lambda s: -s.best_gain)
 
@@ -467,50 +495,95 @@ def _same_plan(change: _Change, own: Planned) -> Planned | None:
     return priced if priced.estimate.fits else None
 
 
-def _planned_anew(setting: Setting, change: _Change, request: PlanRequest, tokens_per_s: float) -> Setting:
+def _planned_anew(setting: Setting, change: _Change, request: PlanRequest, own: Planned) -> Setting:
+    """Return a setting with the gain of a new plan, as far as it comes from the change."""
+    if change.searched is None:
+        return setting
     try:
-        result = _searched(replace(change.request, top=1, time_limit_s=request.time_limit_s, patient=False))
+        result = _searched(replace(change.searched, top=1, time_limit_s=request.time_limit_s, patient=False))
     except AutoplanError:
         return setting
     best = result.plans[0]
-    gain = best.estimate.tokens_per_s / tokens_per_s - 1
+    now = max(own.estimate.tokens_per_s, _tokens_per_s_without(change, request, best))
+    gain = best.estimate.tokens_per_s / now - 1
     return replace(setting, gain=gain, planned=best, certificate=result.certificate)
+
+
+def _tokens_per_s_without(change: _Change, request: PlanRequest, planned: Planned) -> float:
+    """Return the tokens per second of a plan without the change that it was made for; 0 if it cannot be run then."""
+    config, settled = planned.config, _settled(request)
+    if change.name == "global_batch_size":
+        config = config.but(num_micro_batches=config.num_micro_batches // 2)
+    try:
+        before = estimate_config(settled, config)
+    except AutoplanError:  # illegal
+        return 0.0
+    return before.estimate.tokens_per_s if _fits(settled, before) else 0.0
 
 
 # -- the front of time against memory ----------------------------------------------------------------------------------
 
 
+def _known_points(
+    request: PlanRequest, own: Planned, certificate: Certificate | None, found: Mapping[str, Sequence[Alternative]]
+) -> list[FrontPoint]:
+    """Return the plan and the alternatives that keep its pins, where they fit: they may stand on the front, too."""
+    free = (a for name, each in found.items() if name not in request.pins for a in each)
+    plans = [(own, certificate), *((a.planned, a.certificate) for a in free if a.planned is not None)]
+    return [FrontPoint(request.cluster.device.memory_bytes, *each) for each in plans if _fits(request, each[0])]
+
+
 def _front(
-    request: PlanRequest, shares: Sequence[float], told: Callable[[int, str], None]
+    request: PlanRequest, known: Sequence[FrontPoint], told: Callable[[int, str], None]
 ) -> tuple[list[FrontPoint], str]:
-    """Search the best plan under less and less memory per device. Return those not dominated, and why it ended."""
+    """Search the best plan under less and less memory per device. Return those not dominated, and why it ended.
+
+    Args:
+        known: plans of the same task that were found before, which stand beside those found here.
+    """
     found: list[FrontPoint] = []
     whole = request.cluster.device.memory_bytes
-    for k, share in enumerate(shares):
+    ended = f"less than {_FRONT[-1] * whole / GB:.1f} GB was not tried"
+    for k, share in enumerate(_FRONT):
         told(k, f"{share:.0%} of the memory")
-        if found and _need(request, found[-1].planned) <= share * whole:
+        if found and _need_bytes(request, found[-1].planned) <= share * whole:
             continue  # the last plan fits there, too
         cluster = request.cluster.with_(memory_gb=share * whole / GB)
         try:
             result = _searched(replace(request, cluster=cluster))
         except StoppedError:
-            return undominated(found), f"in time no plan was found for {share * whole / GB:.1f} GB and less"
+            ended = f"in time no plan was found for {share * whole / GB:.1f} GB and less"
+            break
         except InfeasibleError:
-            return undominated(found), f"nothing fits into {share * whole / GB:.1f} GB"
+            ended = f"nothing fits into {share * whole / GB:.1f} GB"
+            break
         found.append(FrontPoint(share * whole, result.plans[0], result.certificate))
-    return undominated(found), f"less than {shares[-1] * whole / GB:.1f} GB was not tried" if shares else ""
+    return undominated([*found, *known]), ended
 
 
-def _need(request: PlanRequest, planned: Planned) -> float:
+def _room(request: PlanRequest) -> Room:
+    return Room.guarded(request.cluster.device.memory_bytes, request.cluster.host_memory_bytes, request.memory_risk)
+
+
+def _need_bytes(request: PlanRequest, planned: Planned) -> float:
     """Return the memory that a device must have for a plan, at the risk of the request."""
-    room = Room.guarded(request.cluster.device.memory_bytes, request.cluster.host_memory_bytes, request.memory_risk)
+    room = _room(request)
     return max(room.bytes_of(s.memory_bytes) for s in planned.estimate.stages)
 
 
+def _fits(request: PlanRequest, planned: Planned) -> bool:
+    """Return True if a plan fits devices and host at the risk of the request."""
+    on_device = _need_bytes(request, planned) <= request.cluster.device.memory_bytes
+    return on_device and planned.estimate.fits_host
+
+
 def undominated(points: Sequence[FrontPoint]) -> list[FrontPoint]:
-    """Return the points that no other one equals or beats in both time and memory, the fastest first."""
+    """Return the points that no other one equals or beats in both time and memory, the fastest first.
+
+    A slower one with hardly less memory is left out.
+    """
     out: list[FrontPoint] = []
     for p in sorted(points, key=lambda p: (p.step_s, p.peak_bytes)):
-        if not out or p.peak_bytes < out[-1].peak_bytes:
+        if not out or p.peak_bytes < out[-1].peak_bytes * (1 - _LEAST_SAVED):
             out.append(p)
     return out

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 from command_line import TASK, one_line_error, run
-from made_up_plans import CERTIFICATE, OWN, REQUEST, SPLIT, STOPPED, golden, shown
+from made_up_plans import CERTIFICATE, OWN, REQUEST, SPLIT, STOPPED, golden, planned, shown
 
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.report.explain import OtherPlan, explain_text, versus_text
+from autoplan.report.explain import OtherPlan, explain_text, versus_report, versus_text
 from autoplan.search.infeasible import InfeasibleReport
 from autoplan.search.planner import Certificate, Planned
 from autoplan.sweeps.difference import difference
 from autoplan.sweeps.explain import Alternative, Decision, Explanation, FrontPoint, Setting
-from autoplan.sweeps.whatif import RunTask
+from autoplan.sweeps.whatif import STEP_ONLY, RunTask
 
 
 def test_an_explanation_in_words() -> None:
@@ -30,6 +30,7 @@ def test_an_explanation_in_words() -> None:
         Decision("recompute", "none", (Alternative("full", {}, "does not fit", shortage=short),)),
         Decision("stages", (4, 8), (against((6, 6), STOPPED),)),
         Decision("zero_stage", 2, (against(3, CERTIFICATE, OWN),)),
+        Decision("ep", 1, ()),
     )
     settings = (
         Setting("nic", "network", 400.0, 800.0, 0.031, 0.06, SPLIT, STOPPED),
@@ -37,7 +38,7 @@ def test_an_explanation_in_words() -> None:
         Setting("launch", "launch", "async", "graphs", 0.0102),
         Setting("overlap", "overlap", frozenset(), frozenset(("tp", "pp")), 0.004),
     )
-    front = (FrontPoint(80e9, OWN, CERTIFICATE), FrontPoint(40e9, SPLIT, CERTIFICATE))
+    front = (FrontPoint(80e9, OWN, None), FrontPoint(40e9, SPLIT, STOPPED))
     found = Explanation(REQUEST, OWN, CERTIFICATE, decisions, settings, front, "nothing fits into 24.0 GB")
     golden("explain.txt", shown(lambda out: explain_text(out, found)))
 
@@ -46,6 +47,25 @@ def test_two_plans_in_words() -> None:
     changed = difference(REQUEST, OWN, REQUEST, SPLIT, RunTask(1e9))
     other = OtherPlan(REQUEST, SPLIT, "tp=2")
     golden("explain_vs.txt", shown(lambda out: versus_text(out, REQUEST, OWN, other, changed)))
+
+
+def test_what_weakens_a_comparison_is_told() -> None:
+    def verdict(own: Planned, other: OtherPlan) -> str:
+        found = difference(REQUEST, own, other.request, other.planned)
+        assert versus_report(REQUEST, own, other, found, STEP_ONLY)["vs"]["gap"] == (
+            None if other.certificate is None else other.certificate.gap
+        )
+        return " ".join(shown(lambda out: versus_text(out, REQUEST, own, other, found)).split())
+
+    stopped = "; its search was stopped, the best step of this space is at most 25 % shorter."
+    assert stopped in verdict(OWN, OtherPlan(REQUEST, SPLIT, "tp=2", STOPPED))
+    assert "its search was stopped" not in verdict(OWN, OtherPlan(REQUEST, SPLIT, "tp=2", CERTIFICATE))
+    near = planned(OWN.config, {"compute": 0.097, "dp_comm": 0.004}, {"activations": 90.0})
+    said = verdict(OWN, OtherPlan(REQUEST, near, "near.json"))
+    assert "costs 1.0 % more per step: computing +0.00100 s; equal within the error." in said
+    assert "DOES NOT FIT: stage 0 needs 90.0 GB, 10.0 GB more than a device has" in said
+    larger = replace(REQUEST, global_batch_size=128)
+    assert "equal within" not in verdict(OWN, OtherPlan(larger, near, "larger.json"))
 
 
 def test_the_other_task_is_told_where_it_is_another() -> None:
@@ -80,8 +100,11 @@ def test_explain_on_the_command_line(tmp_path: Path) -> None:
     same = json.loads(run("explain", str(plan), "--vs", "tp=2", "--json").stdout)
     assert same["difference"] == first["difference"]
     assert "tp 1 -> 2" in run("explain", str(plan), "--vs", str(other)).stdout
-    line = one_line_error(run("explain", str(plan), "--pin", "tp=2"), 2)
-    assert f"pin tp=2: the plan of {plan} has tp=1; compare it with --vs tp=2" in line
+    for pin, own in (("tp=2", "tp=1"), ("recompute=full", "recompute=none"), ("offload=optimizer", "offload=none")):
+        line = one_line_error(run("explain", str(plan), "--pin", pin), 2)
+        assert f"pin {pin}: the plan of {plan} has {own}; compare it with --vs {pin}" in line
+    kept = run("explain", str(plan), "--pin", "recompute=none", "--only", "ep", "--no-settings").stdout
+    assert "ep 1\n    no other value is legal beside the other choices of this plan" in kept
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,44 @@ def test_what_does_not_belong_together_is_said(plan: Path, tmp_path: Path) -> No
         read_log(plan.with_name("empty")) if plan.with_name("empty").write_text("{}\n") else None
     with pytest.raises(PinError, match="No such file"):
         read_log(tmp_path / "missing")
+
+
+def test_a_log_without_a_prediction_is_compared(plan: Path) -> None:
+    """`StepLog(..., tokens_per_sample=N)` of a program without an estimate: tokens per second, and no MFU."""
+    log = write_log(plan, [1.0] * 4)
+    head, *rows = map(json.loads, log.read_text().splitlines())
+    log.write_text("".join(json.dumps(line) + "\n" for line in (head, *({**row, "mfu": None} for row in rows))))
+    assert [f.name for f in compare(Plan.read(plan), log).figures] == ["step_s", "tokens_per_s", "peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("line", "value", "message"),
+    [
+        (0, {"autoplan_step_log": 1}, "line 1 has no 'model'; give the file that autoplan.StepLog wrote"),
+        (3, 7, "line 4 is no row of a log, but 7"),
+        (3, {"step_s": 1.0}, "line 4: peak_bytes is None and must be a number, as"),
+        (4, {"step_s": math.nan, "peak_bytes": 1}, "line 5: step_s is nan and must be a number, as"),
+        (4, {"step_s": 1.0, "mfu": "high", "peak_bytes": 1}, "line 5: mfu is 'high' and must be a number or null"),
+    ],
+)
+def test_a_line_that_no_log_has_is_named(plan: Path, line: int, value: object, message: str) -> None:
+    log = write_log(plan, [1.0] * 4)
+    lines = log.read_text().splitlines()
+    lines[line] = json.dumps(value)
+    log.write_text("\n".join(lines) + "\n")
+    with pytest.raises(PinError, match=re.escape(message)):
+        read_log(log)
+
+
+def test_arguments_that_nothing_would_use_are_refused(plan: Path, tmp_path: Path) -> None:
+    log, out = write_log(plan, [1.0] * 4), tmp_path / "out"
+    done = cli(f"compare {plan} {log} --model gpt2")
+    assert done.exit_code == 2 and "--model gpt2 is about --calibrate: add --calibrate" in done.stderr
+    done = cli(f"compare {plan} {log} --timeline {out}")
+    assert done.exit_code == 2 and f"needs a trace of torch.profiler, and {log} is none" in done.stderr
+    done = cli(f"compare {plan} {log} --calibrate {out} --model gpt2-xl")  # would teach calibrate a wrong time
+    assert done.exit_code == 2 and "gpt2 with 124,439,808 parameters; gpt2-xl has 1,557,611,200" in done.stderr
+    assert not out.exists()
 
 
 def test_a_last_line_that_was_cut_off_is_left_out(plan: Path) -> None:

@@ -10,9 +10,10 @@ from functools import lru_cache
 import pytest
 
 from autoplan.catalog import load_model
+from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
-from autoplan.search.planner import PlanRequest, SearchResult, estimate_config, search_plan
+from autoplan.search.planner import PlanRequest, SearchResult, StoppedError, estimate_config, search_plan
 from autoplan.sweeps.difference import Pair, decided, difference
 from autoplan.sweeps.explain import Explanation, FrontPoint, explain, undominated
 from autoplan.sweeps.whatif import RunTask
@@ -110,6 +111,48 @@ def test_settings_are_priced_with_the_same_plan_and_the_best_planned_anew() -> N
     assert wider.same_gain == pytest.approx(same / own - 1) and wider.own == 3350.0
     assert wider.gain == pytest.approx(search_plan(faster).plans[0].estimate.tokens_per_s / own - 1)
     assert sum(s.gain is not None for s in found.settings) <= 3
+
+
+def test_a_new_plan_gains_only_what_comes_from_the_change() -> None:
+    """A plan that is slower than need be gains nothing from more memory: the new plan fits without it."""
+    slow = ParallelConfig(tp=2, micro_batch_size=4, num_micro_batches=4)
+    found = explain(REQUEST, slow, only=("ep",), front=True, seconds=600)
+    best = search_plan(REQUEST).plans[0].estimate.tokens_per_s
+    assert best > 1.3 * found.planned.estimate.tokens_per_s
+    assert "memory_gb" not in {s.name for s in found.settings}
+    anew = [s for s in found.settings if s.gain is not None and s.planned is not None]
+    assert anew
+    for s in anew:
+        assert s.planned is not None and s.gain == pytest.approx(s.planned.estimate.tokens_per_s / best - 1, abs=0.02)
+    # its own plan needs less memory than those that were searched for the front, and stands on it
+    assert found.planned.config in [p.planned.config for p in found.front]
+    assert [p.certificate is None for p in found.front if p.planned is found.planned] == [True]
+
+
+def test_a_new_plan_is_one_that_the_stack_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[PlanRequest] = []
+
+    def search(request: PlanRequest) -> SearchResult:
+        searched.append(request)
+        raise StoppedError("no plan")
+
+    monkeypatch.setattr("autoplan.sweeps.explain.search_plan", search)
+    request = replace(REQUEST, pins={}, like="torchtitan")
+    config = ParallelConfig(dp=2, zero_stage=3, micro_batch_size=8)
+    assert not [s for s in explain(request, config, only=("ep",)).settings if s.gain is not None]
+    assert len(searched) == 3
+    for r in searched:
+        assert r.facts.like is not None and r.facts.like.name == "torchtitan@26.08"
+        assert r.mode in r.facts.like.can.modes and r.options.launch not in ("graphs", "full_graphs")
+
+
+def test_experts_that_follow_tensor_parallelism_are_explained() -> None:
+    """Their `etp` is none, beside which no number is larger or smaller; other values need experts over ranks."""
+    request = PlanRequest(load_model("olmoe-1b-7b"), Cluster.parse("1x4xh100-sxm5-80gb"), 1024, 16)
+    for degrees in ({"dp": 4}, {"dp": 2, "tp": 2}):
+        config = ParallelConfig(**degrees, micro_batch_size=16 // degrees["dp"])
+        (etp,) = explain(request, config, only=("etp",), settings=False).decisions
+        assert (etp.name, etp.value, etp.alternatives) == ("etp", None, ())
 
 
 @pytest.mark.slow
