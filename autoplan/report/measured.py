@@ -102,12 +102,17 @@ def compare(plan: Plan, log: Path) -> Comparison:
     counted = rows[WARM_UP:]
     if not counted:
         raise PinError(f"{log} has {len(rows)} rows, of which the first {WARM_UP} do not count; run more steps")
+    for name in ("step_s", "peak_bytes"):
+        if not _all_have(name, counted):
+            raise PinError(f"{log}: a row has no {name}; give the file that autoplan.StepLog wrote")
     step = e.step_time_s
     memory = e.peak_memory_bytes if head["device"] == "cpu" else e.peak_allocated_bytes  # as the log counts
     figures = [figure_of("step_s", step.mid, (step.low, step.high), counted)]
-    if all(row["tokens_per_s"] is not None for row in counted):
-        figures.append(figure_of("tokens_per_s", e.tokens_per_s, None, counted))
-        figures.append(figure_of("mfu", e.mfu, None, counted))
+    # a log has no MFU where the program had no prediction (a StepLog with tokens_per_sample)
+    rates = {"tokens_per_s": e.tokens_per_s, "mfu": e.mfu}
+    figures += [
+        figure_of(name, predicted, None, counted) for name, predicted in rates.items() if _all_have(name, counted)
+    ]
     figures.append(figure_of("peak_bytes", memory.mid, (memory.low, memory.high), counted))
     notes = []
     if head["graph"] and plan.graph_hash and head["graph"] != plan.graph_hash:
@@ -130,6 +135,10 @@ def on_another_device(plan: Plan, ran_on: str) -> tuple[str, ...]:
     device = str(plan.document["cluster"]["device"])
     planned = "cpu" if device == "cpu" else "cuda" if device in entries() else ran_on
     return () if planned == ran_on else (f"the steps ran on {ran_on}, the plan is for {device}",)
+
+
+def _all_have(name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
+    return all(row.get(name) is not None for row in rows)
 
 
 def figure_of(
