@@ -357,14 +357,7 @@ class ParallelModel(StateMethods):
         """Drop all gradients. `step` does so by itself; loops that call it anyway stay as they are."""
         if not set_to_none:
             raise ValueError("zero_grad(set_to_none=False): gradients are dropped, never set to zero")
-        self._gradients_used()
-        self._drop_gradients()
-
-    def _drop_gradients(self) -> None:
-        for _, parameter in self._state.places():
-            parameter.grad = None
-        if self._host is not None:
-            self._host.drop_gradients()
+        self._leave_out_gradients()
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """Run forward and backward of all micro-batches of this data-parallel rank's part of the batch.
