@@ -76,9 +76,18 @@ class Batches:
         spec, mesh: the program and its mesh.
         num_micro_batches: the number of equal parts into which a batch is cut.
         device: where the program runs.
+        given: the counts of every global batch, if ranks need not agree on them.
     """
 
-    def __init__(self, spec: ProgramSpec, mesh: AxisMesh, num_micro_batches: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: ProgramSpec,
+        mesh: AxisMesh,
+        num_micro_batches: int,
+        device: torch.device,
+        given: Counts | None = None,
+    ) -> None:
+        self._given = given
         self._spec, self._mesh, self._num, self._device = spec, mesh, num_micro_batches, device
         # Counting labels and agreeing on them wait for the device, and so for earlier copies to it.
         self._waited_for = spec.loss_count is not LossUnit.NONE or mesh.world_size > 1
@@ -269,6 +278,8 @@ class Batches:
         Raises:
             AgreedValueError: a problem on any rank, or different batches in one data rank; on every rank alike.
         """
+        if self._given is not None and problem is None:
+            return self._given
         contents = step % CONTENTS_EVERY == 0
         labels, samples = (0, 0) if problem is not None else (count(), sum(map(self._length, batches)))
         if self._mesh.world_size == 1:

@@ -19,7 +19,9 @@ _HOOK = "_autoplan_stale_hook"
 
 
 class GivenModule:
-    """A copy of a module without the memory of its parameters and persistent buffers; tied parameters stay tied.
+    """A copy of a module without the memory of its parameters and persistent buffers, its other buffers on the host.
+
+    Tied parameters stay tied.
 
     Args:
         buffers: values of its buffers by name, for those that are on the meta device and in no state.
@@ -40,7 +42,10 @@ class GivenModule:
         memo: dict[int, Any] = {id(p): _without_memory(p) for p in model.parameters()}
         kept = {id(t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
         memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers() if id(b) in kept}
-        memo |= {id(b): (buffers or {})[n] for n, b in model.named_buffers() if b.is_meta and id(b) not in kept}
+        for name, b in model.named_buffers():
+            if id(b) not in kept and b.device.type != "cpu":
+                value = (buffers or {})[name] if b.is_meta else b.detach()
+                memo[id(b)] = value.to("cpu")
         self._form: nn.Module | None = None
         self.reason: str = ""
         try:

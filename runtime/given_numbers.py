@@ -11,8 +11,8 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -24,6 +24,7 @@ _NOT_PLAIN = (nn.Module, type, types.ModuleType, types.FunctionType, types.Metho
 _Read = Callable[[], Any]
 _Known = dict[tuple[type, str], frozenset[str]]  # the attributes that a method of a class reads
 _GONE = object()
+_OF_LOSS = ", which loss_fn reads,"
 
 
 class GivenNumbers:
@@ -31,9 +32,10 @@ class GivenNumbers:
 
     Counted are ints, floats, bools and complex numbers, alone or in a list, tuple or dict: attributes of modules that
     their forward names, or a method, property or function of the same file that it names, and that none of these sets;
-    floats of the objects in such attributes (a config); variables of the loss function's closure and globals that it
-    does not set itself; attributes of the object that it is a method of. What a function of another file reads, or
-    what is in an object deeper than that, is not seen. No module is kept alive.
+    variables of the loss function's closure and globals that it does not set itself; attributes of the object that it
+    is a method of; and floats of the plain objects in all of these (a config, a config in a config), at any depth:
+    attributes that the forward or the loss function names, and entries of lists, tuples and dicts. Not seen is what a
+    function of another file reads, or a method or property of such an object. No module is kept alive.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
@@ -66,7 +68,7 @@ class GivenNumbers:
             self._add_attributes(f"{prefix}{name or alone}.", module, "forward", names)
 
     def _add_attributes(self, where: str, holder: Any, method: str, names: _Known) -> None:
-        """Add the numbers that a method of a holder reads of it, and floats of the objects that it reads of it."""
+        """Add the numbers that a method of a holder reads of it, and floats in the objects that it reads of it."""
         kind = type(holder), method
         if kind not in names:
             names[kind] = _attributes_read(*kind)
@@ -75,12 +77,32 @@ class GivenNumbers:
             return
         for name in sorted(names[kind] & attributes.keys()):
             held = attributes[name]
-            self._add(where + name, functools.partial(_value, reference, name))
-            if not isinstance(held, _NOT_PLAIN):
-                inside = _attributes(held)
-                for inner in sorted(names[kind] & inside.keys()):
-                    if isinstance(inside[inner], float):
-                        self._add(f"{where}{name}.{inner}", functools.partial(_value, reference, name, inner))
+            self._add(where + name, functools.partial(_value, reference, _Part(name)))
+            self._add_inside(where + name, "", reference, (_Part(name),), held, names[kind])
+
+    def _add_inside(
+        self, where: str, after: str, root: _Read, path: tuple[_Part, ...], held: Any, read: Set[str]
+    ) -> None:
+        """Add the floats in a plain object that is at `path` from a root, and in the objects in it, each object once.
+
+        Args:
+            where, after: its name, and what follows the name of each number.
+            read: names of the attributes that count.
+        """
+        waiting = [(where, path, held)]
+        seen, whole = set[int](), _frozen(held) is not None  # then its own numbers are added already
+        while waiting:
+            at, path, held = waiting.pop()
+            if id(held) in seen or isinstance(held, _NOT_PLAIN):
+                continue
+            seen.add(id(held))
+            for part, value in _parts(held, read):
+                to = f"{at}{part}"
+                if isinstance(value, float) and not whole:
+                    self._add(to + after, functools.partial(_value, root, *path, part))
+                elif not isinstance(value, _NUMBERS):
+                    waiting.append((to, (*path, part), value))
+            whole = False
 
     def _add_loss(self, loss_fn: Any, names: _Known) -> None:
         given = loss_fn
@@ -101,12 +123,17 @@ class GivenNumbers:
         seen = set[str]()
         for each in _reached(function, None):
             reads, writes = _variables(each.__code__)
+            of_objects, set_there = _attributes_of(each.__code__)
             cells = dict(zip(each.__code__.co_freevars, each.__closure__ or (), strict=True))
-            for name in sorted(cells.keys() - writes):
-                self._add(f"{name}, which loss_fn reads,", functools.partial(_cell_value, cells[name]))
+            found = {name: functools.partial(_cell_value, cells[name]) for name in sorted(cells.keys() - writes)}
             for name in sorted((reads & each.__globals__.keys()) - writes - seen):
                 seen.add(name)
-                self._add(f"{name}, which loss_fn reads,", functools.partial(each.__globals__.get, name, _GONE))
+                found[name] = functools.partial(each.__globals__.get, name, _GONE)
+            for name, read in found.items():
+                self._add(name + _OF_LOSS, read)
+                held = read()
+                root = _reference(held) or read  # an object may hold a module beside numbers
+                self._add_inside(name, _OF_LOSS, root, (), held, of_objects - set_there)
 
 
 def _attributes(holder: Any) -> Mapping[str, Any]:
@@ -125,11 +152,38 @@ def _reference(holder: Any) -> weakref.ref[Any] | None:
         return None
 
 
-def _value(reference: weakref.ref[Any], *path: str) -> Any:
-    """Return the attribute at a path from an object, `_GONE` where there is none any more."""
-    at = reference()
-    for name in path:
-        at = _attributes(at).get(name, _GONE)
+class _Part(NamedTuple):
+    """A part of an object: an attribute, or an entry of a list, tuple or dict."""
+
+    key: Any
+    is_entry: bool = False
+
+    def __str__(self) -> str:
+        return f"[{self.key!r}]" if self.is_entry else f".{self.key}"
+
+
+def _parts(held: Any, read: Set[str]) -> Iterator[tuple[_Part, Any]]:
+    """Yield the entries of a list, tuple or dict, if they are not too many; of another object the attributes `read`."""
+    if isinstance(held, (list, tuple, dict)):
+        entries = dict.items(held) if isinstance(held, dict) else enumerate(held)
+        if len(held) <= _MOST_ENTRIES:
+            yield from ((_Part(key, True), value) for key, value in entries)
+        return
+    attributes = _attributes(held)
+    for name in sorted(read & attributes.keys()):
+        yield _Part(name), attributes[name]
+
+
+def _value(root: _Read, *path: _Part) -> Any:
+    """Return what is at a path from an object, `_GONE` where there is nothing any more."""
+    at = root()
+    for part in path:
+        if not part.is_entry:
+            at = _attributes(at).get(part.key, _GONE)
+        elif isinstance(at, dict):
+            at = dict.get(at, part.key, _GONE)
+        else:
+            at = at[part.key] if isinstance(at, (list, tuple)) and part.key < len(at) else _GONE
     return at
 
 
@@ -157,16 +211,24 @@ def _attributes_read(kind: type, method: str) -> frozenset[str]:
     reads, writes = set[str](), set[str]()
     for function in _methods(kind, method):
         for each in _reached(function, kind):
-            steps = list(_steps(each.__code__))
-            by_name = any(step.argval == "setattr" for step in steps if step.opname.startswith("LOAD"))
-            for step in steps:
-                if step.opname in ("STORE_ATTR", "DELETE_ATTR"):
-                    writes.add(step.argval)
-                elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                    reads.add(step.argval)
-                elif by_name and isinstance(step.argval, str) and step.opname == "LOAD_CONST":
-                    writes.add(step.argval)  # setattr(self, f"{kind}_length", n)
+            found = _attributes_of(each.__code__)
+            reads |= found[0]
+            writes |= found[1]
     return frozenset(reads - writes) - _MODES
+
+
+def _attributes_of(code: types.CodeType) -> tuple[set[str], set[str]]:
+    """Return the names of attributes that code reads, and of those that it sets, of whatever object."""
+    reads, writes, steps = set[str](), set[str](), list(_steps(code))
+    by_name = any(step.argval == "setattr" for step in steps if step.opname.startswith("LOAD"))
+    for step in steps:
+        if step.opname in ("STORE_ATTR", "DELETE_ATTR"):
+            writes.add(step.argval)
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            reads.add(step.argval)
+        elif by_name and isinstance(step.argval, str) and step.opname == "LOAD_CONST":
+            writes.add(step.argval)  # setattr(self, f"{kind}_length", n)
+    return reads, writes
 
 
 def _methods(kind: type, name: str) -> list[types.FunctionType]:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.files import write_whole
+from autoplan.runtime.alone import Alone
 from autoplan.runtime.async_tp import hides_behind_pieces, largest_product
 from autoplan.runtime.batch import Batches
 from autoplan.runtime.checkpoint.contents import TrainingProgress
@@ -78,6 +79,7 @@ class ParallelModel(StateMethods):
             (inductor) overlap collectives with pieces of them where that works and is faster
             (`autoplan.runtime.async_tp`); None: do not.
         gradient_compression: compression of ZeRO 0's all-reduce (`autoplan.runtime.compression`).
+        alone: what a rank is given that runs without the others, in a rehearsal; None: it asks them.
 
     Attributes:
         plan, given: the Plan and the form of the module this came from (set by autoplan.parallelize).
@@ -123,6 +125,7 @@ class ParallelModel(StateMethods):
         compile: str | None = None,
         async_tp: int | None = None,
         gradient_compression: Compression | None = None,
+        alone: Alone | None = None,
     ) -> None:
         self.spec: ProgramSpec = spec
         self.source: dict[str, str] = dict(sources)
@@ -171,7 +174,9 @@ class ParallelModel(StateMethods):
         self._tied = TiedGradients(spec, self.mesh, self.stages)
         self.mesh.connect(self.device, "pp", self._neighbours())
         self._inputs = StageInputs(spec, self.mesh, self.stage, self.device, self._loss_dtype, dtype)
-        self._batches = Batches(spec, self.mesh, num_micro_batches, self.device)
+        self._alone = alone
+        given_counts = None if alone is None else alone.counts
+        self._batches = Batches(spec, self.mesh, num_micro_batches, self.device, given_counts)
         self._runner: PipelineRunner | None = None
         self._runner_shape: tuple[int, ...] = ()
         self._checkpoints = Checkpoints(self.device)
@@ -357,14 +362,7 @@ class ParallelModel(StateMethods):
         """Drop all gradients. `step` does so by itself; loops that call it anyway stay as they are."""
         if not set_to_none:
             raise ValueError("zero_grad(set_to_none=False): gradients are dropped, never set to zero")
-        self._gradients_used()
-        self._drop_gradients()
-
-    def _drop_gradients(self) -> None:
-        for _, parameter in self._state.places():
-            parameter.grad = None
-        if self._host is not None:
-            self._host.drop_gradients()
+        self._leave_out_gradients()
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """Run forward and backward of all micro-batches of this data-parallel rank's part of the batch.
@@ -428,7 +426,8 @@ class ParallelModel(StateMethods):
         return use_mesh(self.mesh, untyped=("pp",) if self.mesh.size("pp") > 1 else ())
 
     def _total(self, sync: GradientSync | None = None) -> TotalLoss:
-        return TotalLoss(self.mesh, self._replicas.all, self.device, self._loss_dtype, sync)
+        apart = self._alone is not None
+        return TotalLoss(self.mesh, self._replicas.all, self.device, self._loss_dtype, None if apart else sync)
 
     def eval_step(self, batch: Batch) -> torch.Tensor:
         """Return the loss of a batch without a backward and without dropout. Gradients and counters stay as they are.
@@ -528,6 +527,7 @@ class ParallelModel(StateMethods):
                 num_stages=len(self.spec.stages),
                 device=self.device,
                 schedule=self.spec.schedule,
+                vote=None if self._alone is None else self._alone.vote,
             )
             self._runner_shape = shape
         return self._runner

@@ -14,6 +14,7 @@ The kernel of a CPU walks through parameter, gradient and moments in the order o
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from types import MethodType
@@ -54,8 +55,8 @@ def on_local_shards(
     """Return `make(parameters)`, with DTensors replaced by plain parameters that share the memory of their local parts.
 
     The update is the same, element by element. `optimizer.step()` reads the gradients of `parameters` when it begins
-    (and after its closure, if there is one) and forgets them when it ends; `optimizer.zero_grad()` does not reach them.
-    State and param_groups hold the local parts. Without parameters the optimizer gets a single parameter without
+    (and after its closure, if there is one) and forgets them when it ends; `optimizer.zero_grad()` drops or zeroes
+    them. State and param_groups hold the local parts. Without parameters the optimizer gets a single parameter without
     elements.
 
     Raises:
@@ -101,6 +102,17 @@ def on_local_shards(
         for _whole, mine in pairs:
             mine.grad = None  # the memory is freed when the next step drops the gradients
 
+    drop_local = optimizer.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        drop_local() if set_to_none else drop_local(set_to_none=False)
+        for whole, _mine in pairs:
+            if set_to_none:
+                whole.grad = None
+            elif isinstance(whole.grad, DTensor):
+                whole.grad.to_local().zero_()
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
     return optimizer
@@ -123,29 +135,54 @@ class DroppedGradients:
     """Warns, once, of gradients that nobody used before the next step dropped them.
 
     A loop that accumulates as PyTorch does, by several backward passes before an update, would train on its last batch
-    alone. Gradients are used by `optimizer`'s step, or by whoever calls `used`.
+    alone. Gradients are used by `optimizer`'s step, or by whoever calls `used`. A checkpoint that is written before the
+    update counts a step whose gradients it does not have: `saved` warns of that.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._pending = self._said = False
-        optimizer.register_step_pre_hook(lambda *_: self.used())
+        self._pending = self._said = self._between = False
+        optimizer.register_step_pre_hook(lambda *_: self.ended())
+        zero_grad = optimizer.zero_grad
+
+        @functools.wraps(zero_grad)
+        def dropped(*args: Any, **kwargs: Any) -> None:
+            self.ended()
+            zero_grad(*args, **kwargs)
+
+        optimizer.zero_grad = dropped  # type: ignore[method-assign]
 
     def used(self) -> None:
-        """Record that somebody read, used or dropped the gradients."""
+        """Record that somebody read or used the gradients."""
         self._pending = False
+
+    def ended(self) -> None:
+        """Record that the gradients have made their update, or were dropped on purpose."""
+        self._pending = self._between = False
 
     def begin(self) -> None:
         """Begin a step, which drops the gradients of the step before."""
         if self._pending and not self._said:
             self._said = True
-            if not dist.is_initialized() or dist.get_rank() == 0:
-                warnings.warn(
-                    "a second step without an update: step drops the gradients of the step before. To accumulate "
-                    "gradients, give step a list of batches: pm.step([batch, batch])",
-                    UserWarning,
-                    stacklevel=4,
-                )
-        self._pending = True
+            _warn(
+                "a second step without an update: step drops the gradients of the step before. To accumulate "
+                "gradients, give step a list of batches: pm.step([batch, batch])"
+            )
+        self._pending = self._between = True
+
+    def saved(self, step: int) -> None:
+        """Record that a checkpoint is written, after so many steps."""
+        if self._between:
+            _warn(
+                f"a checkpoint between step and optimizer.step(): it counts step {step} and its samples, and a "
+                "training that goes on from it never makes the update. Save after optimizer.step(), or call "
+                "pm.zero_grad() before it if the update is left out on purpose"
+            )
+
+
+def _warn(text: str) -> None:
+    """Warn on rank 0, of the line that called a method of the program."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn(text, UserWarning, stacklevel=5)
 
 
 def in_one_kernel(optimizer: torch.optim.Optimizer) -> None:

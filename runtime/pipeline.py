@@ -9,6 +9,7 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from autoplan.runtime.alone import Vote
 from autoplan.runtime.spec import ScheduleSpec
 from autoplan.runtime.stages import Carried, SyncedStage, run_schedule, stage_class
 from autoplan.runtime.zero import GradientSync, check_schedule
@@ -54,6 +55,7 @@ class PipelineRunner:
         num_stages: stages of the whole pipeline. Default: one per rank.
         device: where the stages run. Default: the device of the first parameter, else the CPU.
         schedule: schedule of a pipeline of several ranks; None for a model in one stage.
+        vote: the outcome of the stages' vote on how shapes become known; None: they vote.
 
     Raises:
         ValueError: no schedule, a schedule that torch does not have or that a ZeRO stage forbids, a mesh of several
@@ -68,6 +70,7 @@ class PipelineRunner:
         num_stages: int | None = None,
         device: torch.device | None = None,
         schedule: ScheduleSpec | None = None,
+        vote: Vote | None = None,
     ) -> None:
         self._parts = tuple(stages)
         for part in stages:
@@ -97,6 +100,7 @@ class PipelineRunner:
                         part.carried_in,
                         part.carried_out,
                         splits=schedule.splits_backward,
+                        vote=vote,
                     )
                 )
 

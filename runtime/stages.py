@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from autoplan.runtime.alone import Vote
 from autoplan.runtime.private import RECEIVES_INTO_FRESH_BUFFERS
 from autoplan.runtime.program import Block
 from autoplan.runtime.split_backward import Deferred, Kept, backward_input, backward_weight, backward_whole
@@ -34,6 +35,7 @@ def _examples(carried: Sequence[Carried]) -> tuple[torch.Tensor, ...]:
 
 class SyncedStage(PipelineStage):
     """A PipelineStage in which ``sync`` decides when gradients are reduced. ``splits``: backwards have two parts.
+    ``vote``: what the stages would say of how shapes become known; None: they vote.
 
     torch's schedules get an empty module instead of the stage's own. They would otherwise treat modules sharded by
     ``fully_shard`` specially (gather whole stages, reduce at the end of the step, drop gradients), differently in every
@@ -51,6 +53,7 @@ class SyncedStage(PipelineStage):
         carried_in: Sequence[Carried],
         carried_out: Sequence[Carried],
         splits: bool = False,
+        vote: Vote | None = None,
     ) -> None:
         inputs, outputs = _examples(carried_in), _examples(carried_out)
         if index == count - 1:
@@ -60,6 +63,13 @@ class SyncedStage(PipelineStage):
         self._carried_out = [(c.shape, c.dtype) for c in carried_out]
         self._backward_chunk = -1
         self._kept = Kept() if splits else None
+        self._vote = vote
+
+    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._warmup_forward_vote(*args, **kwargs) if self._vote is None else self._vote
+
+    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._warmup_backward_result(*args, **kwargs) if self._vote is None else self._vote
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of one micro-batch."""

@@ -18,6 +18,7 @@ from autoplan.runtime.checkpoint.door import Checkpoints, Resumed, Saving, root_
 from autoplan.runtime.failure import guarded
 from autoplan.runtime.given_module import GivenModule, given_back
 from autoplan.runtime.model_state import ModelState
+from autoplan.runtime.offload import HostShards
 from autoplan.runtime.optim import DroppedGradients
 from autoplan.runtime.precision import LossScaler
 from autoplan.runtime.spec import ProgramSpec
@@ -47,6 +48,7 @@ class StateMethods:
     _state: ModelState
     _checkpoints: Checkpoints
     _dropped: DroppedGradients | None
+    _host: HostShards | None
     _updated: list[tuple[str, torch.Tensor, torch.Tensor]]  # name, tensor of self.optimizer, as shown
     # since the start or the last load, after which ranks may bring other batches
     _num_own_steps: int
@@ -59,6 +61,18 @@ class StateMethods:
         gradient. The tensors come one by one: a device holds one bucket at a time (`autoplan.runtime.whole`)."""
         self._gradients_used()
         return self._state.full_tensors(pick)
+
+    def _leave_out_gradients(self) -> None:
+        """Drop gradients on purpose: nobody misses them."""
+        if self._dropped is not None:
+            self._dropped.ended()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for _, parameter in self._state.places():
+            parameter.grad = None
+        if self._host is not None:
+            self._host.drop_gradients()
 
     def _gradients_used(self) -> None:
         if self._dropped is not None:
@@ -133,7 +147,7 @@ class StateMethods:
         wait: bool = True,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> Saving:
-        """Write a checkpoint of the whole training into a folder of its step; call it between steps, on every rank.
+        """Write a checkpoint of the whole training into a folder of its step; call it after an update, on every rank.
 
         It holds parameters, buffers, the optimizer, the loss scaler, the random generators and `progress`. Each rank
         writes its own parts, and `load_checkpoint` takes them under any other plan. The checkpoint is complete or not
@@ -150,6 +164,8 @@ class StateMethods:
         Raises:
             CheckpointError: (on all ranks) it could not be written; older ones are unchanged, and the job can go on.
         """
+        if self._dropped is not None and (optimizer is None or optimizer is self.optimizer):
+            self._dropped.saved(self.progress.num_steps)
         return self._checkpoints.save(self._training(optimizer), root_of(folder), states or {}, keep, wait)
 
     @guarded("load_checkpoint")
@@ -164,6 +180,8 @@ class StateMethods:
         optimizer: torch.optim.Optimizer | None = None,
     ) -> Resumed | None:
         """Load a checkpoint that a program of this model wrote under any plan; call it on every rank.
+
+        Gradients of a step before it are dropped.
 
         Args:
             folder, states, optimizer: as for `save_checkpoint`.
@@ -180,6 +198,8 @@ class StateMethods:
         training = self._training(optimizer)
         resumed = self._checkpoints.load(training, root_of(folder), states or {}, step, model_only, older)
         self._num_own_steps = self._num_evaluations = 0
+        if resumed is not None:
+            self._leave_out_gradients()
         if resumed is not None and not model_only:
             self.last_load = TrainingPoint(self.progress.num_steps, self.progress.num_samples, time.perf_counter())
         return resumed

@@ -180,6 +180,51 @@ def groups(rank: int, world: int, pins: dict[str, Any], by_pattern: bool) -> tup
     return error, [len(g["params"]) for g in pm.optimizer.param_groups], [len(g["params"]) for g in alone.param_groups]
 
 
+def dropped_by_the_optimizer(rank: int, world: int, pins: dict[str, Any]) -> list[float]:
+    """How far an update moves parameters whose gradients the optimizer has dropped, or set to zero."""
+    _, pm = program("llama", pins, optimizer=functools.partial(torch.optim.SGD, lr=0.5))
+    before, out = pm.state_dict(), []
+    for set_to_none in (True, False):
+        pm.step(part(pm, batch_of("llama", 8), [4, 4]))
+        assert pm.optimizer is not None
+        pm.optimizer.zero_grad(set_to_none)
+        pm.optimizer.step()
+        after = pm.state_dict()
+        out.append(max((after[name] - t).abs().max().item() for name, t in before.items()))
+    return out
+
+
+def groups_after_a_load(rank: int, world: int, folder: str) -> list[list[float]]:
+    """Learning rates of the groups, two of them empty on a rank: at a save, after a load, a step on."""
+    _, pm = program(
+        "llama",
+        {"pp": 2, "num_micro_batches": 2},
+        optimizer=functools.partial(torch.optim.AdamW, lr=0.01),
+        param_groups={"model.embed_tokens*": {"lr": 0.02}, "model.norm*": {"lr": 0.04}},
+    )
+    assert pm.optimizer is not None
+    groups = pm.optimizer.param_groups
+    assert [not g["params"] for g in groups] == [rank == 1, False, rank == 0]
+    schedule = torch.optim.lr_scheduler.ExponentialLR(pm.optimizer, 0.5)
+    out = []
+
+    def step() -> None:
+        pm.step(batch_of("llama", 4))
+        assert pm.optimizer is not None
+        pm.optimizer.step()
+        schedule.step()
+        out.append([g["lr"] for g in groups])
+
+    step()
+    pm.save_checkpoint(folder, states={"schedule": schedule})
+    for group in groups:
+        group["lr"] = group["initial_lr"] = 1.0
+    pm.load_checkpoint(folder, states={"schedule": schedule})
+    out.append([g["lr"] for g in groups])
+    step()
+    return out
+
+
 def give_back(rank: int, world: int, family: str, pins: dict[str, Any]) -> dict[str, Any]:
     """What `to_module` gives back after a step, and what the module that was given in says."""
     model, pm = program(family, pins, optimizer=functools.partial(torch.optim.SGD, lr=0.5))

@@ -31,6 +31,7 @@ from autoplan.errors import RehearsalError
 from autoplan.plans.folder import ProgramFolder
 from autoplan.rehearsal.expected import Place
 from autoplan.rehearsal.watch import Watch
+from autoplan.runtime.alone import Alone
 from autoplan.runtime.batch import Counts
 from autoplan.runtime.convert import CollectiveRecord, record_collectives
 from autoplan.runtime.host_copies import balanced_rows
@@ -76,8 +77,8 @@ class _Mesh(AxisMesh):
             return super().group_of_some(groups, name)
 
 
-class _Vote:
-    """A stand-in for the pipeline's vote on how shapes become known; its outcome is that they are declared."""
+class _Declared:
+    """The outcome of a pipeline's vote on how shapes become known: they are declared."""
 
     def item(self) -> int:
         return 1
@@ -171,6 +172,7 @@ def _observed(
     with FakeMode(allow_non_fake_inputs=True), watch, watch.resizes(), balanced_rows():
         whole, buffers = _whole_tensors(folder)
         watch.leave_out(whole)
+        size = config.micro_batch_size * count
         model = ParallelModel(
             spec,
             folder.program.sources,
@@ -180,18 +182,15 @@ def _observed(
             optimizer=functools.partial(torch.optim.AdamW, lr=1e-3),
             folder=folder.path if folder.path.is_dir() else None,
             mesh=mesh,
+            alone=Alone(_counts(spec, mesh.size("dp"), size, lengths["s"]), _Declared()),
         )
         _keep_padding(model)
         del whole, buffers
         gc.collect()
-        size = config.micro_batch_size * count
         batch = _batch(spec, {"b": size, **lengths})
         problem = model._batches.problem([batch])
         if problem is not None:
             raise RehearsalError(f"the program does not take the batch of its plan: {problem}")
-        _give_counts(model, size, lengths)
-        _give_votes(model, batch)
-        _sum_losses_apart(model)
         told(f"forward and backward of {count} micro-batch{'es' if count > 1 else ''}")
         watch.start()
         stored = watch.live_bytes
@@ -288,22 +287,11 @@ def _batch(spec: ProgramSpec, env: Mapping[str, int]) -> dict[str, torch.Tensor]
     }
 
 
-def _give_counts(model: ParallelModel, size: int, lengths: Mapping[str, int]) -> None:
-    """Give the numbers on which all ranks agree before a step, which fake tensors cannot: every label is valid."""
-    samples = (size,) * model.data_world
-    counts = Counts(tuple(float(sum(samples) * lengths["s"]) for _ in model.spec.loss_counts), samples)
-    model._batches.settle = lambda *_, **__: counts  # type: ignore[method-assign]
+def _counts(spec: ProgramSpec, data_world: int, size: int, seq_len: int) -> Counts:
+    """Return the numbers on which all ranks agree before a step, which fake tensors cannot: every label is valid.
 
-
-def _sum_losses_apart(model: ParallelModel) -> None:
-    """Sum losses in a message of their own, as the plan counts them; on CPUs they may travel with gradients."""
-    total = model._total
-    model._total = lambda sync=None: total()  # type: ignore[method-assign]
-
-
-def _give_votes(model: ParallelModel, batch: Mapping[str, torch.Tensor]) -> None:
-    """Give the pipeline the outcome of its vote, which it reads from a tensor."""
-    runner = model._runner_for(model._batches.cut(batch)[0])
-    for stage in runner._stages:
-        given: Any = stage
-        given._warmup_forward_vote = given._warmup_backward_result = lambda *_, **__: _Vote()
+    Args:
+        size: samples of a data-parallel rank, of `data_world`. seq_len: tokens of each.
+    """
+    samples = (size,) * data_world
+    return Counts(tuple(float(sum(samples) * seq_len) for _ in spec.loss_counts), samples)

@@ -249,8 +249,20 @@ def merged_facts(facts: Sequence[StateFacts]) -> StateFacts:
             "class": out["optimizer"]["class"],
             "scalars": {name: kept for each in optimizers for name, kept in each["scalars"].items()},
             "groups": [[options, sorted(names)] for options, names in groups.values() if names],
+            "in_order": _in_order([each["groups"] for each in optimizers]),
         }
     return out
+
+
+def _in_order(groups: Sequence[Sequence[Any]]) -> list[StateFacts]:
+    """Return the options of each group of an optimizer, given the groups of every rank.
+
+    A rank without parameters of a group says least of it, so those of another count. Nothing is returned where ranks
+    have different numbers of groups.
+    """
+    if len({len(of_rank) for of_rank in groups}) > 1:
+        return []
+    return [next((o for o, names in alike if names), alike[0][0]) for alike in zip(*groups, strict=True)]
 
 
 # -- putting it back --------------------------------------------------------------------------------------------------
@@ -395,12 +407,15 @@ def _ask_optimizer(
     fresh = _ask_moments(optimizer, updated, stored, kept["scalars"], out)
     names = {id(u.parameter): u.name for u in updated}
     given = []
-    for group in optimizer.param_groups:
+    in_order = kept.get("in_order", ())
+    fits = len(in_order) == len(optimizer.param_groups)
+    for index, group in enumerate(optimizer.param_groups):
         mine = [options[names[id(p)]] for p in group["params"] if id(p) in names]
         if any(o != mine[0] for o in mine):
             out.problems.append("parameters that are in one group of this optimizer had different options there")
             return
-        given.append(mine[0] if mine else {})
+        # a group without parameters is known by its place alone
+        given.append(mine[0] if mine else in_order[index] if fits else {})
 
     def put() -> None:
         for parameter, entries in fresh.items():

@@ -57,6 +57,24 @@ def test_predicted_beside_measured(plan: Path) -> None:
     assert compare(Plan.read(plan), write_log(plan, [9.0, 9.0, step.mid])).figures[0].inside
 
 
+@pytest.mark.parametrize("missing", ["mfu", "tokens_per_s"])
+def test_a_figure_that_a_row_lacks_is_left_out(plan: Path, missing: str) -> None:
+    """A StepLog with tokens_per_sample, of a program without a prediction, writes no MFU."""
+    log = write_log(plan, [9.0, 9.0, 0.5, 0.5, 0.5])
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    lines[4][missing] = None
+    del lines[5][missing]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = cli(f"compare {plan} {log} --json")
+    assert done.exit_code == 0, done.output
+    names = ["step_s", "tokens_per_s", "mfu", "peak_bytes"]
+    assert [f["name"] for f in json.loads(done.stdout)["figures"]] == [name for name in names if name != missing]
+    del lines[5]["step_s"]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = cli(f"compare {plan} {log}")
+    assert done.exit_code == 2 and "step_s is None and must be a number" in done.stderr, done.output
+
+
 def test_the_command_prints_and_feeds_calibrate(plan: Path, tmp_path: Path) -> None:
     log, out = write_log(plan, [9.0, 9.0, 0.5, 0.5]), tmp_path / "steps.yaml"
     done = cli(f"compare {plan} {log} --calibrate {out}")

@@ -17,7 +17,7 @@ from harness import JobError, Pool, pool
 from parity import fake_group
 
 from autoplan.runtime.checkpoint import folders
-from autoplan.runtime.checkpoint.contents import _place_of_number
+from autoplan.runtime.checkpoint.contents import _place_of_number, merged_facts
 from autoplan.runtime.checkpoint.door import CheckpointError
 from autoplan.runtime.checkpoint.values import Encoder, decode
 from autoplan.runtime.model import ParallelModel
@@ -374,6 +374,36 @@ def test_options_that_are_tensors_come_back_as_numbers(tmp_path: Path) -> None:
         own.param_groups[0]["betas"] = 0.0, 0.0
         pm.load_checkpoint(tmp_path / "own", optimizer=own)
         assert own.param_groups[0]["betas"] == (0.75, 0.5) and own.param_groups[0]["lr"] == 0.25
+
+
+def test_a_group_without_parameters_gets_its_options_back(tmp_path: Path) -> None:
+    """It is known by its place; not in the checkpoints of earlier versions, nor where there are other groups."""
+    with fake_group(1):
+        pm = started(tmp_path, (1,))
+        groups = [{"params": list(pm.parameters())}, {"params": [], "lr": 0.5, "momentum": 0.25}]
+        own = torch.optim.SGD(groups, lr=0.1)
+        pm.save_checkpoint(tmp_path / "own", optimizer=own)
+        path = tmp_path / "own" / "step_0000000001"
+        manifest = folders.read_manifest(path)
+        for in_order, wanted in ((None, (0.5, 0.25)), ([], (9.0, 9.0))):
+            for group in own.param_groups:
+                group["lr"] = group["momentum"] = 9.0
+            if in_order is not None:
+                manifest["facts"]["optimizer"]["in_order"] = in_order
+                folders.write_manifest(path, manifest)
+            pm.load_checkpoint(tmp_path / "own", optimizer=own)
+            first, second = own.param_groups
+            assert first["lr"] == 0.1 and (second["lr"], second["momentum"]) == wanted
+
+
+def test_the_groups_of_ranks_are_told_apart_by_their_place() -> None:
+    """A rank without a group's parameters says nothing of it; where ranks have other groups, no place is known."""
+    facts: dict[str, Any] = {"random": {}, "optimizer": {"class": "SGD", "scalars": {}}}
+    ranks = [[[{"lr": 1}, []], [{"lr": 2}, ["a"]]], [[{"lr": 3}, ["b"]], [{"lr": 4}, []]]]
+    every = [{**facts, "optimizer": {**facts["optimizer"], "groups": groups}} for groups in ranks]
+    assert merged_facts(every)["optimizer"]["in_order"] == [{"lr": 3}, {"lr": 2}]
+    every[1]["optimizer"]["groups"] = ranks[1][:1]
+    assert merged_facts(every)["optimizer"]["in_order"] == []
 
 
 def test_ranks_may_update_one_group_by_different_kernels(tmp_path: Path) -> None:

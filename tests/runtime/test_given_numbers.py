@@ -7,6 +7,7 @@ import gc
 import sys
 import types
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,6 +153,31 @@ class Odd(nn.Module):
         return x * self.config.a * self.more.a
 
 
+class Deep(nn.Module):
+    """Its numbers are in objects of objects, one of which has itself inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rope = types.SimpleNamespace(scale=1.0, unread=1.0, steps=0)
+        self.config = types.SimpleNamespace(rope=rope, by_kind={"full": Config()}, rates=[0.1], cached=False)
+        self.config.rope.config = self.config
+        self.table = {"rope": {"scale": 1.0}, "rate": 0.5}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        rope = config.rope.config.rope
+        x = x * rope.scale * config.by_kind["full"].scale * config.rates[0] * rope.steps
+        return x * self.table["rope"]["scale"] * self.table["rate"]
+
+
+DEEP: dict[str, Callable[[Any], Any]] = {
+    "config.rope.scale": lambda m: setattr(m.config.rope, "scale", 2.0),
+    "config.by_kind['full'].scale": lambda m: setattr(m.config.by_kind["full"], "scale", 3.0),
+    "config.rates[0]": lambda m: m.config.rates.__setitem__(0, 0.2),
+    "table['rope']['scale']": lambda m: m.table["rope"].update(scale=2.0),
+    "table": lambda m: m.table.update(rate=0.25),
+}
+
 CHANGES = {
     "temperature": lambda m: setattr(m, "temperature", 2.0),
     "inner.rates": lambda m: m.inner.rates.append(0.3),
@@ -187,6 +213,49 @@ def test_numbers_behind_methods_and_properties(name: str, kind: type[Annealed]) 
     assert numbers.changed() is None
     ANNEALED[name](model)
     assert f"{kind.__name__}.{name} was" in (numbers.changed() or "")
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_numbers_in_objects_of_objects(name: str) -> None:
+    model = Deep()
+    numbers = GivenNumbers(model, None)
+    model.config.rope.unread, model.config.rope.steps, model.config.cached = 2.0, 3, True
+    model.config.by_kind["other"] = Config(4.0)
+    assert numbers.changed() is None
+    DEEP[name](model)
+    assert (numbers.changed() or "").startswith(f"Deep.{name} was ")
+
+
+class Weighted:
+    def __init__(self) -> None:
+        self.loss, self.module = types.SimpleNamespace(weight=1.0), nn.Linear(2, 2)
+
+    def function(self) -> Any:
+        return lambda output, batch: output.mean() * self.loss.weight
+
+
+SETTINGS = types.SimpleNamespace(loss=types.SimpleNamespace(weight=1.0), seen=0.0)
+
+
+def of_settings(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    SETTINGS.seen += 1.0
+    return output.mean() * SETTINGS.loss.weight
+
+
+def test_numbers_in_objects_of_loss_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closure and a global; the object may hold a module, and is not kept alive."""
+    weighted = Weighted()
+    closed, alive = GivenNumbers(Model(), weighted.function()), weakref.ref(weighted)
+    weighted.loss.weight = 0.5
+    assert (closed.changed() or "").startswith("self.loss.weight, which loss_fn reads, was 1.0 when")
+    del weighted
+    gc.collect()
+    assert alive() is None and closed.changed() is None
+    numbers = GivenNumbers(Model(), of_settings)
+    of_settings(torch.ones(2), None)
+    assert numbers.changed() is None
+    monkeypatch.setattr(SETTINGS.loss, "weight", 0.5)
+    assert (numbers.changed() or "").startswith("SETTINGS.loss.weight, which loss_fn reads, was 1.0 when")
 
 
 def test_what_has_no_attributes_to_look_at_is_passed_over() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import loop_jobs
 import pytest
 import torch
 from harness import pool
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.trainer_pt_utils import LabelSmoother
 
 import autoplan
@@ -91,6 +93,48 @@ def test_gradients_that_nobody_uses_are_named_once() -> None:
 
 
 @pytest.mark.usefixtures("one_process")
+def test_a_checkpoint_before_the_update_is_warned_of(tmp_path: Path) -> None:
+    """It counts a step that nobody makes. Neither after an update, nor where the gradients were dropped on purpose."""
+    _, pm = loop_jobs.program("gpt", {}, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    batch = loop_jobs.batch_of("gpt", 4)
+    assert pm.optimizer is not None
+    for end in (pm.optimizer.step, pm.zero_grad, pm.optimizer.zero_grad):
+        pm.step(batch)
+        pm.grad_norm()
+        end()
+        pm.save_checkpoint(tmp_path)
+    pm.step(batch)
+    pm.clip_grad_norm_(1.0)
+    with pytest.warns(UserWarning, match=r"between step and optimizer\.step\(\): it counts step 4 and") as seen:
+        pm.save_checkpoint(tmp_path)
+    assert seen[0].filename == __file__
+    pm.save_checkpoint(tmp_path / "own", optimizer=torch.optim.SGD(pm.parameters(), lr=0.1))
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_load_drops_the_gradients_before_it(tmp_path: Path) -> None:
+    """A training that goes back in the middle of a step: no old gradient is applied, and no new step warns of it."""
+    _, pm = loop_jobs.program("gpt", {}, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    pm.save_checkpoint(tmp_path)
+    batch, before = loop_jobs.batch_of("gpt", 4), pm.state_dict()
+    assert pm.optimizer is not None
+    pm.step(batch)
+    pm.load_checkpoint(tmp_path)
+    pm.optimizer.step()
+    assert all(torch.equal(t, before[name]) for name, t in pm.state_dict().items())
+    pm.step(batch)
+    pm.load_checkpoint(tmp_path)
+    pm.step(batch)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("pins", [{"zero_stage": 0}, {"zero_stage": 3}, {"offload": "optimizer"}], ids=str)
+def test_the_optimizer_drops_gradients_that_are_sharded(pins: dict[str, Any]) -> None:
+    for dropped, zeroed in pool(2).run(loop_jobs.dropped_by_the_optimizer, {"dp": 2, **pins}):
+        assert dropped == zeroed == 0.0
+
+
+@pytest.mark.usefixtures("one_process")
 def test_batches_are_not_added_up_where_the_loss_cannot_be() -> None:
     """Its denominator is of the whole batch, and no sum over parts of it."""
 
@@ -155,6 +199,13 @@ def test_groups_are_those_of_one_process(pins: dict[str, Any], by_pattern: bool)
         assert [sum(mine[k] for _, mine, _ in results) for k in range(2)] == results[0][2]
 
 
+@pytest.mark.processes
+def test_a_group_that_is_empty_on_a_rank_goes_on_with_its_learning_rate(tmp_path: Path) -> None:
+    rates = [[0.01, 0.005, 0.02], [0.01, 0.005, 0.02], [0.005, 0.0025, 0.01]]
+    for of_rank in pool(2).run(loop_jobs.groups_after_a_load, str(tmp_path)):
+        assert of_rank == [pytest.approx(each) for each in rates]
+
+
 def test_groups_by_patterns_and_functions() -> None:
     shapes = {"a.weight": (2, 3), "a.bias": (2,), "norm.weight": (2,)}
     found = settings_of({"*.bias": {"lr": 1.0}, "norm*": {"lr": 2.0}}, shapes)
@@ -194,6 +245,29 @@ def test_a_module_that_cannot_be_copied_says_what_to_do() -> None:
     assert "Linear cannot be copied (TypeError: cannot pickle 'generator' object)" in given.reason
     with pytest.raises(RuntimeError, match=r"load pm\.state_dict"):
         given.filled(model.state_dict())
+
+
+class Rotary(torch.nn.Module):
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2, device=device))
+        self.register_buffer("kept", torch.ones(2, device=device))
+        self.register_buffer("inv_freq", torch.ones(2, device=device), persistent=False)
+        self.original_inv_freq = self.inv_freq
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
+def test_the_trained_module_is_on_the_host() -> None:
+    """All of it, of a module on a GPU; here the GPU is fake."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        on_gpu, on_meta = Rotary("cuda"), Rotary("meta")
+        values = dict(Rotary("cuda").named_buffers())
+        for given in (GivenModule(on_gpu), GivenModule(on_meta, values)):
+            back = given.filled({"weight": torch.ones(2), "kept": torch.ones(2)})
+            tensors = {**dict(back.named_parameters()), **dict(back.named_buffers())}
+            assert {name: t.device.type for name, t in tensors.items()} == dict.fromkeys(tensors, "cpu")
+            assert len(tensors) == 3 and back.original_inv_freq is back.inv_freq
+        assert on_gpu.inv_freq.device.type == "cuda"
 
 
 @pytest.mark.processes
