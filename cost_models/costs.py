@@ -195,15 +195,20 @@ class Costs:
     def accumulate_s(self, num_elements: float, dtype: str, of: str) -> Quantity:
         """Return the seconds of adding a gradient of dtype `of` to one of `dtype`: both read, one written.
 
-        Megatron's fused kernels add while they write the gradient, so it is only read once more.
+        Megatron's fused kernels add while they write the gradient, so it is only read once more. Modules of PyTorch
+        cast parameters, so that their gradients are as wide as the sum.
         """
         return ZERO if num_elements < 1 else self.forward_s(self.accumulate_work(num_elements, dtype, of))
 
     def accumulate_work(self, num_elements: float, dtype: str, of: str) -> OpWork:
         """Return the addition of a gradient of dtype `of` to one of `dtype` as an operation."""
         tensor = TensorFacts((round(num_elements),), dtype)
-        fused = self.mode is Mode.FUSED and self.options.fused_accumulation
-        moved = 1.0 * tensor.num_bytes if fused else 2.0 * tensor.num_bytes + TensorFacts(tensor.shape, of).num_bytes
+        if self.mode is not Mode.FUSED:
+            moved = 3.0 * tensor.num_bytes
+        elif self.options.fused_accumulation:
+            moved = 1.0 * tensor.num_bytes
+        else:
+            moved = 2.0 * tensor.num_bytes + TensorFacts(tensor.shape, of).num_bytes
         return OpWork("grad_accumulate", (tensor,), (), (), num_elements, moved)
 
     def zero_copy_s(self, what: str, num_bytes: float, num_tensors: int, num_ranks: int) -> Quantity:

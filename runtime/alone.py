@@ -16,7 +16,7 @@ class Vote(Protocol):
 
 
 @dataclass(frozen=True)
-class Alone:
+class LoneRank:
     """What a rank is given instead of asking the others for it.
 
     It sums its losses in a message of their own, as a plan counts them; on CPUs they may travel with gradients.

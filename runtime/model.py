@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.files import write_whole
-from autoplan.runtime.alone import Alone
+from autoplan.runtime.alone import LoneRank
 from autoplan.runtime.async_tp import hides_behind_pieces, largest_product
 from autoplan.runtime.batch import Batches
 from autoplan.runtime.checkpoint.contents import TrainingProgress
@@ -125,7 +125,7 @@ class ParallelModel(StateMethods):
         compile: str | None = None,
         async_tp: int | None = None,
         gradient_compression: Compression | None = None,
-        alone: Alone | None = None,
+        alone: LoneRank | None = None,
     ) -> None:
         self.spec: ProgramSpec = spec
         self.source: dict[str, str] = dict(sources)

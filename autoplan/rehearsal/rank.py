@@ -31,7 +31,7 @@ from autoplan.errors import RehearsalError
 from autoplan.plans.folder import ProgramFolder
 from autoplan.rehearsal.expected import Place
 from autoplan.rehearsal.watch import Watch
-from autoplan.runtime.alone import Alone
+from autoplan.runtime.alone import LoneRank
 from autoplan.runtime.batch import Counts
 from autoplan.runtime.convert import CollectiveRecord, record_collectives
 from autoplan.runtime.host_copies import balanced_rows
@@ -182,7 +182,7 @@ def _observed(
             optimizer=functools.partial(torch.optim.AdamW, lr=1e-3),
             folder=folder.path if folder.path.is_dir() else None,
             mesh=mesh,
-            alone=Alone(_counts(spec, mesh.size("dp"), size, lengths["s"]), _Declared()),
+            alone=LoneRank(_counts(spec, mesh.size("dp"), size, lengths["s"]), _Declared()),
         )
         _keep_padding(model)
         del whole, buffers
