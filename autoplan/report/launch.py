@@ -70,8 +70,13 @@ def launch_text(
         raise PinError("--script is empty; give the training script, such as train.py")
     if max_restarts < 0:
         raise PinError(f"--max-restarts {max_restarts} must be at least 0")
-    cluster = read_plan_file(plan / "plan.json" if plan.is_dir() else plan).request.cluster
+    cluster = read_plan_file(_plan_file(plan)).request.cluster
     return _rendered(to, cluster, words, {"name": name, "image": image, "max_restarts": max_restarts})
+
+
+def _plan_file(plan: Path) -> Path:
+    """Return the file of a plan that is given as a file, or as the folder of a compiled program."""
+    return plan / "plan.json" if plan.is_dir() else plan
 
 
 def _rendered(to: str, cluster: Cluster, words: list[str], given: Mapping[str, Any]) -> str:
@@ -139,10 +144,13 @@ def _accelerator(device: str) -> str:
 
 
 def launch_command(plan: Path, to: str, out: Path | None, **settings: Any) -> None:
-    """Write the answer of `autoplan launch`."""
+    """Write the answer of `autoplan launch`. A plan that does not fit is said on standard error."""
     if out is not None:
         check_writable(out)
     text = launch_text(plan, to, **settings)
+    written = json.loads(_plan_file(plan).read_text())
+    if (written.get("estimate") or {}).get("fits") is False:
+        typer.echo(f"{plan}: this plan does not fit, as autoplan estimate {_plan_file(plan)} says", err=True)
     if out is None:
         typer.echo(text, nl=False)
     else:

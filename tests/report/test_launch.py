@@ -166,3 +166,14 @@ def test_the_documentation_has_the_image_of_the_files(plan: Path) -> None:
     documented = Path(__file__).parents[2] / "docs" / "training.md"
     assert f"FROM {IMAGE}\n" in documented.read_text()
     assert all(f"image: {IMAGE}\n" in launch_text(plan, to) for to in ("trainjob", "jobset"))
+
+
+def test_a_plan_that_does_not_fit_is_said(plan: Path, tmp_path: Path) -> None:
+    path = tmp_path / "big.json"
+    words = ("--cluster", "1x8xh100-sxm5-80gb", "--seq-len", "8k", "--global-batch-size", "8", "--json")
+    big = run("estimate", "llama-3.1-8b", *words, "--zero", "0", "--dp", "8")
+    assert big.exit_code != 0 and not json.loads(big.stdout)["estimate"]["fits"]
+    path.write_text(big.stdout)
+    fitting, too_big = (run("launch", str(p), "--for", "slurm") for p in (plan, path))
+    assert (fitting.exit_code, too_big.exit_code, fitting.stderr) == (0, 0, "")
+    assert "this plan does not fit" in too_big.stderr and too_big.stdout.startswith("#!")
