@@ -37,7 +37,7 @@ _BLACKWELL = 10.0  # compute capability
 
 # -- the other fields --------------------------------------------------------------------------------------------------
 
-FUSED_ACCUMULATION = 2022.14
+_FUSED_ACCUMULATION = 2022.14  # --no-gradient-accumulation-fusion: merged on 22 February 2022
 _STRATEGIES = {1: "optim", 2: "optim_grads", 3: "optim_grads_params", 0: "no_shard"}
 
 
@@ -310,7 +310,7 @@ def allocator(at: At, always: bool = False) -> Field:
 
 
 def accumulation(setting: str, when: bool) -> Field:
-    """Whether products add gradients of weights (merged on 22 February 2022), which a file says as `setting=when`.
+    """Return the field of who adds gradients of weights: products do where a file says `setting=when`.
 
     What a file does not say is as its stack has it: DeepSpeed has no buffers of gradients to add to.
     """
@@ -322,7 +322,7 @@ def accumulation(setting: str, when: bool) -> Field:
     def read(document: Document, found: Values) -> Values:
         return {"fused_accumulation": bool(document.get(setting)) is when} if document.has(setting) else {}
 
-    return Field(("fused_accumulation",), write, read, since=FUSED_ACCUMULATION)
+    return Field(("fused_accumulation",), write, read, since=_FUSED_ACCUMULATION)
 
 
 def _read_batch(at: At, document: Document, found: Values) -> Values:

@@ -41,6 +41,7 @@ from autoplan.report.text import (
 from autoplan.report.waiting import INCOMPLETE, telling, waiting
 from autoplan.report.words import choice_text, value_text
 from autoplan.report.written import WrittenPlan
+from autoplan.search.certificate import how_searched
 from autoplan.search.planner import Certificate, Planned, PlanRequest, Status, estimate_config, search_plan
 from autoplan.sweeps.difference import Difference, Pair, decided, difference, fullest
 from autoplan.sweeps.explain import Alternative, Decision, Explanation, FrontPoint, Setting, explain
@@ -74,8 +75,7 @@ def _equal(share: float, equal_within: float) -> str:
 
 
 def _stopped(certificate: Certificate | None) -> bool:
-    """Return True if the search of a plan was stopped, so that a better one may exist."""
-    return certificate is not None and certificate.status in (Status.TIME_LIMIT, Status.INTERRUPTED)
+    return certificate is not None and certificate.stopped
 
 
 def alternative_text(name: str, own: Any, a: Alternative, equal_within: float) -> str:
@@ -347,7 +347,8 @@ def _verdict(request: PlanRequest, other: OtherPlan, found: Difference) -> str:
     text = f"The other plan {cost_text(share)} per step{f': {terms}' if terms else ''}"
     text += "" if _other_task(request, other.request) else _equal(share, request.equal_within)
     c = other.certificate
-    return f"{text}; its search was stopped, {proof_text(c.gap, 0.0)}." if c is not None and _stopped(c) else f"{text}."
+    text += f"; its search was stopped, {proof_text(c.gap, 0.0)}" if c is not None and c.stopped else ""
+    return f"{text}."
 
 
 def _terms_table(out: Console, own: Estimate, other: Estimate, found: Difference) -> None:
@@ -426,8 +427,7 @@ def explain_report(found: Explanation, run: RunTask) -> dict[str, Any]:
             {
                 **chosen(p, "capacity_bytes step_s peak_bytes"),
                 "plan": config_data(p.planned.config),
-                "search_status": None if p.certificate is None else str(p.certificate.status),
-                "gap": None if p.certificate is None else p.certificate.gap,
+                **how_searched(p.certificate),
             }
             for p in found.front
         ],
@@ -444,8 +444,7 @@ def _alternative_data(name: str, own: Any, a: Alternative, equal_within: float) 
         "sentence": alternative_text(name, own, a, equal_within),
         "plan": None if a.planned is None else config_data(a.planned.config),
         "difference": None if a.difference is None else difference_data(a.difference),
-        "search_status": None if a.certificate is None else str(a.certificate.status),
-        "gap": None if a.certificate is None else a.certificate.gap,
+        **how_searched(a.certificate),
         "shortage": shortage_data(a.shortage),
         "reason": a.reason or None,
     }
@@ -474,8 +473,7 @@ def versus_report(
         "vs": {
             "name": other.name,
             **planned_data(other.planned, other.request, run),
-            "search_status": None if other.certificate is None else str(other.certificate.status),
-            "gap": None if other.certificate is None else other.certificate.gap,
+            **how_searched(other.certificate),
         },
         "difference": difference_data(found),
     }

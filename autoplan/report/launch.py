@@ -21,6 +21,7 @@ import typer
 from autoplan.cost_models.hardware import catalog
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
+from autoplan.plans.record import Plan
 from autoplan.report.files import check_writable, write_text
 from autoplan.report.plan_file import read_plan_file
 
@@ -148,8 +149,8 @@ def launch_command(plan: Path, to: str, out: Path | None, **settings: Any) -> No
     if out is not None:
         check_writable(out)
     text = launch_text(plan, to, **settings)
-    written = json.loads(_plan_file(plan).read_text())
-    if (written.get("estimate") or {}).get("fits") is False:
+    estimate = Plan.read(_plan_file(plan)).estimate
+    if estimate is not None and not estimate.fits:
         typer.echo(f"{plan}: this plan does not fit, as autoplan estimate {_plan_file(plan)} says", err=True)
     if out is None:
         typer.echo(text, nl=False)

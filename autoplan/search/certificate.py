@@ -103,9 +103,21 @@ class Certificate:
         return table("certificate", ("candidates", "number"), rows, proved)
 
     @property
+    def stopped(self) -> bool:
+        """Return True if the search was stopped, so that a better plan may exist."""
+        return self.status in (Status.TIME_LIMIT, Status.INTERRUPTED)
+
+    @property
     def stopped_far(self) -> bool:
         """Return True if the search was stopped before it could tell that no plan is much faster."""
-        return self.status in (Status.TIME_LIMIT, Status.INTERRUPTED) and self.gap > _NEAR
+        return self.stopped and self.gap > _NEAR
+
+
+def how_searched(certificate: Certificate | None) -> dict[str, str | float | None]:
+    """Return how a search ended and its gap, by the names of JSON answers; None without a search."""
+    if certificate is None:
+        return {"search_status": None, "gap": None}
+    return {"search_status": str(certificate.status), "gap": certificate.gap}
 
 
 @dataclass(frozen=True)

@@ -93,9 +93,7 @@ class LayoutCache:
         self.phases: dict[str, float] = defaultdict(float) if phases is None else phases
         self.precision: Precision = precision_of(request.precision)
         self.costs: Costs = request.costs
-        self.room: Room = Room.guarded(
-            request.cluster.device.memory_bytes, request.cluster.host_memory_bytes, request.memory_risk
-        )
+        self.room: Room = request.room
         self.gap: float = 0.0
         self.all_proved: bool = True
         self._files = LayoutFiles(folder_of_layouts() if request.uses_cache else None)

@@ -17,6 +17,7 @@ from autoplan.config.settings import check_setting
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
@@ -155,6 +156,11 @@ class PlanRequest(SearchSettings):
     def costs(self) -> Costs:
         """The prices of operations and collectives in this task."""
         return Costs(self.cluster, self.profile, self.mode, self.options, self.constants)
+
+    @property
+    def room(self) -> Room:
+        """The room of a device and of its share of the host, at the risk of this task."""
+        return Room.guarded(self.cluster.device.memory_bytes, self.cluster.host_memory_bytes, self.memory_risk)
 
 
 def space_of(request: PlanRequest) -> Space:

@@ -24,7 +24,6 @@ from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
 from autoplan.config.precision import precision_of
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.hardware.parts import NETWORKS
-from autoplan.cost_models.memory.room import Room
 from autoplan.errors import AutoplanError, InfeasibleError, PinError
 from autoplan.search.infeasible import InfeasibleReport
 from autoplan.search.planner import (
@@ -561,13 +560,9 @@ def _front(
     return undominated([*found, *known]), ended
 
 
-def _room(request: PlanRequest) -> Room:
-    return Room.guarded(request.cluster.device.memory_bytes, request.cluster.host_memory_bytes, request.memory_risk)
-
-
 def _need_bytes(request: PlanRequest, planned: Planned) -> float:
     """Return the memory that a device must have for a plan, at the risk of the request."""
-    room = _room(request)
+    room = request.room
     return max(room.bytes_of(s.memory_bytes) for s in planned.estimate.stages)
 
 

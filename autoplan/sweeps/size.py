@@ -24,6 +24,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.whole_run import DAY_S, Assumptions, Run
 from autoplan.errors import PinError
+from autoplan.search.certificate import how_searched
 from autoplan.search.planner import PlanRequest, search_plan
 from autoplan.search.request import space_of
 from autoplan.sweeps.whatif import Point, RunTask, check_tokens, point_of, run_of
@@ -344,7 +345,6 @@ def size_rows(found: Size) -> list[dict[str, object]]:
     for kind in found.kinds:
         for p in kind.points:
             estimate = None if p.point.planned is None else p.point.planned.estimate
-            certificate = p.point.certificate
             out.append(
                 {
                     "kind": kind.name,
@@ -359,8 +359,7 @@ def size_rows(found: Size) -> list[dict[str, object]]:
                     "goodput": None if p.run is None or p.run.goodput is None else p.run.goodput.share.mid,
                     "in_time": p.days is not None and p.days <= found.deadline_days,
                     "meets": p.meets(found.deadline_days, found.budget_usd),
-                    "search_status": None if certificate is None else str(certificate.status),
-                    "gap": None if certificate is None else certificate.gap,
+                    **how_searched(p.point.certificate),
                     "reason": p.point.reason,
                 }
             )

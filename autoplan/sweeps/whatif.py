@@ -41,6 +41,7 @@ from autoplan.errors import AutoplanError, InfeasibleError, PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.adapters import with_adapters
 from autoplan.program.legality import not_executed
+from autoplan.search.certificate import how_searched
 from autoplan.search.planner import Certificate, Planned, PlanRequest, StoppedError, search_plan
 from autoplan.sweeps.label import evidence_label, plan_label
 from autoplan.units import dtype_bytes
@@ -347,11 +348,11 @@ def point_of(request: PlanRequest, search: Callable[[PlanRequest], Any]) -> Poin
 
 def row(point: Point, run: RunTask = STEP_ONLY) -> dict[str, object]:
     """Return a point as one flat row, with None for unknown values and for points without a plan."""
-    planned, request, found = point.planned, point.request, point.certificate
+    planned, request = point.planned, point.request
     estimate = planned.estimate if planned is not None else None
     out: dict[str, object] = {name: getattr(value, "value", value) for name, value in point.varied.items()}
     out |= {"status": point.status, "reason": point.reason}
-    out["search_status"], out["gap"] = (None, None) if found is None else (str(found.status), found.gap)
+    out |= how_searched(point.certificate)
     out["num_devices"] = request.cluster.num_devices if request is not None else None
     out |= dict.fromkeys(_ESTIMATED) if estimate is None else _estimate_columns(estimate)
     if run.tokens is not None:

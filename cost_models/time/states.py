@@ -330,8 +330,8 @@ class StatePricer:
 
     def added_dtypes(self, p: ParamWork) -> tuple[str, str]:
         """Return the dtypes of a sum of gradients and of what is added to it: that of a backward, or reduced shards."""
-        total_dtype = self.grad_dtype(p.dtype)
-        return total_dtype, total_dtype if self.config.zero_stage >= 2 else p.dtype
+        of_sum = self.grad_dtype(p.dtype)
+        return of_sum, of_sum if self.config.zero_stage >= 2 else p.dtype
 
     def grad_dtype(self, dtype: str) -> str:
         """Return the dtype of the gradient of a parameter in `dtype`."""
