@@ -3,7 +3,8 @@
     stack("megatron-bridge").era_at(2026.6).options       # profiles/stacks/megatron-bridge.json
 
 A version is a date, YY.MM, as NVIDIA's containers have it; a default holds from its `since` (a year with decimals)
-until the next one. Files are read strictly: an unknown key or value is an error that names the nearest known one.
+until a later one changes it. Files are read strictly: an unknown key or value is an error that names the nearest known
+one.
 """
 
 from __future__ import annotations
@@ -339,9 +340,9 @@ _MIX = "recompute_mix"
 SETTINGS: Mapping[str, Sequence[Any]] = {"dispatcher": tuple(Dispatcher), "launch": tuple(Launch)}  # of Abilities
 
 
-def _options(read: _Reader) -> RunOptions:
+def _options(read: _Reader, values: Mapping[str, Any]) -> RunOptions:
     try:
-        return options_of(read.one("options", dict))
+        return options_of(values)
     except PinError as error:
         raise PinError(f"{read.where}: options: {error}") from error
 
@@ -354,7 +355,8 @@ def _mix(read: _Reader) -> RecomputeMix:
 
 
 def _eras(read: _Reader, can: Abilities) -> tuple[Era, ...]:
-    out = []
+    """Return the eras, each of which states the options that differ from the one before; null: as if never stated."""
+    out, stated = [], dict[str, Any]()
     for k, data in enumerate(read.one("eras", list)):
         each = _Reader(data, f"{read.where}: eras[{k}]", ("since", "source", "options"), ("can",))
         known = {**_ABLE, **SETTINGS}
@@ -363,11 +365,24 @@ def _eras(read: _Reader, can: Abilities) -> tuple[Era, ...]:
         if changed is not None:
             given = {n: _mix(changed) if n == _MIX else changed.some(n, known[n]) for n in changed.data}
         abilities = replace(can, **given)
-        out.append(Era(float(each.one("since", (int, float))), _options(each), each.one("source", str), abilities))
+        stated = _stated(each, stated)
+        options = _options(each, stated)
+        out.append(Era(float(each.one("since", (int, float))), options, each.one("source", str), abilities))
     years = [era.since for era in out]
     if not years or years[0] != 0 or years != sorted(set(years)):
         raise PinError(f"{read.where}: eras must begin with since=0.0 and be in order, got {years}")
     return tuple(out)
+
+
+def _stated(read: _Reader, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options stated up to an era, given those of the one before."""
+    changed = read.one("options", dict)
+    for name, value in changed.items():
+        if value == before.get(name):  # also null for what no era stated
+            raise PinError(
+                f"{read.where}: options: {name} is {json.dumps(value)} in the era before; state what is new"
+            )
+    return {name: value for name, value in {**before, **changed}.items() if value is not None}
 
 
 _OF_LAYERS = re.compile(rf"\d+-\d+=({'|'.join(RECOMPUTE)})")  # of the layers with these numbers
@@ -392,7 +407,7 @@ def _changes(read: _Reader) -> tuple[Change, ...]:
     for k, data in enumerate(read.one("changes", list, ())):
         needed = ("since", "matches", "options", "source")
         each = _Reader(data, f"{read.where}: changes[{k}]", needed, ("recompute", "zero_stage"))
-        values, since = _options(each), float(each.one("since", (int, float)))
+        values, since = _options(each, each.one("options", dict)), float(each.one("since", (int, float)))
         changed = {name: getattr(values, name) for name in each.data["options"]}
         again = tuple(map(str, each.one("recompute", list, ())))
         for how in again:

@@ -91,6 +91,8 @@ def test_recipes_of_nemo_2_that_capture_cuda_graphs() -> None:
         (("eras", 0, "options", "launhc"), "graphs", "unknown option 'launhc'"),
         (("eras", 0, "options", "launch"), "graph", "launch 'graph' is not known; use async"),
         (("eras", 0, "since"), 2020.0, "must begin with since=0.0"),
+        (("eras", 1, "options", "overlap"), ["cp", "pp", "tp"], "state what is new"),
+        (("eras", 1, "options", "sends"), None, "sends is null in the era before; state what is new"),
         (("can", "schedules"), ["1F1BB"], "did you mean '1F1B'"),
         (("can", "zero_stages"), [4], "zero_stages of 4 is not known"),
         (("kernels", "modes"), ["fuse"], "did you mean 'fused'"),
@@ -110,6 +112,17 @@ def test_a_faulty_record_is_refused_by_the_nearest_name(path: tuple[object, ...]
     at[path[-1]] = value
     with pytest.raises(PinError, match=re.escape(message)):
         stack_of(data, "x.json")
+
+
+def test_an_era_states_what_differs_from_the_one_before() -> None:
+    data = copy.deepcopy(BRIDGE)
+    data["changes"] = []
+    options = ({"sends": "split", "attention": "flash1"}, {"attention": "flash2"}, {"sends": None, "overlap": ["cp"]})
+    data["eras"] = [{"since": float(k), "source": "x", "options": each} for k, each in enumerate(options)]
+    first, second, third = (era.options for era in stack_of(data, "x.json").eras)
+    assert (first.sends, second.sends, third.sends) == (Sends.SPLIT, Sends.SPLIT, Sends.WHOLE)
+    assert (first.attention, second.attention, third.attention) == ("flash1", "flash2", "flash2")
+    assert first.overlap == second.overlap != third.overlap
 
 
 def test_a_missing_key_and_an_unknown_stack_are_named() -> None:
