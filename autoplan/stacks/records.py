@@ -379,9 +379,7 @@ def _stated(read: _Reader, before: Mapping[str, Any]) -> dict[str, Any]:
     changed = read.one("options", dict)
     for name, value in changed.items():
         if value == before.get(name):  # also null for what no era stated
-            raise PinError(
-                f"{read.where}: options: {name} is {json.dumps(value)} in the era before; state what is new"
-            )
+            raise PinError(f"{read.where}: options: {name} is {json.dumps(value)} in the era before; state what is new")
     return {name: value for name, value in {**before, **changed}.items() if value is not None}
 
 
