@@ -79,7 +79,7 @@ class Constants:
         imbalance: Rows of the fullest rank's experts over the mean: the only factor for uneven routing.
         host_eager_s: Host seconds per operation and pass, one operation at a time (launch `async` or `blocking`).
         host_fused_s: Host seconds per fused module of Megatron and Transformer Engine and pass.
-        host_blocking_s: Seconds per operation and pass if the host waits for every kernel (launch `blocking`).
+        host_blocking_s: Seconds per kernel if the host waits for each (launch `blocking`).
         host_comm_s: Host seconds per collective of tp, cp and ep inside a block.
         host_experts_s: As `host_fused_s`, for one call of experts (routing, sorting, waiting for the sizes).
         host_router_s: The part of host_experts_s that CUDA graphs of the router and of the dispatch's preparation save

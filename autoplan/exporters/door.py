@@ -148,9 +148,7 @@ def read_text(
 ) -> ConfigFile:
     """Return the input of a target that this text is; the arguments are those of `read_config`."""
     year = year_of(version)
-    found = target.reader(suffix_of(path), year).read(text, path)
-    for name in target.named_files:
-        found |= values_of_named(name, found.get(name), path)
+    found = _values(text, path, target, year)
     functions = functions_of(found)
     unknown = {name.removeprefix(UNKNOWN): v for name, v in found.items() if name.startswith(UNKNOWN)}
     unknown = {name: v for name, v in unknown.items() if name not in found or target.schema.is_section(name)}
@@ -172,6 +170,17 @@ def read_text(
     rest = ((), tuple(faults), tuple(warnings))
     out = ConfigFile(path, target.name, version, found, says, f"{stack}@{version}", open_, *rest)
     return _with_rest(out, target, document, given)
+
+
+def _values(text: str, path: str, target: Target, year: float) -> dict[str, Any]:
+    """Return the values of a file and of those that it names, by the paths of the schema."""
+    reader = target.reader(suffix_of(path), year)
+    found = reader.read(text, path)
+    if not found and reader in target.also:
+        raise PinError(f"{path} has nothing that {target.name} takes: {target.about}")
+    for name in target.named_files:
+        found |= values_of_named(name, found.get(name), path)
+    return found if target.renamed is None else dict(target.renamed(found))
 
 
 def _refusals(of_schema: list[str], refused: list[PinError]) -> list[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from autoplan.exporters.record import Document
 from autoplan.exporters.setup import Setup
 
 
@@ -36,6 +38,16 @@ def per_node(about: Setup, command: str) -> list[str]:
         return [command]
     start = f"srun --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {devices}"
     return [_HEAD, f"{start} bash -c {shlex.quote(command)}"]
+
+
+def processes(document: Document, found: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the processes that a launcher starts; None if they are the cluster's devices."""
+    nodes, devices = (document.count(f"launch.{name}", 0) for name in ("nnodes", "nproc_per_node"))
+    total = document.task.num_devices
+    if not nodes or not devices or not total or nodes * devices == total:
+        return None
+    near = f"--nnodes {document.task.num_nodes} --nproc-per-node {document.task.devices_per_node}"
+    return f"torchrun starts {nodes * devices} processes, but the cluster has {total} devices; nearest: {near}"
 
 
 _HEAD = 'HEAD_NODE=${HEAD_NODE:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)} && export HEAD_NODE'

@@ -13,7 +13,7 @@ from autoplan.config.parallel import Attention, Dispatcher, Launch, Mode
 from autoplan.config.precision import read_precision
 from autoplan.config.recompute import FULL, OFFLOAD, modules_of
 from autoplan.errors import PinError
-from autoplan.exporters.launching import srun
+from autoplan.exporters.launching import processes, srun
 from autoplan.exporters.megatron_stages import At, read_stages, recompute_reader, write_recompute, write_stages
 from autoplan.exporters.record import (
     Document,
@@ -469,15 +469,6 @@ def _said_of_experts(setting: str, why: str) -> TargetRule:
     return TargetRule(found, warns=True)
 
 
-def _launched(document: Document, found: Values) -> str | None:
-    nodes, devices = (document.count(f"launch.{name}", 0) for name in ("nnodes", "nproc_per_node"))
-    total = document.task.num_devices
-    if not nodes or not devices or not total or nodes * devices == total:
-        return None
-    near = f"--nnodes {document.task.num_nodes} --nproc-per-node {document.task.devices_per_node}"
-    return f"torchrun starts {nodes * devices} processes, but the cluster has {total} devices; nearest: {near}"
-
-
 def _of_model(setting: str, size: Callable[[Document], int]) -> TargetRule:
     """Return the rule that a file is for the model that it is read for."""
 
@@ -506,7 +497,7 @@ def _graphs_without_full(document: Document, found: Values) -> str | None:
 
 
 MEGATRON_RULES = (
-    TargetRule(_launched),
+    TargetRule(processes),
     TargetRule(_graphs_without_full),
     _of_model("num_layers", lambda document: len(document.task.layers)),
     _of_model("num_experts", lambda document: document.task.num_experts),
@@ -535,7 +526,7 @@ MEGATRON_LM = Target(
     name="megatron-lm",
     about="flags of pretrain_gpt.py in a shell script, with torchrun or srun",
     stack="megatron-lm",
-    files=((0.0, Flags(_flag_launch, "megatron-lm", (*_MARKS, "micro_batch_size"))),),
+    files=((0.0, Flags("megatron-lm", (*_MARKS, "micro_batch_size"), launch=_flag_launch)),),
     fields=fields_of(
         lambda name: name,
         "num_virtual_stages_per_pipeline_rank",

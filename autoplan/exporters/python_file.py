@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from autoplan.exporters.python_values import (
     equal,
     is_class,
     is_known,
+    maker_of,
     merged,
     objects_in,
     said,
@@ -59,13 +60,15 @@ class _Frame:
     early: list[tuple[State, Any, Say]] = field(default_factory=list)
 
 
-def read_python(text: str, where: str, setters: Mapping[str, str] | None = None, made: str = "") -> dict[str, Any]:
+def read_python(
+    text: str, where: str, setters: Mapping[str, str] | None = None, made: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the values that a function of a module assigns.
 
     Args:
         where: its path, `:function` if it has several.
         setters: as those of `scripts.Python`.
-        made: a class; if no attribute is assigned, the values are the arguments of the object of it that the file has.
+        made: classes; if given, the values are the arguments and attributes of the only object of one of them.
     """
     path, function = where, ""
     if re.search(r"\.py:\w+$", where):
@@ -82,7 +85,7 @@ def read_python(text: str, where: str, setters: Mapping[str, str] | None = None,
     found = {name: _Reader(tree, setters, made).function(node) for name, node in functions.items()}
     helpers = [name for name in found if name.startswith("_") and _is_called(name, tree)]
     found = {name: values for name, values in found.items() if values and name not in helpers}
-    if len(found) > 1:
+    if len({str(values) for values in found.values()}) > 1:
         raise PinError(f"{path} has several configurations; name one: {path}:{next(iter(found))} ({', '.join(found)})")
     return next(iter(found.values()), {}) or _Reader(tree, setters, made).script()
 
@@ -126,7 +129,7 @@ def _others(a: ast.arguments, rest: dict[str, Any]) -> dict[str, Any]:
 class _Reader:
     """Follows the statements of a file."""
 
-    def __init__(self, tree: ast.Module, setters: Mapping[str, str] | None, made: str) -> None:
+    def __init__(self, tree: ast.Module, setters: Mapping[str, str] | None, made: Sequence[str]) -> None:
         self._tree, self._setters, self._made = tree, setters, made
         self._names: list[dict[str, Any]] = [{"__name__": "module"}]
         self._frames = [_Frame("")]
@@ -171,13 +174,16 @@ class _Reader:
 
     def _result(self, value: Any, names: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of what a function returns, or else of the objects that it changed."""
-        every = objects_in([names, self._names[0]])
+        every = objects_in([names, self._names[0], value])
         changed = list(dict.fromkeys(each.root for each in every if each.changed))
-        if isinstance(value, ConfigObject) and not value.is_empty:
+        roots = changed
+        if self._made:
+            roots = [each for each in every if maker_of(each.made_by) in self._made]
+            if len({str(by_path(each)) for each in roots}) > 1:
+                raise PinError(f"the file makes several {' and '.join(self._made)}, with different arguments; keep one")
+            roots = roots[:1]
+        elif isinstance(value, ConfigObject) and not value.is_empty:
             roots = [value]
-        else:
-            made = [each for each in every if self._made and each.made_by.rpartition(".")[2] == self._made]
-            roots = changed or made[:1]
         out: dict[str, Any] = {}
         for root in roots:
             out |= by_path(root)
@@ -190,7 +196,7 @@ class _Reader:
         """Return the calls and the objects that may have set fields of the result that are not known."""
         held = objects_in(roots)
         calls = [call for each, call in self._passed if each.root in held and each.root.changed]
-        parts = [each.unknown for each in changed if each.unknown and each not in held]
+        parts = [each.unknown for each in changed if each.unknown and each not in held and not self._made]
         return {f"{UNKNOWN}{text}": BY_FUNCTION for text in (*calls, *parts)}
 
     # -- calls ---------------------------------------------------------------------------------------------------------

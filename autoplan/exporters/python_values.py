@@ -73,9 +73,14 @@ class Function:
     names: Mapping[str, Any] = field(repr=False)
 
 
+def maker_of(made_by: str) -> str:
+    """Return the last name of the class or function that made an object: `Config` of `Trainer.Config(8)`."""
+    return made_by.partition("(")[0].rpartition(".")[2]
+
+
 def is_class(made_by: str) -> bool:
     """Return True for the name of a class: `Trainer.Config`, as against `llama3_8b`."""
-    return made_by.partition("(")[0].rpartition(".")[2][:1].isupper()
+    return maker_of(made_by)[:1].isupper()
 
 
 def is_missing(value: object) -> bool:

@@ -148,18 +148,22 @@ class Field:
         return self.since <= year < self.until
 
 
-class Syntax(Protocol):
-    """The text form of the values of a target."""
+class Reader(Protocol):
+    """A text form in which the values of a target are read."""
 
     @property
     def suffix(self) -> str:
         """The suffix of its files."""
 
-    def write(self, values: Values, heading: Sequence[str], about: Setup) -> str:
-        """Return the text of the values; `heading`: lines about them."""
-
     def read(self, text: str, where: str) -> dict[str, Any]:
         """Return the values by path. PinError if the text is not of this syntax."""
+
+
+class Syntax(Reader, Protocol):
+    """The text form of the values of a target."""
+
+    def write(self, values: Values, heading: Sequence[str], about: Setup) -> str:
+        """Return the text of the values; `heading`: lines about them."""
 
 
 @dataclass(frozen=True)
@@ -191,11 +195,13 @@ class Target:
         launch: returns the command that starts a run of the written file.
         stack_of: returns another stack that runs a file, for targets that drive others.
         rules: what the target itself refuses.
-        also: syntaxes that are read beside that of its own files; a mark of one must be in a section.
+        also: syntaxes that are read beside that of its own files.
+        marks_also: as `marks`, for these syntaxes; () for the marks that are in a section.
         version_in: returns the version that the values of a file are of, if they tell.
         base: path -> value that is written where no field writes another, for targets whose file changes a
             configuration that has values of its own.
         named_files: fields whose value may be the name of a file of JSON, whose values are then read below them.
+        renamed: returns the values of a file by the paths of the schema.
     """
 
     name: str
@@ -209,10 +215,12 @@ class Target:
     cannot: Mapping[str, str] = field(default_factory=dict, hash=False)
     stack_of: Callable[[Document], str] | None = None
     rules: tuple[TargetRule, ...] = ()
-    also: tuple[Syntax, ...] = ()
+    also: tuple[Reader, ...] = ()
+    marks_also: tuple[str, ...] = ()
     version_in: Callable[[Values], str | None] | None = None
     base: Mapping[str, Any] = field(default_factory=dict, hash=False)
     named_files: tuple[str, ...] = ()
+    renamed: Callable[[Values], Values] | None = None
 
     def why_not(self, name: str) -> str:
         """Return why the target cannot say a choice."""
@@ -227,7 +235,13 @@ class Target:
         """Return the syntax of the target's files in a year."""
         return next(syntax for since, syntax in reversed(self.files) if year >= since)
 
-    def reader(self, suffix: str, year: float) -> Syntax:
+    def marks_of(self, syntax: Reader) -> Sequence[str]:
+        """Return the marks by which a file of a syntax is of this target."""
+        if syntax not in self.also:
+            return self.marks
+        return self.marks_also or [mark for mark in self.marks if "." in mark]
+
+    def reader(self, suffix: str, year: float) -> Reader:
         """Return the syntax by which a file with a suffix is read in a year."""
         return next((syntax for syntax in self.also if syntax.suffix == suffix), self.syntax(year))
 

@@ -50,40 +50,34 @@ _LAUNCHERS = {
         **dict.fromkeys(("--nproc-per-node", "--nproc_per_node"), "launch.nproc_per_node"),
     },
     "deepspeed": {"--num_nodes": "launch.nnodes", "--num_gpus": "launch.nproc_per_node"},
+    "accelerate": {"--num_machines": "launch.nnodes"},
     "srun": {"--nodes": "launch.nnodes", "-N": "launch.nnodes", "--ntasks-per-node": "launch.nproc_per_node"},
 }
 _MORE = re.compile(r"\$([@*]|\w*(ARG|OPT|EXTRA|PARAM|FLAG)\w*$)")  # names of variables that hold arguments
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")  # modules that are torchrun
+# Words for true and false (HfArgumentParser's string_to_bool)
+_BOOLEANS = {
+    **dict.fromkeys(("true", "yes", "t", "y", "1"), True),
+    **dict.fromkeys(("false", "no", "f", "n", "0"), False),
+}
 
 
 @dataclass(frozen=True)
-class Flags:
-    """A shell script that starts a command with flags. Paths: the flag with `_` for `-`, `env.NAME`, `launch.NAME`.
+class FlagsOf:
+    """A shell script that is read. Paths: the flag with `_` for `-`, `env.NAME`, `launch.NAME`.
 
-    `true` is a flag without a value; false is not written. Values of a list stand one after the other.
+    `launch.by` is the launcher. `true` is a flag without a value. Values of a list stand one after the other.
 
     Attributes:
         schema: name of the target whose flags these are.
         marks: flags of which the command that trains has at least one, as paths.
+        booleans: True if a flag that is true or false may have its value behind it.
     """
 
-    launch: Callable[[Setup], list[str]]
     schema: str
     marks: tuple[str, ...]
+    booleans: bool = False
     suffix: str = ".sh"
-
-    def write(self, values: Mapping[str, Any], heading: Sequence[str], about: Setup) -> str:
-        """Return the script."""
-        lines = ["#!/bin/bash", commented(heading).rstrip("\n")]
-        lines += [f"export {path.removeprefix(_ENV)}={v}" for path, v in values.items() if path.startswith(_ENV)]
-        lines.append("PLAN_ARGS=(")
-        for path, value in values.items():
-            if path.startswith((_ENV, "launch.")) or value is False:
-                continue
-            each = [] if value is True else value if isinstance(value, list) else [value]
-            flag = "--" + path.replace("_", "-")
-            lines.append("    " + shlex.join([flag, *map(str, each)]))
-        return "\n".join([*lines, ")", *self.launch(about)]) + "\n"
 
     def read(self, text: str, where: str) -> dict[str, Any]:
         """Return the values by path. A flag that is given twice has its last value, as for argparse.
@@ -119,13 +113,19 @@ class Flags:
             if re.match(r"--\w", token):
                 name, equals, value = token.partition("=")
                 flag = name.removeprefix("--").replace("-", "_")
-                _set(out, flag, _literal(value) if equals else True, word.sure)
+                kinds = entries[flag].kinds if flag in entries else ()
+                _set(out, flag, self._said(value, kinds) if equals else True, word.sure)
                 continue
             if _MORE.match(token):
                 out[f"{UNKNOWN}{token}"], flag = MORE, None
                 continue
             known = None if flag is None else out.get(flag, out.get(UNKNOWN + flag))
             kinds = entries[flag].kinds if flag is not None and flag in entries else ()
+            said = self._said(token, kinds) if known is True else None
+            if flag is not None and isinstance(said, bool):
+                _set(out, flag, said, word.sure)
+                flag = None
+                continue
             full = kinds == ("bool",) if known is True else bool(kinds) and "list" not in kinds
             if flag is None or full:
                 out |= {f"{UNKNOWN}{token}": MORE} if token.startswith("$") else {}
@@ -135,6 +135,35 @@ class Flags:
             new = value_read if known is True else [*(known if isinstance(known, list) else [known]), value_read]
             _set(out, flag, new, word.sure)
         return out
+
+    def _said(self, text: str, kinds: Sequence[str]) -> Any:
+        """Return the value of a flag whose field has these kinds."""
+        given = _BOOLEANS.get(text.lower()) if self.booleans and "bool" in kinds else None
+        return _literal(text) if given is None else given
+
+
+@dataclass(frozen=True)
+class Flags(FlagsOf):
+    """A shell script that starts a command with flags; false is not written.
+
+    Attributes:
+        launch: returns the lines that start the command, which has the arguments PLAN_ARGS.
+    """
+
+    launch: Callable[[Setup], list[str]] = field(kw_only=True)
+
+    def write(self, values: Mapping[str, Any], heading: Sequence[str], about: Setup) -> str:
+        """Return the script."""
+        lines = ["#!/bin/bash", commented(heading).rstrip("\n")]
+        lines += [f"export {path.removeprefix(_ENV)}={v}" for path, v in values.items() if path.startswith(_ENV)]
+        lines.append("PLAN_ARGS=(")
+        for path, value in values.items():
+            if path.startswith((_ENV, "launch.")) or value is False:
+                continue
+            each = [] if value is True else value if isinstance(value, list) else [value]
+            flag = "--" + path.replace("_", "-")
+            lines.append("    " + shlex.join([flag, *map(str, each)]))
+        return "\n".join([*lines, ")", *self.launch(about)]) + "\n"
 
 
 def _parts(command: Sequence[Word]) -> tuple[list[Word], list[Word]]:
@@ -147,14 +176,14 @@ def _parts(command: Sequence[Word]) -> tuple[list[Word], list[Word]]:
 
 
 def _launched(before: Sequence[Word], variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return the numbers of nodes and of processes per node of a launcher; Slurm's where no other is below it."""
+    """Return a launcher and its numbers of nodes and of processes per node; Slurm's where no other is below it."""
     words = ["torchrun" if word.text in _TORCHRUN else word.text.rpartition("/")[2] for word in before]
     launcher = next((name for name in _LAUNCHERS if name in words), "torchrun")
     options = _LAUNCHERS[launcher]
-    out: dict[str, Any] = {}
+    out: dict[str, Any] = {"launch.by": launcher} if launcher in words else {}
     if launcher == "srun":
         said = {"launch.nnodes": "SLURM_NNODES", "launch.nproc_per_node": "SLURM_NTASKS_PER_NODE"}
-        out = {path: _literal(variables[name]) for path, name in said.items() if name in variables}
+        out |= {path: _literal(variables[name]) for path, name in said.items() if name in variables}
     for word, after in zip(before, [*words[1:], ""], strict=False):
         name, equals, value = word.text.partition("=")
         given = value if equals else after
@@ -264,7 +293,19 @@ class PythonCall:
 
     def read(self, text: str, where: str) -> dict[str, Any]:
         """Return the values by path; the path of a value that is not a literal begins with `?`."""
-        return read_python(text, where, made=self.name)
+        return read_python(text, where, made=(self.name,))
+
+
+@dataclass(frozen=True)
+class ArgumentsOf:
+    """A Python file that is read: the arguments of the object of one of some classes that it makes."""
+
+    classes: tuple[str, ...]
+    suffix: str = ".py"
+
+    def read(self, text: str, where: str) -> dict[str, Any]:
+        """Return the values by path; the path of a value that is not known begins with `?`."""
+        return read_python(text, where, made=self.classes)
 
 
 def _written(value: Any) -> str:

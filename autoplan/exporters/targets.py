@@ -15,7 +15,7 @@ from autoplan.exporters.megatron import MEGATRON_LM
 from autoplan.exporters.megatron_bridge import MEGATRON_BRIDGE
 from autoplan.exporters.nanotron import NANOTRON
 from autoplan.exporters.python_values import UNKNOWN
-from autoplan.exporters.record import Syntax, Target
+from autoplan.exporters.record import Reader, Target
 from autoplan.exporters.torchtitan import TORCHTITAN
 from autoplan.exporters.transformers import TRANSFORMERS
 from autoplan.names import did_you_mean
@@ -53,7 +53,7 @@ def suffix_of(path: str) -> str:
     return _SUFFIXES.get(suffix, suffix)
 
 
-def _readers(target: Target) -> Iterator[tuple[Syntax, str]]:
+def _readers(target: Target) -> Iterator[tuple[Reader, str]]:
     """Yield the syntaxes of a target's files, each with its last version."""
     for k, (_, syntax) in enumerate(target.files):
         last = len(target.files) == k + 1
@@ -66,12 +66,17 @@ def detected(path: str, text: str) -> tuple[Target, str]:
     """Return the target and the version of a file. PinError if it is of none, or of several."""
     suffix = suffix_of(path)
     found: dict[str, tuple[Target, str]] = {}
+    refused: list[PinError] = []
     for target in TARGETS.values():
         for syntax, version in _readers(target):
             if syntax.suffix != suffix:
                 continue
-            values = {name.removeprefix(UNKNOWN): v for name, v in syntax.read(text, path).items()}
-            marks = [mark for mark in target.marks if "." in mark or syntax not in target.also]
+            try:
+                values = {name.removeprefix(UNKNOWN): v for name, v in syntax.read(text, path).items()}
+            except PinError as error:  # the file may be of another target
+                refused.append(error)
+                continue
+            marks = target.marks_of(syntax)
             if any(mark in values or any(name.startswith(f"{mark}.") for name in values) for mark in marks):
                 told = None if target.version_in is None else target.version_in(values)
                 found[target.name] = (target, told or version)
@@ -79,6 +84,8 @@ def detected(path: str, text: str) -> tuple[Target, str]:
         return next(iter(found.values()))
     if found:
         raise PinError(f"{path} may be of {' or '.join(found)}; say which with --format")
+    if refused:
+        raise refused[0]
     raise PinError(
         f"{path} is not recognised as the input of a framework; say of which with --format: {', '.join(TARGETS)}"
     )

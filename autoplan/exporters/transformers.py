@@ -1,6 +1,7 @@
 """Hugging Face transformers: the JSON file of TrainingArguments (`HfArgumentParser.parse_json_file`).
 
-The engine is part of the file: `fsdp` with `fsdp_config`, DeepSpeed's own JSON under `deepspeed`, or neither.
+Scripts that have the arguments are read, too (`trainer_scripts`). The engine is part of the file: `fsdp` with
+`fsdp_config`, DeepSpeed's own JSON under `deepspeed`, or neither.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from autoplan.config.recompute import FULL, NONE
 from autoplan.errors import PinError
 from autoplan.exporters.accelerate import engine
 from autoplan.exporters.deepspeed import DEEPSPEED, read_overlap, read_zero, read_zero_offload, write_zero
-from autoplan.exporters.launching import srun
+from autoplan.exporters.launching import processes, srun
 from autoplan.exporters.record import (
     Document,
     Field,
@@ -25,6 +26,7 @@ from autoplan.exporters.record import (
 )
 from autoplan.exporters.setup import Setup
 from autoplan.exporters.syntax import Json
+from autoplan.exporters.trainer_scripts import MARKS, READERS, as_arguments, check_defaults, of_scripts
 
 _D, _F = "deepspeed.", "fsdp_config."
 _BATCH = {
@@ -107,6 +109,7 @@ def _write_recompute(setup: Setup) -> Values:
 
 def _read_recompute(document: Document, found: Values) -> Values:
     paths = ("gradient_checkpointing", "activation_checkpointing")
+    check_defaults(document, *paths)
     given = [
         bool(document.get(path))
         for path in (*paths, *([_F + "activation_checkpointing"] if _strategies(document) else []))
@@ -120,6 +123,7 @@ def _write_precision(setup: Setup) -> Values:
 
 
 def _read_precision(document: Document, found: Values) -> Values:
+    check_defaults(document, "bf16", "fp16")
     return {"precision": next((name for name in ("bf16", "fp16") if document.get(name)), "fp32")}
 
 
@@ -194,6 +198,12 @@ TRANSFORMERS = Target(
         "sequence_parallel": "a property of the model's plan of tensor parallelism",
     },
     stack_of=lambda d: "deepspeed" if d.has("deepspeed") else "accelerate",
-    named_files=("deepspeed",),
-    rules=(TargetRule(_one_precision), TargetRule(_one_engine), TargetRule(_taken_by_deepspeed)),
+    named_files=("deepspeed", "fsdp_config"),
+    also=READERS,
+    marks_also=MARKS,
+    renamed=as_arguments,
+    rules=(
+        *(TargetRule(broken) for broken in (_one_precision, _one_engine, _taken_by_deepspeed, processes)),
+        TargetRule(of_scripts, warns=True),
+    ),
 )

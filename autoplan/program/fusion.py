@@ -16,8 +16,9 @@ The bytes are spread evenly over the operations of a kernel as the attributes `f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from autoplan.cost_models.work import OpWork
 from autoplan.ir.dataflow import Classes, Dataflow
@@ -103,14 +104,23 @@ def fused_traffic(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mappin
     return out
 
 
-def joined_ops(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[int, int]) -> frozenset[int]:
-    """Return the indices in `ops` of operations that hand-written modules start together with another operation.
+class Joined(NamedTuple):
+    """Indices of operations that hand-written modules (Megatron, Transformer Engine) start together with another one.
 
-    The modules are those of Megatron and Transformer Engine. Products that read the same value are one (`linear_qkv`,
-    `linear_fc1`), as are products of their results; trained and frozen weights (adapters) make one product each. A norm
-    is part of the products that read it (`LayerNormLinear`). Operations of an element-wise kernel count as
-    element-wise.
+    Attributes:
+        modules: in one call of Python. Products that read the same value are one (`linear_qkv`, `linear_fc1`), as are
+            products of their results; trained and frozen weights (adapters) make one product each. A norm is part of
+            the products that read it (`LayerNormLinear`). Operations of an element-wise kernel count as element-wise.
+        kernels: in one kernel: these products, and all operations of an element-wise kernel but its last. Rotary
+            embeddings, which concatenate, had none in Megatron before the end of 2023.
     """
+
+    modules: frozenset[int]
+    kernels: frozenset[int]
+
+
+def joined_ops(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[int, int]) -> Joined:
+    """Return the indices in `ops` of operations that start together with another one."""
     kernels = _Kernels(lowered)
     readers: dict[str, list[int]] = {}
     for k, statement in enumerate(lowered.statements):
@@ -118,24 +128,32 @@ def joined_ops(lowered: LoweredBlock, ops: Sequence[OpWork], position: Mapping[i
             readers.setdefault(kernels.base(name), []).append(k)
     first: dict[tuple[str, bool], str] = {}  # (input, trained) -> result of the first product that reads it
     same: dict[str, str] = {}  # result of a joined product -> result of the first one
-    out = {position[k] for members in kernels.kernels() for k in members if k in position}
+    fused = [[position[k] for k in sorted(members) if k in position] for members in kernels.kernels()]
+    norms, products = set[int](), set[int]()
     for k, statement in enumerate(lowered.statements):
         if k not in position or not isinstance(statement, Op):
             continue
         if op_kind(statement.node.op) is OpKind.NORM:
             read_by = readers.get(statement.targets[0], [])
             if read_by and all(_is_product(lowered, j) for j in _behind_converts(lowered, readers, read_by)):
-                out.add(position[k])
+                norms.add(position[k])
         elif _is_product(lowered, k):
             source = kernels.base(reads_of(statement)[0])
             weight = ops[position[k]].inputs[1]
             key = same.get(source, source), weight.requires_grad
             if key in first:
-                out.add(position[k])
+                products.add(position[k])
                 same[statement.targets[0]] = first[key]
             else:
                 first[key] = statement.targets[0]
-    return frozenset(out)
+    return Joined(frozenset(products.union(norms, *fused)), frozenset(products.union(*_inside_kernels(ops, fused))))
+
+
+def _inside_kernels(ops: Sequence[OpWork], fused: Iterable[Sequence[int]]) -> Iterator[Sequence[int]]:
+    """Yield of every element-wise kernel the operations that start no other one: all but the last."""
+    for members in fused:
+        if all(op_kind(ops[k].op) is not OpKind.JOIN for k in members):
+            yield [k for k in members if not op_record(ops[k].op).as_view][:-1]
 
 
 def cast_before(lowered: LoweredBlock, position: Mapping[int, int]) -> frozenset[int]:

@@ -23,7 +23,7 @@ from autoplan.program.activation_bytes import Activations, saved_bytes_of
 from autoplan.program.activations import activations
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.facts import layer_calls, pipeline_units
-from autoplan.program.fusion import cast_before, fused_traffic, joined_ops
+from autoplan.program.fusion import Joined, cast_before, fused_traffic, joined_ops
 from autoplan.program.lower import BlockLowering
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.passes import PassFacts, rewritten
@@ -272,7 +272,7 @@ def _block(lowered: LoweredBlock, activation_bytes: Activations, op_costs: OpCos
             ops.append(
                 _op_work(block, statement, op_costs) if isinstance(statement, Op) else _copy(statement, block, op_costs)
             )
-    joined: frozenset[int] = frozenset()
+    joined = Joined(frozenset(), frozenset())
     if op_costs.fused:
         joined = joined_ops(lowered, ops, position)
         ops = fused_traffic(lowered, ops, position)
@@ -291,7 +291,8 @@ def _block(lowered: LoweredBlock, activation_bytes: Activations, op_costs: OpCos
         comms=tuple(c for comms in (*sent, *of_layout) for c in comms),  # seconds are summed in this order
         params=_params(lowered, op_costs),
         selective_ops=frozenset(position[k] for k in activation_bytes.selective_ops if k in position),
-        joined_ops=joined,
+        joined_ops=joined.modules,
+        same_kernel=joined.kernels,
         group_ops={
             g: frozenset(position[k] for k in at if k in position) for g, at in activation_bytes.group_ops.items()
         },

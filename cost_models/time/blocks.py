@@ -23,7 +23,7 @@ from autoplan.cost_models.hardware.cluster import Group
 from autoplan.cost_models.network.groups import mesh_groups
 from autoplan.cost_models.profile import PHASES
 from autoplan.cost_models.quantity import ZERO, Quantity, total
-from autoplan.cost_models.time.host import host_op_s, host_s, slack_s, waited_s
+from autoplan.cost_models.time.host import adds_s, host_op_s, host_s, slack_s, waited_s
 from autoplan.cost_models.time.pieces import Pieces, pieces_of, takes_apart
 from autoplan.cost_models.time.states import StatePricer, ZeroTerms, narrow
 from autoplan.cost_models.work import (
@@ -381,7 +381,8 @@ class BlockPricer:
         if self.costs.measures_host:  # all work of the device; the fitted constants were fitted without it
             busy["forward"] += zero.forward
             busy["backward"] = busy["backward"] + zero.backward + accumulate
-        needs = {"forward": times.host_forward, "backward": times.host_backward}
+        m = self.config.num_micro_batches // num_copies(self.config.schedule)
+        needs = {"forward": times.host_forward, "backward": times.host_backward + adds_s(block, m, self.costs)}
         once = dict.fromkeys(PHASES, ZERO)
         launch = self.costs.options.launch
         if not self.costs.measures_host or launch is Launch.FULL_GRAPHS:

@@ -3,8 +3,9 @@
 The host runs Python, dispatch and launch for each operation; a device works off a queue that the host fills. A block
 therefore takes the longer of both times (launch `async`), the device's time alone (`full_graphs`; `graphs`: except for
 experts), or their sum (`blocking`). Views start no kernel. In fused and compiled programs element-wise operations start
-none either, unless the host waits for each kernel (old fused kernels save few of them). Modules of Megatron and
-Transformer Engine start products of one input together, and a norm with the product after it (`BlockWork.joined_ops`).
+none either. Modules of Megatron and Transformer Engine start products of one input together, and a norm with the
+product after it (`BlockWork.joined_ops`). A host that waits for every kernel pays for each (`BlockWork.same_kernel`):
+the products of a backward, the parts of unfused attention, the sums of gradients of micro-batches.
 Such a module's time in Python is most of a layer with a small micro-batch, and every collective of tensor parallelism
 adds to it. A call of experts sorts rows by expert; if the number of rows of each is not known beforehand, the host
 waits for the device to report it (Megatron's dropless dispatch). Graphs hold the router and the preparation of the
@@ -24,10 +25,10 @@ micro-batches, an action of a pipeline, `optimizer.step()`) hides where blocks l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import lru_cache
 
-from autoplan.config.parallel import Launch, Mode
+from autoplan.config.parallel import Attention, Launch, Mode
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.kernels.gpu import kernels_of
 from autoplan.cost_models.profile import PHASES, Profile
@@ -38,6 +39,12 @@ from autoplan.ops.table import op_kind, op_record
 
 # Operations that a module of Megatron or Transformer Engine stands for. All others start one at a time.
 _MODULES = (OpKind.PRODUCT, OpKind.ATTENTION, OpKind.EMBEDDING, OpKind.LOSS, OpKind.NORM)
+# Kernels of attention with scores in memory: two products and a softmax, then four products and the softmax's gradient
+# (Megatron-LM's CoreAttention; dropout is not captured). Products in a backward are one per gradient.
+_UNFUSED = {"forward": 3, "backward": 5}
+# Kernels that add the gradient of a parameter to the sum: autograd's addition, or a cast and an addition (DeepSpeed's
+# bf16_optimizer.py, update_hp_grads).
+_ADDS, _CASTS_AND_ADDS = 1, 2
 _SPREAD = 0.5  # relative, between hosts and between versions of a framework
 
 
@@ -57,11 +64,14 @@ def host_s(block: BlockWork, phase: str, costs: Costs, again: Recomputed | None 
 def _fitted_s(block: BlockWork, phase: str, costs: Costs, again: Recomputed | None) -> Quantity:
     """Return the host seconds of a pass from constants that were fitted to whole steps."""
     c, launch = costs.constants, costs.options.launch
-    each, seconds = _each_s(costs), 0.0
-    together = block.joined_ops if costs.mode is Mode.FUSED and launch is not Launch.BLOCKING else ()
+    each, seconds, blocking = _each_s(costs), 0.0, launch is Launch.BLOCKING
+    together: Collection[int] = ()
+    if costs.mode is Mode.FUSED:
+        together = block.same_kernel if blocking else block.joined_ops
     for k, op in _ops(block, phase, again):
         if not op_record(op.op).as_view and k not in together:
-            seconds += _started_s(op, costs, each) * op.num_started(phase)
+            num = _num_kernels(op, phase, costs) if blocking else op.num_started(phase)
+            seconds += _started_s(op, costs, each) * num
     if again is not None and launch is not Launch.GRAPHS:
         seconds += len(again.beside) * min(each, c.host_eager_s)
     for _ in _comms(block, phase, costs, again):
@@ -69,8 +79,34 @@ def _fitted_s(block: BlockWork, phase: str, costs: Costs, again: Recomputed | No
     return Quantity.spread(seconds, _SPREAD, Tag.FITTED) if seconds else ZERO
 
 
+def _num_kernels(op: OpWork, phase: str, costs: Costs) -> int:
+    """Return the kernels of an operation that a host waits for one by one."""
+    kind = op_kind(op.op)
+    if kind is OpKind.ATTENTION and costs.options.attention_in(costs.mode) is Attention.UNFUSED:
+        return _UNFUSED[phase]
+    if kind is OpKind.PRODUCT and phase == "backward":
+        return sum(t.requires_grad for t in op.inputs[:2])
+    return op.num_started(phase)
+
+
+def adds_s(block: BlockWork, num_micro_batches: int, costs: Costs) -> Quantity:
+    """Return the host seconds per micro-batch of adding up gradients, if it waits for every kernel; else ZERO.
+
+    Weights of products of one input are one parameter. Products that add to the sum themselves start nothing more.
+    """
+    options = costs.options
+    if options.launch is not Launch.BLOCKING or (costs.mode is Mode.FUSED and options.fused_accumulation):
+        return ZERO
+    joined = sum(op_kind(block.ops[k].op) is OpKind.PRODUCT for k in block.same_kernel)
+    num = max(0, sum(p.trainable for p in block.params) - joined)
+    first = 0 if options.whole_sums else 1  # the gradient of the first micro-batch becomes the sum
+    each = (_CASTS_AND_ADDS if options.whole_sums else _ADDS) * (1 - first / num_micro_batches)
+    seconds = each * num * costs.constants.host_blocking_s
+    return Quantity.spread(seconds, _SPREAD, Tag.FITTED) if seconds else ZERO
+
+
 def _each_s(costs: Costs) -> float:
-    """Return the seconds to start one module, or one operation if there are no modules."""
+    """Return the seconds to start one module, one kernel to wait for, or one operation if there are no modules."""
     c, given = costs.constants, costs.cluster.device.launch_s  # the user's figure for one operation in eager mode
     if costs.options.launch is Launch.BLOCKING:
         return c.host_blocking_s

@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fused_steps import NODE, NODES, estimate
@@ -22,7 +23,7 @@ from autoplan.cost_models.kernels.operations import op_s
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.routing import Routing
-from autoplan.cost_models.time.host import host_s
+from autoplan.cost_models.time.host import adds_s, host_s
 from autoplan.cost_models.time.price import Pricer
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, Workload
 from autoplan.errors import PinError, ProfileError
@@ -134,6 +135,31 @@ def test_modules_of_megatron_start_their_products_together() -> None:
     eager = Costs(NODE, None, Mode.EAGER)  # nobody joins what is written op by op
     alone = replace(work, joined_ops=frozenset())
     assert host_s(work, "forward", eager).mid == host_s(alone, "forward", eager).mid
+
+
+def test_a_host_that_waits_for_each_kernel_pays_for_each() -> None:
+    """GPT, forward: two norms, four products, attention (two products and a softmax), and four kernels of additions and
+    GeLU; backward: products and those of attention twice. Llama: rotary embeddings are ten operations, keys, values and
+    up no products of their own. Gradients of 12 parameters, or of 6, are added up: DeepSpeed's casts them first."""
+    c = Constants.shipped()
+
+    def kernels(model: str, phase: str, **options: Any) -> float:
+        block = replace(layer_of(fused_workload(model)), comms=())
+        costs = Costs(NODE, None, Mode.FUSED, RunOptions(launch=Launch.BLOCKING, **options))
+        seconds = adds_s(block, 4, costs) if phase == "adds" else host_s(block, phase, costs)
+        return seconds.mid / c.host_blocking_s
+
+    unfused = Attention.UNFUSED
+    for model, forward, backward, num_parameters in (("gpt3-175b", 13, 19, 12), ("llama-2-7b", 21, 27, 6)):
+        assert kernels(model, "forward", attention=unfused) == pytest.approx(forward)
+        assert kernels(model, "backward", attention=unfused) == pytest.approx(backward)
+        assert kernels(model, "forward", attention=Attention.FLASH2) == pytest.approx(forward - 2)
+        assert kernels(model, "adds") == 0
+        apart = kernels(model, "adds", fused_accumulation=False)
+        assert apart == pytest.approx(num_parameters * 3 / 4)
+        assert kernels(model, "adds", fused_accumulation=False, whole_sums=True) == pytest.approx(2 * num_parameters)
+    block = layer_of(fused_workload("gpt3-175b"))
+    assert adds_s(block, 4, Costs(NODE, None, Mode.FUSED, RunOptions(fused_accumulation=False))).mid == 0
 
 
 def test_keys_values_and_up_read_what_queries_and_gate_have_cast() -> None:

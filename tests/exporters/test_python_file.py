@@ -130,7 +130,7 @@ def test_functions_of_the_file_are_followed_with_their_arguments() -> None:
 def test_a_script_is_read_as_it_is_run() -> None:
     text = "cfg = recipe()\nTP = 4\nif __name__ == '__main__':\n    cfg.model.tp = TP\n    cfg.model.tp //= 2\n"
     assert read_python(text, "train.py") == {"model.tp": 2}
-    assert read_python("t = Trainer(devices=8)\nt.fit(m)\n", "train.py", made="Trainer") == {"devices": 8}
+    assert read_python("t = Trainer(devices=8)\nt.fit(m)\n", "train.py", made=("Trainer",)) == {"devices": 8}
 
 
 RECIPE = """

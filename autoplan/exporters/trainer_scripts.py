@@ -1,0 +1,87 @@
+"""Scripts of Hugging Face's Trainer, read as TrainingArguments: command lines, Python files and YAML.
+
+HfArgumentParser takes the arguments from a command line or a file, and a script may make them itself. Classes that
+derive from them have other defaults, and scripts have arguments of their own: both are named, never assumed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from autoplan.errors import PinError
+from autoplan.exporters.python_values import UNKNOWN
+from autoplan.exporters.record import Document, Reader, Values
+from autoplan.exporters.scripts import ArgumentsOf, FlagsOf
+from autoplan.exporters.syntax import Yaml, flat
+
+MARKS = ("per_device_train_batch_size",)
+READERS: tuple[Reader, ...] = (
+    Yaml(),
+    FlagsOf("transformers", MARKS, booleans=True),
+    ArgumentsOf(("TrainingArguments", "Seq2SeqTrainingArguments")),
+)
+
+# Arguments that only trainers with other defaults have: TRL (SFTConfig and its like recompute and train in bf16 unless
+# told otherwise, trl/trainer/base_config.py) and LLaMA-Factory (which recomputes, src/llamafactory/model/model_utils).
+_OTHER_TRAINERS = {
+    **dict.fromkeys(("use_peft", "packing", "max_length", "max_prompt_length", "dataset_text_field"), "TRL"),
+    **dict.fromkeys(("finetuning_type", "cutoff_len", "template", "stage"), "LLaMA-Factory"),
+}
+# Arguments of scripts that change time or memory -> where they are given here
+_OF_SCRIPTS = {
+    **dict.fromkeys(("block_size", "max_seq_length", "model_max_length", "max_length", "cutoff_len"), "--seq-len"),
+    **dict.fromkeys(("use_peft", "use_lora", "lora_r", "lora_rank", "finetuning_type"), "--adapters"),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_bit"), "--adapters qlora:..., which is in 4 bits"),
+    **dict.fromkeys(("attn_implementation", "flash_attn"), "--attention"),
+    **dict.fromkeys(("dtype", "torch_dtype"), "--precision, whose parameters in 16 bits have masters in 32"),
+}
+_OFF = (None, False, 0, "none", "auto", "full", "disabled")  # values of these with which nothing changes
+# What accelerate launch, or the file that it takes, says where no argument does
+_OF_LAUNCH, _LAUNCHED = "the configuration of accelerate launch", (("fsdp", "deepspeed"), ("bf16", "fp16"))
+_SECTIONS = ("fsdp_config", "deepspeed", "accelerator_config", "gradient_checkpointing_kwargs", "lr_scheduler_kwargs")
+
+
+def as_arguments(values: Values) -> dict[str, Any]:
+    """Return the values of a file by the fields of TrainingArguments.
+
+    Sections may be texts of JSON; names in `fsdp_config` may begin with `fsdp_`; `accelerate launch` has the engine and
+    the precision that the arguments do not name.
+    """
+    out: dict[str, Any] = {}
+    for path, value in values.items():
+        if path in _SECTIONS and isinstance(value, str) and value.lstrip().startswith("{"):
+            out |= _parsed(path, value)
+        else:
+            out[path] = value
+    out = {path.replace("fsdp_config.fsdp_", "fsdp_config."): value for path, value in out.items()}
+    if out.get("launch.by") == "accelerate":
+        stated = {path.removeprefix(UNKNOWN).partition(".")[0] for path in out}
+        out |= {f"{UNKNOWN}{names[0]}": _OF_LAUNCH for names in _LAUNCHED if not stated.intersection(names)}
+    return out
+
+
+def _parsed(path: str, text: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise PinError(f"{path} is not JSON: {error}") from None
+    return flat(data, f"{path}.") or {path: {}}
+
+
+def check_defaults(document: Document, *paths: str) -> None:
+    """Raise PinError if none of these fields is stated, and the file is for a trainer with other defaults."""
+    other = next((name for name in _OTHER_TRAINERS if name in document.values), None)
+    if other is not None and not any(map(document.has, paths)):
+        raise PinError(
+            f"{paths[0]} is not stated, and {_OTHER_TRAINERS[other]}, which {other} is of, has another default than "
+            f"TrainingArguments; nearest: {paths[0]}=true or false in the file"
+        )
+
+
+def of_scripts(document: Document, found: Mapping[str, Any]) -> str | None:
+    """Return the arguments of a script, beside TrainingArguments, that change time or memory; None without any."""
+    given = {n: document.values[n] for n in _OF_SCRIPTS if n in document.values and document.values[n] not in _OFF}
+    listed = [f"{name}={value} (give {_OF_SCRIPTS[name]})" for name, value in given.items()]
+    return f"not read, since they are the script's own: {', '.join(listed)}" if listed else None
