@@ -39,9 +39,9 @@ from autoplan.ops.table import op_kind, op_record
 
 # Operations that a module of Megatron or Transformer Engine stands for. All others start one at a time.
 _MODULES = (OpKind.PRODUCT, OpKind.ATTENTION, OpKind.EMBEDDING, OpKind.LOSS, OpKind.NORM)
-# Kernels of attention with scores in memory: two products and a softmax, then four products and the softmax's gradient
-# (Megatron-LM's CoreAttention; dropout is not captured). Products in a backward are one per gradient.
-_UNFUSED = {"forward": 3, "backward": 5}
+# Kernels of attention with scores in memory (Megatron-LM's CoreAttention): two products, softmax and dropout, which the
+# price of its passes has, too; then four products and two gradients. Products in a backward are one per gradient.
+_UNFUSED = {"forward": 4, "backward": 6}
 # Kernels that add the gradient of a parameter to the sum: autograd's addition, or a cast and an addition (DeepSpeed's
 # bf16_optimizer.py, update_hp_grads).
 _ADDS, _CASTS_AND_ADDS = 1, 2
