@@ -43,14 +43,16 @@ class Code:
 # -- shell -------------------------------------------------------------------------------------------------------------
 
 _ENV = "env."  # paths of environment variables
+PROGRAMS = ("trl", "llamafactory-cli")  # programs that start their own script
 # Options of a launcher, which stand before the script -> path
-_LAUNCHERS = {
+_LAUNCHERS: Mapping[str, Mapping[str, str]] = {
     "torchrun": {
         **dict.fromkeys(("--nnodes",), "launch.nnodes"),
         **dict.fromkeys(("--nproc-per-node", "--nproc_per_node"), "launch.nproc_per_node"),
     },
     "deepspeed": {"--num_nodes": "launch.nnodes", "--num_gpus": "launch.nproc_per_node"},
     "accelerate": {"--num_machines": "launch.nnodes"},
+    **{program: {} for program in PROGRAMS},
     "srun": {"--nodes": "launch.nnodes", "-N": "launch.nnodes", "--ntasks-per-node": "launch.nproc_per_node"},
 }
 _MORE = re.compile(r"\$([@*]|\w*(ARG|OPT|EXTRA|PARAM|FLAG)\w*$)")  # names of variables that hold arguments
@@ -170,7 +172,7 @@ def _parts(command: Sequence[Word]) -> tuple[list[Word], list[Word]]:
     """Return the words of a command up to the program that it runs, and its arguments; all of them if there is none."""
     for k, word in enumerate(command):
         module = k > 0 and command[k - 1].text == "-m" and word.text not in _TORCHRUN
-        if (word.text.endswith(".py") and not word.text.startswith("-")) or module:
+        if (word.text.endswith(".py") and not word.text.startswith("-")) or module or word.text in PROGRAMS:
             return list(command[: k + 1]), list(command[k + 1 :])
     return [], list(command)
 

@@ -13,7 +13,7 @@ from typing import Any
 from autoplan.errors import PinError
 from autoplan.exporters.python_values import UNKNOWN
 from autoplan.exporters.record import Document, Reader, Values
-from autoplan.exporters.scripts import ArgumentsOf, FlagsOf
+from autoplan.exporters.scripts import PROGRAMS, ArgumentsOf, FlagsOf
 from autoplan.exporters.syntax import Yaml, flat
 
 MARKS = ("per_device_train_batch_size",)
@@ -23,9 +23,11 @@ READERS: tuple[Reader, ...] = (
     ArgumentsOf(("TrainingArguments", "Seq2SeqTrainingArguments")),
 )
 
-# Arguments that only trainers with other defaults have: TRL (SFTConfig and its like recompute and train in bf16 unless
-# told otherwise, trl/trainer/base_config.py) and LLaMA-Factory (which recomputes, src/llamafactory/model/model_utils).
+# Programs, and arguments that only their scripts have, with other defaults: TRL (SFTConfig and its like recompute and
+# train in bf16 unless told otherwise, trl/trainer/base_config.py) and LLaMA-Factory (which recomputes,
+# src/llamafactory/model/model_utils).
 _OTHER_TRAINERS = {
+    **dict(zip(PROGRAMS, ("TRL", "LLaMA-Factory"), strict=True)),
     **dict.fromkeys(("use_peft", "packing", "max_length", "max_prompt_length", "dataset_text_field"), "TRL"),
     **dict.fromkeys(("finetuning_type", "cutoff_len", "template", "stage"), "LLaMA-Factory"),
 }
@@ -72,7 +74,8 @@ def _parsed(path: str, text: str) -> dict[str, Any]:
 
 def check_defaults(document: Document, *paths: str) -> None:
     """Raise PinError if none of these fields is stated, and the file is for a trainer with other defaults."""
-    other = next((name for name in _OTHER_TRAINERS if name in document.values), None)
+    given = (*document.values, document.values.get("launch.by"))
+    other = next((name for name in _OTHER_TRAINERS if name in given), None)
     if other is not None and not any(map(document.has, paths)):
         raise PinError(
             f"{paths[0]} is not stated, and {_OTHER_TRAINERS[other]}, which {other} is of, has another default than "

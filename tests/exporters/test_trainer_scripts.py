@@ -121,6 +121,10 @@ def test_trainers_with_other_defaults_are_named(tmp_path: Path) -> None:
         "not read, since they are the script's own: max_length=2048 (give --seq-len), use_peft=True (give "
         "--adapters), lora_r=16 (give --adapters)",
     )
+    command = "trl sft --per_device_train_batch_size 2 --bf16"
+    with pytest.raises(PinError, match="gradient_checkpointing is not stated, and TRL, which trl is of"):
+        read(tmp_path, "sft.sh", command)
+    assert read(tmp_path, "sft.sh", f"{command} --gradient_checkpointing").says["recompute"] == "full"
     with pytest.raises(PinError, match="LLaMA-Factory"):
         read(tmp_path, "sft.yaml", "per_device_train_batch_size: 2\nbf16: true\nfinetuning_type: full\n")
 
