@@ -31,13 +31,15 @@ _OTHER_TRAINERS = {
     **dict.fromkeys(("use_peft", "packing", "max_length", "max_prompt_length", "dataset_text_field"), "TRL"),
     **dict.fromkeys(("finetuning_type", "cutoff_len", "template", "stage"), "LLaMA-Factory"),
 }
-# Arguments of scripts that change time or memory -> where they are given here
+# Arguments of scripts that change time or memory -> where they are given here, and the choice that it is
 _OF_SCRIPTS = {
-    **dict.fromkeys(("block_size", "max_seq_length", "model_max_length", "max_length", "cutoff_len"), "--seq-len"),
-    **dict.fromkeys(("use_peft", "use_lora", "lora_r", "lora_rank", "finetuning_type"), "--adapters"),
-    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_bit"), "--adapters qlora:..., which is in 4 bits"),
-    **dict.fromkeys(("attn_implementation", "flash_attn"), "--attention"),
-    **dict.fromkeys(("dtype", "torch_dtype"), "--precision, whose parameters in 16 bits have masters in 32"),
+    **dict.fromkeys(
+        ("block_size", "max_seq_length", "model_max_length", "max_length", "cutoff_len"), ("--seq-len", "seq_len")
+    ),
+    **dict.fromkeys(("use_peft", "use_lora", "lora_r", "lora_rank", "finetuning_type"), ("--adapters", "")),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_bit"), ("--adapters qlora:..., of 4 bits", "")),
+    **dict.fromkeys(("attn_implementation", "flash_attn"), ("--attention", "attention")),
+    **dict.fromkeys(("dtype", "torch_dtype"), ("--precision, whose parameters in 16 bits have masters in 32", "")),
 }
 _OFF = (None, False, 0, "none", "auto", "full", "disabled")  # values of these with which nothing changes
 # What accelerate launch, or the file that it takes, says where no argument does
@@ -84,7 +86,10 @@ def check_defaults(document: Document, *paths: str) -> None:
 
 
 def of_scripts(document: Document, found: Mapping[str, Any]) -> str | None:
-    """Return the arguments of a script, beside TrainingArguments, that change time or memory; None without any."""
-    given = {n: document.values[n] for n in _OF_SCRIPTS if n in document.values and document.values[n] not in _OFF}
-    listed = [f"{name}={value} (give {_OF_SCRIPTS[name]})" for name, value in given.items()]
+    """Return the arguments of a script that change time or memory, if nobody gives their choices; None without any."""
+    listed = []
+    for name, (flag, choice) in _OF_SCRIPTS.items():
+        value = document.values.get(name)
+        if value not in _OFF and (not choice or found.get(choice) is None):
+            listed.append(f"{name}={value} (give {flag})")
     return f"not read, since they are the script's own: {', '.join(listed)}" if listed else None

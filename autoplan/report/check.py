@@ -232,9 +232,11 @@ def _export_words(found: Better, plan_file: Path | None) -> list[str]:
     if found.export is None:
         return []
     name = str(plan_file or _NAME)
-    suffix = Path(found.export.file).suffix
-    to = f"{found.export.target}@{found.export.version}"
-    return ["autoplan", "export", name, "--to", to, "--out", f"better{suffix}"]
+    target, suffix = found.export.target, Path(found.export.file).suffix
+    out = f"better{suffix}"
+    if out == Path(name).name:  # the plan itself
+        out = f"better_{target}{suffix}"
+    return ["autoplan", "export", name, "--to", f"{target}@{found.export.version}", "--out", out]
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------

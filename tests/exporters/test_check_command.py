@@ -75,6 +75,15 @@ def test_the_commands_that_are_shown_write_the_better_plan(tmp_path: Path, monke
     assert run(*export[1:]).exit_code == 0 and (tmp_path / "better.toml").read_text()
 
 
+def test_an_export_of_json_does_not_overwrite_the_plan_that_it_is_made_of(tmp_path: Path) -> None:
+    path = tmp_path / "arguments.json"
+    path.write_text(
+        '{"per_device_train_batch_size": 4, "fsdp": "full_shard", "bf16": true, "gradient_checkpointing": true}'
+    )
+    command = checked(str(path), *TASK[:3], "--seq-len", "4k")["better"]["export"]
+    assert command[2] == "better.json" and command[-2:] == ["--out", "better_transformers.json"]
+
+
 def test_what_the_target_refuses_is_named_with_the_nearest(tmp_path: Path) -> None:
     found = checked(titan(tmp_path, tp=3, dp=8), *TASK, "--no-better", code=1)
     assert found["status"] == "illegal" and found["fits"] is None and found["estimate"] is None

@@ -55,6 +55,7 @@ def test_a_command_line_is_read_as_hf_argument_parser_reads_it(tmp_path: Path) -
     assert (says["zero_stage"], says["recompute"], says["precision"], says["mode"]) == (2, "full", "bf16", "eager")
     assert (says["micro_batch_size"], says["num_micro_batches"], says["global_batch_size"]) == (4, 2, 128)
     assert found.warnings == ("not read, since they are the script's own: block_size=4096 (give --seq-len)",)
+    assert read(tmp_path, "run.sh", COMMAND, given={"seq_len": 4096}).warnings == ()
     other = read(tmp_path, "run.sh", COMMAND.replace("--nnodes 2", "--nnodes 4").replace("--bf16 True", "--bf16 no"))
     assert other.says["precision"] == "fp32"
     assert other.faults == (
