@@ -42,7 +42,7 @@ _F, _D, _M = "fsdp_config.fsdp_", "deepspeed_config.", "parallelism_config.paral
 _NEW: Mapping[str, Any] = {"since": MESH}
 
 
-_FILE = _D + "deepspeed_config_file"
+DEEPSPEED_FILE = _FILE = _D + "deepspeed_config_file"
 
 
 def _named(document: Document) -> Document | None:
@@ -83,7 +83,8 @@ def _write_mesh(setup: Setup) -> Values:
     return out | ({_M + "cp_comm_strategy": method} if method else {})
 
 
-def _read_mesh(document: Document, found: Values) -> Values:
+def read_mesh(document: Document, found: Values) -> Values:
+    """Return the degrees of `parallelism_config`, and what they leave to data parallelism."""
     tp, cp, sp = (document.count(_M + f"{name}_size") for name in ("tp", "cp", "sp"))
     devices = document.count("num_processes", 0) or document.task.num_devices
     out: dict[str, Any] = {"tp": tp, "cp": cp * sp}
@@ -140,7 +141,8 @@ _STRATEGIES = {
 }
 
 
-def _read_zero(document: Document, found: Values) -> Values:
+def read_engine(document: Document, found: Values) -> Values:
+    """Return the ZeRO stage, its replicas, and what is on the host."""
     kind = str(document.get("distributed_type")).upper()
     named = _named(document)
     if named is not None:
@@ -183,7 +185,8 @@ def _write_recompute(setup: Setup) -> Values:
     return {_F + "activation_checkpointing": setup.any_recompute != NONE} if _on("FSDP", setup) else {}
 
 
-def _read_recompute(document: Document, found: Values) -> Values:
+def read_recompute(document: Document, found: Values) -> Values:
+    """Return the recompute of FSDP; nothing if another engine runs the file."""
     if str(document.get("distributed_type")).upper() != "FSDP":
         return {}
     return {"recompute": FULL if document.get(_F + "activation_checkpointing") else NONE}
@@ -194,7 +197,8 @@ def _write_precision(setup: Setup) -> Values:
     return {"mixed_precision": base if base in ("bf16", "fp16", "fp8") else "no" if base == "fp32" else "bf16"}
 
 
-def _read_precision(document: Document, found: Values) -> Values:
+def read_precision(document: Document, found: Values) -> Values:
+    """Return the precision."""
     named = _named(document)
     if named is not None:
         return read_precision_of(named, found)
@@ -279,17 +283,17 @@ ACCELERATE = Target(
             },
             lambda d, found: {},
         ),
-        Field(("tp", "cp", "dp", "zero_replicas", "context_method"), _write_mesh, _read_mesh, **_NEW),
+        Field(("tp", "cp", "dp", "zero_replicas", "context_method"), _write_mesh, read_mesh, **_NEW),
         Field(("tp", "cp", "dp"), lambda s: {}, _no_mesh, until=MESH),
-        Field(("zero_stage", "zero_replicas", "offload", "overlap_zero", "overlap_gather"), _write_zero, _read_zero),
+        Field(("zero_stage", "zero_replicas", "offload", "overlap_zero", "overlap_gather"), _write_zero, read_engine),
         Field((), _write_version2, lambda d, found: {}, since=FSDP2),
         Field((), _write_version1, lambda d, found: {}, until=FSDP2),
         constant(_F + "auto_wrap_policy", "TRANSFORMER_BASED_WRAP", lambda s: _on("FSDP", s)),
         constant(_F + "state_dict_type", "SHARDED_STATE_DICT", lambda s: _on("FSDP", s)),
         Field(("num_micro_batches", "micro_batch_size", "global_batch_size"), lambda s: {}, _read_steps),
         derived(micro_batches, "num_micro_batches"),
-        Field(("recompute",), _write_recompute, _read_recompute),
-        Field(("precision",), _write_precision, _read_precision),
+        Field(("recompute",), _write_recompute, read_recompute),
+        Field(("precision",), _write_precision, read_precision),
         Field(
             ("mode",),
             lambda s: {"dynamo_config.dynamo_backend": "INDUCTOR"} if s.mode is Mode.COMPILED else {},

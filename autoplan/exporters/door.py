@@ -178,9 +178,11 @@ def _values(text: str, path: str, target: Target, year: float) -> dict[str, Any]
     found = reader.read(text, path)
     if not found and reader in target.also:
         raise PinError(f"{path} has nothing that {target.name} takes: {target.about}")
+    renamed = target.renamed or dict
+    found = dict(renamed(found))
     for name in target.named_files:
-        found |= values_of_named(name, found.get(name), path)
-    return found if target.renamed is None else dict(target.renamed(found))
+        found = dict(renamed({**found, **values_of_named(name, found.get(name), path)}))
+    return found
 
 
 def _refusals(of_schema: list[str], refused: list[PinError]) -> list[str]:

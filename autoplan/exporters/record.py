@@ -200,8 +200,8 @@ class Target:
         version_in: returns the version that the values of a file are of, if they tell.
         base: path -> value that is written where no field writes another, for targets whose file changes a
             configuration that has values of its own.
-        named_files: fields whose value may be the name of a file of JSON, whose values are then read below them.
-        renamed: returns the values of a file by the paths of the schema.
+        named_files: fields whose value may be the name of a file of JSON or YAML, which is then read below them.
+        renamed: returns the values of a file by the paths of the schema; called again with those of each named file.
     """
 
     name: str

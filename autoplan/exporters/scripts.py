@@ -51,7 +51,7 @@ _LAUNCHERS: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("--nproc-per-node", "--nproc_per_node"), "launch.nproc_per_node"),
     },
     "deepspeed": {"--num_nodes": "launch.nnodes", "--num_gpus": "launch.nproc_per_node"},
-    "accelerate": {"--num_machines": "launch.nnodes"},
+    "accelerate": {},  # all of them are read, as `launch.options.NAME`
     **{program: {} for program in PROGRAMS},
     "srun": {"--nodes": "launch.nnodes", "-N": "launch.nnodes", "--ntasks-per-node": "launch.nproc_per_node"},
 }
@@ -68,7 +68,8 @@ _BOOLEANS = {
 class FlagsOf:
     """A shell script that is read. Paths: the flag with `_` for `-`, `env.NAME`, `launch.NAME`.
 
-    `launch.by` is the launcher. `true` is a flag without a value. Values of a list stand one after the other.
+    `launch.by` is the launcher, `launch.options.NAME` an option of accelerate's. `true` is a flag without a value.
+    Values of a list stand one after the other.
 
     Attributes:
         schema: name of the target whose flags these are.
@@ -189,6 +190,9 @@ def _launched(before: Sequence[Word], variables: Mapping[str, str]) -> dict[str,
     for word, after in zip(before, [*words[1:], ""], strict=False):
         name, equals, value = word.text.partition("=")
         given = value if equals else after
+        if launcher == "accelerate" and name.startswith("--"):
+            alone = not equals and (after.startswith("-") or after == words[-1])
+            out[f"launch.options.{name.removeprefix('--')}"] = True if alone else _literal(given)
         if name in options and "$" not in given:
             out[options[name]] = _literal(given)
     return out

@@ -47,11 +47,11 @@ def mapping_of(data: object, where: str) -> dict[str, Any]:
 
 
 def values_of_named(name: str, value: object, where: str) -> dict[str, Any]:
-    """Return the values of a file of JSON that a field names, with paths below the field; empty if it names none here.
+    """Return the values of a file of JSON or YAML that a field names, with paths below the field; empty without one.
 
     The name is taken from the working directory, else from the folder of the file that names it or one above.
 
-    Raises: PinError if the file is no JSON.
+    Raises: PinError if the file is of another syntax.
     """
     if not isinstance(value, str) or not value:
         return {}
@@ -63,7 +63,8 @@ def values_of_named(name: str, value: object, where: str) -> dict[str, Any]:
         text = found.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PinError(f"{found}: {error}") from None
-    return {f"{name}.{path}": each for path, each in Json().read(text, str(found)).items()}
+    syntax = Yaml() if found.suffix in (".yaml", ".yml") else Json()
+    return {f"{name}.{path}": each for path, each in syntax.read(text, str(found)).items()}
 
 
 def _is_file(path: Path) -> bool:

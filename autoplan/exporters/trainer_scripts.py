@@ -7,6 +7,7 @@ derive from them have other defaults, and scripts have arguments of their own: b
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,26 +45,50 @@ _OF_SCRIPTS = {
 _OFF = (None, False, 0, "none", "auto", "full", "disabled")  # values of these with which nothing changes
 # What accelerate launch, or the file that it takes, says where no argument does
 _OF_LAUNCH, _LAUNCHED = "the configuration of accelerate launch", (("fsdp", "deepspeed"), ("bf16", "fp16"))
+# Where the values of accelerate launch stand, and the file that it names; options that are fields of a section
+ACCELERATE_AT, ACCELERATE_FILE = "accelerate.", "accelerate_file"
+_OF_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "fsdp_config.": ("fsdp_",),
+    "deepspeed_config.": ("zero", "offload_", "deepspeed_", "gradient_"),
+}
 _SECTIONS = ("fsdp_config", "deepspeed", "accelerator_config", "gradient_checkpointing_kwargs", "lr_scheduler_kwargs")
 
 
 def as_arguments(values: Values) -> dict[str, Any]:
-    """Return the values of a file by the fields of TrainingArguments.
+    """Return the values of a file by the fields of TrainingArguments, and of accelerate's file below `accelerate`.
 
     Sections may be texts of JSON; names in `fsdp_config` may begin with `fsdp_`; `accelerate launch` has the engine and
-    the precision that the arguments do not name.
+    the precision that the arguments do not name: in its options, and in the file that they name.
     """
     out: dict[str, Any] = {}
     for path, value in values.items():
         if path in _SECTIONS and isinstance(value, str) and value.lstrip().startswith("{"):
             out |= _parsed(path, value)
-        else:
-            out[path] = value
-    out = {path.replace("fsdp_config.fsdp_", "fsdp_config."): value for path, value in out.items()}
-    if out.get("launch.by") == "accelerate":
+        elif path.startswith(f"{ACCELERATE_FILE}."):  # options count more
+            out.setdefault(_accelerated(path), value)
+        elif value != _OF_LAUNCH:
+            out[_accelerated(path)] = value
+    out = {re.sub(r"^fsdp_config\.fsdp_", "fsdp_config.", path): value for path, value in out.items()}
+    for name, kind in (("use_fsdp", "FSDP"), ("use_deepspeed", "DEEPSPEED"), ("multi_gpu", "MULTI_GPU")):
+        if out.pop(f"{ACCELERATE_AT}{name}", False):
+            out[f"{ACCELERATE_AT}distributed_type"] = kind
+    told = f"{ACCELERATE_AT}distributed_type" in out
+    if out.get("launch.by") == "accelerate" and not told:
         stated = {path.removeprefix(UNKNOWN).partition(".")[0] for path in out}
         out |= {f"{UNKNOWN}{names[0]}": _OF_LAUNCH for names in _LAUNCHED if not stated.intersection(names)}
     return out
+
+
+def _accelerated(path: str) -> str:
+    """Return the path, below `accelerate` for an option of accelerate launch and a field of the file that it names."""
+    option = path.removeprefix("launch.options.")
+    if option == path:
+        file = path.removeprefix(f"{ACCELERATE_FILE}.")
+        return path if file == path else f"{ACCELERATE_AT}{file}"
+    if option == "config_file":
+        return ACCELERATE_FILE
+    section = next((name for name, start in _OF_OPTIONS.items() if option.startswith(start)), "")
+    return f"{ACCELERATE_AT}{section}{option}"
 
 
 def _parsed(path: str, text: str) -> dict[str, Any]:

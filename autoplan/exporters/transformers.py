@@ -9,7 +9,8 @@ from __future__ import annotations
 from autoplan.config.parallel import Mode
 from autoplan.config.recompute import FULL, NONE
 from autoplan.errors import PinError
-from autoplan.exporters.accelerate import engine
+from autoplan.exporters import accelerate
+from autoplan.exporters.accelerate import ACCELERATE, engine
 from autoplan.exporters.deepspeed import DEEPSPEED, read_overlap, read_zero, read_zero_offload, write_zero
 from autoplan.exporters.launching import processes, srun
 from autoplan.exporters.record import (
@@ -26,7 +27,15 @@ from autoplan.exporters.record import (
 )
 from autoplan.exporters.setup import Setup
 from autoplan.exporters.syntax import Json
-from autoplan.exporters.trainer_scripts import MARKS, READERS, as_arguments, check_defaults, of_scripts
+from autoplan.exporters.trainer_scripts import (
+    ACCELERATE_AT,
+    ACCELERATE_FILE,
+    MARKS,
+    READERS,
+    as_arguments,
+    check_defaults,
+    of_scripts,
+)
 
 _D, _F = "deepspeed.", "fsdp_config."
 _BATCH = {
@@ -42,6 +51,13 @@ def _deepspeed(document: Document) -> bool:
     if isinstance(name, str) and not any(path.startswith(_D) for path in document.values):
         raise PinError(f"deepspeed={name!r} names a file that is not found; nearest: its path from here")
     return document.has("deepspeed")
+
+
+def _launched(document: Document) -> Document | None:
+    """Return what accelerate launch says, as it reads it; None without it, and where the arguments name an engine."""
+    if not document.has(f"{ACCELERATE_AT}distributed_type") or document.has("deepspeed") or _strategies(document):
+        return None
+    return section(document, ACCELERATE_AT, ACCELERATE.schema)
 
 
 def _strategies(document: Document) -> list[str]:
@@ -67,7 +83,17 @@ def _write_engine(setup: Setup) -> Values:
     return out | ({_F + "cpu_offload": True} if c.offload == ("parameters",) else {})
 
 
+def _read_mesh(document: Document, found: Values) -> Values:
+    launched = _launched(document)
+    if launched is not None:
+        return accelerate.read_mesh(launched, found)
+    return {"tp": 1, "cp": 1, "context_method": None, **data_parallel(document, {})}
+
+
 def _read_engine(document: Document, found: Values) -> Values:
+    launched = _launched(document)
+    if launched is not None:
+        return accelerate.read_engine(launched, found)
     if _deepspeed(document):
         inner = section(document, _D, DEEPSPEED.schema)
         zero = read_zero(inner, found)
@@ -114,7 +140,9 @@ def _read_recompute(document: Document, found: Values) -> Values:
         bool(document.get(path))
         for path in (*paths, *([_F + "activation_checkpointing"] if _strategies(document) else []))
     ]
-    return {"recompute": FULL if any(given) else NONE}
+    launched = _launched(document)
+    by_launch = {} if launched is None else accelerate.read_recompute(launched, found)
+    return {"recompute": FULL if any(given) else by_launch.get("recompute", NONE)}
 
 
 def _write_precision(setup: Setup) -> Values:
@@ -124,7 +152,10 @@ def _write_precision(setup: Setup) -> Values:
 
 def _read_precision(document: Document, found: Values) -> Values:
     check_defaults(document, "bf16", "fp16")
-    return {"precision": next((name for name in ("bf16", "fp16") if document.get(name)), "fp32")}
+    stated, launched = [name for name in ("bf16", "fp16") if document.get(name)], _launched(document)
+    if not stated and launched is not None:
+        return accelerate.read_precision(launched, found)
+    return {"precision": stated[0] if stated else "fp32"}
 
 
 def _write_mode(setup: Setup) -> Values:
@@ -157,6 +188,23 @@ def _taken_by_deepspeed(document: Document, found: Values) -> str | None:
     return "; ".join(faults) or None
 
 
+def _of_accelerate(rule: TargetRule) -> TargetRule:
+    """Return a rule of accelerate's file for the one that accelerate launch takes."""
+
+    def broken(document: Document, found: Values) -> str | None:
+        launched = _launched(document)
+        return None if launched is None else rule.broken(launched, found)
+
+    return TargetRule(broken, rule.warns)
+
+
+def _stack(document: Document) -> str:
+    launched = _launched(document)
+    if launched is not None and ACCELERATE.stack_of is not None:
+        return ACCELERATE.stack_of(launched)
+    return "deepspeed" if document.has("deepspeed") else "accelerate"
+
+
 def _launch(setup: Setup, file: str, year: float) -> list[str]:
     return srun(setup, ["train.py", file])
 
@@ -167,8 +215,7 @@ TRANSFORMERS = Target(
     stack="accelerate",
     files=((0.0, Json()),),
     fields=(
-        derived(lambda d, found: {"tp": 1, "cp": 1, "context_method": None}, "tp", "cp", "context_method"),
-        derived(data_parallel, "dp"),
+        derived(_read_mesh, "tp", "cp", "context_method", "dp", "zero_replicas"),
         Field(
             ("zero_stage", "zero_replicas", "offload", "overlap_zero", "overlap_gather"), _write_engine, _read_engine
         ),
@@ -197,13 +244,14 @@ TRANSFORMERS = Target(
         "overlap_gather": "overlap_comm of DeepSpeed overlaps the gradients alone",
         "sequence_parallel": "a property of the model's plan of tensor parallelism",
     },
-    stack_of=lambda d: "deepspeed" if d.has("deepspeed") else "accelerate",
-    named_files=("deepspeed", "fsdp_config"),
+    stack_of=_stack,
+    named_files=(ACCELERATE_FILE, f"{ACCELERATE_AT}{accelerate.DEEPSPEED_FILE}", "deepspeed", "fsdp_config"),
     also=READERS,
     marks_also=MARKS,
     renamed=as_arguments,
     rules=(
         *(TargetRule(broken) for broken in (_one_precision, _one_engine, _taken_by_deepspeed, processes)),
+        *map(_of_accelerate, ACCELERATE.rules),
         TargetRule(of_scripts, warns=True),
     ),
 )

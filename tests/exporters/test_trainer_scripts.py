@@ -100,16 +100,54 @@ def test_arguments_that_a_python_file_makes(tmp_path: Path) -> None:
         read(tmp_path, "train.py", SCRIPT.replace("TrainingArguments", "SFTConfig"), format="transformers")
 
 
-def test_what_accelerate_launch_says_is_not_assumed(tmp_path: Path) -> None:
-    text = COMMAND.replace("torchrun --nnodes 2 --nproc_per_node 8", "accelerate launch --config_file fsdp.yaml")
-    assert read(tmp_path, "run.sh", text).says["zero_stage"] == 2  # the arguments say it
-    text = text[: text.index("    --bf16")] + "    --gradient_checkpointing\n"
-    with pytest.raises(
-        PinError, match=r"does not decide fsdp=the configuration of accelerate launch; give --zero-stage"
-    ):
-        read(tmp_path, "run.sh", text)
-    found = read(tmp_path, "run.sh", text, given={"zero_stage": 3})
+# As accelerate config writes them
+FSDP = """
+distributed_type: FSDP
+fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false, fsdp_activation_checkpointing: true}
+mixed_precision: bf16
+num_machines: 2
+num_processes: 16
+"""
+
+
+def launched(options: str, arguments: str = "") -> str:
+    return f"accelerate launch {options} train.py --per_device_train_batch_size 2 {arguments}\n"
+
+
+def test_what_accelerate_launch_takes_is_read_with_the_arguments(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.yaml").write_text(FSDP)
+    found = read(tmp_path, "run.sh", launched("--config_file fsdp.yaml"))
+    says = found.says
+    assert (says["zero_stage"], says["recompute"], says["precision"]) == (2, "full", "bf16")
+    assert (says["dp"], says["global_batch_size"], found.faults, found.not_read) == (16, 32, (), ())
+    more = "--config_file fsdp.yaml --fsdp_reshard_after_forward true --mixed_precision fp16 --num_processes 8"
+    found = read(tmp_path, "run.sh", launched(more))  # options count more than the file
+    assert (found.says["zero_stage"], found.says["precision"]) == (3, "fp16")
+    assert found.faults == ("num_processes=8, but the cluster has 16 devices; nearest: num_processes=16",)
+    # arguments count more than both
+    own = read(
+        tmp_path, "run.sh", launched("--config_file fsdp.yaml", "--fp16 --deepspeed '{\"zero_optimization\": {}}'")
+    )
+    assert (own.says["zero_stage"], own.says["precision"], own.like) == (0, "fp16", "deepspeed@26.08")
+
+
+def test_engines_of_accelerate_launch(tmp_path: Path) -> None:
+    found = read(tmp_path, "run.sh", launched("--use_deepspeed --zero_stage=3 --offload_optimizer_device cpu"))
+    assert (found.says["zero_stage"], found.says["offload"], found.like) == (3, ("optimizer",), "deepspeed@26.08")
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}))
+    found = read(tmp_path, "run.sh", launched("--use_deepspeed --deepspeed_config_file ds.json"))
+    assert (found.says["zero_stage"], found.says["precision"]) == (1, "bf16-grad16")
+    found = read(tmp_path, "run.sh", launched("--multi_gpu --mixed_precision=no"))
+    assert (found.says["zero_stage"], found.says["precision"]) == (0, "fp32")
+
+
+def test_what_accelerate_launch_says_elsewhere_is_not_assumed(tmp_path: Path) -> None:
+    for options in ("", "--config_file missing.yaml"):
+        with pytest.raises(PinError, match=r"decide fsdp=the configuration of accelerate launch; give --zero-stage"):
+            read(tmp_path, "run.sh", launched(options))
+    found = read(tmp_path, "run.sh", launched(""), given={"zero_stage": 3})
     assert found.open["precision"] == "bf16=the configuration of accelerate launch"
+    assert read(tmp_path, "run.sh", launched("", "--fsdp full_shard --bf16")).says["zero_stage"] == 3
 
 
 def test_trainers_with_other_defaults_are_named(tmp_path: Path) -> None:
