@@ -185,7 +185,7 @@ def _write_recompute(setup: Setup) -> Values:
     return {_F + "activation_checkpointing": setup.any_recompute != NONE} if _on("FSDP", setup) else {}
 
 
-def read_recompute(document: Document, found: Values) -> Values:
+def read_checkpointing(document: Document, found: Values) -> Values:
     """Return the recompute of FSDP; nothing if another engine runs the file."""
     if str(document.get("distributed_type")).upper() != "FSDP":
         return {}
@@ -197,7 +197,7 @@ def _write_precision(setup: Setup) -> Values:
     return {"mixed_precision": base if base in ("bf16", "fp16", "fp8") else "no" if base == "fp32" else "bf16"}
 
 
-def read_precision(document: Document, found: Values) -> Values:
+def read_mixed_precision(document: Document, found: Values) -> Values:
     """Return the precision."""
     named = _named(document)
     if named is not None:
@@ -292,8 +292,8 @@ ACCELERATE = Target(
         constant(_F + "state_dict_type", "SHARDED_STATE_DICT", lambda s: _on("FSDP", s)),
         Field(("num_micro_batches", "micro_batch_size", "global_batch_size"), lambda s: {}, _read_steps),
         derived(micro_batches, "num_micro_batches"),
-        Field(("recompute",), _write_recompute, read_recompute),
-        Field(("precision",), _write_precision, read_precision),
+        Field(("recompute",), _write_recompute, read_checkpointing),
+        Field(("precision",), _write_precision, read_mixed_precision),
         Field(
             ("mode",),
             lambda s: {"dynamo_config.dynamo_backend": "INDUCTOR"} if s.mode is Mode.COMPILED else {},

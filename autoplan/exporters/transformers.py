@@ -141,7 +141,7 @@ def _read_recompute(document: Document, found: Values) -> Values:
         for path in (*paths, *([_F + "activation_checkpointing"] if _strategies(document) else []))
     ]
     launched = _launched(document)
-    by_launch = {} if launched is None else accelerate.read_recompute(launched, found)
+    by_launch = {} if launched is None else accelerate.read_checkpointing(launched, found)
     return {"recompute": FULL if any(given) else by_launch.get("recompute", NONE)}
 
 
@@ -154,7 +154,7 @@ def _read_precision(document: Document, found: Values) -> Values:
     check_defaults(document, "bf16", "fp16")
     stated, launched = [name for name in ("bf16", "fp16") if document.get(name)], _launched(document)
     if not stated and launched is not None:
-        return accelerate.read_precision(launched, found)
+        return accelerate.read_mixed_precision(launched, found)
     return {"precision": stated[0] if stated else "fp32"}
 
 
