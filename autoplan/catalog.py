@@ -191,8 +191,7 @@ def usual_run(text: str) -> Usual | None:
     """
     if is_factory(text) or text.endswith(".json") or Path(text).is_dir():
         return None
-    file = resources.files("autoplan.profiles") / "model_configs" / f"{shipped_name(text)}.json"
-    said = json.loads(file.read_text()).get("usual")
+    said = _written_config(shipped_name(text)).get("usual")
     return None if said is None else Usual(**said)
 
 
@@ -274,9 +273,16 @@ def _unknown(text: str) -> AutoplanError:
 
 
 def _shipped(name: str) -> tuple[ModelGraph, str]:
-    """Return a shipped graph and its source. Raises GraphError if the file is damaged."""
+    """Return a shipped graph, with what its config says, and its source. Raises GraphError if the file is damaged."""
     stored = read_file((resources.files("autoplan.profiles") / "models" / f"{name}{_SUFFIX}").read_bytes(), name)
-    return ModelGraph.from_json(stored["graph"]), stored["source"]
+    return ModelGraph.from_json(stored["graph"]).of_config(_written_config(name)["config"]), stored["source"]
+
+
+def _written_config(name: str) -> Mapping[str, Any]:
+    """Return the file of a shipped model's config: the keys of `configs`."""
+    file = resources.files("autoplan.profiles") / "model_configs" / f"{name}.json"
+    written: Mapping[str, Any] = json.loads(file.read_text())
+    return written
 
 
 def read_file(data: bytes, name: str) -> Mapping[str, str]:

@@ -302,6 +302,7 @@ def whatif(
     pin: PinTexts = None,
     time_limit_s: TimeLimit = SearchSettings.time_limit_s,
     search: Mapping[str, Any] = CHOSEN,
+    runnable: Runnable = False,
     csv: CsvPath = None,
     report: ReportPath = None,
     as_json: AsJson = False,
@@ -310,7 +311,8 @@ def whatif(
     from autoplan.report.answers import Shown, answer_whatif
 
     shown = Shown(as_json, report=report)
-    _end_sweep(*answer_whatif(task, vary, pin, csv, shown, time_limit_s=time_limit_s, **search))
+    how = {"time_limit_s": time_limit_s, "runnable": runnable, **search}
+    _end_sweep(*answer_whatif(task, vary, pin, csv, shown, **how))
 
 
 def _end_sweep(outcome: str, found: Sequence[Point], count: int) -> None:
@@ -368,12 +370,14 @@ def plan_pools(
     pin: PinTexts = None,
     time_limit_s: TimeLimit = SearchSettings.time_limit_s,
     search: Mapping[str, Any] = CHOSEN,
+    runnable: Runnable = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan one run over several kinds of devices. Each pipeline stage is on one kind, with the layers it merits."""
     from autoplan.report.pools import pools_command
 
-    pools_command(task, pool, pin, between, alone, as_json, time_limit_s=time_limit_s, **search)
+    how = {"time_limit_s": time_limit_s, "runnable": runnable, **search}
+    pools_command(task, pool, pin, between, alone, as_json, **how)
 
 
 @app.command("size")
@@ -393,13 +397,16 @@ def size_run(
     pin: PinTexts = None,
     seconds: Annotated[float, typer.Option("--seconds", help="Time limit of the search at one size.", min=1)] = 30.0,
     search: Mapping[str, Any] = CHOSEN,
+    runnable: Runnable = False,
     report: ReportPath = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fewest and the cheapest devices that meet a deadline. The run is that of --tokens."""
     from autoplan.report.size import size_command
 
-    if code := size_command(task, pin, deadline, budget, devices, seconds, as_json, report, **search):
+    if code := size_command(
+        task, pin, deadline, budget, devices, seconds, as_json, report, runnable=runnable, **search
+    ):
         raise typer.Exit(code)
 
 
@@ -407,9 +414,9 @@ def size_run(
     help=f"""Plan many models on many clusters.
 
     A row for each has step, days, money, energy and goodput. The file holds models, clusters, tokens, seq_len and
-    global_batch_size (one or a list of each), and optionally precision, mode, pins, like, {", ".join(OPTIONS)},
-    profile, constants, assumptions (mtbf_device_days, pue, ...), {", ".join(r.name for r in OF_EVERY_COMMAND)} and
-    time_limit_s."""
+    global_batch_size (one or a list of each), and optionally precision, mode, pins, like, runnable, adapters,
+    target_len, {", ".join(OPTIONS)}, profile, constants, assumptions (mtbf_device_days, pue, ...),
+    {", ".join(r.name for r in OF_EVERY_COMMAND)} and time_limit_s."""
 )
 def capacity(
     file: Annotated[Path, typer.Argument(help="YAML: models, clusters, tokens, seq_len, global_batch_size, ...")],

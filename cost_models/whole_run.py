@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autoplan.config.keys import check_names
-from autoplan.config.numbers import Range
+from autoplan.config.numbers import Range, scaled
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.errors import PinError
@@ -168,6 +168,7 @@ class Run:
     Attributes:
         usd_energy: Price of the kWh, if one is given; not part of `usd`.
         notes: The unknowns, with reasons.
+        endless: True if failures may come faster than progress, so that time and money with them have no bound.
     """
 
     tokens: float
@@ -177,6 +178,7 @@ class Run:
     usd_energy: Quantity | None = None
     goodput: Goodput | None = None
     notes: tuple[str, ...] = ()
+    endless: bool = False
 
     def _with_failures(self, ideal: Quantity | None) -> Quantity | None:
         if ideal is None or self.goodput is None:
@@ -229,6 +231,8 @@ def whole_run(
     if cluster.price is not None:
         usd = days * (24 * cluster.paid_devices * cluster.price.usd_per_device_hour)
     notes: list[str] = []
+    if tokens < tokens_per_step:
+        notes.append(f"{scaled(tokens)} tokens are less than one step, which has {scaled(tokens_per_step)} tokens")
     if cluster.idle_nodes:
         notes.append(f"money is of all {cluster.paid_devices:,} devices, energy of the {cluster.num_devices:,} in use")
     watts = device_watts(cluster, busy, known)
@@ -246,14 +250,15 @@ def whole_run(
     found = goodput_of(cluster, state_bytes, known)
     if found is None:
         notes.append(_unknown_goodput(cluster, state_bytes))
-    elif found.share.low <= 0:
+    endless = found is not None and found.share.low <= 0
+    if found is not None and endless:
         notes.append(
             f"failures may come faster than progress: the job fails every {found.mtbf_s.low:.0f} to "
             f"{found.mtbf_s.high:.0f} s, a restart takes {found.restart_s.low:.0f} to {found.restart_s.high:.0f} s; "
             "time and money with failures have no bound"
         )
         found = None
-    return Run(tokens, days, usd, kwh, usd_energy, found, tuple(notes))
+    return Run(tokens, days, usd, kwh, usd_energy, found, tuple(notes), endless)
 
 
 def _unknown_goodput(cluster: Cluster, state_bytes: float | None) -> str:

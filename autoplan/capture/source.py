@@ -91,7 +91,7 @@ def load_config(path: Path) -> ModelGraph:
             f"{path}: holds a value of type {type(config).__name__}, not the fields of a Hugging Face config"
         )
     model = model_from_config(config, str(path))
-    return _priced(model, _example(model))
+    return _priced(model, _example(model)).of_config(config)
 
 
 def _priced(model: nn.Module, example: Mapping[str, torch.Tensor], loss_fn: LossFn | None = None) -> ModelGraph:
@@ -128,7 +128,9 @@ def load_factory(text: str) -> ModelGraph:
                 "language model needs no example"
             )
         example = _example(model)
-    return _priced(model, example, loss_fn)
+    graph = _priced(model, example, loss_fn)
+    own: Any = model
+    return graph.of_config(own.config.to_dict()) if is_hf_model(model) else graph
 
 
 Built = tuple[nn.Module, Mapping[str, torch.Tensor] | None, LossFn | None]

@@ -178,6 +178,8 @@ class ModelGraph:
         notes: what a user may not expect of this graph, in sentences.
         results: what the model returns besides the loss, as far as the loss depends on it. Not part of `content_hash`:
             plans do not depend on it.
+        positions: the most tokens of a sequence that the config of the model names; None if it names none, or there is
+            no config. Not part of the text form: the forward takes longer sequences, too.
     """
 
     name: str
@@ -196,11 +198,17 @@ class ModelGraph:
     notes: tuple[str, ...] = ()
     more_counts: tuple[LossCount, ...] = ()
     results: tuple[Result, ...] = ()
+    positions: int | None = field(default=None, compare=False)
 
     @property
     def loss_counts(self) -> tuple[LossCount, ...]:
         """Return the count behind every denominator of the loss."""
         return (LossCount(self.loss_count, self.loss_target, self.ignore_index), *self.more_counts)
+
+    def of_config(self, config: Mapping[str, Any]) -> ModelGraph:
+        """Return the graph with the positions that a Hugging Face config, as plain data, names."""
+        found = config.get(_POSITIONS) or (config.get("text_config") or {}).get(_POSITIONS)
+        return replace(self, positions=found) if isinstance(found, int) else self
 
     @property
     def num_params(self) -> int:
@@ -349,6 +357,8 @@ def _sorted(things: Mapping[str, _Thing]) -> dict[str, _Thing]:
 
 
 _RARE = ("notes", "more_counts", "results")  # nearly always empty
+_NO_TEXT = ("positions",)  # not part of the text form
+_POSITIONS = "max_position_embeddings"  # as configs call them
 
 
 def _encode(obj: Any) -> Any:
@@ -356,7 +366,7 @@ def _encode(obj: Any) -> Any:
         return {"expr": str(obj)}
     if isinstance(obj, (Value, Node, Block, Call, Parameter, ModelGraph)):
         fields = {k: _encode(getattr(obj, k)) for k in obj.__dataclass_fields__}
-        return {k: v for k, v in fields.items() if k not in _RARE or v}
+        return {k: v for k, v in fields.items() if k not in _NO_TEXT and (k not in _RARE or v)}
     if isinstance(obj, Mapping):
         return {k: _encode(v) for k, v in obj.items()}
     if isinstance(obj, (tuple, list)):

@@ -313,3 +313,17 @@ class Facts:
     def length(self, symbol: str) -> int | None:
         """Return the tokens of a sequence (s) or of a target sequence (t), which by default is as long."""
         return self.seq_len if symbol == "s" or self.target_len is None else self.target_len
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user may not expect of the task: sequences beyond the positions of the config, notes of the graph."""
+        if self.model is None:
+            return ()
+        graph, longest = self.model.graph, max(self.seq_len or 0, self.target_len or 0)
+        if graph.positions is None or longest <= graph.positions:
+            return graph.notes
+        return (
+            f"its config names {graph.positions:,} positions, and sequences have {longest:,} tokens: the price is "
+            "right, but a run needs a config for longer sequences",
+            *graph.notes,
+        )

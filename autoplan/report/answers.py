@@ -66,7 +66,7 @@ def answer_plan(task: TaskWords, pin: list[str] | None, by_kind: bool, shown: Sh
     if as_json:
         typer.echo(to_text(plan_report(used.request, used.result, run, asked_again)))
     elif shown.verbose:
-        plan_text(console(), task.model, used.text(task.cluster), used.request, used.result, run)
+        plan_text(console(), task.model, used.text(task.cluster), used.request, used.result, run, task.cluster)
     if shown.report is None and (as_json or shown.verbose):
         return
     answer, usual = _answer(task, used, run)
@@ -94,6 +94,7 @@ def _answer(task: TaskWords, used: Use, run: RunTask) -> tuple[Answer, Usual | N
         usual=task.usual,
         usual_tokens=known,
         gains=_gains(used),
+        whole=task.cluster,
     )
     return answer, usual
 

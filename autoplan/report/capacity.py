@@ -15,7 +15,7 @@ from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.whole_run import Run
 from autoplan.plans.document import plain
 from autoplan.report import data
-from autoplan.report.text import graph_notes, paragraph, plain_table, prices, run_cells
+from autoplan.report.text import paragraph, plain_table, prices, run_cells, task_notes
 from autoplan.search.certificate import Status
 from autoplan.sweeps.capacity import CapacityTask, Cell, cell_row
 from autoplan.sweeps.label import plan_label
@@ -44,10 +44,7 @@ def capacity_text(out: Console, title: str, task: CapacityTask, found: Sequence[
     varied = [column for field, column in _LISTS.items() if len(getattr(task, field)) > 1]
     if rows:
         same = [f"{c} {_shown(c, rows[0].get(c))}" for c in _LISTS.values() if c not in varied]
-        pins = [f"pinned {' '.join(f'{k}={v}' for k, v in task.pins.items())}"] if task.pins else []
-        like = [f"like {task.like.name}"] if task.like is not None else []
-        read = [f"constants of {task.constants_file}"] if task.constants_file is not None else []
-        paragraph(out, ", ".join([*same, *like, *option_texts(task.options), *read, *pins]), 5, first=2)
+        paragraph(out, ", ".join([*same, *_settings(task)]), 5, first=2)
     out.print()
     table = plain_table("", *varied, *_RUN, left=1 + len(varied))
     for name, column in zip(["", *varied, *_RUN], table.columns, strict=True):
@@ -74,8 +71,19 @@ def capacity_text(out: Console, title: str, task: CapacityTask, found: Sequence[
     )
     planned = [c.point.request for c in found if c.point.request is not None and c.point.planned is not None]
     prices(out, planned, RunTask(task.tokens[0], task.assumptions))
-    for text in graph_notes(planned):
+    for text in task_notes(planned):
         paragraph(out, f"Note: {text}", 6, "yellow")
+
+
+def _settings(task: CapacityTask) -> list[str]:
+    """Return how all rows are set up, in words."""
+    said = [f"like {task.like.name}"] if task.like is not None else []
+    said += option_texts(task.options)
+    said += [f"adapters {task.adapters}"] if task.adapters is not None else []
+    said += [f"target {task.target_len:,} tokens"] if task.target_len is not None else []
+    said += ["runnable"] if task.runnable else []
+    said += [f"constants of {task.constants_file}"] if task.constants_file is not None else []
+    return said + ([f"pinned {' '.join(f'{k}={v}' for k, v in task.pins.items())}"] if task.pins else [])
 
 
 def _run_columns(run: Run | None) -> list[str]:
@@ -118,10 +126,23 @@ def capacity_report(path: str, status: str, task: CapacityTask, found: Sequence[
         file=path,
         pins=plain(task.pins),
         like=None if task.like is None else task.like.name,
+        runnable=task.runnable,
+        adapters=None if task.adapters is None else str(task.adapters),
+        target_len=task.target_len,
         options=option_data(task.options),
         profile=task.profile.name if task.profile is not None else None,
         constants=task.constants_file,
         assumptions=data.assumptions(task.assumptions),
-        notes={graph.name: list(graph.notes) for _, graph in task.models if graph.notes},
+        notes=_notes(found),
         rows=[cell_row(cell) for cell in found],
     )
+
+
+def _notes(found: Sequence[Cell]) -> dict[str, list[str]]:
+    """Return the notes of the planned tasks by model."""
+    out: dict[str, list[str]] = {}
+    for cell in found:
+        if cell.point.request is not None:
+            mine = out.setdefault(cell.point.request.graph.name, [])
+            mine += [note for note in cell.point.request.facts.notes if note not in mine]
+    return {name: notes for name, notes in out.items() if notes}

@@ -104,7 +104,7 @@ def fit_words(model: str, cluster: str, request: PlanRequest) -> list[str]:
 def whatif_command(model: str, cluster: str, request: PlanRequest, vary: str, run: RunTask = STEP_ONLY) -> list[str]:
     """Return the words of the command line that varies one thing of this task."""
     asked = [*task(model, cluster, request), *settings(request), *_planning(request), *run_words(run)]
-    return ["autoplan", "whatif", *asked, "--vary", vary]
+    return ["autoplan", "whatif", *asked, *_executed(request), "--vary", vary]
 
 
 def _executed(request: PlanRequest) -> list[str]:

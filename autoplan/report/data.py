@@ -6,7 +6,7 @@ of exact, measured, fitted, assumed.
 Schema 1:
 
     {"schema": 1, "status": "ok", "command": "plan" | "estimate",
-     "model": {"name", "num_params", "num_layers", "notes": [str]},  # notes: what a user may not expect of the graph
+     "model": {"name", "num_params", "num_layers", "notes": [str]},  # notes: what a user may not expect of it
      "cluster": {"name", "num_nodes", "devices_per_node", "num_devices", "device", "memory_bytes", "levels": [...],
                  "price": null | {"usd_per_device_hour", "source", "as_of"}},
      "request": {"seq_len", ["target_len",] "global_batch_size", "pins", "precision", "memory_risk",
@@ -74,14 +74,16 @@ Schema 1:
      "fits": null | bool,   # null: not decided in time, "stopped"
      "plan", "estimate",   # of the best plan; if nothing fits, of one with little memory, or null
      "shortage": null | {"stage", "term", "needed_bytes", "available_bytes"},
-     "ways": [{"name", "status": "fits" | "does not fit" | "stopped", "plan", "peak_memory_bytes", "tokens_per_s",
-               "shortage", "search_status"}]}
+     "ways": [{"name", "status": "fits" | "does not fit" | "stopped", "priced_not_executed", "plan",
+               "peak_memory_bytes", "tokens_per_s", "shortage", "search_status"}]}
 
     {"schema": 1, "status": "ok" | "infeasible", "command": "size", "model", "cluster": of the first kind, "request",
-     "tokens", "deadline_days", "budget_usd", "fewest" | "cheapest": null | {"kind", "nodes", "num_devices", "days",
-     "usd", "plan"}, "kinds": [{"name", "fewest_nodes", "cheapest_nodes", "adjacent", "proved", "reason"}],
-     "rows": [{"kind", "nodes", "num_devices", "status", "days", "usd", "mfu", "step_time_s", "tokens_per_s", "goodput",
-               "in_time", "meets", "search_status", "gap", "reason"}],   # days and usd with failures where known
+     "tokens", "deadline_days", "budget_usd", "fewest" | "cheapest" | "surest": null | {"kind", "nodes", "num_devices",
+     "days", "usd", "plan"},   # surest: the fewest planned that meet both at the high ends of their intervals, too
+     "kinds": [{"name", "fewest_nodes", "cheapest_nodes", "adjacent", "proved", "reason"}],
+     "rows": [{"kind", "nodes", "num_devices", "status", "days", "usd", "days_low", "days_high", "usd_low", "usd_high",
+               "mfu", "step_time_s", "tokens_per_s", "goodput", "in_time", "meets", "meets_surely", "search_status",
+               "gap", "reason"}],   # days and usd with failures where known
      "assumptions": as of run}
 
     {"schema": 1, "status": "ok", "command": "pools", "model", "request": as of plan, "pools": [as "cluster" of plan],
@@ -96,6 +98,7 @@ Schema 1:
      "predicted_s": {term: seconds}}
 
     {"schema": 1, "status": as of whatif, "command": "capacity", "file", "pins", "like": null | str,
+     "runnable", "adapters": null | str, "target_len": null | tokens,
      "options": {option of RunOptions: value}, "profile", "constants": null | file, "assumptions": as of run,
      "notes": {model: [str]}, "rows": [...]}  # columns: autoplan.sweeps.capacity.capacity
 """
@@ -186,7 +189,7 @@ def head(command: str, request: PlanRequest, status: str = "ok") -> dict[str, An
         model={
             **chosen(r.graph, "name num_params"),
             "num_layers": len(layer_calls(r.graph)),
-            "notes": list(r.graph.notes),
+            "notes": list(r.facts.notes),
         },
         cluster=cluster(r.cluster),
         request={

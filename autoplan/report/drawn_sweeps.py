@@ -96,7 +96,7 @@ def drawn_size(found: Size) -> dict[str, Any]:
         said = f"Nothing that was tried trains on {question}."
     else:
         kind = next(k for k in found.kinds if best in k.points)
-        known = "the fewest that" if kind.proved else "the fewest known that"
+        known = "the fewest that" if found.proved else "the fewest known that"
         said = f"{best.num_devices:,} x {kind.name} are {known} train on {question}."
     points = [p for k in found.kinds for p in k.points]
     return {
@@ -113,10 +113,11 @@ def drawn_size(found: Size) -> dict[str, Any]:
 
 def _point(point: SizePoint) -> Mapping[str, str]:
     """Return the interval of a point's days and its plan, or why it has none."""
-    if point.run is None or point.point.planned is None:
+    planned, days = point.point.planned, point.whole_days
+    if planned is None:
         return {"span": "", "plan": point.point.reason or point.point.status}
-    days = point.run.days_with_failures or point.run.days
-    planned = point.point.planned
+    if days is None:
+        return {"span": "", "plan": plan_label(planned.config, planned.estimate)}
     span = f"{numbers.digits(days.low)} to {numbers.digits(days.high)}"
     return {"span": span, "plan": plan_label(planned.config, planned.estimate)}
 

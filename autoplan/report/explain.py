@@ -41,6 +41,7 @@ from autoplan.report.text import (
 from autoplan.report.waiting import INCOMPLETE, telling, waiting
 from autoplan.report.words import choice_text, value_text
 from autoplan.report.written import WrittenPlan
+from autoplan.search.best_use import best_use
 from autoplan.search.certificate import how_searched
 from autoplan.search.planner import Certificate, Planned, PlanRequest, Status, estimate_config, search_plan
 from autoplan.sweeps.difference import Difference, Pair, decided, difference, fullest
@@ -133,12 +134,14 @@ def explain_command(
         with waiting("explaining", as_json) as status:
             told = partial(_say_progress, status)
             found = explain(request, config, seconds=seconds, run=run, told=told, **asked)
+        request = found.request
         report, show, own = explain_report(found, run), partial(explain_text, found=found), found.planned
         said = _proved(found)
     else:
         with waiting("searching", as_json) as status:
             if config is None:
-                own = search_plan(replace(request, top=1), telling(status)).plans[0]
+                use = best_use(replace(request, top=1), telling(status))
+                request, own = use.request, use.result.plans[0]
             else:
                 own = estimate_config(request, config)
             other = other_plan(request, vs, seconds)
@@ -184,7 +187,7 @@ def _check_pinned(written: WrittenPlan, config: ParallelConfig, request: PlanReq
     same = {name: pins[name] for name in _NUMBERS if name in pins}
     if "stages" in same:
         same["stages"] = tuple(same["stages"])
-    for name in ("etp", "recompute", "offload"):  # which have several forms
+    for name in ("etp", "recompute", "offload", "context_method"):  # which have several forms
         if name in pins and asked.get(name) != pins[name]:
             pinned = config.but(**{name: getattr(Pins(pins).config, name)})
             own[name], same[name] = (decided(request, c)[name] for c in (config, pinned))

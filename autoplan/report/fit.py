@@ -15,11 +15,21 @@ from autoplan.config.choices import config_data
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.plans.document import chosen
 from autoplan.program.facts import ModelFacts
+from autoplan.program.legality import not_executed
 from autoplan.report.data import head, planned_data, shortage_data
 from autoplan.report.flags import TaskWords
 from autoplan.report.output import put
 from autoplan.report.request import import_from_here, read_request
-from autoplan.report.text import heading, memory_table, paragraph, plain_table
+from autoplan.report.text import (
+    figure_notes,
+    heading,
+    memory_table,
+    notes_of,
+    paragraph,
+    plain_table,
+    priced_only,
+    task_notes,
+)
 from autoplan.report.waiting import INCOMPLETE, waiting
 from autoplan.sweeps.fit import Fit, Way, fit
 from autoplan.sweeps.label import plan_label
@@ -45,8 +55,9 @@ def completed(task: TaskWords) -> TaskWords:
     if given["seq_len"] is None:
         if ":" in task.model:
             import_from_here()
-        positions = ModelFacts(load_model(task.model)).positions.values()
-        task = replace(task, seq_len=str(min([USUAL_LEN, *positions])))
+        graph = load_model(task.model)
+        named = [] if graph.positions is None else [graph.positions]
+        task = replace(task, seq_len=str(min([USUAL_LEN, *named, *ModelFacts(graph).positions.values()])))
     if given["global_batch_size"] is None:
         task = replace(task, global_batch_size=str(Cluster.parse(task.cluster).num_devices))
     return task
@@ -85,6 +96,20 @@ def fit_text(out: Console, found: Fit) -> None:
         out.print()
         out.print(Text("Ways to train it, each planned by itself:", style="bold"))
         _ways(out, found)
+    _notes(out, found)
+
+
+def _notes(out: Console, found: Fit) -> None:
+    """Print what a reader must know besides the figures: of the plan, and of the ways what they assume."""
+    notes = task_notes([found.asked.request])
+    for way in (found.asked, *found.ways):
+        if way.planned is not None:
+            e, r = way.planned.estimate, way.request
+            notes += notes_of(e, r, STEP_ONLY) if way is found.asked else figure_notes(e, r)
+            texts = [text for text in priced_only(way.planned.config, r) if text not in notes]
+            notes += [f"{way.name}: {text}" if way.name else text for text in texts]
+    for text in dict.fromkeys(notes):
+        paragraph(out, f"Note: {text}", 6, "yellow")
 
 
 def _need(way: Way, risk: float) -> str:
@@ -135,10 +160,12 @@ def fit_report(found: Fit) -> dict[str, Any]:
 
 
 def _way(way: Way) -> dict[str, Any]:
-    e = None if way.planned is None else way.planned.estimate
+    p = way.planned
+    e = None if p is None else p.estimate
     return {
         **chosen(way, "name status"),
-        "plan": None if way.planned is None else config_data(way.planned.config),
+        "priced_not_executed": None if p is None else list(not_executed(p.config, way.request.facts)),
+        "plan": None if p is None else config_data(p.config),
         "peak_memory_bytes": None if e is None else e.peak_memory_bytes.mid,
         "tokens_per_s": None if e is None else e.tokens_per_s,
         "shortage": shortage_data(way.shortage),

@@ -257,6 +257,8 @@ def _asked(values: Mapping[str, Any], written: WrittenPlan | None, may_miss: Seq
             if written is not None:
                 written.check_taken()
                 raise PinError(f"{written.path} does not say for which {name} it was planned; give {flag}")
+            if values["model"].endswith(".json") and not Path(values["model"]).exists():
+                raise PinError(f"model {values['model']!r}: there is no such file")
             raise PinError(
                 f"{flag} is missing{', for example --cluster 8xh100' if name == 'cluster' else ''}; only a plan file "
                 "in place of MODEL brings its own"

@@ -41,7 +41,9 @@ def pools_command(
     **search: Any,
 ) -> None:
     """Plan over the pools and print the answer."""
-    if task.__dict__["cluster"] is not None:
+    if task.__dict__["cluster"] is not None and (
+        task.written is None or task.cluster != task.written.asked.get("cluster")
+    ):
         raise PinError(f"--cluster {task.cluster}: give every pool with --pool instead")
     requests = [read_request(replace(task, cluster=text), pins=list(pin or ()), **search) for text in pool]
     with waiting("searching", as_json) as status:

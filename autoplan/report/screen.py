@@ -62,6 +62,7 @@ class Answer:
 
     Attributes:
         model, cluster: the words of the command for them.
+        whole: those for all nodes, where the plan leaves some idle; "": as `cluster`.
         usual: arguments that were not given, and were taken from the model's usual run.
         run: the whole run, or the usual one of the model; `usual_tokens`: that it is the usual one.
         gains: what other hardware or settings gain with the same plan, best first.
@@ -75,6 +76,7 @@ class Answer:
     usual: Sequence[str] = ()
     usual_tokens: bool = False
     gains: Sequence[Setting] = field(default=())
+    whole: str = ""
 
     @property
     def best(self) -> Planned:
@@ -264,5 +266,5 @@ def _commands(a: Answer) -> list[list[str]]:
     return [
         estimate_command(a.model, a.cluster, a.request, a.best.config, run),
         explain_words(a.model, a.cluster, a.request, run),
-        whatif_command(a.model, a.cluster, a.request, varied_text(a.request), run),
+        whatif_command(a.model, a.whole or a.cluster, a.request, varied_text(a.request), run),
     ]

@@ -22,11 +22,11 @@ from autoplan.report.output import put
 from autoplan.report.request import read_request, read_run
 from autoplan.report.tables import print_fitting
 from autoplan.report.task_text import settings_text
-from autoplan.report.text import graph_notes, paragraph, prices
+from autoplan.report.text import paragraph, prices, task_notes
 from autoplan.report.waiting import INCOMPLETE, waiting
 from autoplan.sweeps.label import plan_label
 from autoplan.sweeps.size import Kind, Size, SizePoint, nodes_of, read_kinds, size, size_rows
-from autoplan.sweeps.whatif import RunTask
+from autoplan.sweeps.whatif import RunTask, batch_warning
 
 
 def size_command(
@@ -123,9 +123,33 @@ def _answers(out: Console, found: Size) -> None:
         out.print(Text(f" {title} {_answer(found, fewest)}", style="bold green"), soft_wrap=True)
     if cheapest is not None and cheapest is not fewest:
         out.print(Text(f" CHEAPEST {_answer(found, cheapest)}", style="bold green"), soft_wrap=True)
+    _at_high_ends(out, found)
     for kind in found.kinds:
         if kind.fewest is None:
             paragraph(out, f"{kind.name}: {kind.reason}", 3, "yellow", first=1)
+
+
+def _at_high_ends(out: Console, found: Size) -> None:
+    """Say that the fewest devices meet the limits as expected, but not at the high end of an interval."""
+    fewest, surest = found.fewest, found.surest
+    if fewest is None or fewest is surest or fewest.whole_days is None:
+        return
+    ends = [numbers.days(fewest.whole_days.high)]
+    if found.budget_usd is not None and fewest.whole_usd is not None:
+        ends.append(numbers.dollars(fewest.whole_usd.high))
+    limits = "the deadline" if found.budget_usd is None else "the deadline and the budget"
+    there = f"no number of devices that was planned meets {limits} there"
+    if surest is not None:
+        kind = next(k.name for k in found.kinds if surest in k.points)
+        count = f"{surest.num_devices:,} devices ({_nodes(surest.nodes)} of {kind})"
+        there = f"of those that were planned, {count} are the fewest that meet {limits} there"
+    paragraph(
+        out,
+        f"This is as expected; the high end of the interval is {' and '.join(ends)}: {there}.",
+        3,
+        "yellow",
+        first=1,
+    )
 
 
 def _answer(found: Size, point: SizePoint) -> str:
@@ -142,12 +166,14 @@ def _curve(out: Console, kind: Kind, found: Size) -> None:
     out.print()
     heads = (kind.name, "devices", "days", "low to high", "cost", "MFU", "", "plan")
     rows: list[tuple[str, ...]] = []
-    for p in kind.points:
+    for p in [p for p in kind.points if p.point.status != "illegal"] or kind.points[-1:]:
         name = _nodes(p.nodes)
-        if p.run is None or p.point.planned is None:
-            rows.append((name, f"{p.num_devices:,}", "-", "-", "-", "-", "", p.point.status))
+        days = p.whole_days
+        if days is None or p.point.planned is None:
+            why = "failures without end" if p.run is not None else p.point.status
+            rows.append((name, f"{p.num_devices:,}", "-", "-", "-", "-", "", why))
             continue
-        e, days = p.point.planned.estimate, p.run.days_with_failures or p.run.days
+        e = p.point.planned.estimate
         label = plan_label(p.point.planned.config, e)
         c = p.point.certificate
         label += f" ({c.status}, gap {numbers.percent(c.gap)})" if c is not None and c.gap > 0.05 else ""
@@ -176,7 +202,10 @@ def _assumed(out: Console, found: Size) -> None:
     requests = [p.point.request for p in planned if p.point.request is not None]
     prices(out, requests, RunTask(found.tokens, found.assumptions), "days and cost")
     runs = [p.run for p in planned if p.run is not None]
-    for text in dict.fromkeys([*(note for run in runs for note in run.notes), *graph_notes([found.request])]):
+    notes = [note for run in runs for note in run.notes]
+    warning = batch_warning(found.request, found.tokens)
+    notes += [*task_notes([found.request]), *([] if warning is None else [warning])]
+    for text in dict.fromkeys(notes):
         paragraph(out, f"Note: {text}", 6, "yellow")
 
 
@@ -203,6 +232,7 @@ def size_report(found: Size) -> dict[str, Any]:
         **chosen(found, "tokens deadline_days budget_usd"),
         "fewest": _point_data(found, found.fewest),
         "cheapest": _point_data(found, found.cheapest),
+        "surest": _point_data(found, found.surest),
         "kinds": [
             {
                 "name": k.name,

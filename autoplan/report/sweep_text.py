@@ -9,11 +9,11 @@ from rich.console import Console
 from autoplan.config import numbers
 from autoplan.report.plots import MOST_BARS, bar_plot, show_plot
 from autoplan.report.tables import fitting_table
-from autoplan.report.text import graph_notes, heading, paragraph, prices, run_cells
+from autoplan.report.text import heading, paragraph, prices, run_cells, task_notes
 from autoplan.search.certificate import Status
 from autoplan.search.planner import PlanRequest
 from autoplan.sweeps.label import plan_label
-from autoplan.sweeps.whatif import STEP_ONLY, Point, RunTask, row, run_of
+from autoplan.sweeps.whatif import STEP_ONLY, Point, RunTask, notes, row, run_of
 
 
 def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], run: RunTask = STEP_ONLY) -> None:
@@ -60,8 +60,18 @@ def whatif_text(out: Console, request: PlanRequest, found: Sequence[Point], run:
         )
         paragraph(out, f"Each row is planned anew; times are {tag}, {spans}. All figures: --csv, --json", 2)
     prices(out, [p.request for p in found if p.request is not None and p.planned is not None], run)
-    for text in graph_notes([request]):
+    for text in _notes(request, found, run):
         paragraph(out, f"Note: {text}", 6, "yellow")
+
+
+def _notes(request: PlanRequest, found: Sequence[Point], run: RunTask) -> list[str]:
+    """Return what a reader must know besides the figures, of all planned points; the rest is in --csv and --json."""
+    planned = [p for p in found if p.planned is not None and p.request is not None]
+    texts = task_notes([p.request for p in planned if p.request is not None] or [request])
+    texts += [text for p in planned for text in notes(p, run)]
+    texts = list(dict.fromkeys(texts))
+    left = len(texts) - _MOST_NOTES
+    return texts if left <= 1 else [*texts[:_MOST_NOTES], f"{left} more notes: --csv, --json"]
 
 
 def _bars(found: Sequence[Point], width: int) -> list[str]:
@@ -74,6 +84,7 @@ def _bars(found: Sequence[Point], width: int) -> list[str]:
     return bar_plot(known, "tokens/s", min(width, 80)) if 3 <= len(known) <= MOST_BARS else []
 
 
+_MOST_NOTES = 4
 _LESS_NEEDED = ("low to high", "GB left")  # the first to go where a line is too short
 
 _AS_ASKED = (Status.COMPLETE, Status.NEAR)  # searches that ended by themselves; their gap is in --csv and --json

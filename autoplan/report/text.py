@@ -435,7 +435,7 @@ def certificate_text(out: Console, c: Certificate) -> None:
 def notes_of(e: Estimate, request: PlanRequest, run: RunTask) -> list[str]:
     """Return sentences on surprises in a plan: tight memory, unverified figures, unusual batches."""
     peak, capacity = e.peak_memory_bytes, e.memory_capacity_bytes
-    found = []
+    found = task_notes([request])
     if e.fits and peak.high > capacity:
         found.append(
             f"memory may reach {peak.high / 1e9:.1f} GB of {capacity / 1e9:.1f} GB; autoplan plan keeps within it "
@@ -443,6 +443,16 @@ def notes_of(e: Estimate, request: PlanRequest, run: RunTask) -> list[str]:
         )
     elif e.fits and capacity - peak.mid < _TIGHT * capacity:
         found.append(f"memory is tight: {numbers.gigabytes(capacity - peak.mid)} left")
+    found += figure_notes(e, request)
+    whole, warning = run_of(e, request, run), batch_warning(request, run.tokens)
+    found += whole.notes if whole is not None else ()
+    found += [warning] if warning is not None else []
+    return found
+
+
+def figure_notes(e: Estimate, request: PlanRequest) -> list[str]:
+    """Return sentences on figures of the hardware that no source confirms and that a plan depends on."""
+    found = []
     assumed_host = request.cluster.device.host_memory_bytes is None and math.isfinite(e.host_capacity_bytes)
     if assumed_host and any(s.host_memory for s in e.stages):
         found.append(
@@ -454,10 +464,6 @@ def notes_of(e: Estimate, request: PlanRequest, run: RunTask) -> list[str]:
             f"no source confirms these catalog fields of {request.cluster.device.name}: "
             f"{', '.join(request.cluster.unverified)}"
         )
-    whole, warning = run_of(e, request, run), batch_warning(request, run.tokens)
-    found += whole.notes if whole is not None else ()
-    found += graph_notes([request])
-    found += [warning] if warning is not None else []
     return found
 
 
@@ -467,9 +473,9 @@ def say_warnings(out: Console, e: Estimate, request: PlanRequest, run: RunTask) 
         paragraph(out, f"Note: {text}", 6, "yellow")
 
 
-def graph_notes(requests: Sequence[PlanRequest]) -> list[str]:
-    """Return the notes of the models' graphs, each after the model's name."""
-    return list(dict.fromkeys(f"{r.graph.name}: {note}" for r in requests for note in r.graph.notes))
+def task_notes(requests: Sequence[PlanRequest]) -> list[str]:
+    """Return the notes of tasks (`Facts.notes`), each after the name of the model."""
+    return list(dict.fromkeys(f"{r.graph.name}: {note}" for r in requests for note in r.facts.notes))
 
 
 def assumptions_text(known: Assumptions) -> str:
@@ -532,8 +538,13 @@ def plan_text(
     request: PlanRequest,
     result: SearchResult,
     run: RunTask = STEP_ONLY,
+    whole: str = "",
 ) -> None:
-    """Print the answer of `autoplan plan --verbose`: every figure with its evidence, and the proof."""
+    """Print the answer of `autoplan plan --verbose`: every figure with its evidence, and the proof.
+
+    Args:
+        whole: the words for all nodes, where the plan leaves some idle; "": as `cluster`.
+    """
     best = result.plans[0]
     heading(out, request)
     evidence(out, request, best.estimate)
@@ -549,7 +560,7 @@ def plan_text(
         out,
         [
             estimate_command(model, cluster, request, best.config, run),
-            whatif_command(model, cluster, request, varied_text(request), run),
+            whatif_command(model, whole or cluster, request, varied_text(request), run),
         ],
     )
 

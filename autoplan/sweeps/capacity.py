@@ -13,6 +13,9 @@ or a YAML file (`autoplan capacity FILE.yaml`) with the same names. `models` to 
     mode: eager
     pins: {tp: 8}                               # of all rows
     like: megatron-bridge@26.08                 # settings of the stack that will run them (autoplan stacks)
+    runnable: true                              # only plans that autoplan's own runtime can execute
+    adapters: lora:16                           # fine-tuning: low-rank products beside frozen weights
+    target_len: 512                             # of encoder-decoders; in powers of 1024
     launch: graphs                              # how runs are set up: the names of RunOptions
     overlap: [tp, pp]
     fused_loss: true
@@ -37,13 +40,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from autoplan.catalog import load_model
+from autoplan.config.adapters import Adapters, read_adapters
 from autoplan.config.choices import OPTIONS, PINS, option_data, options_of, read_mode
 from autoplan.config.keys import check_keys, check_names
 from autoplan.config.numbers import read_count, read_number
 from autoplan.config.parallel import Mode, RunOptions
 from autoplan.config.planning import SEARCH_SETTINGS, SearchSettings, SearchWords
 from autoplan.config.precision import precision_of
-from autoplan.config.settings import VARIED_SETTINGS, setting
+from autoplan.config.settings import VARIED_SETTINGS, check_setting, setting
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.hardware.cluster_file import read_yaml
@@ -51,14 +55,15 @@ from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.whole_run import Assumptions
 from autoplan.errors import AutoplanError, PinError
 from autoplan.ir.graph import ModelGraph
+from autoplan.program.adapters import with_adapters
 from autoplan.search.planner import PlanRequest, search_plan
 from autoplan.stacks.like import Like, read_like
 from autoplan.sweeps.whatif import (
+    RANGES,
     Point,
     RunTask,
     check_measured_on,
     check_points,
-    check_sweep,
     check_tokens,
     critical_batch,
     points,
@@ -75,6 +80,9 @@ _OPTIONAL = (
     *(name for name in _LISTED if name not in _NEEDED),
     "pins",
     "like",
+    "runnable",
+    "adapters",
+    "target_len",
     *OPTIONS,
     "profile",
     "constants",
@@ -106,6 +114,9 @@ class CapacityTask(SearchSettings):
     constants_file: str | None
     assumptions: Assumptions
     like: Like | None = None
+    runnable: bool = False
+    adapters: Adapters | None = None
+    target_len: int | None = None
 
     @property
     def num_searches(self) -> int:
@@ -162,6 +173,7 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
     like = None
     if "like" in given:
         like = _read(f"{where}: like", lambda v: read_like(v, option_given), given["like"])
+    adapters = _read(f"{where}: adapters", _adapters, given.get("adapters"))
     known, file = _read(f"{where}: constants", lambda v: _constants(v, folder), given.get("constants"))
     task = CapacityTask(
         # the slowest reads come last
@@ -171,6 +183,9 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
         precision=read("precision", lambda v: _precision(v, like), setting("precision").default),
         mode=read("mode", read_mode, Mode.EAGER if like is None else like.mode),
         like=like,
+        runnable=_switched(given, "runnable", where),
+        adapters=adapters,
+        target_len=None if "target_len" not in given else read("target_len", lambda v: _count("target_len", v))[0],
         pins={name: tuple(value) if isinstance(value, list) else value for name, value in pins.items()},
         options=options,
         constants=known,
@@ -179,7 +194,7 @@ def task_of(data: Mapping[str, Any], where: str, folder: Path | None = None) -> 
         **_search_words(given, where),
         clusters=read("clusters", lambda v: _cluster(v, folder)),
         profile=read("profile", lambda v: _profile(v, folder))[0],
-        models=read("models", lambda v: _model(v, folder)),
+        models=read("models", lambda v: _model(v, folder, adapters)),
     )
     for name, cluster in task.clusters:
         _read(where, partial(check_measured_on, task.profile, cluster), f"cluster {name}")
@@ -197,6 +212,17 @@ def _mapping(given: Mapping[str, Any], name: str, example: str, where: str) -> M
     if not isinstance(value, Mapping):
         raise PinError(f"{where}: {name}={value!r} must be a mapping, for example {example}")
     return value
+
+
+def _switched(given: Mapping[str, Any], name: str, where: str) -> bool:
+    value = given.get(name, False)
+    if not isinstance(value, bool):
+        raise PinError(f"{where}: {name}={value!r} must be true or false")
+    return value
+
+
+def _adapters(value: object) -> Adapters | None:
+    return value if value is None or isinstance(value, Adapters) else read_adapters(str(value))
 
 
 def _precision(value: object, like: Like | None) -> str:
@@ -237,7 +263,9 @@ def _tokens(value: object) -> float:
 
 def _count(name: str, value: object) -> int:
     number = read_count(value, name) if isinstance(value, str) else value
-    check_sweep(**{"seq_len": 1, "global_batch_size": 1, name: number})
+    if name in RANGES:
+        RANGES[name].check(number, name)
+    check_setting(name, number)
     return int(number)  # type: ignore[call-overload,no-any-return]
 
 
@@ -267,7 +295,12 @@ def _constants(value: object, folder: Path | None) -> tuple[Constants, str | Non
     return read_constants(folder / value if folder is not None and isinstance(value, str) else value)
 
 
-def _model(value: object, folder: Path | None) -> tuple[str, ModelGraph]:
+def _model(value: object, folder: Path | None, adapters: Adapters | None) -> tuple[str, ModelGraph]:
+    label, graph = _named_model(value, folder)
+    return label, graph if adapters is None else with_adapters(graph, adapters)
+
+
+def _named_model(value: object, folder: Path | None) -> tuple[str, ModelGraph]:
     if isinstance(value, ModelGraph):
         return value.name, value
     if not isinstance(value, str):
@@ -300,6 +333,9 @@ def cells(task: CapacityTask, search: Callable[[PlanRequest], Any] = search_plan
             constants=task.constants,
             constants_file=task.constants_file,
             like=task.like,
+            executed=task.runnable,
+            adapters=None if task.adapters is None else str(task.adapters),
+            target_len=task.target_len,
             **task.search_words,
         )
         for point in points(base, vary, search):
@@ -339,6 +375,9 @@ def capacity(
     constants: Constants | Path | str | None = None,
     assumptions: Mapping[str, float] | None = None,
     like: str | None = None,
+    runnable: bool = False,
+    adapters: Adapters | str | None = None,
+    target_len: int | str | None = None,
     **search: Unpack[SearchWords],
 ) -> pd.DataFrame:
     """Return the best plan of every model on every cluster, with the cost of its run, one row each.
@@ -359,6 +398,9 @@ def capacity(
         assumptions: Failures, power and storage of the run, by the names of `autoplan.cost_models.whole_run.FIGURES`.
         like: The stack that will run the plans, `megatron-bridge@26.08`; other arguments override it where they differ
             from their defaults.
+        runnable: True: only plans that autoplan's own runtime can execute.
+        adapters: Low-rank products that are trained beside frozen weights, `lora:16` (`autoplan.config.adapters`).
+        target_len: Tokens per target sequence of encoder-decoders; None: as seq_len.
         **search: Settings of every search: time_limit_s, memory_risk, equal_within, gap
             (`autoplan.config.planning.SearchSettings`).
 
@@ -392,6 +434,9 @@ def capacity(
             "profile": profile,
             "constants": constants,
             "assumptions": assumptions,
+            "runnable": runnable,
+            "adapters": adapters,
+            "target_len": target_len,
             **search,
         },
         "capacity",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoplan.config.choices import CHOICES, config_data
+from autoplan.config.context_methods import methods_text
 from autoplan.config.parallel import ParallelConfig
 from autoplan.config.recompute import FULL, NONE, recompute_label
 from autoplan.cost_models.quantity import Quantity
@@ -122,13 +123,15 @@ def decisions_between(
 def decided(request: PlanRequest, config: ParallelConfig) -> dict[str, Any]:
     """Return the decisions of a plan by name, each in its shortest form.
 
-    Recompute that is the same in all layers is the word for it; stages with as many layers each are None.
+    Recompute that is the same in all layers is the word for it, as is a method of context parallelism that all blocks
+    share; stages with as many layers each are None.
     """
     data = config_data(config)
     out = {c.name: data[c.name] for c in CHOICES if c.name in data and c.name not in _FOLLOW}
     out["recompute"] = _recompute(config, len(layer_calls(request.graph)))
     out["stages"] = _uneven(config.stages)
     out["etp"] = out["etp"] if config.spreads_experts else None
+    out["context_method"] = None if config.context_method is None else methods_text(config.context_method)
     return {name: tuple(value) if isinstance(value, list) else value for name, value in out.items()}
 
 

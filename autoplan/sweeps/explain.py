@@ -25,6 +25,7 @@ from autoplan.config.precision import precision_of
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.hardware.parts import NETWORKS
 from autoplan.errors import AutoplanError, InfeasibleError, PinError
+from autoplan.search.best_use import best_use
 from autoplan.search.infeasible import InfeasibleReport
 from autoplan.search.planner import (
     Certificate,
@@ -189,7 +190,8 @@ def explain(
     """Return why a plan is what it is.
 
     Args:
-        config: the plan; None: the best one, which is searched.
+        config: the plan; None: the best one, which is searched as `autoplan plan` does: it may leave nodes idle or take
+            other settings of the stack, and the explanation is about this request (`Explanation.request`).
         only: names of the choices to explain; empty: all.
         every_value: all values that are legal, not only the next ones below and above.
         settings: True to look at changes of the task.
@@ -211,8 +213,8 @@ def explain(
     certificate = None
     told(0, 0, "the plan")
     if config is None:
-        result = search_plan(replace(request, top=1))
-        own, certificate = result.plans[0], result.certificate
+        use = best_use(replace(request, top=1))
+        request, own, certificate = use.request, use.result.plans[0], use.result.certificate
     else:
         own = estimate_config(request, config)
     if certificate is not None and certificate.status is Status.INTERRUPTED:

@@ -18,6 +18,7 @@ from autoplan.cost_models.hardware.catalog import entries, entry
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import AutoplanError, InfeasibleError, PinError
 from autoplan.program.adapters import in_4_bits, with_adapters
+from autoplan.search.best_use import Use, best_use
 from autoplan.search.certificate import Status
 from autoplan.search.infeasible import InfeasibleReport
 from autoplan.search.planner import Certificate, Planned, PlanRequest, StoppedError, estimate_config, search_plan
@@ -58,7 +59,8 @@ class Fit:
     """Whether a model fits, and ways to make it fit.
 
     Attributes:
-        asked: the task as it was asked: every plan of the space may be used.
+        asked: the task as it was asked: every plan of the space may be used. Its request leaves nodes idle where `plan`
+            would (`autoplan.search.best_use`).
         closest: if nothing fits, a plan with as little memory as was found, with its terms; else None.
         ways: ways that were tried, in the order of what they change.
         interrupted: True if Ctrl-C ended it, so that some ways are missing.
@@ -98,13 +100,13 @@ def fit(
         (True, 1)
     """
     told("what was asked")
-    asked = _tried("", replace(request, time_limit_s=max(seconds, request.time_limit_s)))
+    asked = _tried("", replace(request, time_limit_s=max(seconds, request.time_limit_s)), best_use)
     if asked.status == "illegal":
         raise PinError(asked.reason)
     found: list[Way] = []
     interrupted = asked.interrupted
     try:
-        _try_ways(request, found, seconds, told, ways and not interrupted)
+        _try_ways(asked.request, found, seconds, told, ways and not interrupted)
     except KeyboardInterrupt:
         interrupted = True
     closest = None if asked.status == "fits" else _closest(request)
@@ -126,16 +128,21 @@ def _try_ways(request: PlanRequest, found: list[Way], seconds: float, told: Call
         found += mine[-1:] if maker in _ONE_OF else mine
 
 
-def _tried(name: str, request: PlanRequest) -> Way:
+def _as_asked(request: PlanRequest) -> Use:
+    return Use(request, search_plan(request))
+
+
+def _tried(name: str, request: PlanRequest, use: Callable[[PlanRequest], Use] = _as_asked) -> Way:
+    """Return what a search says. `use`: finds the plans and the request that they answer."""
     try:
-        result = search_plan(replace(request, top=1, patient=False))
+        found = use(replace(request, top=1, patient=False))
     except StoppedError as error:
         return Way(name, request, "stopped", reason=str(error))
     except InfeasibleError as error:
         return Way(name, request, "does not fit", shortage=getattr(error, "report", None), reason=str(error))
     except AutoplanError as error:
         return Way(name, request, "illegal", reason=str(error))
-    return Way(name, request, "fits", result.plans[0], result.certificate)
+    return Way(name, found.request, "fits", found.result.plans[0], found.result.certificate)
 
 
 _Ways = Iterator[tuple[str, PlanRequest]]
@@ -192,7 +199,7 @@ def _of_adapters(r: PlanRequest) -> _Ways:
 
 def _more_devices(r: PlanRequest) -> _Ways:
     """Yield larger clusters: a node is filled first, then there are more. A batch has a sequence for every device."""
-    if r.executed or r.cluster.fabric is not None or r.cluster.device_type == "cpu":
+    if r.cluster.fabric is not None or r.cluster.device_type == "cpu":
         return
     asked = r.global_batch_size
     for _ in range(_MOST_LARGER):

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoplan.catalog import active_params
+from autoplan.config.numbers import digits
 from autoplan.cost_models.hardware import catalog
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.quantity import Quantity
@@ -33,6 +34,7 @@ SEARCH_S = 30.0  # seconds for the plan of one number of nodes
 _GUESS = 0.4  # share of the peak that a first guess of the number of nodes assumes
 _MOST_DEVICES = 2**18
 _MOST_BISECTED = 6  # plans between the last number that is too small and the first that meets the deadline
+_MOST_NEAR = 8  # legal numbers that are looked for in place of one that is illegal
 _NO_GAIN = 2  # doublings without fewer days after which more nodes are not tried
 
 
@@ -46,16 +48,24 @@ class SizePoint:
     run: Run | None
 
     @property
+    def whole_days(self) -> Quantity | None:
+        """Days with failures, else without; None without a plan, and where failures may come faster than progress."""
+        return self._of("days_with_failures", "days")
+
+    @property
+    def whole_usd(self) -> Quantity | None:
+        """US dollars of `whole_days`; None also without a price."""
+        return self._of("usd_with_failures", "usd")
+
+    @property
     def days(self) -> float | None:
-        """Expected days with failures, else without; None without a plan."""
-        q = self._of("days_with_failures", "days")
-        return None if q is None else q.mid
+        """Expected days (`whole_days`)."""
+        return None if self.whole_days is None else self.whole_days.mid
 
     @property
     def usd(self) -> float | None:
-        """Expected US dollars with failures, else without; None without a plan or a price."""
-        q = self._of("usd_with_failures", "usd")
-        return None if q is None else q.mid
+        """Expected US dollars (`whole_usd`)."""
+        return None if self.whole_usd is None else self.whole_usd.mid
 
     def is_ruled_out(self, deadline_days: float, budget_usd: float | None) -> bool:
         """Return True if no plan of this number of nodes can meet both: its search proves it, or nothing fits."""
@@ -66,13 +76,20 @@ class SizePoint:
         return too_dear or self.days * least > deadline_days
 
     def _of(self, *names: str) -> Quantity | None:
-        values = (getattr(self.run, name) for name in names)
-        return None if self.run is None else next((v for v in values if v is not None), None)
+        if self.run is None or self.run.endless:
+            return None
+        return next((v for name in names if (v := getattr(self.run, name)) is not None), None)
 
     def meets(self, deadline_days: float, budget_usd: float | None) -> bool:
         """Return True if it is known to be in time, and within the budget if there is one."""
         in_time = self.days is not None and self.days <= deadline_days
         return in_time and (budget_usd is None or (self.usd is not None and self.usd <= budget_usd))
+
+    def meets_surely(self, deadline_days: float, budget_usd: float | None) -> bool:
+        """Return True if it also meets both at the high ends of its intervals."""
+        days, usd = self.whole_days, self.whole_usd
+        in_time = days is not None and days.high <= deadline_days
+        return in_time and (budget_usd is None or (usd is not None and usd.high <= budget_usd))
 
 
 @dataclass(frozen=True)
@@ -83,6 +100,7 @@ class Kind:
         name: as it was given.
         fewest: the point with the fewest nodes that meets the deadline and the budget; None if no point does.
         cheapest: the point with the least money among those that meet both; None also without prices.
+        surest: the planned point with the fewest nodes that meets both also at the high ends of its intervals.
         adjacent: True if the next smaller legal number of nodes below `fewest` was tried.
         proved: True if every smaller number that was tried is proved to be too slow or too dear; False: its search was
             stopped.
@@ -96,6 +114,7 @@ class Kind:
     adjacent: bool
     reason: str = ""
     proved: bool = True
+    surest: SizePoint | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +137,12 @@ class Size:
 
     @property
     def proved(self) -> bool:
-        """True if every point of any kind with fewer devices than `fewest` is proved not to meet both."""
+        """True if no number of nodes of any kind with fewer devices than `fewest` can meet both.
+
+        Every one that was planned is proved not to, and no legal number was left out next to the fewest of a kind.
+        """
+        if not all(k.adjacent for k in self.kinds if k.fewest is not None):
+            return False
         most = math.inf if self.fewest is None else self.fewest.num_devices
         tried = (p for k in self.kinds for p in k.points if p.num_devices < most)
         return all(p.is_ruled_out(self.deadline_days, self.budget_usd) for p in tried)
@@ -127,16 +151,28 @@ class Size:
     def cheapest(self) -> SizePoint | None:
         """The point with the least money of all kinds; None without prices, or if no kind meets them."""
         found = [k.cheapest for k in self.kinds if k.cheapest is not None]
-        return min(found, key=lambda p: p.usd or math.inf, default=None)
+        return min(found, key=_money, default=None)
+
+    @property
+    def surest(self) -> SizePoint | None:
+        """The point with the fewest devices of all kinds that meets both at the high ends of its intervals, too."""
+        found = [k.surest for k in self.kinds if k.surest is not None]
+        return min(found, key=lambda p: p.num_devices, default=None)
+
+
+def _money(point: SizePoint) -> float:
+    return math.inf if point.usd is None else point.usd
 
 
 def nodes_of(text: str, nodes: int = 1) -> Cluster:
     """Return nodes of a kind: the usual nodes of a device (`h100`), or a cloud instance, with overrides (`@price=2`).
 
-    Raises: PinError for a name that is neither, or not unique.
+    Raises: PinError for a name that is neither, or not unique, and for a number of nodes.
     """
     name, at, overrides = text.strip().partition("@")
     name = name.strip()
+    if re.search(r"(^|,)\s*nodes\s*=", overrides):
+        raise PinError(f"{text!r}: the number of nodes follows from the deadline; leave out nodes=")
     if name in catalog.instances() or not catalog.device_ids(name):
         return Cluster.parse(f"{nodes}x{name}{at}{overrides}")
     entry = catalog.entry(name)
@@ -191,6 +227,8 @@ def size(
     for name, cluster in made or [(request.cluster.device.name, request.cluster)]:
         if cluster.fabric is not None:
             raise PinError(f"the number of nodes of {cluster} follows from its fabric; name a device or an instance")
+        if cluster.device_type == "cpu" and cluster.num_nodes == 1:
+            raise PinError(f"{name} is this machine, of which there is one; name a device or an instance")
         sizer = _Sizer(replace(asked, cluster=cluster), run, deadline_days, budget_usd, search)
         found.append(sizer.kind(name, told))
         if sizer.interrupted:
@@ -224,7 +262,7 @@ class _Sizer:
             first = self._in_time()
             adjacent = first is not None and self._bisect(first)
             if first is not None:
-                self._at(2 * min(n for n in self.points if self._quick(n)))  # the next point of the curve
+                self._rung(2 * min(n for n in self.points if self._quick(n)))  # the next point of the curve
         except KeyboardInterrupt:
             self.interrupted = True
         points = tuple(self.points[n] for n in sorted(self.points))
@@ -234,7 +272,7 @@ class _Sizer:
             name,
             points,
             min(meeting, key=lambda p: p.nodes, default=None),
-            min(priced, key=lambda p: (p.usd or 0.0, p.nodes), default=None),
+            min(priced, key=lambda p: (_money(p), p.nodes), default=None),
             adjacent,
             "" if meeting else self._reason(points),
             all(
@@ -242,6 +280,7 @@ class _Sizer:
                 for p in points
                 if not meeting or p.nodes < meeting[0].nodes
             ),
+            next((p for p in points if p.meets_surely(self.deadline_days, self.budget_usd)), None),
         )
 
     def _meets(self, point: SizePoint) -> bool:
@@ -253,16 +292,46 @@ class _Sizer:
         Return a number that meets it and whose half does not, or is 0; None if there is none. More money than the
         budget does not count here: fewer nodes may cost less, but take longer.
         """
-        n, idle, best = self._guess(), 0, math.inf
-        while not self._quick(n):
-            days = self._at(n).days or math.inf
+        guess = n = self._guess()
+        idle, best, found = 0, math.inf, None
+        while not self._quick(rung := self._rung(n)):
+            days = self._at(rung).days or math.inf
             idle, best = (0, days) if days < best else (idle + (days < math.inf), min(best, days))
-            if 2 * n * self.request.cluster.devices_per_node > _MOST_DEVICES or idle >= _NO_GAIN:
-                return None
             n *= 2
-        while n > 1 and self._quick(n // 2):
+            if n * self.request.cluster.devices_per_node > _MOST_DEVICES or idle >= _NO_GAIN or self._is_endless(rung):
+                break
+        else:
+            found, guess = rung, n
+        if found is None and best < math.inf:
+            return None
+        n = guess
+        while n > 1:
             n //= 2
-        return n
+            rung = self._rung(n)
+            if self._quick(rung):
+                found = rung if found is None else min(found, rung)
+            elif self._at(rung).point.status != "illegal":
+                break
+        return found
+
+    def _rung(self, n: int) -> int:
+        """Return a number of nodes, planned: n, or if it is illegal a legal one between its half and its double.
+
+        Of those whose devices batch, node and layers divide, it is the nearest; n if none of them is legal.
+        """
+        model, per_node = self.request.facts.model, self.request.cluster.devices_per_node
+        if self._at(n).point.status != "illegal" or model is None:
+            return n
+        divided = self.request.global_batch_size * model.num_layers * per_node
+        near = [m for m in range(n // 2 + 1, 2 * n) if m != n and divided % (m * per_node) == 0]
+        near.sort(key=lambda m: (abs(math.log(m / n)), m))
+        found = next((m for m in near[:_MOST_NEAR] if self._is_legal(m)), n)
+        _ = self._at(found)
+        return found
+
+    def _is_endless(self, n: int) -> bool:
+        run = self._at(n).run
+        return run is not None and run.endless
 
     def _quick(self, n: int) -> bool:
         """Return True if a number of nodes is in time."""
@@ -279,7 +348,8 @@ class _Sizer:
 
     def _bisect(self, high: int) -> bool:
         """Look for fewer nodes than `high` that are in time. Return True if the next smaller legal number is not."""
-        low = high // 2  # not in time, or 0
+        tried = (n for n, p in self.points.items() if n < high and p.point.status != "illegal")
+        low = max(tried, default=0)  # not in time, or 0
         for _ in range(_MOST_BISECTED):
             between = self._legal_near((low + high) // 2, low, high)
             if between is None:
@@ -332,11 +402,13 @@ class _Sizer:
             if not costs:
                 return "no price is known (--devices KIND@price=USD per device and hour)"
             return f"in time it costs at least ${min(costs):,.0f}"
+        if any(p.run is not None and p.run.endless for p in points):
+            return "failures may come faster than progress, so that no time can be said"
         known = [p for p in points if p.days is not None]
         if not known:
             return points[-1].point.reason if points else "no number of nodes was tried"
         best = min(known, key=lambda p: p.days or math.inf)
-        return f"the fewest days found are {best.days:.1f}, with {best.num_devices:,} devices"
+        return f"the fewest days found are {digits(best.days or 0)}, with {best.num_devices:,} devices"
 
 
 def size_rows(found: Size) -> list[dict[str, object]]:
@@ -353,14 +425,22 @@ def size_rows(found: Size) -> list[dict[str, object]]:
                     "status": p.point.status,
                     "days": p.days,
                     "usd": p.usd,
+                    **_ends("days", p.whole_days),
+                    **_ends("usd", p.whole_usd),
                     "mfu": None if estimate is None else estimate.mfu,
                     "step_time_s": None if estimate is None else estimate.step_time_s.mid,
                     "tokens_per_s": None if estimate is None else estimate.tokens_per_s,
                     "goodput": None if p.run is None or p.run.goodput is None else p.run.goodput.share.mid,
                     "in_time": p.days is not None and p.days <= found.deadline_days,
                     "meets": p.meets(found.deadline_days, found.budget_usd),
+                    "meets_surely": p.meets_surely(found.deadline_days, found.budget_usd),
                     **how_searched(p.point.certificate),
                     "reason": p.point.reason,
                 }
             )
     return out
+
+
+def _ends(name: str, found: Quantity | None) -> dict[str, object]:
+    """Return both ends of an interval as columns."""
+    return {f"{name}_{end}": getattr(found, end, None) for end in ("low", "high")}

@@ -426,6 +426,7 @@ def whatif(
     target_len: int | None = None,
     like: str | None = None,
     adapters: Adapters | str | None = None,
+    runnable: bool = False,
     **search: Unpack[SearchWords],
 ) -> pd.DataFrame:
     """Return the best plan at every point of a sweep, one row per point; a point without a plan states the reason.
@@ -444,6 +445,7 @@ def whatif(
         like: The stack that will run the plan, `megatron-bridge@26.08`; other arguments override it where they differ
             from their defaults.
         adapters: Low-rank products that are trained beside frozen weights, `lora:16` (`autoplan.config.adapters`).
+        runnable: True: only plans that autoplan's own runtime can execute.
         **search: Settings of the search of every point: time_limit_s, memory_risk, equal_within, gap
             (`autoplan.config.planning.SearchSettings`).
 
@@ -485,6 +487,7 @@ def whatif(
         known,
         file,
         target_len=target_len,
+        executed=runnable,
         like=like,
         adapters=None if beside is None else str(beside),
         **search,

@@ -21,6 +21,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import AutoplanError, CaptureError, GraphError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import Axis
+from autoplan.program.facts import Facts
 from autoplan.program.problem import IntraSettings, build_problem
 from autoplan.search.intra import solve
 
@@ -314,3 +315,20 @@ def test_factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -
 def test_factories_that_do_not_work(name: str, message: str) -> None:
     with pytest.raises(CaptureError, match=message):
         catalog.load_model(name)
+
+
+def test_a_model_knows_the_positions_of_its_config() -> None:
+    """They are told where sequences are longer, and are no part of what identifies a graph."""
+    graph = catalog.load_model("llama-2-7b")
+    assert graph.positions == 4096 and "positions" not in graph.to_json()
+    assert replace(graph, positions=None) == graph and replace(graph, positions=None).content_hash == graph.content_hash
+    assert catalog.load_model("gpt2").positions is None  # learned: longer sequences are refused
+    for length, told in ((4096, False), (8192, True)):
+        notes = Facts.of(graph, Cluster.parse("8xh100"), 64, length).notes
+        assert any(f"4,096 positions, and sequences have {length:,} tokens" in note for note in notes) is told
+
+
+@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if "usual" in config])
+def test_a_usual_run_is_within_the_positions(name: str) -> None:
+    usual, most = catalog.usual_run(name), CONFIGS[name]["config"].get("max_position_embeddings")
+    assert usual is not None and (most is None or usual.seq_len <= most)

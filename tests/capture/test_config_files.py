@@ -268,3 +268,12 @@ def test_what_is_no_recurrence_is_traced(config: dict[str, Any], monkeypatch: py
     assert seen == [type(model).__name__] * 2
     assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
     assert not any("forward" in vars(m) for m in model.modules())
+
+
+def test_sequences_beyond_the_positions_of_a_config_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    for length in ("128", "256"):
+        words = ("estimate", str(path), "--cluster", "h100", "--seq-len", length, "--gbs", "1", "--json")
+        (notes,) = [json.loads(run(*words).stdout)["model"]["notes"]]
+        assert any("names 128 positions, and sequences have 256 tokens" in note for note in notes) is (length == "256")

@@ -122,3 +122,18 @@ def test_explain_on_the_command_line(tmp_path: Path) -> None:
 )
 def test_bad_questions_are_one_line(words: tuple[str, ...], message: str) -> None:
     assert message in one_line_error(run("explain", *TASK, *words), 2)
+
+
+def test_a_method_of_context_parallelism_is_one_choice_in_all_its_forms(tmp_path: Path) -> None:
+    """A pin that the plan has is kept; another one is refused, as for every other choice."""
+    words = ("llama-3.2-1b", "--cluster", "1x4xh100-sxm5-80gb", "--seq-len", "16k", "--gbs", "4")
+    pins = ("--pin", "cp=4", "--pin", "context_method=ring")
+    plan = tmp_path / "plan.json"
+    plan.write_text(run("plan", *words, *pins, "--json").stdout)
+    assert "ring" in json.loads(plan.read_text())["plan"]["context_method"].values()
+    line = one_line_error(run("explain", str(plan), "--pin", "cp=4", "--pin", "context_method=gather"), 2)
+    assert f"pin context_method=gather: the plan of {plan} has context_method=ring" in line
+    data = json.loads(run("explain", str(plan), "--only", "context_method", "--no-settings", "--json").stdout)
+    (decision,) = data["decisions"]
+    assert decision["value"] == "ring"
+    assert {a["value"] for a in decision["alternatives"]} == {"gather", "ulysses"}

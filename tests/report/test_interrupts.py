@@ -217,16 +217,18 @@ def test_a_search_with_another_setting_that_is_interrupted_ends_it(
 
 
 def test_an_interrupted_plan_is_explained_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoplan.sweeps.explain.search_plan", searches := Searches(CUT_SHORT))
+    monkeypatch.setattr(uses, "search_plan", searches := Searches(CUT_SHORT))
     found = explain(REQUEST)
     assert found.interrupted and found.planned is OWN and not found.decisions and searches.num == 1
 
 
 def test_after_an_interrupted_search_no_other_way_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoplan.sweeps.fit.search_plan", searches := Searches(CUT_SHORT))
+    monkeypatch.setattr(uses, "search_plan", searches := Searches(CUT_SHORT))
     found = fit(REQUEST)
     assert found.interrupted and found.fits and not found.ways and searches.num == 1
-    monkeypatch.setattr("autoplan.sweeps.fit.search_plan", searches := Searches(FOUND, FOUND, CUT_SHORT, FOUND))
+    searches = Searches(FOUND, FOUND, CUT_SHORT, FOUND)
+    monkeypatch.setattr(uses, "search_plan", searches)
+    monkeypatch.setattr("autoplan.sweeps.fit.search_plan", searches)
     assert fit(REQUEST).interrupted and searches.num == 3
 
 

@@ -217,3 +217,8 @@ def test_what_goes_on_keeps_the_whole_run() -> None:
     shown = run("estimate", *TASK, "--tokens", "1B").stdout.replace("\\\n", " ")
     (line,) = re.findall(r"Next: (autoplan plan .*)", shown)
     assert shlex.split(line)[-2:] == ["--tokens", "1B"]
+
+
+def test_a_sweep_that_is_proposed_keeps_to_what_runs() -> None:
+    request = asked("gpt2", ONE, 1024, 64, executed=True)
+    assert "--runnable" in commands.whatif_command("gpt2", ONE, request, "nodes=1,2")

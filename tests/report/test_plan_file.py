@@ -106,3 +106,7 @@ def test_what_is_no_plan_file_in_python(tmp_path: Path) -> None:
 def test_a_model_without_a_plan_file_needs_its_task() -> None:
     said = one_line_error(run("estimate", "llama-3.2-1b", "--tp", "2"), 2)
     assert "--cluster is missing, for example --cluster 8xh100; only a plan file" in said
+
+
+def test_a_plan_file_that_is_not_there_is_named() -> None:
+    assert "model 'missing.json': there is no such file" in one_line_error(run("explain", "missing.json"), 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 from typer.testing import CliRunner
 
@@ -92,3 +93,11 @@ def test_refusals_name_the_value() -> None:
     assert code == 2 and "pp=4 cannot be pinned over pools" in said
     code, said = run("pools", "gpt2", "--pool", "1x4xh100", "--pool", "1x4xnothing", "--seq-len", "1k", "--gbs", "64")
     assert code == 2 and "nothing" in said
+
+
+def test_the_cluster_of_a_plan_file_is_not_one_that_was_typed(tmp_path: Path) -> None:
+    code, said = run("plan", "gpt2", "--cluster", "4xh100", "--seq-len", "1k", "--gbs", "64", *PINS, "--json")
+    assert code == 0
+    (tmp_path / "plan.json").write_text(said)
+    code, said = run("pools", str(tmp_path / "plan.json"), *TASK[2:6], "--no-alone")
+    assert code == 0 and "a100-sxm4-80gb" in said, said

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from enumeration import graph
@@ -97,3 +99,31 @@ def test_a_cluster_that_names_its_idle_nodes_is_kept() -> None:
     r = _asked("16x8xh100-sxm5-80gb@idle=1", 1024)
     assert not fewer_nodes(r)
     assert Use(r, None).text("16x8xh100-sxm5-80gb@idle=1") == "16x8xh100-sxm5-80gb@idle=1"  # type: ignore[arg-type]
+
+
+FEW = ("llama-3.2-1b", "--cluster", "17x1xh100-sxm5-80gb", "--seq-len", "1k", "--gbs", "64")
+FEW_PINS = ("--pin", "pp=1", "--pin", "tp=1", "--pin", "micro_batch_size=1")
+
+
+def test_all_doors_leave_the_same_nodes_idle() -> None:
+    """`explain` and `fit` are about the plan that `plan` answers."""
+
+    def answer(*words: str) -> dict[str, Any]:
+        result = CliRunner().invoke(app, [*words, "--json"])
+        assert result.exit_code == 0, result.output
+        found: dict[str, Any] = json.loads(result.output)
+        return found
+
+    plan = answer("plan", *FEW, *FEW_PINS)
+    assert plan["cluster"]["idle_devices"] == 1
+    for words in (("explain", *FEW, "--only", "ep", "--no-settings"), ("fit", *FEW, "--no-ways")):
+        found = answer(*words, *FEW_PINS)
+        assert found["cluster"] == plan["cluster"] and found["plan"] == plan["plan"], words[0]
+    versus = answer("explain", *FEW, *FEW_PINS, "--vs", "zero_stage=0")
+    assert versus["cluster"] == plan["cluster"] and versus["plan"] == plan["plan"]
+
+
+def test_a_sweep_that_is_proposed_pays_for_no_idle_node() -> None:
+    shown = CliRunner().invoke(app, ["plan", *FEW, *FEW_PINS], env={"COLUMNS": "200"})
+    (line,) = re.findall(r"autoplan whatif (.*)", shown.output.replace("\\\n", " "))
+    assert "idle=" not in line and "--vary nodes=16..64" in line

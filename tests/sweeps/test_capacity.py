@@ -411,3 +411,25 @@ def test_what_cannot_be_written_is_said_before(tmp_path: Path) -> None:
     check_writable(tmp_path / "new")
     write_text("/dev/null", "a device stays one")
     assert not Path("/dev/null").is_file() and not list(tmp_path.iterdir())
+
+
+def test_a_fleet_may_be_fine_tuned_and_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[PlanRequest] = []
+
+    def search(request: PlanRequest) -> Any:
+        seen.append(request)
+        return fake_search(request)
+
+    real: Callable[..., Any] = sweep.points
+    monkeypatch.setattr("autoplan.sweeps.capacity.points", lambda base, vary, _: real(base, vary, search))
+    head = "models: gpt2\nclusters: 1x4xh100-sxm5-80gb\ntokens: 1B\nseq_len: 1k\nglobal_batch_size: 16\n"
+    path = write(tmp_path, f"{head}runnable: true\nadapters: lora:16\ntarget_len: 1k\n")
+    assert ", adapters lora:16, target 1,024 tokens, runnable" in " ".join(run_file(path).stdout.split())
+    data = json.loads(run_file(path, "--json").stdout)
+    assert (data["runnable"], data["adapters"], data["target_len"]) == (True, "lora:16", 1024)
+    autoplan.capacity("gpt2", H100, "1B", 1024, 16, runnable=True, adapters="lora:16", target_len=1024)
+    assert {(r.executed, r.adapters, r.target_len) for r in seen} == {(True, "lora:16", 1024)}
+    assert any(not p.trainable for p in seen[-1].graph.params.values()) and len(seen) == 3
+    for wrong in ("runnable: 1", "adapters: lora", "target_len: 0"):
+        result = run_file(write(tmp_path, f"{head}{wrong}\n"))
+        assert result.exit_code == 2 and wrong.partition(":")[0] in result.stderr, result.output

@@ -187,12 +187,13 @@ def test_an_unknown_choice_is_named() -> None:
 def test_ctrl_c_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[PlanRequest] = []
 
-    def search(request: PlanRequest) -> SearchResult:
+    def search(request: PlanRequest, told: object = None) -> SearchResult:
         calls.append(request)
         if len(calls) == 3:  # the plan, and one alternative before
             raise KeyboardInterrupt
         return search_plan(request)
 
-    monkeypatch.setattr("autoplan.sweeps.explain.search_plan", search)
+    for door in ("autoplan.search.best_use", "autoplan.sweeps.explain"):
+        monkeypatch.setattr(f"{door}.search_plan", search)
     found = explain(REQUEST, only=("zero_stage",), settings=False, seconds=600)
     assert found.interrupted and [len(d.alternatives) for d in found.decisions] == [1] and len(calls) == 3

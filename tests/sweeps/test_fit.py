@@ -119,3 +119,24 @@ def test_fit_on_the_command_line() -> None:
     assert {way["status"] for way in data["ways"]} == {"fits", "does not fit"}
     assert "--cluster is missing" in one_line_error(run("fit", "gpt2"), 2)
     assert "No such option: --tokens" in run("fit", "gpt2", "--cluster", "2xh100", "--tokens", "1B").stderr
+
+
+def test_a_plan_that_runs_has_more_devices_as_a_way() -> None:
+    names = [name for name, _ in _more_devices(replace(REQUEST, executed=True))]
+    assert names[0] == "2 devices (1 x 2 x h100-sxm5-80gb)"
+
+
+def test_the_usual_length_is_one_that_the_model_has() -> None:
+    """4,096 tokens are more than the 2,048 positions of TinyLlama."""
+    data = json.loads(run("fit", "tinyllama-1.1b", "--cluster", "h100", "--no-ways", "--json").stdout)
+    assert data["request"]["seq_len"] == 2048 and data["model"]["notes"] == []
+
+
+def test_what_a_way_assumes_is_told() -> None:
+    words = ("fit", "gpt2", "--cluster", "h100@memory_gb=2.1", "--gbs", "4", "--seconds", "600")
+    text = " ".join(run(*words).stdout.split())
+    assert "Note: 128 GB of host memory per device are assumed, not verified" in text
+    assert "adapters qlora:16:all-linear: autoplan's own runtime does not run this plan" in text
+    ways = {way["name"]: way for way in json.loads(run(*words, "--json").stdout)["ways"]}
+    assert ways["adapters qlora:16:all-linear"]["priced_not_executed"]
+    assert ways["adapters lora:16"]["priced_not_executed"] == []

@@ -240,3 +240,81 @@ def test_a_budget_that_no_plan_can_keep_is_proved() -> None:
     found = size(REQUEST, TOKENS, days_of(64.0), search=search, budget_usd=1.0)
     assert found.fewest is None and found.proved
     assert "NOT POSSIBLE with these devices" in shown(lambda out: size_text(out, found))
+
+
+def test_numbers_that_are_no_power_of_two_are_planned_where_those_are_illegal() -> None:
+    """dp divides 96 sequences: of 2 devices per node, 24 and 48 nodes are legal, 32 and 64 are not."""
+    search, asked = made_up(lambda devices: 64.0 / devices)
+    legal = {2 * n for n in range(1, 49) if 96 % (2 * n) == 0}
+
+    def refused(request: PlanRequest) -> Any:
+        if request.cluster.num_devices not in legal:
+            raise PinError("dp does not divide the global batch")
+        return search(request)
+
+    for devices in (96, 48, 32):
+        found = size(REQUEST, TOKENS, days_of(64.0 / devices) * 1.02, search=refused)
+        assert found.fewest is not None and found.fewest.num_devices == devices and found.kinds[0].adjacent
+    late = size(REQUEST, TOKENS, days_of(64.0 / 96) * 0.9, search=refused)
+    assert late.fewest is None and "with 96 devices" in late.kinds[0].reason
+    assert max(asked) == 96
+
+
+def test_what_was_left_out_below_the_fewest_is_not_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the legal numbers between 512 devices, which are late, and 1,024, one is planned."""
+    monkeypatch.setattr("autoplan.sweeps.size._MOST_BISECTED", 1)
+    search, _ = made_up(lambda devices: 1e3 / devices)
+    found = size(FREE, TOKENS, days_of(1e3 / 1024) * 1.02, search=search)
+    assert found.fewest is not None and not found.kinds[0].adjacent and not found.proved
+    text = " ".join(shown(lambda out: size_text(out, found)).split())
+    assert "FEWEST KNOWN, not proved" in text and "smaller numbers that were not planned may be fast enough" in text
+
+
+def test_devices_without_a_price_per_hour_are_the_cheapest() -> None:
+    search, _ = made_up(lambda devices: 64.0 / devices)
+    found = size(REQUEST, TOKENS, 1.0, kinds=["h100@price=2", "gb200@price=0"], search=search)
+    assert found.cheapest is not None and found.cheapest.usd == 0
+    assert found.cheapest in found.kinds[1].points
+
+
+def test_a_deadline_that_only_the_expected_time_meets_is_told() -> None:
+    """The high end of the interval of 8 devices is beyond it, that of 16 is not."""
+    search, _ = made_up(lambda devices: 64.0 / devices)
+    found = size(REQUEST, TOKENS, days_of(64.0 / 8) * 1.02, search=search)
+    fewest, surest = found.fewest, found.surest
+    assert fewest is not None and fewest.num_devices == 8 and fewest.whole_days is not None
+    assert fewest.whole_days.high > found.deadline_days and not fewest.meets_surely(found.deadline_days, None)
+    assert surest is not None and surest.num_devices == 16
+    text = " ".join(shown(lambda out: size_text(out, found)).split())
+    assert "This is as expected; the high end of the interval is " in text
+    assert "of those that were planned, 16 devices (8 nodes of h100-sxm5-80gb) are the fewest" in text
+    rows = {row["num_devices"]: row for row in size_rows(found)}
+    assert [rows[n]["meets_surely"] for n in (8, 16)] == [False, True]
+    assert rows[8]["days_low"] < rows[8]["days"] < rows[8]["days_high"]  # type: ignore[operator]
+    easy = size(REQUEST, TOKENS, days_of(64.0 / 8) * 2, search=search)
+    assert easy.surest is easy.fewest and "as expected" not in shown(lambda out: size_text(out, easy))
+    dear = size(REQUEST, TOKENS, days_of(64.0), search=search, budget_usd=1.01 * (fewest.usd or 0.0))
+    assert "meets the deadline and the budget there" in " ".join(shown(lambda out: size_text(out, dear)).split())
+
+
+def test_failures_without_end_meet_no_deadline() -> None:
+    """A device that fails every two minutes: a run has no bound, and so no number of devices is in time."""
+    search, _ = made_up(lambda devices: 64.0 / devices)
+    found = size(REQUEST, TOKENS, 30, search=search, assumptions={"mtbf_device_days": 1e-3, "restart_s": 7200})
+    assert found.fewest is None and "failures may come faster than progress" in found.kinds[0].reason
+    assert all(p.days is None for p in found.kinds[0].points)
+    assert "failures without end" in shown(lambda out: size_text(out, found))
+
+
+def test_a_batch_beyond_the_critical_one_is_told() -> None:
+    search, _ = made_up(lambda devices: 64.0 / devices)
+    large = replace(REQUEST, global_batch_size=96 * 1024)
+    found = size(large, 1e9, 30, search=search)
+    assert "is beyond the critical batch" in " ".join(shown(lambda out: size_text(out, found)).split())
+
+
+def test_a_kind_has_no_number_of_nodes() -> None:
+    with pytest.raises(PinError, match="the number of nodes follows from the deadline"):
+        nodes_of("h100@nodes=4,price=2")
+    with pytest.raises(PinError, match="this machine"):
+        size(replace(REQUEST, cluster=Cluster.local(2)), TOKENS, 1.0)

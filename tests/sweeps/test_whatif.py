@@ -191,3 +191,37 @@ def test_time_and_money_by_hand() -> None:
     assert (run_.days.low, run_.days.mid, run_.days.high) == pytest.approx((0.5, 1.0, 2.0))
     assert run_.usd is not None and run_.usd.mid == pytest.approx(16 * 24 * 2) and run_.usd.tag is Tag.FITTED
     assert whole_run(Quantity(1, 1, 1, Tag.FITTED), 1.0, 1.0, Cluster.local(1)).usd is None
+
+
+def test_a_sweep_says_what_its_points_leave_unknown() -> None:
+    """The notes of all points: a batch beyond the critical one, a price or an energy that is not known."""
+    large = replace(REQUEST, global_batch_size=2**20)
+    found = [Point({"global_batch_size": r.global_batch_size}, r, OWN, "ok") for r in (REQUEST, large)]
+    said = " ".join(shown(lambda out: whatif_text(out, REQUEST, found, RunTask(1e9))).split())
+    assert said.count("is beyond the critical batch") == 1
+    long = replace(REQUEST, graph=load_model("llama-2-7b"), seq_len=8192)
+    points_ = [Point({"seq_len": r.seq_len}, r, OWN, "ok") for r in (replace(long, seq_len=4096), long)]
+    said = " ".join(shown(lambda out: whatif_text(out, long, points_)).split())
+    assert said.count("llama-2-7b: its config names 4,096 positions, and sequences have 8,192 tokens") == 1
+
+
+def test_only_what_runs_is_swept_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[PlanRequest] = []
+
+    def search(request: PlanRequest) -> Any:
+        seen.append(request)
+        raise InfeasibleError("not searched")
+
+    for door in ("autoplan.report.answers", "autoplan.sweeps.whatif"):
+        monkeypatch.setattr(f"{door}.points", lambda base, vary: points(base, vary, search))
+    for more in ((), ("--runnable",)):
+        CliRunner().invoke(app, ["whatif", *TASK, "--vary", "memory_gb=80", *more], env=PLAIN)
+        whatif("gpt2", TASK[2], 1024, 16, vary={"memory_gb": [80]}, runnable=bool(more))
+    assert [r.executed for r in seen] == [False, False, True, True]
+
+
+def test_a_run_of_less_than_a_step_is_told() -> None:
+    """`--tokens 15` where 15T was meant."""
+    cluster, step = Cluster.parse("2x8xh100-sxm5-80gb"), Quantity(5.0, 10.0, 20.0, Tag.FITTED)
+    assert "15 tokens are less than one step, which has 1 M tokens" in whole_run(step, 1e6, 15, cluster).notes
+    assert not any("one step" in note for note in whole_run(step, 1e6, 1e6, cluster).notes)
