@@ -19,12 +19,12 @@ from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.pages.plots import Plots
 from autoplan.plans.document import (
-    NEXT,
     PROGRAM,
     SCHEMA_VERSION,
     SECTIONS,
     checked_document,
     config_of_data,
+    data_of_text,
     estimate_data,
     estimate_of_data,
     plain,
@@ -154,11 +154,7 @@ class Plan:
         Raises:
             PinError: it is not such a text; names the wrong key and the nearest known one, or the wrong value.
         """
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise PinError(f"{where} is not JSON ({error}); {NEXT}") from None
-        return plan_of_data(data, where)
+        return plan_of_data(data_of_text(text, where), where)
 
     @staticmethod
     def read(path: Path | str) -> Plan:
