@@ -159,10 +159,14 @@ def checked_document(data: object, where: str) -> Mapping[str, Any]:
     for section, known_names in _NESTED.items():
         check_names(data.get(section, ()), known_names, f"{where}: {section}", "key")
     check_names(data["plan"], PINS, f"{where}: plan", "choice")
-    lacking = [c.name for c in CHOICES if c.reported and c.name not in data["plan"]]
+    return data
+
+
+def check_complete(data: Mapping[str, Any], where: str) -> None:
+    """Raise PinError for the choices of a plan if some are missing, which would have their defaults."""
+    lacking = [c.name for c in CHOICES if c.reported and c.name not in data]
     if lacking:
         raise PinError(f"{where}: its plan lacks {', '.join(lacking)}; {NEXT}")
-    return data
 
 
 def config_of_data(data: Mapping[str, Any]) -> ParallelConfig:

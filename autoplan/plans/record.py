@@ -22,6 +22,7 @@ from autoplan.plans.document import (
     PROGRAM,
     SCHEMA_VERSION,
     SECTIONS,
+    check_complete,
     checked_document,
     config_of_data,
     data_of_text,
@@ -231,6 +232,7 @@ def plan_of_data(data: object, where: str) -> Plan:
     document = checked_document(data, where)
     made, program = document.get("made_for", {}), document.get("program", {})
     config = config_of_data(document["plan"])
+    check_complete(document["plan"], where)
     kept = {n: v for n, v in document.items() if n not in ("schema", "status", "command", "plan", "program")}
     estimate = document.get("estimate")
     given = {name: tuples(program[name]) for name in PROGRAM if name in program}
