@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,12 +35,12 @@ from autoplan.planning import (
     check_world,
     default_global_batch,
     examples,
-    model_facts,
+    outline_of,
     plan_program,
     ready_plan,
     ways_to_run,
 )
-from autoplan.plans.folder import ModelOutline, TensorOutline, check_model, read_program, write_program
+from autoplan.plans.folder import check_model, read_program, write_program
 from autoplan.plans.record import Plan
 from autoplan.pretrained.export import Exporter
 from autoplan.pretrained.weights import Init, is_empty, values_of
@@ -200,9 +200,10 @@ def parallelize(
     if given is None:
         made, ready = _searched(task, known, measured, device, check)
     else:
-        made, ready = _agree(lambda: _given_program(task, plan, program, gradient_compression, async_tp), "the plan")
+        how = gradient_compression, async_tp, check
+        made, ready = _agree(lambda: _given_program(task, plan, program, *how), "the plan")
     parameters, buffers = _values(model, weights, init, seed, device)
-    path = None if folder is None else _written(Path(folder), made, ready, model)
+    path = None if folder is None else _written(Path(folder), made, ready, task)
     pm = ParallelModel(
         ready.spec,
         ready.sources,
@@ -216,7 +217,7 @@ def parallelize(
         seed=seed,
         aliases=_aliases(model),
         extra_state=_not_in(ready.spec, model, joined(parameters, buffers)),
-        async_tp=made.rows if made.async_tp or (given is not None and async_tp is True) else None,
+        async_tp=_rows_in_pieces(made, given is not None, async_tp),
         compile=None if not made.compiled else _BACKEND if compile in (True, AUTO) else str(compile),
         gradient_compression=gradient_compression,
     )
@@ -293,6 +294,7 @@ def _given_program(
     program: Path | str | None,
     compression: Compression | None,
     async_tp: bool | str,
+    check: bool,
 ) -> tuple[Plan, Program]:
     """Return a plan that was given, or the plan of a program that was, with the program, checked against the model."""
     folder = None if program is None else read_program(Path(program))
@@ -300,14 +302,18 @@ def _given_program(
     check_world(made, task.cluster.num_devices)
     _check_as_planned(task, made)
     _check_run(task.cluster, made.pins, made.precision, compression, async_tp, made.compiled)
+    ready = None
     if folder is not None:
-        check_model(folder, _outline(task.model))
-        if task.verify != "required":
-            return made, folder.program
-    graph, verified = task.captured(made.precision)
-    ready, layouts = ready_plan(made, graph)
-    ready = replace(ready, capture=verified)
-    return ready, folder.program if folder is not None else compile_program(graph, layouts)
+        check_model(folder, outline_of(task.model, task.loss_fn))
+        ready = folder.program
+    if ready is None or task.verify == "required":
+        graph, verified = task.captured(made.precision)
+        made, layouts = ready_plan(made, graph)
+        made = replace(made, capture=verified)
+        ready = ready or compile_program(graph, layouts)
+    if check:
+        _type_check(ready)
+    return made, ready
 
 
 def _check_as_planned(task: _Task, plan: Plan) -> None:
@@ -320,19 +326,6 @@ def _check_as_planned(task: _Task, plan: Plan) -> None:
     if task.compile != AUTO and bool(task.compile) != plan.compiled:
         how = "with compiled blocks" if plan.compiled else "without compiled blocks"
         raise PinError(f"compile={task.compile!r}, but the plan was made {how}; leave it out")
-
-
-def _outline(model: nn.Module) -> ModelOutline:
-    """Return the facts by which a module is recognised: parameters, buffers, class and config."""
-
-    def tensors(pairs: Iterable[tuple[str, torch.Tensor]], trainable: bool) -> dict[str, TensorOutline]:
-        return {
-            name: TensorOutline(tuple(t.shape), str(t.dtype).removeprefix("torch."), trainable and t.requires_grad)
-            for name, t in pairs
-        }
-
-    parameters = tensors(model.named_parameters(), True)
-    return ModelOutline(parameters, tensors(all_buffers(model), False), model_facts(model))
 
 
 def _cluster_of_job(cluster: Cluster | str, model: nn.Module, device: torch.device | str | None) -> Cluster:
@@ -349,6 +342,11 @@ def _cluster_of_job(cluster: Cluster | str, model: nn.Module, device: torch.devi
             "command line `autoplan plan` and `autoplan compile` do"
         )
     return cluster
+
+
+def _rows_in_pieces(plan: Plan, given: bool, async_tp: bool | str) -> int | None:
+    """Return the rows of products that hide collectives behind pieces; None: send them one by one."""
+    return plan.rows if async_tp is not False and (plan.async_tp or (given and async_tp is True)) else None
 
 
 def _values(
@@ -373,14 +371,16 @@ def _values(
     return found
 
 
-def _written(folder: Path, plan: Plan, program: Program, model: nn.Module) -> Path:
+def _written(folder: Path, plan: Plan, program: Program, task: _Task) -> Path:
     """Write plan and program on rank 0; return the folder on every rank once they are written."""
-    if dist.get_rank() == 0:
+
+    def write() -> None:
         used = {b.name for stage in program.spec.stages for b in stage.buffers}
-        buffers = {name: str(b) for name, b in _outline(model).buffers.items() if name in used}
-        write_program(folder, plan, program, buffers, model_facts(model))
-    if dist.get_world_size() > 1:
-        dist.barrier()
+        outline = outline_of(task.model, task.loss_fn)
+        buffers = {name: str(b) for name, b in outline.buffers.items() if name in used}
+        write_program(folder, plan, program, buffers, outline.facts)
+
+    _agree(write, "writing the program")
     return folder
 
 

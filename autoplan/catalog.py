@@ -113,11 +113,8 @@ def load_model(text: str) -> ModelGraph:
     """
     if text in names():
         return _shipped(text)[0]
-    path = Path(text)
-    if path.is_dir() or text.endswith(".json"):
-        path = path / "config.json" if path.is_dir() else path
-        if not path.is_file():
-            raise CaptureError(f"model {text!r}: there is no file {path}")
+    path = _config_path(text)
+    if path is not None:
         from autoplan.capture.source import load_config
 
         return load_config(path)
@@ -129,6 +126,31 @@ def load_model(text: str) -> ModelGraph:
             raise _unknown(text)
         return load_factory(text)
     return _shipped(shipped_name(text))[0]
+
+
+def _config_path(text: str) -> Path | None:
+    """Return the config.json that a text names; None if it is another text. CaptureError if it is not there."""
+    path = Path(text)
+    if text in names() or not (path.is_dir() or text.endswith(".json")):
+        return None
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise CaptureError(f"model {text!r}: there is no file {path}")
+    return path
+
+
+def built_model(text: str) -> tuple[Any, Any] | None:
+    """Return the module of a config.json or a factory, and its loss function or None; None for a shipped model.
+
+    Raises: as `load_model`.
+    """
+    path = _config_path(text)
+    if path is None and not is_factory(text):
+        return None
+    from autoplan.capture.source import built_of_config, built_of_factory
+
+    model, _, loss_fn = built_of_factory(text) if path is None else built_of_config(path)
+    return model, loss_fn
 
 
 def is_factory(text: str) -> bool:

@@ -8,7 +8,7 @@ autoplan.compile(model, plan, "program", example_inputs=batch)     # the program
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
@@ -26,7 +26,7 @@ from autoplan.errors import AutoplanError, CaptureError, PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.plans.differences import differences_text, graph_differences
 from autoplan.plans.document import graph_of_text, graph_text, plain
-from autoplan.plans.folder import buffer_texts, write_program
+from autoplan.plans.folder import ModelOutline, TensorOutline, buffer_texts, write_program
 from autoplan.plans.layouts import check_executed, layouts_of, solved_again
 from autoplan.plans.record import Plan, searched_plan
 from autoplan.program.facts import Facts, facts_of_model
@@ -186,7 +186,7 @@ def compile(
     ready, layouts = ready_plan(given, task.graph)
     ready = replace(ready, capture=task.verified or ready.capture)
     program = compile_program(task.graph, layouts)
-    write_program(Path(out), ready, program, buffer_texts(task.graph), model_facts(model))
+    write_program(Path(out), ready, program, buffer_texts(task.graph), model_facts(model, loss_fn))
     return program
 
 
@@ -268,28 +268,53 @@ def capture_verified(
     return graph, verify_capture(VerifyTask(model, graph, example_inputs, loss_fn, dtype), verify)
 
 
-def model_facts(model: nn.Module | str) -> dict[str, Any]:
-    """Return the facts besides tensors that identify a model: its class, and its Hugging Face config if known."""
-    if not isinstance(model, str):
-        config: Any = getattr(model, "config", None)
-        values = config.to_dict() if hasattr(config, "to_dict") else {}
-        return {"class": type(model).__qualname__, "config": {name: plain_or_none(v) for name, v in values.items()}}
-    from autoplan.catalog import configs, names
+def model_facts(model: nn.Module | str, loss_fn: LossFn | None = None) -> dict[str, Any]:
+    """Return the facts besides tensors that identify a model: its class, its Hugging Face config if known, and the
+    numbers that its forward and the loss function read, as text."""
+    if isinstance(model, str):
+        from autoplan.catalog import built_model, configs, shipped_name
 
-    known = configs() if model in names() else {}
-    if model not in known:
-        return {"class": None, "config": {}}
-    values = known[model]["config"]
-    return {"class": next(iter(values.get("architectures") or []), None), "config": values}
+        built = built_model(model)
+        if built is not None:
+            return model_facts(*built)
+        values = configs().get(shipped_name(model), {"config": {}})["config"]
+        # a null in a config.json is what transformers makes of it
+        known = {name: value for name, value in values.items() if value is not None}
+        return {"class": next(iter(values.get("architectures") or []), None), "config": known, "numbers": {}}
+    from autoplan.runtime.given_numbers import GivenNumbers
+
+    config: Any = getattr(model, "config", None)
+    values = config.to_dict() if hasattr(config, "to_dict") else {}
+    numbers = GivenNumbers(model, loss_fn).texts()
+    return {"class": type(model).__qualname__, "config": _in_json(values), "numbers": numbers}
 
 
-def plain_or_none(value: Any) -> Any:
-    """Return a value of a config if JSON has it, else None, which is not compared."""
+_NOT_IN_JSON = object()
+
+
+def _in_json(value: Any) -> Any:
+    """Return a value of a config without the entries that JSON has not, which are not compared."""
     if isinstance(value, Mapping):
-        return {str(name): plain_or_none(item) for name, item in value.items()}
+        items = {str(name): _in_json(item) for name, item in value.items()}
+        return {name: item for name, item in items.items() if item is not _NOT_IN_JSON}
     if isinstance(value, list | tuple):
-        return [plain_or_none(item) for item in value]
-    return value if isinstance(value, str | int | float | bool) else None
+        found = [_in_json(item) for item in value]
+        return _NOT_IN_JSON if _NOT_IN_JSON in found else found
+    return value if value is None or isinstance(value, str | int | float | bool) else _NOT_IN_JSON
+
+
+def outline_of(model: nn.Module, loss_fn: LossFn | None) -> ModelOutline:
+    """Return the facts by which a module is recognised: parameters, buffers, class, config, and numbers."""
+    from autoplan.capture.frontend.buffers import all_buffers
+
+    def tensors(pairs: Iterable[tuple[str, torch.Tensor]], trainable: bool) -> dict[str, TensorOutline]:
+        return {
+            name: TensorOutline(tuple(t.shape), str(t.dtype).removeprefix("torch."), trainable and t.requires_grad)
+            for name, t in pairs
+        }
+
+    parameters = tensors(model.named_parameters(), True)
+    return ModelOutline(parameters, tensors(all_buffers(model), False), model_facts(model, loss_fn))
 
 
 # -- search ------------------------------------------------------------------------------------------------------------

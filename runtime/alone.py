@@ -24,7 +24,9 @@ class LoneRank:
     Attributes:
         counts: of the global batch, in every step.
         vote: of the pipeline.
+        overflows: a gradient of some rank is not finite, in float16.
     """
 
     counts: Counts
     vote: Vote
+    overflows: bool = False

@@ -454,6 +454,12 @@ def record_collectives(
         yield recorder.records
 
 
+def recorded_name(mesh: AxisMesh, group: dist.ProcessGroup) -> str:
+    """Return the axis under which collectives over a group are recorded."""
+    axis = mesh.axis_of_group(group)
+    return axis if axis is not None else f"{OTHER_GROUP}{group.group_desc}"
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, mesh: AxisMesh, between_stages: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -477,8 +483,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         if dist.get_world_size(group) > 1:
             payload = result if index == _RESULT else args[index]
-            axis = self._mesh.axis_of_group(group)
-            name = axis if axis is not None else f"{OTHER_GROUP}{group.group_desc}"
+            name = recorded_name(self._mesh, group)
             if self._between_stages or (kind, name) != ("send_recv", "pp"):
                 self.records.append(CollectiveRecord(kind, name, _bytes(payload), phase_of_call()))
         return result

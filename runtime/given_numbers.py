@@ -45,6 +45,10 @@ class GivenNumbers:
         if loss_fn is not None:
             self._add_loss(loss_fn, names)
 
+    def texts(self) -> dict[str, str]:
+        """Return the numbers by name, as text."""
+        return {name: repr(was) for name, _, was in self._entries}
+
     def changed(self) -> str | None:
         """Return what is another number now than at first, as an error for the user; None if nothing is."""
         for name, read, was in self._entries:

@@ -411,7 +411,8 @@ class ParallelModel(StateMethods):
             reduce_deferred([(p, s) for s, p in self._state.places() if s.reduce_axes], self.mesh, sent, self.device)
             self._tied.sum_tied(self.device)
             if self.loss_scaler is not None:
-                self.loss_scaler.unscale_(self._trained(), self.device, self.mesh.world_size)
+                overflows = None if self._alone is None else self._alone.overflows
+                self.loss_scaler.unscale_(self._trained(), self.device, self.mesh.world_size, overflows)
         if self._host is not None:
             self._host.take_gradients()
         self.progress.num_steps += 1

@@ -295,10 +295,15 @@ class LossScaler:
             return _ScaledGradient.apply(output, self.scale)  # type: ignore[no-untyped-call]
         return (_ScaledGradient.apply(output[0], self.scale), *output[1:])  # type: ignore[no-untyped-call]
 
-    def unscale_(self, parameters: Iterable[nn.Parameter], device: torch.device, num_ranks: int) -> None:
+    def unscale_(
+        self, parameters: Iterable[nn.Parameter], device: torch.device, num_ranks: int, overflows: bool | None = None
+    ) -> None:
         """Divide the gradients of this rank by the scale, or drop those of all ranks alike; then adapt the scale.
 
         A collective over all ranks of the job, of one number.
+
+        Args:
+            overflows: its outcome, for a rank without the others; None: read it.
         """
         mine = [p for p in parameters if p.grad is not None]
         with torch.no_grad():
@@ -310,7 +315,7 @@ class LossScaler:
             bad = torch.stack(found).amax()
         if num_ranks > 1:
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        self._update(bool(bad))
+        self._update(bool(bad) if overflows is None else overflows)
         if self.skipped:
             for p in mine:
                 p.grad = None

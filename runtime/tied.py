@@ -8,9 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autoplan.runtime import private
+from autoplan.runtime.convert import OTHER_GROUP
 from autoplan.runtime.mesh import AxisMesh
 from autoplan.runtime.params import all_reduce_flat, local_of
 from autoplan.runtime.spec import ProgramSpec, StageSpec, TiedPlace, TiedSpec
+
+_GROUP = "tied"
+RECORDED = f"{OTHER_GROUP}{private.OWN}{_GROUP}"  # as `record_collectives` names the group of some pipeline ranks
 
 
 def share_tied(stage: nn.Module, spec: StageSpec, tied: Iterable[TiedSpec]) -> None:
@@ -43,7 +48,7 @@ class TiedGradients:
             if len(homes) > 1:
                 if tuple(homes) not in groups:
                     columns = [[home * per_stage + i for home in homes] for i in range(per_stage)]
-                    groups[tuple(homes)] = mesh.group_of_some(columns, "tied")
+                    groups[tuple(homes)] = mesh.group_of_some(columns, _GROUP)
                 group = groups[tuple(homes)]
             self._groups.append((mine, group))
 

@@ -25,6 +25,7 @@ from autoplan.errors import CaptureError
 from autoplan.ir.graph import ModelGraph
 
 _log = logging.getLogger(__name__)
+Built = tuple[nn.Module, Mapping[str, torch.Tensor] | None, LossFn | None]  # a model, its example, its loss function
 
 
 def graph_of_config(config: Mapping[str, Any], where: str) -> ModelGraph:
@@ -75,7 +76,14 @@ def _spectrograms(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load_config(path: Path) -> ModelGraph:
-    """Return the graph of the model that a config.json describes, from the cache if it is there.
+    """Return the graph of the model that a config.json describes, from the cache if it is there. Raises CaptureError as
+    `built_of_config`."""
+    model, _, _ = built_of_config(path)
+    return _priced(model, _example(model))
+
+
+def built_of_config(path: Path) -> Built:
+    """Return the model that a config.json describes, on fake tensors.
 
     Raises:
         CaptureError: for a file that is missing, is not a JSON object, or does not describe a model that can be built.
@@ -90,19 +98,37 @@ def load_config(path: Path) -> ModelGraph:
         raise CaptureError(
             f"{path}: holds a value of type {type(config).__name__}, not the fields of a Hugging Face config"
         )
-    model = model_from_config(config, str(path))
-    return _priced(model, _example(model)).of_config(config)
+    return model_from_config(config, str(path)), None, None
 
 
 def _priced(model: nn.Module, example: Mapping[str, torch.Tensor], loss_fn: LossFn | None = None) -> ModelGraph:
-    """Return the graph of a model, from the cache if it brings its loss and is there."""
+    """Return the graph of a model with the positions of its config, from the cache if it brings its loss and is there."""
     if loss_fn is not None:
-        return capture(model, example, loss_fn)
-    return cached(model, example, lambda: capture(model, example))
+        graph = capture(model, example, loss_fn)
+    else:
+        graph = cached(model, example, lambda: capture(model, example))
+    own: Any = model
+    return graph.of_config(own.config.to_dict()) if is_hf_model(model) else graph
 
 
 def load_factory(text: str) -> ModelGraph:
     """Return the graph of the model that `package.module:factory` returns.
+
+    Raises: CaptureError, as `built_of_factory`, and for a model that needs an example and has none.
+    """
+    model, example, loss_fn = built_of_factory(text)
+    if example is None:
+        if not is_hf_model(model):
+            raise CaptureError(
+                f"{text}: return (model, example_inputs) or (model, example_inputs, loss_fn); only a Hugging Face "
+                "language model needs no example"
+            )
+        example = _example(model)
+    return _priced(model, example, loss_fn)
+
+
+def built_of_factory(text: str) -> Built:
+    """Return what `package.module:factory` returns.
 
     The factory takes no arguments and returns a module, `(module, example_inputs)` or `(module, example_inputs,
     loss_fn)`. It is called under fake tensors first, and on the CPU if that fails.
@@ -120,20 +146,7 @@ def load_factory(text: str) -> ModelGraph:
     factory = getattr(module, name)
     if not callable(factory):
         raise CaptureError(f"{text}: {name!r} is of type {type(factory).__name__}, not a function that returns a model")
-    model, example, loss_fn = _build(text, factory)
-    if example is None:
-        if not is_hf_model(model):
-            raise CaptureError(
-                f"{text}: return (model, example_inputs) or (model, example_inputs, loss_fn); only a Hugging Face "
-                "language model needs no example"
-            )
-        example = _example(model)
-    graph = _priced(model, example, loss_fn)
-    own: Any = model
-    return graph.of_config(own.config.to_dict()) if is_hf_model(model) else graph
-
-
-Built = tuple[nn.Module, Mapping[str, torch.Tensor] | None, LossFn | None]
+    return _build(text, factory)
 
 
 def _build(text: str, factory: Callable[[], Any]) -> Built:

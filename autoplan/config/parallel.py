@@ -242,7 +242,8 @@ def _zero_stage(name: str, value: object) -> str | None:
 
 
 def _schedule(name: str, value: object) -> str | None:
-    return None if value in SCHEDULES else f"{name}={value!r} is not known; use {', '.join(SCHEDULES)}"
+    known = isinstance(value, str) and value in SCHEDULES
+    return None if known else f"{name}={value!r} is not known; use {', '.join(SCHEDULES)}"
 
 
 def _stages(name: str, value: object) -> str | None:
@@ -255,6 +256,13 @@ def _recompute(name: str, value: object) -> str | None:
     if isinstance(value, tuple) and value and all(is_count(n, 0) for n in value):
         return None  # layers per stage, see `autoplan.program.legality`
     return _unreadable(read_recompute, value)
+
+
+def _context_method(name: str, value: object) -> str | None:
+    words = [value] if isinstance(value, str) else [*value, *value.values()] if isinstance(value, Mapping) else [None]
+    if all(isinstance(word, str) for word in words):
+        return None
+    return f"{name}={value!r} must be the name of a method, such as {INNER[0]!r}, or a mapping from block to one"
 
 
 def _offload(name: str, value: object) -> str | None:
@@ -436,7 +444,7 @@ class ParallelConfig:
         None,
         "Attention over cut sequences: gather, ring, ulysses, ulysses2xring2, or BLOCK=METHOD,...",
         written=Written.WORD,
-        obstacle=lambda name, value: None,
+        obstacle=_context_method,
         may_be_open=True,
         read=lambda text, _: read_methods(text),
         text=lambda value, _: methods_text(value),

@@ -24,6 +24,7 @@ from autoplan.config.planning import TOLERANCES
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
+from autoplan.plans.shapes import DOCUMENT, check_shape
 from autoplan.versions import __version__
 
 if TYPE_CHECKING:
@@ -109,11 +110,28 @@ def made_for(graph: ModelGraph, cluster: Cluster, profile: str | None = None) ->
 def read_json(path: Path) -> Any:
     """Return the JSON data of a file. PinError for a file that is missing or is not JSON."""
     try:
-        return json.loads(path.read_text())
+        text = path.read_text()
     except OSError as error:
         raise PinError(f"{path}: {error.strerror or error}") from None
     except ValueError as error:
         raise PinError(f"{path} is not JSON ({error}); {NEXT}") from None
+    return data_of_text(text, str(path))
+
+
+def data_of_text(text: str, where: str) -> Any:
+    """Return the JSON data of a text. PinError for a text that is not JSON: NaN and Infinity are not.
+
+    Args:
+        where: its file, for errors.
+    """
+
+    def refused(name: str) -> None:
+        raise ValueError(f"{name} is no number of JSON")
+
+    try:
+        return json.loads(text, parse_constant=refused)
+    except ValueError as error:
+        raise PinError(f"{where} is not JSON ({error}); {NEXT}") from None
 
 
 def is_document(data: object) -> bool:
@@ -137,13 +155,18 @@ def checked_document(data: object, where: str) -> Mapping[str, Any]:
     if not isinstance(data.get("plan"), Mapping):
         raise PinError(f"{where} holds no plan: it is the answer of {data.get('command')!r}; {NEXT}")
     check_names(data, SECTIONS, where, "section")
+    check_shape({name: value for name, value in data.items() if name != "plan"}, DOCUMENT, where, NEXT)
     for section, known_names in _NESTED.items():
-        if section in data:
-            if not isinstance(data[section], Mapping):
-                raise PinError(f"{where}: {section} must be an object, not {json.dumps(data[section])[:80]}")
-            check_names(data[section], known_names, f"{where}: {section}", "key")
+        check_names(data.get(section, ()), known_names, f"{where}: {section}", "key")
     check_names(data["plan"], PINS, f"{where}: plan", "choice")
     return data
+
+
+def check_complete(data: Mapping[str, Any], where: str) -> None:
+    """Raise PinError for the choices of a plan if some are missing, which would have their defaults."""
+    lacking = [c.name for c in CHOICES if c.reported and c.name not in data]
+    if lacking:
+        raise PinError(f"{where}: its plan lacks {', '.join(lacking)}; {NEXT}")
 
 
 def config_of_data(data: Mapping[str, Any]) -> ParallelConfig:

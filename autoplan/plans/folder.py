@@ -5,12 +5,13 @@
 | `stageN.py` | the module of a pipeline stage, the same text on every rank of it |
 | `program.json` | the ProgramSpec: mesh, parameters and their shards, schedule, ledger of collectives |
 | `plan.json` | the plan (autoplan.plans.document) |
-| `fingerprint.json` | SHA-256 of the files above; of the model its class, its config and its buffers |
+| `fingerprint.json` | SHA-256 of the files above; of the model its class, config, buffers, and numbers that it reads |
 
 `parallelize(model, program=FOLDER)` runs it without a capture, after `check_model`: every parameter of the program is
 in the model with this name, shape and dtype, trained or frozen as here; every trained parameter of the model is in the
-program; the buffers agree in name, shape and dtype; so do the class, and the config of a Hugging Face model in every
-value that its forward may read. The forward itself is not compared (verify='required' captures it and does).
+program; the buffers agree in name, shape and dtype; so do the class, the config of a Hugging Face model in every value
+that its forward may read, and the numbers that the forward and the loss function read (autoplan.runtime.given_numbers).
+The forward itself is not compared (verify='required' captures it and does).
 """
 
 from __future__ import annotations
@@ -28,13 +29,23 @@ from autoplan.errors import CaptureError, PinError
 from autoplan.files import write_whole
 from autoplan.ir.graph import ModelGraph
 from autoplan.plans.differences import differences_text
-from autoplan.plans.document import read_json
 from autoplan.plans.record import Plan
 from autoplan.runtime.spec import ParamSpec, ProgramSpec
 from autoplan.versions import __version__
 
-FINGERPRINT_VERSION = 1
-_FINGERPRINT = ("schema", "autoplan", "model", "graph", "class", "config", "buffers", "files")
+FINGERPRINT_VERSION = 2
+_PLAN, _PROGRAM, _PRINT = "plan.json", "program.json", "fingerprint.json"
+_FINGERPRINT: Mapping[str, type | tuple[type, ...]] = {
+    "schema": int,
+    "autoplan": str,
+    "model": str,
+    "graph": str,
+    "class": (str, type(None)),
+    "config": Mapping,
+    "numbers": Mapping,
+    "buffers": Mapping,
+    "files": Mapping,
+}
 # Values of a Hugging Face config that change no forward of training: names, versions, generation.
 _NOT_COMPUTED = frozenset(
     (
@@ -63,7 +74,7 @@ class ModelOutline:
 
     Attributes:
         parameters: each once, by its first name; buffers likewise.
-        facts: its class and config, as `fingerprint.json` keeps them.
+        facts: its class, config and numbers, as `fingerprint.json` keeps them.
     """
 
     parameters: Mapping[str, TensorOutline]
@@ -84,13 +95,16 @@ class ProgramFolder:
 def write_program(
     folder: Path, plan: Plan, program: Program, buffers: Mapping[str, str], facts: Mapping[str, Any]
 ) -> None:
-    """Write a program with its plan and its fingerprint, the fingerprint last.
+    """Write a program with its plan and its fingerprint, the fingerprint last. What an earlier program left is removed.
 
     Args:
         buffers: the dtype and shape of every buffer of the graph (`buffer_texts`).
-        facts: class and config of the model.
+        facts: class, config and numbers of the model.
+
+    Raises:
+        PinError: the folder cannot be written.
     """
-    files = {**program.sources, "program.json": program.spec.to_json(), "plan.json": plan.to_json()}
+    files = {**program.sources, _PROGRAM: program.spec.to_json(), _PLAN: plan.to_json()}
     fingerprint = {
         "schema": FINGERPRINT_VERSION,
         "autoplan": __version__,
@@ -98,12 +112,27 @@ def write_program(
         "graph": plan.graph_hash,
         "class": facts.get("class"),
         "config": dict(facts.get("config", {})),
+        "numbers": dict(facts.get("numbers", {})),
         "buffers": dict(buffers),
         "files": {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()},
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in {**files, "fingerprint.json": json.dumps(fingerprint, indent=1)}.items():
-        write_whole(folder / name, text)
+    earlier = _earlier(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in {**files, _PRINT: json.dumps(fingerprint, indent=1)}.items():
+            write_whole(folder / name, text)
+        for name in earlier - files.keys():
+            (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise PinError(f"{folder} cannot be written ({error.strerror or error}); name another folder") from error
+
+
+def _earlier(folder: Path) -> set[str]:
+    """Return the names of the unchanged files of an earlier program in a folder."""
+    try:
+        return set(_texts(folder, _fingerprint(folder)))
+    except PinError:  # none, or one that somebody has changed
+        return set()
 
 
 def buffer_texts(graph: ModelGraph) -> dict[str, str]:
@@ -117,16 +146,57 @@ def read_program(folder: Path) -> ProgramFolder:
     Raises:
         PinError: the folder holds no program, or a file is missing, damaged or changed; names the file.
     """
-    path = folder / "fingerprint.json"
+    fingerprint = _fingerprint(folder)
+    if fingerprint["autoplan"] != __version__:
+        raise PinError(
+            f"the program in {folder} was written by autoplan {fingerprint['autoplan']}, and this is {__version__}; "
+            "compile the plan again"
+        )
+    texts = _texts(folder, fingerprint)
+    try:
+        spec = ProgramSpec.from_json(texts[_PROGRAM])
+    except (ValueError, KeyError, TypeError) as error:
+        raise PinError(f"{folder / _PROGRAM} cannot be read: {error}; compile the plan again") from None
+    sources = {name: text for name, text in texts.items() if not name.endswith(".json")}
+    lacking = [stage.source for stage in spec.stages if stage.source not in sources]
+    if lacking:
+        raise _damaged(folder / _PRINT, f"files: {lacking[0]}")
+    plan = Plan.from_json(texts[_PLAN], str(folder / _PLAN))
+    if plan.axes != spec.axes:
+        raise PinError(f"{folder / _PLAN} is the plan of another program; compile the plan again")
+    return ProgramFolder(folder, plan, Program(spec, sources), fingerprint)
+
+
+def _fingerprint(folder: Path) -> Mapping[str, Any]:
+    """Return the checked fingerprint of the program in a folder."""
+    path = folder / _PRINT
     if not path.is_file():
         raise PinError(
             f"{folder} holds no program (there is no {path.name}); write one with `autoplan compile MODEL PLAN --out "
             f"{folder}` or autoplan.compile(model, plan, {str(folder)!r})"
         )
-    fingerprint = read_json(path)
+    try:
+        fingerprint = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise PinError(f"{path} cannot be read ({error}); compile the plan again") from None
     if not isinstance(fingerprint, Mapping) or fingerprint.get("schema") != FINGERPRINT_VERSION:
         raise PinError(f"{path} is not of this version; compile the plan again")
-    check_names(fingerprint, _FINGERPRINT, str(path))
+    check_names(fingerprint, tuple(_FINGERPRINT), str(path))
+    wrong = [name for name, kind in _FINGERPRINT.items() if not isinstance(fingerprint.get(name, ...), kind)]
+    files = {} if wrong else fingerprint["files"]
+    wrong += [f"files: {name}" for name in (_PROGRAM, _PLAN) if name not in files and not wrong]
+    wrong += [f"files: {name}" for name, digest in files.items() if Path(name).name != name or type(digest) is not str]
+    if wrong:
+        raise _damaged(path, wrong[0])
+    return fingerprint
+
+
+def _damaged(path: Path, what: str) -> PinError:
+    return PinError(f"{path} is damaged ({what} is missing, or of another kind); compile the plan again")
+
+
+def _texts(folder: Path, fingerprint: Mapping[str, Any]) -> dict[str, str]:
+    """Return the text of every file of a program. PinError for one that is missing or changed."""
     texts = {}
     for name, wanted in fingerprint["files"].items():
         file = folder / name
@@ -136,13 +206,7 @@ def read_program(folder: Path) -> ProgramFolder:
             raise PinError(f"{file} cannot be read ({error}); compile the plan again") from None
         if hashlib.sha256(texts[name].encode()).hexdigest() != wanted:
             raise PinError(f"{file} is not as it was written; compile the plan again")
-    try:
-        spec = ProgramSpec.from_json(texts["program.json"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise PinError(f"{folder / 'program.json'} cannot be read: {error}; compile the plan again") from None
-    sources = {name: text for name, text in texts.items() if not name.endswith(".json")}
-    plan = Plan.from_json(texts["plan.json"], str(folder / "plan.json"))
-    return ProgramFolder(folder, plan, Program(spec, sources), fingerprint)
+    return texts
 
 
 def check_model(given: ProgramFolder, model: ModelOutline) -> None:
@@ -193,14 +257,20 @@ def _facts(wanted: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
     if wanted["class"] is not None and wanted["class"] != model["class"]:
         found.append(f"its class is {model['class']}, in the program {wanted['class']}")
     for name, value in wanted["config"].items():
-        compared = name in model["config"] and value is not None and not name.startswith("_")
+        compared = name in model["config"] and not name.startswith("_")
         if compared and name not in _NOT_COMPUTED and _differ(value, model["config"][name]):
             found.append(f"config.{name} is {model['config'][name]!r}, in the program {value!r}")
+    mine = model["numbers"]
+    found += [
+        f"{name} is {mine[name]}, in the program {value}"
+        for name, value in wanted["numbers"].items()
+        if name in mine and mine[name] != value
+    ]
     return found
 
 
 def _differ(then: Any, now: Any) -> bool:
     """Return True if two values of a config differ. Of mappings common names count: versions of a library add names."""
     if isinstance(then, Mapping) and isinstance(now, Mapping):
-        return any(_differ(then[name], now[name]) for name in then if name in now and then[name] is not None)
+        return any(_differ(then[name], now[name]) for name in then if name in now)
     return bool(then != now)

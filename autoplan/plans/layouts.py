@@ -11,6 +11,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import zip_longest
 
 from autoplan.codegen.program import Layouts
 from autoplan.config.choices import options_of
@@ -41,10 +42,9 @@ def layouts_of(plan: Plan, graph: ModelGraph) -> Layouts:
         raise LayoutError(f"the plan names the mesh axes {_shown(plan.axes)}, its degrees make {_shown(axes)}")
     stages = stages_of(graph, config)
     if stages != plan.stages:
-        at = next(i for i, (a, b) in enumerate(zip(stages, plan.stages, strict=False)) if a != b)
-        raise LayoutError(
-            f"stage {at} of the plan holds {', '.join(plan.stages[at])}; its degrees make it {', '.join(stages[at])}"
-        )
+        pairs = enumerate(zip_longest(stages, plan.stages, fillvalue=()))
+        at, mine, given = next((i, ", ".join(a), ", ".join(b)) for i, (a, b) in pairs if a != b)
+        raise LayoutError(f"stage {at} of the plan holds {given or 'nothing'}; its degrees make it {mine or 'nothing'}")
     selection = _named(_problem(plan, graph), plan.layout)
     return layouts_for(graph, config, selection, stages, plan.precision)
 

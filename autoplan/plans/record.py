@@ -19,12 +19,13 @@ from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.pages.plots import Plots
 from autoplan.plans.document import (
-    NEXT,
     PROGRAM,
     SCHEMA_VERSION,
     SECTIONS,
+    check_complete,
     checked_document,
     config_of_data,
+    data_of_text,
     estimate_data,
     estimate_of_data,
     plain,
@@ -154,11 +155,7 @@ class Plan:
         Raises:
             PinError: it is not such a text; names the wrong key and the nearest known one, or the wrong value.
         """
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise PinError(f"{where} is not JSON ({error}); {NEXT}") from None
-        return plan_of_data(data, where)
+        return plan_of_data(data_of_text(text, where), where)
 
     @staticmethod
     def read(path: Path | str) -> Plan:
@@ -235,6 +232,7 @@ def plan_of_data(data: object, where: str) -> Plan:
     document = checked_document(data, where)
     made, program = document.get("made_for", {}), document.get("program", {})
     config = config_of_data(document["plan"])
+    check_complete(document["plan"], where)
     kept = {n: v for n, v in document.items() if n not in ("schema", "status", "command", "plan", "program")}
     estimate = document.get("estimate")
     given = {name: tuples(program[name]) for name in PROGRAM if name in program}

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autoplan.codegen.program import Layouts
+from autoplan.config.context_methods import GATHER
 from autoplan.config.parallel import Attention, Mode
 from autoplan.config.precision import precision_of
 from autoplan.config.recompute import NONE
@@ -18,7 +19,7 @@ from autoplan.cost_models.work import OpWork, Workload
 from autoplan.errors import RehearsalError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ops.record import OpKind
-from autoplan.ops.table import op_kind
+from autoplan.ops.table import op_kind, op_record
 from autoplan.plans.record import Plan
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.megatron_kernels import Kernels
@@ -27,10 +28,14 @@ from autoplan.program.token_dispatch import sends_rows
 from autoplan.program.workload import lower_all, workload
 from autoplan.runtime.params import local_param_shape
 from autoplan.runtime.spec import LedgerEntry, ParamSpec, ProgramSpec, StageSpec, evaluate_terms
+from autoplan.runtime.tied import RECORDED
 from autoplan.runtime.zero import shard_dim
 from autoplan.units import DTYPE_BYTES
 
+BACKWARD = "products, backward"
 _MASTER = "float32"  # dtype of sums of gradients under mixed precision, if no other is given
+_LOSS_BYTES = 8  # the sum of the loss over all ranks, float64
+_OVERFLOW_BYTES = 4  # whether a gradient overflows, float32
 Messages = Counter[tuple[str, str, str, int]]  # kind, axis, phase, bytes
 Totals = Counter[tuple[str, str]]  # kind, axis -> bytes of a step
 
@@ -44,6 +49,7 @@ class Place:
         ranks: this rank's index along every axis and group.
         canonical: axis or group -> the name under which its collectives are recorded.
         replicas: all, edp, shards, expert_shards, copies, expert_copies -> axis; empty if there is none.
+        world: the name under which collectives of all ranks are recorded.
         plain: True if ZeRO shards nothing.
         gathered: block -> what happens to parameters that ZeRO 3 gathers.
     """
@@ -53,6 +59,7 @@ class Place:
     ranks: Mapping[str, int]
     canonical: Mapping[str, str]
     replicas: Mapping[str, str]
+    world: str
     plain: bool
     gathered: Mapping[str, str]
 
@@ -67,24 +74,29 @@ class Expected:
         kernels_bytes: by how much the fullest moment grows with the kernels of a CPU, which a rehearsal runs, instead
             of the device's; None: the graph is not at hand.
         host: what the plan keeps in host memory, by term: state, activations. It is the same memory here.
+        own: the runtime's own collectives of a step: the sums of the loss, whether a gradient in float16 overflows.
         per_micro_batch: the ledger's collectives of one micro-batch.
         rows: those whose bytes follow from numbers of rows, without bytes: kind, axis, phase.
         deferred: bytes of the sums at the end of a step, by (kind, axis).
         unlisted: how the ledger's sums at the end of a step differ from those of the parameters; empty if they do not.
         zero: bytes that ZeRO moves in a step of this many micro-batches, by (kind, axis).
-        flops: forward FLOPs of the products, and of attention, of one micro-batch; None: the graph is not at hand.
+        flops: forward FLOPs of the products and of attention, and backward FLOPs of the products, of one micro-batch;
+            None: the graph is not at hand.
+        masks: attention runs over gathered keys, which takes a mask on a CPU.
     """
 
     memory: Mapping[str, float]
     memory_bytes: tuple[float, float, float]
     kernels_bytes: float | None
     host: Mapping[str, float]
+    own: Messages
     per_micro_batch: Messages
     rows: Counter[tuple[str, str, str]]
     deferred: Totals
     unlisted: str
     zero: Totals
     flops: Mapping[str, float] | None
+    masks: bool
 
 
 def expected(
@@ -113,13 +125,25 @@ def expected(
         memory_bytes=(_sum(held, "low"), _sum(held, "mid"), _sum(held, "high")),
         kernels_bytes=None if work is None else work.kernels_bytes(at.coordinates["pp"]),
         host={name: q.mid for name, q in stage.host_memory.items()},
+        own=_own(spec, at),
         per_micro_batch=Counter(_message(e, evaluate_terms(e.bytes, local)) for e in counted),
         rows=_rows(often),
         deferred=_deferred(spec, at, stages),
         unlisted=_unlisted(spec, at, [e for e in entries if e.per == "step"], local),
         zero=_zero(spec, at, stages, num_micro_batches),
         flops=None if work is None else work.flops([name for stage in stages for name in stage.calls]),
+        masks=work is not None and work.masks,
     )
+
+
+def _own(spec: ProgramSpec, at: Place) -> Messages:
+    out: Messages = Counter()
+    for axis in (at.replicas["all"], "pp"):
+        if at.sizes[axis] > 1:
+            out["all_reduce", at.canonical[axis], "forward", _LOSS_BYTES] += 1
+    if spec.compute_dtype == "float16" and math.prod(size for _, size in spec.axes) > 1:
+        out["all_reduce", at.world, "forward", _OVERFLOW_BYTES] += 1
+    return out
 
 
 def _held(terms: Mapping[str, Quantity]) -> dict[str, Quantity]:
@@ -154,15 +178,14 @@ def _deferred(spec: ProgramSpec, at: Place, stages: tuple[StageSpec, ...]) -> To
                 if at.sizes[axis] > 1:
                     out["all_reduce", at.canonical[axis]] += size
     held = {s.index: s for s in stages}
-    for tied in spec.tied:  # copies on all pipeline ranks; on some of them they have a group of their own
+    for tied in spec.tied:  # copies on several pipeline ranks; on some of all ranks they have a group of their own
         homes = {spec.rank_of(place.stage) for place in tied.places}
         first = next((place for place in tied.places if place.stage in held), None)
-        if first is not None and len(homes) == at.sizes["pp"] > 1:
+        if first is not None and len(homes) > 1:
             p = next(p for p in held[first.stage].params if (p.block, p.attr) == (first.block, first.attr))
             masters = p.dtype == spec.compute_dtype
-            out["all_reduce", at.canonical["pp"]] += (
-                _own_elements(spec, at, p) * DTYPE_BYTES[_MASTER if masters else p.dtype]
-            )
+            axis = at.canonical["pp"] if len(homes) == at.sizes["pp"] else RECORDED
+            out["all_reduce", axis] += _own_elements(spec, at, p) * DTYPE_BYTES[_MASTER if masters else p.dtype]
     return out
 
 
@@ -263,13 +286,15 @@ class Work:
     """The figures of a plan that its price counts.
 
     Attributes:
-        by_call: forward FLOPs of one call of every block on one rank, by what computes them.
+        by_call: FLOPs of one call of every block on one rank, by what computes them (`Expected.flops`).
         here, there: memory of every rank of the pipeline, with the kernels of a CPU and of the plan's device.
+        masks: as in `Expected`.
     """
 
     by_call: Mapping[str, Mapping[str, float]]
     here: tuple[RankMemory, ...]
     there: tuple[RankMemory, ...]
+    masks: bool
 
     @classmethod
     def of(cls, plan: Plan, graph: ModelGraph, layouts: Layouts, env: Mapping[str, int]) -> Work:
@@ -290,7 +315,8 @@ class Work:
             kernels = Kernels(mode, attention, fused_loss=bool(task.get("fused_loss")), context=plan.config.cp)
             on_device = _workload(plan, graph, layouts, env, "cuda", kernels)
             there = _ranks(plan, layouts, on_device, "cuda", mode)
-        return cls({call.name: by_block[call.block] for call in graph.calls}, ranks, there)
+        masks = any(method.inner == GATHER for method in layouts.context.values())
+        return cls({call.name: by_block[call.block] for call in graph.calls}, ranks, there, masks)
 
     def flops(self, calls: list[str]) -> Mapping[str, float]:
         """Return the sum over calls."""
@@ -338,10 +364,20 @@ def _ranks(plan: Plan, layouts: Layouts, work: Workload, device_type: str, mode:
 
 
 def _arithmetic(ops: tuple[OpWork, ...]) -> Iterator[tuple[str, float]]:
-    totals = {"products": 0.0, "attention": 0.0}
+    totals = {"products": 0.0, "attention": 0.0, BACKWARD: 0.0}
     for op in ops:
         if op_kind(op.op) is OpKind.ATTENTION:
             totals["attention"] += op.flops
         elif op_kind(op.op) in (OpKind.PRODUCT, OpKind.EXPERTS):
             totals["products"] += op.flops
+            totals[BACKWARD] += op.flops * _gradients(op)
     yield from totals.items()
+
+
+def _gradients(op: OpWork) -> int:
+    """Return for how many of its two operands a product computes a gradient: data and frozen weights have none."""
+    weights = op_record(op.op).weights
+    wanted = [i for i, x in enumerate(op.inputs) if x.requires_grad and len(x.shape) > 1]
+    if not weights:
+        return min(2, len(wanted))
+    return any(i in weights for i in wanted) + any(i not in weights for i in wanted)

@@ -33,11 +33,12 @@ from autoplan.rehearsal.expected import Place
 from autoplan.rehearsal.watch import Watch
 from autoplan.runtime.alone import LoneRank
 from autoplan.runtime.batch import Counts
-from autoplan.runtime.convert import CollectiveRecord, record_collectives
+from autoplan.runtime.convert import CollectiveRecord, record_collectives, recorded_name
 from autoplan.runtime.host_copies import balanced_rows
 from autoplan.runtime.mesh import AxisMesh
 from autoplan.runtime.model import ParallelModel
 from autoplan.runtime.params import local_of
+from autoplan.runtime.private import default_group
 from autoplan.runtime.spec import ProgramSpec, evaluate_terms
 from autoplan.schedules.schedule import actions, held_at_backwards, obstacle
 
@@ -87,11 +88,18 @@ class _Declared:
 class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake tensors whose storages are freed. Torch caches what it knows of an operation under its arguments: the cache
     of `set_`, which brings offloaded activations back, would keep every storage that it was given.
+
+    The product of all experts takes every dtype that the CPU's kernel takes; torch's own fake one takes bfloat16 alone.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func._overloadpacket is torch.ops.aten._grouped_mm and args[0].dtype != torch.bfloat16:
+            left, right = args[:2]  # [rows, k] by [e, k, n], or [k, rows] by [rows, n]
+            apart = () if right.dim() == 3 else ((kwargs or {}).get("offs", args[2] if len(args) > 2 else None).shape)
+            with self:
+                return left.new_empty((*apart, left.shape[0], right.shape[-1]))
         self.cache_enabled: bool = func._overloadpacket is not torch.ops.aten.set_
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
@@ -256,6 +264,7 @@ def _place(model: ParallelModel, mesh: AxisMesh) -> Place:
             "copies": "rdp" if hybrid else "",
             "expert_copies": "redp" if hybrid and mesh.has("redp") else "",
         },
+        world=recorded_name(mesh, default_group()),
         plain=replicas.plain,
         gathered={
             name: str(getattr(block, "gathered", "again"))

@@ -13,7 +13,7 @@ from autoplan.errors import PinError, RehearsalError
 from autoplan.ir.graph import ModelGraph
 from autoplan.planning import graph_of_plan, ready_plan
 from autoplan.plans.folder import ProgramFolder, buffer_texts, read_program, write_program
-from autoplan.plans.layouts import layouts_of
+from autoplan.plans.layouts import check_executed, layouts_of
 from autoplan.plans.record import Plan
 from autoplan.rehearsal.compare import RankReport, compared, raise_first
 from autoplan.rehearsal.expected import Work, expected
@@ -80,18 +80,31 @@ def rehearse(
     """
     with tempfile.TemporaryDirectory(prefix="autoplan_rehearsal_") as temporary:
         told(0, 0, "making the program")
-        folder, graph, layouts = _program(plan, Path(temporary))
-        return _rehearsed(folder, graph, layouts, ranks, check, show, told)
+        written = None if isinstance(plan, Plan) or not Path(plan).is_dir() else read_program(Path(plan))
+        given = written.plan if written is not None else plan if isinstance(plan, Plan) else Plan.read(plan)
+        _check_compared(given)
+        chosen = read_ranks(ranks, given.num_devices)
+        folder, graph, layouts = _program(given, written, Path(temporary))
+        return _rehearsed(folder, graph, layouts, chosen, check, show, told)
 
 
-def _program(plan: Plan | Path | str, temporary: Path) -> tuple[ProgramFolder, ModelGraph | None, Layouts | None]:
-    """Return the program of a plan or folder, with the graph and layouts that it was made from, if they are at hand."""
-    if not isinstance(plan, Plan) and Path(plan).is_dir():
-        folder = read_program(Path(plan))
-        graph = graph_of_plan(folder.plan)
-        return folder, graph, None if graph is None else layouts_of(folder.plan, graph)
-    given = plan if isinstance(plan, Plan) else Plan.read(plan)
+def _check_compared(plan: Plan) -> None:
+    """Raise RehearsalError for a plan without what a rehearsal is compared with, or with parts that do not run."""
+    if "seq_len" not in plan.document.get("request", {}):
+        raise RehearsalError("the plan does not say its sequence length; plan with autoplan.plan or `autoplan plan`")
+    if plan.estimate is None:
+        raise RehearsalError("the plan has no price, so that there is nothing to compare its memory with; plan again")
+    check_executed(plan)
+
+
+def _program(
+    given: Plan, written: ProgramFolder | None, temporary: Path
+) -> tuple[ProgramFolder, ModelGraph | None, Layouts | None]:
+    """Return the program of a plan, or the one that was written, with the graph and layouts that it was made from, if
+    they are at hand."""
     graph = graph_of_plan(given)
+    if written is not None:
+        return written, graph, None if graph is None else layouts_of(given, graph)
     if graph is None:
         raise RehearsalError(
             f"the graph of {given.model} is not in the plan, and no model of its name is the same here; compile the "
@@ -107,7 +120,7 @@ def _rehearsed(
     folder: ProgramFolder,
     graph: ModelGraph | None,
     layouts: Layouts | None,
-    ranks: str,
+    chosen: list[int],
     check: bool,
     show: Callable[[RankReport], None],
     told: Callable[[int, int, str], None],
@@ -115,9 +128,7 @@ def _rehearsed(
     from autoplan.rehearsal.rank import run_rank
 
     plan, spec = folder.plan, folder.program.spec
-    task, config = plan.document.get("request", {}), plan.config
-    if "seq_len" not in task:
-        raise RehearsalError("the plan does not say its sequence length; plan with autoplan.plan or `autoplan plan`")
+    task, config = plan.document["request"], plan.config
     seq_len, target_len = int(task["seq_len"]), task.get("target_len")
     env = {"b": config.micro_batch_size, "s": seq_len, "t": target_len or seq_len}
     told(0, 0, "pricing the plan")
@@ -127,7 +138,6 @@ def _rehearsed(
     if stuck:
         raise RehearsalError(f"the schedule never finishes: {stuck}")
     reports: list[RankReport] = []
-    chosen = read_ranks(ranks, plan.num_devices)
     for rank in chosen:
 
         def now(what: str, rank: int = rank) -> None:
@@ -147,6 +157,8 @@ def _rehearsed(
 
 def read_ranks(text: str, world: int) -> list[int]:
     """Read `0,last,random:4`. PinError for anything else, or for a rank that does not exist."""
+    if not isinstance(text, str):
+        raise PinError(f"ranks={text!r} must be a text, for example '0,last,random:4'")
     found: dict[int, None] = {}
     for word in (part.strip() for part in text.split(",")):
         found |= dict.fromkeys(_ranks_of(word, world))

@@ -80,6 +80,8 @@ def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         lines = path.read_text().split("\n")
     except OSError as error:
         raise PinError(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise PinError(f"{path} is not a text; give the file that autoplan.StepLog wrote") from None
     found: list[dict[str, Any]] = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
@@ -158,7 +160,7 @@ def compare(plan: Plan, log: Path) -> Comparison:
 
 def on_another_device(plan: Plan, ran_on: str) -> tuple[str, ...]:
     """Return a note if steps ran on another kind of device (`cpu` or `cuda`) than the plan is for; else nothing."""
-    device = str(plan.document["cluster"]["device"])
+    device = str(plan.document.get("cluster", {}).get("device", ""))
     planned = "cpu" if device == "cpu" else "cuda" if device in entries() else ran_on
     return () if planned == ran_on else (f"the steps ran on {ran_on}, the plan is for {device}",)
 

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Sequence
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,11 +89,27 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     try:
         data = path.read_bytes()
         found = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
-        return [e for e in found["traceEvents"] if e.get("ph") == "X"], found.get("distributedInfo") or {}
+        events, about = [e for e in found["traceEvents"] if e.get("ph") == "X"], found.get("distributedInfo") or {}
+        damaged = next((e for e in events if not _whole(e)), None)
+    except gzip.BadGzipFile as error:
+        raise PinError(f"{path} cannot be unpacked: {error}; give the file that the profiler wrote") from None
     except OSError as error:
         raise PinError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError):
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, zlib.error):
         raise PinError(f"{path} is neither a log of autoplan.StepLog nor a trace of torch.profiler") from None
+    if damaged is not None:
+        raise PinError(
+            f"{path}: the event {json.dumps(damaged)[:120]} has no name, or no time and duration in microseconds; give "
+            "the file that the profiler wrote"
+        )
+    return events, about if isinstance(about, dict) else {}
+
+
+def _whole(event: Mapping[str, Any]) -> bool:
+    """Return True for an event with a name, a time and a duration."""
+    numbers = [event.get(key) for key in ("ts", "dur")]
+    numeric = all(isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n) for n in numbers)
+    return numeric and isinstance(event.get("name"), str)
 
 
 def _on_gpu(events: Sequence[dict[str, Any]]) -> tuple[Spans, Spans]:
@@ -111,7 +129,7 @@ def _on_cpu(events: Sequence[dict[str, Any]]) -> tuple[Spans, Spans]:
 
 def _span(event: dict[str, Any]) -> tuple[float, float]:
     start = float(event["ts"]) * 1e-6
-    return start, start + float(event["dur"]) * 1e-6
+    return start, start + max(0.0, float(event["dur"])) * 1e-6  # clocks of host and device may disagree
 
 
 def _threads(events: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:

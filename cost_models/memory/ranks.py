@@ -25,6 +25,10 @@ With `offload` of the optimizer its state is on the host, with a copy of paramet
 them; float32 masters without shards are only there. With `offload` of the parameters the shards of parameters and
 gradients are only on the host.
 
+Between the two parts of a split backward a micro-batch counts as after its forward. Of a head with a large vocabulary
+the runtime then keeps less, a gradient in 16 bits for logarithms in 32: a last rank that defers weight gradients is
+predicted too high (GPT-2 under ZB-H1: 7 %).
+
 Hybrid ZeRO (`zero_replicas`) replaces n by n / zero_replicas. Parameters of experts are sharded over their own
 replicas. Activations are held for every micro-batch in flight, which the schedule's actions count. A schedule in both
 directions (DualPipe) has two stages on every rank, and each stage on two ranks: twice the parameters and gradients, and

@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +75,43 @@ def test_the_trainer_of_the_page_is_the_plain_one(tmp_path: Path) -> None:
     )
     assert of_run == pytest.approx(of_plain, abs=2e-4) and of_plain[0] > 0.9
     assert float(plain.rsplit("difference ", 1)[1]) < 1e-3
+
+
+def test_a_lightning_checkpoint_holds_the_batches_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module of the page with the hooks of Lightning, which need not be installed: a checkpoint between two
+    accumulated batches goes on, on another number of ranks, as if there had been none."""
+    for name, found in {
+        "lightning": {"LightningModule": nn.Module},
+        "lightning.pytorch": {},
+        "lightning.pytorch.callbacks": {"ModelCheckpoint": object},
+        "lightning.pytorch.strategies": {"SingleDeviceStrategy": object},
+    }.items():
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**found))
+    page: dict[str, Any] = {}
+    exec(LIGHTNING.partition("\ntorch.manual_seed(0)")[0], page)
+
+    def program(rank: int, ranks: int) -> Any:
+        made = page["Program"].__new__(page["Program"])
+        nn.Module.__init__(made)
+        made.accumulate, made.waiting, made.log = 2, [], lambda *args, **kwargs: None
+        made.trainer = types.SimpleNamespace(is_last_batch=False)
+        made.optimizers = lambda: types.SimpleNamespace(step=lambda: None)
+        made.pm = types.SimpleNamespace(data_rank=rank, data_world=ranks, steps=[], clip_grad_norm_=lambda norm: None)
+        made.pm.step = lambda batches: made.pm.steps.append(batches) or torch.zeros(())
+        return made
+
+    def batch(first: int) -> list[torch.Tensor]:
+        return [torch.arange(first, first + 4), torch.arange(first, first + 4)]
+
+    checkpoint: dict[str, Any] = {}
+    before, after = program(0, 2), program(2, 4)
+    before.training_step(batch(0), 0)
+    before.on_save_checkpoint(checkpoint)
+    after.on_load_checkpoint(checkpoint)
+    after.training_step(batch(4), 1)
+    ((first, second),) = after.pm.steps
+    assert before.pm.steps == [] and after.waiting == []
+    assert first["input"].tolist() == [2] and second["target"].tolist() == [6]
 
 
 @pytest.mark.slow

@@ -76,6 +76,19 @@ def test_written_layouts_make_the_same_program(kind: str) -> None:
         (lambda d: d["program"].pop("layout"), "its program lacks layout"),
         (lambda d: d["estimate"].pop("step_time_s"), "its estimate cannot be read"),
         (lambda d: d["made_for"].update(hash="1"), "made_for: unknown key 'hash'"),
+        (lambda d: d["plan"].pop("zero_stage"), "its plan lacks zero_stage"),
+        (lambda d: d["plan"].update(schedule={}), "schedule={} is not known; use GPipe"),
+        (lambda d: d["plan"].update(context_method=[1]), r"context_method=\(1,\) must be the name of a method"),
+        (lambda d: d.update(model=None), "model must be an object, not null"),
+        (lambda d: d["request"].update(seq_len="x"), 'request: seq_len must be a whole number, not "x"'),
+        (lambda d: d["request"].update(seq_len=True), "request: seq_len must be a whole number, not true"),
+        (lambda d: d["program"].update(notes=5), "program: notes must be a list, not 5"),
+        (lambda d: d["program"]["stages"].append(5), "program: stages: 1 must be a list, not 5"),
+        (lambda d: d["program"]["layout"].update(x=1), "program: layout: x must be a text, not 1"),
+        (lambda d: d["estimate"].update(mfu=None), "estimate: mfu must be a number, not null"),
+        (lambda d: d["estimate"]["step_time_s"].update(evidence=None), "step_time_s: evidence must be a text"),
+        (lambda d: d["estimate"]["memory_bytes"].append(3), "estimate: memory_bytes: 1 must be an object, not 3"),
+        (lambda d: d["certificate"].update(gap=float("nan")), "is not JSON .NaN is no number of JSON."),
     ],
 )
 def test_a_text_that_is_no_plan_is_refused_by_name(changed: Any, said: str) -> None:
@@ -95,6 +108,8 @@ PLAN_TEXT = plan_here(models.make_llama(), tp=2).to_json()
         (lambda d: d["program"]["layout"].popitem(), "the plan has no layout of"),
         (lambda d: d["program"]["layout"].update({next(iter(d["program"]["layout"])): "sideways"}), "cannot be 'side"),
         (lambda d: d["program"]["stages"][0].reverse(), "stage 0 of the plan holds"),
+        (lambda d: d["program"]["stages"].append(["x"]), "stage 1 of the plan holds x; its degrees make it nothing"),
+        (lambda d: d["program"]["stages"].clear(), "stage 0 of the plan holds nothing; its degrees make it"),
         (lambda d: d["program"].update(axes=[["dp", 2]]), "names the mesh axes dp=2"),
     ],
 )

@@ -12,12 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import models
 import pytest
 import torch
 
 import autoplan
 from autoplan.codegen.program import Program
-from autoplan.errors import PinError, RehearsalError
+from autoplan.errors import InfeasibleError, PinError, RehearsalError
 from autoplan.plans.folder import read_program, write_program
 from autoplan.plans.record import Plan
 from autoplan.rehearsal.rehearse import read_ranks
@@ -168,6 +169,82 @@ def test_ranks_are_read_by_name() -> None:
             read_ranks(text, 16384)
 
 
+def small_plan(
+    model: Any, cluster: str, batch: Any, loss_fn: Any = None, precision: str = "native", **pins: Any
+) -> Plan:
+    return autoplan.plan(
+        model,
+        cluster,
+        example_inputs=batch,
+        loss_fn=loss_fn,
+        global_batch_size=16,
+        pins=pins,
+        precision=precision,
+        compile=False,
+        verify=False,
+    )
+
+
+def mean_square(out: torch.Tensor, batch: Any) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(out, batch["target"])
+
+
+def frozen_llama() -> Any:
+    model = models.make_llama()
+    for name, p in model.named_parameters():
+        p.requires_grad_("layers.3" in name or "lm_head" in name)
+    return model
+
+
+TOKENS = models.token_batch(4, 16)
+TIED = {"ids": TOKENS["input_ids"], "labels": TOKENS["labels"]}
+FEATURES = {"input": torch.zeros(8, 16), "target": torch.zeros(8, 4)}
+NARROW: dict[str, tuple[Any, tuple[str, Any, Any, str], dict[str, Any], str]] = {
+    # its gradients may overflow, which the host reads
+    "float16": (models.make_llama, ("1x4xh100", TOKENS, None, "fp16"), {"pp": 2, "tp": 1, "num_micro_batches": 2}, "3"),
+    # torch's fake product of experts takes bfloat16 alone
+    "experts in float32": (models.make_mixtral, ("1x4xh100", TOKENS, None, "native"), {"ep": 2, "zero_stage": 3}, "3"),
+    # a backward needs no gradient of the data
+    "data": (
+        lambda: torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 4)),
+        ("1x2xh100", FEATURES, mean_square, "native"),
+        {"dp": 2, "zero_stage": 1},
+        "0",
+    ),
+    # the first stage has no backward, and gathers its parameters once
+    "frozen": (frozen_llama, ("1x4xh100", TOKENS, None, "native"), {"pp": 2, "zero_stage": 3, "dp": 2}, "0"),
+    "gathered keys": (
+        models.make_llama,
+        ("1x4xh100", TOKENS, None, "native"),
+        {"cp": 2, "tp": 1, "context_method": "gather"},
+        "last",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_a_rehearsal_finds_nothing_where_all_is_as_planned(name: str) -> None:
+    model, (cluster, batch, loss_fn, precision), pins, ranks = NARROW[name]
+    plan = small_plan(model(), cluster, batch, loss_fn, precision, **pins)
+    assert autoplan.rehearse(plan, ranks, check=False).differences == ()
+
+
+def test_ranks_are_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(("gpt2", "1x2xh100-sxm5-80gb", 64, 2, {"tp": 2}, "0"))
+
+    def worked(*args: Any) -> None:
+        raise AssertionError("the program was made first")
+
+    monkeypatch.setattr("autoplan.rehearsal.rehearse.graph_of_plan", worked)
+    for ranks, said in (("2", "use numbers from 0 to 1"), (0, "ranks=0 must be a text"), ([0], r"ranks=\[0\] must be")):
+        with pytest.raises(PinError, match=said):
+            autoplan.rehearse(plan, ranks)  # type: ignore[arg-type]
+    with pytest.raises(RehearsalError, match="has no price"):
+        autoplan.rehearse(replace(plan, estimate=None))
+    with pytest.raises(InfeasibleError, match="does not execute this plan: parts"):
+        autoplan.rehearse(replace(plan, document={**plan.document, "priced_not_executed": ["parts"]}))
+
+
 # -- negative controls -------------------------------------------------------------------------------------------------
 
 
@@ -194,6 +271,27 @@ def test_a_dropped_collective_is_caught(folder: Path, tmp_path: Path) -> None:
     bad = changed(folder, tmp_path, lambda t: re.sub(r"all_reduce\((\w+), [^)]*\)", r"\1", t, count=1))
     with pytest.raises(RehearsalError, match=r"rank 1 .* differs from its plan: all_reduce over tp .* the ledger says"):
         autoplan.rehearse(bad, "1")
+
+
+def test_a_sum_of_tied_copies_that_is_missing_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedding and the head are on the first and the last of four stages, which have a group of their own."""
+    plan = small_plan(models.make_gpt(), "1x4xh100", TIED, models.gpt_loss, pp=4, num_micro_batches=4)
+    (report,) = autoplan.rehearse(plan, "0").ranks
+    tied = next(row for row in report.rows if "group autoplan_tied" in row.name)
+    assert tied.observed == tied.expected == 96 * 32 * 4
+    monkeypatch.setattr("autoplan.runtime.tied.all_reduce_flat", lambda *args, **kwargs: None)
+    (found,) = autoplan.rehearse(plan, "0", check=False).differences
+    assert "all_reduce over group autoplan_tied of parameters and gradients: 0 bytes, 12,288 are expected" in found
+
+
+def test_a_loss_that_is_not_summed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsent(self: Any, losses: Any) -> None:
+        self._sent = self._own(losses).to(torch.float64), None
+
+    monkeypatch.setattr("autoplan.runtime.total.TotalLoss.send", unsent)
+    plan = plan_of(("gpt2", "1x2xh100-sxm5-80gb", 64, 4, {"dp": 2, "zero_stage": 0}, "0"))
+    found = autoplan.rehearse(plan, "0", check=False).differences
+    assert any("of 8 bytes, once per step: 0 times, 1 are expected" in text for text in found)
 
 
 def test_a_wrong_shape_is_caught(folder: Path, tmp_path: Path) -> None:

@@ -145,6 +145,13 @@ def test_a_line_that_no_log_has_is_named(plan: Path, line: int, value: object, m
         read_log(log)
 
 
+def test_a_log_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    log = tmp_path / "train.jsonl"
+    log.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(PinError, match=r"train\.jsonl is not a text; give the file that autoplan\.StepLog wrote"):
+        read_log(log)
+
+
 def test_arguments_that_nothing_would_use_are_refused(plan: Path, tmp_path: Path) -> None:
     log, out = write_log(plan, [1.0] * 4), tmp_path / "out"
     done = cli(f"compare {plan} {log} --model gpt2")

@@ -136,3 +136,21 @@ def test_what_is_no_trace_is_refused(plan: Path, tmp_path: Path) -> None:
     other.write_text("{}")
     assert "neither a log of autoplan.StepLog nor a trace" in one_line_error(run("compare", str(plan), str(other)), 2)
     assert "No such file" in one_line_error(run("compare", str(plan), str(tmp_path / "none.json")), 2)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"name": None}, {"ts": "1"}, {"ts": None}, {"dur": None}, {"dur": float("nan")}], ids=str
+)
+def test_a_damaged_event_is_named(plan: Path, changed: dict[str, Any], tmp_path: Path) -> None:
+    bad = {name: value for name, value in {**ON_CPU[1], **changed}.items() if value is not None}
+    file = written(tmp_path / "trace.json", [ON_CPU[0], bad])
+    with pytest.raises(PinError, match=r"trace\.json: the event .* has no name, or no time and duration"):
+        compare_trace(Plan.read(plan), file)
+
+
+def test_a_file_that_cannot_be_unpacked_is_named(plan: Path, tmp_path: Path) -> None:
+    (tmp_path / "trace.json.gz").write_bytes(b"none")
+    with pytest.raises(
+        PinError, match=r"trace\.json\.gz cannot be unpacked: .*; give the file that the profiler wrote"
+    ):
+        compare_trace(Plan.read(plan), tmp_path / "trace.json.gz")
