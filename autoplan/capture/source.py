@@ -102,7 +102,7 @@ def built_of_config(path: Path) -> Built:
 
 
 def _priced(model: nn.Module, example: Mapping[str, torch.Tensor], loss_fn: LossFn | None = None) -> ModelGraph:
-    """Return the graph of a model, with the positions of its config; from the cache if it is there and needs no loss."""
+    """Return the graph of a model, with the positions of its config, from the cache if it brings its loss."""
     if loss_fn is not None:
         graph = capture(model, example, loss_fn)
     else:
