@@ -381,8 +381,8 @@ class BlockPricer:
         if self.costs.measures_host:  # all work of the device; the fitted constants were fitted without it
             busy["forward"] += zero.forward
             busy["backward"] = busy["backward"] + zero.backward + accumulate
-        m = self.config.num_micro_batches // num_copies(self.config.schedule)
-        needs = {"forward": times.host_forward, "backward": times.host_backward + adds_s(block, m, self.costs)}
+        adds = adds_s(block, self._num_summed, self.costs)
+        needs = {"forward": times.host_forward, "backward": times.host_backward + adds}
         once = dict.fromkeys(PHASES, ZERO)
         launch = self.costs.options.launch
         if not self.costs.measures_host or launch is Launch.FULL_GRAPHS:
@@ -391,6 +391,11 @@ class BlockPricer:
             (needs if every else once)[phase] += seconds
         update = [self.costs.host_fixed_s(self.states.tensor_name(p)) for p in self.states.updated(block)]
         return _HostSide(launch, needs, busy, once, total(update))
+
+    @property
+    def _num_summed(self) -> int:
+        """The micro-batches whose gradients a chunk sums."""
+        return self.config.num_micro_batches // num_copies(self.config.schedule)
 
     def _host_terms(self, block: BlockWork) -> Iterator[tuple[bool, str, Quantity]]:
         """Yield (in every micro-batch or once per step, phase, host seconds) of the runtime's measured costs."""
@@ -406,7 +411,7 @@ class BlockPricer:
             if trained:
                 reduce = self.costs.zero_host_s("reduce", len(trained), self.states.reduced_bytes(trained))
                 yield stage >= 2, "backward", reduce
-        m = self.config.num_micro_batches // num_copies(self.config.schedule)
+        m = self._num_summed
         for p in block.params if m > 1 else ():
             if p.trainable:
                 work = self.costs.accumulate_work(p.num_elements, *self.states.added_dtypes(p))

@@ -54,11 +54,15 @@ def host_s(block: BlockWork, phase: str, costs: Costs, again: Recomputed | None 
         return ZERO
     if costs.profile is not None and costs.profile.has_host:
         return _measured_s(block, phase, costs, again)
-    if costs.profile is not None and costs.mode is Mode.EAGER and costs.profile.device_type == "cpu":
-        return ZERO  # measured times include the host
-    if kernels_of(costs.cluster.device, costs.constants) is None:
-        return ZERO
-    return _fitted_s(block, phase, costs, again)
+    return _fitted_s(block, phase, costs, again) if _is_fitted(costs) else ZERO
+
+
+def _is_fitted(costs: Costs) -> bool:
+    """Return True if the host's time comes from fitted constants: neither measured, nor part of measured times."""
+    profile = costs.profile
+    if profile is not None and (profile.has_host or (costs.mode is Mode.EAGER and profile.device_type == "cpu")):
+        return False
+    return kernels_of(costs.cluster.device, costs.constants) is not None
 
 
 def _fitted_s(block: BlockWork, phase: str, costs: Costs, again: Recomputed | None) -> Quantity:
@@ -90,12 +94,13 @@ def _num_kernels(op: OpWork, phase: str, costs: Costs) -> int:
 
 
 def adds_s(block: BlockWork, num_micro_batches: int, costs: Costs) -> Quantity:
-    """Return the host seconds per micro-batch of adding up gradients, if it waits for every kernel; else ZERO.
+    """Return the fitted host seconds per micro-batch of adding up gradients, if it waits for every kernel; else ZERO.
 
     Weights of products of one input are one parameter. Products that add to the sum themselves start nothing more.
     """
     options = costs.options
-    if options.launch is not Launch.BLOCKING or (costs.mode is Mode.FUSED and options.fused_accumulation):
+    waits = options.launch is Launch.BLOCKING and _is_fitted(costs)
+    if not waits or (costs.mode is Mode.FUSED and options.fused_accumulation):
         return ZERO
     joined = sum(op_kind(block.ops[k].op) is OpKind.PRODUCT for k in block.same_kernel)
     num = max(0, sum(p.trainable for p in block.params) - joined)

@@ -160,6 +160,8 @@ def test_a_host_that_waits_for_each_kernel_pays_for_each() -> None:
         assert kernels(model, "adds", fused_accumulation=False, whole_sums=True) == pytest.approx(2 * num_parameters)
     block = layer_of(fused_workload("gpt3-175b"))
     assert adds_s(block, 4, Costs(NODE, None, Mode.FUSED, RunOptions(fused_accumulation=False))).mid == 0
+    waits = RunOptions(launch=Launch.BLOCKING, fused_accumulation=False)
+    assert adds_s(block, 4, Costs(Cluster.local(2), None, Mode.EAGER, waits)).mid == 0  # a CPU runs what it starts
 
 
 def test_keys_values_and_up_read_what_queries_and_gate_have_cast() -> None:
