@@ -42,17 +42,17 @@ _F, _D, _M = "fsdp_config.fsdp_", "deepspeed_config.", "parallelism_config.paral
 _NEW: Mapping[str, Any] = {"since": MESH}
 
 
-DEEPSPEED_FILE = _FILE = _D + "deepspeed_config_file"
+DEEPSPEED_FILE = _D + "deepspeed_config_file"
 
 
 def _named(document: Document) -> Document | None:
     """Return the DeepSpeed file that the YAML names, as it is read; None without one. PinError if it is not here."""
-    name = document.get(_FILE)
+    name = document.get(DEEPSPEED_FILE)
     if name is None or str(document.get("distributed_type")).upper() != "DEEPSPEED":
         return None
-    if not any(path.startswith(f"{_FILE}.") for path in document.values):
+    if not any(path.startswith(f"{DEEPSPEED_FILE}.") for path in document.values):
         raise PinError(f"deepspeed_config_file={name!r} is not found; nearest: its path from here", ("zero_stage",))
-    return section(document, f"{_FILE}.", DEEPSPEED.schema)
+    return section(document, f"{DEEPSPEED_FILE}.", DEEPSPEED.schema)
 
 
 def engine(setup: Setup) -> str:
@@ -336,5 +336,5 @@ ACCELERATE = Target(
         TargetRule(_one_kind),
         TargetRule(_beside_file),
     ),
-    named_files=(_FILE,),
+    named_files=(DEEPSPEED_FILE,),
 )
