@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from autoplan.search.best_use import Use, best_use
 from autoplan.search.certificate import Status
 from autoplan.search.infeasible import NothingFits
 from autoplan.search.planner import estimate_config
+from autoplan.search.request import PlanRequest
 from autoplan.sweeps.explain import Setting, quick_gains
 from autoplan.sweeps.whatif import Point, RunTask, check_varied, columns, points, row
 
@@ -141,6 +142,18 @@ def answer_estimate(
     return None if planned.estimate.fits else planned.estimate.missing()
 
 
+def _varied_of_file(request: PlanRequest, varied: Iterable[str], *, pins: bool) -> PlanRequest:
+    """Return the request of a plan file without what a sweep replaces.
+
+    These are its pins of varied names (if `pins` are its own), and the nodes that its search left idle.
+    """
+    if pins:
+        request = replace(request, pins={n: value for n, value in request.pins.items() if n not in varied})
+    if "nodes" in varied and request.cluster.idle_nodes:
+        request = replace(request, cluster=request.cluster.with_(idle=0))
+    return request
+
+
 def answer_whatif(
     task: TaskWords, vary: Sequence[str], pin: list[str] | None, csv: Path | None, shown: Shown, **asked: Any
 ) -> tuple[str, list[Point], int]:
@@ -153,6 +166,8 @@ def answer_whatif(
     if csv is not None:
         check_writable(csv)
     request = read_request(task, pins=pin, **asked)
+    if task.written is not None:
+        request = _varied_of_file(request, values, pins=pin == task.written.asked.get("pin"))
     count = math.prod(map(len, values.values()))
     pairs = ((point, row(point, run)) for point in points(request, values))
     done, interrupted = planned_rows(pairs, columns(values, run), Countdown(count, "points"), csv, as_json)

@@ -63,7 +63,10 @@ _MOST_POINTS = 10_000  # of one sweep; each takes a search of at least a tenth o
 _RECORDS = (*(record for record in TASK_SETTINGS if record.varied), *CHOICES)
 TEXTS = ("device", "cluster", *(c.name for c in _RECORDS if c.written is Written.WORD))
 LISTS = tuple(c.name for c in CHOICES if c.written is Written.LIST)
-WHOLE_NUMBERS = ("nodes", "devices_per_node", *(c.name for c in _RECORDS if c.written is Written.COUNT))
+WHOLE_NUMBERS = (
+    *(name for name, override in OVERRIDES.items() if override.legal.whole),
+    *(c.name for c in _RECORDS if c.written is Written.COUNT),
+)
 # The legal range of each number. The search checks pins further.
 RANGES: dict[str, Range] = {
     **{c.name: Range(c.least, c.most, whole=True) for c in _RECORDS if c.written is Written.COUNT},
@@ -289,6 +292,10 @@ def _check_profile(profile: Profile, base: Cluster, cluster: Cluster) -> None:
             )
 
 
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(str(getattr(value, "value", value)) for value in values)
+
+
 def points(
     base: PlanRequest,
     vary: Mapping[str, Sequence[object]],
@@ -301,9 +308,11 @@ def points(
     Args:
         search: Plans one request, as `autoplan.search.planner.search_plan` does.
 
-    Raises: PinError for names and values that cannot be varied.
+    Raises: PinError for names and values that cannot be varied, and for a name that is pinned as well.
     """
     check_varied(vary)
+    for name in vary.keys() & base.pins.keys():
+        raise PinError(f"{name} is pinned to {base.pins[name]} and varied over {_listed(vary[name])}: leave out one")
     known: dict[object, Point] = {}
     for values in itertools.product(*vary.values()):
         varied = dict(zip(vary, values, strict=True))

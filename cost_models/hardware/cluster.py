@@ -31,6 +31,7 @@ from autoplan.cost_models.hardware.nodes import Nodes
 from autoplan.cost_models.hardware.parts import (
     ASSUMED,
     COUNT,
+    COUNT_OR_NONE,
     GB_S,
     GBIT_S,
     MEMORY_GB,
@@ -87,7 +88,7 @@ OVERRIDES: Mapping[str, Override] = {
     "host_memory_gb": Override("GB (1e9 bytes) of the host's memory per device", MEMORY_GB, "host_memory_bytes", GB),
     "power": Override("W per device: products slow down under a cap", WATTS, "power_w", column="power_w"),
     "price": Override("US dollars per device and hour", USD),
-    "idle": Override("number of further nodes that are paid for and not used", COUNT),
+    "idle": Override("number of further nodes that are paid for and not used", COUNT_OR_NONE),
 }
 _NODES = ("nodes", "devices_per_node")  # overrides of the number of devices
 _IDLE = "idle"
@@ -308,8 +309,9 @@ def _check_override(name: str, value: object) -> None:
     """Raise PinError for an illegal value of an override."""
     check_names((name,), OVERRIDES, "cluster", "override")
     known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not known or value < 0 or (value == 0 and name != "price"):  # type: ignore[operator]
-        least = "at least" if name == "price" else "above"
+    zero = OVERRIDES[name].legal.least == 0
+    if not known or value < 0 or (value == 0 and not zero):  # type: ignore[operator]
+        least = "at least" if zero else "above"
         raise PinError(f"{name}={value!r}: {OVERRIDES[name].what} must be {least} 0, and finite")
     OVERRIDES[name].legal.check(value, name)
 
@@ -399,7 +401,7 @@ def _read_overrides(text: str, overrides: str) -> Mapping[str, float]:
         name, equals, value = (piece.strip() for piece in part.partition("="))
         check_names((name,), OVERRIDES, f"cluster {text!r}", "override")
         try:
-            out[name] = int(value) if name in (*_NODES, _IDLE) else float(value)
+            out[name] = int(value) if OVERRIDES[name].legal.whole else float(value)
         except ValueError:
             raise PinError(f"cluster {text!r}: {name}{equals}{value} needs a number ({OVERRIDES[name].what})") from None
     return out

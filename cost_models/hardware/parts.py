@@ -26,6 +26,7 @@ NETWORKS = RAILS, NETWORK = "rails", "network"
 
 _LEAST = 1e-9  # lower bound of figures that must be above 0
 COUNT = Range(1, 10**6, whole=True)  # of nodes, or of devices in one
+COUNT_OR_NONE = Range(0, COUNT.most, whole=True)
 GBIT_S = Range(_LEAST, 1e6, "Gbit/s")
 GB_S = Range(_LEAST, 1e6, "GB/s")
 MEMORY_GB = Range(_LEAST, 1e6, "GB")

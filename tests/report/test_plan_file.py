@@ -64,6 +64,18 @@ def test_what_is_typed_overrides_the_file(tmp_path: Path) -> None:
     assert more["plan"]["dp"] == 16 and more["cluster"]["num_nodes"] == 2
     sweep = answer("whatif", file, "--vary", "nodes=1,2")
     assert [row["num_devices"] for row in sweep["rows"]] == [8, 16] and sweep["request"]["pins"] == {"tp": 1}
+    pinned = answer("whatif", file, "--vary", "tp=1,2")["rows"]
+    assert [row["plan"].startswith("tp2") for row in pinned] == [False, True]
+    assert "leave out one" in run("whatif", file, "--pin", "tp=4", "--vary", "tp=1,2").stderr
+
+
+def test_a_sweep_of_nodes_has_no_idle_ones_of_the_file(tmp_path: Path) -> None:
+    """They are those that its search left idle of its own number of nodes."""
+    first = answer("estimate", "llama-3.2-1b", "--cluster", "2x8xh100-sxm5-80gb@idle=1,price=2", *PLAN[4:-2])
+    file = kept(first, tmp_path)
+    rows = answer("whatif", file, "--vary", "nodes=2", "--tokens", "1T")["rows"]
+    given = answer("whatif", file, "--vary", "nodes=2", "--vary", "idle=0,1", "--tokens", "1T")["rows"]
+    assert rows[0]["usd"] == given[0]["usd"] < given[1]["usd"]
 
 
 def test_what_no_longer_holds_is_said(tmp_path: Path) -> None:

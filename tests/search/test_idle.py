@@ -78,8 +78,9 @@ def test_all_devices_are_paid() -> None:
     assert usd[1] == pytest.approx(usd[0] * 40 / 32)
     assert runs[0].kwh == runs[1].kwh
     assert any("40 devices" in note for note in runs[1].notes)
+    assert paid.with_(idle=0) == used.with_(idle=0) and not paid.with_(idle=0).idle_nodes
     with pytest.raises(PinError, match="idle"):
-        used.with_(idle=0)
+        used.with_(idle=-1)
 
 
 def test_the_command_says_which_devices_are_idle() -> None:

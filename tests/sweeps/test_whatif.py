@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from command_line import PLAIN, TASK, run
+from command_line import PLAIN, TASK, one_line_error, run
 from made_up_plans import CERTIFICATE, OWN, REQUEST, shown
 from typer.testing import CliRunner
 
@@ -74,6 +74,13 @@ def test_whatif_without_any_plan_says_so() -> None:
     assert "does not fit [1]" in result.stdout and "[1] nothing fits" in result.stdout
     result = run("whatif", *TASK, "--vary", "tp=3")
     assert result.exit_code == 2 and "no point is legal" in result.stderr and "[1] pin tp=3" in result.stdout
+
+
+def test_what_is_pinned_is_not_varied_without_a_word() -> None:
+    line = one_line_error(run("whatif", *TASK, "--pin", "tp=2", "--vary", "tp=1,4"), 2)
+    assert "tp is pinned to 2 and varied over 1, 4: leave out one" in line
+    with pytest.raises(PinError, match="zero_stage is pinned"):
+        whatif("gpt2", TASK[2], 1024, 16, vary={"zero_stage": [0]}, pins={"zero_stage": 1})
 
 
 COMPLETE = SimpleNamespace(status="complete", gap=0.0)
