@@ -166,6 +166,7 @@ class BlockWork:
         joined_ops: Positions in `ops` that hand-written modules start together with another operation (queries, keys
             and values of one input; a norm with the product after it).
         same_kernel: Positions in `ops` that run in the kernel of another operation.
+        needed: The forward as far as full recompute needs it: up to the last tensor that the backward reads.
         group_ops: Positions in `ops` that recomputing a group of regions reruns, by group.
         modules: The recomputation of modules, if any are recomputed.
         freed_bytes: Bytes that it does not keep, by recompute choice other than `full` and `selective`.
@@ -179,6 +180,7 @@ class BlockWork:
     selective_ops: frozenset[int] = frozenset()
     joined_ops: frozenset[int] = frozenset()
     same_kernel: frozenset[int] = frozenset()
+    needed: Recomputed | None = None
     group_ops: Mapping[str, frozenset[int]] = field(default_factory=dict)
     modules: Recomputed | None = None
     freed_bytes: Mapping[str, float] = field(default_factory=dict)

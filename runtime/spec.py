@@ -112,7 +112,7 @@ class LedgerEntry:
 
     Attributes:
         bytes: size of the gathered or reduced tensor on one rank (all_to_all: of the local tensor).
-        phase: forward or backward (a recomputed forward counts its forward twice).
+        phase: forward or backward; a recompute repeats those of the forward that it needs.
         per: `micro_batch` or `step`.
     """
 

@@ -27,6 +27,19 @@ class Attention(StrEnum):
     FUSED = "fused"
 
 
+class Reruns(StrEnum):
+    """The part of a layer's forward that full recompute runs again.
+
+    NEEDED: up to the last tensor that the backward needs, without the product that would follow and what it sends
+    (`torch.utils.checkpoint` with use_reentrant=False, which stops early since torch 2.1; rematerialisation in XLA and
+    in torch.compile, which compute nothing that is not used).
+    WHOLE: all of it (checkpoints that run the forward anew, as those of Megatron and DeepSpeed and use_reentrant=True).
+    """
+
+    NEEDED = "needed"
+    WHOLE = "whole"
+
+
 class Launch(StrEnum):
     """The way the host starts kernels.
 

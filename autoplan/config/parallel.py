@@ -14,6 +14,7 @@ from autoplan.config.context_methods import INNER, methods_text, read_methods
 from autoplan.config.kernels import Attention as Attention
 from autoplan.config.kernels import Dispatcher as Dispatcher
 from autoplan.config.kernels import Launch as Launch
+from autoplan.config.kernels import Reruns as Reruns
 from autoplan.config.kernels import Sends as Sends
 from autoplan.config.numbers import read_count, read_list
 from autoplan.config.offload import offload_text, read_offload
@@ -204,6 +205,15 @@ class RunOptions:
         said_as="{} sends",
         of_step=True,
     )
+    # None: as the mode does
+    reruns: Reruns | None = choice(
+        None,
+        "What full recompute runs again: needed (up to the last tensor that the backward needs) or whole; default: "
+        "needed in eager mode.",
+        written=Written.WORD,
+        words=Reruns,
+        said_as="recompute of {} forwards",
+    )
     # Krell et al., Efficient Sequence Packing without Cross-contamination, 2021; None: a sequence is one document
     document_len: int | None = choice(
         None,
@@ -230,6 +240,15 @@ class RunOptions:
         if self.attention is not None:
             return self.attention
         return Attention.FUSED if mode is Mode.FUSED else Attention.FLASH2
+
+    def reruns_in(self, mode: Mode) -> Reruns:
+        """Return what full recompute runs again in `mode`: the pinned part, else what is usual.
+
+        Compiled blocks of the emitted programs are one function to autograd, which recomputes all of it.
+        """
+        if self.reruns is not None:
+            return self.reruns
+        return Reruns.NEEDED if mode is Mode.EAGER else Reruns.WHOLE
 
 
 ZERO_STAGES = (0, 1, 2, 3)

@@ -182,6 +182,11 @@ def _has_ring(config: ParallelConfig) -> bool:
     return any(read_method(name, config.cp).is_ring for name in names)
 
 
+def _recomputes_whole_layers(setup: Setup) -> bool:
+    given = setup.recompute
+    return any(how == FULL or how.isdigit() for how in ((given,) if isinstance(given, str) else given))
+
+
 def _run_values(setup: Setup, zero: int, method: str | None) -> dict[str, Any]:
     """Return the options with those that make no difference at their defaults."""
     c, o = setup.config, setup.options
@@ -204,4 +209,5 @@ def _run_values(setup: Setup, zero: int, method: str | None) -> dict[str, Any]:
         "overlap_zero": overlap,
         "overlap_gather": o.overlap_gather or not (overlap and once),
         "zero_by_tensor": o.zero_by_tensor and zero == 3,
+        "reruns": str(o.reruns_in(setup.mode)) if _recomputes_whole_layers(setup) else None,
     }

@@ -23,6 +23,7 @@ class Activations:
             Activation Recomputation in Large Transformer Models, 2022). With fused attention this frees only the
             log-sum-exp: the projection that follows keeps the output.
         selective_ops: positions of the statements that selective recompute reruns.
+        num_rerun: statements, from the first, that full recompute reruns if it ends with the last tensor that is kept.
         saved_inputs: the part of `saved_bytes` that are inputs of the block, by position, 0 if not kept.
         saved_outputs: the part that are outputs of the block with a gradient, by position.
         group_ops: positions of the statements in each group of regions (`autoplan.program.regions`).
@@ -39,6 +40,7 @@ class Activations:
     recompute_transient_bytes: int
     saved_inputs: Ints
     saved_outputs: Ints
+    num_rerun: int = 0
     group_ops: Mapping[str, Ints] = field(default_factory=dict)
     choice_bytes: Mapping[str, int] = field(default_factory=dict)
     modules: Mapping[str, tuple[Region, ...]] = field(default_factory=dict)

@@ -116,6 +116,7 @@ class _Walk:
         self.cheap: set[int] = set()  # storages that a compiler computes again from what is kept
         self.parts: list[tuple[bool, bool]] = []  # of every statement: fused and computed again by a compiler
         self.logits = logits(lowered.statements) if kernels.narrow_logits else frozenset[str]()
+        self.num_rerun = 0
         self.narrow: dict[int, int] = {}  # storage -> storage of its 8-bit copy
         # storage -> its 8-bit copies; for a shard, those of the gathered value
         self.copies: dict[int, set[int]] = {}
@@ -183,6 +184,7 @@ class _Walk:
         self.given = frozenset(self.tensors)
         for statement in low.statements:
             self.steps.append(self._convert(statement) if isinstance(statement, Convert) else self._op(statement))
+        self.num_rerun = self.last_kept()
         if self.kernels.megatron:
             self.keep_shards()
         if self.kernels.compiled:
@@ -190,6 +192,20 @@ class _Walk:
         elif self.kernels.fused:
             self.fuse()
         return self._summary(inputs, first)
+
+    def last_kept(self) -> int:
+        """Return the statements that run until the last tensor is kept, parameters included.
+
+        Products and element-wise operations of torch hand autograd their inputs before they compute: the last of them
+        does not run again if it keeps nothing else.
+        """
+        keeps = [k for k, step in enumerate(self.steps) if step.saved]
+        if not keeps:
+            return 0
+        last, statement = self.steps[keeps[-1]], self.lowered.statements[keeps[-1]]
+        inputs = {self.tensors[var].storage for var in last.reads}
+        plain = isinstance(statement, Op) and op_kind(statement.node.op) in (OpKind.PRODUCT, OpKind.ELEMENTWISE)
+        return keeps[-1] + (not plain or not last.saved <= inputs)
 
     def keep_shards(self) -> None:
         """Let products keep the shard of a gathered input, which the backward gathers (Korthikanti et al., 2022)."""
@@ -477,6 +493,7 @@ class _Walk:
                 self.storages[s] if value.requires_grad and s in saved and s not in with_grad else 0
                 for s, value in outs
             ),
+            num_rerun=self.num_rerun,
             group_ops=_statements_by_group(found),
             choice_bytes=self._choice_bytes(found, there, given, counted),
             modules={name: there[name] for name in asked if name in there},

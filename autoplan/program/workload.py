@@ -281,10 +281,8 @@ def _block(lowered: LoweredBlock, activation_bytes: Activations, op_costs: OpCos
                 ops[k] = replace(ops[k], attrs=(*ops[k].attrs, ("cast_before", True)))
     sent = [_sends(statement, op_costs) for statement in lowered.statements]
     of_layout = _of_layouts(lowered, position, op_costs)
-    modules = None
-    if op_costs.kernels.modules:
-        both = [[*mine, *others] for mine, others in zip(sent, of_layout, strict=False)]
-        modules = _recomputed(activation_bytes, ops, position, both)
+    both = [[*mine, *others] for mine, others in zip(sent, of_layout, strict=False)]
+    modules = _recomputed(activation_bytes, ops, position, both) if op_costs.kernels.modules else None
     return BlockWork(
         name=block.name,
         ops=tuple(ops),
@@ -293,6 +291,7 @@ def _block(lowered: LoweredBlock, activation_bytes: Activations, op_costs: OpCos
         selective_ops=frozenset(position[k] for k in activation_bytes.selective_ops if k in position),
         joined_ops=joined.modules,
         same_kernel=joined.kernels,
+        needed=_needed(activation_bytes.num_rerun, position, both),
         group_ops={
             g: frozenset(position[k] for k in at if k in position) for g, at in activation_bytes.group_ops.items()
         },
@@ -381,6 +380,18 @@ def _sends(statement: Statement | BlockParam, op_costs: OpCosts, of_layout: bool
                 )
             )  # fmt: skip
     return out
+
+
+def _needed(num_rerun: int, position: Mapping[int, int], sent: Sequence[Sequence[CommWork]]) -> Recomputed:
+    """Return the work of the first statements in a forward.
+
+    Args:
+        sent: collectives by statement.
+    """
+    return Recomputed(
+        frozenset(at for k, at in position.items() if k < num_rerun),
+        comms=tuple(c for mine in sent[:num_rerun] for c in mine if c.phase == "forward"),
+    )
 
 
 def _recomputed(

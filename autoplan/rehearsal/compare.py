@@ -19,9 +19,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from autoplan.errors import RehearsalError
-from autoplan.rehearsal.expected import BACKWARD, Expected, Messages
+from autoplan.rehearsal.expected import BACKWARD, RECOMPUTE, Expected, Messages
 from autoplan.rehearsal.rank import Observed
 from autoplan.units import bytes_text
 
@@ -65,12 +66,16 @@ def compared(observed: Observed, said: Expected, stages: tuple[int, ...], traine
     """
     messages: Messages = Counter((r.kind, r.axis, r.phase, r.bytes) for r in observed.collectives)
     differences, rows = _own(messages, said), []
-    for found, lines in (_ledger(messages, said, observed), _sums(messages, said, observed, trained)):
+    for found, lines in (
+        _ledger(messages, said, observed),
+        _again(messages, said, observed),
+        _sums(messages, said, observed, trained),
+    ):
         differences += found
         rows += lines
     if said.unlisted:
         differences.append(said.unlisted)
-    left = _left(messages, said)
+    left = ", ".join(f"{n} {k} over {a} of {b:,} bytes in the {p}" for (k, a, p, b), n in sorted(messages.items()))
     if left:
         differences.append(f"it sends what is not planned: {left}")
     for found, lines in (_flops(observed, said, trained), _memory(observed, said, len(stages))):
@@ -140,7 +145,7 @@ def _sums(messages: Messages, said: Expected, observed: Observed, trained: bool)
     wanted = Counter(said.deferred)
     wanted.update(said.zero)
     for (kind, axis), size in sorted(wanted.items()):
-        mine = [key for key in messages if key[:2] == (kind, axis) and key[2] != "recompute"]
+        mine = [key for key in messages if key[:2] == (kind, axis) and key[2] != RECOMPUTE]
         found = sum(key[3] * messages.pop(key) for key in mine)
         what = f"{kind} over {axis} of parameters and gradients"
         rows.append(Row(what, size, found, "bytes"))
@@ -153,15 +158,33 @@ def _sums(messages: Messages, said: Expected, observed: Observed, trained: bool)
     return wrong, rows
 
 
-def _left(messages: Messages, said: Expected) -> str:
-    """Return the messages that remain, in words, after those with which a recompute repeats the forward's."""
-    forward = {(kind, axis, size) for kind, axis, phase, size in said.per_micro_batch if phase == "forward"}
-    rows = {(kind, axis) for kind, axis, phase in said.rows if phase == "forward"}
-    for key in list(messages):
-        kind, axis, phase, size = key
-        if phase == "recompute" and ((kind, axis, size) in forward or (kind, axis) in rows):
-            del messages[key]
-    return ", ".join(f"{n} {k} over {a} of {b:,} bytes in the {p}" for (k, a, p, b), n in sorted(messages.items()))
+def _again(messages: Messages, said: Expected, observed: Observed) -> tuple[list[str], list[Row]]:
+    """Take the collectives that a recompute repeats out of `messages`; return what differs, and the lines.
+
+    Without the graph, whatever the forward sends may be repeated.
+    """
+    wrong, rows, times = [], [], observed.num_micro_batches
+    if said.again is None:
+        forward = {(kind, axis, size) for kind, axis, phase, size in said.per_micro_batch if phase == "forward"}
+        any_size = {(kind, axis) for kind, axis, phase in said.rows if phase == "forward"}
+        for kind, axis, phase, size in list(messages):
+            if phase == RECOMPUTE and ((kind, axis, size) in forward or (kind, axis) in any_size):
+                del messages[kind, axis, phase, size]
+        return [], []
+    for (kind, axis, phase, size), count in sorted(said.again.items()):
+        found = messages.pop((kind, axis, phase, size), 0)
+        rows.append(Row(f"{kind} over {axis}, {phase}, {size:,} bytes", count * times, found, "times"))
+        if found != count * times:
+            wrong.append(
+                f"{kind} over {axis} of {size:,} bytes in the {phase}: {found} times, the price counts {count * times}"
+            )
+    for (kind, axis, phase), count in sorted(said.again_rows.items()):
+        mine = [key for key in messages if key[:3] == (kind, axis, phase)]
+        found = sum(messages.pop(key) for key in mine)
+        rows.append(Row(f"{kind} over {axis} of rows, {phase}", count * times, found, "times"))
+        if found != count * times:
+            wrong.append(f"{kind} over {axis} of rows in the {phase}: {found} times, the price counts {count * times}")
+    return wrong, rows
 
 
 def _flops(observed: Observed, said: Expected, trained: bool) -> tuple[list[str], list[Row]]:
@@ -186,9 +209,14 @@ def _flops(observed: Observed, said: Expected, trained: bool) -> tuple[list[str]
             rows.append(Row(f"FLOPs of {what}, {phase}", wanted if judged else None, found, "FLOPs"))
             if judged and not least * (1 - _ROUNDING) <= found <= most * (1 + _ROUNDING):
                 wrong.append(f"FLOPs of {what} in the {phase}: {found:.6g}, the price counts {wanted:.6g}")
-        again = float(observed.flops.get((what, "recompute"), 0))
-        if again:
-            rows.append(Row(f"FLOPs of {what}, recomputed", None, again, "FLOPs"))
+        found, wanted = float(observed.flops.get((what, RECOMPUTE), 0)), said.flops_again.get(what, 0.0) * times
+        if written:
+            wanted += 2 * said.flops_again.get("attention", 0.0) * times if what == "products" else -wanted
+        least, most = wanted if trained else 0.0, 2 * wanted if what == "attention" and said.masks else wanted
+        if found or wanted:
+            rows.append(Row(f"FLOPs of {what}, recomputed", wanted, found, "FLOPs"))
+        if not least * (1 - _ROUNDING) <= found <= most * (1 + _ROUNDING):
+            wrong.append(f"FLOPs of {what} in the recompute: {found:.6g}, the price counts {wanted:.6g}")
     return wrong, rows
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoplan.codegen.program import Layouts
 from autoplan.config.context_methods import GATHER
 from autoplan.config.parallel import Attention, Mode
 from autoplan.config.precision import precision_of
-from autoplan.config.recompute import NONE
+from autoplan.config.recompute import FULL, NONE, SELECTIVE, recompute_kind, region_groups
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.ranks import NOT_ALLOCATED, MemoryModel, RankMemory
 from autoplan.cost_models.quantity import Quantity
-from autoplan.cost_models.work import OpWork, Workload
+from autoplan.cost_models.work import BlockWork, OpWork, Workload
 from autoplan.errors import RehearsalError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ops.record import OpKind
@@ -33,6 +33,7 @@ from autoplan.runtime.zero import shard_dim
 from autoplan.units import DTYPE_BYTES
 
 BACKWARD = "products, backward"
+RECOMPUTE = "recompute"  # the phase of what a backward repeats of a forward
 _MASTER = "float32"  # dtype of sums of gradients under mixed precision, if no other is given
 _LOSS_BYTES = 8  # the sum of the loss over all ranks, float64
 _OVERFLOW_BYTES = 4  # whether a gradient overflows, float32
@@ -77,11 +78,13 @@ class Expected:
         own: the runtime's own collectives of a step: the sums of the loss, whether a gradient in float16 overflows.
         per_micro_batch: the ledger's collectives of one micro-batch.
         rows: those whose bytes follow from numbers of rows, without bytes: kind, axis, phase.
+        again, again_rows: likewise those that a recompute repeats; None: the graph is not at hand.
         deferred: bytes of the sums at the end of a step, by (kind, axis).
         unlisted: how the ledger's sums at the end of a step differ from those of the parameters; empty if they do not.
         zero: bytes that ZeRO moves in a step of this many micro-batches, by (kind, axis).
         flops: forward FLOPs of the products and of attention, and backward FLOPs of the products, of one micro-batch;
             None: the graph is not at hand.
+        flops_again: those of the products and of attention that a recompute repeats.
         masks: attention runs over gathered keys, which takes a mask on a CPU.
     """
 
@@ -92,10 +95,13 @@ class Expected:
     own: Messages
     per_micro_batch: Messages
     rows: Counter[tuple[str, str, str]]
+    again: Messages | None
+    again_rows: Counter[tuple[str, str, str]]
     deferred: Totals
     unlisted: str
     zero: Totals
     flops: Mapping[str, float] | None
+    flops_again: Mapping[str, float]
     masks: bool
 
 
@@ -117,7 +123,8 @@ def expected(
     local = {**env, "s": env["s"] // at.sizes.get("cp", 1)}
     entries = [e for e in spec.ledger if any(e.stage == s.index for s in stages) and at.sizes[e.axis] > 1]
     often = [e for e in entries if e.per == "micro_batch"]
-    counted = [e for e in often if not _of_rows(e)]
+    repeated = [] if work is None else [replace(e, phase=RECOMPUTE) for e in often if work.repeats(e)]
+    calls = [name for stage in stages for name in stage.calls]
     stage = plan.estimate.stages[at.coordinates["pp"]]
     held = _held(stage.memory)
     return Expected(
@@ -126,12 +133,15 @@ def expected(
         kernels_bytes=None if work is None else work.kernels_bytes(at.coordinates["pp"]),
         host={name: q.mid for name, q in stage.host_memory.items()},
         own=_own(spec, at),
-        per_micro_batch=Counter(_message(e, evaluate_terms(e.bytes, local)) for e in counted),
+        per_micro_batch=_messages(often, local),
         rows=_rows(often),
+        again=None if work is None else _messages(repeated, local),
+        again_rows=_rows(repeated),
         deferred=_deferred(spec, at, stages),
         unlisted=_unlisted(spec, at, [e for e in entries if e.per == "step"], local),
         zero=_zero(spec, at, stages, num_micro_batches),
-        flops=None if work is None else work.flops([name for stage in stages for name in stage.calls]),
+        flops=None if work is None else work.flops(calls),
+        flops_again={} if work is None else work.flops_again(calls),
         masks=work is not None and work.masks,
     )
 
@@ -153,6 +163,10 @@ def _held(terms: Mapping[str, Quantity]) -> dict[str, Quantity]:
 
 def _sum(terms: Mapping[str, Quantity], end: str) -> float:
     return float(sum(getattr(q, end) for q in terms.values()))
+
+
+def _messages(entries: list[LedgerEntry], env: Mapping[str, int]) -> Messages:
+    return Counter(_message(e, evaluate_terms(e.bytes, env)) for e in entries if not _of_rows(e))
 
 
 def _rows(entries: list[LedgerEntry]) -> Counter[tuple[str, str, str]]:
@@ -282,16 +296,42 @@ def _reduced_width(spec: ProgramSpec, p: ParamSpec) -> int:
 
 
 @dataclass(frozen=True)
+class Repeated:
+    """What a backward repeats of one call: FLOPs by what computes them, collectives by (what, kind)."""
+
+    flops: Mapping[str, float]
+    sent: frozenset[tuple[str, str]]
+
+    @classmethod
+    def of(cls, block: BlockWork, how: str) -> Repeated:
+        """Return what a recompute choice repeats of a block, as it is priced.
+
+        Regions send nothing but what attention over a cut sequence does.
+        """
+        if how == FULL and block.needed is not None:
+            ops, sent = block.needed.ops, block.needed.comms
+        else:
+            chosen = [block.selective_ops] if how == SELECTIVE else map(block.group_ops.get, region_groups(how))
+            ops = frozenset[int]().union(*(at for at in chosen if at))
+            attends = any(op_kind(block.ops[k].op) is OpKind.ATTENTION for k in ops)
+            sent = tuple(c for c in block.comms if attends and c.axis == "cp" and c.phase == "forward")
+        flops = dict(_arithmetic(tuple(block.ops[k] for k in sorted(ops))))
+        return cls(flops, frozenset((c.what, c.kind) for c in sent))
+
+
+@dataclass(frozen=True)
 class Work:
     """The figures of a plan that its price counts.
 
     Attributes:
         by_call: FLOPs of one call of every block on one rank, by what computes them (`Expected.flops`).
+        again: what a backward repeats of a call, for calls that recompute something.
         here, there: memory of every rank of the pipeline, with the kernels of a CPU and of the plan's device.
         masks: as in `Expected`.
     """
 
     by_call: Mapping[str, Mapping[str, float]]
+    again: Mapping[str, Repeated]
     here: tuple[RankMemory, ...]
     there: tuple[RankMemory, ...]
     masks: bool
@@ -316,13 +356,35 @@ class Work:
             on_device = _workload(plan, graph, layouts, env, "cuda", kernels)
             there = _ranks(plan, layouts, on_device, "cuda", mode)
         masks = any(method.inner == GATHER for method in layouts.context.values())
-        return cls({call.name: by_block[call.block] for call in graph.calls}, ranks, there, masks)
+        block_of = {call.name: call.block for call in graph.calls}
+        by_call = {name: by_block[block] for name, block in block_of.items()}
+        again = {
+            name: Repeated.of(here.blocks[block_of[name]], how)
+            for name, how in layouts.recompute.items()
+            if name in block_of and recompute_kind(how).recomputes
+        }
+        return cls(by_call, again, ranks, there, masks)
+
+    def repeats(self, e: LedgerEntry) -> bool:
+        """Return True for a collective of a forward that a recompute repeats; counts of rows go with the rows."""
+        again = self.again.get(e.call)
+        if again is None or e.phase != "forward":
+            return False
+        rows = any(sends_rows(what) for what, _ in again.sent)
+        return (e.what, e.kind) in again.sent or (e.kind == "all_to_all" and rows)
 
     def flops(self, calls: list[str]) -> Mapping[str, float]:
         """Return the sum over calls."""
         out: Counter[str] = Counter()
         for name in calls:
             out.update(self.by_call[name])
+        return out
+
+    def flops_again(self, calls: list[str]) -> Mapping[str, float]:
+        """Return the sum of what is repeated over calls."""
+        out: Counter[str] = Counter()
+        for name in calls:
+            out.update(self.again[name].flops if name in self.again else {})
         return out
 
     def kernels_bytes(self, coordinate: int) -> float:

@@ -557,6 +557,10 @@ class MemoryModel:
         scatters = stage >= 2 or (stage > 0 and self.config.num_micro_batches == 1)
         for u, (held, transient) in zip(reversed(units), reversed(chunk.running), strict=True):
             out.append(Moment(FIRST, gradients + scattered, waiting + held, transient, 0.0, gathered))
+            if scatters and u == units[0]:  # the backward of an embedding leaves nothing but its gradient
+                sent = max(reducing, self.largest_grad[u]) + self.largest[u]  # and the copy that is sent
+                there = self.largest[u] if gathered is None else gathered
+                out.append(Moment(FIRST, gradients + sent, waiting, 0.0, 0.0, there))
             gradients += self.first_grads[u]
             if scatters:  # the whole gradient of a unit is there until that of the one before it is scattered
                 scattered = max(reducing, self.largest_grad[u])

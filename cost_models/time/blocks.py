@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from autoplan.config.parallel import Launch, Mode, ParallelConfig
+from autoplan.config.parallel import Launch, Mode, ParallelConfig, Reruns
 from autoplan.config.precision import Precision
 from autoplan.config.recompute import (
     FULL,
@@ -46,6 +46,7 @@ class OpTimes:
     Attributes:
         weight: The part of `backward` that computes gradients of weights.
         selective: The operations that selective recompute reruns.
+        again, host_again: What full recompute reruns, on the device and on the host.
         host_forward, host_backward: Host time to start the operations.
         attention: The part of the attention core, by phase.
         groups: Recomputing a group of regions, by group.
@@ -58,8 +59,10 @@ class OpTimes:
     backward: Quantity
     weight: Quantity
     selective: Quantity
+    again: Quantity
     host_forward: Quantity = ZERO
     host_backward: Quantity = ZERO
+    host_again: Quantity = ZERO
     attention: Mapping[str, Quantity] = field(default_factory=dict)
     groups: Mapping[str, Quantity] = field(default_factory=dict)
     modules: Quantity = ZERO
@@ -88,24 +91,27 @@ def op_times(
 def _block_times(block: BlockWork, workload: Workload, costs: Costs) -> OpTimes:
     forward = [costs.forward_s(op) for op in block.ops]
     backward = [costs.backward_s(op) for op in block.ops]
-    again = block.modules
+    modules, full = block.modules, _reran(block, costs)
+    host_forward = host_s(block, "forward", costs)
     weight = [q * _weight_share(op) for op, q in zip(block.ops, backward, strict=True) if op_record(op.op).weights]
     return OpTimes(
         total(forward),
         total(backward),
         total(weight),
         total([forward[i] for i in sorted(block.selective_ops)]),
-        host_s(block, "forward", costs),
+        total(forward if full is None else [forward[i] for i in sorted(full.ops)]),
+        host_forward,
         host_s(block, "backward", costs),
+        host_forward if full is None else host_s(block, "forward", costs, full),
         {
             phase: total([q for op, q in zip(block.ops, found, strict=True) if op_kind(op.op) is OpKind.ATTENTION])
             for phase, found in (("forward", forward), ("backward", backward))
         },
         {group: total([forward[i] for i in sorted(at)]) for group, at in block.group_ops.items()},
         ZERO
-        if again is None
-        else total([*(forward[i] for i in sorted(again.ops)), *map(costs.forward_s, again.beside)]),
-        ZERO if again is None else host_s(block, "forward", costs, again),
+        if modules is None
+        else total([*(forward[i] for i in sorted(modules.ops)), *map(costs.forward_s, modules.beside)]),
+        ZERO if modules is None else host_s(block, "forward", costs, modules),
         {
             name: host_s(block, "forward", costs, Recomputed(frozenset(ops)))
             for name, ops in ((SELECTIVE, block.selective_ops), *block.group_ops.items())
@@ -113,6 +119,11 @@ def _block_times(block: BlockWork, workload: Workload, costs: Costs) -> OpTimes:
         },
         pieces_of(block, workload.axes, costs),
     )
+
+
+def _reran(block: BlockWork, costs: Costs) -> Recomputed | None:
+    """Return the part of a forward that full recompute reruns; None: all of it."""
+    return block.needed if costs.options.reruns_in(costs.mode) is Reruns.NEEDED else None
 
 
 def _weight_share(op: OpWork) -> float:
@@ -249,10 +260,10 @@ class BlockPricer:
         """Return the cost of one call of a block."""
         comm, per_step = self._comm(block, times)
         sent = {phase: total([q for (_, when), q in comm.items() if when == phase]) for phase in PHASES}
-        zero = self.states.terms(block, times.forward, times.backward, sent["backward"])
+        again = self._reran_s(block, times, sent["forward"])
+        zero = self.states.terms(block, times.forward, times.backward, times.again, sent["backward"])
         accumulate, optimizer = self.states.accumulate(block), self.states.optimizer(block)
         host = self._host_side(block, times, sent, zero, accumulate)
-        again = times.forward + sent["forward"]
 
         def repeated(name: str, seconds: Quantity) -> Quantity:
             """Return the seconds that rerun operations add to a backward, in which they run beside its other work."""
@@ -277,9 +288,9 @@ class BlockPricer:
             slack={phase: slack_s(host.needs[phase], host.busy[phase], host.launch) for phase in PHASES}
             | {"optimizer": slack_s(host.update, optimizer, host.launch)},
             waited_split=host.adds("backward", self.costs.host_fixed_s("split_layer_s")),
-            again=host.adds("backward", times.host_forward, again)
+            again=host.adds("backward", times.host_again, again)
             if self.costs.measures_host
-            else again + host.waited("forward"),
+            else again + waited_s(times.host_again, again, host.launch),
             hidden_recompute=zero.hidden_recompute,
             gather=zero.gather_once,
             reduce=zero.reduce_once + self.states.all_reduces(block),
@@ -295,10 +306,35 @@ class BlockPricer:
         These are the operations, and the collectives over tp, cp and ep if the block has no others in a pass.
         """
         found = {"forward": times.forward.mid, "backward": times.backward.mid}
-        if not any(self.families.get(c.axis, "tp") == "dp" for c in block.comms if c.per != "step"):
+        if not self._couples(block):
             for (_, phase), sent in self._comm(block, times)[0].items():
                 found[phase] += sent.mid
         return found["forward"], found["backward"]
+
+    def _couples(self, block: BlockWork) -> bool:
+        """Return True if collectives of its passes depend on dp."""
+        return any(self.families.get(c.axis, "tp") == "dp" for c in block.comms if c.per != "step")
+
+    def least_again_s(self, block: BlockWork, times: OpTimes) -> float:
+        """Return the expected seconds of full recompute as `least_s` does, with those of `waited_s`.
+
+        0 if the host's times are measured: recompute may hide behind waiting for the host.
+        """
+        if self.costs.measures_host:
+            return 0.0
+        again = times.again
+        if not self._couples(block):
+            comm, _ = self._comm(block, times)
+            again = self._reran_s(block, times, total([q for (_, when), q in comm.items() if when == "forward"]))
+        return (again + waited_s(times.host_again, again, self.costs.options.launch)).mid
+
+    def _reran_s(self, block: BlockWork, times: OpTimes, sent: Quantity) -> Quantity:
+        """Return the seconds of full recompute on the device. `sent`: the collectives of a whole forward."""
+        full = _reran(block, self.costs)
+        if full is None:
+            return times.again + sent
+        comm, _ = self._comm(block, times, full.comms)
+        return times.again + total(list(comm.values()))
 
     def waited_s(self, block: BlockWork, times: OpTimes) -> tuple[float, float]:
         """Return the expected seconds that the host adds to a forward and a backward, if its times are not measured."""
@@ -310,10 +346,17 @@ class BlockPricer:
 
     # -- collectives inside the block --------------------------------------------------------------------------------
 
-    def _comm(self, block: BlockWork, times: OpTimes) -> tuple[dict[tuple[str, str], Quantity], Quantity]:
-        """Return the exposed collectives inside the block by (family, phase), and the collectives once per step."""
+    def _comm(
+        self, block: BlockWork, times: OpTimes, rerun: Sequence[CommWork] | None = None
+    ) -> tuple[dict[tuple[str, str], Quantity], Quantity]:
+        """Return the exposed collectives inside the block by (family, phase), and the collectives once per step.
+
+        `rerun`: those of a recompute instead.
+        """
+        if rerun is not None:
+            times = replace(times, forward=times.again)
         computed = {"forward": times.forward.mid, "backward": times.backward.mid}
-        comms = [c for c in block.comms if self._is_sent(c)]
+        comms = [c for c in (block.comms if rerun is None else rerun) if self._is_sent(c)]
         inside = {phase: sum(c.phase == phase and c.per != "step" for c in comms) for phase in PHASES}
         plain: dict[tuple[str, str], Quantity] = {}
         parts: dict[tuple[str, str], Quantity] = {}  # over a part of the ranks of cp, or behind pieces of products

@@ -52,10 +52,15 @@ class LeastSeconds:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Seconds by block that parameters do not change: operations, collectives inside blocks, waiting for the host."""
+    """Seconds by block that parameters do not change: operations, collectives inside blocks, waiting for the host.
+
+    `again`: all of full recompute; `computed_again`: its operations.
+    """
 
     forward: Array
     backward: Array
+    again: Array
+    computed_again: Array
     sent_forward: Array
     sent_backward: Array
     waited_forward: Array
@@ -245,14 +250,11 @@ class LeastTime:
             moved, behind = gather * again + reduce, p.backward + p.sent_backward
             shown = _beside(moved, behind, pricer)
             forward, backward = forward + _beside(gather, p.forward, pricer), backward + shown
-            hidden = np.maximum(0.0, shown - _beside(moved, behind + p.forward, pricer))
-        whole = p.forward + p.sent_forward + p.waited_forward - hidden
-        if self.costs.measures_host:
-            whole = np.zeros(len(self.blocks))
+            hidden = np.maximum(0.0, shown - _beside(moved, behind + p.computed_again, pricer))
         seconds = LeastSeconds(
             self._all @ forward,
             self._all @ backward,
-            np.maximum(0.0, self._layers @ whole),
+            np.maximum(0.0, self._layers @ (p.again - hidden)),
             0.0,
             float(self.counts @ self._all @ update),
         )
@@ -294,7 +296,8 @@ class LeastTime:
             forward, backward = pricer.least_s(block, times)
             waited = (0.0, 0.0) if self.costs.measures_host else pricer.waited_s(block, times)
             f, b = times.forward.mid, times.backward.mid
-            rows.append((f, b, forward - f, backward - b, *waited))
+            again = pricer.least_again_s(block, times)
+            rows.append((f, b, again, times.again.mid, forward - f, backward - b, *waited))
         return _Pass(*np.array(rows).T)
 
     def _of_states(self, pricer: StatePricer) -> tuple[Array, Array, Array, Array, Array]:

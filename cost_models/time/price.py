@@ -101,7 +101,7 @@ class Pricer:
         # sends upstream do not wait for reductions, so a step pays for one rank's traffic only.
         self.chained: bool = not has_streams(costs.cluster.device_type)
         self.pinned_recompute: dict[int, str] = self._pinned_recompute()
-        self.free_forward: Quantity = total([self.blocks[name].recompute_s for name in workload.free])
+        self.free_forward: Quantity = total([self.blocks[name].forward_s for name in workload.free])
         self._tables = {"mid": Table(workload, self.blocks, "mid")}
         self.contention: float = prices.states.contention
         # share of compute that hides traffic once per step

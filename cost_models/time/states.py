@@ -131,11 +131,14 @@ class StatePricer:
             if ranks > 1 and mine:
                 yield name, ranks, mine
 
-    def terms(self, block: BlockWork, forward: Quantity, backward: Quantity, sent: Quantity) -> ZeroTerms:
+    def terms(
+        self, block: BlockWork, forward: Quantity, backward: Quantity, again: Quantity, sent: Quantity
+    ) -> ZeroTerms:
         """Return the seconds that ZeRO adds to a block.
 
         Args:
             forward, backward: Seconds of its operations.
+            again: Those of the operations that full recompute reruns.
             sent: Seconds of the collectives in its backward, beside which ZeRO's traffic may run too.
         """
         stage = self.config.zero_stage
@@ -159,7 +162,7 @@ class StatePricer:
         moved = (gather if self.gathers_again(block) else ZERO) + reduce
         wait = two if moved.mid > reduce.mid else one
         both = self._beside(moved, behind) + wait
-        beside = self._beside(moved, behind + forward) + wait
+        beside = self._beside(moved, behind + again) + wait
         hidden = both.beyond(beside)
         return ZeroTerms(
             gathering + hooks["forward"], both + hooks["backward"], ZERO, last, gather_once, reduce_once, hidden

@@ -224,7 +224,11 @@ _DATE = r"\bdate ([01]\d)-([0-3]\d)\b"  # month and day of a run, in the year of
 _BEFORE_PAPER = 0.3  # years from a run to the preprint about it, roughly: 0.2 for SC21, 0.8 for Korthikanti
 _SOURCES: tuple[tuple[str, float], ...] = (
     (r"bigscience", 2022.2),
-    (r"vTrain|llm-foundry|llama1|LLaMA paper|2302\.", 2023.4),
+    # git blame: A100 of 40 GB from December 2022 (precision `bf16`, later Composer's `amp_bf16`), the other tables from
+    # October 2023 and January 2024, with torch 2.1
+    (r"llm-foundry .*README\.md:(22[89]|2[3-9]\d|3\d\d)", 2022.97),
+    (r"llm-foundry", 2023.79),
+    (r"vTrain|llama1|LLaMA paper|2302\.", 2023.4),
     (r"Megatron-LM git history", 2021.0),
     (r"2205\.05198|SC21", 2021.5),
     (r"Lucie-Training", 2024.4),

@@ -30,6 +30,13 @@ SMALL: dict[str, tuple[str, str, int, int, dict[str, Any], str]] = {
     "pipeline": ("gpt2", "1x8xh100-sxm5-80gb", 1024, 32, {"pp": 4, "zero_stage": 1, "schedule": "1F1B"}, "0,last"),
     "stages": ("gpt2", "1x4xh100-sxm5-80gb", 1024, 16, {"pp": 2, "virtual_stages": 2, "num_micro_batches": 4}, "0"),
     "split backwards": ("gpt2", "1x4xh100-sxm5-80gb", 1024, 16, {"pp": 2, "schedule": "ZB-H1", "zero_stage": 0}, "1"),
+    "recompute": ("llama-3.2-1b", "1x4xh100-sxm5-80gb", 1024, 8, {"tp": 2, "zero_stage": 3, "recompute": "full"}, "3"),
+    "recompute of attention": (
+        *("llama-3.2-1b", "1x4xh100-sxm5-80gb", 2048, 8),
+        {"cp": 4, "tp": 1, "context_method": "gather", "recompute": "attention"},
+        "1",
+    ),
+    "recompute of experts": ("olmoe-1b-7b", "1x4xh100-sxm5-80gb", 1024, 8, {"ep": 2, "tp": 2, "recompute": "full"}, "3"),
     "ring": ("llama-3.2-1b", "1x8xh100-sxm5-80gb", 16384, 2, {"cp": 4, "tp": 2, "context_method": "ring"}, "5"),
     "on the host": (
         *("gpt2", "1x4xh100-sxm5-80gb", 1024, 16),
@@ -282,6 +289,15 @@ def test_a_sum_of_tied_copies_that_is_missing_is_caught(monkeypatch: pytest.Monk
     monkeypatch.setattr("autoplan.runtime.tied.all_reduce_flat", lambda *args, **kwargs: None)
     (found,) = autoplan.rehearse(plan, "0", check=False).differences
     assert "all_reduce over group autoplan_tied of parameters and gradients: 0 bytes, 12,288 are expected" in found
+
+
+def test_a_recompute_of_more_than_is_needed_is_caught() -> None:
+    plan = small_plan(models.make_gpt(), "1x4xh100", TIED, models.gpt_loss, tp=2, dp=2, recompute="full")
+    assert autoplan.rehearse(plan, "1", check=False).differences == ()
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+        found = autoplan.rehearse(plan, "1", check=False).differences
+    assert any(re.search(r"all_reduce|reduce_scatter over tp .* in the recompute: 4 times", text) for text in found)
+    assert any(text.startswith("FLOPs of products in the recompute") for text in found)
 
 
 def test_a_loss_that_is_not_summed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
