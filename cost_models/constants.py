@@ -89,6 +89,8 @@ class Constants:
         overlap: Share of compute time behind which ZeRO's traffic can hide.
         contention: Seconds that compute slows down per second of ZeRO's or experts' traffic beside it, whose kernels
             take multiprocessors and memory bandwidth (DeepSeek-V3 reserves 20 of 132, arXiv 2412.19437, section 3.2.2).
+        block_contention: The same for what ZeRO 2 and 3 send of every block, for which parameters are also copied into
+            and out of the buffers that are sent (torch.distributed.fsdp, XLA).
         tp_hidden: Share of the collectives of tp that hides if the run overlaps them.
         ep_hidden: Share of a block's compute behind which the exchanges of experts hide if the run overlaps them (with
             that of another micro-batch, as DualPipe and Megatron-Core's 1F1B overlap do).
@@ -120,6 +122,7 @@ class Constants:
     host_fp8: float = 1.2
     overlap: float = 0.8
     contention: float = 0.15
+    block_contention: float = 0.15
     tp_hidden: float = 0.5
     ep_hidden: float = 0.5
     network_share: float = 1.0
@@ -132,7 +135,7 @@ class Constants:
             if name.startswith("sustained") or name.endswith("_share"):
                 if not 0 < value <= 2:
                     raise ProfileError(f"constant {name}={value!r} is a share; it must lie in (0, 2]")
-            elif name in ("overlap", "contention", "tp_hidden", "ep_hidden") and value > 1:
+            elif name in ("overlap", "contention", "block_contention", "tp_hidden", "ep_hidden") and value > 1:
                 raise ProfileError(f"constant {name}={value!r} is a share; it must lie in [0, 1]")
             elif name in ("imbalance", "host_fp8") and value < 1:
                 raise ProfileError(f"constant {name}={value!r} is a factor of at least 1")

@@ -504,7 +504,7 @@ class BlockPricer:
         if not has_streams(self.costs.cluster.device_type):
             return copy * 2.0
         computed = {"forward": times.forward, "backward": times.backward}
-        return total([self.states.beside(copy, computed[phase] + sent[phase], self.states.overlap) for phase in PHASES])
+        return total([self.states.copied_beside(copy, computed[phase] + sent[phase]) for phase in PHASES])
 
     def _sent_share(self, block: BlockWork, comm: CommWork) -> float:
         """Return the share of a collective's bytes that is sent.

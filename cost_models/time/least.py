@@ -203,7 +203,7 @@ class LeastTime:
         copy = costs.host_copy_s(block.offloaded_bytes).mid
         if not has_streams(costs.cluster.device_type):
             return 2.0 * copy
-        return 2.0 * copy * min(1.0, StatePricer(ParallelConfig(), costs, self.precision, {}).contention)
+        return 2.0 * copy * min(1.0, StatePricer(ParallelConfig(), costs, self.precision, {}).copy_contention)
 
     # -- seconds at given degrees -------------------------------------------------------------------------------------
 
@@ -336,7 +336,7 @@ class LeastTime:
 
 
 def _beside(moved: Array, computed: Array, states: StatePricer) -> Array:
-    """Return the seconds of ZeRO's traffic beside computing (`StatePricer.beside`)."""
+    """Return the seconds of ZeRO's traffic beside computing (`states._shown`)."""
     shown = np.maximum(0.0, moved - states.hides * computed)
     out: Array = shown + states.contention * (moved - shown)
     return out

@@ -78,13 +78,20 @@ def reduced_beside(config: ParallelConfig, costs: Costs) -> bool:
     return has_streams(costs.cluster.device_type) and not SCHEDULES[config.schedule].split_backward
 
 
+def _shown(moved: Quantity, hiding: Quantity, contention: float) -> Quantity:
+    """Return the cost of traffic behind computing: the exposed part, and a share of the hidden part."""
+    exposed = moved.less(hiding)
+    return exposed + moved.beyond(exposed) * contention
+
+
 class StatePricer:
     """The prices of the parameters of blocks at given degrees.
 
     Attributes:
         overlap: The share of compute behind which traffic on a stream of its own hides.
         hides: The same for ZeRO's traffic; 0 if it has no stream of its own.
-        contention: The share of hidden traffic by which compute slows down.
+        contention: The share of ZeRO's hidden traffic by which compute slows down.
+        copy_contention: The same for copies to the host and back.
         reduces_beside: True if ZeRO 0 reduces gradients during the backward.
         reduction: The collective that sends the gradients of ZeRO 1 to 3.
     """
@@ -99,7 +106,9 @@ class StatePricer:
         self.overlap: float = c.overlap if given is None else given
         self.by_tensor: bool = costs.options.zero_by_tensor and config.zero_stage == 3
         self.hides: float = 0.0 if self.by_tensor else self.overlap
-        self.contention: float = c.contention if costs.profile is None and streams else 0.0
+        self.copy_contention: float = c.contention if costs.profile is None and streams else 0.0
+        by_block = costs.profile is None and streams and config.zero_stage >= 2
+        self.contention: float = c.block_contention if by_block else self.copy_contention
         self.reduces_beside: bool = reduced_beside(config, costs)
         self.reduction = "all_to_all" if reduces_by_exchange(costs.cluster.device_type) else "reduce_scatter"
         if costs.options.whole_sums and config.zero_stage == 1:
@@ -215,12 +224,11 @@ class StatePricer:
 
     def _beside(self, moved: Quantity, computed: Quantity) -> Quantity:
         """Return the cost of ZeRO's traffic beside compute."""
-        return self.beside(moved, computed, self.hides)
+        return _shown(moved, computed * self.hides, self.contention)
 
-    def beside(self, moved: Quantity, computed: Quantity, share: float) -> Quantity:
-        """Return the cost of traffic behind a `share` of compute: the exposed part, and a share of the hidden part."""
-        exposed = moved.less(computed * share)
-        return exposed + moved.beyond(exposed) * self.contention
+    def copied_beside(self, moved: Quantity, computed: Quantity) -> Quantity:
+        """Return the cost of copies to the host, or back, beside compute."""
+        return _shown(moved, computed * self.overlap, self.copy_contention)
 
     def gathers_again(self, block: BlockWork) -> bool:
         """Return True if ZeRO 3 gathers the parameters for the backward, too. Megatron gathers all of them."""
