@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from autoplan.runtime.agree import AgreedValueError, fingerprint, raise_agreed, ranks_text
 from autoplan.runtime.mesh import AxisMesh
+from autoplan.runtime.precision import active_autocast
 from autoplan.runtime.spec import ProgramSpec, evaluate_terms
 from autoplan.units import LossUnit
 
@@ -109,6 +110,8 @@ class Batches:
         """Return why this rank cannot run a step on these batches; None if it can."""
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return "step() runs a backward; call it outside torch.no_grad() and torch.inference_mode()"
+        if (problem := active_autocast()) is not None:
+            return problem
         if not batches:
             return "step() was given no batch"
         shapes = _shapes_of(batches)
@@ -134,7 +137,7 @@ class Batches:
 
     def problem_of_evaluation(self, batch: Any, num: int | None = None) -> str | None:
         """Return why this rank cannot evaluate this batch, cut into `num` parts if given; None if it can."""
-        found = self._form(batch)
+        found = active_autocast() or self._form(batch)
         if found is None and num is not None:
             total = self._length(batch)
             found = self._shapes(batch, {total // num, -(-total // num)})

@@ -14,6 +14,7 @@ from torch import nn
 
 from autoplan.runtime.agree import AgreedRuntimeError
 from autoplan.runtime.given_numbers import GivenNumbers
+from autoplan.runtime.shards import trained_as_captured
 
 _HOOK = "_autoplan_stale_hook"
 
@@ -39,6 +40,12 @@ class GivenModule:
         loss_fn: Callable[..., Any] | None = None,
     ) -> None:
         self.numbers = GivenNumbers(model, loss_fn)
+        self._trained = [
+            (f"{prefix}.{name}".lstrip("."), weakref.ref(module), name, p.requires_grad)
+            for prefix, module in model.named_modules()
+            for name, p in module._parameters.items()
+            if p is not None
+        ]
         memo: dict[int, Any] = {id(p): _without_memory(p) for p in model.parameters()}
         kept = {id(t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
         memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers() if id(b) in kept}
@@ -55,6 +62,16 @@ class GivenModule:
                 f"{type(model).__name__} cannot be copied ({type(exc).__name__}: {exc}); build it again and load "
                 "pm.state_dict() into it"
             )
+
+    def changed(self) -> str | None:
+        """Return what the program has otherwise than the module has it now, as an error for the user: a number, or
+        whether a parameter is trained; None if nothing is."""
+        for name, reference, attribute, trained in self._trained:
+            module = reference()
+            p = None if module is None else module._parameters.get(attribute)
+            if p is not None and p.requires_grad is not trained:
+                return trained_as_captured(name, trained)
+        return self.numbers.changed()
 
     def filled(self, state: Mapping[str, Any]) -> nn.Module:
         """Return a module with the values of a full state, on the host.

@@ -163,6 +163,7 @@ class ParallelModel(StateMethods):
             device=self.device,
             aliases=aliases or {},
             extra=extra_state or {},
+            order=self._given,
             dtype=dtype,
             stored=self._stored_dtype,
         )
@@ -185,7 +186,7 @@ class ParallelModel(StateMethods):
         self._dropped = None
         if optimizer is not None:
             self.optimizer = self._make_optimizer(optimizer, param_groups)
-            check_elementwise(self.optimizer, sharded=self.mesh.world_size > 1)
+            check_elementwise(self.optimizer, sharded=not self._state.whole_here)
             guard_step(self.optimizer)
             self._dropped = DroppedGradients(self.optimizer)
 
@@ -220,13 +221,14 @@ class ParallelModel(StateMethods):
             given.extend(parameters)
             if groups is None:
                 return factory(given)
-            every = {p.name: p.shape for stage in self.spec.stages for p in stage.params if p.trainable}
+            shapes = {p.name: p.shape for stage in self.spec.stages for p in stage.params if p.trainable}
+            every = {name: shapes[name] for name in self._given if name in shapes}  # in the order of the model
             made: list[Any] = grouped_parameters(
                 [s.name for s, _ in trained], given if trained else [], settings_of(groups, every)
             )
             return factory(made)
 
-        optimizer = on_local_shards(make, [self._held(p) for _, p in trained])
+        optimizer = on_local_shards(make, [self._held(p) for _, p in trained], apart=not self._state.whole_here)
         shown = [self._state.shown(s, p) for s, p in trained]
         show_states(optimizer, list(zip(given, shown, strict=bool(trained))))
         self._updated = [(s.name, local, whole) for (s, _), local, whole in zip(trained, given, shown, strict=False)]
@@ -333,7 +335,8 @@ class ParallelModel(StateMethods):
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (original name, this rank's shard), each name once: of a tied parameter the first copy.
+        """Yield (original name, this rank's shard) in the order of the model, each name once: of a tied parameter the
+        first copy.
 
         If the program splits parameters, they are DTensors of the model's own shapes (`autoplan.runtime.shards`).
         """
@@ -389,7 +392,7 @@ class ParallelModel(StateMethods):
 
     def _step(self, batches: Sequence[Batch]) -> torch.Tensor:
         problem = self._batches.problem(batches) if self.training else "pm.eval() was called; call pm.train() first"
-        problem = problem or self._changed_number()
+        problem = problem or self._changed()
         parts = [] if problem is not None else [part for batch in batches for part in self._batches.cut(batch)]
         counts = self._batches.settle(
             batches, problem, lambda: self._inputs.count(parts), data_rank=self.data_rank, step=self._num_own_steps
@@ -420,8 +423,8 @@ class ParallelModel(StateMethods):
         self.progress.num_samples += sum(counts.samples)
         return total.result(losses)
 
-    def _changed_number(self) -> str | None:
-        return None if self.given is None else self.given.numbers.changed()
+    def _changed(self) -> str | None:
+        return None if self.given is None else self.given.changed()
 
     def _in_mesh(self) -> AbstractContextManager[AxisMesh]:
         return use_mesh(self.mesh, untyped=("pp",) if self.mesh.size("pp") > 1 else ())
@@ -470,7 +473,7 @@ class ParallelModel(StateMethods):
 
     def _evaluate(self, batch: Batch, problem: str | None = None, outputs: Outputs | None = None) -> torch.Tensor:
         problem = problem or self._batches.problem_of_evaluation(batch) or only_trains(self.spec)
-        problem = problem or self._changed_number()
+        problem = problem or self._changed()
         num = self._batches.num_parts(batch, problem)
         if problem is None and num:
             problem = self._batches.problem_of_evaluation(batch, num)

@@ -6,7 +6,7 @@ the uses differ or ZeRO gathers each block by itself. Users see the first copy, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class ModelState:
         device: where the program runs.
         aliases: further names of tied parameters.
         extra: persistent buffers and other state that the loss does not need, by name.
+        order: names of all parameters in the order of the model, which is that of `places` on every rank.
         dtype: the dtype of floating values, if it is not the captured one.
         stored: returns the dtype in which a parameter is stored.
 
@@ -52,6 +53,7 @@ class ModelState:
         device: torch.device,
         aliases: Mapping[str, tuple[str, ...]],
         extra: Mapping[str, Any],
+        order: Iterable[str],
         dtype: torch.dtype | None,
         stored: StoredDtype,
     ) -> None:
@@ -64,11 +66,14 @@ class ModelState:
         self.dtype = dtype
         self.host: HostShards | None = None
         self._shards, self._stored = shards, stored
-        self._owners = self._find_owners()
+        self._owners = self._find_owners({name: i for i, name in enumerate(order)})
         self._copied = len({p.name for p, _ in self._owners}) < len(self._owners)  # a tied parameter has copies here
 
-    def _find_owners(self) -> list[tuple[ParamSpec, nn.Module]]:
-        """Return each parameter of this rank once, with its block (blocks, not tensors: ZeRO replaces the tensors)."""
+    def _find_owners(self, position: Mapping[str, int]) -> list[tuple[ParamSpec, nn.Module]]:
+        """Return each parameter of this rank once, with its block (blocks, not tensors: ZeRO replaces the tensors).
+
+        They come by their position in the model; blocks have them in the order of their use.
+        """
         seen: set[int] = set()
         out: list[tuple[ParamSpec, nn.Module]] = []
         for index in self.stages:
@@ -78,12 +83,17 @@ class ModelState:
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     out.append((p, block))
-        return out
+        return sorted(out, key=lambda each: position[each[0].name])
 
     def places(self) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
         """Yield each parameter object of this rank once, with the spec of its first use."""
         for p, block in self._owners:
             yield p, block._parameters[p.attr]  # type: ignore[misc]  # None only for absent ones
+
+    @property
+    def whole_here(self) -> bool:
+        """True if this rank holds the whole model, and no parameter is shown as a part."""
+        return self._shards.whole
 
     def held(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the tensor that the optimizer updates: the parameter itself, or its copy on the host."""

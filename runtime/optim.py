@@ -27,6 +27,8 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.runtime.agree import AgreedValueError
 from autoplan.runtime.failure import guarded
+from autoplan.runtime.params import local_of
+from autoplan.runtime.shards import ForeignUseError
 
 ELEMENTWISE = frozenset("SGD Adam AdamW Adamax NAdam RAdam Adagrad Adadelta RMSprop Rprop ASGD".split())
 
@@ -44,13 +46,44 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, sharded: bool) -> Non
     if sharded and not known and not getattr(optimizer, "autoplan_elementwise", False):
         raise AgreedValueError(
             f"optimizer {name} is not known to be element-wise and tensors are sharded; use one of "
-            f"{', '.join(sorted(ELEMENTWISE))}, or set the class attribute autoplan_elementwise = True if each "
-            "element's update depends on that element only"
+            f"{', '.join(sorted(ELEMENTWISE))}, or pins={{'tp': 1, 'pp': 1, 'zero_stage': 0}}, "
+            "or set the class attribute autoplan_elementwise = True if each element's update depends on that element "
+            "only"
         )
 
 
+class LocalPart(nn.Parameter):
+    """A parameter in the groups of an optimizer: this rank's part of one of the model, outside of an update.
+
+    A norm over the gradients of a rank's parts (`clip_grad_norm_` over param_groups, `GradScaler.unscale_`) would be
+    another one on every rank. So such a part has a gradient in an update alone, when it is a plain `nn.Parameter`.
+    """
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """No gradient.
+
+        Raises:
+            ForeignUseError: always.
+        """
+        raise ForeignUseError(_PARTS)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        raise ForeignUseError(_PARTS)
+
+
+_PARTS = (
+    "the parameters in pm.optimizer.param_groups are this rank's parts of the model's, and have gradients during the "
+    "update alone: use pm.clip_grad_norm_(max_norm) and pm.grad_norm(), or .grad of pm.named_parameters()"
+)
+
+
 def on_local_shards(
-    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], parameters: Iterable[nn.Parameter]
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    parameters: Iterable[nn.Parameter],
+    *,
+    apart: bool = False,
 ) -> torch.optim.Optimizer:
     """Return `make(parameters)`, with DTensors replaced by plain parameters that share the memory of their local parts.
 
@@ -59,13 +92,17 @@ def on_local_shards(
     them. State and param_groups hold the local parts. Without parameters the optimizer gets a single parameter without
     elements.
 
+    Args:
+        apart: True: `parameters` are this rank's parts of the model's, the plain ones too. All of them are replaced,
+            and outside of an update they refuse their gradients (`LocalPart`).
+
     Raises:
         AgreedValueError: (on every rank alike) `make` returned something else than an optimizer.
     """
     given = list(parameters)
     if not given:  # all of this rank's parameters are frozen
         return _made(make, [nn.Parameter(torch.zeros(0))])
-    pairs = [(p, _local_parameter(p)) for p in given if isinstance(p, DTensor)]
+    pairs = [(p, _local_parameter(p)) for p in given if apart or isinstance(p, DTensor)]
     replaced = {id(whole): mine for whole, mine in pairs}
     optimizer = _made(make, [replaced.get(id(p), p) for p in given])
     in_one_kernel(optimizer)
@@ -73,17 +110,25 @@ def on_local_shards(
     if not pairs and not on_cpu:
         return optimizer
 
+    def become(kind: type[nn.Parameter]) -> None:
+        if apart:
+            for _whole, mine in pairs:
+                mine.__class__ = kind
+
+    become(LocalPart)
+
     @torch.no_grad()  # so that to_local is the local part itself, not a node of autograd
     def read() -> None:
         for whole, mine in pairs:
-            local = whole.to_local()
+            local = local_of(whole)
             if local.data_ptr() != mine.data_ptr():  # fully_shard pads an uneven shard at its first forward
                 mine.data = local
-            mine.grad = whole.grad.to_local() if isinstance(whole.grad, DTensor) else None
+            mine.grad = None if whole.grad is None else local_of(whole.grad)
         if on_cpu:
             _in_order(optimizer)
 
     def before(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        become(nn.Parameter)
         read()
         given = args[1] if len(args) > 1 else kwargs.get("closure")  # args begins with the optimizer itself
         if given is None:
@@ -101,16 +146,19 @@ def on_local_shards(
     def after(*_: Any) -> None:
         for _whole, mine in pairs:
             mine.grad = None  # the memory is freed when the next step drops the gradients
+        become(LocalPart)
 
     drop_local = optimizer.zero_grad
 
     def zero_grad(set_to_none: bool = True) -> None:
+        become(nn.Parameter)
         drop_local() if set_to_none else drop_local(set_to_none=False)
+        become(LocalPart)
         for whole, _mine in pairs:
             if set_to_none:
                 whole.grad = None
-            elif isinstance(whole.grad, DTensor):
-                whole.grad.to_local().zero_()
+            elif whole.grad is not None:
+                local_of(whole.grad).zero_()
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     optimizer.register_step_pre_hook(before)
@@ -234,6 +282,6 @@ def guard_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
-def _local_parameter(whole: DTensor) -> nn.Parameter:
+def _local_parameter(whole: nn.Parameter) -> nn.Parameter:
     with torch.no_grad():
-        return nn.Parameter(whole.to_local(), requires_grad=whole.requires_grad)
+        return nn.Parameter(local_of(whole).detach(), requires_grad=whole.requires_grad)

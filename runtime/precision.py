@@ -355,6 +355,17 @@ class LossScaler:
         self.__post_init__()
 
 
+def active_autocast() -> str | None:
+    """Return why nothing is captured or run here: a torch.autocast region of the caller; None outside of one."""
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            return (
+                f"a torch.autocast({kind!r}) region is active: the program would not cast as it does; leave it, and "
+                "pass precision='bf16' or 'fp16' to autoplan.parallelize"
+            )
+    return None
+
+
 def check_precision(
     spec: ProgramSpec, precision: MixedPrecision | None, dtype: torch.dtype | None, compression: Compression | None
 ) -> None:

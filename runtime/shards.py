@@ -16,13 +16,16 @@ Uses that a DTensor cannot express are refused by name (`ForeignUseError`) inste
 - Experts under token dispatch lie on other axes than the other parameters: nothing adds the two up.
 - Optimizer states of several stages have equal keys in a checkpoint unless the key names the parameter.
 
+The number in a result (`item`, `float`, `if`, an f-string) is that of the whole tensor on every rank, so that all ranks
+ask for it together. DTensor itself (torch 2.13) gives each rank the norm or the sum of its own part.
+
 `pm.optimizer` works on local parts; its `state_dict` shows the moments as shards too (`show_states`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Self, cast
@@ -50,6 +53,17 @@ from autoplan.runtime.spec import ParamSpec
 
 class ForeignUseError(RuntimeError):
     """A use of a shard whose result would hold for this rank's part, not for the model."""
+
+
+def trained_as_captured(name: str, trained: bool) -> str:
+    """Return the error for a parameter that is frozen, or trained again, after the program was made."""
+    was, now = ("trained", "freeze") if trained else ("frozen", "train")
+    instead = "set its gradient to None after pm.step(), in pm.named_parameters(), or " if trained else ""
+    return (
+        f"{name} was {was} when the program was made, and the program goes on with that: {instead}{now} it in the "
+        "module and call autoplan.parallelize again (pm.save_checkpoint, then load_checkpoint with model_only=True, "
+        "keep the values)"
+    )
 
 
 @dataclass(frozen=True)
@@ -91,6 +105,8 @@ class TensorShard(DTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         given = [t for t in tree_iter((args, kwargs)) if isinstance(t, TensorShard)]
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return given[0].detach().full_tensor().item()
         origin = given[0].origin
         if any(t.origin != origin for t in given):
             origin = replace(origin, name="")
@@ -126,6 +142,10 @@ class TensorShard(DTensor):
         if grad_placements is not None:
             raise ForeignUseError(f"full_tensor(grad_placements=...) of {self.origin.name}, whose cut is interleaved")
         return _Whole.apply(self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def __format__(self, spec: str) -> str:
+        """Format a result of one number, as Tensor does; torch refuses it to subclasses."""
+        return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
 
     # -- torch.distributed.checkpoint: a shard of an interleaved dim is several boxes of the whole tensor -------------
 
@@ -209,6 +229,39 @@ class ParameterShard(TensorShard):
             hook(out, _hand_over)
         return out
 
+    @property
+    def data(self) -> TensorShard:  # type: ignore[override]
+        """The values without a graph, over the same memory. Assigning it assigns the values of the source."""
+        slot: Any = torch.Tensor.data
+        found: TensorShard = slot.__get__(self)
+        return found
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, DTensor) or value.shape != self.shape or value.placements != self.placements:
+            raise ForeignUseError(
+                f"the new values of {self.origin.name} have {_form_of(value)}; they must have {_form_of(self)}. "
+                "pm.load_state_dict takes whole tensors"
+            )
+        with torch.no_grad():
+            local_of(self.source).copy_(value.to_local())
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether the program trains the parameter, as it did in the capture."""
+        slot: Any = torch.Tensor.requires_grad
+        return bool(slot.__get__(self))
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if value != self.requires_grad:
+            raise ForeignUseError(trained_as_captured(self.origin.name, self.requires_grad))
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Refuse another `requires_grad` than that of the capture; return self."""
+        self.requires_grad = requires_grad
+        return self
+
     def register_hook(self, hook: Any) -> Any:
         """Refuse every hook: a backward of `pm.step` passes through the blocks, not through this tensor.
 
@@ -239,11 +292,18 @@ class ParameterShard(TensorShard):
         if value is None:
             self.source.grad = None
             return
-        if not isinstance(value, DTensor) or value.placements != self.placements:
-            found = f"placements {value.placements}" if isinstance(value, DTensor) else "no DTensor"
-            raise ForeignUseError(f"the gradient of {self.origin.name} has {found}; it must have {self.placements}")
+        if not isinstance(value, DTensor) or value.shape != self.shape or value.placements != self.placements:
+            raise ForeignUseError(
+                f"the gradient of {self.origin.name} has {_form_of(value)}; it must have {_form_of(self)}"
+            )
         local = value.to_local()
         self.source.grad = like_shard(local, self.source, local.device)
+
+
+def _form_of(value: torch.Tensor) -> str:
+    """Return the shape of a tensor and how it is laid out, for messages."""
+    how = f"placements {value.placements}" if isinstance(value, DTensor) else "no placements (it is no DTensor)"
+    return f"shape {tuple(value.shape)} and {how}"
 
 
 def _hand_over(shard: ParameterShard) -> None:
@@ -284,14 +344,42 @@ def show_states(optimizer: torch.optim.Optimizer, shown: Sequence[tuple[torch.Te
         return {**state, "state": out}
 
     def hide(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        numbers = [n for group in state["param_groups"] for n in group["params"]]
+        if len(numbers) != len(params):
+            return state  # which torch refuses
+        of_number = dict(zip(numbers, params, strict=True))
         local = {
-            number: {key: local_of(value) if isinstance(value, DTensor) else value for key, value in values.items()}
+            number: {key: _own_part(key, value, of_number.get(number), by_id) for key, value in values.items()}
             for number, values in state["state"].items()
         }
         return {**state, "state": local}
 
     optimizer.register_state_dict_post_hook(show)
     optimizer.register_load_state_dict_pre_hook(hide)
+
+
+def _own_part(key: str, value: Any, local: torch.Tensor | None, by_id: Mapping[int, ParameterShard]) -> Any:
+    """Return this rank's part of what the state of an optimizer holds for the parameter `local`.
+
+    Raises:
+        ForeignUseError: it is of another parameter, or laid out otherwise; torch itself would take it.
+    """
+    whole = by_id.get(id(local))
+    if whole is None or local is None or not isinstance(value, torch.Tensor) or not value.dim():
+        return local_of(value) if isinstance(value, DTensor) else value
+    if isinstance(value, DTensor):
+        name = value.origin.name if isinstance(value, TensorShard) else whole.origin.name
+        fits = name == whole.origin.name and value.shape == whole.shape and value.placements == whole.placements
+    else:  # what has another shape than the parameter is this rank's own
+        fits = value.shape == local.shape or value.shape != whole.shape
+    if not fits:
+        raise ForeignUseError(
+            f"the state of the optimizer has for {whole.origin.name} {key} of {_form_of(value)}, and the program "
+            f"{_form_of(whole)}: pm.optimizer takes what pm.optimizer.state_dict() gave under the same plan; "
+            "pm.save_checkpoint and pm.load_checkpoint go from one plan to another"
+        )
+    return local_of(value)
 
 
 def retyped(layout: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:

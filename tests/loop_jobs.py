@@ -180,6 +180,25 @@ def groups(rank: int, world: int, pins: dict[str, Any], by_pattern: bool) -> tup
     return error, [len(g["params"]) for g in pm.optimizer.param_groups], [len(g["params"]) for g in alone.param_groups]
 
 
+def whole_tensors(rank: int, world: int, pins: dict[str, Any]) -> tuple[float, float]:
+    """Worst error of a parameter after updates that need whole tensors, and how far the largest one went."""
+    adafactor = functools.partial(torch.optim.Adafactor, lr=0.01)
+    _, pm = program("llama", pins, optimizer=adafactor)
+    reference, before = make("llama"), make("llama").state_dict()
+    alone, sizes = adafactor(reference.parameters()), [4] * pm.data_world
+    assert pm.optimizer is not None
+    for step in range(3):
+        batch = batch_of("llama", sum(sizes), seed=step)
+        pm.step(part(pm, batch, sizes))
+        pm.optimizer.step()
+        alone.zero_grad()
+        loss_alone(reference, "llama", batch).backward()
+        alone.step()
+    state, moved = pm.state_dict(), reference.state_dict()
+    error = max(((state[n] - p).norm() / p.norm()).item() for n, p in reference.named_parameters())
+    return error, max((moved[n] - t).abs().max().item() for n, t in before.items())
+
+
 def dropped_by_the_optimizer(rank: int, world: int, pins: dict[str, Any]) -> list[float]:
     """How far an update moves parameters whose gradients the optimizer has dropped, or set to zero."""
     _, pm = program("llama", pins, optimizer=functools.partial(torch.optim.SGD, lr=0.5))

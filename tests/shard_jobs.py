@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -131,3 +132,83 @@ def penalty(rank: int, world: int, case: Case, spec_json: str, sources: dict[str
     sum((p * p).sum() for p in pm.parameters()).full_tensor().backward()
     after, whole = pm.gradients(), pm.state_dict()
     return max(float((after[n] - before[n] - 2 * whole[n]).abs().max()) for n in before)
+
+
+def numbers(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]) -> list[tuple[Any, Any]]:
+    """Numbers that a training loop reads of parameters and gradients, beside those of the whole tensors."""
+    pm = program_of(case, spec_json, sources)
+    whole, gradients = pm.state_dict(), pm.gradients()
+    out: list[tuple[Any, Any]] = []
+    for name, p in pm.named_parameters():
+        full, grad = whole[name], gradients[name]
+        out.append((p.grad.norm().item(), grad.norm().item()))
+        out.append((p.data.pow(2).sum().item(), full.pow(2).sum().item()))
+        out.append((float(p.detach().mean()), full.mean().item()))
+        out.append((p.grad.abs().max().item(), grad.abs().max().item()))
+        out.append((int(torch.count_nonzero(p.detach())), int(torch.count_nonzero(full))))
+        cut = isinstance(p, DTensor) and not all(placement.is_replicate() for placement in p.placements)
+        if cut and rank == world - 1:
+            local_of(p.grad)[(0,) * p.dim()] = float("nan")
+        out.append((bool(p.grad.isnan().any()), cut))
+    pm.step(part_of(global_batch(case), pm.data_rank, pm.data_world))
+    total = torch.nn.utils.clip_grad_norm_(pm.parameters(), 1e9, error_if_nonfinite=True)
+    out += [(total.item(), pm.grad_norm().item()), (float(f"{total:.9e}"), pm.grad_norm().item())]
+    return out
+
+
+def parts_of_optimizer(
+    rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]
+) -> tuple[list[str], float, int]:
+    """What is said of gradients of `pm.optimizer.param_groups`; then how far two updates are from those of another
+    program that nobody asked, and the number of plain parameters in an update."""
+
+    def make(ps: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(ps, lr=1e-2, momentum=0.9)
+
+    asked, left = (program_of(case, spec_json, sources, make) for _ in range(2))
+    seen: list[int] = []
+    parts = [p for group in asked.optimizer.param_groups for p in group["params"]]
+    asked.optimizer.register_step_pre_hook(
+        lambda *_: seen.append(sum(type(p) is torch.nn.Parameter and p.grad is not None for p in parts))
+    )
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    said = [
+        refusal(lambda: torch.nn.utils.clip_grad_norm_(parts, 1e-3)),
+        refusal(lambda: scaler.unscale_(asked.optimizer)),
+        refusal(lambda: setattr(parts[0], "grad", None)),
+    ]
+    for step in range(2):
+        for pm in (asked, left):
+            pm.optimizer.zero_grad()
+            pm.step(part_of(global_batch(case, step), pm.data_rank, pm.data_world))
+            pm.optimizer.step()
+    a, b = asked.state_dict(), left.state_dict()
+    assert isinstance(parts[0], torch.nn.Parameter) and parts[0].is_leaf
+    return said, max(float((a[n] - b[n]).abs().max()) for n in a), min(seen) - len(parts)
+
+
+def foreign_states(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]) -> list[str]:
+    """What is said of states that are not of this program: whole moments, and those of another parameter; and of its
+    own, by way of a file."""
+
+    def make(ps: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(ps, lr=1e-2)
+
+    pm = program_of(case, spec_json, sources, make)
+    pm.optimizer.step()
+    state = pm.optimizer.state_dict()
+    whole = {
+        n: {k: t.full_tensor() if isinstance(t, DTensor) else t for k, t in s.items()}
+        for n, s in state["state"].items()
+    }
+    numbers = list(state["state"])
+    turned = dict(zip(numbers, [state["state"][n] for n in reversed(numbers)], strict=True))
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    own = torch.load(file, weights_only=False)
+    return [
+        refusal(lambda s=s: pm.optimizer.load_state_dict(s))
+        for s in ({**state, "state": whole}, {**state, "state": turned}, own)
+    ]

@@ -51,6 +51,7 @@ from autoplan.capture.translate import Translator, dtype_name
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import ModelGraph, Parameter
 from autoplan.ops.factors import infer_factors
+from autoplan.runtime.precision import active_autocast
 
 
 def capture(
@@ -168,12 +169,9 @@ def _capture(
 
 def _refuse_autocast() -> None:
     """Raise CaptureError inside a torch.autocast region of the caller, since the graph does not contain its casts."""
-    for kind in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(kind):
-            raise CaptureError(
-                f"a torch.autocast({kind!r}) region is active: the program would not cast as it does; leave it, and "
-                "pass precision='bf16' or 'fp16' to autoplan.parallelize"
-            )
+    problem = active_autocast()
+    if problem is not None:
+        raise CaptureError(problem)
 
 
 def _exported(

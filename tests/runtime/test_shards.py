@@ -70,6 +70,26 @@ def test_experts_have_a_mesh_of_their_own(family: str) -> None:
     assert all(found["saved"] and found["loaded"] for found in results)
 
 
+PARTS = [Case("llama", tp=2), Case("llama", dp=2, zero=3), Case("gpt", dp=2, zero=1)]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", spread_out(PARTS, 3), ids=str)
+def test_a_number_is_that_of_the_whole_tensor_on_every_rank(case: Case) -> None:
+    """`p.grad.norm().item()` and the like, by which ranks decide what to do next."""
+    for found in run(shard_jobs.numbers, case):
+        assert all(mine == pytest.approx(wanted, rel=1e-9, abs=1e-15) for mine, wanted in found)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", [*spread_out(PARTS, 3), Case("llama", pp=2)], ids=str)
+def test_gradients_of_an_optimizers_parts_are_refused_outside_of_an_update(case: Case) -> None:
+    """A norm over `pm.optimizer.param_groups` would be another one on every rank."""
+    for said, error, missing in run(shard_jobs.parts_of_optimizer, case):
+        assert all("this rank's parts of the model's" in each and "pm.clip_grad_norm_" in each for each in said)
+        assert error == 0 and missing == 0
+
+
 OWN = [Case("llama", tp=2, dp=2, zero=3), Case("llama-tied", tp=2, pp=2), Case("gpt", dp=2, tp=2, zero=3)]
 
 
@@ -87,6 +107,15 @@ def test_moments_are_shards_too(case: Case) -> None:
     for said, error in run(shard_jobs.optimizer_state, case):
         assert ("does not name the parameter" in said) == (case.pp > 1)
         assert error == 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", spread_out(PARTS, 3), ids=str)
+def test_moments_that_are_not_of_this_rank_are_refused(case: Case) -> None:
+    """torch compares no shapes: whole moments would update parts of parameters, by memory that belongs to others."""
+    for whole, turned, own in run(shard_jobs.foreign_states, case):
+        assert "under the same plan" in whole and "no placements" in whole
+        assert "under the same plan" in turned and own == ""
 
 
 @pytest.mark.processes
@@ -165,3 +194,27 @@ def test_gradients_are_those_of_the_source() -> None:
                 register(lambda _: None)
         torch.optim.SGD([p], lr=1.0).zero_grad()
         assert p.source.grad is None
+
+
+def test_values_are_those_of_the_source() -> None:
+    """`p.data = ...` is not lost on a tensor that only shows the parameter."""
+    with fake_group(1):
+        p = shard_of(torch.ones(4), 1)
+        p.data = p.data * 3
+        assert p.source.tolist() == [3.0] * 4 == p.full_tensor().tolist()
+        p.data.clamp_(max=2.0)
+        assert p.source.tolist() == [2.0] * 4
+        for values in (torch.ones(4), (p.data * 1)[:2]):
+            with pytest.raises(ForeignUseError, match=r"new values of w have shape \(.*must have shape \(4,\)"):
+                p.data = values
+
+
+def test_what_is_trained_stays_so() -> None:
+    """The program computes the gradients of its capture, whatever somebody sets on a tensor that shows a parameter."""
+    with fake_group(1):
+        p = shard_of(torch.ones(4), 1)
+        assert p.requires_grad_() is p and p.requires_grad
+        for change in (lambda: p.requires_grad_(False), lambda: setattr(p, "requires_grad", False)):
+            with pytest.raises(ForeignUseError, match="w was trained when the program was made"):
+                change()
+        assert p.requires_grad and p.source.requires_grad

@@ -128,10 +128,68 @@ def test_a_load_drops_the_gradients_before_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+def test_an_optimizer_of_whole_tensors_trains_where_none_is_split() -> None:
+    """Under data parallelism alone every rank has whole gradients."""
+    for error, moved in pool(2).run(loop_jobs.whole_tensors, {"dp": 2, "zero_stage": 0}):
+        assert error < 1e-6 and moved > 1e-3  # Hugging Face computes losses in float32
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("pins", [{"zero_stage": 0}, {"zero_stage": 3}, {"offload": "optimizer"}], ids=str)
 def test_the_optimizer_drops_gradients_that_are_sharded(pins: dict[str, Any]) -> None:
     for dropped, zeroed in pool(2).run(loop_jobs.dropped_by_the_optimizer, {"dp": 2, **pins}):
         assert dropped == zeroed == 0.0
+
+
+@pytest.mark.usefixtures("one_process")
+def test_parameters_and_groups_are_in_the_order_of_the_model() -> None:
+    """Not in that of their use: for `zip` with the module's, states of its optimizer, a scheduler's list of rates."""
+
+    class Backwards(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.third, self.second, self.first = (torch.nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.third(self.second(self.first(x).tanh()).tanh())
+            return out
+
+    model = Backwards()
+    batch = {"x": torch.randn(4, 4)}
+    pm = autoplan.parallelize(
+        model, "local", example_inputs=batch, loss_fn=lambda out, batch: out.square().mean(), verify=False,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1), global_batch_size=4,
+        param_groups=lambda name, shape: {"lr": {"first": 1.0, "second": 2.0, "third": 3.0}[name.split(".")[0]]},
+    )  # fmt: skip
+    for (name, mine), (wanted, given) in zip(pm.named_parameters(), model.named_parameters(), strict=True):
+        assert name == wanted and torch.equal(mine, given)
+    assert pm.optimizer is not None
+    assert [group["lr"] for group in pm.optimizer.param_groups] == [3.0, 2.0, 1.0]
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_step_under_autocast_is_refused() -> None:
+    """It would compute in 16 bits what the plan computes in another dtype, and send it so between stages."""
+    _, pm = loop_jobs.program("gpt", {})
+    batch = loop_jobs.batch_of("gpt", 4)
+    for call in (pm.step, pm.eval_step, pm.eval_outputs):
+        with torch.autocast("cpu"), pytest.raises(ValueError, match=r"region is active.*precision='bf16'"):
+            call(batch)
+        with torch.autocast("cpu", enabled=False):
+            call(batch)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_parameter_that_is_frozen_later_is_named() -> None:
+    """In the module that was given, which the program does not look at any more."""
+    model, pm = loop_jobs.program("gpt", {})
+    batch, weight = loop_jobs.batch_of("gpt", 4), model.get_parameter("norm.weight")
+    weight.requires_grad_(False)
+    for call in (pm.step, pm.eval_step):
+        with pytest.raises(ValueError, match=r"norm\.weight was trained when the program was made"):
+            call(batch)
+    weight.requires_grad_(True)
+    pm.step(batch)
 
 
 @pytest.mark.usefixtures("one_process")
