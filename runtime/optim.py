@@ -60,7 +60,7 @@ class LocalPart(nn.Parameter):
     """
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         """No gradient.
 
         Raises:
@@ -110,10 +110,12 @@ def on_local_shards(
     if not pairs and not on_cpu:
         return optimizer
 
+    # a fake tensor (in a rehearsal) keeps its class
+    parts = [mine for _whole, mine in pairs if apart and type(mine) is nn.Parameter]
+
     def become(kind: type[nn.Parameter]) -> None:
-        if apart:
-            for _whole, mine in pairs:
-                mine.__class__ = kind
+        for mine in parts:
+            mine.__class__ = kind
 
     become(LocalPart)
 

@@ -106,7 +106,7 @@ class TensorShard(DTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         given = [t for t in tree_iter((args, kwargs)) if isinstance(t, TensorShard)]
         if func is torch.ops.aten._local_scalar_dense.default:
-            return given[0].detach().full_tensor().item()
+            return cast(TensorShard, given[0].detach()).full_tensor().item()
         origin = given[0].origin
         if any(t.origin != origin for t in given):
             origin = replace(origin, name="")
@@ -145,7 +145,7 @@ class TensorShard(DTensor):
 
     def __format__(self, spec: str) -> str:
         """Format a result of one number, as Tensor does; torch refuses it to subclasses."""
-        return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
+        return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)  # type: ignore[no-untyped-call]
 
     # -- torch.distributed.checkpoint: a shard of an interleaved dim is several boxes of the whole tensor -------------
 
@@ -230,7 +230,7 @@ class ParameterShard(TensorShard):
         return out
 
     @property
-    def data(self) -> TensorShard:  # type: ignore[override]
+    def data(self) -> TensorShard:
         """The values without a graph, over the same memory. Assigning it assigns the values of the source."""
         slot: Any = torch.Tensor.data
         found: TensorShard = slot.__get__(self)
@@ -247,7 +247,7 @@ class ParameterShard(TensorShard):
             local_of(self.source).copy_(value.to_local())
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """Whether the program trains the parameter, as it did in the capture."""
         slot: Any = torch.Tensor.requires_grad
         return bool(slot.__get__(self))

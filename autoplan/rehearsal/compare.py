@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from autoplan.errors import RehearsalError
 from autoplan.rehearsal.expected import BACKWARD, RECOMPUTE, Expected, Messages
