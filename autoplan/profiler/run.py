@@ -110,7 +110,7 @@ def cached_profile(key: str) -> Profile | None:
     if not path.is_file():
         return None
     try:
-        return Profile.from_json(path.read_text(), f"profile {path.name}")
+        return Profile.from_json(path.read_text(encoding="utf-8"), f"profile {path.name}")
     except ProfileError:
         path.unlink(missing_ok=True)
         return None

@@ -83,7 +83,7 @@ def cached(
     path = (folder or cache_folder("graphs")) / f"{key}.json"
     if path.exists():
         try:
-            stored = json.loads(path.read_text())
+            stored = json.loads(path.read_text(encoding="utf-8"))
             graph = ModelGraph.from_json(stored["graph"])
             if graph.content_hash == stored["content_hash"]:
                 return graph
