@@ -457,11 +457,11 @@ def _machine_profile(
     from autoplan.profiler.run import (
         cached_profile,
         graph_tasks,
+        keep_profile,
         machine_key,
         main_dtypes,
         measure_in_job,
         resolve,
-        store_profile,
     )
 
     given = resolve()
@@ -489,7 +489,7 @@ def _machine_profile(
     budget_s = float(os.environ.get("AUTOPLAN_PROFILE_BUDGET_S", _PROFILE_BUDGET_S))
     found = measure_in_job(tasks, budget_s, known=have, dtypes=dtypes, device=device)
     if dist.get_rank() == 0:
-        store_profile(found, key)
+        keep_profile(found, key)
     return found
 
 

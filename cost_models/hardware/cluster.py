@@ -205,7 +205,7 @@ class Cluster(Nodes):
         device |= {field: int(device[field]) for field in ("memory_bytes", "host_memory_bytes") if field in device}
         link, outer, price = self.link, self.outer, self.price
         if "scaleup" in given:
-            link = _faster(link, given["scaleup"] * GB)
+            link = replace(link.at(given["scaleup"] * GB), source="given")
         if "nic" in given:
             link, outer = _networked(link, outer, given["nic"] * GB / 8)
         if "price" in given:
@@ -341,12 +341,6 @@ def _check_fabric_stays(changed: Sequence[str]) -> None:
             f"{changed[0]} cannot be overridden: it follows from the fabric of this cluster; change its links (can be "
             f"overridden: {free})"
         )
-
-
-def _faster(link: Level, bytes_per_s: float) -> Level:
-    """Return the scale-up level at another speed; all links of a mesh scale together."""
-    peer = None if link.p2p_bytes_per_s is None else link.p2p_bytes_per_s * bytes_per_s / link.bytes_per_s
-    return replace(link, bytes_per_s=bytes_per_s, p2p_bytes_per_s=peer, source="given")
 
 
 def _networked(link: Level, outer: tuple[Level, ...], bytes_per_s: float) -> tuple[Level, tuple[Level, ...]]:

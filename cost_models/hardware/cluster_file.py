@@ -102,7 +102,7 @@ def read_yaml(path: str | Path, where: str) -> Any:
     """Return the content of a YAML file. Raises PinError that calls the file `where` if it cannot be read."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
         """YAML whose mappings have every key once; PyYAML takes the last one."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -280,7 +280,8 @@ def _override_levels(cluster: Nodes, data: object, nic: bool, where: str) -> tup
             fabric = fields.get("fabric", levels[i].fabric)
             if "p2p_bytes_per_s" in fields and FABRICS[fabric].by_ranks:
                 raise PinError(f"{where}, {name}: p2p_gb_s is not for {fabric}, whose groups are measured by size")
-            levels[i] = replace(levels[i], **{"source": "given", **fields})
+            level = levels[i].at(fields["bytes_per_s"]) if "bytes_per_s" in fields else levels[i]
+            levels[i] = replace(level, **{"source": "given", **fields})
             if name == NETWORK:
                 figures["nic"] = levels[i].bytes_per_s * 8 / GB
             elif name == "scale-up" and "bytes_per_s" in fields:

@@ -425,6 +425,24 @@ def test_the_path_of_a_file_may_have_an_at(tmp_path: Path) -> None:
     assert price is not None and price.usd_per_device_hour == 3
 
 
+@pytest.mark.parametrize("device", ["mi300x-192gb", "h100-sxm5-80gb", "gb200-nvl72", "rtx4090-24gb"])
+def test_a_file_says_the_same_as_overrides(device: str) -> None:
+    data = {
+        "nodes": 2,
+        "devices_per_node": 4,
+        "device": device,
+        "nic_gbit_s": 100,
+        "device_overrides": {"memory_gb": 64, "memory_gb_s": 1500, "power_w": 300, "host_memory_gb": 99},
+        "levels": {catalog.entry(device).scaleup.name: {"gb_s": 12}},
+    }
+    figures = "nic=100,memory_gb=64,memory_gb_s=1500,power=300,host_memory_gb=99,scaleup=12"
+    filed, named = Cluster.of_mapping(data), Cluster.parse(f"2x4x{device}@{figures}")
+    assert filed.levels == named.levels and filed.given == tuple(
+        (n, v) for n, v in named.given if n in ("nic", "scaleup")
+    )
+    assert replace(filed.device, unverified=()) == replace(named.device, unverified=())
+
+
 def test_an_override_is_given_once() -> None:
     with pytest.raises(PinError, match="nic is given twice"):
         Cluster.parse("2x8xh100-sxm5-80gb@nic=400,nic=200")
