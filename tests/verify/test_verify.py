@@ -401,7 +401,7 @@ def test_what_was_verified_is_remembered(tmp_path: Path, monkeypatch: pytest.Mon
     own = plain_task()  # code that no version tells
     for _ in range(2):
         verify_capture(own, folder=tmp_path)
-    assert len(ran) == 6
+    assert len(ran) == 7
 
 
 # -- fewer layers -----------------------------------------------------------------------------------------------------
