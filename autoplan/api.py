@@ -33,8 +33,8 @@ from autoplan.planning import (
     capture_verified,
     cheapest_program,
     check_world,
-    default_global_batch,
     examples,
+    global_batch,
     outline_of,
     plan_program,
     ready_plan,
@@ -69,7 +69,7 @@ _BACKEND = "inductor"
 @guarded("parallelize", passing=(AutoplanError,))
 def parallelize(
     model: nn.Module,
-    cluster: Cluster | str = "local",
+    cluster: Cluster | Path | str = "local",
     *,
     optimizer: OptimizerFactory | None = None,
     param_groups: ParamGroups | None = None,
@@ -77,7 +77,7 @@ def parallelize(
     loss_fn: LossFn | None = None,
     global_batch_size: int | None = None,
     pins: Mapping[str, Any] | None = None,
-    profile: Profile | str | None = None,
+    profile: Profile | Path | str | None = None,
     folder: str | Path | None = None,
     seed: int = 0,
     timeout_s: float | None = None,
@@ -174,7 +174,7 @@ def parallelize(
         >>> pm = autoplan.parallelize(torch.nn.Linear(8, 8), example_inputs=batch, loss_fn=loss_fn)
         >>> loss = pm.step(batch)
     """
-    measured, given = isinstance(cluster, str), plan if plan is not None else program
+    measured, given = not isinstance(cluster, Cluster), plan if plan is not None else program
     _check_given(plan, program, pins, profile)
     cluster = _cluster_of_job(cluster, model, device)
     verify = check_verify(verify)
@@ -188,7 +188,7 @@ def parallelize(
         raise PinError("param_groups needs optimizer=, a function from parameter groups to an optimizer")
     forget_stale_warning(model)
     compile = True if async_tp is True else compile
-    known = Profile.load(profile) if isinstance(profile, str) else profile
+    known = Profile.of(profile)
     placement = devices.start(device, cluster.device_type, timeout_s, model)
     device = placement.device
     if measured:
@@ -257,7 +257,7 @@ def _searched(
     cluster, pins, precision = task.cluster, task.pins, task.precision
     seq_len, target_len = example_lengths(task.model, task.example_inputs)
     first = next(iter(task.example_inputs.values()))
-    batch = task.global_batch_size or default_global_batch(pins, cluster.num_devices, first.shape[0])
+    batch = global_batch(task.global_batch_size, pins, cluster.num_devices, first.shape[0])
     if known is None and measured:
         known = _machine_profile(graph, cluster, batch, seq_len, pins, target_len, device, precision)
 
@@ -328,12 +328,12 @@ def _check_as_planned(task: _Task, plan: Plan) -> None:
         raise PinError(f"compile={task.compile!r}, but the plan was made {how}; leave it out")
 
 
-def _cluster_of_job(cluster: Cluster | str, model: nn.Module, device: torch.device | str | None) -> Cluster:
+def _cluster_of_job(cluster: Cluster | Path | str, model: nn.Module, device: torch.device | str | None) -> Cluster:
     """Return the cluster to plan for. Raises PinError unless it has one device for each process of this job."""
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    if isinstance(cluster, str):
+    if not isinstance(cluster, Cluster):
         own = model if isinstance(model, nn.Module) else None
-        cluster = Cluster.parse(cluster, world, devices.device_kind(devices.read(device), devices.sight(own)))
+        cluster = Cluster.of(cluster, world, devices.device_kind(devices.read(device), devices.sight(own)))
     if cluster.num_devices != world:
         raise PinError(
             f"the cluster has {cluster.num_devices} devices but this job has {world} processes; start it with "
@@ -457,11 +457,11 @@ def _machine_profile(
     from autoplan.profiler.run import (
         cached_profile,
         graph_tasks,
+        keep_profile,
         machine_key,
         main_dtypes,
         measure_in_job,
         resolve,
-        store_profile,
     )
 
     given = resolve()
@@ -489,7 +489,7 @@ def _machine_profile(
     budget_s = float(os.environ.get("AUTOPLAN_PROFILE_BUDGET_S", _PROFILE_BUDGET_S))
     found = measure_in_job(tasks, budget_s, known=have, dtypes=dtypes, device=device)
     if dist.get_rank() == 0:
-        store_profile(found, key)
+        keep_profile(found, key)
     return found
 
 

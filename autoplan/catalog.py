@@ -30,6 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from autoplan.config.keys import check_kind
 from autoplan.errors import AutoplanError, CaptureError, GraphError
 from autoplan.files import write_whole
 from autoplan.ir.graph import ModelGraph
@@ -93,7 +94,7 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(f.name.removesuffix(_SUFFIX) for f in folder.iterdir() if f.name.endswith(_SUFFIX)))
 
 
-def load_model(text: str) -> ModelGraph:
+def load_model(text: Path | str) -> ModelGraph:
     """Return the graph of a model.
 
     Args:
@@ -111,6 +112,8 @@ def load_model(text: str) -> ModelGraph:
         >>> graph.name
         'llama-3.1-8b'
     """
+    check_kind("model", text, Path | str, "a name of `autoplan models`, the path of a config.json, or module:factory")
+    text = str(text)
     if text in names():
         return _shipped(text)[0]
     path = _config_path(text)
@@ -131,7 +134,7 @@ def load_model(text: str) -> ModelGraph:
 def _config_path(text: str) -> Path | None:
     """Return the config.json that a text names; None if it is another text. CaptureError if it is not there."""
     path = Path(text)
-    if text in names() or not (path.is_dir() or text.endswith(".json")):
+    if not text or text in names() or not (path.is_dir() or text.endswith(".json")):
         return None
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():

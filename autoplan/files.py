@@ -95,10 +95,35 @@ _PIECE_BYTES = 1 << 24
 def cache_folder(kind: str) -> Path:
     """Return the folder of one kind of cached files: in `CACHE_VARIABLE`, or in `autoplan` of the user's cache folder.
 
-    It need not exist. `kind`: what the files are, `graphs`.
+    It need not exist, and cannot for a user without a home, as in some containers: then nothing is kept. `kind`: what
+    the files are, `graphs`.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(os.environ.get(CACHE_VARIABLE) or Path(base) / "autoplan") / kind
+    given, caches = (os.environ.get(name) for name in (CACHE_VARIABLE, "XDG_CACHE_HOME"))
+    if given:
+        return Path(given) / kind
+    try:
+        base = Path(caches) if caches else Path.home() / ".cache"
+    except RuntimeError:  # neither HOME nor an entry of the user
+        base = Path(os.devnull)
+    return base / "autoplan" / kind
+
+
+def read_cached(path: Path) -> str | None:
+    """Return the text of a cached file; None if there is none that can be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def keep_cached(path: Path, text: str) -> bool:
+    """Write a cached file, with its folders. Return False if it cannot be kept: what needs it makes it again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
+    except OSError:
+        return False
+    return True
 
 
 @functools.cache

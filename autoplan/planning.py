@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 from autoplan.codegen.program import Layouts, Program, compile_program
 from autoplan.config.choices import option_data
 from autoplan.config.kernels import ASYNC_TP, AUTO, COMPILE
+from autoplan.config.keys import check_count
 from autoplan.config.parallel import Mode, RunOptions
 from autoplan.config.pins import Pins
 from autoplan.config.planning import SearchWords, tolerances_of
 from autoplan.config.precision import executed_precision
+from autoplan.config.settings import check_setting
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
 from autoplan.errors import AutoplanError, CaptureError, PinError
@@ -64,8 +66,8 @@ class CapturedModel:
 
 
 def plan(
-    model: nn.Module | str,
-    cluster: Cluster | str,
+    model: nn.Module | Path | str,
+    cluster: Cluster | Path | str,
     *,
     example_inputs: Mapping[str, torch.Tensor] | None = None,
     loss_fn: LossFn | None = None,
@@ -73,7 +75,7 @@ def plan(
     target_len: int | None = None,
     global_batch_size: int | None = None,
     pins: Mapping[str, Any] | None = None,
-    profile: Profile | str | None = None,
+    profile: Profile | Path | str | None = None,
     precision: str = "native",
     compile: bool | str = COMPILE,
     async_tp: bool | str = ASYNC_TP,
@@ -110,17 +112,21 @@ def plan(
         >>> plan.config.dp * plan.config.tp, plan.num_devices
         (2, 2)
     """
-    where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    where = Cluster.of(cluster)
+    check_count("top", top)
     facts = Facts(where.num_devices, device_type=where.device_type, async_tp=async_tp, compile=compile)
     check_pins(Pins(pins or {}), facts)
-    known = Profile.load(profile) if isinstance(profile, str) else profile
+    known = Profile.of(profile)
     task = captured(model, example_inputs, loss_fn, precision, verify)
     if seq_len is None and task.seq_len is None:
         raise PinError("seq_len is needed for a model that is given by name")
     if global_batch_size is None and not task.batch:
         raise PinError("global_batch_size is needed for a model that is given by name")
     pins = dict(pins or {})
-    batch = global_batch_size or default_global_batch(pins, where.num_devices, task.batch)
+    for name, length in (("seq_len", seq_len), ("target_len", target_len)):
+        if length is not None:
+            check_setting(name, length)
+    batch = global_batch(global_batch_size, pins, where.num_devices, task.batch)
 
     def made(compiled: bool, in_pieces: bool, so_far: SoFar) -> tuple[Plan, Layouts]:
         request = PlanRequest(
@@ -131,7 +137,7 @@ def plan(
             pins,
             precision=precision,
             profile=known,
-            profile_file=profile if isinstance(profile, str) else None,
+            profile_file=str(profile) if isinstance(profile, Path | str) else None,
             mode=Mode.COMPILED if compiled else Mode.EAGER,
             options=options_of_way(in_pieces),
             executed=True,
@@ -140,7 +146,7 @@ def plan(
             **(so_far if top == 1 else replace(so_far, step_s=math.inf)).asked(in_pieces),  # other plans may be slower
             **search,
         )
-        return planned(request, task.name, cluster if isinstance(cluster, str) else None)
+        return planned(request, task.name, None if isinstance(cluster, Cluster) else str(cluster))
 
     compile = True if async_tp is True else compile
     cuda = where.device_type == "cuda"
@@ -149,7 +155,7 @@ def plan(
 
 
 def compile(
-    model: nn.Module | str,
+    model: nn.Module | Path | str,
     plan: Plan | Path | str,
     out: Path | str,
     *,
@@ -202,7 +208,7 @@ def compile_command(model: str, plan: Path, out: Path) -> ProgramSpec:
 
 
 def captured(
-    model: nn.Module | str,
+    model: nn.Module | Path | str,
     example_inputs: Mapping[str, torch.Tensor] | None,
     loss_fn: LossFn | None,
     precision: str,
@@ -210,9 +216,10 @@ def captured(
 ) -> CapturedModel:
     """Return the graph of a model, and the sizes of its example. Loads no torch for a model of the catalog."""
     computed = executed_precision(precision).compute
-    if isinstance(model, str):
+    if isinstance(model, Path | str):
         from autoplan.catalog import load_model
 
+        model = str(model)
         if example_inputs is not None or loss_fn is not None:
             raise CaptureError(f"the model {model!r} brings its example and its loss; give the module instead")
         graph = load_model(model)
@@ -237,8 +244,15 @@ def captured(
 
 def examples(model: nn.Module, given: Mapping[str, torch.Tensor] | None) -> Mapping[str, torch.Tensor]:
     """Return the example inputs, or the default ones of a Hugging Face language model."""
+    from torch import nn
+
     from autoplan.capture.frontend.huggingface import default_example, is_hf_model
 
+    if not isinstance(model, nn.Module):
+        raise CaptureError(
+            f"model={model!r:.80} is of type {type(model).__name__}; give an nn.Module (autoplan.plan and "
+            "autoplan.compile also take a text: a name of `autoplan models`, a config.json, package.module:factory)"
+        )
     if given is not None:
         return given
     if not is_hf_model(model):
@@ -268,16 +282,16 @@ def capture_verified(
     return graph, verify_capture(VerifyTask(model, graph, example_inputs, loss_fn, dtype), verify)
 
 
-def model_facts(model: nn.Module | str, loss_fn: LossFn | None = None) -> dict[str, Any]:
+def model_facts(model: nn.Module | Path | str, loss_fn: LossFn | None = None) -> dict[str, Any]:
     """Return the facts besides tensors that identify a model: its class, its Hugging Face config if known, and the
     numbers that its forward and the loss function read, as text."""
-    if isinstance(model, str):
+    if isinstance(model, Path | str):
         from autoplan.catalog import built_model, configs, shipped_name
 
-        built = built_model(model)
+        built = built_model(str(model))
         if built is not None:
             return model_facts(*built)
-        values = configs().get(shipped_name(model), {"config": {}})["config"]
+        values = configs().get(shipped_name(str(model)), {"config": {}})["config"]
         # a null in a config.json is what transformers makes of it
         known = {name: value for name, value in values.items() if value is not None}
         return {"class": next(iter(values.get("architectures") or []), None), "config": known, "numbers": {}}
@@ -491,8 +505,12 @@ def cheapest_program(made: Callable[[bool, bool, SoFar], tuple[Plan, _T]], ways:
     return best
 
 
-def default_global_batch(pins: Mapping[str, Any], world: int, example_batch: int) -> int:
-    """Return the default global batch: the number of examples times the devices that may be data-parallel ranks."""
+def global_batch(given: int | None, pins: Mapping[str, Any], world: int, example_batch: int) -> int:
+    """Return the global batch: the given one, or the number of examples times the devices that may be data-parallel
+    ranks. Raises PinError for a given one that is illegal."""
+    if given is not None:
+        check_setting("global_batch_size", given)
+        return given
     ranks = pins.get("dp") or max(1, world // (pins.get("tp", 1) * pins.get("pp", 1) * pins.get("cp", 1)))
     parts = pins.get("num_micro_batches", 1) * pins.get("micro_batch_size", 1)
     return int(ranks * max(1, example_batch // parts) * parts)

@@ -21,6 +21,7 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -342,6 +343,18 @@ class Profile:
         return _read_profile(JsonField(source, "", data))
 
     @staticmethod
+    def of(given: Profile | Path | str | None) -> Profile | None:
+        """Return a profile, or the one of a name or path (`load`). Raises ProfileError for anything else."""
+        if given is None or isinstance(given, Profile):
+            return given
+        if isinstance(given, Path | str):
+            return Profile.load(given)
+        raise ProfileError(
+            f"profile={given!r:.80} is of type {type(given).__name__}; give a name, the path of a .json, or an "
+            "autoplan.Profile"
+        )
+
+    @staticmethod
     def load(path_or_name: Path | str) -> Profile:
         """Load a profile from a path (ends in `.json`), the user's cache or the shipped profiles; the cache wins.
 
@@ -351,14 +364,14 @@ class Profile:
             path = Path(path_or_name)
             if not path.is_file():
                 raise ProfileError(f"profile {str(path)!r} is not a file; names known: {', '.join(known()) or 'none'}")
-            return Profile.from_json(path.read_text(), f"profile {path.name}")
+            return Profile.from_json(_text(path), f"profile {path.name}")
         name = str(path_or_name)
         mine = user_folder() / f"{name}.json"
         shipped = importlib.resources.files("autoplan.profiles") / f"{name}.json"
         if re.fullmatch(r"[\w.+-]+", name):
             for place in (mine, shipped):
                 if place.is_file():
-                    return Profile.from_json(place.read_text(), f"profile {name}.json")
+                    return Profile.from_json(_text(place), f"profile {name}.json")
         raise ProfileError(
             f"profile {name!r} is not known; known: {', '.join(known()) or 'none'}, or a path to a .json"
         )
@@ -378,7 +391,18 @@ def known() -> tuple[str, ...]:
 
 
 def _is_profile(path: Any) -> bool:
-    return path.name.endswith(".json") and '"device_type"' in path.read_text()[:1000]
+    with suppress(OSError):
+        return path.name.endswith(".json") and b'"device_type"' in path.read_bytes()[:1000]
+    return False
+
+
+def _text(path: Any) -> str:
+    """Return the text of a file. Raises ProfileError if it cannot be read, or is not in UTF-8."""
+    try:
+        text: str = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"profile {path.name} cannot be read: {error}") from error
+    return text
 
 
 # -- link curves -------------------------------------------------------------------------------------------------------

@@ -41,9 +41,9 @@ from autoplan.cost_models.work import Workload
 from autoplan.errors import AutoplanError, PinError
 from autoplan.report.degrees import checked_config
 from autoplan.search.estimate import ends_apart, estimate_config, recompute_counts, units_of
-from autoplan.search.request import PlanRequest
+from autoplan.search.request import PlanRequest, check_measured_on
 from autoplan.sweeps.capacity import beside
-from autoplan.sweeps.whatif import check_measured_on, check_sweep
+from autoplan.sweeps.whatif import check_sweep
 
 _NEEDED = ("model", "cluster", "seq_len", "global_batch_size", "step_time_s")
 _OPTIONAL = ("name", "group", "precision", "mode", "options", "degrees")

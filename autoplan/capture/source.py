@@ -89,7 +89,7 @@ def built_of_config(path: Path) -> Built:
         CaptureError: for a file that is missing, is not a JSON object, or does not describe a model that can be built.
     """
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as exc:
         raise CaptureError(f"{path}: cannot be read ({exc.strerror})") from exc
     except ValueError as exc:

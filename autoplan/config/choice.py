@@ -13,6 +13,8 @@ from enum import Enum, StrEnum
 from functools import lru_cache
 from typing import Any
 
+from autoplan.errors import PinError
+
 
 class Written(Enum):
     """The text form of a value."""
@@ -95,7 +97,27 @@ class Choice:
             return self.obstacle(self.name, value)
         if self.written is Written.COUNT and not is_count(value, int(self.least)):
             return f"{self.name}={value!r}: must be a whole number of at least {int(self.least)}"
+        if self.written is Written.COUNT and value > self.most:  # type: ignore[operator]
+            return f"{self.name}={value!r}: must be a whole number of at most {int(self.most):,}"
         return None
+
+    def value_of(self, given: Any) -> Any:
+        """Return the value that a text or plain value stands for.
+
+        Raises: PinError for a word that is not known, and for another type.
+        """
+        if self.written is Written.SWITCH and not isinstance(given, bool):
+            raise PinError(f"{self.name}={given!r} must be true or false")
+        if self.written is Written.WORD:
+            if given not in tuple(self.words):
+                raise PinError(f"{self.name} {given!r} is not known; use {', '.join(self.words)}")
+            return self.words(given) if isinstance(self.words, type) else given
+        if self.written is Written.WORDS:
+            parts = given.split(",") if isinstance(given, str) else given
+            if not isinstance(parts, Sequence | frozenset | set):
+                raise PinError(f"{self.name}={given!r} must be a list of {', '.join(self.words)}")
+            return frozenset(part.strip() for part in map(str, parts) if part.strip())
+        return self.read(given, ()) if self.read is not None and isinstance(given, str) else given
 
 
 def is_count(value: object, least: int = 1) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from autoplan.config.choice import Choice, Written, choices_of
+from autoplan.config.choice import Choice, choices_of
 from autoplan.config.keys import check_names
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
 from autoplan.config.precision import precision_of
@@ -76,30 +76,13 @@ def options_of(data: object) -> RunOptions:
     if not isinstance(data, Mapping):
         raise PinError(f"options={data!r} must be a mapping, for example {{launch: graphs}}")
     check_names(data, OPTIONS, what="option")
-    given = {c: data[c.name] for c in choices_of(RunOptions) if data.get(c.name) is not None}
-    return RunOptions(**{c.name: _value(c, value) for c, value in given.items()})
+    return RunOptions(**{name: value for name, value in data.items() if value is not None})
 
 
 def read_mode(name: object) -> Mode:
     """Return the mode with this name. Raises PinError that names the known modes."""
-    mode: Mode = _value(setting("mode"), name)
+    mode: Mode = setting("mode").value_of(name)
     return mode
-
-
-def _value(record: Choice, value: Any) -> Any:
-    """Convert a text or plain value to the value of the option `record`."""
-    if record.written is Written.SWITCH and not isinstance(value, bool):
-        raise PinError(f"{record.name}={value!r} must be true or false")
-    if record.written is Written.WORD:
-        if value not in tuple(record.words):
-            raise PinError(f"{record.name} {value!r} is not known; use {', '.join(record.words)}")
-        return record.words(value) if isinstance(record.words, type) else value
-    if record.written is Written.WORDS:
-        parts = value.split(",") if isinstance(value, str) else value
-        if not isinstance(parts, Sequence | frozenset | set):
-            raise PinError(f"{record.name}={value!r} must be a list of {', '.join(record.words)}")
-        return frozenset(part.strip() for part in map(str, parts) if part.strip())
-    return record.read(value, ()) if record.read is not None and isinstance(value, str) else value
 
 
 # -- words and labels --------------------------------------------------------------------------------------------------

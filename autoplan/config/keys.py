@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from autoplan.config.choice import is_count
 from autoplan.config.numbers import Range
 from autoplan.errors import PinError
 from autoplan.names import did_you_mean
@@ -37,6 +38,18 @@ def as_mapping(data: object, where: str, known: tuple[str, ...]) -> Mapping[str,
         raise PinError(f"{where} must be a mapping with the keys {', '.join(known)}; got {data!r}")
     check_names(data, known, where)
     return data
+
+
+def check_kind(name: str, value: object, kind: Any, instead: str) -> None:
+    """Raise PinError for an argument of another type; `kind`: a class or a union, `instead`: what makes one."""
+    if not isinstance(value, kind):
+        raise PinError(f"{name}={value!r:.80} is of type {type(value).__name__}; give {instead}")
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise PinError unless `value` is a whole number of at least 1."""
+    if not is_count(value):
+        raise PinError(f"{name}={value!r} must be a whole number of at least 1")
 
 
 def as_number(data: Mapping[str, Any], key: str, where: str, legal: Range) -> float:

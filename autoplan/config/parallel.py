@@ -226,7 +226,12 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         for record in choices_of(RunOptions):
-            reason = record.obstacle and record.reason(getattr(self, record.name))
+            given = getattr(self, record.name)
+            if given is None and record.default is None:
+                continue
+            value = record.value_of(given)
+            object.__setattr__(self, record.name, value)
+            reason = record.obstacle and record.reason(value)
             if reason:
                 raise PinError(reason)
 

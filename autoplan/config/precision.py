@@ -114,7 +114,7 @@ def precision_of(name: str) -> Precision:
 
     Raises: PinError that names the known precisions.
     """
-    parts = read_precision(name)
+    parts = read_precision(name) if isinstance(name, str) else PrecisionName("")
     plain, narrow, short, split = parts
     base = PRECISIONS.get(plain)
     if base is None or ((narrow or short or split) and (base.grad_bytes is None or base.compute == "float32")):

@@ -101,7 +101,7 @@ def read_config(
     format: str | None = None,
     *,
     graph: ModelGraph | None = None,
-    cluster: Cluster | str | None = None,
+    cluster: Cluster | Path | str | None = None,
     given: Mapping[str, Any] | None = None,
     lenient: bool = False,
 ) -> ConfigFile:
@@ -133,7 +133,7 @@ def read_config(
     except UnicodeDecodeError:
         raise PinError(f"{file} is not a text file") from None
     target, version = target_of(format) if format else detected(name, text)
-    where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    where = None if cluster is None else Cluster.of(cluster)
     return read_text(text, name, target, version, setup_task(graph, where), given or {}, lenient)
 
 

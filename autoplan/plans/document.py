@@ -110,7 +110,7 @@ def made_for(graph: ModelGraph, cluster: Cluster, profile: str | None = None) ->
 def read_json(path: Path) -> Any:
     """Return the JSON data of a file. PinError for a file that is missing or is not JSON."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise PinError(f"{path}: {error.strerror or error}") from None
     except ValueError as error:

@@ -15,6 +15,7 @@ import platform
 import re
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from autoplan.cost_models.hardware.parts import ASSUMED
 from autoplan.cost_models.kernels.operations import has_near, interpolated_s
 from autoplan.cost_models.profile import PHASES, ErrorStats, MeasuredOp, Profile, Timing, user_folder
 from autoplan.errors import ProfileError
+from autoplan.files import read_cached
 from autoplan.ir.graph import ModelGraph
 from autoplan.ops.table import op_record
 from autoplan.profiler.clocks import large_product, measure_clock, time_warnings
@@ -107,10 +109,11 @@ def machine_key(world_size: int, device_type: str, num_threads: int | None = Non
 def cached_profile(key: str) -> Profile | None:
     """Return the profile kept under this key, or None. A damaged file is removed, so that it is measured again."""
     path = user_folder() / f"{key}.json"
-    if not path.is_file():
+    text = read_cached(path)
+    if text is None:
         return None
     try:
-        return Profile.from_json(path.read_text(), f"profile {path.name}")
+        return Profile.from_json(text, f"profile {path.name}")
     except ProfileError:
         path.unlink(missing_ok=True)
         return None
@@ -122,6 +125,14 @@ def store_profile(profile: Profile, key: str) -> Path:
     path = user_folder() / f"{key}.json"
     (profile if before is None else _measured_before(before).merged(profile)).save(path)
     return path
+
+
+def keep_profile(profile: Profile, key: str) -> None:
+    """Keep a profile for this user, as `store_profile` does; where it cannot be written, warn and go on."""
+    try:
+        store_profile(profile, key)
+    except OSError as error:
+        warnings.warn(f"the measured times cannot be kept, so that the next run measures again: {error}", stacklevel=2)
 
 
 def _measured_before(profile: Profile) -> Profile:

@@ -77,7 +77,7 @@ def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         PinError: the file is missing, or is not a log; names the line and the figure at fault.
     """
     try:
-        lines = path.read_text().split("\n")
+        lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise PinError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError:

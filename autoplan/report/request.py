@@ -23,8 +23,9 @@ from autoplan.report.flags import TaskWords
 from autoplan.report.output import say_note
 from autoplan.report.written import differences
 from autoplan.search.planner import PlanRequest
+from autoplan.search.request import check_measured_on
 from autoplan.stacks.like import read_like
-from autoplan.sweeps.whatif import RunTask, check_measured_on, check_sweep, read_constants
+from autoplan.sweeps.whatif import RunTask, check_sweep, read_constants
 
 
 def read_run(task: TaskWords) -> RunTask:

@@ -42,7 +42,7 @@ def is_trace(path: Path) -> bool:
     if path.suffix == ".gz":
         return True
     try:
-        with path.open() as file:
+        with path.open(encoding="utf-8") as file:
             return '"autoplan_step_log"' not in file.readline()
     except (OSError, UnicodeDecodeError):
         return False

@@ -93,7 +93,7 @@ def find_written(text: str) -> WrittenPlan | None:
     if path.suffix != ".json" or not path.is_file():
         return None
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         return None  # as the config.json of a model it is refused by name
     ours = is_document(data) or (isinstance(data, Mapping) and {"graph_hash", "config"} <= set(data))

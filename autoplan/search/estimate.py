@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from autoplan.config.keys import check_kind
+from autoplan.config.offload import state_offload, with_offload
 from autoplan.config.parallel import ParallelConfig
 from autoplan.config.recompute import FULL, NONE, check_choice, modules_of
 from autoplan.cost_models.memory.recompute_frontier import recompute_mapping
@@ -72,6 +74,8 @@ def estimate_config(request: PlanRequest, config: ParallelConfig, like: Planned 
         >>> planned.estimate.fits, planned.estimate.step_time_s.low < planned.estimate.step_time_s.high
         (True, True)
     """
+    check_kind("config", config, ParallelConfig, "an autoplan.ParallelConfig")
+    config = _with_offload(config)
     pins = {**request.pins, "state_slack": config.state_slack}
     if modules_of(config.recompute):  # kept bytes are known for requested modules only
         config = replace(config, recompute=check_choice(config.recompute))
@@ -90,6 +94,14 @@ def estimate_config(request: PlanRequest, config: ParallelConfig, like: Planned 
         return _cheapest(points, config, experts, ends)
     methods = frozen({block: m.name for block, m in chosen_methods(r.graph, config).items()})
     return _priced(points, config, experts, ends, methods)
+
+
+def _with_offload(config: ParallelConfig) -> ParallelConfig:
+    """Return a configuration whose `offload` is written as a pin may be, with its activations in `recompute`."""
+    if config.offload == ():
+        return config
+    pins = {"offload": config.offload, **({} if config.recompute == NONE else {"recompute": config.recompute})}
+    return config.but(offload=state_offload(pins), recompute=with_offload(pins).get("recompute", NONE))
 
 
 def _cheapest(points: LayoutCache, config: ParallelConfig, experts: ExpertDegrees | None, ends: bool) -> Planned:

@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
-from autoplan.config.choices import option_data
+from autoplan.config.choices import option_data, options_of, read_mode
+from autoplan.config.keys import check_count, check_kind
 from autoplan.config.offload import ACTIVATIONS, held_on_host, of_states, searched_offload
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
 from autoplan.config.pins import Pins, PinsField
@@ -30,6 +32,15 @@ from autoplan.search.refusals import refusal
 from autoplan.search.space import limits_of, space
 from autoplan.stacks.like import Like, read_like
 
+# Types of the arguments of a request that texts stand for elsewhere, and what makes one of such a text
+_KINDS: Mapping[str, tuple[Any, str]] = {
+    "graph": (ModelGraph, "autoplan.load_model(text)"),
+    "cluster": (Cluster, "autoplan.Cluster.parse(text)"),
+    "profile": (Profile | None, "autoplan.Profile.load(name)"),
+    "constants": (Constants, "autoplan.cost_models.constants.Constants.load(path)"),
+    "like": (Like | str | None, "a stack's name, megatron-bridge@26.08"),
+}
+
 
 @dataclass(frozen=True)
 class PlanRequest(SearchSettings):
@@ -39,7 +50,8 @@ class PlanRequest(SearchSettings):
         global_batch_size: sequences per step over all data-parallel ranks.
         pins: fixed choices by name (autoplan.config.choices.PINS), checked here; read as `Pins`.
         precision: a name of autoplan.config.precision.PRECISIONS.
-        options: kernels of attention, how kernels are started, what overlaps.
+        mode: how blocks run, a Mode or its name.
+        options: kernels of attention, how kernels are started, what overlaps; RunOptions or a mapping by name.
         constants: constants of the cost model, as shipped or fitted by `autoplan calibrate` to measured steps.
         constants_file: file that they were read from, for reports.
         profile: measured times that override the cluster's figures.
@@ -91,6 +103,11 @@ class PlanRequest(SearchSettings):
     layouts: LayoutStore = field(default_factory=LayoutStore, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        for name, (kind, instead) in _KINDS.items():
+            check_kind(name, getattr(self, name), kind, instead)
+        check_measured_on(self.profile, self.cluster, f"the cluster {self.cluster}")
+        object.__setattr__(self, "mode", read_mode(self.mode))
+        object.__setattr__(self, "options", options_of(self.options))
         if self.like is not None:
             self._settle(self.like)
         try:
@@ -161,6 +178,15 @@ class PlanRequest(SearchSettings):
     def room(self) -> Room:
         """The room of a device and of its share of the host, at the risk of this task."""
         return Room.guarded(self.cluster.device.memory_bytes, self.cluster.host_memory_bytes, self.memory_risk)
+
+
+def check_measured_on(profile: Profile | None, cluster: Cluster, called: str) -> None:
+    """Raise PinError for a profile of another type of device than the cluster has; `called`: the cluster in words."""
+    if profile is not None and profile.device_type != cluster.device_type:
+        raise PinError(
+            f"profile {profile.name} was measured on {profile.device_type} devices, {called} has "
+            f"{cluster.device_type} devices"
+        )
 
 
 def space_of(request: PlanRequest) -> Space:
@@ -242,4 +268,6 @@ def check_task(request: PlanRequest) -> None:
     check_setting("seq_len", r.seq_len)
     if r.target_len is not None:
         check_setting("target_len", r.target_len)
+    check_count("top", r.top)
+    check_count("least_tp", r.least_tp)
     r.check()

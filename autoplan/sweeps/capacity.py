@@ -49,7 +49,7 @@ from autoplan.config.planning import SEARCH_SETTINGS, SearchSettings, SearchWord
 from autoplan.config.precision import precision_of
 from autoplan.config.settings import VARIED_SETTINGS, check_setting, setting
 from autoplan.cost_models.constants import Constants
-from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.hardware.cluster import Cluster, split_overrides
 from autoplan.cost_models.hardware.cluster_file import read_yaml
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.whole_run import Assumptions
@@ -57,12 +57,12 @@ from autoplan.errors import AutoplanError, PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.program.adapters import with_adapters
 from autoplan.search.planner import PlanRequest, search_plan
+from autoplan.search.request import check_measured_on
 from autoplan.stacks.like import Like, read_like
 from autoplan.sweeps.whatif import (
     RANGES,
     Point,
     RunTask,
-    check_measured_on,
     check_points,
     check_tokens,
     critical_batch,
@@ -271,7 +271,7 @@ def _count(name: str, value: object) -> int:
 
 def beside(text: str, folder: Path | None, endings: tuple[str, ...]) -> str:
     """Return the path of a file that a task names, relative to `folder`; other texts are returned unchanged."""
-    isfile = text.partition("@")[0].endswith(endings)
+    isfile = split_overrides(text)[0].endswith(endings)
     return str(folder / text) if folder is not None and isfile else text
 
 
@@ -371,7 +371,7 @@ def capacity(
     precision: str | Sequence[str] = "bf16",
     mode: Mode | str | Sequence[Mode | str] = Mode.EAGER,
     options: RunOptions | Mapping[str, Any] | None = None,
-    profile: Profile | str | None = None,
+    profile: Profile | Path | str | None = None,
     constants: Constants | Path | str | None = None,
     assumptions: Mapping[str, float] | None = None,
     like: str | None = None,

@@ -217,21 +217,11 @@ def read_constants(given: Constants | Path | str | None) -> tuple[Constants, str
     return Constants.load(given), str(given)
 
 
-def check_measured_on(profile: Profile | None, cluster: Cluster, called: str) -> None:
-    """Raise PinError for a profile of another type of device than the cluster has; `called`: the cluster in words."""
-    if profile is not None and profile.device_type != cluster.device_type:
-        raise PinError(
-            f"profile {profile.name} was measured on {profile.device_type} devices, {called} has "
-            f"{cluster.device_type} devices"
-        )
-
-
 def _at(base: PlanRequest, varied: Mapping[str, Any]) -> PlanRequest:
     """Return the request at one point of a sweep."""
     cluster = base.cluster
     if "cluster" in varied:
-        given = varied["cluster"]
-        cluster = given if isinstance(given, Cluster) else Cluster.parse(str(given))
+        cluster = Cluster.of(varied["cluster"])
     if "device" in varied:
         cluster = cluster.with_device(str(varied["device"]))
     overrides = {name: varied[name] for name in OVERRIDES if name in varied}
@@ -418,8 +408,8 @@ def notes(point: Point, run: RunTask) -> list[str]:
 
 
 def whatif(
-    model: str | ModelGraph,
-    cluster: str | Cluster,
+    model: ModelGraph | Path | str,
+    cluster: Cluster | Path | str,
     seq_len: int,
     global_batch_size: int,
     *,
@@ -428,7 +418,7 @@ def whatif(
     pins: Mapping[str, Any] | None = None,
     precision: str = "bf16",
     mode: Mode | str = Mode.EAGER,
-    profile: Profile | str | None = None,
+    profile: Profile | Path | str | None = None,
     options: RunOptions | Mapping[str, Any] | None = None,
     constants: Constants | Path | str | None = None,
     assumptions: Mapping[str, float] | None = None,
@@ -482,16 +472,16 @@ def whatif(
     run = RunTask(tokens, Assumptions.of(assumptions))
     known, file = read_constants(constants)
     beside = read_adapters(adapters) if isinstance(adapters, str) else adapters
-    graph = load_model(model) if isinstance(model, str) else model
+    graph = model if isinstance(model, ModelGraph) else load_model(model)
     base = PlanRequest(
         graph if beside is None else with_adapters(graph, beside),
-        Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
+        Cluster.of(cluster),
         seq_len,
         global_batch_size,
         dict(pins or {}),
         precision,
         read_mode(mode),
-        Profile.load(profile) if isinstance(profile, str) else profile,
+        Profile.of(profile),
         options_of(options),
         known,
         file,

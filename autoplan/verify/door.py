@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 
-from autoplan.capture.frontend.cache import capture_key, store_capture
+from autoplan.capture.frontend.cache import capture_key
 from autoplan.errors import CaptureError, PinError
-from autoplan.files import cache_folder, code_hash
+from autoplan.files import cache_folder, code_hash, keep_cached, read_cached
 from autoplan.verify.check import Verification, verify_whole
 from autoplan.verify.cost import LIMIT_S
 from autoplan.verify.runs import VerifyTask
@@ -58,11 +59,10 @@ def verify_capture(task: VerifyTask, verify: bool | str = True, folder: Path | N
     if verify is False:
         return "capture not verified: verify=False"
     path = _remembered(task, folder)
-    if path is not None and path.exists():
-        try:
-            return str(json.loads(path.read_text())["verified"])
-        except (KeyError, TypeError, ValueError):  # damaged: verify again
-            path.unlink(missing_ok=True)
+    kept = None if path is None else read_cached(path)
+    if kept is not None:
+        with suppress(KeyError, TypeError, ValueError):  # damaged: verify again
+            return str(json.loads(kept)["verified"])
     limit_s = math.inf if verify == "required" else LIMIT_S
     whole = verify_whole(task, limit_s)
     outcome = whole if whole.done else verify_shallow(task, limit_s)
@@ -76,7 +76,7 @@ def verify_capture(task: VerifyTask, verify: bool | str = True, folder: Path | N
         return f"capture not verified: {outcome.text}"
     text = f"capture verified {outcome.text}"
     if path is not None:
-        store_capture(path, json.dumps({"verified": text}))
+        keep_cached(path, json.dumps({"verified": text}))
     return text
 
 

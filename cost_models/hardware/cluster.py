@@ -206,7 +206,7 @@ class Cluster(Nodes):
         device |= {field: int(device[field]) for field in ("memory_bytes", "host_memory_bytes") if field in device}
         link, outer, price = self.link, self.outer, self.price
         if "scaleup" in given:
-            link = _faster(link, given["scaleup"] * GB)
+            link = replace(link.at(given["scaleup"] * GB), source="given")
         if "nic" in given:
             link, outer = _networked(link, outer, given["nic"] * GB / 8)
         if "price" in given:
@@ -282,6 +282,18 @@ class Cluster(Nodes):
         return cls.of_nodes(read_nodes(path))
 
     @classmethod
+    def of(cls, given: Cluster | Path | str, world_size: int = 1, device_type: str = "cpu") -> Cluster:
+        """Return a cluster, the one of a text (`parse`) or of a YAML file. Raises PinError for anything else."""
+        if isinstance(given, Cluster):
+            return given
+        if isinstance(given, Path | str):
+            return cls.parse(str(given), world_size, device_type)
+        raise PinError(
+            f"cluster={given!r:.80} is of type {type(given).__name__}; give a text such as '2x8xh100-sxm5-80gb', the "
+            "path of a YAML file, or an autoplan.Cluster (Cluster.of_mapping reads a dict)"
+        )
+
+    @classmethod
     def of_mapping(cls, data: object) -> Cluster:
         """Return the cluster of a mapping with the keys of a YAML file."""
         return cls.of_nodes(nodes_from_data(data, "cluster"))
@@ -297,12 +309,19 @@ class Cluster(Nodes):
 
         Raises: PinError for any other text.
         """
-        base, _, overrides = text.strip().partition("@")
+        base, overrides = split_overrides(text)
         cluster = _parse_base(base.strip(), world_size, device_type)
         if overrides:
             cluster = cluster.with_(**_read_overrides(text, overrides))  # type: ignore[arg-type]
         _ = cluster.levels  # raises now if there is no network, instead of in the middle of a search
         return cluster
+
+
+def split_overrides(text: str) -> tuple[str, str]:
+    """Return the text of a cluster without its overrides, and these; the path of a file may have an @, too."""
+    found = re.match(r"(.*?\.ya?ml)(?:@(.*))?$", text.strip(), re.DOTALL)
+    base, overrides = found.groups() if found is not None else text.strip().partition("@")[::2]
+    return base, overrides or ""
 
 
 def _check_override(name: str, value: object) -> None:
@@ -326,15 +345,15 @@ def _check_fabric_stays(changed: Sequence[str]) -> None:
         )
 
 
-def _faster(link: Level, bytes_per_s: float) -> Level:
-    """Return the scale-up level at another speed; all links of a mesh scale together."""
-    peer = None if link.p2p_bytes_per_s is None else link.p2p_bytes_per_s * bytes_per_s / link.bytes_per_s
-    return replace(link, bytes_per_s=bytes_per_s, p2p_bytes_per_s=peer, source="given")
-
-
 def _networked(link: Level, outer: tuple[Level, ...], bytes_per_s: float) -> tuple[Level, tuple[Level, ...]]:
     """Return the levels with network cards of another speed; levels beyond a rail group keep their share of it."""
     networks = tuple(level for level in outer if level.name in NETWORKS)
+    last = (link, *outer)[-1]
+    if not networks and outer and not (last.size or last.within_node):
+        raise PinError(
+            f"nic cannot be overridden: no level of this cluster is named {NETWORK}, and {last.name} connects all "
+            f"devices; name it {NETWORK}, or change its gb_s"
+        )
     networks = networks or (Level(catalog.NETWORK_LATENCY_S, 1.0, "", name=NETWORK, fabric="network"),)
     if not link.size:
         link = replace(link, within_node=True)
@@ -400,8 +419,11 @@ def _read_overrides(text: str, overrides: str) -> Mapping[str, float]:
     for part in overrides.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         check_names((name,), OVERRIDES, f"cluster {text!r}", "override")
+        if name in out:
+            raise PinError(f"cluster {text!r}: {name} is given twice; remove one of the two")
         try:
             out[name] = int(value) if OVERRIDES[name].legal.whole else float(value)
         except ValueError:
-            raise PinError(f"cluster {text!r}: {name}{equals}{value} needs a number ({OVERRIDES[name].what})") from None
+            kind = "a whole number" if name in (*_NODES, _IDLE) else "a number"
+            raise PinError(f"cluster {text!r}: {name}{equals}{value} needs {kind} ({OVERRIDES[name].what})") from None
     return out

@@ -37,8 +37,9 @@ of switches, pairs of bridged devices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ _TOP = (
     "price_as_of",
     "device_type",
 )
+_MERGE = "tag:yaml.org,2002:merge"  # `<<: *base`: its keys may be given again
 _Table = Mapping[str, tuple[str, float, Range]]
 # key of the file -> (field of Device, factor, legal range)
 _DEVICE: _Table = {
@@ -100,8 +102,20 @@ def read_yaml(path: str | Path, where: str) -> Any:
     """Return the content of a YAML file. Raises PinError that calls the file `where` if it cannot be read."""
     import yaml
 
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """YAML whose mappings have every key once; PyYAML takes the last one."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != _MERGE]
+            for i, key in enumerate(keys):
+                if key in keys[:i]:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key!r} is given twice", node.start_mark
+                    )
+            return super().construct_mapping(node, deep)
+
     try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        return yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
     except FileNotFoundError:
         raise PinError(f"{where} does not exist") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -147,6 +161,8 @@ def _nodes(top: Mapping[str, Any], where: str) -> Nodes:
         return _overridden(cluster, top, given, where)
     per_node = int(as_number(top, "devices_per_node", where, hardware.COUNT))
     if isinstance(top["device"], str):
+        if "device_type" in top:
+            raise PinError(f"{where}: device_type follows from the device {top['device']!r}; remove it")
         cluster = Nodes.of_catalog(nodes, per_node, top["device"], nic, price)
         return _overridden(cluster, top, given, where)
     if "device_overrides" in top:
@@ -181,7 +197,8 @@ def _overridden(cluster: Nodes, top: Mapping[str, Any], given: Mapping[str, floa
         fields = _device_fields(own, f"{where}, device_overrides", cluster.device)
         fields["unverified"] = tuple(f for f in cluster.device.unverified if f not in _columns(own))
         cluster = replace(cluster, device=replace(cluster.device, **fields))
-    cluster, levels_given = _override_levels(cluster, top.get("levels", {}), f"{where}, levels")
+    nic = "nic_gbit_s" in top
+    cluster, levels_given = _override_levels(cluster, top.get("levels", {}), nic, f"{where}, levels")
     return replace(cluster, given=tuple(sorted({**given, **levels_given}.items())))
 
 
@@ -251,7 +268,7 @@ def _level_fields(data: object, where: str, known: tuple[str, ...]) -> dict[str,
     return out
 
 
-def _override_levels(cluster: Nodes, data: object, where: str) -> tuple[Nodes, dict[str, float]]:
+def _override_levels(cluster: Nodes, data: object, nic: bool, where: str) -> tuple[Nodes, dict[str, float]]:
     """Return the cluster with the overrides of its levels, and the given figures for `Nodes.given`."""
     figures: dict[str, float] = {}
     levels = [cluster.link, *cluster.outer]
@@ -263,17 +280,20 @@ def _override_levels(cluster: Nodes, data: object, where: str) -> tuple[Nodes, d
             fabric = fields.get("fabric", levels[i].fabric)
             if "p2p_bytes_per_s" in fields and FABRICS[fabric].by_ranks:
                 raise PinError(f"{where}, {name}: p2p_gb_s is not for {fabric}, whose groups are measured by size")
-            levels[i] = replace(levels[i], **{"source": "given", **fields})
+            level = levels[i].at(fields["bytes_per_s"]) if "bytes_per_s" in fields else levels[i]
+            levels[i] = replace(level, **{"source": "given", **fields})
             if name == NETWORK:
                 figures["nic"] = levels[i].bytes_per_s * 8 / GB
             elif name == "scale-up" and "bytes_per_s" in fields:
                 figures["scaleup"] = levels[i].bytes_per_s / GB
+    _check_one_speed(nic and "gb_s" in given.get(RAILS if RAILS in given else NETWORK, {}), where)
     outer = levels[1:]
     if RAILS in given:
         at = next(i for i, level in enumerate(outer) if level.name == NETWORK)
         rails = _rails(given[RAILS], cluster.outer[at], cluster, f"{where}, {RAILS}")
         figures["nic"] = rails.bytes_per_s * 8 / GB  # speed of the cards
         outer.insert(at, rails)
+    _check_nested([levels[0], *outer], where)
     return replace(cluster, link=levels[0], outer=tuple(outer)), figures
 
 
@@ -304,6 +324,7 @@ def _levels(data: object, nic: float | None, where: str) -> list[Level]:
         fields = _level_fields(item, at, ("name", *_LEVEL, "fabric", "source", "within_node"))
         network = fields.get("name") in NETWORKS
         if network and nic is not None:
+            _check_one_speed("bytes_per_s" in fields, at)
             fields["bytes_per_s"] = nic * GB / 8
         if "name" not in fields or "bytes_per_s" not in fields:
             raise PinError(f"{at}: name and gb_s are needed")
@@ -311,4 +332,29 @@ def _levels(data: object, nic: float | None, where: str) -> list[Level]:
             raise PinError(f"{at}: {fields['name']} is not the last level and needs its size")
         default = {"latency_s": 0.0, "source": "given", "fabric": "network" if network else "plain"}
         out.append(Level(**{**default, **fields}))
+    if nic is not None and not any(level.name in NETWORKS for level in out):
+        names = ", ".join(level.name for level in out)
+        raise PinError(
+            f"{where}: nic_gbit_s is the speed of a level named {NETWORK}, and the levels are {names}; name one "
+            f"{NETWORK}, or remove nic_gbit_s"
+        )
+    _check_nested(out, where)
     return out
+
+
+def _check_one_speed(given: bool, where: str) -> None:
+    """Raise PinError if the speed of the network cards is given twice: as nic_gbit_s, and by a level."""
+    if given:
+        raise PinError(f"{where}: gb_s and nic_gbit_s are both the speed of the network cards; remove one of the two")
+
+
+def _check_nested(levels: Sequence[Level], where: str) -> None:
+    """Raise PinError unless every unit of a level is some units of the level below it."""
+    sized = [level for level in levels if level.size]
+    for inner, outer in pairwise(sized):
+        if outer.size % inner.size or outer.size == inner.size:
+            near = max(2, round(outer.size / inner.size)) * inner.size
+            raise PinError(
+                f"{where}: size={outer.size} of {outer.name} is not several units of {inner.name}, which have "
+                f"{inner.size} devices; levels go from inner to outer; nearest legal: {near}"
+            )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoplan.config.numbers import Range
 from autoplan.cost_models.quantity import Quantity, Tag
@@ -142,6 +142,11 @@ class Level:
         if self.p2p_bytes_per_s is not None:
             speed = min(speed, max(1, members - 1) * self.p2p_bytes_per_s)
         return speed / self.oversubscription
+
+    def at(self, bytes_per_s: float) -> Level:
+        """Return the level at another speed; all links of a mesh scale together."""
+        peer = None if self.p2p_bytes_per_s is None else self.p2p_bytes_per_s * bytes_per_s / self.bytes_per_s
+        return replace(self, bytes_per_s=bytes_per_s, p2p_bytes_per_s=peer)
 
 
 @dataclass(frozen=True)

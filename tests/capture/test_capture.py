@@ -407,6 +407,17 @@ def test_cache(tmp_path: Path) -> None:
     assert cached(model, batch, make, tmp_path) == first and len(made) == 2  # damaged: made anew
 
 
+def test_a_cache_that_cannot_be_used_keeps_nothing(tmp_path: Path) -> None:
+    model, batch = models.make_llama(), models.token_batch(2, 16)
+    graph = capture(model, batch)
+    (tmp_path / "file").touch()
+    assert cached(model, batch, lambda: graph, tmp_path / "file" / "graphs") is graph
+    folder = tmp_path / "graphs"
+    key = capture_key(model, batch)
+    (folder / f"{key}.json").mkdir(parents=True)  # a name that is no file can be neither read nor written
+    assert cached(model, batch, lambda: graph, folder) is graph
+
+
 def test_fingerprint_sees_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = models.token_batch(2, 16)
     base = capture_key(models.make_llama(), batch)

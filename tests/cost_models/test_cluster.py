@@ -371,6 +371,19 @@ def test_a_cluster_file_of_instances(tmp_path: Path) -> None:
         (YAML.replace("nodes: 4", "nodes: 10000000"), "nodes=10000000 must be a whole number from 1"),
         (OWN.replace("size: 2", "size: 2.5"), "size=2.5 must be a whole number"),
         (OWN.replace("within_node: true", "within_node: 1"), "within_node=1 must be true or false"),
+        (YAML + "nodes: 8", "the key 'nodes' is given twice"),
+        (YAML.replace("gb_s: 300", "gb_s: 300, gb_s: 450"), "the key 'gb_s' is given twice"),
+        (YAML + "device_type: cpu", "device_type follows from the device 'h100-sxm5-80gb'; remove it"),
+        (YAML.replace("latency_us: 30", "gb_s: 50"), "gb_s and nic_gbit_s are both the speed of the network cards"),
+        (
+            YAML.replace("network: {", "rails: {size: 16, gb_s: 50}, network: {"),
+            "gb_s and nic_gbit_s are both the speed of the network cards",
+        ),
+        (OWN + "nic_gbit_s: 100", r"levels\[2\]: gb_s and nic_gbit_s are both the speed of the network cards"),
+        (OWN.replace("network", "fabric") + "nic_gbit_s: 100", "the levels are pair, node, fabric; name one network"),
+        (OWN.replace("within_node: true", "size: 2"), "size=2 of node is not several units of pair.* legal: 4"),
+        (OWN.replace("within_node: true", "size: 1"), "size=1 of node is not several units of pair"),
+        (OWN.replace("within_node: true", "size: 7"), "size=7 of node is not several units of pair.* legal: 8"),
     ],
 )
 def test_a_wrong_cluster_file_names_the_key(tmp_path: Path, text: str, message: str) -> None:
@@ -378,6 +391,63 @@ def test_a_wrong_cluster_file_names_the_key(tmp_path: Path, text: str, message: 
     path.write_text(text)
     with pytest.raises(PinError, match=message):
         Cluster.parse(str(path))
+
+
+def test_keys_of_a_merge_may_be_given_again(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    base = "levels: {scale-up: &fast {gb_s: 300, latency_us: 1}, network: {<<: *fast, gb_s: 20}}"
+    path.write_text(f"nodes: 2\ndevices_per_node: 8\ndevice: h100-sxm5-80gb\n{base}\n")
+    assert [level.bytes_per_s for level in Cluster.read(path).levels] == [300 * GB, 20 * GB]
+
+
+def test_the_network_of_a_file_may_be_faster_beyond_its_rails() -> None:
+    levels = {"rails": {"size": 16}, "network": {"gb_s": 5}}
+    data = {"nodes": 4, "devices_per_node": 8, "device": "h100-sxm5-80gb", "nic_gbit_s": 200, "levels": levels}
+    assert [level.bytes_per_s for level in Cluster.of_mapping(data).levels[1:]] == [25 * GB, 5 * GB]
+
+
+def test_cards_need_a_network_that_has_their_speed(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(OWN.replace("network", "fabric"))
+    with pytest.raises(PinError, match="nic cannot be overridden: no level of this cluster is named network"):
+        Cluster.parse(f"{path}@nic=100")
+    path.write_text(OWN)
+    assert Cluster.parse(f"{path}@nic=100").levels[-1].bytes_per_s == 12.5 * GB
+
+
+def test_the_path_of_a_file_may_have_an_at(tmp_path: Path) -> None:
+    folder = tmp_path / "me@home"
+    folder.mkdir()
+    (folder / "c.yaml").write_text(YAML)
+    for text in (folder / "c.yaml", f"{folder}/c.yaml", f"{folder}/c.yaml@price=3"):
+        assert Cluster.of(text).num_devices == 32
+    price = Cluster.parse(f"{folder}/c.yaml@price=3").price
+    assert price is not None and price.usd_per_device_hour == 3
+
+
+@pytest.mark.parametrize("device", ["mi300x-192gb", "h100-sxm5-80gb", "gb200-nvl72", "rtx4090-24gb"])
+def test_a_file_says_the_same_as_overrides(device: str) -> None:
+    data = {
+        "nodes": 2,
+        "devices_per_node": 4,
+        "device": device,
+        "nic_gbit_s": 100,
+        "device_overrides": {"memory_gb": 64, "memory_gb_s": 1500, "power_w": 300, "host_memory_gb": 99},
+        "levels": {catalog.entry(device).scaleup.name: {"gb_s": 12}},
+    }
+    figures = "nic=100,memory_gb=64,memory_gb_s=1500,power=300,host_memory_gb=99,scaleup=12"
+    filed, named = Cluster.of_mapping(data), Cluster.parse(f"2x4x{device}@{figures}")
+    assert filed.levels == named.levels and filed.given == tuple(
+        (n, v) for n, v in named.given if n in ("nic", "scaleup")
+    )
+    assert replace(filed.device, unverified=()) == replace(named.device, unverified=())
+
+
+def test_an_override_is_given_once() -> None:
+    with pytest.raises(PinError, match="nic is given twice"):
+        Cluster.parse("2x8xh100-sxm5-80gb@nic=400,nic=200")
+    with pytest.raises(PinError, match="needs a whole number"):
+        Cluster.parse("2x8xh100-sxm5-80gb@nodes=1.5")
 
 
 def test_clusters_travel_between_processes() -> None:

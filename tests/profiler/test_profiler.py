@@ -39,7 +39,15 @@ from autoplan.profiler.lattice import (
 from autoplan.profiler.links import _Meshes, layouts
 from autoplan.profiler.ops import Clock, MeasureTask, cache_bytes, compiled, make_input, measure_op
 from autoplan.profiler.overheads import _Runs
-from autoplan.profiler.run import cached_profile, machine_key, measure, measure_in_job, resolve, store_profile
+from autoplan.profiler.run import (
+    cached_profile,
+    keep_profile,
+    machine_key,
+    measure,
+    measure_in_job,
+    resolve,
+    store_profile,
+)
 from autoplan.profiler.show import summary
 from autoplan.profiler.tasks import model_tasks
 from autoplan.program.op_costs import OpCosts
@@ -195,6 +203,14 @@ def test_kept_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert Profile.load(key).name == key
     path.write_text('{"schema": 1}')
     assert cached_profile(key) is None and not path.exists()
+
+
+def test_times_that_cannot_be_kept_are_used_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("AUTOPLAN_CACHE", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="cannot be kept, so that the next run measures again"):
+        keep_profile(Profile("mine", "cpu", 2, 1), "mine")
+    assert cached_profile("mine") is None
 
 
 def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

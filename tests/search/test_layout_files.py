@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pwd
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from autoplan import catalog
 from autoplan.config.planning import NO_CACHE_VARIABLE
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import InfeasibleError
-from autoplan.files import CACHE_VARIABLE
+from autoplan.files import CACHE_VARIABLE, keep_cached, read_cached
 from autoplan.ir.layout import AxisType, I, P, R
 from autoplan.search import layout_files
 from autoplan.search.certificate import Certificate
@@ -185,6 +186,19 @@ def test_a_folder_that_cannot_be_written_is_not_used(tmp_path: Path, monkeypatch
     found = LayoutCache(_request()).get(*CUT[:3])
     assert found is not None
     assert found.solution.selection == _usual()[1].selection
+
+
+def test_a_user_without_a_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(user: int) -> Any:
+        raise KeyError(user)
+
+    for name in (CACHE_VARIABLE, "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert not keep_cached(folder_of_layouts() / "layout", "text")
+    assert read_cached(folder_of_layouts() / "layout") is None
+    monkeypatch.setenv(CACHE_VARIABLE, "here")
+    assert folder_of_layouts() == Path("here") / "layouts"
 
 
 def test_the_files_that_were_used_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

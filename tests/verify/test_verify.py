@@ -396,10 +396,12 @@ def test_what_was_verified_is_remembered(tmp_path: Path, monkeypatch: pytest.Mon
     for file in (tmp_path / "verified").iterdir():
         file.write_text("{")
     assert verify_capture(task, folder=tmp_path) == first and len(ran) == 4  # damaged: anew
+    (tmp_path / "file").touch()
+    assert verify_capture(task, folder=tmp_path / "file") == first and len(ran) == 5  # nothing can be kept there
     own = plain_task()  # code that no version tells
     for _ in range(2):
         verify_capture(own, folder=tmp_path)
-    assert len(ran) == 6
+    assert len(ran) == 7
 
 
 # -- fewer layers -----------------------------------------------------------------------------------------------------

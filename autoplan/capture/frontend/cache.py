@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 from autoplan.capture.frontend.bound_code import PACKAGES, bound_code, plain_value
 from autoplan.capture.frontend.buffers import all_buffers
 from autoplan.errors import GraphError
-from autoplan.files import cache_folder, code_hash, write_whole
+from autoplan.files import cache_folder, code_hash, keep_cached, read_cached
 from autoplan.ir.graph import GRAPH_SCHEMA_VERSION, ModelGraph
 
 
@@ -75,26 +76,19 @@ def cached(
 ) -> ModelGraph:
     """Return the stored graph of this model and these inputs; otherwise call `make()` and store its graph.
 
-    A damaged file is replaced, never used.
+    A damaged file is replaced, never used. Where the folder cannot be read or written, nothing is stored.
     """
     key = capture_key(model, example_inputs)
     if key is None:
         return make()
     path = (folder or cache_folder("graphs")) / f"{key}.json"
-    if path.exists():
-        try:
-            stored = json.loads(path.read_text())
+    text = read_cached(path)
+    if text is not None:
+        with suppress(GraphError, KeyError, TypeError, ValueError):
+            stored = json.loads(text)
             graph = ModelGraph.from_json(stored["graph"])
             if graph.content_hash == stored["content_hash"]:
                 return graph
-        except (GraphError, KeyError, ValueError):
-            path.unlink(missing_ok=True)
     graph = make()
-    store_capture(path, json.dumps({"content_hash": graph.content_hash, "graph": graph.to_json()}))
+    keep_cached(path, json.dumps({"content_hash": graph.content_hash, "graph": graph.to_json()}))
     return graph
-
-
-def store_capture(path: Path, text: str) -> None:
-    """Write a file of the cache. Readers see the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text)

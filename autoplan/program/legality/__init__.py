@@ -47,7 +47,7 @@ __all__ = [
 def _value(record: Choice) -> Callable[[ParallelConfig, Facts], str | None]:
     def found(c: ParallelConfig, f: Facts) -> str | None:
         value = getattr(c, record.name)
-        return None if value is None or value == () else record.reason(value)
+        return None if value is None or (isinstance(value, tuple) and not value) else record.reason(value)
 
     return found
 
