@@ -18,7 +18,17 @@ from autoplan.catalog import load_model, names
 from autoplan.cli import app
 from autoplan.config import numbers
 from autoplan.config.choices import OPTIONS, choice_words, option_data, option_texts, options_of
-from autoplan.config.parallel import OVERLAPS, Attention, Dispatcher, Launch, Mode, ParallelConfig, RunOptions, Sends
+from autoplan.config.parallel import (
+    OVERLAPS,
+    Attention,
+    Dispatcher,
+    Launch,
+    Mode,
+    ParallelConfig,
+    Reruns,
+    RunOptions,
+    Sends,
+)
 from autoplan.config.planning import SCREEN_LIMIT_S, SearchSettings
 from autoplan.config.precision import PRECISIONS
 from autoplan.cost_models.constants import Constants
@@ -241,6 +251,7 @@ EVERYTHING = RunOptions(
     zero_bucket=1000,
     expandable_segments=True,
     fused_accumulation=False,
+    reruns=Reruns.WHOLE,
 )  # nothing of it is a default
 
 
