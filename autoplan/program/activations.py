@@ -116,7 +116,6 @@ class _Walk:
         self.cheap: set[int] = set()  # storages that a compiler computes again from what is kept
         self.parts: list[tuple[bool, bool]] = []  # of every statement: fused and computed again by a compiler
         self.logits = logits(lowered.statements) if kernels.narrow_logits else frozenset[str]()
-        self.num_rerun = 0
         self.narrow: dict[int, int] = {}  # storage -> storage of its 8-bit copy
         # storage -> its 8-bit copies; for a shard, those of the gathered value
         self.copies: dict[int, set[int]] = {}
@@ -184,7 +183,7 @@ class _Walk:
         self.given = frozenset(self.tensors)
         for statement in low.statements:
             self.steps.append(self._convert(statement) if isinstance(statement, Convert) else self._op(statement))
-        self.num_rerun = self.last_kept()
+        self.num_rerun: int = self.last_kept()
         if self.kernels.megatron:
             self.keep_shards()
         if self.kernels.compiled:
@@ -194,11 +193,7 @@ class _Walk:
         return self._summary(inputs, first)
 
     def last_kept(self) -> int:
-        """Return the statements that run until the last tensor is kept, parameters included.
-
-        Products and element-wise operations of torch hand autograd their inputs before they compute: the last of them
-        does not run again if it keeps nothing else.
-        """
+        """Return the statements up to the last tensor that is kept; torch hands over what a product keeps before it."""
         keeps = [k for k, step in enumerate(self.steps) if step.saved]
         if not keeps:
             return 0

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoplan.errors import RehearsalError
-from autoplan.rehearsal.expected import BACKWARD, RECOMPUTE, Expected, Messages
+from autoplan.rehearsal.expected import BACKWARD, REPEATED, Expected, Messages
 from autoplan.rehearsal.rank import Observed
 from autoplan.units import bytes_text
 
@@ -144,7 +144,7 @@ def _sums(messages: Messages, said: Expected, observed: Observed, trained: bool)
     wanted = Counter(said.deferred)
     wanted.update(said.zero)
     for (kind, axis), size in sorted(wanted.items()):
-        mine = [key for key in messages if key[:2] == (kind, axis) and key[2] != RECOMPUTE]
+        mine = [key for key in messages if key[:2] == (kind, axis) and key[2] != REPEATED]
         found = sum(key[3] * messages.pop(key) for key in mine)
         what = f"{kind} over {axis} of parameters and gradients"
         rows.append(Row(what, size, found, "bytes"))
@@ -167,7 +167,7 @@ def _again(messages: Messages, said: Expected, observed: Observed) -> tuple[list
         forward = {(kind, axis, size) for kind, axis, phase, size in said.per_micro_batch if phase == "forward"}
         any_size = {(kind, axis) for kind, axis, phase in said.rows if phase == "forward"}
         for kind, axis, phase, size in list(messages):
-            if phase == RECOMPUTE and ((kind, axis, size) in forward or (kind, axis) in any_size):
+            if phase == REPEATED and ((kind, axis, size) in forward or (kind, axis) in any_size):
                 del messages[kind, axis, phase, size]
         return [], []
     for (kind, axis, phase, size), count in sorted(said.again.items()):
@@ -208,15 +208,23 @@ def _flops(observed: Observed, said: Expected, trained: bool) -> tuple[list[str]
             rows.append(Row(f"FLOPs of {what}, {phase}", wanted if judged else None, found, "FLOPs"))
             if judged and not least * (1 - _ROUNDING) <= found <= most * (1 + _ROUNDING):
                 wrong.append(f"FLOPs of {what} in the {phase}: {found:.6g}, the price counts {wanted:.6g}")
-        found, wanted = float(observed.flops.get((what, RECOMPUTE), 0)), said.flops_again.get(what, 0.0) * times
-        if written:
-            wanted += 2 * said.flops_again.get("attention", 0.0) * times if what == "products" else -wanted
-        least, most = wanted if trained else 0.0, 2 * wanted if what == "attention" and said.masks else wanted
-        if found or wanted:
-            rows.append(Row(f"FLOPs of {what}, recomputed", wanted, found, "FLOPs"))
-        if not least * (1 - _ROUNDING) <= found <= most * (1 + _ROUNDING):
-            wrong.append(f"FLOPs of {what} in the recompute: {found:.6g}, the price counts {wanted:.6g}")
+        _repeated_flops(what, observed, said, trained, wrong, rows)
     return wrong, rows
+
+
+def _repeated_flops(
+    what: str, observed: Observed, said: Expected, trained: bool, wrong: list[str], rows: list[Row]
+) -> None:
+    """Compare the FLOPs that a recompute repeats; add what differs to `wrong`, and the line to `rows`."""
+    written, times = written_out(observed, said), observed.num_micro_batches
+    found, wanted = float(observed.flops.get((what, REPEATED), 0)), said.flops_again.get(what, 0.0) * times
+    if written:
+        wanted += 2 * said.flops_again.get("attention", 0.0) * times if what == "products" else -wanted
+    least, most = wanted if trained else 0.0, 2 * wanted if what == "attention" and said.masks else wanted
+    if found or wanted:
+        rows.append(Row(f"FLOPs of {what}, recomputed", wanted, found, "FLOPs"))
+    if not least * (1 - _ROUNDING) <= found <= most * (1 + _ROUNDING):
+        wrong.append(f"FLOPs of {what} in the recompute: {found:.6g}, the price counts {wanted:.6g}")
 
 
 def written_out(observed: Observed, said: Expected) -> bool:

@@ -33,7 +33,7 @@ from autoplan.runtime.zero import shard_dim
 from autoplan.units import DTYPE_BYTES
 
 BACKWARD = "products, backward"
-RECOMPUTE = "recompute"  # the phase of what a backward repeats of a forward
+REPEATED = "recompute"  # the phase of what a backward repeats of a forward
 _MASTER = "float32"  # dtype of sums of gradients under mixed precision, if no other is given
 _LOSS_BYTES = 8  # the sum of the loss over all ranks, float64
 _OVERFLOW_BYTES = 4  # whether a gradient overflows, float32
@@ -123,7 +123,7 @@ def expected(
     local = {**env, "s": env["s"] // at.sizes.get("cp", 1)}
     entries = [e for e in spec.ledger if any(e.stage == s.index for s in stages) and at.sizes[e.axis] > 1]
     often = [e for e in entries if e.per == "micro_batch"]
-    repeated = [] if work is None else [replace(e, phase=RECOMPUTE) for e in often if work.repeats(e)]
+    repeated = [] if work is None else [replace(e, phase=REPEATED) for e in often if work.repeats(e)]
     calls = [name for stage in stages for name in stage.calls]
     stage = plan.estimate.stages[at.coordinates["pp"]]
     held = _held(stage.memory)
