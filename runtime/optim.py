@@ -111,7 +111,7 @@ def on_local_shards(
         return optimizer
 
     # a fake tensor (in a rehearsal) keeps its class
-    parts = [mine for _whole, mine in pairs if apart and type(mine) is nn.Parameter]
+    parts = _plain(pairs) if apart else []
 
     def become(kind: type[nn.Parameter]) -> None:
         for mine in parts:
@@ -122,10 +122,7 @@ def on_local_shards(
     @torch.no_grad()  # so that to_local is the local part itself, not a node of autograd
     def read() -> None:
         for whole, mine in pairs:
-            local = local_of(whole)
-            if local.data_ptr() != mine.data_ptr():  # fully_shard pads an uneven shard at its first forward
-                mine.data = local
-            mine.grad = None if whole.grad is None else local_of(whole.grad)
+            _take(whole, mine)
         if on_cpu:
             _in_order(optimizer)
 
@@ -157,10 +154,7 @@ def on_local_shards(
         drop_local() if set_to_none else drop_local(set_to_none=False)
         become(LocalPart)
         for whole, _mine in pairs:
-            if set_to_none:
-                whole.grad = None
-            elif whole.grad is not None:
-                local_of(whole.grad).zero_()
+            _drop(whole, set_to_none)
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     optimizer.register_step_pre_hook(before)
@@ -282,6 +276,25 @@ def guard_step(optimizer: torch.optim.Optimizer) -> None:
     # bound to the optimizer, as schedulers of the learning rate expect
     step = guarded("optimizer.step")(getattr(optimizer.step, "__func__", type(optimizer).step))
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def _plain(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> list[nn.Parameter]:
+    return [mine for _whole, mine in pairs if type(mine) is nn.Parameter]
+
+
+def _take(whole: nn.Parameter, mine: nn.Parameter) -> None:
+    """Let a part have the memory and the gradient of its source."""
+    local = local_of(whole)
+    if local.data_ptr() != mine.data_ptr():  # fully_shard pads an uneven shard at its first forward
+        mine.data = local
+    mine.grad = None if whole.grad is None else local_of(whole.grad)
+
+
+def _drop(whole: nn.Parameter, set_to_none: bool) -> None:
+    if set_to_none:
+        whole.grad = None
+    elif whole.grad is not None:
+        local_of(whole.grad).zero_()
 
 
 def _local_parameter(whole: nn.Parameter) -> nn.Parameter:

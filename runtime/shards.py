@@ -329,7 +329,7 @@ def show_states(optimizer: torch.optim.Optimizer, shown: Sequence[tuple[torch.Te
     by_id = {id(local): whole for local, whole in shown if isinstance(whole, ParameterShard)}
 
     def show(_: Any, state: dict[str, Any]) -> dict[str, Any]:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = _parameters(optimizer)
         numbers = [n for group in state["param_groups"] for n in group["params"]]
         out = dict(state["state"])
         for number, local in zip(numbers, params, strict=True):
@@ -357,6 +357,10 @@ def show_states(optimizer: torch.optim.Optimizer, shown: Sequence[tuple[torch.Te
 
     optimizer.register_state_dict_post_hook(show)
     optimizer.register_load_state_dict_pre_hook(hide)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _own_part(key: str, value: Any, local: torch.Tensor | None, by_id: Mapping[int, ParameterShard]) -> Any:

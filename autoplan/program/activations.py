@@ -57,7 +57,6 @@ class _Tensor:
     strides: Ints
 
 
-# the emitted text releases dead variables before these statements (autoplan.codegen.emit)
 # kinds that fused kernels take in besides element-wise operations and views
 _FUSED = (OpKind.REDUCTION, OpKind.JOIN, OpKind.NORM)
 _SENDS_NOTHING = (ConversionKind.SLICE, ConversionKind.TO_REPLICATE, ConversionKind.TO_PARTIAL)

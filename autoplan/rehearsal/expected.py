@@ -123,7 +123,7 @@ def expected(
     local = {**env, "s": env["s"] // at.sizes.get("cp", 1)}
     entries = [e for e in spec.ledger if any(e.stage == s.index for s in stages) and at.sizes[e.axis] > 1]
     often = [e for e in entries if e.per == "micro_batch"]
-    repeated = [] if work is None else [replace(e, phase=REPEATED) for e in often if work.repeats(e)]
+    repeated = _repeated(often, work)
     calls = [name for stage in stages for name in stage.calls]
     stage = plan.estimate.stages[at.coordinates["pp"]]
     held = _held(stage.memory)
@@ -163,6 +163,10 @@ def _held(terms: Mapping[str, Quantity]) -> dict[str, Quantity]:
 
 def _sum(terms: Mapping[str, Quantity], end: str) -> float:
     return float(sum(getattr(q, end) for q in terms.values()))
+
+
+def _repeated(entries: list[LedgerEntry], work: Work | None) -> list[LedgerEntry]:
+    return [] if work is None else [replace(e, phase=REPEATED) for e in entries if work.repeats(e)]
 
 
 def _messages(entries: list[LedgerEntry], env: Mapping[str, int]) -> Messages:
