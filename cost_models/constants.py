@@ -89,8 +89,8 @@ class Constants:
         overlap: Share of compute time behind which ZeRO's traffic can hide.
         contention: Seconds that compute slows down per second of ZeRO's or experts' traffic beside it, whose kernels
             take multiprocessors and memory bandwidth (DeepSeek-V3 reserves 20 of 132, arXiv 2412.19437, section 3.2.2).
-        block_contention: The same for what ZeRO 2 and 3 send of every block, for which parameters are also copied into
-            and out of the buffers that are sent (torch.distributed.fsdp, XLA).
+        block_contention: The same for what ZeRO 3 sends of every block in every pass, for which parameters are also
+            copied into and out of the buffers that are sent (torch.distributed.fsdp, XLA).
         tp_hidden: Share of the collectives of tp that hides if the run overlaps them.
         ep_hidden: Share of a block's compute behind which the exchanges of experts hide if the run overlaps them (with
             that of another micro-batch, as DualPipe and Megatron-Core's 1F1B overlap do).

@@ -238,13 +238,9 @@ class ParameterShard(TensorShard):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if not isinstance(value, DTensor) or value.shape != self.shape or value.placements != self.placements:
-            raise ForeignUseError(
-                f"the new values of {self.origin.name} have {_form_of(value)}; they must have {_form_of(self)}. "
-                "pm.load_state_dict takes whole tensors"
-            )
+        local = self._local_of(value, "the new values of {} have", "; pm.load_state_dict takes whole tensors")
         with torch.no_grad():
-            local_of(self.source).copy_(value.to_local())
+            local_of(self.source).copy_(local)
 
     @property
     def requires_grad(self) -> bool:
@@ -261,6 +257,13 @@ class ParameterShard(TensorShard):
         """Refuse another `requires_grad` than that of the capture; return self."""
         self.requires_grad = requires_grad
         return self
+
+    def _local_of(self, value: torch.Tensor, says: str, more: str = "") -> torch.Tensor:
+        """Return the local part of a tensor that is laid out as this one; else ForeignUseError, which begins `says`."""
+        if not isinstance(value, DTensor) or value.shape != self.shape or value.placements != self.placements:
+            has = says.format(self.origin.name)
+            raise ForeignUseError(f"{has} {_form_of(value)}, and must have {_form_of(self)}{more}")
+        return value.to_local()
 
     def register_hook(self, hook: Any) -> Any:
         """Refuse every hook: a backward of `pm.step` passes through the blocks, not through this tensor.
@@ -292,11 +295,7 @@ class ParameterShard(TensorShard):
         if value is None:
             self.source.grad = None
             return
-        if not isinstance(value, DTensor) or value.shape != self.shape or value.placements != self.placements:
-            raise ForeignUseError(
-                f"the gradient of {self.origin.name} has {_form_of(value)}; it must have {_form_of(self)}"
-            )
-        local = value.to_local()
+        local = self._local_of(value, "the gradient of {} has")
         self.source.grad = like_shard(local, self.source, local.device)
 
 
@@ -344,7 +343,7 @@ def show_states(optimizer: torch.optim.Optimizer, shown: Sequence[tuple[torch.Te
         return {**state, "state": out}
 
     def hide(_: Any, state: dict[str, Any]) -> dict[str, Any]:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = _parameters(optimizer)
         numbers = [n for group in state["param_groups"] for n in group["params"]]
         if len(numbers) != len(params):
             return state  # which torch refuses

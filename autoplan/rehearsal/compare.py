@@ -120,21 +120,34 @@ def _own(messages: Messages, said: Expected) -> list[str]:
 
 def _ledger(messages: Messages, said: Expected, observed: Observed) -> tuple[list[str], list[Row]]:
     """Take the collectives of the ledger out of `messages`; return what differs, and the lines."""
-    wrong, rows, times = [], [], observed.num_micro_batches
-    for (kind, axis, phase, size), count in sorted(said.per_micro_batch.items()):
+    return _taken(messages, said.per_micro_batch, said.rows, observed.num_micro_batches, "the ledger says")
+
+
+def _taken(
+    messages: Messages, sized: Messages, of_rows: Counter[tuple[str, str, str]], times: int, says: str
+) -> tuple[list[str], list[Row]]:
+    """Take collectives out of `messages`; return what differs, and the lines.
+
+    Args:
+        sized, of_rows: those of one micro-batch, with their bytes and of rows, whose bytes are not known.
+        times: micro-batches.
+        says: who expects them, for messages.
+    """
+    wrong, rows = [], []
+    for (kind, axis, phase, size), count in sorted(sized.items()):
         found, wanted = messages.pop((kind, axis, phase, size), 0), count * times
         rows.append(Row(f"{kind} over {axis}, {phase}, {size:,} bytes", wanted, found, "times"))
         if found != wanted:
             wrong.append(
-                f"{kind} over {axis} in the {phase} of {size:,} bytes: {found} times, the ledger says {wanted} "
+                f"{kind} over {axis} in the {phase} of {size:,} bytes: {found} times, {says} {wanted} "
                 f"({count} per micro-batch)"
             )
-    for (kind, axis, phase), count in sorted(said.rows.items()):
+    for (kind, axis, phase), count in sorted(of_rows.items()):
         mine = [key for key in messages if key[:3] == (kind, axis, phase)]
         found, wanted = sum(messages.pop(key) for key in mine), count * times
         rows.append(Row(f"{kind} over {axis} of rows, {phase}", wanted, found, "times"))
         if found != wanted:
-            wrong.append(f"{kind} over {axis} of rows in the {phase}: {found} times, the ledger says {wanted}")
+            wrong.append(f"{kind} over {axis} of rows in the {phase}: {found} times, {says} {wanted}")
     return wrong, rows
 
 
@@ -162,28 +175,15 @@ def _again(messages: Messages, said: Expected, observed: Observed) -> tuple[list
 
     Without the graph, whatever the forward sends may be repeated.
     """
-    wrong, rows, times = [], [], observed.num_micro_batches
-    if said.again is None:
-        forward = {(kind, axis, size) for kind, axis, phase, size in said.per_micro_batch if phase == "forward"}
-        any_size = {(kind, axis) for kind, axis, phase in said.rows if phase == "forward"}
-        for kind, axis, phase, size in list(messages):
-            if phase == REPEATED and ((kind, axis, size) in forward or (kind, axis) in any_size):
-                del messages[kind, axis, phase, size]
-        return [], []
-    for (kind, axis, phase, size), count in sorted(said.again.items()):
-        found = messages.pop((kind, axis, phase, size), 0)
-        rows.append(Row(f"{kind} over {axis}, {phase}, {size:,} bytes", count * times, found, "times"))
-        if found != count * times:
-            wrong.append(
-                f"{kind} over {axis} of {size:,} bytes in the {phase}: {found} times, the price counts {count * times}"
-            )
-    for (kind, axis, phase), count in sorted(said.again_rows.items()):
-        mine = [key for key in messages if key[:3] == (kind, axis, phase)]
-        found = sum(messages.pop(key) for key in mine)
-        rows.append(Row(f"{kind} over {axis} of rows, {phase}", count * times, found, "times"))
-        if found != count * times:
-            wrong.append(f"{kind} over {axis} of rows in the {phase}: {found} times, the price counts {count * times}")
-    return wrong, rows
+    if said.again is not None:
+        return _taken(messages, said.again, said.again_rows, observed.num_micro_batches, "the price counts")
+    forward = {(kind, axis, size) for kind, axis, phase, size in said.per_micro_batch if phase == "forward"}
+    rows = {(kind, axis) for kind, axis, phase in said.rows if phase == "forward"}
+    for key in list(messages):
+        kind, axis, phase, size = key
+        if phase == REPEATED and ((kind, axis, size) in forward or (kind, axis) in rows):
+            del messages[key]
+    return [], []
 
 
 def _flops(observed: Observed, said: Expected, trained: bool) -> tuple[list[str], list[Row]]:

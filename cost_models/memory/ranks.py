@@ -37,6 +37,7 @@ twice as many replicas to shard over. The memory of a rank is that of its fulles
 | moment | micro-batches held | gradients |
 |---|---|---|
 | first backward of a chunk | all whose forward ran before it | of the layers it has passed, and of earlier chunks |
+| its end, where it scatters | the others | as shards, and of the first layer or embedding whole, with what is sent |
 | a later backward | all in flight | of all chunks that have run backward; sharded after a chunk's last (ZeRO 1) |
 | the last backward (ZeRO 1, one chunk) | one | whole, of the layers it has passed sharded, and the copy that is sent |
 | reduction at the end of the step (ZeRO 0) | none | all, and the buffers they are sent from |
@@ -544,9 +545,10 @@ class MemoryModel:
         reducing: float = 0.0,
         gathered: float | None = None,
     ) -> list[Moment]:
-        """Return the moments of the first backward of a chunk, one per unit.
+        """Return the moments of the first backward of a chunk: one per unit, and its end if ZeRO scatters gradients.
 
-        While a unit runs backward, later units have left their gradients and freed their activations.
+        While a unit runs backward, later units have left their gradients and freed their activations. At the end the
+        gradient of an embedding is there with the copy of it that is sent.
 
         Args:
             waiting: bytes of other micro-batches and chunks.
@@ -557,8 +559,8 @@ class MemoryModel:
         scatters = stage >= 2 or (stage > 0 and self.config.num_micro_batches == 1)
         for u, (held, transient) in zip(reversed(units), reversed(chunk.running), strict=True):
             out.append(Moment(FIRST, gradients + scattered, waiting + held, transient, 0.0, gathered))
-            if scatters and u == units[0]:  # the backward of an embedding leaves nothing but its gradient
-                sent = max(reducing, self.largest_grad[u]) + self.largest[u]  # and the copy that is sent
+            if scatters and u == units[0]:
+                sent = max(reducing, self.largest_grad[u]) + self.largest[u]
                 there = self.largest[u] if gathered is None else gathered
                 out.append(Moment(FIRST, gradients + sent, waiting, 0.0, 0.0, there))
             gradients += self.first_grads[u]

@@ -315,17 +315,19 @@ class BlockPricer:
         """Return True if collectives of its passes depend on dp."""
         return any(self.families.get(c.axis, "tp") == "dp" for c in block.comms if c.per != "step")
 
-    def least_again_s(self, block: BlockWork, times: OpTimes) -> float:
+    def least_again_s(self, block: BlockWork, times: OpTimes, forward_s: float) -> float:
         """Return the expected seconds of full recompute as `least_s` does, with those of `waited_s`.
 
         0 if the host's times are measured: recompute may hide behind waiting for the host.
+
+        Args:
+            forward_s: those of a whole forward.
         """
         if self.costs.measures_host:
             return 0.0
-        again = times.again
-        if not self._couples(block):
-            comm, _ = self._comm(block, times)
-            again = self._reran_s(block, times, total([q for (_, when), q in comm.items() if when == "forward"]))
+        if _reran(block, self.costs) is None:
+            return forward_s
+        again = times.again if self._couples(block) else self._reran_s(block, times, ZERO)
         return (again + waited_s(times.host_again, again, self.costs.options.launch)).mid
 
     def _reran_s(self, block: BlockWork, times: OpTimes, sent: Quantity) -> Quantity:
@@ -504,7 +506,7 @@ class BlockPricer:
         if not has_streams(self.costs.cluster.device_type):
             return copy * 2.0
         computed = {"forward": times.forward, "backward": times.backward}
-        return total([self.states.copied_beside(copy, computed[phase] + sent[phase]) for phase in PHASES])
+        return total([self.states.beside(copy, computed[phase] + sent[phase], self.states.overlap) for phase in PHASES])
 
     def _sent_share(self, block: BlockWork, comm: CommWork) -> float:
         """Return the share of a collective's bytes that is sent.

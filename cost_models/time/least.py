@@ -203,7 +203,7 @@ class LeastTime:
         copy = costs.host_copy_s(block.offloaded_bytes).mid
         if not has_streams(costs.cluster.device_type):
             return 2.0 * copy
-        return 2.0 * copy * min(1.0, StatePricer(ParallelConfig(), costs, self.precision, {}).copy_contention)
+        return 2.0 * copy * min(1.0, StatePricer(ParallelConfig(), costs, self.precision, {}).contention)
 
     # -- seconds at given degrees -------------------------------------------------------------------------------------
 
@@ -296,7 +296,7 @@ class LeastTime:
             forward, backward = pricer.least_s(block, times)
             waited = (0.0, 0.0) if self.costs.measures_host else pricer.waited_s(block, times)
             f, b = times.forward.mid, times.backward.mid
-            again = pricer.least_again_s(block, times)
+            again = pricer.least_again_s(block, times, forward + waited[0])
             rows.append((f, b, again, times.again.mid, forward - f, backward - b, *waited))
         return _Pass(*np.array(rows).T)
 
@@ -338,5 +338,5 @@ class LeastTime:
 def _beside(moved: Array, computed: Array, states: StatePricer) -> Array:
     """Return the seconds of ZeRO's traffic beside computing (`states._shown`)."""
     shown = np.maximum(0.0, moved - states.hides * computed)
-    out: Array = shown + states.contention * (moved - shown)
+    out: Array = shown + states.block_contention * (moved - shown)
     return out

@@ -90,8 +90,8 @@ class StatePricer:
     Attributes:
         overlap: The share of compute behind which traffic on a stream of its own hides.
         hides: The same for ZeRO's traffic; 0 if it has no stream of its own.
-        contention: The share of ZeRO's hidden traffic by which compute slows down.
-        copy_contention: The same for copies to the host and back.
+        contention: The share of hidden traffic by which compute slows down.
+        block_contention: The same for what ZeRO 3 sends of every block in every pass.
         reduces_beside: True if ZeRO 0 reduces gradients during the backward.
         reduction: The collective that sends the gradients of ZeRO 1 to 3.
     """
@@ -106,9 +106,9 @@ class StatePricer:
         self.overlap: float = c.overlap if given is None else given
         self.by_tensor: bool = costs.options.zero_by_tensor and config.zero_stage == 3
         self.hides: float = 0.0 if self.by_tensor else self.overlap
-        self.copy_contention: float = c.contention if costs.profile is None and streams else 0.0
-        by_block = costs.profile is None and streams and config.zero_stage >= 2
-        self.contention: float = c.block_contention if by_block else self.copy_contention
+        self.contention: float = c.contention if costs.profile is None and streams else 0.0
+        by_block = costs.profile is None and streams and config.zero_stage == 3
+        self.block_contention: float = c.block_contention if by_block else self.contention
         self.reduces_beside: bool = reduced_beside(config, costs)
         self.reduction = "all_to_all" if reduces_by_exchange(costs.cluster.device_type) else "reduce_scatter"
         if costs.options.whole_sums and config.zero_stage == 1:
@@ -159,7 +159,7 @@ class StatePricer:
         one, two = ((self.costs.wait_s(backward.mid / n, n) if reduce.mid else ZERO) for n in (1, 2))
         gather_once = gather if stage in (1, 2) else ZERO
         reduce_once = (reduce if stage == 1 else ZERO) + across
-        last = self._beside(reduce_once, backward) + (one if stage == 1 else ZERO)
+        last = self.beside(reduce_once, backward, self.hides) + (one if stage == 1 else ZERO)
         if stage < 3:
             reducing = self._beside(reduce, backward) + one if stage == 2 else ZERO
             first = gathering if stage else ZERO
@@ -223,12 +223,12 @@ class StatePricer:
         return total([self.costs.collective_s(kind, size * p.num_elements / whole, group) + copies for p in params])
 
     def _beside(self, moved: Quantity, computed: Quantity) -> Quantity:
-        """Return the cost of ZeRO's traffic beside compute."""
-        return _shown(moved, computed * self.hides, self.contention)
+        """Return the cost of a block's traffic of ZeRO beside compute, in every pass."""
+        return _shown(moved, computed * self.hides, self.block_contention)
 
-    def copied_beside(self, moved: Quantity, computed: Quantity) -> Quantity:
-        """Return the cost of copies to the host, or back, beside compute."""
-        return _shown(moved, computed * self.overlap, self.copy_contention)
+    def beside(self, moved: Quantity, computed: Quantity, share: float) -> Quantity:
+        """Return the cost of other traffic behind a `share` of compute."""
+        return _shown(moved, computed * share, self.contention)
 
     def gathers_again(self, block: BlockWork) -> bool:
         """Return True if ZeRO 3 gathers the parameters for the backward, too. Megatron gathers all of them."""
