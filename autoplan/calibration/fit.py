@@ -96,7 +96,7 @@ _RANGES: tuple[tuple[str, FittedRange], ...] = (
     (r"imbalance", FittedRange(1.0, 2.5, 0.2)),
     (r"host_fp8", FittedRange(1.0, 5.0, 0.3)),
     (r"host_.*_s", FittedRange(1e-6, 2e-2, 0.7)),
-    (r"overlap|contention|.*_hidden", FittedRange(0.05, 1.0, 0.4)),
+    (r"overlap|(block_)?contention|.*_hidden", FittedRange(0.05, 1.0, 0.4)),
     (r".*", FittedRange(1e-12, 1e12, 0.3)),
 )
 
