@@ -122,7 +122,7 @@ class Constants:
     host_fp8: float = 1.2
     overlap: float = 0.8
     contention: float = 0.15
-    block_contention: float = 0.15
+    block_contention: float = 0.44
     tp_hidden: float = 0.5
     ep_hidden: float = 0.5
     network_share: float = 1.0
