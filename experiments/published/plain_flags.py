@@ -37,7 +37,7 @@ from experiments.published.validate import price
 
 # The columns of a row that state a choice -> the choice; degrees and micro-batch are always given
 _STATED = {"zero_stage": "zero_stage", "recompute": "recompute"}
-_DEGREES = ("tp", "pp", "cp", "dp", "ep", "micro_batch_size")
+_DEGREES = ("tp", "pp", "cp", "dp", "ep", "zero_replicas", "micro_batch_size")
 
 
 @dataclass(frozen=True)
