@@ -403,7 +403,7 @@ FORMATS = [
         ("mxfp8", "fp4"),
         (1, 4, 16, 1, 5),
         7296 / 4864,
-        "",
+        "NVFP4 is priced 14 % too slow here, MXFP8 2 %",
     ),
 ]
 
@@ -451,8 +451,8 @@ def _sharded_s(
 @claim(
     [
         *((tp, num) for tp in SHARD_GROUPS for num in (16, 64)),
+        (2, 128),
         missed("a broadcast per rank and congestion", *(1, 128)),
-        missed("a broadcast per rank and congestion", *(2, 128)),
         missed("a broadcast per rank and congestion", *(1, 512)),
         missed("a broadcast per rank and congestion", *(2, 1024)),
     ],
