@@ -30,7 +30,7 @@ from autoplan.report.measured import Comparison, Figure, comparison_data, shown_
 from autoplan.sweeps.whatif import RunTask
 
 SEVERAL = ("plan", "gpt2", "--cluster", "16xh100", "--seq-len", "1k", "--global-batch-size", "64", "--tokens", "10B")
-PINNED = (*SEVERAL, "--pin", "pp=4", "--pin", "tp=2", "--pin", "micro_batch_size=2")
+PINNED = (*SEVERAL, "--pin", "pp=4", "--pin", "tp=2", "--pin", "micro_batch_size=2", "--pin", "schedule=1F1B")
 
 
 @lru_cache(maxsize=1)
