@@ -206,7 +206,7 @@ def restrictions_of(request: PlanRequest, checked: Space, layouts: tuple[str, ..
         out.append(_OFFLOAD if r.cluster.offloads else "nothing is offloaded: the speed of the host link is not known")
     if "zero_replicas" not in r.pins:
         several = any(c.zero_replicas > 1 for c in checked.candidates)
-        beside = ", or over those in one scale-up domain, node or rail group (hybrid ZeRO)"
+        beside = ", or over those in one scale-up domain, node or rail group (hybrid ZeRO); of a plan also over others"
         out.append(f"ZeRO shards over all replicas{beside if several else ''}")
     if "schedule" not in r.pins and "virtual_stages" not in r.pins:
         out += _SCHEDULES
@@ -233,6 +233,7 @@ def _of_degrees(request: PlanRequest, checked: Space) -> Iterator[str]:
         yield _EXPERTS
     if "cp" not in request.pins:
         least = f"cp where at least {least_part(request.facts):,} tokens per rank remain"
-        yield f"{least}, and half of them at the mesh of a plan that recomputes or offloads" if cut else "cp = 1"
+        half = "half of them at the mesh of a plan that recomputes or offloads, or with half of its tp"
+        yield f"{least}, and {half}" if cut else "cp = 1"
     if cut:
         yield "layouts of cut sequences are chosen as if keys and values were gathered; one method per block"

@@ -13,6 +13,7 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.errors import PinError
 from autoplan.program.facts import divisors
 from autoplan.program.legality import broken
+from autoplan.program.legality.experts import zero_replica_counts
 from autoplan.schedules.schedule import SCHEDULES
 from autoplan.search.degrees import MAX_ACTIONS
 from autoplan.search.request import PlanRequest, space_of
@@ -20,27 +21,49 @@ from autoplan.search.space import LEAST_PART, least_part
 from autoplan.search.standings import Evaluated
 
 NEAR = 0.05  # share by which a bound may be above the best plan
+_LEAST_HALVED = 4  # tp: half of less is searched at every mesh of a plan near the best, and its collectives are cheap
 _MORE_ACTIONS = 4  # few candidates are simulated here, so that each may have more actions than others
 
 
 def shorter_parts(request: PlanRequest, best: Evaluated) -> list[ParallelConfig]:
-    """Return the candidates of a plan with its sequences cut over twice as many ranks, which dp gives up.
+    """Return the candidates of a plan with its sequences cut over twice as many ranks, which tp or dp gives up.
 
-    The parts are half as long as the shortest that are searched everywhere (`space.least_part`). This pays where memory
-    makes a plan recompute or offload; for others nothing is returned. Published runs of Llama 405B cut 8,192 tokens
-    over two ranks.
+    The parts are half as long as the shortest that are searched everywhere (`space.least_part`). In place of dp this
+    pays where memory makes a plan recompute or offload; in place of half of tp (at least 4), whose collectives it
+    saves, for others, too, with as many or twice as many stages. Published runs of Llama 405B cut 8,192 tokens over two
+    ranks, with tp 8 or, on 512 H200 (MLPerf v5.1), tp 4 and pp 8.
     """
     c, model, cp = best.candidate, request.facts.model, 2 * best.candidate.cp
-    if not (any(best.recompute) or c.offload):
-        return []
     searched, shortest = request.seq_len // least_part(request.facts), request.seq_len // (LEAST_PART // 2)
-    if model is None or model.context_obstacle or "cp" in request.pins or c.dp % 2 or not searched < cp <= shortest:
+    if model is None or model.context_obstacle or "cp" in request.pins or not searched < cp <= shortest:
         return []
-    same = {name: getattr(c, name) for name in ("pp", "tp", "zero_stage", "micro_batch_size")}
-    try:
-        return list(space_of(replace(request, pins={**request.pins, **same, "cp": cp})).candidates)
-    except PinError:  # nothing is legal: a pinned dp, or ranks that do not divide
+    meshes = [(c.tp, c.pp)] if any(best.recompute) or c.offload else []
+    if c.tp >= _LEAST_HALVED:
+        meshes += [(c.tp // 2, pp) for pp in (c.pp, 2 * c.pp)]
+    out: list[ParallelConfig] = []
+    for tp, pp in meshes:
+        same = {"tp": tp, "pp": pp, "zero_stage": c.zero_stage, "micro_batch_size": c.micro_batch_size}
+        if any(request.pins.get(name, value) != value for name, value in same.items()):
+            continue
+        try:
+            out += space_of(replace(request, pins={**request.pins, **same, "cp": cp})).candidates
+        except PinError:  # nothing is legal: a pinned dp, or ranks or heads that do not divide
+            continue
+    return out
+
+
+def other_copies(request: PlanRequest, best: Evaluated) -> list[ParallelConfig]:
+    """Return a plan with the other numbers of copies of the state that ZeRO may shard over a part of dp.
+
+    Everywhere are searched one copy and those whose shards stay within a node or a rail group. MaxText's recipes for
+    1,024 H100 shard over 128 of them.
+    """
+    c, facts = best.candidate.but(context_method=None, offload=()), request.facts
+    if "zero_replicas" in request.pins:
         return []
+    counts = zero_replica_counts(c.dp, c.cp, c.zero_stage, c.tp, c.ep, c.expert_tp)
+    others = (c.but(zero_replicas=n) for n in counts if n != c.zero_replicas)
+    return [each for each in others if broken(each, facts, request.scope) is None]
 
 
 def more_stages(request: PlanRequest, candidate: ParallelConfig) -> Iterator[ParallelConfig]:

@@ -45,7 +45,7 @@ from autoplan.search.garbage import collected_seldom
 from autoplan.search.group_bounds import GroupKey, group_key
 from autoplan.search.infeasible import InfeasibleReport, NothingFits, no_plan
 from autoplan.search.intra import StoppedError
-from autoplan.search.later_choices import NEAR, more_stages, shorter_parts
+from autoplan.search.later_choices import NEAR, more_stages, other_copies, shorter_parts
 from autoplan.search.layouts import ILP_LIMIT_S, CandidateLayout
 from autoplan.search.outcomes import SOLVED, Decided, Outcome, all_counted
 from autoplan.search.pair import LostHelperError
@@ -284,7 +284,7 @@ class _Search(Candidates):
             self._search_offloads([each for c in open_to for each in offloaded(self.request, c)])
 
     def _near_best(self) -> None:
-        """Search other numbers of stages per rank, and shorter parts of sequences (`later_choices`)."""
+        """Search other numbers of stages per rank, shorter parts of sequences, and copies (`later_choices`)."""
         near = limit_s(self.plans.cutoff_s(), NEAR)
         new: dict[ParallelConfig, float] = {}
         for candidate, least_s in self.prepared.items():
@@ -295,10 +295,11 @@ class _Search(Candidates):
             new |= {each: least_s for each in some if each not in self.bounds}
         self.later, self.bounds = [*self.later, *new], self.bounds | new
         self._best_first(new)
-        if self.plans.best:
-            parts = shorter_parts(self.request, self.plans.best[0])
-            self.later += [c for c in chain(*self.with_methods(parts)) if c not in self.first_bounds]
-            self._evaluate_some(parts)
+        for choices in (shorter_parts, other_copies):
+            if self.plans.best:
+                found = choices(self.request, self.plans.best[0])
+                self.later += [c for c in chain(*self.with_methods(found)) if c not in self.first_bounds]
+                self._evaluate_some(found)
 
     def _best_first(self, bounds: Mapping[ParallelConfig, float], gap: float | None = None) -> None:
         """Take the candidate with the least bound; make its cutter, refine the bound, then evaluate it.
