@@ -53,10 +53,10 @@ def is_finite(value: float) -> bool:
         return False
 
 
-def plain_value(value: Any) -> Any:
+def without_numpy(value: Any) -> Any:
     """Return a number of numpy as Python's, an array as a list, and everything else as it is; in a list likewise."""
     if type(value) in (list, tuple):
-        return type(value)(map(plain_value, value))
+        return type(value)(map(without_numpy, value))
     return value.tolist() if hasattr(value, "tolist") else value
 
 

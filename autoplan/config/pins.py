@@ -7,7 +7,7 @@ from typing import Any, overload
 
 from autoplan.config.choices import check_values
 from autoplan.config.keys import check_kind
-from autoplan.config.numbers import plain_value
+from autoplan.config.numbers import without_numpy
 from autoplan.config.offload import state_offload, with_offload
 from autoplan.config.parallel import ParallelConfig
 from autoplan.config.recompute import NONE, read_recompute
@@ -26,7 +26,7 @@ class Pins(Mapping[str, Any]):
         """
         given = given or {}
         check_kind("pins", given, Mapping, "a mapping from names to values, {'tp': 8}")
-        plain = {name: plain_value(value) for name, value in given.items()}
+        plain = {name: without_numpy(value) for name, value in given.items()}
         check_values(plain)
         self._values = dict(with_offload(plain))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from autoplan.config.choices import option_data, options_of, read_mode
 from autoplan.config.keys import check_count, check_kind
-from autoplan.config.numbers import plain_value
+from autoplan.config.numbers import without_numpy
 from autoplan.config.offload import ACTIVATIONS, held_on_host, of_states, searched_offload
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
 from autoplan.config.pins import Pins, PinsField
@@ -111,7 +111,7 @@ class PlanRequest(SearchSettings):
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
-            object.__setattr__(self, name, plain_value(getattr(self, name)))
+            object.__setattr__(self, name, without_numpy(getattr(self, name)))
         for name, (kind, instead) in _KINDS.items():
             check_kind(name, getattr(self, name), kind, instead)
         check_measured_on(self.profile, self.cluster, f"the cluster {self.cluster}")
