@@ -9,15 +9,28 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 CACHE_VARIABLE = "AUTOPLAN_CACHE"  # the environment variable that names the folder of all cached files
 _MODE = 0o644  # of a new file; temporary files are private
+
+
+def json_of(text: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """Return the data of a JSON text. Raises ValueError for everything that cannot be read, also what nests too deep.
+
+    Args:
+        parse_constant: What to make of NaN and Infinity, as `json.loads` takes it.
+    """
+    try:
+        return json.loads(text, parse_constant=parse_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def write_whole(path: Path | str, data: str | bytes) -> None:

@@ -17,6 +17,7 @@ from autoplan.codegen.program import Layouts, Program, compile_program
 from autoplan.config.choices import option_data
 from autoplan.config.kernels import ASYNC_TP, AUTO, COMPILE
 from autoplan.config.keys import check_count
+from autoplan.config.numbers import without_numpy
 from autoplan.config.parallel import Mode, RunOptions
 from autoplan.config.pins import Pins
 from autoplan.config.planning import SearchWords, tolerances_of
@@ -112,6 +113,7 @@ def plan(
         >>> plan.config.dp * plan.config.tp, plan.num_devices
         (2, 2)
     """
+    seq_len, target_len, top = without_numpy((seq_len, target_len, top))
     where = Cluster.of(cluster)
     check_count("top", top)
     facts = Facts(where.num_devices, device_type=where.device_type, async_tp=async_tp, compile=compile)
@@ -509,8 +511,9 @@ def global_batch(given: int | None, pins: Mapping[str, Any], world: int, example
     """Return the global batch: the given one, or the number of examples times the devices that may be data-parallel
     ranks. Raises PinError for a given one that is illegal."""
     if given is not None:
-        check_setting("global_batch_size", given)
-        return given
+        batch: int = without_numpy(given)
+        check_setting("global_batch_size", batch)
+        return batch
     ranks = pins.get("dp") or max(1, world // (pins.get("tp", 1) * pins.get("pp", 1) * pins.get("cp", 1)))
     parts = pins.get("num_micro_batches", 1) * pins.get("micro_batch_size", 1)
     return int(ranks * max(1, example_batch // parts) * parts)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import ProfileError
+from autoplan.files import json_of
 
 # (family of accelerators, class of precision) -> the constant with its sustained share of burst speed.
 _SUSTAINED = {
@@ -195,8 +196,8 @@ class Constants:
         Raises: ProfileError for a file that cannot be read or has unknown names.
         """
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            data = json_of(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise ProfileError(f"constants {path} cannot be read: {error}") from error
         return constants_of(data, f"constants {path}", Constants.shipped())
 
@@ -213,7 +214,10 @@ def constants_of(data: Any, where: str, base: Constants) -> Constants:
         value = entry.get("value") if isinstance(entry, Mapping) else entry
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise ProfileError(f"{where}: {name}={value!r} is not a number")
-        values[name] = float(value)
+        try:
+            values[name] = float(value)
+        except OverflowError:
+            raise ProfileError(f"{where}: {name} is too large for a number") from None
     found = base.with_(values)
     if "step_intervals" in data:
         found = replace(found, step_intervals=_intervals(data["step_intervals"], where))
@@ -225,7 +229,7 @@ def _intervals(data: Any, where: str) -> tuple[tuple[str, float, float], ...]:
     for name, entry in data.items() if isinstance(data, Mapping) else [("step_intervals", data)]:
         try:
             low, high = float(entry["low"]), float(entry["high"])
-        except (TypeError, KeyError, ValueError):
+        except (TypeError, KeyError, ValueError, OverflowError):
             raise ProfileError(f"{where}: {name}={entry!r} must have low and high") from None
         if not 0 < low <= 1 <= high < math.inf:
             raise ProfileError(f"{where}: the interval {name}, from {low} to {high}, must contain 1")

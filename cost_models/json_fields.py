@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from typing import Any
 
+from autoplan.config.numbers import is_finite
 from autoplan.cost_models.work import Plain
 from autoplan.errors import ProfileError
 
@@ -65,7 +65,7 @@ class JsonField:
 
     def number(self, *, positive: bool = False) -> float:
         """Return a finite number of at least 0, or above 0 if `positive`."""
-        good = isinstance(self.value, (int, float)) and not isinstance(self.value, bool) and math.isfinite(self.value)
+        good = isinstance(self.value, (int, float)) and not isinstance(self.value, bool) and is_finite(self.value)
         if not good or self.value < 0 or (positive and self.value == 0):
             raise self.fail("a positive number" if positive else "a number of at least 0")
         return float(self.value)

@@ -31,7 +31,7 @@ from autoplan.cost_models.json_fields import JsonField
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.work import OpWork, Plain
 from autoplan.errors import ProfileError
-from autoplan.files import cache_folder, write_whole
+from autoplan.files import cache_folder, json_of, write_whole
 from autoplan.ops.saved import TensorFacts
 from autoplan.ops.table import op_record
 from autoplan.units import DEVICE_TYPES, DTYPE_BYTES
@@ -337,8 +337,8 @@ class Profile:
     def from_json(text: str, source: str = "profile") -> Profile:
         """Read and check a profile. Raises ProfileError that names the field of `source` and the expected value."""
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as exc:
+            data = json_of(text)
+        except ValueError as exc:
             raise ProfileError(f"{source} is not JSON: {exc}") from exc
         return _read_profile(JsonField(source, "", data))
 

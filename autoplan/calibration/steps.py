@@ -17,7 +17,6 @@ Files that a file names are looked for beside it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from autoplan.calibration.fit import MeasuredStep
 from autoplan.catalog import load_model
 from autoplan.config.choices import options_of, read_mode
 from autoplan.config.keys import check_keys
-from autoplan.config.numbers import read_count
+from autoplan.config.numbers import is_finite, read_count
 from autoplan.config.parallel import ParallelConfig
 from autoplan.config.precision import precision_of
 from autoplan.cost_models.constants import Constants
@@ -131,7 +130,7 @@ def _measured(
     check_keys(item, _NEEDED, _OPTIONAL)
     given = {key: value for key, value in item.items() if value is not None}
     seconds = given["step_time_s"]
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not is_finite(seconds) or seconds <= 0:
         raise PinError(f"step_time_s={seconds!r} must be a number of seconds above 0")
     seq_len, batch = _count("seq_len", given["seq_len"]), _count("global_batch_size", given["global_batch_size"])
     check_sweep(seq_len, batch)

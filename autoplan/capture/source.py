@@ -6,7 +6,6 @@ Both are built on fake tensors where possible (405B parameters then need no memo
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from autoplan.capture.frontend.config_file import label_dims, model_from_config
 from autoplan.capture.frontend.huggingface import default_example, is_hf_model
 from autoplan.capture.frontend.inputs import LossFn, check_arguments
 from autoplan.errors import CaptureError
+from autoplan.files import json_of
 from autoplan.ir.graph import ModelGraph
 
 _log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def built_of_config(path: Path) -> Built:
         CaptureError: for a file that is missing, is not a JSON object, or does not describe a model that can be built.
     """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json_of(path.read_text(encoding="utf-8"))
     except OSError as exc:
         raise CaptureError(f"{path}: cannot be read ({exc.strerror})") from exc
     except ValueError as exc:

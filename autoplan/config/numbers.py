@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from autoplan.errors import PinError
 
@@ -42,6 +43,21 @@ class Range:
         if isinstance(value, bool) or not isinstance(value, known) or not self.least <= value <= self.most:
             raise PinError(f"{what}={value!r} must be {self}")
         return value
+
+
+def is_finite(value: float) -> bool:
+    """Return True for a number that a float can hold; a whole number of Python may be too large for one."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def without_numpy(value: Any) -> Any:
+    """Return a number of numpy as Python's, an array as a list, and everything else as it is; in a list likewise."""
+    if type(value) in (list, tuple):
+        return type(value)(map(without_numpy, value))
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def read_number(text: str, what: str, *, binary: bool = False) -> float:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, overload
 
 from autoplan.config.choices import check_values
+from autoplan.config.keys import check_kind
+from autoplan.config.numbers import without_numpy
 from autoplan.config.offload import state_offload, with_offload
 from autoplan.config.parallel import ParallelConfig
 from autoplan.config.recompute import NONE, read_recompute
@@ -22,8 +24,11 @@ class Pins(Mapping[str, Any]):
 
         Raises: PinError for a name or value that is illegal for every model and cluster.
         """
-        check_values(given or {})
-        self._values = dict(with_offload(given or {}))
+        given = given or {}
+        check_kind("pins", given, Mapping, "a mapping from names to values, {'tp': 8}")
+        plain = {name: without_numpy(value) for name, value in given.items()}
+        check_values(plain)
+        self._values = dict(with_offload(plain))
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]

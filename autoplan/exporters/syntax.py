@@ -13,6 +13,7 @@ import yaml
 
 from autoplan.errors import PinError
 from autoplan.exporters.setup import Setup
+from autoplan.files import json_of
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,7 +94,7 @@ class Json:
     def read(self, text: str, where: str) -> dict[str, Any]:
         """Return the values by path."""
         try:
-            return mapping_of(json.loads(text), where)
+            return mapping_of(json_of(text), where)
         except ValueError as error:
             raise PinError(f"{where} is not JSON: {error}") from None
 
@@ -112,9 +113,12 @@ class Yaml:
     def read(self, text: str, where: str) -> dict[str, Any]:
         """Return the values by path."""
         try:
-            return mapping_of(yaml.safe_load(text), where)
-        except yaml.YAMLError as error:
+            data = yaml.safe_load(text)
+        except RecursionError:
+            raise PinError(f"{where} is not YAML: it is nested too deep") from None
+        except (ValueError, yaml.YAMLError) as error:  # ValueError: of a date or number that PyYAML cannot make
             raise PinError(f"{where} is not YAML: {' '.join(str(error).split())}") from None
+        return mapping_of(data, where)
 
 
 @dataclass(frozen=True)

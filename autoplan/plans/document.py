@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
-import json
 import math
 import zlib
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.config.planning import TOLERANCES
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.errors import PinError
+from autoplan.files import json_of
 from autoplan.ir.graph import ModelGraph
 from autoplan.plans.shapes import DOCUMENT, check_shape
 from autoplan.versions import __version__
@@ -129,7 +129,7 @@ def data_of_text(text: str, where: str) -> Any:
         raise ValueError(f"{name} is no number of JSON")
 
     try:
-        return json.loads(text, parse_constant=refused)
+        return json_of(text, refused)
     except ValueError as error:
         raise PinError(f"{where} is not JSON ({error}); {NEXT}") from None
 

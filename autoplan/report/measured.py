@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from autoplan.config.choices import OPTIONS, config_data
 from autoplan.config.settings import VARIED_SETTINGS
 from autoplan.cost_models.hardware.catalog import entries
 from autoplan.errors import AutoplanError, PinError
-from autoplan.files import write_whole
+from autoplan.files import json_of, write_whole
 from autoplan.plans.document import plain
 from autoplan.plans.record import Plan
 from autoplan.report.data import report
@@ -85,7 +84,7 @@ def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     found: list[dict[str, Any]] = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            found.append(json.loads(line))
+            found.append(json_of(line))
         except ValueError:
             raise PinError(f"{path}: line {number} is not JSON; give the file that autoplan.StepLog wrote") from None
     head = found[0] if found else {}

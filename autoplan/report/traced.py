@@ -23,6 +23,7 @@ from typing import Any
 
 from autoplan.cost_models.time.estimate import COMM_TERMS
 from autoplan.errors import PinError
+from autoplan.files import json_of
 from autoplan.plans.record import Plan
 from autoplan.report import timeline
 from autoplan.report.files import write_text
@@ -88,7 +89,7 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the complete events of a trace, and what torch notes of the job."""
     try:
         data = path.read_bytes()
-        found = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+        found = json_of(gzip.decompress(data) if path.suffix == ".gz" else data)
         events, about = [e for e in found["traceEvents"] if e.get("ph") == "X"], found.get("distributedInfo") or {}
         damaged = next((e for e in events if not _whole(e)), None)
     except gzip.BadGzipFile as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.config.choices import CHOICES, plain_option
 from autoplan.errors import PinError
+from autoplan.files import json_of
 from autoplan.plans.document import NEXT, checked_document, is_document, made_for, read_json, tuples, what_differs
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from autoplan.search.request import PlanRequest
 
 NEEDED = ("model", "cluster", "seq_len", "global_batch_size")
+_TEXTS = ("precision", "mode", "like", "profile", "constants", "target_len", "adapters", "tokens")  # if they were asked
 # A choice that is given -> choices of the plan that were made for another value of it
 _REOPENS: Mapping[str, tuple[str, ...]] = {
     "cluster": ("dp", "zero_replicas"),
@@ -93,7 +94,7 @@ def find_written(text: str) -> WrittenPlan | None:
     if path.suffix != ".json" or not path.is_file():
         return None
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json_of(path.read_text(encoding="utf-8"))
     except ValueError:
         return None  # as the config.json of a model it is refused by name
     ours = is_document(data) or (isinstance(data, Mapping) and {"graph_hash", "config"} <= set(data))
@@ -110,11 +111,13 @@ def written_of(data: object, path: Path) -> WrittenPlan:
     document = checked_document(data, str(path))
     if not isinstance(document.get("asked"), Mapping) or not isinstance(document.get("made_for"), Mapping):
         raise PinError(f"{path} does not say what was asked (its degrees were given, not searched); {NEXT}")
-    wrong = [name for name in NEEDED if not isinstance(document["asked"].get(name, ""), str)]
+    asked: Mapping[str, Any] = document["asked"]
+    wrong = [name for name in NEEDED if not isinstance(asked.get(name, ""), str)]
+    wrong += [name for name in _TEXTS if not isinstance(asked.get(name), str | None)]
     if wrong:
         raise PinError(f"{path}: the {wrong[0]} that was asked must be a text; {NEXT}")
     degrees = {name: tuples(value) for name, value in document["plan"].items() if name not in FOLLOWS}
-    return WrittenPlan(path, document["asked"], degrees, document["made_for"], document.get("graph"))
+    return WrittenPlan(path, asked, degrees, document["made_for"], document.get("graph"))
 
 
 def differences(written: WrittenPlan, request: PlanRequest) -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from autoplan.config.keys import check_kind
+from autoplan.config.numbers import without_numpy
 from autoplan.config.offload import state_offload, with_offload
 from autoplan.config.parallel import ParallelConfig
 from autoplan.config.recompute import FULL, NONE, check_choice, modules_of
@@ -75,7 +76,7 @@ def estimate_config(request: PlanRequest, config: ParallelConfig, like: Planned 
         (True, True)
     """
     check_kind("config", config, ParallelConfig, "an autoplan.ParallelConfig")
-    config = _with_offload(config)
+    config = _with_offload(replace(config, **{f.name: without_numpy(getattr(config, f.name)) for f in fields(config)}))
     pins = {**request.pins, "state_slack": config.state_slack}
     if modules_of(config.recompute):  # kept bytes are known for requested modules only
         config = replace(config, recompute=check_choice(config.recompute))

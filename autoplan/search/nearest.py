@@ -17,6 +17,7 @@ from typing import Any
 
 from autoplan.config.choice import is_count
 from autoplan.config.context_methods import methods
+from autoplan.config.numbers import is_finite
 from autoplan.config.offload import NOTHING, OPTIMIZER, PARAMETERS, state_offload
 from autoplan.config.parallel import ZERO_STAGES, ParallelConfig
 from autoplan.config.recompute import FULL, RECOMPUTE, modules_choice, modules_of
@@ -152,7 +153,7 @@ def _values(name: str, given: Changes, facts: Facts) -> tuple[list[Any], list[An
     if name in ("recompute", "schedule", "offload", "context_method", "stages"):
         return [], [], [v for v in _words(name, value, given, facts) if v != value]
     numbers = _numbers(name, value, given, facts)
-    at = value if isinstance(value, (int, float)) and math.isfinite(value) else 0
+    at = value if isinstance(value, (int, float)) and is_finite(value) else 0
     if not is_count(value, 0):  # a value that is no count may be near to itself
         at = at - 0.5
     return [n for n in reversed(numbers) if n < at], [n for n in numbers if n > at], []

@@ -10,6 +10,7 @@ from typing import Any
 
 from autoplan.config.choices import option_data, options_of, read_mode
 from autoplan.config.keys import check_count, check_kind
+from autoplan.config.numbers import without_numpy
 from autoplan.config.offload import ACTIVATIONS, held_on_host, of_states, searched_offload
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
 from autoplan.config.pins import Pins, PinsField
@@ -40,6 +41,12 @@ _KINDS: Mapping[str, tuple[Any, str]] = {
     "constants": (Constants, "autoplan.cost_models.constants.Constants.load(path)"),
     "like": (Like | str | None, "a stack's name, megatron-bridge@26.08"),
 }
+
+# Arguments that may be numbers of numpy
+_NUMBERS = (
+    *("seq_len", "global_batch_size", "target_len", "top", "least_tp", "below_s"),
+    *("time_limit_s", "memory_risk", "equal_within", "gap"),
+)
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,8 @@ class PlanRequest(SearchSettings):
     layouts: LayoutStore = field(default_factory=LayoutStore, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            object.__setattr__(self, name, without_numpy(getattr(self, name)))
         for name, (kind, instead) in _KINDS.items():
             check_kind(name, getattr(self, name), kind, instead)
         check_measured_on(self.profile, self.cluster, f"the cluster {self.cluster}")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoplan.catalog import active_params
-from autoplan.config.numbers import digits
+from autoplan.config.numbers import digits, without_numpy
 from autoplan.cost_models.hardware import catalog
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.quantity import Quantity
@@ -216,6 +216,7 @@ def size(
         >>> found.fewest is not None
         True
     """
+    tokens, deadline_days, budget_usd = without_numpy((tokens, deadline_days, budget_usd))
     check_tokens(tokens)
     for name, value in (("deadline_days", deadline_days), ("budget_usd", budget_usd)):
         if value is not None and not 0 < value < math.inf:

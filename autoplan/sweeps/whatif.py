@@ -20,7 +20,7 @@ from autoplan.config.adapters import Adapters, read_adapters
 from autoplan.config.choice import Written
 from autoplan.config.choices import CHOICES, PINS, options_of, read_mode
 from autoplan.config.keys import check_names
-from autoplan.config.numbers import Range, scaled
+from autoplan.config.numbers import Range, scaled, without_numpy
 from autoplan.config.parallel import Mode, RunOptions
 from autoplan.config.planning import SearchWords
 from autoplan.config.precision import precision_of
@@ -300,6 +300,7 @@ def points(
 
     Raises: PinError for names and values that cannot be varied, and for a name that is pinned as well.
     """
+    vary = {name: without_numpy(values) for name, values in vary.items()}
     check_varied(vary)
     for name in vary.keys() & base.pins.keys():
         raise PinError(f"{name} is pinned to {base.pins[name]} and varied over {_listed(vary[name])}: leave out one")
@@ -468,6 +469,7 @@ def whatif(
 
     from autoplan.catalog import load_model
 
+    tokens = without_numpy(tokens)
     check_tokens(tokens)
     run = RunTask(tokens, Assumptions.of(assumptions))
     known, file = read_constants(constants)

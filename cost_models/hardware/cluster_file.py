@@ -118,7 +118,9 @@ def read_yaml(path: str | Path, where: str) -> Any:
         return yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
     except FileNotFoundError:
         raise PinError(f"{where} does not exist") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except RecursionError:
+        raise PinError(f"{where} cannot be read: it is nested too deep") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: of a date or number that PyYAML cannot make
         raise PinError(f"{where} cannot be read: {' '.join(str(error).split())}") from error
 
 

@@ -411,6 +411,7 @@ def test_calibrate_fits_only_what_is_asked_for(tmp_path: Path) -> None:
         (STEPS + "  tokens: 3\n", "step 2: unknown key 'tokens'"),
         (STEPS.replace("0.13", "-1"), "step 1: step_time_s=-1"),
         (STEPS.replace("0.13", "fast"), "step 1: step_time_s='fast'"),
+        (STEPS.replace("0.13", "1" + "0" * 400), "step 1: step_time_s=1000"),
         (STEPS.replace("name: tp", "name: dp"), "2 steps have the name 'dp'"),
         (STEPS.replace("launch: graphs", "launch: graph"), "launch 'graph' is not known; use async, graphs"),
         (STEPS.replace("flash2", "flash9"), "attention 'flash9' is not known; use unfused"),

@@ -120,6 +120,7 @@ def test_text_form_round_trip(tmp_path: Path) -> None:
         (["links", 0, "kind"], "whisper", r"links\[0\].kind must be one of all_reduce, "),
         (["links", 0, "bytes"], 1.5, r"links\[0\].bytes must be a whole number of at least 1, got 1.5"),
         (["overheads", "lunch_s"], 1.0, r"overheads.lunch_s is not known; known: step_s"),
+        (["overheads", "step_s"], 10**400, r"overheads.step_s must be a number of at least 0"),
         (["overheads", "step_s"], -1.0, r"overheads.step_s must be a number of at least 0"),
         (["held_out", "linear forward", "p90"], None, r"held_out.linear forward.p90 must be a number"),
         (["device_type"], "tpu", r"device_type must be one of cpu, cuda, got \"tpu\""),
@@ -137,6 +138,8 @@ def test_bad_field_is_named(path: list[Any], value: Any, message: str) -> None:
 def test_not_json() -> None:
     with pytest.raises(ProfileError, match=r"profile x.json is not JSON: .*line 1"):
         Profile.from_json("{", "profile x.json")
+    with pytest.raises(ProfileError, match=r"profile x.json is not JSON: it is nested too deep"):
+        Profile.from_json("[" * 100_000, "profile x.json")
     with pytest.raises(ProfileError, match="the file must be an object, got 3"):
         Profile.from_json("3")
 

@@ -527,6 +527,12 @@ def test_bad_options_and_constants_are_named(tmp_path: Path) -> None:
     path.write_text(json.dumps({"constants": {"overlap": "much"}}))
     with pytest.raises(ProfileError, match=r"overlap='much' is not a number"):
         Constants.load(path)
+    path.write_text(json.dumps({"constants": {"overlap": 10**400}}))
+    with pytest.raises(ProfileError, match="overlap is too large"):
+        Constants.load(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ProfileError, match="cannot be read: it is nested too deep"):
+        Constants.load(path)
     path.write_text(json.dumps({"constants": {"overlap": {"value": 0.7, "n": 12}, "tp_hidden": 0.2}}))
     loaded = Constants.load(path)
     assert (loaded.overlap, loaded.tp_hidden) == (0.7, 0.2)

@@ -155,6 +155,8 @@ def test_a_plan_of_another_stack_names_what_changes(tmp_path: Path) -> None:
     [
         ("x: 1\n", "a.yaml", "is not recognised as the input of a framework"),
         ("parallelism: [", "b.yaml", "is not YAML"),
+        ("parallelism: 2026-13-45", "b.yaml", "is not YAML: month must be in"),
+        ("[" * 3000, "b.yaml", "is not YAML: it is nested too deep"),
         ("{", "c.json", "is not JSON"),
         ('{"zero_optimization": {"stage": 7}}', "d.json", "zero_optimization.stage=7"),
         ('{"zero_optimization": {"stge": 2, "stage": 1}}', "e.json", "did you mean 'zero_optimization.stage'?"),

@@ -100,6 +100,8 @@ def test_what_no_longer_holds_is_said(tmp_path: Path) -> None:
         ({"plan": {"tp": 1, "pipes": 4}}, "plan: unknown choice 'pipes'"),
         ({"plan": {"tp": 3}}, "tp=3"),
         ({"plan": {"tp": "two"}}, "tp='two'"),
+        ({"plan": {"tp": 10**400}}, "tp=1000"),
+        ({"asked": {"model": "llama-3.2-1b", "tokens": 5}}, "the tokens that was asked must be a text"),
         ({"graph_hash": "ab", "config": {}}, "unknown section 'graph_hash'"),
     ],
 )
@@ -110,7 +112,9 @@ def test_a_file_that_is_not_a_plan_is_refused_by_name(change: dict[str, Any], sa
 
 def test_what_is_no_plan_file_in_python(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{ torn")
-    for file, said in (("config.json", "is not JSON"), ("missing.json", "No such file")):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    wrong = {"config.json": "is not JSON", "missing.json": "No such file", "deep.json": "nested too deep"}
+    for file, said in wrong.items():
         with pytest.raises(PinError, match=said):
             read_plan_file(tmp_path / file)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import autoplan
@@ -103,6 +104,25 @@ def test_arguments_of_another_type_are_refused(given: dict[str, Any], named: str
 def test_counts_of_a_search_are_whole_numbers(name: str, value: object) -> None:
     with pytest.raises(PinError, match=f"{name}=.* must be a whole number of at least 1"):
         search_plan(_request(pins=_PINS, **{name: value}))
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    pins = {name: np.int64(value) for name, value in _PINS.items()}
+    request = _request(
+        seq_len=np.int32(128), global_batch_size=np.int64(16), pins=pins, top=np.int8(1), gap=np.float32(0)
+    )
+    assert (request, type(request.seq_len)) == (_request(pins=_PINS, gap=0.0), int)
+    assert search_plan(request).plans[0].config.micro_batch_size == 4
+    given: dict[str, Any] = {"dp": np.int64(1), "pp": np.int64(2), "num_micro_batches": np.int64(4)}
+    found = estimate_config(_request(), replace(_CONFIG, **given, stages=np.array([6, 6]))).config
+    assert found == replace(_CONFIG, dp=1, pp=2, stages=(6, 6), num_micro_batches=4) and type(found.dp) is int
+    with pytest.raises(PinError, match=r"seq_len=128\.0: must be a whole number"):
+        search_plan(_request(seq_len=np.float64(128)))
+
+
+def test_pins_are_a_mapping() -> None:
+    with pytest.raises(PinError, match="give a mapping from names to values"):
+        _request(pins=["tp"])
 
 
 def test_a_configuration_has_a_type_of_its_own() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from command_line import PLAIN, TASK, one_line_error, run
 from made_up_plans import CERTIFICATE, OWN, REQUEST, shown
@@ -186,6 +187,8 @@ def test_whatif_in_python_is_a_data_frame() -> None:
     frame = whatif("gpt2", TASK[2], 1024, 16, vary={"mode": ["eager", "fused"]}, tokens=1e9, options=graphs)
     assert list(frame["mode"]) == ["eager", "fused"] and list(frame["status"]) == ["ok", "ok"]
     assert frame["step_time_s"][1] <= frame["step_time_s"][0] and (frame["usd"] > 0).all()
+    table = whatif("gpt2", "2xh100", 1024, 16, vary={"tp": np.array([1, 2])}, pins={"pp": 1}, tokens=np.int64(10**9))
+    assert list(table["status"]) == ["ok", "ok"]
     with pytest.raises(PinError, match="vary: unknown name 'nick'; did you mean 'nic'"):
         whatif("gpt2", "local:1", 1024, 64, vary={"nick": [1]})
     with pytest.raises(PinError, match="at least one value"):
