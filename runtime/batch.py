@@ -58,16 +58,41 @@ def _named(batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Ten
     return {f"{name} {i}": tensor for i, batch in enumerate(batches) for name, tensor in batch.items()}
 
 
-Shapes = tuple[tuple[tuple[str, torch.Size, torch.dtype], ...], ...]
-"""Names, shapes and dtypes of several batches."""
+Shapes = tuple[tuple[tuple[str, torch.Size, torch.dtype, torch.layout, bool], ...], ...]
+"""Names, shapes and dtypes of several batches, and how their tensors are stored."""
 
 
 def _shapes_of(batches: Sequence[Any]) -> Shapes | None:
     """Return what a `problem` of batches depends on; None if they are not all mappings to tensors."""
     for batch in batches:
-        if not isinstance(batch, Mapping) or not all(isinstance(x, torch.Tensor) for x in batch.values()):
+        if not isinstance(batch, Mapping) or not all(_has_shape(x) for x in batch.values()):
             return None
-    return tuple(tuple((name, x.shape, x.dtype) for name, x in batch.items()) for batch in batches)
+    return tuple(tuple((name, x.shape, x.dtype, x.layout, x.is_meta) for name, x in batch.items()) for batch in batches)
+
+
+def _has_shape(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_nested
+
+
+def _storage_fault(tensor: torch.Tensor) -> str | None:
+    """Return what a tensor is whose values are not stored one by one in memory; None if they are."""
+    if tensor.is_nested:
+        return "a nested tensor; pad it"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of {tensor.layout}; give to_dense() of it"
+    return "on the meta device and has no values" if tensor.is_meta else None
+
+
+def _of_inference(batches: Sequence[Any]) -> str | None:
+    """Return the problem of a step with a tensor that was made in inference mode; None if there is none."""
+    for batch in batches:
+        for name, x in batch.items() if isinstance(batch, Mapping) else ():
+            if isinstance(x, torch.Tensor) and x.is_inference():
+                return (
+                    f"{name} was made in torch.inference_mode(), and no backward can keep it; give its clone(), made "
+                    "outside of that, or make it in torch.no_grad()"
+                )
+    return None
 
 
 class Batches:
@@ -114,6 +139,8 @@ class Batches:
             return problem
         if not batches:
             return "step() was given no batch"
+        if (problem := _of_inference(batches)) is not None:
+            return problem
         shapes = _shapes_of(batches)
         if shapes is not None and shapes == self._fits:
             return None
@@ -174,6 +201,8 @@ class Batches:
         for name in self._spec.inputs:
             if not isinstance(batch[name], torch.Tensor):
                 return f"{name} is a {type(batch[name]).__name__}, not a tensor"
+            if (fault := _storage_fault(batch[name])) is not None:
+                return f"{name} is {fault}"
         for name, shape in self._spec.input_shapes:
             if batch[name].dim() != len(shape):
                 return f"{name} has shape {tuple(batch[name].shape)}; this program takes {len(shape)} dims"

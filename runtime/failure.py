@@ -504,8 +504,13 @@ def is_broken_collective(exc: BaseException | None) -> bool:
 
 
 def _leave(failure: RankFailure) -> None:
-    """Log the reason, tell the other ranks, and close this rank's connections."""
+    """Log the reason, tell the other ranks, and close this rank's connections.
+
+    A process that is alone has nobody to tell: its group stays, so that a notebook can go on after the error.
+    """
     state = _state
+    if dist.is_initialized() and dist.get_world_size() == 1:
+        return
     if state is not None and state.world > 1:
         state.ended = (failure.rank, failure.reason, failure.ranks)
         if failure.rank != state.rank:

@@ -29,7 +29,7 @@ from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model_state import ModelState
 from autoplan.runtime.norm import scale_, square_sum
 from autoplan.runtime.offload import PARAMETERS, HostShards, check_offload
-from autoplan.runtime.optim import DroppedGradients, check_elementwise, guard_step, on_local_shards
+from autoplan.runtime.optim import DroppedGradients, check_elementwise, guard_step, keep_parameters, on_local_shards
 from autoplan.runtime.outputs import Each, Outputs, why_no_outputs
 from autoplan.runtime.param_groups import ParamGroups, grouped_parameters, settings_of
 from autoplan.runtime.params import (
@@ -188,6 +188,7 @@ class ParallelModel(StateMethods):
             self.optimizer = self._make_optimizer(optimizer, param_groups)
             check_elementwise(self.optimizer, sharded=not self._state.whole_here)
             guard_step(self.optimizer)
+            keep_parameters(self.optimizer)
             self._dropped = DroppedGradients(self.optimizer)
 
     def _hidden(self, params: list[ParamSpec], rows: int) -> list[dist.ProcessGroup]:
@@ -418,6 +419,8 @@ class ParallelModel(StateMethods):
                 self.loss_scaler.unscale_(self._trained(), self.device, self.mesh.world_size, overflows)
         if self._host is not None:
             self._host.take_gradients()
+        if self._dropped is not None:
+            self._dropped.made()
         self.progress.num_steps += 1
         self._num_own_steps += 1
         self.progress.num_samples += sum(counts.samples)

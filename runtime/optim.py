@@ -204,13 +204,17 @@ class DroppedGradients:
         self._pending = self._between = False
 
     def begin(self) -> None:
-        """Begin a step, which drops the gradients of the step before."""
+        """Begin a step, which drops the gradients of the step before. One that fails makes none: `made` says so."""
         if self._pending and not self._said:
             self._said = True
             _warn(
                 "a second step without an update: step drops the gradients of the step before. To accumulate "
                 "gradients, give step a list of batches: pm.step([batch, batch])"
             )
+        self._pending = self._between = False
+
+    def made(self) -> None:
+        """Record that a step made its gradients."""
         self._pending = self._between = True
 
     def saved(self, step: int) -> None:
@@ -276,6 +280,32 @@ def guard_step(optimizer: torch.optim.Optimizer) -> None:
     # bound to the optimizer, as schedulers of the learning rate expect
     step = guarded("optimizer.step")(getattr(optimizer.step, "__func__", type(optimizer).step))
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def keep_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Let `optimizer.add_param_group` take parameters only from the groups of now, which a caller may arrange anew.
+
+    If the program splits parameters, the optimizer has this rank's parts of them: torch does not see that a parameter
+    of `pm.parameters()` is updated already, and would update it twice.
+    """
+    known = {id(p): p for group in optimizer.param_groups for p in group["params"]}  # kept, so that no id comes again
+    add = optimizer.add_param_group
+
+    @functools.wraps(add)
+    def added(param_group: dict[str, Any]) -> None:
+        given = param_group["params"]
+        entries = [given] if isinstance(given, torch.Tensor) else list(given)
+        foreign = [e for e in entries if id(e[1] if isinstance(e, tuple) else e) not in known]
+        if foreign:
+            raise AgreedValueError(
+                f"add_param_group: {len(foreign)} of {len(entries)} parameters are not those in "
+                "pm.optimizer.param_groups. The program's are all there already: give their groups as param_groups= of "
+                "parallelize, or change settings in pm.optimizer.param_groups; for other parameters make another "
+                "optimizer"
+            )
+        add({**param_group, "params": entries})
+
+    optimizer.add_param_group = added  # type: ignore[method-assign]
 
 
 def _plain(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> list[nn.Parameter]:

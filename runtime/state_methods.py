@@ -6,15 +6,15 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from autoplan.runtime.agree import AgreedRuntimeError
+from autoplan.runtime.agree import AgreedRuntimeError, agree
 from autoplan.runtime.checkpoint.contents import Stateful, Training, TrainingProgress, Updated, named, updated_of
-from autoplan.runtime.checkpoint.door import Checkpoints, Resumed, Saving, root_of
+from autoplan.runtime.checkpoint.door import CheckpointError, Checkpoints, Resumed, Saving, root_of
 from autoplan.runtime.failure import guarded
 from autoplan.runtime.given_module import GivenModule, given_back
 from autoplan.runtime.model_state import ModelState
@@ -54,6 +54,14 @@ class StateMethods:
     _num_own_steps: int
     _num_evaluations: int
     last_load: TrainingPoint | None = None
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be copied or pickled: hooks of the optimizer, process groups and progress would be shared."""
+        raise TypeError(
+            "a ParallelModel is a rank's part of a running program and cannot be copied or pickled (copy.deepcopy, "
+            "torch.save, AveragedModel): pm.to_module(None) returns the trained module on every rank, pm.state_dict() "
+            "its tensors; an average is kept of each of pm.named_parameters()"
+        )
 
     @guarded("full_tensors")
     def full_tensors(self, pick: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -166,7 +174,8 @@ class StateMethods:
         """
         if self._dropped is not None and (optimizer is None or optimizer is self.optimizer):
             self._dropped.saved(self.progress.num_steps)
-        return self._checkpoints.save(self._training(optimizer), root_of(folder), states or {}, keep, wait)
+        with torch.inference_mode(False):  # parts of tensors that are made in inference mode cannot be detached
+            return self._checkpoints.save(self._training(optimizer), root_of(folder), states or {}, keep, wait)
 
     @guarded("load_checkpoint")
     def load_checkpoint(
@@ -195,8 +204,9 @@ class StateMethods:
             CheckpointError: (on all ranks) it is damaged or does not fit; nothing is changed, and the text names an
                 older one.
         """
-        training = self._training(optimizer)
-        resumed = self._checkpoints.load(training, root_of(folder), states or {}, step, model_only, older)
+        with torch.inference_mode(False):  # moments that are made in inference mode could not be updated outside of it
+            training = self._training(optimizer)
+            resumed = self._checkpoints.load(training, root_of(folder), states or {}, step, model_only, older)
         self._num_own_steps = self._num_evaluations = 0
         if resumed is not None:
             self._leave_out_gradients()
@@ -206,9 +216,13 @@ class StateMethods:
 
     def _training(self, given: torch.optim.Optimizer | None) -> Training:
         """Return the parts of a checkpoint, with the given optimizer or the program's own."""
-        optimizer = given or self.optimizer
+        optimizer, problem = given or self.optimizer, None
         updated: list[Updated] = []
         if optimizer is not None:
-            updated = updated_of(optimizer, self._updated if given is None else named(self._state))
+            try:
+                updated = updated_of(optimizer, self._updated if given is None else named(self._state))
+            except ValueError as exc:
+                problem = str(exc)
+        agree(problem, self.device, CheckpointError)
         ranks = self.data_rank, self.data_world
         return Training(self._state, self.progress, optimizer, updated, self.loss_scaler, *ranks)

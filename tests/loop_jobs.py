@@ -324,3 +324,42 @@ def logged(rank: int, world: int, folder: str) -> tuple[str, list[str], list[tup
         pm.optimizer.step()
         rows += log(loss) is not None
     return pm.plan.to_json(), shown, values.found, rows
+
+
+def regrouped(rank: int, world: int, pins: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Errors of adding parameters to the optimizer, and the parameters that stay in a group with a rate of 0."""
+    _, pm = program("llama", pins, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    assert pm.optimizer is not None
+    texts = []
+    for parameter in (next(pm.parameters()), nn.Parameter(torch.zeros(2))):
+        try:
+            pm.optimizer.add_param_group({"params": [parameter]})
+        except ValueError as error:
+            texts.append(str(error))
+    last = pm.optimizer.param_groups[0]["params"].pop()
+    pm.optimizer.add_param_group({"params": [last], "lr": 0.0})
+    before = pm.state_dict()
+    pm.step(batch_of("llama", 4))
+    pm.optimizer.step()
+    after = pm.state_dict()
+    return texts, [name for name, value in after.items() if torch.equal(value, before[name])]
+
+
+def saved_in_inference_mode(rank: int, world: int, folder: str) -> tuple[list[float], list[float]]:
+    """Losses after a load and those that went on."""
+    adam = functools.partial(torch.optim.AdamW, lr=0.1)
+    (_, pm), (_, other) = (program("llama", {"dp": 2, "zero_stage": 2}, optimizer=adam) for _ in range(2))
+
+    def losses(trained: ParallelModel) -> list[float]:
+        out = []
+        for seed in range(2):
+            out.append(trained.step(batch_of("llama", 4, seed=seed)).item())
+            assert trained.optimizer is not None
+            trained.optimizer.step()
+        return out
+
+    losses(pm)
+    with torch.inference_mode():
+        pm.save_checkpoint(folder)
+        other.load_checkpoint(folder)
+    return losses(other), losses(pm)

@@ -35,6 +35,7 @@ from autoplan.runtime.checkpoint.folders import (
     Damaged,
     damage_of,
     folder_of,
+    misplaced,
     older_than,
     read_manifest,
     recover,
@@ -122,10 +123,9 @@ class Checkpoints:
             last.wait()
         step = training.progress.num_steps
         final, temporary = folder_of(root, step), writing_folder(root, step)
-        content, problem = None, None
-        if keep is not None and keep < 1:
-            problem = f"keep={keep}: at least one checkpoint is kept"
-        else:
+        content = None
+        problem = _no_number(keep) or _no_states(states)
+        if problem is None:
             try:
                 content = content_of(training, states, _rank())
             except TypeError as exc:
@@ -166,16 +166,20 @@ class Checkpoints:
         if self._last is not None:
             last, self._last = self._last, None
             last.wait()
+        agree(_no_states(states), self._device, CheckpointError)
         group = self._own_group()
-        there: list[Any] = [_found(root)] if _rank() == 0 else [None]
+        there: list[Any] = [(_found(root), misplaced(root))] if _rank() == 0 else [None]
         if group is not None:
             dist.broadcast_object_list(there, 0, group=group)
-        steps: list[int] = there[0]
+        steps: list[int]
+        steps, elsewhere = there[0]
+        if not steps and elsewhere is not None:
+            raise CheckpointError(elsewhere)
         if step is None and not steps:
             return None
         if step is not None and step not in steps:
             have = f"it has the steps {', '.join(map(str, reversed(steps)))}" if steps else "it has none"
-            raise CheckpointError(f"there is no complete checkpoint of step {step} in {root}; {have}")
+            raise CheckpointError(f"there is no complete checkpoint of step {step!r} in {root}; {have}")
         if older:
             step, manifest = self._newest(root, steps)
         else:
@@ -258,6 +262,26 @@ class Checkpoints:
         if _world() > 1 and self._group is None:
             self._group = dist.new_group(backend="gloo", group_desc=OWN + "checkpoint")
         return self._group
+
+
+def _no_number(keep: Any) -> str | None:
+    """Return why `keep` is no number of checkpoints; None if it is, or all are kept."""
+    if keep is None or (isinstance(keep, int) and keep >= 1):
+        return None
+    return f"keep={keep!r}: at least one checkpoint is kept; give a number, or None for all"
+
+
+def _no_states(states: Any) -> str | None:
+    """Return why `states` are not objects with states by name; None if they are."""
+    if not isinstance(states, Mapping):
+        return f"states is a {type(states).__name__}; give objects by name: states={{'scheduler': scheduler}}"
+    for name, each in states.items():
+        if not isinstance(name, str):
+            return f"states has the name {name!r}, a {type(name).__name__}; names are text"
+        lacking = [m for m in ("state_dict", "load_state_dict") if not callable(getattr(each, m, None))]
+        if lacking:
+            return f"states[{name!r}] is a {type(each).__name__}, which has no {' and no '.join(lacking)}"
+    return None
 
 
 def _found(root: Path) -> list[int]:

@@ -54,6 +54,16 @@ def steps_in(root: Path) -> list[int]:
     return [step for _, step in sorted(numbered, reverse=True)]
 
 
+def misplaced(root: Path) -> str | None:
+    """Return why `root` cannot be a folder of checkpoints: it is a file, or one checkpoint; None if it can be."""
+    if root.is_file():
+        return f"{root} is a file; give the folder of all checkpoints"
+    match = _NAME.fullmatch(root.name)
+    if match is None or not (root / MARKER).is_file():
+        return None
+    return f"{root} is one checkpoint; give the folder of all, {root.parent}, with step={int(match[1])}"
+
+
 def _complete(root: Path) -> list[tuple[re.Match[str], Path]]:
     found = ((_NAME.fullmatch(path.name), path) for path in root.iterdir()) if root.is_dir() else ()
     return [(match, path) for match, path in found if match and (path / MARKER).is_file()]

@@ -318,6 +318,38 @@ def test_what_does_not_fit_is_named_and_nothing_changes(tmp_path: Path) -> None:
         assert pm.load_checkpoint(tmp_path / "none", states=states) is None
 
 
+def test_arguments_that_are_none_are_named_and_the_training_goes_on(tmp_path: Path) -> None:
+    """Also the folder of one checkpoint, as `Saving.wait` returns it: there the training would begin anew."""
+    with fake_group(1):
+        pm = started(tmp_path)
+        scheduler = scheduler_of(pm)
+        arguments: list[tuple[str, dict[str, Any]]] = [
+            (
+                r"states is a ExponentialLR; give objects by name: states=\{'scheduler': scheduler\}",
+                {"states": scheduler},
+            ),
+            (r"states\['a'\] is a int, which has no state_dict and no load_state_dict", {"states": {"a": 3}}),
+            (r"states has the name 3, a int", {"states": {3: scheduler}}),
+            (
+                "optimizer updates tensors that are not parameters of this program",
+                {"optimizer": torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)},
+            ),
+        ]
+        for text, given in arguments:
+            for call in (pm.save_checkpoint, pm.load_checkpoint):
+                with pytest.raises(CheckpointError, match=text):
+                    call(tmp_path, **given)
+        with pytest.raises(CheckpointError, match="keep='a'"):
+            pm.save_checkpoint(tmp_path, keep="a")  # type: ignore[arg-type]
+        with pytest.raises(CheckpointError, match="no complete checkpoint of step '2'"):
+            pm.load_checkpoint(tmp_path, states={"scheduler": scheduler}, step="2")  # type: ignore[arg-type]
+        one = tmp_path / "step_0000000002"
+        with pytest.raises(CheckpointError, match=rf"is one checkpoint; give the folder of all, {tmp_path}, with step"):
+            pm.load_checkpoint(one)
+        with pytest.raises(CheckpointError, match=r"complete\.json is a file; give the folder of all checkpoints"):
+            pm.load_checkpoint(one / "complete.json")
+
+
 def test_an_optimizer_of_ones_own_and_the_model_alone(tmp_path: Path) -> None:
     with fake_group(1):
         pm = started(tmp_path)

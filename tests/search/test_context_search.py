@@ -70,7 +70,7 @@ def test_shorter_parts_keep_to_pins() -> None:
 
 
 def test_a_plan_is_tried_with_other_copies_of_its_state() -> None:
-    """MaxText's Llama 3 70B on 1,024 H100 in FP8: shards over a part are 5 % faster than over all, too big over a node."""
+    """MaxText's Llama 3 70B on 1,024 H100 in FP8: shards over a part are 5 % faster than over all."""
     model, cluster = catalog.load_model("llama-3.1-70b"), Cluster.parse("128x8xh100-sxm5-80gb")
     pins = {"dp": 1024, "zero_stage": 3, "micro_batch_size": 2, "recompute": "full"}
     r = PlanRequest(model, cluster, 8192, 2048, pins, precision="fp8", like="maxtext@25.08")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +16,7 @@ import pytest
 import torch
 from harness import pool
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.swa_utils import AveragedModel
 from transformers.trainer_pt_utils import LabelSmoother
 
 import autoplan
@@ -125,6 +129,72 @@ def test_a_load_drops_the_gradients_before_it(tmp_path: Path) -> None:
     pm.step(batch)
     pm.load_checkpoint(tmp_path)
     pm.step(batch)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_process_alone_goes_on_after_an_error() -> None:
+    """As in a notebook: the group stays, nothing of the failed step counts, and no gradient is missed."""
+    pins = {"num_micro_batches": 4}
+    (_, pm), (_, other) = (
+        loop_jobs.program("gpt", pins, optimizer=functools.partial(torch.optim.SGD, lr=0.1)) for _ in range(2)
+    )
+    batch = loop_jobs.batch_of("gpt", 4)
+    wrong = {**batch, "ids": batch["ids"].clone()}
+    wrong["ids"][2] = 1000  # in the third micro-batch: the first two had their backward
+    for call in (pm.step, pm.eval_step):
+        with pytest.raises(autoplan.RankFailure, match="index out of range"):
+            call(wrong)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "a second step without an update")
+        found, wanted = ((p.step(batch).item(), p.clip_grad_norm_(1.0).item()) for p in (pm, other))
+    assert found == wanted and pm.progress == other.progress
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_program_is_neither_copied_nor_pickled() -> None:
+    """The hooks of its optimizer would be the original's."""
+    _, pm = loop_jobs.program("gpt", {}, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    for way in (copy.copy, copy.deepcopy, pickle.dumps, AveragedModel):
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled.*pm\.to_module\(None\)"):
+            way(pm)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("pins", [{"tp": 2}, {"dp": 2, "zero_stage": 3}], ids=str)
+def test_a_parameter_is_in_one_group(pins: dict[str, Any]) -> None:
+    """Torch takes a part and the tensor of `pm.parameters()` for two, and would update it twice."""
+    for texts, still in pool(2).run(loop_jobs.regrouped, pins):
+        found = ["1 of 1 parameters are not those in pm.optimizer.param_groups" in text for text in texts]
+        assert found == [True, True]
+        assert still == ["lm_head.weight"]
+
+
+@pytest.mark.usefixtures("one_process")
+def test_tensors_without_values_in_memory_are_named() -> None:
+    _, pm = loop_jobs.program("gpt", {})
+    batch = loop_jobs.batch_of("gpt", 4)
+    pm.step(batch)  # of the same shapes
+    kinds: list[tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = [
+        ("ids is on the meta device", lambda x: x.to("meta")),
+        (r"ids is a tensor of torch\.sparse_coo; give to_dense\(\)", torch.Tensor.to_sparse),
+        ("ids is a nested tensor; pad it", lambda x: torch.nested.as_nested_tensor([x[0], x[1]], layout=torch.jagged)),
+    ]
+    for text, kind in kinds:
+        for call in (pm.step, pm.eval_step):
+            with pytest.raises(ValueError, match=text):
+                call({n: kind(x) for n, x in batch.items()})
+    with torch.inference_mode():
+        made = {n: x.clone() for n, x in batch.items()}
+    with pytest.raises(ValueError, match=r"ids was made in torch\.inference_mode\(\).*clone\(\)"):
+        pm.step(made)
+    assert pm.eval_step(made) == pm.eval_step(batch)
+
+
+@pytest.mark.processes
+def test_a_checkpoint_is_saved_and_loaded_in_inference_mode(tmp_path: Path) -> None:
+    """As a function that evaluates and keeps the best does; the moments can be updated outside of it."""
+    for found, wanted in pool(2).run(loop_jobs.saved_in_inference_mode, str(tmp_path)):
+        assert found == wanted
 
 
 @pytest.mark.processes
