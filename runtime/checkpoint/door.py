@@ -281,6 +281,8 @@ def _no_states(states: Any) -> str | None:
         lacking = [m for m in ("state_dict", "load_state_dict") if not callable(getattr(each, m, None))]
         if lacking:
             return f"states[{name!r}] is a {type(each).__name__}, which has no {' and no '.join(lacking)}"
+        if hasattr(each, "save_checkpoint"):  # rank 0 alone takes these states, and that of a parallel model takes all
+            return f"states[{name!r}] is a {type(each).__name__}; a checkpoint holds the parallel model without it"
     return None
 
 

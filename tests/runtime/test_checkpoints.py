@@ -330,6 +330,7 @@ def test_arguments_that_are_none_are_named_and_the_training_goes_on(tmp_path: Pa
             ),
             (r"states\['a'\] is a int, which has no state_dict and no load_state_dict", {"states": {"a": 3}}),
             (r"states has the name 3, a int", {"states": {3: scheduler}}),
+            (r"states\['pm'\] is a ParallelModel; a checkpoint holds the parallel model", {"states": {"pm": pm}}),
             (
                 "optimizer updates tensors that are not parameters of this program",
                 {"optimizer": torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)},
