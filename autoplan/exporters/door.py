@@ -447,7 +447,7 @@ def _differences(
         raise PinError(f"{target.name}@{version} cannot run this plan: {'; '.join(read.faults)}")
     lost: dict[str, str] = {}
     for name in SETUP_NAMES:
-        if wanted[name] == runs[name] or (name == "context_method" and wanted[name] is None):
+        if wanted[name] == runs[name] or (name in _WITHOUT and wanted[name] is None):
             continue
         why = target.why_not(name)
         lost[name] = f"{_said(wanted[name])}: {target.name}@{version} cannot ({why}); it runs {_said(runs[name])}"
@@ -458,6 +458,7 @@ def _differences(
     return elsewhere, lost, runs
 
 
+_WITHOUT = ("context_method", "reruns")  # None where a plan has no ring, or recomputes no whole layer: nothing is lost
 _DEFAULTS: Mapping[str, Any] = {"recompute": "none", "mode": "eager", "offload": (), "zero_replicas": 1}
 
 

@@ -443,7 +443,8 @@ def _flag_launch(about: Setup) -> list[str]:
     line = '"${MODEL_ARGS[@]}"'
     return [
         "",
-        "# MODEL_ARGS: the flags of the model, its tokenizer and its data",
+        "# the flags of the model, its tokenizer and its data",
+        "MODEL_ARGS=()",
         *srun(about, ["pretrain_gpt.py", line, '"${PLAN_ARGS[@]}"']),
     ]
 
