@@ -21,7 +21,7 @@ from autoplan.search.space import LEAST_PART, least_part
 from autoplan.search.standings import Evaluated
 
 NEAR = 0.05  # share by which a bound may be above the best plan
-_LEAST_HALVED = 4  # tp: half of less is searched at every mesh of a plan near the best, and its collectives are cheap
+_LEAST_HALVED = 4  # tp whose half is tried with shorter parts: collectives of less take little
 _MORE_ACTIONS = 4  # few candidates are simulated here, so that each may have more actions than others
 
 
