@@ -58,9 +58,11 @@ def other_copies(request: PlanRequest, best: Evaluated) -> list[ParallelConfig]:
     Everywhere are searched one copy and those whose shards stay within a node or a rail group. MaxText's recipes for
     1,024 H100 shard over 128 of them.
     """
-    c, facts = best.candidate.but(context_method=None, offload=()), request.facts
+    c, facts = best.candidate.but(context_method=None), request.facts
     if "zero_replicas" in request.pins:
         return []
+    if "offload" not in request.pins:
+        c = c.but(offload=())
     counts = zero_replica_counts(c.dp, c.cp, c.zero_stage, c.tp, c.ep, c.expert_tp)
     others = (c.but(zero_replicas=n) for n in counts if n != c.zero_replicas)
     return [each for each in others if broken(each, facts, request.scope) is None]

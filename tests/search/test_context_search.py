@@ -79,5 +79,7 @@ def test_a_plan_is_tried_with_other_copies_of_its_state() -> None:
     assert everywhere == {1, 128} and plan.config.zero_replicas not in everywhere
     over_all = search_plan(replace(r, pins={**pins, "zero_replicas": 1})).plans[0]
     assert plan.estimate.step_time_s.mid < 0.97 * over_all.estimate.step_time_s.mid
-    best = SimpleNamespace(candidate=plan.config)
+    best, held = (SimpleNamespace(candidate=replace(plan.config, offload=kind)) for kind in ((), ("optimizer",)))
     assert other_copies(replace(r, pins={**pins, "zero_replicas": 1}), best) == []
+    kept = {x.offload for x in other_copies(replace(r, pins={"offload": "optimizer"}), held)}
+    assert kept == {("optimizer",)} and {x.offload for x in other_copies(r, held)} == {()}

@@ -99,7 +99,7 @@ def test_a_model_that_does_not_fit_is_made_to_fit() -> None:
 
 def test_parameters_go_to_the_host_where_their_shards_are_too_large() -> None:
     """With all else there nothing fits, with the shards themselves it does: found, and by enumeration."""
-    pins = {"pp": 1, "tp": 1, "dp": 4, "zero_stage": 3, "num_micro_batches": 2}
+    pins = {"pp": 1, "tp": 1, "dp": 4, "zero_stage": 3, "num_micro_batches": 2, "zero_replicas": 1}
     config = search_plan(request(4, pins=pins)).plans[0].config
     ways = [("offload", "optimizer"), ("full", "optimizer"), ("offload", "parameters"), ("full", "parameters")]
     least = [
