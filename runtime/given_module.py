@@ -39,7 +39,7 @@ class GivenModule:
         buffers: Mapping[str, torch.Tensor] | None = None,
         loss_fn: Callable[..., Any] | None = None,
     ) -> None:
-        self.numbers = GivenNumbers(model, loss_fn)
+        self.numbers: GivenNumbers = GivenNumbers(model, loss_fn)
         self._trained = [
             (f"{prefix}.{name}".lstrip("."), weakref.ref(module), name, p.requires_grad)
             for prefix, module in model.named_modules()

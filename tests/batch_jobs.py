@@ -48,14 +48,14 @@ def batches(
         here = faulty is None or rank == faulty
         if faulty is None and name in ("unlike its peers", "another length than its peers"):
             continue
-        pm.progress.num_steps = 0  # contents are compared in the first step, and in every hundredth
+        pm._num_own_steps = 0  # contents are compared in the first step, and in every hundredth
         try:
             with torch.no_grad() if here and name == "no_grad" else nullcontext():
                 pm.step(fault(good) if here else good)
             said[name] = "accepted"
         except ValueError as exc:
             said[name] = f"{type(exc).__name__}: {exc}"
-        pm.progress.num_steps = 0
+        pm._num_own_steps = 0
         losses.append(pm.step(good).item())
     pm.step(FAULTS["unlike its peers"](good) if rank == faulty else good)
     said["unlike its peers, between two comparisons"] = "accepted"

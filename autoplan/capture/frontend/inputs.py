@@ -176,7 +176,7 @@ class LossModule(nn.Module):
         self.model = model
         self._names, self._loss_fn = names, loss_fn
         self._held = held or HeldParameters(model)
-        self.counters = counters or Counters(model)
+        self.counters: Counters = counters or Counters(model)
         self._model_names, self._rest = model_input_names(model, names, loss_fn is not None)
         self._read: set[str] = set()
         takes_cache = is_hf_model(without_compile(model))
