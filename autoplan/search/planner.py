@@ -298,8 +298,14 @@ class _Search(Candidates):
         for choices in (shorter_parts, other_copies):
             if self.plans.best:
                 found = choices(self.request, self.plans.best[0])
-                self.later += [c for c in chain(*self.with_methods(found)) if c not in self.first_bounds]
+                self.later += [c for c in chain(*self.with_methods(found)) if self._is_new(c)]
                 self._evaluate_some(found)
+
+    def _is_new(self, candidate: ParallelConfig) -> bool:
+        """Return True for a candidate that neither the space nor an earlier look near the best plan has."""
+        plain = candidate.but(context_method=None)
+        known = candidate in self.first_bounds or plain in self.pending.get(group_key(plain), ())
+        return not known and candidate not in self.later
 
     def _best_first(self, bounds: Mapping[ParallelConfig, float], gap: float | None = None) -> None:
         """Take the candidate with the least bound; make its cutter, refine the bound, then evaluate it.
