@@ -282,7 +282,8 @@ def _no_states(states: Any) -> str | None:
         if lacking:
             return f"states[{name!r}] is a {type(each).__name__}, which has no {' and no '.join(lacking)}"
         if hasattr(each, "save_checkpoint"):  # rank 0 alone takes these states, and that of a parallel model takes all
-            return f"states[{name!r}] is a {type(each).__name__}; a checkpoint holds the parallel model without it"
+            what = f"states[{name!r}] is a {type(each).__name__}"
+            return f"{what}; a checkpoint holds the parallel model anyway: leave it out"
     return None
 
 
