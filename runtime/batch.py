@@ -317,7 +317,8 @@ class Batches:
         if self._mesh.world_size == 1:
             if problem is not None:
                 raise AgreedValueError(problem)
-            return Counts(tuple(torch.as_tensor(labels, dtype=torch.float64).reshape(-1).tolist()), (samples,))
+            numbers = labels.tolist() if isinstance(labels, torch.Tensor) else labels
+            return Counts(tuple(map(float, numbers if isinstance(numbers, list) else [numbers])), (samples,))
         mine = 0 if problem is not None else self._fingerprint(batches, contents)
         num, width = self._mesh.size("dp"), 3 + len(self._spec.loss_counts)
         entries, begin = [int(problem is not None), *[_LEAST] * (width * num)], 1 + width * data_rank

@@ -41,10 +41,9 @@ class GivenModule:
     ) -> None:
         self.numbers: GivenNumbers = GivenNumbers(model, loss_fn)
         self._trained = [
-            (f"{prefix}.{name}".lstrip("."), weakref.ref(module), name, p.requires_grad)
+            (prefix, weakref.ref(module), {n: p.requires_grad for n, p in module._parameters.items() if p is not None})
             for prefix, module in model.named_modules()
-            for name, p in module._parameters.items()
-            if p is not None
+            if module._parameters
         ]
         memo: dict[int, Any] = {id(p): _without_memory(p) for p in model.parameters()}
         kept = {id(t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
@@ -66,11 +65,12 @@ class GivenModule:
     def changed(self) -> str | None:
         """Return what the program has otherwise than the module has it now, as an error for the user: a number, or
         whether a parameter is trained; None if nothing is."""
-        for name, reference, attribute, trained in self._trained:
-            module = reference()
-            p = None if module is None else module._parameters.get(attribute)
-            if p is not None and p.requires_grad is not trained:
-                return trained_as_captured(name, trained)
+        for prefix, reference, trained in self._trained:
+            if (module := reference()) is None:
+                continue
+            for name, p in module._parameters.items():
+                if p is not None and p.requires_grad is not trained.get(name, p.requires_grad):
+                    return trained_as_captured(f"{prefix}.{name}".lstrip("."), trained[name])
         return self.numbers.changed()
 
     def filled(self, state: Mapping[str, Any]) -> nn.Module:

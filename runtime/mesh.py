@@ -93,6 +93,7 @@ class AxisMesh:
                 self.submesh(name)
         self._by_group_name = {group.group_name: name for name, group in self._groups.items()}
         self._by_ranks = {tuple(self._own_ranks(live)): name for live, name in first_with.items()}
+        self._typed: dict[tuple[str, ...], dict[str, MeshAxis]] = {}  # by untyped axes: a step asks every time
         self._axis_types = {n: MeshAxis.of(self.group(n)) for n in names if self._canonical[n] in self._groups}
 
     def _live(self, axes: Axes) -> tuple[str, ...]:
@@ -311,6 +312,20 @@ class AxisMesh:
         """
         return tuple(self._axis_types[a] for a in self.atoms(axes) if a in self._axis_types)
 
+    def typed(self, untyped: tuple[str, ...] = ()) -> dict[str, MeshAxis]:
+        """Return the type axis of every atomic axis larger than 1, but for those that are `untyped`.
+
+        Raises:
+            ValueError: a name in ``untyped`` that is not an atomic axis.
+        """
+        if untyped not in self._typed:
+            for name in untyped:
+                if name not in self.axes:
+                    raise ValueError(f"untyped axis {name!r} is not an atomic axis of {self!r}")
+            names = [name for name in self.axes if name not in untyped]
+            self._typed[untyped] = {name: found[0] for name in names if (found := self.type_axes(name))}
+        return self._typed[untyped]
+
 
 _current: ContextVar[AxisMesh | None] = ContextVar("autoplan_mesh", default=None)
 # Autograd runs the backward of CUDA tensors, and with it every recomputed forward, in its own threads. They see neither
@@ -344,10 +359,7 @@ def use_mesh(mesh: AxisMesh, *, untyped: Sequence[str] = ()) -> Iterator[AxisMes
     Raises:
         ValueError: a name in ``untyped`` that is not an atomic axis.
     """
-    for name in untyped:
-        if name not in mesh.axes:
-            raise ValueError(f"untyped axis {name!r} is not an atomic axis of {mesh!r}")
-    typed = {name: found[0] for name in mesh.axes if name not in untyped and (found := mesh.type_axes(name))}
+    typed = mesh.typed(tuple(untyped))
     token = _current.set(mesh)
     _entered.append(mesh)
     try:

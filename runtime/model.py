@@ -412,7 +412,7 @@ class ParallelModel(StateMethods):
             total = self._total(next(iter(self._syncs.values())) if len(self._syncs) == 1 else None)
             losses = self._run(parts, total.send)
             sent = self.precision.gradients if self.precision is not None else None
-            reduce_deferred([(p, s) for s, p in self._state.places() if s.reduce_axes], self.mesh, sent, self.device)
+            reduce_deferred(self._state.pending(), self.mesh, sent, self.device)
             self._tied.sum_tied(self.device)
             if self.loss_scaler is not None:
                 overflows = None if self._alone is None else self._alone.overflows

@@ -67,6 +67,7 @@ class ModelState:
         self.host: HostShards | None = None
         self._shards, self._stored = shards, stored
         self._owners = self._find_owners({name: i for i, name in enumerate(order)})
+        self._pending = [each for each in self._owners if any(mesh.size(axis) > 1 for axis in each[0].reduce_axes)]
         self._copied = len({p.name for p, _ in self._owners}) < len(self._owners)  # a tied parameter has copies here
 
     def _find_owners(self, position: Mapping[str, int]) -> list[tuple[ParamSpec, nn.Module]]:
@@ -89,6 +90,10 @@ class ModelState:
         """Yield each parameter object of this rank once, with the spec of its first use."""
         for p, block in self._owners:
             yield p, block._parameters[p.attr]  # type: ignore[misc]  # None only for absent ones
+
+    def pending(self) -> list[tuple[nn.Parameter, ParamSpec]]:
+        """Return the parameters whose gradients are still parts of sums over ranks after the backward."""
+        return [(block._parameters[p.attr], p) for p, block in self._pending]  # type: ignore[misc]  # as in `places`
 
     @property
     def whole_here(self) -> bool:

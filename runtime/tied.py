@@ -29,6 +29,14 @@ def share_tied(stage: nn.Module, spec: StageSpec, tied: Iterable[TiedSpec]) -> N
                 setattr(stage.get_submodule(f"blocks.{block}"), attr, first)
 
 
+_Place = tuple[nn.Module, str]
+"""A block, and the name of its parameter."""
+
+
+def _place(stage: nn.Module, place: TiedPlace) -> _Place:
+    return stage.get_submodule(f"blocks.{place.block}"), place.attr
+
+
 class TiedGradients:
     """This rank's copies of each tied parameter, and the group of pipeline ranks that hold one.
 
@@ -37,20 +45,20 @@ class TiedGradients:
     """
 
     def __init__(self, spec: ProgramSpec, mesh: AxisMesh, stages: Mapping[int, nn.Module]) -> None:
-        self._stages = stages
-        self._groups: list[tuple[list[TiedPlace], dist.ProcessGroup | None]] = []
+        self._groups: list[tuple[list[_Place], dist.ProcessGroup | None]] = []
         per_stage = mesh.world_size // mesh.size("pp")  # the pipeline is the outermost axis
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for tied in spec.tied:
             homes = sorted({spec.rank_of(place.stage) for place in tied.places})
-            mine = [place for place in tied.places if place.stage in stages]
+            mine = [_place(stages[place.stage], place) for place in tied.places if place.stage in stages]
             group: dist.ProcessGroup | None = None
             if len(homes) > 1:
                 if tuple(homes) not in groups:
                     columns = [[home * per_stage + i for home in homes] for i in range(per_stage)]
                     groups[tuple(homes)] = mesh.group_of_some(columns, _GROUP)
                 group = groups[tuple(homes)]
-            self._groups.append((mine, group))
+            if mine and (group is not None or len({id(block._parameters[attr]) for block, attr in mine}) > 1):
+                self._groups.append((mine, group))
 
     def sum_tied(self, device: torch.device) -> None:
         """Give every copy the sum of the gradients of all copies.
@@ -59,10 +67,7 @@ class TiedGradients:
         parameter would not be trained, and the ranks that hold that copy wait for this one.
         """
         for mine, group in self._groups:
-            if not mine:
-                continue
-            places = (self._stages[i].get_submodule(f"blocks.{b}").get_parameter(a) for i, b, a in mine)
-            copies = {id(p): p for p in places}
+            copies = {id(p): p for block, attr in mine if (p := block._parameters[attr]) is not None}
             for p in copies.values():
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
