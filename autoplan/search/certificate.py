@@ -206,7 +206,10 @@ def restrictions_of(request: PlanRequest, checked: Space, layouts: tuple[str, ..
         out.append(_OFFLOAD if r.cluster.offloads else "nothing is offloaded: the speed of the host link is not known")
     if "zero_replicas" not in r.pins:
         several = any(c.zero_replicas > 1 for c in checked.candidates)
-        beside = ", or over those in one scale-up domain, node or rail group (hybrid ZeRO); of a plan also over others"
+        beside = (
+            ", or over those in one scale-up domain, node or rail group (hybrid ZeRO), ZeRO 3 also over one number "
+            "between; of a plan also over others"
+        )
         out.append(f"ZeRO shards over all replicas{beside if several else ''}")
     if "schedule" not in r.pins and "virtual_stages" not in r.pins:
         out += _SCHEDULES

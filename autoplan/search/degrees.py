@@ -7,6 +7,7 @@ search looks at a part of the legal space (`Limits`); `legal` goes through all o
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES
 
 MAX_ACTIONS = 10_000  # limit for schedules other than 1F1B: with more micro-batches the bubble is small anyway
 _SIMULATED = 100_000  # actions that the cuts of one candidate may cost
+_FAR_APART = 16  # ratio of two numbers of copies of ZeRO 3 from which on one between them is searched, too
 ONE_DOMAIN = "tp within one scale-up domain"
 BEYOND = "degrees outside the usual search space, because no others are legal under these pins"
 
@@ -67,6 +69,11 @@ class Limits:
     contexts: tuple[int, ...] = (1,)
     schedules: tuple[tuple[str, int], ...] = ()
     units: tuple[int, ...] = ()
+
+
+def _between(counts: list[int], low: int, high: int) -> int:
+    """Return the count that is nearest to the geometric mean of two others."""
+    return min(counts, key=lambda n: abs(math.log(n * n / (low * high))))
 
 
 # the step at which a choice is decided; other choices are pinned or at their default from the start
@@ -197,7 +204,9 @@ class _Walk:
     def _copies(self, draft: ParallelConfig) -> list[int]:
         """Return the numbers of copies of the state that ZeRO shards.
 
-        These are one, and for every level the fewest copies whose shards stay within one unit of it.
+        These are one, and for every level the fewest copies whose shards stay within one unit of it. ZeRO 3 gathers in
+        every pass, which takes long over thousands of ranks, and its shards take much memory within a node: where two
+        of these numbers are far apart, it also has one between.
         """
         c = draft
         if "zero_replicas" in self.pins:
@@ -206,7 +215,11 @@ class _Walk:
             return divisors(c.dp)
         legal = zero_replica_counts(c.dp, c.cp, c.zero_stage, c.tp, c.ep, c.expert_tp)
         ranks = c.stage_ranks
-        return sorted({1, *(next((n for n in legal if ranks <= n * unit), 1) for unit in self.limits.units)})
+        found = sorted({1, *(next((n for n in legal if ranks <= n * unit), 1) for unit in self.limits.units)})
+        if c.zero_stage < ZERO_STAGES[-1]:
+            return found
+        far = [(low, high) for low, high in itertools.pairwise(found) if high >= _FAR_APART * low]
+        return sorted({*found, *(_between(legal, low, high) for low, high in far)})
 
     def _schedules(self, plain: ParallelConfig) -> Iterator[ParallelConfig]:
         """Yield the candidate under every schedule that takes its degrees."""

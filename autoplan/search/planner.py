@@ -46,6 +46,7 @@ from autoplan.search.group_bounds import GroupKey, group_key
 from autoplan.search.infeasible import InfeasibleReport, NothingFits, no_plan
 from autoplan.search.intra import StoppedError
 from autoplan.search.later_choices import NEAR, more_stages, other_copies, shorter_parts
+from autoplan.search.layers_alike import with_layers_alike
 from autoplan.search.layouts import ILP_LIMIT_S, CandidateLayout
 from autoplan.search.outcomes import SOLVED, Decided, Outcome, all_counted
 from autoplan.search.pair import LostHelperError
@@ -463,7 +464,12 @@ def search_plan(request: PlanRequest, told: Callable[[Progress], None] | None = 
         1
     """
     start_s = clock.now_s()
-    with collected_seldom():
-        with suppress(LostHelperError):
-            return _Search(request, told, start_s).run(helped=True)
-        return _Search(request, told, start_s).run(helped=False)
+
+    def one(part: PlanRequest) -> SearchResult:
+        began_s = clock.now_s()
+        with collected_seldom():
+            with suppress(LostHelperError):
+                return _Search(part, told, began_s).run(helped=True)
+            return _Search(part, told, began_s).run(helped=False)
+
+    return with_layers_alike(request, one(request), one, start_s + request.time_limit_s)
