@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-
 from autoplan import Cluster, PlanRequest, load_model, search_plan
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, kinds_in, modules_of
 from autoplan.search.certificate import SearchResult
