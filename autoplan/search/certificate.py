@@ -236,7 +236,7 @@ def _of_degrees(request: PlanRequest, checked: Space) -> Iterator[str]:
         yield _EXPERTS
     if "cp" not in request.pins:
         least = f"cp where at least {least_part(request.facts):,} tokens per rank remain"
-        half = "half of them at the mesh of a plan that recomputes or offloads, or with half of its tp"
+        half = "half of them at the mesh of a plan, or with a half or a quarter of its tp"
         yield f"{least}, and {half}" if cut else "cp = 1"
     if cut:
         yield "layouts of cut sequences are chosen as if keys and values were gathered; one method per block"

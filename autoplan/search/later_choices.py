@@ -21,25 +21,23 @@ from autoplan.search.space import LEAST_PART, least_part
 from autoplan.search.standings import Evaluated
 
 NEAR = 0.05  # share by which a bound may be above the best plan
-_LEAST_HALVED = 4  # tp whose half is tried with shorter parts: collectives of less take little
 _MORE_ACTIONS = 4  # few candidates are simulated here, so that each may have more actions than others
 
 
 def shorter_parts(request: PlanRequest, best: Evaluated) -> list[ParallelConfig]:
-    """Return the candidates of a plan with its sequences cut over twice as many ranks, which tp or dp gives up.
+    """Return the candidates of a plan with its sequences cut over twice as many ranks, which dp or tp gives up.
 
     The parts are half as long as the shortest that are searched everywhere (`space.least_part`). In place of dp this
-    pays where memory makes a plan recompute or offload; in place of half of tp (at least 4), whose collectives it
-    saves, for others, too, with as many or twice as many stages. Published runs of Llama 405B cut 8,192 tokens over two
-    ranks, with tp 8 or, on 512 H200 (MLPerf v5.1), tp 4 and pp 8.
+    pays where memory makes a plan recompute or offload, or forbids virtual stages; in place of half or three quarters
+    of tp, whose collectives it saves, also with twice as many stages. Published runs cut 8,192 tokens over two ranks:
+    of Llama 405B with tp 8 or, on 512 H200 (MLPerf v5.1), tp 4 and pp 8, of Llama 70B on 64 H100 with tp 4 and pp 4.
     """
     c, model, cp = best.candidate, request.facts.model, 2 * best.candidate.cp
     searched, shortest = request.seq_len // least_part(request.facts), request.seq_len // (LEAST_PART // 2)
     if model is None or model.context_obstacle or "cp" in request.pins or not searched < cp <= shortest:
         return []
-    meshes = [(c.tp, c.pp)] if any(best.recompute) or c.offload else []
-    if c.tp >= _LEAST_HALVED:
-        meshes += [(c.tp // 2, pp) for pp in (c.pp, 2 * c.pp)]
+    fewer = [c.tp // n for n in (2, 4) if c.tp % n == 0]
+    meshes = [(c.tp, c.pp), *((tp, pp) for tp in fewer for pp in (c.pp, 2 * c.pp))]
     out: list[ParallelConfig] = []
     for tp, pp in meshes:
         same = {"tp": tp, "pp": pp, "zero_stage": c.zero_stage, "micro_batch_size": c.micro_batch_size}
@@ -55,8 +53,8 @@ def shorter_parts(request: PlanRequest, best: Evaluated) -> list[ParallelConfig]
 def other_copies(request: PlanRequest, best: Evaluated) -> list[ParallelConfig]:
     """Return a plan with the other numbers of copies of the state that ZeRO may shard over a part of dp.
 
-    Everywhere are searched one copy and those whose shards stay within a node or a rail group. MaxText's recipes for
-    1,024 H100 shard over 128 of them.
+    Everywhere are searched one copy, those whose shards stay within a node or a rail group, and of ZeRO 3 one number
+    between. MaxText's recipes for 1,024 H100 shard over 128 of them.
     """
     c, facts = best.candidate.but(context_method=None), request.facts
     if "zero_replicas" in request.pins:

@@ -45,7 +45,7 @@ def test_parts_are_shorter_at_the_mesh_of_a_plan_that_memory_slows_down() -> Non
     assert {c.cp for c in space_of(r).candidates} == {1}
     result = search_plan(r)
     assert result.plans[0].config.cp == 2
-    assert any("half of them at the mesh of a plan that recomputes" in text for text in result.certificate.restrictions)
+    assert any("half of them at the mesh of a plan, or" in text for text in result.certificate.restrictions)
     whole = search_plan(replace(r, pins={**pins, "cp": 1})).plans[0].estimate.step_time_s.mid
     assert result.fastest_s < 0.95 * whole
 
@@ -64,9 +64,11 @@ def test_shorter_parts_keep_to_pins() -> None:
     r = PlanRequest(catalog.load_model("llama-3.1-405b"), Cluster.parse("64x8xh200"), 8192, 1152)
     c = ParallelConfig(dp=16, tp=8, pp=4, zero_stage=1, micro_batch_size=1, num_micro_batches=72)
     best = SimpleNamespace(candidate=c, recompute=())
-    assert {(x.tp, x.cp, x.pp, x.dp) for x in shorter_parts(r, best)} == {(4, 2, 4, 16), (4, 2, 8, 8)}
-    assert {x.tp for x in shorter_parts(r, SimpleNamespace(candidate=c, recompute=(1,)))} == {4, 8}
-    assert shorter_parts(replace(r, pins={"tp": 8}), best) == [] == shorter_parts(replace(r, pins={"cp": 1}), best)
+    found = {(x.tp, x.cp, x.pp, x.dp) for x in shorter_parts(r, best)}
+    assert found == {(8, 2, 4, 8), (4, 2, 4, 16), (4, 2, 8, 8), (2, 2, 4, 32), (2, 2, 8, 16)}
+    assert {x.tp for x in shorter_parts(replace(r, pins={"pp": 8}), best)} == {4, 2}
+    assert {x.tp for x in shorter_parts(replace(r, pins={"tp": 8}), best)} == {8}
+    assert shorter_parts(replace(r, pins={"tp": 16}), best) == [] == shorter_parts(replace(r, pins={"cp": 1}), best)
 
 
 def test_a_plan_is_tried_with_other_copies_of_its_state() -> None:
