@@ -119,6 +119,11 @@ class Neighbours:
         yield self._chosen(close & (changes == 1))
         yield self._chosen(close & mesh & (changes == 2))
 
+    def on_mesh(self, best: ParallelConfig) -> list[ParallelConfig]:
+        """Return the candidates on the mesh of `best`: other micro-batches, states, experts, schedules."""
+        mine = np.array(_row(best), dtype=np.int64)
+        return self._chosen((self._table[:, :4] == mine[:4]).all(axis=1))
+
     def _chosen(self, rows: NDArray[np.bool_]) -> list[ParallelConfig]:
         return [self.candidates[i] for i in np.flatnonzero(rows).tolist()]
 

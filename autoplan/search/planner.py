@@ -377,14 +377,16 @@ class _Search(Candidates):
                 return
 
     def _single_changes(self, candidates: Sequence[ParallelConfig]) -> None:
-        """Without a given gap, evaluate what differs from the best plan in one choice, though faster by less."""
+        """Without a given gap, evaluate also for less gain what differs from the best plan in one choice, or shares its mesh."""
         self.neighbours, examined, usual_gap = self.neighbours or Neighbours(candidates), None, self.request.gap is None
         while usual_gap and self.plans.best and examined != self.plans.best[0] and not self._out_of_time():
             examined = self.plans.best[0]
             degrees = examined.candidate.but(context_method=None, offload=())
-            near = chain(*self.with_methods(next(self.neighbours.of(degrees))))
-            bounds = sorted((self.bounds[c], search_order(c), c) for c in near if c in self.bounds)
-            self._best_first({c: bound for bound, _, c in bounds[:_MOST_CHANGES] if bound < examined.step_s}, gap=0.0)
+            for near in (next(self.neighbours.of(degrees)), self.neighbours.on_mesh(degrees)):
+                made = (c for c in chain(*self.with_methods(near)) if c in self.bounds and c not in self.outcomes)
+                bounds = sorted((self.bounds[c], search_order(c), c) for c in made)
+                most = {c: bound for bound, _, c in bounds[:_MOST_CHANGES] if bound < examined.step_s}
+                self._best_first(most, gap=0.0)
 
     def _complexity(self, entry: Evaluated) -> Complexity:
         pricer = self.points.known_pricer(entry.candidate)
