@@ -80,7 +80,8 @@ __all__ = [
 # Usual layouts and their neighbours are evaluated first, in at most this share of the time; neighbours only in spaces
 # that are not searched as fast without.
 _FIRST_SHARE, _FEW = 0.5, 200
-_MOST_CHANGES = 16  # candidates that differ from the best plan in one choice, and are evaluated whatever the gap is
+# Candidates that differ from the best plan in one choice, and of its mesh, that are evaluated whatever the gap is.
+_MOST_CHANGES = 16
 # Groups that are bounded, and lists of usual layouts that are solved, before the clock and the best plan are looked at
 # again; and candidates that are looked at, of so many. Some are in either half of a search of two processes.
 _GROUPS_AT_ONCE, _LISTS_AT_ONCE = 96, 4
@@ -377,7 +378,7 @@ class _Search(Candidates):
                 return
 
     def _single_changes(self, candidates: Sequence[ParallelConfig]) -> None:
-        """Without a given gap, evaluate also for less gain what differs from the best plan in one choice, or shares its mesh."""
+        """Without a given gap, evaluate for any gain what differs from the best plan in one choice, or shares its mesh."""
         self.neighbours, examined, usual_gap = self.neighbours or Neighbours(candidates), None, self.request.gap is None
         while usual_gap and self.plans.best and examined != self.plans.best[0] and not self._out_of_time():
             examined = self.plans.best[0]
