@@ -378,7 +378,7 @@ class _Search(Candidates):
                 return
 
     def _single_changes(self, candidates: Sequence[ParallelConfig]) -> None:
-        """Without a given gap, evaluate for any gain what shares the mesh of the best plan, or differs in one choice."""
+        """Without a given gap, evaluate for any gain what shares the mesh of the best plan or is one choice away."""
         self.neighbours, examined, usual_gap = self.neighbours or Neighbours(candidates), None, self.request.gap is None
         while usual_gap and self.plans.best and examined != self.plans.best[0] and not self._out_of_time():
             examined = self.plans.best[0]
