@@ -121,13 +121,25 @@ class Neighbours:
 
     def on_mesh(self, best: ParallelConfig) -> list[ParallelConfig]:
         """Return the candidates on the mesh of `best`: other micro-batches, states, experts, schedules."""
-        mine = np.array(_row(best), dtype=np.int64)
-        return self._chosen((self._table[:, :4] == mine[:4]).all(axis=1))
+        return self._chosen((self._table[:, :4] == np.array(mesh_of(best), dtype=np.int64)).all(axis=1))
 
     def _chosen(self, rows: NDArray[np.bool_]) -> list[ParallelConfig]:
         return [self.candidates[i] for i in np.flatnonzero(rows).tolist()]
 
 
+def mesh_of(c: ParallelConfig) -> tuple[int, int, int, int]:
+    """Return pp, dp, tp, cp."""
+    return c.pp, c.dp, c.tp, c.cp
+
+
 def _row(c: ParallelConfig) -> tuple[int, ...]:
-    mesh = c.pp, c.dp, c.tp, c.cp, c.micro_batch_size
-    return (*mesh, c.zero_stage, c.zero_replicas, c.ep, c.expert_tp, _ORDER[c.schedule], c.virtual_stages)
+    return (
+        *mesh_of(c),
+        c.micro_batch_size,
+        c.zero_stage,
+        c.zero_replicas,
+        c.ep,
+        c.expert_tp,
+        _ORDER[c.schedule],
+        c.virtual_stages,
+    )

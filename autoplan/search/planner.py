@@ -40,7 +40,7 @@ from autoplan.search.candidates import Candidates
 from autoplan.search.certificate import Certificate, SearchResult, Status, certificate_of
 from autoplan.search.degrees import Space, num_cuts, search_order
 from autoplan.search.estimate import Planned, chosen_recompute, estimate_config
-from autoplan.search.first_plans import Neighbours, as_before, usual
+from autoplan.search.first_plans import Neighbours, as_before, mesh_of, usual
 from autoplan.search.garbage import collected_seldom
 from autoplan.search.group_bounds import GroupKey, group_key
 from autoplan.search.infeasible import InfeasibleReport, NothingFits, no_plan
@@ -383,9 +383,11 @@ class _Search(Candidates):
         while usual_gap and self.plans.best and examined != self.plans.best[0] and not self._out_of_time():
             examined = self.plans.best[0]
             degrees = examined.candidate.but(context_method=None, offload=())
-            for near in (next(self.neighbours.of(degrees)), self.neighbours.on_mesh(degrees)):
-                made = (c for c in chain(*self.with_methods(near)) if c in self.bounds and c not in self.outcomes)
-                bounds = sorted((self.bounds[c], search_order(c), c) for c in made)
+            later = [c for c in self.later if mesh_of(c) == mesh_of(degrees)]
+            for near, others in ((next(self.neighbours.of(degrees)), []), (self.neighbours.on_mesh(degrees), later)):
+                made = chain(*self.with_methods(near), others)
+                known = (c for c in made if c in self.bounds and c not in self.outcomes)
+                bounds = sorted((self.bounds[c], search_order(c), c) for c in known)
                 most = {c: bound for bound, _, c in bounds[:_MOST_CHANGES] if bound < examined.step_s}
                 self._best_first(most, gap=0.0)
 
