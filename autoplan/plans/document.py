@@ -159,7 +159,22 @@ def checked_document(data: object, where: str) -> Mapping[str, Any]:
     for section, known_names in _NESTED.items():
         check_names(data.get(section, ()), known_names, f"{where}: {section}", "key")
     check_names(data["plan"], PINS, f"{where}: plan", "choice")
+    _check_batch(data, where)
     return data
+
+
+def _check_batch(data: Mapping[str, Any], where: str) -> None:
+    """Raise PinError for a plan whose micro-batches are not the batch of its request: one of the two was changed."""
+    plan, batch = data["plan"], data.get("request", {}).get("global_batch_size")
+    dp, size, num = (plan.get(name) for name in ("dp", "micro_batch_size", "num_micro_batches"))
+    if not all(isinstance(value, int) and value > 0 for value in (batch, dp, size, num)):
+        return  # one is not given, or what is wrong with it is said elsewhere
+    if dp * size * num != batch:
+        fits = f"num_micro_batches={batch // (dp * size)}" if batch % (dp * size) == 0 else "plan again"
+        raise PinError(
+            f"{where}: its plan has dp={dp}, micro_batch_size={size} and num_micro_batches={num}, which are "
+            f"{dp * size * num} sequences; its request has global_batch_size={batch}; nearest: {fits}"
+        )
 
 
 def check_complete(data: Mapping[str, Any], where: str) -> None:

@@ -70,6 +70,10 @@ def test_written_layouts_make_the_same_program(kind: str) -> None:
         (lambda d: d.update(layuot={}), "unknown section 'layuot'; known: schema"),
         (lambda d: d.pop("plan"), "holds no plan"),
         (lambda d: d.update(schema=9), "schema 9 cannot be read"),
+        (
+            lambda d: d["plan"].update(num_micro_batches=7),
+            r"num_micro_batches=7, which are \d+ sequences; its request has",
+        ),
         (lambda d: d["plan"].update(pipes=2), "plan: unknown choice 'pipes'"),
         (lambda d: d["plan"].update(tp="two"), "tp='two'"),
         (lambda d: d["program"].update(stagse=[]), "unknown key 'stagse'; did you mean 'stages'?"),
