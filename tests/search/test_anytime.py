@@ -18,7 +18,7 @@ from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
 from autoplan.ir.graph import ModelGraph
 from autoplan.schedules.schedule import takes
-from autoplan.search.first_plans import Neighbours, usual
+from autoplan.search.first_plans import Neighbours, mesh_of, usual
 from autoplan.search.group_bounds import group_key, step_bounds_s
 from autoplan.search.interleaved_cuts import LeastPass
 from autoplan.search.layouts import LayoutCache
@@ -134,6 +134,9 @@ def test_neighbours_differ_in_one_choice_then_in_the_mesh_and_another() -> None:
     assert best not in one and best not in two and not set(one) & set(two)
     assert {c.but(zero_stage=1, zero_replicas=best.zero_replicas) == best for c in one if c.zero_stage != 1} == {True}
     assert any(c.pp == 16 and c.ep == 64 for c in one) and any(c.pp == 16 and c.ep == 32 for c in two)
+    meshes = [{(c.pp, c.dp, c.tp, c.cp) for c in some} for some in (Neighbours(found).on_mesh(best), found)]
+    assert meshes[0] == {(best.pp, best.dp, best.tp, best.cp)} < meshes[1]
+    assert set(Neighbours(found).on_mesh(best)) == {c for c in found if mesh_of(c) == mesh_of(best)}
 
 
 @pytest.mark.timeout(240)
