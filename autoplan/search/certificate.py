@@ -163,7 +163,7 @@ def certificate_of(
     request: PlanRequest,
     checked: Space,
     points: LayoutCache,
-    best: ParallelConfig,
+    best: ParallelConfig | None,
     end: Settled,
     status: Status,
     steps_s: tuple[float, float, float],
@@ -171,11 +171,11 @@ def certificate_of(
     """Return the certificate of the candidates that were made, without times.
 
     Args:
-        best: the candidate of the best plan.
+        best: the candidate of the best plan; None without one, of a search for less than some seconds.
         status, steps_s: as for `final_status`.
     """
     least, decided = min(end.least_open_s, end.least_solved_s), end.tally
-    point, best_s = points.of(best), steps_s[0]
+    point, best_s = None if best is None else points.of(best), steps_s[0]
     return Certificate(
         considered=checked.num_considered,
         illegal=sum(checked.illegal.values()) + decided.outcomes[Outcome.ILLEGAL],

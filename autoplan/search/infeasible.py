@@ -11,6 +11,7 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.config.planning import EXPECTED_RISK
 from autoplan.errors import InfeasibleError, PinError
 from autoplan.search import clock
+from autoplan.search.certificate import Certificate
 from autoplan.search.cuts import Shortage
 from autoplan.search.degrees import Space, search_order
 from autoplan.search.intra import StoppedError
@@ -52,7 +53,18 @@ class NothingFits(InfeasibleError):
 
 
 class NotFasterError(InfeasibleError):
-    """No plan was found that takes less than `PlanRequest.below_s`."""
+    """No plan was found that takes less than `PlanRequest.below_s`.
+
+    Attributes:
+        certificate: what the search proves about that step; None in an error of another rank.
+    """
+
+    def __init__(self, text: str, certificate: Certificate | None = None) -> None:
+        super().__init__(text)
+        self.certificate = certificate
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self),)
 
 
 def no_plan(
@@ -68,8 +80,6 @@ def no_plan(
         shortages: shortages of the candidates that were refused with a layout.
         decided: all candidates with an outcome.
     """
-    if points.request.below_s < math.inf:
-        return NotFasterError(f"no plan was found whose step takes less than {points.request.below_s:.6g} s")
     if num_open := sum(c not in decided for c in space.candidates):
         return StoppedError(
             f"no plan was found in {elapsed_s:.0f} s (time limit {points.request.time_limit_s:g} s), and {num_open} of "

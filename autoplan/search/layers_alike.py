@@ -11,115 +11,137 @@ for plans that are faster than the one that was found:
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from autoplan.config.kernels import Attention
 from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.config.recompute import NONE, SELECTIVE, kinds_in, modules_choice
-from autoplan.errors import InfeasibleError
+from autoplan.errors import PinError
 from autoplan.program.legality import broken
 from autoplan.search import clock
-from autoplan.search.certificate import SearchResult, Status
+from autoplan.search.certificate import Certificate, SearchResult, Status
+from autoplan.search.infeasible import NotFasterError
 from autoplan.search.intra import StoppedError
+from autoplan.search.joined import COUNTS, joined_certificates, joined_plans
 from autoplan.search.request import PlanRequest
-from autoplan.search.simplicity import kind_of, limit_s
 from autoplan.search.stack_settings import at_degrees
 
 # Modules by what a byte that they free costs: what is computed again is element-wise, or small products, or large ones.
 _CHEAPEST_FIRST = ("moe_act", "layernorm", "mla_up_proj", "shared_experts", "mlp", "core_attn", "moe")
 _WORDS = "recompute alike in all layers: "
-_NEAR = "at the degrees of the best plan"
 _PHASE = "evaluation"  # to which the time counts
 _LEAST_S = 1.0  # of a search that begins
 _Search = Callable[[PlanRequest], SearchResult]
 
 
-def with_layers_alike(request: PlanRequest, result: SearchResult, search: _Search, until_s: float) -> SearchResult:
+def with_layers_alike(
+    request: PlanRequest, result: SearchResult | NotFasterError, search: _Search, until_s: float
+) -> SearchResult:
     """Return the result, or a better one whose layers recompute alike. Its certificate names what was searched.
 
     Args:
+        result: what the search without them found; NotFasterError if nothing is below `below_s` of the request.
         search: searches one request.
         until_s: when the time of the request is over, by `clock`.
+
+    Raises: NotFasterError, if nothing is below `below_s` with them either.
     """
-    r, everywhere, began_s = request, list[str](), time.perf_counter()
-    if r.mode is not Mode.FUSED or "recompute" in r.pins or result.certificate.stopped:
-        return result
-    near = list[str]()
-    try:
-        if r.options.attention is Attention.UNFUSED and _is_legal(r, result.plans[0].config, SELECTIVE):
-            everywhere.append(SELECTIVE)
+    r, began_s = request, time.perf_counter()
+    may = r.mode is Mode.FUSED and "recompute" not in r.pins and not _certificate(result).stopped
+    words = list[str]()
+    if may and r.options.attention is Attention.UNFUSED and clock.now_s() < until_s:
+        with suppress(PinError):  # the stack cannot do it
             result = _everywhere(r, result, search, until_s)
-        fastest = _fastest(result)
-        for how in _modules(r, fastest):
-            if clock.now_s() > until_s:
-                break
-            near.append(how)
-            result = _better(r, result, _found(replace(at_degrees(r, fastest), gap=0.0), how, result, search, until_s))
-    except KeyboardInterrupt:
-        result = _with(result, status=Status.INTERRUPTED)
-    words = [f"{', '.join(hows)} {where}" for hows, where in ((everywhere, "everywhere"), (near, _NEAR)) if hows]
+            words.append(f"{SELECTIVE} everywhere")
+    if isinstance(result, NotFasterError):
+        raise result
+    if may and not result.certificate.stopped:
+        result, tried = _at_degrees(r, result, search, until_s)
+        words += [f"{', '.join(tried)} at the degrees of the best plan"] if tried else []
     if not words:
         return result
-    return _with_time(
-        _with(result, restrictions=(*result.certificate.restrictions, _WORDS + "; ".join(words))), began_s
+    spent_s, c = time.perf_counter() - began_s, result.certificate
+    return _with(
+        result,
+        restrictions=(*c.restrictions, _WORDS + "; ".join(words)),
+        solve_time_s=c.solve_time_s + spent_s,
+        by_phase_s={**c.by_phase_s, _PHASE: c.by_phase_s.get(_PHASE, 0.0) + spent_s},
     )
 
 
-def _everywhere(request: PlanRequest, result: SearchResult, search: _Search, until_s: float) -> SearchResult:
-    """Return the result with a choice at all degrees; its gap covers them, too."""
-    found = _found(replace(request, top=1, by_kind=False), SELECTIVE, result, search, until_s)
-    if found is not None:
-        return _better(request, result, found, found.fastest_s * (1 - found.certificate.gap))
-    if clock.now_s() > until_s:
-        return _with(result, status=Status.TIME_LIMIT, gap=1.0)  # no bound is known
-    certificate = result.certificate
-    status = Status.NEAR if certificate.status == Status.COMPLETE else certificate.status
-    return _with(result, gap=max(certificate.gap, request.allowed_gap), status=status)
-
-
-def _found(
-    request: PlanRequest, how: str, result: SearchResult, search: _Search, until_s: float
-) -> SearchResult | None:
-    """Return what a search finds with a recompute choice that is faster than the result; None if nothing is."""
-    left_s = max(_LEAST_S, until_s - clock.now_s())
-    pins = {**request.pins, "recompute": how}
-    try:
-        found = search(replace(request, pins=pins, below_s=result.fastest_s, time_limit_s=left_s))
-    except (InfeasibleError, StoppedError):  # none is faster, none fits, or no layout was found in time
-        return None
-    if found.certificate.status == Status.INTERRUPTED:
-        raise KeyboardInterrupt
-    return found
-
-
-def _better(
-    request: PlanRequest, result: SearchResult, found: SearchResult | None, bound_s: float = math.inf
-) -> SearchResult:
-    """Return the result with a faster plan: the chosen one if the other is slower by more than the error of prices.
-
-    Args:
-        bound_s: the least step of the space of the faster plan, if it was searched for.
-    """
+def _everywhere(
+    request: PlanRequest, result: SearchResult | NotFasterError, search: _Search, until_s: float
+) -> SearchResult | NotFasterError:
+    """Return the result with `selective` at all degrees, which its certificate covers, too. PinError if illegal."""
+    r, one, one_s = request, _certificate(result), _below_s(request, result)
+    found, two = _searched(replace(r, top=1, by_kind=False), SELECTIVE, result, search, until_s)
+    best_s = one_s if found is None else found.fastest_s
+    both = joined_certificates(one, one_s, two, best_s, best_s, r.allowed_gap)
     if found is None:
-        return result
-    plan, best_s = found.plans[0], found.fastest_s
-    least_s, below_s = result.fastest_s * (1 - result.certificate.gap), limit_s(best_s, request.equal_within)
-    chosen = result.plans[0]
-    if chosen.estimate.step_time_s.mid <= below_s:
-        plans, added = result.plans, plan
-    else:
-        others = [p for p in result.plans if not (request.by_kind and kind_of(p.config) == kind_of(plan.config))]
-        plans, added = (plan, *others)[: request.top], chosen
-    equals = [*result.equals, (added.config, added.estimate.step_time_s.mid)]
-    near = tuple(sorted((e for e in equals if e[1] <= below_s), key=lambda e: e[1]))
-    gap, status = max(0.0, 1.0 - min(bound_s, least_s) / best_s), result.certificate.status
-    if status == Status.CUTS and gap <= request.allowed_gap:
-        status = Status.NEAR
-    return _with(replace(result, plans=plans, equals=near), gap=gap, status=status)
+        if isinstance(result, NotFasterError):
+            return NotFasterError(str(result), both)
+        return replace(result, certificate=both)
+    plans = found if isinstance(result, NotFasterError) else joined_plans(r, result, found)
+    return replace(plans, certificate=both)
+
+
+def _at_degrees(
+    request: PlanRequest, result: SearchResult, search: _Search, until_s: float
+) -> tuple[SearchResult, list[str]]:
+    """Return the result with modules at the degrees of its fastest plan, and the sets of modules that were searched."""
+    fastest, tried = _fastest(result), list[str]()
+    degrees = replace(at_degrees(request, fastest), gap=0.0)
+    for how in _modules(request, fastest):
+        if clock.now_s() > until_s or result.certificate.stopped:
+            break
+        found, certificate = _searched(degrees, how, result, search, until_s)
+        if found is not None:
+            result = joined_plans(request, result, found)
+        if certificate.status == Status.INTERRUPTED:
+            result = _with(result, status=Status.INTERRUPTED)
+        else:
+            tried.append(how)
+    return result, tried
+
+
+def _searched(
+    request: PlanRequest, how: str, result: SearchResult | NotFasterError, search: _Search, until_s: float
+) -> tuple[SearchResult | None, Certificate]:
+    """Return what a search finds with a recompute choice that is faster than the result, and what it proves.
+
+    None if nothing is faster; its certificate is then about the step of the result. PinError if no degrees are legal.
+    """
+    left_s = max(_LEAST_S, until_s - clock.now_s())
+    pins, below_s = {**request.pins, "recompute": how}, _below_s(request, result)
+    try:
+        found = search(replace(request, pins=pins, below_s=below_s, time_limit_s=left_s))
+    except NotFasterError as error:
+        return None, _certificate(error)
+    except StoppedError:  # no layout was found in time
+        return None, _unknown(result, Status.TIME_LIMIT)
+    except KeyboardInterrupt:
+        return None, _unknown(result, Status.INTERRUPTED)
+    return found, found.certificate
+
+
+def _certificate(result: SearchResult | NotFasterError) -> Certificate:
+    if result.certificate is None:
+        raise RuntimeError("a search that found nothing faster has no certificate") from None
+    return result.certificate
+
+
+def _below_s(request: PlanRequest, result: SearchResult | NotFasterError) -> float:
+    return request.below_s if isinstance(result, NotFasterError) else result.fastest_s
+
+
+def _unknown(result: SearchResult | NotFasterError, status: Status) -> Certificate:
+    """Return the certificate of a search that ended before it knew any bound."""
+    nothing: dict[str, Any] = dict.fromkeys(COUNTS, 0) | {"illegal_by_rule": {}, "too_big_by_term": {}}
+    return replace(_certificate(result), **nothing, intra_gap=0.0, gap=1.0, status=status)
 
 
 def _fastest(result: SearchResult) -> ParallelConfig:
@@ -139,12 +161,6 @@ def _modules(request: PlanRequest, config: ParallelConfig) -> list[str]:
 
 def _is_legal(request: PlanRequest, config: ParallelConfig, how: str) -> bool:
     return broken(config.but(recompute=how), request.facts, request.scope) is None
-
-
-def _with_time(result: SearchResult, began_s: float) -> SearchResult:
-    spent_s, c = time.perf_counter() - began_s, result.certificate
-    phases = {**c.by_phase_s, _PHASE: c.by_phase_s.get(_PHASE, 0.0) + spent_s}
-    return _with(result, solve_time_s=c.solve_time_s + spent_s, by_phase_s=phases)
 
 
 def _with(result: SearchResult, **changes: Any) -> SearchResult:

@@ -43,7 +43,7 @@ from autoplan.search.estimate import Planned, chosen_recompute, estimate_config
 from autoplan.search.first_plans import Neighbours, as_before, mesh_of, usual
 from autoplan.search.garbage import collected_seldom
 from autoplan.search.group_bounds import GroupKey, group_key
-from autoplan.search.infeasible import InfeasibleReport, NothingFits, no_plan
+from autoplan.search.infeasible import InfeasibleReport, NotFasterError, NothingFits, no_plan
 from autoplan.search.intra import StoppedError
 from autoplan.search.later_choices import NEAR, more_stages, other_copies, shorter_parts
 from autoplan.search.layers_alike import with_layers_alike
@@ -134,6 +134,9 @@ class _Search(Candidates):
             self.pair.close()
         if self.status is Status.INTERRUPTED and not self.counts_offload:
             self._count_offload(-math.inf)
+        if not self.plans.best and self.request.below_s < math.inf:
+            text = f"no plan was found whose step takes less than {self.request.below_s:.6g} s"
+            raise NotFasterError(text, self._certificate(self.checked))
         if not self.plans.best:
             shortages = [(found, c) for c, found in self.shortages.items()]
             raise no_plan(self.points, self.checked, shortages, self.outcomes, self.elapsed_s())
@@ -248,6 +251,7 @@ class _Search(Candidates):
         new: list[ParallelConfig] = []
         self.not_made, self.not_made_bounds = Counter(), Counter()
         left = [c for members in self.pending.values() for c in members]
+        new += chain(*(offloaded(self.request, c) for c in self.later if c in self.offloaded))
         for candidate in (*self.grouped, *left):
             outcome, bound = self.outcomes.get(candidate), self.first_bounds.get(candidate)
             if outcome is not None and outcome[0] is Outcome.ILLEGAL:
@@ -446,13 +450,16 @@ class _Search(Candidates):
         return config.but(recompute=chosen_recompute(pricer, entry.chunks, entry.recompute))
 
     def _certificate(self, checked: Space) -> Certificate:
-        best, cutoff, enough = self.plans.best[0], self.plans.cutoff_s(), self.plans.enough_s()
+        cutoff, enough = self.plans.cutoff_s(), self.plans.enough_s()
+        best, best_s = None, self.request.below_s
+        if self.plans.best:
+            best, best_s = self.plans.best[0].candidate, self.plans.best[0].step_s
         others, quick_s = (self.not_made, self.not_made_bounds), self.quick_time.bound_s
         known = ((c, self.bounds.get(c)) for c in checked.candidates)
         bounds = {c: quick_s(c) if bound is None else bound for c, bound in known}
         end = all_counted(checked.candidates, self.outcomes, bounds, *others, cutoff)
-        steps = best.step_s, enough, cutoff
-        made = certificate_of(self.request, checked, self.points, best.candidate, end, self.status, steps)
+        steps = best_s, enough, cutoff
+        made = certificate_of(self.request, checked, self.points, best, end, self.status, steps)
         considered = made.considered + self.not_made.total() + self.not_made_bounds.total()
         spent_s = time.perf_counter() - self.began
         return replace(made, considered=considered, solve_time_s=spent_s, by_phase_s=dict(self.phases))
@@ -470,11 +477,16 @@ def search_plan(request: PlanRequest, told: Callable[[Progress], None] | None = 
     """
     start_s = clock.now_s()
 
-    def one(part: PlanRequest) -> SearchResult:
-        began_s = clock.now_s()
-        with collected_seldom():
-            with suppress(LostHelperError):
-                return _Search(part, told, began_s).run(helped=True)
-            return _Search(part, told, began_s).run(helped=False)
+    try:
+        found: SearchResult | NotFasterError = _search_once(request, told)
+    except NotFasterError as error:
+        found = error
+    return with_layers_alike(request, found, _search_once, start_s + request.time_limit_s)
 
-    return with_layers_alike(request, one(request), one, start_s + request.time_limit_s)
+
+def _search_once(request: PlanRequest, told: Callable[[Progress], None] | None = None) -> SearchResult:
+    start_s = clock.now_s()
+    with collected_seldom():
+        with suppress(LostHelperError):
+            return _Search(request, told, start_s).run(helped=True)
+        return _Search(request, told, start_s).run(helped=False)
