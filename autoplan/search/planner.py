@@ -104,7 +104,7 @@ class _Search(Candidates):
         self.grouped: list[ParallelConfig] = []  # all others
         self.neighbours: Neighbours | None = None
         self.offloaded: set[ParallelConfig] = set()  # candidates whose kinds of offload are candidates, too
-        self.later: list[ParallelConfig] = []  # made near the best plans
+        self.later: dict[ParallelConfig, None] = {}  # made near the best plans
         self.not_made = Counter[Decided | None]()  # candidates with offload, decided as those without
         self.not_made_bounds = Counter[float]()  # likewise: numbers of candidates by bound
         self.counts_offload = False  # `checked` and these have the candidates with offload
@@ -292,20 +292,17 @@ class _Search(Candidates):
     def _near_best(self) -> None:
         """Search other numbers of stages per rank, shorter parts of sequences, and copies (`later_choices`)."""
         near = limit_s(self.plans.cutoff_s(), NEAR)
-        new: dict[ParallelConfig, float] = {}
-        for candidate, least_s in self.prepared.items():
-            decided = self.outcomes.get(candidate, SOLVED)[0] is not Outcome.SOLVED
-            if decided or least_s is None or self.bounds[candidate] > near:
-                continue
-            some = more_stages(self.request, candidate)
-            new |= {each: least_s for each in some if each not in self.bounds}
-        self.later, self.bounds = [*self.later, *new], self.bounds | new
-        self._best_first(new)
+        # without memory: more stages may need less of it, where fewer are too big or recompute
+        some = {c.but(context_method=None): None for c, bound in self.first_bounds.items() if bound <= near}
+        found = {each: None for c in some if not c.offload for each in more_stages(self.request, c)}
+        self._evaluate_later(list(found))
         for choices in (shorter_parts, other_copies):
             if self.plans.best:
-                found = choices(self.request, self.plans.best[0])
-                self.later += [c for c in chain(*self.with_methods(found)) if self._is_new(c)]
-                self._evaluate_some(found)
+                self._evaluate_later(choices(self.request, self.plans.best[0]))
+
+    def _evaluate_later(self, found: list[ParallelConfig]) -> None:
+        self.later |= dict.fromkeys(c for c in chain(*self.with_methods(found)) if self._is_new(c))
+        self._evaluate_some(found)
 
     def _is_new(self, candidate: ParallelConfig) -> bool:
         """Return True for a candidate that neither the space nor an earlier look near the best plan has."""
