@@ -20,7 +20,7 @@ from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import InfeasibleError, LayoutError, PinError
 from autoplan.ir.graph import ModelGraph
-from autoplan.plans.record import Plan, layouts_for, plan_of_planned
+from autoplan.plans.record import Plan, layouts_for, plan_of_planned, recompute_of_calls
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.facts import pipeline_units, stage_calls
 from autoplan.program.parallel_dims import parallel_dims
@@ -45,6 +45,14 @@ def layouts_of(plan: Plan, graph: ModelGraph) -> Layouts:
         pairs = enumerate(zip_longest(stages, plan.stages, fillvalue=()))
         at, mine, given = next((i, ", ".join(a), ", ".join(b)) for i, (a, b) in pairs if a != b)
         raise LayoutError(f"stage {at} of the plan holds {given or 'nothing'}; its degrees make it {mine or 'nothing'}")
+    again = recompute_of_calls(graph, config)
+    if dict(plan.recompute) != again:
+        call = next(name for name in (*again, *plan.recompute) if plan.recompute.get(name) != again.get(name))
+        held, made = plan.recompute.get(call, "not in it"), again.get(call, "not in the graph")
+        raise LayoutError(
+            f"recompute of {call!r} is {held} in the program of the plan and {made} by its choices: one of the two was "
+            "changed; price the plan again with autoplan estimate PLAN --json"
+        )
     selection = _named(_problem(plan, graph), plan.layout)
     return layouts_for(graph, config, selection, stages, plan.precision)
 

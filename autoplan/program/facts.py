@@ -316,14 +316,30 @@ class Facts:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user may not expect of the task: sequences beyond the positions of the config, notes of the graph."""
+        """What a user may not expect of the task: sequences beyond the positions of the config, attention whose dropout
+        costs more than attention, notes of the graph."""
         if self.model is None:
             return ()
         graph, longest = self.model.graph, max(self.seq_len or 0, self.target_len or 0)
-        if graph.positions is None or longest <= graph.positions:
-            return graph.notes
-        return (
-            f"its config names {graph.positions:,} positions, and sequences have {longest:,} tokens: the price is "
-            "right, but a run needs a config for longer sequences",
-            *graph.notes,
-        )
+        found = list[str]()
+        if graph.positions is not None and longest > graph.positions:
+            found.append(
+                f"its config names {graph.positions:,} positions, and sequences have {longest:,} tokens: the price is "
+                "right, but a run needs a config for longer sequences"
+            )
+        if (rate := _attention_dropout(graph)) is not None:
+            found.append(
+                f"attention has dropout ({rate:g}): it is priced as single operations with all scores in memory, as "
+                "autoplan runs it; for the price with a fused kernel set it to 0 in the model's config"
+            )
+        return (*found, *graph.notes)
+
+
+def _attention_dropout(graph: ModelGraph) -> float | None:
+    """Return the rate of the dropout of a softmax; None without one."""
+    for block in graph.blocks.values():
+        shares = {name for node in block.nodes if node.op == "softmax" for name in node.outputs}
+        for node in block.nodes:
+            if node.op == "dropout" and shares & set(node.tensor_inputs):
+                return float(node.attrs["p"])
+    return None

@@ -192,22 +192,27 @@ def head(command: str, request: PlanRequest, status: str = "ok") -> dict[str, An
             "notes": list(r.facts.notes),
         },
         cluster=cluster(r.cluster),
-        request={
-            "seq_len": r.seq_len,
-            **({} if r.target_len is None else {"target_len": r.target_len}),
-            **chosen(r, "global_batch_size pins precision"),
-            **tolerances_of(r),
-            "gap": r.allowed_gap,
-            "mode": str(r.mode),
-            "like": None if r.facts.like is None else r.facts.like.name,
-            **option_data(r.options),
-            "attention": str(r.options.attention_in(r.mode)),
-            "profile": r.profile.name if r.profile is not None else None,
-            "constants": r.constants_file,
-            "adapters": r.adapters,
-            "imbalance": imbalance_of(r),
-        },
+        request=request_data(r),
     )
+
+
+def request_data(r: PlanRequest) -> dict[str, Any]:
+    """Return a request as plain data."""
+    return {
+        "seq_len": r.seq_len,
+        **({} if r.target_len is None else {"target_len": r.target_len}),
+        **chosen(r, "global_batch_size pins precision"),
+        **tolerances_of(r),
+        "gap": r.allowed_gap,
+        "mode": str(r.mode),
+        "like": None if r.facts.like is None else r.facts.like.name,
+        **option_data(r.options),
+        "attention": str(r.options.attention_in(r.mode)),
+        "profile": r.profile.name if r.profile is not None else None,
+        "constants": r.constants_file,
+        "adapters": r.adapters,
+        "imbalance": imbalance_of(r),
+    }
 
 
 def shortage_data(shortage: InfeasibleReport | None) -> dict[str, Any] | None:

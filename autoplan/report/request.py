@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Unpack
 
 from autoplan.catalog import load_model
 from autoplan.config.adapters import Adapters, read_adapters
-from autoplan.config.choices import options_of, read_mode
+from autoplan.config.choices import OPTIONS, options_of, plain_option, read_mode
 from autoplan.config.numbers import read_count, read_number
 from autoplan.config.planning import SearchSettings, SearchWords
 from autoplan.config.settings import check_setting, setting
@@ -19,13 +20,30 @@ from autoplan.plans.document import graph_of_text
 from autoplan.program.adapters import with_adapters
 from autoplan.report.arguments import import_from_here as import_from_here
 from autoplan.report.arguments import read_assumptions, read_pin_words
-from autoplan.report.flags import TaskWords
+from autoplan.report.data import request_data
+from autoplan.report.flags import TaskWords, words_of
 from autoplan.report.output import say_note
 from autoplan.report.written import differences
 from autoplan.search.planner import PlanRequest
 from autoplan.search.request import check_measured_on
 from autoplan.stacks.like import read_like
 from autoplan.sweeps.whatif import RunTask, check_sweep, read_constants
+
+# What the request in a plan file says besides the search
+_COMPARED = frozenset(
+    (
+        "seq_len",
+        "target_len",
+        "global_batch_size",
+        "precision",
+        "mode",
+        "like",
+        *OPTIONS,
+        "profile",
+        "constants",
+        "adapters",
+    )
+)
 
 
 def read_run(task: TaskWords) -> RunTask:
@@ -40,8 +58,21 @@ def say_differences(task: TaskWords, request: PlanRequest) -> None:
     """Print on stderr what no longer holds of a plan file, unless the command names another cluster."""
     written = task.written
     if written is not None and task.cluster == written.asked.get("cluster", task.cluster):
-        for line in differences(written, request):
+        for line in (*differences(written, request), *_changed(task, request)):
             say_note(f"{written.path}: {line}")
+
+
+def _changed(task: TaskWords, request: PlanRequest) -> Iterator[str]:
+    """Yield what the request in a plan file says otherwise than its arguments, if the command gives no other ones."""
+    written = task.written
+    same = {f.name for f in fields(TaskWords)} - {"asked", "usual"}
+    if written is None or any(getattr(task, name) != getattr(words_of(written), name) for name in same):
+        return
+    now = request_data(request)
+    for name, value in written.request.items():
+        if name in _COMPARED and now.get(name) != value:
+            own = plain_option(now.get(name))
+            yield f"its request says {name}={value}, and what was asked gives {own}, which is priced; a flag changes it"
 
 
 def _graph(task: TaskWords, adapters: Adapters | None) -> ModelGraph:

@@ -214,8 +214,9 @@ def _proof(found: Size) -> str:
     sure = [k.name for k in found.kinds if k.fewest is not None and k.adjacent and k.proved]
     unsure = [k.name for k in found.kinds if k.fewest is not None and not k.adjacent]
     stopped = [k.name for k in found.kinds if not k.proved]
+    dear = "" if found.budget_usd is None else " or too dear"
     texts = (
-        (sure, "the next smaller legal number (if there is one) was planned and is too slow"),
+        (sure, f"the next smaller legal number (if there is one) was planned and is too slow{dear}"),
         (unsure, "smaller numbers that were not planned may be fast enough"),
         (stopped, "searches were stopped (--seconds) that may have found plans that are in time"),
     )

@@ -42,6 +42,7 @@ class WrittenPlan:
         made_for: the model, the cluster and the version that the plan was made for.
         graph: the graph of its model (autoplan.plans.document), if no name stands for it.
         config: the input of another framework that it was read from, else None.
+        request: what it says of the request, as it was written.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class WrittenPlan:
     made_for: Mapping[str, Any] = field(repr=False)
     graph: str | None = field(default=None, repr=False)
     config: ConfigFile | None = field(default=None, repr=False)
+    request: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def check_taken(self) -> None:
         """Raise PinError if this is the input of a framework that refuses it, naming the nearest that it takes."""
@@ -117,7 +119,8 @@ def written_of(data: object, path: Path) -> WrittenPlan:
     if wrong:
         raise PinError(f"{path}: the {wrong[0]} that was asked must be a text; {NEXT}")
     degrees = {name: tuples(value) for name, value in document["plan"].items() if name not in FOLLOWS}
-    return WrittenPlan(path, asked, degrees, document["made_for"], document.get("graph"))
+    request = document.get("request", {})
+    return WrittenPlan(path, asked, degrees, document["made_for"], document.get("graph"), request=request)
 
 
 def differences(written: WrittenPlan, request: PlanRequest) -> list[str]:

@@ -68,9 +68,11 @@ class SizePoint:
         return None if self.whole_usd is None else self.whole_usd.mid
 
     def is_ruled_out(self, deadline_days: float, budget_usd: float | None) -> bool:
-        """Return True if no plan of this number of nodes can meet both: its search proves it, or nothing fits."""
+        """Return True if no plan of this number of nodes can meet both: its search proves it, or nothing fits, or
+        failures come faster than progress."""
         if self.days is None:
-            return self.point.status in ("does not fit", "illegal")
+            endless = self.run is not None and self.run.endless
+            return endless or self.point.status in ("does not fit", "illegal")
         least = 1.0 if self.point.certificate is None else 1.0 - self.point.certificate.gap
         too_dear = budget_usd is not None and self.usd is not None and self.usd * least > budget_usd
         return too_dear or self.days * least > deadline_days
@@ -264,6 +266,8 @@ class _Sizer:
             adjacent = first is not None and self._bisect(first)
             if first is not None:
                 self._rung(2 * min(n for n in self.points if self._quick(n)))  # the next point of the curve
+            if first is not None and self.budget_usd is not None:
+                adjacent = self._within_budget(adjacent)
         except KeyboardInterrupt:
             self.interrupted = True
         points = tuple(self.points[n] for n in sorted(self.points))
@@ -360,6 +364,21 @@ class _Sizer:
             else:
                 low = between
         return self._legal_near((low + high) // 2, low, high) is None
+
+    def _within_budget(self, adjacent: bool) -> bool:
+        """Look for fewer nodes that are in time and within the budget, next to the fewest that are.
+
+        Return True if the next smaller legal number is too slow or too dear; `adjacent` if none meets both.
+        """
+        for _ in range(_MOST_BISECTED):
+            fewest = min((n for n, point in self.points.items() if self._meets(point)), default=None)
+            if fewest is None:
+                return adjacent
+            below = self._legal_near(fewest - 1, 0, fewest)
+            if below is None or below in self.points:
+                return True
+            _ = self._at(below)
+        return False
 
     def _legal_near(self, wanted: int, low: int, high: int) -> int | None:
         """Return the legal number of nodes between two others, without both, that is nearest to the wanted one."""

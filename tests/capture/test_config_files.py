@@ -84,7 +84,8 @@ def test_a_config_with_dropout_is_planned_as_it_runs(config: dict[str, Any], tmp
     assert ModelGraph.from_json(graph.to_json()) == graph == load_model(path)  # the second time from the cache
     model = model_from_config(config, "test")
     assert capture(model, _example(model)) == graph
-    assert json.loads(estimated(path, "--json").stdout)["model"]["notes"] == list(graph.notes)
+    notes = json.loads(estimated(path, "--json").stdout)["model"]["notes"]
+    assert notes[0].startswith("attention has dropout (0.1)") and notes[1:] == list(graph.notes)
 
 
 def test_a_config_of_an_image_model(tmp_path: Path) -> None:
@@ -140,6 +141,23 @@ def test_sizes_are_not_guessed(tmp_path: Path) -> None:
         with pytest.raises(CaptureError, match=f"test: {name} is missing"):
             model_from_config({k: v for k, v in LLAMA.items() if k != name}, "test")
     model_from_config(LLAMA, "test")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"max_position_embeddings": -1}, "max_position_embeddings=-1 is not a size of a model; it must be at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 is not a size of a model"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers=10000000 is not a size of a model; it must be at most"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 is not"),
+        ({"hidden_size": -64}, "hidden_size=-64 is not"),
+        ({"vocab_size": 0}, "vocab_size=0 is not"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4; nearest: 2"),
+    ],
+)
+def test_sizes_that_no_model_can_have_are_named(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(CaptureError, match=re.escape(f"file: {said}")):
+        model_from_config({**LLAMA, **change}, "file")
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,10 @@ PLAN_TEXT = plan_here(models.make_llama(), tp=2).to_json()
         (lambda d: d["program"]["stages"].append(["x"]), "stage 1 of the plan holds x; its degrees make it nothing"),
         (lambda d: d["program"]["stages"].clear(), "stage 0 of the plan holds nothing; its degrees make it"),
         (lambda d: d["program"].update(axes=[["dp", 2]]), "names the mesh axes dp=2"),
+        (
+            lambda d: d["program"]["recompute"].update({next(iter(d["program"]["recompute"])): "full"}),
+            "is full in the program of the plan and none by its choices: one of the two was changed",
+        ),
     ],
 )
 def test_layouts_that_the_graph_has_not_are_refused_by_name(changed: Any, said: str) -> None:

@@ -91,6 +91,25 @@ def test_what_no_longer_holds_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("section", "name", "value", "said"),
+    [
+        ("request", "seq_len", 2048, "its request says seq_len=2048, and what was asked gives 4096, which is priced"),
+        ("request", "attention", "unfused", "its request says attention=unfused"),
+        ("asked", "mode", "compiled", "its request says mode=eager, and what was asked gives compiled"),
+    ],
+)
+def test_a_request_that_is_not_what_was_asked_is_told(
+    section: str, name: str, value: object, said: str, tmp_path: Path
+) -> None:
+    first = answer(*PLAN)
+    assert "its request says" not in run("estimate", kept(first, tmp_path)).stderr
+    first[section][name] = value
+    file = kept(first, tmp_path)
+    assert said in " ".join(run("estimate", file).stderr.split())
+    assert "its request says" not in run("estimate", file, "--seq-len", "2k").stderr  # another task was asked for
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"schema": 99}, "schema 99 cannot be read by this version, only 1"),

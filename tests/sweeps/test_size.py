@@ -170,6 +170,26 @@ def test_size_on_the_command_line() -> None:
     assert late.exit_code == 3 and "NOT POSSIBLE" in late.stdout
 
 
+def test_with_a_budget_the_number_below_the_fewest_is_planned() -> None:
+    """8 devices are in time and too dear, 12 too slow, 16 meet both: bisecting by time alone never looks at 12."""
+    steps = {16: 4.0, 12: 20.0, 8: 12.0}
+    search, asked = made_up(lambda devices: steps.get(devices, 4.0 if devices > 16 else 99.0))
+    at_16 = size(REQUEST, TOKENS, days_of(5.0), search=search).fewest
+    assert at_16 is not None and at_16.num_devices == 16 and at_16.usd is not None
+    asked.clear()
+    found = size(REQUEST, TOKENS, days_of(13.0), search=search, budget_usd=1.05 * at_16.usd)
+    assert found.fewest is not None and found.fewest.num_devices == 16
+    assert {8, 12} <= set(asked) and found.kinds[0].adjacent
+    assert "too slow or too dear" in " ".join(shown(lambda out: size_text(out, found)).split())
+
+
+def test_endless_failures_rule_a_number_out() -> None:
+    """What stopped no search is not said to have been stopped."""
+    found = size(REQUEST, TOKENS, 1.0, assumptions={"mtbf_device_days": 0.001})
+    assert found.fewest is None and all(p.is_ruled_out(1.0, None) for p in found.kinds[0].points)
+    assert "searches were stopped" not in " ".join(shown(lambda out: size_text(out, found)).split())
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

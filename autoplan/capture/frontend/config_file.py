@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,10 @@ from autoplan.errors import CaptureError
 
 # The sizes of a model, by the names that all config classes share (`attribute_map` holds a class's own names).
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+# Sizes with their least values; a model of experts alone, or of mixers, has no inner size, and one of latents no head.
+_LEAST = dict.fromkeys((*_SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings"), 1)
+_LEAST |= {"intermediate_size": 0, "head_dim": 0}
+_MOST_LAYERS = 10_000
 _LABELS = {  # tables of `modeling_auto` -> number of dims of their labels: 1 per sequence, 2 per token
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": 2,
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES": 2,
@@ -49,11 +54,14 @@ def model_from_config(config: Mapping[str, Any], where: str, dtype: torch.dtype 
         near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING), 1)
         hint = f"; nearest: {near[0]}" if near else ""
         raise CaptureError(f"{where}: model_type {kind!r} is not an architecture of the installed transformers{hint}")
+    _check_values(config, {}, where)
     try:
         settings = CONFIG_MAPPING[kind].from_dict(dict(config))
     except Exception as exc:  # config classes of transformers raise errors of any type
         raise CaptureError(f"{where}: transformers cannot read it: {exc}") from exc
     _check_sizes(config, settings, where)
+    inner = settings.get_text_config()
+    _check_values(vars(inner), inner.attribute_map, where)
     cls = _named_class(config, settings, where)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), _without_values(), warnings.catch_warnings():
@@ -115,6 +123,26 @@ def _check_sizes(config: Mapping[str, Any], settings: Any, where: str) -> None:
             f"{where}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing, and the size of a model is "
             f"not guessed; if the defaults of {type(inner).__name__} are meant, write them: "
             + ", ".join(f'"{name}": {value}' for name, value in missing.items())
+        )
+
+
+def _check_values(given: Mapping[str, Any], own_names: Mapping[str, str], where: str) -> None:
+    """Raise CaptureError for a size that no model can have, which classes of transformers take or fail with later.
+
+    Args:
+        own_names: names of the class for the names that all classes share.
+    """
+    for name, least in _LEAST.items():
+        own = own_names.get(name, name)
+        value, most = given.get(own), _MOST_LAYERS if name == "num_hidden_layers" else math.inf
+        if isinstance(value, int) and not isinstance(value, bool) and not least <= value <= most:
+            allowed = f"at least {least}" if value < least else f"at most {most:,}"
+            raise CaptureError(f"{where}: {own}={value} is not a size of a model; it must be {allowed}")
+    heads, groups = (given.get(own_names.get(n, n)) for n in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+        near = min((n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: abs(n - groups))
+        raise CaptureError(
+            f"{where}: num_key_value_heads={groups} does not divide num_attention_heads={heads}; nearest: {near}"
         )
 
 
