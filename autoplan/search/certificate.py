@@ -42,8 +42,8 @@ _EXPERTS = (
 _SCHEDULES = (
     f"schedules: 1F1B with every cut; {searched_words()}, up to {MAX_ACTIONS:,} actions, with the fastest of a "
     "few even cuts and recomputed layers taken in turn from a rank's stages",
-    "other numbers of stages per rank, those that cut the model into equal stages, for degrees with which one of these "
-    f"is not known to be more than {NEAR:.0%} slower than the best plan, without offload",
+    "other numbers of stages per rank, those that cut the model into equal stages, for degrees with which one of "
+    f"these, with unlimited memory, is not known to be more than {NEAR:.0%} slower than the best plan, without offload",
 )
 
 

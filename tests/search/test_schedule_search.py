@@ -121,6 +121,20 @@ def test_more_stages_are_evaluated_for_less_gain_than_the_allowed_gap() -> None:
     assert search_plan(r).fastest_s <= measured
 
 
+def test_more_stages_are_tried_where_fewer_are_too_big() -> None:
+    """Six stages per rank are one layer each, and fit; two and four do not."""
+    model, cluster = load_model("gpt3-175b"), Cluster.parse("8x8xa100-sxm4-80gb")
+    pins = {"tp": 4, "pp": 16, "recompute": "selective", "schedule": "Interleaved1F1B"}
+    r = PlanRequest(model, cluster, 2048, 64, {**pins, "virtual_stages": 2}, like="megatron-lm@22.05")
+    with pytest.raises(NothingFits):
+        search_plan(r)
+    del pins["schedule"]
+    found = search_plan(replace(r, pins=pins))
+    assert found.plans[0].config.virtual_stages == 6
+    plain = search_plan(replace(r, pins={**pins, "schedule": "1F1B"}))
+    assert found.fastest_s < 0.9 * plain.fastest_s
+
+
 def test_more_stages_are_equal_and_legal() -> None:
     """Llama 405B has 126 layers, and 128 with embedding and head: on 16 ranks 8 to each."""
     r = PlanRequest(load_model("llama-3.1-405b"), Cluster.parse("128x8xh100-sxm5-80gb"), 8192, 512)
