@@ -66,7 +66,11 @@ def _changed(task: TaskWords, request: PlanRequest) -> Iterator[str]:
     """Yield what the request in a plan file says otherwise than its arguments, if the command gives no other ones."""
     written = task.written
     same = {f.name for f in fields(TaskWords)} - {"asked", "usual"}
-    if written is None or any(getattr(task, name) != getattr(words_of(written), name) for name in same):
+    if (
+        written is None
+        or written.config is not None
+        or any(getattr(task, name) != getattr(words_of(written), name) for name in same)
+    ):
         return
     now = request_data(request)
     for name, value in written.request.items():
