@@ -98,7 +98,10 @@ def _at_degrees(
     for how in _modules(request, fastest):
         if clock.now_s() > until_s or result.certificate.stopped:
             break
-        found, certificate = _searched(degrees, how, result, search, until_s)
+        try:
+            found, certificate = _searched(degrees, how, result, search, until_s)
+        except PinError:  # not legal with all of the plan's choices
+            continue
         if found is not None:
             result = joined_plans(request, result, found)
         if certificate.status == Status.INTERRUPTED:

@@ -248,10 +248,9 @@ class _Search(Candidates):
         Those of degrees that are excluded with any memory or have no bound, or one from `enough` seconds on, are only
         counted, and stay open.
         """
-        new: list[ParallelConfig] = []
+        new = [each for c in self.later if c in self.offloaded for each in offloaded(self.request, c)]
         self.not_made, self.not_made_bounds = Counter(), Counter()
         left = [c for members in self.pending.values() for c in members]
-        new += chain(*(offloaded(self.request, c) for c in self.later if c in self.offloaded))
         for candidate in (*self.grouped, *left):
             outcome, bound = self.outcomes.get(candidate), self.first_bounds.get(candidate)
             if outcome is not None and outcome[0] is Outcome.ILLEGAL:
@@ -291,6 +290,8 @@ class _Search(Candidates):
 
     def _near_best(self) -> None:
         """Search other numbers of stages per rank, shorter parts of sequences, and copies (`later_choices`)."""
+        if not self.plans.known:
+            return
         near = limit_s(self.plans.cutoff_s(), NEAR)
         # without memory: more stages may need less of it, where fewer are too big or recompute
         some = {c.but(context_method=None): None for c, bound in self.first_bounds.items() if bound <= near}
@@ -473,7 +474,6 @@ def search_plan(request: PlanRequest, told: Callable[[Progress], None] | None = 
         1
     """
     start_s = clock.now_s()
-
     try:
         found: SearchResult | NotFasterError = _search_once(request, told)
     except NotFasterError as error:
