@@ -103,6 +103,10 @@ def _levels(scope: Scope, pinned: frozenset[str] | None) -> tuple[tuple[Rule, ..
     return tuple(map(tuple, found))
 
 
+# Choices with the values that nobody has to ask for: what is wrong with others is of no help.
+_PLAIN = {"cp": 1, "ep": 1, "zero_stage": 0, "zero_replicas": 1, "schedule": PLAIN_SCHEDULE, "virtual_stages": 1}
+
+
 class _Walk:
     """The enumeration, in an order that decides the choices of rules as early as possible.
 
@@ -118,7 +122,7 @@ class _Walk:
         self.base = pins.config if early else pins.config.but(**_UNDECIDED)
         self.illegal: Counter[str] = Counter()
         self.limited = False
-        self.error: tuple[tuple[int, int], PinError] | None = None
+        self.error: tuple[tuple[int, int, int], PinError] | None = None
 
     def _broken(self, level: int, draft: ParallelConfig) -> str | None:
         """Return the name of the first rule of a level that a draft breaks; the draft is decided up to that level."""
@@ -126,13 +130,15 @@ class _Walk:
             reason = rule.broken(draft, self.facts)
             if reason is not None:
                 if self.early:
-                    self._blame(rule, reason, level)
+                    self._blame(rule, reason, level, draft)
                 return rule.name
         return None
 
-    def _blame(self, rule: Rule, reason: str, level: int) -> None:
-        """Keep the rule that concerns pinned choices most; of several the last one."""
-        rank = (-sum(name in _DECIDED and name not in self.pins for name in rule.names), level)
+    def _blame(self, rule: Rule, reason: str, level: int, draft: ParallelConfig) -> None:
+        """Keep the rule that the plainest draft breaks; of several that of the fewest unpinned choices, or the last."""
+        unasked = (name for name in _PLAIN if name not in self.pins)
+        odd = sum(getattr(draft, name) != _PLAIN[name] for name in unasked)
+        rank = (-odd, -sum(name in _DECIDED and name not in self.pins for name in rule.names), level)
         if self.error is None or self.error[0] < rank:
             self.error = (rank, PinError(reason, rule.names))
 

@@ -14,6 +14,7 @@ from autoplan.config.parallel import Launch, Mode, ParallelConfig, RunOptions
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import AutoplanError, CaptureError, PinError, ProfileError
 from autoplan.search.planner import PlanRequest, estimate_config, search_plan
+from autoplan.search.request import space_of
 
 _CONFIG = ParallelConfig(dp=2, micro_batch_size=4, num_micro_batches=2)
 _PINS = {"tp": 1, "pp": 1, "micro_batch_size": 4, "zero_stage": 1}
@@ -123,6 +124,15 @@ def test_numbers_of_numpy_are_numbers() -> None:
 def test_pins_are_a_mapping() -> None:
     with pytest.raises(PinError, match="give a mapping from names to values"):
         _request(pins=["tp"])
+
+
+@pytest.mark.parametrize("more", [{}, {"cp": 1, "tp": 1}, {"pp": None, "dp": None, "zero_stage": None}])
+def test_pins_are_refused_for_what_was_asked(more: dict[str, Any]) -> None:
+    """The rule that is named is broken without any choice that nobody asked for: no other cp, ZeRO or copies of it."""
+    pins = {"schedule": "ZB-H1", "pp": 7, "dp": 8, "micro_batch_size": 1, "zero_stage": 2, **more}
+    given = {name: value for name, value in pins.items() if value is not None}
+    with pytest.raises(PinError, match="'ZB-H1' runs 64 micro-batches on 7 stages in 9 rounds, which must be equal"):
+        space_of(_request(cluster=Cluster.parse("7x8xh100"), global_batch_size=512, pins=given))
 
 
 def test_a_configuration_has_a_type_of_its_own() -> None:
