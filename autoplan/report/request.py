@@ -8,9 +8,9 @@ from typing import Any, Unpack
 
 from autoplan.catalog import load_model
 from autoplan.config.adapters import Adapters, read_adapters
-from autoplan.config.choices import OPTIONS, options_of, plain_option, read_mode
+from autoplan.config.choices import options_of, read_mode
 from autoplan.config.numbers import read_count, read_number
-from autoplan.config.planning import SearchSettings, SearchWords
+from autoplan.config.planning import TOLERANCES, SearchSettings, SearchWords
 from autoplan.config.settings import check_setting, setting
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import Profile
@@ -29,21 +29,8 @@ from autoplan.search.request import check_measured_on
 from autoplan.stacks.like import read_like
 from autoplan.sweeps.whatif import RunTask, check_sweep, read_constants
 
-# What the request in a plan file says besides the search
-_COMPARED = frozenset(
-    (
-        "seq_len",
-        "target_len",
-        "global_batch_size",
-        "precision",
-        "mode",
-        "like",
-        *OPTIONS,
-        "profile",
-        "constants",
-        "adapters",
-    )
-)
+# What the request in a plan file says of the search, which another command may do otherwise, and what follows from it
+_NOT_COMPARED = frozenset(("pins", "gap", "imbalance", *(record.name for record in TOLERANCES)))
 
 
 def read_run(task: TaskWords) -> RunTask:
@@ -65,18 +52,16 @@ def say_differences(task: TaskWords, request: PlanRequest) -> None:
 def _changed(task: TaskWords, request: PlanRequest) -> Iterator[str]:
     """Yield what the request in a plan file says otherwise than its arguments, if the command gives no other ones."""
     written = task.written
-    same = {f.name for f in fields(TaskWords)} - {"asked", "usual"}
-    if (
-        written is None
-        or written.config is not None
-        or any(getattr(task, name) != getattr(words_of(written), name) for name in same)
-    ):
+    if written is None or written.config is not None:  # the input of a framework has no request
+        return
+    own, names = words_of(written), {f.name for f in fields(TaskWords)} - {"asked", "usual"}
+    if any(getattr(task, name) != getattr(own, name) for name in names):
         return
     now = request_data(request)
     for name, value in written.request.items():
-        if name in _COMPARED and now.get(name) != value:
-            own = plain_option(now.get(name))
-            yield f"its request says {name}={value}, and what was asked gives {own}, which is priced; a flag changes it"
+        if name not in _NOT_COMPARED and (priced := now.get(name)) != value:
+            said = f"its request says {name}={value}, and what was asked gives {priced}"
+            yield f"{said}, which is priced; a flag changes it"
 
 
 def _graph(task: TaskWords, adapters: Adapters | None) -> ModelGraph:

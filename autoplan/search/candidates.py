@@ -42,7 +42,7 @@ class Candidates:
     Attributes:
         bounds: the best lower bound in seconds of each candidate that has one.
         first_bounds: bounds that ignore memory.
-        prepared: candidates with a cutter; under schedules with fixed cuts with a bound of their degrees under any one.
+        prepared: candidates with a cutter, of this process or its helper.
         plans: evaluated plans.
         cutters: those of this process.
         pair: the processes of this search.
@@ -61,7 +61,7 @@ class Candidates:
         self.outcomes: dict[ParallelConfig, Decided] = {}
         self.bounds: dict[ParallelConfig, float] = {}
         self.first_bounds: dict[ParallelConfig, float] = {}
-        self.prepared: dict[ParallelConfig, float | None] = {}
+        self.prepared: set[ParallelConfig] = set()
         self.cutters: dict[ParallelConfig, Cutter | ChunkCutter] = {}
         self.plans: Standings = Standings(request)
         self.shortages: dict[ParallelConfig, Shortage] = {}
@@ -177,13 +177,12 @@ class Candidates:
 
     def _known(self, candidate: ParallelConfig) -> tuple[Any, ...]:
         """Return what is known of a candidate, as data; `_learn` takes it."""
-        has = candidate in self.prepared
-        known = (of.get(candidate) for of in (self.bounds, self.first_bounds, self.shortages, self.prepared))
+        known = (of.get(candidate) for of in (self.bounds, self.first_bounds, self.shortages))
         how = self.outcomes.get(candidate)
-        return *known, has, None if how is None else (how[0].name, how[1])
+        return *known, candidate in self.prepared, None if how is None else (how[0].name, how[1])
 
     def _learn(self, candidate: ParallelConfig, known: tuple[Any, ...]) -> None:
-        bound, first, shortage, least_s, has, how = known
+        bound, first, shortage, has, how = known
         if bound is not None:
             self.bounds[candidate] = bound
         if first is not None:
@@ -191,7 +190,7 @@ class Candidates:
         if shortage is not None:
             self.shortages[candidate] = shortage
         if has:
-            self.prepared[candidate] = least_s
+            self.prepared.add(candidate)
         if how is not None:
             self.outcomes[candidate] = Outcome[how[0]], how[1]
 
@@ -275,7 +274,7 @@ class Candidates:
             self.first_bounds[candidate] = max(bound, self.first_bounds.get(candidate, 0.0))
             self.bounds[candidate] = max(bound, self.bounds.get(candidate, 0.0))
             self.cutters[candidate] = cutter
-            self.prepared[candidate] = cutter.least_s if isinstance(cutter, ChunkCutter) else None
+            self.prepared.add(candidate)
 
     def step(self, candidate: ParallelConfig, cutoff_s: float) -> None:
         """Give a candidate its cutter; if it has one, make its bound that with memory (`refine`)."""

@@ -134,9 +134,19 @@ class SearchResult:
     equals: tuple[tuple[ParallelConfig, float], ...] = ()
 
     @property
+    def known(self) -> tuple[tuple[ParallelConfig, float], ...]:
+        """Every plan with its step in seconds."""
+        return (*((p.config, p.estimate.step_time_s.mid) for p in self.plans), *self.equals)
+
+    @property
+    def fastest(self) -> ParallelConfig:
+        """The fastest plan."""
+        return min(self.known, key=lambda entry: entry[1])[0]
+
+    @property
     def fastest_s(self) -> float:
         """The step of the fastest plan in seconds."""
-        return min([p.estimate.step_time_s.mid for p in self.plans] + [step for _, step in self.equals])
+        return min(seconds for _, seconds in self.known)
 
 
 def final_status(

@@ -103,8 +103,9 @@ def _levels(scope: Scope, pinned: frozenset[str] | None) -> tuple[tuple[Rule, ..
     return tuple(map(tuple, found))
 
 
-# Choices with the values that nobody has to ask for: what is wrong with others is of no help.
-_PLAIN = {"cp": 1, "ep": 1, "zero_stage": 0, "zero_replicas": 1, "schedule": PLAIN_SCHEDULE, "virtual_stages": 1}
+# Choices whose values in the plainest configuration nobody has to ask for: what is wrong with others is of no help.
+_UNASKED = ("cp", "ep", "zero_stage", "zero_replicas", "schedule", "virtual_stages")
+_PLAINEST = ParallelConfig(zero_stage=ZERO_STAGES[0])
 
 
 class _Walk:
@@ -136,8 +137,8 @@ class _Walk:
 
     def _blame(self, rule: Rule, reason: str, level: int, draft: ParallelConfig) -> None:
         """Keep the rule that the plainest draft breaks; of several that of the fewest unpinned choices, or the last."""
-        unasked = (name for name in _PLAIN if name not in self.pins)
-        odd = sum(getattr(draft, name) != _PLAIN[name] for name in unasked)
+        unasked = (name for name in _UNASKED if name not in self.pins)
+        odd = sum(getattr(draft, name) != getattr(_PLAINEST, name) for name in unasked)
         rank = (-odd, -sum(name in _DECIDED and name not in self.pins for name in rule.names), level)
         if self.error is None or self.error[0] < rank:
             self.error = (rank, PinError(reason, rule.names))

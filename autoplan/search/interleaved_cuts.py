@@ -309,11 +309,6 @@ class ChunkCutter:
             self._steps[cut, recompute] = self.pricer.step_s(cut, recompute)
         return self._steps[cut, recompute]
 
-    @property
-    def least_s(self) -> float:
-        """A lower bound of the step for these degrees under any schedule: some rank does at least its share."""
-        return self.m * float(self.plain.time[-1]) / self.pp + self.plain.after_s
-
     def quick_bound_s(self) -> float:
         """Return a lower bound on the step time that ignores memory (see the module)."""
         return min(self._quick_bound_s(cut) for cut in self.cuts)

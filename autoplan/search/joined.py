@@ -31,9 +31,8 @@ def joined_plans(request: PlanRequest, first: SearchResult, second: SearchResult
     for plan in sorted((*first.plans, *second.plans), key=_seconds):
         if len(plans) < request.top and all(_differ(request, plan.config, other.config) for other in plans):
             plans.append(plan)
-    known = [(p.config, _seconds(p)) for p in (*first.plans[:1], *second.plans[:1])]
     equals: list[tuple[ParallelConfig, float]] = []
-    for entry in sorted([*known, *first.equals, *second.equals], key=lambda e: e[1]):
+    for entry in sorted((*first.known, *second.known), key=lambda e: e[1]):
         if entry[1] <= below_s and entry[0] not in (chosen.config, *(config for config, _ in equals)):
             equals.append(entry)
     certificate = _to_best(first.certificate, first.fastest_s, best_s, request.allowed_gap)

@@ -93,7 +93,7 @@ def _at_degrees(
     request: PlanRequest, result: SearchResult, search: _Search, until_s: float
 ) -> tuple[SearchResult, list[str]]:
     """Return the result with modules at the degrees of its fastest plan, and the sets of modules that were searched."""
-    fastest, tried = _fastest(result), list[str]()
+    fastest, tried = result.fastest, list[str]()
     degrees = replace(at_degrees(request, fastest), gap=0.0)
     for how in _modules(request, fastest):
         if clock.now_s() > until_s or result.certificate.stopped:
@@ -145,12 +145,6 @@ def _unknown(result: SearchResult | NotFasterError, status: Status) -> Certifica
     """Return the certificate of a search that ended before it knew any bound."""
     nothing: dict[str, Any] = dict.fromkeys(COUNTS, 0) | {"illegal_by_rule": {}, "too_big_by_term": {}}
     return replace(_certificate(result), **nothing, intra_gap=0.0, gap=1.0, status=status)
-
-
-def _fastest(result: SearchResult) -> ParallelConfig:
-    """Return the fastest plan of a result."""
-    plans = [(p.estimate.step_time_s.mid, p.config) for p in result.plans[:1]]
-    return min([*plans, *((seconds, config) for config, seconds in result.equals)], key=lambda e: e[0])[1]
 
 
 def _modules(request: PlanRequest, config: ParallelConfig) -> list[str]:

@@ -294,9 +294,9 @@ class _Search(Candidates):
             return
         near = limit_s(self.plans.cutoff_s(), NEAR)
         # without memory: more stages may need less of it, where fewer are too big or recompute
-        some = {c.but(context_method=None): None for c, bound in self.first_bounds.items() if bound <= near}
-        found = {each: None for c in some if not c.offload for each in more_stages(self.request, c)}
-        self._evaluate_later(list(found))
+        some = (c for c, bound in self.first_bounds.items() if bound <= near and not c.offload)
+        plain = dict.fromkeys(c.but(context_method=None) for c in some)
+        self._evaluate_later(list(dict.fromkeys(each for c in plain for each in more_stages(self.request, c))))
         for choices in (shorter_parts, other_copies):
             if self.plans.best:
                 self._evaluate_later(choices(self.request, self.plans.best[0]))

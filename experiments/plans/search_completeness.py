@@ -32,7 +32,7 @@ from autoplan.errors import AutoplanError
 from autoplan.report.degrees import checked_config
 from autoplan.search import clock
 from autoplan.search.estimate import Planned, estimate_config
-from autoplan.search.planner import SearchResult, search_plan
+from autoplan.search.planner import search_plan
 from autoplan.search.request import PlanRequest
 from autoplan.stacks.like import Like
 from autoplan.stacks.records import Framework
@@ -71,11 +71,6 @@ class Found:
         return self.slower > _CLOSE
 
 
-def fastest_s(result: SearchResult) -> float:
-    """Return the step of the fastest plan; the chosen one is the simplest of its equals."""
-    return min([result.plans[0].estimate.step_time_s.mid, *(seconds for _, seconds in result.equals)])
-
-
 def _fits_surely(planned: Planned) -> bool:
     """Return True if the high end of the need fits, as a search asks by default."""
     e = planned.estimate
@@ -108,7 +103,7 @@ def searched(request: PlanRequest, layouts: Sequence[ParallelConfig], reasons: C
     c, plan = result.certificate, result.plans[0]
     name = f"{request.graph.name} on {request.cluster.num_devices} x {request.cluster.device.name}"
     layouts_of = (config_label(best.config), config_label(plan.config))
-    times = (best.estimate.step_time_s.mid, fastest_s(result))
+    times = (best.estimate.step_time_s.mid, result.fastest_s)
     return Found(name, len(fitting), *layouts_of, *times, str(c.status), c.gap, c.solve_time_s)
 
 
