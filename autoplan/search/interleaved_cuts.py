@@ -47,7 +47,7 @@ from autoplan.search.windows import between_ends, by_stage, prefix
 def even_cut(seconds: tuple[float, ...], num_chunks: int) -> tuple[int, ...]:
     """Return units per chunk, each at least one, with the least sum of squared times of chunks."""
     windows = between_ends(prefix(np.array(seconds))) ** 2
-    windows[np.tri(len(windows), dtype=bool)] = np.inf
+    windows[_empty(len(windows))] = np.inf
     squares = by_stage(windows, num_chunks)  # chunk k, from its unit k + a to its unit k + b
     at = np.arange(squares.shape[1])
     least = np.where(at == at[-1], 0.0, np.inf)
@@ -55,13 +55,21 @@ def even_cut(seconds: tuple[float, ...], num_chunks: int) -> tuple[int, ...]:
     for each in squares[::-1]:  # last chunk first
         through = each + least
         nexts.append(through.argmin(axis=1))
-        least = through[at, nexts[-1]]
+        least = through.min(axis=1)
     out, first = [], 0
     for step in reversed(nexts):
         last = int(step[first])
         out.append(last + 1 - first)
         first = last
     return tuple(out)
+
+
+@lru_cache(maxsize=256)
+def _empty(count: int) -> NDArray[np.bool_]:
+    """Return True at i and j where no unit is in i .. j - 1."""
+    out = np.tri(count, dtype=bool)
+    out.setflags(write=False)
+    return out
 
 
 @lru_cache(maxsize=4096)

@@ -63,7 +63,7 @@ def other_copies(request: PlanRequest, best: Evaluated) -> list[ParallelConfig]:
         c = c.but(offload=())
     counts = zero_replica_counts(c.dp, c.cp, c.zero_stage, c.tp, c.ep, c.expert_tp)
     others = (c.but(zero_replicas=n) for n in counts if n != c.zero_replicas)
-    return [each for each in others if broken(each, facts, request.scope) is None]
+    return [each for each in others if broken(each, facts, request.scope, "zero_replicas") is None]
 
 
 def more_stages(request: PlanRequest, candidate: ParallelConfig) -> Iterator[ParallelConfig]:
@@ -78,5 +78,7 @@ def more_stages(request: PlanRequest, candidate: ParallelConfig) -> Iterator[Par
     numbers = {*SCHEDULES[c.schedule].searched, *(v for size in sizes for v in divisors(size))}
     for number in sorted(numbers - {1, c.virtual_stages}):
         each = c.but(virtual_stages=number)
-        if each.num_actions <= _MORE_ACTIONS * MAX_ACTIONS and broken(each, request.facts, request.scope) is None:
+        if each.num_actions > _MORE_ACTIONS * MAX_ACTIONS:
+            continue
+        if broken(each, request.facts, request.scope, "virtual_stages") is None:
             yield each

@@ -57,11 +57,15 @@ class RankStates:
 
 @dataclass(frozen=True)
 class Rows:
-    """The memory of a rank with several chunks that recompute does not change, in bytes by action."""
+    """The memory of a rank with several chunks that recompute does not change, in bytes by action.
+
+    `more`: by chunk, the most that a moment of its first backward has beyond those of its fullest backward.
+    """
 
     grads: Array
     reducing: Array
     gathered: Array
+    more: dict[int, float]
 
 
 @dataclass(frozen=True)

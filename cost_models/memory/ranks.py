@@ -499,6 +499,8 @@ class MemoryModel:
             return out
         for k, at in row.spans.items():
             i = at.first_end
+            if total[i] + rows.more[k] < total[most]:
+                continue
             out += self._first_backward(
                 chunks[k],
                 float(now[i]) - held[k].one,
@@ -516,9 +518,8 @@ class MemoryModel:
         from its first backward on, those of ZeRO 1 as shards after its last. Megatron's buffers of ZeRO 0 to 2 (of
         gradients: 0 and 1) always exist.
         """
-        found = self._known_rows.get((rank, mine))
-        if found is not None:
-            return found
+        if (rank, mine) in self._known_rows:
+            return self._known_rows[rank, mine]
         spans, units = row.spans, dict(zip(self.chunks_of[rank], mine, strict=True))
         grads, gathered = (np.zeros(len(row.chunks) + 1) for _ in range(2))
         for k, at in spans.items():
@@ -533,8 +534,10 @@ class MemoryModel:
         reducing = np.where(np.arange(len(grads)) > min(at.first_end for at in spans.values()), scattered, 0.0)
         if self.has_gradient_buffer:
             grads[:] = most_grads
-        found = self._known_rows[rank, mine] = Rows(grads, reducing, gathered)
-        return found
+        more = {k: sum(self.first_grads[u] for u in units[k]) for k in spans}
+        if self.config.zero_stage:
+            more = {k: n + max(self.largest_grad[u] + 2 * self.largest[u] for u in units[k]) for k, n in more.items()}
+        return self._known_rows.setdefault((rank, mine), Rows(grads, reducing, gathered, more))
 
     def _first_backward(
         self,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -47,12 +48,25 @@ class TimelineEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step. `rank_end_s`: when each rank finishes. `busy_s`: how long each rank computes."""
+    """One step.
+
+    Attributes:
+        rank_end_s: when each rank finishes.
+        events: actions in time, if they were asked for.
+        slot_s: seconds of every slot (`VisitOrder.slots`).
+        slots: per rank (slot, number of actions).
+    """
 
     end_s: float
     rank_end_s: tuple[float, ...]
-    busy_s: tuple[float, ...]
-    events: tuple[TimelineEvent, ...] = ()
+    events: tuple[TimelineEvent, ...]
+    slot_s: Sequence[float]
+    slots: tuple[tuple[tuple[int, int], ...], ...]
+
+    @cached_property
+    def busy_s(self) -> tuple[float, ...]:
+        """The seconds that each rank computes."""
+        return tuple(sum(self.slot_s[slot] * count for slot, count in row) for row in self.slots)
 
     @property
     def bubble_s(self) -> tuple[float, ...]:
@@ -106,14 +120,13 @@ def simulate(
         # a sender that pays, too, ends when its message has arrived; the receiver begins to receive that much earlier
         lags = [-lag if transfer is Transfer.BOTH else 0.0 for lag in lags]
     ends, clock = _run(program, durations.tolist(), lags)
-    busy = tuple(sum(compute[slot] * count for slot, count in row) for row in program.slots)
     recorded: list[TimelineEvent] = []
     if events:
         columns = program.rank_list, program.slot_list, sent.tolist(), program.what, ends
         for rank, slot, sending, action, end in zip(*columns, strict=True):
             start = end - sending - compute[slot]
             recorded.append(TimelineEvent(rank, action.chunk, action.micro_batch, action.kind, start, end - sending))
-    return Timeline(max(clock), tuple(clock), busy, tuple(recorded))
+    return Timeline(max(clock), tuple(clock), tuple(recorded), compute, program.slots)
 
 
 def _durations(program: VisitOrder, chunks: Sequence[ChunkTimes]) -> list[float]:

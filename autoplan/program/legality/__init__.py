@@ -19,6 +19,7 @@ no model makes legal.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 from autoplan.config.choice import Choice
 from autoplan.config.choices import CHOICES
@@ -57,14 +58,23 @@ VALUES: tuple[Rule, ...] = tuple(Rule(f"no {c.name} of any plan", (c.name,), _va
 RULES: tuple[Rule, ...] = (*devices.RULES, *data.RULES, *experts.RULES, *steps.RULES, *stack.RULES)
 
 
-def broken(config: ParallelConfig, facts: Facts, scope: Scope) -> Broken | None:
-    """Return the first rule in `scope` that a configuration breaks; None if it is legal."""
-    for rule in (*VALUES, *RULES):
-        if rule.scope <= scope and not rule.of_pins:
-            reason = rule.broken(config, facts)
-            if reason is not None:
-                return Broken(rule, reason)
+def broken(config: ParallelConfig, facts: Facts, scope: Scope, changed: str | None = None) -> Broken | None:
+    """Return the first rule in `scope` that a configuration breaks; None if it is legal.
+
+    Args:
+        changed: the one choice in which it differs from a legal configuration; other rules are not looked at.
+    """
+    for rule in _rules(scope, changed):
+        reason = rule.broken(config, facts)
+        if reason is not None:
+            return Broken(rule, reason)
     return None
+
+
+@cache
+def _rules(scope: Scope, changed: str | None) -> tuple[Rule, ...]:
+    some = (rule for rule in (*VALUES, *RULES) if rule.scope <= scope and not rule.of_pins)
+    return tuple(rule for rule in some if changed is None or changed in rule.names)
 
 
 def check_legal(config: ParallelConfig, facts: Facts, scope: Scope) -> None:
