@@ -27,6 +27,10 @@ _ATTENTION: tuple[tuple[str, Attention], ...] = (
     (r"FlashAttention-?3|cuDNN", Attention.FUSED),
     (r"FlashAttention-?2|flash-?attn-?2", Attention.FLASH2),
     (r"xformers", Attention.FLASH1),
+    # Megatron's words; its own implementation of a layer keeps scores in memory
+    (r"attention-backend=(unfused|local)|transformer-impl=local", Attention.UNFUSED),
+    (r"attention-backend=flash", Attention.FLASH2),
+    (r"attention-backend=fused|NVTE_FUSED_ATTN=1", Attention.FUSED),
 )
 _DISPATCHERS: tuple[tuple[str, Dispatcher], ...] = (
     (r"dispatcher[-_a-z]*[=: ]+all-?to-?all|all-?to-?all dispatcher|A2A dispatcher|^A2A$", Dispatcher.ALL_TO_ALL),

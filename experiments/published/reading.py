@@ -139,6 +139,55 @@ LATENT_Q_RANKS: tuple[int | None, ...] = (1536, None)
 
 LATENT: Mapping[str, int] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 
+# What the sources of rows state of a run beside the columns of the table, in the words of notes and flags: (searched
+# for in the source, words). The words of all patterns that match hold; those of the row itself come first.
+#
+# Megatron-LM's functional tests: the model_config.yaml in the folder of the golden values that a row names
+# (NVIDIA/Megatron-LM, tests/functional_tests/test_cases, August 2026). moe_ffn is --moe-ffn-hidden-size, shared_ffn
+# --moe-shared-expert-intermediate-size, first_dense_layers the zeros of --moe-layer-freq, mtp_layers --mtp-num-layers,
+# ETP --expert-tensor-parallel-size, vpp the chunks of --pipeline-model-parallel-layout over the stages; a backend of
+# `local` is Megatron's own, which is not fused. The heads of all with experts are as in LATENT. Left: a dense model
+# with latent attention (gpt3_mcore_te_tp2_pp2_mla), layers that are not gated, with experts.
+_FUNCTIONAL = r"functional_tests/test_cases/"
+_SMALL_EXPERTS = "moe_ffn=1024 shared_ffn=1024 q_lora_rank=1536 kv_lora_rank=512 ETP=1 attention-backend=unfused"
+STATED_BY_SOURCE: tuple[tuple[str, str], ...] = (
+    (
+        rf"{_FUNCTIONAL}moe/deepseek_proxy_fsdp_ep2_fsdp2",
+        "moe_ffn=1024 shared_ffn=1024 first_dense_layers=1 q_lora_rank=256 kv_lora_rank=128 ETP=1 "
+        "attention-backend=unfused",
+    ),
+    (rf"{_FUNCTIONAL}moe/gpt3_(moe_)?mcore_te_tp2_pp2_ep4_etp1_", _SMALL_EXPERTS),
+    (rf"{_FUNCTIONAL}moe/.*_etp1_(memory_speed|mtp_resume|resume)", "first_dense_layers=1"),
+    (rf"{_FUNCTIONAL}moe/.*_etp1_(selective|fine_grained|no_mtp)", "first_dense_layers=3 vpp=4"),
+    (rf"{_FUNCTIONAL}moe/.*_fine_grained_offloading", "fine-grained-activation-offloading=True"),
+    (rf"{_FUNCTIONAL}moe/.*_etp1_(memory_speed|mtp_resume|selective|fine_grained)", "mtp_layers=1"),
+    (
+        rf"{_FUNCTIONAL}mixtral/deepseekv3_proxy_flex_",
+        "moe_ffn=2048 shared_ffn=2048 first_dense_layers=3 mtp_layers=1 q_lora_rank=1536 kv_lora_rank=512 ETP=1 "
+        "NVTE_FUSED_ATTN=1",
+    ),
+    (rf"{_FUNCTIONAL}mixtral/deepseekv3_proxy_flex_tp1pp4", "vpp=2"),
+    (rf"{_FUNCTIONAL}mixtral/deepseekv3_proxy_flex_tp2pp2", "vpp=1"),
+    (rf"{_FUNCTIONAL}mixtral/mixtral_8x7b_tp1pp4ep8vpp8_", "ETP=1"),
+    (rf"{_FUNCTIONAL}moe/gpt3_moe_mcore_te_ep8_", "moe_ffn=1024"),
+    (rf"{_FUNCTIONAL}moe/gpt3_moe_mcore_te_tp4_ep2_etp2_", "moe_ffn=1024 shared_ffn=512 ETP=2"),
+    (rf"{_FUNCTIONAL}moe/.*_scoped_cudagraph", "first_dense_layers=4 mtp_layers=1 vpp=4"),
+    (rf"{_FUNCTIONAL}moe/gpt3_mcore_te_tp2_pp1_te_.*8experts_etp1_ep4", "ETP=1 attention-backend=unfused"),
+    (rf"{_FUNCTIONAL}moe/gpt3_mcore_te_tp2_pp1_te_8experts2parallel_", "attention-backend=unfused"),
+    (rf"{_FUNCTIONAL}moe/gpt3_mcore_tp2_pp2_ep2_etp2_", "ETP=2"),
+    (rf"{_FUNCTIONAL}(moe/gpt3_mcore_tp2_pp2_|gpt/gpt3_mcore_tp\d)", "transformer-impl=local"),
+    (rf"{_FUNCTIONAL}\w+/gpt3_mcore_\w*cp2[_/]", "attention-backend=flash"),
+    (rf"{_FUNCTIONAL}(bert/|t5/t5_release|gpt/gpt3_mcore_te_tp2_pp2_mla)", "attention-backend=unfused"),
+    (rf"{_FUNCTIONAL}gpt/gpt3_mcore_te_(tp1_pp1|tp1_pp4_vp1|tp4_pp1)_dist_opt", "attention-backend=unfused"),
+    (rf"{_FUNCTIONAL}gpt/gpt3_mcore_te_tp1_pp4_vp(1/|1_tun|1_une|2_account)", "attention-backend=unfused"),
+)
+
+
+def stated_by(source: str) -> str:
+    """Return what a source states of a run beside the columns of the table (STATED_BY_SOURCE); "" if nothing."""
+    return " ".join(words for pattern, words in STATED_BY_SOURCE if re.search(pattern, source))
+
+
 # Runs of which their own source says that the step is not that of the settings alone: (searched for in source, notes
 # and model, why). They are priced and counted like all others; averages are given with and without them.
 DOUBTED: tuple[tuple[str, str], ...] = (
@@ -149,7 +198,8 @@ DOUBTED: tuple[tuple[str, str], ...] = (
     ),
     (
         r"deepseek_proxy_fsdp_ep2_fsdp2_1node/golden_values_dev_dgx_gb200",
-        "its steps 2 to 49 take 0.14 to 11.1 s (golden values): it waits for something that no setting states",
+        "its steps 2 to 49 take 0.14 to 11.1 s (golden values; 0.12 to 0.15 s in those of April 2026): it waits for "
+        "something that no setting states",
     ),
     (
         r"container 26\.06\.01.*GPT OSS 120B",

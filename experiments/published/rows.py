@@ -292,11 +292,11 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
     if pp > 1 and zero[0] == 2:  # in a pipeline gradients are reduced once per step, not after each micro-batch
         zero = (1, 2)
     batch, era = row.needed("global_batch"), era_of(row["source"], row["notes"], row["gpu"])
-    said = f"{row['flags']} {row['schedule']} {row['model']}"
+    said = f"{row['flags']} {row['schedule']} {row['model']} {row.stated}"
     options = default_options(framework, era, said, row["gpu"], row["precision"], row["notes"], row["model"])
     split = row["sp"] != "0" if row["sp"] else options.sequence_parallel  # blank: as the framework has it
     options = replace(options, sequence_parallel=split or tp == 1)
-    if shape.kind.latent and framework in reading.DETERMINISTIC:
+    if shape.kind.latent and framework in reading.DETERMINISTIC and not row.stated:
         options = replace(options, attention=Attention.UNFUSED)
     if options.whole_sums and find(tables.PRECISION_WORDS, row["precision"]) == "bf16":
         # ZeRO 0 of DeepSpeed's file: the BF16 optimizer shards its state itself
@@ -369,7 +369,7 @@ def _settings(row: Row, shape: Shape, framework: Framework) -> _Ran:
             schedule=tables.INTERLEAVED.get(r.schedule, r.schedule) if chunks > 1 else r.schedule,
             virtual_stages=chunks,
             recompute=again,
-            stages=equal_stages(shape.layers, pp, chunks) if num_copies(r.schedule) == 1 else None,
+            stages=_stages(shape, pp, chunks) if num_copies(r.schedule) == 1 else None,
             offload=r.on_host.state,
         )
         return Setting(r.mode, config, options, r.recompute if of_layers else "", instead=instead)
@@ -397,6 +397,15 @@ def _expert_tensor_degrees(
         usual = (None,) if stated == tp else (stated,)
     legal = [etp for etp in usual if ranks % (ep * (etp or tp)) == 0 and shape.expert_ffn % (etp or tp) == 0]
     return tuple(legal) or (None,)
+
+
+def _stages(shape: Shape, pp: int, chunks: int) -> tuple[int, ...] | None:
+    """Equal chunks; layers that predict tokens after the next are in the last one, with the loss (Megatron-Core)."""
+    decoder = shape.layers - shape.predicting
+    if pp == 1 or not shape.predicting or decoder % (pp * chunks):
+        return equal_stages(shape.layers, pp, chunks)
+    *first, last = _layers(decoder, pp * chunks)
+    return (*first, last + shape.predicting)
 
 
 def _zero_replicas(row: Row, ranks: int) -> int:

@@ -27,7 +27,8 @@ from experiments.published.table import Row, Unstated
 
 @dataclass(frozen=True)
 class Kind:
-    """What the dimensions alone do not say. `latent`: attention with compressed keys; `q_rank` of its queries."""
+    """What the dimensions alone do not say. `latent`: attention with compressed keys; `q_rank`, `kv_rank`: to how many
+    dimensions its queries and its keys and values are compressed."""
 
     gated: bool
     tied: bool
@@ -35,13 +36,15 @@ class Kind:
     latent: bool = False
     q_rank: int | None = None
     expert_every: int = 1
+    kv_rank: int = reading.LATENT["kv_lora_rank"]
 
 
 @dataclass(frozen=True)
 class Shape:
     """Dimensions of a decoder. `num_experts` 0: dense. `first_dense`: layers without experts at the start.
 
-    `adapters`: all that is trained, or None; `family`: of reading.FAMILIES, or "".
+    `adapters`: all that is trained, or None; `family`: of reading.FAMILIES, or ""; `predicting`: how many of the layers
+    predict tokens after the next, behind the last of the others.
     """
 
     layers: int
@@ -59,6 +62,7 @@ class Shape:
     kind: Kind
     adapters: Adapters | None = None
     family: str = ""
+    predicting: int = 0
 
     @property
     def num_params(self) -> int:
@@ -96,8 +100,8 @@ class Shape:
         c = reading.LATENT
         queries = self.heads * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
         q = h * queries if k.q_rank is None else k.q_rank * (h + queries)
-        up = c["kv_lora_rank"] * self.heads * (c["qk_nope_head_dim"] + c["v_head_dim"])
-        return q + h * (c["kv_lora_rank"] + c["qk_rope_head_dim"]) + up + self.heads * c["v_head_dim"] * h
+        up = k.kv_rank * self.heads * (c["qk_nope_head_dim"] + c["v_head_dim"])
+        return q + h * (k.kv_rank + c["qk_rope_head_dim"]) + up + self.heads * c["v_head_dim"] * h
 
     def config(self) -> dict[str, Any]:
         """Return the fields of a Hugging Face config with these dimensions."""
@@ -146,6 +150,7 @@ class Shape:
                 **reading.LATENT,
                 "model_type": "deepseek_v3",
                 "q_lora_rank": k.q_rank,
+                "kv_lora_rank": k.kv_rank,
                 "n_routed_experts": self.num_experts,
                 "n_shared_experts": self.shared_ffn // self.expert_ffn,
                 "first_k_dense_replace": self.first_dense,
@@ -209,7 +214,9 @@ class Shapes:
             match = ShapeMatch(found[0], tuple(found[1:]), blank)
         else:
             match = _fitted(row, candidates, blank, published * 1e9)
-        if row.framework in reading.PREDICTS_NEXT.get(match.shape.family, frozenset()) and row["params_b"]:
+        if predicting := row.noted("mtp_layers"):
+            match = _with_layers(match, predicting, predicting)
+        elif row.framework in reading.PREDICTS_NEXT.get(match.shape.family, frozenset()) and row["params_b"]:
             match = _predicting_next(row, match)
         adapters = _adapters(row)
         if adapters is None:
@@ -226,8 +233,14 @@ def _predicting_next(row: Row, match: ShapeMatch) -> ShapeMatch:
     """With the layer that predicts the token after the next, which the published number of layers leaves out."""
     if era_of(row["source"], row["notes"], row["gpu"]) < reading.PREDICTS_NEXT_SINCE:
         return match
-    first, *others = (replace(s, layers=s.layers + 1) for s in (match.shape, *match.others))
-    note = "multi-token prediction is priced as one more layer"
+    return _with_layers(match, 1)
+
+
+def _with_layers(match: ShapeMatch, more: int, predicting: int = 0) -> ShapeMatch:
+    """With layers that predict the tokens after the next; `predicting`: those of them that are behind all others."""
+    shapes = (match.shape, *match.others)
+    first, *others = (replace(s, layers=s.layers + more, predicting=predicting) for s in shapes)
+    note = f"multi-token prediction is priced as {'one more layer' if more == 1 else f'{more} more layers'}"
     return replace(match, shape=first, others=tuple(others), notes=(*match.notes, note))
 
 
@@ -369,6 +382,9 @@ def _usual_kv_heads(heads: int, era: float, gated: bool, size: float) -> list[in
 def _usual_kind(row: Row, shape: Shape) -> Kind:
     """Where nothing says what kind of layer it is: latent attention with many experts, in frameworks that know it, or
     where it explains the number of heads."""
+    latent = replace(shape.kind, latent=True, q_rank=reading.LATENT_Q_RANKS[0], head_dim=reading.LATENT["v_head_dim"])
+    if shape.num_experts and (kv_rank := row.noted("kv_lora_rank")):
+        return replace(latent, q_rank=row.noted("q_lora_rank") or None, kv_rank=kv_rank)
     least, since = reading.LATENT_EXPERTS
     if re.search(reading.LATENT_NAMES, row["model"], re.IGNORECASE):
         least = 1
@@ -376,7 +392,7 @@ def _usual_kind(row: Row, shape: Shape) -> Kind:
     narrow = row.framework is Framework.OTHER and shape.kind.head_dim < min(reading.HEAD_DIMS)
     if not (known or narrow) or shape.num_experts < least or shape.kv_heads != shape.heads:
         return shape.kind
-    return replace(shape.kind, latent=True, q_rank=reading.LATENT_Q_RANKS[0], head_dim=reading.LATENT["v_head_dim"])
+    return latent
 
 
 def _vocabs(row: Row, era: float) -> list[int]:

@@ -119,9 +119,14 @@ class Row:
             return Framework.NEMO
         return found
 
+    @property
+    def stated(self) -> str:
+        """What the source of the row states beside its columns."""
+        return reading.stated_by(self["source"])
+
     def noted(self, name: str) -> int:
-        """`name=NUMBER` in the notes, else 0."""
-        match = re.search(rf"\b{name}=(\d+)", self["notes"])
+        """`name=NUMBER` in the notes, else in what the source states, else 0."""
+        match = re.search(rf"\b{name}=(\d+)", f"{self['notes']} {self.stated}")
         return int(match.group(1)) if match else 0
 
 

@@ -74,8 +74,9 @@ _CHUNKS = r"\b(?:VPP|VP|virtual[ _-]?(?:pipeline|stages?|size)*|chunks|v)\s*[=: 
 
 
 def stated_chunks(row: Row) -> int | None:
-    """Chunks per rank in the column or with the schedule's name, None where neither says it."""
-    if not row["vpp"] and (match := re.search(_CHUNKS, row["schedule"], re.IGNORECASE)) is not None:
+    """Chunks per rank in the column, with the schedule's name or in the source; None where none says it."""
+    said = f"{row['schedule']} {row.stated}"
+    if not row["vpp"] and (match := re.search(_CHUNKS, said, re.IGNORECASE)) is not None:
         return int(match.group(1))
     return row.count("vpp")
 
@@ -161,10 +162,11 @@ def offload_of(row: Row, zero_stage: int, shards: int) -> Words[OnHost]:
     one widens the interval; what runs beside other work, too. Words that do not say what is offloaded: parameters where
     ZeRO 3 shards them, else the optimizer's state; activations widen the interval.
     """
+    texts = {name: row[name] for name in ("flags", "recompute", "zero_stage", "notes")} | {"source": row.stated}
     said = [
         part
-        for column in ("flags", "recompute", "zero_stage", "notes")
-        for part in re.split(r"[;|]|, ", row[column])
+        for column, text in texts.items()
+        for part in re.split(r"[;|]|, ", text)
         if re.search(_OFFLOAD, part, re.IGNORECASE)
         and not re.search(_NEGATED, part, re.IGNORECASE)
         and (column != "notes" or re.search(_STATED, part, re.IGNORECASE))

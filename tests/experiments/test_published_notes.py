@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from made_up import QWEN, case_of
 
-from autoplan.config.parallel import Dispatcher, Launch
+from autoplan.config.parallel import Attention, Dispatcher, Launch
 from autoplan.stacks.records import Framework
-from experiments.published.reading import doubt_of
+from experiments.published.reading import STATED_BY_SOURCE, doubt_of, stated_by
 from experiments.published.results import Result, doubt_text, summary_of
 from experiments.published.summary import markdown
 
@@ -108,6 +108,60 @@ def test_names_tell_layers_that_dimensions_do_not() -> None:
     proxy = case_of(**{**few, "source": "Megatron-LM functional_tests", "model": "deepseek_proxy"})
     assert proxy.task.shape.kind.latent
     assert not case_of(**{**few, "source": "Megatron-LM functional_tests"}).task.shape.kind.latent
+
+
+CASES = "NVIDIA/Megatron-LM tests/functional_tests/test_cases"
+TESTED = {**MOE, "layers": "16", "moe_experts": "32", "moe_topk": "4", "kv_heads": "32", "tp": "2", "pp": "2",
+          "vpp": "4", "dp": "2", "ep": "4", "n_gpus": "8", "params_b": "", "micro_batch": "4", "global_batch": "32",
+          "notes": "", "schedule": "1F1B"}  # fmt: skip
+
+
+def functional(name: str, **fields: str) -> Any:
+    return case_of(**{**TESTED, "source": f"{CASES}/moe/{name}/golden_values_dev_dgx_h100.json", **fields})
+
+
+def test_the_file_of_a_functional_test_states_what_the_table_has_no_column_for() -> None:
+    found = functional("gpt3_mcore_te_tp2_pp2_ep4_etp1_memory_speed")
+    shape, setting = found.task.shape, found.task.settings[0]
+    assert (shape.expert_ffn, shape.shared_ffn, shape.first_dense) == (1024, 1024, 1)
+    assert shape.kind.latent and (shape.kind.q_rank, shape.kind.kv_rank) == (1536, 512)
+    assert setting.options.attention is Attention.UNFUSED and setting.config.etp == 1
+    # the layer that predicts the token after the next is in the last chunk
+    assert (shape.layers, shape.predicting, setting.config.stages) == (17, 1, (2, 2, 2, 2, 2, 2, 2, 3))
+    assert "multi-token prediction is priced as one more layer" in found.notes
+    proxy = functional("deepseek_proxy_fsdp_ep2_fsdp2_ep_overlap", moe_experts="8").task.shape
+    assert (proxy.kind.q_rank, proxy.kind.kv_rank, proxy.layers) == (256, 128, 16)
+    config = proxy.config()
+    assert (config["q_lora_rank"], config["kv_lora_rank"], config["first_k_dense_replace"]) == (256, 128, 1)
+    assert proxy.num_params < replace(proxy, kind=replace(proxy.kind, kv_rank=512)).num_params
+    # what a row says itself comes first
+    assert functional("deepseek_proxy_fsdp_ep2_fsdp2_ep_overlap", notes="moe_ffn=256").task.shape.expert_ffn == 256
+    unread = functional("another_test")
+    assert unread.row.stated == "" and unread.task.shape.layers == 16 and unread.task.shape.kind.kv_rank == 512
+    assert unread.task.settings[0].options.attention is Attention.UNFUSED  # as all that are deterministic
+
+
+def test_layers_in_a_layout_and_offloading_are_read_from_the_file_of_a_test() -> None:
+    offloaded = functional("gpt3_moe_mcore_te_tp2_pp2_ep4_etp1_fine_grained_offloading", layers="15", vpp="")
+    config = offloaded.task.settings[0].config
+    assert (config.virtual_stages, config.recompute, config.stages) == (4, "offload", None)  # 16 layers, 8 chunks
+    assert offloaded.task.shape.first_dense == 3 and config.offload == ()
+
+
+@pytest.mark.parametrize(("test", "attention"), [
+    ("bert/bert_mcore_tp2_pp2", Attention.UNFUSED), ("gpt/gpt3_mcore_te_tp1_pp4_vp1", Attention.UNFUSED),
+    ("gpt/gpt3_mcore_tp1_pp2", Attention.UNFUSED), ("gpt/gpt3_mcore_te_tp2_pp2_cp2", Attention.FLASH2),
+    ("gpt/gpt3_mcore_te_tp1_pp4_vp1_resume_torch_dist", Attention.FUSED),
+    ("mixtral/deepseekv3_proxy_flex_tp1pp4emp16etp1cp1_release", Attention.FUSED),
+])  # fmt: skip
+def test_the_file_of_a_functional_test_names_the_attention_backend(test: str, attention: Attention) -> None:
+    source = f"{CASES}/{test}/golden_values_dev_dgx_h100.json"
+    assert case_of(**{**TESTED, "moe_experts": "8", "source": source}).task.settings[0].options.attention is attention
+
+
+def test_only_sources_that_are_named_state_anything() -> None:
+    assert all(pattern.startswith("functional_tests/") for pattern, _ in STATED_BY_SOURCE)
+    assert stated_by(BRIDGE) == stated_by("functional_tests") == ""
 
 
 def test_steps_that_their_own_source_doubts_are_counted_and_named() -> None:
