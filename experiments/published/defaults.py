@@ -78,6 +78,8 @@ EVERY_OTHER = r"^selective \((op|every other layer|2)\)"
 CORE_ATTENTION = r"^selective( \(core_attn\))?$"  # the planner's selective recompute
 _MODULE = f"(?:{'|'.join(MODULES)})"  # of Megatron's --recompute-modules
 MODULES_RECOMPUTED = rf"^selective \(({_MODULE}(?:, ?{_MODULE})*)\)$"
+# Megatron's own flag, beside "selective"
+MODULES_IN_FLAGS = rf"recompute-modules=\[({_MODULE}(?: {_MODULE})*)\]"
 
 # Words of a row (letters and digits only) -> the planner's schedules; several if the planner lacks the exact one. ZBB
 # (Qi et al., Zero Bubble Pipeline Parallelism, 2023) on chunks of one rank is interleaved; ZB-H2 and the adaptive

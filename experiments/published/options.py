@@ -49,6 +49,8 @@ _OVERLAPS: tuple[tuple[str, str], ...] = (
 _APART: tuple[tuple[str, str], ...] = (
     (r"EP[- ](?:comm )?overlap(?: is)? (?:off|disabled)|(?:no|without) EP[- ]overlap|A2A_OVERLAP=(?:0|False)", "ep"),
 )
+# Megatron adds gradients apart from products with this flag (RunOptions.fused_accumulation)
+_ADDED_APART = r"no-gradient-accumulation-fusion=True"
 _OVERLAPS_ZERO = r"overlap-(grad-reduce|param-gather)|\bDP\b[^;]*overlap|comm overlap"
 
 _FINE_TUNED = r"\b(SFT|LoRA|LORA)\b|[Ff]ine-?tun"
@@ -80,6 +82,7 @@ def default_options(
         dispatcher=find(_DISPATCHERS, flags) or find(_DISPATCHERS, notes) or usual.dispatcher,
         overlap=(usual.overlap | said) - apart,
         overlap_zero=usual.overlap_zero or re.search(_OVERLAPS_ZERO, flags, re.IGNORECASE) is not None,
+        fused_accumulation=usual.fused_accumulation and re.search(_ADDED_APART, flags) is None,
         document_len=_document_len(framework, era)
         if re.search(_FINE_TUNED, f"{flags} {notes}") and not re.search(_WHOLE, model)
         else None,

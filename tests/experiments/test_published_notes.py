@@ -164,6 +164,15 @@ def test_only_sources_that_are_named_state_anything() -> None:
     assert stated_by(BRIDGE) == stated_by("functional_tests") == ""
 
 
+def test_flags_name_modules_that_are_computed_again_and_sums_apart() -> None:
+    again = {**MOE, "recompute": "selective", "flags": "recompute-modules=[layernorm mla_up_proj mlp moe_act]"}
+    setting = case_of(**again).task.settings[0]
+    assert setting.config.recompute == "modules:layernorm,mla_up_proj,mlp,moe_act"
+    assert case_of(**{**again, "flags": ""}).task.settings[0].config.recompute == "selective"
+    apart = options_of(flags="no-gradient-accumulation-fusion=True")
+    assert not apart.fused_accumulation and options_of().fused_accumulation
+
+
 def test_steps_that_their_own_source_doubts_are_counted_and_named() -> None:
     folder = "NVIDIA/Megatron-LM tests/functional_tests/test_cases/moe/gpt3_mcore_te_tp2_pp2_ep4_etp1_memory_speed"
     assert "1.1 to 14.7 s" in doubt_of(f"{folder}/golden_values_dev_dgxh100_dgxc.json", "", "")
