@@ -38,6 +38,7 @@ class Choice:
         about: The effect of a pin, in Markdown, for docs/training.md; empty: `help`.
         written: How a value is written as text.
         words: The enum of the legal words, or the words themselves; empty if `obstacle` decides.
+        former: The words for false and true, which older files have for a choice that was a switch.
         flags: The flags on the command line. Empty: `--name`, and `--no-name` for a switch that is on by default.
         left_out: True if the command line has no default of its own, because the value follows from other choices.
         obstacle: Returns the reason why a value is illegal for every model and cluster, starting with `name=value`, or
@@ -67,6 +68,7 @@ class Choice:
     about: str = ""
     written: Written = Written.COUNT
     words: type[StrEnum] | tuple[str, ...] = ()
+    former: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     left_out: bool = False
     obstacle: Callable[[str, object], str | None] | None = None
@@ -109,6 +111,8 @@ class Choice:
         if self.written is Written.SWITCH and not isinstance(given, bool):
             raise PinError(f"{self.name}={given!r} must be true or false")
         if self.written is Written.WORD:
+            if isinstance(given, bool) and self.former:
+                given = self.former[given]
             if given not in tuple(self.words):
                 raise PinError(f"{self.name} {given!r} is not known; use {', '.join(self.words)}")
             return self.words(given) if isinstance(self.words, type) else given

@@ -27,6 +27,26 @@ class Attention(StrEnum):
     FUSED = "fused"
 
 
+class FusedLoss(StrEnum):
+    """The kernels of the cross entropy over a vocabulary.
+
+    NO: the steps of a softmax in kernels of their own, over logits in 32 bits. COMPILED: these steps compiled into
+    three kernels (Megatron's `native` fusion). FLASH: one kernel reads the logits in 16 bits, and the backward writes
+    their gradient in place (flash-attention's CrossEntropyLoss). ONLINE: the forward reads them twice and writes the
+    gradient in place, which the backward scales (Transformer Engine's parallel cross entropy, Liger).
+    """
+
+    NO = "no"
+    COMPILED = "compiled"
+    FLASH = "flash"
+    ONLINE = "online"
+
+    @property
+    def in_place(self) -> bool:
+        """True if the kernel reads 16-bit logits as the product wrote them, and leaves their gradient there."""
+        return self in (FusedLoss.FLASH, FusedLoss.ONLINE)
+
+
 class Reruns(StrEnum):
     """The part of a layer's forward that full recompute runs again.
 

@@ -13,6 +13,7 @@ from autoplan.config.choice import Written, choice, choices_of, is_count
 from autoplan.config.context_methods import INNER, methods_text, read_methods
 from autoplan.config.kernels import Attention as Attention
 from autoplan.config.kernels import Dispatcher as Dispatcher
+from autoplan.config.kernels import FusedLoss as FusedLoss
 from autoplan.config.kernels import Launch as Launch
 from autoplan.config.kernels import Reruns as Reruns
 from autoplan.config.kernels import Sends as Sends
@@ -127,13 +128,13 @@ class RunOptions:
         of_narrow=True,
         of_step=True,
     )
-    # One kernel reads the logits as the head's product wrote them, without a 32-bit copy (flash-attention's
-    # CrossEntropyLoss, Transformer Engine's `te` cross entropy, Liger).
-    fused_loss: bool = choice(
-        False,
-        "Cross entropy reads 16-bit logits and writes their gradient in place.",
-        written=Written.SWITCH,
-        said_as="fused loss",
+    fused_loss: FusedLoss = choice(
+        FusedLoss.NO,
+        "Kernels of the cross entropy: no, compiled, flash or online.",
+        written=Written.WORD,
+        words=FusedLoss,
+        former=("no", "flash"),
+        said_as="{} loss",
     )
     # Megatron's --overlap-grad-reduce and --overlap-param-gather, which are off by default; fully_shard, torch's
     # DistributedDataParallel and the emitted programs always overlap, but for ZeRO 0 under a split backward.

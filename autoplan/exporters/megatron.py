@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoplan.config.context_methods import GATHER, RING, ULYSSES, read_method
+from autoplan.config.kernels import FusedLoss
 from autoplan.config.parallel import Attention, Dispatcher, Launch, Mode
 from autoplan.config.precision import read_precision
 from autoplan.config.recompute import FULL, OFFLOAD, modules_of
@@ -38,6 +39,8 @@ _BLACKWELL = 10.0  # compute capability
 # -- the other fields --------------------------------------------------------------------------------------------------
 
 _FUSED_ACCUMULATION = 2022.14  # --no-gradient-accumulation-fusion: merged on 22 February 2022
+# cross_entropy_fusion_impl
+_LOSSES = {FusedLoss.COMPILED: "native", FusedLoss.ONLINE: "te"}
 _STRATEGIES = {1: "optim", 2: "optim_grads", 3: "optim_grads_params", 0: "no_shard"}
 
 
@@ -235,13 +238,18 @@ def _kernels(at: At, member: Callable[[str], Any]) -> tuple[Field, ...]:
         return {"attention": meaning[given]}
 
     def write_loss(setup: Setup) -> Values:
-        if not setup.options.fused_loss:
+        found = _LOSSES.get(setup.options.fused_loss)
+        if found is None:
             return {}
-        return {at("cross_entropy_loss_fusion"): True, at("cross_entropy_fusion_impl"): "te"}
+        return {at("cross_entropy_loss_fusion"): True, at("cross_entropy_fusion_impl"): found}
 
     def read_loss(document: Document, found: Values) -> Values:
-        fused = document.get(at("cross_entropy_loss_fusion"))
-        return {"fused_loss": bool(fused and document.get(at("cross_entropy_fusion_impl")) == "te")}
+        if not document.get(at("cross_entropy_loss_fusion")):
+            return {"fused_loss": FusedLoss.NO}
+        given, meaning = document.get(at("cross_entropy_fusion_impl")) or "native", {w: n for n, w in _LOSSES.items()}
+        if given not in meaning:
+            raise PinError(f"cross_entropy_fusion_impl={given!r} is not known; use {', '.join(meaning)}")
+        return {"fused_loss": meaning[given]}
 
     def sequence(setup: Setup) -> Values:
         used = setup.options.sequence_parallel and setup.config.tp > 1

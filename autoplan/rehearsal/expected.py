@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from autoplan.codegen.program import Layouts
 from autoplan.config.context_methods import GATHER
-from autoplan.config.parallel import Attention, Mode
+from autoplan.config.parallel import Attention, FusedLoss, Mode, RunOptions
 from autoplan.config.precision import precision_of
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, recompute_kind, region_groups
 from autoplan.cost_models.hardware.cluster import Cluster
@@ -356,7 +356,8 @@ class Work:
             there = ranks
         else:
             attention = Attention(task.get("attention", Attention.FLASH2))
-            kernels = Kernels(mode, attention, fused_loss=bool(task.get("fused_loss")), context=plan.config.cp)
+            loss = RunOptions(fused_loss=task.get("fused_loss", FusedLoss.NO)).fused_loss
+            kernels = Kernels(mode, attention, fused_loss=loss.in_place, context=plan.config.cp)
             on_device = _workload(plan, graph, layouts, env, "cuda", kernels)
             there = _ranks(plan, layouts, on_device, "cuda", mode)
         masks = any(method.inner == GATHER for method in layouts.context.values())

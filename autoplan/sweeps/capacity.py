@@ -18,7 +18,7 @@ or a YAML file (`autoplan capacity FILE.yaml`) with the same names. `models` to 
     target_len: 512                             # of encoder-decoders; in powers of 1024
     launch: graphs                              # how runs are set up: the names of RunOptions
     overlap: [tp, pp]
-    fused_loss: true
+    fused_loss: online
     profile: NAME                               # measured times
     constants: FILE                             # of the cost model, written by `autoplan calibrate`
     assumptions: {mtbf_device_days: 2000}       # of a run: autoplan.cost_models.whole_run.FIGURES

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from autoplan.config.parallel import Attention, Mode, RunOptions
+from autoplan.config.parallel import Attention, FusedLoss, Mode, RunOptions
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import Device
 from autoplan.cost_models.kernels.attention import as_run
@@ -52,16 +52,24 @@ _LAUNCH_SHARE: dict[Mode, float] = {Mode.EAGER: 1.0, Mode.FUSED: 0.0, Mode.COMPI
 # not tell what runs together: its input stays in registers, its output is written if a backward needs it.
 _FUSED_SHARE: dict[Mode, float] = {Mode.EAGER: 1.0, Mode.FUSED: 0.5, Mode.COMPILED: 0.4}
 # How often the kernels of a loss read or write all logits. log_softmax finds the maximum, adds up, and writes.
-# Megatron's vocabulary-parallel loss (core/tensor_parallel/cross_entropy.py, fused_cross_entropy.py) finds the maximum,
-# subtracts, exponentiates, adds up and divides in kernels of their own. A compiler reads twice. The backward reads and
-# writes them.
+# Megatron's vocabulary-parallel loss (core/tensor_parallel/cross_entropy.py) finds the maximum (1), subtracts it in
+# place (2), exponentiates in place (2), adds up (1) and divides in place (2). A compiler reads twice. The backward
+# reads and writes them.
 _LOSS_PASSES: dict[Mode, dict[str, float]] = {
     Mode.EAGER: {"forward": 4.0, "backward": 3.0},
-    Mode.FUSED: {"forward": 7.0, "backward": 2.0},
+    Mode.FUSED: {"forward": 8.0, "backward": 2.0},
     Mode.COMPILED: {"forward": 2.0, "backward": 2.0},
 }
-# One kernel that updates maximum and sum in one pass (`RunOptions.fused_loss`).
-_FUSED_LOSS_PASSES = {"forward": 1.0, "backward": 2.0}
+# COMPILED (core/fusions/fused_cross_entropy.py): the maximum comes with the copy in 32 bits, exponents and their sum
+# are one kernel in place, the division another; the backward also writes what it changes in place, and a 16-bit
+# gradient, which is counted as the cast's. FLASH and ONLINE read and write 16 bits: `cross_entropy.py` of
+# flash-attention, and of transformer_engine (online_softmax_kernel, cross_entropy_kernel, and element_mul_kernel in the
+# backward).
+_FUSED_LOSS_PASSES: dict[FusedLoss, dict[str, float]] = {
+    FusedLoss.COMPILED: {"forward": 4.0, "backward": 1.0},
+    FusedLoss.FLASH: {"forward": 1.0, "backward": 2.0},
+    FusedLoss.ONLINE: {"forward": 3.0, "backward": 2.0},
+}
 # Relative errors of the roofline: the interval is a factor of 1 + this either way.
 _ASSUMED_ERROR = 0.6
 _BEYOND_ERROR = 0.25  # added per doubling of the distance to the nearest measured shape, from the second on
@@ -123,7 +131,10 @@ def _is_fused(kind: OpKind, mode: Mode) -> bool:
 
 
 def _loss_passes(mode: Mode, options: RunOptions) -> Mapping[str, float]:
-    return _FUSED_LOSS_PASSES if options.fused_loss else _LOSS_PASSES[mode]
+    """Return the passes of a loss. A compiler's own loss is compiled as it is."""
+    fused = options.fused_loss
+    own = fused is FusedLoss.NO or (fused is FusedLoss.COMPILED and mode is Mode.COMPILED)
+    return _LOSS_PASSES[mode] if own else _FUSED_LOSS_PASSES[fused]
 
 
 def _arithmetic_s(kind: OpKind, flops: float, device: Device) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from autoplan.config.parallel import Attention, Dispatcher, Launch, Mode, RunOptions
+from autoplan.config.parallel import Attention, Dispatcher, FusedLoss, Launch, Mode, RunOptions
 from autoplan.cost_models.time.estimate import Estimate
 from experiments.published.ablations import Holds, Ratio, Rows, Setup, claim, claims, missed, peak_bytes, priced, step_s
 from experiments.published.shapes import Kind, Shape
@@ -436,7 +436,7 @@ SHARD_GROUPS = {
     2: {16: (4.5574, 4.4790), 64: (4.7656, 4.4888), 128: (4.9528, 4.4875), 1024: (5.8829, 4.6999)},
 }
 # overlap_sync_grad, not overlap_sync_param
-INTERNEVO = RunOptions(Attention.FLASH2, overlap_gather=False, fused_loss=True)
+INTERNEVO = RunOptions(Attention.FLASH2, overlap_gather=False, fused_loss=FusedLoss.FLASH)
 
 
 def _sharded_s(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from autoplan.config.parallel import Attention, Dispatcher, Launch, RunOptions
+from autoplan.config.parallel import Attention, Dispatcher, FusedLoss, Launch, RunOptions
 from autoplan.stacks.records import stacks_of_frameworks
 from experiments.published.defaults import Framework, find
 
@@ -39,6 +39,8 @@ _DISPATCHERS: tuple[tuple[str, Dispatcher], ...] = (
     (r"(no|without) (DeepEP|HybridEP)|(DeepEP|HybridEP) off", Dispatcher.ALL_TO_ALL),
     (r"DeepEP|HybridEP|dispatcher[-_a-z]*[=: ]+flex|flex dispatcher", Dispatcher.FLEX),
 )
+# Megatron's own kernels unless --cross-entropy-fusion-impl says otherwise (megatron/training/arguments.py)
+_LOSSES: tuple[tuple[str, FusedLoss], ...] = ((r"cross-entropy[- ](loss[- ])?fusion", FusedLoss.COMPILED),)
 _OVERLAPS: tuple[tuple[str, str], ...] = (
     (r"TP(?:/\w+)* (?:comm )?overlap|tp-comm-overlap=True|AsyncTP", "tp"),
     # DualPipe was made to overlap the exchanges of one chunk with another's compute (arXiv 2412.19437, section 3.2.1)
@@ -81,6 +83,7 @@ def default_options(
         attention=attention or usual.attention,
         dispatcher=find(_DISPATCHERS, flags) or find(_DISPATCHERS, notes) or usual.dispatcher,
         overlap=(usual.overlap | said) - apart,
+        fused_loss=find(_LOSSES, flags) or usual.fused_loss,
         overlap_zero=usual.overlap_zero or re.search(_OVERLAPS_ZERO, flags, re.IGNORECASE) is not None,
         fused_accumulation=usual.fused_accumulation and re.search(_ADDED_APART, flags) is None,
         document_len=_document_len(framework, era)

@@ -8,7 +8,7 @@ import pytest
 from fused_steps import NODE, NODES, estimate
 
 from autoplan.catalog import load_model
-from autoplan.config.parallel import Mode, ParallelConfig, RunOptions, Sends
+from autoplan.config.parallel import FusedLoss, Mode, ParallelConfig, RunOptions, Sends
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group
 from autoplan.cost_models.time.estimate import Estimate
@@ -95,6 +95,7 @@ def test_gradients_that_no_product_adds_are_read_once_and_their_sum_twice() -> N
 def test_a_gradient_of_its_own_takes_memory_until_it_is_added() -> None:
     """That of the head, which a backward makes while its activations are there."""
     fused, apart = (
-        estimate(CONFIG, options=RunOptions(fused_loss=True, fused_accumulation=f)).stages[0] for f in (True, False)
+        estimate(CONFIG, options=RunOptions(fused_loss=FusedLoss.FLASH, fused_accumulation=f)).stages[0]
+        for f in (True, False)
     )
     assert apart.allocated_bytes.mid - fused.allocated_bytes.mid == pytest.approx(2 * 128256 * 4096, rel=0.05)

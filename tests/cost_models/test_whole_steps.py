@@ -14,7 +14,7 @@ import pytest
 from fused_steps import NODE, NODES, estimate
 
 from autoplan.catalog import load_model
-from autoplan.config.parallel import Attention, Dispatcher, Launch, Mode, ParallelConfig, RunOptions
+from autoplan.config.parallel import Attention, Dispatcher, FusedLoss, Launch, Mode, ParallelConfig, RunOptions
 from autoplan.config.precision import precision_of
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
@@ -260,7 +260,8 @@ def test_a_fused_loss_reads_logits_as_they_are_and_writes_their_gradient_in_plac
     logits = 8192 * 128256
     for mode in (Mode.EAGER, Mode.COMPILED, Mode.FUSED):
         plain, fused = (
-            estimate(config, options=RunOptions(fused_loss=on), mode=mode, seq_len=8192) for on in (False, True)
+            estimate(config, options=RunOptions(fused_loss=loss), mode=mode, seq_len=8192)
+            for loss in (FusedLoss.NO, FusedLoss.FLASH)
         )
         assert fused.step_time_s.mid < plain.step_time_s.mid
         held = {name: max(s.allocated_bytes.mid for s in e.stages) for name, e in (("plain", plain), ("fused", fused))}
@@ -275,8 +276,17 @@ def test_a_loss_reads_its_logits_more_than_once() -> None:
     logits = TensorFacts((4096, 128256), "float32", True)
     loss = OpWork("cross_entropy_sum", (logits,), (TensorFacts((), "float32", True),), (), 1e9, float(logits.num_bytes))
     bandwidth = NODE.device.memory_bytes_per_s * Constants.shipped().memory_share
-    for mode, passes in ((Mode.FUSED, 7 + 2), (Mode.EAGER, 4 + 3), (Mode.COMPILED, 2 + 2)):
-        both = sum(op_s(loss, phase, NODE.device, None, mode).mid for phase in ("forward", "backward"))
+    for mode, fused, passes in (
+        (Mode.FUSED, FusedLoss.NO, 8 + 2),
+        (Mode.FUSED, FusedLoss.COMPILED, 4 + 1),
+        (Mode.FUSED, FusedLoss.FLASH, 1 + 2),
+        (Mode.FUSED, FusedLoss.ONLINE, 3 + 2),
+        (Mode.EAGER, FusedLoss.NO, 4 + 3),
+        (Mode.COMPILED, FusedLoss.NO, 2 + 2),
+        (Mode.COMPILED, FusedLoss.COMPILED, 2 + 2),
+    ):
+        options = RunOptions(fused_loss=fused)
+        both = sum(op_s(loss, phase, NODE.device, None, mode, options).mid for phase in ("forward", "backward"))
         assert both == pytest.approx(passes * logits.num_bytes / bandwidth, rel=0.05)
 
 

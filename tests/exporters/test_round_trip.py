@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from configurations import CLUSTER, VERSIONS, given_of, graph_of, request, runs, setups
 
-from autoplan.config.parallel import Attention, Dispatcher, Launch, Mode, ParallelConfig
+from autoplan.config.parallel import Attention, Dispatcher, FusedLoss, Launch, Mode, ParallelConfig
 from autoplan.errors import PinError
 from autoplan.exporters.door import Export, export_setup, read_config
 from autoplan.exporters.record import base_of
@@ -163,7 +163,7 @@ def altered(setup: Setup) -> list[tuple[str, Setup]]:
         "narrow_gather": not o.narrow_gather,
         "expandable_segments": not o.expandable_segments,
         "fused_accumulation": not o.fused_accumulation,
-        "fused_loss": not o.fused_loss,
+        "fused_loss": FusedLoss.COMPILED if o.fused_loss is FusedLoss.NO else FusedLoss.NO,
         "overlap_zero": not o.overlap_zero,
         "document_len": 512,
     }

@@ -103,7 +103,7 @@ def test_the_options_of_whole_steps_are_those_that_are_tried_here() -> None:
     assert {f.name for f in fields(RunOptions) if getattr(other, f.name) != getattr(usual, f.name)} == set(OF_STEPS)
     assert other.of_operations == usual
     for name in ("attention", "sequence_parallel", "fused_loss"):
-        given = {"attention": "flash1", "sequence_parallel": False, "fused_loss": True}[name]
+        given = {"attention": "flash1", "sequence_parallel": False, "fused_loss": "online"}[name]
         assert options_of({name: given}).of_operations == options_of({name: given}) != usual
 
 

@@ -8,7 +8,7 @@ from command_line import run
 
 from autoplan.catalog import load_model
 from autoplan.config.choices import option_data
-from autoplan.config.parallel import Dispatcher, Launch, Mode, ParallelConfig, RunOptions
+from autoplan.config.parallel import Dispatcher, FusedLoss, Launch, Mode, ParallelConfig, RunOptions
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.search.planner import estimate_config
 from autoplan.search.request import PlanRequest, space_of
@@ -113,8 +113,8 @@ def test_what_a_stack_cannot_do_is_refused_by_name(given: tuple[str, ...], messa
 
 def test_the_report_says_whose_settings_hold() -> None:
     assert "--like NAME" in run("estimate", *TASK).stdout
-    text = " ".join(run("estimate", *TASK, "--like", "megatron-lm@24.06", "--fused-loss").stdout.split())
-    assert "Settings: of megatron-lm@24.06" in text and "given instead: fused_loss=True (megatron-lm: False)" in text
+    text = " ".join(run("estimate", *TASK, "--like", "megatron-lm@24.06", "--fused-loss", "online").stdout.split())
+    assert "Settings: of megatron-lm@24.06" in text and "given instead: fused_loss=online (megatron-lm: no)" in text
 
 
 def test_equal_stages() -> None:
@@ -133,6 +133,6 @@ def test_sweeps_take_the_settings_of_each_device_and_capacity_files_take_a_stack
     found = list(points(base, {"cluster": ["8xh100-sxm5-80gb", "2x4xgb200-nvl72@nic=400"]}))
     assert [p.request.options.dispatcher for p in found if p.request] == [Dispatcher.ALL_TO_ALL, Dispatcher.FLEX]
     data = {"models": "gpt2", "clusters": "8xh100-sxm5-80gb", "tokens": "1B", "seq_len": 1024, "global_batch_size": 8}
-    task = task_of({**data, "like": "megatron-lm@24.06", "fused_loss": True}, "x")
+    task = task_of({**data, "like": "megatron-lm@24.06", "fused_loss": "online"}, "x")
     assert task.like is not None and task.mode == (Mode.FUSED,)
-    assert task.like.options("h100-sxm5-80gb").fused_loss
+    assert task.like.options("h100-sxm5-80gb").fused_loss is FusedLoss.ONLINE
