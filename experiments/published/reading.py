@@ -177,6 +177,11 @@ STATED_BY_SOURCE: tuple[tuple[str, str], ...] = (
     (rf"{_FUNCTIONAL}moe/gpt3_mcore_tp2_pp2_ep2_etp2_", "ETP=2"),
     (rf"{_FUNCTIONAL}(moe/gpt3_mcore_tp2_pp2_|gpt/gpt3_mcore_tp\d)", "transformer-impl=local"),
     (rf"{_FUNCTIONAL}\w+/gpt3_mcore_\w*cp2[_/]", "attention-backend=flash"),
+    (
+        rf"{_FUNCTIONAL}(gpt/gpt3_15b_8t_release(_sm)?_gb200|gpt/.*_cross_entropy_loss_fusion|mixtral/deepseekv3_proxy_"
+        rf"|moe/gpt3_mcore_te_tp2_pp2_ep4_etp1_(memory_speed|mtp_resume|resume_torch_dist_attn|selective_recompute_exp))",
+        "cross-entropy-loss-fusion=True",
+    ),
     (rf"{_FUNCTIONAL}(bert/|t5/t5_release|gpt/gpt3_mcore_te_tp2_pp2_mla)", "attention-backend=unfused"),
     (rf"{_FUNCTIONAL}gpt/gpt3_mcore_te_(tp1_pp1|tp1_pp4_vp1|tp4_pp1)_dist_opt", "attention-backend=unfused"),
     (rf"{_FUNCTIONAL}gpt/gpt3_mcore_te_tp1_pp4_vp(1/|1_tun|1_une|2_account)", "attention-backend=unfused"),
