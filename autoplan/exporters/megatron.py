@@ -39,6 +39,7 @@ _BLACKWELL = 10.0  # compute capability
 # -- the other fields --------------------------------------------------------------------------------------------------
 
 _FUSED_ACCUMULATION = 2022.14  # --no-gradient-accumulation-fusion: merged on 22 February 2022
+_OWN_LOSS = 2026.42
 # cross_entropy_fusion_impl
 _LOSSES = {FusedLoss.COMPILED: "native", FusedLoss.ONLINE: "te"}
 _STRATEGIES = {1: "optim", 2: "optim_grads", 3: "optim_grads_params", 0: "no_shard"}
@@ -505,6 +506,13 @@ def _graphs_without_full(document: Document, found: Values) -> str | None:
     return f"{CANNOT['launch']} (cuda_graph_impl); nearest: without cuda_graph_impl"
 
 
+def _loss_is_own(document: Document, found: Values) -> str | None:
+    """Megatron-LM refuses Transformer Engine's loss since 3 June 2026 (megatron/training/arguments.py)."""
+    if found.get("fused_loss") is not FusedLoss.ONLINE or document.year < _OWN_LOSS:
+        return None
+    return "cross_entropy_fusion_impl=te is refused since June 2026; nearest: cross_entropy_fusion_impl=native"
+
+
 MEGATRON_RULES = (
     TargetRule(processes),
     TargetRule(_graphs_without_full),
@@ -523,6 +531,7 @@ CANNOT = {
     "zero_by_tensor": "Megatron's buffers hold many parameters",
     "attention": "Megatron chooses among unfused, flash and fused",
     "dispatcher": "Megatron sends 16 bits",
+    "fused_loss": "Megatron has its own loss, by kernel or compiled, and Transformer Engine's",
     "launch": "CUDA graphs of layers exclude full recompute, recompute of experts and offloaded activations",
 }
 
@@ -552,7 +561,7 @@ MEGATRON_LM = Target(
     cannot=CANNOT,
     stack_of=lambda document: "megatron-deepspeed" if document.get("deepspeed") else "megatron-lm",
     rules=(
-        *(*MEGATRON_RULES, TargetRule(_offload_is_aware)),
+        *(*MEGATRON_RULES, TargetRule(_offload_is_aware), TargetRule(_loss_is_own)),
         TargetRule(sequences_need_tp("sequence_parallel", "it is off"), warns=True),
     ),
 )
