@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoplan.exporters.python_file import read_python
+from autoplan.exporters.python_file import read_made, read_python
 from autoplan.exporters.python_values import MORE, UNKNOWN
 from autoplan.exporters.schema import Schema
 from autoplan.exporters.setup import Setup
@@ -316,19 +316,7 @@ class PythonCall:
 
     def read(self, text: str, where: str) -> dict[str, Any]:
         """Return the values by path; the path of a value that is not a literal begins with `?`."""
-        return read_python(text, where, made=(self.name,))
-
-
-@dataclass(frozen=True)
-class ArgumentsOf:
-    """A Python file that is read: the arguments of the object of one of some classes that it makes."""
-
-    classes: tuple[str, ...]
-    suffix: str = ".py"
-
-    def read(self, text: str, where: str) -> dict[str, Any]:
-        """Return the values by path; the path of a value that is not known begins with `?`."""
-        return read_python(text, where, made=self.classes)
+        return read_made(text, where, (self.name,))[1]
 
 
 def _written(value: Any) -> str:

@@ -17,8 +17,8 @@ from typing import Any
 from autoplan.errors import PinError
 from autoplan.exporters import trl
 from autoplan.exporters.python_expressions import path_of
-from autoplan.exporters.python_file import read_python
-from autoplan.exporters.python_values import UNKNOWN
+from autoplan.exporters.python_file import read_made
+from autoplan.exporters.python_values import UNKNOWN, maker_of
 from autoplan.exporters.record import Document, Reader, Values
 from autoplan.exporters.scripts import PROGRAMS, FlagsOf
 from autoplan.exporters.syntax import Yaml, flat
@@ -38,18 +38,15 @@ class TrainerPython:
         Raises: Recognised for a file that makes the arguments of another trainer of TRL, or none.
         """
         classes = (*_CLASSES, trl.SFT_CLASS)
-        out = read_python(text, where, made=classes)
+        made_by, out = read_made(text, where, classes)
         calls = list(_calls(ast.parse(text)))
         names = {name for name, _ in calls}
         if not out and not names.intersection(classes):
             _check_made(calls, where)
             return out
-        if trl.SFT_CLASS in names and (not names.intersection(_CLASSES) or self._is_sft(text, where, out)):
+        if maker_of(made_by) == trl.SFT_CLASS or (not made_by and trl.SFT_CLASS in names):
             out[trl.COMMAND] = trl.SFT
         return out | {trl.BESIDE[name]: f"{name}, line {node.lineno}" for name, node in calls if name in trl.BESIDE}
-
-    def _is_sft(self, text: str, where: str, values: Values) -> bool:
-        return read_python(text, where, made=(trl.SFT_CLASS,)) == values
 
 
 def _calls(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
