@@ -81,6 +81,8 @@ _PLUGIN_FUNCTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 _IMPORT = re.compile(r"^\s*(from|import)\s+nemo\.collections(\.llm\b|\s+import\b.*\bllm\b)", re.MULTILINE)
 _IDLE_CALLS = re.compile(r"(nemo_)?run\.|fdl\.|llm\.import_ckpt")  # calls that take a recipe and leave it as it is
+# Of scripts/performance/helpers.py, which gives a recipe degrees, batch and precision
+_SETS_DEGREES, _DEGREES = "set_primary_perf_configs", re.compile(r"_size$|num_nodes$|devices$|plugins")
 
 
 @lru_cache(maxsize=1)
@@ -127,6 +129,9 @@ def read_recipe(text: str, where: str) -> dict[str, Any] | None:
     given = {path: value for path, value in given.items() if not _is_idle_call(path, value)}
     function = maker_of(name)
     base = {} if function in _OF_PARTS else _of_recipe(name.split("."), given, where)
+    if any(path.startswith(f"{UNKNOWN}{_SETS_DEGREES}(") for path in given):
+        base = {f"{UNKNOWN}{p}" if _DEGREES.search(p) else p: base[p] for p in base}
+        base |= {path: f"{_SETS_DEGREES}(...)" for path in base if path.startswith(UNKNOWN)}
     values = _with_presets({**base, **_without_arguments(given)}, given)
     return {**_renamed(values), "nemo.recipe": ".".join(name.split(".")[-2:])}
 

@@ -160,6 +160,53 @@ def test_a_recipe_of_parts(tmp_path: Path) -> None:
     )
 
 
+# As NeMo's own files and copies of them (examples/llm/pretrain)
+OWN = """
+import nemo_run as run
+import torch
+from nemo import lightning as nl
+from nemo.collections.llm.api import pretrain
+from nemo.collections.llm.recipes.precision.mixed_precision import bf16_mixed
+
+def trainer(tensor_parallelism: int = 2, context_parallelism: int = 2, num_nodes: int = 2, callbacks=None):
+    strategy = run.Config(
+        nl.MegatronStrategy, tensor_model_parallel_size=tensor_parallelism, context_parallel_size=context_parallelism,
+        pipeline_dtype=torch.bfloat16, ddp=run.Config(DistributedDataParallelConfig, overlap_grad_reduce=True),
+    )
+    return run.Config(
+        nl.Trainer, num_nodes=num_nodes, devices=8, plugins=bf16_mixed(), strategy=strategy, callbacks=callbacks
+    )
+
+def pretrain_recipe(num_nodes: int = 2, performance_mode: bool = False, fn=pretrain):
+    recipe = run.Partial(
+        fn,
+        model=model(),
+        trainer=trainer(num_nodes=num_nodes, callbacks=[run.Config(TimingCallback)]),
+        data=run.Config(MockDataModule, seq_length=8192, global_batch_size=128, micro_batch_size=1),
+        optim=distributed_fused_adam_with_cosine_annealing(max_lr=3e-4),
+    )
+    if performance_mode:
+        recipe.trainer.callbacks.append(run.Config(MegatronCommOverlapCallback))
+    return recipe
+
+def model():
+    return run.Config(LlamaModel, config=run.Config(Llama31Config8B, recompute_granularity="selective"))
+"""
+
+
+def test_a_recipe_that_the_file_defines(tmp_path: Path) -> None:
+    found = read(tmp_path, OWN)
+    says = found.says
+    assert (says["tp"], says["cp"], says["dp"], says["zero_stage"], says["global_batch_size"]) == (2, 2, 4, 1, 128)
+    assert (says["precision"], says["recompute"]) == ("bf16-grad32", "selective")
+    assert (says["overlap_zero"], says["overlap_gather"], found.faults) == (True, False, ())
+    fast = read(tmp_path, OWN.replace("performance_mode: bool = False", "performance_mode: bool = True"))
+    assert fast.says["overlap_gather"] is True
+    with pytest.raises(PinError, match=r"nemotron_trainer\(8\) \(line 21\)"):
+        read(tmp_path, OWN.replace("trainer=trainer(num_nodes=num_nodes, callbacks=[run.Config(TimingCallback)])",
+            "trainer=nemotron_trainer(8)"))  # fmt: skip
+
+
 def test_what_is_not_known_is_named(tmp_path: Path) -> None:
     unknown = changed("recipe.trainer.strategy.tensor_model_parallel_size = args.tp")
     with pytest.raises(PinError, match=r"model.tensor_model_parallel_size=args.tp \(line 23\); give --tp"):
@@ -169,6 +216,9 @@ def test_what_is_not_known_is_named(tmp_path: Path) -> None:
         read(tmp_path, changed("recipe.trainer = llm.llama31_8b.trainer(tensor_parallelism=2)"))
     with pytest.raises(PinError, match=r"does not decide performance_mode=args.fast \(line 9\)"):
         read(tmp_path, SCRIPT.replace("name=", "performance_mode=args.fast, name="))
+    with pytest.raises(PinError, match=r"tensor_model_parallel_size=set_primary_perf_configs\(...\)"):
+        sets = changed("recipe = set_primary_perf_configs(recipe, 'pre_train', 2, 8)")
+        read(tmp_path, sets.replace("    recipe.trainer.strategy.tensor_model_parallel_size = 4\n", ""))
     with pytest.raises(PinError, match="the recipe 'llama31_9b' of NeMo is not known; nearest: llama31_8b"):
         read(tmp_path, SCRIPT.replace("llama31_8b", "llama31_9b"))
     with pytest.raises(PinError, match="llama31_8b of NeMo has no finetune prefix; nearest: pretrain"):
