@@ -16,7 +16,7 @@ from typing import Any
 
 from autoplan.errors import PinError
 from autoplan.exporters.python_expressions import MOST, Expressions, path_of
-from autoplan.exporters.python_functions import defaults_of, is_called, listed, others_of, place_of
+from autoplan.exporters.python_functions import configurations, defaults_of, imported_from, names_of, others_of
 from autoplan.exporters.python_values import (
     BY_FUNCTION,
     MADE_BY,
@@ -96,14 +96,12 @@ def _read(text: str, where: str, setters: Mapping[str, str] | None, made: Sequen
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     if function:
         if function not in functions:
-            raise PinError(f"{path} has no function {function!r}; {place_of(function, tree) or listed(functions)}")
+            raise PinError(
+                f"{path} has no function {function!r}; {imported_from(function, tree) or names_of(functions)}"
+            )
         return _Reader(tree, setters, made).function(functions[function])
     found = {name: _Reader(tree, setters, made).function(node) for name, node in functions.items()}
-    helpers = [name for name in found if name.startswith("_") and is_called(name, tree)]
-    found = {name: values for name, values in found.items() if values and name not in helpers}
-    if made:  # what others of them call and return
-        called = {name for name in found for other in found if name != other and is_called(name, functions[other])}
-        found = {name: values for name, values in found.items() if name not in called}
+    found = {name: found[name] for name in configurations(found, functions, tree, bool(made))}
     if len({str(values) for values in found.values()}) > 1:
         raise PinError(f"{path} has several configurations; name one: {path}:{next(iter(found))} ({', '.join(found)})")
     return next(iter(found.values()), {}) or _Reader(tree, setters, made).script()

@@ -9,11 +9,11 @@ from typing import Any
 from autoplan.exporters.python_values import ConfigObject, is_known
 
 
-def listed(functions: Mapping[str, ast.FunctionDef]) -> str:
+def names_of(functions: Mapping[str, ast.FunctionDef]) -> str:
     return f"it has {', '.join(functions) or 'none'}"
 
 
-def place_of(function: str, tree: ast.Module) -> str:
+def imported_from(function: str, tree: ast.Module) -> str:
     """Return where a module imports a function from, in words; empty if it does not."""
     for node in (each for each in tree.body if isinstance(each, ast.ImportFrom)):
         for alias in node.names:
@@ -25,6 +25,22 @@ def place_of(function: str, tree: ast.Module) -> str:
 def is_called(name: str, tree: ast.AST) -> bool:
     calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
     return any(isinstance(func, ast.Name) and func.id == name for func in calls)
+
+
+def configurations(
+    found: Mapping[str, Mapping[str, Any]], functions: Mapping[str, ast.FunctionDef], tree: ast.Module, made: bool
+) -> list[str]:
+    """Return the functions that are configurations, of all with the values that they set.
+
+    Args:
+        made: True: a function that another one of them calls, and whose object that returns, is none.
+    """
+    helpers = [name for name in found if name.startswith("_") and is_called(name, tree)]
+    out = [name for name, values in found.items() if values and name not in helpers]
+    if not made:
+        return out
+    called = {name for name in out for other in out if name != other and is_called(name, functions[other])}
+    return [name for name in out if name not in called]
 
 
 def defaults_of(a: ast.arguments) -> dict[str, ast.expr]:

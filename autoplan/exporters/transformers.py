@@ -124,7 +124,7 @@ def _write_batch(setup: Setup) -> Values:
 
 
 def _read_batch(document: Document, found: Values) -> Values:
-    trl.check_config(document)
+    trl.check_yaml_of_command(document)
     size, steps = (document.count(path) for path in _BATCH.values())
     batch = {"global_batch_size": size * steps * found["dp"]} if "dp" in found else {}
     return {"micro_batch_size": size, **batch}

@@ -159,7 +159,7 @@ def as_sft(values: Values) -> dict[str, Any]:
     return {**out, **{f"launch.options.{path}": out.pop(path) for path in passed}}
 
 
-def check_config(document: Document) -> None:
+def check_yaml_of_command(document: Document) -> None:
     """Raise PinError if the command names a YAML file that is not here."""
     name = document.values.get(CONFIG)
     if COMMAND in document.values and isinstance(name, str):
