@@ -18,7 +18,7 @@ from autoplan.stacks.records import year_of
 
 COMMAND = "trl.command"  # path: what TRL is told to train, `sft` for an SFTConfig
 PROGRAM, SFT, SFT_CLASS = "trl", "sft", "SFTConfig"
-CONFIG = "config"  # the YAML file that TrlParser takes beside arguments, which count more
+CONFIG = "trl.config"  # path: the YAML file that TrlParser takes beside arguments (`--config`), which count more
 PARSERS = ("TrlParser", "HfArgumentParser")
 # What a file makes beside its arguments -> path. Both change what is trained, and neither is an argument.
 BESIDE = {"LoraConfig": "peft_config", "BitsAndBytesConfig": "quantization_config"}
@@ -90,12 +90,11 @@ def command_of(before: Sequence[str], after: Sequence[str]) -> str | None:
         before: the words up to the program, or the script.
         after: its arguments.
     """
-    program = before[-1] if before else ""
+    program, known = before[-1] if before else "", (SFT, *_COMMANDS)
     if program == PROGRAM:
-        return next((word for word in after if not word.startswith("-")), "")
+        return next((word for word in after if word in known), None)
     script = _SCRIPT.match(program)
-    known = script is not None and script[1].lower() in (SFT, *_COMMANDS)
-    return script[1].lower() if known and script is not None else None
+    return script[1].lower() if script is not None and script[1].lower() in known else None
 
 
 def refuse_others(values: Values) -> None:
@@ -148,6 +147,8 @@ def as_sft(values: Values) -> dict[str, Any]:
             out.setdefault(name, value)
     if any(path.startswith(f"{CONFIG}.") for path in values):
         del out[CONFIG]
+    if COMMAND in out and "config" in out:
+        out[CONFIG] = out.pop("config")
     out |= {path.removeprefix("model_init_kwargs."): v for path, v in out.items() if path.startswith("model_init_kw")}
     given = out.pop(ACCELERATE_CONFIG, None)
     shipped = _ACCELERATE_CONFIGS.get(str(given))
@@ -163,7 +164,7 @@ def check_yaml_of_command(document: Document) -> None:
     """Raise PinError if the command names a YAML file that is not here."""
     name = document.values.get(CONFIG)
     if COMMAND in document.values and isinstance(name, str):
-        raise PinError(f"{CONFIG}={name!r} names a file that is not found; nearest: its path from here")
+        raise PinError(f"config={name!r} names a file that is not found; nearest: its path from here")
 
 
 def value_of(document: Document, path: str) -> Any:

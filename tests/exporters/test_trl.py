@@ -102,13 +102,15 @@ def test_a_command_takes_its_file_and_the_options_of_accelerate(tmp_path: Path) 
     assert found.faults == ("num_processes=8, but the cluster has 16 devices; nearest: num_processes=16",)
     more = "--max_length 8192 --num_processes 16 --num_machines=2"
     found = read(tmp_path, "run.sh", f"trl sft --config sft.yaml {more}\n")  # arguments count more than the file
-    says = found.says
+    says = says_of_command = found.says
     assert (says["zero_stage"], says["seq_len"], says["global_batch_size"], found.faults) == (3, 8192, 128, ())
     assert (says["precision"], says["recompute"], found.warnings) == ("bf16", "full", ())
     script = f"accelerate launch --num_processes 16 trl/scripts/sft.py --config sft.yaml {more[:17]}\n"
     for line in (script, script.replace("trl/scripts/sft.py", "-m trl.scripts.sft")):
         says = read(tmp_path, "run.sh", line, given={"zero_stage": 3}).says
         assert (says["seq_len"], says["recompute"]) == (8192, "full")
+    served = f"trl vllm-serve --model m &\ntrl sft --config sft.yaml {more}\n"  # another command, which trains nothing
+    assert read(tmp_path, "run.sh", served).says == says_of_command
     with pytest.raises(PinError, match=r"config='none\.yaml' names a file that is not found"):
         read(tmp_path, "run.sh", "trl sft --config none.yaml --accelerate_config zero2")
 
