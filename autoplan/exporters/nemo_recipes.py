@@ -128,7 +128,7 @@ def read_recipe(text: str, where: str) -> dict[str, Any] | None:
     name = f"{places.get(first, first)}{dot}{rest}"
     given = {path: value for path, value in given.items() if not _is_idle_call(path, value)}
     function = maker_of(name)
-    base = {} if function in _OF_PARTS else _of_recipe(name.split("."), given, where)
+    base = _of_any() if function in _OF_PARTS else _of_recipe(name.split("."), given, where)
     if any(path.startswith(f"{UNKNOWN}{_SETS_DEGREES}(") for path in given):
         base = {f"{UNKNOWN}{p}" if _DEGREES.search(p) else p: base[p] for p in base}
         base |= {path: f"{_SETS_DEGREES}(...)" for path in base if path.startswith(UNKNOWN)}
@@ -191,6 +191,11 @@ def _of_recipe(name: list[str], given: Values, where: str) -> dict[str, Any]:
         said = f"{' '.join(words)}{' performance' * fast}"
         raise Recognised(f"{where}: the recipe {recipe} of NeMo has no {said}; nearest: {', '.join(rows)}")
     return {**_table()["defaults"], **row}
+
+
+def _of_any() -> dict[str, Any]:
+    """Return what the classes of models say, whatever makes the recipe."""
+    return {path: value for path, value in _table()["defaults"].items() if path in _OF_CLASSES}
 
 
 def _without_arguments(given: Values) -> dict[str, Any]:

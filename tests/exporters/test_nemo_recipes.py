@@ -81,7 +81,7 @@ def test_a_recipe_is_read_with_what_the_script_changes(tmp_path: Path) -> None:
     assert (says["tp"], says["cp"], says["dp"], says["zero_stage"]) == (4, 2, 2, 1)
     assert (says["seq_len"], says["global_batch_size"], says["micro_batch_size"]) == (8192, 512, 1)
     assert (says["precision"], says["recompute"], says["overlap"]) == ("bf16-grad32", "none", ["cp"])
-    assert (says["overlap_zero"], says["sequence_parallel"]) == (True, False)
+    assert (says["overlap_zero"], says["sequence_parallel"], says["fused_loss"]) == (True, False, "compiled")
     more = changed(
         "recipe.data.global_batch_size = 256",
         "recipe.trainer.strategy.sequence_parallel = True",
