@@ -256,3 +256,39 @@ def test_the_table_of_recipes() -> None:
     assert [large[f"trainer.strategy.{name}_parallel_size"] for name in sizes] == [8, 8, 2, 4]
     experts = data["recipes"]["mixtral_8x22b"]["pretrain"]
     assert experts["trainer.strategy.expert_model_parallel_size"] == 8
+
+
+CONTROLS = """
+trainer.strategy.tensor_model_parallel_size = 2
+trainer.strategy.pipeline_model_parallel_size = 2
+trainer.strategy.virtual_pipeline_model_parallel_size = None
+trainer.strategy.context_parallel_size = 2
+trainer.strategy.expert_model_parallel_size = 4
+trainer.strategy.expert_tensor_parallel_size = 2
+trainer.strategy.ddp.overlap_grad_reduce = False
+trainer.strategy.ddp.overlap_param_gather = False
+trainer.num_nodes = 4
+trainer.devices = 4
+trainer.plugins.grad_reduce_in_fp32 = False
+trainer.plugins.fp8 = 'hybrid'
+data.seq_length = 8192
+data.micro_batch_size = 2
+data.global_batch_size = 256
+model.config.recompute_granularity = 'selective'
+model.config.moe_token_dispatcher_type = 'flex'
+model.config.cross_entropy_loss_fusion = False
+model.config.attention_backend = 'flash'
+optim.config.use_distributed_optimizer = False
+"""
+
+
+def test_every_value_that_is_changed_gives_another_setup(tmp_path: Path) -> None:
+    base = "from nemo.collections import llm\nrecipe = llm.mixtral_8x7b.pretrain_recipe(num_nodes=2)\n"
+
+    def setup(line: str) -> tuple[Any, ...]:
+        found = read(tmp_path, f"{base}{line}\n", "mixtral-8x7b", lenient=True)
+        return dict(found.says), found.faults
+
+    same = [line for line in CONTROLS.split("\n")[1:-1] if setup(f"recipe.{line}") == setup("")]
+    assert not same
+    assert setup("recipe.trainer.max_steps = 5") == setup("")  # neither time nor memory of a step
