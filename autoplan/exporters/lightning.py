@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from autoplan.errors import PinError
+from autoplan.exporters.nemo_recipes import is_script
 from autoplan.exporters.record import Document, Field, Target, TargetRule, Values, base_of, derived, micro_batches
 from autoplan.exporters.scripts import Code, Name, PythonCall
 from autoplan.exporters.setup import Setup
+
+
+@dataclass(frozen=True)
+class _TrainerCall(PythonCall):
+    """A file that makes a Trainer of Lightning; those of NeMo, which are of Megatron, are of another target."""
+
+    def read(self, text: str, where: str) -> dict[str, Any]:
+        """Return the values by path; the path of a value that is not a literal begins with `?`."""
+        return {} if is_script(text) else super().read(text, where)
+
 
 _S = "strategy."
 _SHARDING = {(3, False): "FULL_SHARD", (2, False): "SHARD_GRAD_OP", (3, True): "HYBRID_SHARD"}
@@ -118,7 +130,7 @@ LIGHTNING = Target(
     files=(
         (
             0.0,
-            PythonCall(
+            _TrainerCall(
                 (
                     *("", "", "def trainer(layer, **settings):"),
                     '    """A Trainer that runs the plan. Yours: layer, the class of the model\'s layers."""',

@@ -1,10 +1,12 @@
-"""Megatron Bridge: overrides of a recipe in Python, with its environment variables."""
+"""Megatron Bridge: overrides of a recipe in Python, with its environment variables. NeMo 2.0 is read, too."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from autoplan.config.precision import read_precision
+from autoplan.exporters import nemo_recipes
 from autoplan.exporters.launching import srun
 from autoplan.exporters.megatron import (
     CANNOT,
@@ -190,19 +192,38 @@ _BASE: dict[str, Any] = {
 }
 
 # Functions like `set_deepseek_v3_pipeline_model_parallel_layout(cfg.model, "Et|tt|...")`
+_CALLS = {"comm_overlap": "CommOverlapConfig", "env_vars": "dict.update"}
 _SETTERS = {f"_{name}": name for name in ("pipeline_model_parallel_layout", "cuda_graph_modules")}
+
+
+@dataclass(frozen=True)
+class _BridgePython(Python):
+    """Python of Megatron Bridge; recipes of NeMo 2.0, which came before it, are read with its names."""
+
+    def read(self, text: str, where: str) -> dict[str, Any]:
+        """Return the values by path; the path of a value that is not a literal begins with `?`."""
+        found = nemo_recipes.read_recipe(text, where)
+        return super().read(text, where) if found is None else found
+
+
+def _version_in(values: Values) -> str | None:
+    return nemo_recipes.month() if nemo_recipes.is_recipe(values) else LAST_NEMO_1 if is_nemo_1(values) else None
+
 
 MEGATRON_BRIDGE = Target(
     name="megatron-bridge",
     about="a Python function that changes the ConfigContainer of a recipe, with its environment variables",
     stack="megatron-bridge",
-    files=((0.0, Python(_bridge_head, {"comm_overlap": "CommOverlapConfig", "env_vars": "dict.update"}, _SETTERS)),),
+    files=((0.0, _BridgePython(_bridge_head, _CALLS, _SETTERS)),),
     fields=_bridge_fields(),
     marks=("model.tensor_model_parallel_size", "model.pipeline_model_parallel_size", "mixed_precision"),
     launch=lambda setup, file, year: srun(setup, ["train.py"]),
     cannot=CANNOT,
     also=(NemoYaml(),),
-    version_in=lambda values: LAST_NEMO_1 if is_nemo_1(values) else None,
-    rules=(*MEGATRON_RULES, TargetRule(sequences_need_tp("model.sequence_parallel", "nearest: without it"))),
+    version_in=_version_in,
+    rules=(
+        *(*MEGATRON_RULES, TargetRule(sequences_need_tp("model.sequence_parallel", "nearest: without it"))),
+        *nemo_recipes.RULES,
+    ),
     base=_BASE,
 )

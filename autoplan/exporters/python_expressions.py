@@ -77,6 +77,7 @@ _METHODS: Mapping[type, frozenset[str]] = {
 }
 _SYMBOLS = ("torch.", "AttnBackend.")  # modules and enumerations whose members are values
 _ENVIRONMENT = ("os.environ.get", "os.getenv", "environ.get", "getenv")
+_CONFIGS = ("run.Config", "run.Partial", "nemo_run.Config", "nemo_run.Partial")  # of NeMo-Run
 _COPIES = ("copy.deepcopy", "deepcopy", "copy.copy")
 _FAILS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, MemoryError)
 
@@ -322,6 +323,8 @@ class Expressions:
         name = path_of(node.func) or ""
         called = self.known(name) if isinstance(node.func, ast.Name) else MISSING
         args, named, unknown = self._arguments(node)
+        if name in _CONFIGS and node.args:  # an object that is made later: its class is the first argument
+            return ConfigObject(self._name_of(node.args[0]), Unknown.of(node).text, ", ".join(unknown), named)
         if isinstance(called, Function):
             value = MISSING if unknown else self._calls.call(called, args, named)
             if value is not MISSING:
@@ -337,6 +340,12 @@ class Expressions:
         fixed = node.args and not node.keywords and is_known(args)
         made_by = f"{name}({', '.join(map(repr, args))})" if fixed else name
         return ConfigObject(made_by=made_by, unknown=", ".join(unknown), fields=named, origin=origin)
+
+    def _name_of(self, node: ast.expr) -> str:
+        """Return the name of a class or function, also of one that an argument of the file's function stands for."""
+        name = path_of(node) or ""
+        known = self.known(name)
+        return known.text.partition(" (line")[0] if isinstance(known, Unknown) else name
 
     def _arguments(self, node: ast.Call) -> tuple[list[Any], dict[str, Any], list[str]]:
         """Return the positional and the named arguments, and the expressions of those that are not known by name."""
@@ -386,7 +395,8 @@ class Expressions:
         return MISSING
 
     def _method(self, node: ast.Call, func: ast.Attribute, args: list[Any], named: dict[str, Any]) -> Any:
-        if isinstance(func.value, ast.Name) and self.known(func.value.id) is MISSING:
+        of_module = (path_of(func.value) or "").partition(".")[0]
+        if of_module and self.known(of_module) is MISSING:
             return MISSING
         of = self.value(func.value)
         if isinstance(of, ConfigObject):

@@ -16,8 +16,10 @@ from typing import Any
 
 from autoplan.errors import PinError
 from autoplan.exporters.python_expressions import MOST, Expressions, path_of
+from autoplan.exporters.python_functions import configurations, defaults_of, imported_from, names_of, others_of
 from autoplan.exporters.python_values import (
     BY_FUNCTION,
+    MADE_BY,
     MISSING,
     UNKNOWN,
     ConfigObject,
@@ -70,6 +72,20 @@ def read_python(
         setters: as those of `scripts.Python`.
         made: classes; if given, the values are the arguments and attributes of the only object of one of them.
     """
+    return {name: value for name, value in _read(text, where, setters, made).items() if name != MADE_BY}
+
+
+def read_made(text: str, where: str, made: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Return what made the only object of some classes or functions, and its values as `read_python` does.
+
+    The first is empty if the file makes none.
+    """
+    values = _read(text, where, None, made)
+    return str(values.pop(MADE_BY, "")), values
+
+
+def _read(text: str, where: str, setters: Mapping[str, str] | None, made: Sequence[str]) -> dict[str, Any]:
+    """Return the values of `read_python`, with what made the object of some classes."""
     path, function = where, ""
     if re.search(r"\.py:\w+$", where):
         path, _, function = where.rpartition(":")
@@ -80,11 +96,12 @@ def read_python(
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     if function:
         if function not in functions:
-            raise PinError(f"{path} has no function {function!r}; {_place_of(function, tree) or _listed(functions)}")
+            raise PinError(
+                f"{path} has no function {function!r}; {imported_from(function, tree) or names_of(functions)}"
+            )
         return _Reader(tree, setters, made).function(functions[function])
     found = {name: _Reader(tree, setters, made).function(node) for name, node in functions.items()}
-    helpers = [name for name in found if name.startswith("_") and _is_called(name, tree)]
-    found = {name: values for name, values in found.items() if values and name not in helpers}
+    found = {name: found[name] for name in configurations(found, functions, tree, bool(made))}
     if len({str(values) for values in found.values()}) > 1:
         raise PinError(f"{path} has several configurations; name one: {path}:{next(iter(found))} ({', '.join(found)})")
     return next(iter(found.values()), {}) or _Reader(tree, setters, made).script()
@@ -93,37 +110,6 @@ def read_python(
 def functions_of(values: Mapping[str, Any]) -> list[str]:
     """Return the calls in a file whose settings are not known."""
     return [path.removeprefix(UNKNOWN) for path, value in values.items() if value == BY_FUNCTION]
-
-
-def _listed(functions: Mapping[str, ast.FunctionDef]) -> str:
-    return f"it has {', '.join(functions) or 'none'}"
-
-
-def _place_of(function: str, tree: ast.Module) -> str:
-    """Return where a module imports a function from, in words; empty if it does not."""
-    for node in (each for each in tree.body if isinstance(each, ast.ImportFrom)):
-        for alias in node.names:
-            if function == (alias.asname or alias.name):
-                return f"it imports {alias.name} from {node.module}; give the file of that module"
-    return ""
-
-
-def _is_called(name: str, tree: ast.Module) -> bool:
-    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return any(isinstance(func, ast.Name) and func.id == name for func in calls)
-
-
-def _defaults(a: ast.arguments) -> dict[str, ast.expr]:
-    """Return the defaults of the arguments of a function that have one."""
-    places = [each.arg for each in (*a.posonlyargs, *a.args)]
-    out = dict(zip(places[len(places) - len(a.defaults) :], a.defaults, strict=True))
-    named = zip(a.kwonlyargs, a.kw_defaults, strict=True)
-    return out | {each.arg: value for each, value in named if value is not None}
-
-
-def _others(a: ast.arguments, rest: dict[str, Any]) -> dict[str, Any]:
-    """Return the value of `**others` of a function for the arguments that have no name of their own."""
-    return {} if a.kwarg is None else {a.kwarg.arg: rest if is_known(rest) else ConfigObject(fields=rest)}
 
 
 class _Reader:
@@ -182,8 +168,14 @@ class _Reader:
             if len({str(by_path(each)) for each in roots}) > 1:
                 raise PinError(f"the file makes several {' and '.join(self._made)}, with different arguments; keep one")
             roots = roots[:1]
+            if roots and (by_path(roots[0]) or not roots[0].is_new):
+                return {MADE_BY: roots[0].made_by, **self._values_of(roots, changed)}
         elif isinstance(value, ConfigObject) and not value.is_empty:
             roots = [value]
+        return self._values_of(roots, changed)
+
+    def _values_of(self, roots: list[ConfigObject], changed: list[ConfigObject]) -> dict[str, Any]:
+        """Return the values of objects, and what else may have set some of them."""
         out: dict[str, Any] = {}
         for root in roots:
             out |= by_path(root)
@@ -257,7 +249,7 @@ class _Reader:
         if (len(args) > len(places) and a.vararg is None) or (rest and a.kwarg is None) or set(out) & set(named):
             return None
         out |= {name: value for name, value in named.items() if name not in rest}
-        defaults = _defaults(a)
+        defaults = defaults_of(a)
         missing = [name for name in (*places, *only) if name not in out]
         if required and not set(missing) <= set(defaults):
             return None
@@ -265,7 +257,7 @@ class _Reader:
             given = ConfigObject(origin=f"{name} (line {node.lineno})")
             out[name] = self._value(defaults[name]) if name in defaults else given
         more = {} if a.vararg is None else {a.vararg.arg: list(args[len(places) :])}
-        return out | more | _others(a, rest)
+        return out | more | others_of(a, rest)
 
     # -- statements ----------------------------------------------------------------------------------------------------
 
@@ -405,9 +397,18 @@ class _Reader:
             of = self._place(call.func.value) if call.func.attr == "update" else self._value(call.func.value)
             if isinstance(of, ConfigObject) and call.func.attr == "update":
                 return self._update(of, call)
+            if isinstance(of, ConfigObject) and call.func.attr in ("append", "extend"):
+                return self._added(of, call)
             if isinstance(of, dict | list | set):
                 return self._changed(call, call.func, of)
         self._value(call)
+
+    def _added(self, of: ConfigObject, call: ast.Call) -> None:
+        """Set objects that a list of a configuration gets as its sections, by their classes."""
+        for each in map(self._value, call.args):
+            for item in each if isinstance(each, list | tuple) else [each]:
+                if isinstance(item, ConfigObject) and item.made_by:
+                    self._set(of, maker_of(item.made_by), item)
 
     def _update(self, of: ConfigObject, call: ast.Call) -> None:
         """Set the fields of an object that `update` names."""

@@ -13,6 +13,7 @@ from typing import Any
 
 UNKNOWN = "?"  # prefix of paths whose value is not known
 BY_FUNCTION = "settings of this function"
+MADE_BY = "made by"  # path: the class or function that made an object
 MORE = "more arguments"  # that a command takes from its caller
 MISSING = object()  # the value of a field or a name that is not set
 
@@ -235,6 +236,9 @@ def _by_path(value: Any, path: str, above: tuple[ConfigObject, ...]) -> Iterator
         yield f"{UNKNOWN}{path}", value.node.name
     elif isinstance(value, list | tuple) and any(isinstance(each, ConfigObject) for each in value):
         yield path, [said(each).partition("(")[0] if isinstance(each, ConfigObject) else each for each in value]
+        for each in value:
+            if isinstance(each, ConfigObject) and each.made_by:
+                yield from _by_path(each, f"{path}.{maker_of(each.made_by)}", above)
     elif value is not MISSING:
         yield path, value
 

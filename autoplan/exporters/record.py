@@ -19,6 +19,11 @@ from autoplan.exporters.setup import Setup, Task
 from autoplan.stacks.like import GRADIENTS_32, read_like
 from autoplan.stacks.records import version_of, year_of
 
+
+class Recognised(PinError):
+    """A file that is of a target for certain, and of a kind that is not read."""
+
+
 Values = Mapping[str, Any]  # of a target's file: path with dots -> value; of a setup: name -> value
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoplan.exporters.python_file import read_python
+from autoplan.exporters.python_file import read_made, read_python
 from autoplan.exporters.python_values import MORE, UNKNOWN
 from autoplan.exporters.schema import Schema
 from autoplan.exporters.setup import Setup
@@ -64,6 +64,9 @@ _BOOLEANS = {
 }
 
 
+CommandOf = Callable[[Sequence[str], Sequence[str]], str | None]
+
+
 @dataclass(frozen=True)
 class FlagsOf:
     """A shell script that is read. Paths: the flag with `_` for `-`, `env.NAME`, `launch.NAME`.
@@ -75,11 +78,14 @@ class FlagsOf:
         schema: name of the target whose flags these are.
         marks: flags of which the command that trains has at least one, as paths.
         booleans: True if a flag that is true or false may have its value behind it.
+        command_of: path, and what returns its value from the words up to the program and from its arguments; a command
+            with such a value trains.
     """
 
     schema: str
     marks: tuple[str, ...]
     booleans: bool = False
+    command_of: tuple[str, CommandOf] | None = None
     suffix: str = ".sh"
 
     def read(self, text: str, where: str) -> dict[str, Any]:
@@ -91,7 +97,7 @@ class FlagsOf:
         """
         script = shell_commands(text, where)
         out: dict[str, Any] = {f"{_ENV}{name}": _literal(value) for name, value in script.variables.items()}
-        found = [(before, self._arguments(after)) for before, after in map(_parts, script.commands)]
+        found = [(before, self._told(before, after)) for before, after in map(_parts, script.commands)]
         found = [(before, given) for before, given in found if self._trains(given)]
         trains = [each for each in found if each[0] and re.search("train|tune", each[0][-1].text)]
         found = trains or found  # what converts or generates has degrees, too
@@ -103,7 +109,18 @@ class FlagsOf:
             out |= _launched(before, script.variables)
         return out | _alternatives([given for _, given in found])
 
+    def _told(self, before: Sequence[Word], after: Sequence[Word]) -> dict[str, Any]:
+        """Return the values of the arguments, and what the program is told to do."""
+        out = self._arguments(after)
+        if self.command_of is not None:
+            path, command_of = self.command_of
+            command = command_of([word.text for word in before], [word.text for word in after])
+            out |= {} if command is None else {path: command}
+        return out
+
     def _trains(self, given: Mapping[str, Any]) -> bool:
+        if self.command_of is not None and self.command_of[0] in given:
+            return True
         return any(mark in given or f"{UNKNOWN}{mark}" in given for mark in self.marks)
 
     def _arguments(self, words: Sequence[Word]) -> dict[str, Any]:
@@ -299,19 +316,7 @@ class PythonCall:
 
     def read(self, text: str, where: str) -> dict[str, Any]:
         """Return the values by path; the path of a value that is not a literal begins with `?`."""
-        return read_python(text, where, made=(self.name,))
-
-
-@dataclass(frozen=True)
-class ArgumentsOf:
-    """A Python file that is read: the arguments of the object of one of some classes that it makes."""
-
-    classes: tuple[str, ...]
-    suffix: str = ".py"
-
-    def read(self, text: str, where: str) -> dict[str, Any]:
-        """Return the values by path; the path of a value that is not known begins with `?`."""
-        return read_python(text, where, made=self.classes)
+        return read_made(text, where, (self.name,))[1]
 
 
 def _written(value: Any) -> str:

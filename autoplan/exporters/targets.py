@@ -15,7 +15,7 @@ from autoplan.exporters.megatron import MEGATRON_LM
 from autoplan.exporters.megatron_bridge import MEGATRON_BRIDGE
 from autoplan.exporters.nanotron import NANOTRON
 from autoplan.exporters.python_values import UNKNOWN
-from autoplan.exporters.record import Reader, Target
+from autoplan.exporters.record import Reader, Recognised, Target
 from autoplan.exporters.torchtitan import TORCHTITAN
 from autoplan.exporters.transformers import TRANSFORMERS
 from autoplan.names import did_you_mean
@@ -85,7 +85,7 @@ def detected(path: str, text: str) -> tuple[Target, str]:
     if found:
         raise PinError(f"{path} may be of {' or '.join(found)}; say which with --format")
     if refused:
-        raise refused[0]
+        raise next((error for error in refused if isinstance(error, Recognised)), refused[0])
     raise PinError(
         f"{path} is not recognised as the input of a framework; say of which with --format: {', '.join(TARGETS)}"
     )

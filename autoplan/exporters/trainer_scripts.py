@@ -1,35 +1,84 @@
 """Scripts of Hugging Face's Trainer, read as TrainingArguments: command lines, Python files and YAML.
 
 HfArgumentParser takes the arguments from a command line or a file, and a script may make them itself. Classes that
-derive from them have other defaults, and scripts have arguments of their own: both are named, never assumed.
+derive from them have other defaults: those of TRL's SFTConfig are known (`trl`), others and arguments of the scripts
+themselves are named, never assumed.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from autoplan.errors import PinError
-from autoplan.exporters.python_values import UNKNOWN
+from autoplan.exporters import trl
+from autoplan.exporters.python_expressions import path_of
+from autoplan.exporters.python_file import read_made
+from autoplan.exporters.python_values import UNKNOWN, maker_of
 from autoplan.exporters.record import Document, Reader, Values
-from autoplan.exporters.scripts import PROGRAMS, ArgumentsOf, FlagsOf
+from autoplan.exporters.scripts import PROGRAMS, FlagsOf
 from autoplan.exporters.syntax import Yaml, flat
 
-MARKS = ("per_device_train_batch_size",)
+_CLASSES = ("TrainingArguments", "Seq2SeqTrainingArguments")
+
+
+@dataclass(frozen=True)
+class TrainerPython:
+    """A Python file that is read: the arguments of the object of a class of Trainer's that it makes."""
+
+    suffix: str = ".py"
+
+    def read(self, text: str, where: str) -> dict[str, Any]:
+        """Return the values by path; the path of a value that is not known begins with `?`.
+
+        Raises: Recognised for a file that makes the arguments of another trainer of TRL, or none.
+        """
+        classes = (*_CLASSES, trl.SFT_CLASS)
+        made_by, out = read_made(text, where, classes)
+        calls = list(_calls(ast.parse(text)))
+        names = {name for name, _ in calls}
+        if not out and not names.intersection(classes):
+            _check_made(calls, where)
+            return out
+        if maker_of(made_by) == trl.SFT_CLASS or (not made_by and trl.SFT_CLASS in names):
+            out[trl.COMMAND] = trl.SFT
+        return out | {trl.BESIDE[name]: f"{name}, line {node.lineno}" for name, node in calls if name in trl.BESIDE}
+
+
+def _calls(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
+    """Yield the calls of a file with the last name of what they call."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield (path_of(node.func) or "").rpartition(".")[2], node
+
+
+def _check_made(calls: list[tuple[str, ast.Call]], where: str) -> None:
+    """Raise Recognised for a file that makes other arguments, or takes them from a command line."""
+    for name, node in calls:
+        inside = [each.id for each in ast.walk(node) if isinstance(each, ast.Name)] if name in trl.PARSERS else [name]
+        refused = next((each for each in inside if each in trl.REFUSED_CLASSES), None)
+        if refused is not None:
+            raise trl.refused_class(refused, node.lineno, where)
+        if {*_CLASSES, trl.SFT_CLASS}.intersection(inside):
+            raise trl.parsed_elsewhere(node.lineno, where)
+
+
+MARKS = ("per_device_train_batch_size", trl.COMMAND)
 READERS: tuple[Reader, ...] = (
     Yaml(),
-    FlagsOf("transformers", MARKS, booleans=True),
-    ArgumentsOf(("TrainingArguments", "Seq2SeqTrainingArguments")),
+    FlagsOf("transformers", MARKS[:1], booleans=True, command_of=(trl.COMMAND, trl.command_of)),
+    TrainerPython(),
 )
 
-# Programs, and arguments that only their scripts have, with other defaults: TRL (SFTConfig and its like recompute and
-# train in bf16 unless told otherwise, trl/trainer/base_config.py) and LLaMA-Factory (which recomputes,
-# src/llamafactory/model/model_utils).
+# Programs, and arguments that only their scripts have, with other defaults: TRL, where it is not told what it trains,
+# and LLaMA-Factory (which recomputes, src/llamafactory/model/model_utils).
 _OTHER_TRAINERS = {
     **dict(zip(PROGRAMS, ("TRL", "LLaMA-Factory"), strict=True)),
-    **dict.fromkeys(("use_peft", "packing", "max_length", "max_prompt_length", "dataset_text_field"), "TRL"),
+    **dict.fromkeys(("use_peft", "max_length"), "TRL"),
     **dict.fromkeys(("finetuning_type", "cutoff_len", "template", "stage"), "LLaMA-Factory"),
 }
 # Arguments of scripts that change time or memory -> where they are given here, and the choice that it is
@@ -38,7 +87,11 @@ _OF_SCRIPTS = {
         ("block_size", "max_seq_length", "model_max_length", "max_length", "cutoff_len"), ("--seq-len", "seq_len")
     ),
     **dict.fromkeys(("use_peft", "use_lora", "lora_r", "lora_rank", "finetuning_type"), ("--adapters", "")),
-    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_bit"), ("--adapters qlora:..., of 4 bits", "")),
+    "peft_config": ("--adapters", ""),
+    **dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit", "quantization_bit", "quantization_config"),
+        ("--adapters qlora:..., of 4 bits", ""),
+    ),
     **dict.fromkeys(("attn_implementation", "flash_attn"), ("--attention", "attention")),
     **dict.fromkeys(("dtype", "torch_dtype"), ("--precision, whose parameters in 16 bits have masters in 32", "")),
 }
@@ -60,6 +113,8 @@ def as_arguments(values: Values) -> dict[str, Any]:
     Sections may be texts of JSON; names in `fsdp_config` may begin with `fsdp_`; `accelerate launch` has the engine and
     the precision that the arguments do not name: in its options, and in the file that they name.
     """
+    trl.refuse_others(values)
+    values = trl.as_sft(values) if trl.is_sft(values) else values
     out: dict[str, Any] = {}
     for path, value in values.items():
         if path in _SECTIONS and isinstance(value, str) and value.lstrip().startswith("{"):
@@ -73,7 +128,7 @@ def as_arguments(values: Values) -> dict[str, Any]:
         if out.pop(f"{ACCELERATE_AT}{name}", False):
             out[f"{ACCELERATE_AT}distributed_type"] = kind
     told = f"{ACCELERATE_AT}distributed_type" in out
-    if out.get("launch.by") == "accelerate" and not told:
+    if out.get("launch.by") in ("accelerate", trl.PROGRAM) and not told:
         stated = {path.removeprefix(UNKNOWN).partition(".")[0] for path in out}
         out |= {f"{UNKNOWN}{names[0]}": _OF_LAUNCH for names in _LAUNCHED if not stated.intersection(names)}
     return out
@@ -101,6 +156,8 @@ def _parsed(path: str, text: str) -> dict[str, Any]:
 
 def check_defaults(document: Document, *paths: str) -> None:
     """Raise PinError if none of these fields is stated, and the file is for a trainer with other defaults."""
+    if trl.is_sft(document.values):  # whose defaults are known
+        return
     given = (*document.values, document.values.get("launch.by"))
     other = next((name for name in _OTHER_TRAINERS if name in given), None)
     if other is not None and not any(map(document.has, paths)):

@@ -1,7 +1,7 @@
 """Hugging Face transformers: the JSON file of TrainingArguments (`HfArgumentParser.parse_json_file`).
 
-Scripts that have the arguments are read, too (`trainer_scripts`). The engine is part of the file: `fsdp` with
-`fsdp_config`, DeepSpeed's own JSON under `deepspeed`, or neither.
+Scripts that have the arguments are read, too (`trainer_scripts`), and TRL's SFTConfig (`trl`). The engine is part of
+the file: `fsdp` with `fsdp_config`, DeepSpeed's own JSON under `deepspeed`, or neither.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from autoplan.config.parallel import Mode
 from autoplan.config.recompute import FULL, NONE
 from autoplan.errors import PinError
-from autoplan.exporters import accelerate
+from autoplan.exporters import accelerate, trl
 from autoplan.exporters.accelerate import ACCELERATE, engine
 from autoplan.exporters.deepspeed import DEEPSPEED, read_overlap, read_zero, read_zero_offload, write_zero
 from autoplan.exporters.launching import processes, srun
@@ -124,6 +124,7 @@ def _write_batch(setup: Setup) -> Values:
 
 
 def _read_batch(document: Document, found: Values) -> Values:
+    trl.check_yaml_of_command(document)
     size, steps = (document.count(path) for path in _BATCH.values())
     batch = {"global_batch_size": size * steps * found["dp"]} if "dp" in found else {}
     return {"micro_batch_size": size, **batch}
@@ -134,12 +135,12 @@ def _write_recompute(setup: Setup) -> Values:
 
 
 def _read_recompute(document: Document, found: Values) -> Values:
-    paths = ("gradient_checkpointing", "activation_checkpointing")
-    check_defaults(document, *paths)
-    given = [
-        bool(document.get(path))
-        for path in (*paths, *([_F + "activation_checkpointing"] if _strategies(document) else []))
-    ]
+    new, old = "activation_checkpointing", "gradient_checkpointing"  # the old name counts where the new one is not set
+    check_defaults(document, old, new)
+    own = document.get(new)
+    given = [bool(trl.value_of(document, old) if own is None else own)]
+    if _strategies(document):
+        given.append(bool(document.get(_F + new)))
     launched = _launched(document)
     by_launch = {} if launched is None else accelerate.read_checkpointing(launched, found)
     return {"recompute": FULL if any(given) else by_launch.get("recompute", NONE)}
@@ -152,7 +153,7 @@ def _write_precision(setup: Setup) -> Values:
 
 def _read_precision(document: Document, found: Values) -> Values:
     check_defaults(document, "bf16", "fp16")
-    stated, launched = [name for name in ("bf16", "fp16") if document.get(name)], _launched(document)
+    stated, launched = [name for name in ("bf16", "fp16") if trl.value_of(document, name)], _launched(document)
     if not stated and launched is not None:
         return accelerate.read_mixed_precision(launched, found)
     return {"precision": stated[0] if stated else "fp32"}
@@ -224,6 +225,8 @@ TRANSFORMERS = Target(
         Field(("recompute",), _write_recompute, _read_recompute),
         Field(("precision",), _write_precision, _read_precision),
         Field(("mode",), _write_mode, _read_mode),
+        derived(trl.read_length, "seq_len"),
+        derived(trl.read_attention, "attention"),
     ),
     marks=("per_device_train_batch_size", "gradient_checkpointing", "activation_checkpointing", "fsdp", "output_dir"),
     launch=_launch,
@@ -245,13 +248,20 @@ TRANSFORMERS = Target(
         "sequence_parallel": "a property of the model's plan of tensor parallelism",
     },
     stack_of=_stack,
-    named_files=(ACCELERATE_FILE, f"{ACCELERATE_AT}{accelerate.DEEPSPEED_FILE}", "deepspeed", "fsdp_config"),
+    named_files=(
+        trl.CONFIG,
+        ACCELERATE_FILE,
+        f"{ACCELERATE_AT}{accelerate.DEEPSPEED_FILE}",
+        "deepspeed",
+        "fsdp_config",
+    ),
     also=READERS,
     marks_also=MARKS,
     renamed=as_arguments,
     rules=(
         *(TargetRule(broken) for broken in (_one_precision, _one_engine, _taken_by_deepspeed, processes)),
         *map(_of_accelerate, ACCELERATE.rules),
+        *trl.RULES,
         TargetRule(of_scripts, warns=True),
     ),
 )

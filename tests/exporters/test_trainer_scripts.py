@@ -96,8 +96,8 @@ def test_arguments_that_a_python_file_makes(tmp_path: Path) -> None:
     several = SCRIPT.replace("    Trainer(", "    b = TrainingArguments(per_device_train_batch_size=9)\n    Trainer(")
     with pytest.raises(PinError, match="makes several TrainingArguments"):
         read(tmp_path, "train.py", several, format="transformers")
-    with pytest.raises(PinError, match="nothing that transformers takes"):  # TRL's, which have other defaults
-        read(tmp_path, "train.py", SCRIPT.replace("TrainingArguments", "SFTConfig"), format="transformers")
+    with pytest.raises(PinError, match="nothing that transformers takes"):
+        read(tmp_path, "train.py", SCRIPT.replace("TrainingArguments", "Arguments"), format="transformers")
 
 
 # As accelerate config writes them
@@ -160,10 +160,6 @@ def test_trainers_with_other_defaults_are_named(tmp_path: Path) -> None:
         "not read, since they are the script's own: max_length=2048 (give --seq-len), use_peft=True (give "
         "--adapters), lora_r=16 (give --adapters)",
     )
-    command = "trl sft --per_device_train_batch_size 2 --bf16"
-    with pytest.raises(PinError, match="gradient_checkpointing is not stated, and TRL, which trl is of"):
-        read(tmp_path, "sft.sh", command)
-    assert read(tmp_path, "sft.sh", f"{command} --gradient_checkpointing").says["recompute"] == "full"
     with pytest.raises(PinError, match="LLaMA-Factory"):
         read(tmp_path, "sft.yaml", "per_device_train_batch_size: 2\nbf16: true\nfinetuning_type: full\n")
 
