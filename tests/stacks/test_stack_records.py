@@ -71,6 +71,32 @@ def test_nemo_launched_without_cudnns_attention_until_24_07() -> None:
     assert again == ["selective", "none"]
 
 
+@pytest.mark.parametrize(
+    ("name", "version", "model", "loss"),
+    [
+        ("megatron-lm", "26.08", "llama-3.1-70b", "no"),
+        ("megatron-lm", "25.09", "Qwen3-235B-A22B", "online"),
+        ("megatron-lm", "26.08", "Qwen3-235B-A22B", "compiled"),
+        ("megatron-bridge", "24.05", "LLAMA3-8B", "no"),
+        ("megatron-bridge", "24.07", "LLAMA3-8B", "compiled"),
+        ("megatron-bridge", "24.07", "LLAMA2-7B", "no"),
+        ("megatron-bridge", "24.09", "LLAMA2-7B", "compiled"),
+        ("megatron-bridge", "24.07", "Nemotron-340B", "no"),
+        ("megatron-bridge", "24.11", "Nemotron4 340b", "compiled"),
+        ("megatron-bridge", "24.11", "GPT3-175B", "no"),
+        ("megatron-bridge", "25.02", "Llama3 8b Finetuning LORA", "no"),
+        ("megatron-bridge", "25.05", "Grok1 314b", "online"),
+        ("megatron-bridge", "26.08", "llama-3.1-70b", "online"),
+        ("megatron-bridge", "26.08", "DeepSeekV4 Flash", "compiled"),
+        ("megatron-bridge", "25.09", "Llama 3.1 405B (MLPerf v5.1, NVIDIA)", "compiled"),
+        ("megatron-bridge", "25.09", "Llama 2 70B LoRA (MLPerf v5.1, NVIDIA)", "no"),
+        ("megatron-bridge-library", "26.08", "Qwen3-30B-A3B", "online"),
+    ],
+)
+def test_kernels_of_the_loss_differ_by_release_and_model(name: str, version: str, model: str, loss: str) -> None:
+    assert stack(name).options_at(year_of(version), "H100", "BF16", model).fused_loss == loss
+
+
 def test_recipes_of_nemo_2_that_capture_cuda_graphs() -> None:
     found, at = stack("megatron-bridge"), year_of("25.05")
     assert found.options_at(at, "GB200", "FP8", "Grok1 314b").launch is Launch.FULL_GRAPHS
