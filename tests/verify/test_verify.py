@@ -353,6 +353,35 @@ def test_the_model_is_left_as_it_was() -> None:
     assert len(model.linear._forward_hooks) == 1
 
 
+class TwoNames(nn.Module):
+    """A norm that is an attribute and in a list, a block that is a layer twice, and weights that are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        self.norm = nn.LayerNorm(8)
+        self.body = nn.Sequential(nn.Linear(8, 8), self.norm)
+        self.layers = nn.ModuleList([block, block])
+        self.tied = nn.Linear(8, 8, bias=False)
+        self.tied.weight = self.body[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        out: torch.Tensor = self.norm(self.tied(x))
+        return out
+
+
+def test_a_module_with_two_names_is_left_as_it_was() -> None:
+    model = TwoNames()
+    before = {n: (p, p.detach().clone()) for n, p in model.named_parameters(remove_duplicate=False)}
+    assert verify_whole(captured(model, {"x": torch.zeros(2, SEQ, 8)}, square_loss)).done
+    for name, p in model.named_parameters(remove_duplicate=False):
+        same, value = before[name]
+        assert p is same and p.dtype is torch.float32 and torch.equal(p, value)
+
+
 # -- what is not run --------------------------------------------------------------------------------------------------
 
 
