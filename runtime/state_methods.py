@@ -129,7 +129,7 @@ class StateMethods:
         """
         loaded = self._state.load_state_dict(state, strict)
         if self.given is not None:
-            self.given.numbers.loaded()
+            self.given.loaded()
         return loaded
 
     @guarded("save_pretrained")
@@ -214,7 +214,7 @@ class StateMethods:
         if resumed is not None:
             self._leave_out_gradients()
             if self.given is not None:
-                self.given.numbers.loaded()
+                self.given.loaded()
         if resumed is not None and not model_only:
             self.last_load = TrainingPoint(self.progress.num_steps, self.progress.num_samples, time.perf_counter())
         return resumed
