@@ -240,6 +240,20 @@ class Mean(Plain):
         return out
 
 
+def test_padding_on_the_left_says_whose_value_it_is() -> None:
+    """It predicts the first valid token: a value that transformers' kernels do not agree on."""
+    model, batch = models.make_llama(), models.token_batch(4, SEQ, seed=1)
+    batch["attention_mask"] = torch.arange(SEQ) >= torch.arange(4)[:, None]
+    batch["attention_mask"] = batch["attention_mask"].long()
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    task = captured(model, batch, None)
+    with pytest.raises(CaptureError, match=r"Samples begin with padding.*ignore its label"):
+        verify_whole(task)
+    first = batch["attention_mask"].cumsum(1) * batch["attention_mask"] == 1
+    ignored = {**batch, "labels": batch["labels"].masked_fill(first, -100)}
+    assert verify_whole(replace(task, example=ignored)).done
+
+
 def test_regions_without_gradients() -> None:
     """What they make has none in the program either; and where it has, it is found."""
     task = captured(Mean(), {"x": torch.zeros(2, SEQ, 8)}, square_loss)
