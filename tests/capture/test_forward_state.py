@@ -112,8 +112,15 @@ def test_what_is_drawn_past_torch_is_refused_by_name(draw: Callable[[], float], 
     """Also where the capture drew what it draws nearly always, so that a comparison finds no difference."""
     with pytest.raises(CaptureError, match=rf"^the forward of Dropped draws random numbers with {name}"):
         capture(Dropped(draw), {"x": X}, loss_fn=loss)
-    own = random.Random(0)
-    assert capture(Dropped(own.random), {"x": X}, loss_fn=loss).params
+
+
+def seeded() -> float:
+    random.seed(3)
+    return random.random()
+
+
+def test_what_is_drawn_alike_in_every_forward_is_captured() -> None:
+    assert len(capture(Dropped(seeded), {"x": X}, loss_fn=loss).params) == 6
 
 
 class Holder:

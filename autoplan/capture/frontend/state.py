@@ -97,6 +97,9 @@ def state_refused(model: nn.Module, counters: Counters) -> Iterator[None]:
 
 
 def _generators() -> dict[str, Any]:
-    """Return the states of the generators that torch does not know, by name, as values that can be compared."""
+    """Return the states of the generators that torch does not know, by name, as values that can be compared.
+
+    A forward that seeds them itself (BigBird) draws the same every time, and leaves what the rehearsal before it left.
+    """
     _, words, *rest = np.random.get_state(legacy=True)
     return {"Python's random": random.getstate(), "numpy.random": (words.tobytes(), *rest)}  # type: ignore[union-attr]
