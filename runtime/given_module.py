@@ -17,6 +17,8 @@ from autoplan.runtime.given_numbers import GivenNumbers
 from autoplan.runtime.shards import trained_as_captured
 
 _HOOK = "_autoplan_stale_hook"
+_HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class GivenModule:
@@ -45,6 +47,10 @@ class GivenModule:
             for prefix, module in model.named_modules()
             if module._parameters
         ]
+        self._late: list[tuple[str, weakref.ref[Any], tuple[int, int]]] = [
+            (name, weakref.ref(held), _form(held)) for name, held in (*model.named_modules(), *model.named_parameters())
+        ]
+        self._evaluated = "" if model.training else _first_that_trains_otherwise(model)
         memo: dict[int, Any] = {id(p): _without_memory(p) for p in model.parameters()}
         kept = {id(t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
         memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers() if id(b) in kept}
@@ -73,6 +79,47 @@ class GivenModule:
                     return trained_as_captured(f"{prefix}.{name}".lstrip("."), trained[name])
         return self.numbers.changed()
 
+    def loaded(self) -> None:
+        """Record that the program was given other values, as the module may be."""
+        self._late = []
+        self.numbers.loaded()
+
+    def warn_before_first_step(self) -> None:
+        """Warn, once, of what happened to the module after the program was made, which has no part in it: values that
+        were loaded into it, hooks that were registered."""
+        late, self._late = self._late, []
+        for name, reference, (version, hooks) in late:
+            held = reference()
+            if held is None:
+                continue
+            now = _form(held)
+            if now[0] != version:
+                _warn_on_first_rank(
+                    f"{name} was written to after autoplan.parallelize, which had copied it: if its values are others, "
+                    "the program has the old ones. Load weights before autoplan.parallelize, or give them to "
+                    "pm.load_state_dict",
+                    stacklevel=5,
+                )
+                return
+            if now[1] > hooks:
+                _warn_on_first_rank(
+                    f"a hook was registered on {name or 'the model'} after autoplan.parallelize: the program does not "
+                    "run it. Register hooks of forwards before that; gradients are in pm.named_parameters() after "
+                    "pm.step()",
+                    stacklevel=5,
+                )
+                return
+
+    def warn_of_eval_mode(self) -> None:
+        """Warn, once, if the module was in evaluation when the program was made, and computes something else in it."""
+        if self._evaluated:
+            _warn_on_first_rank(
+                "the model was in eval mode when the program was made, as from_pretrained returns it, and the program "
+                f"trains in that mode ({self._evaluated}): call model.train() before autoplan.parallelize",
+                stacklevel=4,
+            )
+            self._evaluated = ""
+
     def filled(self, state: Mapping[str, Any]) -> nn.Module:
         """Return a module with the values of a full state, on the host.
 
@@ -89,6 +136,35 @@ class GivenModule:
             )
         _tie_again(made, self._form)
         return made
+
+
+def _form(held: nn.Module | nn.Parameter) -> tuple[int, int]:
+    """Return the number of changes of a parameter that torch counted, and the number of hooks of it or a module."""
+    if isinstance(held, nn.Module):
+        return 0, sum(len(getattr(held, table)) for table in _HOOKS_OF_MODULES) - (_HOOK in held.__dict__)
+    version = 0 if held.is_inference() else held._version
+    return version, sum(len(getattr(held, table) or ()) for table in _HOOKS_OF_PARAMETERS)
+
+
+def _first_that_trains_otherwise(model: nn.Module) -> str:
+    """Return the first module in evaluation that drops values in training, or keeps statistics, and what; or ''."""
+    for name, module in model.named_modules():
+        if module.training:
+            continue
+        rates = [x for n, x in vars(module).items() if "drop" in n and isinstance(x, float)]
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            rates.append(module.p)
+        if any(rate > 0 for rate in rates):
+            return f"{name} drops nothing"
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            return f"{name} keeps its statistics"
+    return ""
+
+
+def _warn_on_first_rank(text: str, stacklevel: int) -> None:
+    """Warn on rank 0, of the line that called a method of the program."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn(text, UserWarning, stacklevel=stacklevel)
 
 
 def _without_memory(p: nn.Parameter) -> nn.Parameter:

@@ -1,7 +1,8 @@
-"""Numbers of Python that a forward or a loss function reads: a program has those of its capture.
+"""Numbers and tensors that a forward or a loss function reads: a program has those of its capture.
 
 `self.temperature`, the rate of a dropout, a weight of the loss in a closure or a global: torch.export puts their values
-into the graph. Whoever changes one later (an annealed weight) would train on with the old value, so a step refuses it.
+into the graph, and a program copies tensors. Whoever changes one later (an annealed weight) would train on with the old
+value, so a step refuses it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
+import torch
 from torch import nn
 
 _MOST_ENTRIES = 64  # of a list or dict of numbers
@@ -23,23 +25,29 @@ _NUMBERS = (bool, int, float, complex)
 _NOT_PLAIN = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _Read = Callable[[], Any]
 _Known = dict[tuple[type, str], frozenset[str]]  # the attributes that a method of a class reads
+_MOST_ELEMENTS = 65_536  # of a tensor whose values are kept
+# statistics that a norm changes itself, when somebody runs the module
+_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 _GONE = object()
 _OF_LOSS = ", which loss_fn reads,"
 
 
 class GivenNumbers:
-    """The numbers that a module and its loss function read, with their present values.
+    """The numbers and tensors that a module and its loss function read, with their present values.
 
     Counted are ints, floats, bools and complex numbers, alone or in a list, tuple or dict: attributes of modules that
     their forward names, or a method, property or function of the same file that it names, and that none of these sets;
     variables of the loss function's closure and globals that it does not set itself; attributes of the object that it
     is a method of; and floats of the plain objects in all of these (a config, a config in a config), at any depth:
-    attributes that the forward or the loss function names, and entries of lists, tuples and dicts. Not seen is what a
-    function of another file reads, or a method or property of such an object. No module is kept alive.
+    attributes that the forward or the loss function names, and entries of lists, tuples and dicts. In all of these
+    places tensors count, too, of at most 65,536 elements (a clone of each is kept), and the buffers of modules, but not
+    the running statistics of norms. Not seen is what a function of another file reads, or a method or property of such
+    an object. No module is kept alive.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self._entries: list[tuple[str, _Read, Any]] = []
+        self._tensors: list[tuple[str, _Read, _KeptTensor]] = []
         names = _Known()
         self._add_modules("", type(model).__name__, model, names)
         if loss_fn is not None:
@@ -60,10 +68,18 @@ class GivenNumbers:
                 f"but the program has {was!r}: give what changes as an input (a tensor with one value per sample), or "
                 "set it back"
             )
-        return None
+        return next((_changed_tensor(name) for name, read, kept in self._tensors if kept.changed(read())), None)
+
+    def loaded(self) -> None:
+        """Forget the persistent buffers of modules: the program was given others, as the modules may be."""
+        self._tensors = [entry for entry in self._tensors if not entry[2].persistent]
 
     def _add(self, name: str, read: _Read) -> None:
-        frozen = _frozen(read())
+        value = read()
+        if _is_constant(value) and value.numel() <= _MOST_ELEMENTS:
+            self._tensors.append((name, read, _KeptTensor(value)))
+            return
+        frozen = _frozen(value)
         if frozen is not None:
             self._entries.append((name, read, frozen))
 
@@ -83,6 +99,12 @@ class GivenNumbers:
             held = attributes[name]
             self._add(where + name, functools.partial(_value, reference, _Part(name)))
             self._add_inside(where + name, "", reference, (_Part(name),), held, names[kind])
+        if isinstance(holder, nn.Module):
+            for name in sorted((names[kind] & holder._buffers.keys()) - _STATISTICS):
+                value = holder._buffers[name]
+                if _is_constant(value) and value.numel() <= _MOST_ELEMENTS:
+                    kept = _KeptTensor(value, name not in holder._non_persistent_buffers_set)
+                    self._tensors.append((where + name, functools.partial(_buffer, reference, name), kept))
 
     def _add_inside(
         self, where: str, after: str, root: _Read, path: tuple[_Part, ...], held: Any, read: Set[str]
@@ -102,7 +124,7 @@ class GivenNumbers:
             seen.add(id(held))
             for part, value in _parts(held, read):
                 to = f"{at}{part}"
-                if isinstance(value, float) and not whole:
+                if (isinstance(value, float) and not whole) or isinstance(value, torch.Tensor):
                     self._add(to + after, functools.partial(_value, root, *path, part))
                 elif not isinstance(value, _NUMBERS):
                     waiting.append((to, (*path, part), value))
@@ -111,6 +133,9 @@ class GivenNumbers:
     def _add_loss(self, loss_fn: Any, names: _Known) -> None:
         given = loss_fn
         while isinstance(given, functools.partial):
+            for name, value in (*((f"argument {i}", x) for i, x in enumerate(given.args)), *given.keywords.items()):
+                if isinstance(value, torch.Tensor):
+                    self._add(name + _OF_LOSS, functools.partial(_itself, value))
             given = given.func
         if isinstance(given, nn.Module):
             self._add_modules("loss_fn.", "self", given, names)
@@ -138,6 +163,59 @@ class GivenNumbers:
                 held = read()
                 root = _reference(held) or read  # an object may hold a module beside numbers
                 self._add_inside(name, _OF_LOSS, root, (), held, of_objects - set_there)
+
+
+class _KeptTensor:
+    """A tensor and a clone of its values.
+
+    Its values are compared if it is another tensor, or if torch counted a change of it: a step that finds neither waits
+    for no device. Of a tensor that somebody cast or moved, or deleted, nothing is known.
+
+    Args:
+        persistent: it is a persistent buffer of a module.
+    """
+
+    def __init__(self, tensor: torch.Tensor, persistent: bool = False) -> None:
+        self.persistent = persistent
+        self._tensor, self._version = weakref.ref(tensor), tensor._version
+        self._values = tensor.detach().clone()
+
+    def changed(self, now: Any) -> bool:
+        """Return True if `now` has other values."""
+        if not _is_constant(now):
+            return isinstance(now, _NUMBERS)
+        was = self._values
+        if (now is self._tensor() and now._version == self._version) or (now.dtype, now.device) != (
+            was.dtype,
+            was.device,
+        ):
+            return False
+        if now.shape != was.shape or not bool(((now == was) | ((now != now) & (was != was))).all()):
+            return True
+        self._tensor, self._version = weakref.ref(now), now._version
+        return False
+
+
+def _is_constant(value: Any) -> TypeGuard[torch.Tensor]:
+    """Return True for a tensor with values in memory that nothing trains."""
+    plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
+    return plain and not value.requires_grad and not value.is_inference()
+
+
+def _changed_tensor(name: str) -> str:
+    return (
+        f"{name} was changed after the program was made, which has its old values: give what changes as an input (a "
+        "tensor with one value per sample), pass a persistent buffer of the model to pm.load_state_dict, or set it back"
+    )
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _buffer(reference: _Read, name: str) -> Any:
+    holder = reference()
+    return _GONE if holder is None else holder._buffers.get(name, _GONE)
 
 
 def _attributes(holder: Any) -> Mapping[str, Any]:
@@ -224,7 +302,7 @@ def _attributes_read(kind: type, method: str) -> frozenset[str]:
 def _attributes_of(code: types.CodeType) -> tuple[set[str], set[str]]:
     """Return the names of attributes that code reads, and of those that it sets, of whatever object."""
     reads, writes, steps = set[str](), set[str](), list(_steps(code))
-    by_name = any(step.argval == "setattr" for step in steps if step.opname.startswith("LOAD"))
+    by_name = any(step.argval in ("setattr", "register_buffer") for step in steps if step.opname.startswith("LOAD"))
     for step in steps:
         if step.opname in ("STORE_ATTR", "DELETE_ATTR"):
             writes.add(step.argval)

@@ -354,7 +354,12 @@ class ParallelModel(StateMethods):
     # -- training ---------------------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> ParallelModel:
-        """Allow steps (`mode`), or only evaluations; return self, as nn.Module does."""
+        """Allow steps (`mode`), or only evaluations; return self, as nn.Module does.
+
+        The program keeps the mode that the model had in `parallelize`, with dropout or without: warns if it was eval.
+        """
+        if mode and self.given is not None:
+            self.given.warn_of_eval_mode()
         self.training = mode
         return self
 
@@ -392,6 +397,8 @@ class ParallelModel(StateMethods):
             return self._step(cast("list[Batch]", batch if several else [batch]))
 
     def _step(self, batches: Sequence[Batch]) -> torch.Tensor:
+        if self.given is not None and not self._num_own_steps:
+            self.given.warn_before_first_step()
         problem = self._batches.problem(batches) if self.training else "pm.eval() was called; call pm.train() first"
         problem = problem or self._changed()
         parts = [] if problem is not None else [part for batch in batches for part in self._batches.cut(batch)]

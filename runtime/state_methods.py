@@ -127,7 +127,10 @@ class StateMethods:
                 loaded.
             ValueError: the ranks were given different states.
         """
-        return self._state.load_state_dict(state, strict)
+        loaded = self._state.load_state_dict(state, strict)
+        if self.given is not None:
+            self.given.loaded()
+        return loaded
 
     @guarded("save_pretrained")
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -210,6 +213,8 @@ class StateMethods:
         self._num_own_steps = self._num_evaluations = 0
         if resumed is not None:
             self._leave_out_gradients()
+            if self.given is not None:
+                self.given.loaded()
         if resumed is not None and not model_only:
             self.last_load = TrainingPoint(self.progress.num_steps, self.progress.num_samples, time.perf_counter())
         return resumed

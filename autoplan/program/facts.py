@@ -150,6 +150,17 @@ class ModelFacts:
         return tuple(name for name, p in self.graph.params.items() if not p.shape)
 
     @cached_property
+    def mixed(self) -> tuple[tuple[str, frozenset[str], frozenset[str]], ...]:
+        """(call, dtypes of its trained parameters, of all) of every call whose parameters have several dtypes."""
+        found = []
+        for call in self.graph.calls:
+            params = [self.graph.params[name] for name in call.params.values()]
+            every = frozenset(p.dtype for p in params)
+            if len(every) > 1:
+                found.append((call.name, frozenset(p.dtype for p in params if p.trainable), every))
+        return tuple(found)
+
+    @cached_property
     def main_dtype(self) -> str | None:
         """The dtype of most elements of the parameters; None for a model without parameters."""
         return most((p.dtype, p.num_elements) for p in self.graph.params.values())

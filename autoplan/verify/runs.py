@@ -105,6 +105,21 @@ class _Step(LossModule):
         return loss
 
 
+def _places_of(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors by every place that has one of them: the names of tied tensors, but one name of each module.
+
+    Of a module with two names functional_call puts back what the second name had, which is the tensor of the call.
+    """
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    given = {id(named[name]): tensor for name, tensor in tensors.items() if name in named}
+    held = (
+        (f"{path}.{name}" if path else name, t)
+        for path, m in module.named_modules()
+        for name, t in (*m._parameters.items(), *m._buffers.items())
+    )
+    return {**tensors, **{name: given[id(t)] for name, t in held if id(t) in given}}
+
+
 def run_module(
     task: VerifyTask, tensors: WideTensors, batch: Mapping[str, torch.Tensor], backward: bool = True
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -121,7 +136,8 @@ def run_module(
         buffers = {f"model.{n}": b.clone() for n, b in tensors.buffers.items()}
         given = tuple(batch[n].clone() for n in names)
         with attributes_restored(task.model, every=True):
-            out: torch.Tensor = functional_call(step, {**parameters, **buffers}, given)
+            places = _places_of(step, {**parameters, **buffers})
+            out: torch.Tensor = functional_call(step, places, given, tie_weights=False)
             return out
 
     try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -86,6 +88,39 @@ def test_a_cache_or_a_result_is_no_state(way: str) -> None:
     model = Stateful(way)
     graph = capture(model, {"x": X}, loss_fn=loss)
     assert graph.params and model.cached is None and torch.equal(model.mean, torch.zeros(8))
+
+
+class Dropped(nn.Module):
+    """Layers that are dropped at random, as in LayerDrop."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.layers, self.draw = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.draw() >= 0.0:
+                x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [(random.random, "Python's random"), (lambda: random.gauss(9, 1), "Python's random"), (np.random.rand, "numpy")],
+)
+def test_what_is_drawn_past_torch_is_refused_by_name(draw: Callable[[], float], name: str) -> None:
+    """Also where the capture drew what it draws nearly always, so that a comparison finds no difference."""
+    with pytest.raises(CaptureError, match=rf"^the forward of Dropped draws random numbers with {name}"):
+        capture(Dropped(draw), {"x": X}, loss_fn=loss)
+
+
+def seeded() -> float:
+    random.seed(3)
+    return random.random()
+
+
+def test_what_is_drawn_alike_in_every_forward_is_captured() -> None:
+    assert len(capture(Dropped(seeded), {"x": X}, loss_fn=loss).params) == 6
 
 
 class Holder:

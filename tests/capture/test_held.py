@@ -24,6 +24,29 @@ def test_equal_to_the_module() -> None:
     assert not any(n.op == "constant" for block in graph.blocks.values() for n in block.nodes)
 
 
+class Weighted(nn.Module):
+    """A loss with a buffer, an attribute, a module of its own and the model, and maybe a parameter."""
+
+    def __init__(self, model: nn.Module, trained: bool) -> None:
+        super().__init__()
+        self.entropy = nn.CrossEntropyLoss(weight=torch.rand(32, dtype=torch.float64) + 0.5)
+        self.model, self.factor = model, torch.tensor(0.7, dtype=torch.float64)
+        self.register_buffer("shift", torch.tensor(0.3, dtype=torch.float64))
+        self.noise = nn.Parameter(torch.ones((), dtype=torch.float64)) if trained else 1.0
+
+    def forward(self, out: torch.Tensor, batch: held_parameters.Batch) -> torch.Tensor:
+        loss: torch.Tensor = self.entropy(out.flatten(0, 1), batch["labels"].flatten())
+        return (loss * self.factor + self.shift) * self.noise + 0.1 * self.model.scale.square().mean()
+
+
+def test_a_loss_that_is_a_module() -> None:
+    model, batch = held_parameters.made(), held_parameters.batch()
+    graph = plain_models.assert_equal(model, batch, Weighted(model, False))
+    assert set(graph.params) == {n for n, _ in model.named_parameters()} and not graph.buffers
+    with pytest.raises(CaptureError, match="requires gradients and is not a parameter of Scaled"):
+        capture(model, batch, Weighted(model, True))
+
+
 def test_an_input_may_have_the_name_of_a_parameter() -> None:
     """The loss reads both: the `scale` of the batch, and that of the model."""
     model, batch = held_parameters.made(), held_parameters.batch()

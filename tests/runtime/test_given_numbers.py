@@ -349,6 +349,113 @@ def test_a_method_of_the_model_may_be_the_loss_function() -> None:
     assert "weight was 1.0" in (numbers.changed() or "")
 
 
+class Tensors(nn.Module):
+    """Reads a buffer, one that is not persistent, an attribute, an entry; has a norm and a table of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("kept", torch.ones(()))
+        self.register_buffer("passing", torch.ones(4), persistent=False)
+        self.register_buffer("table", torch.ones(4), persistent=False)
+        self.plain, self.entries, self.unread = torch.ones(()), {"a": torch.ones(())}, torch.ones(())
+
+    def forward(self, x: torch.Tensor, grow: bool = False) -> torch.Tensor:
+        if grow:
+            self.register_buffer("table", torch.ones(8), persistent=False)
+        return self.norm(self.linear(x)) * self.kept * self.passing * self.table[:4] * self.plain * self.entries["a"]
+
+
+MOVED: dict[str, Callable[[Tensors], Any]] = {
+    "kept": lambda m: m.kept.fill_(0.5),
+    "passing": lambda m: m.passing[2:].mul_(2),
+    "plain": lambda m: setattr(m, "plain", torch.tensor(0.5)),
+    "plain ": lambda m: setattr(m, "plain", 0.5),
+    "entries['a']": lambda m: m.entries.update(a=torch.tensor(0.5)),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_tensors_of_modules(name: str) -> None:
+    model = Tensors()
+    numbers = GivenNumbers(model, None)
+    model.kept = torch.ones(())  # the same value
+    model(torch.ones(2, 4), grow=True)  # it changes its statistics and makes a table
+    model.unread.fill_(2.0)
+    assert numbers.changed() is None
+    MOVED[name](model)
+    told = numbers.changed() or ""
+    assert told.startswith(f"Tensors.{name.strip()} was changed after the program was made")
+
+
+def test_tensors_that_are_cast_or_deleted_or_of_a_load() -> None:
+    model = Tensors()
+    numbers = GivenNumbers(model, None)
+    model.half()
+    assert numbers.changed() is None
+    model.float()
+    model.load_state_dict({**model.state_dict(), "kept": torch.tensor(3.0)})
+    assert "Tensors.kept" in (numbers.changed() or "")
+    numbers.loaded()
+    assert numbers.changed() is None
+    model.passing.zero_()
+    assert "Tensors.passing" in (numbers.changed() or "")
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None and numbers.changed() is None
+
+
+def weighed(output: torch.Tensor, batch: Any, weight: torch.Tensor) -> torch.Tensor:
+    return (output * weight).mean()
+
+
+class Weighing(nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+
+    def forward(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return (output * self.weight).mean()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda weight: lambda output, batch: (output * weight).mean(),
+        lambda weight: functools.partial(weighed, weight=weight),
+        Weighing,
+    ],
+)
+def test_tensors_of_loss_functions(make: Callable[[torch.Tensor], Any]) -> None:
+    weight = torch.ones(4)
+    numbers = GivenNumbers(Model(), loss := make(weight))
+    assert numbers.changed() is None and callable(loss)
+    weight[2] = 0.5
+    assert "weight" in (numbers.changed() or "") and "was changed" in (numbers.changed() or "")
+    weight[2] = 1.0
+    assert numbers.changed() is None
+
+
+def test_a_step_refuses_a_tensor_that_the_program_does_not_have(one_process: None) -> None:
+    batch, weight = {"x": torch.ones(4, 4)}, torch.ones(())
+    model = Tensors().eval()
+    pm = autoplan.parallelize(
+        model, example_inputs=batch, loss_fn=lambda output, _: (output * weight).mean(), global_batch_size=4
+    )
+    first = pm.step(batch).item()
+    weight.fill_(2.0)
+    for call in (pm.step, pm.eval_step):
+        with pytest.raises(ValueError, match=r"weight, which loss_fn reads, was changed after"):
+            call(batch)
+    weight.fill_(1.0)
+    model.kept.fill_(2.0)
+    with pytest.raises(ValueError, match=r"Tensors.kept was changed after"):
+        pm.step(batch)
+    pm.load_state_dict(model.state_dict())
+    assert pm.step(batch).item() == pytest.approx(2 * first)
+
+
 def test_a_step_refuses_what_the_program_does_not_have(one_process: None) -> None:
     batch = {"x": torch.ones(4, 4)}
     model, (loss, anneal) = Model(), of_closure(1.0)

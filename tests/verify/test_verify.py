@@ -240,6 +240,20 @@ class Mean(Plain):
         return out
 
 
+def test_padding_on_the_left_says_whose_value_it_is() -> None:
+    """It predicts the first valid token: a value that transformers' kernels do not agree on."""
+    model, batch = models.make_llama(), models.token_batch(4, SEQ, seed=1)
+    batch["attention_mask"] = torch.arange(SEQ) >= torch.arange(4)[:, None]
+    batch["attention_mask"] = batch["attention_mask"].long()
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    task = captured(model, batch, None)
+    with pytest.raises(CaptureError, match=r"Samples begin with padding.*ignore its label"):
+        verify_whole(task)
+    first = batch["attention_mask"].cumsum(1) * batch["attention_mask"] == 1
+    ignored = {**batch, "labels": batch["labels"].masked_fill(first, -100)}
+    assert verify_whole(replace(task, example=ignored)).done
+
+
 def test_regions_without_gradients() -> None:
     """What they make has none in the program either; and where it has, it is found."""
     task = captured(Mean(), {"x": torch.zeros(2, SEQ, 8)}, square_loss)
@@ -351,6 +365,35 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(torch.equal(t, values[n]) and t.dtype is values[n].dtype for n, t in model.state_dict().items())
     assert model.linear.bias.grad is None and torch.equal(model.linear.weight.grad, torch.ones(8, 8))
     assert len(model.linear._forward_hooks) == 1
+
+
+class TwoNames(nn.Module):
+    """A norm that is an attribute and in a list, a block that is a layer twice, and weights that are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        self.norm = nn.LayerNorm(8)
+        self.body = nn.Sequential(nn.Linear(8, 8), self.norm)
+        self.layers = nn.ModuleList([block, block])
+        self.tied = nn.Linear(8, 8, bias=False)
+        self.tied.weight = self.body[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        out: torch.Tensor = self.norm(self.tied(x))
+        return out
+
+
+def test_a_module_with_two_names_is_left_as_it_was() -> None:
+    model = TwoNames()
+    before = {n: (p, p.detach().clone()) for n, p in model.named_parameters(remove_duplicate=False)}
+    assert verify_whole(captured(model, {"x": torch.zeros(2, SEQ, 8)}, square_loss)).done
+    for name, p in model.named_parameters(remove_duplicate=False):
+        same, value = before[name]
+        assert p is same and p.dtype is torch.float32 and torch.equal(p, value)
 
 
 # -- what is not run --------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import loop_jobs
+import models
 import pytest
 import torch
 from harness import pool
@@ -260,6 +261,49 @@ def test_a_parameter_that_is_frozen_later_is_named() -> None:
             call(batch)
     weight.requires_grad_(True)
     pm.step(batch)
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize(
+    ("late", "message"),
+    [
+        (lambda m: m.load_state_dict(m.state_dict()), r"^tok\.weight was written to after .* pm\.load_state_dict$"),
+        (lambda m: m.blocks[1].register_forward_hook(lambda *_: None), r"^a hook was registered on blocks\.1 after"),
+        (lambda m: m.norm.weight.register_hook(lambda g: g), r"^a hook was registered on norm\.weight after"),
+    ],
+)
+def test_what_comes_too_late_for_a_program_is_named_once(late: Callable[[Any], Any], message: str) -> None:
+    """Weights that are loaded into the module, and its hooks; not what a load gives to the program itself."""
+    (model, pm), (other, loaded) = (loop_jobs.program("gpt", {}) for _ in range(2))
+    batch = loop_jobs.batch_of("gpt", 4)
+    late(model)
+    with pytest.warns(UserWarning, match=message) as seen:
+        pm.step(batch)
+    assert seen[0].filename == __file__
+    late(model)
+    pm.step(batch)  # once
+    loaded.load_state_dict(other.state_dict())
+    late(other)
+    loaded.step(batch)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_training_in_eval_mode_is_named_once() -> None:
+    """A model of from_pretrained is in evaluation: `pm.train()` where `model.train()` stood has no dropout."""
+    batch = loop_jobs.batch_of("gpt", 4)
+
+    def program(model: torch.nn.Module) -> Any:
+        return autoplan.parallelize(
+            model, "local", example_inputs=batch, loss_fn=models.gpt_loss, global_batch_size=4, verify=False
+        )
+
+    pm = program(loop_jobs.make("gpt").eval())
+    with pytest.warns(UserWarning, match=r"in eval mode .*drops nothing\): call model\.train\(\) before") as seen:
+        pm.train()
+    assert seen[0].filename == __file__
+    for silent in (pm, program(models.make_gpt().double().eval()), program(loop_jobs.make("gpt"))):
+        silent.eval()
+        silent.train()
 
 
 @pytest.mark.usefixtures("one_process")

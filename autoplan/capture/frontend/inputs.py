@@ -174,7 +174,8 @@ class LossModule(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self._names, self._loss_fn = names, loss_fn
+        # as a method, since a module would be a part of this one, and its tensors the model's
+        self._names, self._loss_fn = names, loss_fn.__call__ if isinstance(loss_fn, nn.Module) else loss_fn
         self._held = held or HeldParameters(model)
         self.counters: Counters = counters or Counters(model)
         self._model_names, self._rest = model_input_names(model, names, loss_fn is not None)

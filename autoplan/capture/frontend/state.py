@@ -4,14 +4,17 @@ The tensor may be in a list, a dict or a plain object that the module holds.
 
 A program runs the forward in parts, on parts of the batch, so such a value would depend on the split; in a graph it
 would stay what it was. A tensor that a forward only writes, or makes again without reading it (a cache), is no state.
+The random generators of Python and numpy are: what a forward draws from them would stay what it was, too.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -63,8 +66,10 @@ def state_refused(model: nn.Module, counters: Counters) -> Iterator[None]:
     """Watch a forward of the model, and what it does to the numbers of its modules.
 
     Raises:
-        CaptureError: names the tensors that the forward computes with and then replaces.
+        CaptureError: names the tensors that the forward computes with and then replaces, or the generator that it draws
+            from.
     """
+    generators = _generators()
     # here already: torch.export warns of what is still there after the forward
     with attributes_restored(model):
         before = held_tensors(model)
@@ -82,3 +87,19 @@ def state_refused(model: nn.Module, counters: Counters) -> Iterator[None]:
             f"the forward reads and then replaces {names}: a value that it hands to the next forward would depend on "
             "the split; compute it outside the model, or leave the change out (model.eval() where that ends it)"
         )
+    drawn = next((name for name, state in _generators().items() if state != generators[name]), None)
+    if drawn is not None:
+        raise CaptureError(
+            f"the forward of {type(model).__name__} draws random numbers with {drawn}, and the program would have the "
+            "same in every step (a layer that is dropped always, or never): leave it out, or give what is drawn as an "
+            "input, a tensor with one value per sample"
+        )
+
+
+def _generators() -> dict[str, Any]:
+    """Return the states of the generators that torch does not know, by name, as values that can be compared.
+
+    A forward that seeds them itself (BigBird) draws the same every time, and leaves what the rehearsal before it left.
+    """
+    _, words, *rest = np.random.get_state(legacy=True)
+    return {"Python's random": random.getstate(), "numpy.random": (words.tobytes(), *rest)}  # type: ignore[union-attr]

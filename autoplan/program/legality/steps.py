@@ -17,6 +17,7 @@ from autoplan.program.legality.rule import Rule, Scope
 from autoplan.schedules.schedule import SCHEDULES, obstacle
 
 _MAX_LISTED = 8  # names in a message
+_MASTER = "float32"  # in which trained parameters of a lower precision are stored
 
 
 def _shards(c: ParallelConfig, f: Facts) -> str | None:
@@ -54,6 +55,20 @@ def _dimless(c: ParallelConfig, f: Facts) -> str | None:
         f"zero_stage={c.zero_stage}: parameter {f.model.dimless[0]!r} has no dim to shard over ranks; write it with "
         "one element, torch.ones(1) in place of torch.ones(())"
     )
+
+
+def _mixed_dtypes(c: ParallelConfig, f: Facts) -> str | None:
+    if c.zero_stage == 0 or c.dp * c.cp == 1 or f.model is None:
+        return None
+    computed = precision_of(f.precision).compute
+    for call, trained, every in f.model.mixed:
+        stored = {_MASTER if dtype == computed else dtype for dtype in trained}
+        if len(stored) > 1 or (computed != _MASTER and computed in every):
+            return (
+                f"zero_stage={c.zero_stage}: the parameters of {call!r} are in {' and '.join(sorted(every))}, and ZeRO "
+                "reduces all of a block in one buffer; give them one dtype"
+            )
+    return None
 
 
 def _takes(c: ParallelConfig, f: Facts) -> str | None:
@@ -254,6 +269,7 @@ RULES: tuple[Rule, ...] = (
     Rule("no layer has the module", ("recompute",), _recompute_modules),
     Rule("modules are not executed", ("recompute",), _recompute_executed, Scope.EXECUTED),
     Rule("a parameter without dims", ("zero_stage", "dp", "cp"), _dimless, Scope.EXECUTED),
+    Rule("parameters of several dtypes", ("zero_stage", "dp", "cp"), _mixed_dtypes, Scope.EXECUTED),
     Rule("compiled blocks", ("recompute",), _compiled, Scope.EXECUTED),
     Rule("compressed gradients of ZeRO", ("zero_stage",), _compressed_shards, of_pins=True),
     Rule("compressed gradients in fp16", (), _compressed_sums, of_pins=True),
