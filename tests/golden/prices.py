@@ -86,7 +86,7 @@ CONFIGURATIONS: tuple[str, ...] = (
     "--cluster 16x8xa100-sxm4-80gb --seq 2k --gbs 512 --tp 8 --pp 4 --attention unfused --launch blocking",
     "--cluster 16x8xa100-sxm4-80gb --seq 2k --gbs 512 --tp 4 --no-sequence-parallel --overlap tp --mode fused",
     "--cluster 16x8xa100-sxm4-80gb --seq 2k --gbs 512 --zero 3 --zero-by-tensor",
-    "--cluster 8x8xh100-sxm5-80gb --seq 8k --gbs 128 --tp 4 --document-len 2k --fused-loss --mode fused",
+    "--cluster 8x8xh100-sxm5-80gb --seq 8k --gbs 128 --tp 4 --document-len 2k --fused-loss flash --mode fused",
     "--cluster 128x8xh100-sxm5-80gb --seq 8k --gbs 1024 --tp 8 --pp 8 --virtual-stages 2 --overlap tp,pp --mode fused",
     "--cluster 128x8xh100-sxm5-80gb --seq 8k --gbs 1024 --tp 8 --zero 3 --tokens 1T --recompute full",
     "--cluster 128x8xh100-sxm5-80gb --seq 8k --gbs 1024 --ep 64 --pp 4 --mode fused --launch full_graphs",
