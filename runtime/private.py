@@ -27,7 +27,8 @@ RECEIVES_INTO_FRESH_BUFFERS, `end_of_backward`, `mend_simulated_groups`.
 | _foreach_norm, _foreach_mul_ (in norm.py) | a few kernels for the gradients of all parameters, as in torch.nn.utils.get_total_norm, which adds in the dtype of the gradients | |
 | _foreach_copy_, _foreach_add_, _amp_foreach_non_finite_check_and_unscale_ (in precision.py) | a few kernels for the 16-bit copies of all parameters, and for unscaling all gradients, as in torch.amp.GradScaler | |
 | _assert_async (in experts.py) | an index beyond the experts is refused without a wait for the device | |
-| UntypedStorage._cdata (in recompute.py, values.py) | tells views of an argument from other values | |
+| UntypedStorage._cdata (in recompute.py, recorded.py) | tells views of an argument from other values | |
+| is_meta in the functions of torch.nn.init, _C.DisableTorchFunction (in values.py) | a function that asks is_meta does nothing on the meta device: its frame is the call that is recorded; replays are seen by no mode | |
 | nn.Module._parameters (in precision.py, model_state.py, params.py, capture/passes/cast.py) | a parameter is exchanged for its 16-bit copy in place, without registering it anew | |
 | distributed_c10d._get_default_store | the store through which ranks learn where the others answer | |
 | TCPStore's client connection (/proc/self/fd) | its calls wait forever for a stopped host; they raise once it is shut down | |

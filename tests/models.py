@@ -499,3 +499,18 @@ def make_bart(seed: int = 0, **kwargs: Any) -> nn.Module:
         if name.endswith("k_proj.bias"):  # its gradient is zero but for rounding
             parameter.requires_grad_(False)
     return model
+
+
+def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if two random tensors may have one distribution; without randomness they are equal."""
+    one, other = one.double(), other.double()
+    if torch.equal(one, other):
+        return True
+    spread, error = float(one.std(correction=0)), 6 * float(one.std(correction=0)) / one.numel() ** 0.5
+    within = float(other.max() - other.min()) <= 2 * float(one.max() - one.min())
+    return bool(
+        spread > 0
+        and within
+        and abs(float(other.mean() - one.mean())) <= 2 * error
+        and abs(float(other.std(correction=0)) - spread) <= 2 * error
+    )

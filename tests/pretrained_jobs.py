@@ -34,6 +34,44 @@ def start(rank: int, world: int, family: str, pins: dict[str, Any], weights: str
     return {"own": own.state_dict(), "weights": pm.state_dict(), "loss": loss.item()}
 
 
+class Drawn(torch.nn.Module):
+    """Weights of initialisations that torch does not run on the meta device, and numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(16, 32, bias=False), torch.nn.Linear(32, 16, bias=False)
+        self.scale = torch.nn.Parameter(torch.empty(16))
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.trunc_normal_(self.up.weight, std=0.02)
+        torch.nn.init.orthogonal_(self.down.weight)
+        with torch.no_grad():
+            self.scale.copy_(torch.tensor([float(i) for i in range(16)], device=self.scale.device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x * self.scale)))
+
+
+def drawn() -> torch.nn.Module:
+    with torch.device("meta"):
+        return torch.nn.Sequential(Drawn(), Drawn())
+
+
+def drawn_state(rank: int, world: int, pins: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The state that a plan starts with."""
+    pm = autoplan.parallelize(
+        drawn(),
+        "local",
+        example_inputs={"input": torch.ones(2, 16)},
+        loss_fn=lambda out, batch: out.square().mean(),
+        pins=pins,
+        seed=5,
+        init=None,
+        verify=False,
+    )
+    return pm.state_dict()
+
+
 def refusals(rank: int, world: int, folder: str) -> dict[str, str]:
     """What is said of models that get no values, and of weights that do not fit."""
     batch = models.token_batch(2, 16)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,14 @@ from torch import nn
 from autoplan.capture.frontend.buffers import all_buffers
 from autoplan.capture.frontend.huggingface import is_hf_model
 from autoplan.errors import CaptureError
+from autoplan.pretrained.own_values import Init as Init
+from autoplan.pretrained.own_values import OwnValues
 from autoplan.runtime.tensor_files import TensorFile, TensorFileError, stored_names
-from autoplan.runtime.values import MadeTensors, Recording
+from autoplan.runtime.values import MadeTensors
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-Init = Callable[[nn.Module], Any]
 _FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
@@ -167,25 +168,23 @@ def values_of(
         seed: of random values.
 
     Raises:
-        CaptureError: a tensor that nothing gives values to.
+        CaptureError: a tensor that nothing gives values to, or an initialisation that cannot be recorded.
     """
     stored = Weights(weights, model) if weights is not None else None
-    parameters, buffers = dict(model.named_parameters()), dict(all_buffers(model))
+    parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
+    buffers = dict(all_buffers(model))
     in_files = _in_files(model, parameters, buffers, stored) if stored is not None else {}
-    recording: Recording | None = None
-    for name, tensor in (*parameters.items(), *buffers.items()):
-        if name not in in_files and tensor.is_meta:
-            recording = recording or _recorded(model, init, seed)
-            if not recording.gives(tensor):
-                raise CaptureError(_no_values(model, name, init))
+    wanted = {n for n, t in (*parameters.items(), *buffers.items()) if n not in in_files and t.is_meta}
+    own: OwnValues | None = None
+    if wanted:
+        own = OwnValues(model, wanted, init, seed)
+        parameters, buffers = ({n: own.tensors[n] for n in tensors} for tensors in (parameters, buffers))
 
     def make(name: str) -> torch.Tensor:
         tensor = parameters[name] if name in parameters else buffers[name]
         if name in in_files and stored is not None:
             return stored[in_files[name]].to(tensor.dtype)
-        if tensor.is_meta and recording is not None:
-            return recording.values(tensor)
-        return tensor.detach()
+        return own[name] if own is not None and name in wanted else tensor.detach()
 
     return (
         MadeTensors({n: p.dtype for n, p in parameters.items()}, make),
@@ -236,31 +235,3 @@ def _in_files(
 
 def _texts(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(sorted(map(str, dtypes)))
-
-
-def _recorded(model: nn.Module, init: Init | None, seed: int) -> Recording:
-    """Run the initialisation of a model on the meta device."""
-    recording = Recording(seed)
-    with torch.no_grad(), recording:
-        if init is not None:
-            init(model)
-        elif is_hf_model(model):
-            hf: Any = model
-            for module in model.modules():
-                module.__dict__.pop("_is_hf_initialized", None)
-            hf.initialize_weights()
-        else:
-            for module in model.modules():
-                reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-                if reset is not None:
-                    reset()
-    return recording
-
-
-def _no_values(model: nn.Module, name: str, init: Init | None) -> str:
-    owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
-    by = "init does not give it any" if init is not None else f"{owner} has no reset_parameters() that gives it any"
-    return (
-        f"{name!r} is on the meta device and has no values, and {by}; pass init= (a function of the model that fills "
-        "all of it in place) or weights= (a folder of safetensors), or build the model on the CPU"
-    )
