@@ -342,17 +342,14 @@ def planned(request: PlanRequest, name: str | None = None, cluster: str | None =
     Args:
         name, cluster: the texts that name the model and the cluster on the command line, if there are any.
     """
-    from autoplan.report.data import plan_report
+    from autoplan.report.data import Unnamed, evidence_of, plan_report
 
     found = search_plan(request)
-    profile, where = request.profile, request.cluster
-    evidence = f"profile {profile.name}" if profile is not None else f"{where.device.source} device and link figures"
-    best = found.plans[0]
+    best, evidence = found.plans[0], evidence_of(request)
     plan, layouts = searched_plan(request.graph, best, found.certificate, evidence, request.precision)
-    document = plan_report(request, found, asked=asked_of(request, name, cluster))
+    asked = asked_of(request, name, cluster)
+    document = plan_report(request, found, asked=asked, unnamed=Unnamed() if name is None else None)
     kept = {n: v for n, v in document.items() if n not in ("plan", "program", "certificate")}
-    if name is None:
-        kept["graph"] = graph_text(request.graph)
     return replace(plan, compiled=request.mode is Mode.COMPILED, document=kept), layouts
 
 

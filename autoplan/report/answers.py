@@ -17,7 +17,7 @@ from autoplan.errors import InfeasibleError
 from autoplan.program.facts import layer_calls
 from autoplan.report.arguments import read_degrees, read_vary
 from autoplan.report.commands import fit_words
-from autoplan.report.data import estimate_report, infeasible_report, plan_report, to_text, whatif_report
+from autoplan.report.data import Unnamed, estimate_report, infeasible_report, plan_report, to_text, whatif_report
 from autoplan.report.degrees import checked_config
 from autoplan.report.files import check_writable
 from autoplan.report.flags import TaskWords
@@ -61,13 +61,13 @@ def answer_plan(task: TaskWords, pin: list[str] | None, by_kind: bool, shown: Sh
             typer.echo(to_text(infeasible_report(error)))
         if not isinstance(error, NothingFits):
             raise
-        ways = shlex.join(fit_words(task.model, task.cluster, request))
+        ways = shlex.join(fit_words(task.named, task.cluster, request))
         raise NothingFits(f"{error} Other ways to train it: {ways}", error.report) from error
     asked_again = used.asked(task.asked)
     if as_json:
-        typer.echo(to_text(plan_report(used.request, used.result, run, asked_again)))
+        typer.echo(to_text(plan_report(used.request, used.result, run, asked_again, _unnamed(task))))
     elif shown.verbose:
-        plan_text(console(), task.model, used.text(task.cluster), used.request, used.result, run, task.cluster)
+        plan_text(console(), task.named, used.text(task.cluster), used.request, used.result, run, task.cluster)
     if shown.report is None and (as_json or shown.verbose):
         return
     answer, usual = _answer(task, used, run)
@@ -78,7 +78,12 @@ def answer_plan(task: TaskWords, pin: list[str] | None, by_kind: bool, shown: Sh
 
         with waiting("drawing", as_json, hint=""):
             drawn = drawn_plan(answer, usual)
-        write_report(shown.report, plan_report(used.request, used.result, run, asked_again), drawn)
+        write_report(shown.report, plan_report(used.request, used.result, run, asked_again, _unnamed(task)), drawn)
+
+
+def _unnamed(task: TaskWords) -> Unnamed | None:
+    """Return what an answer about a plan file keeps of it, if no name stands for its model."""
+    return None if task.holder is None else Unnamed(task.holder.capture)
 
 
 def _answer(task: TaskWords, used: Use, run: RunTask) -> tuple[Answer, Usual | None]:
@@ -87,7 +92,7 @@ def _answer(task: TaskWords, used: Use, run: RunTask) -> tuple[Answer, Usual | N
     # of pre-training, not of a fine-tuning run
     known = run.tokens is None and usual is not None and usual.tokens is not None and used.request.adapters is None
     answer = Answer(
-        model=task.model,
+        model=task.named,
         cluster=used.text(task.cluster),
         request=used.request,
         result=used.result,
@@ -133,8 +138,8 @@ def answer_estimate(
         from autoplan.report.timeline import write
 
         write(planned.estimate, timeline)
-    data = estimate_report(request, planned, run, task.asked)
-    put(data, as_json, lambda out: estimate_text(out, task.model, task.cluster, request, planned, run))
+    data = estimate_report(request, planned, run, task.asked, _unnamed(task))
+    put(data, as_json, lambda out: estimate_text(out, task.named, task.cluster, request, planned, run))
     if shown.report is not None:
         from autoplan.report.drawn import drawn_estimate
 

@@ -31,11 +31,12 @@ Schema 1:
      "alternatives": [{"priced_not_executed", "plan", "estimate"}],                       # plan: the next best ones
      "equals": [{"plan", "step_time_s"}],  # as fast as the fastest within equal_within, less simple than "plan"
      "certificate": {"considered", "illegal", "too_big", "bounded_out", "solved", "open", "gap", "intra_gap",
-                     "solve_time_s", "restrictions", "status", "illegal_by_rule", "too_big_by_term", "by_phase_s"},
+                     "solve_time_s", "restrictions", "status", "illegal_by_rule", "too_big_by_term", "by_phase_s",
+                     "prices": str},   # where the prices are from
                     # considered is the sum of the five; gaps are (found - bound) / found, intra_gap of the layouts
      "program": {"axes", "stages": [[call]], "recompute": {call: str}, "layout": {choice: option}, "intra_cost_s",
                  "intra_bound_s", "precision", "compiled", "notes", "capture"},  # of a plan that is executed
-     "graph": str}  # only of `Plan.to_json`, if no name stands for the model: its ModelGraph, compressed
+     "graph": str}  # if no name stands for the model: its ModelGraph, compressed; kept in answers about such a plan file
 
     run: {"tokens", "days", "usd": null | quantity, "kwh": null | quantity, "usd_energy": null | quantity,
           "days_with_failures", "usd_with_failures", "kwh_with_failures", "num_failures",    # null: not known
@@ -52,7 +53,7 @@ Schema 1:
 
     {"schema": 1, "status": "ok" | "interrupted", "command": "explain", "model", "cluster", "request",
      "priced_not_executed", "plan", "estimate": as of plan,
-     "certificate": null | as of plan,          # null: the plan was given, not searched
+     "certificate": null | as of plan without "prices",   # null: the plan was given, not searched
      "decisions": [{"name", "value",            # what matters most first; no alternatives: none is legal
                     "alternatives": [{"value", "pins", "status": "ok" | "does not fit" | "illegal" | "stopped",
                                       "cost": null | share of the step, "sentence", "plan",
@@ -107,7 +108,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoplan.config.choices import config_data, option_data
@@ -115,7 +116,7 @@ from autoplan.config.parallel import Mode
 from autoplan.config.planning import tolerances_of
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.whole_run import CRITICAL_BATCH_SOURCE, FIGURES, Assumptions, Run
-from autoplan.plans.document import SCHEMA_VERSION, chosen, estimate_data, plain
+from autoplan.plans.document import SCHEMA_VERSION, chosen, estimate_data, graph_text, plain
 from autoplan.plans.record import plan_of_planned
 from autoplan.program.facts import layer_calls
 from autoplan.program.legality import not_executed
@@ -230,15 +231,42 @@ def planned_data(p: Planned, request: PlanRequest, run: RunTask) -> dict[str, An
     }
 
 
+@dataclass(frozen=True)
+class Unnamed:
+    """A model for which no name stands: an answer about it holds its graph. `capture`: the line on its capture."""
+
+    capture: str = ""
+
+
 def _with_task(request: PlanRequest, asked: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the keys that make the answer a plan file; none if it was not asked on the command line."""
     return {} if asked is None else {"asked": dict(asked), "made_for": request_fingerprint(request)}
 
 
+def _graph(request: PlanRequest, unnamed: Unnamed | None) -> dict[str, Any]:
+    """Return the section with the graph of a model that has no name."""
+    return {} if unnamed is None else {"graph": graph_text(request.graph)}
+
+
+def evidence_of(request: PlanRequest) -> str:
+    """Return where the prices of a request are from, in words."""
+    profile, device = request.profile, request.cluster.device
+    return f"profile {profile.name}" if profile is not None else f"{device.source} device and link figures"
+
+
 def plan_report(
-    request: PlanRequest, result: SearchResult, run: RunTask = STEP_ONLY, asked: Mapping[str, Any] | None = None
+    request: PlanRequest,
+    result: SearchResult,
+    run: RunTask = STEP_ONLY,
+    asked: Mapping[str, Any] | None = None,
+    unnamed: Unnamed | None = None,
 ) -> dict[str, Any]:
-    """Return the answer of `autoplan plan` as plain data. `asked`: the arguments of the command."""
+    """Return the answer of `autoplan plan` as plain data.
+
+    Args:
+        asked: the arguments of the command.
+        unnamed: given if no name stands for the model.
+    """
     best, *rest = result.plans
     return {
         **head("plan", request),
@@ -246,30 +274,38 @@ def plan_report(
         **planned_data(best, request, run),
         "alternatives": [planned_data(p, request, run) for p in rest],
         "equals": [{"plan": config_data(config), "step_time_s": step_s} for config, step_s in result.equals],
-        "certificate": plain(result.certificate),
-        **_program(best, request),
+        "certificate": {**plain(result.certificate), "prices": evidence_of(request)},
+        **_program(best, request, unnamed),
+        **_graph(request, unnamed),
     }
 
 
-def _program(p: Planned, request: PlanRequest) -> dict[str, Any]:
+def _program(p: Planned, request: PlanRequest, unnamed: Unnamed | None) -> dict[str, Any]:
     """Return the stages and layouts of a plan that autoplan's own runtime executes; nothing of another plan."""
     if not_executed(p.config, request.facts):
         return {}
     made = replace(
-        plan_of_planned(request.graph, p, {}, "", request.precision)[0], compiled=request.mode is Mode.COMPILED
+        plan_of_planned(request.graph, p, {}, "", request.precision)[0],
+        compiled=request.mode is Mode.COMPILED,
+        capture="" if unnamed is None else unnamed.capture,
     )
     return {"program": made.program_data()}
 
 
 def estimate_report(
-    request: PlanRequest, planned: Planned, run: RunTask = STEP_ONLY, asked: Mapping[str, Any] | None = None
+    request: PlanRequest,
+    planned: Planned,
+    run: RunTask = STEP_ONLY,
+    asked: Mapping[str, Any] | None = None,
+    unnamed: Unnamed | None = None,
 ) -> dict[str, Any]:
-    """Return the answer of `autoplan estimate` as plain data. `asked`: the arguments of the command."""
+    """Return the answer of `autoplan estimate` as plain data. Args: as of `plan_report`."""
     return {
         **head("estimate", request),
         **_with_task(request, asked),
         **planned_data(planned, request, run),
-        **_program(planned, request),
+        **_program(planned, request, unnamed),
+        **_graph(request, unnamed),
     }
 
 

@@ -142,6 +142,18 @@ class TaskWords:
     written: WrittenPlan | None = field(default=None, metadata={"typed": False})
     usual: tuple[str, ...] = field(default=(), metadata={"typed": False})
 
+    @property
+    def holder(self) -> WrittenPlan | None:
+        """The plan file that holds the graph of the model, for which no name stands; None if a name does."""
+        written = self.written
+        holds = written is not None and written.graph is not None and self.model == written.asked["model"]
+        return written if holds else None
+
+    @property
+    def named(self) -> str:
+        """The word for the model in a command: its name, or the plan file that holds its graph."""
+        return self.model if self.holder is None else str(self.holder.path)
+
 
 # Parameters that take several choices as one mapping -> the class of these choices
 _GROUPS: Mapping[str, type] = {"degrees": ParallelConfig, "options": RunOptions}

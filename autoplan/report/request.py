@@ -66,10 +66,14 @@ def _changed(task: TaskWords, request: PlanRequest) -> Iterator[str]:
 
 def _graph(task: TaskWords, adapters: Adapters | None) -> ModelGraph:
     """Return the graph of the model: of a plan file, or by its name; with the adapters."""
-    written = task.written
-    before = None if written is None else written.asked.get("adapters")  # the graph of the file has these
-    holds = written is not None and written.graph is not None and task.model == written.asked["model"]
-    if holds and written is not None and before in (None, task.adapters):
+    written = task.holder
+    if written is not None:
+        before = written.asked.get("adapters")  # the graph of the file has these
+        if before not in (None, task.adapters):
+            raise PinError(
+                f"{written.path} holds the graph of its model with adapters={before}, to which no others can be added; "
+                "give a plan file that was made without adapters"
+            )
         graph = graph_of_text(str(written.graph), str(written.made_for.get("graph")), str(written.path))
         if before is not None:
             return graph

@@ -41,6 +41,7 @@ class WrittenPlan:
         degrees: the plan, by names of ParallelConfig; what follows from the rest is left out.
         made_for: the model, the cluster and the version that the plan was made for.
         graph: the graph of its model (autoplan.plans.document), if no name stands for it.
+        capture: whether this graph is the module, in words (autoplan.verify).
         config: the input of another framework that it was read from, else None.
         request: what it says of the request, as it was written.
     """
@@ -50,6 +51,7 @@ class WrittenPlan:
     degrees: Mapping[str, Any] = field(repr=False)
     made_for: Mapping[str, Any] = field(repr=False)
     graph: str | None = field(default=None, repr=False)
+    capture: str = ""
     config: ConfigFile | None = field(default=None, repr=False)
     request: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
@@ -120,7 +122,8 @@ def written_of(data: object, path: Path) -> WrittenPlan:
         raise PinError(f"{path}: the {wrong[0]} that was asked must be a text; {NEXT}")
     degrees = {name: tuples(value) for name, value in document["plan"].items() if name not in FOLLOWS}
     request = document.get("request", {})
-    return WrittenPlan(path, asked, degrees, document["made_for"], document.get("graph"), request=request)
+    graph, capture = document.get("graph"), document.get("program", {}).get("capture", "")
+    return WrittenPlan(path, asked, degrees, document["made_for"], graph, capture, request=request)
 
 
 def differences(written: WrittenPlan, request: PlanRequest) -> list[str]:

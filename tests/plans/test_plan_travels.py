@@ -19,6 +19,7 @@ from autoplan.codegen.program import compile_program
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import CaptureError, InfeasibleError, LayoutError, PinError
 from autoplan.planning import cluster_text, graph_of_plan, planned, ready_plan
+from autoplan.plans.document import SECTIONS
 from autoplan.plans.layouts import layouts_of
 from autoplan.plans.record import Plan
 from autoplan.search.planner import PlanRequest
@@ -154,6 +155,45 @@ def test_a_plan_of_a_module_is_read_by_the_command_line(tmp_path: Path) -> None:
     again, then = json.loads(result.stdout), json.loads(PLAN_TEXT)
     assert again["estimate"]["step_time_s"] == then["estimate"]["step_time_s"]
     assert again["plan"] == then["plan"] and again["program"]["layout"] == then["program"]["layout"]
+
+
+@pytest.mark.parametrize("command", ["estimate", "plan"])
+def test_an_answer_about_a_plan_of_a_module_keeps_its_graph(command: str, tmp_path: Path) -> None:
+    """It stands in for the plan file in every command; so does the answer about this answer."""
+    from command_line import run
+
+    data = json.loads(PLAN_TEXT)
+    data["program"]["capture"] = "capture verified on 4 samples"
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(data))
+    answers = []
+    for name in ("first", "second"):
+        result = run(command, str(file), "--json")
+        assert result.exit_code == 0, result.output
+        file = tmp_path / f"{command}-{name}.json"
+        file.write_text(result.stdout)
+        answers.append(json.loads(result.stdout))
+    first, second = answers
+    assert first["graph"] == second["graph"] == data["graph"]
+    assert first["program"] == second["program"] == data["program"]
+    assert graph_of_plan(Plan.read(file)) == graph_of_plan(Plan.from_json(PLAN_TEXT))
+    for words in (("launch", str(file), "--for", "slurm"), ("export", str(file), "--to", "torchtitan")):
+        assert run(*words).exit_code == 0, run(*words).output
+    shown = run("estimate", str(file))
+    assert shown.exit_code == 0 and f"autoplan plan {file}" in "".join(shown.stdout.split("\n"))  # the name is no model
+    (tmp_path / "other.json").write_text(run("estimate", str(file), "--adapters", "lora:2", "--json").stdout)
+    refused = run("estimate", str(tmp_path / "other.json"), "--adapters", "lora:4")
+    assert "holds the graph of its model with adapters=lora:2, to which no others can be added" in refused.stderr
+
+
+def test_the_writers_of_a_plan_write_the_same_sections() -> None:
+    from command_line import TASK, run
+
+    written = json.loads(run("plan", *TASK, "--runnable", "--json").stdout)
+    plan = autoplan.plan("gpt2", "1x4xh100-sxm5-80gb", seq_len=1024, global_batch_size=16).to_data()
+    assert [set(data) for data in (written, plan)] == [set(SECTIONS) - {"graph"}] * 2
+    for name in ("model", "cluster", "request", "made_for", "estimate", "certificate", "program"):
+        assert set(written[name]) == set(plan[name])
 
 
 def test_a_cluster_is_named_as_it_is_read() -> None:
