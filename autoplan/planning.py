@@ -28,7 +28,7 @@ from autoplan.cost_models.profile import Profile
 from autoplan.errors import AutoplanError, CaptureError, PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.plans.differences import differences_text, graph_differences
-from autoplan.plans.document import graph_of_text, graph_text, plain
+from autoplan.plans.document import graph_of_text, plain
 from autoplan.plans.folder import ModelOutline, TensorOutline, buffer_texts, write_program
 from autoplan.plans.layouts import check_executed, layouts_of, solved_again
 from autoplan.plans.record import Plan, searched_plan

@@ -16,40 +16,22 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoplan.config.choices import CHOICES, OPTIONS, PINS, check_values
+from autoplan.config.choices import CHOICES, PINS, check_values
 from autoplan.config.keys import check_names
 from autoplan.config.parallel import ParallelConfig
-from autoplan.config.planning import TOLERANCES
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.errors import PinError
 from autoplan.files import json_of
 from autoplan.ir.graph import ModelGraph
-from autoplan.plans.shapes import DOCUMENT, check_shape
+from autoplan.plans.sections import DOCUMENT, READ_SCHEMA_VERSIONS, SECTIONS
+from autoplan.plans.shapes import check_shape
 from autoplan.versions import __version__
 
 if TYPE_CHECKING:
     from autoplan.cost_models.hardware.cluster import Cluster
     from autoplan.cost_models.time.estimate import Estimate
 
-SCHEMA_VERSION = 1
-READ_SCHEMA_VERSIONS = (1,)
 NEXT = "use what `autoplan plan ... --json`, `autoplan estimate ... --json` or `Plan.to_json()` writes"
-
-SECTIONS = (
-    *("schema", "status", "command", "model", "cluster", "request", "asked", "made_for", "priced_not_executed"),
-    *("plan", "estimate", "alternatives", "equals", "certificate", "program", "graph"),
-)
-PROGRAM = (
-    *("axes", "stages", "recompute", "layout", "intra_cost_s", "intra_bound_s", "precision", "compiled"),
-    *("notes", "capture"),
-)
-MADE_FOR = ("autoplan", "parameters", "graph", "cluster", "cluster_figures", "profile")
-_REQUEST = (
-    *("seq_len", "target_len", "global_batch_size", "pins", "precision"),
-    *(record.name for record in TOLERANCES),
-    *("mode", "like", *OPTIONS, "profile", "constants", "adapters", "imbalance"),
-)
-_NESTED = {"program": PROGRAM, "made_for": MADE_FOR, "request": _REQUEST}
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -155,11 +137,12 @@ def checked_document(data: object, where: str) -> Mapping[str, Any]:
     if not isinstance(data.get("plan"), Mapping):
         raise PinError(f"{where} holds no plan: it is the answer of {data.get('command')!r}; {NEXT}")
     check_names(data, SECTIONS, where, "section")
-    check_shape({name: value for name, value in data.items() if name != "plan"}, DOCUMENT, where, NEXT)
-    for section, known_names in _NESTED.items():
-        check_names(data.get(section, ()), known_names, f"{where}: {section}", "key")
     check_names(data["plan"], PINS, f"{where}: plan", "choice")
+    check_values(_given(data["plan"]))  # says more of a wrong value than its shape
+    check_shape(data, DOCUMENT, where, NEXT)
     _check_batch(data, where)
+    if "graph" in data:
+        _json_of_graph(data["graph"], where)
     return data
 
 
@@ -186,11 +169,15 @@ def check_complete(data: Mapping[str, Any], where: str) -> None:
 
 def config_of_data(data: Mapping[str, Any]) -> ParallelConfig:
     """Return the configuration that `config_data` wrote. PinError for a value that no cluster could make legal."""
-    given = {name: tuples(value) for name, value in data.items()}
+    given = _given(data)
     check_values(given)
     if given.get("etp") == given.get("tp", 1):
         given["etp"] = None  # as tp
     return ParallelConfig(**{c.name: given[c.name] for c in CHOICES if c.name in given})
+
+
+def _given(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuples(value) for name, value in data.items()}
 
 
 def tuples(value: Any) -> Any:
@@ -268,9 +255,17 @@ def graph_text(graph: ModelGraph) -> str:
 def graph_of_text(text: str, content_hash: str, where: str) -> ModelGraph:
     """Return the graph of `graph_text`. PinError if it is damaged or is not the one with this hash."""
     try:
-        graph = ModelGraph.from_json(gzip.decompress(base64.b64decode(text, validate=True)).decode())
-    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
+        graph = ModelGraph.from_json(_json_of_graph(text, where))
+    except (ValueError, KeyError, TypeError) as error:
         raise PinError(f"{where}: its graph cannot be read ({error}); plan again") from None
     if graph.content_hash != content_hash:
         raise PinError(f"{where}: its graph is not the one that the plan was made for; plan again")
     return graph
+
+
+def _json_of_graph(text: str, where: str) -> str:
+    """Return the JSON text in a text of `graph_text`. PinError if it is damaged: it has a checksum."""
+    try:
+        return gzip.decompress(base64.b64decode(text, validate=True)).decode()
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise PinError(f"{where}: its graph cannot be read ({error}); plan again") from None

@@ -96,10 +96,8 @@ def _named(problem: IntraProblem, layout: Mapping[str, str]) -> Selection:
     names = [choice.name for choice in problem.choices]
     unknown = [name for name in layout if name not in set(names)]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], names, 1)
-        raise LayoutError(
-            f"the plan has a layout of {unknown[0]!r}, which the graph has not{f'; nearest: {near[0]!r}' * bool(near)}"
-        )
+        near = "".join(f"; nearest: {name!r}" for name in difflib.get_close_matches(unknown[0], names, 1))
+        raise LayoutError(f"the plan has a layout of {unknown[0]!r}, which the graph has not{near}")
     selection = {}
     for choice in problem.choices:
         if choice.name not in layout:

@@ -19,9 +19,6 @@ from autoplan.errors import PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.pages.plots import Plots
 from autoplan.plans.document import (
-    PROGRAM,
-    SCHEMA_VERSION,
-    SECTIONS,
     check_complete,
     checked_document,
     config_of_data,
@@ -32,6 +29,7 @@ from autoplan.plans.document import (
     read_json,
     tuples,
 )
+from autoplan.plans.sections import PROGRAM, SCHEMA_VERSION, SECTIONS
 from autoplan.program.choice_kinds import ChoiceKind
 from autoplan.program.context_pins import chosen_methods
 from autoplan.program.facts import layer_calls, pipeline_units, stage_calls

@@ -1,110 +1,344 @@
-"""The kinds of the values in the text of a plan, checked before anything reads them."""
+"""Shapes of JSON values: what a strict reader takes, and the same as a JSON Schema.
+
+A shape is declared once (`autoplan.plans.sections` declares the sections of a plan file); `check_shape` reads by it and
+`json_schema` writes it down for others.
+"""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from autoplan.config.keys import check_names
 from autoplan.errors import PinError
 
 
+class Shape:
+    """A kind of values; as it is, any value."""
+
+    @property
+    def words(self) -> str:
+        """The kind in words, after `must be`."""
+        return "a value"
+
+    def takes(self, value: Any) -> bool:
+        """Return True if the value, without what it holds, is of this kind."""
+        return True
+
+    def held(self, value: Any) -> Iterable[tuple[object, Any, Shape]]:
+        """Return name, value and shape of everything that a value of this kind holds."""
+        return ()
+
+    def check_names(self, value: Any, where: str, way_out: str) -> None:
+        """Raise PinError for a name in the value that this kind has not, or for one that is missing."""
+
+    def schema(self, parts: dict[str, Any]) -> dict[str, Any]:
+        """Return the JSON Schema of this kind. `parts`: what it refers to by name is added."""
+        return {}
+
+
 @dataclass(frozen=True)
-class ListOf:
+class Text(Shape):
+    """A text; `pattern`: of the whole of it, and `kind`: in words."""
+
+    pattern: str = ""
+    kind: str = "a text"
+
+    @property
+    def words(self) -> str:
+        """The kind in words."""
+        return self.kind
+
+    def takes(self, value: Any) -> bool:
+        """Return True for a text with the pattern."""
+        return isinstance(value, str) and (not self.pattern or re.fullmatch(self.pattern, value) is not None)
+
+    def schema(self, parts: dict[str, Any]) -> dict[str, Any]:
+        """Return the JSON Schema."""
+        return {"type": "string", **({"pattern": f"^({self.pattern})$"} if self.pattern else {})}
+
+
+@dataclass(frozen=True)
+class Word(Shape):
+    """One of some texts."""
+
+    known: tuple[str, ...]
+
+    @property
+    def words(self) -> str:
+        """The kind in words."""
+        return f"one of {', '.join(self.known)}"
+
+    def takes(self, value: Any) -> bool:
+        """Return True for one of the texts."""
+        return isinstance(value, str) and value in self.known
+
+    def schema(self, parts: dict[str, Any]) -> dict[str, Any]:
+        """Return the JSON Schema."""
+        return {"enum": list(self.known)}
+
+
+@dataclass(frozen=True)
+class Number(Shape):
+    """A finite number that is not below `least`; booleans are none, and whole numbers are numbers."""
+
+    whole: bool = False
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def words(self) -> str:
+        """The kind in words."""
+        least = "" if self.least is None else f" of at least {self.least:g}"
+        most = "" if self.most is None else f" and at most {self.most:g}"
+        return f"a {'whole ' * self.whole}number{least}{most}"
+
+    def takes(self, value: Any) -> bool:
+        """Return True for such a number."""
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
+            return False
+        least = -sys.float_info.max if self.least is None else self.least
+        return bool(least <= value <= (sys.float_info.max if self.most is None else self.most))
+
+    def schema(self, parts: dict[str, Any]) -> dict[str, Any]:
+        """Return the JSON Schema."""
+        limits = {"minimum": self.least, "maximum": self.most}
+        return {
+            "type": "integer" if self.whole else "number",
+            **{name: value for name, value in limits.items() if value is not None},
+        }
+
+
+class Switch(Shape):
+    """True or false."""
+
+    @property
+    def words(self) -> str:
+        """The kind in words."""
+        return "true or false"
+
+    def takes(self, value: Any) -> bool:
+        """Return True for a boolean."""
+        return isinstance(value, bool)
+
+    def schema(self, parts: dict[str, Any]) -> dict[str, Any]:
+        """Return the JSON Schema."""
+        return {"type": "boolean"}
+
+
+class Null(Shape):
+    """Nothing."""
+
+    @property
+    def words(self) -> str:
+        """The kind in words."""
+        return "null"
+
+    def takes(self, value: Any) -> bool:
+        """Return True for None."""
+        return value is None
+
+    def schema(self, parts: dict[str, Any]) -> dict[str, Any]:
+        """Return the JSON Schema."""
+        return {"type": "null"}
+
+
+@dataclass(frozen=True)
+class Either(Shape):
+    """A value of one of some kinds, no two of which take the same value."""
+
+    kinds: tuple[Shape, ...]
+
+    @property
+    def words(self) -> str:
+        """The kinds in words."""
+        return " or ".join(kind.words for kind in self.kinds)
+
+    def takes(self, value: Any) -> bool:
+        """Return True for a value that one of the kinds takes."""
+        return any(kind.takes(value) for kind in self.kinds)
+
+    def _of(self, value: Any) -> Shape:
+        return next(kind for kind in self.kinds if kind.takes(value))
+
+    def held(self, value: Any) -> Iterable[tuple[object, Any, Shape]]:
+        """Return what the value holds, as its kind says."""
+        return self._of(value).held(value)
+
+    def check_names(self, value: Any, where: str, way_out: str) -> None:
+        """Raise PinError as its kind does."""
+        self._of(value).check_names(value, where, way_out)
+
+    def schema(self, parts: dict[str, Any]) -> dict[str, Any]:
+        """Return the JSON Schema."""
+        return {"anyOf": [kind.schema(parts) for kind in self.kinds]}
+
+
+@dataclass(frozen=True)
+class ListOf(Shape):
     """A list whose items have one shape."""
 
-    item: _Shape
+    item: Shape
+
+    @property
+    def words(self) -> str:
+        """The kind in words."""
+        return "a list"
+
+    def takes(self, value: Any) -> bool:
+        """Return True for a list."""
+        return isinstance(value, list | tuple)
+
+    def held(self, value: Any) -> Iterable[tuple[object, Any, Shape]]:
+        """Return the items by their place."""
+        return [(i, item, self.item) for i, item in enumerate(value)]
+
+    def schema(self, parts: dict[str, Any]) -> dict[str, Any]:
+        """Return the JSON Schema."""
+        return {"type": "array", "items": self.item.schema(parts)}
 
 
 @dataclass(frozen=True)
-class NamesTo:
-    """An object with any names, whose values have one shape."""
+class Row(Shape):
+    """A list of some items, each with a shape of its own."""
 
-    value: _Shape
+    items: tuple[Shape, ...]
 
+    @property
+    def words(self) -> str:
+        """The kind in words."""
+        return f"a list of {len(self.items)}: {', '.join(item.words for item in self.items)}"
 
-# float: any finite number. A tuple: one of these types. A mapping: an object; those of its names that are there count.
-_Shape = type | tuple[type, ...] | Mapping[str, Any] | ListOf | NamesTo
-_NULL = type(None)
-_QUANTITY: _Shape = {"low": float, "mid": float, "high": float, "evidence": str}
-_STAGE: _Shape = {
-    "num_layers": int,
-    "num_recomputed": int,
-    "in_flight": int,
-    "fullest": str,
-    "forward_s": _QUANTITY,
-    "backward_s": _QUANTITY,
-}
-_ESTIMATE: _Shape = {
-    "step_time_s": _QUANTITY,
-    **{n: float for n in ("tokens_per_s", "tokens_per_s_per_device", "mfu", "mfu_causal", "memory_capacity_bytes")},
-    "host_memory_capacity_bytes": (float, _NULL),
-    "stages": ListOf(_STAGE),
-    "breakdown_s": NamesTo(_QUANTITY),
-    "memory_bytes": ListOf(NamesTo(_QUANTITY)),
-    "host_memory_bytes": ListOf(NamesTo(_QUANTITY)),
-}
-DOCUMENT: _Shape = {
-    "model": {"name": str},
-    "cluster": {"device": str},
-    "made_for": {"autoplan": str, "graph": str},
-    "request": {"seq_len": int, "target_len": (int, _NULL), "global_batch_size": int, "precision": str, "mode": str},
-    "priced_not_executed": ListOf(str),
-    "certificate": NamesTo(object),
-    "graph": str,
-    "program": {
-        "axes": ListOf(ListOf((str, int))),
-        "stages": ListOf(ListOf(str)),
-        "recompute": NamesTo(str),
-        "layout": NamesTo(str),
-        "intra_cost_s": float,
-        "intra_bound_s": float,
-        "precision": str,
-        "compiled": bool,
-        "notes": ListOf(str),
-        "capture": str,
-    },
-    "estimate": _ESTIMATE,
-}
-_WORDS = {
-    Mapping: "an object",
-    list: "a list",
-    str: "a text",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    _NULL: "null",
-}
+    def takes(self, value: Any) -> bool:
+        """Return True for a list of as many items."""
+        return isinstance(value, list | tuple) and len(value) == len(self.items)
+
+    def held(self, value: Any) -> Iterable[tuple[object, Any, Shape]]:
+        """Return the items by their place."""
+        return [(i, item, shape) for i, (item, shape) in enumerate(zip(value, self.items, strict=True))]
+
+    def schema(self, parts: dict[str, Any]) -> dict[str, Any]:
+        """Return the JSON Schema."""
+        count = len(self.items)
+        items = [item.schema(parts) for item in self.items]
+        return {"type": "array", "prefixItems": items, "minItems": count, "maxItems": count}
 
 
-def check_shape(value: object, shape: _Shape, where: str, way_out: str) -> None:
-    """Raise PinError for the first value of another kind than its shape says.
+@dataclass(frozen=True)
+class NamesTo(Shape):
+    """An object with any names, or such as `names` takes, whose values have one shape."""
+
+    value: Shape = field(default_factory=Shape)
+    names: Text = field(default_factory=Text)
+
+    @property
+    def words(self) -> str:
+        """The kind in words."""
+        return "an object"
+
+    def takes(self, value: Any) -> bool:
+        """Return True for an object."""
+        return isinstance(value, Mapping)
+
+    def held(self, value: Any) -> Iterable[tuple[object, Any, Shape]]:
+        """Return the values by their names."""
+        return [(name, item, self.value) for name, item in value.items()]
+
+    def check_names(self, value: Any, where: str, way_out: str) -> None:
+        """Raise PinError for a name that `names` does not take."""
+        for name in value:
+            if not self.names.takes(name):
+                raise PinError(f"{where}: unknown name {name!r}, it must be {self.names.words}; {way_out}")
+
+    def schema(self, parts: dict[str, Any]) -> dict[str, Any]:
+        """Return the JSON Schema."""
+        names = {"propertyNames": self.names.schema(parts)} if self.names.pattern else {}
+        return {"type": "object", **names, "additionalProperties": self.value.schema(parts)}
+
+
+@dataclass(frozen=True)
+class Fields(Shape):
+    """An object with known names.
+
+    Attributes:
+        known: the shapes of the values by name.
+        needed: the names that are always there.
+        name: under which a schema refers to it; empty: it is written out where it stands.
+        what: the word for one of its names in errors.
+    """
+
+    known: Mapping[str, Shape]
+    needed: Sequence[str] = ()
+    name: str = ""
+    what: str = "key"
+
+    @property
+    def words(self) -> str:
+        """The kind in words."""
+        return "an object"
+
+    def takes(self, value: Any) -> bool:
+        """Return True for an object."""
+        return isinstance(value, Mapping)
+
+    def held(self, value: Any) -> Iterable[tuple[object, Any, Shape]]:
+        """Return the values by their names."""
+        return [(name, item, self.known[name]) for name, item in value.items()]
+
+    def check_names(self, value: Any, where: str, way_out: str) -> None:
+        """Raise PinError for an unknown name, with the nearest known one, and for one that is missing."""
+        check_names(value, self.known, where, self.what)
+        lacking = [name for name in self.needed if name not in value]
+        if lacking:
+            raise PinError(f"{where} lacks {', '.join(lacking)}; {way_out}")
+
+    def schema(self, parts: dict[str, Any]) -> dict[str, Any]:
+        """Return the JSON Schema, or a reference to it among the parts."""
+        if self.name and self.name in parts:
+            return {"$ref": f"#/$defs/{self.name}"}
+        own = {
+            "type": "object",
+            "properties": {name: shape.schema(parts) for name, shape in self.known.items()},
+            **({"required": list(self.needed)} if self.needed else {}),
+            "additionalProperties": False,
+        }
+        if not self.name:
+            return own
+        parts[self.name] = own
+        return {"$ref": f"#/$defs/{self.name}"}
+
+
+ANY, TEXT, SWITCH, NULL, NUMBER, WHOLE = Shape(), Text(), Switch(), Null(), Number(), Number(whole=True)
+COUNT = Number(whole=True, least=0)
+POSITIVE = Number(whole=True, least=1)
+
+
+def or_null(shape: Shape) -> Either:
+    """Return the shape of a value that may be null."""
+    return Either((*shape.kinds, NULL) if isinstance(shape, Either) else (shape, NULL))
+
+
+def check_shape(value: object, shape: Shape, where: str, way_out: str) -> None:
+    """Raise PinError for the first value of another kind than its shape says, and for names that it has not.
 
     Args:
         where: the place of the value, with which the message begins.
         way_out: what to do instead, with which it ends.
     """
-    if isinstance(shape, Mapping | NamesTo):
-        items = _of_kind(value, (Mapping,), where, way_out).items()
-        inner = [(n, v, shape.get(n, object) if isinstance(shape, Mapping) else shape.value) for n, v in items]
-    elif isinstance(shape, ListOf):
-        inner = [(i, v, shape.item) for i, v in enumerate(_of_kind(value, (list, tuple), where, way_out))]
-    else:
-        kinds = shape if isinstance(shape, tuple) else (shape,)
-        inner = []
-        if object not in kinds:
-            _of_kind(value, kinds, where, way_out)
-    for name, item, of in inner:
+    if not shape.takes(value):
+        raise PinError(f"{where} must be {shape.words}, not {json.dumps(value, default=str)[:80]}; {way_out}")
+    shape.check_names(value, where, way_out)
+    for name, item, of in shape.held(value):
         check_shape(item, of, f"{where}: {name}", way_out)
 
 
-def _of_kind(value: Any, kinds: tuple[type, ...], where: str, way_out: str) -> Any:
-    """Return a value that is of one of the kinds. Booleans are no numbers, and whole numbers are numbers."""
-    for kind in kinds:
-        number = kind in (int, float) and not isinstance(value, bool) and isinstance(value, kind | int)
-        if (number and math.isfinite(value)) or (kind not in (int, float) and isinstance(value, kind)):
-            return value
-    words = " or ".join(_WORDS[kind] for kind in kinds if kind is not tuple)
-    raise PinError(f"{where} must be {words}, not {json.dumps(value, default=str)[:80]}; {way_out}")
+def json_schema(shape: Shape, title: str) -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of the values that a shape takes."""
+    parts: dict[str, Any] = {}
+    whole = shape.schema(parts)
+    defs = {"$defs": dict(sorted(parts.items()))} if parts else {}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **whole, **defs}

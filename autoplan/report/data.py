@@ -36,7 +36,7 @@ Schema 1:
                     # considered is the sum of the five; gaps are (found - bound) / found, intra_gap of the layouts
      "program": {"axes", "stages": [[call]], "recompute": {call: str}, "layout": {choice: option}, "intra_cost_s",
                  "intra_bound_s", "precision", "compiled", "notes", "capture"},  # of a plan that is executed
-     "graph": str}  # if no name stands for the model: its ModelGraph, compressed; kept in answers about such a plan file
+     "graph": str}  # if no name stands for the model: its ModelGraph, compressed; answers about the file keep it
 
     run: {"tokens", "days", "usd": null | quantity, "kwh": null | quantity, "usd_energy": null | quantity,
           "days_with_failures", "usd_with_failures", "kwh_with_failures", "num_failures",    # null: not known
@@ -116,8 +116,9 @@ from autoplan.config.parallel import Mode
 from autoplan.config.planning import tolerances_of
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.whole_run import CRITICAL_BATCH_SOURCE, FIGURES, Assumptions, Run
-from autoplan.plans.document import SCHEMA_VERSION, chosen, estimate_data, graph_text, plain
+from autoplan.plans.document import chosen, estimate_data, graph_text, plain
 from autoplan.plans.record import plan_of_planned
+from autoplan.plans.sections import SCHEMA_VERSION
 from autoplan.program.facts import layer_calls
 from autoplan.program.legality import not_executed
 from autoplan.report.arguments import imbalance_of

@@ -1,4 +1,4 @@
-"""The tables of docs and ARCHITECTURE.md that are made of the code.
+"""The tables of docs and ARCHITECTURE.md that are made of the code, and the schema of plan files.
 
     python tests/house/generated.py            # print them
     python tests/house/generated.py --write    # put them into their files
@@ -7,6 +7,7 @@ rooms (ARCHITECTURE.md): a row per package and root module, from the command lin
 and the rooms that it imports. A room that is imported through another one is not repeated (the transitive reduction).
 pins (docs/training.md): a row per pin, from the records of `ParallelConfig`.
 targets (docs/export.md): a row per target of exports, from its record.
+plan files (docs/plan.schema.json): the whole file, from the shapes by which plan files are read.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ import networkx as nx
 from autoplan.config.choice import choices_of
 from autoplan.config.parallel import ParallelConfig
 from autoplan.exporters.targets import TARGETS
+from autoplan.plans.sections import plan_schema
 
 ROOT = Path(__file__).resolve().parents[2]
 _LEAVES = frozenset(("errors", "files", "profiles", "units", "versions"))  # imported from everywhere
@@ -52,6 +55,23 @@ class Table:
         """Put the table into the file."""
         before, _, after = self._parts()
         (ROOT / self.file).write_text(f"{before}\n{self.made()}\n{after}")
+
+
+@dataclass(frozen=True)
+class WholeFile:
+    """A file that is made of the code."""
+
+    name: str
+    file: str
+    made: Callable[[], str]
+
+    def written(self) -> str:
+        """The text of the file, as `made` returns it."""
+        return (ROOT / self.file).read_text().removesuffix("\n")
+
+    def write(self) -> None:
+        """Write the file."""
+        (ROOT / self.file).write_text(f"{self.made()}\n")
 
 
 def rooms() -> nx.DiGraph:
@@ -108,6 +128,7 @@ TABLES = (
     Table("rooms", "ARCHITECTURE.md", rooms_table),
     Table("pins", "docs/training.md", pins_table),
     Table("targets", "docs/export.md", targets_table),
+    WholeFile("plan files", "docs/plan.schema.json", lambda: json.dumps(plan_schema(), indent=1)),
 )
 
 

@@ -114,13 +114,13 @@ def test_a_request_that_is_not_what_was_asked_is_told(
     [
         ({"schema": 99}, "schema 99 cannot be read by this version, only 1"),
         ({"plan": None}, "holds no plan: it is the answer of 'plan'"),
-        ({"asked": None}, "does not say what was asked"),
+        ({"asked": None}, "asked must be an object, not null"),
         ({"asked": {"model": "llama-3.2-1b"}}, "does not say for which cluster it was planned"),
         ({"plan": {"tp": 1, "pipes": 4}}, "plan: unknown choice 'pipes'"),
         ({"plan": {"tp": 3}}, "tp=3"),
         ({"plan": {"tp": "two"}}, "tp='two'"),
         ({"plan": {"tp": 10**400}}, "tp=1000"),
-        ({"asked": {"model": "llama-3.2-1b", "tokens": 5}}, "the tokens that was asked must be a text"),
+        ({"asked": {"model": "llama-3.2-1b", "tokens": 5}}, "asked: tokens must be a text or null, not 5"),
         ({"graph_hash": "ab", "config": {}}, "unknown section 'graph_hash'"),
     ],
 )
