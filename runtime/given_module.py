@@ -16,7 +16,6 @@ from autoplan.runtime.agree import AgreedRuntimeError
 from autoplan.runtime.given_numbers import GivenNumbers
 from autoplan.runtime.shards import trained_as_captured
 
-_HOOK = "_autoplan_stale_hook"
 _HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -141,7 +140,8 @@ class GivenModule:
 def _form(held: nn.Module | nn.Parameter) -> tuple[int, int]:
     """Return the number of changes of a parameter that torch counted, and the number of hooks of it or a module."""
     if isinstance(held, nn.Module):
-        return 0, sum(len(getattr(held, table)) for table in _HOOKS_OF_MODULES) - (_HOOK in held.__dict__)
+        hooks = (hook for table in _HOOKS_OF_MODULES for hook in getattr(held, table).values())
+        return 0, sum(not _is_own(hook) for hook in hooks)
     version = 0 if held.is_inference() else held._version
     return version, sum(len(getattr(held, table) or ()) for table in _HOOKS_OF_PARAMETERS)
 
@@ -199,35 +199,66 @@ def given_back(given: GivenModule | None, state: Callable[[], dict[str, Any]], r
 
 
 class _Stale:
-    """The hook of `warn_when_stale`. A pickled or deep copy of it is silent."""
+    """The hooks of `warn_when_stale`. A copy is silent, and so is one that was pickled; pickling itself warns."""
 
-    def __init__(self, pm: Any = None) -> None:
+    def __init__(self, model: nn.Module | None = None, pm: Any = None) -> None:
+        self._name = type(model).__name__
         self._trained = None if pm is None else weakref.ref(pm)
+        self._fresh_at = 0  # steps of the training whose values the module has
+        self._said: set[str] = set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Stale:
+        return _Stale()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        self._say("pm.to_module() returns the trained module, which can be pickled", 4)
         return _Stale, ()
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        of = None if self._trained is None else self._trained()
-        if of is None or not of.progress.num_steps:
-            return
-        forget_stale_warning(module)  # once
-        warnings.warn(
-            f"this {type(module).__name__} has the values that it had before autoplan.parallelize; pm.to_module() "
-            "returns the trained module, pm.eval_step(batch) the loss of a batch",
-            UserWarning,
-            stacklevel=3,
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """Warn in a forward."""
+        self._say("pm.to_module() returns the trained module, pm.eval_step(batch) the loss of a batch", 6)
+
+    def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Warn in `state_dict`, which also `save_pretrained` calls."""
+        self._say(
+            "pm.state_dict() returns the trained values, pm.to_module() the trained module; pm.save_pretrained(folder) "
+            "writes those of a Hugging Face model",
+            4,
         )
+
+    def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
+        """Take note that the module has other values now: those of the training so far, or what the user wants."""
+        self._fresh_at = self._num_steps()
+        self._said.clear()
+
+    def _num_steps(self) -> int:
+        of = None if self._trained is None else self._trained()
+        return 0 if of is None else int(of.progress.num_steps)
+
+    def _say(self, instead: str, stacklevel: int) -> None:
+        """Warn once of the values, and with what to do instead; not before the training has moved on from them."""
+        if self._num_steps() > self._fresh_at and instead not in self._said:
+            self._said.add(instead)
+            old = "when they were loaded last" if self._fresh_at else "before autoplan.parallelize"
+            text = f"this {self._name} has the values that it had {old}; {instead}"
+            warnings.warn(text, UserWarning, stacklevel=stacklevel)
 
 
 def warn_when_stale(model: nn.Module, pm: Any) -> None:
-    """Warn in a forward of `model` if `pm`, which was made of it, has been trained: the module has its old values."""
+    """Warn if `model` is run, read or pickled after `pm`, which was made of it, was trained: it has its old values."""
     forget_stale_warning(model)
-    setattr(model, _HOOK, model.register_forward_pre_hook(_Stale(pm)))
+    stale = _Stale(model, pm)
+    model.register_forward_pre_hook(stale.before_forward)
+    model.register_state_dict_pre_hook(stale.before_state_dict)
+    model.register_load_state_dict_post_hook(stale.after_load)
 
 
 def forget_stale_warning(model: nn.Module) -> None:
-    """Remove the hook of `warn_when_stale`, if there is one."""
-    hook = model.__dict__.pop(_HOOK, None)
-    if hook is not None:
-        hook.remove()
+    """Remove the hooks of `warn_when_stale`, if there are any."""
+    for hooks in (model._forward_pre_hooks, model._state_dict_pre_hooks, model._load_state_dict_post_hooks):
+        for key in [key for key, hook in hooks.items() if _is_own(hook)]:
+            del hooks[key]
+
+
+def _is_own(hook: object) -> bool:
+    return isinstance(getattr(hook, "__self__", None), _Stale)

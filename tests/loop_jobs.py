@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import io
+import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import models
@@ -274,6 +277,36 @@ def give_back(rank: int, world: int, family: str, pins: dict[str, Any]) -> dict[
         "said": [str(w.message) for w in said],
         "trainable": all(p.requires_grad and p.device.type == "cpu" for p in same.values()),
     }
+
+
+def read_old_values(rank: int, world: int) -> dict[str, list[str]]:
+    """What the module that was given in says when it is read before and after a step, and what copies of it say."""
+    model, pm = program("llama", {"dp": 2}, optimizer=functools.partial(torch.optim.SGD, lr=0.5))
+
+    def said(*calls: Callable[[], Any]) -> list[str]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for call in calls:
+                call()
+        return [str(w.message) for w in found if "has the values" in str(w.message)]
+
+    def trained() -> None:
+        pm.step(part(pm, batch_of("llama", 8), [4, 4]))
+        assert pm.optimizer is not None
+        pm.optimizer.step()
+
+    reads = model.state_dict, model.state_dict, lambda: torch.save(model, io.BytesIO())
+    out = {"early": said(*reads)}
+    trained()
+    out["own"] = said(pm.state_dict, pm.to_module, lambda: [m.state_dict() for m in (pm.to_module(None),) if m])
+    out["copied"] = said(lambda: copy.deepcopy(model).state_dict())
+    out["read"] = said(*reads)
+    out["pickled"] = said(lambda: pickle.loads(pickle.dumps(model)).state_dict())
+    state = pm.state_dict()
+    out["renewed"] = said(lambda: model.load_state_dict(state), *reads)
+    trained()
+    out["again"] = said(*reads)
+    return out
 
 
 def refused(rank: int, world: int) -> list[str]:

@@ -410,6 +410,17 @@ def test_the_trained_module_comes_back_and_the_old_one_says_so(family: str, pins
     assert said.startswith(f"this {first['trained']} has the values that it had before")
 
 
+@pytest.mark.processes
+def test_the_old_values_of_the_module_are_not_read_without_a_word() -> None:
+    for found in pool(2).run(loop_jobs.read_old_values):
+        state, pickled = found.pop("read")
+        assert "that it had before autoplan.parallelize; pm.state_dict() returns the trained values" in state
+        assert "pm.save_pretrained(folder)" in state and "pm.to_module() returns the trained module" in pickled
+        again, _ = found.pop("again")
+        assert "has the values that it had when they were loaded last; pm.state_dict()" in again
+        assert found == {"early": [], "own": [], "copied": [], "pickled": [], "renewed": []}
+
+
 def test_a_module_that_cannot_be_copied_says_what_to_do() -> None:
     model = torch.nn.Linear(2, 2)
     model.source = (x for x in [1])  # type: ignore[assignment]
