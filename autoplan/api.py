@@ -32,6 +32,7 @@ from autoplan.planning import (
     SoFar,
     capture_verified,
     cheapest_program,
+    check_as_planned,
     check_world,
     examples,
     global_batch,
@@ -40,6 +41,7 @@ from autoplan.planning import (
     ready_plan,
     ways_to_run,
 )
+from autoplan.plans.differences import warn_of_changes
 from autoplan.plans.folder import check_model, read_program, write_program
 from autoplan.plans.record import Plan
 from autoplan.pretrained.export import Exporter
@@ -151,7 +153,7 @@ def parallelize(
             can share one in a group of gloo that you make, with device='cuda'.
         plan: a plan for as many processes as this job has: a Plan (`autoplan.plan`), or the file of one, which rank 0
             reads (of `Plan.to_json` or `autoplan plan --json`). The captured graph is compared with its own; degrees,
-            layouts and precision are those of the plan.
+            layouts and precision are the plan's. Another version or cluster than it was made for is a warning.
         program: the folder of a program for as many processes, which rank 0 reads (of `autoplan.compile`, or an earlier
             `folder`). The model is not captured, but compared by its parameters, buffers and config
             (autoplan.plans.folder); verify='required' captures it and compares the graph too.
@@ -200,7 +202,7 @@ def parallelize(
     if given is None:
         made, ready = _searched(task, known, measured, device, check)
     else:
-        how = gradient_compression, async_tp, check
+        how = None if measured else cluster, gradient_compression, async_tp, check
         made, ready = _agree(lambda: _given_program(task, plan, program, *how), "the plan")
     parameters, buffers = _values(model, weights, init, seed, device)
     path = None if folder is None else _written(Path(folder), made, ready, task)
@@ -292,15 +294,19 @@ def _given_program(
     task: _Task,
     plan: Plan | Path | str | None,
     program: Path | str | None,
+    cluster: Cluster | None,
     compression: Compression | None,
     async_tp: bool | str,
     check: bool,
 ) -> tuple[Plan, Program]:
-    """Return a plan that was given, or the plan of a program that was, with the program, checked against the model."""
+    """Return a plan that was given, or the plan of a program that was, with the program, checked against the model.
+
+    `cluster`: that of this job, if it has the figures of a text; None: the plan's is compared with its own.
+    """
     folder = None if program is None else read_program(Path(program))
     made = folder.plan if folder is not None else plan if isinstance(plan, Plan) else Plan.read(plan or "")
     check_world(made, task.cluster.num_devices)
-    _check_as_planned(task, made)
+    check_as_planned(made, task.global_batch_size, task.precision, task.compile)
     _check_run(task.cluster, made.pins, made.precision, compression, async_tp, made.compiled)
     ready = None
     if folder is not None:
@@ -313,19 +319,8 @@ def _given_program(
         ready = ready or compile_program(graph, layouts)
     if check:
         _type_check(ready)
+    warn_of_changes(made, cluster)
     return made, ready
-
-
-def _check_as_planned(task: _Task, plan: Plan) -> None:
-    """Raise PinError for arguments of `parallelize` that a given plan decides otherwise."""
-    size = task.global_batch_size
-    if size is not None and size != plan.global_batch_size:
-        raise PinError(f"global_batch_size={size}, but the plan is for {plan.global_batch_size}; leave it out")
-    if task.precision not in ("native", plan.precision):
-        raise PinError(f"precision={task.precision!r}, but the plan is for {plan.precision!r}; leave it out")
-    if task.compile != AUTO and bool(task.compile) != plan.compiled:
-        how = "with compiled blocks" if plan.compiled else "without compiled blocks"
-        raise PinError(f"compile={task.compile!r}, but the plan was made {how}; leave it out")
 
 
 def _cluster_of_job(cluster: Cluster | Path | str, model: nn.Module, device: torch.device | str | None) -> Cluster:

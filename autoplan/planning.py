@@ -575,3 +575,14 @@ def check_world(plan: Plan, world: int) -> None:
             f"{plan.num_devices} processes, or plan for {world} devices: autoplan.plan(model, cluster, "
             "pins=...) or `autoplan plan` makes a plan, autoplan.compile or `autoplan compile` its program"
         )
+
+
+def check_as_planned(plan: Plan, size: int | None, precision: str, compile: bool | str) -> None:
+    """Raise PinError for arguments of `parallelize` that a given plan decides otherwise. `size`: of the batch."""
+    if size is not None and size != plan.global_batch_size:
+        raise PinError(f"global_batch_size={size}, but the plan is for {plan.global_batch_size}; leave it out")
+    if precision not in ("native", plan.precision):
+        raise PinError(f"precision={precision!r}, but the plan is for {plan.precision!r}; leave it out")
+    if compile != AUTO and bool(compile) != plan.compiled:
+        how = "with compiled blocks" if plan.compiled else "without compiled blocks"
+        raise PinError(f"compile={compile!r}, but the plan was made {how}; leave it out")

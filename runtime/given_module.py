@@ -6,7 +6,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -247,10 +247,10 @@ class _Stale:
 def warn_when_stale(model: nn.Module, pm: Any) -> None:
     """Warn if `model` is run, read or pickled after `pm`, which was made of it, was trained: it has its old values."""
     forget_stale_warning(model)
-    stale = _Stale(model, pm)
-    model.register_forward_pre_hook(stale.before_forward)
-    model.register_state_dict_pre_hook(stale.before_state_dict)
-    model.register_load_state_dict_post_hook(stale.after_load)
+    stale, hooked = _Stale(model, pm), cast("Any", model)  # torch's last two functions have no types
+    hooked.register_forward_pre_hook(stale.before_forward)
+    hooked.register_state_dict_pre_hook(stale.before_state_dict)
+    hooked.register_load_state_dict_post_hook(stale.after_load)
 
 
 def forget_stale_warning(model: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import warnings
 from typing import Any
 
 import models
@@ -234,6 +235,14 @@ def of_one_device() -> float:
     first.backward()
     optimizer.step()
     return float(first.item() + model(**batch).loss.item())
+
+
+def given_warnings(rank: int, world: int, plan: Any, cluster: Any = "local") -> list[str]:
+    """What is said of a given plan."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        autoplan.parallelize(models.make_llama(), cluster, plan=plan, example_inputs=models.token_batch(4, 16))
+    return [str(w.message) for w in found if "the plan of" in str(w.message)]
 
 
 def given_error(rank: int, world: int, kwargs: dict[str, Any], config: dict[str, Any]) -> str:

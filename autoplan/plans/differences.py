@@ -1,17 +1,42 @@
 """The differences between two graphs, in words: parameters, inputs, calls of blocks, operations of a block.
 
-Names of models, notes and places in source files are not compared: they change nothing that runs.
+Names of models, notes and places in source files are not compared: they change nothing that runs. `warn_of_changes`
+says what else is another one than a plan was made for: the version of autoplan, the cluster and its figures.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TypeVar
 
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.errors import PinError
 from autoplan.ir.graph import Block, Call, ModelGraph, Node, Parameter, Value
+from autoplan.plans.document import of_cluster, of_version, what_differs
+from autoplan.plans.record import Plan
 
 _MOST = 3  # differences that an error names
 _T = TypeVar("_T")
+
+
+def warn_of_changes(plan: Plan, cluster: Cluster | None = None) -> None:
+    """Warn if the version or the cluster is not the one that a plan was made for, in the words of `autoplan estimate`.
+
+    Args:
+        cluster: the cluster that it will run on; None: the plan's, as its text is read now.
+    """
+    document = plan.document
+    if cluster is None:
+        try:
+            cluster = Cluster.parse(document.get("asked", {}).get("cluster", ""))
+        except PinError:  # no text describes it, or its file is not here
+            cluster = None
+    now = of_version() if cluster is None else of_version() | of_cluster(cluster)
+    found = what_differs(document.get("made_for", {}), now)
+    if found:
+        text = f"the plan of {plan.model} that was given: {'; '.join(found)}; `autoplan estimate PLAN` prices it again"
+        warnings.warn(text, UserWarning, stacklevel=2)
 
 
 def graph_differences(then: ModelGraph, now: ModelGraph) -> list[str]:

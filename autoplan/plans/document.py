@@ -76,14 +76,18 @@ def made_for(graph: ModelGraph, cluster: Cluster, profile: str | None = None) ->
     Args:
         profile: name of the measured times that priced it; None: the figures of the cluster.
     """
-    return {
-        "autoplan": __version__,
-        "parameters": graph.num_params,
-        "graph": graph.content_hash,
-        "cluster": str(cluster),
-        "cluster_figures": hashlib.sha256(repr(cluster).encode()).hexdigest(),
-        "profile": profile,
-    }
+    model = {"parameters": graph.num_params, "graph": graph.content_hash}
+    return {**of_version(), **model, **of_cluster(cluster), "profile": profile}
+
+
+def of_version() -> dict[str, Any]:
+    """Return the part of `made_for` that identifies the version."""
+    return {"autoplan": __version__}
+
+
+def of_cluster(cluster: Cluster) -> dict[str, Any]:
+    """Return the part of `made_for` that identifies a cluster and its figures."""
+    return {"cluster": str(cluster), "cluster_figures": hashlib.sha256(repr(cluster).encode()).hexdigest()}
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

@@ -270,6 +270,21 @@ def test_what_cannot_run_is_refused_on_every_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+def test_another_version_or_cluster_than_the_plans_is_a_warning() -> None:
+    """In the words of `autoplan estimate`, on rank 0."""
+    plan, ranks = Plan.from_json(PLAN_TEXT), pool(2)
+    assert ranks.run(api_jobs.given_warnings, plan) == ranks.run(api_jobs.given_warnings, plan, Cluster.local(2))
+    assert ranks.run(api_jobs.given_warnings, plan) == [[], []]
+    data = json.loads(PLAN_TEXT)
+    data["made_for"] |= {"autoplan": "0.0.9", "cluster_figures": "0"}
+    (said,), other = ranks.run(api_jobs.given_warnings, Plan.from_json(json.dumps(data)))
+    assert "it was made by autoplan 0.0.9, this is" in said and other == []
+    assert "the figures of its cluster are other ones now; `autoplan estimate PLAN` prices it again" in said
+    (said,), _ = ranks.run(api_jobs.given_warnings, plan, Cluster.local(2).with_(memory_gb=1.0))
+    assert "it was made by" not in said and "the figures of its cluster are other ones now" in said
+
+
+@pytest.mark.processes
 def test_a_changed_config_is_noticed_without_a_capture(tmp_path: Path) -> None:
     """The parameters are the same; verify='required' also compares the forward."""
     model = models.make_llama()
