@@ -32,9 +32,11 @@ from autoplan.runtime.checkpoint.contents import (
     returned,
 )
 from autoplan.runtime.checkpoint.folders import (
+    MARKER,
     Damaged,
     damage_of,
     folder_of,
+    incomplete_in,
     misplaced,
     older_than,
     read_manifest,
@@ -89,6 +91,7 @@ class Saving:
         self.step: int = step
         self.folder: Path = folder
         self._future = future
+        self._told = False  # that it could not be written
 
     def done(self) -> bool:
         """Return True if it was written on this rank, or failed."""
@@ -101,8 +104,21 @@ class Saving:
             CheckpointError: it could not be written; on all ranks alike.
         """
         with guard(call="save_checkpoint"):
-            self._future.result()
+            try:
+                self._future.result()
+            except CheckpointError:
+                self._told = True
+                raise
         return self.folder
+
+    def untold(self) -> str | None:
+        """Wait until it is complete; return why it could not be written if `wait` has not told this rank already."""
+        told = self._told
+        try:
+            self.wait()
+        except CheckpointError as error:
+            return None if told else str(error)
+        return None
 
 
 class Checkpoints:
@@ -118,13 +134,12 @@ class Checkpoints:
         self, training: Training, root: Path, states: Mapping[str, Stateful], keep: int | None, wait: bool
     ) -> Saving:
         """Write the checkpoint of the present step, after the one before is complete."""
-        if self._last is not None:
-            last, self._last = self._last, None
-            last.wait()
+        last, self._last = self._last, None
+        untold = None if last is None else last.untold()
         step = training.progress.num_steps
         final, temporary = folder_of(root, step), writing_folder(root, step)
         content = None
-        problem = _no_number(keep) or _no_states(states)
+        problem = untold or _no_number(keep) or _no_states(states)
         if problem is None:
             try:
                 content = content_of(training, states, _rank())
@@ -163,10 +178,9 @@ class Checkpoints:
         """Load a checkpoint; None if there is none and no step was named."""
         if older and step is not None:
             raise CheckpointError(f"step={step} and older=True: the one names a checkpoint, the other takes the newest")
-        if self._last is not None:
-            last, self._last = self._last, None
-            last.wait()
-        agree(_no_states(states), self._device, CheckpointError)
+        last, self._last = self._last, None
+        untold = None if last is None else last.untold()
+        agree(untold or _no_states(states), self._device, CheckpointError)
         group = self._own_group()
         there: list[Any] = [(_found(root), misplaced(root))] if _rank() == 0 else [None]
         if group is not None:
@@ -175,10 +189,14 @@ class Checkpoints:
         steps, elsewhere = there[0]
         if not steps and elsewhere is not None:
             raise CheckpointError(elsewhere)
+        if step is None and _rank() == 0:
+            _warn_of_incomplete(root, steps)
         if step is None and not steps:
             return None
         if step is not None and step not in steps:
             have = f"it has the steps {', '.join(map(str, reversed(steps)))}" if steps else "it has none"
+            if step in incomplete_in(root):
+                have += f", and {folder_of(root, step).name} without its {MARKER}"
             raise CheckpointError(f"there is no complete checkpoint of step {step!r} in {root}; {have}")
         if older:
             step, manifest = self._newest(root, steps)
@@ -294,6 +312,16 @@ def _found(root: Path) -> list[int]:
     except OSError as error:
         logger.warning("an interrupted replacement in %s could not be undone: %s", root, error)
     return steps_in(root)
+
+
+def _warn_of_incomplete(root: Path, steps: list[int]) -> None:
+    """Warn of folders of later steps than the newest complete checkpoint, which is taken in their place."""
+    later = [step for step in incomplete_in(root) if not steps or step > steps[0]]
+    if later:
+        names = ", ".join(folder_of(root, step).name for step in later)
+        taken = f"step {steps[0]} is the newest complete one" if steps else "there is no complete one"
+        text = f"{names} in {root} without {MARKER}: copied in part, or changed; passed over, and {taken}"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def _rank() -> int:

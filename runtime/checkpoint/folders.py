@@ -54,6 +54,15 @@ def steps_in(root: Path) -> list[int]:
     return [step for _, step in sorted(numbered, reverse=True)]
 
 
+def incomplete_in(root: Path) -> list[int]:
+    """Return the steps of the folders that have the name of a checkpoint and do not say that they are complete.
+
+    No job leaves one behind, however it ends: a checkpoint gets its name when it is complete.
+    """
+    found = [_NAME.fullmatch(path.name) for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    return sorted({int(match[1]) for match in found if match} - set(steps_in(root)))
+
+
 def misplaced(root: Path) -> str | None:
     """Return why `root` cannot be a folder of checkpoints: it is a file, or one checkpoint; None if it can be."""
     if root.is_file():

@@ -226,12 +226,24 @@ def test_a_replacement_that_was_interrupted_is_undone(tmp_path: Path, monkeypatc
         assert resumed is not None and resumed.step == 2
 
 
-def test_what_was_not_completed_is_not_found(tmp_path: Path) -> None:
+def test_what_was_not_completed_is_passed_over_with_a_warning(tmp_path: Path) -> None:
     with fake_group(1):
         pm = started(tmp_path)
+        states = {"scheduler": scheduler_of(pm)}
         (tmp_path / "step_0000000002" / "complete.json").unlink()
-        resumed = pm.load_checkpoint(tmp_path, states={"scheduler": scheduler_of(pm)})
+        with pytest.warns(
+            RuntimeWarning, match=r"step_0000000002 in \S+ without complete.json: .* step 1 is the newest"
+        ):
+            resumed = pm.load_checkpoint(tmp_path, states=states)
         assert resumed is not None and resumed.step == 1
+        with pytest.raises(CheckpointError, match=r"it has the steps 1, and step_0000000002 without its complete.json"):
+            pm.load_checkpoint(tmp_path, states=states, step=2)
+        (tmp_path / "step_0000000001" / "complete.json").unlink()
+        with pytest.warns(RuntimeWarning, match="step_0000000001, step_0000000002 .* there is no complete one"):
+            assert pm.load_checkpoint(tmp_path, states=states) is None
+        pm.save_checkpoint(tmp_path, states=states)  # of step 1: the other one is of no later training
+        with pytest.warns(RuntimeWarning, match="step_0000000002"):
+            assert pm.load_checkpoint(tmp_path, states=states) is not None
 
 
 def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,6 +286,13 @@ def test_a_failure_beside_the_training_is_logged(tmp_path: Path, caplog: pytest.
         assert "the checkpoint of step 1 in" in caplog.text and "was not written" in caplog.text
         with pytest.raises(CheckpointError, match="was not written"):
             saving.wait()
+        assert pm.load_checkpoint(tmp_path, model_only=True) is not None  # it was told once
+        with checkpoint_jobs.files_up_to(4096):
+            pm._checkpoints._threads = None
+            assert pm.save_checkpoint(tmp_path / "other", wait=False)._future.exception() is not None
+        with pytest.raises(CheckpointError, match="was not written"):  # nobody waited for it
+            pm.load_checkpoint(tmp_path, model_only=True)
+        assert pm.load_checkpoint(tmp_path, model_only=True) is not None
 
 
 def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
