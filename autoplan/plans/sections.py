@@ -14,7 +14,7 @@ from autoplan.config.parallel import Mode, RunOptions
 from autoplan.config.planning import TOLERANCES
 from autoplan.plans.shapes import (
     ANY,
-    COUNT,
+    NOT_NEGATIVE,
     NULL,
     NUMBER,
     POSITIVE,
@@ -22,13 +22,13 @@ from autoplan.plans.shapes import (
     TEXT,
     Either,
     Fields,
+    JsonShape,
     ListOf,
     NamesTo,
     Number,
-    Row,
-    Shape,
+    OneOf,
     Text,
-    Word,
+    TupleOf,
     json_schema,
     or_null,
 )
@@ -39,37 +39,37 @@ SCHEMA_VERSION = 1
 READ_SCHEMA_VERSIONS = (1,)
 
 # Choices whose values are of more kinds than their records say
-_SPECIAL: dict[str, Shape] = {
-    "schedule": Word(tuple(SCHEDULES)),
-    "recompute": Either((TEXT, NamesTo(TEXT), ListOf(COUNT))),
+_SPECIAL: dict[str, JsonShape] = {
+    "schedule": OneOf(tuple(SCHEDULES)),
+    "recompute": Either((TEXT, NamesTo(TEXT), ListOf(NOT_NEGATIVE))),
     "context_method": Either((TEXT, NamesTo(TEXT), NULL)),
     "offload": Either((TEXT, ListOf(TEXT))),
     "state_slack": Number(least=1),
 }
 
 
-def _of_choice(record: Choice) -> Shape:
+def _of_choice(record: Choice) -> JsonShape:
     """Return the shape of the values of a choice of a plan or of a run, as JSON data."""
     if record.name in _SPECIAL:
         return _SPECIAL[record.name]
     if record.written is Written.COUNT:
-        shape: Shape = Number(whole=True, least=int(record.least), most=int(record.most))
+        shape: JsonShape = Number(whole=True, least=int(record.least), most=int(record.most))
     elif record.written is Written.WORDS:
-        shape = ListOf(Word(tuple(map(str, record.words))))
+        shape = ListOf(OneOf(tuple(map(str, record.words))))
     elif record.written is Written.WORD:
-        shape = Word(tuple(map(str, record.words)))
+        shape = OneOf(tuple(map(str, record.words)))
     else:
-        shape = {Written.SWITCH: SWITCH, Written.NUMBER: NUMBER, Written.LIST: ListOf(COUNT)}[record.written]
+        shape = {Written.SWITCH: SWITCH, Written.NUMBER: NUMBER, Written.LIST: ListOf(NOT_NEGATIVE)}[record.written]
     return or_null(shape) if record.may_be_open else shape
 
 
-def _of_option(record: Choice) -> Shape:
+def _of_option(record: Choice) -> JsonShape:
     shape = _of_choice(record)
     return or_null(shape) if record.default is None else shape
 
 
 _QUANTITY = Fields(
-    {**dict.fromkeys(("low", "mid", "high"), NUMBER), "evidence": Word(("exact", "measured", "fitted", "assumed"))},
+    {**dict.fromkeys(("low", "mid", "high"), NUMBER), "evidence": OneOf(("exact", "measured", "fitted", "assumed"))},
     ("low", "mid", "high", "evidence"),
     "quantity",
 )
@@ -78,16 +78,16 @@ _NOTES = ListOf(TEXT)
 _PLAN = Fields({record.name: _of_choice(record) for record in CHOICES}, (), "plan", "choice")
 
 
-def _all(known: dict[str, Shape], name: str = "", optional: tuple[str, ...] = ()) -> Fields:
+def _all(known: dict[str, JsonShape], name: str = "", optional: tuple[str, ...] = ()) -> Fields:
     """Return an object that has all of its names but the optional ones."""
     return Fields(known, tuple(n for n in known if n not in optional), name)
 
 
 _STAGE = _all(
     {
-        "num_layers": COUNT,
-        "num_recomputed": COUNT,
-        "in_flight": COUNT,
+        "num_layers": NOT_NEGATIVE,
+        "num_recomputed": NOT_NEGATIVE,
+        "in_flight": NOT_NEGATIVE,
         "fullest": TEXT,
         "forward_s": _QUANTITY,
         "backward_s": _QUANTITY,
@@ -134,7 +134,7 @@ _CLUSTER = Fields(
     {
         "name": TEXT,
         **dict.fromkeys(("num_nodes", "devices_per_node", "num_devices"), POSITIVE),
-        "idle_devices": COUNT,
+        "idle_devices": NOT_NEGATIVE,
         "device": TEXT,
         "memory_bytes": NUMBER,
         "levels": ListOf(_LEVEL),
@@ -150,7 +150,7 @@ _REQUEST = Fields(
         "pins": NamesTo(),
         "precision": TEXT,
         **{record.name: or_null(NUMBER) for record in TOLERANCES},
-        "mode": Word(tuple(map(str, Mode))),
+        "mode": OneOf(tuple(map(str, Mode))),
         "like": _MAYBE_TEXT,
         **{record.name: _of_option(record) for record in choices_of(RunOptions)},
         **dict.fromkeys(("profile", "constants", "adapters"), _MAYBE_TEXT),
@@ -173,7 +173,7 @@ _ASKED = Fields(
 _MADE_FOR = Fields(
     {
         "autoplan": TEXT,
-        "parameters": COUNT,
+        "parameters": NOT_NEGATIVE,
         "graph": TEXT,
         "cluster": TEXT,
         "cluster_figures": TEXT,
@@ -182,11 +182,11 @@ _MADE_FOR = Fields(
 )
 _CERTIFICATE = Fields(
     {
-        **dict.fromkeys(("considered", "illegal", "too_big", "bounded_out", "solved", "open"), COUNT),
+        **dict.fromkeys(("considered", "illegal", "too_big", "bounded_out", "solved", "open"), NOT_NEGATIVE),
         **dict.fromkeys(("gap", "intra_gap", "solve_time_s"), NUMBER),
         "restrictions": _NOTES,
         "status": TEXT,
-        **dict.fromkeys(("illegal_by_rule", "too_big_by_term"), NamesTo(COUNT)),
+        **dict.fromkeys(("illegal_by_rule", "too_big_by_term"), NamesTo(NOT_NEGATIVE)),
         "by_phase_s": NamesTo(NUMBER),
         "prices": TEXT,
     }
@@ -197,7 +197,7 @@ _LAYOUT_NAME = Text(
 )
 _PROGRAM = Fields(
     {
-        "axes": ListOf(Row((TEXT, POSITIVE))),
+        "axes": ListOf(TupleOf((TEXT, POSITIVE))),
         "stages": ListOf(ListOf(TEXT)),
         "recompute": NamesTo(TEXT),
         "layout": NamesTo(TEXT, _LAYOUT_NAME),
@@ -215,7 +215,7 @@ DOCUMENT = Fields(
         "schema": Number(whole=True, least=min(READ_SCHEMA_VERSIONS), most=max(READ_SCHEMA_VERSIONS)),
         "status": TEXT,
         "command": TEXT,
-        "model": Fields({"name": TEXT, "num_params": COUNT, "num_layers": COUNT, "notes": _NOTES}),
+        "model": Fields({"name": TEXT, "num_params": NOT_NEGATIVE, "num_layers": NOT_NEGATIVE, "notes": _NOTES}),
         "cluster": _CLUSTER,
         "request": _REQUEST,
         "asked": _ASKED,

@@ -17,7 +17,7 @@ from autoplan.config.keys import check_names
 from autoplan.errors import PinError
 
 
-class Shape:
+class JsonShape:
     """A kind of values; as it is, any value."""
 
     @property
@@ -29,7 +29,7 @@ class Shape:
         """Return True if the value, without what it holds, is of this kind."""
         return True
 
-    def held(self, value: Any) -> Iterable[tuple[object, Any, Shape]]:
+    def held(self, value: Any) -> Iterable[tuple[object, Any, JsonShape]]:
         """Return name, value and shape of everything that a value of this kind holds."""
         return ()
 
@@ -42,7 +42,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Text(Shape):
+class Text(JsonShape):
     """A text; `pattern`: of the whole of it, and `kind`: in words."""
 
     pattern: str = ""
@@ -63,7 +63,7 @@ class Text(Shape):
 
 
 @dataclass(frozen=True)
-class Word(Shape):
+class OneOf(JsonShape):
     """One of some texts."""
 
     known: tuple[str, ...]
@@ -83,7 +83,7 @@ class Word(Shape):
 
 
 @dataclass(frozen=True)
-class Number(Shape):
+class Number(JsonShape):
     """A finite number that is not below `least`; booleans are none, and whole numbers are numbers."""
 
     whole: bool = False
@@ -113,7 +113,7 @@ class Number(Shape):
         }
 
 
-class Switch(Shape):
+class Truth(JsonShape):
     """True or false."""
 
     @property
@@ -130,7 +130,7 @@ class Switch(Shape):
         return {"type": "boolean"}
 
 
-class Null(Shape):
+class Null(JsonShape):
     """Nothing."""
 
     @property
@@ -148,10 +148,10 @@ class Null(Shape):
 
 
 @dataclass(frozen=True)
-class Either(Shape):
+class Either(JsonShape):
     """A value of one of some kinds, no two of which take the same value."""
 
-    kinds: tuple[Shape, ...]
+    kinds: tuple[JsonShape, ...]
 
     @property
     def words(self) -> str:
@@ -162,10 +162,10 @@ class Either(Shape):
         """Return True for a value that one of the kinds takes."""
         return any(kind.takes(value) for kind in self.kinds)
 
-    def _of(self, value: Any) -> Shape:
+    def _of(self, value: Any) -> JsonShape:
         return next(kind for kind in self.kinds if kind.takes(value))
 
-    def held(self, value: Any) -> Iterable[tuple[object, Any, Shape]]:
+    def held(self, value: Any) -> Iterable[tuple[object, Any, JsonShape]]:
         """Return what the value holds, as its kind says."""
         return self._of(value).held(value)
 
@@ -179,10 +179,10 @@ class Either(Shape):
 
 
 @dataclass(frozen=True)
-class ListOf(Shape):
+class ListOf(JsonShape):
     """A list whose items have one shape."""
 
-    item: Shape
+    item: JsonShape
 
     @property
     def words(self) -> str:
@@ -193,7 +193,7 @@ class ListOf(Shape):
         """Return True for a list."""
         return isinstance(value, list | tuple)
 
-    def held(self, value: Any) -> Iterable[tuple[object, Any, Shape]]:
+    def held(self, value: Any) -> Iterable[tuple[object, Any, JsonShape]]:
         """Return the items by their place."""
         return [(i, item, self.item) for i, item in enumerate(value)]
 
@@ -203,10 +203,10 @@ class ListOf(Shape):
 
 
 @dataclass(frozen=True)
-class Row(Shape):
+class TupleOf(JsonShape):
     """A list of some items, each with a shape of its own."""
 
-    items: tuple[Shape, ...]
+    items: tuple[JsonShape, ...]
 
     @property
     def words(self) -> str:
@@ -217,7 +217,7 @@ class Row(Shape):
         """Return True for a list of as many items."""
         return isinstance(value, list | tuple) and len(value) == len(self.items)
 
-    def held(self, value: Any) -> Iterable[tuple[object, Any, Shape]]:
+    def held(self, value: Any) -> Iterable[tuple[object, Any, JsonShape]]:
         """Return the items by their place."""
         return [(i, item, shape) for i, (item, shape) in enumerate(zip(value, self.items, strict=True))]
 
@@ -229,10 +229,10 @@ class Row(Shape):
 
 
 @dataclass(frozen=True)
-class NamesTo(Shape):
+class NamesTo(JsonShape):
     """An object with any names, or such as `names` takes, whose values have one shape."""
 
-    value: Shape = field(default_factory=Shape)
+    value: JsonShape = field(default_factory=JsonShape)
     names: Text = field(default_factory=Text)
 
     @property
@@ -244,7 +244,7 @@ class NamesTo(Shape):
         """Return True for an object."""
         return isinstance(value, Mapping)
 
-    def held(self, value: Any) -> Iterable[tuple[object, Any, Shape]]:
+    def held(self, value: Any) -> Iterable[tuple[object, Any, JsonShape]]:
         """Return the values by their names."""
         return [(name, item, self.value) for name, item in value.items()]
 
@@ -261,7 +261,7 @@ class NamesTo(Shape):
 
 
 @dataclass(frozen=True)
-class Fields(Shape):
+class Fields(JsonShape):
     """An object with known names.
 
     Attributes:
@@ -271,7 +271,7 @@ class Fields(Shape):
         what: the word for one of its names in errors.
     """
 
-    known: Mapping[str, Shape]
+    known: Mapping[str, JsonShape]
     needed: Sequence[str] = ()
     name: str = ""
     what: str = "key"
@@ -285,7 +285,7 @@ class Fields(Shape):
         """Return True for an object."""
         return isinstance(value, Mapping)
 
-    def held(self, value: Any) -> Iterable[tuple[object, Any, Shape]]:
+    def held(self, value: Any) -> Iterable[tuple[object, Any, JsonShape]]:
         """Return the values by their names."""
         return [(name, item, self.known[name]) for name, item in value.items()]
 
@@ -312,17 +312,17 @@ class Fields(Shape):
         return {"$ref": f"#/$defs/{self.name}"}
 
 
-ANY, TEXT, SWITCH, NULL, NUMBER, WHOLE = Shape(), Text(), Switch(), Null(), Number(), Number(whole=True)
-COUNT = Number(whole=True, least=0)
+ANY, TEXT, SWITCH, NULL, NUMBER, WHOLE = JsonShape(), Text(), Truth(), Null(), Number(), Number(whole=True)
+NOT_NEGATIVE = Number(whole=True, least=0)
 POSITIVE = Number(whole=True, least=1)
 
 
-def or_null(shape: Shape) -> Either:
+def or_null(shape: JsonShape) -> Either:
     """Return the shape of a value that may be null."""
     return Either((*shape.kinds, NULL) if isinstance(shape, Either) else (shape, NULL))
 
 
-def check_shape(value: object, shape: Shape, where: str, way_out: str) -> None:
+def check_shape(value: object, shape: JsonShape, where: str, way_out: str) -> None:
     """Raise PinError for the first value of another kind than its shape says, and for names that it has not.
 
     Args:
@@ -336,7 +336,7 @@ def check_shape(value: object, shape: Shape, where: str, way_out: str) -> None:
         check_shape(item, of, f"{where}: {name}", way_out)
 
 
-def json_schema(shape: Shape, title: str) -> dict[str, Any]:
+def json_schema(shape: JsonShape, title: str) -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of the values that a shape takes."""
     parts: dict[str, Any] = {}
     whole = shape.schema(parts)
