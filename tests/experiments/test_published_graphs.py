@@ -101,7 +101,7 @@ def test_a_single_layer_is_what_a_second_one_adds(recompute: str, sp: str, milli
     fields = {**sizes, **ran, **where, "sp": sp, "seq_len": "2048", "step_time_s": "0.01", "params_b": ""}
     layer = tool.result_of(case_of(model="GPT 22B single transformer layer", **fields))
     assert not layer.reason and "a layer alone" in layer.notes[-1]
-    assert layer.predicted_s == pytest.approx(milliseconds / 1e3, rel=0.05) and "optimizer" not in layer.breakdown_s
+    assert layer.predicted_s == pytest.approx(milliseconds / 1e3, rel=0.06) and "optimizer" not in layer.breakdown_s
     assert layer.low_s < layer.predicted_s < layer.high_s
     assert sum(layer.breakdown_s.values()) == pytest.approx(layer.predicted_s)
     model = tool.result_of(case_of(model="GPT 22B", **fields))

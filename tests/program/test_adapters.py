@@ -15,6 +15,7 @@ from autoplan.capture.frontend.config_file import model_from_config
 from autoplan.catalog import load_model
 from autoplan.config.adapters import PACKED_BYTES, Adapters, read_adapters
 from autoplan.config.parallel import Mode, ParallelConfig
+from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.kernels.products import phase_flops
 from autoplan.errors import PinError
@@ -180,8 +181,8 @@ def test_opening_packed_weights_takes_time(mode: Mode) -> None:
     # and values
     first = HIDDEN * (HIDDEN + 2 * KV)
     moved = (2 + PACKED_BYTES) * (2 * LINEAR - first)
-    at_peak = moved / CLUSTER.device.memory_bytes_per_s
-    assert 2 * at_peak < more < 3.3 * at_peak  # in both micro-batches
+    in_a_micro_batch = moved / (CLUSTER.device.memory_bytes_per_s * Constants.shipped().memory_share)
+    assert 2 * in_a_micro_batch < more < 2.2 * in_a_micro_batch
     assert qlora.estimate.stages[0].memory["transient"].mid >= lora.estimate.stages[0].memory["transient"].mid
 
 

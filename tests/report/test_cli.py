@@ -263,7 +263,7 @@ def test_every_run_option_is_shown_and_comes_back() -> None:
     result = run("estimate", *model, "--tp", "2", *words)
     text = " ".join(result.stdout.replace("\\", "").split())
     assert "flash1 attention, graphs launch, overlap of ep and tp, flex_fp8 dispatcher, no sequence parallelism" in text
-    assert "fused loss, ZeRO not overlapped, ZeRO 3 by tensor, whole sums of gradients" in text
+    assert "compiled loss, ZeRO not overlapped, ZeRO 3 by tensor, whole sums of gradients" in text
     assert "buckets of 1000 elements, expandable segments, gradients added apart from products, split sends" in text
     assert "documents of 256 tokens" in text, text
     assert text.endswith(" ".join(words)) and "weights gathered in 8 bits" not in text  # bf16

@@ -79,7 +79,7 @@ def test_what_is_asked_by_default() -> None:
 
 def test_no_single_change_of_a_plan_is_faster_unless_a_gap_is_given() -> None:
     """Within its usual gap a search may end at another ZeRO stage than the fastest: it then looks at single changes."""
-    asked = PlanRequest(catalog.load_model("llama-3.2-3b"), Cluster.parse("2x8xh100-sxm5-80gb"), 2048, 32)
+    asked = PlanRequest(catalog.load_model("llama-3.2-3b"), Cluster.parse("4x8xh100-sxm5-80gb"), 2048, 64)
     given, usual = (search_plan(replace(asked, gap=gap)).plans[0] for gap in (0.01, None))
     pins = {name: getattr(usual.config, name) for name in ("tp", "pp", "cp", "micro_batch_size")}
     others = (search_plan(replace(asked, pins=pins | {"zero_stage": z}, gap=0.0)).plans[0] for z in (0, 1, 2, 3))
