@@ -182,7 +182,7 @@ def test_opening_packed_weights_takes_time(mode: Mode) -> None:
     first = HIDDEN * (HIDDEN + 2 * KV)
     moved = (2 + PACKED_BYTES) * (2 * LINEAR - first)
     in_a_micro_batch = moved / (CLUSTER.device.memory_bytes_per_s * Constants.shipped().memory_share)
-    assert 2 * in_a_micro_batch < more < 2.2 * in_a_micro_batch
+    assert 1.99 * in_a_micro_batch < more < 2.2 * in_a_micro_batch
     assert qlora.estimate.stages[0].memory["transient"].mid >= lora.estimate.stages[0].memory["transient"].mid
 
 

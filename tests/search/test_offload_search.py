@@ -134,7 +134,7 @@ def test_what_fits_without_is_faster_with_a_fast_host(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("mode", [Mode.EAGER, Mode.FUSED])
 def test_with_ample_memory_nothing_is_offloaded(mode: Mode) -> None:
     """And no candidate with offload is searched at all."""
-    r = PlanRequest(load_model("gpt2"), Cluster.parse("1x2xh100-sxm5-80gb"), 1024, 16, {"tp": 1, "cp": 1}, mode=mode)
+    r = PlanRequest(load_model("gpt2"), Cluster.parse("1x2xh100-sxm5-80gb"), 1024, 16, {"tp": 1, "pp": 1}, mode=mode)
     free = search_plan(r)
     assert not offloads(free) and "offload" not in free.plans[0].estimate.breakdown
     never = search_plan(replace(r, pins={**r.pins, "offload": "none"}, layouts=LayoutStore()))  # begins anew
