@@ -16,9 +16,10 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoplan.config.choice import choices_of
 from autoplan.config.choices import CHOICES, PINS, check_values
 from autoplan.config.keys import check_names
-from autoplan.config.parallel import ParallelConfig
+from autoplan.config.parallel import ParallelConfig, RunOptions
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.errors import PinError
 from autoplan.files import json_of
@@ -140,6 +141,7 @@ def checked_document(data: object, where: str) -> Mapping[str, Any]:
         raise PinError(f"{where}: schema {data['schema']!r} cannot be read by this version, only {known}; plan again")
     if not isinstance(data.get("plan"), Mapping):
         raise PinError(f"{where} holds no plan: it is the answer of {data.get('command')!r}; {NEXT}")
+    data = _in_words(data)
     check_names(data, SECTIONS, where, "section")
     check_names(data["plan"], PINS, f"{where}: plan", "choice")
     check_values(_given(data["plan"]))  # says more of a wrong value than its shape
@@ -148,6 +150,17 @@ def checked_document(data: object, where: str) -> Mapping[str, Any]:
     if "graph" in data:
         _json_of_graph(data["graph"], where)
     return data
+
+
+def _in_words(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a document with the words of options that were switches when an older version wrote it."""
+    former = {record.name: record.former for record in choices_of(RunOptions) if record.former}
+    out = dict(data)
+    for section in ("request", "asked"):
+        if isinstance(held := data.get(section), Mapping):
+            switches = (name for name in former if isinstance(held.get(name), bool))
+            out[section] = {**held, **{name: former[name][held[name]] for name in switches}}
+    return out
 
 
 def _check_batch(data: Mapping[str, Any], where: str) -> None:

@@ -57,7 +57,8 @@ def _of_choice(record: Choice) -> JsonShape:
     elif record.written is Written.WORDS:
         shape = ListOf(OneOf(tuple(map(str, record.words))))
     elif record.written is Written.WORD:
-        shape = OneOf(tuple(map(str, record.words)))
+        word = OneOf(tuple(map(str, record.words)))
+        shape = Either((word, SWITCH)) if record.former else word
     else:
         shape = {Written.SWITCH: SWITCH, Written.NUMBER: NUMBER, Written.LIST: ListOf(NOT_NEGATIVE)}[record.written]
     return or_null(shape) if record.may_be_open else shape

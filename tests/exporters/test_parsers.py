@@ -243,6 +243,8 @@ def test_lightning_makes_the_strategy(name: str, config: ParallelConfig, monkeyp
     lightning = pytest.importorskip("lightning.pytorch")
     import inspect
 
+    from torch import nn
+
     given: dict[str, Any] = {}
 
     def trainer(**settings: Any) -> str:
@@ -254,7 +256,7 @@ def test_lightning_makes_the_strategy(name: str, config: ParallelConfig, monkeyp
     names: dict[str, Any] = {}
     monkeypatch.setattr(lightning, "Trainer", trainer)
     exec(compile(text, "plan.py", "exec"), names)
-    assert names["trainer"](max_steps=10) == "trainer"
+    assert names["trainer"](nn.Linear, max_steps=10) == "trainer"  # the layer that FSDP wraps
     assert type(given["strategy"]).__name__ == name
     assert (given["num_nodes"], given["devices"], given["precision"]) == (2, 8, "bf16-mixed")
     if name == "FSDPStrategy":

@@ -29,6 +29,17 @@ def kept(data: object, folder: Path) -> str:
     return str(file)
 
 
+@pytest.mark.parametrize(("older", "loss"), [(False, "no"), (True, "flash"), ("online", "online")])
+def test_the_loss_of_an_older_file_was_a_switch(older: object, loss: str, tmp_path: Path) -> None:
+    given = () if loss == "no" else ("--fused-loss", loss)
+    data = answer("estimate", "llama-3.2-1b", *PLAN[2:-2], "--tp", "1", *given)
+    data["request"]["fused_loss"] = older
+    if given:
+        data["asked"]["fused_loss"] = older
+    result = run("estimate", kept(data, tmp_path), "--json")
+    assert json.loads(result.stdout)["request"]["fused_loss"] == loss and "fused_loss" not in result.stderr
+
+
 @pytest.mark.parametrize("name", GIVEN)
 def test_an_estimate_is_read_back_to_the_last_digit(name: str, tmp_path: Path) -> None:
     request, config = GIVEN[name]
