@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -238,20 +239,6 @@ def _kernels(at: At, member: Callable[[str], Any]) -> tuple[Field, ...]:
             raise PinError(f"attention_backend={given!r} is not known; use {', '.join(meaning)}, auto")
         return {"attention": meaning[given]}
 
-    def write_loss(setup: Setup) -> Values:
-        found = _LOSSES.get(setup.options.fused_loss)
-        if found is None:
-            return {}
-        return {at("cross_entropy_loss_fusion"): True, at("cross_entropy_fusion_impl"): found}
-
-    def read_loss(document: Document, found: Values) -> Values:
-        if not document.get(at("cross_entropy_loss_fusion")):
-            return {"fused_loss": FusedLoss.NO}
-        given, meaning = document.get(at("cross_entropy_fusion_impl")) or "native", {w: n for n, w in _LOSSES.items()}
-        if given not in meaning:
-            raise PinError(f"cross_entropy_fusion_impl={given!r} is not known; use {', '.join(meaning)}")
-        return {"fused_loss": meaning[given]}
-
     def sequence(setup: Setup) -> Values:
         used = setup.options.sequence_parallel and setup.config.tp > 1
         return {at("sequence_parallel"): True} if used else {}
@@ -259,12 +246,37 @@ def _kernels(at: At, member: Callable[[str], Any]) -> tuple[Field, ...]:
     return (
         _launch(at),
         Field(("attention",), write_attention, read_attention),
-        Field(("fused_loss",), write_loss, read_loss),
         Field(
             ("sequence_parallel",),
             sequence,
             lambda d, found: {"sequence_parallel": bool(d.get(at("sequence_parallel"))) or found["tp"] == 1},
         ),
+    )
+
+
+def loss_fields(at: At, own_since: float = math.inf) -> tuple[Field, ...]:
+    """Return the fields of the loss. `own_since`: the year from which the target has Megatron's own kernels alone."""
+    meaning = {word: kernels for kernels, word in _LOSSES.items()}
+
+    def writer(words: Mapping[FusedLoss, str]) -> Callable[[Setup], Values]:
+        def write(setup: Setup) -> Values:
+            word = words.get(setup.options.fused_loss)
+            return {at("cross_entropy_loss_fusion"): True, at("cross_entropy_fusion_impl"): word} if word else {}
+
+        return write
+
+    def read(document: Document, found: Values) -> Values:
+        if not document.get(at("cross_entropy_loss_fusion")):
+            return {"fused_loss": FusedLoss.NO}
+        given = document.get(at("cross_entropy_fusion_impl")) or "native"
+        if given not in meaning:
+            raise PinError(f"cross_entropy_fusion_impl={given!r} is not known; use {', '.join(meaning)}")
+        return {"fused_loss": meaning[given]}
+
+    own = dict.fromkeys(_LOSSES, "native")
+    return (
+        Field(("fused_loss",), writer(_LOSSES), read, until=own_since),
+        Field(("fused_loss",), writer(own), read, since=own_since),
     )
 
 
@@ -531,7 +543,7 @@ CANNOT = {
     "zero_by_tensor": "Megatron's buffers hold many parameters",
     "attention": "Megatron chooses among unfused, flash and fused",
     "dispatcher": "Megatron sends 16 bits",
-    "fused_loss": "Megatron has its own loss, by kernel or compiled, and Transformer Engine's",
+    "fused_loss": "Megatron has its own loss, and Transformer Engine's, which Megatron-LM refuses since June 2026",
     "launch": "CUDA graphs of layers exclude full recompute, recompute of experts and offloaded activations",
 }
 
@@ -551,6 +563,7 @@ MEGATRON_LM = Target(
         "ckpt_format",
         (
             Field(("precision", "narrow_gather"), _write_flags, _read_flags),
+            *loss_fields(lambda name: name, _OWN_LOSS),
             allocator(lambda name: name),
             accumulation("no_gradient_accumulation_fusion", when=False),
         ),

@@ -16,6 +16,7 @@ from autoplan.exporters.megatron import (
     allocator,
     fields_of,
     keeps_remainders,
+    loss_fields,
     overlap_field,
     sequences_need_tp,
 )
@@ -162,7 +163,7 @@ def _bridge_overlap() -> Field:
 
 
 def _bridge_fields() -> tuple[Field, ...]:
-    precision = (Field(("precision", "narrow_gather"), _write_recipe, _read_recipe),)
+    precision = (Field(("precision", "narrow_gather"), _write_recipe, _read_recipe), *loss_fields(_place))
     fields = fields_of(_place, "virtual_pipeline_model_parallel_size", "ckpt_format", precision, _backend)
     allocated = allocator(_place, always=True)  # performance recipes grow segments
     added = accumulation("model.gradient_accumulation_fusion", when=True)

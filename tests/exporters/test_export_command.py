@@ -150,6 +150,21 @@ def test_a_plan_of_another_stack_names_what_changes(tmp_path: Path) -> None:
     assert "not said: recompute=attention+norms: megatron-lm@26.08 cannot" in said and "it runs full" in said
 
 
+def test_megatron_lm_has_its_own_loss_since_june_2026(tmp_path: Path) -> None:
+    """What is priced with Transformer Engine's loss is written with its own, and said; a file with that is refused."""
+    path, script = tmp_path / "plan.json", tmp_path / "train.sh"
+    path.write_text(run("estimate", *TASK, "--tp", "2", "--like", "megatron-bridge", "--json").stdout)
+    assert json.loads(path.read_text())["request"]["fused_loss"] == "online"
+    for to, word in (("megatron-lm@25.11", "te"), ("megatron-lm", "native")):
+        result = run("export", str(path), "--to", to, "--out", str(script))
+        assert result.exit_code == 0 and f"--cross-entropy-fusion-impl {word}\n" in script.read_text()
+        assert ("not said: fused_loss=online" in result.stderr) == (word == "native")
+    assert "it runs compiled" in result.stderr
+    script.write_text(script.read_text().replace("fusion-impl native", "fusion-impl te"))
+    said = one_line(run("estimate", TASK[0], "--cluster", CLUSTER, "--from", str(script)))
+    assert "cross_entropy_fusion_impl=te is refused since June 2026; nearest: cross_entropy_fusion_impl=native" in said
+
+
 @pytest.mark.parametrize(
     ("text", "name", "message"),
     [
