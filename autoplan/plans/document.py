@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.config.choice import choices_of
-from autoplan.config.choices import CHOICES, PINS, check_values
+from autoplan.config.choices import CHOICES, PINS, check_values, plain_option
 from autoplan.config.keys import check_names
 from autoplan.config.parallel import ParallelConfig, RunOptions
 from autoplan.cost_models.quantity import Quantity, Tag
@@ -154,12 +154,12 @@ def checked_document(data: object, where: str) -> Mapping[str, Any]:
 
 def _in_words(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return a document with the words of options that were switches when an older version wrote it."""
-    former = {record.name: record.former for record in choices_of(RunOptions) if record.former}
+    former = [record for record in choices_of(RunOptions) if record.former]
     out = dict(data)
     for section in ("request", "asked"):
         if isinstance(held := data.get(section), Mapping):
-            switches = (name for name in former if isinstance(held.get(name), bool))
-            out[section] = {**held, **{name: former[name][held[name]] for name in switches}}
+            switches = (record for record in former if isinstance(held.get(record.name), bool))
+            out[section] = {**held, **{r.name: plain_option(r.value_of(held[r.name])) for r in switches}}
     return out
 
 
