@@ -5,6 +5,7 @@
     load_model("llama3.1:70b")               # the same, with the number of parameters as a tag
     load_model("path/to/config.json")        # a Hugging Face config: captured on fake tensors, then cached
     load_model("my_package.models:make_gpt") # a function that returns a module (and its example inputs, loss)
+    load_model("deepseek-v3@mtp=1")          # any of these, with a layer that predicts the token after the next
 
     python -m autoplan.catalog               # capture every shipped graph again, from profiles/model_configs
     python -m autoplan.catalog gpt2 qwen3-8b # only these
@@ -34,7 +35,7 @@ from autoplan.config.keys import check_kind
 from autoplan.errors import AutoplanError, CaptureError, GraphError
 from autoplan.files import write_whole
 from autoplan.ir.graph import ModelGraph
-from autoplan.names import matching, one_of, plain_name, same_letters
+from autoplan.names import did_you_mean, matching, one_of, plain_name, same_letters
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import nodes_with
 
@@ -46,6 +47,7 @@ _OF_THE_WEIGHTS = re.compile(
     r"|i?q[2-8](-[01klmsx]+)*)(?=-|$)"
 )
 _FACTORY = re.compile(r"(?!\d)\w+(\.(?!\d)\w+)*:(?!\d)\w+")
+_MTP = "mtp"  # what `@` adds to a model: layers that predict the tokens after the next
 _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -100,11 +102,12 @@ def load_model(text: Path | str) -> ModelGraph:
     Args:
         text: one of three forms. A name of the catalog as people write it (`shipped_name`; loads no torch). The path of
             a Hugging Face `config.json` or of its folder. Or `package.module:factory`, a function without arguments
-            that returns a module, `(module, example_inputs)` or `(module, example_inputs, loss_fn)`.
+            that returns a module, `(module, example_inputs)` or `(module, example_inputs, loss_fn)`. At its end
+            `@mtp=N` adds N layers that predict the tokens after the next (`autoplan.program.multi_token`).
 
     Raises:
-        AutoplanError: names the candidates, the nearest names, the missing file, the problem of the factory, or the op
-            that cannot be captured.
+        AutoplanError: names the candidates, the nearest names, the missing file, the problem of the factory, the op
+            that cannot be captured, or why the model has no place for these layers.
 
     Example:
         >>> from autoplan import load_model
@@ -113,7 +116,11 @@ def load_model(text: Path | str) -> ModelGraph:
         'llama-3.1-8b'
     """
     check_kind("model", text, Path | str, "a name of `autoplan models`, the path of a config.json, or module:factory")
-    text = str(text)
+    text, num_mtp = split_changes(str(text))
+    if num_mtp:
+        from autoplan.program.multi_token import with_mtp
+
+        return with_mtp(load_model(text), num_mtp)
     if text in names():
         return _shipped(text)[0]
     path = _config_path(text)
@@ -129,6 +136,22 @@ def load_model(text: Path | str) -> ModelGraph:
             raise _unknown(text)
         return load_factory(text)
     return _shipped(shipped_name(text))[0]
+
+
+def split_changes(text: str) -> tuple[str, int]:
+    """Return a model without what `@` adds to it, and the number of layers that predict the tokens after the next.
+
+    Raises: AutoplanError for another change, or a number that is none.
+    """
+    model, at, change = text.rpartition("@")
+    if not at or "/" in change or not model:
+        return text, 0
+    name, _, value = change.partition("=")
+    if name != _MTP:
+        raise AutoplanError(f"model {text!r}: {did_you_mean(name, [_MTP])}; for example {model}@{_MTP}=1")
+    if not value.isdecimal():
+        raise AutoplanError(f"model {text!r}: {_MTP}={value!r} is no number of layers; for example {model}@{_MTP}=1")
+    return model, int(value)
 
 
 def _config_path(text: str) -> Path | None:
@@ -214,6 +237,7 @@ def usual_run(text: str) -> Usual | None:
     Raises:
         AutoplanError: for another name than `shipped_name` reads.
     """
+    text, _ = split_changes(text)
     if is_factory(text) or text.endswith(".json") or Path(text).is_dir():
         return None
     said = _written_config(shipped_name(text)).get("usual")
@@ -240,9 +264,11 @@ def describe_model(text: str) -> Description:
     Raises:
         AutoplanError: for another name than `shipped_name` reads.
     """
-    name = shipped_name(text)
-    graph, source = _shipped(name)
-    return description(graph, name, source)
+    base, num_mtp = split_changes(text)
+    graph, source = _shipped(shipped_name(base))
+    if num_mtp:
+        graph = load_model(text)
+    return description(graph, graph.name, source)
 
 
 def description(graph: ModelGraph, name: str = "", source: str = "") -> Description:
@@ -300,7 +326,8 @@ def _unknown(text: str) -> AutoplanError:
 def _shipped(name: str) -> tuple[ModelGraph, str]:
     """Return a shipped graph, with what its config says, and its source. Raises GraphError if the file is damaged."""
     stored = read_file((resources.files("autoplan.profiles") / "models" / f"{name}{_SUFFIX}").read_bytes(), name)
-    return ModelGraph.from_json(stored["graph"]).of_config(_written_config(name)["config"]), stored["source"]
+    written = _written_config(name)
+    return ModelGraph.from_json(stored["graph"]).of_config({**written, **written["config"]}), stored["source"]
 
 
 def _written_config(name: str) -> Mapping[str, Any]:

@@ -25,11 +25,10 @@ from autoplan.exporters.python_file import functions_of
 from autoplan.exporters.python_values import BY_FUNCTION, MORE, UNKNOWN
 from autoplan.exporters.record import Document, Target
 from autoplan.exporters.scripts import Code, Name
-from autoplan.exporters.setup import ESSENTIAL, SETUP_NAMES, Setup, Task, values
+from autoplan.exporters.setup import ESSENTIAL, MTP_SETTING, SETUP_NAMES, Setup, Task, values
 from autoplan.exporters.syntax import values_of_named
 from autoplan.exporters.targets import detected, suffix_of, target_of
 from autoplan.ir.graph import ModelGraph
-from autoplan.program.facts import expert_counts, latent_attention, layer_calls
 from autoplan.stacks.like import Like, read_like
 from autoplan.stacks.records import year_of
 
@@ -84,18 +83,6 @@ class ConfigFile:
     idle: tuple[str, ...] = ()
 
 
-def setup_task(graph: ModelGraph | None = None, cluster: Cluster | None = None) -> Task:
-    """Return the task of a model and a cluster, of which either may not be known."""
-    model: dict[str, Any] = {}
-    if graph is not None:
-        model = {"model": graph.name, "layers": tuple(layer_calls(graph)), "latent": latent_attention(graph)}
-        model["num_experts"] = max(expert_counts(graph), default=0)
-    if cluster is not None:
-        model |= {"device": cluster.device.name, "num_nodes": cluster.num_nodes}
-        model["devices_per_node"] = cluster.devices_per_node
-    return Task(**model)
-
-
 def read_config(
     path: str | Path,
     format: str | None = None,
@@ -134,7 +121,7 @@ def read_config(
         raise PinError(f"{file} is not a text file") from None
     target, version = target_of(format) if format else detected(name, text)
     where = None if cluster is None else Cluster.of(cluster)
-    return read_text(text, name, target, version, setup_task(graph, where), given or {}, lenient)
+    return read_text(text, name, target, version, Task.known(graph, where), given or {}, lenient)
 
 
 def read_text(
@@ -404,6 +391,8 @@ def export_setup(setup: Setup, to: str, file: str = "") -> Export:
     text = syntax.write(written, (), setup)
     elsewhere, lost, runs = _differences(setup, target, version, text, path)
     elsewhere += setup.left
+    if setup.task.num_mtp and not any(path.endswith(MTP_SETTING) for path in written):
+        elsewhere.append((f"mtp={setup.task.num_mtp}", "the model"))
     essential = [name for name in ESSENTIAL if name in lost]
     if essential:
         name = essential[0]

@@ -11,6 +11,7 @@ from autoplan.config.parallel import Attention
 from autoplan.config.recompute import FULL, NONE, OFFLOAD, SELECTIVE
 from autoplan.errors import PinError
 from autoplan.exporters.launching import per_node
+from autoplan.exporters.predicting import MTP_RULE, mtp_field
 from autoplan.exporters.record import (
     Document,
     Field,
@@ -109,7 +110,7 @@ def _write_batch(setup: Setup) -> Values:
     if c.pp == 1:
         return {**out, "gradient_accumulation_steps": c.num_micro_batches}
     out |= {"gradient_accumulation_steps": 1, "num_pipeline_microbatches": c.num_micro_batches}
-    layers, v = len(setup.task.layers), c.virtual_stages
+    layers, v = setup.task.decoder_layers, c.virtual_stages
     out["num_pipeline_repeats"] = v
     return out | (
         {"num_layers_per_pipeline_stage": layers // (c.pp * v)} if layers and layers % (c.pp * v) == 0 else {}
@@ -121,7 +122,7 @@ def _read_batch(document: Document, found: Values) -> Values:
     out: dict[str, Any] = {"schedule": "1F1B", "virtual_stages": 1}
     if pp > 1:
         repeats, per_stage = document.count("num_pipeline_repeats", -1), document.count("num_layers_per_pipeline_stage")
-        layers = len(document.task.layers)
+        layers = document.task.decoder_layers
         if repeats == -1:
             repeats = max(1, layers // (pp * per_stage)) if layers else 1
         out = {"schedule": "GPipe" if repeats == 1 else "Interleaved1F1B", "virtual_stages": repeats}
@@ -278,7 +279,7 @@ def _world(document: Document, found: Values) -> str | None:
 
 def _layers(document: Document, found: Values) -> str | None:
     """Stages, repeats and layers per stage must make all layers (configs/types.py)."""
-    pp, layers, per_stage = found["pp"], len(document.task.layers), document.count("num_layers_per_pipeline_stage")
+    pp, layers, per_stage = found["pp"], document.task.decoder_layers, document.count("num_layers_per_pipeline_stage")
     repeats = document.count("num_pipeline_repeats", -1)
     made = pp * per_stage * (max(1, layers // (pp * per_stage)) if repeats == -1 else repeats)
     if pp == 1 or not layers or made == layers:
@@ -340,6 +341,7 @@ MAXTEXT = Target(
         Field(("attention",), _write_attention, _read_attention),
         Field(("context_method",), _write_context, _read_context),
         constant("packing", False, lambda s: not _on_tpu(s)),
+        mtp_field(),
     ),
     marks=(*(f"{tier}_{axis}_parallelism" for tier in ("ici", "dcn") for axis in AXES), "base_config", "remat_policy"),
     launch=_launch,
@@ -358,6 +360,6 @@ MAXTEXT = Target(
     },
     rules=(
         *(TargetRule(rule) for rule in (_world, _layers, _micro_batches, _of_tpus, _packed)),
-        TargetRule(_former_policy, warns=True),
+        *(TargetRule(_former_policy, warns=True), MTP_RULE),
     ),
 )

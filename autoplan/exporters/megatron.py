@@ -17,6 +17,7 @@ from autoplan.config.recompute import FULL, OFFLOAD, modules_of
 from autoplan.errors import PinError
 from autoplan.exporters.launching import processes, srun
 from autoplan.exporters.megatron_stages import At, read_stages, recompute_reader, write_recompute, write_stages
+from autoplan.exporters.predicting import MTP_RULE, mtp_field
 from autoplan.exporters.record import (
     Document,
     Field,
@@ -392,6 +393,7 @@ def fields_of(
             read_stages(at, virtual),
         ),
         *_experts(at),
+        mtp_field(at),
         _zero(at, checkpoint),
         _context(at),
         Field(("recompute",), write_recompute(at), recompute_reader(at)),
@@ -528,7 +530,8 @@ def _loss_is_own(document: Document, found: Values) -> str | None:
 MEGATRON_RULES = (
     TargetRule(processes),
     TargetRule(_graphs_without_full),
-    _of_model("num_layers", lambda document: len(document.task.layers)),
+    _of_model("num_layers", lambda document: document.task.decoder_layers),
+    MTP_RULE,
     _of_model("num_experts", lambda document: document.task.num_experts),
     _said_of_experts(_ETP, "it is as tp, which is often not meant; say 1 or tp"),
     _said_of_experts("moe_token_dispatcher_type", "Megatron's default allgather has no price; alltoall is priced"),

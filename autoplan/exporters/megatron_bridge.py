@@ -186,7 +186,7 @@ _BASE: dict[str, Any] = {
     **dict.fromkeys((f"model.account_for_{end}_in_pipeline_split" for end in ("embedding", "loss")), False),
     **dict.fromkeys((f"model.recompute_{name}" for name in ("granularity", "method", "num_layers", "modules")), None),
     **{"model.cpu_offloading": False, "model.fine_grained_activation_offloading": False},
-    **{"model.sequence_parallel": False, "model.cross_entropy_loss_fusion": False},
+    **{"model.mtp_num_layers": None, "model.sequence_parallel": False, "model.cross_entropy_loss_fusion": False},
     **{"model.cuda_graph_impl": "none", "model.cuda_graph_modules": [], "model.cuda_graph_scope": None},
     **{"ddp.use_distributed_optimizer": False, "ddp.use_megatron_fsdp": False},
     **{"ddp.num_distributed_optimizer_instances": 1, "optimizer.optimizer_cpu_offload": False},

@@ -17,14 +17,28 @@ At = Callable[[str], str]
 # -- stages ------------------------------------------------------------------------------------------------------------
 
 
-def layout_text(stages: tuple[int, ...]) -> str:
-    """Return Megatron's layout string of layers per stage: `Et*3|t*4L`."""
-    parts = [f"t*{n}" if n > 1 else "t" * n for n in stages]
+def layout_text(stages: tuple[int, ...], num_mtp: int = 0) -> str:
+    """Return Megatron's layout string of layers per stage: `Et*3|t*4L`.
+
+    Args:
+        num_mtp: how many of the layers, the last ones, predict tokens after the next: `Et*3|t*3mL`.
+    """
+    parts, left = list[str](), num_mtp
+    for count in reversed(stages):
+        later = min(left, count)
+        left -= later
+        decoders = count - later
+        parts.insert(0, (f"t*{decoders}" if decoders > 1 else "t" * decoders) + "m" * later)
     return "|".join(["E" + parts[0], *parts[1:-1], parts[-1] + "L"])
 
 
-def layout_stages(text: str) -> tuple[int, ...]:
-    """Return the layers per stage of a layout string. PinError if it is none."""
+def layout_stages(text: str, num_mtp: int = 0) -> tuple[int, ...]:
+    """Return the layers per stage of a layout string. PinError if it is none.
+
+    Args:
+        num_mtp: layers of the model that predict tokens after the next, which the letter m stands for; a model without
+            them leaves these letters out.
+    """
     unrolled = text.replace(",", "")
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):  # as pipeline_parallel_layer_layout.py unrolls them
         unrolled = re.sub(pattern, lambda x: x.group(1) * int(x.group(2)), unrolled)
@@ -32,7 +46,7 @@ def layout_stages(text: str) -> tuple[int, ...]:
         raise PinError(
             f"pipeline_model_parallel_layout={text!r} has other letters than E, t, m and L; for example Ett|ttL"
         )
-    return tuple(stage.count("t") for stage in unrolled.split("|"))
+    return tuple(stage.count("t") + (stage.count("m") if num_mtp else 0) for stage in unrolled.split("|"))
 
 
 def write_stages(at: At, virtual: str) -> Callable[[Setup], Values]:
@@ -40,21 +54,29 @@ def write_stages(at: At, virtual: str) -> Callable[[Setup], Values]:
 
     def write(setup: Setup) -> Values:
         stages, v = setup.stages, setup.config.virtual_stages
-        if stages is not None and len(set(stages)) > 1:
-            return {at("pipeline_model_parallel_layout"): layout_text(stages)}
+        num_mtp = setup.task.num_mtp
+        if stages is not None and len(set(_without(stages, num_mtp))) > 1:
+            return {at("pipeline_model_parallel_layout"): layout_text(stages, num_mtp)}
         return {at(virtual): v} if v > 1 else {}
 
     return write
+
+
+def _without(stages: tuple[int, ...], num_mtp: int) -> tuple[int, ...]:
+    """Return the decoder layers per stage where the layers that predict tokens after the next are in the last stage,
+    as Megatron puts them if no layout says otherwise; the stages as they are elsewhere."""
+    *others, last = stages
+    return (*others, last - num_mtp) if last >= num_mtp else stages
 
 
 def read_stages(at: At, virtual: str) -> Callable[[Document, Mapping[str, Any]], Values]:
     """Return what reads schedule, chunks per rank and stages from the pipeline options."""
 
     def read(document: Document, found: Values) -> Values:
-        pp, layers = found["pp"], len(document.task.layers)
+        pp, layers, num_mtp = found["pp"], document.task.decoder_layers, document.task.num_mtp
         layout = document.get(at("pipeline_model_parallel_layout"))
         if layout is not None:
-            stages = layout_stages(str(layout))
+            stages = layout_stages(str(layout), num_mtp)
             if len(stages) % pp:
                 raise PinError(
                     f"pipeline_model_parallel_layout has {len(stages)} stages, no multiple of pp={pp}", ("pp",)
@@ -74,7 +96,8 @@ def read_stages(at: At, virtual: str) -> Callable[[Document, Mapping[str, Any]],
                     ("virtual_stages", "pp"),
                 )
             v = layers // (pp * per_chunk)
-        return _chunked(v, _uneven(document, at, layers, pp, v) if layers and pp * v > 1 else None)
+        cut = _uneven(document, at, layers, pp, v) if layers and pp * v > 1 else None
+        return _chunked(v, cut if cut is None else (*cut[:-1], cut[-1] + num_mtp))
 
     return read
 

@@ -16,7 +16,7 @@ from autoplan.config.precision import PrecisionName, read_precision
 from autoplan.errors import PinError
 from autoplan.exporters.schema import Schema
 from autoplan.exporters.setup import Setup, Task
-from autoplan.stacks.like import GRADIENTS_32, read_like
+from autoplan.stacks.like import GRADIENTS_32, Like, read_like
 from autoplan.stacks.records import version_of, year_of
 
 
@@ -57,8 +57,16 @@ class Document:
     @property
     def usual_overlap(self) -> frozenset[str]:
         """The overlaps of the target's stack, which hold for a file that leaves them to functions."""
-        like = read_like(f"{self.schema.name}@{version_of(self.year)}").on(self.task.device, self.task.model)
-        return frozenset(like.options(self.task.device).overlap)
+        return frozenset(self._like.options(self.task.device).overlap)
+
+    @property
+    def usual_mtp(self) -> int:
+        """The layers for tokens after the next that the target's stack adds to the model."""
+        return self._like.mtp_layers
+
+    @property
+    def _like(self) -> Like:
+        return read_like(f"{self.schema.name}@{version_of(self.year)}").on(self.task.device, self.task.model)
 
     @property
     def vague(self) -> list[str]:

@@ -17,7 +17,9 @@ from autoplan.config.precision import precision_of
 from autoplan.config.recompute import FULL, NONE, read_recompute
 from autoplan.config.settings import VARIED_SETTINGS
 from autoplan.cost_models.hardware.catalog import CatalogEntry, entries
-from autoplan.program.facts import expert_counts, latent_attention, layer_calls
+from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.ir.graph import ModelGraph
+from autoplan.program.facts import expert_counts, latent_attention, layer_calls, num_mtp_layers
 from autoplan.schedules.schedule import PLAIN_SCHEDULE
 from autoplan.search.request import PlanRequest
 
@@ -26,6 +28,8 @@ ESSENTIAL = (
     *("pp", "tp", "cp", "ep", "etp", "schedule", "virtual_stages", "zero_stage", "zero_replicas", "offload"),
     *("micro_batch_size", "seq_len", "global_batch_size", "dp", "num_micro_batches"),  # those that follow come last
 )
+# The number of layers for tokens after the next, as Megatron, Megatron Bridge and MaxText call it
+MTP_SETTING = "mtp_num_layers"
 # A name of every value of a setup
 SETUP_NAMES = (*(c.name for c in CHOICES), *OPTIONS, *VARIED_SETTINGS)
 
@@ -38,6 +42,7 @@ class Task:
         layers: names of the model's layers, in model order; empty if the model is not known.
         num_experts: 0 for a model without experts.
         latent: True for a model with latent attention.
+        num_mtp: how many of the layers, the last ones, predict tokens after the next.
         num_nodes, devices_per_node: 0 if the cluster is not known.
     """
 
@@ -45,6 +50,7 @@ class Task:
     layers: tuple[str, ...] = ()
     num_experts: int = 0
     latent: bool = False
+    num_mtp: int = 0
     device: str = ""
     num_nodes: int = 0
     devices_per_node: int = 0
@@ -52,16 +58,29 @@ class Task:
     @classmethod
     def of(cls, request: PlanRequest) -> Task:
         """Return the task of a request."""
-        graph, cluster = request.graph, request.cluster
-        return cls(
-            graph.name,
-            tuple(layer_calls(graph)),
-            max(expert_counts(graph), default=0),
-            latent_attention(graph),
-            cluster.device.name,
-            cluster.num_nodes,
-            cluster.devices_per_node,
-        )
+        return cls.known(request.graph, request.cluster)
+
+    @classmethod
+    def known(cls, graph: ModelGraph | None = None, cluster: Cluster | None = None) -> Task:
+        """Return the task of a model and a cluster, of which either may not be known."""
+        found: dict[str, Any] = {}
+        if graph is not None:
+            found |= {"model": graph.name, "layers": tuple(layer_calls(graph)), "latent": latent_attention(graph)}
+            found |= {"num_experts": max(expert_counts(graph), default=0), "num_mtp": num_mtp_layers(graph)}
+        if cluster is not None:
+            found |= {"device": cluster.device.name, "num_nodes": cluster.num_nodes}
+            found |= {"devices_per_node": cluster.devices_per_node}
+        return cls(**found)
+
+    @property
+    def decoder_layers(self) -> int:
+        """The number of layers without those that predict tokens after the next, as most frameworks count them."""
+        return len(self.layers) - self.num_mtp
+
+    @property
+    def base_model(self) -> str:
+        """The model without what was added to it."""
+        return self.model.partition("@")[0]
 
     @property
     def hardware(self) -> CatalogEntry | None:

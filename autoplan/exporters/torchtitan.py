@@ -494,8 +494,8 @@ def function_name(setup: Setup) -> str:
 
 
 def _head(setup: Setup, values: Values) -> tuple[list[str], str]:
-    family, name = _BASES.get(setup.task.model, ("", "base"))
-    plain, device = _NARROW_BASES.get(setup.task.model), setup.task.hardware
+    family, name = _BASES.get(setup.task.base_model, ("", "base"))
+    plain, device = _NARROW_BASES.get(setup.task.base_model), setup.task.hardware
     if plain and device is not None and (device.compute_capability or _EIGHT_BITS) < _EIGHT_BITS:
         family, name, plain = "", "base", None  # the shipped one cannot even be called there
     recompute = str(values.get("activation_checkpoint")).partition(".")[0]

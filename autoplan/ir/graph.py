@@ -180,6 +180,7 @@ class ModelGraph:
             plans do not depend on it.
         positions: the most tokens of a sequence that the config of the model names; None if it names none, or there is
             no config. Not part of the text form: the forward takes longer sequences, too.
+        left_out: layers for tokens after the next that this config names, and transformers' modules leave out.
     """
 
     name: str
@@ -199,6 +200,7 @@ class ModelGraph:
     more_counts: tuple[LossCount, ...] = ()
     results: tuple[Result, ...] = ()
     positions: int | None = field(default=None, compare=False)
+    left_out: int = field(default=0, compare=False)
 
     @property
     def loss_counts(self) -> tuple[LossCount, ...]:
@@ -206,9 +208,12 @@ class ModelGraph:
         return (LossCount(self.loss_count, self.loss_target, self.ignore_index), *self.more_counts)
 
     def of_config(self, config: Mapping[str, Any]) -> ModelGraph:
-        """Return the graph with the positions that a Hugging Face config, as plain data, names."""
-        found = config.get(_POSITIONS) or (config.get("text_config") or {}).get(_POSITIONS)
-        return replace(self, positions=found) if isinstance(found, int) else self
+        """Return the graph with what a Hugging Face config, as plain data, names: positions, and layers for tokens
+        after the next."""
+        text = config.get("text_config") or {}
+        named = {name: config.get(key) or text.get(key) for name, key in _OF_CONFIGS.items()}
+        known: dict[str, Any] = {name: value for name, value in named.items() if isinstance(value, int)}
+        return replace(self, **known)
 
     @property
     def num_params(self) -> int:
@@ -357,8 +362,8 @@ def _sorted(things: Mapping[str, _Thing]) -> dict[str, _Thing]:
 
 
 _RARE = ("notes", "more_counts", "results")  # nearly always empty
-_NO_TEXT = ("positions",)  # not part of the text form
-_POSITIONS = "max_position_embeddings"  # as configs call them
+# Not part of the text form, by what configs call it
+_OF_CONFIGS = {"positions": "max_position_embeddings", "left_out": "num_nextn_predict_layers"}
 
 
 def _encode(obj: Any) -> Any:
@@ -366,7 +371,7 @@ def _encode(obj: Any) -> Any:
         return {"expr": str(obj)}
     if isinstance(obj, (Value, Node, Block, Call, Parameter, ModelGraph)):
         fields = {k: _encode(getattr(obj, k)) for k in obj.__dataclass_fields__}
-        return {k: v for k, v in fields.items() if k not in _NO_TEXT and (k not in _RARE or v)}
+        return {k: v for k, v in fields.items() if k not in _OF_CONFIGS and (k not in _RARE or v)}
     if isinstance(obj, Mapping):
         return {k: _encode(v) for k, v in obj.items()}
     if isinstance(obj, (tuple, list)):

@@ -78,11 +78,19 @@ def inner_sizes(graph: ModelGraph) -> tuple[int, ...]:
     return tuple(found)
 
 
+MTP_PREFIX = "mtp."  # of the names of layers that predict tokens after the next
+
+
 def layer_calls(graph: ModelGraph) -> list[str]:
     """Return the layer calls between which a pipeline may be cut (embedding, head, glue and tables are excluded)."""
     # capture names a layer by its module path, which has a dot, or is a place in a model that is a sequence; calls
     # around layers have a name without one
     return [c.name for c in graph.calls if c.params and ("." in c.name or c.name.isdigit())]
+
+
+def num_mtp_layers(graph: ModelGraph) -> int:
+    """Return how many of the layers predict tokens after the next (`autoplan.program.multi_token`): the last ones."""
+    return sum(name.startswith(MTP_PREFIX) for name in layer_calls(graph))
 
 
 def pipeline_units(graph: ModelGraph, ends: bool = False) -> tuple[tuple[str, ...], ...]:
@@ -328,7 +336,7 @@ class Facts:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user may not expect of the task: sequences beyond the positions of the config, attention whose dropout
-        costs more than attention, notes of the graph."""
+        costs more than attention, layers that the stack adds to the model, notes of the graph."""
         if self.model is None:
             return ()
         graph, longest = self.model.graph, max(self.seq_len or 0, self.target_len or 0)
@@ -343,6 +351,11 @@ class Facts:
                 f"attention has dropout ({rate:g}): it is priced as single operations with all scores in memory, as "
                 "autoplan runs it; for the price with a fused kernel set it to 0 in the model's config"
             )
+        said = "its config names" if self.like is None or not self.like.mtp_layers else f"{self.like.name} adds"
+        usual = graph.left_out if self.like is None else self.like.mtp_layers or graph.left_out
+        if usual and num_mtp_layers(graph) == 0:
+            layers = "layer" if usual == 1 else "layers"
+            found.append(f"{said} {usual} {layers} for tokens after the next, which {graph.name}@mtp={usual} prices")
         return (*found, *graph.notes)
 
 

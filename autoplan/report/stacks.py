@@ -47,6 +47,7 @@ def stack_data(found: Stack) -> dict[str, Any]:
             {**chosen(change, "since matches source"), "options": _texts(change.options)} for change in found.changes
         ],
         "remainders": [chosen(each, "since until precisions with_moments source") for each in found.remainders],
+        "mtp": [chosen(each, "since matches layers source") for each in found.mtp],
         "sources": dict(found.sources),
     }
 
@@ -112,6 +113,9 @@ def _lines(found: Stack) -> list[tuple[str, str, str]]:
         lines.append(("etp", f"1 since {version_of(found.whole_experts_since)}", sources["whole_experts"]))
     if found.equal_stages:
         lines.append(("stages", "equal numbers of layers", ""))
+    for layers in found.mtp:
+        since, added = f" since {version_of(layers.since)}", f"{layers.layers} for tokens after the next"
+        lines.append(("layers added", f"{added} in {layers.matches}{since}", layers.source))
     lines.append(("can", "", can.source))
     for name in _ABLE.split():
         lines.append((f"  {name}", _joined(getattr(can, name)), ""))

@@ -80,6 +80,11 @@ class Like:
         precision_of(name)
         return read_precision(name).base
 
+    @property
+    def mtp_layers(self) -> int:
+        """Layers for tokens after the next that the stack adds to the model."""
+        return self.stack.mtp_layers_at(self.year, self.model)
+
     def precision(self, latent: bool) -> str:
         """Return the precision with what the stack keeps in 16 bits, unless a suffix says it.
 

@@ -175,6 +175,16 @@ class Vocab:
 
 
 @dataclass(frozen=True)
+class Predicting:
+    """Layers for tokens after the next that a stack adds to a model whose capitals and digits match, since a year."""
+
+    since: float
+    matches: str
+    layers: int
+    source: str
+
+
+@dataclass(frozen=True)
 class Stack:
     """One stack.
 
@@ -210,6 +220,7 @@ class Stack:
     adapters: AdapterDefaults | None = None
     packed: Packed | None = None
     remainders: tuple[Remainders, ...] = ()
+    mtp: tuple[Predicting, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def era_at(self, year: float) -> Era:
@@ -223,7 +234,7 @@ class Stack:
 
         A `zero_stage` of None leaves out those of one stage alone.
         """
-        words = f"{device} {precision} {re.sub(r'[^A-Z0-9]', '', model.upper())}"
+        words = f"{device} {precision} {_capitals(model)}"
         known = (c for c in self.changes if c.zero_stage in (None, zero_stage))
         return tuple(c for c in known if year >= c.since and re.search(c.matches, words))
 
@@ -240,6 +251,11 @@ class Stack:
         """Return what is recomputed if nothing is said, the likeliest first; arguments as for `changes_at`."""
         stated = [c.recompute for c in self.changes_at(year, device, precision, model, zero_stage) if c.recompute]
         return stated[-1] if stated else self.kernels.recompute
+
+    def mtp_layers_at(self, year: float, model: str) -> int:
+        """Return the number of layers for tokens after the next that are added to a model, by its name."""
+        found = [each.layers for each in self.mtp if year >= each.since and re.search(each.matches, _capitals(model))]
+        return found[-1] if found else 0
 
     def in_16_bits(self, precision: str, latent: bool, year: float) -> str:
         """Return a precision without suffixes with those of what the stack keeps in 16 bits beside it.
@@ -323,7 +339,7 @@ class _Reader:
 _NEEDED = ("name", "about", "frameworks", "default_version", "kernels", "can", "eras")
 _OPTIONAL = (
     *("changes", "executed", "equal_stages", "chunks", "whole_experts", "kept_gathered", "gradients_16"),
-    *("moments_16", "vocab", "adapters", "packed", "remainders"),
+    *("moments_16", "vocab", "adapters", "packed", "remainders", "mtp"),
 )
 _ABLE: Mapping[str, Sequence[Any]] = {
     "modes": tuple(Mode),
@@ -431,6 +447,20 @@ def _remainders(read: _Reader) -> tuple[Remainders, ...]:
     return tuple(out)
 
 
+def _predicting(read: _Reader) -> tuple[Predicting, ...]:
+    out = []
+    for k, data in enumerate(read.one("mtp", list, ())):
+        each = _Reader(data, f"{read.where}: mtp[{k}]", ("since", "matches", "layers", "source"))
+        since = float(each.one("since", (int, float)))
+        out.append(Predicting(since, each.one("matches", str), each.one("layers", int), each.one("source", str)))
+    return tuple(out)
+
+
+def _capitals(model: str) -> str:
+    """Return the capitals and digits of a model's name, which records are matched with."""
+    return re.sub(r"[^A-Z0-9]", "", model.upper())
+
+
 def stack_of(data: object, where: str) -> Stack:
     """Return the stack of a mapping, as a file of profiles/stacks holds it.
 
@@ -492,6 +522,7 @@ def stack_of(data: object, where: str) -> Stack:
         else AdapterDefaults(**{**adapters.data, "layers": tuple(adapters.data["layers"])}),
         packed=None if packed is None else Packed(**packed.data),
         remainders=_remainders(read),
+        mtp=_predicting(read),
         sources={key: each.one("source", str) for key, each in inner.items() if each is not None},
     )
 

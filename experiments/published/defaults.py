@@ -57,6 +57,11 @@ def _where(true: Callable[[Stack], bool]) -> frozenset[Framework]:
     return frozenset(framework for framework in Framework if true(_STACKS[framework]))
 
 
+def mtp_layers(framework: Framework, era: float, model: str) -> int:
+    """Return the layers for tokens after the next that a framework adds to a model."""
+    return _STACKS[framework].mtp_layers_at(era, model)
+
+
 KEPT_IN_PIPELINES = _where(lambda s: KeptGathered.PIPELINES in s.kept_gathered)
 KEPT_WITH_EXPERTS = _where(lambda s: KeptGathered.EXPERTS in s.kept_gathered)
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 from autoplan.errors import GraphError
 from autoplan.ir.graph import Call, ModelGraph, check
 from autoplan.program.adapters import with_adapters
+from autoplan.program.multi_token import with_mtp
 from experiments.published.shapes import Shape
 
 
@@ -17,6 +18,9 @@ def graph_of(shape: Shape) -> ModelGraph:
     """Return the graph of a decoder with these dimensions. CaptureError if its layers cannot be captured."""
     if shape.adapters is not None:
         return with_adapters(graph_of(replace(shape, adapters=None)), shape.adapters)
+    if shape.predicting:
+        decoder = replace(shape, layers=shape.layers - shape.predicting, predicting=0)
+        return with_mtp(graph_of(decoder), shape.predicting)
     # every kind of layer twice, so that the last ones show how layers follow one another
     few = shape.first_dense + 2 * shape.kind.expert_every
     if shape.layers <= few:

@@ -233,11 +233,6 @@ SHARED_AS_ROUTED = frozenset((LLAMA_4,))
 # moe_router_group_topk of NeMo and Megatron Bridge, whose forced balance draws scores and keeps the groups).
 ROUTING_GROUPS: Mapping[str, tuple[int, int]] = {DEEPSEEK_V3: (8, 4)}
 
-# One layer more, which predicts the token after the next (DeepSeek-V3, arXiv 2412.19437, section 2.2), in Megatron
-# Bridge's recipes (mtp_num_layers = 1). Its second pass over the head is left out: 2.5 % of the arithmetic.
-PREDICTS_NEXT: Mapping[str, frozenset[Framework]] = {DEEPSEEK_V3: frozenset((Framework.NEMO, Framework.BRIDGE_LIBRARY))}
-PREDICTS_NEXT_SINCE = 2025.3  # NeMo 25.04: its TFLOP/s of DeepSeek-V3 count the layer (NVIDIA/dgxc-benchmarking)
-
 # Key-value heads if the row does not state them: 8 (grouped queries) in Llama 2 from 34B on (arXiv 2307.09288, table 1)
 # and in all of Llama 3 (April 2024; arXiv 2407.21783, table 3), as many as heads before. (number, all models since,
 # models with at least this many parameters, since) KV_HEADS: other numbers, tried to match the published number of

@@ -214,10 +214,12 @@ class Shapes:
             match = ShapeMatch(found[0], tuple(found[1:]), blank)
         else:
             match = _fitted(row, candidates, blank, published * 1e9)
-        if predicting := row.noted("mtp_layers"):
-            match = _with_layers(match, predicting, predicting)
-        elif row.framework in reading.PREDICTS_NEXT.get(match.shape.family, frozenset()) and row["params_b"]:
-            match = _predicting_next(row, match)
+        predicting = row.noted("mtp_layers")
+        if not predicting and row["params_b"]:
+            era = era_of(row["source"], row["notes"], row["gpu"])
+            predicting = tables.mtp_layers(row.framework, era, row["model"])
+        if predicting:
+            match = _with_layers(match, predicting)
         adapters = _adapters(row)
         if adapters is None:
             return match
@@ -229,18 +231,11 @@ class Shapes:
         return s.hidden, s.ffn, s.heads, s.kv_heads, s.vocab, s.num_experts, s.expert_ffn, s.shared_ffn
 
 
-def _predicting_next(row: Row, match: ShapeMatch) -> ShapeMatch:
-    """With the layer that predicts the token after the next, which the published number of layers leaves out."""
-    if era_of(row["source"], row["notes"], row["gpu"]) < reading.PREDICTS_NEXT_SINCE:
-        return match
-    return _with_layers(match, 1)
-
-
-def _with_layers(match: ShapeMatch, more: int, predicting: int = 0) -> ShapeMatch:
-    """With layers that predict the tokens after the next; `predicting`: those of them that are behind all others."""
+def _with_layers(match: ShapeMatch, predicting: int) -> ShapeMatch:
+    """With layers that predict the tokens after the next, behind the others, which the published number leaves out."""
     shapes = (match.shape, *match.others)
-    first, *others = (replace(s, layers=s.layers + more, predicting=predicting) for s in shapes)
-    note = f"multi-token prediction is priced as {'one more layer' if more == 1 else f'{more} more layers'}"
+    first, *others = (replace(s, layers=s.layers + predicting, predicting=predicting) for s in shapes)
+    note = f"with {'a layer' if predicting == 1 else f'{predicting} layers'} for tokens after the next"
     return replace(match, shape=first, others=tuple(others), notes=(*match.notes, note))
 
 

@@ -102,7 +102,7 @@ def test_names_tell_layers_that_dimensions_do_not() -> None:
     assert case_of(**MOE).task.shape.shared_ffn == 0
     recipe = {"source": BRIDGE, "notes": f"{SIZES}; container 26.04"}
     deepseek = case_of(**{**MOE, **recipe, "model": "DeepSeekV3"})
-    assert deepseek.task.shape.layers == 49 and "multi-token prediction" in " ".join(deepseek.notes)
+    assert deepseek.task.shape.layers == 49 and "tokens after the next" in " ".join(deepseek.notes)
     assert case_of(**{**MOE, "model": "DeepSeekV3", "source": "a blog"}).task.shape.layers == 48
     few = {**MOE, "moe_experts": "8", "moe_topk": "2", "ep": "2", "kv_heads": "32", "params_b": ""}
     proxy = case_of(**{**few, "source": "Megatron-LM functional_tests", "model": "deepseek_proxy"})
@@ -128,7 +128,7 @@ def test_the_file_of_a_functional_test_states_what_the_table_has_no_column_for()
     assert setting.options.attention is Attention.UNFUSED and setting.config.etp == 1
     # the layer that predicts the token after the next is in the last chunk
     assert (shape.layers, shape.predicting, setting.config.stages) == (17, 1, (2, 2, 2, 2, 2, 2, 2, 3))
-    assert "multi-token prediction is priced as one more layer" in found.notes
+    assert "with a layer for tokens after the next" in found.notes
     proxy = functional("deepseek_proxy_fsdp_ep2_fsdp2_ep_overlap", moe_experts="8").task.shape
     assert (proxy.kind.q_rank, proxy.kind.kv_rank, proxy.layers) == (256, 128, 16)
     config = proxy.config()

@@ -12,8 +12,8 @@ from autoplan.catalog import load_model
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.errors import PinError
-from autoplan.exporters.door import read_config, setup_of, setup_task
-from autoplan.exporters.setup import Setup, values
+from autoplan.exporters.door import read_config, setup_of
+from autoplan.exporters.setup import Setup, Task, values
 from autoplan.exporters.targets import TARGETS, target_of
 from autoplan.ir.graph import ModelGraph
 from autoplan.search.planner import PlanRequest
@@ -99,4 +99,4 @@ def runs(path: Path | str, to: str, model: str, given: dict[str, Any]) -> dict[s
     read = read_config(path, to, graph=graph, cluster=cluster, given=given)
     if read.faults:
         raise PinError("; ".join(read.faults))
-    return values(setup_of(read, setup_task(graph, cluster), given))
+    return values(setup_of(read, Task.known(graph, cluster), given))
