@@ -120,14 +120,15 @@ def _uneven(document: Document, at: At, layers: int, pp: int, virtual: int) -> t
     )
     ends = [bool(document.get(at(f"account_for_{end}_in_pipeline_split"))) for end in ("embedding", "loss")]
     if first is None and last is None:
-        return _equal(layers, chunks, ends, document.partial)
+        return _equal(layers, chunks, ends, document.partial, document.task.num_mtp)
     return _by_rank(layers, pp, virtual, first, last)
 
 
-def _equal(layers: int, chunks: int, ends: list[bool], partial: bool) -> tuple[int, ...] | None:
+def _equal(layers: int, chunks: int, ends: list[bool], partial: bool, num_mtp: int) -> tuple[int, ...] | None:
     """Return equal layers per stage. `ends`: whether the embedding and the loss count as layers."""
     if (layers + sum(ends)) % chunks and partial:
-        return equal_stages(layers, chunks, 1)  # as the stack cuts them
+        found = equal_stages(layers + num_mtp, chunks, 1, num_mtp)  # as the stack cuts them
+        return found if found is None else (*found[:-1], found[-1] - num_mtp)
     if (layers + sum(ends)) % chunks:
         raise PinError(
             f"{layers + sum(ends)} layers{' with embedding and loss' if any(ends) else ''} do not split into "

@@ -9,7 +9,7 @@ from autoplan.config.choices import PINS, check_values
 from autoplan.config.parallel import ParallelConfig
 from autoplan.config.pins import Pins
 from autoplan.errors import PinError
-from autoplan.program.facts import Facts, layer_calls
+from autoplan.program.facts import Facts, layer_calls, num_mtp_layers
 from autoplan.program.legality import Scope, check_legal
 from autoplan.schedules.schedule import num_copies
 from autoplan.search.nearest import Changes, explained
@@ -52,7 +52,7 @@ def _like(like: Like, facts: Facts, given: Mapping[str, Any]) -> dict[str, Any]:
     schedule, virtual = Pins({n: out[n] for n in ("schedule", "virtual_stages") if n in out}).schedule
     pp = int(out.get("pp") or 1)
     if "stages" not in out and like.stack.equal_stages and num_copies(schedule) == 1:
-        stages = equal_stages(model.num_layers, pp, virtual)
+        stages = equal_stages(model.num_layers, pp, virtual, num_mtp_layers(model.graph))
         out |= {} if stages is None else {"stages": stages}
     return out
 

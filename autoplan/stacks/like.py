@@ -155,13 +155,24 @@ class Like:
         return [f"{n}={now[n]} ({self.stack.name}: {v})" for n, v in usual.items() if now[n] != v]
 
 
-def equal_stages(layers: int, pp: int, virtual_stages: int) -> tuple[int, ...] | None:
+def equal_stages(layers: int, pp: int, virtual_stages: int, num_mtp: int = 0) -> tuple[int, ...] | None:
     """Return equal chunks; where they do not divide, embedding and head count as layers.
 
     These are Megatron's account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split. None (the
     planner's balance) without a pipeline, where several chunks are equal, or where neither divides.
+
+    Args:
+        layers: all layers.
+        num_mtp: those of them, the last ones, that predict tokens after the next: they are in the last chunk, with as
+            many fewer others as full chunks before it leave, as in DeepSeek-V3's layouts of Megatron Bridge
+            (recipes/deepseek/h100/deepseek_v3.py; `Et|(tt|)*30mL` of perf_recipes, whose first chunk is short, too).
     """
     chunks = pp * virtual_stages
+    if num_mtp and pp > 1:
+        each = -(-(layers - num_mtp) // chunks)
+        last = layers - num_mtp - each * (chunks - 1)
+        found = (each + min(0, last), *(each,) * (chunks - 2), max(0, last) + num_mtp)
+        return None if found[0] <= 0 or (virtual_stages > 1 and len(set(found)) == 1) else found
     if pp == 1 or (virtual_stages > 1 and layers % chunks == 0):
         return None
     if layers % chunks == 0:

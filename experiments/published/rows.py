@@ -400,12 +400,8 @@ def _expert_tensor_degrees(
 
 
 def _stages(shape: Shape, pp: int, chunks: int) -> tuple[int, ...] | None:
-    """Equal chunks; layers that predict tokens after the next are in the last one, with the loss (Megatron-Core)."""
-    decoder = shape.layers - shape.predicting
-    if pp == 1 or not shape.predicting or decoder % (pp * chunks):
-        return equal_stages(shape.layers, pp, chunks)
-    *first, last = _layers(decoder, pp * chunks)
-    return (*first, last + shape.predicting)
+    """Equal chunks, as far as they are."""
+    return equal_stages(shape.layers, pp, chunks, shape.predicting)
 
 
 def _zero_replicas(row: Row, ranks: int) -> int:

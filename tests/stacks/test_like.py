@@ -120,6 +120,16 @@ def test_the_report_says_whose_settings_hold() -> None:
 def test_equal_stages() -> None:
     assert equal_stages(32, 4, 1) == (8, 8, 8, 8)
     assert equal_stages(30, 4, 1) == (7, 8, 8, 7)
+    # layers for tokens after the next: layouts of DeepSeek-V3 in Megatron Bridge, by stages and stages per rank
+    for pp, virtual, stages in (
+        (4, 1, (16, 16, 16, 14)),
+        (8, 1, (*(8,) * 7, 6)),
+        (4, 4, (*(4,) * 15, 2)),
+        (8, 4, (1, *(2,) * 30, 1)),
+    ):
+        assert equal_stages(62, pp, virtual, 1) == stages
+    assert equal_stages(17, 2, 4, 1) == (2, 2, 2, 2, 2, 2, 2, 3) and equal_stages(62, 1, 1, 1) is None
+    assert equal_stages(5, 4, 1, 1) == (1, 1, 1, 2) and equal_stages(6, 8, 1, 1) is None
     assert equal_stages(32, 1, 1) is None and equal_stages(32, 4, 2) is None and equal_stages(33, 4, 1) is None
 
 
