@@ -168,8 +168,14 @@ def _config_path(text: str) -> Path | None:
 def built_model(text: str) -> tuple[Any, Any] | None:
     """Return the module of a config.json or a factory, and its loss function or None; None for a shipped model.
 
-    Raises: as `load_model`.
+    Raises: as `load_model`, and AutoplanError for a model with added layers, which no module has.
     """
+    base, num_mtp = split_changes(text)
+    if num_mtp:
+        raise AutoplanError(
+            f"model {text!r}: no module has the layers that @{_MTP} adds, so that no program can run on one; plan, "
+            f"rehearse and export it, compile {base}, or name a module that has them (package.module:factory)"
+        )
     path = _config_path(text)
     if path is None and not is_factory(text):
         return None

@@ -83,8 +83,9 @@ def _linears(block: Block) -> Iterator[_Linear]:
     products = [n for n in block.nodes if op_kind(n.op) is OpKind.PRODUCT and n.tensor_inputs[1] in block.params]
     for node in products:
         weight = node.tensor_inputs[1]
-        # of a block with the loss, the last product makes the logits
-        yield _Linear(node, weight.rpartition(".")[0], weight, loss and node is products[-1])
+        # of a block with the loss, the last product makes the logits, and those of its weight others
+        head = loss and weight == products[-1].tensor_inputs[1]
+        yield _Linear(node, weight.rpartition(".")[0], weight, head)
 
 
 def _targets(model: str, adapters: Adapters, linears: Sequence[_Linear]) -> tuple[str, ...]:

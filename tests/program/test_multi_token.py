@@ -19,9 +19,11 @@ from transformers import (
 )
 
 from autoplan.capture.export import capture
-from autoplan.catalog import describe_model, load_model, usual_run
+from autoplan.catalog import built_model, describe_model, load_model, usual_run
+from autoplan.config.adapters import read_adapters
 from autoplan.errors import AutoplanError, GraphError
 from autoplan.ir.graph import ModelGraph, check
+from autoplan.program.adapters import with_adapters
 from autoplan.program.facts import layer_calls
 from autoplan.program.multi_token import LOSS_WEIGHT, num_mtp_layers, with_mtp
 from autoplan.verify.one_device import bind_params, compile_one_device, load_stage, run_one_device
@@ -170,12 +172,24 @@ def test_what_cannot_have_such_layers_is_refused_by_what_is_missing() -> None:
         with_mtp(load_model("t5-11b"), 1)
 
 
+def test_adapters_leave_the_head_of_every_depth_out() -> None:
+    graph = load_model("gpt2@mtp=2")
+    for text in ("qlora:4:all-linear", "lora:4:c_attn,c_fc"):
+        made = with_adapters(graph, read_adapters(text))
+        check(made)
+        trained = [name for name, p in made.params.items() if p.trainable]
+        assert any(name.startswith("mtp.1.layer.attn") for name in trained)
+        assert not any("wte" in name or "lm_head" in name for name in trained)
+
+
 def test_a_model_is_named_with_its_further_layers() -> None:
     assert load_model("deepseek-v3@mtp=1") == with_mtp(load_model("deepseek-v3"), 1)
     assert load_model("deepseek-ai/DeepSeek-V3@mtp=2").name == "deepseek-v3@mtp=2"
     assert load_model("gpt2@mtp=0") == load_model("gpt2")
     assert usual_run("deepseek-v3@mtp=1") == usual_run("deepseek-v3")
     assert describe_model("deepseek-v3@mtp=1").num_layers == 62
+    with pytest.raises(AutoplanError, match=r"no module has the layers that @mtp adds.*compile gpt2, or name a module"):
+        built_model("gpt2@mtp=1")
     for text, said in (
         ("gpt2@mtp=x", "mtp='x'"),
         ("gpt2@mtp=-1", "mtp='-1'"),
