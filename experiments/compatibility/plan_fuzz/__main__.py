@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -31,9 +32,11 @@ import torch.distributed.pipelining
 import transformers.models  # noqa: F401  # the processes are copies of this one, which has everything
 
 import autoplan.api  # noqa: F401
+from autoplan.capture.export import capture
 from experiments.compatibility.plan_fuzz.cases import Case
 from experiments.compatibility.plan_fuzz.draw import draw_case
 from experiments.compatibility.plan_fuzz.examine import EQUAL, FINDING, REFUSED, Examiner, Verdict
+from experiments.compatibility.plan_fuzz.models import decoder
 from experiments.compatibility.plan_fuzz.pool import Pools
 from experiments.compatibility.plan_fuzz.shrink import shrink
 
@@ -58,6 +61,7 @@ def _read_arguments() -> argparse.Namespace:
 def main() -> int:
     args = _read_arguments()
     torch.set_num_threads(1)
+    _warm_up()
     pools = Pools()
     examiner = Examiner(pools, args.timeout_s)
     try:
@@ -68,6 +72,12 @@ def main() -> int:
         return _run(examiner, args)
     finally:
         pools.end()
+
+
+def _warm_up() -> None:
+    """Capture a model once, so that the processes, copies of this one, need not load what a capture needs."""
+    task = decoder()
+    capture(task.make(), task.batch(2, 8, torch.Generator().manual_seed(0), torch.float64), task.loss)
 
 
 def _run(examiner: Examiner, args: argparse.Namespace) -> int:
@@ -86,8 +96,8 @@ def _run(examiner: Examiner, args: argparse.Namespace) -> int:
         if found.outcome == REFUSED:
             refusals[found.kind] += 1
         for note in found.notes:
-            if note.startswith("move: "):
-                refusals[note] += 1
+            if note.startswith(("move: ", "step: ")):
+                refusals[re.sub(r"\d+", "N", note)[:160]] += 1
         print(
             f"{number} {found.outcome} {found.seconds:.1f} s {case.model} {dict(case.options)} {found.kind}", flush=True
         )

@@ -80,6 +80,7 @@ class Case:
     Attributes:
         seed: of weights and data.
         model: a name in `models.MODELS`; `options`: its arguments.
+        example: samples and tokens of the batch that it is captured with.
         frozen: patterns of parameters that are not trained.
         other: the plan of "move".
         compression: of gradients: "", "bf16" or "fp16".
@@ -89,6 +90,7 @@ class Case:
     world: int = 2
     model: str = "gpt"
     options: Mapping[str, Any] = field(default_factory=dict)
+    example: tuple[int, int] = (4, 16)
     frozen: tuple[str, ...] = ()
     precision: str = "native"
     compression: str = ""
@@ -106,7 +108,7 @@ class Case:
     def from_json(cls, text: str) -> Case:
         """Return the case of a line that `to_json` wrote."""
         found = json.loads(text)
-        parts: dict[str, Any] = {"frozen": tuple(found.pop("frozen", ()))}
+        parts: dict[str, Any] = {n: tuple(found.pop(n)) for n in ("frozen", "example") if n in found}
         for name, kind in (("optimizer", Optimizer), ("plan", Plan), ("other", Plan)):
             parts[name] = kind(**found.pop(name, {}))
         parts["steps"] = tuple(Step(**s) for s in found.pop("steps", [{}]))

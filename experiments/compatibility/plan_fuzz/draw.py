@@ -25,32 +25,41 @@ _MODELS = (
 )  # fmt: skip
 
 
+_PER_MODEL = 6  # cases of one model, which is captured once
+
+
 def draw_case(seed: int, number: int) -> Case:
     """Return case `number` of a seed."""
-    r = random.Random(f"{seed}:{number}")
-    world = r.choice(_WORLDS)
+    r = random.Random(f"{seed}:{number // _PER_MODEL}")
     model = r.choices([m for m, _ in _MODELS], [w for _, w in _MODELS])[0]
     options, frozen = _draw_model(r, model)
     traits = _Traits.of(model, options)
     precision = r.choices(["native", "bf16", "bf16-grad16", "fp32"], [17, 2, 1, 1])[0]
     if traits.experts or options.get("dropout") or traits.coupled:
         precision = "native"  # a router jumps where it rounds
+    model_seed, example = r.randrange(1000), (r.choice([2, 4, 6]), r.choice([8, 16, 24]))
+
+    r = random.Random(f"{seed}:{number}")
+    world = r.choice(_WORLDS)
     plan, other = (_draw_plan(r, world, traits) for _ in range(2))
     compression = r.choice(["bf16", "fp16"]) if r.random() < 0.04 and precision == "native" else ""
     if compression:
         plan, other = (_with(p, zero_stage=0, offload="none") for p in (plan, other))
     door = r.choices(["search", "plan", "file", "program"], [7, 1, 1, 1])[0]
     compile = "aot_eager" if r.random() < 0.08 and not traits.slow else ""
+    if compile and "+" in str(plan.pins.get("recompute")):
+        plan = _with(plan, recompute="full")
     plan = Plan(plan.pins, plan.latency_s, plan.bytes_per_s, door, compile, plan.batch)
     return Case(
-        seed=r.randrange(1000),
+        seed=model_seed,
         world=world,
         model=model,
         options=options,
+        example=example,
         frozen=frozen,
         precision=precision,
         compression=compression,
-        verify=r.random() < 0.1,
+        verify=r.random() < 0.05,
         optimizer=_draw_optimizer(r, plan, other, traits),
         plan=plan,
         other=other,
@@ -72,7 +81,9 @@ class _Traits:
         if model in ("translator", "encoder_decoder"):
             self.layers = 4
         self.layers = 3 if model == "perceptron" else 1 if model == "recurrent" else self.layers
-        self.attention = model in ("gpt", "causal")
+        self.heads = int(options.get("heads", 4)) if model not in ("residual", "perceptron", "recurrent") else 0
+        cut = not options.get("dropout") and options.get("loss") != "shifted" and options.get("documents") != "padded"
+        self.attention = model in ("gpt", "causal") and cut
         self.sequence = model not in ("vision", "residual", "perceptron")
         self.coupled = options.get("aux", False) or (model == "residual" and options.get("groups") == 0)
         self.by_samples = options.get("loss") in ("summed", "penalised") or model == "perceptron" or self.coupled
@@ -161,8 +172,10 @@ def _draw_plan(r: random.Random, world: int, traits: _Traits) -> Plan:
     degrees = _split(r, world)
     if not traits.attention:
         degrees["dp"], degrees["cp"] = degrees["dp"] * degrees["cp"], 1
-    if degrees["pp"] > traits.layers and r.random() < 0.9:
+    if degrees["pp"] > traits.layers and r.random() < 0.95:
         degrees["tp"], degrees["pp"] = degrees["tp"] * degrees["pp"], 1
+    if traits.heads % degrees["tp"] and r.random() < 0.95:
+        degrees["dp"], degrees["tp"] = degrees["dp"] * degrees["tp"], 1
     pins: dict[str, Any] = dict(degrees)
     for name in ("tp", "pp", "dp"):
         if r.random() < 0.1:
@@ -184,14 +197,16 @@ def _draw_plan(r: random.Random, world: int, traits: _Traits) -> Plan:
     if r.random() < 0.25 and traits.calls:
         pins["recompute"] = {traits.calls % k: r.choice(_RECOMPUTE) for k in range(traits.layers) if r.random() < 0.6}
     if degrees["cp"] > 1 and r.random() < 0.8:
-        pins["context_method"] = r.choice(_CONTEXT[: 3 if degrees["cp"] < 4 else 4])
+        whole = traits.heads // degrees["tp"] % degrees["cp"] == 0
+        pins["context_method"] = r.choice(_CONTEXT[: 2 if not whole else 3 if degrees["cp"] < 4 else 4])
     if traits.experts and r.random() < 0.7:
         ep = r.choice([d for d in (1, 2, 4) if degrees["dp"] * degrees["cp"] * degrees["tp"] % d == 0])
         pins["ep"] = ep
         if r.random() < 0.4:
             pins["etp"] = r.choice([1, 2])
     if r.random() < 0.2:
-        pins["offload"] = r.choice(_OFFLOAD)
+        moves = degrees["dp"] * degrees["cp"] > 1 and pins.get("zero_stage", 0) > 0
+        pins["offload"] = r.choice([x for x in _OFFLOAD if moves or "parameters" not in x])
         if "activations" in pins["offload"]:
             pins.pop("recompute")
     return Plan(
@@ -238,7 +253,7 @@ def _draw_steps(r: random.Random, traits: _Traits) -> tuple[Step, ...]:
                 batches=1 if traits.coupled else r.choices([1, 2, 3], [6, 2, 1])[0],
                 units=r.choice([1, 1, 2]),
                 unequal=not traits.by_samples and r.random() < 0.3,
-                length=r.choice([8, 16, 16, 24]) if traits.sequence else 16,
+                length=r.choice([8, 16, 16, 16, 24, 24, 12, 15]) if traits.sequence else 16,
                 before=r.choices(["", "eval", "outputs", "own outputs"], [8, 2, 1, 1])[0],
                 update=r.choices(["step", "skip", "leave out"], [8, 1, 1])[0],
                 after=r.choices(

@@ -102,15 +102,18 @@ class Examiner:
         different = _disagreement(logs)
         if different:
             return Verdict(FINDING, "ranks disagree", different, tuple(mine.notes))
-        if mine.made:
+        steps = sum(bool(sizes) for sizes, _ in mine.made)
+        if steps:
             truth = self._truth(case, mine)
             if isinstance(truth, Verdict):
                 return truth
             why = _difference(case, mine, truth)
             if why:
                 return Verdict(FINDING, why.split(":")[0], why, tuple(mine.notes))
-        steps = len(mine.made)
-        for note in [mine.refused, *(n.removeprefix("move: ") for n in mine.notes if n.startswith("move: "))]:
+        for note in [
+            mine.refused,
+            *(n.removeprefix("move: ") for n in mine.notes if n.startswith(("move: ", "step: "))),
+        ]:
             if note and not _NAMES.search(note.split(":", 1)[1]):
                 return Verdict(FINDING, "a refusal names nothing", note, tuple(mine.notes), steps)
         if mine.refused:

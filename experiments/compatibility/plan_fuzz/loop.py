@@ -53,6 +53,7 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 }
 PATTERNS: Mapping[str, Mapping[str, float]] = {"*norm*": {"weight_decay": 0.0, "lr": 0.03}, "*bias": {"lr": 0.02}}
 LEFT_OUT = "*norm*"  # parameters that lose their gradient
+SKIPPED: tuple[tuple[int, ...], int] = ((), 0)
 SHRUNK = 0.97  # what a state is multiplied by when it is loaded again
 
 
@@ -66,7 +67,8 @@ class Log:
     """What a loop did and found.
 
     Attributes:
-        made: the samples of each data-parallel rank, of each step, in order; an empty tuple for an evaluation.
+        made: the samples of each data-parallel rank and the number of micro-batches, of each step; SKIPPED if it was
+            refused.
         numbers: (name, value) of losses and norms, in order.
         gradients: of the first step; parameters: after the last.
         outputs: of evaluations, in order.
@@ -163,7 +165,7 @@ def _backward_coupled(model: nn.Module, task: Task, batch: Batch, sizes: tuple[i
         loss, out = _loss_alone(model, task, part)
         if task.loss is None:
             aux = AUX * out.aux_loss
-            loss = (loss - aux) * count / sum(labels) + aux / num
+            loss = (loss - aux) * count / sum(labels) + aux / num if count else aux / num
         else:
             loss = loss / num
         loss.backward()
@@ -171,8 +173,9 @@ def _backward_coupled(model: nn.Module, task: Task, batch: Batch, sizes: tuple[i
     return total
 
 
-def _groups_alone(model: nn.Module, how: str) -> list[Any]:
-    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+def groups_of(named: Iterable[tuple[str, nn.Parameter]], how: str) -> list[Any]:
+    """Return the trained parameters as an optimizer takes them."""
+    trained = [(n, p) for n, p in named if p.requires_grad]
     if not how:
         return [p for _, p in trained]
     found: dict[str, dict[str, Any]] = {}
@@ -198,16 +201,16 @@ class Alone:
         case, log, task = self.case, self.log, self.task
         dtype = torch.float64 if case.precision == "native" else torch.float32
         model = make_model(case, task, dtype=dtype)
-        optimizer = OPTIMIZERS[case.optimizer.kind](_groups_alone(model, case.optimizer.groups))
+        optimizer = OPTIMIZERS[case.optimizer.kind](groups_of(model.named_parameters(), case.optimizer.groups))
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7) if case.optimizer.schedule else None
         left = iter(made)
         for index, step in enumerate(case.steps):
-            sizes, num = next(left, ((), 0))
+            sizes, num = next(left, SKIPPED)
             if not sizes:
-                break
+                continue
             total = sum(sizes)
             if step.before:
-                self._evaluate(model, index, total, step.length, step.before != "eval")
+                self._evaluate(model, index, total, step.before != "eval")
             model.train()
             optimizer.zero_grad()
             batches = [make_batch(case, task, 10 * index + k, total, step.length, dtype) for k in range(step.batches)]
@@ -219,7 +222,7 @@ class Alone:
                 found.backward()
                 loss = float(found.detach())
             log.numbers.append((f"loss {index}", loss))
-            if index == 0:
+            if not log.gradients:
                 log.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
             self._update(model, optimizer, schedule, index)
             if step.after == "state dict":
@@ -228,14 +231,15 @@ class Alone:
                         if x.is_floating_point():
                             x.mul_(SHRUNK)
             if step.after == "eval":
-                self._evaluate(model, index, total, step.length, False)
+                self._evaluate(model, index, total, False)
         log.parameters = {n: x.detach().clone() for n, x in model.state_dict().items()}
         return log
 
-    def _evaluate(self, model: nn.Module, index: int, total: int, length: int, outputs: bool) -> None:
+    def _evaluate(self, model: nn.Module, index: int, total: int, outputs: bool) -> None:
         if not self.task.evaluates:
             return
-        batch = make_batch(self.case, self.task, 10 * index + 9, total, length, next(model.parameters()).dtype)
+        dtype = next(model.parameters()).dtype
+        batch = make_batch(self.case, self.task, 10 * index + 9, total, self.case.example[1], dtype)
         with torch.no_grad():
             loss, out = _loss_alone(model.eval(), self.task, batch)
         self.log.numbers.append((f"evaluation {index}", float(loss)))

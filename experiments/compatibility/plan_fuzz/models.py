@@ -99,7 +99,9 @@ def tokens_of(samples: int, length: int, vocab: int, generator: torch.Generator,
     ids, targets, others = (torch.randint(0, vocab, shape, generator=generator) for _ in range(3))
     share = torch.rand(samples, 1, generator=generator) * 0.6
     targets[torch.rand(shape, generator=generator) < share] = -100
-    targets[0, 1] = ids[0, 1]  # one valid label at least
+    if torch.rand((), generator=generator) < 0.2:  # whole ranks without a label
+        targets[: samples // 2] = -100
+    targets[-1, 1] = ids[-1, 1]  # one valid label at least
     others[torch.rand(shape, generator=generator) < 0.5] = -100
     others[0, 0] = ids[0, 0]
     out = {"ids": ids, "targets": targets}

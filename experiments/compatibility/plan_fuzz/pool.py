@@ -18,7 +18,7 @@ from typing import Any
 
 from autoplan.profiler.processes import STOP_GRACE_S, ProcessOutcome, answer_of, outcomes
 
-MOST_JOBS = 12  # every group that a job makes keeps a thread of gloo
+MOST_JOBS = 24  # every group that a job makes keeps a thread of gloo
 _START_S = 120.0
 
 

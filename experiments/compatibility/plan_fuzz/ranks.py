@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import math
 import re
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,10 @@ import torch.distributed as dist
 from torch import nn
 
 import autoplan
+import autoplan.api
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
 from autoplan.errors import AutoplanError
+from autoplan.planning import capture_verified
 from autoplan.runtime.checkpoint.door import CheckpointError
 from autoplan.runtime.model import ParallelModel
 from experiments.compatibility.plan_fuzz.cases import Case, Plan, Step
@@ -26,8 +30,10 @@ from experiments.compatibility.plan_fuzz.loop import (
     OPTIMIZERS,
     PATTERNS,
     SHRUNK,
+    SKIPPED,
     Log,
     by_size,
+    groups_of,
     make_batch,
     make_model,
     part_of,
@@ -78,9 +84,8 @@ class _Loop:
         plan = self.case.plan if self.made is None else ONE_DEVICE
         self.start(plan, 0)
         for index, step in enumerate(self.case.steps):
-            if self.made is not None and index >= len(self.made):
-                break
-            self.turn(index, step)
+            if self.made is None or self.made[index : index + 1] not in ([], [SKIPPED]):
+                self.turn(index, step)
         state = self.pm.state_dict()
         self.log.parameters = {n: x.detach().clone() for n, x in state.items()}
         trained = self.pm.to_module()
@@ -101,7 +106,7 @@ class _Loop:
         world = dist.get_world_size() if dist.is_initialized() else 1
         dp = pins.get("dp", world // math.prod(pins.get(n, 1) for n in ("tp", "pp", "cp")))
         size = pins.get("num_micro_batches", 1) * pins.get("micro_batch_size", plan.batch)
-        example = make_batch(case, task, 5, max(2, size), case.steps[0].length)
+        example = make_batch(case, task, 5, *case.example)
         make = OPTIMIZERS[how.kind]
         named: dict[str, Any] = dict(
             optimizer=None if how.own else make,
@@ -123,7 +128,8 @@ class _Loop:
         call = functools.partial(autoplan.parallelize, seed=case.seed, timeout_s=40.0)
         if plan.door == "program":
             named["folder"] = folder
-        self.pm = self.refusable("parallelize", lambda: call(model, cluster, pins=pins, **named))
+        with _captured_once(case):
+            self.pm = self.refusable("parallelize", lambda: call(model, cluster, pins=pins, **named))
         if plan.door != "search":
             named.pop("folder", None)
             given: Any = self.pm.plan
@@ -137,7 +143,7 @@ class _Loop:
         if self.breaker:
             _break(self.pm, self.breaker)
         self.log.notes.append(str(self.pm.plan).splitlines()[0])
-        self.optimizer = make(self.pm.parameters()) if how.own else self.pm.optimizer
+        self.optimizer = make(groups_of(self.pm.named_parameters(), how.groups)) if how.own else self.pm.optimizer
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.7) if how.schedule else None
 
     def refusable(self, what: str, call: Any) -> Any:
@@ -157,21 +163,27 @@ class _Loop:
         """Do what a step says."""
         pm, case, log = self.pm, self.case, self.log
         sizes = self.sizes(index, step)
-        total = sum(sizes)
+        total, num_before = sum(sizes), (len(log.numbers), len(log.outputs))
         if step.before:
-            self.evaluate(index, sizes, step.before, step.length)
+            self.evaluate(index, sizes, step.before)
         batches = [
             part_of(make_batch(case, self.task, 10 * index + k, total, step.length), sizes, pm.data_rank)
             for k in range(step.batches)
         ]
-        loss = self.refusable("step", lambda: pm.step(batches if len(batches) > 1 else batches[0]))
+        try:
+            loss = self.refusable("step", lambda: pm.step(batches if len(batches) > 1 else batches[0]))
+        except Refused as exc:  # the job goes on
+            log.made.append(SKIPPED)
+            log.notes.append(str(exc))
+            del log.numbers[num_before[0] :], log.outputs[num_before[1] :]
+            return
         log.made.append((sizes, pm.num_micro_batches))
         log.numbers.append((f"loss {index}", float(loss)))
-        if index == 0:
+        if not log.gradients:
             log.gradients = {n: g.clone() for n, g in pm.gradients().items()}
         self.update(index, step)
         if step.after == "eval":
-            self.evaluate(index, sizes, "eval", step.length)
+            self.evaluate(index, sizes, "eval")
         elif step.after == "state dict":
             state = {n: x * SHRUNK if x.is_floating_point() else x for n, x in pm.state_dict().items()}
             pm.load_state_dict(state)
@@ -196,12 +208,12 @@ class _Loop:
                 each[world - 1 - rank] += moved
         return tuple(each)
 
-    def evaluate(self, index: int, sizes: tuple[int, ...], what: str, length: int) -> None:
+    def evaluate(self, index: int, sizes: tuple[int, ...], what: str) -> None:
         """Compare an evaluation, of all samples or of this rank's."""
         if not self.task.evaluates:
             return
         pm = self.pm
-        batch = make_batch(self.case, self.task, 10 * index + 9, sum(sizes), length)
+        batch = make_batch(self.case, self.task, 10 * index + 9, sum(sizes), self.case.example[1])
         mine = part_of(batch, sizes, pm.data_rank)
         if what == "eval":
             loss = self.refusable("eval_step", lambda: pm.eval_step(mine))
@@ -257,6 +269,26 @@ class _Loop:
         states = {} if self.schedule is None else {"schedule": self.schedule}
         given = {"optimizer": self.optimizer} if self.case.optimizer.own else {}
         self.refusable("load_checkpoint", lambda: self.pm.load_checkpoint(folder, states=states, **given))
+
+
+_graphs: dict[str, Any] = {}
+
+
+@contextlib.contextmanager
+def _captured_once(case: Case) -> Iterator[None]:
+    """Let cases of one model share its graph, whose capture takes most of a case's time."""
+    key, real = repr((case.model, case.options, case.example, case.frozen, case.precision, case.seed)), capture_verified
+
+    def remembered(*given: Any) -> Any:
+        if key not in _graphs:
+            _graphs[key] = real(*given)
+        return _graphs[key]
+
+    autoplan.api.capture_verified = remembered if not case.verify else real  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        autoplan.api.capture_verified = real  # type: ignore[attr-defined]
 
 
 def _ours(exc: BaseException) -> bool:

@@ -51,7 +51,7 @@ def _task(make: Callable[[], nn.Module], own: bool, documents: str, loss: LossFn
         named = {"input_ids": found["ids"], ("labels" if own else "targets"): found["targets"]}
         return _documents(named, documents) if documents else named
 
-    return Task(make, batch, None if own else loss, exact=False, coupled=coupled)
+    return Task(make, batch, None if own else loss, exact=False, coupled=coupled, evaluates=not coupled)
 
 
 def causal(kind: str, own: bool = False, documents: str = "", aux: bool = False, **options: Any) -> Task:
