@@ -17,8 +17,10 @@ class Step:
         units: samples of a batch, as a multiple of the least that all data-parallel ranks can cut.
         unequal: True if data-parallel ranks bring different numbers of samples.
         length: tokens of a sequence.
+        form: of the tensors of a batch: "", "strided" (parts of larger ones) or "int32" (token ids).
         before: what happens first: "", "eval", "outputs" or "own outputs".
-        update: "step", "skip" (the gradients are dropped) or "leave out" (some parameters lose their gradient).
+        update: "step", "skip" (the gradients are dropped), "leave out" (some parameters lose their gradient) or "eval"
+            (an evaluation between the gradients and the update).
         after: what happens last: "", "state dict", "optimizer state", "eval", "checkpoint" (the training goes on in a
             new program of the same plan) or "move" (in one of another plan).
     """
@@ -27,6 +29,7 @@ class Step:
     units: int = 1
     unequal: bool = False
     length: int = 16
+    form: str = ""
     before: str = ""
     update: str = "step"
     after: str = ""

@@ -113,7 +113,16 @@ def _draw_model(r: random.Random, model: str) -> tuple[dict[str, Any], tuple[str
         out["loss"] = r.choices(
             ["mean", "smoothed", "shifted", "summed", "penalised", "weighted", "two"], [6, 1, 1, 1, 1, 1, 1]
         )[0]
-        for name, p in (("tied", 0.4), ("sinus", 0.3), ("head_bias", 0.2), ("skips", 0.15), ("unused", 0.1)):
+        for name, p in (
+            ("tied", 0.4),
+            ("sinus", 0.3),
+            ("head_bias", 0.2),
+            ("skips", 0.15),
+            ("unused", 0.1),
+            ("shared", 0.12),
+            ("single", 0.08),
+            ("number", 0.12),
+        ):
             if maybe(p):
                 out[name] = True
         if out.get("tied"):
@@ -254,8 +263,9 @@ def _draw_steps(r: random.Random, traits: _Traits) -> tuple[Step, ...]:
                 units=r.choice([1, 1, 2]),
                 unequal=not traits.by_samples and r.random() < 0.3,
                 length=r.choice([8, 16, 16, 16, 24, 24, 12, 15]) if traits.sequence else 16,
+                form=r.choices(["", "strided", "int32"], [8, 1, traits.sequence])[0],
                 before=r.choices(["", "eval", "outputs", "own outputs"], [8, 2, 1, 1])[0],
-                update=r.choices(["step", "skip", "leave out"], [8, 1, 1])[0],
+                update=r.choices(["step", "skip", "leave out", "eval"], [8, 1, 1, 1])[0],
                 after=r.choices(
                     ["", "state dict", "optimizer state", "eval", "checkpoint", "move"], [6, 1, 1, 1, 1, 2]
                 )[0],

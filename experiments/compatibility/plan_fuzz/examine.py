@@ -192,7 +192,7 @@ def _difference(case: Case, mine: Log, truth: Log) -> str:
         if why:
             return f"gradient: {why}"
     for number, (one, two) in enumerate(zip(mine.outputs, truth.outputs, strict=False)):
-        why = _worst({"output": one}, {"output": two}, 10 * tol.loss)
+        why = _worst(one, {n: two[n] for n in one if n in two}, 10 * tol.loss) or ("" if one else "none")
         if why:
             return f"outputs: evaluation {number}: {why}"
     if tol.parameter is not None and mine.parameters and not mine.refused:
@@ -209,7 +209,14 @@ def _together(mine: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor
     off = sum(float((mine[n].double() - g.double()).square().sum()) for n, g in truth.items())
     whole = sum(float(g.double().square().sum()) for g in truth.values())
     error = (off / max(whole, 1e-30)) ** 0.5
-    return "" if error <= limit else f"all: off by {error:.1e}"
+    if error > limit:
+        return f"all: off by {error:.1e}"
+    for name, want in truth.items():
+        norm = float(want.double().norm())
+        error = float((mine[name].double() - want.double()).norm())
+        if norm**2 > 1e-6 * whole and error > 5 * limit * norm:
+            return f"{name} is off by {error / norm:.1e}"
+    return ""
 
 
 def _worst(mine: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor], limit: float) -> str:

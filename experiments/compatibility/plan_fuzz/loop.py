@@ -79,13 +79,13 @@ class Log:
     numbers: list[tuple[str, float]] = field(default_factory=list)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
-    outputs: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[dict[str, torch.Tensor]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     refused: str = ""
 
     def short(self) -> Log:
         """Return it with fingerprints in place of tensors that are the same on every rank."""
-        prints = [fingerprint({"": t}) for t in self.outputs]
+        prints = [fingerprint(found) for found in self.outputs]
         kept = Log(list(self.made), list(self.numbers), notes=list(self.notes), refused=self.refused)
         kept.notes += [fingerprint(self.gradients), fingerprint(self.parameters), *prints]
         return kept
@@ -115,6 +115,9 @@ def make_model(case: Case, task: Task, seed: int = 0, dtype: torch.dtype | None 
     torch.manual_seed(case.seed + 7919 * seed)
     model = task.make().to(dtype or dtype_of(case)).train()
     for name, parameter in model.named_parameters():
+        if name == "gain":
+            parameter.data = parameter.data.float()
+    for name, parameter in model.named_parameters():
         if any(fnmatch.fnmatch(name, pattern) for pattern in case.frozen):
             parameter.requires_grad_(False)
     return model
@@ -125,6 +128,15 @@ def make_batch(case: Case, task: Task, key: int, samples: int, length: int, dtyp
     generator = torch.Generator().manual_seed(1000 * case.seed + key)
     found = task.batch(samples, length, generator, torch.float64)
     return {n: x.to(dtype or dtype_of(case)) if x.is_floating_point() else x for n, x in found.items()}
+
+
+def formed(batch: Batch, form: str) -> Batch:
+    """Return a batch in other storage: parts of larger tensors, or token ids of 32 bits."""
+    if form == "int32":
+        return {n: x.int() if n in ("ids", "input_ids", "source") else x for n, x in batch.items()}
+    if form == "strided":
+        return {n: torch.stack([x, x], -1)[..., 0] for n, x in batch.items()}
+    return batch
 
 
 def part_of(batch: Batch, sizes: Iterable[int], index: int) -> Batch:
@@ -224,6 +236,8 @@ class Alone:
             log.numbers.append((f"loss {index}", loss))
             if not log.gradients:
                 log.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            if step.update == "eval":
+                self._evaluate(model, index, total, False)
             self._update(model, optimizer, schedule, index)
             if step.after == "state dict":
                 with torch.no_grad():
@@ -244,7 +258,7 @@ class Alone:
             loss, out = _loss_alone(model.eval(), self.task, batch)
         self.log.numbers.append((f"evaluation {index}", float(loss)))
         if outputs:
-            self.log.outputs.append(_first_output(out))
+            self.log.outputs.append(_outputs(out))
 
     def _update(self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, index: int) -> None:
         step, how = self.case.steps[index], self.case.optimizer
@@ -267,6 +281,9 @@ class Alone:
             schedule.step()
 
 
-def _first_output(out: Any) -> torch.Tensor:
-    found = out.logits if hasattr(out, "logits") else out[0] if isinstance(out, tuple) else out
-    return found.detach().clone()  # type: ignore[no-any-return]
+def _outputs(out: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that a module returned, by the names that `eval_outputs` gives them."""
+    if isinstance(out, torch.Tensor):
+        return {"output": out.detach().clone()}
+    items = enumerate(out) if isinstance(out, tuple) else out.items()
+    return {str(name): x.detach().clone() for name, x in items if isinstance(x, torch.Tensor)}

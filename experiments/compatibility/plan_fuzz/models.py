@@ -174,6 +174,9 @@ class Decoder(nn.Module):
         two: bool = False,
         skips: bool = False,
         unused: bool = False,
+        shared: bool = False,
+        single: bool = False,
+        number: bool = False,
     ) -> None:
         super().__init__()
         self.tok = nn.Embedding(vocab, dim)
@@ -185,8 +188,14 @@ class Decoder(nn.Module):
         self.register_buffer("temperature", torch.tensor(0.7), persistent=False)
         self.drop = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(dim, heads, kv, inner, dropout, True, False) for _ in range(layers))
+        if shared:
+            self.blocks[-1].up = self.blocks[0].up
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab, bias=head_bias)
         self.skips = skips
+        if single:  # a parameter that stays in float32
+            self.gain = nn.Parameter(torch.linspace(0.5, 1.5, dim))
+        if number:
+            self.number = nn.Parameter(torch.tensor(1.2))
         if two:
             self.second = nn.Linear(dim, vocab)
         if unused:
@@ -206,6 +215,10 @@ class Decoder(nn.Module):
             if self.skips and index < len(self.blocks) // 2:
                 kept.append(x)
         x = self.norm(x) * self.temperature
+        if hasattr(self, "gain"):
+            x = x * self.gain.to(x.dtype)
+        if hasattr(self, "number"):
+            x = x * self.number
         return (self.head(x), self.second(x)) if hasattr(self, "second") else self.head(x)
 
 
@@ -217,7 +230,13 @@ def decoder(loss: str = "mean", **options: Any) -> Task:
         found = tokens_of(samples, length, vocab, generator, loss)
         return {n: x.to(dtype) if x.is_floating_point() else x for n, x in found.items()}
 
-    return Task(lambda: Decoder(two=loss == "two", **options), batch, LOSSES[loss], by_samples=loss in BY_SAMPLES)
+    return Task(
+        lambda: Decoder(two=loss == "two", **options),
+        batch,
+        LOSSES[loss],
+        exact=not options.get("single"),
+        by_samples=loss in BY_SAMPLES,
+    )
 
 
 class Translator(nn.Module):

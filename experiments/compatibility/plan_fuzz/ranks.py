@@ -33,6 +33,7 @@ from experiments.compatibility.plan_fuzz.loop import (
     SKIPPED,
     Log,
     by_size,
+    formed,
     groups_of,
     make_batch,
     make_model,
@@ -42,7 +43,6 @@ from experiments.compatibility.plan_fuzz.loop import (
 from experiments.compatibility.plan_fuzz.models import Batch, Task
 
 ONE_DEVICE = Plan({"tp": 1, "pp": 1, "dp": 1, "num_micro_batches": 1, "recompute": "none"})
-_OUTPUTS = {"logits", "output", "0"}
 
 
 class Refused(Exception):
@@ -166,10 +166,8 @@ class _Loop:
         total, num_before = sum(sizes), (len(log.numbers), len(log.outputs))
         if step.before:
             self.evaluate(index, sizes, step.before)
-        batches = [
-            part_of(make_batch(case, self.task, 10 * index + k, total, step.length), sizes, pm.data_rank)
-            for k in range(step.batches)
-        ]
+        whole = [make_batch(case, self.task, 10 * index + k, total, step.length) for k in range(step.batches)]
+        batches = [formed(part_of(batch, sizes, pm.data_rank), step.form) for batch in whole]
         try:
             loss = self.refusable("step", lambda: pm.step(batches if len(batches) > 1 else batches[0]))
         except Refused as exc:  # the job goes on
@@ -181,6 +179,8 @@ class _Loop:
         log.numbers.append((f"loss {index}", float(loss)))
         if not log.gradients:
             log.gradients = {n: g.clone() for n, g in pm.gradients().items()}
+        if step.update == "eval":
+            self.evaluate(index, sizes, "eval")
         self.update(index, step)
         if step.after == "eval":
             self.evaluate(index, sizes, "eval")
@@ -221,14 +221,12 @@ class _Loop:
             return
         loss, outputs = self.refusable("eval_outputs", lambda: pm.eval_outputs(mine, rows="all"))
         self.log.numbers.append((f"evaluation {index}", float(loss)))
-        found = next(x for n, x in outputs.items() if n in _OUTPUTS)
-        self.log.outputs.append(found.detach().clone())
+        self.log.outputs.append({name: x.detach().clone() for name, x in outputs.items()})
         if what == "own outputs":
             _, own = self.refusable("eval_outputs", lambda: pm.eval_outputs(mine))
-            name = next(n for n in own if n in _OUTPUTS)
-            rows = part_of({"": found}, sizes, pm.data_rank)[""]
-            if own[name].shape != rows.shape or not torch.allclose(own[name], rows, rtol=1e-6, atol=1e-9):
-                raise AssertionError(f"rows='own' of {name} are not those of rows='all'")
+            for name, rows in part_of(outputs, sizes, pm.data_rank).items():
+                if own[name].shape != rows.shape or not torch.allclose(own[name], rows, rtol=1e-6, atol=1e-9):
+                    raise AssertionError(f"rows='own' of {name} are not those of rows='all'")
 
     def update(self, index: int, step: Step) -> None:
         """Clip and update, or not."""
