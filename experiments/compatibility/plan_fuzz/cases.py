@@ -86,6 +86,8 @@ class Case:
         example: samples and tokens of the batch that it is captured with.
         frozen: patterns of parameters that are not trained.
         other: the plan of "move".
+        start: "" (every rank has the module), "meta" (it is on the meta device, and its values are loaded as a state
+            dict) or "weights" (they are read from a folder that transformers wrote).
         compression: of gradients: "", "bf16" or "fp16".
     """
 
@@ -95,6 +97,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     example: tuple[int, int] = (4, 16)
     frozen: tuple[str, ...] = ()
+    start: str = ""
     precision: str = "native"
     compression: str = ""
     verify: bool = False

@@ -7,8 +7,9 @@ from typing import Any
 
 from experiments.compatibility.plan_fuzz.cases import Case, Optimizer, Plan, Step
 from experiments.compatibility.plan_fuzz.loop import OPTIMIZERS
+from experiments.compatibility.plan_fuzz.models import BY_SAMPLES, LOSSES
 
-_WORLDS = (2, 2, 4, 4, 4, 4)
+_WORLDS = {2: 16, 4: 32, 8: 1}  # and how often
 _SCHEDULES = {  # virtual stages, and micro-batches per rank of the pipeline
     "1F1B": (1, 1), "GPipe": (1, 1), "Interleaved1F1B": (2, 1), "ZB-H1": (1, 1), "InterleavedZeroBubble": (2, 1),
     "ZBV": (2, 1), "DualPipeV": (2, 2),
@@ -34,13 +35,13 @@ def draw_case(seed: int, number: int) -> Case:
     model = r.choices([m for m, _ in _MODELS], [w for _, w in _MODELS])[0]
     options, frozen = _draw_model(r, model)
     traits = _Traits.of(model, options)
-    precision = r.choices(["native", "bf16", "bf16-grad16", "fp32"], [17, 2, 1, 1])[0]
+    precision = r.choices(["native", "bf16", "bf16-grad16", "fp16", "fp32"], [20, 2, 1, 1, 1])[0]
     if traits.experts or options.get("dropout") or traits.coupled:
         precision = "native"  # a router jumps where it rounds
     model_seed, example = r.randrange(1000), (r.choice([2, 4, 6]), r.choice([8, 16, 24]))
 
     r = random.Random(f"{seed}:{number}")
-    world = r.choice(_WORLDS)
+    world = r.choices(list(_WORLDS), list(_WORLDS.values()))[0]
     plan, other = (_draw_plan(r, world, traits) for _ in range(2))
     compression = r.choice(["bf16", "fp16"]) if r.random() < 0.04 and precision == "native" else ""
     if compression:
@@ -57,6 +58,7 @@ def draw_case(seed: int, number: int) -> Case:
         options=options,
         example=example,
         frozen=frozen,
+        start=r.choice(["meta", "weights"]) if model == "causal" and r.random() < 0.15 else "",
         precision=precision,
         compression=compression,
         verify=r.random() < 0.05,
@@ -86,7 +88,7 @@ class _Traits:
         self.attention = model in ("gpt", "causal") and cut
         self.sequence = model not in ("vision", "residual", "perceptron")
         self.coupled = options.get("aux", False) or (model == "residual" and options.get("groups") == 0)
-        self.by_samples = options.get("loss") in ("summed", "penalised") or model == "perceptron" or self.coupled
+        self.by_samples = options.get("loss") in BY_SAMPLES or model == "perceptron" or self.coupled
         self.norms_and_biases = model in ("gpt", "translator", "vision") or kind in ("Bart", "Qwen2")
         calls = {"gpt": "blocks.%d", "vision": "blocks.%d", "causal": "model.layers.%d"}
         self.calls = "transformer.h.%d" if kind == "GPT2" else calls.get(model, "")
@@ -110,9 +112,7 @@ def _draw_model(r: random.Random, model: str) -> tuple[dict[str, Any], tuple[str
             "kv": r.choice([k for k in (1, 2, 3, 4) if heads % k == 0]), "vocab": r.choice([32, 33, 37, 50]),
             "inner": r.choice([48, 50, 52, 35]),
         }  # fmt: skip
-        out["loss"] = r.choices(
-            ["mean", "smoothed", "shifted", "summed", "penalised", "weighted", "two"], [6, 1, 1, 1, 1, 1, 1]
-        )[0]
+        out["loss"] = "mean" if maybe(0.4) else r.choice(list(LOSSES))
         for name, p in (
             ("tied", 0.4),
             ("sinus", 0.3),

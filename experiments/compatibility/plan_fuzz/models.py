@@ -81,7 +81,34 @@ def two_losses(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return one + 0.3 * F.cross_entropy(second.flatten(0, -2), batch["others"].flatten())
 
 
+_CLASSES = torch.linspace(0.5, 2.0, 64, dtype=torch.float64)  # of the classes
+
+
+def classes_loss(logits: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Classes have weights, by whose sum over the valid labels it is divided."""
+    weight = _CLASSES[: logits.shape[-1]].to(logits.dtype)
+    return F.cross_entropy(logits.flatten(0, -2), batch["targets"].flatten(), weight=weight)
+
+
+def counted_loss(logits: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A sum over the number of valid labels, with a small share of the confident ones left out of the sum."""
+    each = F.cross_entropy(logits.flatten(0, -2), batch["targets"].flatten(), reduction="none")
+    valid = batch["targets"].flatten() != -100
+    return ((1 - torch.exp(-each)) * each * valid).sum() / valid.sum()
+
+
+def bits_loss(logits: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Every class by itself, a mean over all tokens and classes."""
+    wanted = F.one_hot(batch["targets"].clamp(min=0), logits.shape[-1]).to(logits.dtype)
+    return F.binary_cross_entropy_with_logits(logits, wanted) + F.kl_div(
+        logits.log_softmax(-1), wanted * 0.9 + 0.1 / logits.shape[-1], reduction="batchmean"
+    )
+
+
 LOSSES: dict[str, LossFn] = {
+    "classes": classes_loss,
+    "counted": counted_loss,
+    "bits": bits_loss,
     "mean": mean_loss,
     "smoothed": smoothed_loss,
     "shifted": shifted_loss,
@@ -90,7 +117,7 @@ LOSSES: dict[str, LossFn] = {
     "weighted": weighted_loss,
     "two": two_losses,
 }
-BY_SAMPLES = ("summed", "penalised")
+BY_SAMPLES = ("summed", "penalised", "bits")
 
 
 def tokens_of(samples: int, length: int, vocab: int, generator: torch.Generator, loss: str = "mean") -> Batch:

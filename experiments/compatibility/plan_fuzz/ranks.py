@@ -24,6 +24,7 @@ from autoplan.errors import AutoplanError
 from autoplan.planning import capture_verified
 from autoplan.runtime.checkpoint.door import CheckpointError
 from autoplan.runtime.model import ParallelModel
+from autoplan.runtime.shards import ForeignUseError
 from experiments.compatibility.plan_fuzz.cases import Case, Plan, Step
 from experiments.compatibility.plan_fuzz.loop import (
     LEFT_OUT,
@@ -88,6 +89,10 @@ class _Loop:
                 self.turn(index, step)
         state = self.pm.state_dict()
         self.log.parameters = {n: x.detach().clone() for n, x in state.items()}
+        if self.case.start == "weights" and self.made is None:
+            self.pm.save_pretrained(self.folder / "trained")
+            if self.rank == 0:
+                self.reread(state)
         trained = self.pm.to_module()
         if trained is not None:
             other = trained.state_dict()
@@ -96,6 +101,15 @@ class _Loop:
                 raise AssertionError(
                     f"to_module has other values than state_dict: {different or set(other) ^ set(state)}"
                 )
+
+    def reread(self, state: dict[str, Any]) -> None:
+        """Compare what transformers reads of a trained model with its state."""
+        model = make_model(self.case, self.task)
+        again = type(model).from_pretrained(self.folder / "trained", dtype=next(model.parameters()).dtype)  # type: ignore[attr-defined]
+        other = again.state_dict()
+        different = [n for n, x in state.items() if n not in other or not torch.equal(other[n], x)]
+        if different:
+            raise AssertionError(f"save_pretrained wrote other values than state_dict: {different}")
 
     # -- the program ------------------------------------------------------------------------------------------------
 
@@ -123,7 +137,7 @@ class _Loop:
             named["gradient_compression"] = case.compression
         device = Device("made up", 1e12, 1e9, 1 << 34, "made up")
         cluster = Cluster(1, world, device, Level(plan.latency_s, plan.bytes_per_s, "made up"), "cpu")
-        model = make_model(case, task, seed)
+        model = self.module(seed, named)
         folder = self.folder / f"program{self.num_moves}"
         call = functools.partial(autoplan.parallelize, seed=case.seed, timeout_s=40.0)
         if plan.door == "program":
@@ -138,19 +152,33 @@ class _Loop:
                 if self.rank == 0:
                     given.write_text(self.pm.plan.to_json())
             more = {"program": folder} if plan.door == "program" else {"plan": given}
-            again = make_model(case, task, seed)
+            again = self.module(seed, named)
             self.pm = self.refusable(f"parallelize of a {plan.door}", lambda: call(again, cluster, **more, **named))
         if self.breaker:
             _break(self.pm, self.breaker)
+        if case.start == "meta":
+            self.pm.load_state_dict(make_model(case, task, seed).state_dict())
         self.log.notes.append(str(self.pm.plan).splitlines()[0])
         self.optimizer = make(groups_of(self.pm.named_parameters(), how.groups)) if how.own else self.pm.optimizer
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.7) if how.schedule else None
+
+    def module(self, seed: int, named: dict[str, Any]) -> nn.Module:
+        """Return the module to parallelize, with values or without; `named` gets where they come from."""
+        if not self.case.start or self.made is not None:
+            return make_model(self.case, self.task, seed)
+        if self.case.start == "weights":
+            named["weights"] = self.folder / f"weights{self.num_moves}"
+            if self.rank == 0:
+                make_model(self.case, self.task, seed).save_pretrained(named["weights"])  # type: ignore[operator]
+            dist.barrier()
+        with torch.device("meta"):
+            return make_model(self.case, self.task, seed)
 
     def refusable(self, what: str, call: Any) -> Any:
         """Return what a call returns; Refused if it is refused as a user would see it."""
         try:
             return call()
-        except (AutoplanError, CheckpointError) as exc:
+        except (AutoplanError, CheckpointError, ForeignUseError) as exc:
             raise Refused(f"{what}: {exc}") from exc
         except (ValueError, RuntimeError) as exc:
             if type(exc).__name__ in ("AgreedValueError", "AgreedRuntimeError") or _ours(exc):
