@@ -35,7 +35,7 @@ def draw_case(seed: int, number: int) -> Case:
     model = r.choices([m for m, _ in _MODELS], [w for _, w in _MODELS])[0]
     options, frozen = _draw_model(r, model)
     traits = _Traits.of(model, options)
-    precision = r.choices(["native", "bf16", "bf16-grad16", "fp16", "fp32"], [20, 2, 1, 1, 1])[0]
+    precision = r.choices(["native", "bf16", "bf16-grad16", "fp32"], [20, 2, 1, 1])[0]
     if traits.experts or options.get("dropout") or traits.coupled:
         precision = "native"  # a router jumps where it rounds
     model_seed, example = r.randrange(1000), (r.choice([2, 4, 6]), r.choice([8, 16, 24]))
@@ -82,7 +82,7 @@ class _Traits:
         self.layers = int(options.get("layers", options.get("units", options.get("num_hidden_layers", 2))))
         if model in ("translator", "encoder_decoder"):
             self.layers = 4
-        self.layers = 3 if model == "perceptron" else 1 if model == "recurrent" else self.layers
+        self.layers = 1 if model in ("perceptron", "recurrent") else self.layers
         self.heads = int(options.get("heads", 4)) if model not in ("residual", "perceptron", "recurrent") else 0
         cut = not options.get("dropout") and options.get("loss") != "shifted" and options.get("documents") != "padded"
         self.attention = model in ("gpt", "causal") and cut
