@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import harness
 import pytest
+from plan_fuzz_processes import Processes
 
-from autoplan.profiler.processes import ProcessOutcome
 from experiments.compatibility.plan_fuzz.cases import Case, Optimizer, Plan, Step
 from experiments.compatibility.plan_fuzz.draw import draw_case
 from experiments.compatibility.plan_fuzz.examine import EQUAL, FINDING, Examiner
 from experiments.compatibility.plan_fuzz.shrink import shrink
 
 pytestmark = pytest.mark.processes
-
-
-class Processes:
-    """The session's processes, which all tests use."""
-
-    def __init__(self, world: int) -> None:
-        self._world = world
-
-    def run_each(self, fn: Any, *args: Any, timeout_s: float) -> list[ProcessOutcome]:
-        found = harness.pool(self._world).run_each(fn, *args, timeout_s=timeout_s * harness.PATIENCE, grace_s=8.0)
-        if any(one.status != "ok" for one in found):
-            harness.pool(self._world).kill()
-        return found
 
 
 CASE = Case(

@@ -86,7 +86,8 @@ class Case:
         example: samples and tokens of the batch that it is captured with.
         frozen: patterns of parameters that are not trained.
         other: the plan of "move".
-        start: "" (every rank has the module), "meta" (it is on the meta device, and its values are loaded as a state
+        start: "" (every rank has the module), "unequal" (with other values on every rank, of which those of rank 0
+            count), "meta" (it is on the meta device, and its values are loaded as a state
             dict) or "weights" (they are read from a folder that transformers wrote).
         compression: of gradients: "", "bf16" or "fp16".
     """

@@ -47,7 +47,7 @@ def draw_case(seed: int, number: int) -> Case:
     if compression:
         plan, other = (_with(p, zero_stage=0, offload="none") for p in (plan, other))
     door = r.choices(["search", "plan", "file", "program"], [7, 1, 1, 1])[0]
-    compile = "aot_eager" if r.random() < 0.08 and not traits.slow else ""
+    compile = "aot_eager" if r.random() < 0.04 and not traits.slow else ""
     if compile and "+" in str(plan.pins.get("recompute")):
         plan = _with(plan, recompute="full")
     plan = Plan(plan.pins, plan.latency_s, plan.bytes_per_s, door, compile, plan.batch)
@@ -58,7 +58,9 @@ def draw_case(seed: int, number: int) -> Case:
         options=options,
         example=example,
         frozen=frozen,
-        start=r.choice(["meta", "weights"]) if model == "causal" and r.random() < 0.15 else "",
+        start=r.choice(["meta", "weights", "unequal"] if model == "causal" else ["unequal"])
+        if r.random() < 0.15
+        else "",
         precision=precision,
         compression=compression,
         verify=r.random() < 0.05,

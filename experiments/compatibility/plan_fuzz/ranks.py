@@ -166,6 +166,8 @@ class _Loop:
         """Return the module to parallelize, with values or without; `named` gets where they come from."""
         if not self.case.start or self.made is not None:
             return make_model(self.case, self.task, seed)
+        if self.case.start == "unequal":
+            return make_model(self.case, self.task, seed + 13 * self.rank)
         if self.case.start == "weights":
             named["weights"] = self.folder / f"weights{self.num_moves}"
             if self.rank == 0:
