@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from plan_fuzz_processes import Processes
 
-from experiments.compatibility.plan_fuzz.cases import Case, Plan, Step
+from experiments.compatibility.plan_fuzz.cases import Case, Optimizer, Plan, Step
 from experiments.compatibility.plan_fuzz.examine import EQUAL, Examiner
 
 pytestmark = pytest.mark.processes
@@ -31,6 +31,15 @@ FOUND = {
     # Gradients that arrived in the first part were float32 already, the others bf16.
     "16 bits, some recomputed": Case(
         world=4, options=LAYERS, precision="bf16", plan=split(2, "ZB-H1", {"blocks.2": "full"}), steps=(Step(), Step())
+    ),
+    # The moment of a parameter without dims came back as a plain tensor, beside gradients that are DTensors.
+    "a number's moment": Case(
+        world=4,
+        options={"number": True},
+        optimizer=Optimizer("plain adamw", own=True),
+        plan=Plan({"dp": 4}),
+        other=Plan({"dp": 2, "tp": 2}),
+        steps=(Step(after="move"), Step()),
     ),
 }
 

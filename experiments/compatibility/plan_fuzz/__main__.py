@@ -54,6 +54,7 @@ def _read_arguments() -> argparse.Namespace:
     parser.add_argument("--timeout-s", type=float, default=120.0, help="of a case")
     parser.add_argument("--shrink-s", type=float, default=120.0, help="to make a finding small; 0: leave it")
     parser.add_argument("--refusals", action="store_true", help="print what was refused, and how often")
+    parser.add_argument("--only", default="", help="regular expression: leave out cases whose JSON has no match")
     parser.add_argument("--case", help="run this one alone")
     return parser.parse_args()
 
@@ -90,6 +91,8 @@ def _run(examiner: Examiner, args: argparse.Namespace) -> int:
         if end is not None and time.monotonic() > end:
             break
         case = draw_case(args.seed, number)
+        if not re.search(args.only, case.to_json()):
+            continue
         found = examiner.examine(case)
         outcomes[found.outcome] += 1
         steps += found.num_steps

@@ -9,7 +9,7 @@ from experiments.compatibility.plan_fuzz.cases import Case, Optimizer, Plan, Ste
 from experiments.compatibility.plan_fuzz.loop import OPTIMIZERS
 from experiments.compatibility.plan_fuzz.models import BY_SAMPLES, LOSSES
 
-_WORLDS = {2: 16, 4: 32, 8: 1}  # and how often
+_WORLDS = {2: 16, 4: 32, 8: 3}  # and how often
 _SCHEDULES = {  # virtual stages, and micro-batches per rank of the pipeline
     "1F1B": (1, 1), "GPipe": (1, 1), "Interleaved1F1B": (2, 1), "ZB-H1": (1, 1), "InterleavedZeroBubble": (2, 1),
     "ZBV": (2, 1), "DualPipeV": (2, 2),
@@ -202,7 +202,7 @@ def _draw_plan(r: random.Random, world: int, traits: _Traits) -> Plan:
     if degrees["dp"] > 1 or r.random() < 0.1:
         if r.random() < 0.9:
             pins["zero_stage"] = stage
-        if degrees["dp"] > 2 and stage and r.random() < 0.3:
+        if degrees["dp"] > 2 and stage and r.random() < 0.5:
             pins["zero_replicas"] = 2
     pins["recompute"] = r.choice(_RECOMPUTE)
     if r.random() < 0.25 and traits.calls:
