@@ -32,6 +32,10 @@ FOUND = {
     "16 bits, some recomputed": Case(
         world=4, options=LAYERS, precision="bf16", plan=split(2, "ZB-H1", {"blocks.2": "full"}), steps=(Step(), Step())
     ),
+    # A schedule that was pinned and a search that chose no pipeline: nothing was reduced, which was an error.
+    "a schedule without a pipeline": Case(
+        world=2, plan=Plan({"dp": 2, "pp": 1, "schedule": "ZB-H1", "zero_stage": 1}), steps=(Step(), Step())
+    ),
     # The moment of a parameter without dims came back as a plain tensor, beside gradients that are DTensors.
     "a number's moment": Case(
         world=4,

@@ -1,1 +1,1 @@
-"""Random combinations of everything the runtime can do, on real processes: see `__main__`."""
+"""Random combinations of plan, model and training loop, on real processes: the package's command says what."""
