@@ -285,8 +285,9 @@ def capture_verified(
 
 
 def model_facts(model: nn.Module | Path | str, loss_fn: LossFn | None = None) -> dict[str, Any]:
-    """Return the facts besides tensors that identify a model: its class, its Hugging Face config if known, and the
-    numbers that its forward and the loss function read, as text."""
+    """Return the facts besides tensors that identify a model: its class, its Hugging Face config if known, the numbers
+    that its forward and the loss function read, as text, and the names of its trained parameters (none if they are not
+    known)."""
     if isinstance(model, Path | str):
         from autoplan.catalog import built_model, configs, shipped_name
 
@@ -296,13 +297,19 @@ def model_facts(model: nn.Module | Path | str, loss_fn: LossFn | None = None) ->
         values = configs().get(shipped_name(str(model)), {"config": {}})["config"]
         # a null in a config.json is what transformers makes of it
         known = {name: value for name, value in values.items() if value is not None}
-        return {"class": next(iter(values.get("architectures") or []), None), "config": known, "numbers": {}}
+        return {
+            "class": next(iter(values.get("architectures") or []), None),
+            "config": known,
+            "numbers": {},
+            "trained": [],
+        }
     from autoplan.runtime.given_numbers import GivenNumbers
 
     config: Any = getattr(model, "config", None)
     values = config.to_dict() if hasattr(config, "to_dict") else {}
     numbers = GivenNumbers(model, loss_fn).texts()
-    return {"class": type(model).__qualname__, "config": _in_json(values), "numbers": numbers}
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    return {"class": type(model).__qualname__, "config": _in_json(values), "numbers": numbers, "trained": trained}
 
 
 _NOT_IN_JSON = object()

@@ -44,7 +44,7 @@ from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecisio
 from autoplan.runtime.program import copy_beside_computing, load_module, unwritten_folder
 from autoplan.runtime.replicas import Replicas
 from autoplan.runtime.shards import Shards, show_states
-from autoplan.runtime.spec import ParamSpec, ProgramSpec, StageSpec
+from autoplan.runtime.spec import ParamSpec, ProgramSpec, ScheduleSpec, StageSpec
 from autoplan.runtime.stage_inputs import StageInputs
 from autoplan.runtime.state_methods import StateMethods
 from autoplan.runtime.tied import TiedGradients, share_tied
@@ -258,7 +258,7 @@ class ParallelModel(StateMethods):
                     stage,
                     self._replicas.submesh(),
                     self.spec.zero_stage,
-                    schedule=self.spec.schedule,
+                    schedule=self._schedule,
                     apart=self._dispatched(mine),
                     apart_mesh=self._replicas.submesh_of_experts(),
                     policies=precision.policies(mine.params) if precision is not None and copies is None else None,
@@ -302,6 +302,11 @@ class ParallelModel(StateMethods):
             for p in mine.params
         ]
         return Copies(uses, self.precision)
+
+    @property
+    def _schedule(self) -> ScheduleSpec | None:
+        """The schedule of the pipeline; None for a model in one stage, whatever was pinned."""
+        return self.spec.schedule if self.mesh.size("pp") > 1 else None
 
     @property
     def stage(self) -> nn.Module:
@@ -540,7 +545,7 @@ class ParallelModel(StateMethods):
                 self.mesh.submesh("pp"),
                 num_stages=len(self.spec.stages),
                 device=self.device,
-                schedule=self.spec.schedule,
+                schedule=self._schedule,
                 vote=None if self._alone is None else self._alone.vote,
             )
             self._runner_shape = shape

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from autoplan.runtime.agree import AgreedValueError
+
 GroupSettings = Mapping[str, Any]
 ParamGroups = Mapping[str, GroupSettings] | Callable[[str, torch.Size], GroupSettings]
 
@@ -29,7 +31,8 @@ def settings_of(groups: ParamGroups, params: Mapping[str, Sequence[int]]) -> dic
         params: full shapes of all trained parameters of the model.
 
     Raises:
-        ValueError: a pattern fits no parameter, or settings are not a mapping from names, or contain `params`.
+        AgreedValueError: (on every rank alike) a pattern fits no parameter, or settings are not a mapping from names,
+            or contain `params`.
     """
     if callable(groups):
         found = {name: groups(name, torch.Size(shape)) for name, shape in params.items()}
@@ -37,17 +40,17 @@ def settings_of(groups: ParamGroups, params: Mapping[str, Sequence[int]]) -> dic
         for pattern in groups:
             if not any(fnmatchcase(name, pattern) for name in params):
                 near = difflib.get_close_matches(pattern, params, n=1, cutoff=0.0)
-                raise ValueError(
+                raise AgreedValueError(
                     f"param_groups: {pattern!r} fits no trained parameter; the nearest name is {', '.join(near)!r}"
                 )
         found = {name: next((s for pattern, s in groups.items() if fnmatchcase(name, pattern)), {}) for name in params}
     for name, settings in found.items():
         if not isinstance(settings, Mapping) or not all(isinstance(key, str) for key in settings):
-            raise ValueError(
+            raise AgreedValueError(
                 f"param_groups: the settings of {name!r} are {settings!r}; give a mapping such as {{'lr': 1e-4}}"
             )
         if "params" in settings:
-            raise ValueError(
+            raise AgreedValueError(
                 f"param_groups: the settings of {name!r} contain 'params'; give only an optimizer's settings"
             )
     return found

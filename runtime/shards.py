@@ -6,7 +6,7 @@ that a norm, a `full_tensor` or `torch.distributed.checkpoint` sees the whole pa
 
 A dim is an ordered product of factors, and a shard cuts one of them. With the dim as a mixed-radix number, an axis cuts
 one digit. The digits before it that are not cut yet make the `split_factor` of a `_StridedShard` (1: a plain `Shard`).
-ZeRO cuts one dim of the local shard (`zero.shard_dim`); its axes are the last of the mesh.
+ZeRO cuts one dim of the local shard (`shard_placement.shard_dim`); its axes are the last of the mesh.
 
 Uses that a DTensor cannot express are refused by name (`ForeignUseError`) instead of giving wrong results:
 

@@ -20,9 +20,9 @@ copies per step.
 Parameters of experts under token dispatch have fewer replicas, and are sharded and reduced over those ranks only.
 
 Stage 0 keeps plain parameters. Stages 1 to 3 apply ``fully_shard`` to each block: parameters and gradients become
-DTensors sharded on one dim (`shard_dim`), so that the optimizer works on shards without knowing it. Stages 1 and 2,
-which hold all blocks whole anyway, gather and reduce small neighbouring blocks in one message (`messages`). Over gloo a
-reduction is an exchange and a sum (`exchange`).
+DTensors sharded on one dim (`shard_placement`), so that the optimizer works on shards without knowing it. Stages 1 and
+2, which hold all blocks whole anyway, gather and reduce small neighbouring blocks in one message (`messages`). Over
+gloo a reduction is an exchange and a sum (`exchange`).
 """
 
 import enum
@@ -34,11 +34,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
 
 from autoplan.runtime.compression import Compression, Compressor
 from autoplan.runtime.exchange import reduce_by_exchange
 from autoplan.runtime.private import end_of_backward, same_ranks
+from autoplan.runtime.shard_placement import placement, placement_apart
 from autoplan.runtime.spec import ScheduleSpec
 from autoplan.streams import BUCKET_BYTES, has_streams, reduces_by_exchange
 
@@ -49,22 +49,6 @@ ALONE_BYTES = 2 * 2**20
 
 Leaf = Callable[[nn.Parameter], nn.Parameter]
 """From a parameter to the leaf after whose backward (and hooks) the parameter's gradient is complete."""
-
-
-_MOST_PADDING = 1 / 8  # of a parameter: more than this costs more than the copies that shards of another dim need
-
-
-def shard_dim(shape: Sequence[int], ranks: int) -> int:
-    """Return the dim on which a parameter is sharded over `ranks` ranks.
-
-    `fully_shard` pads dim 0 to whole shards: 4 local experts over 32 ranks would take 8 times their bytes. Then it is
-    the first dim that divides evenly, if there is one. On a dim other than 0 every gather and reduction copies the
-    parameter once more, between the shards' order and its own.
-    """
-    padded = -(-shape[0] // ranks) * ranks
-    if padded <= (1 + _MOST_PADDING) * shape[0]:
-        return 0
-    return next((dim for dim, size in enumerate(shape) if size and size % ranks == 0), 0)
 
 
 class ZeroStage(enum.IntEnum):
@@ -374,9 +358,31 @@ class _ShardedSplit(_Sharded):
         root: Any = fully_shard.state(self._stage)  # type: ignore[attr-defined]
         for state in root._state_ctx.all_states:
             for group in state._fsdp_param_groups:
+                _even_out(group, is_last)
                 group.post_backward()
         end_of_backward(root)
         self._reduced = is_last
+
+
+def _even_out(group: Any, is_last: bool) -> None:
+    """Let the gradients that an FSDP group is about to reduce be those of the same parameters in every pass, in one
+    dtype.
+
+    Gradients of some blocks arrive before those of others (`whole_backward`), so that a pass may have a part of a
+    group's or, the last one, none. FSDP packs what is there. Hybrid ZeRO adds the packed shards of several passes up
+    and reduces the sum over the copies in the last: they must be of the same parameters, and the last must have some.
+    Gradients that arrived first were cast for the sum already.
+    """
+    params = [p for p in group.fsdp_params if p.sharded_param.requires_grad and hasattr(p, "_unsharded_param")]
+    there = [p for p in params if p.unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None]
+    if group._is_hsdp and group.reduce_grads and (there or is_last):
+        for p in params:
+            if p not in there:
+                p.unsharded_param.grad = torch.zeros_like(p.unsharded_param)
+    if any(p.unsharded_accumulated_grad is not None for p in there):
+        for p in params:
+            p.accumulate_unsharded_grad_if_needed()
+            p.to_accumulated_grad_if_needed()
 
 
 def apply_zero(
@@ -522,32 +528,6 @@ def messages(
         group, size, kind = [*group, name], size + mine, its
     if group:
         yield group
-
-
-def placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
-    """Return a placement function for ``fully_shard`` over ``mesh``, whose last dim are the ranks to shard over."""
-    return lambda parameter: Shard(shard_dim(parameter.shape, mesh.size(-1)))
-
-
-def placement_apart(
-    mesh: DeviceMesh, apart: Sequence[nn.Parameter], apart_mesh: DeviceMesh
-) -> Callable[[nn.Parameter], Any]:
-    """Return a placement function for ``fully_shard``: ``apart`` over ``apart_mesh``, the others over ``mesh``."""
-    # Private torch API (see private.py): a mesh per parameter; torch exports only the placement.
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
-
-    def info(over: DeviceMesh) -> FSDPMeshInfo:
-        hybrid = over.ndim == 2
-        return HSDPMeshInfo(over, shard_mesh_dim=1, replicate_mesh_dim=0) if hybrid else FSDPMeshInfo(over, 0)
-
-    mine = {id(p) for p in apart}
-    elsewhere, usual = ((info(over), placement(over)) for over in (apart_mesh, mesh))
-
-    def place(parameter: nn.Parameter) -> Any:
-        found, placed = elsewhere if id(parameter) in mine else usual
-        return ShardPlacementResult(placed(parameter), found)
-
-    return place
 
 
 def _prefetch_in_block_order(blocks: list[nn.Module]) -> None:

@@ -322,6 +322,7 @@ def refused(rank: int, world: int) -> list[str]:
         lambda: pm.eval_step({n: x[:0] for n, x in good.items()} if rank else good),
         lambda: pm.eval_step({"input_ids": good["input_ids"]}),
         lambda: pm.zero_grad(set_to_none=False),
+        lambda: program("llama", {"dp": 2}, optimizer=torch.optim.SGD, param_groups={"*.bais": {"lr": 0.1}}),
     ]  # type: list[Any]
     out = []
     for call in calls:

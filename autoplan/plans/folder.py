@@ -5,20 +5,20 @@
 | `stageN.py` | the module of a pipeline stage, the same text on every rank of it |
 | `program.json` | the ProgramSpec: mesh, parameters and their shards, schedule, ledger of collectives |
 | `plan.json` | the plan (autoplan.plans.document) |
-| `fingerprint.json` | SHA-256 of the files above; of the model its class, config, buffers, and numbers that it reads |
+| `fingerprint.json` | SHA-256 of the files above; facts of the model (below) |
 
 `parallelize(model, program=FOLDER)` runs it without a capture, after `check_model`: every parameter of the program is
 in the model with this name, shape and dtype, trained or frozen as here; every trained parameter of the model is in the
-program; the buffers agree in name, shape and dtype; so do the class, the config of a Hugging Face model in every value
-that its forward may read, and the numbers that the forward and the loss function read (autoplan.runtime.given_numbers).
-The forward itself is not compared (verify='required' captures it and does).
+program, or had no influence on the loss; the buffers agree in name, shape and dtype; so do the class, the config of a
+Hugging Face model in every value that its forward may read, and the numbers that the forward and the loss function read
+(autoplan.runtime.given_numbers). The forward itself is not compared (verify='required' captures it and does).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from autoplan.plans.record import Plan
 from autoplan.runtime.spec import ParamSpec, ProgramSpec
 from autoplan.versions import __version__
 
-FINGERPRINT_VERSION = 2
+FINGERPRINT_VERSION = 3
 _PLAN, _PROGRAM, _PRINT = "plan.json", "program.json", "fingerprint.json"
 _FINGERPRINT: Mapping[str, type | tuple[type, ...]] = {
     "schema": int,
@@ -43,6 +43,7 @@ _FINGERPRINT: Mapping[str, type | tuple[type, ...]] = {
     "class": (str, type(None)),
     "config": Mapping,
     "numbers": Mapping,
+    "unused": list,
     "buffers": Mapping,
     "files": Mapping,
 }
@@ -74,7 +75,7 @@ class ModelOutline:
 
     Attributes:
         parameters: each once, by its first name; buffers likewise.
-        facts: its class, config and numbers, as `fingerprint.json` keeps them.
+        facts: its class, config and numbers, and the names of its trained parameters (`planning.model_facts`).
     """
 
     parameters: Mapping[str, TensorOutline]
@@ -99,12 +100,13 @@ def write_program(
 
     Args:
         buffers: the dtype and shape of every buffer of the graph (`buffer_texts`).
-        facts: class, config and numbers of the model.
+        facts: class, config and numbers of the model, and the names of its trained parameters.
 
     Raises:
         PinError: the folder cannot be written.
     """
     files = {**program.sources, _PROGRAM: program.spec.to_json(), _PLAN: plan.to_json()}
+    used = {p.name for stage in program.spec.stages for p in stage.params}
     fingerprint = {
         "schema": FINGERPRINT_VERSION,
         "autoplan": __version__,
@@ -113,6 +115,7 @@ def write_program(
         "class": facts.get("class"),
         "config": dict(facts.get("config", {})),
         "numbers": dict(facts.get("numbers", {})),
+        "unused": [name for name in facts.get("trained", ()) if name not in used],
         "buffers": dict(buffers),
         "files": {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()},
     }
@@ -211,7 +214,9 @@ def _texts(folder: Path, fingerprint: Mapping[str, Any]) -> dict[str, str]:
 
 def check_model(given: ProgramFolder, model: ModelOutline) -> None:
     """Raise CaptureError, naming what differs, unless the module is the one that the program was made for."""
-    found = [*_parameters(given.program.spec, model.parameters), *_buffers(given.fingerprint["buffers"], model.buffers)]
+    unused = frozenset(given.fingerprint["unused"])
+    found = _parameters(given.program.spec, model.parameters, unused)
+    found += _buffers(given.fingerprint["buffers"], model.buffers)
     found += _facts(given.fingerprint, model.facts)
     if found:
         raise CaptureError(
@@ -220,13 +225,13 @@ def check_model(given: ProgramFolder, model: ModelOutline) -> None:
         )
 
 
-def _parameters(spec: ProgramSpec, model: Mapping[str, TensorOutline]) -> list[str]:
+def _parameters(spec: ProgramSpec, model: Mapping[str, TensorOutline], unused: Set[str]) -> list[str]:
     wanted: dict[str, ParamSpec] = {p.name: p for stage in spec.stages for p in stage.params}
     found = [f"parameter {name} is missing" for name in wanted if name not in model]
     found += [
         f"parameter {name} is trained, but not in the program"
         for name, p in model.items()
-        if p.trainable and name not in wanted
+        if p.trainable and name not in wanted and name not in unused
     ]
     for name, p in wanted.items():
         mine = model.get(name)

@@ -27,9 +27,9 @@ from autoplan.program.op_costs import OpCosts
 from autoplan.program.token_dispatch import sends_rows
 from autoplan.program.workload import lower_all, workload
 from autoplan.runtime.params import local_param_shape
+from autoplan.runtime.shard_placement import shard_dim
 from autoplan.runtime.spec import LedgerEntry, ParamSpec, ProgramSpec, StageSpec, evaluate_terms
 from autoplan.runtime.tied import RECORDED
-from autoplan.runtime.zero import shard_dim
 from autoplan.units import DTYPE_BYTES
 
 BACKWARD = "products, backward"

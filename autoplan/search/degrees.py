@@ -137,7 +137,8 @@ class _Walk:
 
     def _blame(self, rule: Rule, reason: str, level: int, draft: ParallelConfig) -> None:
         """Keep the rule that the plainest draft breaks; of several that of the fewest unpinned choices, or the last."""
-        unasked = (name for name in _UNASKED if name not in self.pins)
+        asked = {*self.pins, *(["virtual_stages"] if "schedule" in self.pins else [])}  # it follows from the schedule
+        unasked = (name for name in _UNASKED if name not in asked)
         odd = sum(getattr(draft, name) != getattr(_PLAINEST, name) for name in unasked)
         rank = (-odd, -sum(name in _DECIDED and name not in self.pins for name in rule.names), level)
         if self.error is None or self.error[0] < rank:

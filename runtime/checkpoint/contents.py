@@ -18,7 +18,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -449,10 +449,11 @@ def _ask_moments(
             about = stored[f"optimizer/{entry}/{u.name}"]
             shape, dtype = tuple(about["shape"]), DTYPES[about["dtype"]]
             of_parameter = stored.get(f"model/{u.name}", about)["dtype"]
-            if shape == tuple(u.shown.shape) and dtype == DTYPES[of_parameter]:
-                dtype = u.parameter.dtype  # it follows its parameter; a wider copy stays one
+            follows = shape == tuple(u.shown.shape) and dtype == DTYPES[of_parameter]  # its parameter
+            if follows:
+                dtype = u.parameter.dtype  # a wider copy stays one
             place = _place_of_number(entry, u.parameter, group_of[id(u.parameter)])
-            value, target = _room_for(u, shape, dtype, place)
+            value, target = _room_for(u, shape, dtype, place, follows and entry != "step")
             fresh[u.parameter][entry] = value
             out.ask(f"optimizer/{entry}/{u.name}", target)
     return fresh
@@ -476,13 +477,18 @@ def _place_of_number(entry: str, parameter: torch.Tensor, group: Mapping[str, An
 
 
 def _room_for(
-    u: Updated, shape: tuple[int, ...], dtype: torch.dtype, place: torch.device
+    u: Updated, shape: tuple[int, ...], dtype: torch.dtype, place: torch.device, follows: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a new tensor for what the optimizer keeps, and the tensor to fill: the same, or shown as part of it.
 
-    `place`: of a single number.
+    Args:
+        place: of a single number.
+        follows: True if it is for a parameter what a moment is, also for one of a single number.
     """
     parameter = u.parameter
+    if not shape and follows and isinstance(parameter, DTensor):  # whole on every rank, and used beside gradients
+        number = cast(DTensor, torch.zeros_like(parameter.detach(), dtype=dtype))
+        return number, number._local_tensor
     if shape != tuple(u.shown.shape) or not shape:
         value = torch.zeros(shape, dtype=dtype, device=parameter.device if shape else place)
         return value, value

@@ -110,7 +110,10 @@ def test_every_text_of_a_model_says_what_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        *[(lambda d, n=n: d.pop(n), f"damaged .{n} is missing, or of another kind") for n in ("files", "buffers")],
+        *[
+            (lambda d, n=n: d.pop(n), f"damaged .{n} is missing, or of another kind")
+            for n in ("files", "buffers", "unused")
+        ],
         (lambda d: d.update(files=[]), "damaged .files is missing, or of another kind"),
         (lambda d: d["files"].pop("plan.json"), "damaged .files: plan.json is missing"),
         (lambda d: d["files"].pop("program.json"), "damaged .files: program.json is missing"),
@@ -131,6 +134,19 @@ def test_a_damaged_fingerprint_is_refused_by_name(folder: Path, changed: Any, sa
     (tmp_path / "fingerprint.json").write_text(json.dumps(data)[:99])
     with pytest.raises(PinError, match=r"cannot be read .*; compile the plan again"):
         read_program(tmp_path)
+
+
+def test_a_parameter_without_influence_on_the_loss_is_not_missed(tmp_path: Path) -> None:
+    """One that was trained in the capture, not a new one."""
+    model, loss_fn = models.make_gpt(), weighted(1.0)
+    model.unused = nn.Linear(3, 3)
+    made(model, loss_fn, tmp_path, tp=2)
+    check_model(read_program(tmp_path), outline_of(model, loss_fn))
+    model.other = nn.Linear(3, 3, bias=False)
+    with pytest.raises(
+        CaptureError, match=r"another model: parameter other.weight is trained, but not in the program;"
+    ):
+        check_model(read_program(tmp_path), outline_of(model, loss_fn))
 
 
 def test_files_of_an_earlier_program_go_and_those_of_the_user_stay(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch.profiler import profile
 from toy_stages import MLP, NUM_BLOCKS, Stage, batch, make_runner, stage_names, train, train_made
 
 from autoplan.codegen.schedules import schedule_spec
+from autoplan.runtime.shard_placement import shard_dim
 from autoplan.runtime.zero import (
     ALONE_BYTES,
     ZeroStage,
@@ -25,7 +26,6 @@ from autoplan.runtime.zero import (
     buckets,
     check_schedule,
     messages,
-    shard_dim,
 )
 from autoplan.schedules.schedule import SCHEDULES
 

@@ -230,6 +230,11 @@ def test_that_no_states_fit_is_known_without_layouts(monkeypatch: pytest.MonkeyP
         ({"pp": 2, "cp": 1, "tp": 1, "num_micro_batches": 8}, 8, r"dp=2 x num_micro_batches=8 = 16 does not divide"),
         ({"dp": 4}, 3, r"dp=4 does not divide the global batch of 3; nearest legal: dp=1, or global_batch_size=4"),
         ({"dp": 2, "tp": 4}, 8, r"dp=2 x tp=4 x pp=1 = 8 devices, but the cluster has 4; nearest legal: dp=1"),
+        (
+            {"schedule": "DualPipeV", "dp": 1, "tp": 1, "num_micro_batches": 2},
+            8,
+            r"=2 = 8 chunks need at least as many",
+        ),
         ({"tp": 3}, 8, r"pin tp=3 does not divide the 4 devices; nearest legal: tp=2 or 4"),
         ({"zero": 3}, 8, r"unknown pin 'zero'; did you mean 'zero_stage'"),
         ({"micro_batch_size": 3}, 8, r"micro_batch_size=3 does not divide .* nearest legal: micro_batch_size=2 or 4"),

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import mixed_jobs
 import pytest
 import torch
+import torch.nn.functional as F
 from harness import pool
 from mixed import ByHand, by_hand, error_of, errors_of, exact_gradients, gradient_job, gradients_by_hand, largest_factor
 from parity import SEQ, Case, compiled, graph_of, settled_bytes, spread_out, trained, worst
+from torch import nn
 
+import autoplan
 from autoplan.api import plan_program
 from autoplan.capture.passes.cast import computing_in, main_dtype
 from autoplan.config.parallel import ParallelConfig
@@ -309,3 +313,29 @@ def test_a_model_given_in_16_bits(zero: int) -> None:
     results = pool(2).run(mixed_jobs.given_in_16_bits, zero, timeout_s=120)
     assert results[0] == results[1]
     assert results[0][0][-1] < results[0][0][0] - 0.3
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("kind", ["products", "convolutions"])
+def test_inputs_are_cast_as_the_model_is(kind: str) -> None:
+    """Features and images in float32, as a loader gives them; the loss reads them as they are."""
+    torch.manual_seed(0)
+    if kind == "products":
+        model, x = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3)), torch.randn(4, 6)
+    else:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(64, 3))
+        x = torch.randn(4, 3, 6, 6)
+    batch = {"input": x, "targets": torch.randn(4, 3)}
+
+    def loss_fn(out: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return F.mse_loss(out.float(), batch["targets"]) + batch["input"].mean() * out.float().mean()
+
+    half = copy.deepcopy(model).bfloat16()
+    wanted = loss_fn(half(x.bfloat16()), batch)
+    wanted.backward()
+    pm = autoplan.parallelize(
+        model, example_inputs=batch, loss_fn=loss_fn, precision="bf16", pins={"recompute": "none"}
+    )
+    loss, got = pm.step(batch), pm.gradients()
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert worst(got, {n: p.grad for n, p in half.named_parameters() if p.grad is not None})[0] < 1e-6

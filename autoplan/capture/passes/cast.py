@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from autoplan.units import most
 
@@ -22,8 +24,9 @@ def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[nn.Mod
     """Replace the parameters of the model's main dtype by stand-ins of `dtype` without values (fake tensors).
 
     The graph then describes the model with parameters of that dtype: norms that compute in float32 cast up and back,
-    and tables follow the dtype of activations. Parameters of other dtypes and all buffers stay as they are, as under
-    FSDP's mixed precision. With None nothing changes.
+    and tables follow the dtype of activations. Inputs of the main dtype are cast where the model takes them, and the
+    loss reads them as they are. Parameters of other dtypes and all buffers stay as they are. All of this is what FSDP's
+    mixed precision does. With None nothing changes.
     """
     main = main_dtype(model)
     if dtype is None or main is None or main == dtype:
@@ -33,6 +36,14 @@ def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[nn.Mod
     mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
     instead: dict[int, nn.Parameter] = {}
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
+
+    def cast(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        found: tuple[Any, Any] = tree_map_only(
+            torch.Tensor, lambda x: x.to(dtype) if x.dtype == main else x, (args, dict(kwargs))
+        )
+        return found
+
+    hook = model.register_forward_pre_hook(cast, with_kwargs=True)
     try:
         for module in model.modules():
             for name, p in list(module._parameters.items()):
@@ -46,5 +57,6 @@ def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[nn.Mod
                 module._parameters[name] = instead[id(p)]
         yield model
     finally:
+        hook.remove()
         for module, name, p in before:
             module._parameters[name] = p

@@ -1,0 +1,140 @@
+"""A case: a model, the plans that train it, and the loop that they run. Plain data, which a line of JSON holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Step:
+    """One turn of the training loop.
+
+    Attributes:
+        batches: the number of batches that one step takes.
+        units: samples of a batch, as a multiple of the least that all data-parallel ranks can cut.
+        unequal: True if data-parallel ranks bring different numbers of samples.
+        length: tokens of a sequence.
+        form: of the tensors of a batch: "", "strided" (parts of larger ones) or "int32" (token ids).
+        before: what happens first: "", "eval", "outputs" or "own outputs".
+        update: "step", "skip" (the gradients are dropped), "leave out" (some parameters lose their gradient) or "eval"
+            (an evaluation between the gradients and the update).
+        after: what happens last: "", "state dict", "optimizer state", "eval", "checkpoint" (the training goes on in a
+            new program of the same plan) or "move" (in one of another plan).
+    """
+
+    batches: int = 1
+    units: int = 1
+    unequal: bool = False
+    length: int = 16
+    form: str = ""
+    before: str = ""
+    update: str = "step"
+    after: str = ""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer of torch.
+
+    Attributes:
+        kind: a name in `loop.OPTIMIZERS`.
+        groups: "" (one group), "patterns" or "function".
+        clip: the largest norm of all gradients; 0: none.
+        clip_some: the largest norm of the gradients of parameters of one dim; 0: none.
+        schedule: True if a scheduler changes the learning rate after each update.
+        own: True if it is made from `pm.parameters()` by the loop, not by `parallelize`.
+    """
+
+    kind: str = "sgd"
+    groups: str = ""
+    clip: float = 0.0
+    clip_some: float = 0.0
+    schedule: bool = False
+    own: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is split.
+
+    Attributes:
+        pins: of `parallelize`.
+        latency_s, bytes_per_s: of the made-up links, so that layouts differ from case to case.
+        door: how the plan reaches the program: "search", "plan" (a Plan), "file" (that of a plan) or "program".
+        compile: a backend of torch.compile; "": none.
+        batch: samples per micro-batch that are planned for where `micro_batch_size` is not pinned.
+    """
+
+    pins: Mapping[str, Any] = field(default_factory=dict)
+    latency_s: float = 0.0
+    bytes_per_s: float = 1e9
+    door: str = "search"
+    compile: str = ""
+    batch: int = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how it is trained, and the plans under which it is.
+
+    Attributes:
+        seed: of weights and data.
+        model: a name in `models.MODELS`; `options`: its arguments.
+        example: samples and tokens of the batch that it is captured with.
+        frozen: patterns of parameters that are not trained.
+        other: the plan of "move".
+        start: "" (every rank has the module), "unequal" (with other values on every rank, of which those of rank 0
+            count), "meta" (it is on the meta device, and its values are loaded as a state
+            dict) or "weights" (they are read from a folder that transformers wrote).
+        compression: of gradients: "", "bf16" or "fp16".
+    """
+
+    seed: int = 0
+    world: int = 2
+    model: str = "gpt"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    example: tuple[int, int] = (4, 16)
+    frozen: tuple[str, ...] = ()
+    start: str = ""
+    precision: str = "native"
+    compression: str = ""
+    verify: bool = False
+    optimizer: Optimizer = Optimizer()
+    plan: Plan = Plan()
+    other: Plan = Plan()
+    steps: tuple[Step, ...] = (Step(),)
+
+    def to_json(self) -> str:
+        """Return one line of JSON, without what is as by default."""
+        return json.dumps(_changed(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        """Return the case of a line that `to_json` wrote."""
+        found = json.loads(text)
+        parts: dict[str, Any] = {n: tuple(found.pop(n)) for n in ("frozen", "example") if n in found}
+        for name, kind in (("optimizer", Optimizer), ("plan", Plan), ("other", Plan)):
+            parts[name] = kind(**found.pop(name, {}))
+        parts["steps"] = tuple(Step(**s) for s in found.pop("steps", [{}]))
+        return cls(**found, **parts)
+
+
+def _changed(one: Any) -> dict[str, Any]:
+    default, out = type(one)(), {}
+    for f in fields(one):
+        value = getattr(one, f.name)
+        if value == getattr(default, f.name):
+            continue
+        if f.name == "steps":
+            out[f.name] = [_changed(s) for s in value]
+        else:
+            out[f.name] = _changed(value) if isinstance(value, (Optimizer, Plan)) else value
+    return out
+
+
+def as_dict(case: Case) -> dict[str, Any]:
+    """Return all fields of a case."""
+    return asdict(case)

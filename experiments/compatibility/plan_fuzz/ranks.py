@@ -1,0 +1,351 @@
+"""The loop of a program, on one of its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import functools
+import math
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autoplan
+import autoplan.api
+from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
+from autoplan.errors import AutoplanError
+from autoplan.planning import capture_verified
+from autoplan.runtime.checkpoint.door import CheckpointError
+from autoplan.runtime.model import ParallelModel
+from autoplan.runtime.shards import ForeignUseError
+from experiments.compatibility.plan_fuzz.cases import Case, Plan, Step
+from experiments.compatibility.plan_fuzz.loop import (
+    LEFT_OUT,
+    OPTIMIZERS,
+    PATTERNS,
+    SHRUNK,
+    SKIPPED,
+    Log,
+    by_size,
+    formed,
+    groups_of,
+    make_batch,
+    make_model,
+    part_of,
+    task_of,
+)
+from experiments.compatibility.plan_fuzz.models import Batch, Task
+
+ONE_DEVICE = Plan({"tp": 1, "pp": 1, "dp": 1, "num_micro_batches": 1, "recompute": "none"})
+
+
+class Refused(Exception):
+    """The program was refused; the text says where."""
+
+
+def program_job(rank: int, world: int, text: str, folder: str, breaker: str = "") -> Log:
+    """Train as a case says; all tensors on rank 0, fingerprints on the others. `breaker`: a defect, for tests."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    loop = _Loop(Case.from_json(text), rank, Path(folder), breaker)
+    try:
+        loop.run()
+    except Refused as exc:
+        loop.log.refused = str(exc)
+    return loop.log if rank == 0 else loop.log.short()
+
+
+def one_device_job(rank: int, world: int, text: str, folder: str, made: list[tuple[tuple[int, ...], int]]) -> Log:
+    """Train a case on one device, on the samples that its program took."""
+    warnings.simplefilter("ignore")
+    loop = _Loop(Case.from_json(text), rank, Path(folder), "", made)
+    loop.run()
+    return loop.log
+
+
+@dataclass
+class _Loop:
+    case: Case
+    rank: int
+    folder: Path
+    breaker: str = ""
+    made: list[tuple[tuple[int, ...], int]] | None = None
+    log: Log = field(default_factory=Log)
+    num_moves: int = 0
+
+    def run(self) -> None:
+        self.task: Task = task_of(self.case)
+        plan = self.case.plan if self.made is None else ONE_DEVICE
+        self.start(plan, 0)
+        for index, step in enumerate(self.case.steps):
+            if self.made is None or self.made[index : index + 1] not in ([], [SKIPPED]):
+                self.turn(index, step)
+        state = self.pm.state_dict()
+        self.log.parameters = {n: x.detach().clone() for n, x in state.items()}
+        if self.case.start == "weights" and self.made is None:
+            self.pm.save_pretrained(self.folder / "trained")
+            if self.rank == 0:
+                self.reread(state)
+        trained = self.pm.to_module()
+        if trained is not None:
+            other = trained.state_dict()
+            different = [n for n in other if n not in state or not torch.equal(other[n], state[n])]
+            if different or set(other) ^ set(state):
+                raise AssertionError(
+                    f"to_module has other values than state_dict: {different or set(other) ^ set(state)}"
+                )
+
+    def reread(self, state: dict[str, Any]) -> None:
+        """Compare what transformers reads of a trained model with its state."""
+        model = make_model(self.case, self.task)
+        again = type(model).from_pretrained(self.folder / "trained", dtype=next(model.parameters()).dtype)  # type: ignore[attr-defined]
+        other = again.state_dict()
+        different = [n for n, x in state.items() if n not in other or not torch.equal(other[n], x)]
+        if different:
+            raise AssertionError(f"save_pretrained wrote other values than state_dict: {different}")
+
+    # -- the program ------------------------------------------------------------------------------------------------
+
+    def start(self, plan: Plan, seed: int) -> None:
+        """Make the program of a plan, of a module with the weights of a seed."""
+        case, task, how = self.case, self.task, self.case.optimizer
+        pins = {n: tuple(x) if isinstance(x, list) else x for n, x in plan.pins.items()}
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        dp = pins.get("dp", world // math.prod(pins.get(n, 1) for n in ("tp", "pp", "cp")))
+        size = pins.get("num_micro_batches", 1) * pins.get("micro_batch_size", plan.batch)
+        example = make_batch(case, task, 5, *case.example)
+        make = OPTIMIZERS[how.kind]
+        named: dict[str, Any] = dict(
+            optimizer=None if how.own else make,
+            loss_fn=task.loss,
+            example_inputs=example,
+            global_batch_size=max(1, dp) * size,
+            precision=case.precision,
+            verify=case.verify,
+            compile=plan.compile or False,
+        )
+        if how.groups and not how.own:
+            named["param_groups"] = PATTERNS if how.groups == "patterns" else by_size
+        if case.compression:
+            named["gradient_compression"] = case.compression
+        device = Device("made up", 1e12, 1e9, 1 << 34, "made up")
+        cluster = Cluster(1, world, device, Level(plan.latency_s, plan.bytes_per_s, "made up"), "cpu")
+        model = self.module(seed, named)
+        folder = self.folder / f"program{self.num_moves}"
+        call = functools.partial(autoplan.parallelize, seed=case.seed, timeout_s=40.0)
+        if plan.door == "program":
+            named["folder"] = folder
+        with _captured_once(case):
+            self.pm = self.refusable("parallelize", lambda: call(model, cluster, pins=pins, **named))
+        if plan.door != "search":
+            named.pop("folder", None)
+            given: Any = self.pm.plan
+            if plan.door == "file":
+                given = folder.with_suffix(".json")
+                if self.rank == 0:
+                    given.write_text(self.pm.plan.to_json())
+            more = {"program": folder} if plan.door == "program" else {"plan": given}
+            again = self.module(seed, named)
+            self.pm = self.refusable(f"parallelize of a {plan.door}", lambda: call(again, cluster, **more, **named))
+        if self.breaker:
+            _break(self.pm, self.breaker)
+        if case.start == "meta":
+            self.pm.load_state_dict(make_model(case, task, seed).state_dict())
+        self.log.notes.append(str(self.pm.plan).splitlines()[0])
+        self.optimizer = make(groups_of(self.pm.named_parameters(), how.groups)) if how.own else self.pm.optimizer
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.7) if how.schedule else None
+
+    def module(self, seed: int, named: dict[str, Any]) -> nn.Module:
+        """Return the module to parallelize, with values or without; `named` gets where they come from."""
+        if not self.case.start or self.made is not None:
+            return make_model(self.case, self.task, seed)
+        if self.case.start == "unequal":
+            return make_model(self.case, self.task, seed + 13 * self.rank)
+        if self.case.start == "weights":
+            named["weights"] = self.folder / f"weights{self.num_moves}"
+            if self.rank == 0:
+                make_model(self.case, self.task, seed).save_pretrained(named["weights"])  # type: ignore[operator]
+            dist.barrier()
+        with torch.device("meta"):
+            return make_model(self.case, self.task, seed)
+
+    def refusable(self, what: str, call: Any) -> Any:
+        """Return what a call returns; Refused if it is refused as a user would see it."""
+        try:
+            return call()
+        except (AutoplanError, CheckpointError, ForeignUseError) as exc:
+            raise Refused(f"{what}: {exc}") from exc
+        except (ValueError, RuntimeError) as exc:
+            if type(exc).__name__ in ("AgreedValueError", "AgreedRuntimeError") or _ours(exc):
+                raise Refused(f"{what}: {exc}") from exc
+            raise
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def turn(self, index: int, step: Step) -> None:
+        """Do what a step says."""
+        pm, case, log = self.pm, self.case, self.log
+        sizes = self.sizes(index, step)
+        total, num_before = sum(sizes), (len(log.numbers), len(log.outputs))
+        if step.before:
+            self.evaluate(index, sizes, step.before)
+        whole = [make_batch(case, self.task, 10 * index + k, total, step.length) for k in range(step.batches)]
+        batches = [formed(part_of(batch, sizes, pm.data_rank), step.form) for batch in whole]
+        try:
+            loss = self.refusable("step", lambda: pm.step(batches if len(batches) > 1 else batches[0]))
+        except Refused as exc:  # the job goes on
+            log.made.append(SKIPPED)
+            log.notes.append(str(exc))
+            del log.numbers[num_before[0] :], log.outputs[num_before[1] :]
+            return
+        log.made.append((sizes, pm.num_micro_batches))
+        log.numbers.append((f"loss {index}", float(loss)))
+        if not log.gradients:
+            log.gradients = {n: g.clone() for n, g in pm.gradients().items()}
+        if step.update == "eval":
+            self.evaluate(index, sizes, "eval")
+        self.update(index, step)
+        if step.after == "eval":
+            self.evaluate(index, sizes, "eval")
+        elif step.after == "state dict":
+            state = {n: x * SHRUNK if x.is_floating_point() else x for n, x in pm.state_dict().items()}
+            pm.load_state_dict(state)
+        elif step.after == "optimizer state":
+            self.refusable("optimizer state", lambda: self.optimizer.load_state_dict(self.optimizer.state_dict()))
+        elif step.after in ("checkpoint", "move") and self.made is None:
+            self.go_on(self.case.other if step.after == "move" else self.case.plan)
+
+    def sizes(self, index: int, step: Step) -> tuple[int, ...]:
+        """Return the samples of every data-parallel rank."""
+        if self.made is not None:
+            return (sum(self.made[index][0]),)
+        num, world = self.pm.num_micro_batches, self.pm.data_world
+        # as many samples as both plans can cut
+        other = self.case.other.pins if any(s.after == "move" for s in self.case.steps) else {}
+        unit = math.lcm(num * world, other.get("num_micro_batches", 1) * other.get("dp", 1))
+        each = [step.units * unit // world] * world
+        if step.unequal and world > 1:
+            for rank in range(world // 2):
+                moved = min(each[rank] - num, num * (1 + (index + rank) % 2))
+                each[rank] -= moved
+                each[world - 1 - rank] += moved
+        return tuple(each)
+
+    def evaluate(self, index: int, sizes: tuple[int, ...], what: str) -> None:
+        """Compare an evaluation, of all samples or of this rank's."""
+        if not self.task.evaluates:
+            return
+        pm = self.pm
+        batch = make_batch(self.case, self.task, 10 * index + 9, sum(sizes), self.case.example[1])
+        mine = part_of(batch, sizes, pm.data_rank)
+        if what == "eval":
+            loss = self.refusable("eval_step", lambda: pm.eval_step(mine))
+            self.log.numbers.append((f"evaluation {index}", float(loss)))
+            return
+        loss, outputs = self.refusable("eval_outputs", lambda: pm.eval_outputs(mine, rows="all"))
+        self.log.numbers.append((f"evaluation {index}", float(loss)))
+        self.log.outputs.append({name: x.detach().clone() for name, x in outputs.items()})
+        if what == "own outputs":
+            _, own = self.refusable("eval_outputs", lambda: pm.eval_outputs(mine))
+            for name, rows in part_of(outputs, sizes, pm.data_rank).items():
+                if own[name].shape != rows.shape or not torch.allclose(own[name], rows, rtol=1e-6, atol=1e-9):
+                    raise AssertionError(f"rows='own' of {name} are not those of rows='all'")
+
+    def update(self, index: int, step: Step) -> None:
+        """Clip and update, or not."""
+        pm, how = self.pm, self.case.optimizer
+        if step.update == "skip":
+            pm.zero_grad() if index % 2 else self.optimizer.zero_grad()
+            return
+        if step.update == "leave out":
+            for name, p in pm.named_parameters():
+                if fnmatch.fnmatch(name, LEFT_OUT):
+                    p.grad = None
+        if how.clip:
+            self.log.numbers.append((f"norm {index}", float(pm.clip_grad_norm_(how.clip))))
+        if how.clip_some:
+            some = [p for p in pm.parameters() if p.dim() == 1 and p.grad is not None]
+            norm = self.refusable("clip some", lambda: nn.utils.clip_grad_norm_(some, how.clip_some)) if some else None
+            if norm is not None:
+                norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+                self.log.numbers.append((f"some norm {index}", float(norm)))
+        self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
+
+    def go_on(self, plan: Plan) -> None:
+        """Save a checkpoint and go on in another program, of a module with other weights."""
+        folder = self.folder / f"checkpoints{self.num_moves}"
+        states = {} if self.schedule is None else {"schedule": self.schedule}
+        given = {"optimizer": self.optimizer} if self.case.optimizer.own else {}
+        self.refusable("save_checkpoint", lambda: self.pm.save_checkpoint(folder, states=states, **given))
+        before = self.pm, self.optimizer, self.schedule
+        self.num_moves += 1
+        try:
+            self.start(plan, self.num_moves)
+        except Refused as exc:
+            self.log.notes.append(f"move: {exc}")
+            self.pm, self.optimizer, self.schedule = before
+            return
+        states = {} if self.schedule is None else {"schedule": self.schedule}
+        given = {"optimizer": self.optimizer} if self.case.optimizer.own else {}
+        self.refusable("load_checkpoint", lambda: self.pm.load_checkpoint(folder, states=states, **given))
+
+
+_graphs: dict[str, Any] = {}
+
+
+@contextlib.contextmanager
+def _captured_once(case: Case) -> Iterator[None]:
+    """Let cases of one model share its graph, whose capture takes most of a case's time."""
+    key, real = repr((case.model, case.options, case.example, case.frozen, case.precision, case.seed)), capture_verified
+
+    def remembered(*given: Any) -> Any:
+        if key not in _graphs:
+            _graphs[key] = real(*given)
+        return _graphs[key]
+
+    autoplan.api.capture_verified = remembered if not case.verify else real  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        autoplan.api.capture_verified = real  # type: ignore[attr-defined]
+
+
+def _ours(exc: BaseException) -> bool:
+    """Return True for an error that autoplan raises itself, not one from inside torch."""
+    trace = exc.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = "" if trace is None else trace.tb_frame.f_code.co_filename
+    return bool(re.search(r"/(autoplan|runtime|cost_models)/", where)) and isinstance(exc, ValueError)
+
+
+def _break(pm: ParallelModel, breaker: str) -> None:
+    """Put a defect into a program."""
+    if breaker == "gradient":  # one parameter's gradient is scaled
+        step = pm.step
+
+        def wrong(batch: Batch | list[Batch]) -> torch.Tensor:
+            loss = step(batch)
+            for name, p in pm.named_parameters():
+                if p.grad is not None and "up.weight" in name:
+                    p.grad *= 1.001
+            return loss
+
+        pm.step = wrong  # type: ignore[method-assign]
+    elif breaker == "disagree":
+        evaluate = pm.step
+        pm.step = lambda batch: evaluate(batch) * (1 + dist.get_rank() * 1e-3)  # type: ignore[method-assign]
+    elif breaker == "fail":
+        if dist.get_rank() == 0:
+            raise KeyError(breaker)
+    else:
+        raise ValueError(f"breaker is {breaker!r}; it must be 'gradient', 'disagree' or 'fail'")
