@@ -1,10 +1,10 @@
-"""The methods of ParallelModel that read and write its state, whole or part by part."""
+"""The methods of ParallelModel that read and write its state and gradients, whole or part by part."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
@@ -17,11 +17,15 @@ from autoplan.runtime.checkpoint.contents import Stateful, Training, TrainingPro
 from autoplan.runtime.checkpoint.door import CheckpointError, Checkpoints, Resumed, Saving, root_of
 from autoplan.runtime.failure import guarded
 from autoplan.runtime.given_module import GivenModule, given_back
+from autoplan.runtime.mesh import AxisMesh
 from autoplan.runtime.model_state import ModelState
+from autoplan.runtime.norm import check_finite, limit_of, norm_of_all, order_of, scale_
 from autoplan.runtime.offload import HostShards
 from autoplan.runtime.optim import DroppedGradients
+from autoplan.runtime.params import local_of
 from autoplan.runtime.precision import LossScaler
-from autoplan.runtime.spec import ProgramSpec
+from autoplan.runtime.replicas import Replicas
+from autoplan.runtime.spec import ParamSpec, ProgramSpec
 from autoplan.runtime.state import IncompatibleKeys
 
 
@@ -34,9 +38,10 @@ class TrainingPoint(NamedTuple):
 
 
 class StateMethods:
-    """The methods of ParallelModel that handle its state. It sets the attributes."""
+    """The methods of ParallelModel that handle its state and gradients. It sets the attributes."""
 
     spec: ProgramSpec
+    mesh: AxisMesh
     device: torch.device
     optimizer: torch.optim.Optimizer | None
     loss_scaler: LossScaler | None
@@ -46,6 +51,7 @@ class StateMethods:
     given: GivenModule | None
     exporter: Any  # an Exporter, if the model is one of transformers' (autoplan.pretrained)
     _state: ModelState
+    _replicas: Replicas
     _checkpoints: Checkpoints
     _dropped: DroppedGradients | None
     _host: HostShards | None
@@ -112,6 +118,48 @@ class StateMethods:
         """Return full gradients under the original names, on the host of every rank (a collective)."""
         self._gradients_used()
         return self._state.full_tensors(lambda p: p.grad)
+
+    @guarded("grad_norm")
+    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """Return the norm of the gradient, each logical element once, on every rank; inf if the step is skipped.
+
+        Args:
+            norm_type: p of the p-norm, above 0; inf: the greatest absolute value.
+        """
+        order = order_of(norm_type)
+        self._gradients_used()
+        if self.loss_scaler is not None and self.loss_scaler.skipped:
+            return torch.full((), float("inf"), dtype=torch.float64, device=self.device)
+        mine = (grad for p, grad in self._gradients() if self._replicas.counts_here(p))
+        return norm_of_all(mine, order, self.device, self.mesh.world_size)
+
+    @guarded("clip_grad_norm_")
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; return the norm before, as torch does.
+
+        Args:
+            max_norm, norm_type: as torch's; at least 0, and above 0. The same on all ranks.
+            error_if_nonfinite: raise an error if the norm is infinite or NaN. This waits for the device.
+
+        Raises:
+            ValueError: a limit or an order that is none.
+            RuntimeError: a norm that is not finite, if asked for. All ranks raise it, gradients are unchanged.
+        """
+        limit, order = limit_of(max_norm), order_of(norm_type)
+        norm = self.grad_norm(order)
+        if error_if_nonfinite:
+            check_finite(norm, order, skipped=self.loss_scaler is not None and self.loss_scaler.skipped)
+        scale_((grad for _, grad in self._gradients()), torch.clamp(limit / (norm + 1e-6), max=1.0))
+        return norm
+
+    def _gradients(self) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
+        """Yield this rank's part of each gradient once, from where the optimizer finds it."""
+        for p, parameter in self._state.places():
+            grad = self._state.held(parameter).grad
+            if grad is not None:
+                yield p, local_of(grad)
 
     @guarded("load_state_dict")
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> IncompatibleKeys:
