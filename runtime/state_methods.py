@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from autoplan.runtime.agree import AgreedRuntimeError, agree
-from autoplan.runtime.checkpoint.contents import Stateful, Training, TrainingProgress, Updated, named, updated_of
+from autoplan.runtime.checkpoint.contents import Training, TrainingProgress, Updated, named, updated_of
 from autoplan.runtime.checkpoint.door import CheckpointError, Checkpoints, Resumed, Saving, root_of
+from autoplan.runtime.checkpoint.states import Given, Stateful
 from autoplan.runtime.failure import guarded
 from autoplan.runtime.given_module import GivenModule, given_back
 from autoplan.runtime.mesh import AxisMesh
@@ -202,6 +203,7 @@ class StateMethods:
         folder: str | os.PathLike[str],
         *,
         states: Mapping[str, Stateful] | None = None,
+        data_states: Mapping[str, Stateful] | None = None,
         keep: int | None = None,
         wait: bool = True,
         optimizer: torch.optim.Optimizer | None = None,
@@ -214,19 +216,24 @@ class StateMethods:
 
         Args:
             folder: of all checkpoints; all ranks see it.
-            states: further objects by name, such as schedulers of the learning rate; rank 0's states are stored.
+            states: further objects by name that have the same state on all ranks, such as schedulers of the learning
+                rate.
+            data_states: objects by name that have another state on every data-parallel rank, such as data loaders; the
+                same on ranks with one `data_rank`.
             keep: number of checkpoints to keep; None: all.
             wait: False: copy everything to the host and write it beside the next steps. The next call, or `wait()` of
                 what is returned, waits for it and raises its error.
             optimizer: one that you made of `parameters()`; None: `self.optimizer`.
 
         Raises:
-            CheckpointError: (on all ranks) it could not be written; older ones are unchanged, and the job can go on.
+            CheckpointError: (on all ranks) it could not be written, or ranks that must have one state have several;
+                older ones are unchanged, and the job can go on.
         """
         if self._dropped is not None and (optimizer is None or optimizer is self.optimizer):
             self._dropped.saved(self.progress.num_steps)
         with torch.inference_mode(False):  # parts of tensors that are made in inference mode cannot be detached
-            return self._checkpoints.save(self._training(optimizer), root_of(folder), states or {}, keep, wait)
+            given = Given(_or_none(states), _or_none(data_states))
+            return self._checkpoints.save(self._training(optimizer), root_of(folder), given, keep, wait)
 
     @guarded("load_checkpoint")
     def load_checkpoint(
@@ -234,6 +241,8 @@ class StateMethods:
         folder: str | os.PathLike[str],
         *,
         states: Mapping[str, Stateful] | None = None,
+        data_states: Mapping[str, Stateful] | None = None,
+        on_other_data_ranks: Callable[[int], Any] | None = None,
         step: int | None = None,
         older: bool = False,
         model_only: bool = False,
@@ -244,7 +253,10 @@ class StateMethods:
         Gradients of a step before it are dropped.
 
         Args:
-            folder, states, optimizer: as for `save_checkpoint`.
+            folder, states, data_states, optimizer: as for `save_checkpoint`.
+            on_other_data_ranks: called with the index of the next sample (`progress.num_samples`) if the checkpoint is
+                of another number of data-parallel ranks, in place of loading `data_states`; without it, those are an
+                error then.
             step: which one; None: the newest that is complete, that is, the last one written (of a training that went
                 back to an earlier step too).
             older: True: if the newest is damaged, warn and load the newest that is not, for a job that nobody watches.
@@ -257,7 +269,8 @@ class StateMethods:
         """
         with torch.inference_mode(False):  # moments that are made in inference mode could not be updated outside of it
             training = self._training(optimizer)
-            resumed = self._checkpoints.load(training, root_of(folder), states or {}, step, model_only, older)
+            given = Given(_or_none(states), _or_none(data_states), on_other_data_ranks)
+            resumed = self._checkpoints.load(training, root_of(folder), given, step, model_only, older)
         self._num_own_steps = self._num_evaluations = 0
         if resumed is not None:
             self._leave_out_gradients()
@@ -279,3 +292,7 @@ class StateMethods:
         agree(problem, self.device, CheckpointError)
         ranks = self.data_rank, self.data_world
         return Training(self._state, self.progress, optimizer, updated, self.loss_scaler, *ranks)
+
+
+def _or_none(states: Mapping[str, Stateful] | None) -> Mapping[str, Stateful]:
+    return {} if states is None else states
