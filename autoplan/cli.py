@@ -443,9 +443,7 @@ def launch(
     name: Annotated[str, typer.Option(help="Name of the job.")] = "autoplan",
     image: Annotated[str, typer.Option(help="Image of the containers; default: PyTorch's.")] = "",
     max_restarts: Annotated[int, typer.Option(help="How often the job starts again after a failure.")] = 3,
-    min_nodes: Annotated[
-        int | None, typer.Option(help="Least number of nodes that it runs on (slurm, ray); default: the plan's.")
-    ] = None,
+    min_nodes: Annotated[int | None, typer.Option(help="Least number of nodes (slurm, ray); default: all.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the file here; default: standard output.")] = None,
 ) -> None:
     """Write the job of a plan for a cluster's scheduler. It says nodes, devices, where they meet, and restarts."""

@@ -45,8 +45,9 @@ from autoplan.runtime.checkpoint.folders import (
     write_manifest,
     writing_folder,
 )
-from autoplan.runtime.checkpoint.states import Given, difference
+from autoplan.runtime.checkpoint.states import Given, differing_state
 from autoplan.runtime.checkpoint.storage import FolderReader, FolderWriter
+from autoplan.runtime.connections import noted
 from autoplan.runtime.failure import guard
 from autoplan.runtime.private import OWN
 
@@ -146,7 +147,7 @@ class Checkpoints:
         agree(problem, self._device, CheckpointError)
         assert content is not None
         ranks = training.data_rank, training.data_world
-        if (differs := difference(content.alike, content.of_data_rank, *ranks, self._device)) is not None:
+        if (differs := differing_state(content.alike, content.of_data_rank, *ranks, self._device)) is not None:
             raise CheckpointError(_failed(step, root, differs))
         if _rank() == 0:
             try:
@@ -279,7 +280,8 @@ class Checkpoints:
         A checkpoint that is written beside the training must not meet its collectives.
         """
         if _world() > 1 and self._group is None:
-            self._group = dist.new_group(backend="gloo", group_desc=OWN + "checkpoint")
+            with noted():
+                self._group = dist.new_group(backend="gloo", group_desc=OWN + "checkpoint")
         return self._group
 
 

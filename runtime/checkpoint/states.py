@@ -119,7 +119,7 @@ class Encoded:
         return out
 
 
-def difference(
+def differing_state(
     alike: Encoded, of_data_rank: Encoded, data_rank: int, data_world: int, device: torch.device
 ) -> str | None:
     """Return, on all ranks alike, which state differs between ranks that must have the same. A collective.
@@ -153,20 +153,20 @@ def difference(
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptStates:
     """The states in a checkpoint that this rank takes: an object and its encoded state each."""
 
     pairs: list[tuple[Stateful, Any]]
     problems: list[str]
 
 
-def kept_for(given: Given, facts: Mapping[str, Any], data_rank: int, data_world: int) -> Kept:
+def kept_for(given: Given, facts: Mapping[str, Any], data_rank: int, data_world: int) -> KeptStates:
     """Return the states that a rank takes from the facts of a checkpoint, and what does not fit."""
     there = facts["states"]
     of_ranks: Mapping[str, Mapping[str, Any]] = facts.get(OF_DATA_RANK, {})
     problems = _names(ALIKE, given.alike, there) + _names(OF_DATA_RANK, given.of_data_rank, of_ranks.get("0", {}))
     if problems:
-        return Kept([], problems)
+        return KeptStates([], problems)
     pairs = [(each, there[name]) for name, each in given.alike.items()]
     if given.of_data_rank and facts["data_world"] == data_world:
         pairs += [(each, of_ranks[str(data_rank)][name]) for name, each in given.of_data_rank.items()]
@@ -176,7 +176,7 @@ def kept_for(given: Given, facts: Mapping[str, Any], data_rank: int, data_world:
             f"there are {data_world} here: give on_other_data_ranks=, a function that lets the data begin at the "
             "sample of the index that it gets (pm.progress.num_samples)"
         ]
-    return Kept(pairs, problems)
+    return KeptStates(pairs, problems)
 
 
 def _names(argument: str, given: Mapping[str, Stateful], there: Mapping[str, Any]) -> list[str]:

@@ -243,8 +243,7 @@ def _sdpa(call: _Call, decides: bool) -> torch.Tensor:
     if documents is not None and q.shape[2] != k.shape[2]:  # cross-attention: the other sequence's valid tokens
         mask, documents = (documents > 0)[:, None, None, :], None
     if documents is not None or window is not None:
-        if documents is not None and padded:
-            v = values_unseen(v, documents)
+        v = values_unseen(v, documents if padded else None)
         masked: torch.Tensor = torch.ops.autoplan.masked_attention(q, k, v, documents, causal, scaling, window)
         return masked.transpose(1, 2).contiguous()
     out = F.scaled_dot_product_attention(

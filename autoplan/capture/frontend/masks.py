@@ -167,10 +167,11 @@ def documents_of(mask: torch.Tensor, causal: bool, window: int | None) -> torch.
 UNSEEING = 0  # in `documents_of`
 
 
-def values_unseen(value: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+def values_unseen(value: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
     """Return the values [b, kv, s, e] with zeros for UNSEEING tokens, which only their like see: attention is zero
-    there, as in all kernels of transformers but 'eager'."""
-    return value.masked_fill((documents == UNSEEING)[:, None, :, None], 0.0)
+    there, as in all kernels of transformers but 'eager'. Without documents of padding, None, there are no such tokens.
+    """
+    return value if documents is None else value.masked_fill((documents == UNSEEING)[:, None, :, None], 0.0)
 
 
 @dataclass(frozen=True)
