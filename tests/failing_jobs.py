@@ -51,9 +51,9 @@ def fail_in_step(rank: int, world: int, bad: int, how: str, timeout_s: float) ->
     return time.monotonic() - start, None, "no error"
 
 
-def raise_and_live(rank: int, world: int, bad: int, timeout_s: float) -> tuple[float, str, int]:
-    """Rank `bad` raises in its guard, and its script, which holds the group, goes on. Seconds until this rank's guard
-    raised, what it raised, and how many connections the group has here."""
+def raise_and_live(rank: int, world: int, bad: int, timeout_s: float, live_s: float) -> tuple[float, str, int]:
+    """Rank `bad` raises in its guard, and its script, which holds the group, goes on for `live_s`. Seconds until this
+    rank's guard raised, what it raised, and how many sockets the group has here."""
     prepare(timeout_s)
     connections.forget()
     group = private.form_groups([list(range(world))], "held")
@@ -70,8 +70,8 @@ def raise_and_live(rank: int, world: int, bad: int, timeout_s: float) -> tuple[f
         said = str(error)
     seconds = time.monotonic() - start
     if rank == bad:
-        time.sleep(min(timeout_s, 6.0))
-    threading.Timer(8.0 if rank == bad else 0.3, os._exit, (1,)).start()
+        time.sleep(live_s)
+    end_soon()
     assert group is not None
     return seconds, said, num
 
