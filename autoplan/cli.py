@@ -443,13 +443,14 @@ def launch(
     name: Annotated[str, typer.Option(help="Name of the job.")] = "autoplan",
     image: Annotated[str, typer.Option(help="Image of the containers; default: PyTorch's.")] = "",
     max_restarts: Annotated[int, typer.Option(help="How often the job starts again after a failure.")] = 3,
+    min_nodes: Annotated[int | None, typer.Option(help="Least number of nodes (slurm, ray); default: all.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the file here; default: standard output.")] = None,
 ) -> None:
     """Write the job of a plan for a cluster's scheduler. It says nodes, devices, where they meet, and restarts."""
     from autoplan.report.launch import IMAGE, launch_command
 
     settings = {"script": script, "name": name, "image": image or IMAGE, "max_restarts": max_restarts}
-    launch_command(plan, to, out, **settings)
+    launch_command(plan, to, out, min_nodes=min_nodes, **settings)
 
 
 @app.command()

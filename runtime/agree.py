@@ -140,11 +140,15 @@ def first_difference(entries: Mapping[str, str | int], device: torch.device | st
     raise RuntimeError("digests of the ranks' entries differ, but no entry does")
 
 
-def different(prints: Sequence[int], device: torch.device | str) -> list[bool]:
-    """Return, for each of these numbers below 2**62, True if ranks differ in it. A collective: one all-reduce."""
-    if not prints:
-        return []
-    seen = torch.tensor([[p, -p] for p in prints], dtype=torch.int64, device=device)
+def different(prints: Sequence[int | None], device: torch.device | str) -> list[bool]:
+    """Return, for each of these numbers below 2**62, True if ranks differ in it. A collective: one all-reduce.
+
+    A rank with None takes no part in a number; some rank does.
+    """
+    if not prints or not dist.is_initialized() or dist.get_world_size() == 1:
+        return [False] * len(prints)
+    pairs = [[_NONE, _NONE] if p is None else [p, -p] for p in prints]
+    seen = torch.tensor(pairs, dtype=torch.int64, device=device)
     dist.all_reduce(seen, op=dist.ReduceOp.MAX)
     return [most != -least for most, least in seen.tolist()]
 
@@ -152,6 +156,7 @@ def different(prints: Sequence[int], device: torch.device | str) -> list[bool]:
 # -- fingerprints -----------------------------------------------------------------------------------------------------
 
 _MASK = (1 << 62) - 1  # its negative is an int64 too
+_NONE = -(1 << 63)  # below all of them
 
 
 def fingerprint(tensors: Mapping[str, Any], num_elements: int | None = None) -> int:

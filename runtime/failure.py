@@ -2,14 +2,15 @@
 
 How the other ranks end:
 
-- With gloo, connections close when the process of the failing rank ends, often when it leaves ``guard``.
+- With gloo, the failing rank closes its connections when it leaves ``guard`` (autoplan.runtime.connections), whether or
+  not its process lives on.
 - With NCCL, a rank may wait for its device, where no error reaches it. Its watch aborts the communicators a second or
   two after it learns that a rank failed, and the call into autoplan raises, whatever the device returned. A value that
   the script waits for between calls (``loss.item()``) is then worthless, and its next call raises. (Never run on a GPU.
   If torch's own watchdog sees the broken connection first, it ends the process.)
-- When a rank is stopped, hangs or lives on, the timeout of collectives ends the others: 10 minutes, ``timeout_s=``, or
-  the variable AUTOPLAN_TIMEOUT_S. It is also made the default of all later groups, because a DeviceMesh's groups do not
-  inherit it: build meshes after ``init_process_group``.
+- When a rank is stopped or hangs, or lives on with a group of the caller's, the timeout of collectives ends the
+  others: 10 minutes, ``timeout_s=``, or the variable AUTOPLAN_TIMEOUT_S. It is also made the default of all later
+  groups, because a DeviceMesh's groups do not inherit it: build meshes after ``init_process_group``.
 
 How they learn the reason: every rank answers questions over its own socket (autoplan.runtime.peers). A rank that
 raises, or whose script ends, tells its neighbours before its connections close. A rank whose collective breaks looks at
@@ -41,7 +42,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from autoplan.runtime import activity, private
+from autoplan.runtime import activity, connections, private
 from autoplan.runtime.agree import is_agreed
 from autoplan.runtime.news import News, NewsKind
 from autoplan.runtime.peers import Address, Listener, Silence, route_to
@@ -144,7 +145,10 @@ def init_process_group(backend: str | None = None, *, timeout_s: float | None = 
         timeout_s: see ``timeout_of``.
         options: passed on (rank, world_size, store, init_method, device_id, ...).
     """
-    dist.init_process_group(backend, timeout=timeout_of(timeout_s), **options)
+    with connections.noted():
+        dist.init_process_group(backend, timeout=timeout_of(timeout_s), **options)
+    if (endpoint := private.store_endpoint(private.default_store())) is not None:
+        connections.spare(endpoint[1])
     watch(timeout_s)
 
 
@@ -354,6 +358,7 @@ def _after_fork() -> None:
     if _state is not None and _state.listener is not None:
         _state.listener.drop()
     _state = None
+    connections.forget()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -521,6 +526,7 @@ def _leave(failure: RankFailure) -> None:
         if not state.aborted and private.nccl_groups():
             # torch's watchdog ends processes whose NCCL connections break: let their own watch act first
             time.sleep(HEAD_START_S)
+    connections.shut_down()
     with contextlib.suppress(Exception):
         private.abort_process_groups()
 

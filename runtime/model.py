@@ -22,12 +22,11 @@ from autoplan.runtime.checkpoint.door import Checkpoints
 from autoplan.runtime.compiled import compile_blocks
 from autoplan.runtime.compression import Compression
 from autoplan.runtime.evaluate import Waves, only_trains
-from autoplan.runtime.failure import guard, guarded
+from autoplan.runtime.failure import guard
 from autoplan.runtime.given_module import GivenModule
 from autoplan.runtime.host_memory import give_back_freed_memory
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.model_state import ModelState
-from autoplan.runtime.norm import scale_, square_sum
 from autoplan.runtime.offload import PARAMETERS, HostShards, check_offload
 from autoplan.runtime.optim import DroppedGradients, check_elementwise, guard_step, keep_parameters, on_local_shards
 from autoplan.runtime.outputs import Each, Outputs, why_no_outputs
@@ -36,7 +35,6 @@ from autoplan.runtime.params import (
     declare,
     fill,
     fill_buffers,
-    local_of,
     reduce_deferred,
 )
 from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
@@ -550,32 +548,6 @@ class ParallelModel(StateMethods):
             )
             self._runner_shape = shape
         return self._runner
-
-    @guarded("grad_norm")
-    def grad_norm(self) -> torch.Tensor:
-        """Return the L2 norm of the gradient, each logical element once, on every rank; inf if the step is skipped."""
-        self._gradients_used()
-        if self.loss_scaler is not None and self.loss_scaler.skipped:
-            return torch.full((), float("inf"), dtype=torch.float64, device=self.device)
-        total = square_sum((grad for p, grad in self._gradients() if self._replicas.counts_here(p)), self.device)
-        if self.mesh.world_size > 1:
-            dist.all_reduce(total)
-        return total.sqrt()
-
-    @guarded("clip_grad_norm_")
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their norm is at most `max_norm`; return the norm before, as torch does."""
-        norm = self.grad_norm()
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        scale_((grad for _, grad in self._gradients()), factor)
-        return norm
-
-    def _gradients(self) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
-        """Yield this rank's part of each gradient once, from where the optimizer finds it."""
-        for p, parameter in self._state.places():
-            grad = self._held(parameter).grad
-            if grad is not None:
-                yield p, local_of(grad)
 
     def _stored_dtype(self, p: ParamSpec) -> torch.dtype:
         """Return the dtype in which a parameter is stored: that of its values, unless another was asked for."""

@@ -41,7 +41,8 @@ RECEIVES_INTO_FRESH_BUFFERS, `end_of_backward`, `mend_simulated_groups`.
 | _guards.TracingContext, distributed_c10d._resolve_process_group (in ring.py, convert.py, exchange.py) | a ring of sends and receives is one operator of a compiled graph, which takes the name of its group | |
 | _guards.detect_fake_mode, ShapeEnv.create_unbacked_symint, ignore_fresh_unbacked_symbols, fx.experimental.proxy_tensor.get_proxy_mode (new_size, ignored_sizes) | experts are a node of a compiled graph, inside which rows have sizes that depend on values | |
 | ProcessGroup.group_desc | tells the groups that autoplan made from the caller's | |
-| distributed_c10d._abort_process_group | closes the connections of a failing rank at once, so that its peers do not wait for the timeout | |
+| distributed_c10d._abort_process_group | closes the connections of a failing rank at once, so that its peers do not wait for the timeout; over gloo it leaves them open | |
+| gloo's sockets (/proc/self/fd, /proc/self/fdinfo; in connections.py) | closes the connections of a failing rank whose process lives on: gloo's abort and shutdown do nothing | |
 
 A torch upgrade reads this table first; `make versions TORCH=...` runs the tests that cover each row on another version
 (experiments/compatibility/versions.py).
@@ -64,6 +65,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import _RecvInfo
 
+from autoplan.runtime import connections
 from autoplan.runtime.lives import of_this_life
 
 # True if torch allocates receive buffers at the receive and frees them when they are used.
@@ -191,7 +193,8 @@ def form_groups(groups: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup
     description = OWN + name
     if bound_device() is not None:
         return dist.split_group(split_ranks=[list(g) for g in groups], group_desc=description)
-    made = [dist.new_group(list(ranks), group_desc=description) for ranks in groups]
+    with connections.noted():
+        made = [dist.new_group(list(ranks), group_desc=description) for ranks in groups]
     return next((group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks), None)
 
 

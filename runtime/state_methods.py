@@ -1,10 +1,10 @@
-"""The methods of ParallelModel that read and write its state, whole or part by part."""
+"""The methods of ParallelModel that read and write its state and gradients, whole or part by part."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
@@ -13,15 +13,20 @@ import torch.distributed as dist
 from torch import nn
 
 from autoplan.runtime.agree import AgreedRuntimeError, agree
-from autoplan.runtime.checkpoint.contents import Stateful, Training, TrainingProgress, Updated, named, updated_of
+from autoplan.runtime.checkpoint.contents import Training, TrainingProgress, Updated, named, updated_of
 from autoplan.runtime.checkpoint.door import CheckpointError, Checkpoints, Resumed, Saving, root_of
+from autoplan.runtime.checkpoint.states import Given, Stateful
 from autoplan.runtime.failure import guarded
 from autoplan.runtime.given_module import GivenModule, given_back
+from autoplan.runtime.mesh import AxisMesh
 from autoplan.runtime.model_state import ModelState
+from autoplan.runtime.norm import check_finite, limit_of, norm_of_all, order_of, scale_
 from autoplan.runtime.offload import HostShards
 from autoplan.runtime.optim import DroppedGradients
+from autoplan.runtime.params import local_of
 from autoplan.runtime.precision import LossScaler
-from autoplan.runtime.spec import ProgramSpec
+from autoplan.runtime.replicas import Replicas
+from autoplan.runtime.spec import ParamSpec, ProgramSpec
 from autoplan.runtime.state import IncompatibleKeys
 
 
@@ -34,9 +39,10 @@ class TrainingPoint(NamedTuple):
 
 
 class StateMethods:
-    """The methods of ParallelModel that handle its state. It sets the attributes."""
+    """The methods of ParallelModel that handle its state and gradients. It sets the attributes."""
 
     spec: ProgramSpec
+    mesh: AxisMesh
     device: torch.device
     optimizer: torch.optim.Optimizer | None
     loss_scaler: LossScaler | None
@@ -46,6 +52,7 @@ class StateMethods:
     given: GivenModule | None
     exporter: Any  # an Exporter, if the model is one of transformers' (autoplan.pretrained)
     _state: ModelState
+    _replicas: Replicas
     _checkpoints: Checkpoints
     _dropped: DroppedGradients | None
     _host: HostShards | None
@@ -113,6 +120,48 @@ class StateMethods:
         self._gradients_used()
         return self._state.full_tensors(lambda p: p.grad)
 
+    @guarded("grad_norm")
+    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """Return the norm of the gradient, each logical element once, on every rank; inf if the step is skipped.
+
+        Args:
+            norm_type: p of the p-norm, above 0; inf: the greatest absolute value.
+        """
+        order = order_of(norm_type)
+        self._gradients_used()
+        if self.loss_scaler is not None and self.loss_scaler.skipped:
+            return torch.full((), float("inf"), dtype=torch.float64, device=self.device)
+        mine = (grad for p, grad in self._gradients() if self._replicas.counts_here(p))
+        return norm_of_all(mine, order, self.device, self.mesh.world_size)
+
+    @guarded("clip_grad_norm_")
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; return the norm before, as torch does.
+
+        Args:
+            max_norm, norm_type: as torch's; at least 0, and above 0. The same on all ranks.
+            error_if_nonfinite: raise an error if the norm is infinite or NaN. This waits for the device.
+
+        Raises:
+            ValueError: a limit or an order that is none.
+            RuntimeError: a norm that is not finite, if asked for. All ranks raise it, gradients are unchanged.
+        """
+        limit, order = limit_of(max_norm), order_of(norm_type)
+        norm = self.grad_norm(order)
+        if error_if_nonfinite:
+            check_finite(norm, order, skipped=self.loss_scaler is not None and self.loss_scaler.skipped)
+        scale_((grad for _, grad in self._gradients()), torch.clamp(limit / (norm + 1e-6), max=1.0))
+        return norm
+
+    def _gradients(self) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
+        """Yield this rank's part of each gradient once, from where the optimizer finds it."""
+        for p, parameter in self._state.places():
+            grad = self._state.held(parameter).grad
+            if grad is not None:
+                yield p, local_of(grad)
+
     @guarded("load_state_dict")
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> IncompatibleKeys:
         """Load full tensors by original name, as `nn.Module.load_state_dict` does (a collective).
@@ -154,6 +203,7 @@ class StateMethods:
         folder: str | os.PathLike[str],
         *,
         states: Mapping[str, Stateful] | None = None,
+        data_states: Mapping[str, Stateful] | None = None,
         keep: int | None = None,
         wait: bool = True,
         optimizer: torch.optim.Optimizer | None = None,
@@ -166,19 +216,24 @@ class StateMethods:
 
         Args:
             folder: of all checkpoints; all ranks see it.
-            states: further objects by name, such as schedulers of the learning rate; rank 0's states are stored.
+            states: further objects by name that have the same state on all ranks, such as schedulers of the learning
+                rate.
+            data_states: objects by name that have another state on every data-parallel rank, such as data loaders; the
+                same on ranks with one `data_rank`.
             keep: number of checkpoints to keep; None: all.
             wait: False: copy everything to the host and write it beside the next steps. The next call, or `wait()` of
                 what is returned, waits for it and raises its error.
             optimizer: one that you made of `parameters()`; None: `self.optimizer`.
 
         Raises:
-            CheckpointError: (on all ranks) it could not be written; older ones are unchanged, and the job can go on.
+            CheckpointError: (on all ranks) it could not be written, or ranks that must have one state have several;
+                older ones are unchanged, and the job can go on.
         """
         if self._dropped is not None and (optimizer is None or optimizer is self.optimizer):
             self._dropped.saved(self.progress.num_steps)
         with torch.inference_mode(False):  # parts of tensors that are made in inference mode cannot be detached
-            return self._checkpoints.save(self._training(optimizer), root_of(folder), states or {}, keep, wait)
+            given = Given(_or_none(states), _or_none(data_states))
+            return self._checkpoints.save(self._training(optimizer), root_of(folder), given, keep, wait)
 
     @guarded("load_checkpoint")
     def load_checkpoint(
@@ -186,6 +241,8 @@ class StateMethods:
         folder: str | os.PathLike[str],
         *,
         states: Mapping[str, Stateful] | None = None,
+        data_states: Mapping[str, Stateful] | None = None,
+        on_other_data_ranks: Callable[[int], Any] | None = None,
         step: int | None = None,
         older: bool = False,
         model_only: bool = False,
@@ -196,7 +253,10 @@ class StateMethods:
         Gradients of a step before it are dropped.
 
         Args:
-            folder, states, optimizer: as for `save_checkpoint`.
+            folder, states, data_states, optimizer: as for `save_checkpoint`.
+            on_other_data_ranks: called with the index of the next sample (`progress.num_samples`) if the checkpoint is
+                of another number of data-parallel ranks, in place of loading `data_states`; without it, those are an
+                error then.
             step: which one; None: the newest that is complete, that is, the last one written (of a training that went
                 back to an earlier step too).
             older: True: if the newest is damaged, warn and load the newest that is not, for a job that nobody watches.
@@ -209,7 +269,8 @@ class StateMethods:
         """
         with torch.inference_mode(False):  # moments that are made in inference mode could not be updated outside of it
             training = self._training(optimizer)
-            resumed = self._checkpoints.load(training, root_of(folder), states or {}, step, model_only, older)
+            given = Given(_or_none(states), _or_none(data_states), on_other_data_ranks)
+            resumed = self._checkpoints.load(training, root_of(folder), given, step, model_only, older)
         self._num_own_steps = self._num_evaluations = 0
         if resumed is not None:
             self._leave_out_gradients()
@@ -231,3 +292,7 @@ class StateMethods:
         agree(problem, self.device, CheckpointError)
         ranks = self.data_rank, self.data_world
         return Training(self._state, self.progress, optimizer, updated, self.loss_scaler, *ranks)
+
+
+def _or_none(states: Mapping[str, Stateful] | None) -> Mapping[str, Stateful]:
+    return {} if states is None else states

@@ -10,7 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from autoplan.runtime import activity, failure
+from autoplan.runtime import activity, connections, failure, private
 from autoplan.runtime.failure import RankFailure, guard, work_of_first
 
 # As failure.GRACE_S, shorter.
@@ -49,6 +49,31 @@ def fail_in_step(rank: int, world: int, bad: int, how: str, timeout_s: float) ->
         end_soon()
         return time.monotonic() - start, error.rank, str(error)
     return time.monotonic() - start, None, "no error"
+
+
+def raise_and_live(rank: int, world: int, bad: int, timeout_s: float, live_s: float) -> tuple[float, str, int]:
+    """Rank `bad` raises in its guard, and its script, which holds the group, goes on for `live_s`. Seconds until this
+    rank's guard raised, what it raised, and how many sockets the group has here."""
+    prepare(timeout_s)
+    connections.forget()
+    group = private.form_groups([list(range(world))], "held")
+    num = len(connections._noted)
+    torch.distributed.all_reduce(torch.ones(1), group=group)
+    start, said = time.monotonic(), ""
+    try:
+        with guard(rank, "step"):
+            if rank == bad:
+                time.sleep(0.2)
+                raise ZeroDivisionError("a stage")
+            dist.all_reduce(torch.ones(1), group=group)
+    except RankFailure as error:
+        said = str(error)
+    seconds = time.monotonic() - start
+    if rank == bad:
+        time.sleep(live_s)
+    end_soon()
+    assert group is not None
+    return seconds, said, num
 
 
 def unguarded(rank: int, world: int, bad: int) -> str:

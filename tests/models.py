@@ -146,16 +146,17 @@ def token_batch(batch: int, seq: int, seed: int = 1, vocab: int = 96, ignore: fl
     return {"input_ids": ids, "labels": labels}
 
 
-def make_windowed(seed: int = 0, mixed: bool = False) -> nn.Module:
+def make_windowed(seed: int = 0, mixed: bool = False, **extra: Any) -> nn.Module:
     """A small Mistral whose every layer sees 5 tokens, or a Qwen2 whose first two layers see all and the others 7."""
     from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
     model: nn.Module
     if mixed:
-        model = Qwen2ForCausalLM(Qwen2Config(**DENSE, use_sliding_window=True, sliding_window=7, max_window_layers=2))
+        window = dict(use_sliding_window=True, sliding_window=7, max_window_layers=2)
+        model = Qwen2ForCausalLM(Qwen2Config(**DENSE, **window, **extra))
     else:
-        model = MistralForCausalLM(MistralConfig(**DENSE, sliding_window=5))
+        model = MistralForCausalLM(MistralConfig(**DENSE, sliding_window=5, **extra))
     return model
 
 
@@ -168,10 +169,7 @@ def with_documents(batch: dict[str, torch.Tensor], packed: bool, left: bool = Fa
         return {**batch, "position_ids": torch.where(place < length, place, place - length)}
     mask = (place >= s - length if left else place < length).long()
     out = {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
-    if not left:
-        return out
-    out["labels"] = out["labels"].masked_fill(place == s - length, -100)  # padding would have to predict it
-    return {**out, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    return {**out, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if left else out
 
 
 MOE = dict(vocab_size=96, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=64)

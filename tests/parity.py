@@ -165,7 +165,7 @@ def make_model(family: str, dropout: float) -> torch.nn.Module:
         return models.make_detached()
     if family == "gpt-balanced-aux":
         return models.make_balanced()
-    if family in ("mistral", "mistral-padded", "mistral-packed", "qwen2-mixed"):
+    if family in ("mistral", "mistral-padded", "mistral-packed", "mistral-left", "qwen2-mixed"):
         return models.make_windowed(mixed=family == "qwen2-mixed")
     if family == "gemma2":
         return models.make_gemma2()
@@ -198,8 +198,8 @@ def names_of(family: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.Ten
         if is_hf(family):
             return {"input_ids": ids, "labels": labels}
         return {"source": ids, "target": ids.flip(1)[:, :TARGET].contiguous(), "labels": labels}
-    if family.split("-")[1:2] in (["padded"], ["packed"]):
-        return models.with_documents(batch, packed="packed" in family)
+    if family.split("-")[1:2] in (["padded"], ["packed"], ["left"]):
+        return models.with_documents(batch, packed="packed" in family, left="left" in family)
     return batch if is_hf(family) else {"ids": batch["input_ids"], "labels": batch["labels"]}
 
 

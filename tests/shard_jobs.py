@@ -69,6 +69,42 @@ def use(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, st
     return found
 
 
+def norms(
+    rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str], orders: list[float]
+) -> tuple[list[tuple[float, float, dict[str, torch.Tensor]]], list[str]]:
+    """For each order: the norm, the norm after clipping to the half of it, and the clipped gradients. Then what is said
+    of an order that is none, and of one NaN, on the last rank that counts any, in each order; the gradients are as they
+    were then."""
+    pm = model_of(case, spec_json, sources, torch.float64)
+    batch, found, said = part_of(global_batch(case), pm.data_rank, pm.data_world), [], []
+    for order in orders:
+        pm.step(batch)
+        norm = float(pm.grad_norm(order))
+        assert float(pm.clip_grad_norm_(0.5 * norm, norm_type=order, error_if_nonfinite=True)) == norm
+        found.append((norm, float(pm.grad_norm(order)), pm.gradients()))
+    for bad in ({"norm_type": 0.0}, {"norm_type": float("nan")}):
+        said.append(_error(lambda bad=bad: pm.clip_grad_norm_(1.0, **bad)))
+    counted = [grad for p, grad in pm._gradients() if pm._replicas.counts_here(p) and grad.numel()]
+    of_ranks: list[Any] = [None] * world
+    dist.all_gather_object(of_ranks, bool(counted))
+    if rank == max(r for r in range(world) if of_ranks[r]):
+        counted[-1][(0,) * counted[-1].dim()] = float("nan")
+    before = [grad.clone() for _, grad in pm._gradients()]
+    for order in orders:
+        said.append(_error(lambda order=order: pm.clip_grad_norm_(1.0, order, error_if_nonfinite=True)))
+    for (_, grad), old in zip(pm._gradients(), before, strict=True):
+        torch.testing.assert_close(grad, old, rtol=0, atol=0, equal_nan=True)
+    return found, said
+
+
+def _error(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except (RuntimeError, ValueError) as exc:
+        return f"{type(exc).__name__}: {exc}"
+    return ""
+
+
 def own_optimizer(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]) -> float:
     """Largest difference between an optimizer made of `pm.parameters()` and the program's own, two steps."""
 

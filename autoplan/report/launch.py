@@ -34,6 +34,12 @@ TEMPLATES: Mapping[str, str] = {
     "ray": "ray.py",
     "skypilot": "skypilot.yaml",
 }
+# Schedulers whose jobs have one number of nodes.
+_FIXED_NODES: Mapping[str, str] = {
+    "trainjob": "numNodes of a TrainJob is one number",
+    "jobset": "a JobSet has as many pods as its parallelism says, and ends when all of them have completed",
+    "skypilot": "num_nodes of a SkyPilot task is one number",
+}
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 
 
@@ -45,6 +51,7 @@ def launch_text(
     name: str = "autoplan",
     image: str = IMAGE,
     max_restarts: int = 3,
+    min_nodes: int | None = None,
 ) -> str:
     """Return the launch file of a plan.
 
@@ -55,10 +62,12 @@ def launch_text(
         name: of the job, as Kubernetes takes names.
         image: of the containers.
         max_restarts: how often the job starts again after a failure.
+        min_nodes: the least number of nodes that the job runs on, for slurm and ray; None: those of the plan. On fewer
+            nodes than those the script has to plan for itself (`parallelize(model, "local")`).
 
     Raises:
-        PinError: an unknown scheduler, a name that Kubernetes refuses, no script, a negative number of restarts, or a
-            plan file that is none.
+        PinError: an unknown scheduler, a name that Kubernetes refuses, no script, a negative number of restarts, a
+            range of nodes that is none or that the scheduler has no field for, or a plan file that is none.
     """
     if to not in TEMPLATES:
         raise PinError(f"no launch file for {to!r}; there are {', '.join(TEMPLATES)}")
@@ -72,7 +81,28 @@ def launch_text(
     if max_restarts < 0:
         raise PinError(f"--max-restarts {max_restarts} must be at least 0")
     cluster = read_plan_file(_plan_file(plan)).request.cluster
-    return _rendered(to, cluster, words, {"name": name, "image": image, "max_restarts": max_restarts})
+    least = _least_nodes(to, min_nodes, cluster.num_nodes)
+    given = {"name": name, "image": image, "max_restarts": max_restarts, "least": least}
+    return _rendered(to, cluster, words, given)
+
+
+def _least_nodes(to: str, min_nodes: int | None, nodes: int) -> int:
+    """Return the least number of nodes that a job runs on.
+
+    Raises:
+        PinError: it is not between 1 and the plan's number of nodes, or the scheduler has no range of nodes.
+    """
+    if min_nodes is None or min_nodes == nodes:
+        return nodes
+    if not 1 <= min_nodes <= nodes:
+        raise PinError(f"--min-nodes {min_nodes}: the plan has {nodes} nodes; give 1 to {nodes}")
+    if to in _FIXED_NODES:
+        ranged = " and ".join(each for each in TEMPLATES if each not in _FIXED_NODES)
+        raise PinError(
+            f"--min-nodes {min_nodes}: {_FIXED_NODES[to]}; {ranged} take a range of nodes. For another number of nodes "
+            f"write a {to} file of a plan for it"
+        )
+    return min_nodes
 
 
 def _plan_file(plan: Path) -> Path:

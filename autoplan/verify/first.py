@@ -25,7 +25,6 @@ from autoplan.program.lower import identifier
 from autoplan.program.statements import Op
 from autoplan.verify.one_device import MODULE, OneDevice, load_stage
 from autoplan.verify.runs import ADVICE, VerifyTask, WideTensors, Wrong, run_graph, run_module
-from autoplan.verify.sample import MASKS
 
 _HIDDEN = 1e29
 _CLOSE = 1e-10  # relative, of fingerprints: both sides are float64
@@ -239,19 +238,7 @@ def explain_difference(
         where = _where(task, compiled, tensors, batch, wrong)
     except Exception as exc:  # the difference itself must be reported in any case
         where = f". The first value that differs was not found ({type(exc).__name__}: {exc})"
-    return f"{text}{where}. {_of_padding(batch)}{ADVICE}"
-
-
-def _of_padding(batch: Mapping[str, torch.Tensor]) -> str:
-    """Return what may be the reason if samples begin with padding; '' if none does."""
-    masks = (batch[name] for name in MASKS if name in batch)
-    if not any(mask.dim() == 2 and bool((mask[:, 0] == 0).any()) for mask in masks):
-        return ""
-    return (
-        "Samples begin with padding, which attends to nothing: what attention returns there differs between the "
-        "kernels of transformers (NaN in eager attention), and the program lets it see itself. A causal model predicts "
-        "the first valid token of a sample from there: ignore its label (-100), or pad on the right. Otherwise: "
-    )
+    return f"{text}{where}. {ADVICE}"
 
 
 def _where(

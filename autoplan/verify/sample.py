@@ -18,7 +18,7 @@ from autoplan.ops.table import op_kind, op_record
 SymbolSizes = Mapping[str, int]
 
 _SEED = 0
-MASKS = ("attention_mask", "decoder_attention_mask")  # inputs of Hugging Face models: 1 for valid tokens
+_MASKS = ("attention_mask", "decoder_attention_mask")  # inputs of Hugging Face models: 1 for valid tokens
 _POSITIONS = ("position_ids", "decoder_position_ids")
 _LEAST_TOKENS = 8
 
@@ -128,7 +128,7 @@ def draw_batch(graph: ModelGraph, example: Mapping[str, torch.Tensor], sizes: Sy
         for dim, size in enumerate(shape):
             tensor = tensor.index_select(dim, torch.arange(size) % tensor.shape[dim])
         batch[name] = _drawn(name, tensor, uses[name], generator)
-    for name in MASKS:
+    for name in _MASKS:
         if name in batch:
             _pad(graph, uses, batch, name)
     return batch
@@ -145,7 +145,7 @@ def _drawn(name: str, tensor: torch.Tensor, use: _Use, generator: torch.Generato
     labels = use.classes is not None
     if labels and not equal and tensor.dim() > 1:  # the part that is the prompt may have no label that counts
         equal = not bool((tensor.flatten(1) != use.ignore_index).sum(1).gt(1).any())
-    if not equal or use.limit is None or name in MASKS:
+    if not equal or use.limit is None or name in _MASKS:
         return tensor
     out = torch.randint(0, use.limit, tensor.shape, generator=generator, dtype=tensor.dtype)
     if labels and tensor.dim() > 1:

@@ -18,7 +18,7 @@ from autoplan.runtime.embedding import vocab_parallel_embedding
 from autoplan.runtime.experts import experts
 from autoplan.runtime.loss import cross_entropy_sum, vocab_parallel_cross_entropy_sum
 from autoplan.runtime.mesh import AxisMesh, current_mesh, use_mesh
-from autoplan.runtime.norm import scale_, square_sum
+from autoplan.runtime.norm import power_sum, scale_
 from autoplan.runtime.optim import on_local_shards
 from autoplan.runtime.precision import LossScaler
 from autoplan.runtime.ring import Part, _join, attend, attend_backward
@@ -192,10 +192,10 @@ def _of_all_parameters(run: Run) -> None:
             gradients = [torch.randn(*shape).to(dtype) for shape in shapes]
             here = [g.to(run.device, copy=True) for g in gradients]
             norm = torch.stack([g.double().square().sum() for g in gradients]).sum()
-            errors = {"norm": difference(square_sum(here, run.device), norm)}
+            errors = {"norm": difference(power_sum(here, 2, run.device), norm)}
             scale_(here, torch.full((), 0.5, dtype=torch.float64, device=run.device))
             errors["scaled"] = max(difference(mine, 0.5 * g.double()) for mine, g in zip(here, gradients, strict=True))
-            seconds = run.median_s(lambda: square_sum(here, run.device))  # noqa: B023
+            seconds = run.median_s(lambda: power_sum(here, 2, run.device))  # noqa: B023
             run.write(name, errors["norm"] < 1e-12 and errors["scaled"] == 0, **errors, ms=1e3 * seconds)
     with run.case("gradients of float16 unscaled, and refused"):
         parameters = [torch.nn.Parameter(torch.zeros(shape, device=run.device)) for shape in shapes]

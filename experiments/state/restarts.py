@@ -65,7 +65,7 @@ PLACES: Mapping[str, Place] = {
     "making the program": Place("autoplan.api", "ParallelModel", 1),
     "forward": Place("autoplan.runtime.pipeline.PipelineRunner", "run", DIES_AT),
     "backward": Place("autoplan.runtime.model", "reduce_deferred", DIES_AT),
-    "norm of the gradient": Place("autoplan.runtime.model", "square_sum", DIES_AT),
+    "norm of the gradient": Place("autoplan.runtime.state_methods", "norm_of_all", DIES_AT),
     "optimizer": Place("torch.optim.AdamW", "step", DIES_AT),
     "checkpoint: before it is gathered": Place(_DOOR, "content_of", 2),
     "checkpoint: before its file": Place(*_FILES, 2),

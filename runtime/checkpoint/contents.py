@@ -6,6 +6,7 @@ Tensors have one key each, whatever ranks hold parts of them:
     optimizer/KEY/NAME       what the optimizer keeps for a parameter, e.g. optimizer/exp_avg/NAME
     random/DATA_RANK/KIND    states of random generators (torch, cuda, python, numpy) of a data-parallel rank
     states/NAME/I            tensors in the states of the caller's own objects
+    data_states/DATA_RANK/NAME/I    tensors in the states of objects of a data-parallel rank
 
 The rest, the *facts*, is JSON: steps, samples and the seed of dropout, options of the optimizer by parameter, the loss
 scaler, the states of the caller's objects. Every rank has some of it, and rank 0 merges them (`merged_facts`).
@@ -17,13 +18,14 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from autoplan.runtime.checkpoint.states import ALIKE, OF_DATA_RANK, Encoded, Given, Stateful, kept_for
 from autoplan.runtime.checkpoint.values import Encoder, decode, tensor_keys
 from autoplan.runtime.mesh import AxisMesh
 from autoplan.runtime.model_state import ModelState
@@ -37,16 +39,6 @@ StateFacts = dict[str, Any]
 
 # Options that say how an update is computed, not what: they depend on the device and the parameters of a rank.
 _OF_KERNELS = frozenset({"foreach", "fused"})
-
-
-class Stateful(Protocol):
-    """An object with a state: a scheduler of the learning rate, a data loader, metrics."""
-
-    def state_dict(self) -> Any:
-        """Return the state."""
-
-    def load_state_dict(self, state: Any, /) -> Any:
-        """Take a state that `state_dict` returned."""
 
 
 @dataclass
@@ -88,14 +80,20 @@ class Training:
 
 @dataclass
 class Content:
-    """This rank's part of a checkpoint."""
+    """This rank's part of a checkpoint.
+
+    Attributes:
+        alike, of_data_rank: the states of the caller's objects, which ranks are to compare.
+    """
 
     tensors: _Tensors
     facts: StateFacts
+    alike: Encoded
+    of_data_rank: Encoded
 
     def staged(self) -> Content:
         """Return a copy on the host that later steps do not change."""
-        return Content({key: _copy(t) for key, t in self.tensors.items()}, self.facts)
+        return replace(self, tensors={key: _copy(t) for key, t in self.tensors.items()})
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,8 +105,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 # -- what there is ----------------------------------------------------------------------------------------------------
 
 
-def content_of(training: Training, states: Mapping[str, Stateful], rank: int) -> Content:
-    """Return this rank's part of a checkpoint. `states` by name; rank 0's are stored.
+def content_of(training: Training, given: Given, rank: int) -> Content:
+    """Return this rank's part of a checkpoint, with the states of the caller's objects.
 
     Raises:
         TypeError: something that is not stored; says what and where.
@@ -140,18 +138,13 @@ def content_of(training: Training, states: Mapping[str, Stateful], rank: int) ->
     # by one rank alone: the ranks of one data rank may have drawn different numbers
     first = _is_first_of_data_rank(state.mesh)
     facts["random"] = {str(training.data_rank): _random_state(training, tensors)} if first else {}
-    if rank == 0:
-        facts["states"] = {}
-        for name, stateful in states.items():
-            encoder = Encoder(f"states/{name}/")
-            facts["states"][name] = encoder.encode(stateful.state_dict(), f"states[{name!r}]")
-            if any(isinstance(tensor, DTensor) for tensor in encoder.tensors.values()):
-                raise TypeError(
-                    f"states[{name!r}] holds this rank's parts of tensors, and of states only rank 0's are stored; "
-                    "give an optimizer as optimizer="
-                )
-            tensors |= encoder.tensors
-    return Content(tensors, facts)
+    alike = Encoded.of(ALIKE, given.alike, ALIKE)
+    of_data_rank = Encoded.of(OF_DATA_RANK, given.of_data_rank, f"{OF_DATA_RANK}/{training.data_rank}")
+    facts[ALIKE] = alike.facts
+    facts[OF_DATA_RANK] = {str(training.data_rank): of_data_rank.facts} if first else {}
+    for encoded, written in ((alike, rank == 0), (of_data_rank, first)):
+        tensors |= encoded.tensors if written else {}
+    return Content(tensors, facts, alike, of_data_rank)
 
 
 def _is_first_of_data_rank(mesh: AxisMesh) -> bool:
@@ -238,7 +231,8 @@ def _random_state(training: Training, tensors: _Tensors) -> StateFacts:
 def merged_facts(facts: Sequence[StateFacts]) -> StateFacts:
     """Return the facts of all ranks as one: of parameters and data-parallel ranks each once, the rest rank 0's."""
     out = dict(facts[0])
-    out["random"] = {rank: kept for each in reversed(facts) for rank, kept in each["random"].items()}
+    for by_data_rank in ("random", OF_DATA_RANK):
+        out[by_data_rank] = {rank: kept for each in reversed(facts) for rank, kept in each[by_data_rank].items()}
     if "optimizer" in out:
         optimizers = [each["optimizer"] for each in facts if "optimizer" in each]
         groups: dict[str, list[Any]] = {}
@@ -295,7 +289,7 @@ class Return:
 
 def returned(
     training: Training,
-    states: Mapping[str, Stateful],
+    given: Given,
     stored: Mapping[str, Any],
     facts: StateFacts,
     model_only: bool,
@@ -319,7 +313,7 @@ def returned(
             f"optimizer=; {_INSTEAD}"
         )
     _ask_random(training, stored, facts, out)
-    _ask_states(states, stored, facts, out)
+    _ask_states(training, given, stored, facts, out)
 
     def counters() -> None:
         vars(training.progress).update({k: int(v) for k, v in facts["progress"].items()})
@@ -527,23 +521,21 @@ def _ask_random(training: Training, stored: Mapping[str, Any], facts: StateFacts
     out.then.append(put)
 
 
-def _ask_states(states: Mapping[str, Stateful], stored: Mapping[str, Any], facts: StateFacts, out: Return) -> None:
-    kept = facts["states"]
-    if missing := states.keys() - kept.keys():
-        out.problems.append(f"it has no states[{sorted(missing)[0]!r}]")
-    if more := kept.keys() - states.keys():
-        out.problems.append(f"it has states[{sorted(more)[0]!r}], which was not given")
-    if out.problems:
-        return
-    for name, stateful in states.items():
-        target = {key: _empty(stored[key]) for key in tensor_keys(kept[name])}
+def _ask_states(training: Training, given: Given, stored: Mapping[str, Any], facts: StateFacts, out: Return) -> None:
+    kept = kept_for(given, facts, training.data_rank, training.data_world)
+    out.problems += kept.problems
+    for stateful, value in kept.pairs:
+        target = {key: _empty(stored[key]) for key in tensor_keys(value)}
         for key, tensor in target.items():
             out.ask(key, tensor)
 
-        def put(stateful: Stateful = stateful, name: str = name, target: _Tensors = target) -> None:
-            stateful.load_state_dict(decode(kept[name], target))
+        def put(stateful: Stateful = stateful, value: Any = value, target: _Tensors = target) -> None:
+            stateful.load_state_dict(decode(value, target))
 
         out.then.append(put)
+    begin_at = given.on_other_data_ranks
+    if begin_at is not None and facts["data_world"] != training.data_world:
+        out.then.append(lambda: begin_at(int(facts["progress"]["num_samples"])))
 
 
 def _empty(about: Mapping[str, Any]) -> torch.Tensor:

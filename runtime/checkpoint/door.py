@@ -25,7 +25,6 @@ from autoplan.runtime.checkpoint.contents import (
     Content,
     Return,
     StateFacts,
-    Stateful,
     Training,
     content_of,
     merged_facts,
@@ -46,7 +45,9 @@ from autoplan.runtime.checkpoint.folders import (
     write_manifest,
     writing_folder,
 )
+from autoplan.runtime.checkpoint.states import Given, differing_state
 from autoplan.runtime.checkpoint.storage import FolderReader, FolderWriter
+from autoplan.runtime.connections import noted
 from autoplan.runtime.failure import guard
 from autoplan.runtime.private import OWN
 
@@ -130,22 +131,24 @@ class Checkpoints:
         self._threads: ThreadPoolExecutor | None = None
         self._last: Saving | None = None
 
-    def save(
-        self, training: Training, root: Path, states: Mapping[str, Stateful], keep: int | None, wait: bool
-    ) -> Saving:
+    def save(self, training: Training, root: Path, given: Given, keep: int | None, wait: bool) -> Saving:
         """Write the checkpoint of the present step, after the one before is complete."""
         last, self._last = self._last, None
         untold = None if last is None else last.untold()
         step = training.progress.num_steps
         final, temporary = folder_of(root, step), writing_folder(root, step)
         content = None
-        problem = untold or _no_number(keep) or _no_states(states)
+        problem = untold or _no_number(keep) or given.problem()
         if problem is None:
             try:
-                content = content_of(training, states, _rank())
+                content = content_of(training, given, _rank())
             except TypeError as exc:
                 problem = str(exc)
         agree(problem, self._device, CheckpointError)
+        assert content is not None
+        ranks = training.data_rank, training.data_world
+        if (differs := differing_state(content.alike, content.of_data_rank, *ranks, self._device)) is not None:
+            raise CheckpointError(_failed(step, root, differs))
         if _rank() == 0:
             try:
                 recover(root)
@@ -153,7 +156,6 @@ class Checkpoints:
             except OSError as exc:
                 problem = _failed(step, root, f"{exc.filename}: {exc.strerror}")
         agree(problem, self._device, CheckpointError)
-        assert content is not None
         group = self._own_group()
         if wait:
             done: Future[None] = Future()
@@ -170,7 +172,7 @@ class Checkpoints:
         self,
         training: Training,
         root: Path,
-        states: Mapping[str, Stateful],
+        given: Given,
         step: int | None,
         model_only: bool,
         older: bool,
@@ -180,7 +182,7 @@ class Checkpoints:
             raise CheckpointError(f"step={step} and older=True: the one names a checkpoint, the other takes the newest")
         last, self._last = self._last, None
         untold = None if last is None else last.untold()
-        agree(untold or _no_states(states), self._device, CheckpointError)
+        agree(untold or given.problem(), self._device, CheckpointError)
         group = self._own_group()
         there: list[Any] = [(_found(root), misplaced(root))] if _rank() == 0 else [None]
         if group is not None:
@@ -205,7 +207,7 @@ class Checkpoints:
             manifest = self._checked(root, folder_of(root, step), step)
         folder = folder_of(root, step)
         tensors, facts = manifest["tensors"], manifest["facts"]
-        asked = returned(training, states, tensors, facts, model_only)
+        asked = returned(training, given, tensors, facts, model_only)
         misfit = f"the checkpoint {folder} does not fit: {'; '.join(asked.problems)}" if asked.problems else None
         agree(misfit, self._device, CheckpointError)
         self._read(asked, folder, tensors, step, root, group)
@@ -278,7 +280,8 @@ class Checkpoints:
         A checkpoint that is written beside the training must not meet its collectives.
         """
         if _world() > 1 and self._group is None:
-            self._group = dist.new_group(backend="gloo", group_desc=OWN + "checkpoint")
+            with noted():
+                self._group = dist.new_group(backend="gloo", group_desc=OWN + "checkpoint")
         return self._group
 
 
@@ -287,22 +290,6 @@ def _no_number(keep: Any) -> str | None:
     if keep is None or (isinstance(keep, int) and keep >= 1):
         return None
     return f"keep={keep!r}: at least one checkpoint is kept; give a number, or None for all"
-
-
-def _no_states(states: Any) -> str | None:
-    """Return why `states` are not objects with states by name; None if they are."""
-    if not isinstance(states, Mapping):
-        return f"states is a {type(states).__name__}; give objects by name: states={{'scheduler': scheduler}}"
-    for name, each in states.items():
-        if not isinstance(name, str):
-            return f"states has the name {name!r}, a {type(name).__name__}; names are text"
-        lacking = [m for m in ("state_dict", "load_state_dict") if not callable(getattr(each, m, None))]
-        if lacking:
-            return f"states[{name!r}] is a {type(each).__name__}, which has no {' and no '.join(lacking)}"
-        if hasattr(each, "save_checkpoint"):  # rank 0 alone takes these states, and that of a parallel model takes all
-            what = f"states[{name!r}] is a {type(each).__name__}"
-            return f"{what}; a checkpoint holds the parallel model anyway: leave it out"
-    return None
 
 
 def _found(root: Path) -> list[int]:

@@ -56,6 +56,32 @@ def test_every_file_has_the_mesh_of_the_plan(to: str, plan: Path, tmp_path: Path
         YAML[to](yaml.safe_load(text))
 
 
+def test_a_range_of_nodes(plan: Path, tmp_path: Path) -> None:
+    """Slurm's script is run with a stand-in for srun, which says what it is given."""
+    text = launch_text(plan, "slurm", script=SCRIPT, max_restarts=7, min_nodes=1)
+    assert "#SBATCH --nodes=1-2\n" in text and "#SBATCH --no-kill\n" in text
+    for name, body in (("srun", 'printf "%s|" "$@"'), ("scontrol", "printf 'n7\\nn9\\n'")):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "n[7,9]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "5"}
+    done = subprocess.run(
+        ["bash"],
+        input=text,
+        text=True,
+        capture_output=True,
+        check=True,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", **slurm},
+    )
+    words = ["--no-kill", "--kill-on-bad-exit=0", "torchrun", "--nnodes", "1:2", "--nproc-per-node", "8"]
+    words += ["--max-restarts", "7", "--rdzv-backend", "c10d", "--rdzv-id", "5", "--rdzv-endpoint", "n7:29500", *WORDS]
+    assert done.stdout.split("|")[:-1] == words
+    ray = launch_text(plan, "ray", script=SCRIPT, min_nodes=1)
+    ast.parse(ray)
+    assert "num_workers=(8, 16), use_gpu=True" in ray
+    for to in TEMPLATES:  # a range of one number is that number
+        assert launch_text(plan, to, min_nodes=2) == launch_text(plan, to)
+
+
 def test_idle_nodes_are_beside_those_that_run(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     words = ("gpt2", "--cluster", "3x8xh100-sxm5-80gb@nodes=2,idle=1", "--seq-len", "1k", "--global-batch-size", "64")
@@ -134,6 +160,11 @@ YAML = {"trainjob": trainjob, "jobset": jobset, "skypilot": skypilot}
         ("slurm", {"name": "My Job"}, "--name 'My Job' must have at most 40 lower-case letters"),
         ("slurm", {"script": " "}, "--script is empty"),
         ("slurm", {"max_restarts": -1}, "--max-restarts -1 must be at least 0"),
+        ("slurm", {"min_nodes": 3}, "--min-nodes 3: the plan has 2 nodes; give 1 to 2"),
+        ("ray", {"min_nodes": 0}, "--min-nodes 0: the plan has 2 nodes"),
+        ("trainjob", {"min_nodes": 1}, "numNodes of a TrainJob is one number; slurm and ray take a range of nodes"),
+        ("jobset", {"min_nodes": 1}, "a JobSet has as many pods as its parallelism says"),
+        ("skypilot", {"min_nodes": 1}, "num_nodes of a SkyPilot task is one number"),
     ],
 )
 def test_what_cannot_be_is_named(to: str, settings: dict[str, Any], said: str, plan: Path) -> None:
@@ -144,6 +175,8 @@ def test_what_cannot_be_is_named(to: str, settings: dict[str, Any], said: str, p
 def test_on_the_command_line(plan: Path, tmp_path: Path) -> None:
     done = run("launch", str(plan), "--for", "slurm", "--out", str(tmp_path / "job.sh"))
     assert done.exit_code == 0 and (tmp_path / "job.sh").read_text() == launch_text(plan, "slurm")
+    ranged = run("launch", str(plan), "--for", "ray", "--min-nodes", "1")
+    assert ranged.exit_code == 0 and ranged.stdout == launch_text(plan, "ray", min_nodes=1)
     assert "no launch file for 'pbs'" in one_line_error(run("launch", str(plan), "--for", "pbs"), 2)
 
 

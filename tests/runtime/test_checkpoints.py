@@ -450,7 +450,7 @@ def test_a_group_without_parameters_gets_its_options_back(tmp_path: Path) -> Non
 
 def test_the_groups_of_ranks_are_told_apart_by_their_place() -> None:
     """A rank without a group's parameters says nothing of it; where ranks have other groups, no place is known."""
-    facts: dict[str, Any] = {"random": {}, "optimizer": {"class": "SGD", "scalars": {}}}
+    facts: dict[str, Any] = {"random": {}, "data_states": {}, "optimizer": {"class": "SGD", "scalars": {}}}
     ranks = [[[{"lr": 1}, []], [{"lr": 2}, ["a"]]], [[{"lr": 3}, ["b"]], [{"lr": 4}, []]]]
     every = [{**facts, "optimizer": {**facts["optimizer"], "groups": groups}} for groups in ranks]
     assert merged_facts(every)["optimizer"]["in_order"] == [{"lr": 3}, {"lr": 2}]

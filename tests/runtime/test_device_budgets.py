@@ -35,7 +35,7 @@ from autoplan.runtime.embedding import vocab_parallel_embedding
 from autoplan.runtime.experts import experts
 from autoplan.runtime.loss import cross_entropy_sum, vocab_parallel_cross_entropy_sum
 from autoplan.runtime.mesh import AxisMesh, use_mesh
-from autoplan.runtime.norm import scale_, square_sum
+from autoplan.runtime.norm import power_sum, scale_
 from autoplan.runtime.optim import on_local_shards
 from autoplan.runtime.precision import Copies, LossScaler, MixedPrecision
 from autoplan.runtime.spec import ParamSpec
@@ -408,7 +408,7 @@ def _unscaled(count: int, device: str) -> Callable[[], Any]:
 
 def _clipped(count: int, device: str) -> Callable[[], Any]:
     gradients = [p.grad for p in _with_gradients(count, device) if p.grad is not None]
-    return lambda: scale_(gradients, square_sum(gradients, torch.device(device)))
+    return lambda: scale_(gradients, power_sum(gradients, 2, torch.device(device)))
 
 
 def _stepped(count: int, device: str) -> Callable[[], Any]:

@@ -23,6 +23,7 @@ from failing_jobs import (
     long_work_of_first,
     misbehave,
     quiet_but_healthy,
+    raise_and_live,
     read_beside_foreign_threads,
     unguarded,
 )
@@ -44,6 +45,16 @@ ROOT = Path(__file__).resolve().parents[2]
 # What the process groups of these tests allow a collective; the others must end well before or, if a rank hangs, soon
 # after.
 TIMEOUT_S = 10.0
+
+
+@pytest.mark.processes
+def test_a_rank_that_raises_and_lives_on_keeps_nobody_waiting():
+    live_s = 5 * PATIENCE
+    with Pool(3) as workers:
+        for rank, (seconds, said, num) in enumerate(workers.run(raise_and_live, 1, 120.0, live_s)):
+            assert said.startswith("rank 1 failed: ZeroDivisionError: a stage"), said
+            assert num == 3  # two connections, and the socket on which gloo accepts them
+            assert rank == 1 or seconds < live_s, seconds
 
 
 @pytest.mark.processes

@@ -10,7 +10,7 @@ import pytest
 import shard_jobs
 import torch
 from harness import pool
-from parity import Case, compiled, fake_group, spread_out
+from parity import Case, compiled, fake_group, reference, spread_out, worst
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -88,6 +88,43 @@ def test_gradients_of_an_optimizers_parts_are_refused_outside_of_an_update(case:
     for said, error, missing in run(shard_jobs.parts_of_optimizer, case):
         assert all("this rank's parts of the model's" in each and "pm.clip_grad_norm_" in each for each in said)
         assert error == 0 and missing == 0
+
+
+ORDERS = [0.5, 1.0, 2.0, 3.5, math.inf]
+NORMS = [
+    Case("llama-tied", tp=2, pp=2),
+    Case("gpt", dp=2, tp=2, zero=1),  # tied weights
+    Case("mixtral", dp=4, ep=2, zero=3),
+    Case("llama", dp=2, cp=2, zero=2),
+    Case("llama", tp=2, dp=2, zero=3),
+    Case("llama-tied", pp=2, dp=2, zero=0, num_micro_batches=2),
+    Case("llama", dp=4, zero=3, zero_replicas=2),
+    Case("mixtral-of-two", dp=4, ep=2, zero=1),
+    Case("llama", dp=2, zero=1, offload="optimizer"),
+    Case("llama", dp=2, zero=3, offload="optimizer+parameters"),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", spread_out(NORMS, 3), ids=str)
+def test_norms_of_any_order_are_those_of_torch_on_one_process(case: Case) -> None:
+    _, gradients = reference(case)
+    for found, said in pool(case.world).run(
+        shard_jobs.norms, case, compiled(case).spec.to_json(), dict(compiled(case).sources), ORDERS, timeout_s=120
+    ):
+        for order, (norm, after, clipped) in zip(ORDERS, found, strict=True):
+            copies = {n: torch.nn.Parameter(torch.zeros_like(g)) for n, g in gradients.items()}
+            for name, p in copies.items():
+                p.grad = gradients[name].clone()
+            limit = 0.5 * float(torch.nn.utils.get_total_norm(gradients.values(), order))
+            wanted = torch.nn.utils.clip_grad_norm_(copies.values(), limit, norm_type=order)
+            assert norm == pytest.approx(float(wanted), rel=1e-11), order
+            smaller = {n: p.grad for n, p in copies.items() if p.grad is not None}
+            assert after == pytest.approx(float(torch.nn.utils.get_total_norm(smaller.values(), order)), rel=1e-11)
+            assert after == pytest.approx(limit, rel=1e-3), order  # torch adds 1e-6 to the norm
+            assert worst(clipped, smaller)[0] < 1e-11, order
+        assert all(each.startswith("AgreedValueError: norm_type=") for each in said[:2])
+        assert ["AgreedRuntimeError: the norm of order" in each for each in said[2:]] == [True] * len(ORDERS)
 
 
 OWN = [Case("llama", tp=2, dp=2, zero=3), Case("llama-tied", tp=2, pp=2), Case("gpt", dp=2, tp=2, zero=3)]

@@ -23,6 +23,7 @@ from autoplan.runtime.attention import attention
 from autoplan.runtime.model import ParallelModel
 
 SEQ = 16
+EAGER = {"attn_implementation": "eager"}
 MIXED = functools.partial(models.make_windowed, mixed=True)  # windows in some layers
 KINDS = {"right": {"packed": False}, "left": {"packed": False, "left": True}, "packed": {"packed": True}}
 
@@ -59,6 +60,11 @@ def mask_of(batch: dict[str, torch.Tensor], left: bool = False) -> torch.Tensor:
 
 PADDED: dict[str, tuple[Callable[[], nn.Module], dict[str, bool]]] = {
     "llama": (models.make_llama, {"attention_mask": False}),
+    "llama-left": (models.make_llama, {"attention_mask": True}),
+    "mistral": (models.make_windowed, {"attention_mask": False}),
+    "mistral-left": (MIXED, {"attention_mask": True}),
+    "llama-eager": (functools.partial(models.make_llama, **EAGER), {"attention_mask": True}),
+    "mistral-eager": (functools.partial(models.make_windowed, **EAGER), {"attention_mask": False}),
     "deepseek": (models.make_deepseek, {"attention_mask": False}),
     "bert": (models.make_bert, {"attention_mask": False}),
     "bert-left": (models.make_bert, {"attention_mask": True}),
@@ -72,12 +78,15 @@ PADDED: dict[str, tuple[Callable[[], nn.Module], dict[str, bool]]] = {
 
 @pytest.mark.parametrize("kind", spread_out(sorted(PADDED), 4))
 def test_padding_whose_loss_counts(kind: str) -> None:
-    """Labels everywhere, also where padding is: what padding sees is what transformers shows it."""
+    """Labels everywhere, also where padding is: what padding sees is what transformers shows it, and where it sees
+    nothing, attention is what transformers makes it. One sample is nothing but padding."""
     make, masks = PADDED[kind]
     model, plain = make(), models.token_batch(4, SEQ)
     batch = {**plain, **{name: mask_of(plain, left) for name, left in masks.items()}}
+    for name in masks:
+        batch[name][2] = 0
     loss, got, sources = stepped(model, batch)
-    assert all("documents=" in text or "mask=" in text for text in sources)
+    assert all("documents=" in text or "mask=" in text or "eager" in kind for text in sources)
     whole = model(**batch).loss
     whole.backward()
     want = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -208,6 +217,10 @@ OTHERS = [
     Case("t5-padded", tp=2, pp=2, num_micro_batches=2, recompute="full"),
     Case("t5-padded", tp=2, dp=2, zero=3, prices="latency"),
     Case("bart-padded", pp=4, num_micro_batches=4),
+    Case("llama-left", cp=2, context_method="ring", num_micro_batches=2),
+    Case("mistral-left", cp=4, context_method="ulysses2xring2"),
+    Case("llama-left", cp=2, context_method="gather", zero=3),
+    Case("mistral-left", tp=2, pp=2, num_micro_batches=2),
     Case("bart-padded", tp=2, dp=2, zero=2),
 ]
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autoplan.capture.frontend import windows  # noqa: F401  registers the ops
-from autoplan.capture.frontend.masks import Asked, Ledger, PendingMask, taken, untraced
+from autoplan.capture.frontend.masks import Asked, Ledger, PendingMask, taken, untraced, values_unseen
 from autoplan.errors import CaptureError
 
 _HIDDEN = -1e30  # added to a score: its share becomes 0.0 in every dtype, and the number is finite in bfloat16, too
@@ -70,6 +70,11 @@ class AttentionCall:
         given = dict(zip(list(inspect.signature(function).parameters)[5:], more, strict=False)) | kwargs
         call = _Call(module, query, key, value, attention_mask, given)
         if self.implementation == "eager":
+            if call.may_see_nothing:
+                self.ledger.notes.add(
+                    f"{type(module).__name__}: attention 'eager' with a padding mask holds all scores and cannot be "
+                    "cut over cp; attn_implementation='sdpa' gives the same, except where a query sees no token"
+                )
             if call.is_plain_for_eager(function):
                 found: tuple[torch.Tensor, Any] = _call_own(function, call)
                 return found
@@ -142,12 +147,21 @@ class _Call:
         flag = self.given.get("is_causal")
         return bool(getattr(self.module, "is_causal", True) if flag is None else flag)
 
+    @property
+    def may_see_nothing(self) -> bool:
+        """Return True if padding may hide all keys from a query. There 'eager' attends to all tokens alike, later ones
+        too, because its mask is the least number; all other kernels give zero. (With such a mask, those of torch have
+        its values and other gradients.)"""
+        return isinstance(self.mask, PendingMask) and self.mask.asked.padded and self.mask.asked.causal
+
     def is_plain_for_eager(self, function: _Function) -> bool:
         """Return True if the ops of attention cannot say what `function` computes."""
         unknown = {n for n, x in self.given.items() if x is not None and x is not False} - _NO_NUMBERS - _READ
         if unknown or (self.given.get("dropout") and self.module.training):
             return True
-        if self.bias is not None and (isinstance(self.mask, torch.Tensor) or _window(self.mask) is not None):
+        if self.bias is not None and _window(self.mask) is not None:
+            return True
+        if isinstance(self.mask, torch.Tensor) or self.may_see_nothing:
             return True
         grouped, masked = self.query.shape[1] != self.key.shape[1], self.mask is not None
         return not is_standard(function, grouped=grouped, masked=masked, biased=self.bias is not None)
@@ -209,7 +223,7 @@ def _sdpa(call: _Call, decides: bool) -> torch.Tensor:
     """
     q, k, v, mask = call.query, call.key, call.value, call.mask
     bias, scaling, dropout = call.bias, call.given.get("scaling"), call.given.get("dropout") or 0.0
-    causal, documents, window = call.is_causal and decides and mask is None, None, None
+    causal, documents, window, padded = call.is_causal and decides and mask is None, None, None, False
     if isinstance(mask, PendingMask):
         asked, documents = taken(mask, q, k)
         _check(call, asked)
@@ -217,7 +231,7 @@ def _sdpa(call: _Call, decides: bool) -> torch.Tensor:
             mask.refuse("dropout")
         if bias is not None and (dropout or asked.window is not None):
             mask.refuse("a bias by position")
-        mask, causal, window = None, asked.causal, asked.window
+        mask, causal, window, padded = None, asked.causal, asked.window, asked.padded
     if bias is not None:
         if mask is not None or dropout:
             mask, causal = _with_bias(bias, mask, causal, (q.shape[2], k.shape[2])), False
@@ -229,6 +243,7 @@ def _sdpa(call: _Call, decides: bool) -> torch.Tensor:
     if documents is not None and q.shape[2] != k.shape[2]:  # cross-attention: the other sequence's valid tokens
         mask, documents = (documents > 0)[:, None, None, :], None
     if documents is not None or window is not None:
+        v = values_unseen(v, documents if padded else None)
         masked: torch.Tensor = torch.ops.autoplan.masked_attention(q, k, v, documents, causal, scaling, window)
         return masked.transpose(1, 2).contiguous()
     out = F.scaled_dot_product_attention(

@@ -34,6 +34,7 @@ class Asked:
         causal: a query sees no later key.
         window: a query sees the last `window` keys only, itself included.
         counted: padding or documents hide some tokens from others.
+        padded: padding does.
         replaced: with 'sdpa', transformers gives None for it, and attention goes by the module's `is_causal`.
     """
 
@@ -41,6 +42,7 @@ class Asked:
     causal: bool
     window: int | None
     counted: bool
+    padded: bool
     replaced: bool
 
 
@@ -151,15 +153,25 @@ def documents_of(mask: torch.Tensor, causal: bool, window: int | None) -> torch.
     """Return the document of every token [b, s] (for `autoplan.runtime.attention`), from a mask of the valid tokens.
 
     Valid tokens are document 1. Padding is seen by no token and sees document 1 (-2), as in transformers. Where a
-    causal query would see no valid token, transformers' kernels differ; here such padding sees itself (0).
+    query would see no valid token, it sees its like (UNSEEING), and `values_unseen` says what.
     """
     counts = (mask != 0).to(torch.int64)
     if not causal:
-        return 3 * counts - 2
+        return 3 * counts - 2 * counts.amax(-1, keepdim=True)
     so_far = counts.cumsum(-1)
     if window is not None:
         so_far = so_far - F.pad(so_far, (window, 0))[:, :-window]
     return 3 * counts - 2 * (so_far > 0).to(torch.int64)
+
+
+UNSEEING = 0  # in `documents_of`
+
+
+def values_unseen(value: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
+    """Return the values [b, kv, s, e] with zeros for UNSEEING tokens, which only their like see: attention is zero
+    there, as in all kernels of transformers but 'eager'. Without documents of padding, None, there are no such tokens.
+    """
+    return value if documents is None else value.masked_fill((documents == UNSEEING)[:, None, :, None], 0.0)
 
 
 @dataclass(frozen=True)
@@ -366,10 +378,11 @@ def mask_function(implementation: str, make: Callable[..., Any], ledger: Ledger)
 
 
 def _asked(request: _Request, pattern: _Pattern, implementation: str) -> Asked:
-    counted = request.attention_mask is not None or pattern.documents is not None
+    padded = request.attention_mask is not None
+    counted = padded or pattern.documents is not None
     may_skip = implementation == "sdpa" and request.may_be_causal
     replaced = may_skip and pattern.causal and pattern.window is None and not counted
-    return Asked(id(request.config), pattern.causal, pattern.window, counted, replaced)
+    return Asked(id(request.config), pattern.causal, pattern.window, counted, padded, replaced)
 
 
 def _pending(request: _Request, pattern: _Pattern, asked: Asked, ledger: Ledger) -> PendingMask:
