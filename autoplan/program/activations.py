@@ -474,11 +474,17 @@ class _Walk:
         core, found = sorted(flow.attention_core()), regions(flow, low.outputs)
         there = modules(flow, low.outputs) if asked else {}
         saved_bytes, kept_bytes = self._bytes(saved), self._bytes({*given, *with_grad})
-        transient = max(0, self._peak(counted, with_grad, given, outs) - saved_bytes)
+        forward = self._forward_peak(counted, with_grad)
+        peak, least = (
+            max(forward, self._backward_peak(steps, counted, given, outs))
+            for steps in (self.steps, self._without_expert_gradients())
+        )
+        transient = max(0, peak - saved_bytes)
         return Activations(
             saved_bytes=saved_bytes,
             kept_bytes=kept_bytes,
             transient_bytes=transient,
+            without_expert_gradients=max(0, least - saved_bytes),
             selective_bytes=min(self._bytes(self._without_core(core, given, counted)), saved_bytes),
             selective_ops=tuple(core),
             recompute_transient_bytes=max(0, self._bytes({*saved, *with_grad}) + transient - kept_bytes),
@@ -514,15 +520,25 @@ class _Walk:
         inside = {self._storage(v) for i in core for v in self.steps[i].writes}
         return kept - (inside - {s for i, step in enumerate(self.steps) if i not in core for s in step.saved})
 
-    def _peak(self, counted: set[int], inputs: list[int], given: set[int], outs: Sequence[tuple[int, Value]]) -> int:
-        """Return the most bytes alive at once in the forward or the backward."""
+    def _backward_peak(
+        self, steps: Sequence[GradientStep], counted: set[int], given: set[int], outs: Sequence[tuple[int, Value]]
+    ) -> int:
+        """Return the most bytes alive at once in the backward of these steps."""
         arriving = {
             var: prod(self.tensors[var].shape) * self.width(value)
             for var, (_, value) in zip(self.lowered.outputs, outs, strict=True)
             if value.requires_grad
         }
-        backward = backward_peak(self.steps, self.storages, counted, given, arriving)
-        return max(self._forward_peak(counted, inputs), backward)
+        return backward_peak(steps, self.storages, counted, given, arriving)
+
+    def _without_expert_gradients(self) -> list[GradientStep]:
+        """Return the steps without the gradients of experts' parameters."""
+        return [
+            replace(step, gradients=[made for made in step.gradients if made.var is not None])
+            if isinstance(statement, Op) and op_kind(statement.node.op) is OpKind.EXPERTS
+            else step
+            for step, statement in zip(self.steps, self.lowered.statements, strict=True)
+        ]
 
     def _without_modules(self, found: Sequence[Region], counted: set[int]) -> set[int]:
         """Return the storages that are kept if modules are recomputed."""

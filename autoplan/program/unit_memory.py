@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
@@ -120,16 +121,24 @@ def with_dispatch(
 
 
 def _without_gradients(a: Activations, lowered: LoweredBlock, block: BlockWork, op_costs: OpCosts) -> Activations:
-    """Return the activations without the gradients of experts that other ranks hold."""
-    away = 0
+    """Return the activations without the gradients of experts that other ranks hold.
+
+    One operation makes the gradients of all its parameters, so that they are there together; beside that moment, others
+    are as full as they were.
+    """
+    away: Counter[str] = Counter()  # by the operation that takes the parameters
+    users = {name: node.name for node in lowered.block.nodes for name in node.tensor_inputs}
     for stored, p in zip(lowered.params, block.params, strict=True):
         if p.expert:
             whole = math.prod(op_costs.local(lowered.block.name, stored.value, stored.stored))
-            away = max(away, (whole - p.num_elements) * op_costs.width(stored.value))
+            away[users[stored.value.name]] += (whole - p.num_elements) * op_costs.width(stored.value)
+    if not away:
+        return a
+    transient = max(a.without_expert_gradients, a.transient_bytes - min(away.values()))
     return replace(
         a,
-        transient_bytes=max(0, a.transient_bytes - away),
-        recompute_transient_bytes=max(0, a.recompute_transient_bytes - away),
+        transient_bytes=transient,
+        recompute_transient_bytes=a.recompute_transient_bytes - (a.transient_bytes - transient),
     )
 
 
