@@ -41,11 +41,11 @@ from autoplan.ops.strides import Ints, broadcast, contiguous, elementwise, resha
 from autoplan.ops.table import op_kind, op_record, saved_rule
 from autoplan.program import compiled_kernels, megatron_kernels
 from autoplan.program.activation_bytes import Activations
-from autoplan.program.gradients import GradientStep, MadeGradient, backward_peak
+from autoplan.program.gradients import GradientStep, MadeGradient, backward_peak, without_parameters
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.megatron_modules import DISCARDING, modules
 from autoplan.program.partition import Traced, TracedBlock, least_kept
-from autoplan.program.regions import Flow, Region, choices, logits, regions
+from autoplan.program.regions import Flow, Region, choices, logits, regions, statements_by_group
 from autoplan.program.statements import Convert, LoweredBlock, Op
 from autoplan.units import DTYPE_BYTES
 
@@ -57,6 +57,7 @@ class _Tensor:
     strides: Ints
 
 
+_Out = tuple[int, Value]  # a storage that a block hands out, and its value
 # kinds that fused kernels take in besides element-wise operations and views
 _FUSED = (OpKind.REDUCTION, OpKind.JOIN, OpKind.NORM)
 _SENDS_NOTHING = (ConversionKind.SLICE, ConversionKind.TO_REPLICATE, ConversionKind.TO_PARTIAL)
@@ -474,11 +475,7 @@ class _Walk:
         core, found = sorted(flow.attention_core()), regions(flow, low.outputs)
         there = modules(flow, low.outputs) if asked else {}
         saved_bytes, kept_bytes = self._bytes(saved), self._bytes({*given, *with_grad})
-        forward = self._forward_peak(counted, with_grad)
-        peak, least = (
-            max(forward, self._backward_peak(steps, counted, given, outs))
-            for steps in (self.steps, self._without_expert_gradients())
-        )
+        peak, least = self._peaks(counted, with_grad, given, outs)
         transient = max(0, peak - saved_bytes)
         return Activations(
             saved_bytes=saved_bytes,
@@ -494,7 +491,7 @@ class _Walk:
                 for s, value in outs
             ),
             num_rerun=self.num_rerun,
-            group_ops=_statements_by_group(found),
+            group_ops=statements_by_group(found),
             choice_bytes=self._choice_bytes(found, there, given, counted),
             modules={name: there[name] for name in asked if name in there},
         )
@@ -520,25 +517,17 @@ class _Walk:
         inside = {self._storage(v) for i in core for v in self.steps[i].writes}
         return kept - (inside - {s for i, step in enumerate(self.steps) if i not in core for s in step.saved})
 
-    def _backward_peak(
-        self, steps: Sequence[GradientStep], counted: set[int], given: set[int], outs: Sequence[tuple[int, Value]]
-    ) -> int:
-        """Return the most bytes alive at once in the backward of these steps."""
+    def _peaks(self, counted: set[int], inputs: list[int], given: set[int], outs: Sequence[_Out]) -> tuple[int, int]:
+        """Return the most bytes alive at once in forward and backward, and without the gradients of experts."""
         arriving = {
             var: prod(self.tensors[var].shape) * self.width(value)
             for var, (_, value) in zip(self.lowered.outputs, outs, strict=True)
             if value.requires_grad
         }
-        return backward_peak(steps, self.storages, counted, given, arriving)
-
-    def _without_expert_gradients(self) -> list[GradientStep]:
-        """Return the steps without the gradients of experts' parameters."""
-        return [
-            replace(step, gradients=[made for made in step.gradients if made.var is not None])
-            if isinstance(statement, Op) and op_kind(statement.node.op) is OpKind.EXPERTS
-            else step
-            for step, statement in zip(self.steps, self.lowered.statements, strict=True)
-        ]
+        experts = [isinstance(s, Op) and op_kind(s.node.op) is OpKind.EXPERTS for s in self.lowered.statements]
+        each, forward = (self.steps, without_parameters(self.steps, experts)), self._forward_peak(counted, inputs)
+        peak, least = (max(forward, backward_peak(s, self.storages, counted, given, arriving)) for s in each)
+        return peak, least
 
     def _without_modules(self, found: Sequence[Region], counted: set[int]) -> set[int]:
         """Return the storages that are kept if modules are recomputed."""
@@ -600,11 +589,6 @@ class _Walk:
                 holders[s] = holders.get(s, 0) + 1
             peak = max(peak, live + step.forward)
         return peak
-
-
-def _statements_by_group(found: Sequence[Region]) -> dict[str, Ints]:
-    groups = sorted({r.group for r in found})
-    return {group: tuple(i for r in found if r.group == group for i in r.statements) for group in groups}
 
 
 def _transposed(t: _Tensor) -> _Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 
@@ -39,6 +39,14 @@ class GradientStep:
     forward: int = 0
     backward: int = 0
     gradients: list[MadeGradient] = field(default_factory=list)
+
+
+def without_parameters(steps: Sequence[GradientStep], chosen: Sequence[bool]) -> list[GradientStep]:
+    """Return the steps, the chosen ones without the gradients of their parameters."""
+    return [
+        replace(step, gradients=[made for made in step.gradients if made.var is not None]) if without else step
+        for step, without in zip(steps, chosen, strict=True)
+    ]
 
 
 class _Gradients:

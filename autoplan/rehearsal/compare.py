@@ -2,16 +2,16 @@
 
 Equal to the byte: every collective of the ledger, the sums at the end of a step, what ZeRO moves. Equal to the
 operation: FLOPs of products, and of attention forward, to rounding. With frozen parameters a backward may end early: it
-may compute less, and gather as little as half. Attention over gathered keys has a mask on a CPU, whose kernel computes
-up to twice as much.
+may compute less, and gather as little as half. Attention over a cut sequence may have a mask on a CPU, whose kernel
+computes all pairs of tokens.
 
 Memory may differ: parameters and optimizer state by `STATE_TOLERANCE`, the peak by `MEMORY_TOLERANCE`. The kernels
-that a rehearsal runs are the CPU's, which keep other tensors than those of a GPU (a loss over a large vocabulary
-keeps more), so that the peak is compared with the plan's prediction plus the difference that the memory model sees
-between the two; without the graph of the model that is not known, and `UNKNOWN_KERNELS_TOLERANCE` holds. What a plan
-keeps on the host is in the same memory here and counts with the rest; gradients there are made after the fullest
-moment of a first step, and with several stages per rank the price counts activations there as if all micro-batches in
-flight were of the stage with most.
+that a rehearsal runs are the CPU's, which keep other tensors than those of a GPU (a loss over a large vocabulary keeps
+more, attention with keys wider than values holds its scores), so that the peak is compared with the plan's prediction
+plus the difference that the memory model sees between the two; without the graph of the model that is not known, and
+`UNKNOWN_KERNELS_TOLERANCE` holds. What a plan keeps on the host is in the same memory here and counts with the rest;
+gradients there are made after the fullest moment of a first step, and with several stages per rank the price counts
+activations there as if all micro-batches in flight were of the stage with most.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from autoplan.cost_models.work import BlockWork, OpWork, Workload
 from autoplan.errors import RehearsalError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ops.attention import computed_on_cpu
+from autoplan.ops.experts import FIRST, FIRST_BIAS, SECOND
 from autoplan.ops.record import OpKind
 from autoplan.ops.saved import OpFacts
 from autoplan.ops.table import op_kind, op_record
@@ -28,6 +29,7 @@ from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.token_dispatch import sends_rows
 from autoplan.program.workload import lower_all, workload
+from autoplan.runtime.expert_products import GROUPED_BYTES
 from autoplan.runtime.params import local_param_shape
 from autoplan.runtime.spec import LedgerEntry, ParamSpec, ProgramSpec, StageSpec, evaluate_terms
 from autoplan.runtime.tied import RECORDED
@@ -74,7 +76,8 @@ class Flops:
 
     Attributes:
         least: those that the price counts.
-        spare: how many more masks may cost where attention runs over a cut sequence.
+        spare: how many more there may be: for masks where attention runs over a cut sequence, and in sums of the
+            gradients of experts' biases.
     """
 
     least: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -450,7 +453,19 @@ def _arithmetic(ops: Iterable[OpWork], method: ContextMethod | None, cp: int) ->
                 out.spare.update({(what, phase): n * spare for phase, n in times.items()})
         elif op_kind(op.op) in (OpKind.PRODUCT, OpKind.EXPERTS):
             out.least.update({(PRODUCTS, FORWARD): op.flops, (PRODUCTS, BACKWARD): op.flops * _gradients(op)})
+            out.spare.update({(PRODUCTS, BACKWARD): _summed_biases(op)})
     return out
+
+
+def _summed_biases(op: OpWork) -> float:
+    """Return the FLOPs by which the runtime sums the gradients of experts' biases, as products with rows of ones."""
+    biases = op.inputs[FIRST_BIAS:] if op_kind(op.op) is OpKind.EXPERTS else ()
+    if not biases:
+        return 0.0
+    weights = (op.inputs[k].shape[1:] for k in (FIRST, SECOND))
+    num_rows = op.flops / (2.0 * sum(map(math.prod, weights)))
+    ones = GROUPED_BYTES // DTYPE_BYTES[op.inputs[FIRST].dtype]
+    return 2.0 * ones * num_rows * sum(b.shape[-1] for b in biases)
 
 
 def _attention(op: OpWork, method: ContextMethod | None, cp: int) -> list[tuple[str, float, float]]:

@@ -178,6 +178,25 @@ MIXTURE = {
 }
 
 
+BIASED = {
+    **EXPERTS,
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def test_sums_of_the_gradients_of_biases_are_no_difference(tmp_path: Path) -> None:
+    """The runtime sums them by products with rows of ones."""
+    report, _ = rehearsed(tmp_path, BIASED, 512, on=4, tp=1, pp=1, ep=4, zero_stage=1, recompute="none")
+    row = next(row for row in report.rows if row.name == "FLOPs of products, backward")
+    assert row.expected is not None and row.expected < row.observed < 1.01 * row.expected
+
+
 def test_attention_without_a_kernel_of_a_cpu_weighs_what_its_plan_says(tmp_path: Path) -> None:
     """Composed of matrix products, whose scores are the most of the peak: three tensors of them in the backward."""
     report, peak = rehearsed(tmp_path, LATENT, 2048, on=4, tp=1, pp=1, ep=4, zero_stage=1, recompute="none")
