@@ -49,6 +49,27 @@ def without_parameters(steps: Sequence[GradientStep], chosen: Sequence[bool]) ->
     ]
 
 
+def spent_bytes(
+    steps: Sequence[GradientStep],
+    losses: Sequence[bool],
+    heads: Sequence[bool],
+    storages: Sequence[int],
+    counted: Set[int],
+) -> int:
+    """Return what the first part of a split backward frees of a loss, less the gradient that waits at the heads.
+
+    Args:
+        losses, heads: by step: it is a loss, it is a product that makes logits.
+        storages, counted: as for `backward_peak`.
+    """
+    saved: dict[bool, set[int]] = {True: set(), False: set()}
+    for step, is_loss in zip(steps, losses, strict=True):
+        saved[is_loss] |= step.saved & counted
+    made = {var for step, is_head in zip(steps, heads, strict=True) if is_head for var in step.writes}
+    waiting = [g.num_bytes for step in steps for g in step.gradients if g.var in made]
+    return max(0, sum(storages[s] for s in saved[True] - saved[False]) - sum(waiting)) if waiting else 0
+
+
 class _Gradients:
     """The gradients of variables; several variables may share one."""
 

@@ -26,6 +26,7 @@ class UnitMemory:
         saved: kept without recompute.
         selective: kept if the attention core is recomputed.
         kept: kept if all of its layers are recomputed.
+        spent: freed by the first part of a split backward (`Activations.spent_bytes`).
         choices: kept under every other recompute choice that all of its layers know.
         transient: the most beyond the bytes that it and the units before it keep, without recompute.
         recompute_transient: the most beyond the bytes that it and the units before it keep, with full recompute.
@@ -37,6 +38,7 @@ class UnitMemory:
     transient: float
     recompute_transient: float
     choices: Mapping[str, float]
+    spent: float = 0.0
 
     def without_shared(self, unit: int, shared: Sequence[SharedValue]) -> UnitMemory:
         """Return the memory without the values that all units of a stage hold once together."""
@@ -91,6 +93,7 @@ def _memory(calls: Sequence[Call], activation_bytes: Mapping[str, Activations], 
         transient=float(peak_bytes_of(calls, of)) - saved,
         recompute_transient=float(peak_bytes_of(calls, of, recomputed)) - kept,
         choices={n: saved - sum(a.saved_bytes - a.choice_bytes[n] for a in mine) for n in common},
+        spent=float(sum(of[c.block].spent_bytes for c in calls)),
     )
 
 

@@ -71,7 +71,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Flops:
+class CpuFlops:
     """FLOPs of one rank and micro-batch on a CPU, by (what, phase): products or a kernel of attention.
 
     Attributes:
@@ -84,7 +84,7 @@ class Flops:
     spare: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @classmethod
-    def total(cls, parts: Iterable[Flops]) -> Flops:
+    def total(cls, parts: Iterable[CpuFlops]) -> CpuFlops:
         """Return the sum of several."""
         out = cls()
         for part in parts:
@@ -123,8 +123,8 @@ class Expected:
     deferred: Totals
     unlisted: str
     zero: Totals
-    flops: Flops | None
-    flops_again: Flops
+    flops: CpuFlops | None
+    flops_again: CpuFlops
 
 
 def expected(
@@ -161,7 +161,7 @@ def expected(
         unlisted=_unlisted(spec, at, [e for e in entries if e.per == "step"], local),
         zero=_zero(spec, at, stages, num_micro_batches),
         flops=None if work is None else work.flops(calls),
-        flops_again=Flops() if work is None else work.flops_again(calls),
+        flops_again=CpuFlops() if work is None else work.flops_again(calls),
     )
 
 
@@ -314,7 +314,7 @@ def _reduced_width(spec: ProgramSpec, p: ParamSpec) -> int:
 class Repeated:
     """What a backward repeats of one call: FLOPs, and collectives by (what, kind)."""
 
-    flops: Flops
+    flops: CpuFlops
     sent: frozenset[tuple[str, str]]
 
     @classmethod
@@ -344,7 +344,7 @@ class Work:
         here, there: memory of every rank of the pipeline, with the kernels of a CPU and of the plan's device.
     """
 
-    by_call: Mapping[str, Flops]
+    by_call: Mapping[str, CpuFlops]
     again: Mapping[str, Repeated]
     here: tuple[RankMemory, ...]
     there: tuple[RankMemory, ...]
@@ -388,13 +388,13 @@ class Work:
         rows = any(sends_rows(what) for what, _ in again.sent)
         return (e.what, e.kind) in again.sent or (e.kind == "all_to_all" and rows)
 
-    def flops(self, calls: list[str]) -> Flops:
+    def flops(self, calls: list[str]) -> CpuFlops:
         """Return the sum over calls."""
-        return Flops.total(self.by_call[name] for name in calls)
+        return CpuFlops.total(self.by_call[name] for name in calls)
 
-    def flops_again(self, calls: list[str]) -> Flops:
+    def flops_again(self, calls: list[str]) -> CpuFlops:
         """Return the sum of what is repeated over calls."""
-        return Flops.total(self.again[name].flops for name in calls if name in self.again)
+        return CpuFlops.total(self.again[name].flops for name in calls if name in self.again)
 
     def kernels(self, coordinate: int) -> Mapping[str, float]:
         """Return by term the bytes that a pipeline rank holds more at its fullest moment with the kernels of a CPU."""
@@ -438,13 +438,13 @@ def _ranks(plan: Plan, layouts: Layouts, work: Workload, device_type: str, mode:
     return tuple(model.stages(chunks, [0] * len(chunks), again))
 
 
-def _arithmetic(ops: Iterable[OpWork], method: ContextMethod | None, cp: int) -> Flops:
+def _arithmetic(ops: Iterable[OpWork], method: ContextMethod | None, cp: int) -> CpuFlops:
     """Return the FLOPs of operations.
 
     Args:
         method: how attention reads a sequence that is cut over `cp` ranks; None: it is whole.
     """
-    out = Flops()
+    out = CpuFlops()
     for op in ops:
         if op_kind(op.op) is OpKind.ATTENTION:
             times = {FORWARD: 1.0, BACKWARD: 2.0}
