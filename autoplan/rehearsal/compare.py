@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoplan.errors import RehearsalError
-from autoplan.rehearsal.expected import ATTENTION, BACKWARD, FORWARD, PRODUCTS, REPEATED, Expected, Messages
+from autoplan.rehearsal.expected import BACKWARD, BY_ATTENTION, BY_PRODUCTS, FORWARD, REPEATED, Expected, Messages
 from autoplan.rehearsal.rank import Observed
 from autoplan.units import bytes_text
 
@@ -196,12 +196,12 @@ def _flops(observed: Observed, said: Expected, trained: bool) -> tuple[list[str]
         return [], []
     wrong, rows, times = [], [], observed.num_micro_batches
     phases = (said.flops, FORWARD, FORWARD), (said.flops, BACKWARD, BACKWARD), (said.flops_again, FORWARD, REPEATED)
-    for what in (PRODUCTS, ATTENTION):
+    for what in (BY_PRODUCTS, BY_ATTENTION):
         for flops, priced, phase in phases:
             found, wanted = float(observed.flops.get((what, phase), 0)), flops.least[what, priced] * times
             least = wanted if phase == FORWARD or trained else 0.0
             most = wanted + flops.spare[what, priced] * times
-            judged = (what, phase) != (ATTENTION, BACKWARD)
+            judged = (what, phase) != (BY_ATTENTION, BACKWARD)
             if found or wanted:
                 rows.append(Row(f"FLOPs of {what}, {phase}", wanted if judged else None, found, "FLOPs"))
             if judged and not least * (1 - _ROUNDING) <= found <= most * (1 + _ROUNDING):

@@ -36,7 +36,7 @@ from autoplan.runtime.tied import RECORDED
 from autoplan.runtime.zero import shard_dim
 from autoplan.units import DTYPE_BYTES
 
-PRODUCTS, ATTENTION = "products", "attention"
+BY_PRODUCTS, BY_ATTENTION = "products", "attention"
 FORWARD, BACKWARD = "forward", "backward"
 REPEATED = "recompute"  # the phase of what a backward repeats of a forward
 _MASTER = "float32"  # dtype of sums of gradients under mixed precision, if no other is given
@@ -452,8 +452,8 @@ def _arithmetic(ops: Iterable[OpWork], method: ContextMethod | None, cp: int) ->
                 out.least.update({(what, phase): n * least for phase, n in times.items()})
                 out.spare.update({(what, phase): n * spare for phase, n in times.items()})
         elif op_kind(op.op) in (OpKind.PRODUCT, OpKind.EXPERTS):
-            out.least.update({(PRODUCTS, FORWARD): op.flops, (PRODUCTS, BACKWARD): op.flops * _gradients(op)})
-            out.spare.update({(PRODUCTS, BACKWARD): _summed_biases(op)})
+            out.least.update({(BY_PRODUCTS, FORWARD): op.flops, (BY_PRODUCTS, BACKWARD): op.flops * _gradients(op)})
+            out.spare.update({(BY_PRODUCTS, BACKWARD): _summed_biases(op)})
     return out
 
 
@@ -476,17 +476,17 @@ def _attention(op: OpWork, method: ContextMethod | None, cp: int) -> list[tuple[
     """
     facts = OpFacts(op.op, dict(op.attrs), op.inputs, op.outputs)
     kind, flops = computed_on_cpu(facts)
-    what = PRODUCTS if kind is OpKind.PRODUCT else ATTENTION
+    what = BY_PRODUCTS if kind is OpKind.PRODUCT else BY_ATTENTION
     if method is None:
         return [(what, flops, 0.0)]
     seen = facts.attrs.get("window") or facts.attrs.get("documents")
-    if what == ATTENTION and method.inner != GATHER and not seen:
+    if what == BY_ATTENTION and method.inner != GATHER and not seen:
         return [(what, op.flops, 0.0)]
     q, k, v = op.inputs[:3]
     pairs = cp * k.shape[2] * q.num_elements // q.shape[-1]
     most = 2.0 * pairs * (q.shape[-1] + v.shape[-1])
     if method.inner == RING and seen:
-        return [(PRODUCTS, 0.0, most), (ATTENTION, 0.0, most)]
+        return [(BY_PRODUCTS, 0.0, most), (BY_ATTENTION, 0.0, most)]
     return [(what, op.flops, most - op.flops)]
 
 
