@@ -285,6 +285,8 @@ class Workload:
     activation_bytes: Mapping[str, tuple[float, ...]] = field(default_factory=dict, compare=False)
     # per unit: bytes kept under the other recompute choices, if all layers of the unit make them
     unit_choices: tuple[Mapping[str, float], ...] = ()
+    # of the bytes of the last unit, those that do not wait between the two parts of a split backward: its logits
+    last_spent: float = 0.0
     # not included in the bytes of units above
     shared: tuple[SharedValue, ...] = ()
     masked_flops: float = 0.0  # of model_flops, the part that causal masks hide: the later half of each query's keys

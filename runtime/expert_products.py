@@ -11,7 +11,7 @@ from torch.nn import functional
 from autoplan.runtime.fused import cuda_capability
 from autoplan.runtime.host_copies import to_host
 
-_GROUPED_BYTES = 16  # every row and every matrix starts at a multiple of this
+GROUPED_BYTES = 16  # every row and every matrix starts at a multiple of this
 _MOST_GROUPS = 1023
 IN_GRAPH = torch.bfloat16  # what a compiler takes in the product of all experts
 _GROUPED_ON_CUDA = (9, 10)  # compute capabilities with the kernel; others would wait for the host at each product
@@ -35,7 +35,7 @@ def grouped_kernel(
         fits = dtype == torch.bfloat16 and capability in _GROUPED_ON_CUDA
     else:
         fits = dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return fits and num_groups <= _MOST_GROUPS and all(n * dtype.itemsize % _GROUPED_BYTES == 0 for n in sizes)
+    return fits and num_groups <= _MOST_GROUPS and all(n * dtype.itemsize % GROUPED_BYTES == 0 for n in sizes)
 
 
 def in_one_product(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
@@ -45,7 +45,7 @@ def in_one_product(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -
 
 def begins_well(matrices: torch.Tensor) -> bool:
     """Return True if matrices begin where the kernel can read them: not in the midst of some other tensor."""
-    return matrices.storage_offset() * matrices.dtype.itemsize % _GROUPED_BYTES == 0
+    return matrices.storage_offset() * matrices.dtype.itemsize % GROUPED_BYTES == 0
 
 
 def fit_one_product(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
@@ -95,7 +95,7 @@ class Groups:
         """Sum the rows of every expert: [rows, o] -> [e, o]."""
         if self.ends is None:
             return torch.stack([rows.sum(0) for rows in self._split(x)])
-        ones = x.new_ones(x.shape[0], _GROUPED_BYTES // x.dtype.itemsize)  # rows of the least length of a kernel
+        ones = x.new_ones(x.shape[0], GROUPED_BYTES // x.dtype.itemsize)  # rows of the least length of a kernel
         return self.outer(ones, x)[:, 0].contiguous()
 
     def outer(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -87,6 +87,20 @@ def window_share(node: Node, num_keys: float) -> float:
     return 1.0 - (1.0 - float(window) / num_keys) ** 2
 
 
+def computed_on_cpu(f: OpFacts) -> tuple[OpKind, float]:
+    """Return as what torch's CPU backend computes it, attention or plain products, and the FLOPs of its forward.
+
+    A mask halves nothing there, and windows are blocks (`_in_blocks`).
+    """
+    there = _in_blocks(f) if _is_windowed(f) else f
+    q, k, v = there.inputs[:3]
+    flops = 2.0 * (q.num_elements // q.shape[-1]) * k.shape[2] * (q.shape[-1] + v.shape[-1])
+    if _is_composed(there):
+        return OpKind.PRODUCT, flops
+    masked = len(there.inputs) > 3
+    return OpKind.ATTENTION, flops / 2 if f.attrs.get("causal") and not masked else flops
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -138,30 +152,48 @@ def _own_mask_extra(f: OpFacts) -> tuple[int, ...]:
     return (*_lse(f), size)
 
 
-def _written_out_extra(f: OpFacts) -> tuple[int, ...]:
+def _is_composed(f: OpFacts) -> bool:
+    """Return True if torch's CPU backend composes it of matrix products: head and value dims differ, a learned mask."""
+    return f.device_type == "cpu" and (f.inputs[0].shape[-1] != f.inputs[2].shape[-1] or _learns_mask(f))
+
+
+def _learns_mask(f: OpFacts) -> bool:
+    return len(f.inputs) > 3 and f.inputs[3].requires_grad
+
+
+def _scores_bytes(f: OpFacts) -> int:
+    """Return the bytes of the scores of attention that is composed of matrix products."""
+    q, k = f.inputs[:2]
+    return q.num_elements // q.shape[-1] * k.shape[2] * statistics_bytes(q.dtype)
+
+
+def _copies_values(f: OpFacts) -> bool:
+    """Return True if composed attention copies values: to float32, or for all query heads."""
+    q, k = f.inputs[:2]
+    return q.dtype in HALF or q.shape[1] != k.shape[1]
+
+
+def _composed_extra(f: OpFacts) -> tuple[int, ...]:
     """Return the bytes of attention composed of matrix products.
 
-    torch's CPU backend composes it if head and value dims differ. Kept: scaled queries and keys, the softmax, and its
-    copy for the second product.
+    Kept: scaled queries and keys, their softmax, copied values, and what a learned mask takes from causality.
     """
-    q, k = f.inputs[:2]
-    width = statistics_bytes(q.dtype)
-    scores = q.num_elements // q.shape[-1] * k.shape[2] * width
-    repeated = k.num_elements // k.shape[1] * q.shape[1] * width
-    return (q.num_elements * width, repeated, scores)
+    q, k, v = f.inputs[:3]
+    width, times = statistics_bytes(q.dtype), q.shape[1] // k.shape[1]
+    sizes = [q.num_elements * width, times * k.num_elements * width, _scores_bytes(f)]
+    sizes += [times * v.num_elements * width] if _copies_values(f) else []
+    return (*sizes, *((q.shape[2] * k.shape[2],) if _learns_mask(f) and f.attrs.get("causal") else ()))
 
 
-def _learned_mask_extra(f: OpFacts) -> tuple[int, ...]:
-    """Return the bytes of composed attention with a learned mask, and of the scores masked for causality."""
-    q, k = f.inputs[:2]
-    return (*_written_out_extra(f), *((q.shape[2] * k.shape[2],) if f.attrs.get("causal") else ()))
+def _composed_workspace(f: OpFacts) -> tuple[int, int]:
+    """Return the bytes of scores before the softmax and of its rows without a key, and of the gradients of both."""
+    return (2 * _scores_bytes(f), 2 * _scores_bytes(f))
 
 
-def _windowed_extra(f: OpFacts) -> tuple[int, ...]:
-    """Return the bytes of attention in a window: blocks of queries, keys and values, and what attention keeps of them.
+def _in_blocks(f: OpFacts) -> OpFacts:
+    """Return attention in a window as it runs: blocks of queries, and of twice as many keys and values.
 
-    Queries are cut into blocks of the window, keys and values into blocks of two, as sequences of their own
-    (`autoplan.runtime.attention._windowed`).
+    Blocks are of the window, as sequences of their own (`autoplan.runtime.attention._windowed`).
     """
     window = int(f.attrs["window"])
     num_blocks = -(-f.inputs[0].shape[2] // window)
@@ -171,19 +203,34 @@ def _windowed_extra(f: OpFacts) -> tuple[int, ...]:
         return replace(t, shape=(b * num_blocks, heads, times * window, d))
 
     q, k, v = f.inputs[:3]
-    ins = [blocks(q, 1), blocks(k, 2), blocks(v, 2)]
-    if f.device_type == "cpu" and q.shape[-1] != v.shape[-1]:
-        return (ins[2].num_bytes, *_written_out_extra(replace(f, inputs=tuple(ins))))
+    ins = blocks(q, 1), blocks(k, 2), blocks(v, 2)
     mask = TensorFacts((ins[0].shape[0], 1, window, 2 * window), "bool", False)
-    out = replace(ins[0], shape=(*ins[0].shape[:3], v.shape[3]))
-    of_blocks = replace(f, inputs=(*ins, mask), attrs={**f.attrs, "causal": False, "documents": False})
+    return replace(f, inputs=(*ins, mask), attrs={**f.attrs, "causal": False, "documents": False})
+
+
+def _is_windowed(f: OpFacts) -> bool:
+    return f.attrs.get("window") is not None and int(f.attrs["window"]) < f.inputs[0].shape[2]
+
+
+def _windowed_extra(f: OpFacts) -> tuple[int, ...]:
+    """Return the bytes of attention in a window: its blocks, and what attention keeps of them."""
+    there = _in_blocks(f)
+    q, k, v = there.inputs[:3]
+    if _is_composed(there):
+        return (*_composed_extra(there), *(() if _copies_values(there) else (v.num_bytes,)))
+    out = replace(q, shape=(*q.shape[:3], v.shape[3]))
     # Windows alone are taken by flash attention on most GPUs, without blocks: for them this is an upper bound.
     alone = q.dtype in HALF and not f.attrs.get("documents")
-    there = [t.num_bytes for t in ins[1:]] if alone else _repeated(of_blocks)
-    return (ins[0].num_bytes, *there, out.num_bytes, *_own_mask_extra(of_blocks))
+    read = (k.num_bytes, v.num_bytes) if alone else _repeated(there)
+    return (q.num_bytes, *read, out.num_bytes, *_own_mask_extra(there))
 
 
-def _workspace(f: OpFacts) -> tuple[int, ...]:
+def _windowed_workspace(f: OpFacts) -> tuple[int, int]:
+    there = _in_blocks(f)
+    return _composed_workspace(there) if _is_composed(there) else _workspace(f)
+
+
+def _workspace(f: OpFacts) -> tuple[int, int]:
     q, k, v = f.inputs[:3]
     rows = q.num_elements // q.shape[-1] * statistics_bytes(q.dtype)
     if f.device_type == "cpu":
@@ -192,16 +239,8 @@ def _workspace(f: OpFacts) -> tuple[int, ...]:
     # gradients first
     repeated = (k.num_bytes + v.num_bytes) * (q.shape[1] // k.shape[1]) if q.shape[1] != k.shape[1] else 0
     # a learned mask: its gradient before it is summed over the broadcast dims
-    learned = len(f.inputs) > 3 and f.inputs[3].requires_grad
-    scores = q.num_elements // q.shape[-1] * k.shape[2] * DTYPE_BYTES[q.dtype] if learned else 0
+    scores = q.num_elements // q.shape[-1] * k.shape[2] * DTYPE_BYTES[q.dtype] if _learns_mask(f) else 0
     return (0, rows + q.num_elements * 4 + repeated + scores)
-
-
-def _learned_mask_workspace(f: OpFacts) -> tuple[int, int]:
-    """Return the bytes of scores with and without the mask, and of their gradient before and after the softmax."""
-    scores = _written_out_extra(f)[2]
-    forward, backward = _workspace(f)
-    return (forward + 2 * scores, backward + 2 * scores)
 
 
 PLAIN_ATTENTION = keeps("x0<0,1,2 x1<0,1,2 x2<0,1,2 x3<0,1,2 y0<0,1,2", Form.NEW, extra=_lse, workspace=_workspace)
@@ -212,18 +251,18 @@ _REPEATED = keeps(
 _OWN_MASK_REPEATED = keeps(
     "x0<0,1,2 y0<0,1,2", Form.NEW, extra=lambda f: (*_own_mask_extra(f), *_repeated(f)), workspace=_workspace
 )
-_WINDOWED = keeps("", Form.NEW, extra=_windowed_extra, workspace=_workspace)
-_WRITTEN_OUT = keeps("x2<0,1,2", Form.NEW, extra=_written_out_extra, workspace=_workspace)
-_LEARNED_MASK = keeps("x2<0,1,2", Form.NEW, extra=_learned_mask_extra, workspace=_learned_mask_workspace)
+_WINDOWED = keeps("", Form.NEW, extra=_windowed_extra, workspace=_windowed_workspace)
+# without and with copied values
+_COMPOSED = [
+    keeps(values, Form.NEW, extra=_composed_extra, workspace=_composed_workspace) for values in ("x2<0,1,2", "")
+]
 
 
 def _form(f: OpFacts) -> SavedRule | None:
-    if f.attrs.get("window") is not None and f.attrs["window"] < f.inputs[0].shape[2]:
+    if _is_windowed(f):
         return _WINDOWED
-    if f.device_type == "cpu" and f.inputs[0].shape[-1] != f.inputs[2].shape[-1]:
-        return _WRITTEN_OUT
-    if f.device_type == "cpu" and len(f.inputs) > 3 and f.inputs[3].requires_grad:
-        return _LEARNED_MASK
+    if _is_composed(f):
+        return _COMPOSED[_copies_values(f)]
     if _repeats(f) > 1:
         return _OWN_MASK_REPEATED if _has_own_mask(f) else _REPEATED
     return _OWN_MASK if _has_own_mask(f) else None

@@ -19,5 +19,6 @@
 `megatron_kernels`, `megatron_modules`: saved bytes and recompute modules of hand-written kernels.
 `activations`, `activation_bytes`: activation memory of blocks, and of their calls together.
 `gradients`: bytes alive while gradients flow back.
+`stored_tensors`: tensors as storages and strides.
 `unit_memory`, `shared_values`: activation memory of pipeline units, and values that several units share.
 """

@@ -18,6 +18,9 @@ class Activations:
         saved_bytes: kept from forward to backward without recompute (`autoplan.program.activations`: who counts what).
         kept_bytes: kept instead under full recompute of the block: its inputs, and outputs without a gradient.
         transient_bytes: the most that is alive at once beyond `saved_bytes` while the block runs forward or backward.
+        without_expert_gradients: `transient_bytes` if the gradients of experts' parameters took no memory.
+        spent_bytes: what the first part of a split backward frees of the logits of a loss, less the gradient that then
+            waits for the second part. Of all else as much waits as was kept (experiments/plans/split_backward.py).
         recompute_transient_bytes: the most beyond `kept_bytes` under full recompute: its saved set comes back.
         selective_bytes: kept if the attention core is recomputed in the backward (Korthikanti et al., Reducing
             Activation Recomputation in Large Transformer Models, 2022). With fused attention this frees only the
@@ -40,6 +43,8 @@ class Activations:
     recompute_transient_bytes: int
     saved_inputs: Ints
     saved_outputs: Ints
+    without_expert_gradients: int = 0
+    spent_bytes: int = 0
     num_rerun: int = 0
     group_ops: Mapping[str, Ints] = field(default_factory=dict)
     choice_bytes: Mapping[str, int] = field(default_factory=dict)

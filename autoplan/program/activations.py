@@ -17,7 +17,7 @@ micro-batch. It is exact if `saved_bytes_of` adds it up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import gcd, prod
 
 from autoplan.config.recompute import OFFLOAD, modules_choice
@@ -41,22 +41,16 @@ from autoplan.ops.strides import Ints, broadcast, contiguous, elementwise, resha
 from autoplan.ops.table import op_kind, op_record, saved_rule
 from autoplan.program import compiled_kernels, megatron_kernels
 from autoplan.program.activation_bytes import Activations
-from autoplan.program.gradients import GradientStep, MadeGradient, backward_peak
+from autoplan.program.gradients import GradientStep, MadeGradient, backward_peak, spent_bytes, without_parameters
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.megatron_modules import DISCARDING, modules
 from autoplan.program.partition import Traced, TracedBlock, least_kept
-from autoplan.program.regions import Flow, Region, choices, logits, regions
+from autoplan.program.regions import Flow, Region, choices, logits, regions, statements_by_group
 from autoplan.program.statements import Convert, LoweredBlock, Op
+from autoplan.program.stored_tensors import StoredTensor
 from autoplan.units import DTYPE_BYTES
 
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    storage: int
-    shape: Ints
-    strides: Ints
-
-
+_Out = tuple[int, Value]  # a storage that a block hands out, and its value
 # kinds that fused kernels take in besides element-wise operations and views
 _FUSED = (OpKind.REDUCTION, OpKind.JOIN, OpKind.NORM)
 _SENDS_NOTHING = (ConversionKind.SLICE, ConversionKind.TO_REPLICATE, ConversionKind.TO_PARTIAL)
@@ -106,7 +100,7 @@ class _Walk:
         self.sizes: dict[str, int] = {}
         self.shapes: dict[tuple[int, Layout], Ints] = {}
         self.storages: list[int] = []  # bytes
-        self.tensors: dict[str, _Tensor] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         self.steps: list[GradientStep] = []
         self.params: set[str] = set()
         self.given: frozenset[str] = frozenset()  # inputs, parameters and buffers
@@ -161,8 +155,8 @@ class _Walk:
         self.storages.append(num_bytes)
         return len(self.storages) - 1
 
-    def fresh(self, value: Value, shape: Ints, strides: Ints | None = None) -> _Tensor:
-        return _Tensor(self.new(prod(shape) * self.width(value)), shape, strides or contiguous(shape))
+    def fresh(self, value: Value, shape: Ints, strides: Ints | None = None) -> StoredTensor:
+        return StoredTensor(self.new(prod(shape) * self.width(value)), shape, strides or contiguous(shape))
 
     # -- the block -----------------------------------------------------------------------------------------------------
 
@@ -356,13 +350,13 @@ class _Walk:
         self._gradients(step, op, rule, facts, args)
         return step
 
-    def _read(self, kind: OpKind, ins: list[_Tensor], facts: OpFacts) -> OpFacts:
+    def _read(self, kind: OpKind, ins: list[StoredTensor], facts: OpFacts) -> OpFacts:
         """Return an operation as it is compiled: a loss knows whether its logits are computed again."""
         if kind is not OpKind.LOSS or not self.kernels.compiled:
             return facts
         return replace(facts, attrs={**facts.attrs, "again": ins[0].storage in self.cheap})
 
-    def _float8(self, op: Op, tensor: _Tensor) -> int:
+    def _float8(self, op: Op, tensor: StoredTensor) -> int:
         """Return the storage that a product keeps its input in.
 
         The head's product is not one of Transformer Engine's, which take 8 bits.
@@ -393,7 +387,7 @@ class _Walk:
         """Return True if the operation adds the gradients of its weights to the gradient buffer itself."""
         return self.kernels.adds_gradients and bool(op_record(op.node.op).weights)
 
-    def _outputs(self, op: Op, rule: SavedRule, ins: list[_Tensor], shapes: list[Ints]) -> list[_Tensor]:
+    def _outputs(self, op: Op, rule: SavedRule, ins: list[StoredTensor], shapes: list[Ints]) -> list[StoredTensor]:
         known = op_record(op.node.op)
         if Trait.RANDOM in known.traits and not op.node.attrs["p"]:
             return [ins[0]]
@@ -403,7 +397,7 @@ class _Walk:
         if known.strides is not None:
             views = known.strides(op.node.attrs, ins[0].shape, ins[0].strides, shapes)
             return [
-                _Tensor(ins[0].storage, shape, strides) if strides is not None else self.fresh(value, shape)
+                StoredTensor(ins[0].storage, shape, strides) if strides is not None else self.fresh(value, shape)
                 for value, shape, strides in zip(op.values, shapes, views, strict=True)
             ]
         if rule.form is Form.DENSE:
@@ -421,42 +415,42 @@ class _Walk:
             )
             if strides != inside:
                 strides = contiguous(shapes[0])
-            outs[0] = _Tensor(outs[0].storage, shapes[0], strides)
+            outs[0] = StoredTensor(outs[0].storage, shapes[0], strides)
         return outs
 
-    def _folded(self, op: Op, ins: list[_Tensor], facts: OpFacts) -> tuple[list[_Tensor], int]:
+    def _folded(self, op: Op, ins: list[StoredTensor], facts: OpFacts) -> tuple[list[StoredTensor], int]:
         """Return operands as the matrix product sees them, and bytes of copies.
 
         Batch dims are folded into rows or expanded, as in `at::native::_matmul_impl` and `should_fold`.
         """
         a, b = ins[:2]
         if op_record(op.node.op).weights:
-            b = _Tensor(b.storage, b.shape[::-1], b.strides[::-1])
+            b = StoredTensor(b.storage, b.shape[::-1], b.strides[::-1])
         copied = 0
 
-        def as_shape(t: _Tensor, which: int, new: Ints) -> _Tensor:
+        def as_shape(t: StoredTensor, which: int, new: Ints) -> StoredTensor:
             nonlocal copied
             found = reshaped(t.shape, t.strides, new)
             if found is not None:
-                return _Tensor(t.storage, new, found)
+                return StoredTensor(t.storage, new, found)
             size = prod(new) * self.width(op.inputs[which])
             copied += size
-            return _Tensor(self.new(size), new, contiguous(new))
+            return StoredTensor(self.new(size), new, contiguous(new))
 
-        first, second = (a, b) if len(a.shape) >= len(b.shape) else (_transposed(b), _transposed(a))
+        first, second = (a, b) if len(a.shape) >= len(b.shape) else (b.transposed(), a.transposed())
         swapped = len(a.shape) < len(b.shape)
         if len(first.shape) <= 2:
             return [a, b], 0
         if len(second.shape) <= 2:
             other = facts.inputs[0 if swapped else 1]
-            if other.requires_grad or _folds(first):
+            if other.requires_grad or first.folds():
                 rows = as_shape(first, 1 if swapped else 0, (prod(first.shape[:-1]), first.shape[-1]))
                 return ([second, rows] if swapped else [rows, second]), copied
         batch = facts.outputs[0].shape[:-2]
         outs = []
         for which, t in enumerate((a, b)):
             wide = (*batch, *t.shape[-2:])
-            expanded = _Tensor(t.storage, wide, broadcast(t.shape, t.strides, wide))
+            expanded = StoredTensor(t.storage, wide, broadcast(t.shape, t.strides, wide))
             outs.append(as_shape(expanded, which, (prod(batch), *t.shape[-2:])))
         return outs, copied
 
@@ -474,11 +468,14 @@ class _Walk:
         core, found = sorted(flow.attention_core()), regions(flow, low.outputs)
         there = modules(flow, low.outputs) if asked else {}
         saved_bytes, kept_bytes = self._bytes(saved), self._bytes({*given, *with_grad})
-        transient = max(0, self._peak(counted, with_grad, given, outs) - saved_bytes)
+        peak, least = self._peaks(counted, with_grad, given, outs)
+        transient = max(0, peak - saved_bytes)
         return Activations(
             saved_bytes=saved_bytes,
             kept_bytes=kept_bytes,
             transient_bytes=transient,
+            without_expert_gradients=max(0, least - saved_bytes),
+            spent_bytes=0 if self.kernels.compiled else self._spent(counted),
             selective_bytes=min(self._bytes(self._without_core(core, given, counted)), saved_bytes),
             selective_ops=tuple(core),
             recompute_transient_bytes=max(0, self._bytes({*saved, *with_grad}) + transient - kept_bytes),
@@ -488,7 +485,7 @@ class _Walk:
                 for s, value in outs
             ),
             num_rerun=self.num_rerun,
-            group_ops=_statements_by_group(found),
+            group_ops=statements_by_group(found),
             choice_bytes=self._choice_bytes(found, there, given, counted),
             modules={name: there[name] for name in asked if name in there},
         )
@@ -503,6 +500,16 @@ class _Walk:
             out[modules_choice(self.kernels.modules)] = self._bytes(self._without_modules(mine, counted) | given)
         return {**out, OFFLOAD: self._bytes(given)}
 
+    def _are(self, kind: OpKind) -> list[bool]:
+        return [isinstance(s, Op) and op_kind(s.node.op) is kind for s in self.lowered.statements]
+
+    def _spent(self, counted: set[int]) -> int:
+        made = logits(self.lowered.statements)
+        heads = [
+            k and not made.isdisjoint(s.writes) for k, s in zip(self._are(OpKind.PRODUCT), self.steps, strict=True)
+        ]
+        return spent_bytes(self.steps, self._are(OpKind.LOSS), heads, self.storages, counted)
+
     def _storage(self, var: str) -> int:
         return self.tensors[var].storage
 
@@ -514,15 +521,17 @@ class _Walk:
         inside = {self._storage(v) for i in core for v in self.steps[i].writes}
         return kept - (inside - {s for i, step in enumerate(self.steps) if i not in core for s in step.saved})
 
-    def _peak(self, counted: set[int], inputs: list[int], given: set[int], outs: Sequence[tuple[int, Value]]) -> int:
-        """Return the most bytes alive at once in the forward or the backward."""
+    def _peaks(self, counted: set[int], inputs: list[int], given: set[int], outs: Sequence[_Out]) -> tuple[int, int]:
+        """Return the most bytes alive at once in forward and backward, and without the gradients of experts."""
         arriving = {
             var: prod(self.tensors[var].shape) * self.width(value)
             for var, (_, value) in zip(self.lowered.outputs, outs, strict=True)
             if value.requires_grad
         }
-        backward = backward_peak(self.steps, self.storages, counted, given, arriving)
-        return max(self._forward_peak(counted, inputs), backward)
+        experts = self._are(OpKind.EXPERTS)
+        each, forward = (self.steps, without_parameters(self.steps, experts)), self._forward_peak(counted, inputs)
+        peak, least = (max(forward, backward_peak(s, self.storages, counted, given, arriving)) for s in each)
+        return peak, least
 
     def _without_modules(self, found: Sequence[Region], counted: set[int]) -> set[int]:
         """Return the storages that are kept if modules are recomputed."""
@@ -584,17 +593,3 @@ class _Walk:
                 holders[s] = holders.get(s, 0) + 1
             peak = max(peak, live + step.forward)
         return peak
-
-
-def _statements_by_group(found: Sequence[Region]) -> dict[str, Ints]:
-    groups = sorted({r.group for r in found})
-    return {group: tuple(i for r in found if r.group == group for i in r.statements) for group in groups}
-
-
-def _transposed(t: _Tensor) -> _Tensor:
-    return _Tensor(t.storage, (*t.shape[:-2], *t.shape[:-3:-1]), (*t.strides[:-2], *t.strides[:-3:-1]))
-
-
-def _folds(t: _Tensor) -> bool:
-    """Return True if all dims but the last are one dim in memory."""
-    return all(t.strides[i] == t.strides[i + 1] * t.shape[i + 1] for i in range(len(t.shape) - 2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 
@@ -39,6 +39,35 @@ class GradientStep:
     forward: int = 0
     backward: int = 0
     gradients: list[MadeGradient] = field(default_factory=list)
+
+
+def without_parameters(steps: Sequence[GradientStep], chosen: Sequence[bool]) -> list[GradientStep]:
+    """Return the steps, the chosen ones without the gradients of their parameters."""
+    return [
+        replace(step, gradients=[made for made in step.gradients if made.var is not None]) if without else step
+        for step, without in zip(steps, chosen, strict=True)
+    ]
+
+
+def spent_bytes(
+    steps: Sequence[GradientStep],
+    losses: Sequence[bool],
+    heads: Sequence[bool],
+    storages: Sequence[int],
+    counted: Set[int],
+) -> int:
+    """Return what the first part of a split backward frees of a loss, less the gradient that waits at the heads.
+
+    Args:
+        losses, heads: by step: it is a loss, it is a product that makes logits.
+        storages, counted: as for `backward_peak`.
+    """
+    saved: dict[bool, set[int]] = {True: set(), False: set()}
+    for step, is_loss in zip(steps, losses, strict=True):
+        saved[is_loss] |= step.saved & counted
+    made = {var for step, is_head in zip(steps, heads, strict=True) if is_head for var in step.writes}
+    waiting = [g.num_bytes for step in steps for g in step.gradients if g.var in made]
+    return max(0, sum(storages[s] for s in saved[True] - saved[False]) - sum(waiting)) if waiting else 0
 
 
 class _Gradients:

@@ -39,6 +39,12 @@ class Region:
     writes: tuple[str, ...]
 
 
+def statements_by_group(found: Sequence[Region]) -> dict[str, tuple[int, ...]]:
+    """Return the positions of the statements of every group of regions."""
+    groups = sorted({r.group for r in found})
+    return {group: tuple(i for r in found if r.group == group for i in r.statements) for group in groups}
+
+
 def choices(found: Iterable[Region]) -> tuple[str, ...]:
     """Return every way to recompute some of the groups of the regions found, by name."""
     there = [g for g in GROUPS if any(r.group == g for r in found)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,7 @@ class UnitMemory:
         saved: kept without recompute.
         selective: kept if the attention core is recomputed.
         kept: kept if all of its layers are recomputed.
+        spent: freed by the first part of a split backward (`Activations.spent_bytes`).
         choices: kept under every other recompute choice that all of its layers know.
         transient: the most beyond the bytes that it and the units before it keep, without recompute.
         recompute_transient: the most beyond the bytes that it and the units before it keep, with full recompute.
@@ -36,6 +38,7 @@ class UnitMemory:
     transient: float
     recompute_transient: float
     choices: Mapping[str, float]
+    spent: float = 0.0
 
     def without_shared(self, unit: int, shared: Sequence[SharedValue]) -> UnitMemory:
         """Return the memory without the values that all units of a stage hold once together."""
@@ -90,6 +93,7 @@ def _memory(calls: Sequence[Call], activation_bytes: Mapping[str, Activations], 
         transient=float(peak_bytes_of(calls, of)) - saved,
         recompute_transient=float(peak_bytes_of(calls, of, recomputed)) - kept,
         choices={n: saved - sum(a.saved_bytes - a.choice_bytes[n] for a in mine) for n in common},
+        spent=float(sum(of[c.block].spent_bytes for c in calls)),
     )
 
 
@@ -120,16 +124,24 @@ def with_dispatch(
 
 
 def _without_gradients(a: Activations, lowered: LoweredBlock, block: BlockWork, op_costs: OpCosts) -> Activations:
-    """Return the activations without the gradients of experts that other ranks hold."""
-    away = 0
+    """Return the activations without the gradients of experts that other ranks hold.
+
+    One operation makes the gradients of all its parameters, so that they are there together; beside that moment, others
+    are as full as they were.
+    """
+    away: Counter[str] = Counter()  # by the operation that takes the parameters
+    users = {name: node.name for node in lowered.block.nodes for name in node.tensor_inputs}
     for stored, p in zip(lowered.params, block.params, strict=True):
         if p.expert:
             whole = math.prod(op_costs.local(lowered.block.name, stored.value, stored.stored))
-            away = max(away, (whole - p.num_elements) * op_costs.width(stored.value))
+            away[users[stored.value.name]] += (whole - p.num_elements) * op_costs.width(stored.value)
+    if not away:
+        return a
+    transient = max(a.without_expert_gradients, a.transient_bytes - min(away.values()))
     return replace(
         a,
-        transient_bytes=max(0, a.transient_bytes - away),
-        recompute_transient_bytes=max(0, a.recompute_transient_bytes - away),
+        transient_bytes=transient,
+        recompute_transient_bytes=a.recompute_transient_bytes - (a.transient_bytes - transient),
     )
 
 

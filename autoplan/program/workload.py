@@ -172,6 +172,7 @@ def workload(
         seq_len=op_costs.env["s"] * op_costs.context,
         activation_bytes={n: h.figures for n, h in activation_bytes.items()},
         unit_choices=tuple(m.choices for m in memory),
+        last_spent=memory[-1].spent,
         shared=shared,
     )
 

@@ -19,6 +19,8 @@ from autoplan.report.text import console
 from autoplan.report.waiting import INCOMPLETE, Countdown, waiting
 from autoplan.units import bytes_text
 
+_SHOWN = 0.005  # of a peak: smaller differences between kernels are not shown
+
 
 def rehearse_command(plan: Path, ranks: str, as_json: bool) -> str | None:
     """Rehearse, print each rank when it is there, or everything as JSON; return the first difference."""
@@ -73,14 +75,23 @@ def show_rank(rank: RankReport) -> None:
     for row in rank.rows:
         table.add_row(row.name, *(_shown(value, row) for value in (row.expected, row.observed)))
     out.print(table)
-    low, _, high = rank.predicted_bytes
-    out.print(
-        f"memory of tensors predicted from {bytes_text(low)} to {bytes_text(high)} on the device; the peak above is of "
-        f"the kernels of a CPU, {percent(MEMORY_TOLERANCE)} are tolerated ({percent(UNKNOWN_KERNELS_TOLERANCE)} "
-        "without the model's graph)"
-    )
+    out.print(_memory_text(rank))
     for text in rank.differences:
         out.print(f"DIFFERS: {text}")
+
+
+def _memory_text(rank: RankReport) -> str:
+    """Return the predicted memory by term, and what it is compared with."""
+    low, _, high = rank.predicted_bytes
+    terms = ", ".join(f"{name} {bytes_text(size)}" for name, size in rank.predicted_terms.items())
+    here = {name: size for name, size in (rank.kernels or {}).items() if abs(size) > rank.peak_bytes * _SHOWN}
+    signed = (f"{name} {'-' if size < 0 else '+'}{bytes_text(abs(size))}" for name, size in here.items())
+    kernels = f" ({', '.join(signed)})" if here else ""
+    tolerance = UNKNOWN_KERNELS_TOLERANCE if rank.kernels is None else MEMORY_TOLERANCE
+    return (
+        f"memory of tensors predicted from {bytes_text(low)} to {bytes_text(high)} on the device: {terms}; the peak "
+        f"above is of the kernels of a CPU{kernels}, and {percent(tolerance)} are tolerated"
+    )
 
 
 def _shown(value: float | None, row: Row) -> str:

@@ -2,16 +2,16 @@
 
 Equal to the byte: every collective of the ledger, the sums at the end of a step, what ZeRO moves. Equal to the
 operation: FLOPs of products, and of attention forward, to rounding. With frozen parameters a backward may end early: it
-may compute less, and gather as little as half. Attention over gathered keys has a mask on a CPU, whose kernel computes
-up to twice as much.
+may compute less, and gather as little as half. Attention over a cut sequence may have a mask on a CPU, whose kernel
+computes all pairs of tokens.
 
 Memory may differ: parameters and optimizer state by `STATE_TOLERANCE`, the peak by `MEMORY_TOLERANCE`. The kernels
-that a rehearsal runs are the CPU's, which keep other tensors than those of a GPU (a loss over a large vocabulary
-keeps more), so that the peak is compared with the plan's prediction plus the difference that the memory model sees
-between the two; without the graph of the model that is not known, and `UNKNOWN_KERNELS_TOLERANCE` holds. What a plan
-keeps on the host is in the same memory here and counts with the rest; gradients there are made after the fullest
-moment of a first step, and with several stages per rank the price counts activations there as if all micro-batches in
-flight were of the stage with most.
+that a rehearsal runs are the CPU's, which keep other tensors than those of a GPU (a loss over a large vocabulary keeps
+more, attention with keys wider than values holds its scores), so that the peak is compared with the plan's prediction
+plus the difference that the memory model sees between the two; without the graph of the model that is not known, and
+`UNKNOWN_KERNELS_TOLERANCE` holds. What a plan keeps on the host is in the same memory here and counts with the rest;
+gradients there are made after the fullest moment of a first step, and with several stages per rank the price counts
+activations there as if all micro-batches in flight were of the stage with most.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoplan.errors import RehearsalError
-from autoplan.rehearsal.expected import BACKWARD, REPEATED, Expected, Messages
+from autoplan.rehearsal.expected import BACKWARD, BY_ATTENTION, BY_PRODUCTS, FORWARD, REPEATED, Expected, Messages
 from autoplan.rehearsal.rank import Observed
 from autoplan.units import bytes_text
 
@@ -44,7 +44,13 @@ class Row:
 
 @dataclass(frozen=True)
 class RankReport:
-    """The report of one rank: the lines of the comparison, and the differences in words, the first one first."""
+    """The report of one rank: the lines of the comparison, and the differences in words, the first one first.
+
+    Attributes:
+        predicted_bytes: of all tensors at the fullest moment on the device: low, expected, high.
+        predicted_terms: the expected ones by term.
+        kernels: by term what the kernels of a CPU add (`Expected.kernels`).
+    """
 
     rank: int
     coordinates: Mapping[str, int]
@@ -54,6 +60,8 @@ class RankReport:
     differences: tuple[str, ...]
     peak_bytes: int
     predicted_bytes: tuple[float, float, float]
+    predicted_terms: Mapping[str, float]
+    kernels: Mapping[str, float] | None
     seconds: float
 
 
@@ -89,6 +97,8 @@ def compared(observed: Observed, said: Expected, stages: tuple[int, ...], traine
         differences=tuple(differences),
         peak_bytes=observed.peak_bytes,
         predicted_bytes=said.memory_bytes,
+        predicted_terms=said.memory,
+        kernels=said.kernels,
         seconds=observed.seconds,
     )
 
@@ -120,16 +130,14 @@ def _own(messages: Messages, said: Expected) -> list[str]:
 
 def _ledger(messages: Messages, said: Expected, observed: Observed) -> tuple[list[str], list[Row]]:
     """Take the collectives of the ledger out of `messages`; return what differs, and the lines."""
-    return _taken(messages, said.per_micro_batch, said.rows, observed.num_micro_batches, "the ledger says")
+    return _taken(messages, said.per_micro_batch, observed.num_micro_batches, "the ledger says")
 
 
-def _taken(
-    messages: Messages, sized: Messages, of_rows: Counter[tuple[str, str, str]], times: int, says: str
-) -> tuple[list[str], list[Row]]:
+def _taken(messages: Messages, sized: Messages, times: int, says: str) -> tuple[list[str], list[Row]]:
     """Take collectives out of `messages`; return what differs, and the lines.
 
     Args:
-        sized, of_rows: those of one micro-batch, with their bytes and of rows, whose bytes are not known.
+        sized: those of one micro-batch, with their bytes.
         times: micro-batches.
         says: who expects them, for messages.
     """
@@ -142,12 +150,6 @@ def _taken(
                 f"{kind} over {axis} in the {phase} of {size:,} bytes: {found} times, {says} {wanted} "
                 f"({count} per micro-batch)"
             )
-    for (kind, axis, phase), count in sorted(of_rows.items()):
-        mine = [key for key in messages if key[:3] == (kind, axis, phase)]
-        found, wanted = sum(messages.pop(key) for key in mine), count * times
-        rows.append(Row(f"{kind} over {axis} of rows, {phase}", wanted, found, "times"))
-        if found != wanted:
-            wrong.append(f"{kind} over {axis} of rows in the {phase}: {found} times, {says} {wanted}")
     return wrong, rows
 
 
@@ -176,87 +178,57 @@ def _again(messages: Messages, said: Expected, observed: Observed) -> tuple[list
     Without the graph, whatever the forward sends may be repeated.
     """
     if said.again is not None:
-        return _taken(messages, said.again, said.again_rows, observed.num_micro_batches, "the price counts")
-    forward = {(kind, axis, size) for kind, axis, phase, size in said.per_micro_batch if phase == "forward"}
-    rows = {(kind, axis) for kind, axis, phase in said.rows if phase == "forward"}
+        return _taken(messages, said.again, observed.num_micro_batches, "the price counts")
+    forward = {(kind, axis, size) for kind, axis, phase, size in said.per_micro_batch if phase == FORWARD}
     for key in list(messages):
         kind, axis, phase, size = key
-        if phase == REPEATED and ((kind, axis, size) in forward or (kind, axis) in rows):
+        if phase == REPEATED and (kind, axis, size) in forward:
             del messages[key]
     return [], []
 
 
 def _flops(observed: Observed, said: Expected, trained: bool) -> tuple[list[str], list[Row]]:
+    """Return how the FLOPs differ, and their lines: forward, backward, and what a recompute repeats of a forward.
+
+    How many the backward of a kernel of attention has is its own affair: they are shown.
+    """
     if said.flops is None:
         return [], []
     wrong, rows, times = [], [], observed.num_micro_batches
-    written = written_out(observed, said)
-    one = {
-        ("products", "forward"): said.flops["products"],
-        ("products", "backward"): said.flops[BACKWARD],
-        ("attention", "forward"): said.flops["attention"],
-        ("attention", "backward"): 2 * said.flops["attention"],
-    }
-    for what in ("products", "attention"):
-        for phase, factor in (("forward", 1.0), ("backward", 2.0)):
-            found, wanted = float(observed.flops.get((what, phase), 0)), one[what, phase] * times
-            if written:  # all products, none of them halved by a mask
-                wanted = (one["products", phase] + 2 * said.flops["attention"] * factor) * times
-            judged = what == "products" or (phase == "forward" and not written)
-            least = wanted if phase == "forward" or trained else 0.0
-            most = 2 * wanted if what == "attention" and said.masks else wanted
-            rows.append(Row(f"FLOPs of {what}, {phase}", wanted if judged else None, found, "FLOPs"))
+    phases = (said.flops, FORWARD, FORWARD), (said.flops, BACKWARD, BACKWARD), (said.flops_again, FORWARD, REPEATED)
+    for what in (BY_PRODUCTS, BY_ATTENTION):
+        for flops, priced, phase in phases:
+            found, wanted = float(observed.flops.get((what, phase), 0)), flops.least[what, priced] * times
+            least = wanted if phase == FORWARD or trained else 0.0
+            most = wanted + flops.spare[what, priced] * times
+            judged = (what, phase) != (BY_ATTENTION, BACKWARD)
+            if found or wanted:
+                rows.append(Row(f"FLOPs of {what}, {phase}", wanted if judged else None, found, "FLOPs"))
             if judged and not least * (1 - _ROUNDING) <= found <= most * (1 + _ROUNDING):
                 wrong.append(f"FLOPs of {what} in the {phase}: {found:.6g}, the price counts {wanted:.6g}")
-        _repeated_flops(what, observed, said, trained, wrong, rows)
     return wrong, rows
-
-
-def _repeated_flops(
-    what: str, observed: Observed, said: Expected, trained: bool, wrong: list[str], rows: list[Row]
-) -> None:
-    """Compare the FLOPs that a recompute repeats; add what differs to `wrong`, and the line to `rows`."""
-    written, times = written_out(observed, said), observed.num_micro_batches
-    found, wanted = float(observed.flops.get((what, REPEATED), 0)), said.flops_again.get(what, 0.0) * times
-    if written:
-        wanted += 2 * said.flops_again.get("attention", 0.0) * times if what == "products" else -wanted
-    least, most = wanted if trained else 0.0, 2 * wanted if what == "attention" and said.masks else wanted
-    if found or wanted:
-        rows.append(Row(f"FLOPs of {what}, recomputed", wanted, found, "FLOPs"))
-    if not least * (1 - _ROUNDING) <= found <= most * (1 + _ROUNDING):
-        wrong.append(f"FLOPs of {what} in the recompute: {found:.6g}, the price counts {wanted:.6g}")
-
-
-def written_out(observed: Observed, said: Expected) -> bool:
-    """Return True if the CPU has no kernel for this attention (keys wider than values): it ran as plain products.
-
-    Its scores are then in memory, which no GPU's kernel keeps: the peak is shown, not judged.
-    """
-    planned = said.flops is not None and said.flops["attention"] > 0
-    return planned and not any(what == "attention" for what, _ in observed.flops)
 
 
 def _memory(observed: Observed, said: Expected, num_stages: int) -> tuple[list[str], list[Row]]:
     low, mid, high = said.memory_bytes
-    known, hosted = said.kernels_bytes is not None, said.host.get("state", 0.0)
-    expected = mid + (said.kernels_bytes or 0.0) + sum(said.host.values())
+    known, hosted = said.kernels is not None, said.host.get("state", 0.0)
+    expected = mid + sum((said.kernels or {}).values()) + sum(said.host.values())
     least = expected - (observed.state_bytes["gradients"] if hosted else 0.0)
     if num_stages > 1:
         least -= said.host.get("activations", 0.0)
     tolerance = MEMORY_TOLERANCE if known else UNKNOWN_KERNELS_TOLERANCE
     states = [observed.state_bytes[n] for n in ("parameters", "optimizer", *(["gradients"] if hosted else []))]
     predicted = hosted + sum(said.memory.get(name, 0.0) for name in ("parameters", "optimizer"))
-    judged = not written_out(observed, said)
     what = "parameters and optimizer state" + (", gradients on the host" if hosted else "")
     rows = [
         Row(what, predicted, float(sum(states)), "bytes"),
-        Row("peak of all tensors", expected if judged else None, float(observed.peak_bytes), "bytes"),
+        Row("peak of all tensors", expected, float(observed.peak_bytes), "bytes"),
     ]
     allowed = max(tolerance * expected, MEMORY_FLOOR_BYTES)
     wrong = []
     if abs(sum(states) - predicted) > max(STATE_TOLERANCE * predicted, MEMORY_FLOOR_BYTES):
         wrong.append(f"{what} take {bytes_text(sum(states))}, predicted are {bytes_text(predicted)}")
-    if judged and not least - allowed <= observed.peak_bytes <= expected + allowed:
+    if not least - allowed <= observed.peak_bytes <= expected + allowed:
         kernels = f" with the kernels of a CPU, {bytes_text(mid)} with those of the device" if known else ""
         wrong.append(
             f"the peak of its tensors is {bytes_text(observed.peak_bytes)}, predicted are {bytes_text(expected)}"

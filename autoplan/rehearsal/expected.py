@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from autoplan.codegen.program import Layouts
-from autoplan.config.context_methods import GATHER
+from autoplan.config.context_methods import GATHER, RING, ContextMethod
 from autoplan.config.parallel import Attention, FusedLoss, Mode, RunOptions
 from autoplan.config.precision import precision_of
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, recompute_kind, region_groups
@@ -18,7 +18,10 @@ from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.work import BlockWork, OpWork, Workload
 from autoplan.errors import RehearsalError
 from autoplan.ir.graph import ModelGraph
+from autoplan.ops.attention import computed_on_cpu
+from autoplan.ops.experts import FIRST, FIRST_BIAS, SECOND
 from autoplan.ops.record import OpKind
+from autoplan.ops.saved import OpFacts
 from autoplan.ops.table import op_kind, op_record
 from autoplan.plans.record import Plan
 from autoplan.program.expert_degrees import ExpertDegrees
@@ -26,13 +29,15 @@ from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.token_dispatch import sends_rows
 from autoplan.program.workload import lower_all, workload
+from autoplan.runtime.expert_products import GROUPED_BYTES
 from autoplan.runtime.params import local_param_shape
 from autoplan.runtime.shard_placement import shard_dim
 from autoplan.runtime.spec import LedgerEntry, ParamSpec, ProgramSpec, StageSpec, evaluate_terms
 from autoplan.runtime.tied import RECORDED
 from autoplan.units import DTYPE_BYTES
 
-BACKWARD = "products, backward"
+BY_PRODUCTS, BY_ATTENTION = "products", "attention"
+FORWARD, BACKWARD = "forward", "backward"
 REPEATED = "recompute"  # the phase of what a backward repeats of a forward
 _MASTER = "float32"  # dtype of sums of gradients under mixed precision, if no other is given
 _LOSS_BYTES = 8  # the sum of the loss over all ranks, float64
@@ -66,43 +71,60 @@ class Place:
 
 
 @dataclass(frozen=True)
+class CpuFlops:
+    """FLOPs of one rank and micro-batch on a CPU, by (what, phase): products or a kernel of attention.
+
+    Attributes:
+        least: those that the price counts.
+        spare: how many more there may be: for masks where attention runs over a cut sequence, and in sums of the
+            gradients of experts' biases.
+    """
+
+    least: Counter[tuple[str, str]] = field(default_factory=Counter)
+    spare: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @classmethod
+    def total(cls, parts: Iterable[CpuFlops]) -> CpuFlops:
+        """Return the sum of several."""
+        out = cls()
+        for part in parts:
+            out.least.update(part.least)
+            out.spare.update(part.spare)
+        return out
+
+
+@dataclass(frozen=True)
 class Expected:
     """The expectations of a rank.
 
     Attributes:
         memory: predicted bytes by term that a tensor of the program has, of its fullest moment.
         memory_bytes: their sum: low, expected, high.
-        kernels_bytes: by how much the fullest moment grows with the kernels of a CPU, which a rehearsal runs, instead
-            of the device's; None: the graph is not at hand.
+        kernels: by how many bytes each term of the fullest moment is larger with the kernels of a CPU, which a
+            rehearsal runs, instead of the device's; None: the graph is not at hand.
         host: what the plan keeps in host memory, by term: state, activations. It is the same memory here.
         own: the runtime's own collectives of a step: the sums of the loss, whether a gradient in float16 overflows.
         per_micro_batch: the ledger's collectives of one micro-batch.
-        rows: those whose bytes follow from numbers of rows, without bytes: kind, axis, phase.
-        again, again_rows: likewise those that a recompute repeats; None: the graph is not at hand.
+        again: likewise those that a recompute repeats; None: the graph is not at hand.
         deferred: bytes of the sums at the end of a step, by (kind, axis).
         unlisted: how the ledger's sums at the end of a step differ from those of the parameters; empty if they do not.
         zero: bytes that ZeRO moves in a step of this many micro-batches, by (kind, axis).
-        flops: forward FLOPs of the products and of attention, and backward FLOPs of the products, of one micro-batch;
-            None: the graph is not at hand.
-        flops_again: those of the products and of attention that a recompute repeats.
-        masks: attention runs over gathered keys, which takes a mask on a CPU.
+        flops: what a CPU computes in one micro-batch; None: the graph is not at hand.
+        flops_again: the part of it that a recompute repeats.
     """
 
     memory: Mapping[str, float]
     memory_bytes: tuple[float, float, float]
-    kernels_bytes: float | None
+    kernels: Mapping[str, float] | None
     host: Mapping[str, float]
     own: Messages
     per_micro_batch: Messages
-    rows: Counter[tuple[str, str, str]]
     again: Messages | None
-    again_rows: Counter[tuple[str, str, str]]
     deferred: Totals
     unlisted: str
     zero: Totals
-    flops: Mapping[str, float] | None
-    flops_again: Mapping[str, float]
-    masks: bool
+    flops: CpuFlops | None
+    flops_again: CpuFlops
 
 
 def expected(
@@ -130,19 +152,16 @@ def expected(
     return Expected(
         memory={name: q.mid for name, q in held.items()},
         memory_bytes=(_sum(held, "low"), _sum(held, "mid"), _sum(held, "high")),
-        kernels_bytes=None if work is None else work.kernels_bytes(at.coordinates["pp"]),
+        kernels=None if work is None else work.kernels(at.coordinates["pp"]),
         host={name: q.mid for name, q in stage.host_memory.items()},
         own=_own(spec, at),
         per_micro_batch=_messages(often, local),
-        rows=_rows(often),
         again=None if work is None else _messages(repeated, local),
-        again_rows=_rows(repeated),
         deferred=_deferred(spec, at, stages),
         unlisted=_unlisted(spec, at, [e for e in entries if e.per == "step"], local),
         zero=_zero(spec, at, stages, num_micro_batches),
         flops=None if work is None else work.flops(calls),
-        flops_again={} if work is None else work.flops_again(calls),
-        masks=work is not None and work.masks,
+        flops_again=CpuFlops() if work is None else work.flops_again(calls),
     )
 
 
@@ -170,20 +189,12 @@ def _repeated(entries: list[LedgerEntry], work: Work | None) -> list[LedgerEntry
 
 
 def _messages(entries: list[LedgerEntry], env: Mapping[str, int]) -> Messages:
-    return Counter(_message(e, evaluate_terms(e.bytes, env)) for e in entries if not _of_rows(e))
-
-
-def _rows(entries: list[LedgerEntry]) -> Counter[tuple[str, str, str]]:
-    return Counter(_message(e, 0)[:3] for e in entries if _of_rows(e))
+    return Counter(_message(e, evaluate_terms(e.bytes, env)) for e in entries)
 
 
 def _message(e: LedgerEntry, num_bytes: int) -> tuple[str, str, str, int]:
     """Return a line of the ledger as it is observed: transfers between stages are sent outside of a backward."""
     return e.kind, e.axis, "forward" if (e.kind, e.axis) == ("send_recv", "pp") else e.phase, num_bytes
-
-
-def _of_rows(e: LedgerEntry) -> bool:
-    return e.kind == "all_to_all" and sends_rows(e.what)
 
 
 def _deferred(spec: ProgramSpec, at: Place, stages: tuple[StageSpec, ...]) -> Totals:
@@ -301,14 +312,14 @@ def _reduced_width(spec: ProgramSpec, p: ParamSpec) -> int:
 
 @dataclass(frozen=True)
 class Repeated:
-    """What a backward repeats of one call: FLOPs by what computes them, collectives by (what, kind)."""
+    """What a backward repeats of one call: FLOPs, and collectives by (what, kind)."""
 
-    flops: Mapping[str, float]
+    flops: CpuFlops
     sent: frozenset[tuple[str, str]]
 
     @classmethod
-    def of(cls, block: BlockWork, how: str) -> Repeated:
-        """Return what a recompute choice repeats of a block, as it is priced.
+    def of(cls, block: BlockWork, how: str, method: ContextMethod | None, cp: int) -> Repeated:
+        """Return what a recompute choice repeats of a block, as it is priced. `method`, `cp`: as for `_arithmetic`.
 
         Regions send nothing but what attention over a cut sequence does.
         """
@@ -319,7 +330,7 @@ class Repeated:
             ops = frozenset[int]().union(*(at for at in chosen if at))
             attends = any(op_kind(block.ops[k].op) is OpKind.ATTENTION for k in ops)
             sent = tuple(c for c in block.comms if attends and c.axis == "cp" and c.phase == "forward")
-        flops = dict(_arithmetic(tuple(block.ops[k] for k in sorted(ops))))
+        flops = _arithmetic([block.ops[k] for k in sorted(ops)], method, cp)
         return cls(flops, frozenset((c.what, c.kind) for c in sent))
 
 
@@ -328,17 +339,15 @@ class Work:
     """The figures of a plan that its price counts.
 
     Attributes:
-        by_call: FLOPs of one call of every block on one rank, by what computes them (`Expected.flops`).
+        by_call: FLOPs of one call of every block on one rank.
         again: what a backward repeats of a call, for calls that recompute something.
         here, there: memory of every rank of the pipeline, with the kernels of a CPU and of the plan's device.
-        masks: as in `Expected`.
     """
 
-    by_call: Mapping[str, Mapping[str, float]]
+    by_call: Mapping[str, CpuFlops]
     again: Mapping[str, Repeated]
     here: tuple[RankMemory, ...]
     there: tuple[RankMemory, ...]
-    masks: bool
 
     @classmethod
     def of(cls, plan: Plan, graph: ModelGraph, layouts: Layouts, env: Mapping[str, int]) -> Work:
@@ -350,7 +359,9 @@ class Work:
         task = plan.document.get("request", {})
         mode, cpu = Mode(task.get("mode", Mode.EAGER)), plan.document.get("cluster", {}).get("device") == "cpu"
         here = _workload(plan, graph, layouts, env, "cpu", Kernels(context=plan.config.cp))
-        by_block = {name: dict(_arithmetic(block.ops)) for name, block in here.blocks.items()}
+        by_block = {
+            n: _arithmetic(block.ops, layouts.context.get(n), plan.config.cp) for n, block in here.blocks.items()
+        }
         ranks = _ranks(plan, layouts, here, "cpu", Mode.EAGER)
         if cpu and mode is Mode.EAGER:
             there = ranks
@@ -360,15 +371,14 @@ class Work:
             kernels = Kernels(mode, attention, fused_loss=loss.in_place, context=plan.config.cp)
             on_device = _workload(plan, graph, layouts, env, "cuda", kernels)
             there = _ranks(plan, layouts, on_device, "cuda", mode)
-        masks = any(method.inner == GATHER for method in layouts.context.values())
         block_of = {call.name: call.block for call in graph.calls}
         by_call = {name: by_block[block] for name, block in block_of.items()}
         again = {
-            name: Repeated.of(here.blocks[block_of[name]], how)
+            name: Repeated.of(here.blocks[block_of[name]], how, layouts.context.get(block_of[name]), plan.config.cp)
             for name, how in layouts.recompute.items()
             if name in block_of and recompute_kind(how).recomputes
         }
-        return cls(by_call, again, ranks, there, masks)
+        return cls(by_call, again, ranks, there)
 
     def repeats(self, e: LedgerEntry) -> bool:
         """Return True for a collective of a forward that a recompute repeats; counts of rows go with the rows."""
@@ -378,24 +388,22 @@ class Work:
         rows = any(sends_rows(what) for what, _ in again.sent)
         return (e.what, e.kind) in again.sent or (e.kind == "all_to_all" and rows)
 
-    def flops(self, calls: list[str]) -> Mapping[str, float]:
+    def flops(self, calls: list[str]) -> CpuFlops:
         """Return the sum over calls."""
-        out: Counter[str] = Counter()
-        for name in calls:
-            out.update(self.by_call[name])
-        return out
+        return CpuFlops.total(self.by_call[name] for name in calls)
 
-    def flops_again(self, calls: list[str]) -> Mapping[str, float]:
+    def flops_again(self, calls: list[str]) -> CpuFlops:
         """Return the sum of what is repeated over calls."""
-        out: Counter[str] = Counter()
-        for name in calls:
-            out.update(self.again[name].flops if name in self.again else {})
-        return out
+        return CpuFlops.total(self.again[name].flops for name in calls if name in self.again)
 
-    def kernels_bytes(self, coordinate: int) -> float:
-        """Return the bytes that a pipeline rank holds more at its fullest moment with the kernels of a CPU."""
-        here, there = (_sum(_held(ranks[coordinate].terms), "mid") for ranks in (self.here, self.there))
-        return here - there
+    def kernels(self, coordinate: int) -> Mapping[str, float]:
+        """Return by term the bytes that a pipeline rank holds more at its fullest moment with the kernels of a CPU."""
+        here, there = (_held(ranks[coordinate].terms) for ranks in (self.here, self.there))
+        more = {
+            n: sum(terms[n].mid * sign for terms, sign in ((here, 1), (there, -1)) if n in terms)
+            for n in {**there, **here}
+        }
+        return {name: size for name, size in more.items() if size}
 
 
 def _workload(
@@ -430,15 +438,56 @@ def _ranks(plan: Plan, layouts: Layouts, work: Workload, device_type: str, mode:
     return tuple(model.stages(chunks, [0] * len(chunks), again))
 
 
-def _arithmetic(ops: tuple[OpWork, ...]) -> Iterator[tuple[str, float]]:
-    totals = {"products": 0.0, "attention": 0.0, BACKWARD: 0.0}
+def _arithmetic(ops: Iterable[OpWork], method: ContextMethod | None, cp: int) -> CpuFlops:
+    """Return the FLOPs of operations.
+
+    Args:
+        method: how attention reads a sequence that is cut over `cp` ranks; None: it is whole.
+    """
+    out = CpuFlops()
     for op in ops:
         if op_kind(op.op) is OpKind.ATTENTION:
-            totals["attention"] += op.flops
+            times = {FORWARD: 1.0, BACKWARD: 2.0}
+            for what, least, spare in _attention(op, method, cp):
+                out.least.update({(what, phase): n * least for phase, n in times.items()})
+                out.spare.update({(what, phase): n * spare for phase, n in times.items()})
         elif op_kind(op.op) in (OpKind.PRODUCT, OpKind.EXPERTS):
-            totals["products"] += op.flops
-            totals[BACKWARD] += op.flops * _gradients(op)
-    yield from totals.items()
+            out.least.update({(BY_PRODUCTS, FORWARD): op.flops, (BY_PRODUCTS, BACKWARD): op.flops * _gradients(op)})
+            out.spare.update({(BY_PRODUCTS, BACKWARD): _summed_biases(op)})
+    return out
+
+
+def _summed_biases(op: OpWork) -> float:
+    """Return the FLOPs by which the runtime sums the gradients of experts' biases, as products with rows of ones."""
+    biases = op.inputs[FIRST_BIAS:] if op_kind(op.op) is OpKind.EXPERTS else ()
+    if not biases:
+        return 0.0
+    weights = (op.inputs[k].shape[1:] for k in (FIRST, SECOND))
+    num_rows = op.flops / (2.0 * sum(map(math.prod, weights)))
+    ones = GROUPED_BYTES // DTYPE_BYTES[op.inputs[FIRST].dtype]
+    return 2.0 * ones * num_rows * sum(b.shape[-1] for b in biases)
+
+
+def _attention(op: OpWork, method: ContextMethod | None, cp: int) -> list[tuple[str, float, float]]:
+    """Return as what attention runs on a CPU, the FLOPs of its forward, and how many more masks may cost.
+
+    Over a cut sequence masks may cost all pairs of tokens. A ring computes what has windows or documents, and what no
+    kernel takes, in blocks of queries (`runtime.ring`): these are products, besides the kernel's.
+    """
+    facts = OpFacts(op.op, dict(op.attrs), op.inputs, op.outputs)
+    kind, flops = computed_on_cpu(facts)
+    what = BY_PRODUCTS if kind is OpKind.PRODUCT else BY_ATTENTION
+    if method is None:
+        return [(what, flops, 0.0)]
+    seen = facts.attrs.get("window") or facts.attrs.get("documents")
+    if what == BY_ATTENTION and method.inner != GATHER and not seen:
+        return [(what, op.flops, 0.0)]
+    q, k, v = op.inputs[:3]
+    pairs = cp * k.shape[2] * q.num_elements // q.shape[-1]
+    most = 2.0 * pairs * (q.shape[-1] + v.shape[-1])
+    if method.inner == RING and seen:
+        return [(BY_PRODUCTS, 0.0, most), (BY_ATTENTION, 0.0, most)]
+    return [(what, op.flops, most - op.flops)]
 
 
 def _gradients(op: OpWork) -> int:

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from autoplan.errors import PinError
 from autoplan.schedules import orders
 from autoplan.schedules.dependencies import VisitOrder, visit_order
-from autoplan.schedules.orders import Action, B, F, W
+from autoplan.schedules.orders import Action, B, F, I, W
 
 if TYPE_CHECKING:
     import numpy as np
@@ -257,17 +257,29 @@ class ChunkSpan(NamedTuple):
     last_end: int
 
 
+Waits = tuple[tuple[int, int], ...]  # micro-batches that are held, and how many of them wait
+
+
 class HeldRow(NamedTuple):
     """Arrays over the actions of a rank.
 
     `chunks`: the chunk. `begins`: 1 if the action starts to hold a micro-batch. `ends`: 1 if it releases one.
-    `spans`: of every chunk.
+    `halves`: 1 if it is the first part of a backward, -1 if it is the second. `spans`: of every chunk.
     """
 
     chunks: NDArray[np.int64]
     begins: NDArray[np.float64]
     ends: NDArray[np.float64]
+    halves: NDArray[np.float64]
     spans: dict[int, ChunkSpan]
+
+    def waiting(self, chunk: int) -> NDArray[np.float64]:
+        """Return the micro-batches of a chunk between two parts of a backward during every action."""
+        import numpy as np
+
+        after = np.where(self.chunks == chunk, self.halves, 0.0)
+        out: NDArray[np.float64] = np.cumsum(after) - np.maximum(after, 0.0) + np.maximum(-after, 0.0)
+        return out
 
     def held(self, chunk_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the bytes held during every action, which still holds what it frees. `chunk_bytes`: by chunk."""
@@ -293,6 +305,11 @@ class ActionLists(tuple[tuple[Action, ...], ...]):
         return tuple(held_at_backwards(row) for row in self)
 
     @cached_property
+    def waits(self) -> tuple[tuple[Waits, Waits], ...]:
+        """`waits_at_backwards` of every rank."""
+        return tuple(waits_at_backwards(row) for row in self)
+
+    @cached_property
     def held(self) -> tuple[HeldRow, ...]:
         """The effect of every action on the number of held micro-batches, per rank."""
         import numpy as np  # the command line names schedules without it
@@ -302,6 +319,7 @@ class ActionLists(tuple[tuple[Action, ...], ...]):
                 np.array([a.chunk for a in row]),
                 np.array([float(a.kind is F) for a in row]),
                 np.array([float(a.kind is B or a.kind is W) for a in row]),
+                np.array([float(a.kind is I) - float(a.kind is W) for a in row]),
                 _spans(row),
             )
             for row in self
@@ -414,6 +432,15 @@ def _near(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages
     return ""
 
 
+def waits(
+    schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1
+) -> tuple[tuple[Waits, Waits], ...]:
+    """Return `waits_at_backwards` of every rank. Raises PinError as `actions` does."""
+    _check(schedule, num_stages, num_micro_batches, virtual_stages)
+    fewer = settled(schedule, num_stages, num_micro_batches, virtual_stages)
+    return _actions(schedule, num_stages, fewer, virtual_stages).waits
+
+
 @lru_cache(maxsize=4096)
 def _flights(
     schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int
@@ -444,3 +471,25 @@ def held_at_backwards(row: Sequence[Action]) -> tuple[int, int]:
             begun = True
             held -= 1
     return most[0], most[1]
+
+
+def waits_at_backwards(row: Sequence[Action]) -> tuple[Waits, Waits]:
+    """Return how many micro-batches a rank holds, and how many of them wait between two parts of a backward.
+
+    Both until its first backward ends, and afterwards (`held_at_backwards`). Left out are moments at which no more are
+    held than at another one, and no fewer wait. During a second part its micro-batch still waits.
+    """
+    held = waiting = 0
+    begun, found = False, (dict[int, int](), dict[int, int]())
+    for kind, *_ in row:
+        held += kind is F
+        found[begun][waiting] = max(found[begun].get(waiting, 0), held)
+        waiting += (kind is I) - (kind is W)
+        if kind is B or kind is W:
+            begun = True
+            held -= 1
+    first, later = (
+        tuple((n, k) for k, n in sorted(each.items()) if n > max((m for j, m in each.items() if j < k), default=0))
+        for each in found
+    )
+    return first, later

@@ -464,7 +464,8 @@ def _names(workload: Workload, on_host: bool) -> list[str]:
 class _Choices:
     """Bytes that units keep of a micro-batch, and need in their backward, by recompute choice (rows) and unit.
 
-    Choices that a unit does not have keep infinitely much.
+    Choices that a unit does not have keep infinitely much. Of the last unit those count that wait between two parts of
+    a backward, under all schedules.
     """
 
     kept: Array
@@ -479,6 +480,7 @@ class _Choices:
         # what was kept and is not comes back before the backward (`MemoryModel`); in full recompute it is measured
         transient = np.array(w.unit_transient) + np.maximum(0.0, np.array(w.unit_saved) - kept)
         transient[-1] = w.unit_recompute_transient
+        kept[:, -1] = np.maximum(0.0, kept[:, -1] - w.last_spent)
         return _Choices(kept, transient)
 
     @staticmethod

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.memory.parameters import States
+from autoplan.schedules.schedule import Waits
 
 
 class Moment(NamedTuple):
@@ -38,6 +39,15 @@ class Held(NamedTuple):
     one: float
     running: tuple[tuple[float, float], ...]
     transient: float
+
+
+def most_of(waits: Waits, one: float, spent: float, others: bool = False) -> float:
+    """Return the most bytes of micro-batches of one chunk, of which those that wait have spent some.
+
+    Args:
+        others: without the one that runs.
+    """
+    return max((held - others) * one - waiting * spent for held, waiting in waits)
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,8 @@ With `offload` of the optimizer its state is on the host, with a copy of paramet
 them; float32 masters without shards are only there. With `offload` of the parameters the shards of parameters and
 gradients are only on the host.
 
-Between the two parts of a split backward a micro-batch counts as after its forward. Of a head with a large vocabulary
-the runtime then keeps less, a gradient in 16 bits for logarithms in 32: a last rank that defers weight gradients is
-predicted too high (GPT-2 under ZB-H1: 7 %).
+Between the two parts of a split backward a micro-batch counts as after its forward, but for the logits of the last
+unit: their gradient waits, and the logarithms of the loss are freed (`Workload.last_spent`).
 
 Hybrid ZeRO (`zero_replicas`) replaces n by n / zero_replicas. Parameters of experts are sharded over their own
 replicas. Activations are held for every micro-batch in flight, which the schedule's actions count. A schedule in both
@@ -61,13 +60,13 @@ from autoplan.config.precision import MASTER_BYTES, Precision
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, recompute_kind
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.communicators import FixedMemory
-from autoplan.cost_models.memory.moments import Held, Moment, RankStates, Rows, TiedStates
+from autoplan.cost_models.memory.moments import Held, Moment, RankStates, Rows, TiedStates, most_of
 from autoplan.cost_models.memory.parameters import NO_STATES, ParameterMemory, States, stores_8_bits
 from autoplan.cost_models.memory.recompute_frontier import RecomputeFrontier
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.work import BlockWork, Workload
 from autoplan.ops.table import op_record
-from autoplan.schedules.schedule import ActionLists, HeldRow, actions, chunks_of_ranks, flights, num_copies
+from autoplan.schedules.schedule import ActionLists, HeldRow, actions, chunks_of_ranks, flights, num_copies, waits
 from autoplan.streams import BUCKET_BYTES
 from autoplan.units import dtype_bytes
 
@@ -215,6 +214,7 @@ class MemoryModel:
         # micro-batches held in the first backward, and the most afterwards
         self.flights: tuple[tuple[int, int], ...] = flights(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
         self.fixed: Quantity = self._fixed.of(c)
+        self._waits = waits(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
         self._known_rows: dict[tuple[int, tuple[range, ...]], Rows] = {}
 
     @property
@@ -402,18 +402,18 @@ class MemoryModel:
 
     def _moments(self, rank: int, chunks: Sequence[range], held: dict[int, Held], states: RankStates) -> list[Moment]:
         """Return the moments of a step at which a rank may be fullest."""
-        first, later = self.flights[rank]
         grads, reducing = states.grads, states.reducing
         if len(held) > 1:
             moments = self._of_several(rank, chunks, held, grads, reducing)
         else:
             ((chunk, only),) = held.items()
+            (first, later), spent = self._waits[rank], self.workload.last_spent * (chunk == len(chunks) - 1)
             if self.has_gradient_buffer:
-                moments = [Moment(FIRST, grads, first * only.one, only.transient)]
+                moments = [Moment(FIRST, grads, most_of(first, only.one, spent), only.transient)]
             else:
-                moments = self._first_backward(chunks[chunk], (first - 1) * only.one, only)
+                moments = self._first_backward(chunks[chunk], most_of(first, only.one, spent, others=True), only)
             if later:
-                moments.append(Moment(LATER, grads + reducing, later * only.one, only.transient))
+                moments.append(Moment(LATER, grads + reducing, most_of(later, only.one, spent), only.transient))
             if later and self.sharded and self.config.zero_stage == 1 and not self.megatron:
                 moments.append(self._last_backward(chunks[chunk], only))
         if self.widened and self.config.zero_stage == 0:
@@ -481,6 +481,8 @@ class MemoryModel:
             one[:, k] = h.one, h.transient
         row = self._table.held[rank]
         now, transient = row.held(one[0]), one[1][row.chunks]
+        spent = self.workload.last_spent if len(chunks) - 1 in held else 0.0
+        now = now - spent * row.waiting(len(chunks) - 1) if spent else now
         rows = self._rows(rank, row, tuple(chunks[k] for k in held), most_grads, scattered)
         grads, reducing, gathered = rows.grads, rows.reducing, rows.gathered
         by_chunk = self.config.zero_stage in (1, 2) and not self.megatron
@@ -503,7 +505,7 @@ class MemoryModel:
                 continue
             out += self._first_backward(
                 chunks[k],
-                float(now[i]) - held[k].one,
+                float(now[i]) - held[k].one + (spent if k == len(chunks) - 1 and row.halves[i] else 0.0),
                 held[k],
                 float(grads[i]),
                 float(reducing[i]),

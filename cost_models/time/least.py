@@ -156,8 +156,13 @@ class LeastTime:
 
     @cached_property
     def kept(self) -> Array:
-        """The fewest bytes that a unit of each kind (columns) keeps under a choice (rows); inf if it has none such."""
-        return self._least_of_kinds(self._kept_by_unit)
+        """The fewest bytes that a unit of each kind (columns) keeps under a choice (rows); inf if it has none such.
+
+        Of the last unit those that wait between two parts of a backward.
+        """
+        waiting = self._kept_by_unit.copy()
+        waiting[:, -1] = np.maximum(0.0, waiting[:, -1] - self.workload.last_spent)
+        return self._least_of_kinds(waiting)
 
     @cached_property
     def transient(self) -> Array:

@@ -16,7 +16,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.least import LeastMemory, _most_held, most_held
 from autoplan.cost_models.memory.room import Room
 from autoplan.errors import AutoplanError
-from autoplan.schedules.schedule import SCHEDULES, num_copies, takes
+from autoplan.schedules.schedule import SCHEDULES, actions, num_copies, takes, waits
 from autoplan.search.planner import PlanRequest, estimate_config
 
 DEVICES = 16
@@ -80,5 +80,6 @@ def test_what_a_rank_holds_settles() -> None:
         same = np.array_equal(found.held, wanted.held) and np.array_equal(found.running, wanted.running)
         flags = [(x.of_all, x.with_gradients, x.meet) for x in (found, wanted)]
         assert same and flags[0] == flags[1], (name, pp, v, m)
+        assert waits(name, pp, m, v) == actions(name, pp, m, v).waits, (name, pp, v, m)
         settled += SCHEDULES[name].settles and m > (v + 3) * pp
     assert settled > 100 and most_held("GPipe", 2, 64, 1).held.max() > 60

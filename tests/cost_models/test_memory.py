@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import astuple, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ from autoplan.cost_models.work import BlockWork, Gathered, OpWork, ParamWork, Ti
 from autoplan.errors import PinError
 from autoplan.ops.saved import TensorFacts
 from autoplan.schedules.orders import F
-from autoplan.schedules.schedule import Transfer, actions, held_at_backwards
+from autoplan.schedules.schedule import Transfer, actions, held_at_backwards, waits
 
 SAVED, TRANSIENT, PARAMS, SENT = 1000.0, 40.0, 60, 8.0
 GRADS = 4.0 * PARAMS
@@ -489,6 +490,29 @@ def test_hops_between_nodes_cost_more() -> None:
     pricer = Pricer(work, ParallelConfig(tp=4, pp=4), Costs(cluster(16, 8), None, Mode.EAGER))
     inside, between, inside_too, back = (hop[0] for hop in pricer.hops)
     assert inside == inside_too < between / 3 and back == between
+
+
+def test_what_the_first_part_of_a_backward_frees_does_not_wait() -> None:
+    """Of the last unit, on the rank that has it, under schedules that split backwards."""
+    assert waits("ZB-H1", 2, 4)[1] == (((1, 0), (2, 1)), ((2, 1),)) and waits("1F1B", 2, 4)[0] == (((2, 0),), ((2, 0),))
+    spent = SAVED / 4
+
+    def freed(rank: int, schedule: str, *cut: int, **kw: Any) -> float:
+        c = ParallelConfig(pp=2, num_micro_batches=4, schedule=schedule, virtual_stages=len(cut) // 2, zero_stage=0)
+        work = {"cut_bytes": (0.0,) * 3, **kw}
+        found = [memory(c, workload(last_spent=n, **work)).rank(rank, ranges(*cut), [0] * len(cut)) for n in (0, spent)]
+        was, now = (f.terms for f in found)
+        assert {n for n in was if was[n] != now[n]} <= {"activations"}
+        return was["activations"].mid - now["activations"].mid
+
+    assert freed(0, "ZB-H1", 2, 2) == freed(1, "1F1B", 2, 2) == freed(1, "ZBV", 1, 1, 1, 1) == 0
+    assert freed(1, "ZB-H1", 2, 2) == spent
+    # if the last unit keeps most: the micro-batches of its chunk, by action of its rank
+    row = actions("InterleavedZeroBubble", 2, 4, 2).held[1]
+    held, waiting = row.held(np.array([0.0, 0.0, 0.0, SAVED])), row.waiting(3)
+    wanted = held.max() - (held - spent * waiting).max()
+    kept = (0.0, 0.0, 0.0, SAVED)
+    assert 0 < wanted == freed(1, "InterleavedZeroBubble", 1, 1, 1, 1, unit_saved=kept, unit_kept=kept)
 
 
 def test_split_backwards_fill_the_bubble() -> None:

@@ -141,6 +141,7 @@ def pricers(draw: st.DrawFn) -> tuple[Pricer, float]:
             for s, k, part, other in zip(saved, kept, parts, parts[::-1], strict=True)
         ),
         shared=passing,
+        last_spent=draw(st.floats(0, 1)) * kept[-1],
     )
     schedule = draw(st.sampled_from(["1F1B", "GPipe"]))
     config = ParallelConfig(dp=dp, pp=pp, zero_stage=zero, num_micro_batches=m, schedule=schedule)
