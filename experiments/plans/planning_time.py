@@ -38,6 +38,7 @@ ROWS = (  # model, nodes, tokens per sequence (megatron-1t has 2,048 positions),
     ("qwen3-235b-a22b", 32, 8192, 2**22),
     ("deepseek-v3", 256, 8192, 2**26),
     ("deepseek-v3", 2048, 8192, 2**27),
+    ("deepseek-v3@mtp=1", 256, 8192, 2**26),
 )
 PHASES: dict[str, tuple[str, ...]] = {
     "imports": ("imports",),
