@@ -35,7 +35,7 @@ from autoplan.config.keys import check_kind
 from autoplan.errors import AutoplanError, CaptureError, GraphError
 from autoplan.files import write_whole
 from autoplan.ir.graph import ModelGraph
-from autoplan.names import did_you_mean, matching, one_of, plain_name, same_letters
+from autoplan.names import MTP, did_you_mean, matching, mtp_model, one_of, plain_name, same_letters
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import nodes_with
 
@@ -47,7 +47,6 @@ _OF_THE_WEIGHTS = re.compile(
     r"|i?q[2-8](-[01klmsx]+)*)(?=-|$)"
 )
 _FACTORY = re.compile(r"(?!\d)\w+(\.(?!\d)\w+)*:(?!\d)\w+")
-_MTP = "mtp"  # what `@` adds to a model: layers that predict the tokens after the next
 _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -147,10 +146,12 @@ def split_changes(text: str) -> tuple[str, int]:
     if not at or "/" in change or not model:
         return text, 0
     name, _, value = change.partition("=")
-    if name != _MTP:
-        raise AutoplanError(f"model {text!r}: {did_you_mean(name, [_MTP])}; for example {model}@{_MTP}=1")
+    if name != MTP:
+        raise AutoplanError(f"model {text!r}: {did_you_mean(name, [MTP])}; for example {mtp_model(model, 1)}")
     if not value.isdecimal():
-        raise AutoplanError(f"model {text!r}: {_MTP}={value!r} is no number of layers; for example {model}@{_MTP}=1")
+        raise AutoplanError(
+            f"model {text!r}: {MTP}={value!r} is no number of layers; for example {mtp_model(model, 1)}"
+        )
     return model, int(value)
 
 
@@ -173,7 +174,7 @@ def built_model(text: str) -> tuple[Any, Any] | None:
     base, num_mtp = split_changes(text)
     if num_mtp:
         raise AutoplanError(
-            f"model {text!r}: no module has the layers that @{_MTP} adds, so that no program can run on one; plan, "
+            f"model {text!r}: no module has the layers that @{MTP} adds, so that no program can run on one; plan, "
             f"rehearse and export it, compile {base}, or name a module that has them (package.module:factory)"
         )
     path = _config_path(text)

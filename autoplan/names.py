@@ -12,6 +12,18 @@ import difflib
 import re
 from collections.abc import Iterable
 
+MTP = "mtp"  # what `@` adds to a model: layers that predict the tokens after the next
+
+
+def mtp_model(model: str, num_layers: int) -> str:
+    """Return the name of a model with layers for the tokens after the next: `deepseek-v3@mtp=1`."""
+    return f"{model}@{MTP}={num_layers}"
+
+
+def base_model(model: str) -> str:
+    """Return the name of a model without what `@` adds to it."""
+    return model.partition("@")[0]
+
 
 def plain_name(text: str) -> str:
     """Return a name in lower case, with `-` for `_` and spaces."""

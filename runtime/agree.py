@@ -147,7 +147,7 @@ def different(prints: Sequence[int | None], device: torch.device | str) -> list[
     """
     if not prints or not dist.is_initialized() or dist.get_world_size() == 1:
         return [False] * len(prints)
-    pairs = [[_NONE, _NONE] if p is None else [p, -p] for p in prints]
+    pairs = [[LEAST, LEAST] if p is None else [p, -p] for p in prints]
     seen = torch.tensor(pairs, dtype=torch.int64, device=device)
     dist.all_reduce(seen, op=dist.ReduceOp.MAX)
     return [most != -least for most, least in seen.tolist()]
@@ -156,7 +156,7 @@ def different(prints: Sequence[int | None], device: torch.device | str) -> list[
 # -- fingerprints -----------------------------------------------------------------------------------------------------
 
 _MASK = (1 << 62) - 1  # its negative is an int64 too
-_NONE = -(1 << 63)  # below all of them
+LEAST = -(1 << 63)  # least int64, below all of them: the entry of a rank that takes no part
 
 
 def fingerprint(tensors: Mapping[str, Any], num_elements: int | None = None) -> int:

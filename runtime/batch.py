@@ -18,16 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoplan.runtime.agree import AgreedValueError, fingerprint, raise_agreed, ranks_text
+from autoplan.runtime.agree import LEAST, AgreedValueError, fingerprint, raise_agreed, ranks_text
 from autoplan.runtime.mesh import AxisMesh
 from autoplan.runtime.precision import active_autocast
 from autoplan.runtime.spec import ProgramSpec, evaluate_terms
 from autoplan.units import LossUnit
 
 CONTENTS_EVERY = 100  # steps
-
-
-_LEAST = -(1 << 63)  # least int64: a rank's entry for other ranks' batches
 
 
 @dataclass(frozen=True)
@@ -321,7 +318,7 @@ class Batches:
             return Counts(tuple(map(float, numbers if isinstance(numbers, list) else [numbers])), (samples,))
         mine = 0 if problem is not None else self._fingerprint(batches, contents)
         num, width = self._mesh.size("dp"), 3 + len(self._spec.loss_counts)
-        entries, begin = [int(problem is not None), *[_LEAST] * (width * num)], 1 + width * data_rank
+        entries, begin = [int(problem is not None), *[LEAST] * (width * num)], 1 + width * data_rank
         if problem is None:
             entries[begin : begin + 3] = [mine, -mine, samples]
         sent = torch.tensor(entries, dtype=torch.int64).to(self._device, non_blocking=True)
@@ -333,7 +330,7 @@ class Batches:
             raise_agreed(problem)
         by_rank = [found[1 + width * d : 1 + width * (d + 1)] for d in range(num)]
         own = by_rank[data_rank]  # a fake process group has no other entry: there all ranks are as this one
-        by_rank = [own if seen[0] == _LEAST else seen for seen in by_rank]
+        by_rank = [own if seen[0] == LEAST else seen for seen in by_rank]
         sizes = tuple(seen[2] for seen in by_rank)
         if any(high != -low for high, low, *_ in by_rank):
             raise AgreedValueError(self._who_differs(mine, data_rank, contents))

@@ -232,7 +232,7 @@ class StateMethods:
         if self._dropped is not None and (optimizer is None or optimizer is self.optimizer):
             self._dropped.saved(self.progress.num_steps)
         with torch.inference_mode(False):  # parts of tensors that are made in inference mode cannot be detached
-            given = Given(_or_none(states), _or_none(data_states))
+            given = Given(_or_empty(states), _or_empty(data_states))
             return self._checkpoints.save(self._training(optimizer), root_of(folder), given, keep, wait)
 
     @guarded("load_checkpoint")
@@ -269,7 +269,7 @@ class StateMethods:
         """
         with torch.inference_mode(False):  # moments that are made in inference mode could not be updated outside of it
             training = self._training(optimizer)
-            given = Given(_or_none(states), _or_none(data_states), on_other_data_ranks)
+            given = Given(_or_empty(states), _or_empty(data_states), on_other_data_ranks)
             resumed = self._checkpoints.load(training, root_of(folder), given, step, model_only, older)
         self._num_own_steps = self._num_evaluations = 0
         if resumed is not None:
@@ -294,5 +294,5 @@ class StateMethods:
         return Training(self._state, self.progress, optimizer, updated, self.loss_scaler, *ranks)
 
 
-def _or_none(states: Mapping[str, Stateful] | None) -> Mapping[str, Stateful]:
+def _or_empty(states: Mapping[str, Stateful] | None) -> Mapping[str, Stateful]:
     return {} if states is None else states

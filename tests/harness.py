@@ -33,6 +33,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from autoplan.profiler.processes import STOP_GRACE_S, ProcessOutcome, answer_of, environment, outcomes, problems
+from experiments.shared.jobs import answer_jobs
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -221,18 +222,9 @@ def _worker(rank: int, world: int, pipe: Connection, group_timeout_s: float, var
         dist.init_process_group("gloo", store=stores[0], rank=rank, world_size=world, timeout=timeout)
         return stores[0].port
 
-    def run(job: bytes) -> Any:
-        fn, args = pickle.loads(job)
-        return fn(rank, world, *args)
-
     for _ in range(2 if rank == 0 else 1):
         answer_of(pipe, join)
-    while True:
-        try:
-            job = pipe.recv_bytes()
-        except EOFError:
-            os._exit(0)
-        answer_of(pipe, run, job)
+    answer_jobs(pipe, rank, world)
 
 
 def _report(fn: Callable[..., Any] | str, found: Sequence[ProcessOutcome], timeout_s: float) -> str:

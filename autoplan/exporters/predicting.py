@@ -7,6 +7,7 @@ from typing import Any
 
 from autoplan.exporters.record import Document, Field, TargetRule, Values
 from autoplan.exporters.setup import MTP_SETTING, Setup
+from autoplan.names import base_model, mtp_model
 
 
 def mtp_field(at: Callable[[str], str] = str) -> Field:
@@ -27,7 +28,8 @@ def _other_layers(document: Document, found: Mapping[str, Any]) -> str | None:
     given = given or 0
     if not task.model or given == task.num_mtp:
         return None
-    named = f"{task.base_model}@mtp={given}" if given else task.base_model
+    base = base_model(task.model)
+    named = mtp_model(base, given) if given else base
     said = f"{MTP_SETTING}={given}, but {task.model} has {task.num_mtp}; its own are priced"
     return f"{said}; the file's model is {named}"
 

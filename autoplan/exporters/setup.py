@@ -78,11 +78,6 @@ class Task:
         return len(self.layers) - self.num_mtp
 
     @property
-    def base_model(self) -> str:
-        """The model without what was added to it."""
-        return self.model.partition("@")[0]
-
-    @property
     def hardware(self) -> CatalogEntry | None:
         """What the catalog knows about the device; None if it is not in it."""
         return entries().get(self.device)

@@ -28,6 +28,7 @@ from autoplan.exporters.record import (
 from autoplan.exporters.scripts import Name, Python
 from autoplan.exporters.setup import Setup
 from autoplan.exporters.syntax import Toml
+from autoplan.names import base_model
 from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks
 from autoplan.stacks.records import year_of
 
@@ -494,8 +495,8 @@ def function_name(setup: Setup) -> str:
 
 
 def _head(setup: Setup, values: Values) -> tuple[list[str], str]:
-    family, name = _BASES.get(setup.task.base_model, ("", "base"))
-    plain, device = _NARROW_BASES.get(setup.task.base_model), setup.task.hardware
+    family, name = _BASES.get(base_model(setup.task.model), ("", "base"))
+    plain, device = _NARROW_BASES.get(base_model(setup.task.model)), setup.task.hardware
     if plain and device is not None and (device.compute_capability or _EIGHT_BITS) < _EIGHT_BITS:
         family, name, plain = "", "base", None  # the shipped one cannot even be called there
     recompute = str(values.get("activation_checkpoint")).partition(".")[0]

@@ -13,6 +13,7 @@ from autoplan.config.recompute import MODULES
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.ir.graph import Block, ModelGraph, Node
 from autoplan.ir.symbols import Expr
+from autoplan.names import mtp_model
 from autoplan.ops.batch import batch_obstacle, context_obstacle
 from autoplan.ops.experts import SECOND_BIAS
 from autoplan.ops.products import packed_weights
@@ -355,7 +356,9 @@ class Facts:
         usual = graph.left_out if self.like is None else self.like.mtp_layers or graph.left_out
         if usual and num_mtp_layers(graph) == 0:
             layers = "layer" if usual == 1 else "layers"
-            found.append(f"{said} {usual} {layers} for tokens after the next, which {graph.name}@mtp={usual} prices")
+            found.append(
+                f"{said} {usual} {layers} for tokens after the next, which {mtp_model(graph.name, usual)} prices"
+            )
         return (*found, *graph.notes)
 
 

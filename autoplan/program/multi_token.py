@@ -31,15 +31,16 @@ from autoplan.ir.graph import (
     denominator,
 )
 from autoplan.ir.symbols import Expr
+from autoplan.names import mtp_model
 from autoplan.ops.factors import infer_factors
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import op_kind
+from autoplan.ops.views import INT_MAX
 from autoplan.program.facts import MTP_PREFIX, layer_calls, num_mtp_layers
 from autoplan.units import LossUnit
 
 LOSS_WEIGHT = 0.1  # Megatron's mtp_loss_scaling_factor; DeepSeek-V3 has 0.3, and 0.1 from 10T tokens on
 _BLOCK = "mtp"
-_END = 2**63 - 1  # the end of a slice that has none
 
 
 def with_mtp(graph: ModelGraph, num_layers: int) -> ModelGraph:
@@ -91,8 +92,8 @@ def _ends(graph: ModelGraph) -> _Ends:
     layers = layer_calls(graph)
     if not layers:
         raise _cannot(graph, "it has no layers")
-    layer, embedding, head = calls[layers[-1]], _embedding(graph, layers[0]), _head(graph)
-    block, target = graph.blocks[head.block], graph.loss_target or ""
+    layer, (embedding, tokens), (head, target) = calls[layers[-1]], _embedding(graph, layers[0]), _head(graph)
+    block = graph.blocks[head.block]
     before, hidden = _states(graph, embedding, layer, head)
     products = [n for n in block.nodes if op_kind(n.op) is OpKind.PRODUCT and n.tensor_inputs[1] in block.params]
     if not products:
@@ -100,8 +101,7 @@ def _ends(graph: ModelGraph) -> _Ends:
     norm = _between(block, _inside(head, block, hidden), products[-1].tensor_inputs[0])
     if any(op_kind(n.op) is OpKind.PRODUCT for n in norm):
         raise _cannot(graph, f"{head.name} has more than a norm before its logits")
-    tokens, term = _embedded(graph, embedding) or "", _mean(graph, head)
-    return _Ends(embedding, layer, head, tokens, hidden, before, target, products[-1], norm, term)
+    return _Ends(embedding, layer, head, tokens, hidden, before, target, products[-1], norm, _mean(graph, head))
 
 
 def _states(graph: ModelGraph, embedding: Call, layer: Call, head: Call) -> tuple[str, str]:
@@ -117,22 +117,23 @@ def _states(graph: ModelGraph, embedding: Call, layer: Call, head: Call) -> tupl
     return before[0], handed[0]
 
 
-def _embedding(graph: ModelGraph, first_layer: str) -> Call:
-    """Return the call before the layers that looks up the tokens."""
+def _embedding(graph: ModelGraph, first_layer: str) -> tuple[Call, str]:
+    """Return the call before the layers that looks up the tokens, and the input that they are."""
     before = itertools.takewhile(lambda call: call.name != first_layer, graph.calls)
-    found = [call for call in before if call.params and _embedded(graph, call) is not None]
+    found = [(call, tokens) for call in before if call.params and (tokens := _embedded(graph, call)) is not None]
     if len(found) != 1:
         raise _cannot(graph, f"{len(found)} calls before the first layer embed an input")
     return found[0]
 
 
-def _head(graph: ModelGraph) -> Call:
-    """Return the call with the loss."""
+def _head(graph: ModelGraph) -> tuple[Call, str]:
+    """Return the call with the loss, and the labels that it reads."""
     head = next(call for call in graph.calls if graph.output in call.outputs)
     losses = [n for n in graph.blocks[head.block].nodes if op_kind(n.op) is OpKind.LOSS]
-    if head.outputs != (graph.output,) or len(losses) != 1 or graph.loss_target not in head.inputs:
+    target = graph.loss_target
+    if head.outputs != (graph.output,) or len(losses) != 1 or target is None or target not in head.inputs:
         raise _cannot(graph, f"its loss is more than one, or not that of {head.name} alone")
-    return head
+    return head, target
 
 
 def _mean(graph: ModelGraph, head: Call) -> str:
@@ -189,8 +190,7 @@ class _Body:
         return _Body(*held, list(block.nodes), dict(block.values))
 
     def block(self, name: str, outputs: tuple[str, ...]) -> Block:
-        parts = (tuple(part) for part in (self.inputs, self.params, self.buffers))
-        inputs, params, buffers = parts
+        inputs, params, buffers = (tuple(part) for part in (self.inputs, self.params, self.buffers))
         return Block(name, inputs, params, buffers, outputs, tuple(self.nodes), self.values)
 
     def add_input(self, name: str, like: Value) -> str:
@@ -248,7 +248,6 @@ class _Maker:
     def run(self, num_layers: int) -> ModelGraph:
         graph, ends = self.graph, self.ends
         self._add_layer_block()
-        self.weight = LOSS_WEIGHT / num_layers
         hidden, targets = ends.hidden, []
         for depth in range(1, num_layers + 1):
             hidden = self._layer(depth, hidden)
@@ -259,7 +258,7 @@ class _Maker:
         calls[at:at] = [*self.free, *self.layers]
         made = replace(
             graph,
-            name=f"{graph.name}@mtp={num_layers}",
+            name=mtp_model(graph.name, num_layers),
             inputs=(*graph.inputs, *inputs),
             values=self.values,
             blocks=self.blocks,
@@ -279,7 +278,7 @@ class _Maker:
         given = body.add_input("given", value)
         wider = replace(value, shape=(*value.shape[:-1], value.shape[-1] + Expr.of(places)), dims=None)
         padded = body.add("pad", (given,), wider, "padded", {"pad": (0, places), "value": fill})
-        slicing = {"dim": len(value.shape) - 1, "start": places, "end": _END, "step": 1}
+        slicing = {"dim": len(value.shape) - 1, "start": places, "end": INT_MAX, "step": 1}
         out = body.add("slice", (padded,), replace(value, dims=None), "shifted", slicing)
         self.blocks[name] = body.block(name, (out,))
         self.values[name] = replace(value, name=name, dims=None)
@@ -372,6 +371,7 @@ class _Maker:
         divided = _inside(ends.head, old, LOSS_DENOMINATOR)
         term = _between(old, hidden, ends.term)
         own = {name for node in ends.norm for name in node.tensor_inputs if name in old.params}
+        weight = LOSS_WEIGHT / len(targets)
         total, inputs, params, new = old.outputs[0], list(ends.head.inputs), dict(ends.head.params), []
         for depth, (layer, labels) in enumerate(zip(self.layers, targets, strict=True), 1):
             path, denominator_name = f"mtp{depth}", denominator(len(self.counts) + 1)
@@ -391,7 +391,7 @@ class _Maker:
                 params[made[name]] = f"{layer.name}.final_norm.{name}"
                 self._new_param(params[made[name]], old.values[name], graph.params[ends.head.params[name]].trainable)
             loss = made[ends.term]
-            weighed = body.add("mul_scalar", (loss,), body.values[total], f"{path}_weighed", {"scalar": self.weight})
+            weighed = body.add("mul_scalar", (loss,), body.values[total], f"{path}_weighed", {"scalar": weight})
             total = body.add("add", (total, weighed), body.values[total], f"{path}_total")
         self.blocks[ends.head.block] = body.block(ends.head.block, (total,))
         return replace(ends.head, inputs=tuple(inputs), params=params), tuple(new)

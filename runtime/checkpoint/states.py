@@ -72,9 +72,7 @@ def _problem(argument: str, states: Any) -> str | None:
         lacking = [m for m in ("state_dict", "load_state_dict") if not callable(getattr(each, m, None))]
         if lacking:
             return f"{argument}[{name!r}] is a {type(each).__name__}, which has no {' and no '.join(lacking)}"
-        if hasattr(
-            each, "save_checkpoint"
-        ):  # a part of these states is stored, and that of a parallel model is not one
+        if hasattr(each, "save_checkpoint"):  # of an object one state is stored, and a parallel model has many parts
             what = f"{argument}[{name!r}] is a {type(each).__name__}"
             return f"{what}; a checkpoint holds the parallel model anyway: leave it out"
     return None

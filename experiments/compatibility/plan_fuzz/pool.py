@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.profiler.processes import STOP_GRACE_S, ProcessOutcome, answer_of, outcomes
+from experiments.shared.jobs import answer_jobs
 
 MOST_JOBS = 24  # every group that a job makes keeps a thread of gloo
 _START_S = 120.0
@@ -105,17 +106,8 @@ def _work(rank: int, world: int, pipe: Connection, folder: str, parent: int) -> 
         store, wait = f"file://{folder}/store", timedelta(seconds=60)
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=wait)
 
-    def run(job: bytes) -> Any:
-        fn, args = pickle.loads(job)
-        return fn(rank, world, *args)
-
     answer_of(pipe, join)
-    while True:
-        try:
-            job = pipe.recv_bytes()
-        except EOFError:
-            os._exit(0)
-        answer_of(pipe, run, job)
+    answer_jobs(pipe, rank, world)
 
 
 class Pools:
