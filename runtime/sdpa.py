@@ -12,7 +12,9 @@ To avoid math: keys and values are repeated for all query heads where flash does
 over 8,192 keys, of 8 key heads: 96 MB more instead of 4.3 GB of scores). Windows and causal masks that end with the
 keys go to flash as they are. Large scores are refused. On a CPU torch's own choice is used.
 
-The table was read from the source; none of this was run on a GPU.
+The table was read from the source. On an H200 (torch 2.11) causal attention, windows and packed documents of 32 query
+and 8 key heads over 8,192 keys in bfloat16 peaked at 14 to 26 % of what the scores alone would take
+(experiments/gpu/found); what else the table says was not run.
 """
 
 from __future__ import annotations

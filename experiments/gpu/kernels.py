@@ -140,15 +140,29 @@ def _cases(quick: bool) -> list[Case]:
     ]
 
 
-def _differentiated(case: Case, given: Tensors) -> tuple[torch.Tensor, Tensors]:
-    """Result and gradients; the gradient of the result is a fixed one."""
-    taken = {n: t.detach().clone().requires_grad_(n in case.differentiable) for n, t in given.items()}
-    out = case.run(taken)
+def _arrived(out: torch.Tensor) -> torch.Tensor:
+    """A gradient of a result, the same numbers on every device and in every dtype but for rounding."""
     generator = torch.Generator().manual_seed(7)
-    arrived = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device, out.dtype)
-    torch.autograd.backward(out, arrived if out.ndim else torch.ones_like(out))
+    return (
+        torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out) if out.ndim else torch.ones_like(out)
+    )
+
+
+def _differentiated(
+    case: Case, given: Tensors, arrived: Callable[[torch.Tensor], torch.Tensor] = _arrived
+) -> tuple[torch.Tensor, Tensors]:
+    """Result and gradients. arrived: gives the gradient of the result."""
+    taken = {n: t.detach().requires_grad_(n in case.differentiable) for n, t in given.items()}
+    out = case.run(taken)
+    torch.autograd.backward(out, arrived(out))
     gradients = {n: g for n in case.differentiable if (g := taken[n].grad) is not None}
     return out.detach(), gradients
+
+
+def _again(case: Case, given: Tensors) -> Callable[[], object]:
+    """What is timed, and whose peak is read: forward and backward, with the gradient of the result made before."""
+    kept = _arrived(case.run(given))
+    return lambda: _differentiated(case, given, lambda out: kept)
 
 
 def kernels(run: Run) -> None:
@@ -170,8 +184,8 @@ def kernels(run: Run) -> None:
                     errors = {"forward": difference(mine, out), "backward": worst_difference(found, gradients)}
                     again, repeated = _differentiated(case, here)
                     alike = torch.equal(mine, again) and all(torch.equal(found[n], repeated[n]) for n in found)
-                    seconds = run.median_s(lambda: _differentiated(case, here))  # noqa: B023
-                    peak = run.peak_bytes(lambda: _differentiated(case, here))  # noqa: B023
+                    both = _again(case, here)
+                    seconds, peak = run.median_s(both), run.peak_bytes(both)
                     run.write(
                         name, max(errors.values()) <= LIMITS[dtype], "" if alike else "two runs differ in some bits",
                         **errors, ms=1e3 * seconds, peak_mb=peak / 1e6,
@@ -286,8 +300,8 @@ def masks(run: Run) -> None:
                 case = _attention_case(name, 1, heads, groups, length, head, **how)
                 given = {n: t.to(run.device, dtype) if t.is_floating_point() else t.to(run.device)
                          for n, t in case.make().items()}  # fmt: skip
-                peak = run.peak_bytes(lambda: _differentiated(case, given))  # noqa: B023
-                seconds = run.median_s(lambda: _differentiated(case, given), 3)  # noqa: B023
+                both = _again(case, given)
+                peak, seconds = run.peak_bytes(both), run.median_s(both)
                 scores = heads * length * length * given["q"].element_size()
                 run.write(
                     name, peak < scores / 2 if run.cuda else None,

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from experiments.gpu.rows import Row, Run, read_rows
@@ -161,9 +162,8 @@ def table_of(rows: Sequence[Row], title: str) -> Table:
         figures = ", ".join(f"{k} {_number(v)}" for k, v in row.figures.items())
         if row.part != before:
             table.add_section()
-        table.add_row(
-            row.part if row.part != before else "", row.name, shown, f"{figures}{'; ' * bool(row.note)}{row.note}"
-        )
+        cells = row.part if row.part != before else "", row.name, shown, f"{figures}{'; ' * bool(row.note)}{row.note}"
+        table.add_row(*map(escape, cells))  # brackets of an error are no markup
         before = row.part
     return table
 

@@ -28,6 +28,7 @@ MOST_OF_EAGER = 1.3
 FP32_LIMIT = 1e-4
 LOSS_ROUNDING = 1e-3  # of a loss in bfloat16, where the eager model's happens to be exact
 OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-4)
+STEP_SIZE = Size(2048, 8, 2048, 4, 32000, 16, 4)  # of the part `step`
 Batch = dict[str, torch.Tensor]
 
 
@@ -116,8 +117,8 @@ def _parity_of(run: Run, family: str, size: Size) -> None:
     loss, gradients = _eager(exact, batch)
     norm = float(torch.stack([g.double().norm() for g in gradients.values()]).norm())
     truth = {n: g.detach().cpu() for n, g in gradients.items()}
-    for dtype in (torch.float32, torch.bfloat16):
-        name = f"{family}, {str(dtype)[6:]}"
+    for dtype, compiled in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        name = f"{family}, {str(dtype)[6:]}{', compiled' * compiled}"
         with run.case(name):
             model = exact if dtype == torch.float32 else given
             eager_loss, eager = _eager(model, batch)
@@ -125,7 +126,7 @@ def _parity_of(run: Run, family: str, size: Size) -> None:
             theirs = worst_difference(eager, truth)
             for p in model.parameters():
                 p.grad = None
-            pm = program(run, model, batch, optimizer=False)
+            pm = program(run, model, batch, optimizer=False, compile=_compiler(run) if compiled else False)
             found = float(pm.step(batch))
             my_norm = float(pm.grad_norm())
             mine = worst_difference(pm.gradients(), truth)
@@ -234,22 +235,23 @@ def trainings(quick: bool) -> list[Training]:
 
 
 def profile(run: Run) -> None:
-    """Measure this device: what the trainings run, collectives of one rank, fixed costs; written to the folder."""
+    """Measure this device: what the trainings run, fixed costs, general shapes; written to the folder."""
     from autoplan.capture.export import capture
-    from autoplan.profiler.run import graph_tasks, measure
+    from autoplan.profiler.run import graph_tasks, measure_in_job
 
     tasks: dict[str, Any] = {}
     for t in trainings(run.quick):
         few = replace(t.size, num_layers=2, batch=t.size.batch // t.num_micro_batches)
-        with torch.device("cpu"):
+        with torch.device("meta"):
             model = make_mixtral(few, 8, 2) if t.family == "mixtral" else make_llama(few)
         graph = capture(model.to(torch.bfloat16), token_batch(few))
         for task in graph_tasks(graph, [1], {"b": few.batch, "s": few.seq}):
             tasks.setdefault(task.work.key, task)
-    with run.case("profile"):
-        budget_s = min(max(10.0, run.left_s - 15.0), 10.0 if run.quick else 300.0)
+    torch.set_num_threads(1)  # as torchrun
+    with one_rank(run), run.case("profile"):
+        budget_s = min(max(10.0, run.left_s - 5.0), 10.0 if run.quick else 300.0)
         asked = list(tasks.values())
-        found = measure(processes=1, budget_s=budget_s, tasks=asked, dtypes=("bfloat16",), progress=False)
+        found = measure_in_job(asked, budget_s, dtypes=("bfloat16",), progress=False, device=run.device)
         found.save(run.profile)
         run.write(
             "profile", len(found.ops) > 0, "; ".join(found.notes)[:400], operations=len(found.ops),
@@ -327,7 +329,7 @@ def _peak(run: Run, step: Callable[[], object]) -> dict[str, float]:
 
 def step(run: Run) -> None:
     """Whole steps in turn: the program, Hugging Face's model and one as torchtitan has it; eager and compiled."""
-    size = Size(64, 2, 32, 4, 256) if run.quick else Size(2048, 8, 2048, 4, 32000, 16, 4)
+    size = Size(64, 2, 32, 4, 256) if run.quick else STEP_SIZE
     batch = _batch(run, size)
     contenders: dict[str, Callable[[], object]] = {}
 
@@ -402,7 +404,7 @@ def _waited(run: Run, work: Callable[[], object]) -> None:
 
 def offload(run: Run) -> None:
     """Activations, and the optimizer, on the host: the same losses and parameters, a lower peak, how much slower."""
-    size = Size(64, 2, 32, 4, 256) if run.quick else Size(2048, 8, 2048, 4, 32000, 16, 4)
+    size = Size(64, 2, 32, 4, 256) if run.quick else STEP_SIZE
     with one_rank(run):
         model, batch = _make(run, "llama", size), _batch(run, size)
         base: tuple[list[float], Mapping[str, torch.Tensor], float, float] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -438,6 +439,21 @@ def test_fingerprint_sees_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         patched.setattr(cache, "_own_code", lambda: "another checkout of the same version")
         assert capture_key(models.make_llama(), batch) != base
     assert capture_key(models.make_gpt(), gpt_batch()) is None  # the user's own code: captured every time
+
+
+def test_the_key_needs_no_installed_autoplan_or_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout on PYTHONPATH has no metadata, and a model of torch's own modules needs no transformers."""
+    there = metadata.version
+
+    def version(name: str) -> str:
+        if name in ("autoplan", "transformers"):
+            raise metadata.PackageNotFoundError(name)
+        return there(name)
+
+    model, batch = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), {"input": torch.randn(2, 4)}
+    before = capture_key(model, batch)
+    monkeypatch.setattr(metadata, "version", version)
+    assert capture_key(model, batch) not in (None, before)  # the version of transformers is a part where it is there
 
 
 class Bounded(nn.Module):

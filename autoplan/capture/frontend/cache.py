@@ -8,7 +8,6 @@ cheap key covers every function its forward may call; a stale capture would be a
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,6 +21,7 @@ from autoplan.capture.frontend.buffers import all_buffers
 from autoplan.errors import GraphError
 from autoplan.files import cache_folder, code_hash, keep_cached, read_cached
 from autoplan.ir.graph import GRAPH_SCHEMA_VERSION, ModelGraph
+from autoplan.versions import __version__, installed
 
 
 def _own_code() -> str:
@@ -62,7 +62,7 @@ def capture_key(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) ->
     ):
         for name, t in pairs:
             tensors.append([kind, name, list(t.shape), str(t.dtype), t.requires_grad, owners.setdefault(id(t), name)])
-    versions = {p: importlib.metadata.version(p) for p in (*PACKAGES, "autoplan")}
+    versions = {"autoplan": __version__, **installed()}  # transformers may not be there
     inputs = {n: [list(t.shape[1:]), str(t.dtype)] for n, t in example_inputs.items()}
     key = [GRAPH_SCHEMA_VERSION, _own_code(), versions, code, modules, tensors, inputs, list(example_inputs)]
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
