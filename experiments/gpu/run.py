@@ -1,6 +1,6 @@
 """Everything that only a GPU can show, in one command of at most 10 minutes on one NVIDIA GPU.
 
-    python -m experiments.on_gpu [--only kernels --only step] [--json FILE] [--folder DIR]
+    python -m experiments.on_gpu [--only kernels --only step] [--together] [--json FILE] [--folder DIR]
     python -m experiments.on_gpu --device cpu --quick      does it run? The same code with tiny sizes and no GPU
 
 Each part runs in a process of its own, with a time limit: what one of them breaks does not touch the others, and what
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,6 +37,7 @@ TOTAL_S = 570.0  # the command itself starts and ends within 10 minutes
 FOLDER = Path("on_gpu_out")
 _START_S = 8.0  # of a process: importing torch and transformers, making a CUDA context
 _GRACE_S = 2.0  # for the end of a process
+_TOGETHER_SHARE = 0.25  # of the time, for the parts that run at once
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Part:
     module, function: called with a `Run`; it writes rows as it finds them.
     expected_s: on an H100 with 16 cores beside the start of the process, by arithmetic (experiments/README.md). Time
         that is left is shared out in these proportions, so that no part spends what the parts after it need.
+    timed: its figures are times, so that nothing may run beside it.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Part:
     function: str
     expected_s: float
     about: str
+    timed: bool = False
 
 
 PARTS = (
@@ -66,16 +69,18 @@ PARTS = (
     Part("masks", "kernels", "masks", 20.0, "attention with masks: peaks, and the ring joined"),
     Part("parity", "training", "parity", 35.0, "one rank against the eager model"),
     Part("sync", "training", "sync", 20.0, "where a step makes the host wait for the device"),
-    Part("profile", "training", "profile", 75.0, "the profile of this device"),
-    Part("predicted", "training", "predicted", 110.0, "predicted against measured steps and peaks"),
-    Part("step", "training", "step", 95.0, "the program against eager, torch.compile, torchtitan"),
+    Part("profile", "training", "profile", 75.0, "the profile of this device", timed=True),
+    Part("predicted", "training", "predicted", 110.0, "predicted against measured steps and peaks", timed=True),
+    Part("step", "training", "step", 95.0, "the program against eager, torch.compile, torchtitan", timed=True),
     Part("offload", "training", "offload", 20.0, "what waits on the host: parity, peak, time"),
     Part("ranks", "ranks", "ranks", 50.0, "four ranks that share the GPU over gloo"),
-    Part("nccl", "communicators", "communicators", 10.0, "a group split off NCCL's, collectives, an abort"),
+    Part("nccl", "communicators", "communicators", 10.0, "a group split off NCCL's, collectives, an abort", timed=True),
 )
 
 
-def run_part(part: Part, device: str, quick: bool, folder: Path, limit_s: float) -> tuple[list[Row], str]:
+def run_part(
+    part: Part, device: str, quick: bool, folder: Path, limit_s: float, threads: int | None = None
+) -> tuple[list[Row], str]:
     """One part in a process of its own; its rows, and why it did not end well (or nothing)."""
     rows, log = folder / f"{part.name}.rows", folder / f"{part.name}.log"
     command = [
@@ -92,7 +97,10 @@ def run_part(part: Part, device: str, quick: bool, folder: Path, limit_s: float)
     command += ["--limit-s", str(limit_s)] + ["--quick"] * quick
     begin = time.monotonic()
     with log.open("w") as out:
-        child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        limits = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+        child = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **limits}
+        )
         try:
             code = child.wait(limit_s + _START_S + _GRACE_S)
             problem = "" if code == 0 else f"ended with {code}: {_last_line(log)}"
@@ -176,6 +184,9 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help=f"parts: {', '.join(p.name for p in PARTS)}")] = None,
     device: Annotated[str, typer.Option(help="cuda, or cpu to see that it runs")] = "cuda",
     quick: Annotated[bool, typer.Option(help="tiny sizes, few repetitions")] = False,
+    together: Annotated[
+        bool, typer.Option(help="parts whose times do not matter at once, in a quarter of the time")
+    ] = False,
     folder: Annotated[Path, typer.Option(help="where the profile, rows and logs are written")] = FOLDER,
     json: Annotated[Path | None, typer.Option(help="all rows; by default a file in the folder")] = None,
     limit_s: Annotated[float, typer.Option(help="time for everything")] = TOTAL_S,
@@ -199,19 +210,34 @@ def main(
     end, console = time.monotonic() + limit_s, make_console()
     rows: list[Row] = []
     facts = {**_facts(device), "seconds": {}}
-    for k, part in enumerate(chosen):
-        (folder / f"{part.name}.rows").unlink(missing_ok=True)
-        later = sum(p.expected_s for p in chosen[k:])
-        begin = time.monotonic()
-        share = part.expected_s / later * max(0.0, end - begin - (_START_S + _GRACE_S) * len(chosen[k:]))
-        with console.status(f"{part.name}: {part.about}"):
-            found, problem = run_part(part, device, quick, folder, share)
+    beside = [p for p in chosen if together and not p.timed]
+    begin = end - limit_s
+
+    def keep(part: Part, found: list[Row], problem: str) -> None:
         if problem:
             found.append(Row(part.name, part.about, {}, False, problem))
-        rows += found
+        rows.extend(found)
         facts["seconds"][part.name] = round(time.monotonic() - begin, 1)
         write_json(path, "on_gpu", facts, [asdict(row) for row in rows])  # what comes later cannot lose this
         console.print(f"{part.name}: {_counts(found)}, {facts['seconds'][part.name]:.0f} s")
+
+    for part in chosen:
+        (folder / f"{part.name}.rows").unlink(missing_ok=True)
+    if beside:
+        share = _TOGETHER_SHARE * limit_s if len(beside) < len(chosen) else limit_s - _START_S - _GRACE_S
+        threads = max(1, (os.cpu_count() or 1) // len(beside))
+        with ThreadPoolExecutor(len(beside)) as pool:
+            running = {pool.submit(run_part, p, device, quick, folder, share, threads): p for p in beside}
+            for done in as_completed(running):
+                keep(running[done], *done.result())
+    alone = [p for p in chosen if p not in beside]
+    for k, part in enumerate(alone):
+        later = sum(p.expected_s for p in alone[k:])
+        begin = time.monotonic()
+        share = part.expected_s / later * max(0.0, end - begin - (_START_S + _GRACE_S) * len(alone[k:]))
+        with console.status(f"{part.name}: {part.about}"):
+            found, problem = run_part(part, device, quick, folder, share)
+        keep(part, found, problem)
     console.print(table_of(rows, f"{facts.get('gpu', 'CPU')}, torch {facts['torch']}, {facts['date']}"))
     console.print(f"{_counts(rows)}; all rows in {path}")
     if any(row.passed is False for row in rows):

@@ -48,6 +48,15 @@ def test_what_breaks_in_a_part_is_a_row_that_failed(tmp_path):
     assert "5 passed, 1 failed, 0 to read; all rows in " in done.stdout
 
 
+def test_parts_run_at_once(tmp_path):
+    """With `--together` those whose times do not matter, then the others; the JSON has the rows of all."""
+    done = _run(tmp_path, "--together", "--only", "masks", "--only", "sync", "--only", "nccl", "--limit-s", "300")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = json.loads((tmp_path / "all.json").read_text())["cases"]
+    assert sorted({r["part"] for r in rows}) == ["masks", "nccl", "sync"] and rows[-1]["part"] == "nccl"
+    assert any(r["passed"] for r in rows if r["part"] == "masks")
+
+
 def test_a_part_that_is_killed_keeps_its_rows(tmp_path):
     """Rows that were written stay, also where the last one broke off."""
     row = Row("masks", "causal", {"ms": 1.5}, True)
