@@ -44,7 +44,10 @@ from autoplan.runtime.optim import in_one_kernel
 from autoplan.units import MIB
 
 _MIN_REPEATS, _MAX_REPEATS = 7, 200
-_TARGET_S, _LIMIT_S = 0.03, 0.3  # measuring time of one phase of one shape: wanted, and the most
+# Measuring time of one phase of one shape: wanted, and the most. A device's events scatter less than a host's clock, and
+# a shape has four phases there: of 300 shapes the profile of a model would take several minutes.
+_TARGET_S, _LIMIT_S = 0.03, 0.3
+_QUEUED_TARGET_S, _QUEUED_LIMIT_S = 0.006, 0.1
 _MAX_CHAIN = 32
 _MAX_LEAD = 256  # of overwriting the L2, 10 to 30 ms; the queue of launches holds about 1,000
 _MAX_LAUNCHES = 600  # launches of a chain that is timed on the host
@@ -200,6 +203,16 @@ class Clock:
                 "CUDA events, L2 flushed, then warmed with what the step has just written; launches by the host's clock"
             )
         return "CPU time of the thread" if self._now is time.thread_time else "wall time"
+
+    @property
+    def target_s(self) -> float:
+        """Seconds of measuring that are wanted for one phase of one shape."""
+        return _QUEUED_TARGET_S if self.queued else _TARGET_S
+
+    @property
+    def limit_s(self) -> float:
+        """The most seconds that measuring one phase of one shape may take."""
+        return _QUEUED_LIMIT_S if self.queued else _LIMIT_S
 
     @property
     def late(self) -> bool:
@@ -416,13 +429,14 @@ def _samples(run: Callable[[], float | None], length: int, limit_s: float, clock
         found.append(max(seconds, 1e-9) / length)
         spent += seconds
         elapsed = time.perf_counter() - begin
-        if (len(found) > _MIN_REPEATS and spent >= _TARGET_S) or (len(found) > 2 and elapsed >= limit_s):
+        if (len(found) > _MIN_REPEATS and spent >= clock.target_s) or (len(found) > 2 and elapsed >= limit_s):
             break
     return found[1:]
 
 
-def measure_op(task: MeasureTask, clock: Clock, cache: int, limit_s: float = _LIMIT_S) -> MeasuredOp:
+def measure_op(task: MeasureTask, clock: Clock, cache: int, limit_s: float | None = None) -> MeasuredOp:
     """Measure the forward and backward time of one operation. Errors of the operation are passed on."""
+    limit_s = clock.limit_s if limit_s is None else limit_s
     update = _UPDATES.get(task.work.op)
     if update is not None:
         return update(task, clock, cache, limit_s)
