@@ -234,11 +234,7 @@ def _sdpa(call: _Call, decides: bool) -> torch.Tensor:
     if isinstance(mask, PendingMask):
         asked, documents = taken(mask, q, k)
         _check(call, asked)
-        if dropout and (asked.window is not None or documents is not None):
-            mask.refuse("dropout")
-        packed = documents is not None and not asked.padded
-        if bias is not None and (dropout or asked.window is not None or packed):
-            mask.refuse("a bias by position")
+        _check_beside(mask, documents, bias, dropout)
         mask, causal, window, padded = None, asked.causal, asked.window, asked.padded
     if documents is not None and (bias is not None or q.shape[2] != k.shape[2]):  # the valid tokens
         mask, documents = (documents > 0)[:, None, None, :], None
@@ -262,6 +258,16 @@ def _sdpa(call: _Call, decides: bool) -> torch.Tensor:
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return out.transpose(1, 2).contiguous()
+
+
+def _check_beside(mask: PendingMask, documents: torch.Tensor | None, bias: torch.Tensor | None, dropout: float) -> None:
+    """End the trace where no op of attention has both this mask and what stands beside it."""
+    windowed = mask.asked.window is not None
+    if dropout and (windowed or documents is not None):
+        mask.refuse("dropout")
+    packed = documents is not None and not mask.asked.padded
+    if bias is not None and (dropout or windowed or packed):
+        mask.refuse("a bias by position")
 
 
 def _with_bias(bias: torch.Tensor, mask: torch.Tensor | None, causal: bool, lengths: tuple[Any, Any]) -> torch.Tensor:
