@@ -159,7 +159,9 @@ def documents_of(mask: torch.Tensor, causal: bool, window: int | None) -> torch.
     if not causal:
         return 3 * counts - 2 * counts.amax(-1, keepdim=True)
     so_far = counts.cumsum(-1)
-    if window is not None:
+    if window == 0:  # Qwen2-MoE without windows has such a mask beside the one that it uses
+        so_far = torch.zeros_like(so_far)
+    elif window is not None:
         so_far = so_far - F.pad(so_far, (window, 0))[:, :-window]
     return 3 * counts - 2 * (so_far > 0).to(torch.int64)
 
