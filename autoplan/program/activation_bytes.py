@@ -17,14 +17,6 @@ class Ends(NamedTuple):
     inputs: Ints
     outputs: Ints
 
-    @classmethod
-    def among(cls, kept: set[int], inputs: Sequence[int], outputs: Sequence[int], sizes: Sequence[int]) -> Ends:
-        """Return those of some storages that are kept. `sizes`: bytes of all storages."""
-        made = kept.difference(inputs)
-        return cls(
-            tuple(sizes[s] if s in kept else 0 for s in inputs), tuple(sizes[s] if s in made else 0 for s in outputs)
-        )
-
 
 @dataclass(frozen=True)
 class Activations:
@@ -76,6 +68,25 @@ class Activations:
             self.recompute_transient_bytes,
             *(self.choice_bytes[choice] for choice in sorted(self.choice_bytes)),
         )
+
+
+def ends_of(
+    kept: Mapping[str, Set[int]], inputs: Sequence[int], outputs: Sequence[int], sizes: Sequence[int]
+) -> dict[str, Ends]:
+    """Return the inputs and outputs among what is kept, by recompute choice.
+
+    Args:
+        kept: storages by recompute choice.
+        inputs, outputs: the storage of each.
+        sizes: bytes of all storages.
+    """
+    out = {}
+    for how, mine in kept.items():
+        made = mine - set(inputs)
+        out[how] = Ends(
+            tuple(sizes[s] if s in mine else 0 for s in inputs), tuple(sizes[s] if s in made else 0 for s in outputs)
+        )
+    return out
 
 
 def common_choices(layers: Sequence[Activations]) -> list[str]:

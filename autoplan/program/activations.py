@@ -40,7 +40,7 @@ from autoplan.ops.saved import (
 from autoplan.ops.strides import Ints, broadcast, contiguous, elementwise, reshaped
 from autoplan.ops.table import op_kind, op_record, saved_rule
 from autoplan.program import compiled_kernels, megatron_kernels
-from autoplan.program.activation_bytes import Activations, Ends
+from autoplan.program.activation_bytes import Activations, ends_of
 from autoplan.program.gradients import GradientStep, MadeGradient, backward_peak, spent_bytes, without_parameters
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.megatron_modules import DISCARDING, modules
@@ -490,7 +490,7 @@ class _Walk:
             num_rerun=self.num_rerun,
             group_ops=statements_by_group(found),
             choice_bytes=chosen,
-            ends={how: Ends.among(which, inputs, [s for s, _ in outs], self.storages) for how, which in kept.items()},
+            ends=ends_of(kept, inputs, [s for s, _ in outs], self.storages),
             modules={name: there[name] for name in asked if name in there},
         )
 

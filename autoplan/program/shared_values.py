@@ -92,7 +92,6 @@ def kept_at_cuts(
     """
     calls = {c.name: c for c in graph.calls}
     each = [[calls[name] for name in unit] for unit in units]
-    ever = {n: {i for e in a.ends.values() for i, s in enumerate(e.inputs) if s} for n, a in activation_bytes.items()}
     at: list[dict[str, float]] = [{} for _ in units[1:]]
     for value, c in crossing.items():
         if c.last == c.made + 1 and value not in shared:
@@ -100,21 +99,11 @@ def kept_at_cuts(
     known: dict[object, KeptAtCut] = {}  # equal cuts are summed once
     out = []
     for here, maker, taker in zip(at, each, each[1:], strict=False):
-        taken = [
-            (k, i, value)
-            for k, call in enumerate(taker)
-            for i, value in enumerate(call.inputs)
-            if value in here and i in ever[call.block]
-        ]
-        names = {value for *_, value in taken}
-        made = [
-            (k, i, value)
-            for k, call in enumerate(maker)
-            for i, value in enumerate(call.outputs)
-            if value in here and value not in names  # the one that takes it may keep it
-        ]
-        sent, received = (tuple((k, i, here[value]) for k, i, value in some) for some in (made, taken))
-        key = (sent, received, *(tuple((c.block, c.name in layers) for c in unit) for unit in (maker, taker)))
+        taken = _taken(taker, here, activation_bytes)
+        made = _made(maker, here.keys() - taken.values())  # the one that takes it may keep it
+        sent, received = (tuple((*place, here[v]) for place, v in some.items()) for some in (made, taken))
+        kinds = [tuple((c.block, c.name in layers) for c in unit) for unit in (maker, taker)]
+        key = (sent, received, *kinds)
         if key not in known:
             known[key] = KeptAtCut(
                 _kept(maker, sent, activation_bytes, layers, inputs=False),
@@ -122,6 +111,26 @@ def kept_at_cuts(
             )
         out.append(known[key])
     return tuple(out)
+
+
+_Place = tuple[int, int]  # a call of a unit, by number, and the position of its input or output
+
+
+def _taken(
+    calls: Sequence[Call], values: Container[str], activation_bytes: Mapping[str, Activations]
+) -> dict[_Place, str]:
+    """Return the inputs of some calls among `values` that their call keeps under some recompute choice."""
+    return {
+        (k, i): value
+        for k, call in enumerate(calls)
+        for i, value in enumerate(call.inputs)
+        if value in values and any(ends.inputs[i] for ends in activation_bytes[call.block].ends.values())
+    }
+
+
+def _made(calls: Sequence[Call], values: Container[str]) -> dict[_Place, str]:
+    """Return the outputs of some calls among `values`."""
+    return {(k, i): value for k, call in enumerate(calls) for i, value in enumerate(call.outputs) if value in values}
 
 
 def _kept(
