@@ -222,6 +222,18 @@ class SharedValue:
 
 
 @dataclass(frozen=True)
+class KeptAtCut:
+    """Bytes of what crosses a cut that a layer keeps for its own backward: the unit before it, and the one after it.
+
+    By recompute choice of that unit. A pipeline that is cut there holds these values anyway. Those of `SharedValue` are
+    not included.
+    """
+
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class TiedParam:
     """A parameter that units `first` and `last` use, and none between: its gradient waits in the last for the first.
 
@@ -289,6 +301,7 @@ class Workload:
     last_spent: float = 0.0
     # not included in the bytes of units above
     shared: tuple[SharedValue, ...] = ()
+    kept_at_cuts: tuple[KeptAtCut, ...] = ()  # by cut, as `cut_bytes`; empty: units keep nothing of what crosses
     masked_flops: float = 0.0  # of model_flops, the part that causal masks hide: the later half of each query's keys
 
     @cached_property

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from autoplan.ir.graph import Call
 from autoplan.ops.strides import Ints
 from autoplan.program.regions import Region
+
+
+class Ends(NamedTuple):
+    """Bytes of the inputs and outputs of a block that it keeps, by position; an input that it hands out is an input."""
+
+    inputs: Ints
+    outputs: Ints
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,7 @@ class Activations:
         group_ops: positions of the statements in each group of regions (`autoplan.program.regions`).
         choice_bytes: kept under every other recompute choice: one or several of those groups (their results are dropped
             too), the requested modules, or `offload`.
+        ends: the inputs and outputs among what is kept, by recompute choice.
         modules: the requested modules, by name (`program.megatron_modules`).
     """
 
@@ -48,6 +57,7 @@ class Activations:
     num_rerun: int = 0
     group_ops: Mapping[str, Ints] = field(default_factory=dict)
     choice_bytes: Mapping[str, int] = field(default_factory=dict)
+    ends: Mapping[str, Ends] = field(default_factory=dict)
     modules: Mapping[str, tuple[Region, ...]] = field(default_factory=dict)
 
     @property
@@ -58,6 +68,31 @@ class Activations:
             self.recompute_transient_bytes,
             *(self.choice_bytes[choice] for choice in sorted(self.choice_bytes)),
         )
+
+
+def ends_of(
+    kept: Mapping[str, Set[int]], inputs: Sequence[int], outputs: Sequence[int], sizes: Sequence[int]
+) -> dict[str, Ends]:
+    """Return the inputs and outputs among what is kept, by recompute choice.
+
+    Args:
+        kept: storages by recompute choice.
+        inputs, outputs: the storage of each.
+        sizes: bytes of all storages.
+    """
+    out = {}
+    for how, mine in kept.items():
+        made = mine - set(inputs)
+        out[how] = Ends(
+            tuple(sizes[s] if s in mine else 0 for s in inputs), tuple(sizes[s] if s in made else 0 for s in outputs)
+        )
+    return out
+
+
+def common_choices(layers: Sequence[Activations]) -> list[str]:
+    """Return the recompute choices that all of some layers know, besides none, full and selective."""
+    names = [a.choice_bytes.keys() for a in layers]
+    return [n for n in names[0] if all(n in other for other in names)] if names else []
 
 
 def saved_bytes_of(calls: Sequence[Call], blocks: Mapping[str, Activations]) -> int:

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import gcd, prod
 
-from autoplan.config.recompute import OFFLOAD, modules_choice
+from autoplan.config.recompute import FULL, NONE, OFFLOAD, SELECTIVE, modules_choice
 from autoplan.errors import LayoutError
 from autoplan.ir.dataflow import last_uses
 from autoplan.ir.graph import Value
@@ -40,7 +40,7 @@ from autoplan.ops.saved import (
 from autoplan.ops.strides import Ints, broadcast, contiguous, elementwise, reshaped
 from autoplan.ops.table import op_kind, op_record, saved_rule
 from autoplan.program import compiled_kernels, megatron_kernels
-from autoplan.program.activation_bytes import Activations
+from autoplan.program.activation_bytes import Activations, ends_of
 from autoplan.program.gradients import GradientStep, MadeGradient, backward_peak, spent_bytes, without_parameters
 from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.megatron_modules import DISCARDING, modules
@@ -467,7 +467,10 @@ class _Walk:
         flow, asked = Flow.of(low.statements), self.kernels.modules
         core, found = sorted(flow.attention_core()), regions(flow, low.outputs)
         there = modules(flow, low.outputs) if asked else {}
-        saved_bytes, kept_bytes = self._bytes(saved), self._bytes({*given, *with_grad})
+        kept = self._choices(found, there, given, counted)
+        chosen = {how: self._bytes(which) for how, which in kept.items()}
+        kept |= {NONE: saved, SELECTIVE: self._without_core(core, given, counted), FULL: {*given, *with_grad}}
+        saved_bytes, kept_bytes = self._bytes(saved), self._bytes(kept[FULL])
         peak, least = self._peaks(counted, with_grad, given, outs)
         transient = max(0, peak - saved_bytes)
         return Activations(
@@ -476,7 +479,7 @@ class _Walk:
             transient_bytes=transient,
             without_expert_gradients=max(0, least - saved_bytes),
             spent_bytes=0 if self.kernels.compiled else self._spent(counted),
-            selective_bytes=min(self._bytes(self._without_core(core, given, counted)), saved_bytes),
+            selective_bytes=min(self._bytes(kept[SELECTIVE]), saved_bytes),
             selective_ops=tuple(core),
             recompute_transient_bytes=max(0, self._bytes({*saved, *with_grad}) + transient - kept_bytes),
             saved_inputs=tuple(self.storages[s] if s in saved and s in with_grad else 0 for s in inputs),
@@ -486,19 +489,20 @@ class _Walk:
             ),
             num_rerun=self.num_rerun,
             group_ops=statements_by_group(found),
-            choice_bytes=self._choice_bytes(found, there, given, counted),
+            choice_bytes=chosen,
+            ends=ends_of(kept, inputs, [s for s, _ in outs], self.storages),
             modules={name: there[name] for name in asked if name in there},
         )
 
-    def _choice_bytes(
+    def _choices(
         self, found: Sequence[Region], there: Mapping[str, Sequence[Region]], given: set[int], counted: set[int]
-    ) -> dict[str, int]:
-        """Return the bytes kept under every choice of recompute except none, full and selective."""
-        out = {name: self._bytes(self._left(found, name, counted) | given) for name in choices(found)}
+    ) -> dict[str, set[int]]:
+        """Return the storages kept under every choice of recompute except none, full and selective."""
+        out = {name: self._left(found, name, counted) | given for name in choices(found)}
         if self.kernels.modules:
             mine = [m for name in self.kernels.modules for m in there.get(name, ())]
-            out[modules_choice(self.kernels.modules)] = self._bytes(self._without_modules(mine, counted) | given)
-        return {**out, OFFLOAD: self._bytes(given)}
+            out[modules_choice(self.kernels.modules)] = self._without_modules(mine, counted) | given
+        return {**out, OFFLOAD: given}
 
     def _are(self, kind: OpKind) -> list[bool]:
         return [isinstance(s, Op) and op_kind(s.node.op) is kind for s in self.lowered.statements]

@@ -11,7 +11,7 @@ from autoplan.cost_models.work import BlockWork, SharedValue
 from autoplan.ir.graph import Call
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import op_kind
-from autoplan.program.activation_bytes import Activations, peak_bytes_of
+from autoplan.program.activation_bytes import Activations, common_choices, peak_bytes_of
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.statements import LoweredBlock
@@ -84,15 +84,13 @@ def _memory(calls: Sequence[Call], activation_bytes: Mapping[str, Activations], 
     saved = float(sum(of[c.block].saved_bytes for c in calls))
     kept = float(sum(of[c.block].kept_bytes if c.name in recomputed else of[c.block].saved_bytes for c in calls))
     mine = [of[c.block] for c in calls if c.name in layers]
-    names = [a.choice_bytes.keys() for a in mine]
-    common = [n for n in names[0] if all(n in other for other in names)] if names else []
     return UnitMemory(
         saved=saved,
         selective=saved - sum(of[c.block].saved_bytes - of[c.block].selective_bytes for c in calls),
         kept=kept,
         transient=float(peak_bytes_of(calls, of)) - saved,
         recompute_transient=float(peak_bytes_of(calls, of, recomputed)) - kept,
-        choices={n: saved - sum(a.saved_bytes - a.choice_bytes[n] for a in mine) for n in common},
+        choices={n: saved - sum(a.saved_bytes - a.choice_bytes[n] for a in mine) for n in common_choices(mine)},
         spent=float(sum(of[c.block].spent_bytes for c in calls)),
     )
 

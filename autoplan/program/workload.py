@@ -28,7 +28,7 @@ from autoplan.program.lower import BlockLowering
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.passes import PassFacts, rewritten
 from autoplan.program.problem import Selection, copy_work
-from autoplan.program.shared_values import Crossing, crossing_values, shared_values
+from autoplan.program.shared_values import Crossing, crossing_values, kept_at_cuts, shared_values
 from autoplan.program.statements import BlockParam, Convert, LoweredBlock, Op, Statement
 from autoplan.program.token_dispatch import local_products, on_token_share
 from autoplan.program.token_dispatch_layouts import expert_weights
@@ -146,7 +146,7 @@ def workload(
     is_layer = tuple(tuple(c.name in layers for c in unit) for unit in units)
     crossing = crossing_values(graph, unit_calls, lowered, op_costs)
     shared = shared_values(graph, unit_calls, crossing, activation_bytes, layers)
-    memory = unit_memories(units, activation_bytes, layers, shared)
+    memory = unit_memories(units, activation_bytes, layers, tuple(shared.values()))
     model_flops, masked_flops = made.model_flops
     return Workload(
         model=graph.name,
@@ -173,7 +173,8 @@ def workload(
         activation_bytes={n: h.figures for n, h in activation_bytes.items()},
         unit_choices=tuple(m.choices for m in memory),
         last_spent=memory[-1].spent,
-        shared=shared,
+        shared=tuple(shared.values()),
+        kept_at_cuts=kept_at_cuts(graph, unit_calls, crossing, shared, activation_bytes, layers),
     )
 
 

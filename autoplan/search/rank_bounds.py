@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.memory.least import most_held
+from autoplan.cost_models.memory.stage_ends import Beyond
 from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks, settled
 from autoplan.search.state_arrays import Alike, PassTimes, least_of
 from autoplan.units import ORDER_OF_SUMS
@@ -34,14 +35,15 @@ class CutRanks:
         units: units by rank, chunk of the rank and kind.
         held: micro-batches of every chunk held when its rank holds most.
         runs: at that moment, micro-batches held of the chunk that runs, and the kind of its last unit.
-        ends: how many units are before a chunk, and until its end; 0 before one whose input its rank holds as output.
+        ends: how many units are before a chunk, if it receives its input, if its rank holds it as output (0 where it is
+            not so), and until the end of the chunk.
         before_forward, before_backward: units by kind whose forward, and whose backward, run before a rank starts.
     """
 
     units: Array
     held: Array
     runs: tuple[Array, Indices]
-    ends: tuple[Indices, Indices]
+    ends: tuple[Indices, Indices, Indices]
     before_forward: Array
     before_backward: Array
 
@@ -62,13 +64,14 @@ def _ranks(
     until = one.cumsum(axis=0)[[0, *stops]]
     mine = np.array(chunks_of_ranks(schedule, pp, virtual_stages))
     most = most_held(schedule, pp, num, virtual_stages)
-    received = (mine > 0) & ~(mine[:, :, None] - 1 == mine[:, None]).any(axis=2)
+    turned = (mine[:, :, None] - 1 == mine[:, None]).any(axis=2)
+    received = (mine > 0) & ~turned
     before = until[mine[:, 0]]
     return CutRanks(
         np.diff(until, axis=0)[mine],
         most.held[mine],
         (most.held[most.running], np.array(kinds)[stops[most.running] - 1]),
-        (np.where(received, stops[mine - 1], 0), stops[mine]),
+        (np.where(received, stops[mine - 1], 0), np.where(turned, stops[mine - 1], 0), stops[mine]),
         before,
         np.zeros_like(before) if SCHEDULES[schedule].split_backward else before,
     )
@@ -100,9 +103,8 @@ class RankRows:
             np.concatenate([getattr(ranks, name) for _, ranks in cuts])
             for name in ("units", "held", "before_forward", "before_backward")
         )
-        self._runs, self._kind, self._first, self._stop = (
-            np.concatenate([getattr(ranks, name)[i] for _, ranks in cuts]) for name in ("runs", "ends") for i in (0, 1)
-        )
+        self._runs, self._kind = (np.concatenate([ranks.runs[i] for _, ranks in cuts]) for i in range(2))
+        self._ends = tuple(np.concatenate([ranks.ends[i] for _, ranks in cuts]) for i in range(3))
         self._owned: Array = self._units.sum(axis=1)
         self._num: Array = num_micro_batches
         self.rows: Indices = np.unique(self._row_of_cut)
@@ -116,18 +118,18 @@ class RankRows:
         np.minimum.at(out, self._row_of_cut, np.maximum.reduceat(by_rank, self._starts))
         return out
 
-    def fitting_s(self, a: Alike, row: Indices, below_s: float, crosses: Array) -> Array:
+    def fitting_s(self, a: Alike, row: Indices, below_s: float, crosses: Beyond) -> Array:
         """Return `seconds` with the recompute with which a cut fits, where all is below `below_s` without.
 
         Args:
             row: the row of `a` of every row here; -1 for rows that are not looked at.
-            crosses: by end of a chunk (`LeastMemory.beside_ends`), the bytes of a micro-batch that are held there.
+            crosses: the bytes of a micro-batch that are held at the ends of chunks, at least.
         """
         beside = np.where(row >= 0, a.beside[row], np.inf)
         some = np.maximum.reduceat(self.seconds, self._starts) + beside[self._row_of_cut] < below_s
         return self.seconds + self._num[self._row] * self._forced_s(a, some[self._cut], row, crosses)
 
-    def _forced_s(self, a: Alike, some: NDArray[np.bool_], row: Indices, crosses: Array) -> Array:
+    def _forced_s(self, a: Alike, some: NDArray[np.bool_], row: Indices, crosses: Beyond) -> Array:
         """Return by rank the least seconds of recompute per micro-batch with which a cut fits.
 
         Args:
@@ -135,7 +137,9 @@ class RankRows:
             row, crosses: as for `fitting_s`.
         """
         weighted = (self._units * self._held[:, :, None]).sum(axis=1)
-        always = (self._held * (a.free_saved + crosses[self._first] + crosses[self._stop])).sum(axis=1)
+        received, turned, stop = self._ends
+        beside = crosses.received[received] + crosses.turned[turned] + crosses.sent[stop]
+        always = (self._held * (a.free_saved + beside)).sum(axis=1)
         looked = np.flatnonzero(some)
         at, rows = self._at[looked], row[self._row[looked]]
         room = a.room[rows] - _dot(a.states[rows], self._owned[at]) - always[at]

@@ -340,7 +340,7 @@ class StateBounds:
         Args:
             kinds: of each, the kinds of offload of which any may be chosen.
         """
-        out, crosses = np.zeros(len(members)), self.memory.beside_ends[0]
+        out, crosses = np.zeros(len(members)), self.memory.ends
         for there in (False, True):
             some = [
                 i
@@ -412,8 +412,9 @@ class StateBounds:
 
         lacks = windows(a.states[row]) - (a.room[row] - a.free_saved * held)[:, None, None]  # without activations
         lacks = lacks / held[:, None, None]
-        crosses, transient = self.memory.beside_ends  # a stage holds what it receives and sends, too
-        lacks = lacks + by_stage(crosses[:, None] + crosses[None, :], pp)
+        crosses, transient = self.memory.ends, self.memory.transient_before
+        # a stage holds what it receives and sends, too
+        lacks = lacks + by_stage(crosses.received[:, None] + crosses.sent[None, :], pp)
         lacks += by_stage(np.tile(transient, (len(transient), 1)), pp) / held[:, None, None]
         again = np.zeros(lacks.shape)
         one = a.rows(np.array([row]))

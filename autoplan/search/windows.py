@@ -20,7 +20,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from autoplan.config.recompute import FULL, NONE
+from autoplan.config.recompute import FULL, NONE, SELECTIVE
 from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.price import Pricer
@@ -87,7 +87,7 @@ class Windows:
         def window(values: Sequence[float]) -> Array:
             return between_ends(prefix(np.array(values)))
 
-        cuts = np.array([0.0, *memory.cuts, 0.0])
+        ends = memory.ends.beyond(self._choices())
         state = window(memory.stored) + window(memory.states) + self.room.bytes_of(memory.fixed)
         gathered, self._grads = window(memory.gathered), window(memory.grads)
         self._on_host = window(memory.hosted)
@@ -100,7 +100,7 @@ class Windows:
         if not (memory.sharded and pricer.config.zero_stage == 3):
             state = state + gathered
         self._state = state
-        self._held = window(memory.saved) + pricer.workload.free_saved + cuts[:, None] + cuts[None, :]
+        self._held = window(memory.saved) + pricer.workload.free_saved + ends.received[:, None] + ends.sent[None, :]
         if pricer.workload.shared:
             self._held = self._held + np.array(
                 [[memory.held_once(a, b) if a < b else 0.0 for b in range(n + 1)] for a in range(n + 1)]
@@ -305,6 +305,16 @@ class Windows:
         out = np.full(self.each.shape, math.inf)
         out[s, a, b] = self._least_added + (self.m - 1) * each - (warm - 1) * forward
         return out
+
+    def _choices(self) -> list[str] | None:
+        """Return the pinned recompute choice of every unit; None if it is searched."""
+        layers, pinned = self.pricer.workload.layers, self.pricer.pinned_recompute
+        if self.fixed is None:
+            return None
+        if self.fixed == FULL:
+            return [FULL if layer else NONE for layer in layers]
+        plain = SELECTIVE if self.pricer.config.recompute == SELECTIVE else NONE
+        return [pinned.get(u, plain) for u in range(len(layers))]
 
     def _freed(self) -> Array:
         """Return the prefix sums of the bytes that a pinned mapping frees."""

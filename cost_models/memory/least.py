@@ -40,6 +40,7 @@ from autoplan.cost_models.memory.communicators import FixedMemory
 from autoplan.cost_models.memory.parameters import ParameterMemory, States, stores_8_bits
 from autoplan.cost_models.memory.ranks import CONTEXT, HOST_NEED, activation_need
 from autoplan.cost_models.memory.room import Room
+from autoplan.cost_models.memory.stage_ends import Beyond, StageEnds
 from autoplan.cost_models.work import ParameterKind, ParamWork, Workload
 from autoplan.schedules.schedule import (
     SCHEDULES,
@@ -98,9 +99,7 @@ class LeastMemory:
         self.free_saved: float = workload.free_saved
         self.moved_to_host: Array = _moved(workload)
         self._transient = np.minimum(workload.unit_transient, workload.unit_recompute_transient)
-        # what a chunk sends, if it is held and no other term holds it
-        sent = (0.0,) * len(self.kept) if self.megatron or workload.shared else (*workload.cut_bytes, 0.0)
-        self._sent = np.array(sent[: len(self.kept)])
+        self.ends: Beyond = StageEnds(workload, sends=not self.megatron).beyond()
         blocks = [Counter[ParameterKind]() for _ in workload.blocks]
         for mine, block in zip(blocks, workload.blocks.values(), strict=True):
             for p in block.params:
@@ -237,8 +236,10 @@ class LeastMemory:
             ends = np.cumsum(chunks)
             kept = np.diff(np.concatenate([[0.0], np.cumsum(choices.least)])[[0, *ends]])
             home = np.array(ranks_of_chunks(c.schedule, c.pp, c.virtual_stages))
+            turns, firsts = np.concatenate([[False], home[1:] == home[:-1]]), ends - chunks
+            crosses = np.where(turns, self.ends.turned[firsts], self.ends.received[firsts]) + self.ends.sent[ends]
             active = np.zeros(c.pp)
-            np.add.at(active, home, most.held * (kept + self._sent[ends - 1] + self.free_saved))
+            np.add.at(active, home, most.held * (kept + crosses + self.free_saved))
             for rank, chunk in enumerate(most.running.tolist()):
                 units = slice(ends[chunk] - chunks[chunk], ends[chunk])
                 active[rank] += choices.beyond(float(most.held[chunk]), units)
@@ -310,13 +311,9 @@ class LeastMemory:
         return float(self._transient.min())
 
     @cached_property
-    def beside_ends(self) -> tuple[Array, Array]:
-        """By end of a stage (behind how many units it is) the bytes of a micro-batch that cross there, if they are held
-        and no other term holds them, and the transient bytes of the backward of the unit before.
-        """
-        sent = self._sent.copy()
-        sent[-1] = 0.0
-        return np.concatenate([[0.0], sent]), np.concatenate([[0.0], self._transient])
+    def transient_before(self) -> Array:
+        """By end of a stage (how many units are before it) the transient bytes of the backward of the unit before."""
+        return np.concatenate([[0.0], self._transient])
 
     def _bytes_each(self, config: ParallelConfig, most: MostHeld | None = None) -> Array:
         """Return the bytes per element of the terms of states (rows), by kind of parameter, at the moments of `most`.

@@ -63,6 +63,7 @@ from autoplan.cost_models.memory.communicators import FixedMemory
 from autoplan.cost_models.memory.moments import Held, Moment, RankStates, Rows, TiedStates, most_of
 from autoplan.cost_models.memory.parameters import NO_STATES, ParameterMemory, States, stores_8_bits
 from autoplan.cost_models.memory.recompute_frontier import RecomputeFrontier
+from autoplan.cost_models.memory.stage_ends import StageEnds
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.work import BlockWork, Workload
 from autoplan.ops.table import op_record
@@ -191,14 +192,8 @@ class MemoryModel:
         self.saved: tuple[float, ...] = w.unit_selective if self.config.recompute == SELECTIVE else w.unit_saved
         self.kept: tuple[float, ...] = w.unit_kept
         self._kept_by_kind = {NONE: self.saved, SELECTIVE: w.unit_selective, FULL: self.kept}
-        # The pipeline holds received and sent activations until the backward has passed. Megatron frees sent
-        # activations (deallocate_output_tensor of core/pipeline_parallel/schedules.py), and received ones are those
-        # that its first layer keeps.
-        self.cuts: tuple[float, ...] = (0.0,) * len(w.cut_bytes) if self.megatron else w.cut_bytes
-        if w.shared and not self.megatron:
-            self.cuts = tuple(
-                size - sum(v.num_bytes for v in w.shared if v.crosses(u + 1)) for u, size in enumerate(self.cuts)
-            )
+        self._plain = SELECTIVE if self.config.recompute == SELECTIVE else NONE
+        self.ends: StageEnds = StageEnds(w, sends=not self.megatron)
         self.transient: tuple[float, ...] = w.unit_transient
         self.recompute_transient: tuple[float, ...] = w.unit_recompute_transient
 
@@ -270,22 +265,27 @@ class MemoryModel:
         kept = self._kept_by_kind.get(how)
         return self.workload.unit_choices[unit][how] if kept is None else kept[unit]
 
+    def kept_in(self, units: range, unit: int, how: str) -> float:
+        """Return `kept_bytes` of a unit, without what its stage of `units` holds at its ends."""
+        named = self._plain if how == NONE else how
+        return self.kept_bytes(unit, how) - self.ends.kept_twice(unit, named, units.start, units.stop)
+
     def _chunk(self, units: range, again: Mapping[int, str], received: bool) -> Held:
-        w = self.workload
-        # a chunk after another one of the same rank uses the output that the other holds
-        held = w.free_saved + (self.cuts[units.start - 1] if units.start and received else 0.0)
-        held += self.cuts[units.stop - 1] if units.stop < len(w.units) else 0.0
-        held += self.held_once(units.start, units.stop) if units else 0.0
+        w, start, stop = self.workload, units.start, units.stop
+        held = w.free_saved + self.ends.held(start, stop, received)
+        held += self.held_once(start, stop) if units else 0.0
         running = []
         for u in units:
             how = again.get(u, NONE)
-            kept = self.kept_bytes(u, how)
+            kept, saved = self.kept_bytes(u, how), w.unit_saved[u]
+            if u in (start, stop - 1):
+                kept, saved = self.kept_in(units, u, how), saved - self.ends.kept_twice(u, NONE, start, stop)
             held += kept
-            inside = (t for t in w.tied if t.param.trainable and units.start <= t.first <= u < t.last < units.stop)
+            inside = (t for t in w.tied if t.param.trainable and start <= t.first <= u < t.last < stop)
             # copies of `fully_shard` (`_tied_states`) each give their gradient away at once
             waiting = 0 if self.sharded and not self.megatron else sum(t.num_bytes for t in inside)
             # while a unit's backward runs, later units have freed their activations
-            back = w.unit_saved[u] - kept  # recomputed by regions
+            back = max(0.0, saved - kept)  # recomputed by regions
             running.append((held, (self.recompute_transient[u] if how == FULL else self.transient[u] + back) + waiting))
         most = max(held + transient for held, transient in running) - held if running else 0.0
         return Held(held, tuple(running), most)
@@ -573,7 +573,7 @@ class MemoryModel:
                 scattered = max(reducing, self.largest_grad[u])
         return out
 
-    def _last_backward(self, units: Sequence[int], chunk: Held) -> Moment:
+    def _last_backward(self, units: range, chunk: Held) -> Moment:
         """Return the fullest moment of the last backward under ZeRO 1, which scatters what was summed before.
 
         When a unit has run backward, its parameters are freed and its whole gradient, a sum, is copied into what is
@@ -585,7 +585,7 @@ class MemoryModel:
         for u, (held, _) in zip(reversed(units), reversed(chunk.running), strict=True):
             whole, shard = self.grads[u], self.reduced[u]
             alone = len(self.workload.units[u]) == 1  # else its first layers have not run backward yet
-            left = held - self.kept_bytes(u, NONE) if alone else held
+            left = held - self.kept_in(units, u, NONE) if alone else held
             sent = self.largest_grad[u] + max(0.0, shard + self.largest_tensor[u] - whole)
             moments.append(Moment(LATER, grads + sent, left, 0.0, gathered=gathered - self.largest[u]))
             grads += shard - whole

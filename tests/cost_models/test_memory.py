@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoplan.catalog import load_model
 from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.config.precision import executed_precision, precision_of
 from autoplan.cost_models.costs import Costs
@@ -22,11 +23,13 @@ from autoplan.cost_models.profile import LINK_WORK_S, Profile
 from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, op_times
 from autoplan.cost_models.time.price import Pricer
 from autoplan.cost_models.time.simulation import simulate
-from autoplan.cost_models.work import BlockWork, Gathered, OpWork, ParamWork, TiedParam, Workload
+from autoplan.cost_models.work import BlockWork, Gathered, KeptAtCut, OpWork, ParamWork, TiedParam, Workload
 from autoplan.errors import PinError
 from autoplan.ops.saved import TensorFacts
 from autoplan.schedules.orders import F
 from autoplan.schedules.schedule import Transfer, actions, held_at_backwards, waits
+from autoplan.search.layouts import LayoutCache
+from autoplan.search.request import PlanRequest
 
 SAVED, TRANSIENT, PARAMS, SENT = 1000.0, 40.0, 60, 8.0
 GRADS = 4.0 * PARAMS
@@ -290,11 +293,53 @@ def test_megatron_keeps_parameters_whole_and_gradients_from_the_start() -> None:
     assert in_place.moment != REDUCTION and "communication buffers" not in in_place.terms
 
 
+def activations(config: ParallelConfig, work: Workload, mode: Mode = Mode.EAGER, again: int = 0) -> list[float]:
+    """By rank, with two units each."""
+    chunks = ranges(*(len(work.units) // config.pp // config.virtual_stages,) * config.pp * config.virtual_stages)
+    found = memory(config, work, mode).stages(chunks, [again] * len(chunks))
+    return [rank.terms["activations"].mid for rank in found]
+
+
 def test_megatron_lets_go_of_what_was_sent() -> None:
-    config = ParallelConfig(pp=2, num_micro_batches=4)
-    eager, megatron = (memory(config, mode=mode).stages(ranges(2, 2), [0, 0]) for mode in (Mode.EAGER, Mode.FUSED))
-    assert [r.terms["activations"].mid for r in eager] == [2 * (2 * SAVED + SENT), 2 * SAVED + SENT]
-    assert [r.terms["activations"].mid for r in megatron] == [4 * SAVED, 2 * SAVED]
+    """And holds what it received, which its layers keep for themselves."""
+    config, kept = ParallelConfig(pp=2, num_micro_batches=4), KeptAtCut({}, {"none": SENT})
+    assert activations(config, workload()) == [2 * (2 * SAVED + SENT), 2 * SAVED + SENT]
+    assert activations(config, workload(), Mode.FUSED) == [4 * SAVED, 2 * SAVED + SENT]
+    assert activations(config, workload(kept_at_cuts=(kept,) * 3), Mode.FUSED) == [4 * SAVED, 2 * SAVED]
+
+
+def test_what_was_received_is_the_tensor_that_the_first_layer_keeps() -> None:
+    """If it keeps it: here for its recompute. What was sent likewise is the one that the last layer keeps."""
+    config, kept = ParallelConfig(pp=2, num_micro_batches=4), KeptAtCut({"none": SENT / 2}, {"full": SENT})
+    work = workload(kept_at_cuts=(kept,) * 3, unit_kept=(SENT,) * 4)
+    assert activations(config, work) == [2 * (2 * SAVED + SENT / 2), 2 * SAVED + SENT]
+    assert activations(config, work, again=1) == [2 * (SAVED + SENT + SENT / 2), SAVED + SENT]
+    assert activations(config, work, again=2) == [2 * (2 * SENT + SENT), 2 * SENT]
+    # inside a stage nothing crosses an end: both layers keep their input
+    assert activations(replace(config, pp=1), work, again=4) == [4 * SENT]
+
+
+def test_a_kept_input_that_turned_around_within_a_rank_is_the_output_of_its_other_stage() -> None:
+    config = ParallelConfig(pp=2, num_micro_batches=8, schedule="ZBV", virtual_stages=2)
+    work = workload(unit_saved=(SENT,) * 4, unit_transient=(1000.0,) * 4, unit_kept=(SENT,) * 4)
+    apart = replace(work, kept_at_cuts=(KeptAtCut({}, {"none": SENT}),) * 3)
+    (outer, inner), (_, fewer) = activations(config, work), activations(config, apart)
+    # 3 micro-batches of the first stage, of which 1 is in the second, too
+    assert inner == 3 * (3 * SENT) + 2 * SENT and fewer == 3 * (2 * SENT) + SENT
+    assert outer == 8 * SENT
+
+
+@pytest.mark.parametrize("mode", [Mode.EAGER, Mode.COMPILED, Mode.FUSED])
+@pytest.mark.parametrize(("model", "tp"), [("llama-3.1-8b", 1), ("llama-3.1-8b", 2), ("gpt2", 1), ("mixtral-8x7b", 2)])
+def test_layers_keep_what_they_receive(model: str, tp: int, mode: Mode) -> None:
+    """As every recompute does that begins with the layer; without, only norms in float32 keep a copy of their own."""
+    r = PlanRequest(load_model(model), Cluster.parse("1x8xh100-sxm5-80gb"), 1024, 8, mode=mode)
+    point = LayoutCache(r).get(tp, 1)
+    assert point is not None and not point.workload.shared
+    for size, kept in zip(point.workload.cut_bytes, point.workload.kept_at_cuts, strict=True):
+        copies = mode is Mode.EAGER and model != "gpt2"
+        assert kept.after["none"] == (0.0 if copies else size) and kept.after["offload"] == 0.0
+        assert kept.after["full"] == kept.after["norms"] == size and not any(kept.before.values())
 
 
 def test_one_tensor_stands_for_the_gradients_of_weights_of_one_shape() -> None:

@@ -19,7 +19,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.profile import MeasuredOp, Profile, Timing
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.time.price import Pricer
-from autoplan.cost_models.work import BlockWork, OpWork, ParamWork, SharedValue, TiedParam, Workload
+from autoplan.cost_models.work import BlockWork, KeptAtCut, OpWork, ParamWork, SharedValue, TiedParam, Workload
 from autoplan.errors import PinError
 from autoplan.ops.saved import TensorFacts
 from autoplan.report import data
@@ -115,6 +115,18 @@ def pricers(draw: st.DrawFn) -> tuple[Pricer, float]:
         last = draw(st.integers(made + 1, units - 1))
         passing = (SharedValue(made, last, draw(st.floats(0, 4e6)), draw(of), draw(of)),)
     cuts = draw(st.lists(st.floats(0, 1e6), min_size=units - 1, max_size=units - 1))
+    choices = tuple(
+        {"attention": k + part * (s - k), "mlp": k + other * (s - k), "attention+mlp": k + part * other * (s - k)}
+        for s, k, part, other in zip(saved, kept, parts, parts[::-1], strict=True)
+    )
+
+    def some_of(unit: int, most: float) -> dict[str, float]:
+        """Of what a unit keeps under every choice, a part that crosses one of its ends."""
+        each = {"none": saved[unit], "selective": saved[unit], "full": kept[unit], **choices[unit]}
+        return {how: draw(st.sampled_from([0.0, 1.0])) * min(most, size / 2) for how, size in each.items()}
+
+    share = draw(st.sampled_from([0.0, 0.3, 1.0]))
+    at_cuts = tuple(KeptAtCut(some_of(u, (1 - share) * c), some_of(u + 1, share * c)) for u, c in enumerate(cuts))
     work = Workload(
         model="random",
         axes=(),
@@ -136,11 +148,9 @@ def pricers(draw: st.DrawFn) -> tuple[Pricer, float]:
         model_flops=1.0,
         micro_batch_size=1,
         seq_len=8,
-        unit_choices=tuple(
-            {"attention": k + part * (s - k), "mlp": k + other * (s - k), "attention+mlp": k + part * other * (s - k)}
-            for s, k, part, other in zip(saved, kept, parts, parts[::-1], strict=True)
-        ),
+        unit_choices=choices,
         shared=passing,
+        kept_at_cuts=at_cuts if draw(st.booleans()) else (),
         last_spent=draw(st.floats(0, 1)) * kept[-1],
     )
     schedule = draw(st.sampled_from(["1F1B", "GPipe"]))

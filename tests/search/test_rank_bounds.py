@@ -9,11 +9,11 @@ import numpy as np
 
 from autoplan.catalog import load_model
 from autoplan.config.parallel import Mode, ParallelConfig
-from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.communicators import FixedMemory
 from autoplan.cost_models.memory.least import most_held
 from autoplan.cost_models.memory.room import Room
+from autoplan.cost_models.memory.stage_ends import Beyond
 from autoplan.cost_models.time.price import ranges_of
 from autoplan.schedules.schedule import SCHEDULES, SEARCHED_SCHEDULES, chunks_of_ranks, flights, obstacle
 from autoplan.search.interleaved_cuts import ChunkCutter
@@ -62,7 +62,7 @@ def arrays(random: np.random.Generator, rows: int) -> Alike:
     )
 
 
-def least_s(a: Alike, row: int, config: ParallelConfig, cut: tuple[int, ...], rank: int, crosses: Array) -> float:
+def least_s(a: Alike, row: int, config: ParallelConfig, cut: tuple[int, ...], rank: int, crosses: Beyond) -> float:
     """The fewest seconds of recompute of all choices of a rank's units that fit device and host; inf if none does."""
     c = config
     most = most_held(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
@@ -72,8 +72,8 @@ def least_s(a: Alike, row: int, config: ParallelConfig, cut: tuple[int, ...], ra
     last = int(ends[most.running[rank] + 1]) - 1
     used = sum(a.states[row, KINDS[u]] for _, u in units)
     for k in mine:
-        received = crosses[ends[k]] if k and k - 1 not in mine else 0.0
-        used += most.held[k] * (a.free_saved + received + crosses[ends[k + 1]])
+        begins = crosses.turned if k - 1 in mine else crosses.received
+        used += most.held[k] * (a.free_saved + begins[ends[k]] + crosses.sent[ends[k + 1]])
     best, hosted = math.inf, sum(a.host_states[row, KINDS[u]] for _, u in units)
     for chosen in itertools.product(range(len(a.kept)), repeat=len(units)):
         device, seconds, host = used, 0.0, dict.fromkeys(mine, 0.0)
@@ -93,7 +93,8 @@ def test_no_choice_of_units_is_faster_than_the_bound_of_its_rank() -> None:
     strong = beyond = found = by_host = 0
     for config, cut in CUTS:
         for _ in range(12):
-            a, crosses = arrays(random, rows), np.array([0.0, *random.uniform(0.0, 3.0, len(KINDS) - 1), 0.0])
+            a, sizes = arrays(random, rows), np.array([0.0, *random.uniform(0.0, 3.0, len(KINDS) - 1), 0.0])
+            crosses = Beyond(sizes, -sizes / 3, sizes)
             num = np.full(rows, float(config.num_micro_batches))
             ranks = RankRows([(np.arange(rows), ranks_of(config, cut, KINDS))], a, num)
             limited, free = (

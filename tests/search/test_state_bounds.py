@@ -14,6 +14,7 @@ from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.communicators import FixedMemory
 from autoplan.cost_models.memory.room import Room
+from autoplan.cost_models.memory.stage_ends import Beyond
 from autoplan.search.cuts import Cutter
 from autoplan.search.group_bounds import group_key, step_bounds_s
 from autoplan.search.interleaved_cuts import ChunkCutter
@@ -167,9 +168,9 @@ def test_stages_of_whole_units_hold_what_crosses_their_ends(
             ((_, bound),) = points.state_bounds([candidate], ANY) or ()
             memory = points.least_memory(point)
             with monkeypatch.context() as without:
-                crosses, transient = memory.beside_ends
-                least = np.full(transient.shape, memory.least_transient)
-                without.setitem(memory.__dict__, "beside_ends", (0.0 * crosses, least))
+                nothing = np.zeros(len(memory.transient_before))
+                without.setattr(memory, "ends", Beyond(nothing, nothing, nothing))
+                without.setitem(memory.__dict__, "transient_before", nothing + memory.least_transient)
                 ((_, before),) = points.state_bounds([candidate], ANY) or ()
             assert before <= bound <= step_s(limited), (candidate, share)
             checked, stronger = checked + 1, stronger + (bound > 1.001 * before)

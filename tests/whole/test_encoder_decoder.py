@@ -378,7 +378,7 @@ def test_a_value_that_passes_is_held_once_on_every_stage() -> None:
     memory, (m, y) = model_of(work, 4), (2 * SEQ * 32 * 4, 2 * TARGET * 32 * 4)
     (value,) = work.shared
     assert (value.made, value.last, value.num_bytes, value.kept, value.kept_recomputed) == (1, 3, m, (2, 3), (2, 3))
-    assert work.cut_bytes == (m, m + y, m + y) and memory.cuts == (m, y, y)
+    assert work.cut_bytes == (m, m + y, m + y) and memory.ends.sizes == (m, y, y)
     assert [memory.held_once(u, u + 1) for u in range(4)] == [0, m, m, m]
     assert memory.held_once(0, 4) == memory.held_once(2, 4) == m
     fused = model_of(work, 4, Mode.FUSED)  # lets go of what it sent
