@@ -44,8 +44,8 @@ from autoplan.runtime.optim import in_one_kernel
 from autoplan.units import MIB
 
 _MIN_REPEATS, _MAX_REPEATS = 7, 200
-# Measuring time of one phase of one shape: wanted, and the most. A device's events scatter less than a host's clock, and
-# a shape has four phases there: of 300 shapes the profile of a model would take several minutes.
+# Measuring time of one phase of one shape: wanted, and the most. A device's events scatter less than a host's clock,
+# and a shape has four phases there: of 300 shapes the profile of a model would take several minutes.
 _TARGET_S, _LIMIT_S = 0.03, 0.3
 _QUEUED_TARGET_S, _QUEUED_LIMIT_S = 0.006, 0.1
 _MAX_CHAIN = 32
