@@ -5,9 +5,10 @@ or is a notebook) holds its groups, and gloo's own `abort` and `shutdown` leave 
 would wait for the timeout. So the sockets of every group that is made here are noted, and shut down at a failure. The
 other ranks see what they see of a process that ended.
 
-Noted are the sockets that gloo's thread watches by an epoll of its own, new since the group began to be made. Where
-there is no /proc (macOS), and in groups of the caller, the others wait for the timeout. A socket that was closed
-meanwhile is told by its inode.
+Noted are the sockets that gloo's thread watches by an epoll of its own, new since the group began to be made, and shut
+down are those of TCP. A thread of the user that begins a loop of asyncio at that moment has an epoll, too, with a pair
+of local sockets that wake it: shut down, they would wake it without end. Where there is no /proc (macOS), and in groups
+of the caller, the others wait for the timeout. A socket that was closed meanwhile is told by its inode.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 
 _FILES = Path("/proc/self/fd")
 _INFO = Path("/proc/self/fdinfo")
+_FAMILIES = frozenset((socket.AF_INET, socket.AF_INET6))
 _noted: dict[int, str] = {}  # descriptor -> its target, "socket:[inode]"
 
 
@@ -53,7 +55,8 @@ def shut_down() -> None:
             continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
             # gloo ends the process if the socket on which it accepts connections fails
-            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            accepts = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if connection.family in _FAMILIES and not accepts:
                 connection.shutdown(socket.SHUT_RDWR)
     _noted.clear()
 
