@@ -464,7 +464,7 @@ def make_t5(seed: int = 0, **kwargs: Any) -> nn.Module:
     return model
 
 
-def make_bert(seed: int = 0) -> nn.Module:
+def make_bert(seed: int = 0, **kwargs: Any) -> nn.Module:
     """A small HF BERT with its masked language model: every token sees all."""
     from transformers import BertConfig, BertForMaskedLM
 
@@ -473,7 +473,7 @@ def make_bert(seed: int = 0) -> nn.Module:
         vocab_size=96, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=48,
         max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    model: nn.Module = BertForMaskedLM(BertConfig(**settings))
+    model: nn.Module = BertForMaskedLM(BertConfig(**{**settings, **kwargs}))
     for name, parameter in model.named_parameters():
         if name.endswith("key.bias"):  # its gradient is zero but for rounding
             parameter.requires_grad_(False)

@@ -192,9 +192,13 @@ def test_what_makes_these_kinds_special_matters(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_relative_bias_with_padding(attention: str) -> None:
+    """One source is nothing but padding, one target begins with it, and all labels count."""
     model = models.make_t5(attn_implementation=attention)
-    ids = models.token_batch(2, SEQ)
-    batch = padded(ids) | {"labels": ids["labels"][:, :7].contiguous()}
+    batch = models.token_batch(2, SEQ)
+    batch["labels"] = batch["labels"][:, :7].contiguous()
+    batch["attention_mask"], batch["decoder_attention_mask"] = (torch.ones(2, n, dtype=torch.long) for n in (SEQ, 7))
+    batch["attention_mask"][0, 5:], batch["attention_mask"][1] = 0, 0
+    batch["decoder_attention_mask"][0, :3] = 0
     assert_equal(model, batch)
 
 

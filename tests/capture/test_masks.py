@@ -31,38 +31,68 @@ class ToyConfig(PreTrainedConfig):
     sliding_window = 2
 
 
-def plain(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float, dropout: float = 0.0, **_: Any) -> Any:
+def plain(
+    module: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    scaling: float,
+    dropout: float = 0.0,
+    position_bias: Any = None,
+    **_: Any,
+) -> Any:
     """Attention of the model's own file, as 'eager' means it."""
     scores = q @ k.transpose(2, 3) * scaling
-    if mask is not None:
-        scores = scores + mask
+    for added in (position_bias, mask):
+        if added is not None:
+            scores = scores + added
     return (scores.softmax(-1) @ v).transpose(1, 2).contiguous(), None
 
 
 class Layer(nn.Module):
-    """Attention of a kind: 'registered' calls the registered function, 'own' uses the mask itself."""
+    """Attention of a kind: 'registered' calls the registered function, 'own' uses the mask itself.
+
+    'biased' and 'unbiased' are 'registered' with a bias by position: a learned one, and one of zeros, as the
+    cross-attention of T5 has it.
+    """
 
     def __init__(self, config: Any, kind: str, extra: dict[str, Any]) -> None:
         super().__init__()
         self.config, self.kind, self.extra, self.is_causal = config, kind, extra, True
         self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        if kind == "biased":
+            self.bias = nn.Parameter(torch.randn(HEADS, 1, 1))
+        if kind == "unbiased":
+            self.has_relative_attention_bias, self.is_decoder, self.is_causal = False, True, False
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         b, s, _ = x.shape
         q, k, v = (t.view(b, s, HEADS, HIDDEN // HEADS).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         scaling = (HIDDEN // HEADS) ** -0.5
-        if self.kind == "registered":
+        if self.kind != "own":
             attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, plain)
-            y, _ = attend(self, q, k, v, mask, scaling=scaling, dropout=0.0, **self.extra)
+            extra = self.extra | ({} if self.kind == "registered" else {"position_bias": self.by_position(x)})
+            y, _ = attend(self, q, k, v, mask, scaling=scaling, dropout=0.0, **extra)
         else:
             if mask is not None and mask.dtype == torch.bool:
                 mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, -1e9)
             y, _ = plain(self, q, k, v, mask, scaling)
         return x + self.out(y.reshape(b, s, HIDDEN))
 
+    def by_position(self, x: torch.Tensor) -> torch.Tensor:
+        place = torch.arange(x.shape[1])
+        if self.kind == "unbiased":
+            return torch.zeros((1, HEADS, x.shape[1], x.shape[1]), dtype=x.dtype)
+        return (self.bias * (place[None] - place[:, None]))[None]
+
 
 def causal(model: Any, x: torch.Tensor, ids: torch.Tensor, mask: Any) -> Any:
     return create_causal_mask(model.config, x, mask, past_key_values=None)
+
+
+def bidirectional(model: Any, x: torch.Tensor, ids: torch.Tensor, mask: Any) -> Any:
+    return create_bidirectional_mask(model.config, x, mask)
 
 
 class Toy(PreTrainedModel):
@@ -204,15 +234,38 @@ def test_a_mask_function_of_the_models_own_is_never_taken_for_causal() -> None:
 
 def test_everybody_sees_everybody_where_no_mask_says_otherwise() -> None:
     """is_causal is True of these layers: 'eager' does not go by it, 'sdpa' does."""
-
-    def bidirectional(model: Any, x: Any, ids: Any, mask: Any) -> Any:
-        return create_bidirectional_mask(model.config, x, mask)
-
     eager, _, _, _ = both(Toy(ask=bidirectional, attention="eager"), given())
     assert_equal(Toy(ask=bidirectional, attention="eager"), given())
     assert_equal(Toy(ask=bidirectional), given())
     assert_equal(Toy(ask=bidirectional), given(padded=True))
     assert abs(both(Toy(ask=bidirectional), given())[0] - eager) > 1e-4
+
+
+def assert_equal_where_a_query_sees_nothing(kind: str, ask: Callable[..., Any], attention: str) -> None:
+    """On a sample with padding before it and one of nothing but padding, whose labels count."""
+    batch = given()
+    batch["attention_mask"] = torch.tensor([[0, 0, 1, 1, 0, 1], [0] * SEQ])
+    assert_equal(Toy((kind, kind), ask, attention), batch)
+
+
+def test_by_eager_attention_a_query_that_sees_nothing_sees_all() -> None:
+    for ask in (causal, bidirectional):
+        assert_equal_where_a_query_sees_nothing("registered", ask, "eager")
+
+
+def test_so_it_does_by_sdpa_with_a_bias() -> None:
+    assert_equal_where_a_query_sees_nothing("biased", causal, "sdpa")
+    assert_equal_where_a_query_sees_nothing("unbiased", bidirectional, "sdpa")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("ask", [causal, bidirectional])
+@pytest.mark.parametrize("kind", ["registered", "biased", "unbiased"])
+def test_a_query_that_sees_nothing_has_what_transformers_gives_it(
+    kind: str, ask: Callable[..., Any], attention: str
+) -> None:
+    assert_equal_where_a_query_sees_nothing(kind, ask, attention)
 
 
 def test_a_flag_against_the_mask_is_refused() -> None:

@@ -73,6 +73,9 @@ PADDED: dict[str, tuple[Callable[[], nn.Module], dict[str, bool]]] = {
     "t5-target": (models.make_t5, {"decoder_attention_mask": False}),
     "bart": (models.make_bart, {"attention_mask": True, "decoder_attention_mask": False}),
     "bart-source": (models.make_bart, {"attention_mask": False}),
+    "bert-eager": (functools.partial(models.make_bert, **EAGER), {"attention_mask": True}),
+    "t5-eager": (functools.partial(models.make_t5, **EAGER), {"attention_mask": True, "decoder_attention_mask": True}),
+    "bart-eager": (functools.partial(models.make_bart, **EAGER), {"attention_mask": False}),
 }
 
 

@@ -23,8 +23,6 @@ from autoplan.capture.frontend import windows  # noqa: F401  registers the ops
 from autoplan.capture.frontend.masks import Asked, Ledger, PendingMask, taken, untraced, values_unseen
 from autoplan.errors import CaptureError
 
-_HIDDEN = -1e30  # added to a score: its share becomes 0.0 in every dtype, and the number is finite in bfloat16, too
-
 # Arguments of attention functions that change no number of 'eager'.
 _NO_NUMBERS = frozenset(
     "position_ids cache_position use_cache output_attentions output_hidden_states output_router_logits return_dict "
@@ -137,9 +135,15 @@ class _Call:
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """The bias by position that is added to the scores, if it is not all zeros."""
+        """The bias by position that is added to the scores; None if there is none, or if it changes nothing.
+
+        One of zeros does where a query may see nothing. It is alike for all heads and tokens, so one number says it.
+        """
         bias: torch.Tensor | None = self.given.get("position_bias")
-        return None if bias is None or _adds_zeros(self.module) else bias
+        if bias is None or not _adds_zeros(self.module):
+            return bias
+        matters = self.may_see_nothing or isinstance(self.mask, torch.Tensor)
+        return torch.zeros((), dtype=bias.dtype, device=bias.device) if matters else None
 
     @property
     def is_causal(self) -> bool:
@@ -149,10 +153,13 @@ class _Call:
 
     @property
     def may_see_nothing(self) -> bool:
-        """Return True if padding may hide all keys from a query. There 'eager' attends to all tokens alike, later ones
-        too, because its mask is the least number; all other kernels give zero. (With such a mask, those of torch have
-        its values and other gradients.)"""
-        return isinstance(self.mask, PendingMask) and self.mask.asked.padded and self.mask.asked.causal
+        """Return True if padding may hide all keys from a query: the first ones of a causal model, or a whole sample.
+
+        There 'eager' attends to all tokens alike, later ones too, because its mask is the least number. So does 'sdpa'
+        with a bias by position, which has such a mask in it; by the same number, the kernels of torch have the values
+        of 'eager' and other gradients. All other kernels give zero.
+        """
+        return isinstance(self.mask, PendingMask) and self.mask.asked.padded
 
     def is_plain_for_eager(self, function: _Function) -> bool:
         """Return True if the ops of attention cannot say what `function` computes."""
@@ -227,21 +234,15 @@ def _sdpa(call: _Call, decides: bool) -> torch.Tensor:
     if isinstance(mask, PendingMask):
         asked, documents = taken(mask, q, k)
         _check(call, asked)
-        if dropout and (asked.window is not None or documents is not None):
-            mask.refuse("dropout")
-        if bias is not None and (dropout or asked.window is not None):
-            mask.refuse("a bias by position")
+        _check_beside(mask, documents, bias, dropout)
         mask, causal, window, padded = None, asked.causal, asked.window, asked.padded
+    if documents is not None and (bias is not None or q.shape[2] != k.shape[2]):  # the valid tokens
+        mask, documents = (documents > 0)[:, None, None, :], None
     if bias is not None:
-        if mask is not None or dropout:
-            mask, causal = _with_bias(bias, mask, causal, (q.shape[2], k.shape[2])), False
-        else:
-            if documents is not None:
-                bias = bias.masked_fill((documents <= 0)[:, None, None, :], _HIDDEN)
+        if mask is None and not dropout:
             biased: torch.Tensor = torch.ops.autoplan.biased_attention(q, k, v, bias, causal, scaling)
             return biased.transpose(1, 2).contiguous()
-    if documents is not None and q.shape[2] != k.shape[2]:  # cross-attention: the other sequence's valid tokens
-        mask, documents = (documents > 0)[:, None, None, :], None
+        mask, causal = _with_bias(bias, mask, causal, (q.shape[2], k.shape[2])), False
     if documents is not None or window is not None:
         v = values_unseen(v, documents if padded else None)
         masked: torch.Tensor = torch.ops.autoplan.masked_attention(q, k, v, documents, causal, scaling, window)
@@ -259,11 +260,22 @@ def _sdpa(call: _Call, decides: bool) -> torch.Tensor:
     return out.transpose(1, 2).contiguous()
 
 
+def _check_beside(mask: PendingMask, documents: torch.Tensor | None, bias: torch.Tensor | None, dropout: float) -> None:
+    """End the trace where no op of attention has both this mask and what stands beside it."""
+    windowed = mask.asked.window is not None
+    if dropout and (windowed or documents is not None):
+        mask.refuse("dropout")
+    packed = documents is not None and not mask.asked.padded
+    if bias is not None and (dropout or windowed or packed):
+        mask.refuse("a bias by position")
+
+
 def _with_bias(bias: torch.Tensor, mask: torch.Tensor | None, causal: bool, lengths: tuple[Any, Any]) -> torch.Tensor:
-    """Return bias and mask as one, as `create_position_bias_mask` of transformers does."""
-    if mask is None and causal:
+    """Return bias and mask as one, as `create_position_bias_mask` of transformers does: hidden tokens have the least
+    number instead of a bias. `causal` is a part of the mask that is not in `mask`."""
+    if causal:
         rows, columns = (torch.arange(n, device=bias.device) for n in lengths)
-        mask = rows[:, None] >= columns
+        mask = rows[:, None] >= columns if mask is None else mask & (rows[:, None] >= columns)
     if mask is None:
         return bias
     if mask.dtype != torch.bool:
