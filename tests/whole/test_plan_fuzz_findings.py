@@ -45,6 +45,8 @@ FOUND = {
         other=Plan({"dp": 2, "tp": 2}),
         steps=(Step(after="move"), Step()),
     ),
+    # Positions from a table in float32 beside activations in 16 bits: the norm behind them failed in every step.
+    "a table in float32": Case(options={"sinus": True}, precision="bf16", plan=Plan({"dp": 1, "tp": 2})),
 }
 
 

@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_map_only
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoplan.units import most
 
@@ -26,7 +28,8 @@ def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[nn.Mod
     The graph then describes the model with parameters of that dtype: norms that compute in float32 cast up and back,
     and tables follow the dtype of activations. Inputs of the main dtype are cast where the model takes them, and the
     loss reads them as they are. Parameters of other dtypes and all buffers stay as they are. All of this is what FSDP's
-    mixed precision does. With None nothing changes.
+    mixed precision does. What a buffer of the main dtype is added to has its dtype (positions from a table);
+    `_OneDtype` casts it where torch takes it only in the dtype of the parameters. With None nothing changes.
     """
     main = main_dtype(model)
     if dtype is None or main is None or main == dtype:
@@ -55,8 +58,40 @@ def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[nn.Mod
                         instead[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
                 before.append((module, name, p))
                 module._parameters[name] = instead[id(p)]
-        yield model
+        with _OneDtype(main, dtype):
+            yield model
     finally:
         hook.remove()
         for module, name, p in before:
             module._parameters[name] = p
+
+
+# Functions whose tensors must have one dtype, which torch finds out where it computes, not always where it traces.
+# Batch norm is none of them: its statistics are float32 beside 16-bit values.
+_ONE_DTYPE = frozenset(
+    {
+        F.linear, F.bilinear, F.layer_norm, F.group_norm, F.conv1d, F.conv2d, F.conv3d,
+        F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, torch.layer_norm, torch.group_norm,
+        torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum,
+        torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm, torch.Tensor.bmm,
+    }
+)  # fmt: skip
+
+
+class _OneDtype(TorchFunctionMode):
+    """Casts values of the main dtype to the compute dtype for a function that takes them in one dtype alone."""
+
+    def __init__(self, main: torch.dtype, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._main, self._dtype = main, dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = args, kwargs or {}
+        if func in _ONE_DTYPE:
+            found = {x.dtype for x in tree_leaves(given) if isinstance(x, torch.Tensor)}
+            if {self._main, self._dtype} <= found:
+                given = tree_map_only(torch.Tensor, self._cast, given)
+        return func(*given[0], **given[1])
+
+    def _cast(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self._dtype) if x.dtype == self._main else x
