@@ -19,12 +19,15 @@ class Step:
         length: tokens of a sequence.
         form: of the tensors of a batch: "", "strided" (parts of larger ones), "turned" (dims are stored in another
             order) or "int32" (token ids).
-        before: what happens first: "", "eval", "outputs", "own outputs" or "reduced" (outputs of each micro-batch).
+        before: what happens first: "", "eval", "outputs", "own outputs", "reduced" (outputs of each micro-batch)
+            or "odd" (an evaluation on numbers of samples that nothing divides).
         update: "step", "skip" (the gradients are dropped), "leave out" (some parameters lose their gradient), "eval"
             (an evaluation between the gradients and the update) or "not finite" (a gradient becomes infinite, which
             clipping refuses, and all are dropped).
-        after: what happens last: "", "state dict", "optimizer state", "eval", "checkpoint" (the training goes on in a
-            new program of the same plan), "move" (in one of another plan) or "restart" (in one on other processes).
+        after: what happens last: "", "state dict", "some state" (of some names), "optimizer state", "eval",
+            "checkpoint" (the training goes on in a new program of the same plan), "move" (in one of another plan),
+            "weights only" (in one of the same plan with the parameters alone) or "restart" (in one on other processes,
+            from a checkpoint that is written beside what comes next).
         scale: of the loss of a float16 program, set before the step; 0: as it is.
     """
 
@@ -90,12 +93,14 @@ class Case:
     Attributes:
         seed: of weights and data.
         model: a name in `models.MODELS`; `options`: its arguments.
-        example: samples and tokens of the batch that it is captured with.
+        example: samples and tokens of the batch that it is captured with; example_form: as that of a step.
         frozen: patterns of parameters that are not trained.
         other: the plan of "move"; next_plan: that of every second start, on `next_world` processes ("restart").
         start: "" (every rank has the module), "unequal" (with other values on every rank, of which those of rank 0
             count), "meta" (it is on the meta device, and its values are loaded as a state
             dict) or "weights" (they are read from a folder that transformers wrote).
+        dtype: of the module that is given in, where `precision` is native.
+        twin: True if a second program, under `other`, takes turns with the first in the same job.
         compression: of gradients: "", "bf16", "fp16" or "powersgd" (of full rank, which loses nothing).
         extra: True if batches have a tensor that nobody reads.
         growth_interval: steps after which the scale of a float16 program's loss grows; 0: as by default.
@@ -106,9 +111,12 @@ class Case:
     model: str = "gpt"
     options: Mapping[str, Any] = field(default_factory=dict)
     example: tuple[int, int] = (4, 16)
+    example_form: str = ""
     frozen: tuple[str, ...] = ()
     start: str = ""
     precision: str = "native"
+    dtype: str = "float64"
+    twin: bool = False
     compression: str = ""
     verify: bool = False
     optimizer: Optimizer = Optimizer()

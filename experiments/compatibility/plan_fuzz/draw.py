@@ -20,6 +20,7 @@ _RECOMPUTE = (
     "offload",
 )  # fmt: skip
 _OFFLOAD = ("none", "activations", "optimizer", "parameters", "activations+optimizer", "optimizer+parameters")
+_SCALES = (0.0, 0.0, 2.0**4, 2.0**6, 2.0**18, 2.0**21, 2.0**24, 2.0**40)  # of a loss
 _CONTEXT = ("gather", "ring", "ulysses", "ulysses2xring2")
 _MODELS = (
     ("gpt", 8), ("causal", 9), ("encoder_decoder", 2), ("translator", 2), ("vision", 2), ("residual", 3),
@@ -39,6 +40,10 @@ def draw_case(seed: int, number: int) -> Case:
     precision = r.choices(["native", "bf16", "bf16-grad16", "fp32", "fp16", "fp16-grad16"], [16, 1, 1, 1, 4, 3])[0]
     if traits.experts or options.get("dropout") or traits.coupled:
         precision = "native"  # a router jumps where it rounds
+    example_form = r.choices(["", "strided", "turned", "int32"], [12, 1, 1, traits.sequence])[0]
+    dtype = "float64"
+    if precision == "native" and not (traits.experts or options.get("dropout")) and r.random() < 0.2:
+        dtype = r.choice(["float32", "float32", "bfloat16"])
     extra = model not in ("causal", "encoder_decoder") and r.random() < 0.2  # transformers' forwards would take it
     model_seed, example = r.randrange(1000), (r.choice([2, 4, 6]), r.choice([8, 16, 24]))
 
@@ -47,9 +52,11 @@ def draw_case(seed: int, number: int) -> Case:
     next_world = r.choice([w for w in (1, 2, 2, 4) if w != world])
     maybe = lambda p: r.random() < p  # noqa: E731
     plan, other, next_plan = (_draw_plan(r, w, traits) for w in (world, world, next_world))
-    compression = r.choice(["bf16", "fp16", "powersgd", "powersgd"]) if precision == "native" and maybe(0.12) else ""
+    scaled = precision.startswith("fp16")
+    compression = r.choice(["bf16", "fp16", *([] if scaled else ["powersgd"] * 2)]) if maybe(0.12) else ""
     if compression:
-        plan, other, next_plan = (_with(p, zero_stage=0, offload="none") for p in (plan, other, next_plan))
+        alone = dict(zero_stage=0, zero_replicas=1, offload="none")
+        plan, other, next_plan = (_with(p, **alone) for p in (plan, other, next_plan))
     door = r.choices(["search", "plan", "file", "program"], [7, 1, 1, 1])[0]
     compile = "aot_eager" if r.random() < 0.04 and not traits.slow else ""
     if compile and "+" in str(plan.pins.get("recompute")):
@@ -61,11 +68,14 @@ def draw_case(seed: int, number: int) -> Case:
         model=model,
         options=options,
         example=example,
+        example_form=example_form,
         frozen=frozen,
         start=r.choice(["meta", "weights", "unequal"] if model == "causal" else ["unequal"])
         if r.random() < 0.15
         else "",
         precision=precision,
+        dtype=dtype,
+        twin=(twin := maybe(0.1)),
         compression=compression,
         verify=r.random() < 0.05,
         optimizer=(optimizer := _draw_optimizer(r, (plan, other, next_plan), traits)),
@@ -74,8 +84,10 @@ def draw_case(seed: int, number: int) -> Case:
         next_plan=next_plan,
         next_world=next_world,
         extra=extra,
-        growth_interval=r.choice([0, 1, 1, 2]) if precision.startswith("fp16") else 0,
-        steps=_draw_steps(r, traits, optimizer, precision),
+        growth_interval=r.choice([0, 1, 1, 2]) if scaled else 0,
+        steps=_draw_steps(
+            r, traits, optimizer, precision, 3 * (compression == "powersgd"), "move" if twin else "restart"
+        ),
     )
 
 
@@ -102,6 +114,7 @@ class _Traits:
         self.norms_and_biases = model in ("gpt", "translator", "vision") or kind in ("Bart", "Qwen2")
         calls = {"gpt": "blocks.%d", "vision": "blocks.%d", "causal": "model.layers.%d"}
         self.calls = "transformer.h.%d" if kind == "GPT2" else calls.get(model, "")
+        self.drops = bool(options.get("dropout"))
         self.outputs = options.get("returns") != "object"  # which has no names
         self.slow = model in ("causal", "encoder_decoder")
 
@@ -269,11 +282,16 @@ def _draw_optimizer(r: random.Random, plans: tuple[Plan, ...], traits: _Traits) 
     )
 
 
-def _draw_steps(r: random.Random, traits: _Traits, optimizer: Optimizer, precision: str) -> tuple[Step, ...]:
+def _draw_steps(
+    r: random.Random, traits: _Traits, optimizer: Optimizer, precision: str, more: int, restart: str
+) -> tuple[Step, ...]:
+    """Return turns, `more` than usual: PowerSGD sends whole gradients at first. `restart`: what is done for it."""
     # torch's fused SGD fails if only some parameters have had a gradient
     left_out = "step" if optimizer.kind == "fused sgd" else "leave out"
+    weights = "move" if traits.drops else "weights only"  # dropout would begin again
+    befores = {"": 8, "eval": 1, "odd": 1, **dict.fromkeys(["outputs", "own outputs", "reduced"], traits.outputs)}
     out = []
-    for _ in range(r.choice([1, 2, 3, 3, 4])):
+    for _ in range(more + r.choice([1, 2, 3, 3, 4])):
         out.append(
             Step(
                 batches=1 if traits.coupled else r.choices([1, 2, 3], [6, 2, 1])[0],
@@ -281,13 +299,23 @@ def _draw_steps(r: random.Random, traits: _Traits, optimizer: Optimizer, precisi
                 unequal=not traits.by_samples and r.random() < 0.3,
                 length=r.choice([8, 16, 16, 16, 24, 24, 12, 15]) if traits.sequence else 16,
                 form=r.choices(["", "strided", "turned", "int32"], [8, 1, 1, traits.sequence])[0],
-                before=r.choices(["", "eval", "outputs", "own outputs", "reduced"], [8, 2, *3 * [traits.outputs]])[0],
+                before=r.choices(list(befores), list(befores.values()))[0],
                 update=r.choices(["step", "skip", left_out, "eval", "not finite"], [12, 1, 1, 1, 1])[0],
                 after=r.choices(
-                    ["", "state dict", "optimizer state", "eval", "checkpoint", "move", "restart"],
-                    [5, 1, 1, 1, 1, 2, 2],
+                    [
+                        "",
+                        "state dict",
+                        "some state",
+                        "optimizer state",
+                        "eval",
+                        "checkpoint",
+                        "move",
+                        restart,
+                        weights,
+                    ],
+                    [5, 1, 1, 1, 1, 1, 2, 2, 1],
                 )[0],
-                scale=r.choice([0.0, 0.0, 16.0, 64.0, 2.0**40]) if precision.startswith("fp16") else 0.0,
+                scale=r.choice(_SCALES) if precision.startswith("fp16") else 0.0,
             )
         )
     return tuple(out)

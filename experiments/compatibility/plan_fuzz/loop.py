@@ -76,6 +76,7 @@ class Log:
         outputs: of evaluations, in order.
         refused: why the rest was not done; "" if all was.
         restarts: True if the rest is for other processes.
+        twin: what a second program did.
     """
 
     made: list[Made] = field(default_factory=list)
@@ -86,6 +87,7 @@ class Log:
     notes: list[str] = field(default_factory=list)
     refused: str = ""
     restarts: bool = False
+    twin: Log | None = None
 
     def joined(self, later: Log) -> Log:
         """Return it with what other processes did after it."""
@@ -98,6 +100,7 @@ class Log:
             self.notes + later.notes,
             later.refused,
             later.restarts,
+            later.twin,
         )
 
     def short(self) -> Log:
@@ -106,6 +109,7 @@ class Log:
         kept = Log(
             list(self.made), list(self.numbers), notes=list(self.notes), refused=self.refused, restarts=self.restarts
         )
+        kept.twin = None if self.twin is None else self.twin.short()
         kept.notes += [fingerprint(self.gradients), fingerprint(self.parameters), *prints]
         return kept
 
@@ -126,7 +130,13 @@ def task_of(case: Case) -> Task:
 
 def dtype_of(case: Case) -> torch.dtype:
     """Return the dtype of the parameters that are given in."""
-    return torch.float64 if case.precision == "native" else torch.float32
+    native: torch.dtype = getattr(torch, case.dtype)
+    return native if case.precision == "native" else torch.float32
+
+
+def dtype_alone(case: Case) -> torch.dtype:
+    """Return the dtype of one process: that of the parameters, but for 16 bits."""
+    return torch.float32 if dtype_of(case).itemsize == 2 else dtype_of(case)
 
 
 def make_model(case: Case, task: Task, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Module:
@@ -134,7 +144,7 @@ def make_model(case: Case, task: Task, seed: int = 0, dtype: torch.dtype | None 
     torch.manual_seed(case.seed + 7919 * seed)
     model = task.make().to(dtype or dtype_of(case)).train()
     for name, parameter in model.named_parameters():
-        if name == "gain":
+        if name == "gain" and dtype_of(case) == torch.float64:
             parameter.data = parameter.data.float()
     for name, parameter in model.named_parameters():
         if any(fnmatch.fnmatch(name, pattern) for pattern in case.frozen):
@@ -167,6 +177,17 @@ def part_of(batch: Batch, sizes: Iterable[int], index: int) -> Batch:
     given = list(sizes)
     first = sum(given[:index])
     return {n: x[first : first + given[index]] for n, x in batch.items()}
+
+
+def schedule_of(optimizer: torch.optim.Optimizer, case: Case) -> Any:
+    """Return what changes the learning rate after each update, or None."""
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7) if case.optimizer.schedule else None
+
+
+def shrinks(state: Mapping[str, torch.Tensor], which: str) -> dict[str, torch.Tensor]:
+    """Return the part of a state that is multiplied by SHRUNK: all numbers, or those of some names."""
+    some = which == "some state"
+    return {n: x for n, x in state.items() if x.is_floating_point() and (n.endswith("weight") or not some)}
 
 
 # -- one process ------------------------------------------------------------------------------------------------------
@@ -236,10 +257,10 @@ class Alone:
     def run(self, made: list[Made]) -> Log:
         """Train as a program did that took these samples with so many micro-batches. The loop has the case's steps."""
         case, log, task = self.case, self.log, self.task
-        dtype = torch.float64 if case.precision == "native" else torch.float32
+        dtype = dtype_alone(case)
         model = make_model(case, task, dtype=dtype)
-        optimizer = OPTIMIZERS[case.optimizer.kind](groups_of(model.named_parameters(), case.optimizer.groups))
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7) if case.optimizer.schedule else None
+        optimizer = self._optimizer(model)
+        schedule = schedule_of(optimizer, case)
         scaler = Scaler(case)
         left = iter(made)
         for index, step in enumerate(case.steps):
@@ -269,25 +290,33 @@ class Alone:
             if step.update == "eval":
                 self._evaluate(model, index, total, "")
             self._update(model, optimizer, schedule, index, overflowed)
-            if step.after == "state dict":
+            if step.after in ("state dict", "some state"):
+                state = shrinks(model.state_dict(keep_vars=True), step.after)
                 with torch.no_grad():
-                    for x in [*dict.fromkeys(v for v in model.state_dict(keep_vars=True).values())]:
-                        if x.is_floating_point():
-                            x.mul_(SHRUNK)
+                    for x in dict.fromkeys(state.values()):
+                        x.mul_(SHRUNK)
+            if step.after == "weights only":
+                optimizer, scaler = self._optimizer(model), Scaler(case)
+                schedule = schedule_of(optimizer, case)
             if step.after == "eval":
                 self._evaluate(model, index, total, "")
         log.parameters = {n: x.detach().clone() for n, x in model.state_dict().items()}
         return log
 
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        how = self.case.optimizer
+        return OPTIMIZERS[how.kind](groups_of(model.named_parameters(), how.groups))
+
     def _evaluate(self, model: nn.Module, index: int, total: int, what: str) -> None:
         if not self.task.evaluates:
             return
         dtype = next(model.parameters()).dtype
+        total = sum(odd_sizes(self.case, index)) if what == "odd" else total
         batch = make_batch(self.case, self.task, 10 * index + 9, total, self.case.example[1], dtype)
         with torch.no_grad():
             loss, out = _loss_alone(model.eval(), self.task, batch)
         self.log.numbers.append((f"evaluation {index}", float(loss)))
-        if what not in ("", "eval"):
+        if what not in ("", "eval", "odd"):
             found = _outputs(out)
             self.log.outputs.append(reduced(found) if what == "reduced" else found)
 
@@ -327,6 +356,11 @@ def _outputs(out: Any) -> dict[str, torch.Tensor]:
         elif isinstance(x, (tuple, list, dict)):
             found |= {f"{name}.{inner}": y for inner, y in _outputs(x).items()}
     return found
+
+
+def odd_sizes(case: Case, index: int) -> list[int]:
+    """Return the samples of eight data-parallel ranks, of which the last takes those of all that are not there."""
+    return [1 + (case.seed + index * rank + rank) % 3 for rank in range(8)]
 
 
 def reduced(outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import functools
+import itertools
 import math
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,14 +42,17 @@ from experiments.compatibility.plan_fuzz.loop import (
     groups_of,
     make_batch,
     make_model,
+    odd_sizes,
     part_of,
     reduced,
+    schedule_of,
+    shrinks,
     task_of,
 )
 from experiments.compatibility.plan_fuzz.models import Batch, Task
 
 WHOLE = PowerSGD(rank=1 << 20, start_step=2, min_compression_rate=0.0)
-MODERATE = 2.0**16  # a larger scale of a loss overflows in every case here, a smaller one in none
+SAFE, HOPELESS = 2.0**6, 2.0**40  # scales of a loss that overflow in no case here, and in every one
 ONE_DEVICE = Plan({"tp": 1, "pp": 1, "dp": 1, "num_micro_batches": 1, "recompute": "none"})
 
 
@@ -73,19 +77,28 @@ def program_job(rank: int, world: int, text: str, folder: str, breaker: str = ""
     """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    loop = _Loop(Case.from_json(text), rank, Path(folder), breaker, before=before)
-    try:
-        loop.run()
-    except Refused as exc:
-        loop.log.refused = str(exc)
-    return loop.log if rank == 0 else loop.log.short()
+    case = Case.from_json(text)
+    loops = [_Loop(case, rank, Path(folder), breaker, before=before)]
+    if case.twin:
+        loops.append(_Loop(twin_of(case), rank, Path(folder) / "twin"))
+    for _ in itertools.zip_longest(*(loop.refused_or_run() for loop in loops)):
+        pass
+    log = loops[0].log
+    log.twin = loops[1].log if case.twin else None
+    return log if rank == 0 else log.short()
+
+
+def twin_of(case: Case) -> Case:
+    """Return the case of the second program, which takes turns with the first."""
+    return replace(case, plan=case.other, other=case.plan, twin=False)
 
 
 def one_device_job(rank: int, world: int, text: str, folder: str, made: list[Made]) -> Log:
     """Train a case on one device, on the samples that its program took."""
     warnings.simplefilter("ignore")
     loop = _Loop(Case.from_json(text), rank, Path(folder), "", made)
-    loop.run()
+    for _ in loop.run():
+        pass
     return loop.log
 
 
@@ -99,7 +112,15 @@ class _Loop:
     before: Before = FRESH
     log: Log = field(default_factory=Log)
 
-    def run(self) -> None:
+    def refused_or_run(self) -> Iterator[None]:
+        """Do all, turn by turn, until it is refused."""
+        try:
+            yield from self.run()
+        except Refused as exc:
+            self.log.refused = str(exc)
+
+    def run(self) -> Iterator[None]:
+        """Do all, turn by turn."""
         self.task: Task = task_of(self.case)
         self.num_moves = 100 * self.before.num_starts
         self.num_samples = self.num_steps = 0
@@ -114,9 +135,10 @@ class _Loop:
             if self.made is None or self.made[index : index + 1] not in ([], [SKIPPED]):
                 self.turn(index, step)
             if step.after == "restart" and self.made is None:
-                self.save(self.folder / "restarts")
+                self.save(self.folder / "restarts", wait=False)
                 self.log.restarts = True
                 return
+            yield
         state = self.pm.state_dict()
         self.log.parameters = {n: x.detach().clone() for n, x in state.items()}
         if self.case.start == "weights" and self.made is None:
@@ -150,7 +172,7 @@ class _Loop:
         world = dist.get_world_size() if dist.is_initialized() else 1
         dp = pins.get("dp", world // math.prod(pins.get(n, 1) for n in ("tp", "pp", "cp")))
         size = pins.get("num_micro_batches", 1) * pins.get("micro_batch_size", plan.batch)
-        example = make_batch(case, task, 5, *case.example)
+        example = formed(make_batch(case, task, 5, *case.example), case.example_form)
         make = OPTIMIZERS[how.kind]
         named: dict[str, Any] = dict(
             optimizer=None if how.own else make,
@@ -192,7 +214,7 @@ class _Loop:
             self.pm.loss_scaler.growth_interval = case.growth_interval
         self.log.notes.append(str(self.pm.plan).splitlines()[0])
         self.optimizer = make(groups_of(self.pm.named_parameters(), how.groups)) if how.own else self.pm.optimizer
-        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.7) if how.schedule else None
+        self.schedule = schedule_of(self.optimizer, case)
 
     def module(self, seed: int, named: dict[str, Any]) -> nn.Module:
         """Return the module to parallelize, with values or without; `named` gets where they come from."""
@@ -245,7 +267,7 @@ class _Loop:
         log.numbers.append((f"loss {index}", float(loss)))
         if pm.loss_scaler is not None:
             log.numbers.append((f"scale {index}", pm.loss_scaler.scale))
-            if step.scale and overflowed != (step.scale > MODERATE):
+            if (overflowed and 0 < step.scale <= SAFE) or (not overflowed and step.scale >= HOPELESS):
                 raise AssertionError(f"step {index} with a loss scale of {step.scale}: overflowed is {overflowed}")
         if not log.gradients:
             log.gradients = {n: g.clone() for n, g in pm.gradients().items()}
@@ -254,9 +276,14 @@ class _Loop:
         self.update(index, step)
         if step.after == "eval":
             self.evaluate(index, sizes, "eval")
-        elif step.after == "state dict":
-            state = {n: x * SHRUNK if x.is_floating_point() else x for n, x in pm.state_dict().items()}
-            pm.load_state_dict(state)
+        elif step.after in ("state dict", "some state"):
+            state = pm.state_dict()
+            state |= {n: x * SHRUNK for n, x in shrinks(state, step.after).items()}
+            if step.after == "some state":
+                state = shrinks(state, step.after)
+            pm.load_state_dict(state, strict=step.after == "state dict")
+        elif step.after == "weights only" and self.made is None:
+            self.go_on(self.own, model_only=True)
         elif step.after == "optimizer state":
             self.refusable("optimizer state", lambda: self.optimizer.load_state_dict(self.optimizer.state_dict()))
         elif step.after in ("checkpoint", "move") and self.made is None:
@@ -286,9 +313,12 @@ class _Loop:
         if not self.task.evaluates:
             return
         pm = self.pm
+        if what == "odd":
+            odd = odd_sizes(self.case, index)
+            sizes = (*odd[: pm.data_world - 1], sum(odd[pm.data_world - 1 :]))
         batch = make_batch(self.case, self.task, 10 * index + 9, sum(sizes), self.case.example[1])
         mine = part_of(batch, sizes, pm.data_rank)
-        if what == "eval":
+        if what in ("eval", "odd"):
             loss = self.refusable("eval_step", lambda: pm.eval_step(mine))
             self.log.numbers.append((f"evaluation {index}", float(loss)))
             return
@@ -360,7 +390,7 @@ class _Loop:
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    def go_on(self, plan: Plan) -> None:
+    def go_on(self, plan: Plan, model_only: bool = False) -> None:
         """Save a checkpoint and go on in another program, of a module with other weights."""
         folder = self.folder / f"checkpoints{self.num_moves}"
         self.save(folder)
@@ -372,6 +402,10 @@ class _Loop:
             self.log.notes.append(f"move: {exc}")
             self.pm, self.optimizer, self.schedule = before
             return
+        if model_only:
+            self.refusable("load_checkpoint", lambda: self.pm.load_checkpoint(folder, model_only=True))
+            self.num_steps = self.num_samples = 0
+            return
         self.load(folder)
 
     def states(self) -> dict[str, Any]:
@@ -379,12 +413,22 @@ class _Loop:
         states: dict[str, Any] = {"about": Position(self.pm.data_world, self.num_steps, self.num_samples)}
         return states if self.schedule is None else {**states, "schedule": self.schedule}
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint."""
+    def save(self, folder: Path, wait: bool = True) -> None:
+        """Write a checkpoint; with `wait` of False, what is in it is overwritten meanwhile."""
         loader = Position(self.pm.data_rank, self.num_steps, self.num_samples)
         more: dict[str, Any] = {"optimizer": self.optimizer} if self.case.optimizer.own else {}
         more |= {"states": self.states(), "data_states": {"loader": loader}}
-        self.refusable("save_checkpoint", lambda: self.pm.save_checkpoint(folder, **more))
+        saving = self.refusable("save_checkpoint", lambda: self.pm.save_checkpoint(folder, wait=wait, **more))
+        if not wait:
+            with torch.no_grad():
+                for tensor in [*self.pm.parameters(), *self.moments()]:
+                    tensor.zero_()
+            self.refusable("wait", saving.wait)
+
+    def moments(self) -> list[torch.Tensor]:
+        """Return the tensors that the optimizer keeps."""
+        kept = [x for state in self.optimizer.state.values() for x in state.values()]
+        return [x for x in kept if isinstance(x, torch.Tensor)]
 
     def load(self, folder: Path) -> None:
         """Load a checkpoint; compare what came back of the data."""
@@ -435,7 +479,17 @@ _graphs: dict[str, Any] = {}
 @contextlib.contextmanager
 def _captured_once(case: Case) -> Iterator[None]:
     """Let cases of one model share its graph, whose capture takes most of a case's time."""
-    key, real = repr((case.model, case.options, case.example, case.frozen, case.precision, case.seed)), capture_verified
+    parts = (
+        case.model,
+        case.options,
+        case.example,
+        case.example_form,
+        case.frozen,
+        case.precision,
+        case.dtype,
+        case.seed,
+    )
+    key, real = repr(parts), capture_verified
 
     def remembered(*given: Any) -> Any:
         if key not in _graphs:

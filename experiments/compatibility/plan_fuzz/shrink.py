@@ -17,7 +17,10 @@ def smaller(case: Case) -> Iterator[Case]:
         yield from (replace(case, steps=case.steps[:n] + case.steps[n + 1 :]) for n in range(len(case.steps)))
     for name in (
         "frozen",
+        "example_form",
         "precision",
+        "dtype",
+        "twin",
         "compression",
         "verify",
         "optimizer",
