@@ -24,10 +24,11 @@ class Step:
         update: "step", "skip" (the gradients are dropped), "leave out" (some parameters lose their gradient), "eval"
             (an evaluation between the gradients and the update) or "not finite" (a gradient becomes infinite, which
             clipping refuses, and all are dropped).
-        after: what happens last: "", "state dict", "some state" (of some names), "optimizer state", "eval",
-            "checkpoint" (the training goes on in a new program of the same plan), "move" (in one of another plan),
-            "weights only" (in one of the same plan with the parameters alone) or "restart" (in one on other processes,
-            from a checkpoint that is written beside what comes next).
+        after: what happens last: "", "eval", "state dict", "some state" (of some names), "optimizer state", "dcp"
+            (parameters are written and read by torch.distributed.checkpoint), "checkpoint" (the training goes on in a
+            new program of the same plan), "move" (in one of another plan), "weights only" (in one of the same plan
+            with the parameters alone) or "restart" (in one on other processes, from a checkpoint that is written
+            beside what comes next).
         scale: of the loss of a float16 program, set before the step; 0: as it is.
     """
 
@@ -97,8 +98,8 @@ class Case:
         frozen: patterns of parameters that are not trained.
         other: the plan of "move"; next_plan: that of every second start, on `next_world` processes ("restart").
         start: "" (every rank has the module), "unequal" (with other values on every rank, of which those of rank 0
-            count), "meta" (it is on the meta device, and its values are loaded as a state
-            dict) or "weights" (they are read from a folder that transformers wrote).
+            count), "meta" (it is on the meta device, and its values are loaded as a state dict), "init" (they are made
+            by the model's own initialisation) or "weights" (they are read from a folder that transformers wrote).
         dtype: of the module that is given in, where `precision` is native.
         twin: True if a second program, under `other`, takes turns with the first in the same job.
         compression: of gradients: "", "bf16", "fp16" or "powersgd" (of full rank, which loses nothing).

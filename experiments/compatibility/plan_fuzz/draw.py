@@ -70,7 +70,7 @@ def draw_case(seed: int, number: int) -> Case:
         example=example,
         example_form=example_form,
         frozen=frozen,
-        start=r.choice(["meta", "weights", "unequal"] if model == "causal" else ["unequal"])
+        start=r.choice(["meta", "init", "weights", "unequal"] if model == "causal" else ["unequal"])
         if r.random() < 0.15
         else "",
         precision=precision,
@@ -289,6 +289,9 @@ def _draw_steps(
     # torch's fused SGD fails if only some parameters have had a gradient
     left_out = "step" if optimizer.kind == "fused sgd" else "leave out"
     weights = "move" if traits.drops else "weights only"  # dropout would begin again
+    afters = {"": 5, **dict.fromkeys(["state dict", "some state", "optimizer state", "eval", "checkpoint", "dcp"], 1)}
+    afters = {**afters, "move": 2, restart: 2 + 2 * (restart == "move")}
+    afters[weights] = afters.get(weights, 0) + 1
     befores = {"": 8, "eval": 1, "odd": 1, **dict.fromkeys(["outputs", "own outputs", "reduced"], traits.outputs)}
     out = []
     for _ in range(more + r.choice([1, 2, 3, 3, 4])):
@@ -301,20 +304,7 @@ def _draw_steps(
                 form=r.choices(["", "strided", "turned", "int32"], [8, 1, 1, traits.sequence])[0],
                 before=r.choices(list(befores), list(befores.values()))[0],
                 update=r.choices(["step", "skip", left_out, "eval", "not finite"], [12, 1, 1, 1, 1])[0],
-                after=r.choices(
-                    [
-                        "",
-                        "state dict",
-                        "some state",
-                        "optimizer state",
-                        "eval",
-                        "checkpoint",
-                        "move",
-                        restart,
-                        weights,
-                    ],
-                    [5, 1, 1, 1, 1, 1, 2, 2, 1],
-                )[0],
+                after=r.choices(list(afters), list(afters.values()))[0],
                 scale=r.choice(_SCALES) if precision.startswith("fp16") else 0.0,
             )
         )

@@ -14,7 +14,7 @@ import torch
 from autoplan.profiler.processes import ProcessOutcome
 from experiments.compatibility.plan_fuzz.cases import Case
 from experiments.compatibility.plan_fuzz.loop import Alone, Log, Made, task_of
-from experiments.compatibility.plan_fuzz.ranks import FRESH, Before, one_device_job, program_job, twin_of
+from experiments.compatibility.plan_fuzz.ranks import FRESH, Before, initial_state, one_device_job, program_job, twin_of
 
 EQUAL, REFUSED, FINDING = "equal", "refused", "finding"
 _LEAST = 1e-6  # of the largest tensor: what a tensor of rounding errors is compared with
@@ -163,7 +163,11 @@ class Examiner:
 def alone_job(rank: int, world: int, text: str, made: list[Made]) -> Log:
     """Train the module of a case in one process."""
     case = Case.from_json(text)
-    return Alone(case, task_of(case)).run(made)
+    alone = Alone(case, task_of(case))
+    if case.start == "init":
+        with tempfile.TemporaryDirectory() as folder:
+            alone.initial = initial_state(case, folder)
+    return alone.run(made)
 
 
 def _kind(text: str) -> str:

@@ -253,12 +253,15 @@ class Alone:
     case: Case
     task: Task
     log: Log = field(default_factory=Log)
+    initial: Mapping[str, torch.Tensor] | None = None  # values; None: those of a seed
 
     def run(self, made: list[Made]) -> Log:
         """Train as a program did that took these samples with so many micro-batches. The loop has the case's steps."""
         case, log, task = self.case, self.log, self.task
         dtype = dtype_alone(case)
         model = make_model(case, task, dtype=dtype)
+        if self.initial is not None:
+            model.load_state_dict(self.initial)
         optimizer = self._optimizer(model)
         schedule = schedule_of(optimizer, case)
         scaler = Scaler(case)

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import autoplan
 import autoplan.api
@@ -100,6 +102,15 @@ def one_device_job(rank: int, world: int, text: str, folder: str, made: list[Mad
     for _ in loop.run():
         pass
     return loop.log
+
+
+def initial_state(case: Case, folder: str) -> dict[str, torch.Tensor]:
+    """Return what the own initialisation of a model on the meta device gives one device."""
+    loop = _Loop(case, 0, Path(folder), "", [])
+    loop.task, loop.num_moves = task_of(case), 0
+    loop.start(ONE_DEVICE, 0)
+    found: dict[str, torch.Tensor] = loop.pm.state_dict()
+    return found
 
 
 @dataclass
@@ -218,7 +229,7 @@ class _Loop:
 
     def module(self, seed: int, named: dict[str, Any]) -> nn.Module:
         """Return the module to parallelize, with values or without; `named` gets where they come from."""
-        if not self.case.start or self.made is not None:
+        if not self.case.start or (self.made is not None and self.case.start != "init"):
             return make_model(self.case, self.task, seed)
         if self.case.start == "unequal":
             return make_model(self.case, self.task, seed + 13 * self.rank)
@@ -284,6 +295,8 @@ class _Loop:
             pm.load_state_dict(state, strict=step.after == "state dict")
         elif step.after == "weights only" and self.made is None:
             self.go_on(self.own, model_only=True)
+        elif step.after == "dcp" and self.made is None:
+            self.refusable("dcp", lambda: self.through_dcp(self.folder / f"dcp{self.num_moves}.{index}"))
         elif step.after == "optimizer state":
             self.refusable("optimizer state", lambda: self.optimizer.load_state_dict(self.optimizer.state_dict()))
         elif step.after in ("checkpoint", "move") and self.made is None:
@@ -387,6 +400,22 @@ class _Loop:
                 raise
             return
         raise AssertionError("error_if_nonfinite clipped by a norm that is not finite")
+
+    def through_dcp(self, folder: Path) -> None:
+        """Write the parameters by torch.distributed.checkpoint, and read them again, here and without a program."""
+        whole, mine = self.pm.state_dict(), {n: p.detach() for n, p in self.pm.named_parameters()}
+        dcp.save(mine, checkpoint_id=folder)
+        for tensor in mine.values():
+            tensor.zero_()
+        dcp.load(mine, checkpoint_id=folder)
+        found = [self.pm.state_dict()]
+        if self.rank == 0:
+            dcp_to_torch_save(folder, folder.with_suffix(".pt"))
+            found.append(torch.load(folder.with_suffix(".pt")))
+        for state in found:
+            different = [n for n, x in state.items() if not torch.equal(x.to(whole[n].dtype), whole[n])]
+            if different:
+                raise AssertionError(f"torch.distributed.checkpoint has other values than state_dict: {different}")
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
