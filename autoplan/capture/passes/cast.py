@@ -46,7 +46,9 @@ def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[nn.Mod
         )
         return found
 
-    hook = model.register_forward_pre_hook(cast, with_kwargs=True)
+    # torch's recurrent layers compare dtypes themselves, and states that the model makes are float32
+    casting = {model, *(m for m in model.modules() if isinstance(m, nn.RNNBase | nn.RNNCellBase))}
+    hooks = [m.register_forward_pre_hook(cast, with_kwargs=True) for m in casting]
     try:
         for module in model.modules():
             for name, p in list(module._parameters.items()):
@@ -61,21 +63,28 @@ def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[nn.Mod
         with _OneDtype(main, dtype):
             yield model
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         for module, name, p in before:
             module._parameters[name] = p
 
 
-# Functions whose tensors must have one dtype, which torch finds out where it computes, not always where it traces.
-# Batch norm is none of them: its statistics are float32 beside 16-bit values.
-_ONE_DTYPE = frozenset(
-    {
-        F.linear, F.bilinear, F.layer_norm, F.group_norm, F.conv1d, F.conv2d, F.conv3d,
-        F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, torch.layer_norm, torch.group_norm,
-        torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum,
-        torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm, torch.Tensor.bmm,
-    }
-)  # fmt: skip
+# Functions whose tensors must have one dtype, which torch finds out where it computes, not always where it traces; and
+# how many of them, or None for all. Masks are not among them, nor is batch norm, whose statistics are float32 beside
+# 16-bit values.
+_ONE_DTYPE: Mapping[Any, int | None] = {
+    F.scaled_dot_product_attention: 3,
+    F.multi_head_attention_forward: 3,
+    **dict.fromkeys(
+        (
+            F.linear, F.bilinear, F.layer_norm, F.group_norm, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d,
+            F.conv_transpose2d, F.conv_transpose3d, F.prelu, torch.layer_norm, torch.group_norm, torch.matmul, torch.mm,
+            torch.bmm, torch.addmm, torch.baddbmm, torch.einsum, torch.Tensor.matmul, torch.Tensor.__matmul__,
+            torch.Tensor.mm, torch.Tensor.bmm,
+        )
+    ),
+}  # fmt: skip
+_QUERIES = ("query", "key", "value")  # by name
 
 
 class _OneDtype(TorchFunctionMode):
@@ -86,12 +95,20 @@ class _OneDtype(TorchFunctionMode):
         self._main, self._dtype = main, dtype
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = args, kwargs or {}
+        kwargs = kwargs or {}
         if func in _ONE_DTYPE:
-            found = {x.dtype for x in tree_leaves(given) if isinstance(x, torch.Tensor)}
-            if {self._main, self._dtype} <= found:
-                given = tree_map_only(torch.Tensor, self._cast, given)
-        return func(*given[0], **given[1])
+            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            if {self._main, self._dtype} <= {x.dtype for x in tensors}:
+                args, kwargs = self._cast(_ONE_DTYPE[func], args, kwargs)
+        return func(*args, **kwargs)
 
-    def _cast(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to(self._dtype) if x.dtype == self._main else x
+    def _cast(self, num: int | None, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        made: dict[int, torch.Tensor] = {}  # each once, since queries, keys and values may be one tensor
+
+        def cast(x: torch.Tensor) -> torch.Tensor:
+            return made.setdefault(id(x), x.to(self._dtype)) if x.dtype == self._main else x
+
+        first, rest = args[:num], () if num is None else args[num:]
+        chosen = {n: x for n, x in kwargs.items() if num is None or n in _QUERIES}
+        first, chosen = tree_map_only(torch.Tensor, cast, (first, chosen))
+        return (*first, *rest), {**kwargs, **chosen}
