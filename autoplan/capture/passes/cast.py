@@ -106,7 +106,9 @@ class _OneDtype(TorchFunctionMode):
         made: dict[int, torch.Tensor] = {}  # each once, since queries, keys and values may be one tensor
 
         def cast(x: torch.Tensor) -> torch.Tensor:
-            return made.setdefault(id(x), x.to(self._dtype)) if x.dtype == self._main else x
+            if x.dtype == self._main and id(x) not in made:
+                made[id(x)] = x.to(self._dtype)
+            return made.get(id(x), x)
 
         first, rest = args[:num], () if num is None else args[num:]
         chosen = {n: x for n, x in kwargs.items() if num is None or n in _QUERIES}
