@@ -82,7 +82,8 @@ class _Bucket:
     def __init__(self, gradients: Sequence[torch.Tensor], index: int, last: bool) -> None:
         self._flat = torch.cat([g.reshape(-1) for g in gradients])
         parts = torch.split(self._flat, [g.numel() for g in gradients])
-        self._views = [part.view(g.shape) for part, g in zip(parts, gradients, strict=True)]
+        # PyTorch's hooks read the first of the dims, which a single number has not
+        self._views = [part.view(g.shape or (1,)) for part, g in zip(parts, gradients, strict=True)]
         self._index, self._last = index, last
 
     def buffer(self) -> torch.Tensor:
@@ -128,4 +129,4 @@ class Compressor:
                 raise ValueError("PowerSGD of float16 gradients: their squares underflow; use bf16")
             self._hook(self._state, bucket).wait()
             for gradient, view in zip(gradients, bucket.gradients(), strict=True):
-                torch.mul(view, self.group.size(), out=gradient)
+                torch.mul(view.view(gradient.shape), self.group.size(), out=gradient)

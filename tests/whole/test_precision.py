@@ -339,3 +339,59 @@ def test_inputs_are_cast_as_the_model_is(kind: str) -> None:
     loss, got = pm.step(batch), pm.gradients()
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
     assert worst(got, {n: p.grad for n, p in half.named_parameters() if p.grad is not None})[0] < 1e-6
+
+
+class Tables(nn.Module):
+    """Values in float32 beside activations; `by_hand` casts them where torch takes one dtype alone."""
+
+    def __init__(self, kind: str, by_hand: bool = False) -> None:
+        super().__init__()
+        self.kind, self.by_hand = kind, by_hand
+        self.tok, self.head, self.mix = nn.Embedding(16, 8), nn.Linear(8, 16), nn.Linear(8, 8)
+        self.register_buffer("table", torch.linspace(0.5, 1.5, 48).view(6, 8))
+        self.layer = {
+            "attention": nn.Linear(8, 8),
+            "module": nn.MultiheadAttention(8, 2, batch_first=True),
+            "recurrent": nn.LSTM(8, 8, batch_first=True),
+            "activation": nn.PReLU(),
+        }[kind]
+
+    def cast(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.tok.weight.dtype) if self.by_hand else x
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tok(ids)
+        if self.kind == "attention":  # rotated queries and keys
+            q, k = (self.cast(f(x) * self.table[: ids.shape[1]]) for f in (self.layer, self.mix))
+            x = F.scaled_dot_product_attention(q[:, None], k[:, None], x[:, None], is_causal=True)[:, 0]
+        elif self.kind == "recurrent":  # its first states
+            x = self.layer(x, tuple(self.cast(torch.zeros(1, ids.shape[0], 8)) for _ in range(2)))[0]
+        else:  # positions
+            x = self.cast(x + self.table[: ids.shape[1]])
+            x = self.layer(x, x, x, need_weights=False)[0] if self.kind == "module" else self.layer(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("kind", ["attention", "module", "recurrent", "activation"])
+def test_values_in_float32_beside_16_bits_are_cast_where_torch_needs_one_dtype(kind: str) -> None:
+    torch.manual_seed(0)
+    model, half = Tables(kind), Tables(kind, by_hand=True)
+    half.load_state_dict(model.state_dict())
+    half.to(torch.bfloat16)
+    half.table = model.get_buffer("table").clone()
+    ids = torch.randint(0, 16, (4, 6))
+    batch = {"ids": ids, "targets": ids}
+
+    def loss_fn(out: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(out.flatten(0, 1).float(), batch["targets"].flatten())
+
+    wanted = loss_fn(half(ids), batch)
+    wanted.backward()
+    pm = autoplan.parallelize(
+        model, example_inputs=batch, loss_fn=loss_fn, precision="bf16", pins={"recompute": "none"}
+    )
+    loss, got = pm.step(batch), pm.gradients()
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert worst(got, {n: p.grad for n, p in half.named_parameters() if p.grad is not None})[0] < 1e-6

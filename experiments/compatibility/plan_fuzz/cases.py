@@ -17,12 +17,19 @@ class Step:
         units: samples of a batch, as a multiple of the least that all data-parallel ranks can cut.
         unequal: True if data-parallel ranks bring different numbers of samples.
         length: tokens of a sequence.
-        form: of the tensors of a batch: "", "strided" (parts of larger ones) or "int32" (token ids).
-        before: what happens first: "", "eval", "outputs" or "own outputs".
-        update: "step", "skip" (the gradients are dropped), "leave out" (some parameters lose their gradient) or "eval"
-            (an evaluation between the gradients and the update).
-        after: what happens last: "", "state dict", "optimizer state", "eval", "checkpoint" (the training goes on in a
-            new program of the same plan) or "move" (in one of another plan).
+        form: of the tensors of a batch: "", "strided" (parts of larger ones), "turned" (dims are stored in another
+            order) or "int32" (token ids).
+        before: what happens first: "", "eval", "outputs", "own outputs", "reduced" (outputs of each micro-batch)
+            or "odd" (an evaluation on numbers of samples that nothing divides).
+        update: "step", "skip" (the gradients are dropped), "leave out" (some parameters lose their gradient), "eval"
+            (an evaluation between the gradients and the update) or "not finite" (a gradient becomes infinite, which
+            clipping refuses, and all are dropped).
+        after: what happens last: "", "eval", "state dict", "some state" (of some names), "optimizer state", "dcp"
+            (parameters are written and read by torch.distributed.checkpoint), "checkpoint" (the training goes on in a
+            new program of the same plan), "move" (in one of another plan), "weights only" (in one of the same plan
+            with the parameters alone) or "restart" (in one on other processes, from a checkpoint that is written
+            beside what comes next).
+        scale: of the loss of a float16 program, set before the step; 0: as it is.
     """
 
     batches: int = 1
@@ -33,6 +40,7 @@ class Step:
     before: str = ""
     update: str = "step"
     after: str = ""
+    scale: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,8 @@ class Optimizer:
     Attributes:
         kind: a name in `loop.OPTIMIZERS`.
         groups: "" (one group), "patterns" or "function".
-        clip: the largest norm of all gradients; 0: none.
+        clip: the largest norm of all gradients; 0: none. norm_type: of which order; finite: True if another norm is an
+            error.
         clip_some: the largest norm of the gradients of parameters of one dim; 0: none.
         schedule: True if a scheduler changes the learning rate after each update.
         own: True if it is made from `pm.parameters()` by the loop, not by `parallelize`.
@@ -51,6 +60,8 @@ class Optimizer:
     kind: str = "sgd"
     groups: str = ""
     clip: float = 0.0
+    norm_type: float = 2.0
+    finite: bool = False
     clip_some: float = 0.0
     schedule: bool = False
     own: bool = False
@@ -83,13 +94,17 @@ class Case:
     Attributes:
         seed: of weights and data.
         model: a name in `models.MODELS`; `options`: its arguments.
-        example: samples and tokens of the batch that it is captured with.
+        example: samples and tokens of the batch that it is captured with; example_form: as that of a step.
         frozen: patterns of parameters that are not trained.
-        other: the plan of "move".
+        other: the plan of "move"; next_plan: that of every second start, on `next_world` processes ("restart").
         start: "" (every rank has the module), "unequal" (with other values on every rank, of which those of rank 0
-            count), "meta" (it is on the meta device, and its values are loaded as a state
-            dict) or "weights" (they are read from a folder that transformers wrote).
-        compression: of gradients: "", "bf16" or "fp16".
+            count), "meta" (it is on the meta device, and its values are loaded as a state dict), "init" (they are made
+            by the model's own initialisation) or "weights" (they are read from a folder that transformers wrote).
+        dtype: of the module that is given in, where `precision` is native.
+        twin: True if a second program, under `other`, takes turns with the first in the same job.
+        compression: of gradients: "", "bf16", "fp16" or "powersgd" (of full rank, which loses nothing).
+        extra: True if batches have a tensor that nobody reads.
+        growth_interval: steps after which the scale of a float16 program's loss grows; 0: as by default.
     """
 
     seed: int = 0
@@ -97,14 +112,21 @@ class Case:
     model: str = "gpt"
     options: Mapping[str, Any] = field(default_factory=dict)
     example: tuple[int, int] = (4, 16)
+    example_form: str = ""
     frozen: tuple[str, ...] = ()
     start: str = ""
     precision: str = "native"
+    dtype: str = "float64"
+    twin: bool = False
     compression: str = ""
     verify: bool = False
     optimizer: Optimizer = Optimizer()
     plan: Plan = Plan()
     other: Plan = Plan()
+    next_plan: Plan = Plan()
+    next_world: int = 1
+    extra: bool = False
+    growth_interval: int = 0
     steps: tuple[Step, ...] = (Step(),)
 
     def to_json(self) -> str:
@@ -116,7 +138,7 @@ class Case:
         """Return the case of a line that `to_json` wrote."""
         found = json.loads(text)
         parts: dict[str, Any] = {n: tuple(found.pop(n)) for n in ("frozen", "example") if n in found}
-        for name, kind in (("optimizer", Optimizer), ("plan", Plan), ("other", Plan)):
+        for name, kind in (("optimizer", Optimizer), ("plan", Plan), ("other", Plan), ("next_plan", Plan)):
             parts[name] = kind(**found.pop(name, {}))
         parts["steps"] = tuple(Step(**s) for s in found.pop("steps", [{}]))
         return cls(**found, **parts)

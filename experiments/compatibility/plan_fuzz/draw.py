@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -9,7 +10,7 @@ from experiments.compatibility.plan_fuzz.cases import Case, Optimizer, Plan, Ste
 from experiments.compatibility.plan_fuzz.loop import OPTIMIZERS
 from experiments.compatibility.plan_fuzz.models import BY_SAMPLES, LOSSES
 
-_WORLDS = {2: 16, 4: 32, 8: 3}  # and how often
+_WORLDS = {2: 24, 4: 16, 8: 1}  # and how often
 _SCHEDULES = {  # virtual stages, and micro-batches per rank of the pipeline
     "1F1B": (1, 1), "GPipe": (1, 1), "Interleaved1F1B": (2, 1), "ZB-H1": (1, 1), "InterleavedZeroBubble": (2, 1),
     "ZBV": (2, 1), "DualPipeV": (2, 2),
@@ -19,6 +20,7 @@ _RECOMPUTE = (
     "offload",
 )  # fmt: skip
 _OFFLOAD = ("none", "activations", "optimizer", "parameters", "activations+optimizer", "optimizer+parameters")
+_SCALES = (0.0, 0.0, 2.0**4, 2.0**6, 2.0**18, 2.0**21, 2.0**24, 2.0**40)  # of a loss
 _CONTEXT = ("gather", "ring", "ulysses", "ulysses2xring2")
 _MODELS = (
     ("gpt", 8), ("causal", 9), ("encoder_decoder", 2), ("translator", 2), ("vision", 2), ("residual", 3),
@@ -35,17 +37,26 @@ def draw_case(seed: int, number: int) -> Case:
     model = r.choices([m for m, _ in _MODELS], [w for _, w in _MODELS])[0]
     options, frozen = _draw_model(r, model)
     traits = _Traits.of(model, options)
-    precision = r.choices(["native", "bf16", "bf16-grad16", "fp32"], [20, 2, 1, 1])[0]
+    precision = r.choices(["native", "bf16", "bf16-grad16", "fp32", "fp16", "fp16-grad16"], [16, 1, 1, 1, 4, 3])[0]
     if traits.experts or options.get("dropout") or traits.coupled:
         precision = "native"  # a router jumps where it rounds
+    example_form = r.choices(["", "strided", "turned", "int32"], [12, 1, 1, traits.sequence])[0]
+    dtype = "float64"
+    if precision == "native" and not (traits.experts or options.get("dropout")) and r.random() < 0.2:
+        dtype = r.choice(["float32", "float32", "bfloat16"])
+    extra = model not in ("causal", "encoder_decoder") and r.random() < 0.2  # transformers' forwards would take it
     model_seed, example = r.randrange(1000), (r.choice([2, 4, 6]), r.choice([8, 16, 24]))
 
     r = random.Random(f"{seed}:{number}")
     world = r.choices(list(_WORLDS), list(_WORLDS.values()))[0]
-    plan, other = (_draw_plan(r, world, traits) for _ in range(2))
-    compression = r.choice(["bf16", "fp16"]) if r.random() < 0.04 and precision == "native" else ""
+    next_world = r.choice([w for w in (1, 2, 2, 4) if w != world])
+    maybe = lambda p: r.random() < p  # noqa: E731
+    plan, other, next_plan = (_draw_plan(r, w, traits) for w in (world, world, next_world))
+    scaled = precision.startswith("fp16")
+    compression = r.choice(["bf16", "fp16", *([] if scaled else ["powersgd"] * 2)]) if maybe(0.12) else ""
     if compression:
-        plan, other = (_with(p, zero_stage=0, offload="none") for p in (plan, other))
+        alone = dict(zero_stage=0, zero_replicas=1, offload="none")
+        plan, other, next_plan = (_with(p, **alone) for p in (plan, other, next_plan))
     door = r.choices(["search", "plan", "file", "program"], [7, 1, 1, 1])[0]
     compile = "aot_eager" if r.random() < 0.04 and not traits.slow else ""
     if compile and "+" in str(plan.pins.get("recompute")):
@@ -57,17 +68,26 @@ def draw_case(seed: int, number: int) -> Case:
         model=model,
         options=options,
         example=example,
+        example_form=example_form,
         frozen=frozen,
-        start=r.choice(["meta", "weights", "unequal"] if model == "causal" else ["unequal"])
+        start=r.choice(["meta", "init", "weights", "unequal"] if model == "causal" else ["unequal"])
         if r.random() < 0.15
         else "",
         precision=precision,
+        dtype=dtype,
+        twin=(twin := maybe(0.1)),
         compression=compression,
         verify=r.random() < 0.05,
-        optimizer=(optimizer := _draw_optimizer(r, plan, other, traits)),
+        optimizer=(optimizer := _draw_optimizer(r, (plan, other, next_plan), traits, dtype)),
         plan=plan,
         other=other,
-        steps=_draw_steps(r, traits, optimizer),
+        next_plan=next_plan,
+        next_world=next_world,
+        extra=extra,
+        growth_interval=r.choice([0, 1, 1, 2]) if scaled else 0,
+        steps=_draw_steps(
+            r, traits, optimizer, precision, 3 * (compression == "powersgd"), "move" if twin else "restart"
+        ),
     )
 
 
@@ -94,8 +114,8 @@ class _Traits:
         self.norms_and_biases = model in ("gpt", "translator", "vision") or kind in ("Bart", "Qwen2")
         calls = {"gpt": "blocks.%d", "vision": "blocks.%d", "causal": "model.layers.%d"}
         self.calls = "transformer.h.%d" if kind == "GPT2" else calls.get(model, "")
-        # padding that sees nothing in its window: what it gives differs between kernels (docs/support.md)
-        self.outputs = options.get("documents") != "padded" or kind not in ("Mistral", "Qwen2")
+        self.drops = bool(options.get("dropout"))
+        self.outputs = options.get("returns") != "object"  # which has no names
         self.slow = model in ("causal", "encoder_decoder")
 
     @classmethod
@@ -116,7 +136,9 @@ def _draw_model(r: random.Random, model: str) -> tuple[dict[str, Any], tuple[str
             "kv": r.choice([k for k in (1, 2, 3, 4) if heads % k == 0]), "vocab": r.choice([32, 33, 37, 50]),
             "inner": r.choice([48, 50, 52, 35]),
         }  # fmt: skip
-        out["loss"] = "mean" if maybe(0.4) else r.choice(list(LOSSES))
+        out["loss"] = "mean" if maybe(0.3) else r.choice(list(LOSSES))
+        if maybe(0.3):
+            out["returns"] = r.choice(["dict", "nested", "object"])
         for name, p in (
             ("tied", 0.4),
             ("sinus", 0.3),
@@ -147,8 +169,8 @@ def _draw_model(r: random.Random, model: str) -> tuple[dict[str, Any], tuple[str
             out["own"] = True
         if kind in ("Mixtral", "Qwen3Moe") and maybe(0.25):
             out["aux"] = True
-        elif kind not in ("GPT2", "DeepseekV3") and maybe(0.25):
-            out["documents"] = r.choice(["padded", "packed"])
+        elif kind not in ("GPT2", "DeepseekV3") and maybe(0.4):
+            out["documents"] = r.choice(["padded", "packed", "left"])
         if kind in ("Llama", "Qwen2", "Mixtral") and maybe(0.3):
             out["tie_word_embeddings"] = True
         if kind == "Mixtral" and maybe(0.3):
@@ -158,8 +180,8 @@ def _draw_model(r: random.Random, model: str) -> tuple[dict[str, Any], tuple[str
         return out, frozen
     if model == "encoder_decoder":
         out = {"kind": r.choice(["T5", "Bart"])}
-        if maybe(0.3):
-            out["documents"] = "padded"
+        if maybe(0.7):
+            out["documents"] = r.choice(["padded", "left", "both"])
         return out, frozen
     if model == "translator":
         return {"layers": r.choice([1, 2]), "vocab": r.choice([32, 33])}, frozen
@@ -245,36 +267,46 @@ def _draw_schedule(r: random.Random, pins: dict[str, Any], pp: int, layers: int)
         pins["stages"] = [b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)]
 
 
-def _draw_optimizer(r: random.Random, plan: Plan, other: Plan, traits: _Traits) -> Optimizer:
-    plain = all(p.pins.get("pp", 2) == 1 for p in (plan, other))
+def _draw_optimizer(r: random.Random, plans: tuple[Plan, ...], traits: _Traits, dtype: str) -> Optimizer:
+    plain = all(p.pins.get("pp", 2) == 1 for p in plans)
     own = r.random() < 0.15
     return Optimizer(
-        kind=r.choice([k for k in OPTIMIZERS if not (own and k == "fused sgd")]),  # DTensors have none
+        # DTensors have no fused SGD, and torch's own is wrong in bf16 on the CPU
+        kind=r.choice([k for k in OPTIMIZERS if not ((own or dtype == "bfloat16") and k == "fused sgd")]),
         groups=r.choices(["", "patterns", "function"], [7, 2 * traits.norms_and_biases, 2])[0],
-        clip=r.choice([0.0, 0.0, 0.3, 0.05]),
+        clip=r.choice([0.0, 0.3, 0.05]),
+        norm_type=r.choice([2.0, 2.0, 2.0, 1.0, 3.0, 0.5, math.inf]),
+        finite=r.random() < 0.3,
         clip_some=0.05 if plain and r.random() < 0.15 else 0.0,
         schedule=r.random() < 0.25,
         own=own,
     )
 
 
-def _draw_steps(r: random.Random, traits: _Traits, optimizer: Optimizer) -> tuple[Step, ...]:
+def _draw_steps(
+    r: random.Random, traits: _Traits, optimizer: Optimizer, precision: str, more: int, restart: str
+) -> tuple[Step, ...]:
+    """Return turns, `more` than usual: PowerSGD sends whole gradients at first. `restart`: what is done for it."""
     # torch's fused SGD fails if only some parameters have had a gradient
     left_out = "step" if optimizer.kind == "fused sgd" else "leave out"
+    weights = "move" if traits.drops else "weights only"  # dropout would begin again
+    afters = {"": 5, **dict.fromkeys(["state dict", "some state", "optimizer state", "eval", "checkpoint", "dcp"], 1)}
+    afters = {**afters, "move": 2, restart: 2 + 2 * (restart == "move")}
+    afters[weights] = afters.get(weights, 0) + 1
+    befores = {"": 8, "eval": 1, "odd": 1, **dict.fromkeys(["outputs", "own outputs", "reduced"], traits.outputs)}
     out = []
-    for _ in range(r.choice([1, 2, 3, 3, 4])):
+    for _ in range(more + r.choice([1, 2, 3, 3, 4])):
         out.append(
             Step(
                 batches=1 if traits.coupled else r.choices([1, 2, 3], [6, 2, 1])[0],
                 units=r.choice([1, 1, 2]),
                 unequal=not traits.by_samples and r.random() < 0.3,
                 length=r.choice([8, 16, 16, 16, 24, 24, 12, 15]) if traits.sequence else 16,
-                form=r.choices(["", "strided", "int32"], [8, 1, traits.sequence])[0],
-                before=r.choices(["", "eval", "outputs", "own outputs"], [8, 2, traits.outputs, traits.outputs])[0],
-                update=r.choices(["step", "skip", left_out, "eval"], [8, 1, 1, 1])[0],
-                after=r.choices(
-                    ["", "state dict", "optimizer state", "eval", "checkpoint", "move"], [6, 1, 1, 1, 1, 2]
-                )[0],
+                form=r.choices(["", "strided", "turned", "int32"], [8, 1, 1, traits.sequence])[0],
+                before=r.choices(list(befores), list(befores.values()))[0],
+                update=r.choices(["step", "skip", left_out, "eval", "not finite"], [12, 1, 1, 1, 1])[0],
+                after=r.choices(list(afters), list(afters.values()))[0],
+                scale=r.choice(_SCALES) if precision.startswith("fp16") else 0.0,
             )
         )
     return tuple(out)

@@ -105,7 +105,33 @@ def bits_loss(logits: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.
     )
 
 
+def samples_loss(logits: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Every sample's mean over its own valid labels, a mean over samples."""
+    each = F.cross_entropy(logits.transpose(1, 2), batch["targets"], reduction="none")
+    valid = batch["targets"] != -100
+    return (each.sum(1) / valid.sum(1).clamp(min=1)).mean()
+
+
+def halves_loss(logits: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A sum over both halves of the samples' tokens, over the number of valid labels in both."""
+    half = logits.shape[1] // 2
+    targets = batch["targets"]
+    parts = (logits[:, :half], targets[:, :half]), (logits[:, half:], targets[:, half:])
+    total = sum(F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="sum") for x, y in parts)
+    loss: torch.Tensor = total / (targets != -100).sum()
+    return loss
+
+
+def valued_loss(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Over valid labels, and a number of every sample over samples."""
+    logits, values = outputs
+    return mean_loss(logits, batch) + 0.5 * F.mse_loss(values, batch["values"].to(values.dtype))
+
+
 LOSSES: dict[str, LossFn] = {
+    "samples": samples_loss,
+    "halves": halves_loss,
+    "valued": valued_loss,
     "classes": classes_loss,
     "counted": counted_loss,
     "bits": bits_loss,
@@ -117,7 +143,7 @@ LOSSES: dict[str, LossFn] = {
     "weighted": weighted_loss,
     "two": two_losses,
 }
-BY_SAMPLES = ("summed", "penalised", "bits")
+BY_SAMPLES = ("summed", "penalised", "bits", "samples", "valued")
 
 
 def tokens_of(samples: int, length: int, vocab: int, generator: torch.Generator, loss: str = "mean") -> Batch:
@@ -136,6 +162,8 @@ def tokens_of(samples: int, length: int, vocab: int, generator: torch.Generator,
         out["others"] = others
     if loss == "weighted":
         out["weights"] = torch.rand(shape, generator=generator)
+    if loss == "valued":
+        out["values"] = torch.rand(samples, generator=generator)
     return out
 
 
@@ -204,6 +232,8 @@ class Decoder(nn.Module):
         shared: bool = False,
         single: bool = False,
         number: bool = False,
+        valued: bool = False,
+        returns: str = "",
     ) -> None:
         super().__init__()
         self.tok = nn.Embedding(vocab, dim)
@@ -223,6 +253,9 @@ class Decoder(nn.Module):
             self.gain = nn.Parameter(torch.linspace(0.5, 1.5, dim))
         if number:
             self.number = nn.Parameter(torch.tensor(1.2))
+        self.returns = returns
+        if valued:
+            self.value = nn.Linear(dim, 1)
         if two:
             self.second = nn.Linear(dim, vocab)
         if unused:
@@ -246,7 +279,27 @@ class Decoder(nn.Module):
             x = x * self.gain.to(x.dtype)
         if hasattr(self, "number"):
             x = x * self.number
-        return (self.head(x), self.second(x)) if hasattr(self, "second") else self.head(x)
+        out = self.head(x)
+        if hasattr(self, "second"):
+            out = out, self.second(x)
+        elif hasattr(self, "value"):
+            out = out, self.value(x.mean(1)).squeeze(-1)
+        return RETURNS[self.returns][0](out, x)
+
+
+@dataclass
+class _Returned:
+    found: Any
+    states: torch.Tensor
+
+
+# how a forward returns what the loss takes, beside what it does not; and how the loss finds it
+RETURNS: Mapping[str, tuple[Callable[[Any, torch.Tensor], Any], Callable[[Any], Any]]] = {
+    "": (lambda out, x: out, lambda given: given),
+    "dict": (lambda out, x: {"states": x, "found": out}, lambda given: given["found"]),
+    "nested": (lambda out, x: ([x], {"found": out}), lambda given: given[1]["found"]),
+    "object": (lambda out, x: _Returned(out, x), lambda given: given.found),
+}
 
 
 def decoder(loss: str = "mean", **options: Any) -> Task:
@@ -257,10 +310,15 @@ def decoder(loss: str = "mean", **options: Any) -> Task:
         found = tokens_of(samples, length, vocab, generator, loss)
         return {n: x.to(dtype) if x.is_floating_point() else x for n, x in found.items()}
 
+    find = RETURNS[options.get("returns", "")][1]
+
+    def loss_fn(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return LOSSES[loss](find(outputs), batch)
+
     return Task(
-        lambda: Decoder(two=loss == "two", **options),
+        lambda: Decoder(two=loss == "two", valued=loss == "valued", **options),
         batch,
-        LOSSES[loss],
+        loss_fn,
         exact=not options.get("single"),
         by_samples=loss in BY_SAMPLES,
     )

@@ -15,11 +15,25 @@ def smaller(case: Case) -> Iterator[Case]:
     if len(case.steps) > 1:
         yield from (replace(case, steps=case.steps[:n]) for n in range(1, len(case.steps)))
         yield from (replace(case, steps=case.steps[:n] + case.steps[n + 1 :]) for n in range(len(case.steps)))
-    for name in ("frozen", "precision", "compression", "verify", "optimizer", "other"):
+    for name in (
+        "frozen",
+        "example_form",
+        "precision",
+        "dtype",
+        "twin",
+        "compression",
+        "verify",
+        "optimizer",
+        "other",
+        "next_plan",
+        "next_world",
+        "extra",
+        "growth_interval",
+    ):
         yield from _default(case, name)
     for name in [f.name for f in fields(Optimizer)]:
         yield from (replace(case, optimizer=x) for x in _default(case.optimizer, name))
-    for which in ("plan", "other"):
+    for which in ("plan", "other", "next_plan"):
         plan: Plan = getattr(case, which)
         for name in ("door", "compile", "batch", "latency_s", "bytes_per_s"):
             yield from (replace(case, **{which: x}) for x in _default(plan, name))

@@ -34,14 +34,14 @@ def _token(out: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _documents(found: Batch, kind: str) -> Batch:
-    """Padding to the right, or two documents per sample."""
+    """Padding to the right or left, or two documents per sample."""
     samples, length = found["input_ids"].shape
     place = torch.arange(length).expand(samples, -1)
     size = (3 + 5 * torch.arange(samples) % (length - 3))[:, None]
     if kind == "packed":
         return {**found, "position_ids": torch.where(place < size, place, place - size)}
     labels = "labels" if "labels" in found else "targets"
-    mask = (place < size).long()
+    mask = (place < size if kind == "padded" else place >= length - size).long()
     return {**found, "attention_mask": mask, labels: found[labels].masked_fill(mask == 0, -100)}
 
 
@@ -59,7 +59,7 @@ def causal(kind: str, own: bool = False, documents: str = "", aux: bool = False,
 
     Args:
         own: True: the model's own loss, which it computes in float32.
-        documents: "", "padded" or "packed".
+        documents: "", "padded", "left" (padding stands there) or "packed".
         aux: the routers' loss belongs to the model's own.
     """
     sizes: dict[str, Any] = {
@@ -86,7 +86,10 @@ def causal(kind: str, own: bool = False, documents: str = "", aux: bool = False,
 
 
 def encoder_decoder(kind: str, documents: str = "", **options: Any) -> Task:
-    """T5 or BART with its own loss; the target is three quarters as long as the source."""
+    """T5 or BART with its own loss; the target is three quarters as long as the source.
+
+    `documents`: "", "padded" (sources to the right), "left" (sources to the left) or "both" (targets, too).
+    """
     sizes: dict[str, Any] = {
         "T5": dict(
             vocab_size=VOCAB, d_model=24, d_kv=6, d_ff=44, num_layers=2, num_decoder_layers=2, num_heads=4,
@@ -108,7 +111,12 @@ def encoder_decoder(kind: str, documents: str = "", **options: Any) -> Task:
         out = {"input_ids": found["ids"], "labels": targets}
         if documents:
             place = torch.arange(length).expand(samples, -1)
-            out["attention_mask"] = (place < (3 + 5 * torch.arange(samples) % (length - 3))[:, None]).long()
+            size = (3 + 5 * torch.arange(samples) % (length - 3))[:, None]
+            out["attention_mask"] = (place >= length - size if documents == "left" else place < size).long()
+        if documents == "both":
+            mask = (place < 2 + 7 * torch.arange(samples)[:, None] % (short - 2))[:, :short]
+            out["decoder_attention_mask"] = mask.long()
+            out["labels"] = targets.masked_fill(~mask, -100)
         return out
 
     return Task(lambda: _of(kind, sizes, options), batch, None, exact=False)
