@@ -134,7 +134,7 @@ def sdpa(
         times = q.shape[1] // k.shape[1]
         k, v, grouped = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1), False
     if q.device.type == "cpu" and k.shape[1] == 1 and mask is not None and mask.is_floating_point():
-        # One key head is broadcast, as in a module with such keys: torch computes all scores then. Its kernel for a CPU,
+        # One key head is broadcast, as in a module with such keys: torch computes all scores then. Its kernel for CPUs,
         # which takes grouped heads, has other gradients where an additive mask hides all keys by the least number.
         grouped = False
     if q.device.type == "cuda" and q.dtype != torch.float64:
