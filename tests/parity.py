@@ -192,9 +192,11 @@ def names_of(family: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     if kind in ENCODER_DECODER:
         ids, labels = batch["input_ids"], batch["labels"][:, :TARGET].contiguous()
         if kind != family:
-            source, target = (models.with_documents({"input_ids": x, "labels": x}, packed=False) for x in (ids, labels))
-            masks = {"attention_mask": source["attention_mask"], "decoder_attention_mask": target["attention_mask"]}
-            return {"input_ids": ids, "labels": labels, **masks}
+            source, target = (
+                models.with_documents({"input_ids": x, "labels": x}, packed=False, left=left)["attention_mask"]
+                for x, left in ((ids, False), (labels, True))
+            )
+            return {"input_ids": ids, "labels": labels, "attention_mask": source, "decoder_attention_mask": target}
         if is_hf(family):
             return {"input_ids": ids, "labels": labels}
         return {"source": ids, "target": ids.flip(1)[:, :TARGET].contiguous(), "labels": labels}
