@@ -398,18 +398,19 @@ def _examine_padded(truth: Reference, names: Sequence[str], pm: ParallelModel | 
     two = bool(getattr(truth.model.config, "is_encoder_decoder", False))
     ways = list(padding.paddings(two, truth.batch["labels"].dim() > 1))
     first = padding.padded(truth.model, truth.batch, names, ways[0])
-    truths = {}
-    try:
-        for way in ways:
-            batch = padding.padded(truth.model, truth.batch, names, way)
+    truths, failure = {}, "the module's loss or gradients are not finite"
+    for way in ways:
+        batch = padding.padded(truth.model, truth.batch, names, way)
+        try:
             loss, gradients = eager(truth.model, batch)
-            if all(bool(x.isfinite().all()) for x in (torch.tensor(loss), *gradients.values())):
-                truths[way] = replace(truth, batch=batch, loss=loss, gradients=gradients)
-    except Exception as exc:  # whatever transformers says
-        return NOT_RUN, short(exc)
+        except Exception as exc:  # whatever transformers says
+            failure = short(exc)
+            continue
+        if all(bool(x.isfinite().all()) for x in (torch.tensor(loss), *gradients.values())):
+            truths[way] = replace(truth, batch=batch, loss=loss, gradients=gradients)
     truth.model.zero_grad()
     if not truths:
-        return NOT_RUN, "the module's loss or gradients are not finite"
+        return NOT_RUN, failure
     try:
         pm = pm or program(truth.model, first, capture(truth.model, first))
         wrong = {way: why for way, of in truths.items() if (why := difference(pm, of)[0])}

@@ -268,6 +268,22 @@ def test_a_query_that_sees_nothing_has_what_transformers_gives_it(
     assert_equal_where_a_query_sees_nothing(kind, ask, attention)
 
 
+def test_a_window_of_nothing() -> None:
+    """As the config of Qwen2-MoE has it, whose layers do not use it; one that does attends to nothing."""
+
+    def windowed(model: Any, x: Any, ids: Any, mask: Any) -> Any:
+        model.config.sliding_window = 0
+        return create_sliding_window_causal_mask(model.config, x, mask, past_key_values=None)
+
+    def unused(model: Any, x: Any, ids: Any, mask: Any) -> Any:
+        windowed(model, x, ids, mask)
+        return causal(model, x, ids, mask)
+
+    for ask in (unused, windowed):
+        for padded in (False, True):
+            assert_equal(Toy(ask=ask), given(padded))
+
+
 def test_a_flag_against_the_mask_is_refused() -> None:
     model = Toy()
     for layer in model.layers:

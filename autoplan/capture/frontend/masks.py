@@ -160,7 +160,7 @@ def documents_of(mask: torch.Tensor, causal: bool, window: int | None) -> torch.
         return 3 * counts - 2 * counts.amax(-1, keepdim=True)
     so_far = counts.cumsum(-1)
     if window is not None:
-        so_far = so_far - F.pad(so_far, (window, 0))[:, :-window]
+        so_far = so_far - F.pad(so_far, (window, 0))[:, : -window or None]
     return 3 * counts - 2 * (so_far > 0).to(torch.int64)
 
 
