@@ -37,6 +37,7 @@ def test_a_batch_is_padded_on_its_sides() -> None:
 
 def test_a_program_that_is_wrong_before_the_first_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A query that sees no token attends to its like. A first valid token is predicted from such a query."""
+    monkeypatch.setattr(padding, "INPUTS", {n: padding.INPUTS[n] for n in ("tokens alone", "mask")})
     (of,) = hf_classes.classes(["causal"], "^LlamaForCausalLM$")
     with fake_group(1):
         row = hf_classes.examine(of)
