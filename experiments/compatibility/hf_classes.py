@@ -8,6 +8,9 @@ device runs on one batch and is compared with the module: loss and every gradien
     wrong        other numbers: a bug of autoplan
     crashed      another exception, no answer in time, a process that died: a bug of autoplan
     not run      transformers cannot build it from a small config, or its module does not learn from such a batch alone
+
+A class that is equal, and takes tokens, is then given padded batches (`padding`): for every set of inputs of
+`padding.INPUTS` it is captured from one batch, and its program runs on batches of all ways to pad.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import inspect
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +36,7 @@ from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
 from autoplan.errors import AutoplanError
 from autoplan.ir.graph import ModelGraph
 from autoplan.runtime.model import ParallelModel
+from experiments.compatibility import padding
 from experiments.compatibility.one_by_one import CRASHED, EQUAL, NOT_RUN, REFUSED, WRONG, Row, Task, crash, short
 
 MAPPINGS = {
@@ -43,7 +47,7 @@ MAPPINGS = {
     "sequence": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
 }
 _CLASSIFIERS = ("image", "sequence")
-BATCH, SEQ, TARGET, VOCAB, CLASSES = 2, 16, 12, 96, 4
+BATCH, SEQ, TARGET, VOCAB, CLASSES = padding.SAMPLES, 16, 12, 96, 4
 MOST_PARAMETERS = 20_000_000
 # (loss, gradients), relative; most models in float64 have parts in float32
 TOLERANCES = {torch.float64: (1e-6, 1e-4), torch.float32: (1e-5, 2e-3)}
@@ -285,25 +289,22 @@ def reference(of: Class, size: int = BATCH) -> Reference:
     raise failure
 
 
-def program(
-    model: torch.nn.Module, batch: Mapping[str, torch.Tensor], graph: ModelGraph
-) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return loss and gradients of the captured program on one device."""
+def program(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], graph: ModelGraph) -> ParallelModel:
+    """Return the captured program on one device."""
     device = Device("made up", 1e12, 1e9, 1 << 36, "made up")
     cluster = Cluster(1, 1, device, Level(0.0, 1e9, "made up"), "cpu")
     length, target = example_lengths(model, batch)
     pins = {"num_micro_batches": 1, "recompute": "none"}
     _, compiled = plan_program(graph, cluster, pins, BATCH, length, target_len=target)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    pm = ParallelModel(
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return ParallelModel(
         compiled.spec,
         compiled.sources,
         dict(model.named_parameters()),
         dict(all_buffers(model)),
         num_micro_batches=1,
     )
-    loss = float(pm.step(dict(batch)))
-    return loss, {n: g.clone() for n, g in pm.gradients().items()}
 
 
 def compare(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -> tuple[float, str]:
@@ -327,6 +328,16 @@ def compare(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -
     return worst, name
 
 
+def difference(pm: ParallelModel, truth: Reference) -> tuple[str, float]:
+    """Run a step. Return what is wrong with it ("" if nothing), and the worst gradient's error."""
+    loss = float(pm.step(dict(truth.batch)))
+    loss_tolerance, gradient_tolerance = TOLERANCES[truth.dtype]
+    if not abs(loss - truth.loss) <= loss_tolerance * abs(truth.loss):
+        return f"loss {loss:.6f} instead of {truth.loss:.6f}", 0.0
+    worst, name = compare(pm.gradients(), truth.gradients)
+    return (f"gradient of {name} off by {worst:.1e}" if worst > gradient_tolerance else ""), worst
+
+
 def examine(of: Class) -> Row:
     """Return what became of one class."""
 
@@ -347,19 +358,70 @@ def examine(of: Class) -> Row:
     try:
         graph = capture(truth.model, truth.batch)
         capture_s = time.perf_counter() - start
-        loss, got = program(truth.model, truth.batch, graph)
+        pm = program(truth.model, truth.batch, graph)
+        why, error = difference(pm, truth)
     except AutoplanError as exc:
         return row(REFUSED, short(exc), truth.loss)
     except Exception as exc:
         return row(CRASHED, crash(exc), truth.loss)
-    loss_tolerance, gradient_tolerance = TOLERANCES[truth.dtype]
-    if not abs(loss - truth.loss) <= loss_tolerance * abs(truth.loss):
-        return row(WRONG, f"loss {loss:.6f} instead of {truth.loss:.6f}", truth.loss)
-    worst, name = compare(got, truth.gradients)
-    if worst > gradient_tolerance:
-        return row(WRONG, f"gradient of {name} off by {worst:.1e}", truth.loss, worst)
+    if why:
+        return row(WRONG, why, truth.loss, error)
     count = f"{len(no_gradient)} parameter{'s get' if len(no_gradient) > 1 else ' gets'} no gradient"
-    return row(EQUAL, count if no_gradient else "", truth.loss, worst)
+    found = row(EQUAL, count if no_gradient else "", truth.loss, error)
+    return found if of.mapping == "image" else _with_padding(found, truth, pm)
+
+
+def _with_padding(row: Row, truth: Reference, plain: ParallelModel) -> Row:
+    """Return the row of a class with what became of its padded batches.
+
+    Args:
+        plain: the program for tokens and labels alone.
+    """
+    cases, reasons = [], [row.why] if row.why else []
+    for name, inputs in padding.INPUTS.items():
+        names = inputs.of(truth.model)
+        if names is None:
+            continue
+        outcome, why = _examine_padded(truth, names, None if names else plain)
+        cases.append((name, outcome))
+        if why:
+            reasons.append(f"{name}: {why}")
+    return replace(row, why="; ".join(reasons), parity=tuple(cases))
+
+
+def _examine_padded(truth: Reference, names: Sequence[str], pm: ParallelModel | None) -> tuple[str, str]:
+    """Return the outcome of all ways to pad a batch with these inputs, and the reason.
+
+    Args:
+        pm: the program; None: captured here from the first of the batches.
+    """
+    two = bool(getattr(truth.model.config, "is_encoder_decoder", False))
+    ways = list(padding.paddings(two, truth.batch["labels"].dim() > 1))
+    first = padding.padded(truth.model, truth.batch, names, ways[0])
+    truths, failure = {}, "the module's loss or gradients are not finite"
+    for way in ways:
+        batch = padding.padded(truth.model, truth.batch, names, way)
+        try:
+            loss, gradients = eager(truth.model, batch)
+        except Exception as exc:  # whatever transformers says
+            failure = short(exc)
+            continue
+        if all(bool(x.isfinite().all()) for x in (torch.tensor(loss), *gradients.values())):
+            truths[way] = replace(truth, batch=batch, loss=loss, gradients=gradients)
+    truth.model.zero_grad()
+    if not truths:
+        return NOT_RUN, failure
+    try:
+        pm = pm or program(truth.model, first, capture(truth.model, first))
+        wrong = {way: why for way, of in truths.items() if (why := difference(pm, of)[0])}
+    except AutoplanError as exc:
+        return REFUSED, short(exc)
+    except Exception as exc:
+        return CRASHED, crash(exc)
+    if not wrong:
+        return EQUAL, ""
+    way, why = next(iter(wrong.items()))
+    return WRONG, f"{len(wrong)} of {len(truths)} batches, first {way}: {why}"
 
 
 def classes(mappings: Sequence[str], only: str, attention: str | None = None) -> list[Class]:

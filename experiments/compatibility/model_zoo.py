@@ -37,13 +37,14 @@ from experiments.compatibility.one_by_one import (
     WRONG,
     Row,
     Task,
-    escaped,
     read_page,
     read_rows,
     run_all,
     show,
+    table,
     write_rows,
 )
+from experiments.compatibility.padding import INPUTS
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
 BREADTH, DEPTH = _DOCS / "hf_classes.md", _DOCS / "model_zoo.md"
@@ -62,6 +63,15 @@ class Found:
         return [*self.rows, *self.earlier]
 
 
+_PADDED = """Classes of tokens that are equal are then compared on padded batches, with other inputs besides tokens and
+labels (those that the class takes): padding left and right, of encoder-decoders on all sides of source and target, with
+labels that are ignored on padding and that count there, and with a sample of padding alone. `tokens alone`: padding
+tokens without a mask. `positions`: of the valid tokens. One program of every set of inputs runs on all its batches; it
+is `equal` if loss and gradients are the module's on every batch on which the module's are finite. A cell is empty if
+the class does not take these inputs, or was not compared with them: such a cell says nothing about padding.
+""".splitlines()
+
+
 def _counts(rows: Sequence[Row], groups: Sequence[str], title: str) -> list[str]:
     """Return a table of outcomes by group, with the sum over all groups."""
     lines = [f"| {title} | " + " | ".join(OUTCOMES) + " |", "|---|" + "---|" * len(OUTCOMES)]
@@ -70,6 +80,13 @@ def _counts(rows: Sequence[Row], groups: Sequence[str], title: str) -> list[str]
         if sum(counts.values()):
             lines.append(f"| {group} | " + " | ".join(str(counts[o]) for o in OUTCOMES) + " |")
     return lines
+
+
+def _counts_of_cases(rows: Sequence[Row], cases: Sequence[str]) -> list[str]:
+    """Return a table of outcomes by case."""
+    counts = Counter(case for row in rows for case in row.parity)
+    lines = ["| inputs | " + " | ".join(OUTCOMES) + " |", "|---|" + "---|" * len(OUTCOMES)]
+    return lines + [f"| {c} | " + " | ".join(str(counts[c, o]) for o in OUTCOMES) + " |" for c in cases]
 
 
 def breadth_page(found: Found) -> str:
@@ -89,6 +106,10 @@ def breadth_page(found: Found) -> str:
         f"Equal: {equal} of the {len(learning)} classes that run ({equal / max(1, len(learning)):.0%}).",
         "",
         *_counts(rows, list(hf_classes.MAPPINGS), "mapping"),
+        "",
+        *_PADDED,
+        "",
+        *_counts_of_cases(rows, list(INPUTS)),
     ]
     if found.earlier:
         lines += [
@@ -100,12 +121,9 @@ def breadth_page(found: Found) -> str:
         ]
     if found.absent:
         lines += ["", f"{len(found.absent)} further classes of the mappings were not tried."]
-    lines += ["", "| class | mapping | outcome | why |", "|---|---|---|---|"]
     marked = {r.name for r in found.earlier}
-    for row in sorted(rows, key=lambda r: (list(hf_classes.MAPPINGS).index(r.group), r.name)):
-        why = " ".join(filter(None, ["*" * (row.name in marked), escaped(row.why)]))
-        lines.append(f"| {row.name} | {row.group} | {row.outcome} | {why} |")
-    return "\n".join(lines) + "\n"
+    in_order = sorted(rows, key=lambda r: (list(hf_classes.MAPPINGS).index(r.group), r.name))
+    return "\n".join([*lines, "", *table(in_order, list(INPUTS), marked)]) + "\n"
 
 
 def in_turn(tasks: Sequence[Task], page: Mapping[str, Row]) -> list[Task]:
@@ -153,7 +171,7 @@ def main() -> int:
     print(f"{len(rows)} models: " + ", ".join(f"{counts[o]} {o}" for o in OUTCOMES))
     if args.write:
         page.write_text(_page(is_breadth, rows, before, [t.name for t in every]))
-    return 1 if counts[WRONG] or counts[CRASHED] else 0
+    return 1 if any(r.is_defect for r in rows) else 0
 
 
 def _page(is_breadth: bool, rows: Sequence[Row], before: Mapping[str, Row], every: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import re
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -31,7 +31,7 @@ class Row:
         error: the largest difference of a gradient, relative to the gradient's largest element.
         seconds: of the whole examination.
         capture_s: of the capture alone.
-        parity: degrees, such as "tp 2", and what became of the program that has them.
+        parity: degrees, such as "tp 2", or inputs of padded batches, and what became of the program that has them.
     """
 
     group: str
@@ -43,6 +43,11 @@ class Row:
     seconds: float = 0.0
     capture_s: float | None = None
     parity: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def is_defect(self) -> bool:
+        """Return True if the model, or one of its cases, is wrong or crashed."""
+        return bool({WRONG, CRASHED} & {self.outcome, *(outcome for _, outcome in self.parity)})
 
 
 @dataclass(frozen=True)
@@ -142,16 +147,41 @@ def write_rows(path: Path, rows: Mapping[str, Row]) -> None:
     path.write_text(json.dumps([asdict(r) for r in rows.values()], indent=1))
 
 
+_COLUMNS = ("class", "mapping", "outcome")
+
+
 def escaped(text: str) -> str:
     """Return text for a cell of a Markdown table."""
     return re.sub(r"(?<!\\)\|", r"\\|", text).replace("<", "&lt;")
 
 
-_LINE = re.compile(r"^\| (\w+) \| ([\w ]+) \| (equal|refused|wrong|crashed|not run) \| ?([^|]*?) ?\|$", re.M)
+def table(rows: Iterable[Row], cases: Sequence[str], marked: Container[str] = ()) -> list[str]:
+    """Return the lines of a table of models that `read_page` reads.
+
+    Args:
+        cases: the cases of `Row.parity` that have a column.
+        marked: names of the models whose reason begins with an asterisk.
+    """
+    lines = ["| " + " | ".join((*_COLUMNS, *cases, "why")) + " |", "|---" * (len(_COLUMNS) + len(cases) + 1) + "|"]
+    for row in rows:
+        why = " ".join(filter(None, ["*" * (row.name in marked), escaped(row.why)]))
+        found = dict(row.parity)
+        lines.append(
+            "| " + " | ".join([row.name, row.group, row.outcome, *(found.get(c, "") for c in cases), why]) + " |"
+        )
+    return lines
 
 
 def read_page(path: Path) -> dict[str, Row]:
-    """Return the rows of a page with the columns name, group, outcome and why. Empty if there is no page."""
-    text = path.read_text() if path.exists() else ""
-    found = _LINE.findall(text)
-    return {name: Row(group, name, outcome, why.removeprefix("*").lstrip()) for name, group, outcome, why in found}
+    """Return the rows of a page with one `table`. Empty if there is no page."""
+    lines = (path.read_text() if path.exists() else "").splitlines()
+    cells = [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines if line.startswith("|")]
+    found, cases = {}, None
+    for name, *more in cells:
+        if (name, *more[:2]) == _COLUMNS:
+            cases = more[2:-1]
+        elif cases is not None and len(more) == len(cases) + 3 and more[1] in OUTCOMES:
+            group, outcome, *each, why = more
+            parity = tuple((case, what) for case, what in zip(cases, each, strict=True) if what)
+            found[name] = Row(group, name, outcome, why.removeprefix("*").lstrip(), parity=parity)
+    return found

@@ -11,14 +11,7 @@ import torch.nn.functional as F
 from parity import worst
 from test_faithful import run
 from torch import nn
-from transformers import (
-    MegatronBertConfig,
-    MegatronBertForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-)
+from transformers import MegatronBertConfig, MegatronBertForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -36,23 +29,6 @@ class ToyConfig(PreTrainedConfig):
     model_type = "toy"
     hidden_size = HIDDEN
     sliding_window = 2
-
-
-def test_a_window_of_nothing_that_no_layer_has() -> None:
-    """Qwen2-MoE without windows asks for a mask of a window of 0, too, which none of its layers takes."""
-    torch.manual_seed(0)
-    config = Qwen2MoeConfig(
-        hidden_size=HIDDEN, intermediate_size=HIDDEN, moe_intermediate_size=HIDDEN, num_hidden_layers=1,
-        shared_expert_intermediate_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=HEADS, vocab_size=VOCAB,
-        num_experts=2, num_experts_per_tok=1,
-    )  # fmt: skip
-    assert config.sliding_window == 0
-    model, ids = Qwen2MoeForCausalLM(config), torch.randint(0, VOCAB, (3, SEQ))
-    mask = torch.ones_like(ids)
-    mask[0, 4:], mask[1, :2] = 0, 0
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
-    loss, _ = run(model, capture(model, batch), batch, None)
-    assert loss == pytest.approx(float(model(**batch, use_cache=False).loss.detach()), rel=1e-6)
 
 
 def plain(
@@ -290,6 +266,22 @@ def test_a_query_that_sees_nothing_has_what_transformers_gives_it(
     kind: str, ask: Callable[..., Any], attention: str
 ) -> None:
     assert_equal_where_a_query_sees_nothing(kind, ask, attention)
+
+
+def test_a_window_of_nothing() -> None:
+    """As the config of Qwen2-MoE has it, whose layers do not use it; one that does attends to nothing."""
+
+    def windowed(model: Any, x: Any, ids: Any, mask: Any) -> Any:
+        model.config.sliding_window = 0
+        return create_sliding_window_causal_mask(model.config, x, mask, past_key_values=None)
+
+    def unused(model: Any, x: Any, ids: Any, mask: Any) -> Any:
+        windowed(model, x, ids, mask)
+        return causal(model, x, ids, mask)
+
+    for ask in (unused, windowed):
+        for padded in (False, True):
+            assert_equal(Toy(ask=ask), given(padded))
 
 
 def test_a_flag_against_the_mask_is_refused() -> None:

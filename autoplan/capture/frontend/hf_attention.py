@@ -263,6 +263,8 @@ def _sdpa(call: _Call, decides: bool) -> torch.Tensor:
 def _check_beside(mask: PendingMask, documents: torch.Tensor | None, bias: torch.Tensor | None, dropout: float) -> None:
     """End the trace where no op of attention has both this mask and what stands beside it."""
     windowed = mask.asked.window is not None
+    if mask.asked.window == 0:  # no token sees any
+        mask.refuse("a window of 0")
     if dropout and (windowed or documents is not None):
         mask.refuse("dropout")
     packed = documents is not None and not mask.asked.padded

@@ -159,10 +159,8 @@ def documents_of(mask: torch.Tensor, causal: bool, window: int | None) -> torch.
     if not causal:
         return 3 * counts - 2 * counts.amax(-1, keepdim=True)
     so_far = counts.cumsum(-1)
-    if window == 0:  # Qwen2-MoE without windows has such a mask beside the one that it uses
-        so_far = torch.zeros_like(so_far)
-    elif window is not None:
-        so_far = so_far - F.pad(so_far, (window, 0))[:, :-window]
+    if window is not None:
+        so_far = so_far - F.pad(so_far, (window, 0))[:, : -window or None]
     return 3 * counts - 2 * (so_far > 0).to(torch.int64)
 
 
