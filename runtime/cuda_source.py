@@ -1,9 +1,9 @@
 """Dropout as one kernel in CUDA C++, for GPUs where Triton cannot build kernels.
 
 NVRTC compiles it, which is part of torch's CUDA build: there need be neither a C compiler nor Python's or CUDA's
-headers. The same text compiles as C++ for the host (what differs is in `_PRELUDE`), where tests run it. It has not run
-on a GPU; so the first use on a device draws a few elements and compares them with the generator in plain integers, and
-whatever fails leaves dropout to torch's operators.
+headers. The same text compiles as C++ for the host (what differs is in `_PRELUDE`), where tests run it. On an H200 it
+drew the mask of the CPU. The first use on a device draws a few elements and compares them with the generator in plain
+integers, and whatever fails leaves dropout to torch's operators.
 """
 
 from __future__ import annotations

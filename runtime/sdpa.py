@@ -13,7 +13,7 @@ over 8,192 keys, of 8 key heads: 96 MB more instead of 4.3 GB of scores). Window
 keys go to flash as they are. Large scores are refused. On a CPU torch's own choice is used.
 
 The table was read from the source. On an H200 (torch 2.11) causal attention, windows and packed documents of 32 query
-and 8 key heads over 8,192 keys in bfloat16 peaked at 14 to 26 % of what the scores alone would take
+and 8 key heads over 8,192 keys in bfloat16 peaked at 10 to 22 % of what the scores alone would take
 (experiments/gpu/found); what else the table says was not run.
 """
 

@@ -1,63 +1,99 @@
-"""Steps that were measured on a GPU beside their prices: data sheets and published runs alone, no profile, no fit.
+"""Steps and peaks measured on a GPU, beside their prices from data sheets and published runs: no profile, no fit.
 
     python -m experiments.gpu.priced [FILE ...]      by default all files of experiments/gpu/found; needs no GPU
 
-The rows are those of the part `step` of on_gpu: the models of Hugging Face and of torchtitan, one device, bfloat16.
+The rows are those of the parts `step` (autoplan's program, Hugging Face's model, torchtitan's) and `predicted` of
+on_gpu: one device, bfloat16, AdamW. `with profile` is what the plan predicted there from a profile of the device.
 """
 
 from __future__ import annotations
 
 import json as json_format
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.table import Table
+from torch import nn
 
 import autoplan
 from experiments.gpu.models import PlainLlama
-from experiments.gpu.training import STEP_SIZE
+from experiments.gpu.training import STEP_SIZE, Training, trainings
 from experiments.shared.measure import make_console, run_command
-from experiments.shared.models import llama_config, make_llama, token_batch
+from experiments.shared.models import llama_config, make_llama, make_mixtral, token_batch
 
 FOUND = Path(__file__).parent / "found"
 CLUSTERS = {"NVIDIA H200": "1x1xh200-sxm"}
-PINS = {"dp": 1, "tp": 1, "pp": 1, "num_micro_batches": 1, "recompute": "none"}
 
 
-def price(model: str, compiled: bool, cluster: str) -> autoplan.Plan:
-    """Plan the step of a row of `step` on one device. model: its name there, without `, compiled`."""
-    config: Any = llama_config(STEP_SIZE)
+@dataclass(frozen=True)
+class Measured:
+    """A row: figures are its milliseconds `ms`, and what else there is."""
+
+    name: str
+    training: Training
+    plain: bool
+    figures: dict[str, float]
+
+
+def measured(cases: list[dict[str, Any]]) -> Iterator[Measured]:
+    """Yield the rows that are steps of a model, with how it was trained."""
+    known = {str(t): t for t in trainings(False)}
+    for row in (r for r in cases if "ms" in r["figures"]):
+        if row["part"] == "predicted":
+            yield Measured(row["name"], known[row["name"]], False, row["figures"])
+        elif row["part"] == "step":
+            training = Training("llama", STEP_SIZE, compiled="compiled" in row["name"])
+            yield Measured(row["name"], training, "torchtitan" in row["name"], row["figures"])
+
+
+def price(row: Measured, cluster: str) -> autoplan.Plan:
+    """Plan the training of a row on one device of a cluster."""
+    t = row.training
+    config: Any = llama_config(t.size)
     with torch.device("meta"):
-        made = make_llama(STEP_SIZE) if model == "Hugging Face" else PlainLlama(STEP_SIZE, config.intermediate_size)
+        if row.plain:
+            model: nn.Module = PlainLlama(t.size, config.intermediate_size)
+        else:
+            model = make_mixtral(t.size, 8, 2) if t.family == "mixtral" else make_llama(t.size)
+    pins = {"dp": 1, "tp": 1, "pp": 1, "num_micro_batches": t.num_micro_batches, "recompute": t.recompute}
     return autoplan.plan(
-        made.to(torch.bfloat16), cluster, example_inputs=token_batch(STEP_SIZE), global_batch_size=STEP_SIZE.batch,
-        pins=PINS, compile=compiled, verify=False,
+        model.to(torch.bfloat16), cluster, example_inputs=token_batch(t.size), global_batch_size=t.size.batch,
+        pins=pins, compile=t.compiled, verify=False,
     )  # fmt: skip
 
 
 def main(files: Annotated[list[Path] | None, typer.Argument(help="results of on_gpu")] = None) -> None:
-    """Print measured and predicted milliseconds of every step."""
-    table = Table(title="one step, milliseconds")
-    for heading in ("device", "model", "measured", "predicted", "interval", "error, %"):
-        table.add_column(heading, justify="left" if heading in ("device", "model") else "right")
+    """Print measured and predicted milliseconds and gigabytes."""
+    table = Table(title="one step")
+    headings = ("model", "measured, ms", "predicted", "interval", "error, %", "with profile, %", "peak, GB", "error, %")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "model" else "right")
     for path in files or sorted(FOUND.glob("*.json")):
         found = json_format.loads(path.read_text())
-        gpu = found["environment"]["gpu"]
-        for row in (r for r in found["cases"] if r["part"] == "step" and r["figures"]):
-            name, _, compiled = row["name"].partition(", ")
-            if name not in ("Hugging Face", "as torchtitan"):
-                continue
-            estimate = price(name, bool(compiled), CLUSTERS[gpu]).estimate
+        table.add_section()
+        for row in measured(found["cases"]):
+            estimate = price(row, CLUSTERS[found["environment"]["gpu"]]).estimate
             if estimate is None:
-                raise RuntimeError(f"the plan of {row['name']!r} has no estimate")
-            step, measured = estimate.step_time_s, row["figures"]["ms"]
+                raise RuntimeError(f"the plan of {row.name!r} has no estimate")
+            step, figures = estimate.step_time_s, row.figures
+            low, mid, high = (f"{1e3 * x:.1f}" for x in (step.low, step.mid, step.high))
             table.add_row(
-                gpu, row["name"], f"{measured:.1f}", f"{1e3 * step.mid:.1f}",
-                f"{1e3 * step.low:.1f} to {1e3 * step.high:.1f}", f"{100 * (1e3 * step.mid / measured - 1):+.0f}",
+                row.name, f"{figures['ms']:.1f}", mid, f"{low} to {high}",
+                f"{100 * (1e3 * step.mid / figures['ms'] - 1):+.0f}",
+                f"{100 * (figures['ratio'] - 1):+.0f}" if "ratio" in figures else "",
+                *_peak(figures, estimate.peak_allocated_bytes),
             )  # fmt: skip
     make_console().print(table)
+
+
+def _peak(figures: dict[str, float], predicted: Any) -> tuple[str, str]:
+    """Return the most bytes that the allocator gave out, and the error of the price of that."""
+    held = figures.get("allocated_gb")
+    return ("", "") if held is None else (f"{held:.2f}", f"{100 * (predicted.mid / 1e9 / held - 1):+.0f}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from transformers.utils import output_capturing
 
 import autoplan
 from autoplan.capture.export import capture
-from autoplan.capture.frontend.bound_code import bound_code, code_digest
+from autoplan.capture.frontend.bound_code import bound_code, code_digest, package_root
 from autoplan.capture.frontend.cache import cached, capture_key
 from tests import models
 
@@ -49,6 +50,14 @@ def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return call
+
+
+def test_a_loss_function_of_the_user_has_no_key() -> None:
+    """It may be defined beside names such as FunctionType, a class whose __globals__ is no mapping."""
+    assert package_root(FunctionType) == "builtins"
+    model = models.make_llama(num_hidden_layers=1)
+    model.loss_function = lambda logits, labels, **_: logits.square().mean()
+    assert capture_key(model, BATCH) is None
 
 
 # what a process may put where: the user's own functions, which nothing identifies

@@ -57,7 +57,8 @@ def plain_value(value: Any) -> Any:
 
 def package_root(value: Any) -> str:
     """Return the package of a class or function: of a function, where it was made, not what functools.wraps copied."""
-    made = getattr(value, "__globals__", {}).get("__name__")
+    names = getattr(value, "__globals__", None)  # of a class of functions it is no mapping
+    made = names.get("__name__") if isinstance(names, dict) else None
     return str(made or getattr(value, "__module__", None) or "").split(".")[0]
 
 
