@@ -6,8 +6,8 @@ How the other ranks end:
   not its process lives on.
 - With NCCL, a rank may wait for its device, where no error reaches it. Its watch aborts the communicators a second or
   two after it learns that a rank failed, and the call into autoplan raises, whatever the device returned. A value that
-  the script waits for between calls (``loss.item()``) is then worthless, and its next call raises. (Never run on a GPU.
-  If torch's own watchdog sees the broken connection first, it ends the process.)
+  the script waits for between calls (``loss.item()``) is then worthless, and its next call raises. (On a GPU
+  only the abort has run, at one rank. If torch's own watchdog sees the broken connection first, it ends the process.)
 - When a rank is stopped or hangs, or lives on with a group of the caller's, the timeout of collectives ends the
   others: 10 minutes, ``timeout_s=``, or the variable AUTOPLAN_TIMEOUT_S. It is also made the default of all later
   groups, because a DeviceMesh's groups do not inherit it: build meshes after ``init_process_group``.
