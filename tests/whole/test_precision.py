@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import mixed_jobs
 import pytest
@@ -315,6 +315,23 @@ def test_a_model_given_in_16_bits(zero: int) -> None:
     assert results[0][0][-1] < results[0][0][0] - 0.3
 
 
+def assert_as_by_hand(
+    model: nn.Module,
+    half: nn.Module,
+    wanted: torch.Tensor,
+    batch: Mapping[str, torch.Tensor],
+    loss_fn: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor],
+) -> None:
+    """Compare a step of `model` under bf16 with `half`, cast by hand, whose loss is `wanted`."""
+    wanted.backward()
+    pm = autoplan.parallelize(
+        model, example_inputs=batch, loss_fn=loss_fn, precision="bf16", pins={"recompute": "none"}
+    )
+    loss, got = pm.step(batch), pm.gradients()
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert worst(got, {n: p.grad for n, p in half.named_parameters() if p.grad is not None})[0] < 1e-6
+
+
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("kind", ["products", "convolutions"])
 def test_inputs_are_cast_as_the_model_is(kind: str) -> None:
@@ -331,14 +348,7 @@ def test_inputs_are_cast_as_the_model_is(kind: str) -> None:
         return F.mse_loss(out.float(), batch["targets"]) + batch["input"].mean() * out.float().mean()
 
     half = copy.deepcopy(model).bfloat16()
-    wanted = loss_fn(half(x.bfloat16()), batch)
-    wanted.backward()
-    pm = autoplan.parallelize(
-        model, example_inputs=batch, loss_fn=loss_fn, precision="bf16", pins={"recompute": "none"}
-    )
-    loss, got = pm.step(batch), pm.gradients()
-    assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
-    assert worst(got, {n: p.grad for n, p in half.named_parameters() if p.grad is not None})[0] < 1e-6
+    assert_as_by_hand(model, half, loss_fn(half(x.bfloat16()), batch), batch, loss_fn)
 
 
 class Tables(nn.Module):
@@ -387,11 +397,4 @@ def test_values_in_float32_beside_16_bits_are_cast_where_torch_needs_one_dtype(k
     def loss_fn(out: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return F.cross_entropy(out.flatten(0, 1).float(), batch["targets"].flatten())
 
-    wanted = loss_fn(half(ids), batch)
-    wanted.backward()
-    pm = autoplan.parallelize(
-        model, example_inputs=batch, loss_fn=loss_fn, precision="bf16", pins={"recompute": "none"}
-    )
-    loss, got = pm.step(batch), pm.gradients()
-    assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
-    assert worst(got, {n: p.grad for n, p in half.named_parameters() if p.grad is not None})[0] < 1e-6
+    assert_as_by_hand(model, half, loss_fn(half(ids), batch), batch, loss_fn)
