@@ -78,7 +78,10 @@ class Constants:
             (`RunOptions.fused_experts`); from the grouped products of DeepGEMM (README of its first release, 10 rows of
             256 to 8192 rows per expert).
         imbalance: Rows of the fullest rank's experts over the mean: the only factor for uneven routing.
-        host_eager_s: Host seconds per operation and pass, one operation at a time (launch `async` or `blocking`).
+        host_eager_s: Host seconds per operation, one operation at a time (launch `async`). No published step waits for
+            it; with `host_call_s` it is from the three trainings of experiments/gpu that wait for the host of an H200
+            (Llama and Mixtral of hidden size 1,024, and that Llama compiled).
+        host_call_s: The same per compiled block and pass: guards, autograd, the launchers of its own kernels.
         host_fused_s: Host seconds per fused module of Megatron and Transformer Engine and pass.
         host_blocking_s: Seconds per kernel if the host waits for each (launch `blocking`).
         host_comm_s: Host seconds per collective of tp, cp and ep inside a block.
@@ -113,7 +116,8 @@ class Constants:
     grouped_product_s: float = 5e-6
     fused_grouped_share: float = 0.91
     imbalance: float = 1.0
-    host_eager_s: float = 10e-6
+    host_eager_s: float = 16e-6
+    host_call_s: float = 500e-6
     host_fused_s: float = 300e-6
     host_comm_s: float = 100e-6
     host_blocking_s: float = 150e-6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,32 +9,9 @@ from torch.nn import functional
 
 from autoplan.runtime.fused import cuda_capability
 from autoplan.runtime.host_copies import to_host
+from autoplan.torch_kernels import GROUPED_BYTES, grouped_kernel
 
-GROUPED_BYTES = 16  # every row and every matrix starts at a multiple of this
-_MOST_GROUPS = 1023
 IN_GRAPH = torch.bfloat16  # what a compiler takes in the product of all experts
-_GROUPED_ON_CUDA = (9, 10)  # compute capabilities with the kernel; others would wait for the host at each product
-
-
-def grouped_kernel(
-    device_type: str, dtype: torch.dtype, capability: int | None, sizes: Iterable[int], num_groups: int
-) -> bool:
-    """Return True if ``torch.nn.functional.grouped_mm`` can multiply the rows of all experts at once.
-
-    It takes row counts that only the device knows. Otherwise every expert has its own product, of a size that the host
-    has to know. The CUDA kernel takes bfloat16 on Hopper and Blackwell; in all other cases torch copies the sizes to
-    the host at every product (aten/native/cuda/GroupedBlas.cpp, `_grouped_mm_cuda`). On a CPU it is a loop over the
-    experts.
-
-    Args:
-        capability: major compute capability of a CUDA device, None if it is not known.
-        sizes: row lengths of all operands.
-    """
-    if device_type == "cuda":
-        fits = dtype == torch.bfloat16 and capability in _GROUPED_ON_CUDA
-    else:
-        fits = dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return fits and num_groups <= _MOST_GROUPS and all(n * dtype.itemsize % GROUPED_BYTES == 0 for n in sizes)
 
 
 def in_one_product(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
@@ -54,7 +30,7 @@ def fit_one_product(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) 
     plain = gate_up.dtype == down.dtype == x.dtype and gate_up.is_contiguous() and down.is_contiguous()
     sizes = (*gate_up.shape[1:], *down.shape[1:])
     return plain and grouped_kernel(
-        x.device.type, x.dtype, None if known is None else known[0], sizes, gate_up.shape[0]
+        x.device.type, str(x.dtype).removeprefix("torch."), None if known is None else known[0], sizes, gate_up.shape[0]
     )
 
 

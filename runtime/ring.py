@@ -26,11 +26,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoplan.flash import LARGEST_HEAD
 from autoplan.runtime import functional
 from autoplan.runtime.mesh import current_mesh
 from autoplan.runtime.private import group_named, in_graph
 from autoplan.runtime.sdpa import HALVES, multiple_of_head, padded
+from autoplan.torch_kernels import LARGEST_HEAD
 
 Documents = tuple[torch.Tensor, torch.Tensor]  # the documents of queries and keys, [b, l] and [b, t]
 

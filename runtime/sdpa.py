@@ -26,8 +26,8 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from autoplan.flash import LARGEST_HEAD
 from autoplan.runtime.fused import cuda_capability
+from autoplan.torch_kernels import LARGEST_HEAD
 
 HALVES = (torch.float16, torch.bfloat16)
 HEAD_MULTIPLE = 8  # CUDA's kernels take head dims that are multiples of this

@@ -7,7 +7,6 @@ from dataclasses import replace
 from fractions import Fraction
 
 from autoplan.errors import FormError, RuleError
-from autoplan.flash import LARGEST_HEAD
 from autoplan.ir.graph import Node, Value
 from autoplan.ir.symbols import Expr, Shape
 from autoplan.ops.arguments import Args, IrOp, IrResult, by_name
@@ -15,6 +14,7 @@ from autoplan.ops.language import Labels, OpRule, Role, bind, parse
 from autoplan.ops.record import OpKind, OpRecord, Trait
 from autoplan.ops.saved import Form, OpFacts, SavedRule, TensorFacts, keeps, statistics_bytes
 from autoplan.ops.text import OpText
+from autoplan.torch_kernels import LARGEST_HEAD
 from autoplan.units import DTYPE_BYTES, HALF
 
 # -- capture -----------------------------------------------------------------------------------------------------------

@@ -29,11 +29,11 @@ from autoplan.program.megatron_kernels import Kernels
 from autoplan.program.op_costs import OpCosts
 from autoplan.program.token_dispatch import sends_rows
 from autoplan.program.workload import lower_all, workload
-from autoplan.runtime.expert_products import GROUPED_BYTES
 from autoplan.runtime.params import local_param_shape
 from autoplan.runtime.shard_placement import shard_dim
 from autoplan.runtime.spec import LedgerEntry, ParamSpec, ProgramSpec, StageSpec, evaluate_terms
 from autoplan.runtime.tied import RECORDED
+from autoplan.torch_kernels import GROUPED_BYTES
 from autoplan.units import DTYPE_BYTES
 
 BY_PRODUCTS, BY_ATTENTION = "products", "attention"

@@ -38,7 +38,7 @@ from autoplan.versions import __version__
 
 MOST_BYTES = 64 * 2**20  # of all files; then those that were not used for the longest are removed, down to half
 _CODE = ("config", "cost_models", "ir", "ops", "program", "schedules", "search", "profiles/kernels", "profiles/links")
-_CODE_FILES = ("units.py", "flash.py")
+_CODE_FILES = ("units.py", "torch_kernels.py")
 _PLAIN = (bool, int, float, str, type(None))
 
 SolvedLayout = tuple[tuple[Axis, ...], IntraSolution]

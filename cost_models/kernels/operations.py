@@ -106,7 +106,7 @@ def roofline_s(
         kernel = options.attention_in(mode)
         if op.kind is OpKind.ATTENTION and kernel is not Attention.UNFUSED:
             work = as_run(work, device, options)
-        model = model_of(op.kind, kernel, options)
+        model = model_of(work, mode, device, options)
         found = None if model is None else model(work, phase, device, known, kernel)
         if found is not None:
             return Quantity.spread(found.busy_s + found.launch_s, found.error, found.tag)

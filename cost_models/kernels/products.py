@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from autoplan.config.parallel import Attention, RunOptions
+from autoplan.config.parallel import Attention, Mode, RunOptions
 from autoplan.cost_models.hardware.cluster import Device
 from autoplan.cost_models.kernels.attention import NARROW_SPEED
 from autoplan.cost_models.kernels.gpu import (
@@ -27,6 +27,7 @@ from autoplan.cost_models.work import OpWork
 from autoplan.ops.experts import FIRST, FIRST_BIAS, SECOND, expert_sizes
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import op_kind, op_record
+from autoplan.torch_kernels import grouped_kernel
 from autoplan.units import HALF, dtype_bytes
 
 _UNUSUAL_ERROR = 0.15  # added for products in 32 bits, which no published timing covers
@@ -192,19 +193,44 @@ _STREAMS = 4
 _ROW_PASSES = 4.0
 
 
+def has_one_product(work: OpWork, mode: Mode, device: Device) -> bool:
+    """Return True if one kernel of torch does the products of all experts, as the emitted programs ask for.
+
+    Megatron and Transformer Engine (`mode` FUSED) start one product per expert, unless a kernel does all of it
+    (`RunOptions.fused_experts`).
+    """
+    if mode is Mode.FUSED or len(work.inputs) <= SECOND:
+        return False
+    first, last = work.inputs[FIRST], work.inputs[SECOND]
+    found, capability = expert_sizes(dict(work.attrs), first.shape, last.shape), device.compute_capability
+    sizes = (found.columns, found.hidden, found.inner)
+    major = None if capability is None else int(capability)
+    return grouped_kernel("cuda", dtype_of(work), major, sizes, found.num)
+
+
 def _experts_s(work: OpWork, phase: str, device: Device, known: KernelTimings, _: Attention) -> Seconds | None:
     """Return the time of experts as two grouped products and an activation between them, in kernels of their own."""
-    return _grouped_s(work, phase, device, known, fused=False)
+    return _grouped_s(work, phase, device, known, streams=_STREAMS)
+
+
+def _one_product_s(work: OpWork, phase: str, device: Device, known: KernelTimings, _: Attention) -> Seconds | None:
+    """Return the same where one kernel does the products of all experts."""
+    return _grouped_s(work, phase, device, known, streams=0)
 
 
 def _fused_experts_s(work: OpWork, phase: str, device: Device, known: KernelTimings, _: Attention) -> Seconds | None:
     """Return the time of experts in kernels that also apply and cast the activation (cuDNN's in Transformer Engine)."""
     steps = known.steps.with_({"grouped_share": known.steps.fused_grouped_share})
-    return _grouped_s(work, phase, device, replace(known, steps=steps), fused=True)
+    return _grouped_s(work, phase, device, replace(known, steps=steps), streams=0, fused=True)
 
 
-def _grouped_s(work: OpWork, phase: str, device: Device, known: KernelTimings, *, fused: bool) -> Seconds | None:
-    """Return the time of experts. Rows are sorted, and spread evenly over the experts of the fullest rank."""
+def _grouped_s(
+    work: OpWork, phase: str, device: Device, known: KernelTimings, *, streams: int, fused: bool = False
+) -> Seconds | None:
+    """Return the time of experts. Rows are sorted, and spread evenly over the experts of the fullest rank.
+
+    `streams`: over so many streams each expert has products of its own; 0: a kernel does those of all.
+    """
     if len(work.inputs) < 5 or work.flops <= 0:
         return None
     hidden, first, last = work.inputs[0], work.inputs[FIRST], work.inputs[SECOND]
@@ -222,7 +248,7 @@ def _grouped_s(work: OpWork, phase: str, device: Device, known: KernelTimings, *
             groups=experts,
             operand_bytes=width,
             grouped=True,
-            streams=0 if fused else _STREAMS,
+            streams=streams,
             aligned=is_aligned(kind, width, n, k),
             speed=training_speed(work.matmul_dtype or dtype_of(work)),
         )
@@ -260,10 +286,13 @@ _KERNELS: dict[OpKind, _Model] = {
 }
 
 
-def model_of(kind: OpKind, kernel: Attention, options: RunOptions) -> _Model | None:
+def model_of(work: OpWork, mode: Mode, device: Device, options: RunOptions) -> _Model | None:
     """Return the kernel model of an operation; None if it has none."""
-    if kind is OpKind.ATTENTION and kernel is Attention.UNFUSED:
+    kind = op_kind(work.op)
+    if kind is OpKind.ATTENTION and options.attention_in(mode) is Attention.UNFUSED:
         return _unfused_s
     if kind is OpKind.EXPERTS and options.fused_experts:
         return _fused_experts_s
+    if kind is OpKind.EXPERTS and has_one_product(work, mode, device):
+        return _one_product_s
     return _KERNELS.get(kind)

@@ -11,6 +11,8 @@ adds to it. A call of experts sorts rows by expert; if the number of rows of eac
 waits for the device to report it (Megatron's dropless dispatch). Graphs hold the router and the preparation of the
 dispatch, and `router_graphs` nothing else. Each expert of the rank then has products of its own (Transformer Engine's
 GroupedLinear), unless they are fused. Products in 8 bits cost the host more, of experts as of others.
+Outside of fused mode there are no modules: experts are as many operations as `ops.experts` says, and the backward of
+an operation is two. A compiled block has a call of its own, whatever is in it.
 
 A profile of a device with a queue has measured host times, for each operation (`MeasuredOp.host_forward_s`) and for the
 runtime (`Profile.host_overheads`: hooks, gathers, micro-batches, pipeline actions). For a shape that it lacks, the
@@ -31,9 +33,11 @@ from functools import lru_cache
 from autoplan.config.parallel import Attention, Launch, Mode
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.kernels.gpu import kernels_of
+from autoplan.cost_models.kernels.products import has_one_product
 from autoplan.cost_models.profile import PHASES, Profile
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, Recomputed
+from autoplan.ops.experts import EACH_HAS, FIRST, HOST_OPS
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import op_kind, op_record
 
@@ -68,19 +72,43 @@ def _is_fitted(costs: Costs) -> bool:
 def _fitted_s(block: BlockWork, phase: str, costs: Costs, again: Recomputed | None) -> Quantity:
     """Return the host seconds of a pass from constants that were fitted to whole steps."""
     c, launch = costs.constants, costs.options.launch
-    each, seconds, blocking = _each_s(costs), 0.0, launch is Launch.BLOCKING
+    each, blocking = _each_s(costs), launch is Launch.BLOCKING
+    seconds = _call_s(block, phase, costs)
     together: Collection[int] = ()
     if costs.mode is Mode.FUSED:
         together = block.same_kernel if blocking else block.joined_ops
     for k, op in _ops(block, phase, again):
         if not op_record(op.op).as_view and k not in together:
-            num = _num_kernels(op, phase, costs) if blocking else op.num_started(phase)
-            seconds += _started_s(op, costs, each) * num
+            num = _num_kernels(op, phase, costs) if blocking else _num_started(op, phase, costs)
+            seconds += _started_s(op, phase, costs, each) * num
     if again is not None and launch is not Launch.GRAPHS:
         seconds += len(again.beside) * min(each, c.host_eager_s)
     for _ in _comms(block, phase, costs, again):
         seconds += c.host_comm_s
     return Quantity.spread(seconds, _SPREAD, Tag.FITTED) if seconds else ZERO
+
+
+def _call_s(block: BlockWork, phase: str, costs: Costs) -> float:
+    """Return the seconds of the call of a compiled block.
+
+    Blocks without products (tables of positions, an embedding) are called while the device works off what is before
+    them: their calls are not counted, else each would be waited for.
+    """
+    calls = costs.mode is Mode.COMPILED and costs.options.launch is Launch.ASYNC
+    heavy = calls and any(op_record(op.op).heavy for _, op in _ops(block, phase, None))
+    return costs.constants.host_call_s if heavy else 0.0
+
+
+# Operations of a backward over those of its forward: of an eager Llama layer 71 to 38, of Mixtral's without its experts
+# 66 to 34 (counted by a TorchDispatchMode; views are none).
+_BACKWARD_OPS = 2
+
+
+def _num_started(op: OpWork, phase: str, costs: Costs) -> int:
+    """Return the modules or operations that the host starts for one. An op of many knows its own number."""
+    if costs.mode is Mode.FUSED or phase != "backward" or op_kind(op.op) is OpKind.EXPERTS:
+        return op.num_started(phase)
+    return max(_BACKWARD_OPS, op.num_started(phase))
 
 
 def _num_kernels(op: OpWork, phase: str, costs: Costs) -> int:
@@ -120,21 +148,31 @@ def _each_s(costs: Costs) -> float:
     return c.host_eager_s if given is None else given
 
 
-def _started_s(op: OpWork, costs: Costs, each_s: float) -> float:
+def _started_s(op: OpWork, phase: str, costs: Costs, each_s: float) -> float:
     """Return the seconds to start one operation that is not a view."""
     c, launch = costs.constants, costs.options.launch
     kind = op_kind(op.op)
     if kind is OpKind.EXPERTS:
-        num_local = op.inputs[3].shape[0] if len(op.inputs) > 3 and not costs.options.fused_experts else 0
-        captured = c.host_router_s if launch in (Launch.GRAPHS, Launch.ROUTER_GRAPHS) else 0.0
-        seconds = max(0.0, c.host_experts_s - captured) + num_local * c.host_expert_s
-        return seconds * (1.0 if op.matmul_dtype is None else c.host_fp8)
+        return _experts_s(op, phase, costs, each_s)
     # element-wise operations have kernels of their own if nothing fuses them
     apart = costs.mode is Mode.EAGER or launch is Launch.BLOCKING
     if launch is Launch.GRAPHS or not (apart or kind is not OpKind.ELEMENTWISE):
         return 0.0
     one = each_s if kind in _MODULES or launch is Launch.BLOCKING else min(each_s, c.host_eager_s)
     return one * (1.0 if op.matmul_dtype is None else c.host_fp8)
+
+
+def _experts_s(op: OpWork, phase: str, costs: Costs, each_s: float) -> float:
+    """Return the seconds to start one call of experts."""
+    c, launch = costs.constants, costs.options.launch
+    num_local = op.inputs[FIRST].shape[0] if len(op.inputs) > FIRST and not costs.options.fused_experts else 0
+    if costs.mode is not Mode.FUSED:
+        if has_one_product(op, costs.mode, costs.cluster.device):
+            num_local = 0
+        return (HOST_OPS[phase] + EACH_HAS[phase] * num_local) * each_s
+    captured = c.host_router_s if launch in (Launch.GRAPHS, Launch.ROUTER_GRAPHS) else 0.0
+    seconds = max(0.0, c.host_experts_s - captured) + num_local * c.host_expert_s
+    return seconds * (1.0 if op.matmul_dtype is None else c.host_fp8)
 
 
 def _ops(block: BlockWork, phase: str, again: Recomputed | None) -> Iterator[tuple[int, OpWork]]:

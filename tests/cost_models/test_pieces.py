@@ -26,6 +26,12 @@ def priced(options: RunOptions, seq_len: int = 8192) -> Planned:
     return estimate_config(request, ParallelConfig(tp=8, num_micro_batches=4))
 
 
+def device_of(found: Planned) -> float:
+    """The seconds of a step in which nobody waits for the host, as it does for small products."""
+    parts = found.estimate.breakdown
+    return sum(q.mid for name, q in parts.items() if name != "launch")
+
+
 def layer_of(found: Planned) -> BlockWork:
     work = found.point.workload
     return next(work.blocks[unit[marked.index(True)]] for unit, marked in zip(work.units, work.is_layer, strict=True))
@@ -83,8 +89,8 @@ def test_the_price_of_async_tp() -> None:
 
 
 def test_small_products_lose_more_than_they_hide() -> None:
-    plain, hidden = (priced(options, seq_len=256).estimate for options in (RunOptions(), IN_PIECES))
-    assert hidden.step_time_s.mid > plain.step_time_s.mid
+    plain, hidden = (device_of(priced(options, seq_len=256)) for options in (RunOptions(), IN_PIECES))
+    assert hidden > plain
 
 
 def test_nothing_is_taken_apart_in_other_modes() -> None:

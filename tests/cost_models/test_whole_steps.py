@@ -6,185 +6,31 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-from fused_steps import NODE, NODES, estimate
+from fused_steps import NODE, NODES, estimate, fused_workload, layer_of
 
 from autoplan.catalog import load_model
 from autoplan.config.parallel import Attention, Dispatcher, FusedLoss, Launch, Mode, ParallelConfig, RunOptions
-from autoplan.config.precision import precision_of
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster, Group
 from autoplan.cost_models.kernels.operations import op_s
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.quantity import Tag
-from autoplan.cost_models.routing import Routing
-from autoplan.cost_models.time.host import adds_s, host_s
 from autoplan.cost_models.time.price import Pricer
-from autoplan.cost_models.work import BlockWork, CommWork, OpWork, Workload
+from autoplan.cost_models.work import BlockWork, OpWork
 from autoplan.errors import PinError, ProfileError
-from autoplan.ops.record import OpKind
 from autoplan.ops.saved import TensorFacts
-from autoplan.ops.table import op_kind, op_record
-from autoplan.program.megatron_kernels import Kernels
-from autoplan.program.op_costs import OpCosts
-from autoplan.program.parallel_dims import parallel_dims
-from autoplan.program.problem import IntraSettings, build_problem
-from autoplan.program.workload import workload
 from autoplan.search.estimate import estimate_config
-from autoplan.search.intra import solve
 from autoplan.search.request import PlanRequest
-
-
-@lru_cache(maxsize=8)
-def fused_workload(model: str, tp: int = 1, precision: str = "bf16") -> Workload:
-    graph = load_model(model)
-    axes = parallel_dims(graph, ParallelConfig(tp=tp)).layout_axes
-    env, dtypes = {"b": 1, "s": 1024}, precision_of(precision)
-    settings = IntraSettings(axes, Costs(NODE, mode=Mode.FUSED), env, 4, 1.02, dtypes)
-    works = OpCosts(graph, axes, env, precision=dtypes, device_type="cuda", kernels=Kernels(Mode.FUSED))
-    return workload(graph, solve(build_problem(graph, settings)).selection, works)
-
-
-def layer_of(work: Workload) -> BlockWork:
-    return next(work.blocks[unit[marked.index(True)]] for unit, marked in zip(work.units, work.is_layer, strict=True))
 
 
 def attention(queries: int = 4096, dtype: str = "bfloat16") -> OpWork:
     one = TensorFacts((1, 32, queries, 128), dtype, True)
     flops = 4.0 * 32 * queries * queries * 128 / 2
     return OpWork("attention", (one,) * 3, (one,), (("causal", True),), flops, 4.0 * one.num_bytes)
-
-
-# -- the host ----------------------------------------------------------------------------------------------------------
-
-
-def linear() -> OpWork:
-    x, w = TensorFacts((8, 64), "bfloat16", True), TensorFacts((64, 64), "bfloat16", True)
-    return OpWork("linear", (x, w), (x,), (), 2.0 * 8 * 64 * 64, 1e4)
-
-
-def test_the_host_starts_kernels_not_views_and_experts_cost_their_own() -> None:
-    tensor = TensorFacts((8, 64), "bfloat16", True)
-    add, view = OpWork("add", (tensor, tensor), (tensor,), (), 1.0, 1.0), OpWork("reshape", (tensor,), (), (), 0, 0)
-    frozen = OpWork("mul", (replace(tensor, requires_grad=False),), (tensor,), (), 1.0, 1.0)
-    experts = replace(linear(), op="experts")
-    narrow = replace(linear(), attrs=(("matmul_dtype", "float8"),))
-    ops, c = (linear(), add, view, frozen, experts), Constants.shipped()
-
-    def seconds(
-        mode: Mode, launch: Launch = Launch.ASYNC, phase: str = "forward", some: tuple[OpWork, ...] = ops
-    ) -> float:
-        return host_s(BlockWork("b", some, (), ()), phase, Costs(NODE, None, mode, RunOptions(launch=launch))).mid
-
-    assert seconds(Mode.EAGER) == pytest.approx(3 * c.host_eager_s + c.host_experts_s)
-    assert seconds(Mode.EAGER, phase="backward") == pytest.approx(2 * c.host_eager_s + c.host_experts_s)
-    assert seconds(Mode.FUSED) == pytest.approx(c.host_fused_s + c.host_experts_s)
-    assert seconds(Mode.FUSED, Launch.BLOCKING) == pytest.approx(3 * c.host_blocking_s + c.host_experts_s)
-    left = c.host_experts_s - c.host_router_s  # graphs hold the router and what prepares the dispatch
-    assert 0 < left < c.host_experts_s
-    assert seconds(Mode.FUSED, Launch.GRAPHS) == pytest.approx(left)
-    assert seconds(Mode.FUSED, Launch.ROUTER_GRAPHS) == pytest.approx(c.host_fused_s + left)
-    assert seconds(Mode.FUSED, Launch.FULL_GRAPHS) == 0.0
-    assert seconds(Mode.FUSED, some=(narrow,)) == pytest.approx(c.host_fp8 * c.host_fused_s)
-    routing = replace(linear(), op="topk")  # no module: an operation of its own
-    assert seconds(Mode.FUSED, some=(routing,)) == seconds(Mode.EAGER, some=(routing,)) == c.host_eager_s
-    row, weight = experts.inputs[0], TensorFacts((4, 64, 64), "bfloat16", True)
-    four = replace(experts, inputs=(row, row, row, weight, weight), attrs=(("matmul_dtype", "float8"),))
-    wide = replace(four, attrs=())
-    assert seconds(Mode.FUSED, some=(wide,)) == pytest.approx(c.host_experts_s + 4 * c.host_expert_s)
-    assert seconds(Mode.FUSED, some=(four,)) == pytest.approx(c.host_fp8 * (c.host_experts_s + 4 * c.host_expert_s))
-    some = BlockWork("b", ops, (), ())
-    assert host_s(some, "forward", Costs(Cluster.local(2))).mid == 0.0  # a CPU runs what it starts
-    sent = tuple(CommWork("x", "all_reduce", 1e6, "tp", "forward", routing=r) for r in (None, Routing(2)))
-    # graphs hold those that are not made for experts
-    for launch, more in ((Launch.ASYNC, 2), (Launch.ROUTER_GRAPHS, 2), (Launch.GRAPHS, 1), (Launch.FULL_GRAPHS, 0)):
-        costs = Costs(NODE, None, Mode.FUSED, RunOptions(launch=launch))
-        for phase, n in (("forward", more), ("backward", 0)):
-            with_them, without = (host_s(replace(some, comms=c), phase, costs).mid for c in (sent, ()))
-            assert with_them - without == pytest.approx(n * c.host_comm_s)
-
-
-def started(model: str, kind: str = "layer") -> list[str]:
-    """What the host starts for a block, where modules are Megatron's."""
-    work = fused_workload(model)
-    block = layer_of(work) if kind == "layer" else work.blocks[work.units[-1][-1]]
-    counted = [op.op for k, op in enumerate(block.ops) if k not in block.joined_ops]
-    return [op for op in counted if not op_record(op).as_view and op_kind(op) is not OpKind.ELEMENTWISE]
-
-
-def test_modules_of_megatron_start_their_products_together() -> None:
-    """linear_qkv with its norm, attention, linear_proj, linear_fc1 with its norm, linear_fc2: gated or not, grouped
-    heads or not, a layer is five modules; the same products one by one are eight."""
-    for model in ("llama-3.1-8b", "gpt3-175b"):
-        names = started(model)
-        products = [op for op in names if op in ("linear", "matmul")]
-        assert len(products) == 4 and names.count("attention") == 1 and len(names) == 5, (model, names)
-    assert started("llama-3.1-8b", "head")[0] == "linear"
-    work = layer_of(fused_workload("llama-3.1-8b"))
-    c = Constants.shipped()
-    together, apart = (
-        host_s(replace(work, joined_ops=joined), "forward", Costs(NODE, None, Mode.FUSED)).mid
-        for joined in (work.joined_ops, frozenset[int]())
-    )
-    assert together == pytest.approx(5 * c.host_fused_s) and 8 * c.host_fused_s < apart < 9 * c.host_fused_s
-    eager = Costs(NODE, None, Mode.EAGER)  # nobody joins what is written op by op
-    alone = replace(work, joined_ops=frozenset())
-    assert host_s(work, "forward", eager).mid == host_s(alone, "forward", eager).mid
-
-
-def test_a_host_that_waits_for_each_kernel_pays_for_each() -> None:
-    """GPT, forward: two norms, four products, attention (two products, softmax, dropout), and four kernels of additions
-    and GeLU; backward: two per product, six of attention. Llama: rotary embeddings are ten operations, keys, values and
-    up no products of their own. Gradients of 12 parameters, or of 6, are added up: DeepSpeed's casts them first."""
-    c = Constants.shipped()
-
-    def kernels(model: str, phase: str, **options: Any) -> float:
-        block = replace(layer_of(fused_workload(model)), comms=())
-        costs = Costs(NODE, None, Mode.FUSED, RunOptions(launch=Launch.BLOCKING, **options))
-        seconds = adds_s(block, 4, costs) if phase == "adds" else host_s(block, phase, costs)
-        return seconds.mid / c.host_blocking_s
-
-    unfused = Attention.UNFUSED
-    for model, forward, backward, num_parameters in (("gpt3-175b", 14, 20, 12), ("llama-2-7b", 22, 28, 6)):
-        assert kernels(model, "forward", attention=unfused) == pytest.approx(forward)
-        assert kernels(model, "backward", attention=unfused) == pytest.approx(backward)
-        assert kernels(model, "forward", attention=Attention.FLASH2) == pytest.approx(forward - 3)
-        assert kernels(model, "adds") == 0
-        apart = kernels(model, "adds", fused_accumulation=False)
-        assert apart == pytest.approx(num_parameters * 3 / 4)
-        assert kernels(model, "adds", fused_accumulation=False, whole_sums=True) == pytest.approx(2 * num_parameters)
-    block = layer_of(fused_workload("gpt3-175b"))
-    assert adds_s(block, 4, Costs(NODE, None, Mode.FUSED, RunOptions(fused_accumulation=False))).mid == 0
-    waits = RunOptions(launch=Launch.BLOCKING, fused_accumulation=False)
-    assert adds_s(block, 4, Costs(Cluster.local(2), None, Mode.EAGER, waits)).mid == 0  # a CPU runs what it starts
-
-
-def test_keys_values_and_up_read_what_queries_and_gate_have_cast() -> None:
-    """Of the seven products of a layer, three read a value that another one has cast. In 16 bits nothing is cast."""
-    for precision, again in (("fp8", 3), ("bf16", 0)):
-        layer = layer_of(fused_workload("llama-3.1-8b", precision=precision))
-        products = [op for op in layer.ops if op_kind(op.op) is OpKind.PRODUCT]
-        marked = [dict(op.attrs).get("cast_before", False) for op in products]
-        assert len(products) == 7 and sum(marked) == again, precision
-        assert not marked[0] and not marked[-1]
-
-
-def test_small_micro_batches_wait_for_the_host_and_large_ones_do_not() -> None:
-    """Micro-batches of 128 tokens: the floor; of 8,192: the device's own time."""
-    fast, slow = (Constants.shipped().with_({"host_fused_s": s}) for s in (1e-6, 4e-4))
-    config = ParallelConfig(dp=8, zero_stage=1, num_micro_batches=16)
-    for seq_len, bound in ((128, True), (8192, False)):
-        fast_s, slow_s = (estimate(config, constants=c, seq_len=seq_len).step_time_s.mid for c in (fast, slow))
-        assert (slow_s > 2 * fast_s) if bound else (slow_s < 1.01 * fast_s), (slow_s, fast_s)
-    launched = estimate(config, constants=slow, seq_len=128).breakdown["launch"].mid
-    assert launched > 0 and "launch" not in estimate(config, options=RunOptions(launch=Launch.GRAPHS)).breakdown
-    blocking = estimate(config, options=RunOptions(launch=Launch.BLOCKING), seq_len=8192)
-    assert blocking.breakdown["launch"].mid > 0  # in turn, however long the kernels are
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from autoplan.ops.saved import OpFacts, TensorFacts, workspace_bytes
 from autoplan.ops.table import saved_rule
 from autoplan.runtime import experts as module
-from autoplan.runtime.expert_products import grouped_kernel
 from autoplan.runtime.experts import experts
 from autoplan.runtime.host_copies import kept_copies, to_host
+from autoplan.torch_kernels import grouped_kernel
 from experiments.plans.live_memory import LiveBytes
 
 EXPERTS, HIDDEN, INNER = 4, 16, 8
@@ -224,7 +224,7 @@ def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_one_product_does(
     device: str, dtype: torch.dtype, capability: int | None, sizes: tuple[int, ...], groups: int, fits: bool
 ) -> None:
-    assert grouped_kernel(device, dtype, capability, sizes, groups) is fits
+    assert grouped_kernel(device, str(dtype).removeprefix("torch."), capability, sizes, groups) is fits
 
 
 def test_weights_that_begin_between_multiples_have_a_product_each() -> None:
