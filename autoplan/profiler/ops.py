@@ -51,6 +51,10 @@ _QUEUED_TARGET_S, _QUEUED_LIMIT_S = 0.006, 0.1
 _MAX_CHAIN = 32
 _MAX_LEAD = 256  # of overwriting the L2, 10 to 30 ms; the queue of launches holds about 1,000
 _MAX_LAUNCHES = 600  # launches of a chain that is timed on the host
+# Such a chain is long whatever the operation's size: of two links, each has half the time in which autograd's thread
+# wakes. It ends after so many seconds of the device or bytes, but has so many links if memory allows.
+_HOST_CHAIN_S, _LEAST_HOST_CHAIN = 0.01, 8
+_HOST_CHAIN_BYTES = 0.5  # share of the free memory; a link has the results and gradients of a call
 _KERNELS = 3  # kernels per operation of torch in its forward or its backward, at most: assumed
 _MANY = 512  # parameters whose gradients are accumulated
 _MANY_QUEUED = 128  # the same where launches are timed
@@ -365,13 +369,20 @@ class _Chain:
         found = dict(zip((*self.fixed, *self.moving), (*self.parameters[index], *moving), strict=True))
         return [found[i] for i in sorted(found)]
 
+    def leaves(self, length: int) -> list[list[torch.Tensor]]:
+        """Return arguments of so many calls, of which each has leaves of its own; values repeat beyond the chain's."""
+        again = range(len(self.late), length)
+        return self.late[:length] + [
+            [x.detach().requires_grad_(x.requires_grad) for x in self.late[i % len(self.late)]] for i in again
+        ]
+
     def forward(self, args: list[list[torch.Tensor]]) -> list[Any]:
         function = self.function
         return [function(*a) for a in args]
 
     def backward(self, measure: _Measure, edges: tuple[float, float, float], length: int) -> float | None:
-        """Return the seconds of the backward of the first `length` calls; None if nothing is differentiable."""
-        late = self.late[:length]
+        """Return the seconds of the backward of `length` calls; None if nothing is differentiable."""
+        late = self.leaves(length)
         results = self.forward(late)
         outs = [_differentiable(r) for r in results]
         if not outs[0]:
@@ -389,12 +400,17 @@ class _Chain:
         # parameters stay leaves in a step; at least a fifth, however short the operation
         return max(seconds - start_s - output_s * len(flat) - leaf_s * leaves, seconds / 5)
 
-    def queued_length(self) -> int:
-        """Return the number of calls whose launches fit the queue."""
+    def queued_length(self, device_s: float, free_bytes: int) -> int:
+        """Return the number of calls that the host is timed for; their launches fit the queue.
+
+        `device_s`: the device's seconds for one.
+        """
         operations = _Operations()
         with operations:
             self.forward(self.warm[:1])
-        return max(1, min(self.length, _MAX_LAUNCHES // (_KERNELS * max(1, operations.count))))
+        launched = _MAX_LAUNCHES // (_KERNELS * max(1, operations.count))
+        held = int(_HOST_CHAIN_BYTES * free_bytes) // max(1, 2 * self.task.num_bytes)
+        return max(1, min(_MAX_CHAIN, launched, held, max(_LEAST_HOST_CHAIN, int(_HOST_CHAIN_S / device_s))))
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
@@ -456,19 +472,20 @@ def measure_op(task: MeasureTask, clock: Clock, cache: int, limit_s: float | Non
         chain.function(*chain.warm[0])  # warm up: allocator, code
         forwards = _samples(forward, chain.length, limit_s, clock)
         backwards = _samples(backward, chain.length, limit_s, clock) if task.work.has_backward else []
-        host = _host_samples(chain, clock, limit_s) if clock.queued else ([], [])
+        host = ([], []) if not clock.queued else _host_samples(chain, clock, limit_s, max(forwards + backwards))
     finally:
         if enabled:
             gc.enable()
     return MeasuredOp(task.work, timing(forwards), *(timing(found) if found else None for found in (backwards, *host)))
 
 
-def _host_samples(chain: _Chain, clock: Clock, limit_s: float) -> tuple[list[float], list[float]]:
-    """Return the host's seconds per call, forward and backward."""
-    length = chain.queued_length()
+def _host_samples(chain: _Chain, clock: Clock, limit_s: float, device_s: float) -> tuple[list[float], list[float]]:
+    """Return the host's seconds per call, forward and backward; a call takes the device `device_s`."""
+    length = chain.queued_length(device_s, memory_bytes(clock.device))
+    warm = [chain.warm[i % chain.length] for i in range(length)]
 
     def forward() -> float:
-        seconds, results = clock.issue(lambda: chain.forward(chain.warm[:length]))
+        seconds, results = clock.issue(lambda: chain.forward(warm))
         del results
         return seconds
 

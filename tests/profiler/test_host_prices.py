@@ -36,7 +36,7 @@ from autoplan.profiler.clocks import measure_clock
 from autoplan.profiler.interference import Beside, measure_interference
 from autoplan.profiler.job import Job
 from autoplan.profiler.lattice import every_step_tasks, held_out, linear_task, pointwise_task, view_task
-from autoplan.profiler.ops import Clock, measure_op
+from autoplan.profiler.ops import Clock, DeviceTimer, measure_op
 from autoplan.profiler.overheads import measure_overheads
 from autoplan.profiler.run import graph_tasks, main_dtypes, measure_in_job
 from autoplan.runtime.mesh import AxisMesh, use_mesh
@@ -170,6 +170,26 @@ def test_the_queue_is_never_filled() -> None:
     assert Clock(CPU).queued is False
     with pytest.raises(ValueError, match="cpu has no queue"):
         Clock(CPU).issue(lambda: None)
+
+
+def test_the_host_is_timed_on_long_chains_of_large_operations_too() -> None:
+    """What a small graph does not show of the time in which autograd's thread wakes is shared by all links."""
+    wakes_s, large = 20 * LAUNCH_S, pointwise_task("silu", CACHE // 4, "float32")
+
+    class Waking(FakeDevice):
+        def timer(self) -> DeviceTimer:
+            timer = super().timer()
+            issue = timer.issue
+            timer.issue = lambda work: (lambda s, found: (s + wakes_s, found))(*issue(work))  # type: ignore[method-assign]
+            return timer
+
+    device = Waking(LAUNCH_S, slow)
+    with fake_group(1), device, use_mesh(AxisMesh([("all", 1)])):
+        clock = Clock(CPU, device.timer())
+        clock.__dict__["host_edges"] = (0.0, 0.0, 0.0)  # a cached property: nothing of it is known
+        record = measure_op(large, clock, CACHE, limit_s=0.02)
+    for timing in (record.host_forward_s, record.host_backward_s):
+        assert timing is not None and LAUNCH_S <= timing.median <= LAUNCH_S + wakes_s / 8 * 1.001
 
 
 @contextmanager
