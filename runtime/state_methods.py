@@ -178,7 +178,7 @@ class StateMethods:
         """
         loaded = self._state.load_state_dict(state, strict)
         if self.given is not None:
-            self.given.loaded()
+            self.given.loaded({name: value for name, value in self._state.extra.items() if name in state})
         return loaded
 
     @guarded("save_pretrained")
@@ -275,7 +275,7 @@ class StateMethods:
         if resumed is not None:
             self._leave_out_gradients()
             if self.given is not None:
-                self.given.loaded()
+                self.given.loaded(self._state.extra)
         if resumed is not None and not model_only:
             self.last_load = TrainingPoint(self.progress.num_steps, self.progress.num_samples, time.perf_counter())
         return resumed
