@@ -7,6 +7,7 @@ and kernels of every plan.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Mapping
@@ -116,7 +117,9 @@ def choose_sizes(task: VerifyTask, limit_s: float) -> tuple[dict[str, int] | Non
 
 def _window(task: VerifyTask) -> int:
     """Return the longest sliding window of the graph, or of a Hugging Face config, in case the graph lost it."""
-    wanted = getattr(getattr(task.model, "config", None), "sliding_window", None)
+    config = getattr(task.model, "config", None)
+    name = getattr(config, "attribute_map", {}).get("sliding_window", "sliding_window")
+    wanted = inspect.getattr_static(config, name, None)  # configs whose layers have windows of their own do not say it
     return max(longest_window(task.graph), wanted if isinstance(wanted, int) else 0)
 
 

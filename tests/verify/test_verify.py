@@ -340,6 +340,22 @@ def test_labels_that_do_not_count() -> None:
     assert (batch["labels"] >= 0).sum() > 12
 
 
+def test_the_window_of_a_config_that_does_not_say_it() -> None:
+    """transformers raises an error where the layers of a config have windows of their own."""
+
+    class Config:
+        sliding_window = 8
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "sliding_window":
+                raise RuntimeError("'sliding_window' is a per-layer attribute")
+            return super().__getattribute__(name)
+
+    task = plain_task()
+    task.model.config = Config()  # type: ignore[assignment]
+    assert check._window(task) == 8
+
+
 def test_sizes_are_not_those_of_the_example() -> None:
     graph = task_of("llama").graph
     assert list(sizes_to_try(graph, {"s": 64})) == [{"s": n, "b": 3} for n in (48, 24, 12, 8)]
