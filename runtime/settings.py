@@ -1,7 +1,7 @@
-"""Numbers that all ranks must be given alike: settings of the optimizer, and arguments of a clipping.
+"""Numbers that all ranks must be given alike: settings of the optimizer, arguments of a clipping, a seed.
 
-Ranks with other ones train on without an error, each with updates of its own. So the next step compares them, in the
-exchange in which it settles its batches (`Batches.settle`).
+Ranks with other ones train on without an error, each with updates or dropout of its own. The next step compares them,
+in the exchange in which it settles its batches (`Batches.settle`).
 """
 
 from __future__ import annotations

@@ -179,6 +179,9 @@ class StateMethods:
     def _settings(self) -> dict[str, str]:
         """Return what all ranks must have been given alike; the arguments of a clipping only once."""
         found = settings_of(self.optimizer) if self.optimizer is not None and self._same_groups else {}
+        found["seed"], found["number of steps"] = str(self.progress.seed), str(self.progress.num_steps)
+        if self.loss_scaler is not None:
+            found["state of the loss scaler"] = str(self.loss_scaler.state_dict())
         if self._clipping is not None:
             found["clip_grad_norm_ of the step before"], self._clipping = self._clipping, None
         return found

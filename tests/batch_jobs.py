@@ -145,6 +145,7 @@ def settings(rank: int, world: int, case: Case, spec_json: str, sources: dict[st
         "no number anywhere": lambda: pm.clip_grad_norm_(math.nan),
         "learning rate": lambda: group.update(lr=0.2 if here else 0.1),
         "momentum": lambda: group.update(betas=(0.8, 0.99) if here else (0.9, 0.999)),
+        "seed": lambda: setattr(pm.progress, "seed", rank),
         "last bits": lambda: group.update(lr=math.nextafter(0.1, 1) if here else 0.1),
     }
     found = {}
@@ -153,5 +154,6 @@ def settings(rank: int, world: int, case: Case, spec_json: str, sources: dict[st
         first = said(call)
         second = said(lambda: pm.step(good))
         group.update(lr=0.1, betas=(0.9, 0.999))
+        pm.progress.seed = 0
         found[name] = first, second, said(lambda: pm.step(good))
     return found

@@ -64,6 +64,7 @@ def test_settings_of_one_rank_are_one_error_and_the_job_goes_on() -> None:
         "another number": (clipped, f"{arguments.format(0.5, 2)} and {arguments.format(1, 2)}"),
         "another order": (clipped, f"{arguments.format(1, 'inf')} and {arguments.format(1, 3)}"),
         "learning rate": ("lr of group 0 of the optimizer", "0.2 and 0.1"),
+        "seed": ("seed", "1 and 0"),
         "momentum": ("betas of group 0 of the optimizer", "0.8, 0.99 and 0.9, 0.999"),
     }
     for name, (first, second, third) in found[0].items():
