@@ -591,5 +591,5 @@ def _not_in(spec: ProgramSpec, model: nn.Module, values: Mapping[str, torch.Tens
     for name, value in model.state_dict().items():
         if name in params and id(params[name]) in used:
             continue
-        out[name] = values[first[id(named[name])]].detach() if name in named else value
+        out[name] = values[first[id(named[name])]].detach().clone() if name in named else value
     return out

@@ -105,6 +105,12 @@ def is_agreed(error: BaseException) -> bool:
 _MARK = "autoplan_agreed"
 
 
+def digest_of(entries: Mapping[str, str | int]) -> int:
+    """Return a number below 2**62 that differs (except by chance) if the entries do."""
+    digest = hashlib.blake2b(json.dumps(sorted(entries.items())).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") & _MASK
+
+
 class _Difference(NamedTuple):
     """The first entry in which a rank differs from rank 0; None stands for a missing entry."""
 
@@ -124,8 +130,7 @@ def first_difference(entries: Mapping[str, str | int], device: torch.device | st
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    digest = hashlib.blake2b(json.dumps(sorted(entries.items())).encode(), digest_size=8).digest()
-    mine = int.from_bytes(digest, "big") & _MASK
+    mine = digest_of(entries)
     seen = torch.tensor([mine, -mine], device=device)
     dist.all_reduce(seen, op=dist.ReduceOp.MAX)
     if int(seen[0]) == -int(seen[1]):

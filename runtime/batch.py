@@ -1,10 +1,11 @@
 """Checks of a step's batch: that it fits the program, and that ranks which must have the same batch have it.
 
 Every rank checks its own part before any collective. Then one all-reduce over all ranks settles it for all of them
-(`Batches.settle`). For each data-parallel rank it carries a fingerprint of the batch and the numbers of valid labels
-and of samples. With MAX, a fingerprint and its negative together tell whether the tensor, context and pipeline ranks of
-one data-parallel rank have the same batch. Names, shapes and dtypes are compared in every step, contents in the first
-after a start or a load, and in every `CONTENTS_EVERY`-th one from there.
+(`Batches.settle`), together with the settings that must be the same everywhere (`autoplan.runtime.settings`). For each
+data-parallel rank it carries a fingerprint of the batch and the numbers of valid labels and of samples. With MAX, a
+fingerprint and its negative together tell whether the tensor, context and pipeline ranks of one data-parallel rank have
+the same batch. Names, shapes and dtypes are compared in every step, contents in the first after a start or a load, and
+in every `CONTENTS_EVERY`-th one from there.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoplan.runtime.agree import LEAST, AgreedValueError, fingerprint, raise_agreed, ranks_text
+from autoplan.runtime.agree import LEAST, AgreedValueError, digest_of, fingerprint, raise_agreed, ranks_text
 from autoplan.runtime.mesh import AxisMesh
 from autoplan.runtime.precision import active_autocast
+from autoplan.runtime.settings import different_settings
 from autoplan.runtime.spec import ProgramSpec, evaluate_terms
 from autoplan.units import LossUnit
 
@@ -115,6 +117,7 @@ class Batches:
         # Counting labels and agreeing on them wait for the device, and so for earlier copies to it.
         self._waited_for = spec.loss_count is not LossUnit.NONE or mesh.world_size > 1
         self._fits: Shapes | None = None  # of the last batches without a problem, which need no second look
+        self._settings: tuple[dict[str, str], int] | None = None  # of the last step, and their fingerprint
         self._printed: tuple[Shapes | None, int] = None, 0  # shapes, and their fingerprint without contents
 
     def cut(self, batch: Mapping[str, torch.Tensor], num: int | None = None) -> list[dict[str, torch.Tensor]]:
@@ -290,6 +293,7 @@ class Batches:
         *,
         data_rank: int,
         step: int,
+        settings: Mapping[str, str] | None = None,
     ) -> Counts:
         """Agree with all ranks on this step's batches. Waits for the device once.
 
@@ -300,12 +304,14 @@ class Batches:
                 Returns a number, or a tensor on the device, of shape [] or with one number per denominator.
             data_rank: index of its part of the global batch.
             step: the number of the step, counted from the start of the job or its last load.
+            settings: what all ranks must be given alike.
 
         Returns:
             The counts of the global batch.
 
         Raises:
-            AgreedValueError: a problem on any rank, or different batches in one data rank; on every rank alike.
+            AgreedValueError: a problem on any rank, different batches in one data rank, or different settings; on every
+                rank alike.
         """
         if self._given is not None and problem is None:
             return self._given
@@ -317,8 +323,11 @@ class Batches:
             numbers = labels.tolist() if isinstance(labels, torch.Tensor) else labels
             return Counts(tuple(map(float, numbers if isinstance(numbers, list) else [numbers])), (samples,))
         mine = 0 if problem is not None else self._fingerprint(batches, contents)
-        num, width = self._mesh.size("dp"), 3 + len(self._spec.loss_counts)
-        entries, begin = [int(problem is not None), *[LEAST] * (width * num)], 1 + width * data_rank
+        given = dict(settings or {})
+        alike = self._fingerprint_of(given)
+        num, width, head = self._mesh.size("dp"), 3 + len(self._spec.loss_counts), 3
+        entries = [int(problem is not None), alike, -alike, *[LEAST] * (width * num)]
+        begin = head + width * data_rank
         if problem is None:
             entries[begin : begin + 3] = [mine, -mine, samples]
         sent = torch.tensor(entries, dtype=torch.int64).to(self._device, non_blocking=True)
@@ -326,9 +335,11 @@ class Batches:
             sent[begin + 3 : begin + width] = _as_integer(labels)
         dist.all_reduce(sent, op=dist.ReduceOp.MAX)
         found = sent.tolist()
+        if found[1] != -found[2]:
+            raise AgreedValueError(different_settings(given, self._device))
         if found[0]:
             raise_agreed(problem)
-        by_rank = [found[1 + width * d : 1 + width * (d + 1)] for d in range(num)]
+        by_rank = [found[head + width * d : head + width * (d + 1)] for d in range(num)]
         own = by_rank[data_rank]  # a fake process group has no other entry: there all ranks are as this one
         by_rank = [own if seen[0] == LEAST else seen for seen in by_rank]
         sizes = tuple(seen[2] for seen in by_rank)
@@ -338,6 +349,12 @@ class Batches:
             math.fsum(map(_as_number, column)) for column in zip(*(seen[3:] for seen in by_rank), strict=True)
         )
         return Counts(totals, sizes)
+
+    def _fingerprint_of(self, settings: dict[str, str]) -> int:
+        """Return the fingerprint of settings, which seldom change."""
+        if self._settings is None or self._settings[0] != settings:
+            self._settings = settings, digest_of(settings)
+        return self._settings[1]
 
     def _fingerprint(self, batches: Sequence[Mapping[str, torch.Tensor]], contents: bool) -> int:
         """Return the fingerprint of batches; that of their outline (without `contents`) is kept with their shapes."""

@@ -78,10 +78,10 @@ class GivenModule:
                     return trained_as_captured(f"{prefix}.{name}".lstrip("."), trained[name])
         return self.numbers.changed()
 
-    def loaded(self) -> None:
-        """Record that the program was given other values, as the module may be."""
+    def loaded(self, values: Mapping[str, Any]) -> None:
+        """Record that the program was given other values, `values` by name, as the module may be."""
         self._late = []
-        self.numbers.loaded()
+        self.numbers.loaded(values)
 
     def warn_before_first_step(self) -> None:
         """Warn, once, of what happened to the module after the program was made, which has no part in it: values that

@@ -49,7 +49,7 @@ class GivenNumbers:
         self._entries: list[tuple[str, _Read, Any]] = []
         self._tensors: list[tuple[str, _Read, _KeptTensor]] = []
         names = _Known()
-        self._add_modules("", type(model).__name__, model, names)
+        self._add_modules("", type(model).__name__, model, names, in_state=True)
         if loss_fn is not None:
             self._add_loss(loss_fn, names)
 
@@ -70,9 +70,15 @@ class GivenNumbers:
             )
         return next((_changed_tensor(name) for name, read, kept in self._tensors if kept.changed(read())), None)
 
-    def loaded(self) -> None:
-        """Forget the persistent buffers of modules: the program was given others, as the modules may be."""
-        self._tensors = [entry for entry in self._tensors if not entry[2].persistent]
+    def loaded(self, values: Mapping[str, Any]) -> None:
+        """Record that the program was given other values, as the module may be now or later.
+
+        Args:
+            values: persistent buffers by their names in the state of the module.
+        """
+        for _, read, kept in self._tensors:
+            if isinstance(value := values.get(kept.in_state), torch.Tensor):
+                kept.loaded(read(), value)
 
     def _add(self, name: str, read: _Read) -> None:
         value = read()
@@ -83,12 +89,16 @@ class GivenNumbers:
         if frozen is not None:
             self._entries.append((name, read, frozen))
 
-    def _add_modules(self, prefix: str, alone: str, model: nn.Module, names: _Known) -> None:
+    def _add_modules(self, prefix: str, alone: str, model: nn.Module, names: _Known, *, in_state: bool = False) -> None:
         for name, module in model.named_modules():
-            self._add_attributes(f"{prefix}{name or alone}.", module, "forward", names)
+            path = (f"{name}." if name else "") if in_state else None
+            self._add_attributes(f"{prefix}{name or alone}.", module, "forward", names, path)
 
-    def _add_attributes(self, where: str, holder: Any, method: str, names: _Known) -> None:
-        """Add the numbers that a method of a holder reads of it, and floats in the objects that it reads of it."""
+    def _add_attributes(self, where: str, holder: Any, method: str, names: _Known, path: str | None = None) -> None:
+        """Add the numbers that a method of a holder reads of it, and floats in the objects that it reads of it.
+
+        `path`: what precedes the names of its persistent buffers in the state of the program; None: they are not there.
+        """
         kind = type(holder), method
         if kind not in names:
             names[kind] = _attributes_read(*kind)
@@ -103,7 +113,8 @@ class GivenNumbers:
             for name in sorted((names[kind] & holder._buffers.keys()) - _STATISTICS):
                 value = holder._buffers[name]
                 if _is_constant(value) and value.numel() <= _MOST_ELEMENTS:
-                    kept = _KeptTensor(value, name not in holder._non_persistent_buffers_set)
+                    held_there = path is not None and name not in holder._non_persistent_buffers_set
+                    kept = _KeptTensor(value, f"{path}{name}" if held_there else "")
                     self._tensors.append((where + name, functools.partial(_buffer, reference, name), kept))
 
     def _add_inside(
@@ -171,14 +182,24 @@ class _KeptTensor:
     Its values are compared if it is another tensor, or if torch counted a change of it: a step that finds neither waits
     for no device. Of a tensor that somebody cast or moved, or deleted, nothing is known.
 
-    Args:
-        persistent: it is a persistent buffer of a module.
+    Attributes:
+        in_state: the name of a persistent buffer in the state of the program; "" for other tensors.
     """
 
-    def __init__(self, tensor: torch.Tensor, persistent: bool = False) -> None:
-        self.persistent = persistent
+    def __init__(self, tensor: torch.Tensor, in_state: str = "") -> None:
+        self.in_state = in_state
+        self._of_load: torch.Tensor | None = None  # what the program was given since
+        self._keep(tensor)
+
+    def _keep(self, tensor: torch.Tensor) -> None:
         self._tensor, self._version = weakref.ref(tensor), tensor._version
         self._values = tensor.detach().clone()
+
+    def loaded(self, now: Any, value: torch.Tensor) -> None:
+        """Record that the program was given `value` while the module had `now`: both may be there from now on."""
+        if _is_constant(now):
+            self._keep(now)
+        self._of_load = value.detach().to(self._values, copy=True)
 
     def changed(self, now: Any) -> bool:
         """Return True if `now` has other values."""
@@ -190,10 +211,14 @@ class _KeptTensor:
             was.device,
         ):
             return False
-        if now.shape != was.shape or not bool(((now == was) | ((now != now) & (was != was))).all()):
+        if not any(_same(now, known) for known in (was, self._of_load) if known is not None):
             return True
         self._tensor, self._version = weakref.ref(now), now._version
         return False
+
+
+def _same(now: torch.Tensor, known: torch.Tensor) -> bool:
+    return now.shape == known.shape and bool(((now == known) | ((now != now) & (known != known))).all())
 
 
 def _is_constant(value: Any) -> TypeGuard[torch.Tensor]:
@@ -204,8 +229,9 @@ def _is_constant(value: Any) -> TypeGuard[torch.Tensor]:
 
 def _changed_tensor(name: str) -> str:
     return (
-        f"{name} was changed after the program was made, which has its old values: give what changes as an input (a "
-        "tensor with one value per sample), pass a persistent buffer of the model to pm.load_state_dict, or set it back"
+        f"{name} was changed after the program was made or loaded, which has other values: give what changes as an "
+        "input (a tensor with one value per sample), pass a persistent buffer of the model to pm.load_state_dict, or "
+        "set it back"
     )
 
 

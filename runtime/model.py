@@ -41,6 +41,7 @@ from autoplan.runtime.pipeline import PipelineRunner, PipelineStagePart
 from autoplan.runtime.precision import MASTER, Copies, LossScaler, MixedPrecision, check_precision
 from autoplan.runtime.program import copy_beside_computing, load_module, unwritten_folder
 from autoplan.runtime.replicas import Replicas
+from autoplan.runtime.settings import same_groups_everywhere
 from autoplan.runtime.shards import Shards, show_states
 from autoplan.runtime.spec import ParamSpec, ProgramSpec, ScheduleSpec, StageSpec
 from autoplan.runtime.stage_inputs import StageInputs
@@ -184,6 +185,7 @@ class ParallelModel(StateMethods):
         self._dropped = None
         if optimizer is not None:
             self.optimizer = self._make_optimizer(optimizer, param_groups)
+            self._same_groups = same_groups_everywhere(optimizer, param_groups, self.mesh.size("pp"))
             check_elementwise(self.optimizer, sharded=not self._state.whole_here)
             guard_step(self.optimizer)
             keep_parameters(self.optimizer)
@@ -391,8 +393,9 @@ class ParallelModel(StateMethods):
         Returns: the loss of the global batch (the mean over all valid tokens) on every rank, a 0-dim tensor.
         Raises:
             ValueError: a batch that does not fit (on any rank), different batches on ranks of one `data_rank` (compared
-                now and then), a step under `torch.no_grad`, or a number that the forward or the loss function reads and
-                that was another one in the capture (`given_numbers`). All ranks raise it and can continue.
+                now and then), settings of the optimizer or arguments of the last `clip_grad_norm_` that differ between
+                ranks, a step under `torch.no_grad`, or a number that the forward or the loss function reads and that
+                was another one in the capture (`given_numbers`). All ranks raise it and can continue.
             RankFailure: this or another rank failed.
         """
         with guard(call="step"):
@@ -406,7 +409,12 @@ class ParallelModel(StateMethods):
         problem = problem or self._changed()
         parts = [] if problem is not None else [part for batch in batches for part in self._batches.cut(batch)]
         counts = self._batches.settle(
-            batches, problem, lambda: self._inputs.count(parts), data_rank=self.data_rank, step=self._num_own_steps
+            batches,
+            problem,
+            lambda: self._inputs.count(parts),
+            data_rank=self.data_rank,
+            step=self._num_own_steps,
+            settings=self._settings(),
         )
         denominators = self._inputs.denominators(counts)
         self._state.follow_first_copies()

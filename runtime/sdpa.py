@@ -133,10 +133,6 @@ def sdpa(
     if choose_for(q, k, v, masked=mask is not None, causal="start" if causal else "") == "repeated":
         times = q.shape[1] // k.shape[1]
         k, v, grouped = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1), False
-    if q.device.type == "cpu" and k.shape[1] == 1 and mask is not None and mask.is_floating_point():
-        # One key head is broadcast, as in a module with such keys: torch computes all scores then. Its kernel for CPUs,
-        # which takes grouped heads, has other gradients where an additive mask hides all keys by the least number.
-        grouped = False
     if q.device.type == "cuda" and q.dtype != torch.float64:
         q, k, v = (padded(x, multiple_of_head(x.shape[3])) for x in (q, k, v))
         refuse_large_scores(q, k, v, mask, causal, scale, grouped)

@@ -6,13 +6,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, SupportsIndex
+from typing import Any, NamedTuple, NoReturn, SupportsIndex, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from autoplan.runtime.agree import AgreedRuntimeError, agree
+from autoplan.runtime.agree import AgreedRuntimeError, AgreedValueError, agree
 from autoplan.runtime.checkpoint.contents import Training, TrainingProgress, Updated, named, updated_of
 from autoplan.runtime.checkpoint.door import CheckpointError, Checkpoints, Resumed, Saving, root_of
 from autoplan.runtime.checkpoint.states import Given, Stateful
@@ -26,8 +26,11 @@ from autoplan.runtime.optim import DroppedGradients
 from autoplan.runtime.params import local_of
 from autoplan.runtime.precision import LossScaler
 from autoplan.runtime.replicas import Replicas
+from autoplan.runtime.settings import clipping, settings_of
 from autoplan.runtime.spec import ParamSpec, ProgramSpec
 from autoplan.runtime.state import IncompatibleKeys
+
+_Read = TypeVar("_Read")
 
 
 class TrainingPoint(NamedTuple):
@@ -60,6 +63,8 @@ class StateMethods:
     # since the start or the last load, after which ranks may bring other batches
     _num_own_steps: int
     _num_evaluations: int
+    _clipping: str | None = None  # arguments of the last clipping
+    _same_groups: bool = False  # the groups of the optimizer are the same on all ranks
     last_load: TrainingPoint | None = None
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -127,7 +132,21 @@ class StateMethods:
         Args:
             norm_type: p of the p-norm, above 0; inf: the greatest absolute value.
         """
-        order = order_of(norm_type)
+        order = self._from_all(lambda: order_of(norm_type))
+        return self._grad_norm(order)
+
+    def _from_all(self, read: Callable[[], _Read]) -> _Read:
+        """Return what `read` makes of arguments of a norm, or raise its error once the other ranks have their norm.
+
+        They may have been given other arguments, and wait for this rank's part. The next step compares arguments.
+        """
+        try:
+            return read()
+        except AgreedValueError:
+            self._grad_norm(2.0)
+            raise
+
+    def _grad_norm(self, order: float) -> torch.Tensor:
         self._gradients_used()
         if self.loss_scaler is not None and self.loss_scaler.skipped:
             return torch.full((), float("inf"), dtype=torch.float64, device=self.device)
@@ -141,19 +160,31 @@ class StateMethods:
         """Scale all gradients so that their norm is at most `max_norm`; return the norm before, as torch does.
 
         Args:
-            max_norm, norm_type: as torch's; at least 0, and above 0. The same on all ranks.
+            max_norm, norm_type: as torch's; at least 0, and above 0. The same on all ranks, or the next step raises an
+                error.
             error_if_nonfinite: raise an error if the norm is infinite or NaN. This waits for the device.
 
         Raises:
-            ValueError: a limit or an order that is none.
+            ValueError: a limit or an order that is none, on this rank.
             RuntimeError: a norm that is not finite, if asked for. All ranks raise it, gradients are unchanged.
         """
-        limit, order = limit_of(max_norm), order_of(norm_type)
-        norm = self.grad_norm(order)
+        self._clipping = clipping(max_norm, norm_type, error_if_nonfinite)
+        limit, order = self._from_all(lambda: (limit_of(max_norm), order_of(norm_type)))
+        norm = self._grad_norm(order)
         if error_if_nonfinite:
             check_finite(norm, order, skipped=self.loss_scaler is not None and self.loss_scaler.skipped)
         scale_((grad for _, grad in self._gradients()), torch.clamp(limit / (norm + 1e-6), max=1.0))
         return norm
+
+    def _settings(self) -> dict[str, str]:
+        """Return what all ranks must have been given alike; the arguments of a clipping only once."""
+        found = settings_of(self.optimizer) if self.optimizer is not None and self._same_groups else {}
+        found["seed"], found["number of steps"] = str(self.progress.seed), str(self.progress.num_steps)
+        if self.loss_scaler is not None:
+            found["state of the loss scaler"] = str(self.loss_scaler.state_dict())
+        if self._clipping is not None:
+            found["clip_grad_norm_ of the step before"], self._clipping = self._clipping, None
+        return found
 
     def _gradients(self) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
         """Yield this rank's part of each gradient once, from where the optimizer finds it."""
@@ -178,7 +209,7 @@ class StateMethods:
         """
         loaded = self._state.load_state_dict(state, strict)
         if self.given is not None:
-            self.given.loaded()
+            self.given.loaded({name: value for name, value in self._state.extra.items() if name in state})
         return loaded
 
     @guarded("save_pretrained")
@@ -275,7 +306,7 @@ class StateMethods:
         if resumed is not None:
             self._leave_out_gradients()
             if self.given is not None:
-                self.given.loaded()
+                self.given.loaded(self._state.extra)
         if resumed is not None and not model_only:
             self.last_load = TrainingPoint(self.progress.num_steps, self.progress.num_samples, time.perf_counter())
         return resumed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -119,3 +120,40 @@ def other_models(rank: int, world: int) -> list[str]:
         except AutoplanError as exc:
             said.append(f"{type(exc).__name__}: {exc}")
     return said
+
+
+def settings(rank: int, world: int, case: Case, spec_json: str, sources: dict[str, str]) -> dict[str, tuple[str, ...]]:
+    """What settings of rank 1, or of all ranks, say: in the call itself, in the next step, in the one after."""
+    make = functools.partial(torch.optim.AdamW, lr=0.1)
+    pm = model_of(case, spec_json, sources, torch.float32, make)
+    good = part_of(global_batch(case), pm.data_rank, pm.data_world)
+    here, group = rank == 1, pm.optimizer.param_groups[0]
+
+    def said(call: Callable[[], Any]) -> str:
+        try:
+            call()
+        except ValueError as exc:
+            return f"{type(exc).__name__}: {exc}"
+        return "accepted"
+
+    calls: dict[str, Callable[[], Any]] = {
+        "alike": lambda: pm.clip_grad_norm_(1.0),
+        "no number": lambda: pm.clip_grad_norm_(math.nan if here else 1.0),
+        "no order": lambda: pm.clip_grad_norm_(1.0, norm_type=-1 if here else math.inf),
+        "another number": lambda: pm.clip_grad_norm_(0.5 if here else 1.0),
+        "another order": lambda: pm.clip_grad_norm_(1.0, norm_type=math.inf if here else 3),
+        "no number anywhere": lambda: pm.clip_grad_norm_(math.nan),
+        "learning rate": lambda: group.update(lr=0.2 if here else 0.1),
+        "momentum": lambda: group.update(betas=(0.8, 0.99) if here else (0.9, 0.999)),
+        "seed": lambda: setattr(pm.progress, "seed", rank),
+        "last bits": lambda: group.update(lr=math.nextafter(0.1, 1) if here else 0.1),
+    }
+    found = {}
+    for name, call in calls.items():
+        pm.step(good)
+        first = said(call)
+        second = said(lambda: pm.step(good))
+        group.update(lr=0.1, betas=(0.9, 0.999))
+        pm.progress.seed = 0
+        found[name] = first, second, said(lambda: pm.step(good))
+    return found

@@ -465,4 +465,4 @@ def state_keys(family: str) -> list[str]:
 
 def settled_bytes(num_data_ranks: int) -> int:
     """Return the bytes of the all-reduce in which all ranks agree on a step's batches, with one loss denominator."""
-    return 8 * (1 + 4 * num_data_ranks)
+    return 8 * (3 + 4 * num_data_ranks)

@@ -216,13 +216,29 @@ def _join(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return torch.cat([x for x in tensors if x.shape != (0,)], dim)
 
 
-def _drops(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *_: Any, **__: Any) -> bool:
-    """Return True for attention with dropout: a fused kernel draws a mask of its own, which differs between plans."""
-    return dropout_p > 0
+def _is_written_out(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> bool:
+    """Return True for attention whose numbers depend on the kernel, and which torch computes by single operations.
+
+    With dropout a fused kernel draws a mask of its own, which differs between plans. Where an additive mask hides all
+    keys of a query by large numbers, fused kernels have other gradients: torch takes none of them if it broadcasts keys
+    over the heads, but a rank with as many query heads as key heads would.
+    """
+    broadcast = not enable_gqa and query.dim() > 2 and query.shape[-3] != key.shape[-3]
+    return dropout_p > 0 or (broadcast and attn_mask is not None and attn_mask.is_floating_point())
 
 
 _OWN: Mapping[str, tuple[_Form, ...]] = {
-    "aten.scaled_dot_product_attention.default": _given(_drops, written_attention),
+    "aten.scaled_dot_product_attention.default": _given(_is_written_out, written_attention),
     "aten.cross_entropy_loss.default": _given(_is_loss, _loss),
     **{f"aten.conv{n}d.default": _given(_are_patches, _patches) for n in (1, 2, 3)},
     "aten.copy.default": _given(lambda *given: True, _copy),

@@ -7,6 +7,8 @@ and kernels of every plan.
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from autoplan.verify.cost import LIMIT_S, USUAL_S, Cost, cost_of
 from autoplan.verify.first import explain_difference
 from autoplan.verify.one_device import compile_one_device, load_stage
 from autoplan.verify.runs import NotComparable, VerifyTask, Wrong, copies_of, run_graph, run_module
-from autoplan.verify.sample import draw_batch, longest_window, sizes_to_try
+from autoplan.verify.sample import draw_batch, has_mask, longest_window, sizes_to_try
 from autoplan.verify.wide import WIDE
 
 # Relative to the loss, and to the largest element of a gradient. Equal functions differ by the rounding of float64,
@@ -45,14 +47,16 @@ def _wide_batch(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {n: x.to(WIDE) if x.is_floating_point() else x for n, x in batch.items()}
 
 
-def compare_runs(task: VerifyTask, sizes: Mapping[str, int], moved: bool = True) -> Verification:
-    """Run graph and module on one batch and compare them. `moved`: see `copies_of`.
+def compare_runs(
+    task: VerifyTask, sizes: Mapping[str, int], *, moved: bool = True, whole_sample: bool = True
+) -> Verification:
+    """Run graph and module on one batch and compare them. `moved`: see `copies_of`; `whole_sample`: see `draw_batch`.
 
     Raises:
         CaptureError: names the first value that differs.
         NotComparable: if the module cannot run in float64.
     """
-    batch = _wide_batch(draw_batch(task.graph, task.example, sizes))
+    batch = _wide_batch(draw_batch(task.graph, task.example, sizes, whole_sample=whole_sample))
     tensors = copies_of(task.model, moved)
     loss, gradients = run_module(task, tensors, batch)
     compiled = compile_one_device(task.graph)
@@ -64,6 +68,7 @@ def compare_runs(task: VerifyTask, sizes: Mapping[str, int], moved: bool = True)
         raise CaptureError(explain_difference(task, compiled, tensors, batch, (float(got_loss), float(loss)), wrong))
     window = _window(task)
     unseen = f"; windows of {window:,} tokens are longer" if window >= sizes.get("s", math.inf) else ""
+    unseen += "" if whole_sample or not has_mask(task.example) else "; no sample of nothing but padding"
     shown = ", ".join(f"{x}={n}" for x, n in sorted(sizes.items()))
     count = f"{len(trained)} gradients" if len(trained) != 1 else "1 gradient"
     return Verification(True, f"in float64: loss and {count} within {TOLERANCE:g} of the module ({shown}{unseen})")
@@ -112,7 +117,9 @@ def choose_sizes(task: VerifyTask, limit_s: float) -> tuple[dict[str, int] | Non
 
 def _window(task: VerifyTask) -> int:
     """Return the longest sliding window of the graph, or of a Hugging Face config, in case the graph lost it."""
-    wanted = getattr(getattr(task.model, "config", None), "sliding_window", None)
+    config = getattr(task.model, "config", None)
+    name = getattr(config, "attribute_map", {}).get("sliding_window", "sliding_window")
+    wanted = inspect.getattr_static(config, name, None)  # configs whose layers have windows of their own do not say it
     return max(longest_window(task.graph), wanted if isinstance(wanted, int) else 0)
 
 
@@ -134,11 +141,14 @@ def verify_whole(task: VerifyTask, limit_s: float = LIMIT_S) -> Verification:
 
 def compare_or_say(task: VerifyTask, sizes: Mapping[str, int]) -> Verification:
     """Run `compare_runs` on moved values; if the module cannot run on them, on its exact values. Says why if neither
-    works."""
-    try:
-        return compare_runs(task, sizes)
-    except NotComparable:
+    works.
+
+    Each is tried first with a sample of nothing but padding, on which many modules give NaN.
+    """
+    reason = ""
+    for moved, whole_sample in itertools.product((True, False), (True, False) if has_mask(task.example) else (False,)):
         try:
-            return compare_runs(task, sizes, moved=False)
+            return compare_runs(task, sizes, moved=moved, whole_sample=whole_sample)
         except NotComparable as exc:
-            return Verification(False, str(exc))
+            reason = str(exc)
+    return Verification(False, reason)

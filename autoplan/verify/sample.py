@@ -114,10 +114,12 @@ def longest_window(graph: ModelGraph) -> int:
     return max((int(n.attrs["window"]) for n in nodes if n.attrs.get("window") is not None), default=0)
 
 
-def draw_batch(graph: ModelGraph, example: Mapping[str, torch.Tensor], sizes: SymbolSizes) -> dict[str, torch.Tensor]:
+def draw_batch(
+    graph: ModelGraph, example: Mapping[str, torch.Tensor], sizes: SymbolSizes, *, whole_sample: bool = True
+) -> dict[str, torch.Tensor]:
     """Return a batch of these sizes: the example cut or repeated, drawn at random where its entries are all equal.
 
-    If there is a mask, some tokens are not valid (`_pad`).
+    If there is a mask, some tokens are not valid (`_pad`), and with `whole_sample` all of the first sample.
     """
     generator = torch.Generator().manual_seed(_SEED)
     uses = _Uses(graph).find()
@@ -131,7 +133,14 @@ def draw_batch(graph: ModelGraph, example: Mapping[str, torch.Tensor], sizes: Sy
     for name in _MASKS:
         if name in batch:
             _pad(graph, uses, batch, name)
+            if whole_sample:  # whose labels count: what a query gets that sees no token is in the loss
+                batch[name][0] = 0
     return batch
+
+
+def has_mask(example: Mapping[str, torch.Tensor]) -> bool:
+    """Return True if some tokens of a drawn batch are not valid."""
+    return any(name in example for name in _MASKS)
 
 
 def _drawn(name: str, tensor: torch.Tensor, use: _Use, generator: torch.Generator) -> torch.Tensor:

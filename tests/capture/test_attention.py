@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from parity import worst
+from parity import cluster_of, worst
 from test_faithful import run
 from torch import nn
 
@@ -17,8 +18,11 @@ from autoplan.capture.export import capture
 from autoplan.capture.frontend import hf_attention
 from autoplan.capture.frontend.hf_attention import is_standard
 from autoplan.capture.frontend.written_out import written_attention
+from autoplan.codegen.program import compile_program
 from autoplan.errors import CaptureError
 from autoplan.ir.graph import ModelGraph
+from experiments.shared import simulated
+from experiments.shared.default_plans import make_plan, read_pins
 
 VOCAB, SEQ = 96, 12
 SMALL: dict[str, Any] = dict(
@@ -312,3 +316,59 @@ def test_dropout_inside_attention_of_hugging_face_models(attention: str, with_pa
         found = ops(capture(model, given))
         assert found.count("dropout") == found.count("softmax") > 0 and "attention" not in found
         assert "dropout" not in ops(assert_equal(model.eval(), given))
+
+
+class Grouped(nn.Module):
+    """Fewer key heads than heads, under an additive mask whose least number hides padding and later tokens.
+
+    Args:
+        broadcast: torch broadcasts the key head, or else groups the heads.
+    """
+
+    def __init__(self, heads: int, groups: int, broadcast: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads, self.groups, self.broadcast = heads, groups, broadcast
+        self.embed, self.out, self.head = nn.Embedding(VOCAB, 32), nn.Linear(8 * heads, 32), nn.Linear(32, VOCAB)
+        self.q, self.k, self.v = (nn.Linear(32, 8 * n) for n in (heads, groups, groups))
+
+    def forward(self, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        q = self.q(x).view(*ids.shape, self.heads, 8).transpose(1, 2)
+        k, v = (f(x).view(*ids.shape, self.groups, 8).transpose(1, 2) for f in (self.k, self.v))
+        least = torch.finfo(x.dtype).min
+        mask = torch.full((ids.shape[1], ids.shape[1]), least, dtype=x.dtype).triu(1)
+        mask = mask[None, None].masked_fill((valid == 0)[:, None, None], least)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=not self.broadcast)
+        return self.head(x + self.out(y.transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("heads", "groups", "broadcast"), [(2, 1, True), (2, 1, False), (4, 2, False)])
+def test_queries_of_which_a_mask_hides_all_keys_by_the_least_number(
+    heads: int, groups: int, broadcast: bool, tp: int
+) -> None:
+    """Gradients there are another number in torch's fused kernel, which it takes for equal or grouped heads, than in
+    the operations that it takes for a broadcast key head: the program has those of the module, whatever heads a rank
+    has."""
+    batch = models.token_batch(2, SEQ, vocab=VOCAB)
+    batch = {"ids": batch["input_ids"], "labels": batch["labels"], "valid": torch.ones(2, SEQ, dtype=torch.long)}
+    batch["valid"][0, :3] = 0
+    model = Grouped(heads, groups, broadcast).double()
+
+    def loss_of_module(out: torch.Tensor, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(out.flatten(0, 1), batch["labels"].flatten())
+
+    want = loss_of_module(model(batch["ids"], batch["valid"]), batch)
+    want.backward()
+    graph = capture(model, batch, loss_of_module)
+    pins, long = {"tp": tp, "state_slack": 1.0}, {"b": 64, "s": 512}  # heads are worth sharding
+    _, layouts, _ = make_plan(graph, cluster_of(tp, "bandwidth"), read_pins(pins, tp), long)
+    program = compile_program(graph, layouts)
+    assert re.search(rf"(softmax|attended) = .*f64\[b, {heads // tp}, s, ", "".join(program.sources.values()))
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    loss, got = simulated.run_simulated(program, simulated.SimulatedStep(params, {}, batch))
+    assert loss == pytest.approx(want.item(), rel=1e-12)
+    wanted = {n: p.grad for n, p in model.named_parameters() if n != "k.bias"}  # nothing but rounding
+    error, name = worst({n: got[n] for n in wanted}, wanted)
+    assert error < 1e-12, name

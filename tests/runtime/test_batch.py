@@ -49,6 +49,32 @@ def test_a_batch_that_does_not_fit_is_one_error_and_the_job_goes_on(faulty: int 
             assert f"another batch ({what}) on rank 3 than rank 2 (data rank 1)" in said[name], said[name]
 
 
+@pytest.mark.processes
+def test_settings_of_one_rank_are_one_error_and_the_job_goes_on() -> None:
+    """No rank waits for another; the comparison is a part of the exchange in which a step settles its batches."""
+    case = Case("gpt", dp=2)
+    program = compiled(case)
+    found = pool(2).run(batch_jobs.settings, case, program.spec.to_json(), dict(program.sources), timeout_s=60)
+    other = "AgreedValueError: rank 1 was given another {} than rank 0: {}. It must be the same on all ranks. If an"
+    clipped = "clip_grad_norm_ of the step before"
+    arguments = "max_norm={}, norm_type={}, error_if_nonfinite=False"
+    says = {
+        "no number": (clipped, f"{arguments.format('nan', 2)} and {arguments.format(1, 2)}"),
+        "no order": (clipped, f"{arguments.format(1, -1)} and {arguments.format(1, 'inf')}"),
+        "another number": (clipped, f"{arguments.format(0.5, 2)} and {arguments.format(1, 2)}"),
+        "another order": (clipped, f"{arguments.format(1, 'inf')} and {arguments.format(1, 3)}"),
+        "learning rate": ("lr of group 0 of the optimizer", "0.2 and 0.1"),
+        "seed": ("seed", "1 and 0"),
+        "momentum": ("betas of group 0 of the optimizer", "0.8, 0.99 and 0.9, 0.999"),
+    }
+    for name, (first, second, third) in found[0].items():
+        wrong = {"no number": "max_norm=nan", "no order": "norm_type=-1"}.get(name)
+        assert found[1][name][0].startswith(f"AgreedValueError: {wrong}" if wrong else first), name
+        assert (first == "accepted") == (name != "no number anywhere"), name
+        assert second == found[1][name][1] and third == found[1][name][2] == "accepted", name
+        assert second.startswith(other.format(*says[name])) if name in says else second == "accepted", (name, second)
+
+
 def test_problems_are_listed_with_their_ranks() -> None:
     assert agree.listed(["x", "x"]) == "x"
     assert agree.listed([None, "x", None, "y", "y", "y"]) == "rank 1: x; ranks 3-5: y"

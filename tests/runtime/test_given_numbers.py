@@ -9,6 +9,7 @@ import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -396,8 +397,17 @@ def test_tensors_that_are_cast_or_deleted_or_of_a_load() -> None:
     model.float()
     model.load_state_dict({**model.state_dict(), "kept": torch.tensor(3.0)})
     assert "Tensors.kept" in (numbers.changed() or "")
-    numbers.loaded()
-    assert numbers.changed() is None
+    numbers.loaded({})  # something else
+    assert "Tensors.kept" in (numbers.changed() or "")
+    numbers.loaded({"kept": torch.tensor(4.0)})
+    assert numbers.changed() is None  # the program was given what counts
+    model.kept.fill_(4.0)
+    assert numbers.changed() is None  # the module has it, too
+    model.kept = torch.tensor(3.0)
+    assert numbers.changed() is None  # as in the load
+    model.kept.fill_(5.0)
+    assert "Tensors.kept" in (numbers.changed() or "")
+    model.kept.fill_(4.0)
     model.passing.zero_()
     assert "Tensors.passing" in (numbers.changed() or "")
     alive = weakref.ref(model)
@@ -435,6 +445,44 @@ def test_tensors_of_loss_functions(make: Callable[[torch.Tensor], Any]) -> None:
     assert "weight" in (numbers.changed() or "") and "was changed" in (numbers.changed() or "")
     weight[2] = 1.0
     assert numbers.changed() is None
+
+
+def test_a_buffer_of_the_loss_function_is_not_in_the_state_of_the_program() -> None:
+    """A load does not give it to the program, whatever the buffers of the model are called."""
+    loss = Weighing(torch.ones(4))
+    numbers = GivenNumbers(Model(), loss)
+    loss.weight.fill_(2.0)
+    numbers.loaded({"weight": torch.full((4,), 2.0)})
+    assert "loss_fn.self.weight was changed" in (numbers.changed() or "")
+
+
+@pytest.mark.parametrize("how", ["state", "checkpoint"])
+def test_a_buffer_that_is_changed_after_a_load(how: str, tmp_path: Path, one_process: None) -> None:
+    """Of the module that was given in: its state does not change the program's, and a step refuses it."""
+    batch, model = {"x": torch.ones(4, 4)}, Tensors().eval()
+    pm = autoplan.parallelize(model, example_inputs=batch, loss_fn=lambda output, _: output.mean(), global_batch_size=4)
+    state = pm.state_dict() | {"kept": torch.tensor(3.0)}
+    pm.load_state_dict(state)
+    if how == "checkpoint":
+        pm.save_checkpoint(tmp_path)
+        pm.load_state_dict({"kept": torch.ones(())}, strict=False)
+        assert pm.load_checkpoint(tmp_path) is not None
+    loss = pm.step(batch).item()
+    model.load_state_dict(state)
+    assert pm.step(batch).item() == loss
+    model.kept.fill_(5.0)
+    model.norm.running_mean.fill_(5.0)
+    assert pm.state_dict()["kept"] == 3.0 and not pm.state_dict()["norm.running_mean"].any()
+    with pytest.raises(ValueError, match=r"^Tensors\.kept was changed after the program was made or loaded"):
+        pm.step(batch)
+
+
+def test_the_state_of_a_program_is_not_that_of_the_module(one_process: None) -> None:
+    batch, model = {"x": torch.ones(4, 4)}, Tensors().eval()
+    pm = autoplan.parallelize(model, example_inputs=batch, loss_fn=lambda output, _: output.mean(), global_batch_size=4)
+    model.kept.fill_(5.0)
+    model.norm.running_mean.fill_(5.0)  # as when somebody trains the module beside the program
+    assert pm.state_dict()["kept"] == 1.0 and not pm.state_dict()["norm.running_mean"].any()
 
 
 def test_a_step_refuses_a_tensor_that_the_program_does_not_have(one_process: None) -> None:

@@ -286,6 +286,30 @@ def test_a_graph_that_cannot_run() -> None:
         verify_whole(replace(task, graph=graph))
 
 
+def test_a_sample_of_nothing_but_padding() -> None:
+    """What its queries get, which see no token, is zero in the module: only such a sample shows that it is not lost."""
+    task = task_of("mistral-padded")
+    assert verify_whole(task).done
+    lost = with_node(
+        task.graph,
+        lambda n: n.op == "masked_fill",
+        lambda n: replace(n, op="mul_scalar", inputs=n.inputs[:1], attrs={"scalar": 1.0}),
+    )
+    with pytest.raises(CaptureError, match=r"is not the module: its loss is"):
+        verify_whole(replace(task, graph=lost))
+
+
+def test_a_sample_of_nothing_but_padding_on_which_the_module_is_not_finite() -> None:
+    def mean_of_means(out: Any, batch: Any) -> torch.Tensor:
+        valid = batch["attention_mask"]
+        return ((out.logits.square().mean(-1) * valid).sum(1) / valid.sum(1)).mean()
+
+    batch = parity.names_of("mistral-padded", models.token_batch(2, SEQ))
+    del batch["labels"]
+    outcome = verify_whole(captured(parity.make_model("mistral-padded", 0.0), batch, mean_of_means))
+    assert outcome.done and "(b=3, s=12; no sample of nothing but padding)" in outcome.text
+
+
 # -- what is run ------------------------------------------------------------------------------------------------------
 
 
@@ -297,7 +321,10 @@ def test_batches() -> None:
         "input_ids": (3, 12), "labels": (3, 8), "attention_mask": (3, 12), "decoder_attention_mask": (3, 8)
     }  # fmt: skip
     assert batch["input_ids"].min() >= 0 and batch["input_ids"].max() < 96 and batch["input_ids"].unique().numel() > 9
-    assert batch["attention_mask"].sum(1).tolist() == [12, 11, 9]  # some do not count
+    assert batch["attention_mask"].sum(1).tolist() == [0, 11, 9]  # some do not count
+    assert batch["decoder_attention_mask"].sum(1).tolist() == [0, 7, 6] and (batch["labels"][0] >= 0).sum() > 4
+    batch = draw_batch(task.graph, ones, {"b": 3, "s": 12, "t": 8}, whole_sample=False)
+    assert batch["attention_mask"].sum(1).tolist() == [12, 11, 9]
     assert (batch["labels"][-1, 6:] == -100).all() and batch["labels"].max() < 96
     given = {**ones, "input_ids": torch.arange(2 * SEQ).view(2, SEQ)}
     kept = draw_batch(task.graph, given, {"b": 3, "s": 12, "t": 8})["input_ids"]
@@ -311,6 +338,22 @@ def test_labels_that_do_not_count() -> None:
     labels[:, -1] = 5
     batch = draw_batch(task.graph, {**task.example, "labels": labels}, {"b": 3, "s": 8})
     assert (batch["labels"] >= 0).sum() > 12
+
+
+def test_the_window_of_a_config_that_does_not_say_it() -> None:
+    """transformers raises an error where the layers of a config have windows of their own."""
+
+    class Config:
+        sliding_window = 8
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "sliding_window":
+                raise RuntimeError("'sliding_window' is a per-layer attribute")
+            return super().__getattribute__(name)
+
+    task = plain_task()
+    task.model.config = Config()  # type: ignore[assignment]
+    assert check._window(task) == 8
 
 
 def test_sizes_are_not_those_of_the_example() -> None:
