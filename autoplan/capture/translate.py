@@ -488,6 +488,10 @@ class Translator:
         changed = self.env.get(self._first(node))
         if changed in self.trace.buffers:
             return CaptureError(self._mutated(self.trace.buffers[changed]))
+        behind = [name for x in self.aliases.behind(self._first(node)) if isinstance(name := self.env.get(x), str)]
+        for full in (self.trace.params[name] for name in behind if name in self.trace.params):
+            how = "after the optimizer's step, or do not store it: clamp() for data.clamp_()"
+            return CaptureError(f"parameter {full!r} is changed in the forward by {target}; change it {how}")
         return CaptureError(f"in-place op {target} cannot be captured; write x = x + y instead of x += y")
 
     def _is_noop(self, result: Any, node: fx.Node) -> bool:

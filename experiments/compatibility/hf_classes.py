@@ -85,6 +85,26 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("sliding_window", "attention_window_size"), SEQ // 2),
     **dict.fromkeys(("image_size",), 32),
 }
+# Values of configs that belong together, or have no default, by `model_type`.
+_OWN: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {
+        **{"head_dim": 8, "num_key_value_heads": HEADS, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+        **{"n_group": 1, "topk_group": 1, "n_routed_experts": 4},
+    },
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": HEADS, "mamba_d_head": 16},
+    "gemma3n_text": {
+        **{"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
+        **{"layer_types": ["sliding_attention", "full_attention"], "activation_sparsity_pattern": [0.5, 0.0]},
+        **{"laurel_rank": 8, "intermediate_size": INNER},
+    },
+    "gemma4_text": {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lilt": {"hidden_size": 48},  # by 6 for the sides of boxes, too
+    "luke": {"entity_vocab_size": VOCAB, "entity_emb_size": HIDDEN},
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 16, "layers_block_type": ["mamba", "hybrid"]},
+}
 # Lists with one value per stage of a model of images: widths (scaled so that the first is HIDDEN), and layers.
 _WIDTHS = ("hidden_sizes", "embed_dims", "encoder_hidden_sizes", "neck_hidden_sizes", "dims")
 _DEPTHS = ("depths", "num_blocks_per_stage")
@@ -121,7 +141,7 @@ def small_values(config: Any, without: frozenset[str]) -> dict[str, Any]:
     for alias, name in aliases.items():
         if alias in _SIZES and name not in out and isinstance(given.get(name), int):
             out[name] = min(given[name], _SIZES[alias])
-    return out
+    return out | _OWN.get(config.model_type, {})
 
 
 def _small_value(name: str, value: Any, without: frozenset[str]) -> Any:
@@ -162,9 +182,10 @@ def small_config(config_class: type, without: frozenset[str]) -> Any:
     values = small_values(default, without)
     values |= {name: HEADS for name in _KV if name in without and isinstance(getattr(default, name, None), int)}
     config = config_class(**values)
-    for name in ("pad_token_id", "decoder_start_token_id"):
-        if getattr(config, name, None) is None:
-            setattr(config, name, 0)
+    for of in {id(c): c for c in (config, config.get_text_config())}.values():
+        for name in ("pad_token_id", "decoder_start_token_id"):
+            if getattr(of, name, None) is None:
+                setattr(of, name, 0)
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = "eager"  # the others know no float64
     return config
