@@ -43,6 +43,7 @@ from autoplan.capture.frontend.recurrent import capture_recurrent
 from autoplan.capture.frontend.rehearsal import rehearse_capture
 from autoplan.capture.frontend.samples import CaptureSamples
 from autoplan.capture.frontend.scans import Scan, ScanForms, Scans
+from autoplan.capture.frontend.selections import CaptureSelections, has_unknown_sizes, without_selections
 from autoplan.capture.frontend.sizes import export_symbolic
 from autoplan.capture.frontend.state import state_refused
 from autoplan.capture.frontend.torch_transformer import capture_transformers
@@ -156,7 +157,7 @@ def _capture(
     try:
         trace = Translator(program, wrapper, lengths, names).run()
     except CaptureError:
-        if not can_be_functional(program):
+        if not can_be_functional(program) or has_unknown_sizes(program):  # which no form of the program would change
             raise
         trace = Translator(without_mutation(program), wrapper, lengths, names).run()
     graph = assemble(trace, type(model).__name__, *_parameters(model))
@@ -190,7 +191,9 @@ def _exported(
         scans: the functions that go along the sequence.
     """
     with _patched(wrapper, tracer, ledger, loops, scans):
-        return export_symbolic(wrapper, example_inputs, tracer)
+        program, symbols = export_symbolic(wrapper, example_inputs, tracer)
+    ledger.notes.update(without_selections(program))
+    return program, symbols
 
 
 def _rehearsed(
@@ -219,7 +222,16 @@ def _patched(
     def within() -> Iterator[None]:
         with ExitStack() as stack:
             samples = partial(CaptureSamples, wrapper.batch)
-            for make in (tracer.hidden.forward, experts, recurrent, CaptureBags, CaptureData, samples, batch_norms):
+            for make in (
+                tracer.hidden.forward,
+                experts,
+                recurrent,
+                CaptureBags,
+                CaptureData,
+                CaptureSelections,
+                samples,
+                batch_norms,
+            ):
                 stack.enter_context(make())
             stack.enter_context(state_refused(model, wrapper.counters))
             yield

@@ -39,6 +39,7 @@ from autoplan.capture.ops import OPS, SKIP, Arguments, lower
 from autoplan.capture.positions import one_copy
 from autoplan.capture.trace import Repeat, Trace
 from autoplan.errors import CaptureError, FormError
+from autoplan.ir.fresh import FreshNames
 from autoplan.ir.graph import Node, Value
 from autoplan.ir.symbols import Expr
 from autoplan.ops.arguments import Alias, IrOp, IrResult
@@ -122,7 +123,7 @@ class Translator:
         self.trace: Trace = Trace()
         self.env: dict[fx.Node, Any] = {}
         self.layer: list[str] = []
-        self.counter: dict[str, int] = {}
+        self.unused = FreshNames(names)
         self.refused: dict[str, CaptureError] = {}
         self.traces: Traces = {}
         self.aliases: Aliases = Aliases()
@@ -232,7 +233,7 @@ class Translator:
         value: Any = node.meta.get("val")
         values = list(value) if isinstance(value, (list, tuple)) else [value]
         try:
-            outs = [Value(self._fresh("refused"), self._shape(v), dtype_name(v.dtype), False) for v in values]
+            outs = [Value(self.unused.fresh("refused"), self._shape(v), dtype_name(v.dtype), False) for v in values]
         except (AttributeError, CaptureError):
             raise self._refusals() from why
         self.trace.values |= {v.name: v for v in outs}
@@ -387,7 +388,7 @@ class Translator:
             outs = []
             for i, theirs in enumerate(like):
                 old = self.trace.values[self._name_of(theirs)]
-                name = self._fresh(f"{layer}.out{i}" if len(like) > 1 else f"{layer}.out")
+                name = self.unused.fresh(f"{layer}.out{i}" if len(like) > 1 else f"{layer}.out")
                 self.trace.values[name] = replace(old, name=name)
                 outs.append(name)
             self.env[node] = outs
@@ -487,6 +488,10 @@ class Translator:
         changed = self.env.get(self._first(node))
         if changed in self.trace.buffers:
             return CaptureError(self._mutated(self.trace.buffers[changed]))
+        behind = [name for x in self.aliases.behind(self._first(node)) if isinstance(name := self.env.get(x), str)]
+        for full in (self.trace.params[name] for name in behind if name in self.trace.params):
+            how = "after the optimizer's step, or do not store it: clamp() for data.clamp_()"
+            return CaptureError(f"parameter {full!r} is changed in the forward by {target}; change it {how}")
         return CaptureError(f"in-place op {target} cannot be captured; write x = x + y instead of x += y")
 
     def _is_noop(self, result: Any, node: fx.Node) -> bool:
@@ -506,7 +511,7 @@ class Translator:
         return whole and Trait.STOPS_GRADIENT not in record.traits
 
     def _emit(self, item: IrOp, tensors: tuple[str | None, ...], metas: list[Any], where: str, scope: str) -> list[str]:
-        base = self._fresh(item.op)
+        base = self.unused.fresh(item.op)
         outs = [base] if len(metas) == 1 else [f"{base}.{i}" for i in range(len(metas))]
         inputs = [self.trace.values[t] for t in tensors if t is not None]
         passes = not op_has(item.op, Trait.STOPS_GRADIENT)
@@ -522,11 +527,6 @@ class Translator:
         node = Node(base, item.op, tensors, tuple(outs), attrs, scope, where)
         self.trace.append(node, self.layer[-1] if self.layer else "")
         return outs
-
-    def _fresh(self, base: str) -> str:
-        count = self.counter.get(base, 0)
-        self.counter[base] = count + 1
-        return base if count == 0 else f"{base}_{count}"
 
     def _arguments(self, node: fx.Node, op: torch._ops.OpOverload | None) -> tuple[Arguments, dict[str, Any]]:
         """Return the given arguments and the defaults of all arguments.

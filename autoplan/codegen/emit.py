@@ -14,13 +14,14 @@ from types import MappingProxyType
 
 from autoplan.errors import RuleError
 from autoplan.ir.dataflow import last_uses
+from autoplan.ir.fresh import FreshNames
 from autoplan.ir.graph import Value
 from autoplan.ir.layout import Axis, AxisType, ConversionKind, Layout
 from autoplan.ir.symbols import SYMBOLS, Expr, product
 from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.table import op_has, op_kind, op_record
 from autoplan.ops.text import OpText, py, shape_text
-from autoplan.program.lower import Names
+from autoplan.program.lower import identifier
 from autoplan.program.regions import Flow, Region, regions
 from autoplan.program.statements import Convert, LoweredBlock, Op, local_factors, local_shape
 
@@ -245,7 +246,8 @@ def _body(lowered: LoweredBlock, flow: Flow, lines: Sequence[str], apart: Sequen
     variables = flow.variables
     at = {region.statements[-1]: region for region in apart}
     inside = {i for region in apart for i in region.statements}
-    names = Names({v for pair in variables for side in pair for v in side} | {given.var for given in lowered.inputs})
+    read_or_written = {v for pair in variables for side in pair for v in side}
+    names = FreshNames(read_or_written | {given.var for given in lowered.inputs})
     order = [i for i in range(len(lines)) if i not in inside or i in at]
     steps = [(i, at[i].reads, at[i].writes) if i in at else (i, *variables[i]) for i in order]
     last_use = last_uses(steps, lowered.outputs)
@@ -260,7 +262,7 @@ def _body(lowered: LoweredBlock, flow: Flow, lines: Sequence[str], apart: Sequen
         if i not in at:
             body += lines[i].split("\n")
             continue
-        body += _region_lines(at[i], lines, names.fresh(f"{at[i].group}_region"))
+        body += _region_lines(at[i], lines, names.fresh(f"{identifier(at[i].group)}_region"))
     return body
 
 

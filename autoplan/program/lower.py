@@ -5,9 +5,9 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from autoplan.errors import LayoutError
+from autoplan.ir.fresh import FreshNames
 from autoplan.ir.graph import Block, ModelGraph, Node, Value
 from autoplan.ir.layout import Axis, ConversionKind, ConversionStep, Layout, conversion
 from autoplan.ir.symbols import Expr, product
@@ -42,21 +42,6 @@ def class_name(block: str) -> str:
     return "".join(part[:1].upper() + part[1:] for part in re.split(r"\W|_", block) if part)
 
 
-@dataclass
-class Names:
-    """The variables of a text so far."""
-
-    used: set[str] = field(default_factory=set)
-
-    def fresh(self, base: str) -> str:
-        """Return a new variable: `base` as an identifier, with a number if it is taken."""
-        text, k = identifier(base), 1
-        while text in self.used:
-            text, k = f"{identifier(base)}_{k}", k + 1
-        self.used.add(text)
-        return text
-
-
 # names that the emitted text of a block uses itself
 _RESERVED = (
     "b s t device rng self torch nn F I P R Tensor Block Stage parameter typed attention dropout cross_entropy_sum "
@@ -75,7 +60,7 @@ class BlockLowering:
         self.block = block
         self.selection = selection
         self.axes: tuple[Axis, ...] = tuple(axes)
-        self.names: Names = Names(set(_RESERVED))
+        self.names = FreshNames(_RESERVED)
         self.native: dict[str, Layout] = {}
         self.var: dict[tuple[str, Layout], str] = {}
         self.statements: list[Statement] = []
@@ -96,13 +81,13 @@ class BlockLowering:
         """Return the lowered block."""
         inputs = []
         for name in self.block.inputs:
-            var = self.names.fresh(name)
+            var = self.names.fresh(identifier(name))
             self.var[name, self.native[name]] = var
             inputs.append(BlockInput(var, self.block.values[name], self.native[name]))
         params = [self._param(name) for name in self.block.params]
         buffers = []
         for name in self.block.buffers:
-            attr = self.names.fresh(name)
+            attr = self.names.fresh(identifier(name))
             self.var[name, self.native[name]] = f"self.{attr}"
             buffers.append((attr, self.block.values[name]))
         fused = self._fused_biases()
@@ -140,7 +125,7 @@ class BlockLowering:
 
     def _param(self, name: str) -> BlockParam:
         value, stored = self.block.values[name], self.native[name]
-        attr = self.names.fresh(name)
+        attr = self.names.fresh(identifier(name))
         uses = self.uses.get(name, {stored})
         used = stored
         if len(uses) == 1:  # all uses take one type: its gradient is reduced once, at the end of the step
@@ -208,7 +193,8 @@ class BlockLowering:
         targets = []
         for name in final.outputs:
             base, _, rest = name.partition("_")
-            var = self.names.fresh(_FRIENDLY.get(name, _FRIENDLY.get(base, base) + (f"_{rest}" if rest else "")))
+            friendly = _FRIENDLY.get(name, _FRIENDLY.get(base, base) + (f"_{rest}" if rest else ""))
+            var = self.names.fresh(identifier(friendly))
             self.var[name, self.native[name]] = var
             targets.append(var)
         values = self.block.values
@@ -241,7 +227,8 @@ class BlockLowering:
         for step in steps:
             after = tuple(step.target if i in step.axes else t for i, t in enumerate(current))
             if (name, after) not in self.var:
-                target, value = self.names.fresh(f"{name}_{_TAG[step.target.kind_name]}"), self.block.values[name]
+                target = self.names.fresh(identifier(f"{name}_{_TAG[step.target.kind_name]}"))
+                value = self.block.values[name]
                 sends, copies = self._sends(value, step, current), step.kind in COPIES
                 self.statements.append(
                     Convert(target, self.var[name, current], value, step, current, after, sends, copies)

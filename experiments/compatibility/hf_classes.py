@@ -15,6 +15,7 @@ A class that is equal, and takes tokens, is then given padded batches (`padding`
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 import time
@@ -84,6 +85,26 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("sliding_window", "attention_window_size"), SEQ // 2),
     **dict.fromkeys(("image_size",), 32),
 }
+# Values of configs that belong together, or have no default, by `model_type`.
+_OWN: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {
+        **{"head_dim": 8, "num_key_value_heads": HEADS, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+        **{"n_group": 1, "topk_group": 1, "n_routed_experts": 4},
+    },
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": HEADS, "mamba_d_head": 16},
+    "gemma3n_text": {
+        **{"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
+        **{"layer_types": ["sliding_attention", "full_attention"], "activation_sparsity_pattern": [0.5, 0.0]},
+        **{"laurel_rank": 8, "intermediate_size": INNER},
+    },
+    "gemma4_text": {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lilt": {"hidden_size": 48},  # by 6 for the sides of boxes, too
+    "luke": {"entity_vocab_size": VOCAB, "entity_emb_size": HIDDEN},
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 16, "layers_block_type": ["mamba", "hybrid"]},
+}
 # Lists with one value per stage of a model of images: widths (scaled so that the first is HIDDEN), and layers.
 _WIDTHS = ("hidden_sizes", "embed_dims", "encoder_hidden_sizes", "neck_hidden_sizes", "dims")
 _DEPTHS = ("depths", "num_blocks_per_stage")
@@ -120,7 +141,7 @@ def small_values(config: Any, without: frozenset[str]) -> dict[str, Any]:
     for alias, name in aliases.items():
         if alias in _SIZES and name not in out and isinstance(given.get(name), int):
             out[name] = min(given[name], _SIZES[alias])
-    return out
+    return out | _OWN.get(config.model_type, {})
 
 
 def _small_value(name: str, value: Any, without: frozenset[str]) -> Any:
@@ -161,9 +182,10 @@ def small_config(config_class: type, without: frozenset[str]) -> Any:
     values = small_values(default, without)
     values |= {name: HEADS for name in _KV if name in without and isinstance(getattr(default, name, None), int)}
     config = config_class(**values)
-    for name in ("pad_token_id", "decoder_start_token_id"):
-        if getattr(config, name, None) is None:
-            setattr(config, name, 0)
+    for of in {id(c): c for c in (config, config.get_text_config())}.values():
+        for name in ("pad_token_id", "decoder_start_token_id"):
+            if getattr(of, name, None) is None:
+                setattr(of, name, 0)
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = "eager"  # the others know no float64
     return config
@@ -374,29 +396,51 @@ def examine(of: Class) -> Row:
 def _with_padding(row: Row, truth: Reference, plain: ParallelModel) -> Row:
     """Return the row of a class with what became of its padded batches.
 
+    Batches on which the module's numbers are not finite in float64 are compared in float32: where padding hides all
+    keys from a query, some modules compute a softmax in float32 of the least number of float64, which is NaN.
+
     Args:
         plain: the program for tokens and labels alone.
     """
     cases, reasons = [], [row.why] if row.why else []
+    ways = tuple(padding.paddings(_has_two(truth.model), truth.batch["labels"].dim() > 1))
     for name, inputs in padding.INPUTS.items():
         names = inputs.of(truth.model)
         if names is None:
             continue
-        outcome, why = _examine_padded(truth, names, None if names else plain)
-        cases.append((name, outcome))
-        if why:
-            reasons.append(f"{name}: {why}")
+        found = _examine_padded(truth, names, ways, None if names else plain)
+        if found.left and found.outcome in (EQUAL, NOT_RUN) and truth.dtype is torch.float64:
+            in_float32 = replace(truth, model=copy.deepcopy(truth.model).float(), dtype=torch.float32)
+            other = _examine_padded(in_float32, names, found.left)
+            if other.outcome != NOT_RUN or found.outcome == NOT_RUN:
+                found = replace(other, why=f"{other.why} (float32)" if other.why else "")
+        cases.append((name, found.outcome))
+        if found.why:
+            reasons.append(f"{name}: {found.why}")
     return replace(row, why="; ".join(reasons), parity=tuple(cases))
 
 
-def _examine_padded(truth: Reference, names: Sequence[str], pm: ParallelModel | None) -> tuple[str, str]:
-    """Return the outcome of all ways to pad a batch with these inputs, and the reason.
+def _has_two(model: torch.nn.Module) -> bool:
+    return bool(getattr(model.config, "is_encoder_decoder", False))
+
+
+@dataclass(frozen=True)
+class _Padded:
+    """What became of padded batches. `left`: the ways to pad on which the module's own numbers are not finite."""
+
+    outcome: str
+    why: str
+    left: tuple[padding.Padding, ...]
+
+
+def _examine_padded(
+    truth: Reference, names: Sequence[str], ways: Sequence[padding.Padding], pm: ParallelModel | None = None
+) -> _Padded:
+    """Return what became of some ways to pad a batch with these inputs.
 
     Args:
         pm: the program; None: captured here from the first of the batches.
     """
-    two = bool(getattr(truth.model.config, "is_encoder_decoder", False))
-    ways = list(padding.paddings(two, truth.batch["labels"].dim() > 1))
     first = padding.padded(truth.model, truth.batch, names, ways[0])
     truths, failure = {}, "the module's loss or gradients are not finite"
     for way in ways:
@@ -409,19 +453,20 @@ def _examine_padded(truth: Reference, names: Sequence[str], pm: ParallelModel | 
         if all(bool(x.isfinite().all()) for x in (torch.tensor(loss), *gradients.values())):
             truths[way] = replace(truth, batch=batch, loss=loss, gradients=gradients)
     truth.model.zero_grad()
+    left = tuple(way for way in ways if way not in truths)
     if not truths:
-        return NOT_RUN, failure
+        return _Padded(NOT_RUN, failure, left)
     try:
         pm = pm or program(truth.model, first, capture(truth.model, first))
         wrong = {way: why for way, of in truths.items() if (why := difference(pm, of)[0])}
     except AutoplanError as exc:
-        return REFUSED, short(exc)
+        return _Padded(REFUSED, short(exc), left)
     except Exception as exc:
-        return CRASHED, crash(exc)
+        return _Padded(CRASHED, crash(exc), left)
     if not wrong:
-        return EQUAL, ""
+        return _Padded(EQUAL, "", left)
     way, why = next(iter(wrong.items()))
-    return WRONG, f"{len(wrong)} of {len(truths)} batches, first {way}: {why}"
+    return _Padded(WRONG, f"{len(wrong)} of {len(truths)} batches, first {way}: {why}", left)
 
 
 def classes(mappings: Sequence[str], only: str, attention: str | None = None) -> list[Class]:

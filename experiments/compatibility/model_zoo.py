@@ -67,8 +67,9 @@ _PADDED = """Classes of tokens that are equal are then compared on padded batche
 labels (those that the class takes): padding left and right, of encoder-decoders on all sides of source and target, with
 labels that are ignored on padding and that count there, and with a sample of padding alone. `tokens alone`: padding
 tokens without a mask. `positions`: of the valid tokens. One program of every set of inputs runs on all its batches; it
-is `equal` if loss and gradients are the module's on every batch on which the module's are finite. A cell is empty if
-the class does not take these inputs, or was not compared with them: such a cell says nothing about padding.
+is `equal` if loss and gradients are the module's on every batch on which the module's are finite, in float64 or else
+in float32. A cell is empty if the class does not take these inputs, or was not compared with them: such a cell says
+nothing about padding.
 """.splitlines()
 
 

@@ -277,9 +277,16 @@ class Broadcast(ScaledBlock):
         return x + whole
 
 
+class Clamped(ScaledBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear.weight.data.clamp_(-1.0, 1.0)  # as Gemma 3n
+        return x + self.linear(x)
+
+
 @pytest.mark.parametrize(
     ("block", "message"),
     [
+        (Clamped, r"parameter 'layers\.\d\.linear\.weight' is changed in the forward by .*clamp_.*optimizer's step"),
         (Gap, r"test_capture\.py:\d+: a tensor is used before all of it is written"),
         (Rewritten, r"test_capture\.py:\d+|in-place op aten\.copy_"),
         (Broadcast, r"test_capture\.py:\d+: .* a tensor is used before all of it is written"),

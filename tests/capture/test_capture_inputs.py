@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import models
 import pytest
 import torch
 from parity import worst
@@ -169,6 +170,25 @@ def test_a_tensor_that_stands_for_several_is_refused_by_name() -> None:
     model.weight = nn.Parameter(weight)
     with pytest.raises(CaptureError, match=r"'weight' is a TwoTensor .*cannot be split; give plain tensors"):
         capture(model, {"input": torch.randn(2, 4)}, lambda out, batch: out.square().mean())
+
+
+def test_a_class_that_turns_its_cache_off_itself_is_not_told_to_again() -> None:
+    """As T5Gemma's classifier, whose forward does not name use_cache, and has it beside its **kwargs."""
+    from transformers import LlamaConfig, LlamaPreTrainedModel
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    class Scorer(LlamaPreTrainedModel):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.model, self.score = LlamaModel(config), nn.Linear(config.hidden_size, 1)
+
+        def forward(self, input_ids: torch.Tensor, **more: Any) -> torch.Tensor:
+            hidden = self.model(input_ids, use_cache=False, **more).last_hidden_state
+            out: torch.Tensor = self.score(hidden)
+            return out
+
+    model, batch = Scorer(LlamaConfig(**models.DENSE)), {"input_ids": models.token_batch(4, 8)["input_ids"]}
+    assert_equal(model, batch, mean_square, **batch)
 
 
 class Quantised(nn.Module):

@@ -47,3 +47,12 @@ def test_a_program_that_is_wrong_before_the_first_token_is_found(monkeypatch: py
     found = dict(other.parity)
     assert other.outcome == EQUAL and found["mask"] == WRONG and found["tokens alone"] == EQUAL and other.is_defect
     assert "first padding left, labels ignored" in other.why
+
+
+def test_batches_that_are_finite_in_float32_alone_are_compared_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window of padding alone: Gemma 2 computes a softmax in float32 of the least number of float64."""
+    monkeypatch.setattr(padding, "INPUTS", {"mask": padding.INPUTS["mask"]})
+    (of,) = hf_classes.classes(["causal"], "^Gemma2ForCausalLM$")
+    with fake_group(1):
+        row = hf_classes.examine(of)
+    assert (row.outcome, row.why, dict(row.parity)) == (EQUAL, "", {"mask": EQUAL})

@@ -137,6 +137,9 @@ def test_which_inputs_are_sequences() -> None:
     assert length_symbols({"a": ids, "b": mask, "c": floats[..., None]}, frozenset()) == {"a": "s", "b": "t", "c": "t"}
     assert length_symbols({"a": ids[:, 0], "b": ids}, frozenset()) == {}
     assert length_symbols({"a": ids, "labels": ids}, frozenset({"labels"})) == {"a": "s", "labels": "t"}
+    classes = {"a": ids, "labels": ids[:, 0]}  # of a classifier that makes its target of the source
+    assert length_symbols({**classes, "mask": ids}, frozenset({"mask", "labels"})) == {"a": "s", "mask": "s"}
+    assert length_symbols({**classes, "mask": mask}, frozenset({"mask", "labels"})) == {"a": "s", "mask": "t"}
     with pytest.raises(CaptureError, match=r"inputs a \(2, 9\) and b \(2, 5\) belong to one sequence"):
         length_symbols({"a": ids, "b": mask, "labels": ids}, frozenset({"labels"}))
     assert example_lengths(models.make_encoder_decoder(), models.translation_batch(2, 9, 7)) == (9, 7)

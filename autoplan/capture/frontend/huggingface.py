@@ -40,14 +40,14 @@ def check_masks(model: nn.Module, example_inputs: Mapping[str, torch.Tensor]) ->
     """Raise CaptureError for a padding mask that is not [b, s], or whose model is not a Hugging Face model."""
     for name, tokens in (
         ("attention_mask", ("input_ids",)),
-        ("decoder_attention_mask", ("decoder_input_ids", "labels")),
+        ("decoder_attention_mask", ("decoder_input_ids", "labels", "input_ids")),
     ):
         mask = example_inputs.get(name)
         if mask is None:
             continue
         if not holds_hf_model(model):
             raise CaptureError(f"{name} is read from Hugging Face models only; give the model an input of another name")
-        ids = next((example_inputs[n] for n in tokens if n in example_inputs), None)
+        ids = next((example_inputs[n] for n in tokens if n in example_inputs and example_inputs[n].dim() > 1), None)
         if mask.ndim != 2 or (ids is not None and mask.shape != ids.shape):
             raise CaptureError(
                 f"{name} has shape {tuple(mask.shape)}; it must say of every token, [b, s], whether it counts"

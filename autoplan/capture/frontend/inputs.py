@@ -180,7 +180,9 @@ class LossModule(nn.Module):
         self.counters: Counters = counters or Counters(model)
         self._model_names, self._rest = model_input_names(model, names, loss_fn is not None)
         self._read: set[str] = set()
-        takes_cache = is_hf_model(without_compile(model))
+        own = without_compile(model)
+        # a forward that does not name it may pass it on itself, beside its **kwargs; its config says the same
+        takes_cache = is_hf_model(own) and "use_cache" in inspect.signature(own.forward).parameters
         self._extra: dict[str, Any] = {"use_cache": False} if takes_cache else {}
         self.with_results = False
         self._found = _Found()

@@ -1,9 +1,10 @@
 """Inputs that are sequences, and the symbol of their length: `s` (the first input's) or `t` (a target's).
 
-The names of the inputs of a Hugging Face encoder-decoder say which sequence they belong to. In any other model an input
-starts a second sequence if it is a tensor of whole numbers [batch, length] whose length differs from the first input's
-in the example. The first such input sets the length `t`; every input of this length belongs to the second sequence.
-Sequences that have equal lengths in the example must have equal lengths in every batch.
+The names of the inputs of a Hugging Face encoder-decoder say which sequence they belong to, unless it is a classifier
+whose target is as long as its source. In any other model an input starts a second sequence if it is a tensor of whole
+numbers [batch, length] whose length differs from the first input's in the example. The first such input sets the length
+`t`; every input of this length belongs to the second sequence. Sequences that have equal lengths in the example must
+have equal lengths in every batch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def length_symbols(example_inputs: Mapping[str, torch.Tensor], targets: frozense
 
     Args:
         example_inputs: name -> tensor [batch, ...].
-        targets: inputs that belong to the target sequence by their names.
+        targets: inputs that belong to the target sequence by their names, unless labels are classes.
 
     Raises:
         CaptureError: if inputs of one sequence have different lengths.
@@ -44,7 +45,10 @@ def length_symbols(example_inputs: Mapping[str, torch.Tensor], targets: frozense
     if first.dim() < 2 or first.shape[1] < 2:
         return {}
     if targets:
-        symbols = {n: "t" if n in targets else "s" for n in tensors}
+        labels = example_inputs.get("labels")
+        # a classifier makes its target of the source, and reads classes at the tokens of the source
+        same = first.shape[1] if labels is not None and labels.dim() < 2 else None
+        symbols = {n: "t" if n in targets and x.shape[1] != same else "s" for n, x in tensors.items()}
         if "s" in symbols.values():  # else the model takes the target only
             _check_lengths(tensors, symbols)
             return symbols

@@ -60,7 +60,10 @@ class Lengths:
             return self._polynomial(expr.args[0])
         if expr.is_Symbol:
             if str(expr) not in self.symbols:
-                raise CaptureError(f"size {expr} depends on the data, not only on batch and sequence lengths")
+                raise CaptureError(
+                    "a size depends on the data (x[mask], nonzero()), not only on batch and sequence lengths; keep all "
+                    "rows, and give those outside a mask the weight 0 in the loss or a label that does not count (-100)"
+                )
             return Expr.symbol(self.symbols[str(expr)])
         if expr.is_Add or expr.is_Mul:
             total = Expr.of(0 if expr.is_Add else 1)

@@ -16,6 +16,7 @@ from autoplan.capture.passes.hoist import hoist, simplify
 from autoplan.capture.trace import Trace
 from autoplan.errors import CaptureError
 from autoplan.ir.dataflow import Dataflow
+from autoplan.ir.fresh import FreshNames
 from autoplan.ir.graph import (
     LOSS_DENOMINATOR,
     Block,
@@ -505,25 +506,19 @@ class _Builder:
         names: dict[str, str] = {}
         state = {**self.trace.params, **self.trace.buffers}
         held = {x: self._local(layer, state[x]) for node in nodes for x in node.tensor_inputs if x in state}
-        used = dict.fromkeys(held.values(), 1)  # an input of the batch may be called as a parameter is
-
-        def fresh(base: str) -> str:
-            count = used.get(base, 0)
-            used[base] = count + 1
-            return base if count == 0 else f"{base}_{count}"
-
+        unused = FreshNames(held.values())  # an input of the batch may be called as a parameter is
         for x in ins:
             value = self.trace.values[x]
             plain = (x if x in self.trace.inputs else x.rsplit("_", 1)[0]).split(".")[0]
             plain = plain if x in self.pure or x in self.trace.inputs else "count"  # the same name behind every layer
-            names[x] = fresh("hidden" if value.requires_grad else plain)
+            names[x] = unused.fresh("hidden" if value.requires_grad else plain)
         for node in nodes:
             for x in node.tensor_inputs:
                 if x in held:
                     names.setdefault(x, held[x])
-            base = fresh(self._base(node, layer))
+            base = unused.fresh(self._base(node, layer))
             for i, x in enumerate(node.outputs):
-                names[x] = base if len(node.outputs) == 1 else f"{base}_{'abcdefghijklmnop'[i]}"
+                names[x] = base if len(node.outputs) == 1 else unused.fresh(f"{base}_{'abcdefghijklmnop'[i]}")
         return names
 
     @staticmethod
