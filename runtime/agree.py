@@ -105,7 +105,7 @@ def is_agreed(error: BaseException) -> bool:
 _MARK = "autoplan_agreed"
 
 
-def digest_of(entries: Mapping[str, str | int]) -> int:
+def digest_of_entries(entries: Mapping[str, str | int]) -> int:
     """Return a number below 2**62 that differs (except by chance) if the entries do."""
     digest = hashlib.blake2b(json.dumps(sorted(entries.items())).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") & _MASK
@@ -130,7 +130,7 @@ def first_difference(entries: Mapping[str, str | int], device: torch.device | st
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    mine = digest_of(entries)
+    mine = digest_of_entries(entries)
     seen = torch.tensor([mine, -mine], device=device)
     dist.all_reduce(seen, op=dist.ReduceOp.MAX)
     if int(seen[0]) == -int(seen[1]):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoplan.runtime.agree import LEAST, AgreedValueError, digest_of, fingerprint, raise_agreed, ranks_text
+from autoplan.runtime.agree import LEAST, AgreedValueError, digest_of_entries, fingerprint, raise_agreed, ranks_text
 from autoplan.runtime.mesh import AxisMesh
 from autoplan.runtime.precision import active_autocast
 from autoplan.runtime.settings import different_settings
@@ -92,6 +92,14 @@ def _of_inference(batches: Sequence[Any]) -> str | None:
                     "outside of that, or make it in torch.no_grad()"
                 )
     return None
+
+
+def _counts_alone(problem: str | None, labels: float | torch.Tensor, samples: int) -> Counts:
+    """Return what `Batches.settle` does on a job of one rank."""
+    if problem is not None:
+        raise AgreedValueError(problem)
+    numbers = labels.tolist() if isinstance(labels, torch.Tensor) else labels
+    return Counts(tuple(map(float, numbers if isinstance(numbers, list) else [numbers])), (samples,))
 
 
 class Batches:
@@ -318,10 +326,7 @@ class Batches:
         contents = step % CONTENTS_EVERY == 0
         labels, samples = (0, 0) if problem is not None else (count(), sum(map(self._length, batches)))
         if self._mesh.world_size == 1:
-            if problem is not None:
-                raise AgreedValueError(problem)
-            numbers = labels.tolist() if isinstance(labels, torch.Tensor) else labels
-            return Counts(tuple(map(float, numbers if isinstance(numbers, list) else [numbers])), (samples,))
+            return _counts_alone(problem, labels, samples)
         mine = 0 if problem is not None else self._fingerprint(batches, contents)
         given = dict(settings or {})
         alike = self._fingerprint_of(given)
@@ -353,7 +358,7 @@ class Batches:
     def _fingerprint_of(self, settings: dict[str, str]) -> int:
         """Return the fingerprint of settings, which seldom change."""
         if self._settings is None or self._settings[0] != settings:
-            self._settings = settings, digest_of(settings)
+            self._settings = settings, digest_of_entries(settings)
         return self._settings[1]
 
     def _fingerprint(self, batches: Sequence[Mapping[str, torch.Tensor]], contents: bool) -> int:

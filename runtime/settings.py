@@ -27,7 +27,7 @@ def same_groups_everywhere(factory: Callable[..., Any], param_groups: object, pi
     return param_groups is not None or isinstance(factory, type) or pipeline_ranks == 1
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Return the numbers in the groups of an optimizer, by what they are; not tensors, which wait for the device."""
     found = {}
     for i, group in enumerate(optimizer.param_groups):

@@ -26,7 +26,7 @@ from autoplan.runtime.optim import DroppedGradients
 from autoplan.runtime.params import local_of
 from autoplan.runtime.precision import LossScaler
 from autoplan.runtime.replicas import Replicas
-from autoplan.runtime.settings import clipping, settings_of
+from autoplan.runtime.settings import clipping, optimizer_settings
 from autoplan.runtime.spec import ParamSpec, ProgramSpec
 from autoplan.runtime.state import IncompatibleKeys
 
@@ -178,7 +178,7 @@ class StateMethods:
 
     def _settings(self) -> dict[str, str]:
         """Return what all ranks must have been given alike; the arguments of a clipping only once."""
-        found = settings_of(self.optimizer) if self.optimizer is not None and self._same_groups else {}
+        found = optimizer_settings(self.optimizer) if self.optimizer is not None and self._same_groups else {}
         found["seed"], found["number of steps"] = str(self.progress.seed), str(self.progress.num_steps)
         if self.loss_scaler is not None:
             found["state of the loss scaler"] = str(self.loss_scaler.state_dict())
