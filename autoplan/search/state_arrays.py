@@ -24,12 +24,14 @@ class PassTimes:
 
     Attributes:
         forward, backward: seconds by kind of unit.
+        inputs: of a backward the part that the stage before waits for: all of it, unless the schedule splits it.
         counts: units of each kind.
         beside: the seconds per step outside of passes.
     """
 
     forward: Array
     backward: Array
+    inputs: Array
     counts: Array
     beside: Array
 
@@ -76,6 +78,7 @@ class Alike(PassTimes):
         return Alike(
             self.forward[at],
             self.backward[at],
+            self.inputs[at],
             self.counts,
             self.beside[at],
             self.states[at],

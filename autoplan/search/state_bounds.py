@@ -150,9 +150,13 @@ class StateBounds:
         return out
 
     def _passes(self, members: Sequence[ParallelConfig], found: Sequence[LeastSeconds]) -> PassTimes:
+        split = [SCHEDULES[c.schedule].split_backward for c in members]
         return PassTimes(
             np.array([each.forward for each in found]),
             np.array([each.backward for each in found]),
+            np.array(
+                [self.time.inputs(c) if s else each.backward for c, s, each in zip(members, split, found, strict=True)]
+            ),
             self.time.counts,
             np.array([(each.once + each.update) / c.pp for c, each in zip(members, found, strict=True)]),
         )
@@ -203,6 +207,7 @@ class StateBounds:
         return Alike(
             passes.forward,
             passes.backward,
+            passes.inputs,
             passes.counts,
             passes.beside,
             np.array([_least_of_any([each.device for each in mine]) for mine in states]) / need,
