@@ -57,7 +57,7 @@ def even_cut(seconds: tuple[float, ...], num_chunks: int) -> tuple[int, ...]:
     for each in squares[::-1]:  # last chunk first
         through = each + least
         nexts.append(through.argmin(axis=1))
-        least = through.min(axis=1)
+        least = through[at, nexts[-1]]
     out, first = [], 0
     for step in reversed(nexts):
         last = int(step[first])
