@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from typing import Any
 
 from autoplan.config.adapters import PACKED_BYTES
 from autoplan.config.recompute import FULL, OFFLOAD, SELECTIVE, region_groups
@@ -45,6 +46,18 @@ class OpWork:
     attrs: tuple[tuple[str, Plain], ...]
     flops: float
     moved_bytes: float
+
+    def __hash__(self) -> int:
+        # prices are known by work, and many blocks share one
+        known = self.__dict__.get("_hash")
+        if known is None:
+            found = hash((self.op, self.inputs, self.outputs, self.attrs, self.flops, self.moved_bytes))
+            known = self.__dict__["_hash"] = found
+        return int(known)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # another process hashes strings otherwise
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     @property
     def key(self) -> str:

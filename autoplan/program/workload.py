@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autoplan.config.context_methods import ContextMethod
 from autoplan.config.precision import ONE_SCALE
 from autoplan.cost_models.work import BlockWork, CommWork, Gathered, OpWork, ParamWork, Recomputed, TiedParam, Workload
 from autoplan.ir.graph import Block, ModelGraph, Node
@@ -18,6 +19,7 @@ from autoplan.ops.experts import FIRST, SECOND, expert_sizes
 from autoplan.ops.products import packed_weights
 from autoplan.ops.record import OpKind, Trait
 from autoplan.ops.saved import TensorFacts
+from autoplan.ops.strategies import Strategy
 from autoplan.ops.table import backward_reads_params, flops, op_has, op_kind, op_record, rule_for
 from autoplan.program.activation_bytes import Activations, saved_bytes_of
 from autoplan.program.activations import activations
@@ -33,6 +35,9 @@ from autoplan.program.statements import BlockParam, Convert, LoweredBlock, Op, S
 from autoplan.program.token_dispatch import local_products, on_token_share
 from autoplan.program.token_dispatch_layouts import expert_weights
 from autoplan.program.unit_memory import unit_memories, with_dispatch
+
+# By names of block and node, whether it adds a vector, and method of the block: node, strategy, and the work of both.
+_OpWorks = dict[tuple[str, str, bool, ContextMethod | None], tuple[Node, Strategy, OpWork]]
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,11 @@ class LoweredModel:
             **self.activation_bytes,
             **{n: _activations(low, self.op_costs, spread=True) for n, low in with_experts.items()},
         }
+
+    @functools.cached_property
+    def op_works(self) -> _OpWorks:
+        """The work of operations before any pass, which all degrees of experts and all methods share; added to."""
+        return {} if self.like is None else self.like.op_works
 
     @functools.cached_property
     def without_experts(self) -> Mapping[str, tuple[LoweredBlock, BlockWork]]:
@@ -196,7 +206,7 @@ def _finished(made: LoweredModel, name: str, experts: ExpertDegrees | None) -> t
     op_costs = made.op_costs
     stack = PassFacts(op_costs.context, op_costs.methods, experts, op_costs.kernels)
     lowered, calls = rewritten(made.blocks[name], stack), op_costs.graph.calls
-    work = _block(lowered, made.activations_with(experts)[name], op_costs)
+    work = _block(lowered, made.activations_with(experts)[name], op_costs, made.op_works)
     at_end = name == calls[-1].block and sum(c.block == name for c in calls) == 1
     if at_end and work.gathered is Gathered.TWICE:
         work = replace(work, gathered=Gathered.LAST)
@@ -263,17 +273,18 @@ def _cuts(num_units: int, crossing: Iterable[Crossing]) -> tuple[float, ...]:
     return tuple(out)
 
 
-def _block(lowered: LoweredBlock, activation_bytes: Activations, op_costs: OpCosts) -> BlockWork:
-    """Return the work of one call of a block: the sum over its statements."""
+def _block(lowered: LoweredBlock, activation_bytes: Activations, op_costs: OpCosts, op_works: _OpWorks) -> BlockWork:
+    """Return the work of one call of a block: the sum over its statements. `op_works`: see `LoweredModel`."""
     block = lowered.block
     ops: list[OpWork] = []
     position: dict[int, int] = {}  # statement -> op
     for k, statement in enumerate(lowered.statements):
         if isinstance(statement, Op) or statement.copies:
             position[k] = len(ops)
-            ops.append(
-                _op_work(block, statement, op_costs) if isinstance(statement, Op) else _copy(statement, block, op_costs)
-            )
+            if isinstance(statement, Op):
+                ops.append(_op_work(block, statement, op_costs, op_works))
+            else:
+                ops.append(_copy(statement, block, op_costs))
     joined = Joined(frozenset(), frozenset())
     if op_costs.fused:
         joined = joined_ops(lowered, ops, position)
@@ -305,9 +316,14 @@ def _block(lowered: LoweredBlock, activation_bytes: Activations, op_costs: OpCos
     )
 
 
-def _op_work(block: Block, op: Op, op_costs: OpCosts) -> OpWork:
+def _op_work(block: Block, op: Op, op_costs: OpCosts, op_works: _OpWorks) -> OpWork:
     """Return the work of one operation, as passes have changed it."""
-    work = op_costs.op_work(block, op.node, op.strategy, op.bias is not None)
+    key = block.name, op.node.name, op.bias is not None, op_costs.methods.get(block.name)
+    found = op_works.get(key)
+    if found is None or found[0] is not op.node or found[1] is not op.strategy:
+        work = op_costs.op_work(block, op.node, op.strategy, op.bias is not None)
+        found = op_works[key] = op.node, op.strategy, work
+    work = found[2]
     if op.logits_dtype is not None:
         work = _of_narrow_logits(work, op_costs.remapped.get(op.logits_dtype, op.logits_dtype))
     if op.token_ranks > 1:

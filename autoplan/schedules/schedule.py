@@ -31,6 +31,7 @@ same with fewer micro-batches than stages.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -291,6 +292,18 @@ class HeldRow(NamedTuple):
         return out
 
 
+class WarmUp(NamedTuple):
+    """What a rank does before its first backward.
+
+    `forwards`: its forwards, by chunk of the rank. `turns`: the chunk of that backward. `last`: the chunk of the rank's
+    last action if that is a whole backward, which those of earlier chunks follow; else 0.
+    """
+
+    forwards: tuple[int, ...]
+    turns: int
+    last: int
+
+
 class ActionLists(tuple[tuple[Action, ...], ...]):
     """The actions of every rank: a tuple that caches what was derived from it."""
 
@@ -308,6 +321,11 @@ class ActionLists(tuple[tuple[Action, ...], ...]):
     def waits(self) -> tuple[tuple[Waits, Waits], ...]:
         """`waits_at_backwards` of every rank."""
         return tuple(waits_at_backwards(row) for row in self)
+
+    @cached_property
+    def warm_ups(self) -> tuple[WarmUp, ...]:
+        """The warm-up of every rank."""
+        return tuple(_warm_up(row) for row in self)
 
     @cached_property
     def held(self) -> tuple[HeldRow, ...]:
@@ -335,6 +353,13 @@ def _spans(row: Sequence[Action]) -> dict[int, ChunkSpan]:
         elif a.kind is B or a.kind is W:
             ends.setdefault(a.chunk, []).append(i)
     return {chunk: ChunkSpan(forwards[chunk], found[0], found[-1]) for chunk, found in ends.items()}
+
+
+def _warm_up(row: Sequence[Action]) -> WarmUp:
+    first = next(i for i, a in enumerate(row) if a.kind is not F)
+    before = Counter(a.chunk for a in row[:first])
+    chunks = sorted({a.chunk for a in row})
+    return WarmUp(tuple(before[k] for k in chunks), row[first].chunk, row[-1].chunk if row[-1].kind is B else 0)
 
 
 def actions(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> ActionLists:
@@ -439,6 +464,13 @@ def waits(
     _check(schedule, num_stages, num_micro_batches, virtual_stages)
     fewer = settled(schedule, num_stages, num_micro_batches, virtual_stages)
     return _actions(schedule, num_stages, fewer, virtual_stages).waits
+
+
+def warm_ups(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> tuple[WarmUp, ...]:
+    """Return the warm-up of every rank. Raises PinError as `actions` does."""
+    _check(schedule, num_stages, num_micro_batches, virtual_stages)
+    fewer = settled(schedule, num_stages, num_micro_batches, virtual_stages)
+    return _actions(schedule, num_stages, fewer, virtual_stages).warm_ups
 
 
 @lru_cache(maxsize=4096)

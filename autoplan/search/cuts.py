@@ -31,6 +31,7 @@ from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.memory.ranks import RankMemory
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.price import Pricer, ranges_of
+from autoplan.search.rank_paths import PassSeconds
 from autoplan.search.windows import CLOSE, Windows, prefix
 
 _BISECTED = 1e-3  # relative: precision of the bound
@@ -100,7 +101,9 @@ class Cutter:
         self.num_units: int = pricer.num_units
         self.fixed = recompute
         action = pricer.costs.overhead_s("pipeline_action_s") if self.pp > 1 else 0.0
-        self.stage_s: float = pricer.free_forward.mid + 2 * action  # on every stage and micro-batch
+        # on every chunk and micro-batch, of a forward and of a backward
+        self.chunk_s: tuple[float, float] = pricer.free_forward.mid + action, action
+        self.stage_s: float = sum(self.chunk_s)
         self.time: Array = prefix(np.array(pricer.forward) + np.array(pricer.backward) + self._selective())
         self.after_s: float = pricer.fixed_s + max(max(pricer.optimizer), sum(pricer.optimizer) / self.pp)
         self.layer_count: NDArray[np.int64] = np.concatenate([[0], np.cumsum(pricer.workload.layers)])
@@ -108,6 +111,14 @@ class Cutter:
         self._free_s: float | None = None
         self._binding: tuple[float, bool] | None = None  # the last answer of `binds`, with its limit
         self._below_s = math.inf  # only cuts with a step below this matter to `windows`
+
+    @cached_property
+    def passes(self) -> PassSeconds:
+        """The seconds of forwards and backwards by kind of unit, and those that every chunk adds."""
+        p = self.pricer
+        first = [p.workload.unit_kinds.index(kind) for kind in range(max(p.workload.unit_kinds) + 1)]
+        forward, backward, weight = (np.array(each)[first] for each in (p.forward, p.backward, p.weight))
+        return PassSeconds(forward, backward, np.maximum(0.0, backward - weight), self.chunk_s)
 
     @cached_property
     def windows(self) -> Windows:

@@ -6,7 +6,7 @@ no step of m micro-batches over pp stages is shorter than
 
     m T / pp                                under any schedule: some rank does at least its share
     step_factor(pp, m) T                    under 1F1B (autoplan.search.cuts)
-    max over ranks r of   m T_r + W_r       under others, whose few cuts are known (autoplan.search.interleaved_cuts)
+    max over ranks r of   m T_r + W_r       under others, whose few cuts are known (autoplan.search.rank_paths)
 
 All else (sends, ZeRO, recompute, the update, memory) only adds to it; `autoplan.search.state_bounds` adds some of it.
 So no `Pricer` is made for a candidate until the best plan known leaves room for it.
@@ -22,9 +22,10 @@ import numpy as np
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.arrays import Array
 from autoplan.program.context_pins import MethodChoice
-from autoplan.schedules.schedule import SCHEDULES
+from autoplan.schedules.schedule import SCHEDULES, settled
 from autoplan.search.cuts import step_factor
-from autoplan.search.interleaved_cuts import LeastPass, even_cuts, ranks_s
+from autoplan.search.interleaved_cuts import LeastPass, even_cuts
+from autoplan.search.rank_paths import rank_paths
 
 
 class GroupKey(NamedTuple):
@@ -68,21 +69,22 @@ def step_bounds_s(least: LeastPass, members: Sequence[ParallelConfig], below_s: 
     total = least.total_s
     rates = np.array([step_factor(c.pp, c.num_micro_batches, least.forward_share) for c in members])
     found: list[float] = np.where(plain, total * rates, num * total / stages).tolist()
-    alike: dict[tuple[str, int, int], list[int]] = {}
+    alike: dict[tuple[str, int, int, int], list[int]] = {}
     for i, c in enumerate(members):
         if found[i] < below_s and not plain[i] and c.stages is None and SCHEDULES[c.schedule].num_copies == 1:
-            alike.setdefault((c.schedule, c.pp, c.virtual_stages), []).append(i)
+            fewer = settled(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)  # as many forwards come first
+            alike.setdefault((c.schedule, c.pp, c.virtual_stages, fewer), []).append(i)
     for key, at in alike.items():
         for i, bound in zip(at, _chunked_s(least, *key, num[at]), strict=True):
             found[i] = max(found[i], bound)
     return found
 
 
-def _chunked_s(least: LeastPass, schedule: str, pp: int, virtual_stages: int, num: Array) -> list[float]:
-    """Return the bound for schedules with fixed cuts, by number of micro-batches."""
+def _chunked_s(least: LeastPass, schedule: str, pp: int, virtual_stages: int, fewer: int, num: Array) -> list[float]:
+    """Return the bound for schedules with fixed cuts, by number of micro-batches, `fewer` of which settle."""
     found = np.full(len(num), np.inf)
     for cut in even_cuts(least.seconds, pp, virtual_stages):
-        each, waits = ranks_s(schedule, pp, virtual_stages, cut, *least.sums)
+        each, waits = rank_paths(schedule, pp, virtual_stages, fewer, cut, least.kinds).seconds(least.passes)
         found = np.minimum(found, (num[:, None] * each + waits).max(axis=1))
     out: list[float] = found.tolist()
     return out

@@ -4,11 +4,10 @@ The cut is even by time, or the fastest of a few even ones (`even_cuts`). Every 
 layers that fits, taken in turn from its stages, first ones first. So a candidate is one plan, and its step one event
 simulation. The bound that needs neither memory nor a simulation is
 
-    max over ranks r of   m T_r + sum over stages before the first of r of F, and of B unless the backward is split
+    max over ranks r of   m T_r + W_r
 
-(m micro-batches; T_r forward and backward of one on all stages of r; F, B forward and backward of a stage). Before r
-starts, the first micro-batch has passed the stages before; its last backward is that of its first stage, and the
-backwards of the stages before follow.
+(m micro-batches; T_r forward and backward of one on all stages of r; W_r what r waits for, see
+`autoplan.search.rank_paths`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.config.recompute import FULL, RecomputeMix
-from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.memory.ranks import RankMemory
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.time.price import Pricer, ranges_of
@@ -40,7 +38,11 @@ from autoplan.search.cuts import (
     shortage_of,
     worst_of,
 )
+from autoplan.search.rank_paths import PassSeconds, rank_paths
 from autoplan.search.windows import between_ends, by_stage, prefix
+from autoplan.units import ORDER_OF_SUMS
+
+_CLOSE = 1 - ORDER_OF_SUMS
 
 
 @lru_cache(maxsize=4096)  # candidates that differ in ZeRO or micro-batches share cuts
@@ -55,7 +57,7 @@ def even_cut(seconds: tuple[float, ...], num_chunks: int) -> tuple[int, ...]:
     for each in squares[::-1]:  # last chunk first
         through = each + least
         nexts.append(through.argmin(axis=1))
-        least = through.min(axis=1)
+        least = through[at, nexts[-1]]
     out, first = [], 0
     for step in reversed(nexts):
         last = int(step[first])
@@ -99,57 +101,32 @@ def even_cuts(seconds: tuple[float, ...], pp: int, virtual_stages: int) -> tuple
 
 @dataclass(frozen=True)
 class LeastPass:
-    """Seconds of a forward and a backward of one micro-batch, by unit, that pp, dp and ZeRO do not change."""
+    """Seconds of a forward and a backward of one micro-batch that pp, dp and ZeRO do not change.
 
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
+    Attributes:
+        kinds: of every unit.
+        passes: the seconds by kind.
+    """
+
+    kinds: tuple[int, ...]
+    passes: PassSeconds
 
     @cached_property
     def seconds(self) -> tuple[float, ...]:
-        """Both together."""
-        return tuple(f + b for f, b in zip(self.forward, self.backward, strict=True))
-
-    @cached_property
-    def sums(self) -> tuple[Array, Array]:
-        """The seconds of the forwards of the first units, from none to all, and of their backwards."""
-        return prefix(np.array(self.forward)), prefix(np.array(self.backward))
+        """Both passes together, by unit."""
+        both = (self.passes.forward + self.passes.backward).tolist()
+        return tuple(both[kind] for kind in self.kinds)
 
     @cached_property
     def forward_share(self) -> float:
         """The largest share that the forward of a unit has of its seconds."""
-        return max((f / both for f, both in zip(self.forward, self.seconds, strict=True) if both), default=1.0)
+        both = zip(self.passes.forward.tolist(), self.passes.backward.tolist(), strict=True)
+        return max((f / (f + b) for f, b in both if f + b), default=1.0)
 
     @cached_property
     def total_s(self) -> float:
         """The whole model."""
         return sum(self.seconds)
-
-
-def ranks_s(
-    schedule: str,
-    pp: int,
-    virtual_stages: int,
-    cut: Sequence[int],
-    forward: Array,
-    backward: Array,
-) -> tuple[Array, Array]:
-    """Return for every rank the seconds of one micro-batch on its stages, and those before its first one starts.
-
-    Args:
-        forward, backward: sums of the seconds of the first units, from none to all.
-    """
-    ends = np.cumsum([0, *cut])
-    through_f, through_b = forward[ends], backward[ends]
-    before = through_f if SCHEDULES[schedule].split_backward else through_f + through_b
-    each = np.diff(through_f + through_b)
-    mine = _chunks(schedule, pp, virtual_stages)
-    return each[mine].sum(axis=1), before[mine[:, 0]]
-
-
-@lru_cache(maxsize=1024)
-def _chunks(schedule: str, pp: int, virtual_stages: int) -> NDArray[np.int64]:
-    """Return the chunks (columns) of every rank: each has as many."""
-    return np.array(chunks_of_ranks(schedule, pp, virtual_stages))
 
 
 def fastest(
@@ -321,12 +298,11 @@ class ChunkCutter:
         """Return a lower bound on the step time that ignores memory (see the module)."""
         return min(self._quick_bound_s(cut) for cut in self.cuts)
 
-    def _quick_bound_s(self, cut: Sequence[int]) -> float:
-        base = self.plain.pricer
-        sums = (prefix(np.array(seconds)) for seconds in (base.forward, base.backward))
-        each, waits = ranks_s(self.schedule, self.pp, self.virtual_stages, cut, *sums)
-        each += self.plain.stage_s * np.array([len(mine) for mine in self.chunks_of])
-        return float((self.m * each + waits).max()) + self.plain.after_s
+    def _quick_bound_s(self, cut: tuple[int, ...]) -> float:
+        kinds = self.plain.pricer.workload.unit_kinds
+        paths = rank_paths(self.schedule, self.pp, self.virtual_stages, self.m, cut, kinds)
+        each, waits = paths.seconds(self.plain.passes)
+        return float((self.m * each + waits).max()) * _CLOSE + self.plain.after_s
 
     def bound_s(self, cutoff_s: float = math.inf) -> float:
         """Return the step time in seconds, inf if nothing fits; from `cutoff_s` on perhaps only a lower bound of it."""

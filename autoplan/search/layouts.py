@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from autoplan.config.context_methods import ContextMethod, neighbours_of, read_method
 from autoplan.config.mesh import folds
 from autoplan.config.offload import ACTIVATIONS
@@ -55,6 +57,7 @@ from autoplan.search.layout_problem import (
     shape_key,
 )
 from autoplan.search.layout_store import ById, layouts_in
+from autoplan.search.rank_paths import PassSeconds
 from autoplan.search.request import PlanRequest, offload_kinds, without_activations
 from autoplan.search.state_bounds import Simulated, StateBounds
 
@@ -466,10 +469,12 @@ class LayoutCache:
         key = id(point), num_copies(candidate.schedule)
         if key not in self._passes:
             pricer = BlockPricer(point.workload, candidate, self.costs, self.precision)
-            each = {name: pricer.least_s(block, point.times[name]) for name, block in point.workload.blocks.items()}
-            units = [[each[name] for name in unit] for unit in point.workload.units]
-            forward, backward = (tuple(sum(pair[i] for pair in unit) for unit in units) for i in (0, 1))
-            self._passes[key] = LeastPass(forward, backward)
+            times, w = point.times, point.workload
+            each = {n: (*pricer.least_s(b, times[n]), times[n].weight.mid) for n, b in w.blocks.items()}
+            units = [[each[name] for name in unit] for _, unit in sorted({*zip(w.unit_kinds, w.units, strict=True)})]
+            forward, backward, weight = (np.array([sum(s[i] for s in unit) for unit in units]) for i in range(3))
+            passes = PassSeconds(forward, backward, np.maximum(0.0, backward - weight))
+            self._passes[key] = LeastPass(w.unit_kinds, passes)
         return self._passes[key]
 
     def state_bounds(

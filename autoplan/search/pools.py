@@ -316,7 +316,7 @@ class _PoolSearch:
         for members in grouped(map(self.caches[0].decided, candidates)):
             passes = self._passes(members[0])
             if passes is not None:
-                seconds = [[f + b for f, b in zip(p.forward, p.backward, strict=True)] for p in passes]
+                seconds = [p.seconds for p in passes]
                 out += [(least_step_s(seconds, self._num_stages(c), c.num_micro_batches), c) for c in members]
         return out
 

@@ -17,7 +17,8 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.memory.least import most_held
 from autoplan.cost_models.memory.stage_ends import Beyond
-from autoplan.schedules.schedule import SCHEDULES, chunks_of_ranks, settled
+from autoplan.schedules.schedule import chunks_of_ranks, settled
+from autoplan.search.rank_paths import RankPaths, rank_paths, units_until
 from autoplan.search.state_arrays import Alike, PassTimes, least_of
 from autoplan.units import ORDER_OF_SUMS
 
@@ -37,15 +38,14 @@ class CutRanks:
         runs: at that moment, micro-batches held of the chunk that runs, and the kind of its last unit.
         ends: how many units are before a chunk, if it receives its input, if its rank holds it as output (0 where it is
             not so), and until the end of the chunk.
-        before_forward, before_backward: units by kind whose forward, and whose backward, run before a rank starts.
+        paths: what the paths through the actions of ranks count.
     """
 
     units: Array
     held: Array
     runs: tuple[Array, Indices]
     ends: tuple[Indices, Indices, Indices]
-    before_forward: Array
-    before_backward: Array
+    paths: RankPaths
 
 
 def ranks_of(c: ParallelConfig, cut: tuple[int, ...], kinds: tuple[int, ...]) -> CutRanks:
@@ -58,22 +58,17 @@ def ranks_of(c: ParallelConfig, cut: tuple[int, ...], kinds: tuple[int, ...]) ->
 def _ranks(
     schedule: str, pp: int, virtual_stages: int, num: int, cut: tuple[int, ...], kinds: tuple[int, ...]
 ) -> CutRanks:
-    one = np.zeros((len(kinds) + 1, max(kinds) + 1))
-    one[np.arange(1, len(one)), list(kinds)] = 1.0
-    stops = np.cumsum(cut)
-    until = one.cumsum(axis=0)[[0, *stops]]
+    stops, until = np.cumsum(cut), units_until(cut, kinds)[:, :-1]
     mine = np.array(chunks_of_ranks(schedule, pp, virtual_stages))
     most = most_held(schedule, pp, num, virtual_stages)
     turned = (mine[:, :, None] - 1 == mine[:, None]).any(axis=2)
     received = (mine > 0) & ~turned
-    before = until[mine[:, 0]]
     return CutRanks(
         np.diff(until, axis=0)[mine],
         most.held[mine],
         (most.held[most.running], np.array(kinds)[stops[most.running] - 1]),
         (np.where(received, stops[mine - 1], 0), np.where(turned, stops[mine - 1], 0), stops[mine]),
-        before,
-        np.zeros_like(before) if SCHEDULES[schedule].split_backward else before,
+        rank_paths(schedule, pp, virtual_stages, num, cut, kinds),
     )
 
 
@@ -82,7 +77,7 @@ class RankRows:
 
     Attributes:
         rows: the candidates that have a cut here.
-        seconds: by rank, of all micro-batches, and those before its first stage starts.
+        seconds: by rank, of the longer of both paths.
 
     Args:
         cuts: of some candidates (rows of `a`), the ranks of one of their cuts. A row may come several times.
@@ -99,18 +94,23 @@ class RankRows:
         lengths = np.repeat(sizes, [len(rows) for rows, _ in cuts])
         self._starts: Indices = np.concatenate([[0], np.cumsum(lengths)[:-1]])
         self._cut: Indices = np.repeat(np.arange(len(lengths)), lengths)
-        self._units, self._held, forward, backward = (
-            np.concatenate([getattr(ranks, name) for _, ranks in cuts])
-            for name in ("units", "held", "before_forward", "before_backward")
+        self._units, self._held = (
+            np.concatenate([getattr(ranks, name) for _, ranks in cuts]) for name in ("units", "held")
+        )
+        fill_forward, fill_backward, turn_forward, turn_inputs = (
+            np.concatenate([getattr(ranks.paths, name) for _, ranks in cuts])[self._at, :-1]
+            for name in ("fill_forward", "fill_backward", "turn_forward", "turn_inputs")
         )
         self._runs, self._kind = (np.concatenate([ranks.runs[i] for _, ranks in cuts]) for i in range(2))
         self._ends = tuple(np.concatenate([ranks.ends[i] for _, ranks in cuts]) for i in range(3))
         self._owned: Array = self._units.sum(axis=1)
         self._num: Array = num_micro_batches
         self.rows: Indices = np.unique(self._row_of_cut)
-        waits = _dot(a.forward[self._row], forward[self._at]) + _dot(a.backward[self._row], backward[self._at])
-        self.seconds: Array = self._num[self._row] * _dot((a.forward + a.backward)[self._row], self._owned[self._at])
-        self.seconds += waits
+        forward, backward, inputs = a.forward[self._row], a.backward[self._row], a.inputs[self._row]
+        fill = _dot(forward, fill_forward) + _dot(backward, fill_backward)
+        turn = _dot(forward, turn_forward) + _dot(inputs, turn_inputs)
+        self.seconds: Array = self._num[self._row] * _dot(forward + backward, self._owned[self._at])
+        self.seconds += np.maximum(fill, turn)
 
     def fastest(self, by_rank: Array) -> Array:
         """Return by row the least of its cuts, of each the longest of its ranks; inf for other rows."""

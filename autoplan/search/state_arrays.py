@@ -24,12 +24,14 @@ class PassTimes:
 
     Attributes:
         forward, backward: seconds by kind of unit.
+        inputs: of a backward the part that the stage before waits for: all of it, unless the schedule splits it.
         counts: units of each kind.
         beside: the seconds per step outside of passes.
     """
 
     forward: Array
     backward: Array
+    inputs: Array
     counts: Array
     beside: Array
 
@@ -76,6 +78,7 @@ class Alike(PassTimes):
         return Alike(
             self.forward[at],
             self.backward[at],
+            self.inputs[at],
             self.counts,
             self.beside[at],
             self.states[at],
@@ -104,9 +107,10 @@ class Alike(PassTimes):
 def least_of(again: Array, kept: Array, moved: Array, price: Array, host: Array | None = None) -> Array:
     """Return `Alike.least` of these seconds (row, choice, kind) and bytes."""
     out = np.full((*price.shape[:2], kept.shape[1]), np.inf)
+    there = [bool(row.any()) for row in moved] if host is not None else []
     for k, size in enumerate(np.where(np.isinf(kept), 0.0, kept)):
         each = again[:, None, k] + price * size
-        if host is not None and moved[k].any():
+        if host is not None and there[k]:
             each += host * moved[k]
         np.minimum(out, each, out=out)
     return out

@@ -150,9 +150,13 @@ class StateBounds:
         return out
 
     def _passes(self, members: Sequence[ParallelConfig], found: Sequence[LeastSeconds]) -> PassTimes:
+        split = [SCHEDULES[c.schedule].split_backward for c in members]
         return PassTimes(
             np.array([each.forward for each in found]),
             np.array([each.backward for each in found]),
+            np.array(
+                [self.time.inputs(c) if s else each.backward for c, s, each in zip(members, split, found, strict=True)]
+            ),
             self.time.counts,
             np.array([(each.once + each.update) / c.pp for c, each in zip(members, found, strict=True)]),
         )
@@ -193,43 +197,46 @@ class StateBounds:
             moved, again = np.zeros(kept.shape), np.zeros((copies, *kept.shape))
             held_back = t.transient.min(axis=0)[None]
         again = np.where(np.isinf(kept), np.inf, again)
-        states = [
-            [self._states(c, kind) for kind in {*map(of_states, mine)}] for c, mine in zip(members, kinds, strict=True)
-        ]
+        states = [self._states(c, tuple(mine)) for c, mine in zip(members, kinds, strict=True)]
         fixed = np.array([self._fixed(c, room) for c in members])
-        buffers = np.array([min(each.buffers for each in mine) for mine in states])
+        buffers = np.array([each.buffers for each in states])
         passes = self._passes(members, found)
         prices, both = prices_of((passes.forward + passes.backward) @ passes.counts, passes.counts, again, kept, moved)
         return Alike(
             passes.forward,
             passes.backward,
+            passes.inputs,
             passes.counts,
             passes.beside,
-            np.array([_least_of_any([each.device for each in mine]) for mine in states]) / need,
+            np.array([each.device for each in states]) / need,
             again,
             kept,
             held_back,
             (room.device_bytes - fixed - buffers) / need,
             memory.free_saved,
             moved,
-            np.array([_least_of_any([each.host for each in mine]) for mine in states]) / host_need,
+            np.array([each.host for each in states]) / host_need,
             np.full(copies, room.host_bytes / host_need if moved.any() else 0.0),
             prices,
             both,
         )
 
-    def _states(self, c: ParallelConfig, offload: tuple[str, ...]) -> _States:
-        """Return the states of a candidate with this offload."""
+    def _states(self, c: ParallelConfig, kinds: tuple[tuple[str, ...], ...]) -> _States:
+        """Return the states of a candidate, the least with any of these kinds of offload."""
         point = c.schedule, c.pp, c.virtual_stages, c.num_micro_batches, c.zero_stage
         moments = self._moments.get(point)
         if moments is None:
             moments = self._moments[point] = self.memory.fullest_has(c)
-        key = c.dp, c.zero_stage, c.zero_replicas, offload, c.num_micro_batches == 1, moments, num_copies(c.schedule)
+        key = c.dp, c.zero_stage, c.zero_replicas, kinds, c.num_micro_batches == 1, moments, num_copies(c.schedule)
         found = self._known_states.get(key)
         if found is None:
-            c, by_kind = c.but(offload=offload), self.time.least_by_kind
-            device, host = (by_kind(each) for each in (self.memory.unit_states(c), self.memory.unit_host_states(c)))
-            found = self._known_states[key] = _States(device, host, sum(self.memory.least_buffers(c)))
+            each, memory, by_kind = {*map(of_states, kinds)}, self.memory, self.time.least_by_kind
+            some = [c.but(offload=offload) for offload in each]
+            found = self._known_states[key] = _States(
+                np.minimum.reduce([by_kind(memory.unit_states(one)) for one in some]),
+                np.minimum.reduce([by_kind(memory.unit_host_states(one)) for one in some]),
+                min(sum(memory.least_buffers(one)) for one in some),
+            )
         return found
 
     def _fixed(self, c: ParallelConfig, room: Room) -> float:
@@ -469,10 +476,6 @@ def _alike(members: Sequence[ParallelConfig]) -> _Groups:
         key = c.schedule, c.pp, c.virtual_stages, c.num_micro_batches, c.stages, ACTIVATIONS in c.offload
         found.setdefault(key, []).append(i)
     return [(members[at[0]], np.array(at)) for at in found.values()]
-
-
-def _least_of_any(each: Sequence[Array]) -> Array:
-    return np.minimum.reduce(each) if len(each) > 1 else each[0]
 
 
 def _on_device(c: ParallelConfig) -> ParallelConfig:

@@ -117,6 +117,7 @@ class LeastMemory:
         self._active: dict[object, Array] = {}
         self._rank_buffers: dict[object, Array] = {}
         self._unit_states: dict[object, Array] = {}
+        self._host_states: dict[object, Array] = {}
 
     def terms(self, config: ParallelConfig, room: Room) -> Mapping[str, float]:
         """Return the bytes of the terms that have to fit into the fullest rank, at least."""
@@ -268,9 +269,12 @@ class LeastMemory:
         """Return the bytes of parameters, gradients and optimizer state of every unit in host memory."""
         if not config.offload:
             return np.zeros(len(self._units))
-        memory = self._memory(config)
-        out: Array = self._units @ np.array([memory.of(ParamWork("", 1, *kind)).host for kind in self.elements])
-        return out
+        key = self._key(config)
+        if key not in self._host_states:
+            memory = self._memory(config)
+            each = np.array([memory.of(ParamWork("", 1, *kind)).host for kind in self.elements])
+            self._host_states[key] = self._units @ each
+        return self._host_states[key]
 
     def fullest_has(self, config: ParallelConfig) -> tuple[bool, bool]:
         """Return if a rank has whole gradients, and gathered parameters, of all its units while it holds most."""

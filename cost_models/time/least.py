@@ -110,6 +110,7 @@ class LeastTime:
         self._all = self._matrix(layers_only=False)
         self._layers = self._matrix(layers_only=True)
         self._passes: dict[int, _Pass] = {}
+        self._by_kind: dict[int, tuple[Array, Array, Array]] = {}
         self._units: dict[object, _Unit] = {}
         self._terms: dict[object, Array] = {}
         self._found: dict[object, LeastSeconds] = {}
@@ -229,11 +230,19 @@ class LeastTime:
 
         They are those that parameters do not change.
         """
-        p = self._pass_of(config)
-        weight = np.array([self.times[block.name].weight.mid for block in self.blocks])
-        forward = p.forward + p.sent_forward + p.waited_forward
-        backward = p.backward + p.sent_backward + p.waited_backward
-        return self._all @ forward, self._all @ backward, self._all @ weight
+        copies = num_copies(config.schedule)
+        if copies not in self._by_kind:
+            p = self._pass_of(config)
+            weight = np.array([self.times[block.name].weight.mid for block in self.blocks])
+            forward = self._all @ (p.forward + p.sent_forward + p.waited_forward)
+            backward = self._all @ (p.backward + p.sent_backward + p.waited_backward)
+            self._by_kind[copies] = forward, backward, np.minimum(self._all @ weight, backward)
+        return self._by_kind[copies]
+
+    def inputs(self, config: ParallelConfig) -> Array:
+        """Return by kind of unit the seconds of a backward without those of gradients of weights, likewise."""
+        _, backward, weight = self.passes(config)
+        return backward - weight
 
     def _pass_of(self, config: ParallelConfig) -> _Pass:
         copies = num_copies(config.schedule)

@@ -139,6 +139,11 @@ class Pricer:
         return self._tables["mid"].backward
 
     @property
+    def weight(self) -> list[float]:
+        """The seconds of a backward of every unit that compute gradients of weights."""
+        return self._tables["mid"].weight
+
+    @property
     def recompute_s(self) -> list[float]:
         """The seconds of recomputing the layers of every unit in full."""
         return self._tables["mid"].recompute_s

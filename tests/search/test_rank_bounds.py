@@ -47,6 +47,7 @@ def arrays(random: np.random.Generator, rows: int) -> Alike:
     return Alike(
         forward,
         backward,
+        0.7 * backward,
         counts,
         np.zeros(rows),
         random.uniform(0.0, 5.0, (rows, shape[1])),
@@ -117,6 +118,7 @@ def unlimited_host(a: Alike) -> Alike:
     return Alike(
         a.forward,
         a.backward,
+        a.inputs,
         a.counts,
         a.beside,
         a.states,

@@ -82,7 +82,11 @@ def test_a_mix_in_several_chunks_is_that_of_all_numbers_of_layers(
     one = estimate_config(asked, priced)
     plain = Pricer(estimate_config(asked, config).point.workload, config, asked.costs, alike=True)
     pricer, cut = plain.under(schedule, virtual), one.config.stages or ()
-    least, top, found = LeastPass(plain.forward, plain.backward), one.estimate.peak_memory_bytes.mid, []
+    least, top, found = (
+        LeastPass(plain.workload.unit_kinds, Cutter(plain, Room(1e15)).passes),
+        one.estimate.peak_memory_bytes.mid,
+        [],
+    )
     for share in (1.1, 0.97, 0.93, 0.9, 0.86, 0.82, 0.78, 0.7, 0.1):
         room = Room(share * top, math.inf, 0.0)
         cutter = ChunkCutter(Cutter(plain, room, mix=mix), schedule, virtual, least)
