@@ -102,6 +102,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lilt": {"hidden_size": 48},  # by 6 for the sides of boxes, too
     "luke": {"entity_vocab_size": VOCAB, "entity_emb_size": HIDDEN},
+    "mistral4": {"num_key_value_heads": HEADS},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 16, "layers_block_type": ["mamba", "hybrid"]},
 }

@@ -45,9 +45,7 @@ def length_symbols(example_inputs: Mapping[str, torch.Tensor], targets: frozense
     if first.dim() < 2 or first.shape[1] < 2:
         return {}
     if targets:
-        labels = example_inputs.get("labels")
-        # a classifier makes its target of the source, and reads classes at the tokens of the source
-        same = first.shape[1] if labels is not None and labels.dim() < 2 else None
+        same = _length_of_both(example_inputs, first.shape[1])
         symbols = {n: "t" if n in targets and x.shape[1] != same else "s" for n, x in tensors.items()}
         if "s" in symbols.values():  # else the model takes the target only
             _check_lengths(tensors, symbols)
@@ -60,6 +58,15 @@ def length_symbols(example_inputs: Mapping[str, torch.Tensor], targets: frozense
         elif x.shape[1] == target and (x.dim() > 2 or _is_tokens(x)):
             found[name] = "t"
     return found
+
+
+def _length_of_both(example_inputs: Mapping[str, torch.Tensor], source: int) -> int | None:
+    """Return the length of the source if a target of this length is as long in every batch: that of a classifier.
+
+    It makes its target of the source, and reads classes where the source ends.
+    """
+    labels = example_inputs.get("labels")
+    return source if labels is not None and labels.dim() < 2 else None
 
 
 def _is_tokens(tensor: torch.Tensor) -> bool:

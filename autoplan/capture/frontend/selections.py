@@ -196,8 +196,8 @@ def _changes_since(read: set[fx.Node], last: fx.Node) -> bool:
 def _selection(value: Any) -> _Selection | None:
     """Return the selection that a tensor holds, through copies, casts, and views that leave its rows alone."""
     casts: list[torch.dtype] = []
-    while isinstance(value, fx.Node):
-        name, rows = str(value.target), _arguments(value)[0]
+    while isinstance(value, fx.Node) and value.op == "call_function":
+        name, rows = str(value.target), (*_arguments(value), None)[0]
         if name in ("aten.index.Tensor", "aten.gather.default"):
             read = _index_by_mask(value) if name == "aten.index.Tensor" else _nonzero_of_gather(value)
             mask = None if read is None else _mask(read)
