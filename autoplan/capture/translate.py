@@ -34,7 +34,7 @@ from autoplan.capture.frontend.inplace import (
     written_in_regions,
 )
 from autoplan.capture.frontend.inputs import LossModule
-from autoplan.capture.frontend.lengths_held import Lengths, kind_of
+from autoplan.capture.frontend.lengths_held import Lengths, error_kind
 from autoplan.capture.generic import generic, is_pointwise, why_impure
 from autoplan.capture.ops import OPS, SKIP, Arguments, lower
 from autoplan.capture.positions import one_copy
@@ -220,7 +220,7 @@ class Translator:
                 except CaptureError as exc:
                     where = source_of(node)
                     named = not where or where in str(exc)
-                    self._refused(node, exc if named else kind_of(exc)(f"{_place_of(node)}: {exc}"))
+                    self._refused(node, exc if named else error_kind(exc)(f"{_place_of(node)}: {exc}"))
 
     def _refused(self, node: fx.Node, why: CaptureError) -> None:
         """Note why a node cannot be captured, and go on as if it could be, to find all such nodes.
@@ -243,7 +243,7 @@ class Translator:
         if len(self.refused) == 1:
             return next(iter(self.refused.values()))
         lines = [f"  {text}" for text in self.refused]
-        return kind_of(*self.refused.values())("\n".join([f"{len(lines)} operations cannot be captured:", *lines]))
+        return error_kind(*self.refused.values())("\n".join([f"{len(lines)} operations cannot be captured:", *lines]))
 
     def _node(self, module: fx.GraphModule, node: fx.Node) -> None:
         target = str(node.target)
@@ -407,7 +407,7 @@ class Translator:
         try:
             result = self._lowered(target, node)
         except CaptureError as exc:
-            raise kind_of(exc)(f"{_place_of(node) or node.name}: {exc}") from exc
+            raise error_kind(exc)(f"{_place_of(node) or node.name}: {exc}") from exc
         if result is None:
             return
         if isinstance(result, Alias) or self._is_noop(result, node):

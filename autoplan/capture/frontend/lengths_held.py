@@ -22,7 +22,7 @@ from autoplan.ir.symbols import Expr
 _LONGEST = 1 << 17  # tokens; conditions that are not linear are tried for every length up to here
 
 
-def kind_of(*causes: CaptureError) -> type[CaptureError]:
+def error_kind(*causes: CaptureError) -> type[CaptureError]:
     """Return the class of an error that has these causes: whether a graph of the example's length may help."""
     return LengthError if any(isinstance(exc, LengthError) for exc in causes) else CaptureError
 

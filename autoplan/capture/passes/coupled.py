@@ -11,7 +11,7 @@ number), as if the gradients of `loss / number` were accumulated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,15 +45,15 @@ def routed_nodes(trace: Trace, mains: Set[str]) -> set[int]:
 
 def _routed(trace: Trace, mains: Set[str]) -> Iterator[tuple[str, list[int]]]:
     maker = {out: i for i, node in enumerate(trace.nodes) if not trace.region[node.name] for out in node.outputs}
-    flow = trace.flow()
+    flow, learned = trace.flow(), _reached(trace, trace.params)
     for term in _terms(trace, maker, trace.output):
         # the nodes outside the layers that lead to the term, in program order
         last = [maker[term]] if term in maker else []
         found = {*last, *flow.leading_to(last, {*maker.values()}.__contains__)}
         cone = [i for kind, i in trace.order if kind == "node" and i in found]
-        ops = {trace.nodes[i].op for i in cone}
+        chosen = {x for i in cone if op_has(trace.nodes[i].op, Trait.CHOOSES) for x in trace.nodes[i].outputs}
         counted = any(mains & set(trace.nodes[i].outputs) for i in cone)
-        if not counted and any(op_has(op, Trait.CHOOSES) for op in ops):
+        if not counted and chosen & learned:  # targets that are made of the batch alone are no choices
             yield term, cone
 
 
@@ -216,7 +216,7 @@ def penalties(trace: Trace) -> None:
 
     Every rank has the whole term in every micro-batch. What is added to every sample or token is no such term.
     """
-    dependent = _of_inputs(trace)
+    dependent = _reached(trace, trace.inputs)
     maker = {out: node for node in trace.nodes if not trace.region[node.name] for out in node.outputs}
 
     def symbols(name: str) -> set[str]:
@@ -235,9 +235,9 @@ def penalties(trace: Trace) -> None:
             _count_once(trace, value, SUMMED_SYMBOLS)
 
 
-def _of_inputs(trace: Trace) -> set[str]:
-    """Return the values that may depend on the batch: all that come out of repeated layers, too."""
-    found = set(trace.inputs)
+def _reached(trace: Trace, given: Iterable[str]) -> set[str]:
+    """Return the values that may depend on the given ones: all that come out of repeated layers, too."""
+    found = set(given)
     for kind, index in trace.order:
         if kind == "repeat":
             found |= set(trace.repeats[index].outputs)
