@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import models
 import pytest
@@ -23,11 +24,13 @@ from parity import (
     worst,
 )
 from plain_models import assert_equal, filled
+from test_faithful import run
 from torch import nn
 
 from autoplan.capture.export import capture
 from autoplan.errors import CaptureError
 from autoplan.ops.batch import batch_obstacle
+from experiments.compatibility import families
 
 SIMULATED = [
     Case("gpt-summed", num_micro_batches=3),
@@ -123,3 +126,23 @@ def test_targets_that_are_made_of_the_batch_are_no_choices_of_a_router() -> None
     }
     graph = assert_equal(filled(model), batch, detector_loss, ("dp 2 ZeRO 3", "tp 2"))
     assert batch_obstacle(graph) is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "splits"),
+    [
+        (lambda out, batch: 1 - out.tanh().mean(), True),
+        (lambda out, batch: F.cross_entropy(out, batch["labels"].abs()) + 1 - out.sigmoid().mean(), True),
+        (lambda out, batch: 3 * (0.5 - out.square().mean()) + 2, True),
+        (lambda out, batch: (1 - out.mean()).square(), False),  # negative control
+    ],
+)
+def test_a_number_in_the_loss_is_counted_once(loss: Any, splits: bool) -> None:
+    model = filled(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)))
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    batch = {"input": x, "labels": torch.tensor([2, 1, 0, 3])}
+    graph = assert_equal(model, batch, loss, ("dp 2 ZeRO 3",) if splits else ("tp 2",))
+    assert (batch_obstacle(graph) is None) is splits
+    want, _ = families.eager(families.Family("", "", lambda: (model, batch), loss), model, batch)
+    got, _ = run(model, graph, batch, num_micro_batches=2 if splits else 1)
+    assert got == pytest.approx(want, rel=1e-12)

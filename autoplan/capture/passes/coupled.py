@@ -212,10 +212,11 @@ def _count_once(trace: Trace, term: str, over: tuple[str, ...]) -> None:
 
 
 def penalties(trace: Trace) -> None:
-    """Count the terms of the loss that do not depend on the batch once: a penalty on parameters.
+    """Count the terms of the loss that do not depend on the batch once: a penalty on parameters, a number.
 
     Every rank has the whole term in every micro-batch. What is added to every sample or token is no such term.
     """
+    _numbers_as_terms(trace)
     dependent = _reached(trace, trace.inputs)
     maker = {out: node for node in trace.nodes if not trace.region[node.name] for out in node.outputs}
 
@@ -233,6 +234,42 @@ def penalties(trace: Trace) -> None:
     if trace.output not in found:
         for value in dict.fromkeys(found):
             _count_once(trace, value, SUMMED_SYMBOLS)
+
+
+def _numbers_as_terms(trace: Trace) -> None:
+    """Make terms of the numbers that are added to the loss: `1 - dice` becomes the sum of `-dice` and 1."""
+    maker = {out: i for i, node in enumerate(trace.nodes) if not trace.region[node.name] for out in node.outputs}
+    wanted = [trace.output]
+    while wanted:
+        index = maker.get(wanted.pop())
+        node = None if index is None else trace.nodes[index]
+        if index is None or node is None or trace.values[node.outputs[0]].shape:
+            continue
+        if node.op in _WITH_A_NUMBER and isinstance(node.attrs["scalar"], (int, float)):
+            _apart(trace, index)
+        if node.op in _WITH_A_NUMBER or op_record(node.op).linear is Linear.ALL:
+            wanted += node.tensor_inputs
+
+
+# Operations that add a number, and what is left of them without it (None: nothing).
+_WITH_A_NUMBER = {"add_scalar": None, "rsub_scalar": "neg"}
+
+
+def _apart(trace: Trace, index: int) -> None:
+    """Write a node that adds a number as a sum of two terms, the second of which is the number."""
+    node = trace.nodes[index]
+    (out,), left, place = node.outputs, _WITH_A_NUMBER[node.op], trace.order.index(("node", index))
+    terms, number = list(node.tensor_inputs), f"{node.name}.number"
+    made = {"scalar": node.attrs["scalar"], "dtype": trace.values[out].dtype}
+    steps: list[tuple[str, str, tuple[str, ...], dict[str, Any]]] = [(number, "full", (), made)]
+    if left is not None:
+        steps.append((f"{node.name}.{left}", left, tuple(terms), {}))
+        terms = [f"{node.name}.{left}"]
+    for name, op, inputs, attrs in steps:
+        trace.values[name] = replace(trace.values[out], name=name, requires_grad=op != "full")
+        trace.insert(place, Node(name, op, inputs, (name,), attrs, "", node.source))
+        place += 1
+    trace.nodes[index] = replace(node, op="add", inputs=(*terms, number), attrs={})
 
 
 def _reached(trace: Trace, given: Iterable[str]) -> set[str]:
