@@ -4,6 +4,7 @@ AutoplanError(ValueError)
   GraphError        a ModelGraph that breaks its own rules
   CaptureError      a model that cannot be captured (names node and source line)
     FormError       a form of an op that its record does not cover
+    LengthError     a model whose sizes hold for some lengths of the sequence only
   RuleError         an op without a rule, or a rule that does not fit its operands
   LayoutError       a layout or conversion that cannot exist
   ProfileError      a measured profile that is unknown, broken, or of another machine
@@ -42,6 +43,10 @@ class CaptureError(AutoplanError):
 
 class FormError(CaptureError):
     """A form of an op that its record does not cover; PyTorch's decomposition of it may be covered."""
+
+
+class LengthError(CaptureError):
+    """A model whose sizes hold for some lengths of the sequence only; a graph of the example's length may exist."""
 
 
 class RuleError(AutoplanError):

@@ -30,6 +30,7 @@ DTYPE_BYTES: dict[str, int] = {
     "bool": 1,
 }
 HALF = ("bfloat16", "float16")
+REAL_PARTS = {"complex128": "float64", "complex64": "float32"}  # of a complex number; a product has four of theirs
 DEVICE_TYPES = ("cpu", "cuda")
 
 

@@ -25,6 +25,7 @@ from autoplan.errors import PinError
 from autoplan.ops.saved import TensorFacts
 from autoplan.ops.table import op_record
 from autoplan.schedules.schedule import SCHEDULES, Transfer
+from autoplan.units import REAL_PARTS
 
 # FLOPs of AdamW per element; see `_adamw_bytes` for its memory traffic
 _ADAMW_FLOPS_PER_ELEMENT = 12.0
@@ -117,7 +118,7 @@ class Costs:
         device = self.cluster.device
         if not op_record(work.op).multiplies or not device.peak_flops_by_dtype:
             return device
-        dtype = work.matmul_dtype or next(t.dtype for t in work.inputs if "float" in t.dtype)
+        dtype = work.matmul_dtype or next(d for t in work.inputs if "float" in (d := REAL_PARTS.get(t.dtype, t.dtype)))
         return _with_peak(device, dtype)
 
     def transfer(self, config: ParallelConfig) -> Transfer:

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from autoplan.capture import positions
-from autoplan.capture.frontend.written_out import written_attention
+from autoplan.capture.frontend.written_out import attention_of_four_dims, written_attention
 from autoplan.capture.ops import OPS, SKIP
 
 _Function = Callable[..., Any]
@@ -237,8 +237,23 @@ def _is_written_out(
     return dropout_p > 0 or (broadcast and attn_mask is not None and attn_mask.is_floating_point())
 
 
+def _repeats(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> bool:
+    """Return True for attention that repeats keys or values for several samples (a dim of size 1, or none)."""
+    samples = [tuple(x.shape[:-3]) for x in (query, key, value)]
+    return len({x.dim() for x in (query, key, value)}) > 1 or samples.count(samples[0]) < len(samples)
+
+
+def _has_other_dims(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> bool:
+    """Return True for attention without a dim of heads, or with several of samples (windows of an image)."""
+    return bool(query.dim() != 4)
+
+
 _OWN: Mapping[str, tuple[_Form, ...]] = {
-    "aten.scaled_dot_product_attention.default": _given(_is_written_out, written_attention),
+    "aten.scaled_dot_product_attention.default": (
+        *_given(_is_written_out, written_attention),
+        *_given(_repeats, written_attention),
+        *_given(_has_other_dims, attention_of_four_dims),
+    ),
     "aten.cross_entropy_loss.default": _given(_is_loss, _loss),
     **{f"aten.conv{n}d.default": _given(_are_patches, _patches) for n in (1, 2, 3)},
     "aten.copy.default": _given(lambda *given: True, _copy),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.capture.frontend.alone import in_one_process, products_in_order
 from autoplan.capture.frontend.bags import CaptureBags
 from autoplan.capture.frontend.batch_norm import capture_batch_norm
 from autoplan.capture.frontend.buffers import all_buffers, attributes_restored
@@ -22,7 +23,7 @@ from autoplan.capture.frontend.counters import Counters
 from autoplan.capture.frontend.expert_loops import ExpertLoops
 from autoplan.capture.frontend.experts import capture_experts, capture_hf_experts
 from autoplan.capture.frontend.held import HeldParameters
-from autoplan.capture.frontend.host import examples_on_host, module_on_host
+from autoplan.capture.frontend.host import examples_on_host, module_on_host, no_moves
 from autoplan.capture.frontend.huggingface import (
     capture_attention,
     check_masks,
@@ -35,6 +36,7 @@ from autoplan.capture.frontend.huggingface import (
 from autoplan.capture.frontend.inplace import CaptureData, can_be_functional, without_mutation
 from autoplan.capture.frontend.inputs import LossFn, LossModule, check_arguments, uncompiled
 from autoplan.capture.frontend.layer_tracer import LayerTracer, layer_modules
+from autoplan.capture.frontend.lengths import length_symbols, target_inputs
 from autoplan.capture.frontend.lengths_held import Lengths
 from autoplan.capture.frontend.masks import Ledger
 from autoplan.capture.frontend.own_backward import checked_backwards, refuse_gradient_hooks
@@ -49,7 +51,7 @@ from autoplan.capture.frontend.state import state_refused
 from autoplan.capture.frontend.torch_transformer import capture_transformers
 from autoplan.capture.layers.assemble import assemble
 from autoplan.capture.translate import Translator, dtype_name
-from autoplan.errors import CaptureError
+from autoplan.errors import CaptureError, LengthError
 from autoplan.ir.graph import ModelGraph, Parameter
 from autoplan.ops.factors import infer_factors
 from autoplan.runtime.precision import active_autocast
@@ -81,14 +83,32 @@ def capture(
     check_masks(model, example_inputs)
     refuse_gradient_hooks(model)
     counters = Counters(model)
-    wrapped = partial(LossModule, model, tuple(example_inputs), loss_fn, HeldParameters(model), counters)
-    with module_on_host(model), uncompiled(), attributes_restored(model):
+    wrapped: Callable[..., LossModule] = partial(
+        LossModule, model, tuple(example_inputs), loss_fn, HeldParameters(model), counters
+    )
+    with in_one_process(), module_on_host(model), uncompiled(), attributes_restored(model):
         found: tuple[Scan, ...] = ()
         if holds_hf_model(model):
             found = find_scans(model, wrapped(), example_inputs)
-        graph = _in_layers(wrapped, example_inputs, Scans(found))
+        graph, wrapped = _of_any_length(wrapped, example_inputs, Scans(found))
         counters.refuse_if_used(graph, lambda: _in_layers(wrapped, example_inputs, Scans(found)))
     return infer_factors(graph).in_order()
+
+
+def _of_any_length(
+    wrapped: Callable[..., LossModule], example_inputs: Mapping[str, torch.Tensor], scans: Scans
+) -> tuple[ModelGraph, Callable[[], LossModule]]:
+    """Return the graph of any length of the sequence, or where there is none that of the example; and what made it.
+
+    Examples of the latter are `length // 2` (a table around its middle), and chunks that a sequence is cut into.
+    """
+    try:
+        return _in_layers(wrapped, example_inputs, scans), wrapped
+    except LengthError as exc:
+        wrapped = partial(wrapped, any_length=False)
+        graph = _in_layers(wrapped, example_inputs, scans)
+        lengths = "sequences of the example's length alone, and they are not cut (cp)"
+        return replace(graph, notes=(*graph.notes, f"the graph is that of {lengths}: {exc}")), wrapped
 
 
 def _in_layers(
@@ -163,9 +183,27 @@ def _capture(
     graph = assemble(trace, type(model).__name__, *_parameters(model))
     if graph is None:
         return None
+    fixed = _fixed_lengths(wrapper, example_inputs, symbols)
     return replace(
-        graph, bounds=lengths.bounds, notes=(*graph.notes, *loops.notes, *scans.notes, *sorted(ledger.notes))
+        graph, bounds=lengths.bounds | fixed, notes=(*graph.notes, *loops.notes, *scans.notes, *sorted(ledger.notes))
     )
+
+
+def _fixed_lengths(
+    wrapper: LossModule, example_inputs: Mapping[str, torch.Tensor], symbols: Mapping[str, str]
+) -> dict[str, tuple[int, int]]:
+    """Return the bounds of sequences whose length is a number in the graph. Dim 1 of real numbers may be features.
+
+    Args:
+        symbols: b, s or t for each of torch's symbols of the trace.
+    """
+    sequences = length_symbols(example_inputs, target_inputs(wrapper.model))
+    fixed = {symbol: example_inputs[name] for name, symbol in sequences.items() if symbol not in symbols.values()}
+    return {
+        symbol: (x.shape[1], x.shape[1])
+        for symbol, x in fixed.items()
+        if not (wrapper.any_length and x.is_floating_point())
+    }
 
 
 def _refuse_autocast() -> None:
@@ -233,12 +271,14 @@ def _patched(
                 batch_norms,
             ):
                 stack.enter_context(make())
+            stack.enter_context(no_moves())
             stack.enter_context(state_refused(model, wrapper.counters))
             yield
 
     with ExitStack() as stack:
         stack.enter_context(tracer.active())  # first: the patches below make layers differ from one another
         stack.enter_context(checked_backwards())
+        stack.enter_context(products_in_order())
         stack.enter_context(capture_experts(model))
         experts = stack.enter_context(loops.active())
         recurrent = stack.enter_context(capture_recurrent())

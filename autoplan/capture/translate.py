@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.export.graph_signature import InputKind
 
 from autoplan.capture.decompose import Traces, decomposed, other_form
 from autoplan.capture.frontend import inputs
@@ -33,7 +34,7 @@ from autoplan.capture.frontend.inplace import (
     written_in_regions,
 )
 from autoplan.capture.frontend.inputs import LossModule
-from autoplan.capture.frontend.lengths_held import Lengths
+from autoplan.capture.frontend.lengths_held import Lengths, error_kind
 from autoplan.capture.generic import generic, is_pointwise, why_impure
 from autoplan.capture.ops import OPS, SKIP, Arguments, lower
 from autoplan.capture.positions import one_copy
@@ -139,8 +140,9 @@ class Translator:
         self._graph(module, module.graph)
         out = next(n for n in module.graph.nodes if n.op == "output").args[0]
         outputs = [n for n in out if isinstance(n, fx.Node)] if isinstance(out, (tuple, list)) else [out]
-        for name in sorted({*self.program.graph_signature.buffers_to_mutate.values(), *written}):
-            self.refused.setdefault(self._mutated(name), CaptureError(self._mutated(name)))
+        changed = {*self.program.graph_signature.buffers_to_mutate.values(), *written}
+        for text in sorted(self._mutated(name.removeprefix("model.")) for name in changed):
+            self.refused.setdefault(text, CaptureError(text))
         if self.refused:
             raise self._refusals()
         self.trace.output = self._name_of(outputs[-1])
@@ -156,8 +158,6 @@ class Translator:
         )
 
     def _placeholders(self) -> None:
-        from torch.export.graph_signature import InputKind
-
         targets = {s.arg.name: (s.kind, s.target) for s in self.program.graph_signature.input_specs}
         params = {id(p): n for n, p in reversed(list(self.wrapper.model.named_parameters(remove_duplicate=False)))}
         buffers = {id(p): n for n, p in reversed(list(self.wrapper.model.named_buffers(remove_duplicate=False)))}
@@ -221,7 +221,7 @@ class Translator:
                 except CaptureError as exc:
                     where = source_of(node)
                     named = not where or where in str(exc)
-                    self._refused(node, exc if named else CaptureError(f"{_place_of(node)}: {exc}"))
+                    self._refused(node, exc if named else error_kind(exc)(f"{_place_of(node)}: {exc}"))
 
     def _refused(self, node: fx.Node, why: CaptureError) -> None:
         """Note why a node cannot be captured, and go on as if it could be, to find all such nodes.
@@ -244,7 +244,7 @@ class Translator:
         if len(self.refused) == 1:
             return next(iter(self.refused.values()))
         lines = [f"  {text}" for text in self.refused]
-        return CaptureError("\n".join([f"{len(lines)} operations cannot be captured:", *lines]))
+        return error_kind(*self.refused.values())("\n".join([f"{len(lines)} operations cannot be captured:", *lines]))
 
     def _node(self, module: fx.GraphModule, node: fx.Node) -> None:
         target = str(node.target)
@@ -408,7 +408,7 @@ class Translator:
         try:
             result = self._lowered(target, node)
         except CaptureError as exc:
-            raise CaptureError(f"{_place_of(node) or node.name}: {exc}") from exc
+            raise error_kind(exc)(f"{_place_of(node) or node.name}: {exc}") from exc
         if result is None:
             return
         if isinstance(result, Alias) or self._is_noop(result, node):
@@ -485,11 +485,10 @@ class Translator:
         """Return the error that says why an op that changes its argument cannot be captured."""
         if not target.split(".")[1].endswith("_"):
             return CaptureError(f"op {target} is not supported; add its record to autoplan/ops (docs/how_to_add.md)")
-        changed = self.env.get(self._first(node))
-        if changed in self.trace.buffers:
-            return CaptureError(self._mutated(self.trace.buffers[changed]))
-        behind = [name for x in self.aliases.behind(self._first(node)) if isinstance(name := self.env.get(x), str)]
-        for full in (self.trace.params[name] for name in behind if name in self.trace.params):
+        held = [name for x in self.aliases.behind(self._first(node)) if isinstance(name := self.env.get(x), str)]
+        for full in sorted(self.trace.buffers[name] for name in held if name in self.trace.buffers):
+            return CaptureError(self._mutated(full))
+        for full in (self.trace.params[name] for name in held if name in self.trace.params):
             how = "after the optimizer's step, or do not store it: clamp() for data.clamp_()"
             return CaptureError(f"parameter {full!r} is changed in the forward by {target}; change it {how}")
         return CaptureError(f"in-place op {target} cannot be captured; write x = x + y instead of x += y")

@@ -159,7 +159,7 @@ class _Compiler:
             stage_ranks=self._stage_ranks(),
             loss_share=LOSS_SHARE in self.graph.inputs,
             offload=self.layouts.offload,
-            bounds=tuple(SizeBound(symbol, *limits) for symbol, limits in sorted(self.graph.bounds.items())),
+            bounds=tuple(SizeBound(symbol, *limits) for symbol, limits in self._bounds()),
             whole=self._whole(),
             outputs=tuple(found.spec for found in self._found(self.calls)),
             input_dtypes=tuple((n, self.graph.values[n].dtype) for n in self.graph.inputs if of_the_batch(n)),
@@ -192,6 +192,11 @@ class _Compiler:
     def _stage_ranks(self) -> tuple[int, ...]:
         num_ranks = len(self.layouts.stages) // self.layouts.virtual_stages
         return ranks_of_chunks(self.layouts.schedule, num_ranks, self.layouts.virtual_stages)
+
+    def _bounds(self) -> list[tuple[str, tuple[int, int | None]]]:
+        """Return the bounds of lengths that are symbols; shapes of inputs have those that are numbers."""
+        symbols = {source.symbol for source in self._sizes_from()}
+        return [(symbol, limits) for symbol, limits in sorted(self.graph.bounds.items()) if symbol in symbols]
 
     def _sizes_from(self) -> tuple[SizeSource, ...]:
         out: dict[str, SizeSource] = {}

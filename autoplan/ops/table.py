@@ -29,6 +29,7 @@ from autoplan.ops.arguments import Lowering
 from autoplan.ops.language import OpRule, Role
 from autoplan.ops.record import Linear, OpKind, OpRecord, Trait
 from autoplan.ops.saved import Form, OpFacts, SavedRule
+from autoplan.units import REAL_PARTS
 
 _FAMILIES = (
     elementwise,
@@ -126,7 +127,8 @@ def updated_buffers(block: Block) -> frozenset[str]:
 def flops(node: Node, values: Mapping[str, Value], rule: OpRule) -> Expr:
     """Return the forward arithmetic of one node, whole (not sharded), in floating point operations."""
     out, count = values[node.outputs[0]], op_record(node.op).flops
-    return out.num_elements if count is None else count(node, [values[x] for x in node.tensor_inputs], out, rule)
+    found = out.num_elements if count is None else count(node, [values[x] for x in node.tensor_inputs], out, rule)
+    return found * 4 if out.dtype in REAL_PARTS else found
 
 
 def saved_rule(f: OpFacts) -> SavedRule:

@@ -21,7 +21,7 @@ from autoplan.program.op_costs import OpCosts
 from autoplan.schedules.schedule import SCHEDULES
 from autoplan.search.cuts import step_factor
 from autoplan.search.request import PlanRequest
-from autoplan.units import ORDER_OF_SUMS
+from autoplan.units import ORDER_OF_SUMS, REAL_PARTS
 
 _CLOSE = 1 - ORDER_OF_SUMS
 
@@ -69,7 +69,7 @@ class QuickTime:
         if not op.multiplies or op.kind is OpKind.ATTENTION:
             return _Least(0.0, 0.0)
         inputs = [block.values[n] for n in node.tensor_inputs]
-        dtypes = {costs.dtype(v) for v in inputs if "float" in costs.dtype(v)}
+        dtypes = {d for v in inputs if "float" in (d := REAL_PARTS.get(costs.dtype(v), costs.dtype(v)))}
         dtypes |= {precision.matmul} if precision.matmul else set()
         kernels = kernels_of(device, self.request.constants)
         share = 1.0  # of the peak; vectors have no kernel model

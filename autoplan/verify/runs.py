@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from autoplan.capture.frontend.alone import in_one_process
 from autoplan.capture.frontend.buffers import all_buffers, attributes_restored
 from autoplan.capture.frontend.host import HOST
 from autoplan.capture.frontend.huggingface import own_hooks
@@ -141,7 +142,7 @@ def run_module(
             return out
 
     try:
-        with own_hooks(task.model), uncompiled(), wide(task.shown):
+        with in_one_process(), own_hooks(task.model), uncompiled(), wide(task.shown):
             loss = run()
             if step.gives_more():
                 tensors.take_gradients()

@@ -28,7 +28,7 @@ from autoplan.ops.experts import FIRST, FIRST_BIAS, SECOND, expert_sizes
 from autoplan.ops.record import OpKind
 from autoplan.ops.table import op_kind, op_record
 from autoplan.torch_kernels import grouped_kernel
-from autoplan.units import HALF, dtype_bytes
+from autoplan.units import HALF, REAL_PARTS, dtype_bytes
 
 _UNUSUAL_ERROR = 0.15  # added for products in 32 bits, which no published timing covers
 
@@ -69,7 +69,7 @@ def dtype_of(work: OpWork) -> str:
 
 def _precision(work: OpWork) -> tuple[KernelKind, float, bool]:
     """Return (class, bytes per operand element, True if published timings cover it) of an operation's products."""
-    dtype = work.matmul_dtype or dtype_of(work)
+    dtype = work.matmul_dtype or REAL_PARTS.get(dtype_of(work), dtype_of(work))
     kind = kernel_kind(dtype)
     if kind is not KernelKind.HALF:
         return kind, OPERAND_BYTES[kind], True

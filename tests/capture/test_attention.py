@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from parity import cluster_of, worst
-from test_faithful import run
+from plain_models import assert_equal as equal_at_all_degrees
+from test_faithful import Model, given, run
 from torch import nn
 
 from autoplan.capture.export import capture
@@ -372,3 +373,40 @@ def test_queries_of_which_a_mask_hides_all_keys_by_the_least_number(
     wanted = {n: p.grad for n, p in model.named_parameters() if n != "k.bias"}  # nothing but rounding
     error, name = worst({n: got[n] for n in wanted}, wanted)
     assert error < 1e-12, name
+
+
+# -- attention of other dims than [b, heads, s, d] ---------------------------------------------------------------------
+
+
+def one_head(x: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(x, x.tanh(), x, is_causal=True)
+
+
+def one_head_of_a_mask(x: torch.Tensor) -> torch.Tensor:
+    seen = x[..., 0][:, None] < x[..., 1][:, :, None] + 2  # [b, s, s]
+    return F.scaled_dot_product_attention(x, x.tanh(), x, attn_mask=seen)
+
+
+def windows_of_a_bias(x: torch.Tensor) -> torch.Tensor:
+    """[b, windows, heads, s, d], and a bias for every head and window."""
+    parts = x.unflatten(1, (3, 4)).unflatten(-1, (2, 4)).transpose(2, 3)
+    bias = torch.linspace(0, 2, 96, dtype=x.dtype).view(1, 3, 2, 4, 4)
+    out = F.scaled_dot_product_attention(parts, parts.tanh(), parts, attn_mask=bias, scale=0.4)
+    return out.transpose(2, 3).flatten(-2).flatten(1, 2)
+
+
+def keys_of_all_samples(x: torch.Tensor) -> torch.Tensor:
+    """Learned keys, which all samples share."""
+    heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
+    keys = torch.linspace(-1, 1, 40, dtype=x.dtype).view(1, 2, 5, 4)
+    return F.scaled_dot_product_attention(heads, keys, keys.cos()).transpose(1, 2).flatten(-2)
+
+
+@pytest.mark.parametrize(
+    ("function", "is_whole"),
+    [(one_head, True), (one_head_of_a_mask, True), (windows_of_a_bias, True), (keys_of_all_samples, False)],
+)
+def test_attention_of_other_dims(function: Callable[[torch.Tensor], torch.Tensor], is_whole: bool) -> None:
+    model, batch = Model(lambda m, x: function(x)).double(), given(seq=SEQ)
+    graph = equal_at_all_degrees(model, batch, lambda out, _: out.square().mean(), ("tp 2", "dp 2 ZeRO 3"))
+    assert ("attention" in ops(graph)) is is_whole

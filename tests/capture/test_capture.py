@@ -164,6 +164,15 @@ class AveragedApart(Averaged):
         return out
 
 
+class AveragedData(Averaged):
+    """A running mean past autograd, as codebooks are updated."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x - self.seen)
+        self.seen.data.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
+        return out
+
+
 class DataDependent(ScaledBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x) if x.sum() > 0 else x  # type: ignore[no-any-return]
@@ -189,6 +198,7 @@ class Lifted(ScaledBlock):
     ("block", "message"),
     [
         (Averaged, r"layers\.0\.seen' is changed in the forward.*Only .* batch norm"),
+        (AveragedData, r"buffer 'layers\.0\.seen' is changed in the forward.*Only .* batch norm"),
         (AveragedApart, r"layers\.0\.seen' is changed in the forward.*Only .* batch norm"),
         (DataDependent, r"DataDependent|test_capture\.py:\d+"),
         (Random, r"test_capture\.py:\d+: aten\.rand_like\.default draws random numbers"),

@@ -10,6 +10,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
+from plain_models import assert_equal, filled
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -17,7 +18,8 @@ from autoplan import devices
 from autoplan.capture.export import capture
 from autoplan.capture.frontend.host import examples_on_host, module_on_host
 from autoplan.devices import DevicePlace, Sight, device_kind, pick, read, settle
-from autoplan.errors import DeviceError
+from autoplan.errors import CaptureError, DeviceError
+from experiments.compatibility.families import class_loss
 
 FOUR = Sight(num_gpus=4)
 
@@ -246,3 +248,29 @@ def test_a_model_on_two_devices_is_refused() -> None:
 
 def test_tests_see_no_gpu() -> None:
     assert not torch.cuda.is_available()
+
+
+class Moves(nn.Module):
+    """Moves a part to where its input is, as code without a device of its own does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last.to(x.device)(self.first.to(x)(x).tanh())
+        return out
+
+
+def test_a_forward_may_move_a_module_to_where_it_is() -> None:
+    batch = {"x": torch.randn(4, 4, dtype=torch.float64), "labels": torch.tensor([0, 1, 2, 0])}
+    assert_equal(filled(Moves()), batch, class_loss, ("tp 2",))
+
+
+def test_a_forward_that_casts_a_module_is_refused() -> None:
+    class Casts(Moves):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.first.float().weight.sum()
+
+    with pytest.raises(CaptureError, match="the forward moves or casts a module"):
+        capture(Casts().double(), {"x": torch.zeros(4, 4, dtype=torch.float64)}, lambda out, _: out.mean())

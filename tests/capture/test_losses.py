@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import models
 import pytest
 import torch
+import torch.nn.functional as F
 from parity import (
     LOSSES,
     SEQ,
@@ -20,10 +23,14 @@ from parity import (
     spread_out,
     worst,
 )
+from plain_models import assert_equal, filled
+from test_faithful import run
+from torch import nn
 
 from autoplan.capture.export import capture
 from autoplan.errors import CaptureError
 from autoplan.ops.batch import batch_obstacle
+from experiments.compatibility import families
 
 SIMULATED = [
     Case("gpt-summed", num_micro_batches=3),
@@ -100,3 +107,42 @@ def test_another_use_of_the_size_of_the_batch_is_refused(loss: object, op: str) 
 def test_a_mean_of_a_mean_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"the loss function: a mean over the batch is divided by b once more"):
         capture(models.make_gpt(), batch(), lambda out, b: models.gpt_loss(out, b) / b["ids"].shape[0])
+
+
+def detector_loss(out: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Classes of the batch as one-hot targets (none for the background, -1), over the number of those that have one."""
+    has_class = batch["labels"] >= 0
+    wanted = F.one_hot(batch["labels"].clamp(min=0), 4).to(out.dtype) * has_class[..., None]
+    errors = F.binary_cross_entropy_with_logits(out, wanted, reduction="none")
+    return (errors * (1 - torch.exp(-errors)) ** 2).sum() / has_class.sum().clamp(min=1)
+
+
+def test_targets_that_are_made_of_the_batch_are_no_choices_of_a_router() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    generator = torch.Generator().manual_seed(1)
+    batch = {
+        "input": torch.randn(4, 6, generator=generator, dtype=torch.float64),
+        "labels": torch.tensor([2, -1, 0, -1]),  # unequal parts
+    }
+    graph = assert_equal(filled(model), batch, detector_loss, ("dp 2 ZeRO 3", "tp 2"))
+    assert batch_obstacle(graph) is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "splits"),
+    [
+        (lambda out, batch: 1 - out.tanh().mean(), True),
+        (lambda out, batch: F.cross_entropy(out, batch["labels"].abs()) + 1 - out.sigmoid().mean(), True),
+        (lambda out, batch: 3 * (0.5 - out.square().mean()) + 2, True),
+        (lambda out, batch: (1 - out.mean()).square(), False),  # negative control
+    ],
+)
+def test_a_number_in_the_loss_is_counted_once(loss: Any, splits: bool) -> None:
+    model = filled(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)))
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    batch = {"input": x, "labels": torch.tensor([2, 1, 0, 3])}
+    graph = assert_equal(model, batch, loss, ("dp 2 ZeRO 3",) if splits else ("tp 2",))
+    assert (batch_obstacle(graph) is None) is splits
+    want, _ = families.eager(families.Family("", "", lambda: (model, batch), loss), model, batch)
+    got, _ = run(model, graph, batch, num_micro_batches=2 if splits else 1)
+    assert got == pytest.approx(want, rel=1e-12)

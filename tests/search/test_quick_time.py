@@ -8,7 +8,10 @@ from typing import Any
 
 import clocks
 import pytest
+import torch
+from torch import nn
 
+import autoplan
 from autoplan import catalog
 from autoplan.config.parallel import Mode
 from autoplan.cost_models.hardware.cluster import Cluster
@@ -99,3 +102,28 @@ def test_a_search_that_is_stopped_at_once_still_has_a_bound(monkeypatch: pytest.
     found = search_plan(r)
     assert found.certificate.open and found.certificate.gap < 1.0
     assert found.fastest_s * (1 - found.certificate.gap) <= best * (1 + 1e-9)
+
+
+class Waves(nn.Module):
+    """A product of complex numbers, as state-space kernels and spectral convolutions have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.phase = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wave = self.first(x).to(torch.complex64) @ torch.polar(torch.ones(8, 8), self.phase)
+        out: torch.Tensor = self.last(wave.real)
+        return out
+
+
+def test_products_of_complex_numbers_are_planned() -> None:
+    plan = autoplan.plan(
+        Waves(),
+        "2xh100-sxm5-80gb",
+        example_inputs={"x": torch.zeros(4, 6, 4)},
+        loss_fn=lambda out, _: out.square().mean(),
+        global_batch_size=8,
+    )
+    assert plan.estimate is not None and plan.estimate.fits

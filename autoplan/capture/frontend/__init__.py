@@ -1,5 +1,6 @@
 """Trace the model: everything around torch.export.
 
+`alone`: run a model as in one process.
 `buffers`: all tensors of a model that are not parameters.
 `cache`: captured graphs on disk.
 `config_file`: build the model of a Hugging Face config.json.

@@ -1,9 +1,14 @@
-"""Capture a model on an accelerator or on the meta device as if it were on the host, without copying its values."""
+"""Capture a model on an accelerator or on the meta device as if it were on the host, without copying its values.
+
+A forward that moves a module to the device of its input moves nothing then.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -18,6 +23,23 @@ def examples_on_host(example_inputs: Mapping[str, torch.Tensor]) -> dict[str, to
         n: torch.zeros(x.shape, dtype=x.dtype) if x.device == EMPTY else x if x.device == HOST else x.detach().to(HOST)
         for n, x in example_inputs.items()
     }
+
+
+@contextmanager
+def no_moves() -> Iterator[None]:
+    """Leave out what moves or casts a module in a forward, as `self.head.to(x.device)`, where nothing moves.
+
+    torch puts the same tensors in their own place, which an export does not let it do.
+    """
+    original: Any = nn.Module._apply
+
+    def apply(self: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        kinds = {(t.dtype, t.device) for t in (*self.parameters(recurse), *self.buffers(recurse))}
+        moved = (function(torch.empty((), dtype=dtype, device=device)) for dtype, device in kinds)
+        return self if {(t.dtype, t.device) for t in moved} == kinds else original(self, function, recurse)
+
+    with patch.object(nn.Module, "_apply", apply):
+        yield
 
 
 def _on_host(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

@@ -7,6 +7,7 @@ answer for the example, and the graph is that of the lengths with the same answe
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
@@ -15,10 +16,15 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch.utils._sympy.printers import PythonPrinter
 
-from autoplan.errors import CaptureError
+from autoplan.errors import CaptureError, LengthError
 from autoplan.ir.symbols import Expr
 
 _LONGEST = 1 << 17  # tokens; conditions that are not linear are tried for every length up to here
+
+
+def error_kind(*causes: CaptureError) -> type[CaptureError]:
+    """Return the class of an error that has these causes: whether a graph of the example's length may help."""
+    return LengthError if any(isinstance(exc, LengthError) for exc in causes) else CaptureError
 
 
 class Lengths:
@@ -44,7 +50,8 @@ class Lengths:
         """Return a size of the trace as a polynomial; the bounds become those for which it is one.
 
         Raises:
-            CaptureError: for a size that depends on the data, or is not a polynomial.
+            CaptureError: for a size that depends on the data.
+            LengthError: for one that is not a polynomial.
         """
         return Expr.of(size) if isinstance(size, int) else self._polynomial(size.node.expr)
 
@@ -79,7 +86,14 @@ class Lengths:
             return self._extreme(expr, largest=kind == "Max")
         if kind == "FloorDiv" and (quotient := _divided(expr)) != expr:
             return self._polynomial(quotient)
-        raise CaptureError(f"{self.model} uses the size {expr}, which is not a polynomial in batch and sequence length")
+        raise self._not_a_polynomial(self._named(expr))
+
+    def _named(self, expr: Any) -> str:
+        """Return an expression of torch's symbols as text with the names b, s and t."""
+        return re.sub(r"\w+", lambda word: self.symbols.get(word[0], word[0]), str(expr))
+
+    def _not_a_polynomial(self, size: str) -> LengthError:
+        return LengthError(f"{self.model} uses the size {size}, which is not a polynomial in batch and sequence length")
 
     def _extreme(self, expr: Any, largest: bool) -> Expr:
         """Return the argument that is the largest (or smallest) for the example, and keep to lengths where it is.
@@ -95,7 +109,7 @@ class Lengths:
 
         given = sorted((self._polynomial(a) for a in expr.args), key=order, reverse=True)
         for other in given[1:]:
-            self._keep_positive((given[0] - other) * sign, str(expr))
+            self._keep_positive((given[0] - other) * sign, self._named(expr))
         return given[0]
 
     def _keep_positive(self, difference: Expr, what: str) -> None:
@@ -106,9 +120,7 @@ class Lengths:
             return
         (monomial, slope), *more = slopes.items()
         if more or len(monomial) > 1:
-            raise CaptureError(
-                f"{self.model} uses the size {what}, which is not a polynomial in batch and sequence length"
-            )
+            raise self._not_a_polynomial(what)
         bound = -at_zero / slope
         name = next(s for s, n in self.symbols.items() if n == monomial[0])
         if slope > 0 and bound > 1:  # every length is at least 1
@@ -122,7 +134,7 @@ class Lengths:
         Conditions on numbers that depend on the data are left to the data.
 
         Raises:
-            CaptureError: for a condition on several lengths at once.
+            LengthError: for a condition on several lengths at once.
         """
         for symbol in condition.free_symbols:
             if self.symbols.get(str(symbol)) == "b":
@@ -131,7 +143,8 @@ class Lengths:
         if not names or not names <= set(self.symbols):
             return
         if len(names) > 1:
-            raise CaptureError(f"{self.model} needs {condition}, which does not hold for every batch and sequence")
+            needed = self._named(condition)
+            raise LengthError(f"{self.model} needs {needed}, which does not hold for every batch and sequence")
         symbol = names.pop()
         holds = eval(f"lambda {symbol}: {PythonPrinter().doprint(condition)}", {"math": math})
         low = high = self.hints[symbol]

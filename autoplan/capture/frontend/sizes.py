@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
 from torch.export import _trace
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._pytree import tree_structure
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from autoplan.capture.frontend.layer_tracer import LayerTracer
 from autoplan.capture.frontend.lengths import length_symbols, target_inputs
-from autoplan.errors import CaptureError
+from autoplan.errors import CaptureError, LengthError
 
 if TYPE_CHECKING:
     from autoplan.capture.frontend.inputs import LossModule
@@ -30,16 +31,25 @@ _IS_A_BOUND = re.compile(
     r"generated guard -?\d+ <= \S+ and \S+ <= \S+$|specialized it to be a constant|specialized value of"
 )
 
+# What torch says where sizes do not hold for all lengths, or where it takes numbers and no symbols
+# (`is_causal=length > 1`); of a module that a forward moves; and where there is no process group.
+_OF_A_LENGTH = re.compile(r"Constraints violated|must be \w+, not Sym(Bool|Int|Float)")
+_MOVED = "_apply(): Couldn't swap"
+_NO_GROUP = "Default process group has not been initialized"
+
 # Where torch begins to say how to go on with torch.export.
 _ADVICE = re.compile(r"\n\s*(?:For more information, run with|The error above occurred when calling torch\.export)")
 
 
 def _dims(
-    example_inputs: Mapping[str, torch.Tensor], targets: frozenset[str]
+    example_inputs: Mapping[str, torch.Tensor], targets: frozenset[str], any_length: bool
 ) -> tuple[list[dict[int, Any]], list[torch.Tensor]]:
     """Return dynamic dims and stand-in tensors: batch 2 and the given sequence lengths, made distinct.
 
     Distinct lengths keep one size from being mistaken for another.
+
+    Args:
+        any_length: False: sequences have the lengths of the example.
     """
     batch = torch.export.Dim("b")
     sequences = {symbol: torch.export.Dim(symbol) for symbol in ("s", "t")}
@@ -54,14 +64,14 @@ def _dims(
             )
     symbols = length_symbols(example_inputs, targets)
     sizes = {symbol: int(example_inputs[name].shape[1]) for name, symbol in symbols.items()}
-    if "t" in sizes and sizes["t"] == sizes["s"]:
+    if any_length and "t" in sizes and sizes["t"] == sizes["s"]:
         sizes["t"] += -1 if sizes["t"] > 2 else 1  # down: positions may be learned
     stand_in = next(size for size in (2, 3, 4) if size not in sizes.values())
     dims, tensors = [], []
     for name, tensor in example_inputs.items():
         mine: dict[int, Any] = {0: batch}
         shape = [stand_in, *tensor.shape[1:]]
-        if name in symbols:
+        if name in symbols and any_length:
             mine[1], shape[1] = sequences[symbols[name]], sizes[symbols[name]]
         dims.append(mine)
         tensors.append(torch.zeros(shape, dtype=tensor.dtype, device=tensor.device))
@@ -77,9 +87,10 @@ def export_symbolic(
         The exported program, and b, s or t for each of torch's symbols.
 
     Raises:
+        LengthError: if the sizes are those of some lengths only.
         CaptureError: if torch.export fails.
     """
-    dims, tensors = _dims(example_inputs, target_inputs(wrapper.model))
+    dims, tensors = _dims(example_inputs, target_inputs(wrapper.model), wrapper.any_length)
     wrapper.with_results = True
     quiet = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     level = quiet.level
@@ -90,8 +101,8 @@ def export_symbolic(
     except CaptureError:
         raise
     except Exception as exc:
-        name = type(wrapper.model).__name__
-        raise CaptureError(f"torch.export cannot capture {name}: {_where(exc)}{_said(exc)}") from exc
+        name, error = type(wrapper.model).__name__, LengthError if _OF_A_LENGTH.search(str(exc)) else CaptureError
+        raise error(f"torch.export cannot capture {name}: {_place_of(exc)}{_said(exc)}") from exc
     finally:
         wrapper.with_results = False
         quiet.setLevel(level)
@@ -104,9 +115,9 @@ def export_symbolic(
                 continue
             expr = shape[i].node.expr
             if not expr.is_Symbol:
-                raise CaptureError(
+                raise LengthError(
                     f"{type(wrapper.model).__name__} works for some lengths only: dim {i} of its inputs must have the "
-                    f"form {expr}; cut or pad in a way that works for any length"
+                    f"form {re.sub(r's[0-9]+', 'n', str(expr))}; cut or pad in a way that works for any length"
                 )
             symbols[str(expr)] = dim.__name__
     return program, symbols
@@ -184,7 +195,7 @@ def _bounds_accepted(wrapper: LossModule, shapes: dict[str, Any]) -> Iterator[li
     Yields:
         a list that receives the dynamic shapes with the fixes.
     """
-    name, found = "produce_guards_and_solve_constraints", list[dict[str, Any]]()
+    name, found, places = "produce_guards_and_solve_constraints", list[dict[str, Any]](), list[str]()
     original = getattr(_trace, name, None)
     if original is None:
         yield found
@@ -196,13 +207,32 @@ def _bounds_accepted(wrapper: LossModule, shapes: dict[str, Any]) -> Iterator[li
         except ConstraintViolationError as exc:
             if "Suggested fixes" not in str(exc) or not all(map(_IS_A_BOUND.search, _VIOLATION.findall(str(exc)))):
                 raise
-            refined = _refined(wrapper, shapes, exc)
+            refined = _refined(wrapper, shapes, exc, places)
             if not _only_bounds(shapes, refined):
                 raise
             found.append(refined)
 
-    with patch.object(_trace, name, accept):
+    with patch.object(_trace, name, accept), _fixed_batches(places):
         yield found
+
+
+@contextmanager
+def _fixed_batches(places: list[str]) -> Iterator[None]:
+    """Note where the code makes a number of the batch size; torch's error at the end of a trace does not say.
+
+    `ShapeEnv._set_replacement` is private to torch (tried on 2.13); without it, no place is noted.
+    """
+    name = "_set_replacement"
+    original: Any = getattr(ShapeEnv, name, None)
+
+    def noting(self: Any, symbol: Any, value: Any, *args: Any) -> Any:
+        sources = self.var_to_sources.get(symbol, ())
+        if value.is_number and any(str(source.name).endswith("size()[0]") for source in sources):
+            places.append(_place(traceback.extract_stack()))
+        return original(self, symbol, value, *args)
+
+    with nullcontext() if original is None else patch.object(ShapeEnv, name, noting):
+        yield
 
 
 def _only_bounds(before: dict[str, Any], after: dict[str, Any]) -> bool:
@@ -223,25 +253,29 @@ def _bounded(program: torch.export.ExportedProgram, found: list[dict[str, Any]])
     return program
 
 
-def _refined(wrapper: LossModule, shapes: dict[str, Any], exc: Exception) -> dict[str, Any]:
+def _refined(wrapper: LossModule, shapes: dict[str, Any], exc: Exception, places: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the dynamic shapes with the fixes that torch suggests. `places`: where the batch size became a number."""
     # torch's parser accepts no text after the fixes
     fixes = str(exc).split("Suggested fixes:")[1].strip().split("\n\n")[0]
     refined: Any = refine_dynamic_shapes_from_suggested_fixes(f"Suggested fixes:\n{fixes}", shapes)
     for mine in refined["tensors"]:
         if not isinstance(mine[0], torch.export.Dim):
             raise CaptureError(
-                f"{type(wrapper.model).__name__} works for one batch size only ({_where(exc)}it fixes dim 0 to "
-                f"{mine[0]})"
+                f"{type(wrapper.model).__name__} works for one batch size only "
+                f"({next(iter(places), '') or _place_of(exc)}it fixes dim 0 to {mine[0]})"
             ) from exc
     out: dict[str, Any] = refined
     return out
 
 
-def _where(exc: BaseException) -> str:
-    """Return the innermost frame outside torch, as 'file:line: '."""
-    import traceback
+def _place_of(exc: BaseException) -> str:
+    """Return the place in the user's code where an error was raised, as `_place`."""
+    return _place(traceback.extract_tb(exc.__traceback__))
 
-    for frame in reversed(traceback.extract_tb(exc.__traceback__)):
+
+def _place(stack: traceback.StackSummary) -> str:
+    """Return the innermost frame outside torch, as 'file:line: '."""
+    for frame in reversed(stack):
         if "/torch/" not in frame.filename and "autoplan/capture" not in frame.filename:
             return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno} ({frame.line}): "
     return ""
@@ -254,6 +288,13 @@ def _said(exc: BaseException) -> str:
             "Python reads the value of a tensor here (a condition, float(), int(), .item(), a tensor where a number is "
             "expected), and the graph must be the same for every batch; compute with the tensor itself (torch.where), "
             "or leave this code out in training"
+        )
+    if _MOVED in str(exc):
+        return "the forward moves or casts a module; do that before, or cast the tensors that the module is given"
+    if _NO_GROUP in str(exc):
+        return (
+            "the forward needs the other processes of a job (torch.distributed), and a program computes what one "
+            "process computes: leave this out where `torch.distributed.is_initialized()` is False, as in the capture"
         )
     return _ADVICE.split(str(exc), maxsplit=1)[0].strip()
 

@@ -47,6 +47,39 @@ def written_attention(
     return F.dropout(shares, dropout_p) @ value
 
 
+def attention_of_four_dims(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Compute `F.scaled_dot_product_attention` of [s, d], [b, s, d] or [..., b, heads, s, d] on [b, heads, s, d].
+
+    Args:
+        query, key, value: with the same leading dims but that of heads; attn_mask: as for `written_attention`.
+
+    Returns:
+        What torch returns, of as many dims as the query.
+    """
+    dims = query.dim()
+    if dims < 4:
+        before = (1,) * (4 - dims)
+        q, k, v = (x.reshape(*x.shape[: dims - 2], *before, *x.shape[dims - 2 :]) for x in (query, key, value))
+        if attn_mask is not None and attn_mask.dim() == 3:  # one for each sample
+            attn_mask = attn_mask.unsqueeze(1)
+    else:
+        q, k, v = (x.flatten(0, -4) for x in (query, key, value))
+        if attn_mask is not None and attn_mask.dim() > 3:
+            attn_mask = attn_mask.expand(*query.shape[:-3], *attn_mask.shape[-3:]).flatten(0, -4)
+    found = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return found.reshape(*query.shape[:-1], value.shape[-1])
+
+
 def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:
     """Return [..., kv, t, d] as [..., kv * times, t, d], every head `times` times in a row."""
     *batch, heads, length, width = x.shape

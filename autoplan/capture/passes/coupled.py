@@ -11,7 +11,7 @@ number), as if the gradients of `loss / number` were accumulated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,15 +45,15 @@ def routed_nodes(trace: Trace, mains: Set[str]) -> set[int]:
 
 def _routed(trace: Trace, mains: Set[str]) -> Iterator[tuple[str, list[int]]]:
     maker = {out: i for i, node in enumerate(trace.nodes) if not trace.region[node.name] for out in node.outputs}
-    flow = trace.flow()
+    flow, learned = trace.flow(), _reached(trace, trace.params)
     for term in _terms(trace, maker, trace.output):
         # the nodes outside the layers that lead to the term, in program order
         last = [maker[term]] if term in maker else []
         found = {*last, *flow.leading_to(last, {*maker.values()}.__contains__)}
         cone = [i for kind, i in trace.order if kind == "node" and i in found]
-        ops = {trace.nodes[i].op for i in cone}
+        chosen = {x for i in cone if op_has(trace.nodes[i].op, Trait.CHOOSES) for x in trace.nodes[i].outputs}
         counted = any(mains & set(trace.nodes[i].outputs) for i in cone)
-        if not counted and any(op_has(op, Trait.CHOOSES) for op in ops):
+        if not counted and chosen & learned:  # targets that are made of the batch alone are no choices
             yield term, cone
 
 
@@ -212,11 +212,12 @@ def _count_once(trace: Trace, term: str, over: tuple[str, ...]) -> None:
 
 
 def penalties(trace: Trace) -> None:
-    """Count the terms of the loss that do not depend on the batch once: a penalty on parameters.
+    """Count the terms of the loss that do not depend on the batch once: a penalty on parameters, a number.
 
     Every rank has the whole term in every micro-batch. What is added to every sample or token is no such term.
     """
-    dependent = _of_inputs(trace)
+    _numbers_as_terms(trace)
+    dependent = _reached(trace, trace.inputs)
     maker = {out: node for node in trace.nodes if not trace.region[node.name] for out in node.outputs}
 
     def symbols(name: str) -> set[str]:
@@ -235,9 +236,45 @@ def penalties(trace: Trace) -> None:
             _count_once(trace, value, SUMMED_SYMBOLS)
 
 
-def _of_inputs(trace: Trace) -> set[str]:
-    """Return the values that may depend on the batch: all that come out of repeated layers, too."""
-    found = set(trace.inputs)
+def _numbers_as_terms(trace: Trace) -> None:
+    """Make terms of the numbers that are added to the loss: `1 - dice` becomes the sum of `-dice` and 1."""
+    maker = {out: i for i, node in enumerate(trace.nodes) if not trace.region[node.name] for out in node.outputs}
+    wanted = [trace.output]
+    while wanted:
+        index = maker.get(wanted.pop())
+        node = None if index is None else trace.nodes[index]
+        if index is None or node is None or trace.values[node.outputs[0]].shape:
+            continue
+        if node.op in _WITH_A_NUMBER and isinstance(node.attrs["scalar"], (int, float)):
+            _apart(trace, index)
+        if node.op in _WITH_A_NUMBER or op_record(node.op).linear is Linear.ALL:
+            wanted += node.tensor_inputs
+
+
+# Operations that add a number, and what is left of them without it (None: nothing).
+_WITH_A_NUMBER = {"add_scalar": None, "rsub_scalar": "neg"}
+
+
+def _apart(trace: Trace, index: int) -> None:
+    """Write a node that adds a number as a sum of two terms, the second of which is the number."""
+    node = trace.nodes[index]
+    (out,), left, place = node.outputs, _WITH_A_NUMBER[node.op], trace.order.index(("node", index))
+    terms, number = list(node.tensor_inputs), f"{node.name}.number"
+    made = {"scalar": node.attrs["scalar"], "dtype": trace.values[out].dtype}
+    steps: list[tuple[str, str, tuple[str, ...], dict[str, Any]]] = [(number, "full", (), made)]
+    if left is not None:
+        steps.append((f"{node.name}.{left}", left, tuple(terms), {}))
+        terms = [f"{node.name}.{left}"]
+    for name, op, inputs, attrs in steps:
+        trace.values[name] = replace(trace.values[out], name=name, requires_grad=op != "full")
+        trace.insert(place, Node(name, op, inputs, (name,), attrs, "", node.source))
+        place += 1
+    trace.nodes[index] = replace(node, op="add", inputs=(*terms, number), attrs={})
+
+
+def _reached(trace: Trace, given: Iterable[str]) -> set[str]:
+    """Return the values that may depend on the given ones: all that come out of repeated layers, too."""
+    found = set(given)
     for kind, index in trace.order:
         if kind == "repeat":
             found |= set(trace.repeats[index].outputs)

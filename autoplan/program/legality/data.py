@@ -53,7 +53,9 @@ _LENGTHS = {"s": "seq_len", "t": "target_len"}
 
 
 def _no_target(c: ParallelConfig, f: Facts) -> str | None:
-    if f.model is None or f.model.graph.has_target or f.target_len in (None, f.seq_len):
+    if f.model is None or f.target_len in (None, f.seq_len):
+        return None
+    if f.model.graph.has_target or "t" in f.model.graph.bounds:  # the latter: of one length
         return None
     return f"target_len={f.target_len}, but {f.model.name} has no second sequence with a length of its own"
 

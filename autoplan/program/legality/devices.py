@@ -35,7 +35,7 @@ def _world(c: ParallelConfig, f: Facts) -> str | None:
 
 def _heads(c: ParallelConfig, f: Facts) -> str | None:
     for where, count in f.model.heads if f.model is not None and c.tp > 1 else ():
-        if count % c.tp:
+        if count > 1 and count % c.tp:  # one head is never split: every rank computes it
             return f"tp={c.tp} does not divide the {count} attention heads at {where}"
     return None
 
