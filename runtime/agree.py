@@ -193,7 +193,7 @@ _CHUNK = 1 << 20  # elements at a time: temporaries are a few times as large as 
 def _bits(x: torch.Tensor, num_elements: int | None) -> int:
     if num_elements == 0:
         return 0  # no computation, so no wait for the device
-    flat = x.reshape(-1)
+    flat = (x if x.layout is torch.strided else x.to_dense()).reshape(-1)
     if num_elements is not None and flat.numel() > num_elements:
         flat = flat[:: flat.numel() // num_elements]
     if flat.is_complex():

@@ -81,6 +81,13 @@ def test_problems_are_listed_with_their_ranks() -> None:
     assert agree.ranks_text([0, 1, 3, 5, 6, 7]) == "ranks 0, 1, 3, 5-7"
 
 
+def test_a_fingerprint_of_a_sparse_tensor_is_that_of_its_values() -> None:
+    """A buffer of OpenAI's Whisper is sparse."""
+    x = torch.tensor([[0.0, 2.0], [0.0, 0.0]])
+    assert agree.fingerprint({"x": x.to_sparse()}) == agree.fingerprint({"x": x})
+    assert agree.fingerprint({"x": (2 * x).to_sparse()}) != agree.fingerprint({"x": x})
+
+
 def test_a_fingerprint_sees_every_kind_of_difference() -> None:
     x = {"ids": torch.arange(12).reshape(3, 4), "mask": torch.ones(3, 4)}
     same = agree.fingerprint({k: v.clone() for k, v in x.items()})
