@@ -163,10 +163,10 @@ def _started_s(op: OpWork, phase: str, costs: Costs, each_s: float) -> float:
 
 
 def _experts_s(op: OpWork, phase: str, costs: Costs, each_s: float) -> float:
-    """Return the seconds to start one call of experts."""
+    """Return the seconds to start one call of experts; a host that waits for each kernel is Megatron's."""
     c, launch = costs.constants, costs.options.launch
     num_local = op.inputs[FIRST].shape[0] if len(op.inputs) > FIRST and not costs.options.fused_experts else 0
-    if costs.mode is not Mode.FUSED:
+    if costs.mode is not Mode.FUSED and launch is not Launch.BLOCKING:
         if has_one_product(op, costs.mode, costs.cluster.device):
             num_local = 0
         return (HOST_OPS[phase] + EACH_HAS[phase] * num_local) * each_s

@@ -58,6 +58,7 @@ def test_the_host_starts_kernels_not_views_and_experts_cost_their_own() -> None:
     wide = replace(four, attrs=())
     assert seconds(Mode.FUSED, some=(wide,)) == pytest.approx(c.host_experts_s + 4 * c.host_expert_s)
     assert seconds(Mode.FUSED, some=(four,)) == pytest.approx(c.host_fp8 * (c.host_experts_s + 4 * c.host_expert_s))
+    assert seconds(Mode.EAGER, Launch.BLOCKING, some=(experts,)) == pytest.approx(c.host_experts_s)
     # one kernel does the products of all experts on Hopper in bfloat16, if nothing is fused by Megatron
     assert seconds(Mode.EAGER, some=(wide,)) == pytest.approx(HOST_OPS["forward"] * c.host_eager_s)
     in_32_bits = replace(wide, inputs=tuple(replace(t, dtype="float32") for t in wide.inputs))
