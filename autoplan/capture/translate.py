@@ -124,7 +124,7 @@ class Translator:
         self.trace: Trace = Trace()
         self.env: dict[fx.Node, Any] = {}
         self.layer: list[str] = []
-        self.unused = FreshNames(names)
+        self.unused: FreshNames = FreshNames(names)
         self.refused: dict[str, CaptureError] = {}
         self.traces: Traces = {}
         self.aliases: Aliases = Aliases()

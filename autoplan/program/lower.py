@@ -60,7 +60,7 @@ class BlockLowering:
         self.block = block
         self.selection = selection
         self.axes: tuple[Axis, ...] = tuple(axes)
-        self.names = FreshNames(_RESERVED)
+        self.names: FreshNames = FreshNames(_RESERVED)
         self.native: dict[str, Layout] = {}
         self.var: dict[tuple[str, Layout], str] = {}
         self.statements: list[Statement] = []
