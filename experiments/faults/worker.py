@@ -192,7 +192,7 @@ def _arm(pm: autoplan.ParallelModel, where: str, act: Callable[[], None]) -> Non
     elif where == "backward":
         next(pm._trained()).register_hook(lambda _: act())
     elif where == "clip":
-        before(pm, "grad_norm", act)
+        before(pm, "_grad_norm", act)
     elif where == "optimizer":
         Faulty.act = staticmethod(act)
     elif where == "state_dict":
