@@ -301,7 +301,7 @@ class Batches:
         *,
         data_rank: int,
         step: int,
-        settings: Mapping[str, str] | None = None,
+        settings: Callable[[], dict[str, str]] = dict,
     ) -> Counts:
         """Agree with all ranks on this step's batches. Waits for the device once.
 
@@ -312,7 +312,7 @@ class Batches:
                 Returns a number, or a tensor on the device, of shape [] or with one number per denominator.
             data_rank: index of its part of the global batch.
             step: the number of the step, counted from the start of the job or its last load.
-            settings: what all ranks must be given alike.
+            settings: returns what all ranks must be given alike; called if ranks exchange anything.
 
         Returns:
             The counts of the global batch.
@@ -328,7 +328,7 @@ class Batches:
         if self._mesh.world_size == 1:
             return _counts_alone(problem, labels, samples)
         mine = 0 if problem is not None else self._fingerprint(batches, contents)
-        given = dict(settings or {})
+        given = settings()
         alike = self._fingerprint_of(given)
         num, width, head = self._mesh.size("dp"), 3 + len(self._spec.loss_counts), 3
         entries = [int(problem is not None), alike, -alike, *[LEAST] * (width * num)]

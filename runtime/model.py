@@ -414,7 +414,7 @@ class ParallelModel(StateMethods):
             lambda: self._inputs.count(parts),
             data_rank=self.data_rank,
             step=self._num_own_steps,
-            settings=self._settings(),
+            settings=self._settings,
         )
         denominators = self._inputs.denominators(counts)
         self._state.follow_first_copies()
