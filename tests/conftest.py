@@ -72,13 +72,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow the cases that make test has no time for (durations.py)."""
-    named = {"slow", "exhaustive", "gpu"}
-    plain = [item for item in items if not any(mark.name in named for mark in item.iter_markers())]
-    beyond = durations.too_many((item.nodeid for item in plain), durations.measured())
-    for item in plain:
-        if item.nodeid in beyond:
-            item.add_marker(pytest.mark.slow)
+    """Mark the cases that make test, and those that make test-all has no time for (durations.py)."""
+    seconds = durations.measured()
+    plain = [item for item in items if not _marked(item, "slow", "exhaustive", "gpu")]
+    _mark(plain, pytest.mark.slow, durations.too_many((item.nodeid for item in plain), seconds))
+    slow = [item for item in items if _marked(item, "slow") and not _marked(item, "exhaustive", "gpu", "all_cases")]
+    _mark(slow, pytest.mark.exhaustive, durations.too_many_slow((item.nodeid for item in slow), seconds))
+
+
+def _marked(item: pytest.Item, *names: str) -> bool:
+    return any(mark.name in names for mark in item.iter_markers())
+
+
+def _mark(items: list[pytest.Item], mark: pytest.MarkDecorator, those: set[str]) -> None:
+    for item in items:
+        if item.nodeid in those:
+            item.add_marker(mark)
 
 
 @pytest.hookimpl(tryfirst=True)

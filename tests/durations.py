@@ -1,11 +1,13 @@
-"""Which cases of a test are in make test: by measured duration, not by feel.
+"""Which cases of a test are in make test and in make test-all: by measured duration, not by feel.
 
     make test-all PYTEST_ADDOPTS='--durations=0 --durations-min=0.3' > log
     python tests/durations.py log [log ...] [--write]
 
-A test with many cases keeps the cheapest ones, up to `A_TEST_S` seconds in all and at least one, unless that takes more
-than `LONGEST_S`; the others are `slow`. The durations are those of `make test-all` on two cores with nothing beside it.
-Tests that are not in the file take less than `LEAST_S`.
+In make test a test with many cases keeps the cheapest ones, up to `A_TEST_S` seconds in all and at least one, unless
+that takes more than `LONGEST_S`; the others are `slow`. Of these, make test-all keeps `ALL_S` seconds, drawn by the
+hash of their names and at least one; the others are `exhaustive`, unless the test is marked `all_cases`. The
+durations are those of `make test-all` on two cores with nothing beside it. Tests that are not in the file take less
+than `LEAST_S`.
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ import functools
 import json
 import re
 import sys
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 FILE = Path(__file__).with_suffix(".json")
 A_TEST_S, LONGEST_S = 1.2, 4.0
+ALL_S = 20.0
 LEAST_S = 0.3
+UNMEASURED_S = 0.02  # of a test that is not in the file
 _LINE = re.compile(r"([0-9.]+)s (?:call|setup|teardown) +(\S.*)")
 
 
@@ -53,22 +58,44 @@ def measured() -> Mapping[str, float]:
 
 
 def too_many(tests: Iterable[str], seconds: Mapping[str, float]) -> set[str]:
-    """Return the cases that there is no time for.
+    """Return the cases that make test has no time for.
 
     Args:
         tests: cases that would all be in make test.
     """
-    cases = defaultdict[str, list[str]](list)
-    for test in tests:
-        cases[function_of(test)].append(test)
     out = set[str]()
-    for mine in cases.values():
+    for mine in _by_function(tests).values():
         spent = 0.0
-        for k, test in enumerate(sorted(mine, key=lambda t: seconds.get(t, 0.0))):
-            spent += seconds.get(test, 0.0)
+        for k, test in enumerate(sorted(mine, key=lambda t: seconds.get(t, UNMEASURED_S))):
+            spent += seconds.get(test, UNMEASURED_S)
             if spent > (A_TEST_S if k else LONGEST_S):
                 out.add(test)
     return out
+
+
+def too_many_slow(tests: Iterable[str], seconds: Mapping[str, float]) -> set[str]:
+    """Return the cases that make test-all has no time for.
+
+    Args:
+        tests: cases that are `slow`.
+    """
+    out = set[str]()
+    for mine in _by_function(tests).values():
+        spent = 0.0
+        for k, test in enumerate(sorted(mine, key=lambda t: zlib.crc32(t.encode()))):
+            takes = seconds.get(test, UNMEASURED_S)
+            if k and spent + takes > ALL_S:
+                out.add(test)
+            else:
+                spent += takes
+    return out
+
+
+def _by_function(tests: Iterable[str]) -> dict[str, list[str]]:
+    cases = defaultdict[str, list[str]](list)
+    for test in tests:
+        cases[function_of(test)].append(test)
+    return cases
 
 
 def read(logs: Iterable[Path]) -> dict[str, float]:

@@ -22,7 +22,7 @@ def _run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=1150, env={**os.environ, **limits})
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 def test_every_part_runs_without_a_gpu(tmp_path):
     done = _run(tmp_path, "--limit-s", "1100")  # not what it may take on a GPU, but an end, on slow machines too

@@ -74,7 +74,7 @@ def test_two_axes_beside_the_same_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_three_axes_beside_the_same_by_hand(tmp_path: Path) -> None:
     assert_measured(rows_of("composed", 8, tmp_path), ALL)
 

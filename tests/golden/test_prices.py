@@ -24,7 +24,7 @@ def test_some_of_the_estimates() -> None:
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "every", [pytest.param(5, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
+    "every", [pytest.param(9, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
 )
 def test_estimates_and_plans(every: int) -> None:
     done = check("--every", str(every))

@@ -22,6 +22,14 @@ def test_the_cheapest_cases_are_kept_and_one_at_least() -> None:
     assert durations.too_many([*seconds, "a[4]", "d"], seconds) == {"a[3]", "b[2]", "c"}
 
 
+def test_of_the_slow_cases_some_are_drawn_and_one_at_least() -> None:
+    limit = durations.ALL_S
+    seconds = {f"a[{k}]": 0.3 * limit for k in range(9)} | {"b[1]": 2 * limit, "c": 3 * limit}
+    left = durations.too_many_slow([*seconds, "d[1]", "d[2]"], seconds)
+    assert len(left) == 6 and all(test.startswith("a[") for test in left)
+    assert left == durations.too_many_slow(reversed(seconds), seconds)
+
+
 def test_durations_are_read_from_what_pytest_prints(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(

@@ -19,6 +19,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrate.md"
 
 
 @pytest.mark.slow
+@pytest.mark.all_cases
 @pytest.mark.processes
 @pytest.mark.parametrize("num", [1, 2])
 @pytest.mark.parametrize("text", LOOPS, ids=["nanogpt", "ddp"])

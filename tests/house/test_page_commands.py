@@ -23,6 +23,7 @@ NOT_RUN = [(page, command) for page in PAGES for command in pages.commands(page)
 GROUP = typer.main.get_command(app)
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize(
     "page",
     [pytest.param(p, marks=[] if p.name in IN_DEFAULT else pytest.mark.slow, id=str(p.relative_to(ROOT))) for p in RUN],

@@ -227,6 +227,7 @@ def test_logits_do_not_wait_between_two_parts_of_a_backward() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.all_cases
 @pytest.mark.parametrize("name", LARGE)
 def test_a_rank_of_a_large_plan_does_what_the_plan_says(name: str) -> None:
     plan = plan_of(LARGE[name])

@@ -89,6 +89,7 @@ CASES = [
 ]
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize("case", spread_out(CASES, 14), ids=str)
 def test_training_equals_one_device(case: Case) -> None:
     assert_trains_as_one_device(case)
