@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 LARGEST_HEAD = 256  # flash attention on CUDA: larger head dims take another kernel
+ROW_BLOCK = 512  # queries whose scores attention holds at a time where no kernel of torch gives their log-sum-exp
 
 GROUPED_BYTES = 16  # every row and every matrix of grouped products starts at a multiple of this
 _MOST_GROUPS = 1023

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from autoplan.runtime.context import gathered_attention, gathered_documents, to_heads, to_sequence
+from autoplan.runtime.context import gathered_attention, gathered_documents, heads_here, to_heads, to_sequence
+from autoplan.runtime.in_parts import attention_in_parts
 from autoplan.runtime.mesh import current_mesh
-from autoplan.runtime.ring import ring_attention, same_document
+from autoplan.runtime.parts import Pattern, same_document
+from autoplan.runtime.ring import ring_attention
 from autoplan.runtime.sdpa import choose_for, flash, sdpa
 
 CUTS = ("gather", "ring", "ulysses")  # arguments of `attention`: the axis over which the sequence is cut
@@ -24,6 +26,8 @@ def attention(
     dropout_p: float = 0.0,
     window: int | None = None,
     documents: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
     gather: str | None = None,
     ring: str | None = None,
     ulysses: str | None = None,
@@ -43,6 +47,9 @@ def attention(
         window: query i sees keys ``i - window + 1..i``; needs ``causal``, s == t and no mask.
         documents: [b, s] integers, the document of every token: a token sees tokens of its own document. -1 - i: a
             token that nobody sees, but that sees document i. Every token must see one. Needs s == t and no mask.
+        sinks: [h], a score per head that takes part in the softmax of every query and has no value
+            (``autoplan.runtime.sinks``). Needs no mask, and s == t if causal.
+        softcap: scores are ``softcap * tanh(score / softcap)``; needs what sinks need.
         gather, ring, ulysses: the axis over which the sequence is cut, and how attention sees all of it
             (``autoplan.runtime.context``). ulysses over the minor part of the axis can be combined with one of the
             others over the major part. Needs s == t and no mask.
@@ -51,22 +58,28 @@ def attention(
         [b, h, s, e].
 
     Raises:
-        ValueError: wrong number of dims, head counts that do not divide, dropout, a window or documents with an
-            argument that they exclude, or both ring and gather.
+        ValueError: wrong number of dims, head counts that do not divide, dropout, a window, documents, sinks or
+            softcap with an argument that they exclude, or both ring and gather.
     """
     _check_heads(q, k, v, dropout_p)
     _check_window(q, k, window, causal, mask)
     _check_documents(q, documents, mask)
+    _check_in_parts(q, k, sinks, softcap, causal, mask)
     cut = _cut_axes(q, k, mask, gather, ring, ulysses)
+    how: Pattern = {"causal": causal, "scale": scale, "window": window, "softcap": softcap}
     if ulysses is not None and ulysses in cut:
         given = (to_heads(x, ulysses) for x in (q, k, v))
         ids = None if documents is None else gathered_documents(documents, ulysses)
-        out = attention(*given, causal=causal, scale=scale, window=window, documents=ids, gather=gather, ring=ring)
+        own = None if sinks is None else heads_here(sinks, ulysses)
+        out = attention(*given, **how, documents=ids, sinks=own, gather=gather, ring=ring)
         return to_sequence(out, ulysses)
     if ring in cut:
-        return ring_attention(q, k, v, causal=causal, scale=scale, window=window, axis=ring, documents=documents)
+        return ring_attention(q, k, v, **how, axis=ring, documents=documents, sinks=sinks)
     if gather in cut:
-        return gathered_attention(q, k, v, causal=causal, scale=scale, window=window, axis=gather, documents=documents)
+        return gathered_attention(q, k, v, **how, axis=gather, documents=documents, sinks=sinks)
+    if sinks is not None or softcap is not None:
+        both = None if documents is None else (documents, documents)
+        return attention_in_parts(q, k, v, **how, sinks=sinks, documents=both)
     if window is not None and window < q.shape[2]:
         return _windowed(q, k, v, window, scale, documents)
     if documents is not None:
@@ -112,6 +125,27 @@ def _check_documents(q: torch.Tensor, documents: torch.Tensor | None, mask: torc
         raise ValueError(f"attention: documents must have the shape [b, s] of the queries, {wanted}, not {given}")
     if mask is not None:
         raise ValueError("attention: documents with a mask beside them; put the documents into the mask instead")
+
+
+def _check_in_parts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    sinks: torch.Tensor | None,
+    softcap: float | None,
+    causal: bool,
+    mask: torch.Tensor | None,
+) -> None:
+    if sinks is None and softcap is None:
+        return
+    what = "sinks" if sinks is not None else "soft-capped scores"
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"attention: sinks must have the shape [{q.shape[1]}], one per head, not {tuple(sinks.shape)}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"attention: softcap={softcap} must be positive")
+    if mask is not None or (causal and q.shape[2] != k.shape[2]):
+        raise ValueError(
+            f"attention: {what} take no mask, and if causal as many keys as queries, not {k.shape[2]} for {q.shape[2]}"
+        )
 
 
 def _cut_axes(

@@ -21,8 +21,10 @@ import torch
 import torch.distributed as dist
 
 from autoplan.runtime import functional
+from autoplan.runtime.in_parts import attention_in_parts
 from autoplan.runtime.mesh import current_mesh
-from autoplan.runtime.ring import gathered, same_document
+from autoplan.runtime.parts import Pattern, same_document
+from autoplan.runtime.ring import gathered
 from autoplan.runtime.sdpa import choose_for, flash, sdpa
 
 
@@ -136,6 +138,15 @@ def to_heads(x: torch.Tensor, axis: str) -> torch.Tensor:
     return out
 
 
+def heads_here(x: torch.Tensor, axis: str) -> torch.Tensor:
+    """Return this rank's part of [h, ...] heads as `to_heads` spreads them."""
+    mesh = current_mesh()
+    ranks = mesh.size(axis)
+    if x.shape[0] % ranks:
+        x = x.repeat_interleave(ranks // x.shape[0], 0)
+    return x.chunk(ranks)[mesh.coordinate(axis)]
+
+
 def to_sequence(x: torch.Tensor, axis: str) -> torch.Tensor:
     """Exchange [b, h / u, 2 l u, d] -> [b, h, 2 l, d]: the inverse of ``to_heads``."""
     mesh = current_mesh()
@@ -158,15 +169,18 @@ def gathered_attention(
     causal: bool,
     scale: float | None,
     window: int | None,
+    softcap: float | None = None,
     axis: str,
     documents: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of this rank's queries over the keys of the whole sequence, which are gathered over ``axis``.
 
     Args:
         q, k, v: [b, h, 2 l, d]: two chunks of l tokens, as ``context_part`` cuts them.
-        causal, scale, window: as for ``autoplan.runtime.attention.attention``; a window needs ``causal``.
+        causal, scale, window, softcap: as for ``autoplan.runtime.attention.attention``; a window needs ``causal``.
         documents: [b, 2 l], the documents of this rank's tokens.
+        sinks: [h], one more score of every query (``autoplan.runtime.sinks``).
 
     Returns:
         [b, h, 2 l, e].
@@ -175,6 +189,11 @@ def gathered_attention(
     ranks, index = mesh.size(axis), mesh.coordinate(axis)
     keys, values = (_Gather.apply(x, mesh.group(axis), ranks) for x in (k, v))  # type: ignore[no-untyped-call]
     whole = None if documents is None else gathered_documents(documents, axis)
+    how: Pattern = {"causal": causal, "scale": scale, "window": window, "softcap": softcap}
+    in_parts = sinks is not None or softcap is not None
+    if in_parts and not causal:
+        ids = None if documents is None or whole is None else (documents, whole)
+        return attention_in_parts(q, keys, values, **how, sinks=sinks, documents=ids)
     if not causal:
         same = None if documents is None or whole is None else same_document(documents, whole)[:, None]
         return sdpa(q, keys, values, mask=same, scale=scale)
@@ -183,7 +202,12 @@ def gathered_attention(
     for chunk, place in zip(q.chunk(2, dim=2), (index, 2 * ranks - 1 - index), strict=True):
         first, end = place * length, (place + 1) * length
         own = None if whole is None else whole[:, first:end]
-        out.append(_of_chunk(chunk, keys[:, :, :end], values[:, :, :end], scale, window, own, whole))
+        there = keys[:, :, :end], values[:, :, :end]
+        if in_parts:
+            ids = None if own is None or whole is None else (own, whole[:, :end])
+            out.append(attention_in_parts(chunk, *there, **how, sinks=sinks, documents=ids))
+        else:
+            out.append(_of_chunk(chunk, *there, scale, window, own, whole))
     return torch.cat(out, dim=2)
 
 

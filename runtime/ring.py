@@ -28,39 +28,22 @@ import torch.distributed as dist
 
 from autoplan.runtime import functional
 from autoplan.runtime.mesh import current_mesh
+from autoplan.runtime.parts import Documents, Part, attend, attend_backward, join, wide_of
 from autoplan.runtime.private import group_named, in_graph
-from autoplan.runtime.sdpa import HALVES, multiple_of_head, padded
-from autoplan.torch_kernels import LARGEST_HEAD
-
-Documents = tuple[torch.Tensor, torch.Tensor]  # the documents of queries and keys, [b, l] and [b, t]
-
-_BLOCK = 512  # queries whose scores are held at a time if no kernel can be used
+from autoplan.runtime.sinks import gradient_of_sinks, with_sinks
 
 
-@dataclass(frozen=True)
-class Part:
-    """Queries and keys of one product, in chunks (0, 1 or both of a rank's two chunks).
-
-    Attributes:
-        kind: ``full`` (all see all), ``causal`` (aligned at the start), or ``band`` (a query sees the keys from
-            ``distance`` 0 to below ``window``, where query 0 is ``offset`` tokens after key 0).
-    """
-
-    queries: tuple[int, int]
-    keys: tuple[int, int]
-    kind: str
-    offset: int = 0
-    window: int = 0
-
-
-def parts_of(index: int, source: int, ranks: int, length: int, causal: bool, window: int | None) -> tuple[Part, ...]:
+def parts_of(
+    index: int, source: int, ranks: int, length: int, causal: bool, window: int | None, softcap: float | None = None
+) -> tuple[Part, ...]:
     """Return the products of rank ``index`` with the keys of rank ``source``; chunks have ``length`` tokens."""
     if not causal:
-        return (Part((0, 2), (0, 2), "full"),)
+        return (Part((0, 2), (0, 2), "full", softcap=softcap),)
     if window is None:  # chunks are in order: a rank's two are causal together, the second sees all earlier ones
         if source == index:
-            return (Part((0, 2), (0, 2), "causal"),)
-        return (Part((0, 2), (0, 1), "full") if source < index else Part((1, 2), (0, 2), "full"),)
+            return (Part((0, 2), (0, 2), "causal", softcap=softcap),)
+        queries, keys = ((0, 2), (0, 1)) if source < index else ((1, 2), (0, 2))
+        return (Part(queries, keys, "full", softcap=softcap),)
     mine, theirs = (index, 2 * ranks - 1 - index), (source, 2 * ranks - 1 - source)
     out = []
     for i, place in enumerate(mine):
@@ -69,12 +52,13 @@ def parts_of(index: int, source: int, ranks: int, length: int, causal: bool, win
             nearest, farthest = max(0, apart - length + 1), apart + length - 1
             if apart < 0 or nearest >= window:
                 continue
+            chunks = (i, i + 1), (j, j + 1)
             if apart == 0 and window >= length:
-                out.append(Part((i, i + 1), (j, j + 1), "causal"))
+                out.append(Part(*chunks, "causal", softcap=softcap))
             elif apart > 0 and farthest < window:
-                out.append(Part((i, i + 1), (j, j + 1), "full"))
+                out.append(Part(*chunks, "full", softcap=softcap))
             else:
-                out.append(Part((i, i + 1), (j, j + 1), "band", apart, window))
+                out.append(Part(*chunks, "band", apart, window, softcap))
     return tuple(out)
 
 
@@ -86,16 +70,19 @@ def ring_attention(
     causal: bool,
     scale: float | None,
     window: int | None,
+    softcap: float | None = None,
     axis: str,
     documents: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of this rank's queries over the keys of the whole sequence, which come around the ring of ``axis``.
 
     Args:
         q: [b, h, 2 l, d]: two chunks of l tokens, as ``context_part`` cuts them.
         k: [b, kv, 2 l, d]; v: [b, kv, 2 l, e]; kv a divisor of h.
-        causal, scale, window: as for ``autoplan.runtime.attention.attention``; a window needs ``causal``.
+        causal, scale, window, softcap: as for ``autoplan.runtime.attention.attention``; a window needs ``causal``.
         documents: [b, 2 l], the documents of this rank's tokens.
+        sinks: [h], one more score of every query (``autoplan.runtime.sinks``).
 
     Returns:
         [b, h, 2 l, e].
@@ -104,7 +91,8 @@ def ring_attention(
     ring = _Ring(mesh.group(axis), mesh.size(axis), mesh.coordinate(axis))
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     ids = None if documents is None else gathered(documents, ring.group, ring.ranks)
-    out: torch.Tensor = _RingAttention.apply(q, k, v, ring, causal, scale, window, ids)  # type: ignore[no-untyped-call]
+    how = ring, causal, scale, window, softcap
+    out: torch.Tensor = _RingAttention.apply(q, k, v, sinks, ids, how)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -160,11 +148,6 @@ def _unpacked(x: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.
     return x[: k.numel()].view(k.shape), x[k.numel() :].view(v.shape)
 
 
-def same_document(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Compare [b, l] with [b, t] -> [b, l, t], True where a query sees a key (``documents`` of ``attention``)."""
-    return torch.where(queries < 0, ~queries, queries)[:, :, None] == keys[:, None, :]
-
-
 def _documents(ids: torch.Tensor | None, ring: _Ring, source: int, part: Part, length: int) -> Documents | None:
     """Return the documents of a part's queries and keys."""
     if ids is None:
@@ -185,27 +168,27 @@ class _RingAttention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        ring: _Ring,
-        causal: bool,
-        scale: float,
-        window: int | None,
+        sinks: torch.Tensor | None,
         ids: torch.Tensor | None,
+        how: tuple[_Ring, bool, float, int | None, float | None],
     ) -> torch.Tensor:
-        how = ring, causal, scale, window
         result, lse = _operator("forward", q, k, v, ids, how) if in_graph() else _forward(q, k, v, ids, *how)
-        ctx.save_for_backward(q, k, v, result, lse, ids)
+        if sinks is not None:
+            result, lse = with_sinks(result, lse, sinks)
+        ctx.save_for_backward(q, k, v, sinks, result, lse, ids)
         ctx.how = how
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse, ids = ctx.saved_tensors
+        q, k, v, sinks, out, lse, ids = ctx.saved_tensors
         back = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         if in_graph():
             found = _operator("backward", grad, q, k, v, out, lse, ids, back, ctx.how)
         else:
             found = _backward(grad, q, k, v, out, lse, ids, back, *ctx.how)
-        return (*found, None, None, None, None, None)
+        for_sinks = gradient_of_sinks(grad, out, lse, sinks) if ctx.needs_input_grad[3] else None
+        return (*found, for_sinks, None, None)
 
 
 def _forward(
@@ -217,19 +200,20 @@ def _forward(
     causal: bool,
     scale: float,
     window: int | None,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the result, [b, h, 2 l, e], and the log-sum-exp of all scores, [b, h, 2 l], float32 or wider."""
     length = q.shape[2] // 2
-    wide = _wide(q.dtype)
+    wide = wide_of(q.dtype)
     out = _heads_inside(q, v, wide).zero_()
     lse = q.new_full(q.shape[:3], -math.inf, dtype=wide)
     for source, buffer in ring.rotate(_packed(k, v)):
         keys, values = _unpacked(buffer, k, v)
-        for part in parts_of(ring.index, source, ring.ranks, length, causal, window):
+        for part in parts_of(ring.index, source, ring.ranks, length, causal, window, softcap):
             rows, mine, ends = (_chunks(x, part.queries, length) for x in (q, out, lse))
             there, given = (_chunks(x, part.keys, length) for x in (keys, values))
             same = _documents(ids, ring, source, part, length)
-            _join(mine, ends, *attend(rows, there, given, part, scale, same))
+            join(mine, ends, *attend(rows, there, given, part, scale, same))
     return out.to(q.dtype), lse
 
 
@@ -246,6 +230,7 @@ def _backward(
     causal: bool,
     scale: float,
     window: int | None,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v. Not `back`: those of k and v are not needed, and not summed over ranks."""
     length = q.shape[2] // 2
@@ -258,7 +243,7 @@ def _backward(
         keys, values = _unpacked(buffer, k, v)
         mine = own if source == ring.index else torch.zeros_like(own)
         for_k, for_v = _unpacked(mine, k, v)
-        for part in parts_of(ring.index, source, ring.ranks, length, causal, window):
+        for part in parts_of(ring.index, source, ring.ranks, length, causal, window, softcap):
             arrived, rows, result, ends = (_chunks(x, part.queries, length) for x in (grad, q, out, lse))
             there, given = (_chunks(x, part.keys, length) for x in (keys, values))
             same = _documents(ids, ring, source, part, length)
@@ -286,14 +271,10 @@ def _heads_inside(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None = 
     return q.new_empty(b, s, h, v.shape[3], dtype=dtype or q.dtype).transpose(1, 2)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in HALVES else dtype
-
-
 # -- as one operator of a compiled graph, which cannot hold sends and receives ----------------------------------------
 
 _LIBRARY = torch.library.Library("autoplan_ring", "DEF")  # type: ignore[no-untyped-call]
-_HOW = "str group, int index, bool causal, float scale, int? window"
+_HOW = "str group, int index, bool causal, float scale, int? window, float? softcap"
 _SCHEMAS = (
     f"forward(Tensor q, Tensor k, Tensor v, Tensor? ids, {_HOW}) -> (Tensor, Tensor)",
     "backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? ids, bool back, "
@@ -305,9 +286,9 @@ for _schema in _SCHEMAS:
 
 def _operator(name: str, *args: Any) -> Any:
     """Call the operator with the tensors of `_forward` or `_backward`; the last of `args` are their other arguments."""
-    ring, causal, scale, window = args[-1]
+    ring, causal, scale, window, softcap = args[-1]
     operator = getattr(torch.ops.autoplan_ring, name)
-    return operator(*args[:-1], ring.group.group_name, ring.index, causal, scale, window)
+    return operator(*args[:-1], ring.group.group_name, ring.index, causal, scale, window, softcap)
 
 
 def _ring_of(name: str, index: int) -> _Ring:
@@ -327,7 +308,7 @@ def _run_backward(*args: Any) -> Any:
 
 
 def _like_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _heads_inside(q, v), q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
+    return _heads_inside(q, v), q.new_empty(q.shape[:3], dtype=wide_of(q.dtype))
 
 
 def _like_backward(grad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
@@ -337,159 +318,3 @@ def _like_backward(grad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
 for _name, _run, _like in (("forward", _run_forward, _like_forward), ("backward", _run_backward, _like_backward)):
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"autoplan_ring::{_name}", _like, lib=_LIBRARY)
-
-
-def _join(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Join the result of a part into `out` and `lse`, in place. Rows that saw no key have lse -inf and weight 0."""
-    new = torch.logaddexp(lse, part_lse)
-    base = new.masked_fill(new == -math.inf, 0.0)
-    out.mul_((lse - base).exp_().unsqueeze(-1)).add_(part * (part_lse - base).exp_().unsqueeze(-1))
-    lse.copy_(new)
-
-
-# -- one part ---------------------------------------------------------------------------------------------------------
-
-
-def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, same: Documents | None) -> str:
-    """Name the fused kernel of torch (one that gives the log-sum-exp) that takes this part; "" if none does."""
-    if part.kind == "band" or same is not None:
-        return ""
-    if q.device.type == "cpu":
-        return "cpu"
-    widest = max(k.shape[3], v.shape[3])
-    return "cuda" if q.device.type == "cuda" and q.dtype in HALVES and widest <= LARGEST_HEAD else ""
-
-
-def _head_size(kernel: str, k: torch.Tensor, v: torch.Tensor) -> int:
-    """Return the head dim that the kernel sees, the same for keys and values."""
-    size = max(k.shape[3], v.shape[3])
-    return multiple_of_head(size) if kernel == "cuda" else size
-
-
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float, same: Documents | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one part alone.
-
-    Args:
-        q: [b, h, l, d]. k: [b, kv, t, d]. v: [b, kv, t, e].
-        same: documents of queries and keys: a query sees keys of its own document only. None: no documents.
-
-    Returns:
-        [b, h, l, e], and the log-sum-exp of the scores, [b, h, l] (float32 for halves).
-    """
-    kernel = _kernel(q, k, v, part, same)
-    if not kernel:
-        return _attend_plainly(q, k, v, part, scale, same)
-    size, causal = _head_size(kernel, k, v), part.kind == "causal"
-    given = [padded(x, size) for x in (q, k, v)]
-    if kernel == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*given, 0.0, causal, scale=scale)
-    else:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(*given, 0.0, causal, False, scale=scale)[:2]
-    return out[..., : v.shape[3]], lse
-
-
-def attend_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    part: Part,
-    scale: float,
-    same: Documents | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what one part adds to the gradients of q, k and v, given `out` and `lse` of all parts together."""
-    kernel = _kernel(q, k, v, part, same)
-    if not kernel:
-        return _attend_plainly_backward(grad, q, k, v, out, lse, part, scale, same)
-    size, causal = _head_size(kernel, k, v), part.kind == "causal"
-    grad, q_, k_, v_, out = (padded(x, size) for x in (grad, q, k, v, out))
-    if kernel == "cpu":
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q_, k_, v_, out, lse, 0.0, causal, scale=scale
-        )
-    else:
-        none = torch.zeros((), dtype=torch.int64, device=q.device)  # no dropout, so no generator state
-        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad, q_, k_, v_, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, none, none,
-            scale=scale,
-        )  # fmt: skip
-    return found[0][..., : q.shape[3]], found[1][..., : k.shape[3]], found[2][..., : v.shape[3]]
-
-
-def _seen(part: Part, first: int, rows: int, keys: int, device: torch.device) -> torch.Tensor | None:
-    """Return [rows, keys], True where query `first` + row sees the key; None if all see all."""
-    if part.kind == "full":
-        return None
-    query = torch.arange(first, first + rows, device=device)[:, None] + part.offset
-    distance = query - torch.arange(keys, device=device)[None]
-    return distance >= 0 if part.kind == "causal" else (distance >= 0) & (distance < part.window)
-
-
-def _grouped(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """Reshape [b, h, ...] -> [b, groups, h / groups, ...]."""
-    return x.reshape(x.shape[0], groups, -1, *x.shape[2:])
-
-
-def _scores(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    part: Part,
-    rows: slice,
-    scale: float,
-    wide: torch.dtype,
-    same: Documents | None,
-) -> torch.Tensor:
-    """Return the scores of the query rows `rows`, [b, kv, g, rows, t]; -inf where a query does not see a key."""
-    grouped = _grouped(q[:, :, rows], k.shape[1])
-    scores = (grouped @ k.unsqueeze(2).mT).to(wide) * scale
-    seen = _seen(part, rows.start, rows.stop - rows.start, k.shape[2], q.device)
-    if same is not None:
-        own = same_document(same[0][:, rows], same[1])[:, None, None]
-        seen = own if seen is None else own & seen
-    return scores if seen is None else scores.masked_fill_(~seen, -math.inf)
-
-
-def _attend_plainly(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float, same: Documents | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = torch.float32 if q.dtype in HALVES else q.dtype
-    outs, ends = [], []
-    for first in range(0, q.shape[2], _BLOCK):
-        here = slice(first, min(first + _BLOCK, q.shape[2]))
-        scores = _scores(q, k, part, here, scale, wide, same)
-        lse = scores.logsumexp(-1)
-        shares = (scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp_()
-        outs.append((shares.to(v.dtype) @ v.unsqueeze(2)).flatten(1, 2))
-        ends.append(lse.flatten(1, 2))
-    return torch.cat(outs, 2), torch.cat(ends, 2)
-
-
-def _attend_plainly_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    part: Part,
-    scale: float,
-    same: Documents | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    wide, groups = lse.dtype, k.shape[1]
-    for_q, for_k, for_v = [], torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    delta = (grad.to(wide) * out.to(wide)).sum(-1)
-    for first in range(0, q.shape[2], _BLOCK):
-        here = slice(first, min(first + _BLOCK, q.shape[2]))
-        scores = _scores(q, k, part, here, scale, wide, same)
-        shares = (scores - _grouped(lse[:, :, here], groups).unsqueeze(-1)).exp_()
-        arrived = _grouped(grad[:, :, here], groups)
-        for_v += (shares.to(grad.dtype).mT @ arrived).sum(2)
-        of_shares = (arrived @ v.unsqueeze(2).mT).to(wide) - _grouped(delta[:, :, here], groups).unsqueeze(-1)
-        of_scores = (shares * of_shares * scale).to(q.dtype)
-        for_q.append((of_scores @ k.unsqueeze(2)).flatten(1, 2))
-        for_k += (of_scores.mT @ _grouped(q[:, :, here], groups)).sum(2)
-    return torch.cat(for_q, 2), for_k, for_v

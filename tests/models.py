@@ -160,6 +160,19 @@ def make_windowed(seed: int = 0, mixed: bool = False, **extra: Any) -> nn.Module
     return model
 
 
+def make_sinks(seed: int = 0, **extra: Any) -> nn.Module:
+    """A small Granite with sinks in its attention: the first layer sees all, the others 5 tokens."""
+    from transformers import GraniteSWAConfig, GraniteSWAForCausalLM
+
+    torch.manual_seed(seed)
+    config = GraniteSWAConfig(**DENSE, sliding_window=5, attn_implementation="eager", initializer_range=0.2, **extra)
+    model: nn.Module = GraniteSWAForCausalLM(config)
+    for name, sinks in model.named_parameters():
+        if name.endswith("sinks"):
+            nn.init.normal_(sinks)
+    return model
+
+
 def with_documents(batch: dict[str, torch.Tensor], packed: bool, left: bool = False) -> dict[str, torch.Tensor]:
     """Of every sample the first tokens (`left`: the last) alone, padding elsewhere; packed: two documents each."""
     b, s = batch["input_ids"].shape

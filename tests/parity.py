@@ -167,6 +167,8 @@ def make_model(family: str, dropout: float) -> torch.nn.Module:
         return models.make_balanced()
     if family in ("mistral", "mistral-padded", "mistral-packed", "mistral-left", "qwen2-mixed"):
         return models.make_windowed(mixed=family == "qwen2-mixed")
+    if family.split("-")[0] == "sinks":
+        return models.make_sinks()
     if family == "gemma2":
         return models.make_gemma2()
     if family.startswith("llama"):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 from autoplan.errors import FormError, RuleError
 from autoplan.ir.graph import Node, Value
@@ -14,7 +15,7 @@ from autoplan.ops.language import Labels, OpRule, Role, bind, parse
 from autoplan.ops.record import OpKind, OpRecord, Trait
 from autoplan.ops.saved import Form, OpFacts, SavedRule, TensorFacts, keeps, statistics_bytes
 from autoplan.ops.text import OpText
-from autoplan.torch_kernels import LARGEST_HEAD
+from autoplan.torch_kernels import LARGEST_HEAD, ROW_BLOCK
 from autoplan.units import DTYPE_BYTES, HALF
 
 # -- capture -----------------------------------------------------------------------------------------------------------
@@ -35,8 +36,12 @@ def _masked_attention(a: Args) -> IrResult:
     attrs = {"causal": a["causal"], "scale": a.get("scale")}
     if a.get("documents") is not None:
         tensors, attrs["documents"] = (*tensors, a["documents"]), True
+    if a.get("sinks") is not None:
+        tensors, attrs["sinks"] = (*tensors, a["sinks"]), True
     if a.get("window") is not None:
         attrs["window"] = a["window"]
+    if a.get("softcap") is not None:
+        attrs["softcap"] = a["softcap"]
     return IrOp("attention", tensors, attrs)
 
 
@@ -61,7 +66,10 @@ def _rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     if node.attrs.get("documents"):  # the document of every token
         inputs.append((("b",), ("s",)))
         roles.append(Role.OTHER)
-    elif len(ins) > 3:  # additive or boolean mask, broadcast against [b, heads, s, t]
+    if node.attrs.get("sinks"):
+        inputs.append(tidy((("kv", "g"),)))
+        roles.append(Role.OTHER)
+    if len(inputs) < len(ins):  # additive or boolean mask, broadcast against [b, heads, s, t]
         names: list[Labels] = [("b",), tuple(x for x in ("kv", "g") if sizes[x].value != 1), ("s",), ("t",)]
         skip = 4 - len(ins[3])
         inputs.append(tuple(() if size.value == 1 else names[skip + i] for i, size in enumerate(ins[3])))
@@ -87,11 +95,27 @@ def window_share(node: Node, num_keys: float) -> float:
     return 1.0 - (1.0 - float(window) / num_keys) ** 2
 
 
+def is_in_parts(attrs: Mapping[str, Any]) -> bool:
+    """Return True for attention with sinks or capped scores, which torch has no kernel for (runtime/in_parts.py)."""
+    return bool(attrs.get("sinks") or attrs.get("softcap"))
+
+
+def unfused_in_megatron(attrs: Mapping[str, Any]) -> bool:
+    """Return True for capped scores, which neither Transformer Engine nor cuDNN has.
+
+    NeMo computes them by plain operations (`Gemma2DotProductAttention` of nemo/collections/llm/gpt/model/gemma2.py).
+    """
+    return bool(attrs.get("softcap"))
+
+
 def computed_on_cpu(f: OpFacts) -> tuple[OpKind, float]:
     """Return as what torch's CPU backend computes it, attention or plain products, and the FLOPs of its forward.
 
-    A mask halves nothing there, and windows are blocks (`_in_blocks`).
+    A mask halves nothing there, and windows are blocks (`_in_blocks`); attention in parts has blocks of rows.
     """
+    if is_in_parts(f.attrs):
+        kind = OpKind.PRODUCT if in_row_blocks(f) else OpKind.ATTENTION
+        return kind, 2.0 * f.inputs[0].num_elements // f.inputs[0].shape[-1] * keys_per_query(f) * _widths(f)
     there = _in_blocks(f) if _is_windowed(f) else f
     q, k, v = there.inputs[:3]
     flops = 2.0 * (q.num_elements // q.shape[-1]) * k.shape[2] * (q.shape[-1] + v.shape[-1])
@@ -129,6 +153,8 @@ def needs_causal_mask(f: OpFacts) -> bool:
     Flash attention on CUDA takes 16 bits and causal masks that end with the keys, but no documents.
     """
     q, k, v = f.inputs[:3]
+    if is_in_parts(f.attrs):
+        return False
     if f.attrs.get("documents") or not f.attrs.get("causal"):
         return bool(f.attrs.get("documents"))
     return f.device_type == "cpu" or q.dtype not in HALF or max(k.shape[3], v.shape[3]) > LARGEST_HEAD
@@ -158,7 +184,7 @@ def _is_composed(f: OpFacts) -> bool:
 
 
 def _learns_mask(f: OpFacts) -> bool:
-    return len(f.inputs) > 3 and f.inputs[3].requires_grad
+    return len(f.inputs) > 3 and f.inputs[3].requires_grad and not f.attrs.get("sinks")
 
 
 def _scores_bytes(f: OpFacts) -> int:
@@ -258,7 +284,56 @@ _COMPOSED = [
 ]
 
 
+def in_row_blocks(f: OpFacts) -> bool:
+    """Return True if attention in parts holds scores of a block of queries at a time (`_kernel` of runtime/parts.py).
+
+    On CUDA flash attention takes all but documents, capped scores and 32 bits; windows on most GPUs.
+    """
+    if f.attrs.get("documents") or f.attrs.get("softcap") or (f.device_type == "cpu" and _is_windowed(f)):
+        return True
+    q, k, v = f.inputs[:3]
+    return f.device_type != "cpu" and (q.dtype not in HALF or max(k.shape[3], v.shape[3]) > LARGEST_HEAD)
+
+
+def keys_per_query(f: OpFacts) -> float:
+    """Return the number of keys that a query of attention in parts is multiplied with, on average.
+
+    Of a cut sequence the queries are a part, from all over it.
+    """
+    keys = f.inputs[1].shape[2]
+    if not f.attrs.get("causal"):
+        return keys
+    if not in_row_blocks(f):
+        return keys / 2
+    window = f.attrs["window"] if f.attrs.get("window") is not None else keys
+    total = 0
+    for first in range(0, keys, ROW_BLOCK):
+        last = min(first + ROW_BLOCK, keys)
+        total += (last - first) * (last - max(0, first - window + 1))
+    return total / keys
+
+
+def _widths(f: OpFacts) -> int:
+    return f.inputs[0].shape[-1] + f.inputs[2].shape[-1]
+
+
+def _in_parts_workspace(f: OpFacts) -> tuple[int, int]:
+    """Return the bytes of scores, their mask and probabilities of a block of queries, and of their gradients."""
+    if not in_row_blocks(f):
+        return _workspace(f)
+    q, k = f.inputs[:2]
+    rows = min(ROW_BLOCK, q.shape[2])
+    keys = min(k.shape[2], rows + f.attrs["window"]) if _is_windowed(f) else k.shape[2]
+    scores = q.shape[0] * q.shape[1] * rows * keys * statistics_bytes(q.dtype)
+    return (2 * scores, 4 * scores)
+
+
+_IN_PARTS = keeps("x0<0,1,2 x1<0,1,2 x2<0,1,2 y0<0,1,2", Form.NEW, extra=_lse, workspace=_in_parts_workspace)
+
+
 def _form(f: OpFacts) -> SavedRule | None:
+    if is_in_parts(f.attrs):
+        return _IN_PARTS
     if _is_windowed(f):
         return _WINDOWED
     if _is_composed(f):
@@ -270,6 +345,8 @@ def _form(f: OpFacts) -> SavedRule | None:
 
 def _has_own_mask(f: OpFacts) -> bool:
     own = f.attrs.get("causal") or f.attrs.get("documents")
+    if is_in_parts(f.attrs):
+        return False
     return len(f.inputs) > 3 and bool(f.inputs[3].dtype == "bool" or own)
 
 
@@ -279,10 +356,13 @@ def taking_groups(f: OpFacts) -> SavedRule:
 
 
 def _text(t: OpText) -> str:
-    mask = f", {'documents' if t.attrs.get('documents') else 'mask'}={t.args[3]}" if len(t.args) > 3 else ""
+    names = [name for name in ("documents", "sinks") if t.attrs.get(name)] or ["mask"]
+    mask = "".join(f", {name}={given}" for name, given in zip(names, t.args[3:], strict=False))
     scale = t.attrs["scale"]
+    softcap = f", softcap={t.attrs['softcap']!r}" if t.attrs.get("softcap") is not None else ""
     window = f", window={t.attrs['window']}" if t.attrs.get("window") is not None else ""
-    return f"attention({', '.join(t.args[:3])}{mask}, causal={t.attrs['causal']}, scale={scale!r}{window}{t.over})"
+    how = f"causal={t.attrs['causal']}, scale={scale!r}{window}{softcap}"
+    return f"attention({', '.join(t.args[:3])}{mask}, {how}{t.over})"
 
 
 RECORDS = (

@@ -57,12 +57,12 @@ def _of_a_sequence(node: Node, op: OpRecord, inputs: tuple[AxisType, ...]) -> bo
     """Return False for ops that need the whole sequence.
 
     These are dropout, whose mask depends on the place in the sequence, and attention unless queries, keys and values
-    are all cut (its runtime, autoplan.runtime.context, sees the keys of all parts).
+    are all cut (its runtime, autoplan.runtime.context, sees the keys of all parts); then it has no mask.
     """
     if op.kind is not OpKind.ATTENTION:
         return not (Trait.RANDOM in op.traits and node.attrs["p"])
-    documents = inputs[3:] == (shard(1, 0),) and bool(node.attrs.get("documents"))
-    return (len(inputs) == 3 or documents) and set(inputs[:3]) == {shard(2, 0)}
+    beside = [each for name, each in (("documents", shard(1, 0)), ("sinks", R)) if node.attrs.get(name)]
+    return inputs[3:] == tuple(beside) and set(inputs[:3]) == {shard(2, 0)}
 
 
 def _split(

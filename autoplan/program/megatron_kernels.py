@@ -26,7 +26,7 @@ from math import prod
 
 from autoplan.config.context_methods import ContextMethod
 from autoplan.config.parallel import Attention, Mode
-from autoplan.ops.attention import needs_causal_mask, taking_groups
+from autoplan.ops.attention import needs_causal_mask, taking_groups, unfused_in_megatron
 from autoplan.ops.experts import experts_rows
 from autoplan.ops.record import OpKind
 from autoplan.ops.saved import Form, Gradient, OpFacts, SavedRule
@@ -94,7 +94,8 @@ class Kernels:
 def rule_of(f: OpFacts, kernels: Kernels) -> SavedRule | None:
     """Return the rule of an operation that keeps something else than `autoplan.ops.saved` says, else None."""
     what = op_kind(f.op)
-    if what is OpKind.ATTENTION and kernels.attention is Attention.UNFUSED:
+    capped = kernels.megatron and unfused_in_megatron(f.attrs)
+    if what is OpKind.ATTENTION and (capped or kernels.attention is Attention.UNFUSED):
         return _UNFUSED_ATTENTION
     if what is OpKind.LOSS and kernels.fused_loss:
         return _LOSS_IN_PLACE

@@ -21,12 +21,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from autoplan.config.parallel import Attention, FusedLoss, Mode, RunOptions
+from autoplan.config.parallel import FusedLoss, Mode, RunOptions
 from autoplan.cost_models.constants import Constants
 from autoplan.cost_models.hardware.cluster import Device
 from autoplan.cost_models.kernels.attention import as_run
 from autoplan.cost_models.kernels.gpu import kernels_of, memory_ramp_s
-from autoplan.cost_models.kernels.products import dtype_of, model_of, phase_bytes, phase_flops, size_of
+from autoplan.cost_models.kernels.products import dtype_of, is_unfused, model_of, phase_bytes, phase_flops, size_of
 from autoplan.cost_models.profile import PHASES, UNKNOWN_ERROR, MeasuredOp, Profile
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
 from autoplan.cost_models.work import OpWork
@@ -104,7 +104,7 @@ def roofline_s(
         return ZERO if known is not None else Quantity.spread(launch, _ASSUMED_ERROR, Tag.ASSUMED)
     if known is not None:
         kernel = options.attention_in(mode)
-        if op.kind is OpKind.ATTENTION and kernel is not Attention.UNFUSED:
+        if op.kind is OpKind.ATTENTION and not is_unfused(work, mode, options):
             work = as_run(work, device, options)
         model = model_of(work, mode, device, options)
         found = None if model is None else model(work, phase, device, known, kernel)
@@ -172,7 +172,9 @@ def _group(work: OpWork) -> str:
     if what is OpKind.PRODUCT:
         return "".join("*" if t.requires_grad else "." for t in work.inputs[:2])
     if what is OpKind.ATTENTION:
-        return f"causal={dict(work.attrs).get('causal')} mask={len(work.inputs) > 3} grad={work.has_backward}"
+        attrs = dict(work.attrs)
+        how = f"causal={attrs.get('causal')} mask={len(work.inputs) > 3} grad={work.has_backward}"
+        return how + "".join(f" {name}" for name in ("sinks", "softcap") if attrs.get(name))
     return f"{work.op} {len(work.inputs)} {work.has_backward}"
 
 

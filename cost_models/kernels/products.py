@@ -24,10 +24,12 @@ from autoplan.cost_models.kernels.gpu import (
 )
 from autoplan.cost_models.quantity import Tag
 from autoplan.cost_models.work import OpWork
+from autoplan.ops.attention import in_row_blocks, is_in_parts, keys_per_query, unfused_in_megatron
 from autoplan.ops.experts import FIRST, FIRST_BIAS, SECOND, expert_sizes
 from autoplan.ops.record import OpKind
+from autoplan.ops.saved import OpFacts
 from autoplan.ops.table import op_kind, op_record
-from autoplan.torch_kernels import grouped_kernel
+from autoplan.torch_kernels import ROW_BLOCK, grouped_kernel
 from autoplan.units import HALF, REAL_PARTS, dtype_bytes
 
 _UNUSUAL_ERROR = 0.15  # added for products in 32 bits, which no published timing covers
@@ -155,6 +157,50 @@ def _unfused_s(work: OpWork, phase: str, device: Device, known: KernelTimings, _
         return None
     moved = _SCORE_PASSES[phase] * heads * queries * keys * width
     return _together(parts, moved / (known.memory_share * device.memory_bytes_per_s), True)
+
+
+# Bytes that a score costs where the scores of a block of queries are held at a time: as `_scores`, `_attend_plainly`
+# and `_attend_plainly_backward` of runtime/parts.py read and write it in 32 bits, counted; then what a cap adds.
+_BLOCK_BYTES = {"forward": 68.0, "backward": 84.0}
+_CAP_BYTES = {"forward": 16.0, "backward": 52.0}
+
+
+def _in_blocks_s(work: OpWork, phase: str, device: Device, known: KernelTimings, _: Attention) -> Seconds | None:
+    """Return the time of products of blocks of queries with the keys that they see, and of the passes over scores."""
+    facts = _facts(work)
+    query, key, value = work.inputs[:3]
+    heads, rows = size_of(query.shape[:-2]), min(ROW_BLOCK, query.shape[-2])
+    keys, blocks = keys_per_query(facts), query.shape[-2] / rows
+    width = float(dtype_bytes(query.dtype))
+    first: _Sizes = (rows, keys, query.shape[-1])
+    second: _Sizes = (rows, value.shape[-1], keys)
+    both: tuple[_Sizes, ...] = first, second
+    sizes = [s for each in both for s in _sides(*each, phase, query.requires_grad, key.requires_grad)]
+    parts = [
+        known.product_s(
+            device,
+            KernelKind.HALF,
+            *each,
+            groups=heads,
+            operand_bytes=width,
+            output_bytes=width,
+            aligned=is_aligned(KernelKind.HALF, width, query.shape[-1], value.shape[-1], int(keys)),
+        )
+        for each in (sizes if phase == "forward" else [first, *sizes])  # the backward computes the scores again
+    ]
+    moved = _BLOCK_BYTES[phase] + (_CAP_BYTES[phase] if facts.attrs.get("softcap") else 0.0)
+    moved *= heads * query.shape[-2] * keys
+    together = _together(parts, 0.0, False)
+    passes_s = moved / (known.memory_share * device.memory_bytes_per_s)
+    return replace(together, busy_s=blocks * together.busy_s + passes_s, launch_s=blocks * together.launch_s)
+
+
+def _facts(work: OpWork) -> OpFacts:
+    return OpFacts(work.op, dict(work.attrs), work.inputs, work.outputs, device_type="cuda")
+
+
+def _is_in_blocks(work: OpWork) -> bool:
+    return len(work.inputs) > 2 and is_in_parts(dict(work.attrs)) and in_row_blocks(_facts(work))
 
 
 # Context parallelism computes attention for one part of the keys after the other, and adds up the results: bytes per
@@ -286,11 +332,20 @@ _KERNELS: dict[OpKind, _Model] = {
 }
 
 
+def is_unfused(work: OpWork, mode: Mode, options: RunOptions) -> bool:
+    """Return True for attention by products of all scores and passes over them."""
+    if mode is Mode.FUSED and unfused_in_megatron(dict(work.attrs)):
+        return True
+    return options.attention_in(mode) is Attention.UNFUSED
+
+
 def model_of(work: OpWork, mode: Mode, device: Device, options: RunOptions) -> _Model | None:
     """Return the kernel model of an operation; None if it has none."""
     kind = op_kind(work.op)
-    if kind is OpKind.ATTENTION and options.attention_in(mode) is Attention.UNFUSED:
+    if kind is OpKind.ATTENTION and is_unfused(work, mode, options):
         return _unfused_s
+    if kind is OpKind.ATTENTION and mode is not Mode.FUSED and _is_in_blocks(work):
+        return _in_blocks_s
     if kind is OpKind.EXPERTS and options.fused_experts:
         return _fused_experts_s
     if kind is OpKind.EXPERTS and has_one_product(work, mode, device):

@@ -30,10 +30,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from functools import lru_cache
 
-from autoplan.config.parallel import Attention, Launch, Mode
+from autoplan.config.parallel import Launch, Mode
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.kernels.gpu import kernels_of
-from autoplan.cost_models.kernels.products import has_one_product
+from autoplan.cost_models.kernels.products import has_one_product, is_unfused
 from autoplan.cost_models.profile import PHASES, Profile
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
 from autoplan.cost_models.work import BlockWork, CommWork, OpWork, Recomputed
@@ -114,7 +114,7 @@ def _num_started(op: OpWork, phase: str, costs: Costs) -> int:
 def _num_kernels(op: OpWork, phase: str, costs: Costs) -> int:
     """Return the kernels of an operation that a host waits for one by one."""
     kind = op_kind(op.op)
-    if kind is OpKind.ATTENTION and costs.options.attention_in(costs.mode) is Attention.UNFUSED:
+    if kind is OpKind.ATTENTION and is_unfused(op, costs.mode, costs.options):
         return _UNFUSED[phase]
     if kind is OpKind.PRODUCT and phase == "backward":
         return sum(t.requires_grad for t in op.inputs[:2])

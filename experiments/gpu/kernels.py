@@ -20,8 +20,8 @@ from autoplan.runtime.loss import cross_entropy_sum, vocab_parallel_cross_entrop
 from autoplan.runtime.mesh import AxisMesh, current_mesh, use_mesh
 from autoplan.runtime.norm import power_sum, scale_
 from autoplan.runtime.optim import on_local_shards
+from autoplan.runtime.parts import Part, attend, attend_backward, join
 from autoplan.runtime.precision import LossScaler
-from autoplan.runtime.ring import Part, _join, attend, attend_backward
 from experiments.gpu.rows import Run, difference, worst_difference
 
 Tensors = dict[str, torch.Tensor]
@@ -330,7 +330,7 @@ def _ring(run: Run, heads: int, groups: int, length: int, head: int, dtype: torc
         for rows, columns, kind in parts:
             part = replace(whole, kind=kind)
             found = attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], part, scale)
-            _join(out[:, :, rows], lse[:, :, rows], *found)
+            join(out[:, :, rows], lse[:, :, rows], *found)
         result = out.to(dtype)
         gradients = {n: torch.zeros_like(x, dtype=wide) for n, x in (("q", q), ("k", k), ("v", v))}
         for rows, columns, kind in parts:

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import autoplan
-from autoplan.runtime import convert, fused, program, ring
+from autoplan.runtime import convert, fused, program
 from autoplan.runtime.attention import attention
 from autoplan.runtime.context import context_part, to_heads, to_sequence
 from autoplan.runtime.convert import I, R
@@ -37,6 +37,7 @@ from autoplan.runtime.loss import cross_entropy_sum, vocab_parallel_cross_entrop
 from autoplan.runtime.mesh import AxisMesh, use_mesh
 from autoplan.runtime.norm import power_sum, scale_
 from autoplan.runtime.optim import on_local_shards
+from autoplan.runtime.parts import join
 from autoplan.runtime.precision import Copies, LossScaler, MixedPrecision
 from autoplan.runtime.spec import ParamSpec
 from autoplan.runtime.statistics import running_statistics
@@ -158,7 +159,7 @@ def _join() -> Made:
     shape = (1, 16, TOKENS, HIDDEN // 16)
     out, part = (on_meta(*shape, dtype=torch.float32, grad=False) for _ in range(2))
     lse, part_lse = (on_meta(*shape[:3], dtype=torch.float32, grad=False) for _ in range(2))
-    return lambda: ring._join(out, lse, part, part_lse), [], out.numel()  # type: ignore[return-value]
+    return lambda: join(out, lse, part, part_lse), [], out.numel()  # type: ignore[return-value]
 
 
 OPERATIONS: dict[str, tuple[Callable[[], Made], Budget]] = {

@@ -27,7 +27,8 @@ from autoplan.ir.graph import ModelGraph
 from autoplan.ops.batch import context_obstacle
 from autoplan.ops.saved import OpFacts, TensorFacts, extra_bytes, kept
 from autoplan.program.megatron_kernels import Kernels, rule_of
-from autoplan.runtime.ring import Part, attend, attend_backward, parts_of
+from autoplan.runtime.parts import Part, attend, attend_backward
+from autoplan.runtime.ring import parts_of
 from autoplan.runtime.spec import evaluate_terms
 from autoplan.search.planner import search_plan
 from autoplan.search.request import PlanRequest

@@ -13,7 +13,7 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ _NO_NUMBERS = frozenset(
     "cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k deterministic labels logits_to_keep".split()
 )
 _READ = frozenset("scaling dropout is_causal position_bias sliding_window".split())
-_IGNORED_BY_SDPA = ("s_aux", "sinks")  # which other kernels of transformers read
+_SINKS = ("s_aux", "sinks")  # arguments that 'sdpa' of transformers ignores, and other kernels read
 
 _Function = Callable[..., Any]
 
@@ -68,18 +68,20 @@ class AttentionCall:
         given = dict(zip(list(inspect.signature(function).parameters)[5:], more, strict=False)) | kwargs
         call = _Call(module, query, key, value, attention_mask, given)
         if self.implementation == "eager":
-            if call.may_see_nothing:
+            special = call.special(function)
+            if call.may_see_nothing and (special is None or special.sinks is None):
                 self.ledger.notes.add(
                     f"{type(module).__name__}: attention 'eager' with a padding mask holds all scores and cannot be "
                     "cut over cp; attn_implementation='sdpa' gives the same, except where a query sees no token"
                 )
-            if call.is_plain_for_eager(function):
+            if special is None and call.is_plain_for_eager(function):
                 found: tuple[torch.Tensor, Any] = _call_own(function, call)
                 return found
             given["dropout"] = 0.0  # or the function of the model would have been called
         else:
+            special = None
             self._check_sdpa(call)
-        return _sdpa(call, self.implementation == "sdpa"), None
+        return _sdpa(call, self.implementation == "sdpa", special), None
 
     def _function(self, module: nn.Module) -> _Function:
         """Return the function that the module computes its attention with.
@@ -109,7 +111,7 @@ class AttentionCall:
         """
         name = type(call.module).__name__
         kernel = self.kernels.get(id(getattr(call.module, "config", None)))
-        ignored = [n for n in _IGNORED_BY_SDPA if call.given.get(n) is not None]
+        ignored = [n for n in _SINKS if call.given.get(n) is not None]
         if call.given.get("softcap") is not None or (ignored and kernel is not None):
             what = "soft-capping" if call.given.get("softcap") is not None else "sinks"
             raise CaptureError(
@@ -120,6 +122,13 @@ class AttentionCall:
             self.ledger.notes.add(
                 f"{name}: attention 'sdpa' of transformers ignores {argument}, and so does the program"
             )
+
+
+class _Special(NamedTuple):
+    """What the kernels of torch have not: one more term in the softmax of every head, [h], and a cap of the scores."""
+
+    sinks: torch.Tensor | None
+    softcap: float | None
 
 
 @dataclass(frozen=True)
@@ -161,10 +170,35 @@ class _Call:
         """
         return isinstance(self.mask, PendingMask) and self.mask.asked.padded
 
+    def special(self, function: _Function) -> _Special | None:
+        """Return the sinks of the module and its cap, if `function` computes attention with them and nothing else.
+
+        With sinks a query that sees no token gives zero, in 'eager' as in all kernels.
+        """
+        sinks: torch.Tensor | None = getattr(self.module, "sinks", None)
+        softcap: float | None = self.given.get("softcap")
+        given = {n for n in _SINKS if self.given.get(n) is not None and self.given[n] is sinks}
+        dropped = self.given.get("dropout") and self.module.training
+        if (sinks is None and softcap is None) or dropped or self.bias is not None:
+            return None
+        if self._unknown() - given - {"softcap"} or (self.may_see_nothing and sinks is None):
+            return None
+        if self.query.shape[2] != self.key.shape[2] or isinstance(self.mask, torch.Tensor):
+            return None
+        if sinks is not None and tuple(sinks.shape) != (self.query.shape[1],):
+            return None
+        grouped, masked = self.query.shape[1] != self.key.shape[1], self.mask is not None
+        sinks_by = None if sinks is None else tuple(sorted(given))
+        same = is_standard(function, grouped=grouped, masked=masked, sinks=sinks_by, capped=softcap is not None)
+        return _Special(sinks, softcap) if same else None
+
+    def _unknown(self) -> set[str]:
+        """Return the arguments that change what is computed, and that no op of attention has."""
+        return {n for n, x in self.given.items() if x is not None and x is not False} - _NO_NUMBERS - _READ
+
     def is_plain_for_eager(self, function: _Function) -> bool:
         """Return True if the ops of attention cannot say what `function` computes."""
-        unknown = {n for n, x in self.given.items() if x is not None and x is not False} - _NO_NUMBERS - _READ
-        if unknown or (self.given.get("dropout") and self.module.training):
+        if self._unknown() or (self.given.get("dropout") and self.module.training):
             return True
         if self.bias is not None and _window(self.mask) is not None:
             return True
@@ -187,7 +221,15 @@ def _call_own(function: _Function, call: _Call) -> Any:
 
 
 @functools.cache
-def is_standard(function: _Function, *, grouped: bool, masked: bool, biased: bool) -> bool:
+def is_standard(
+    function: _Function,
+    *,
+    grouped: bool,
+    masked: bool,
+    biased: bool = False,
+    sinks: tuple[str, ...] | None = None,
+    capped: bool = False,
+) -> bool:
     """Return True if an attention function computes softmax(q k^T scale + bias + mask) v, and nothing more.
 
     It is run on small random tensors, with a module that has what this formula needs. So attention that reads sinks
@@ -197,6 +239,8 @@ def is_standard(function: _Function, *, grouped: bool, masked: bool, biased: boo
         grouped: there are fewer key-value heads than heads.
         masked: it is given a mask, which it adds.
         biased: it is given `position_bias`.
+        sinks: the softmax has one more term, the module's `sinks`; the arguments by which it is given them, too.
+        capped: it is given a `softcap`.
     """
     generator = torch.Generator().manual_seed(0)
     num_groups = 2 if grouped else 1
@@ -211,8 +255,17 @@ def is_standard(function: _Function, *, grouped: bool, masked: bool, biased: boo
         bias = random(1, 4, 3, 5)
         added = (mask if masked else 0) + (bias if biased else torch.zeros(3, 5))
         keys, values = (x.repeat_interleave(num_groups, 1) for x in (k, v))
-        want = F.scaled_dot_product_attention(q, keys, values, attn_mask=added, scale=0.3).transpose(1, 2)
-        more = {"position_bias": bias} if biased else {}
+        more: dict[str, Any] = {"position_bias": bias} if biased else {}
+        scores = q @ keys.transpose(2, 3) * 0.3
+        if capped:
+            more["softcap"] = 0.7
+            scores = 0.7 * (scores / 0.7).tanh()
+        scores = scores + added
+        if sinks is not None:
+            module.sinks = random(4)
+            more |= dict.fromkeys(sinks, module.sinks)
+            scores = torch.cat((scores, module.sinks[:, None, None].expand(2, 4, 3, 1)), -1)
+        want = (scores.softmax(-1)[..., :5] @ values).transpose(1, 2)
         got = function(module, q, k, v, mask if masked else None, scaling=0.3, dropout=0.0, **more)[0]
         return isinstance(got, torch.Tensor) and got.shape == want.shape and torch.allclose(got, want, atol=1e-5)
 
@@ -222,11 +275,12 @@ def is_standard(function: _Function, *, grouped: bool, masked: bool, biased: boo
         return False
 
 
-def _sdpa(call: _Call, decides: bool) -> torch.Tensor:
+def _sdpa(call: _Call, decides: bool, special: _Special | None = None) -> torch.Tensor:
     """Compute attention by ops of attention, as `sdpa_attention_forward` of transformers does.
 
     Args:
         decides: attention without a mask goes by `is_causal`.
+        special: sinks and capped scores.
     """
     q, k, v, mask = call.query, call.key, call.value, call.mask
     bias, scaling, dropout = call.bias, call.given.get("scaling"), call.given.get("dropout") or 0.0
@@ -236,6 +290,7 @@ def _sdpa(call: _Call, decides: bool) -> torch.Tensor:
         _check(call, asked)
         _check_beside(mask, documents, bias, dropout)
         mask, causal, window, padded = None, asked.causal, asked.window, asked.padded
+    sinks, softcap = (None, None) if special is None else special
     if documents is not None and (bias is not None or q.shape[2] != k.shape[2]):  # the valid tokens
         mask, documents = (documents > 0)[:, None, None, :], None
     if bias is not None:
@@ -243,9 +298,10 @@ def _sdpa(call: _Call, decides: bool) -> torch.Tensor:
             biased: torch.Tensor = torch.ops.autoplan.biased_attention(q, k, v, bias, causal, scaling)
             return biased.transpose(1, 2).contiguous()
         mask, causal = _with_bias(bias, mask, causal, (q.shape[2], k.shape[2])), False
-    if documents is not None or window is not None:
+    if documents is not None or window is not None or special is not None:
         v = values_unseen(v, documents if padded else None)
-        masked: torch.Tensor = torch.ops.autoplan.masked_attention(q, k, v, documents, causal, scaling, window)
+        how = documents, sinks, causal, scaling, window, softcap
+        masked: torch.Tensor = torch.ops.autoplan.masked_attention(q, k, v, *how)
         return masked.transpose(1, 2).contiguous()
     out = F.scaled_dot_product_attention(
         q,

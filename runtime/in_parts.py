@@ -1,0 +1,193 @@
+"""Attention in parts that give their log-sum-exp: with sinks or soft-capped scores, for which torch has no kernel.
+
+What torch has a kernel for is computed by it, anything else in blocks of queries (`autoplan.runtime.parts`), so that
+nothing holds all scores, and the backward computes them again.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from autoplan.runtime.parts import Documents, Part, attend, attend_backward, join, wide_of
+from autoplan.runtime.private import in_graph
+from autoplan.runtime.sinks import gradient_of_sinks, with_sinks
+
+_How = tuple[bool, float, "int | None", "float | None"]  # causal, scale, window, softcap
+
+
+class Piece(NamedTuple):
+    """Keys that queries see: `first` to before `end` of those given, as `part` says."""
+
+    part: Part
+    first: int
+    end: int
+
+
+def pieces_of(
+    num_queries: int, num_keys: int, causal: bool, window: int | None, softcap: float | None
+) -> tuple[Piece, ...]:
+    """Return the pieces of attention of queries; causal ones end with the keys."""
+    rows = (0, 1)
+    if not causal:
+        return (Piece(Part(rows, rows, "full", softcap=softcap), 0, num_keys),)
+    before = num_keys - num_queries
+    if window is not None and window < num_keys:
+        first = max(0, before - window + 1)  # no query sees earlier keys
+        return (Piece(Part(rows, rows, "band", before - first, window, softcap), first, num_keys),)
+    own = Piece(Part(rows, rows, "causal", softcap=softcap), before, num_keys)
+    return (own, Piece(Part(rows, rows, "full", softcap=softcap), 0, before)) if before else (own,)
+
+
+def attention_in_parts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    documents: Documents | None = None,
+) -> torch.Tensor:
+    """Attention without all scores in memory.
+
+    Args:
+        q: [b, h, s, d]; causal ones end with the keys. k: [b, kv, t, d]. v: [b, kv, t, e].
+        scale, window, softcap: as for `autoplan.runtime.attention.attention`.
+        sinks: [h] (`autoplan.runtime.sinks`).
+        documents: [b, s] of the queries and [b, t] of the keys.
+
+    Returns:
+        [b, h, s, e].
+    """
+    how = causal, 1.0 / math.sqrt(q.shape[3]) if scale is None else scale, window, softcap
+    ids = documents or (None, None)
+    out: torch.Tensor = _Attention.apply(q, k, v, sinks, *ids, how)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        of_queries: torch.Tensor | None,
+        of_keys: torch.Tensor | None,
+        how: _How,
+    ) -> torch.Tensor:
+        function = torch.ops.autoplan_parts.forward if in_graph() else _forward
+        out, lse = function(q, k, v, of_queries, of_keys, *how)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, sinks, of_queries, of_keys, out, lse)
+        ctx.how = how
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, sinks, of_queries, of_keys, out, lse = ctx.saved_tensors
+        function = torch.ops.autoplan_parts.backward if in_graph() else _backward
+        found = function(grad, q, k, v, out, lse, of_queries, of_keys, *ctx.how)
+        for_sinks = gradient_of_sinks(grad, out, lse, sinks) if ctx.needs_input_grad[3] else None
+        return (*found, for_sinks, None, None, None)
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    of_queries: torch.Tensor | None,
+    of_keys: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the result, [b, h, s, e], and the log-sum-exp of the scores, [b, h, s], float32 or wider."""
+    found = []
+    for part, first, end in pieces_of(q.shape[2], k.shape[2], causal, window, softcap):
+        same = _documents(of_queries, of_keys, first, end)
+        found.append(attend(q, k[:, :, first:end], v[:, :, first:end], part, scale, same))
+    out, lse = found[0]
+    if len(found) == 1:
+        return out, lse
+    out, lse = out.to(wide_of(q.dtype), copy=True), lse.clone()
+    for piece in found[1:]:
+        join(out, lse, *piece)
+    return out.to(q.dtype), lse
+
+
+def _backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    of_queries: torch.Tensor | None,
+    of_keys: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k and v."""
+    pieces, found = pieces_of(q.shape[2], k.shape[2], causal, window, softcap), []
+    for part, first, end in pieces:
+        same = _documents(of_queries, of_keys, first, end)
+        given = grad, q, k[:, :, first:end], v[:, :, first:end], out, lse
+        found.append(attend_backward(*given, part, scale, same))
+    if len(pieces) == 1 and pieces[0][1:] == (0, k.shape[2]):
+        for_q, for_k, for_v = found[0]
+    else:
+        for_q, for_k, for_v = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+        for (_, first, end), (of_q, of_k, of_v) in zip(pieces, found, strict=True):
+            for_q += of_q
+            for_k[:, :, first:end] += of_k
+            for_v[:, :, first:end] += of_v
+    return for_q.to(q.dtype), for_k.to(k.dtype), for_v.to(v.dtype)
+
+
+def _documents(of_queries: torch.Tensor | None, of_keys: torch.Tensor | None, first: int, end: int) -> Documents | None:
+    return None if of_queries is None or of_keys is None else (of_queries, of_keys[:, first:end])
+
+
+# -- as one operator of a compiled graph, whose compiler would keep the scores of the forward for the backward ---------
+
+_LIBRARY = torch.library.Library("autoplan_parts", "DEF")  # type: ignore[no-untyped-call]
+_HOW = "Tensor? of_queries, Tensor? of_keys, bool causal, float scale, int? window, float? softcap"
+_SCHEMAS = (
+    f"forward(Tensor q, Tensor k, Tensor v, {_HOW}) -> (Tensor, Tensor)",
+    f"backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_HOW}) -> (Tensor, Tensor, Tensor)",
+)
+for _schema in _SCHEMAS:
+    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+
+
+def _run_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = _forward(*args)
+    return out.contiguous(), lse.contiguous()
+
+
+def _run_backward(*args: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(x.contiguous() for x in _backward(*args))
+
+
+def _like_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide_of(q.dtype))
+
+
+def _like_backward(grad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+for _name, _run, _like in (("forward", _run_forward, _like_forward), ("backward", _run_backward, _like_backward)):
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"autoplan_parts::{_name}", _like, lib=_LIBRARY)

@@ -1,0 +1,256 @@
+"""Attention of some queries over some keys, with the log-sum-exp of their scores, so that several parts can be joined.
+
+    lse = log(e^lse_1 + e^lse_2),    out = out_1 e^(lse_1 - lse) + out_2 e^(lse_2 - lse)
+
+The backward of a part needs only the out and lse of all parts together: with them its probabilities are
+``exp(scores - lse)``. Source: Liu, Zaharia, Abbeel, Ring Attention with Blockwise Transformers, 2023.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+
+from autoplan.runtime.sdpa import HALVES, choose_for, multiple_of_head, padded
+from autoplan.torch_kernels import LARGEST_HEAD, ROW_BLOCK
+
+Documents = tuple[torch.Tensor, torch.Tensor]  # the documents of queries and keys, [b, l] and [b, t]
+
+
+class Pattern(TypedDict):
+    """Which keys a query sees, besides documents, and what becomes of scores (`autoplan.runtime.attention`)."""
+
+    causal: bool
+    scale: float | None
+    window: int | None
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """Queries and keys of one product, in chunks (0, 1 or both of a rank's two chunks).
+
+    Attributes:
+        kind: ``full`` (all see all), ``causal`` (aligned at the start), or ``band`` (a query sees the keys from
+            ``distance`` 0 to below ``window``, where query 0 is ``offset`` tokens after key 0).
+        softcap: scores are ``softcap * tanh(score / softcap)``. None: as they are.
+    """
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    kind: str
+    offset: int = 0
+    window: int = 0
+    softcap: float | None = None
+
+
+def same_document(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Compare [b, l] with [b, t] -> [b, l, t], True where a query sees a key (``documents`` of ``attention``)."""
+    return torch.where(queries < 0, ~queries, queries)[:, :, None] == keys[:, None, :]
+
+
+def join(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """Join the result of a part into `out` and `lse`, in place. Rows that saw no key have lse -inf and weight 0."""
+    new = torch.logaddexp(lse, part_lse)
+    base = new.masked_fill(new == -math.inf, 0.0)
+    out.mul_((lse - base).exp_().unsqueeze(-1)).add_(part * (part_lse - base).exp_().unsqueeze(-1))
+    lse.copy_(new)
+
+
+def wide_of(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in HALVES else dtype
+
+
+def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, same: Documents | None) -> str:
+    """Name the fused kernel of torch (one that gives the log-sum-exp) that takes this part; "" if none does."""
+    if same is not None or part.softcap is not None:
+        return ""
+    if part.kind == "band":
+        whole = part.offset == 0 and q.shape[2] == k.shape[2]
+        return "window" if whole and choose_for(q, k, v, masked=False, causal="end", window=True) == "flash" else ""
+    if q.device.type == "cpu":
+        return "cpu"
+    widest = max(k.shape[3], v.shape[3])
+    return "cuda" if q.device.type == "cuda" and q.dtype in HALVES and widest <= LARGEST_HEAD else ""
+
+
+def _head_size(kernel: str, k: torch.Tensor, v: torch.Tensor) -> int:
+    """Return the head dim that the kernel sees, the same for keys and values."""
+    size = max(k.shape[3], v.shape[3])
+    return size if kernel == "cpu" else multiple_of_head(size)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float, same: Documents | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one part alone.
+
+    Args:
+        q: [b, h, l, d]. k: [b, kv, t, d]. v: [b, kv, t, e].
+        same: documents of queries and keys: a query sees keys of its own document only. None: no documents.
+
+    Returns:
+        [b, h, l, e], and the log-sum-exp of the scores, [b, h, l] (float32 for halves).
+    """
+    kernel = _kernel(q, k, v, part, same)
+    if not kernel:
+        return _attend_plainly(q, k, v, part, scale, same)
+    size, causal = _head_size(kernel, k, v), part.kind == "causal"
+    given = [padded(x, size) for x in (q, k, v)]
+    if kernel == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*given, 0.0, causal, scale=scale)
+    elif kernel == "window":
+        inside = [x.transpose(1, 2) for x in given]
+        out, lse = torch.ops.aten._flash_attention_forward(
+            *inside, None, None, q.shape[2], k.shape[2], 0.0, True, False,
+            scale=scale, window_size_left=part.window - 1, window_size_right=0,
+        )[:2]  # fmt: skip
+        out = out.transpose(1, 2)
+    else:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(*given, 0.0, causal, False, scale=scale)[:2]
+    return out[..., : v.shape[3]], lse
+
+
+def attend_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    part: Part,
+    scale: float,
+    same: Documents | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what one part adds to the gradients of q, k and v, given `out` and `lse` of all parts together."""
+    kernel = _kernel(q, k, v, part, same)
+    if not kernel:
+        return _attend_plainly_backward(grad, q, k, v, out, lse, part, scale, same)
+    size, causal = _head_size(kernel, k, v), part.kind == "causal"
+    grad, q_, k_, v_, out = (padded(x, size) for x in (grad, q, k, v, out))
+    if kernel == "cpu":
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q_, k_, v_, out, lse, 0.0, causal, scale=scale
+        )
+    else:
+        none = torch.zeros((), dtype=torch.int64, device=q.device)  # no dropout, so no generator state
+        if kernel == "window":
+            inside = [x.transpose(1, 2) for x in (grad, q_, k_, v_, out)]
+            found = torch.ops.aten._flash_attention_backward(
+                *inside, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, True, none, none,
+                scale=scale, window_size_left=part.window - 1, window_size_right=0,
+            )  # fmt: skip
+            found = tuple(x.transpose(1, 2) for x in found)
+        else:
+            found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+                grad, q_, k_, v_, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, none, none,
+                scale=scale,
+            )  # fmt: skip
+    return found[0][..., : q.shape[3]], found[1][..., : k.shape[3]], found[2][..., : v.shape[3]]
+
+
+def keys_seen(part: Part, rows: slice, keys: int) -> slice:
+    """Return the keys, of 0 to `keys`, that any of the query rows `rows` may see."""
+    low, high = 0, keys
+    if part.kind == "causal":
+        high = min(keys, rows.stop)
+    elif part.kind == "band":
+        low = min(keys, max(0, rows.start + part.offset - part.window + 1))
+        high = max(low, min(keys, rows.stop + part.offset))
+    return slice(low, high)
+
+
+def _seen(part: Part, rows: slice, keys: slice, device: torch.device) -> torch.Tensor | None:
+    """Return [rows, keys], True where a query sees a key; None if all see all."""
+    if part.kind == "full":
+        return None
+    query = torch.arange(rows.start, rows.stop, device=device)[:, None] + part.offset
+    distance = query - torch.arange(keys.start, keys.stop, device=device)[None]
+    return distance >= 0 if part.kind == "causal" else (distance >= 0) & (distance < part.window)
+
+
+def _grouped(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """Reshape [b, h, ...] -> [b, groups, h / groups, ...]."""
+    return x.reshape(x.shape[0], groups, -1, *x.shape[2:])
+
+
+def _blocks(part: Part, queries: int, keys: int) -> Iterator[tuple[slice, slice]]:
+    """Yield rows of queries, and the keys that they may see."""
+    for first in range(0, queries, ROW_BLOCK):
+        rows = slice(first, min(first + ROW_BLOCK, queries))
+        yield rows, keys_seen(part, rows, keys)
+
+
+def _scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    part: Part,
+    rows: slice,
+    keys: slice,
+    scale: float,
+    wide: torch.dtype,
+    same: Documents | None,
+    sloped: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the scores of some query rows and keys, [b, kv, g, rows, keys]; -inf where a query does not see a key.
+
+    If `sloped`, also the derivative of capped scores by those that are not; None without a cap.
+    """
+    grouped = _grouped(q[:, :, rows], k.shape[1])
+    scores, slope = (grouped @ k[:, :, keys].unsqueeze(2).mT).to(wide), None
+    if part.softcap is None:
+        scores = scores.mul_(scale)
+    else:
+        scores = scores.mul_(scale / part.softcap).tanh_()
+        slope = scores.square().neg_().add_(1.0) if sloped else None
+        scores = scores.mul_(part.softcap)
+    seen = _seen(part, rows, keys, q.device)
+    if same is not None:
+        own = same_document(same[0][:, rows], same[1][:, keys])[:, None, None]
+        seen = own if seen is None else own & seen
+    return scores if seen is None else scores.masked_fill_(~seen, -math.inf), slope
+
+
+def _attend_plainly(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float, same: Documents | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    outs, ends = [], []
+    for rows, keys in _blocks(part, q.shape[2], k.shape[2]):
+        scores, _ = _scores(q, k, part, rows, keys, scale, wide_of(q.dtype), same)
+        lse = scores.logsumexp(-1)
+        shares = scores.sub_(lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp_()
+        outs.append((shares.to(v.dtype) @ v[:, :, keys].unsqueeze(2)).flatten(1, 2))
+        ends.append(lse.flatten(1, 2))
+    return torch.cat(outs, 2), torch.cat(ends, 2)
+
+
+def _attend_plainly_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    part: Part,
+    scale: float,
+    same: Documents | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    wide, groups = lse.dtype, k.shape[1]
+    for_q, for_k, for_v = [], torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    delta = (grad.to(wide) * out.to(wide)).sum(-1)
+    for rows, keys in _blocks(part, q.shape[2], k.shape[2]):
+        scores, slope = _scores(q, k, part, rows, keys, scale, wide, same, sloped=True)
+        shares = scores.sub_(_grouped(lse[:, :, rows], groups).unsqueeze(-1)).exp_()
+        arrived = _grouped(grad[:, :, rows], groups)
+        for_v[:, :, keys] += (shares.to(grad.dtype).mT @ arrived).sum(2)
+        of_shares = (arrived @ v[:, :, keys].unsqueeze(2).mT).to(wide)
+        of_shares -= _grouped(delta[:, :, rows], groups).unsqueeze(-1)
+        of_scores = of_shares.mul_(shares).mul_(scale)
+        of_scores = (of_scores if slope is None else of_scores.mul_(slope)).to(q.dtype)
+        for_q.append((of_scores @ k[:, :, keys].unsqueeze(2)).flatten(1, 2))
+        for_k[:, :, keys] += (of_scores.mT @ _grouped(q[:, :, rows], groups)).sum(2)
+    return torch.cat(for_q, 2), for_k, for_v
