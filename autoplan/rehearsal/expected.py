@@ -18,7 +18,7 @@ from autoplan.cost_models.quantity import Quantity
 from autoplan.cost_models.work import BlockWork, OpWork, Workload
 from autoplan.errors import RehearsalError
 from autoplan.ir.graph import ModelGraph
-from autoplan.ops.attention import computed_on_cpu
+from autoplan.ops.attention import computed_on_cpu, in_row_blocks, is_in_parts
 from autoplan.ops.experts import FIRST, FIRST_BIAS, SECOND
 from autoplan.ops.record import OpKind
 from autoplan.ops.saved import OpFacts
@@ -37,6 +37,7 @@ from autoplan.torch_kernels import GROUPED_BYTES
 from autoplan.units import DTYPE_BYTES
 
 BY_PRODUCTS, BY_ATTENTION = "products", "attention"
+_BLOCKS_AGAIN = 2.5  # a backward of attention in blocks of queries: four products, and the scores again
 FORWARD, BACKWARD = "forward", "backward"
 REPEATED = "recompute"  # the phase of what a backward repeats of a forward
 _MASTER = "float32"  # dtype of sums of gradients under mixed precision, if no other is given
@@ -447,7 +448,7 @@ def _arithmetic(ops: Iterable[OpWork], method: ContextMethod | None, cp: int) ->
     out = CpuFlops()
     for op in ops:
         if op_kind(op.op) is OpKind.ATTENTION:
-            times = {FORWARD: 1.0, BACKWARD: 2.0}
+            times = {FORWARD: 1.0, BACKWARD: _BLOCKS_AGAIN if method is None and _is_in_blocks(op) else 2.0}
             for what, least, spare in _attention(op, method, cp):
                 out.least.update({(what, phase): n * least for phase, n in times.items()})
                 out.spare.update({(what, phase): n * spare for phase, n in times.items()})
@@ -455,6 +456,11 @@ def _arithmetic(ops: Iterable[OpWork], method: ContextMethod | None, cp: int) ->
             out.least.update({(BY_PRODUCTS, FORWARD): op.flops, (BY_PRODUCTS, BACKWARD): op.flops * _gradients(op)})
             out.spare.update({(BY_PRODUCTS, BACKWARD): _summed_biases(op)})
     return out
+
+
+def _is_in_blocks(op: OpWork) -> bool:
+    facts = OpFacts(op.op, dict(op.attrs), op.inputs, op.outputs)
+    return is_in_parts(facts.attrs) and in_row_blocks(facts)
 
 
 def _summed_biases(op: OpWork) -> float:

@@ -76,16 +76,18 @@ def _attention_case(name: str, batch: int, heads: int, groups: int, length: int,
         if how.get("mask"):
             kept = torch.rand(batch, 1, length, length) > 0.2
             given["mask"] = kept | torch.eye(length, dtype=torch.bool)
+        if how.get("sinks"):
+            given["sinks"] = _normal(heads)
         return given
 
     def run(x: Mapping[str, torch.Tensor]) -> torch.Tensor:
         window = how.get("window")
         return attention(
             x["q"], x["k"], x["v"], causal=how.get("causal", True), scale=None, window=window,
-            documents=x.get("documents"), mask=x.get("mask"),
+            documents=x.get("documents"), mask=x.get("mask"), sinks=x.get("sinks"), softcap=how.get("softcap"),
         )  # fmt: skip
 
-    return Case(f"attention {name}", make, run, ("q", "k", "v"))
+    return Case(f"attention {name}", make, run, ("q", "k", "v", *(("sinks",) if how.get("sinks") else ())))
 
 
 def _gathered_case(name: str, heads: int, groups: int, length: int, head: int, window: int | None) -> Case:
@@ -135,6 +137,10 @@ def _cases(quick: bool) -> list[Case]:
         _attention_case("packed", *shapes, documents=True),
         _attention_case("packed, window", *shapes, documents=True, window=length // 3),
         _attention_case("mask", *shapes, mask=True),
+        _attention_case("sinks", *shapes, sinks=True),
+        _attention_case("sinks, window", *shapes, sinks=True, window=length // 3),
+        _attention_case("sinks, packed, window", *shapes, sinks=True, documents=True, window=length // 3),
+        _attention_case("soft-capped", *shapes, softcap=2.0),
         _gathered_case("over gathered keys", heads, heads // 4, length, head, None),
         _gathered_case("over gathered keys, window", heads, heads // 4, length, head, length // 3),
     ]
@@ -294,7 +300,8 @@ def masks(run: Run) -> None:
     dtype = torch.bfloat16 if run.cuda else torch.float32
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
     with use_mesh(AxisMesh([("cp", 1)], device_type=run.device_type)):
-        for how in ({}, {"window": length // 4}, {"documents": True}, {"documents": True, "window": length // 4}):
+        documents, window = {"documents": True}, {"window": length // 4}
+        for how in ({}, window, documents, documents | window, {"sinks": True}, {"sinks": True} | window):
             name = " ".join(how) or "causal"
             with run.case(name):
                 case = _attention_case(name, 1, heads, groups, length, head, **how)

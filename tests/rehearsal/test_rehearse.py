@@ -212,6 +212,40 @@ def test_attention_without_a_kernel_of_a_cpu_weighs_what_its_plan_says(tmp_path:
     assert sum((report.kernels or {}).values()) > 2 * scores
 
 
+SINKS = UNTIED | {
+    "model_type": "granite_swa",
+    "architectures": ["GraniteSWAForCausalLM"],
+    "sliding_window": 128,
+    "attn_implementation": "eager",
+    "num_key_value_heads": 2,
+}
+CAPPED = UNTIED | {
+    "model_type": "gemma2",
+    "architectures": ["Gemma2ForCausalLM"],
+    "attn_logit_softcapping": 50.0,
+    "head_dim": 64,
+    "attn_implementation": "eager",
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "pins"),
+    [
+        (SINKS, {"tp": 1}),
+        (SINKS, {"tp": 1, "cp": 2, "context_method": "ring"}),
+        (CAPPED, {"tp": 1}),
+        (CAPPED, {"tp": 1, "cp": 2, "context_method": "gather"}),
+    ],
+)
+def test_attention_in_parts_weighs_and_computes_what_its_plan_says(
+    tmp_path: Path, config: dict[str, Any], pins: dict[str, Any]
+) -> None:
+    """Plain operations would keep the scores of 4 heads in 8 layers, 2.1 GB."""
+    report, peak = rehearsed(tmp_path, config, 4096, on=2, zero_stage=1, recompute="none", **pins)
+    assert peak.expected is not None and peak.observed == pytest.approx(peak.expected, rel=0.02)
+    assert any(row.name == "FLOPs of products, backward" for row in report.rows)
+
+
 @pytest.mark.parametrize("zero", [0, 1])
 def test_gradients_of_experts_on_other_ranks_do_not_count(tmp_path: Path, zero: int) -> None:
     """Of both products: those of the second alone, for all experts, are 67 MB of a peak of 1,140."""
