@@ -58,6 +58,8 @@ class Choice:
         label: Returns this choice's part of a plan's label, or "". The second argument is the number of layers of the
             model, or 0 if unknown.
         label_at: The sort key of the parts of a label.
+        word: The name in reports; empty: `name`.
+        open_word: The value None in reports.
         reported: True if a plan in JSON contains the choice.
         executed: True if the runtime executes every value, or if a separate rule says which.
     """
@@ -85,6 +87,8 @@ class Choice:
     of_step: bool = False
     label: Callable[[Any, int], str] | None = None
     label_at: int = 0
+    word: str = ""
+    open_word: str = "default"
     reported: bool = True
     executed: bool = False
 

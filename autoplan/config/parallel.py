@@ -377,12 +377,14 @@ class ParallelConfig:
         "Tensor-parallel degree inside experts; default: as tp.",
         left_out=True,
         said=lambda c: c.etp not in (None, c.tp),
+        open_word="as tp",
         label=lambda c, _: f"etp{c.etp}" if c.ep > 1 and c.etp not in (None, c.tp) else "",
         label_at=6,
     )
     zero_stage: int = choice(
         1,
         "ZeRO stage, 0 to 3; default: that of --like, else 1.",
+        word="ZeRO",
         left_out=True,
         flags=("--zero", "--zero-stage"),
         obstacle=_zero_stage,
@@ -396,6 +398,7 @@ class ParallelConfig:
     micro_batch_size: int = choice(
         1,
         "Sequences per micro-batch.",
+        word="micro-batch",
         flags=("--micro-batch-size", "--mbs"),
         said=lambda _: True,
         label=lambda c, _: f"mbs{c.micro_batch_size}",
@@ -422,6 +425,7 @@ class ParallelConfig:
     virtual_stages: int = choice(  # chunks per rank, which the schedule places
         1,
         "Pipeline stages per rank; default: the fewest that the schedule allows.",
+        word="stages per rank",
         left_out=True,
         label=_above_one("virtual_stages", "vpp"),
         label_at=10,
@@ -448,6 +452,7 @@ class ParallelConfig:
     stages: tuple[int, ...] | None = choice(  # per chunk with virtual stages, in model order; None: balanced
         None,
         "Layers per stage: 10,11,11; default: balanced.",
+        open_word="even",
         written=Written.LIST,
         obstacle=_stages,
         may_be_open=True,
@@ -468,6 +473,8 @@ class ParallelConfig:
     context_method: str | Mapping[str, str] | None = choice(
         None,
         "Attention over cut sequences: gather, ring, ulysses, ulysses2xring2, or BLOCK=METHOD,...",
+        word="context method",
+        open_word="none",
         written=Written.WORD,
         obstacle=_context_method,
         may_be_open=True,
@@ -483,6 +490,7 @@ class ParallelConfig:
     zero_replicas: int = choice(
         1,
         "Hybrid ZeRO: number of copies of the sharded state.",
+        word="ZeRO replicas",
         about=(
             "number of copies of the sharded state (hybrid ZeRO: neighbours share a copy); a divisor of dp; if"
             " left out, 1 or as many as keep the shards inside one scale-up domain, node or rail group"
