@@ -35,7 +35,8 @@ class Choice:
         name: The name of the field and of the pin, in JSON and YAML; on the command line with `-` for `_`.
         default: The default of the field.
         help: The help text of the command line; empty if the command line has no such option.
-        about: The effect of a pin, in Markdown, for docs/training.md; empty: `help`.
+        about: The effect, in Markdown, for the tables of docs; empty: `help`. Of a switch that is on by default: of
+            turning it off.
         written: How a value is written as text.
         words: The enum of the legal words, or the words themselves; empty if `obstacle` decides.
         former: The words for false and true, which older files have for a choice that was a switch.
