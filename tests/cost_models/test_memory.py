@@ -21,6 +21,7 @@ from autoplan.cost_models.memory.ranks import FIRST, LATER, NOTHING, REDUCTION, 
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.network.groups import mesh_groups
 from autoplan.cost_models.time.blocks import BlockPricer, op_times
+from autoplan.cost_models.time.breakdown import estimated
 from autoplan.cost_models.time.price import Pricer
 from autoplan.cost_models.work import KeptAtCut, ParamWork, TiedParam, Workload
 from autoplan.errors import PinError
@@ -362,7 +363,7 @@ def test_masters_that_share_16_bits_with_parameters() -> None:
 
 def test_context_and_fragmentation_are_not_allocated_by_tensors() -> None:
     config = ParallelConfig(dp=8, num_micro_batches=2)
-    (stage,) = Pricer(workload(), config, Costs(cluster(8, 8), None, Mode.FUSED)).estimate([4], [0]).stages
+    (stage,) = estimated(Pricer(workload(), config, Costs(cluster(8, 8), None, Mode.FUSED)), [4], [0]).stages
     outside = stage.memory["context and communicators"].mid + stage.memory["fragmentation"].mid
     assert 0.0 < outside == pytest.approx(stage.memory_bytes.mid - stage.allocated_bytes.mid)
 
@@ -432,7 +433,7 @@ def test_experts_without_replicas_are_neither_gathered_nor_reduced() -> None:
         terms = memory(config, work).rank(0, ranges(4), [0]).terms
         assert terms["parameters"].mid == 4 * GRADS and "gathered parameters" not in terms
         pricer = Pricer(work, config, Costs(cluster(4), None, Mode.COMPILED))
-        assert "dp_comm" not in pricer.estimate([4], [0]).breakdown
+        assert "dp_comm" not in estimated(pricer, [4], [0]).breakdown
 
 
 def test_experts_are_reduced_over_their_own_replicas() -> None:

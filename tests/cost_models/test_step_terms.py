@@ -12,6 +12,7 @@ from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
 from autoplan.cost_models.profile import LINK_WORK_S, Profile
 from autoplan.cost_models.time.blocks import BlockCost
+from autoplan.cost_models.time.breakdown import estimated
 from autoplan.cost_models.time.price import Pricer
 from autoplan.cost_models.time.simulation import simulate
 from autoplan.cost_models.work import Gathered
@@ -23,7 +24,7 @@ def test_every_micro_batch_but_the_first_adds_to_gradients() -> None:
         pricer = Pricer(
             workload(), ParallelConfig(dp=2, zero_stage=zero, num_micro_batches=m), Costs(cluster(2), None, Mode.EAGER)
         )
-        breakdown = pricer.estimate([4], [0]).breakdown
+        breakdown = estimated(pricer, [4], [0]).breakdown
         return breakdown["accumulate"].mid if "accumulate" in breakdown else 0.0
 
     assert accumulated(1) == 0.0
@@ -101,7 +102,7 @@ def test_split_backwards_fill_the_bubble() -> None:
     def bubble(schedule: str, mode: Mode = Mode.EAGER, again: int = 0) -> float:
         config = ParallelConfig(pp=4, num_micro_batches=8, schedule=schedule)
         pricer = Pricer(workload(), config, Costs(cluster(4), None, mode))
-        return pricer.estimate([1] * 4, [again] * 4).breakdown["bubble"].mid
+        return estimated(pricer, [1] * 4, [again] * 4).breakdown["bubble"].mid
 
     assert bubble("ZB-H1") < 0.7 * bubble("1F1B")
     # compiled layers, and those that are computed again, have a backward in one part
@@ -113,7 +114,7 @@ def test_what_is_computed_again_under_a_split_backward_is_so_once() -> None:
     def recompute(schedule: str) -> float:
         config = ParallelConfig(pp=4, num_micro_batches=8, schedule=schedule)
         pricer = Pricer(workload(), config, Costs(cluster(4), None, Mode.EAGER))
-        return pricer.estimate([1] * 4, [1] * 4).breakdown["recompute"].mid
+        return estimated(pricer, [1] * 4, [1] * 4).breakdown["recompute"].mid
 
     assert recompute("ZB-H1") == recompute("1F1B") > 0
 
@@ -125,13 +126,13 @@ def in_v_shape(schedule: str, cuts: tuple[float, ...] = (SENT,) * 7, per_node: i
 
 
 def test_schedules_in_v_shape_are_priced_where_their_chunks_are() -> None:
-    zbv = in_v_shape("ZBV").estimate([1] * 8, [0] * 8, events=True)
+    zbv = estimated(in_v_shape("ZBV"), [1] * 8, [0] * 8, events=True)
     assert {(e.chunk, e.rank) for e in zbv.events} == {(k, min(k, 7 - k)) for k in range(8)}
     config = ParallelConfig(pp=4, num_micro_batches=8, schedule="ZB-H1")
-    plain = Pricer(workload(8), config, Costs(cluster(4), None, Mode.EAGER)).estimate([2] * 4, [0] * 4)
+    plain = estimated(Pricer(workload(8), config, Costs(cluster(4), None, Mode.EAGER)), [2] * 4, [0] * 4)
     assert zbv.breakdown["bubble"].mid < plain.breakdown["bubble"].mid
     for schedule in ("ZBV", "DualPipeV"):
-        estimate = in_v_shape(schedule).estimate([1] * 8, [1, 0, 0, 0, 0, 0, 1, 1])
+        estimate = estimated(in_v_shape(schedule), [1] * 8, [1, 0, 0, 0, 0, 0, 1, 1])
         assert [s.num_recomputed for s in estimate.stages] == [2, 1, 0, 0]
         assert sum(q.mid for q in estimate.breakdown.values()) == pytest.approx(estimate.step_time_s.mid, rel=1e-9)
 
@@ -149,10 +150,10 @@ def test_nothing_is_sent_at_the_turn_of_a_v() -> None:
 def test_the_way_back_of_a_v_takes_the_links_of_the_way_there() -> None:
     """Two nodes of two: only the boundaries between ranks 1 and 2 leave a node; in a loop also from the last rank."""
     pricer = in_v_shape("ZBV", per_node=2)
-    between = [None if group is None else group.stride > 1 for group in pricer._boundaries]
+    between = [None if group is None else group.stride > 1 for group in pricer.boundary_groups]
     assert between == [False, True, False, None, False, True, False]
     config = replace(pricer.config, schedule="Interleaved1F1B")
-    loop = Pricer(pricer.workload, config, pricer.costs)._boundaries
+    loop = Pricer(pricer.workload, config, pricer.costs).boundary_groups
     assert [group is not None and group.stride > 1 for group in loop] == [False, True, False, True, False, True, False]
 
 
@@ -161,7 +162,7 @@ def test_dual_pipe_hides_its_transfers() -> None:
     pricer = in_v_shape("DualPipeV", (1e6,) * 7)
     times, table = pricer.chunk_times([1] * 8, [0] * 8, "mid"), actions("DualPipeV", 4, 8, 2)
     sends = [0.0 if k == 3 else pricer.hops[0][k] for k in range(7)]
-    found = pricer.estimate([1] * 8, [0] * 8, events=True).events
+    found = estimated(pricer, [1] * 8, [0] * 8, events=True).events
     assert found == simulate(table, times, sends, sends, transfer=Transfer.OVERLAPPED).events
     waiting = simulate(table, times, sends, sends, transfer=Transfer.RECEIVER)
     assert max(e.end_s for e in found) < waiting.end_s
@@ -171,9 +172,8 @@ def test_dual_pipe_hides_its_transfers() -> None:
 @pytest.mark.parametrize("pp", [1, 2, 4])
 def test_the_breakdown_adds_up(zero: int, pp: int) -> None:
     config = ParallelConfig(pp=pp, dp=2, zero_stage=zero, num_micro_batches=4)
-    estimate = Pricer(workload(), config, Costs(cluster(2 * pp), None, Mode.EAGER)).estimate(
-        {1: [4], 2: [1, 3], 4: [1] * 4}[pp], [0] * pp
-    )
+    pricer = Pricer(workload(), config, Costs(cluster(2 * pp), None, Mode.EAGER))
+    estimate = estimated(pricer, {1: [4], 2: [1, 3], 4: [1] * 4}[pp], [0] * pp)
     assert sum(q.mid for q in estimate.breakdown.values()) == pytest.approx(estimate.step_time_s.mid, rel=1e-9)
     assert estimate.step_time_s.tag == max(q.tag for q in estimate.breakdown.values())
 
