@@ -20,6 +20,7 @@ from autoplan.capture.frontend.buffers import all_buffers
 from autoplan.capture.frontend.huggingface import is_hf_model
 from autoplan.capture.frontend.inputs import LossFn, check_arguments
 from autoplan.capture.frontend.lengths import example_lengths
+from autoplan.captured import capture_verified, examples, outline_of
 from autoplan.codegen.program import Program, compile_program
 from autoplan.config.kernels import ASYNC_TP, AUTO, COMPILE
 from autoplan.config.pins import Pins
@@ -30,13 +31,10 @@ from autoplan.errors import AutoplanError, CaptureError, LayoutError, PinError
 from autoplan.ir.graph import ModelGraph
 from autoplan.planning import (
     SoFar,
-    capture_verified,
     cheapest_program,
     check_as_planned,
     check_world,
-    examples,
     global_batch,
-    outline_of,
     plan_program,
     ready_plan,
     ways_to_run,

@@ -27,6 +27,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from autoplan.cost_models.hardware.collective_kinds import MEASURED_COLLECTIVES
 from autoplan.cost_models.json_fields import JsonField
 from autoplan.cost_models.quantity import Quantity, Tag
 from autoplan.cost_models.work import OpWork, Plain
@@ -39,7 +40,6 @@ from autoplan.units import DEVICE_TYPES, DTYPE_BYTES
 PROFILE_SCHEMA_VERSION = 2
 PHASES = ("forward", "backward")
 _LONG_S = 1e-4  # a product of this long or longer says how fast products can be
-MEASURED_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 # On CPUs collectives are measured between compute phases of this length, in seconds.
 LINK_WORK_S = 0.002
 OVERHEADS = (

@@ -20,6 +20,7 @@ from typing import Any
 
 from autoplan.config.adapters import PACKED_BYTES
 from autoplan.config.recompute import FULL, OFFLOAD, SELECTIVE, region_groups
+from autoplan.cost_models.hardware.collective_kinds import COLLECTIVE_KINDS
 from autoplan.cost_models.routing import Routing
 from autoplan.ops.saved import TensorFacts
 from autoplan.units import dtype_bytes, most
@@ -326,7 +327,7 @@ class Workload:
     @cached_property
     def messages(self) -> frozenset[MessageKind]:
         """The collectives that are messages between single ranks."""
-        sent = (c for block in self.blocks.values() for c in block.comms if c.kind in ("all_to_all", "send_recv"))
+        sent = (c for block in self.blocks.values() for c in block.comms if COLLECTIVE_KINDS[c.kind].is_message)
         return frozenset(MessageKind(c.kind, c.axis, c.part) for c in sent)
 
     @cached_property

@@ -34,6 +34,7 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.hardware.cluster_file import read_yaml
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.time.blocks import op_times
+from autoplan.cost_models.time.breakdown import estimated
 from autoplan.cost_models.time.price import Pricer
 from autoplan.cost_models.time.step_class import step_class
 from autoplan.cost_models.work import Workload
@@ -70,7 +71,7 @@ class PlannedStep:
     def step_class(self, constants: Constants) -> str:
         """Return the class of the step at `constants`, with its family of devices (`class_of_step`)."""
         pricer, chunks, recompute = self._at(constants)
-        found = pricer.estimate(chunks, recompute)
+        found = estimated(pricer, chunks, recompute)
         return step_class(self.workload, pricer.device, found.breakdown, found.step_time_s.mid)
 
     def _at(self, constants: Constants) -> tuple[Pricer, tuple[int, ...], tuple[int, ...]]:

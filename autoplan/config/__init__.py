@@ -1,6 +1,7 @@
 """Configurations: the choices of a plan and of a run, their values, and how they are written and read.
 
-`parallel`: `ParallelConfig` (degrees and settings of a plan), `RunOptions`, `Mode`, `Precision`.
+`parallel`: `ParallelConfig`, the degrees and settings of a plan.
+`run_options`: `RunOptions`, the setup of a run. `kernels`: its words, and `Mode`. `precision`: `Precision`.
 `mesh`: the device grid of a configuration: its axes, groups and communicators.
 `choice`: `Choice`, the record of one choice.
 `choices`: reading and writing choices as data, command-line words and labels.

@@ -35,7 +35,8 @@ class Choice:
         name: The name of the field and of the pin, in JSON and YAML; on the command line with `-` for `_`.
         default: The default of the field.
         help: The help text of the command line; empty if the command line has no such option.
-        about: The effect of a pin, in Markdown, for docs/training.md; empty: `help`.
+        about: The effect, in Markdown, for the tables of docs; empty: `help`. Of a switch that is on by default: of
+            turning it off.
         written: How a value is written as text.
         words: The enum of the legal words, or the words themselves; empty if `obstacle` decides.
         former: The words for false and true, which older files have for a choice that was a switch.
@@ -58,6 +59,8 @@ class Choice:
         label: Returns this choice's part of a plan's label, or "". The second argument is the number of layers of the
             model, or 0 if unknown.
         label_at: The sort key of the parts of a label.
+        word: The name in reports; empty: `name`.
+        open_word: The value None in reports.
         reported: True if a plan in JSON contains the choice.
         executed: True if the runtime executes every value, or if a separate rule says which.
     """
@@ -85,6 +88,8 @@ class Choice:
     of_step: bool = False
     label: Callable[[Any, int], str] | None = None
     label_at: int = 0
+    word: str = ""
+    open_word: str = "default"
     reported: bool = True
     executed: bool = False
 

@@ -1,5 +1,5 @@
-"""Words of a run's setup: how blocks run, the kernel of attention, how kernels are launched, how tokens travel,
-how stages send."""
+"""Words of a run's setup: its mode, the kernels of attention and loss, how kernels are launched, how tokens travel, how
+stages send."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ AUTO = "auto"  # the price decides
 # than False; async TP is tried before its use (`autoplan.runtime.async_tp`).
 COMPILE = AUTO
 ASYNC_TP = AUTO
+
+
+class Mode(StrEnum):
+    """The execution mode: op by op, with fused kernels (Megatron, Transformer Engine), or torch.compile."""
+
+    EAGER = "eager"
+    FUSED = "fused"
+    COMPILED = "compiled"
 
 
 class Attention(StrEnum):

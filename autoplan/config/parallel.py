@@ -1,262 +1,31 @@
-"""Degrees and settings of a plan (`ParallelConfig`), setup of a run (`RunOptions`) and execution mode."""
+"""Degrees and settings of a plan: `ParallelConfig`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from autoplan.config.choice import Written, choice, choices_of, is_count
+from autoplan.config.choice import Written, choice, is_count
 from autoplan.config.context_methods import INNER, methods_text, read_methods
 from autoplan.config.kernels import Attention as Attention
 from autoplan.config.kernels import Dispatcher as Dispatcher
 from autoplan.config.kernels import FusedLoss as FusedLoss
 from autoplan.config.kernels import Launch as Launch
+from autoplan.config.kernels import Mode as Mode
 from autoplan.config.kernels import Reruns as Reruns
 from autoplan.config.kernels import Sends as Sends
-from autoplan.config.numbers import read_count, read_list
+from autoplan.config.numbers import read_list
 from autoplan.config.offload import offload_text, read_offload
 from autoplan.config.recompute import NONE, read_recompute, recompute_label, recompute_of_text, recompute_text
+from autoplan.config.run_options import OVERLAPS as OVERLAPS
+from autoplan.config.run_options import RunOptions as RunOptions
 from autoplan.errors import PinError
 from autoplan.schedules.schedule import PLAIN_SCHEDULE, SCHEDULES
 
-
-class Mode(StrEnum):
-    """The execution mode: op by op, with fused kernels (Megatron, Transformer Engine), or torch.compile."""
-
-    EAGER = "eager"
-    FUSED = "fused"
-    COMPILED = "compiled"
-
-
 _INNER_NAMES = ", ".join(f'`"{name}"`' for name in INNER)
-# Communication that may run beside compute. tp: Megatron's user buffers, or with compiled blocks PyTorch's async TP,
-# pieces of products (`cost_models.time.pieces`). ep: experts of one micro-batch beside another micro-batch. pp:
-# transfers between stages of an interleaved schedule. cp: keys and values that travel around a ring while attention
-# works (Megatron's cp-comm-type p2p, its default).
-OVERLAPS = ("tp", "ep", "pp", "cp")
-
-
-def _overlap(name: str, value: Any) -> str | None:
-    unknown = sorted(set(value) - set(OVERLAPS))
-    return f"{name} of {unknown[0]!r} is not known; use {', '.join(OVERLAPS)}" if unknown else None
-
-
-def _document_len(name: str, value: object) -> str | None:
-    return None if value is None or is_count(value) else f"{name}={value!r} must be a whole number of at least 1 token"
-
-
-def _zero_bucket(name: str, value: object) -> str | None:
-    return (
-        None if value is None or is_count(value) else f"{name}={value!r} must be a whole number of at least 1 element"
-    )
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """The setup of a run beyond its mode and degrees. A value other than the default has a price of its own.
-
-    An option is declared here and read where it is priced; commands, files and reports are derived from its record.
-    """
-
-    # None: the kernel of the mode
-    attention: Attention | None = choice(
-        None,
-        "Attention kernel: unfused, flash1, flash2 or fused; default: that of the mode.",
-        written=Written.WORD,
-        words=Attention,
-        said_as="{} attention",
-        executed=True,
-    )
-    launch: Launch = choice(
-        Launch.ASYNC,
-        "How kernels are launched: async, graphs, router_graphs, full_graphs or blocking.",
-        written=Written.WORD,
-        words=Launch,
-        said_as="{} launch",
-        of_step=True,
-    )
-    overlap: frozenset[str] = choice(
-        frozenset(),
-        f"Communication that overlaps with computing, separated by commas: {', '.join(OVERLAPS)}.",
-        written=Written.WORDS,
-        words=OVERLAPS,
-        obstacle=_overlap,
-        said_as="overlap of {}",
-        of_step=True,
-    )
-    dispatcher: Dispatcher = choice(
-        Dispatcher.ALL_TO_ALL,
-        "How tokens are sent to experts: alltoall, flex or flex_fp8.",
-        written=Written.WORD,
-        words=Dispatcher,
-        said_as="{} dispatcher",
-        of_step=True,
-    )
-    sequence_parallel: bool = choice(
-        True,
-        "Whether tensor-parallel ranks may split norms and residuals along the sequence, or each computes all of them.",
-        written=Written.SWITCH,
-        said_as="no sequence parallelism",
-        executed=True,
-    )
-    # True: one kernel computes grouped products, activation and casts (Transformer Engine's fused grouped MLP,
-    # Megatron-Bridge `cutedsl_fused_grouped_mlp`; DeepGEMM's products reach the same speed). False: one product per
-    # expert over several streams, as in Transformer Engine's GroupedLinear.
-    fused_experts: bool = choice(
-        False,
-        "One kernel computes the products, activation and casts of experts.",
-        written=Written.SWITCH,
-        said_as="fused experts",
-    )
-    # Transformer Engine's FP8 attention (fp8_dot_product_attention)
-    narrow_attention: bool = choice(
-        False,
-        "The core of attention multiplies in 8 bits, where the device does.",
-        written=Written.SWITCH,
-        said_as="attention in 8 bits",
-    )
-    # torchtitan's enable_fsdp_float8_all_gather and Megatron's --fp8-param-gather
-    narrow_gather: bool = choice(
-        False,
-        "ZeRO gathers weights of 8-bit products in 8 bits.",
-        written=Written.SWITCH,
-        said_as="weights gathered in 8 bits",
-        of_narrow=True,
-        of_step=True,
-    )
-    fused_loss: FusedLoss = choice(
-        FusedLoss.NO,
-        "Kernels of the cross entropy: no, compiled, flash or online.",
-        written=Written.WORD,
-        words=FusedLoss,
-        former=("no", "flash"),
-        said_as="{} loss",
-    )
-    # Megatron's --overlap-grad-reduce and --overlap-param-gather, which are off by default; fully_shard, torch's
-    # DistributedDataParallel and the emitted programs always overlap, but for ZeRO 0 under a split backward.
-    overlap_zero: bool = choice(
-        True,
-        "Whether what ZeRO 0, 1 and 2 send once per step overlaps with computing.",
-        written=Written.SWITCH,
-        said_as="ZeRO not overlapped",
-        of_step=True,
-    )
-    # InternEvo's overlap_sync_param is off by default, although gradients are reduced during the backward
-    overlap_gather: bool = choice(
-        True,
-        "Whether the parameter gathers of ZeRO 1 and 2 overlap with computing.",
-        written=Written.SWITCH,
-        said_as="gathers of ZeRO not overlapped",
-        said_with="overlap_zero",
-        of_step=True,
-    )
-    # A collective of a list of tensors, one per rank (DeepSpeed until the end of 2021: `_allgather_param` and
-    # `_reduce_scatter_gradient` of deepspeed/runtime/zero/partition_parameters.py; overlap_comm is off by default)
-    zero_by_tensor: bool = choice(
-        False,
-        "ZeRO 3 gathers and reduces each parameter by itself, without overlap (as DeepSpeed in 2021).",
-        written=Written.SWITCH,
-        said_as="ZeRO 3 by tensor",
-        of_step=True,
-    )
-    # BF16_Optimizer of DeepSpeed (deepspeed/runtime/bf16_optimizer.py, which BLOOM ran from 28 February 2022 on): every
-    # backward leaves 16-bit gradients, `update_hp_grads` adds them to whole float32 sums, `_bf16_reduce_grads` of
-    # runtime/pipe/engine.py all-reduces those, and the update is of a shard.
-    whole_sums: bool = choice(
-        False,
-        "ZeRO 1 keeps whole 32-bit sums beside 16-bit gradients and all-reduces them (as DeepSpeed's BF16_Optimizer).",
-        written=Written.SWITCH,
-        said_as="whole sums of gradients",
-        of_step=True,
-    )
-    # reduce_bucket_size and allgather_bucket_size of DeepSpeed, 5e8 elements each by default (runtime/zero/config.py)
-    zero_bucket: int | None = choice(
-        None,
-        "Elements of a buffer in which ZeRO 1 reduces and gathers; such buffers find no freed memory as large.",
-        obstacle=_zero_bucket,
-        read=lambda text, _: read_count(text, "zero_bucket"),
-        said_as="buckets of {} elements",
-        of_step=True,
-    )
-    # PYTORCH_CUDA_ALLOC_CONF (torch, docs/source/notes/cuda.rst): segments grow by pages, and freed memory is joined
-    expandable_segments: bool = choice(
-        False,
-        "The allocator's segments grow (expandable_segments:True), so that little memory is lost between them.",
-        written=Written.SWITCH,
-        said_as="expandable segments",
-        of_step=True,
-    )
-    # gradient_accumulation_fusion of Megatron-LM (megatron/core/tensor_parallel/layers.py, 22 February 2022) and
-    # fuse_wgrad_accumulation of Transformer Engine
-    fused_accumulation: bool = choice(
-        True,
-        "Products of fused kernels add the gradient of a weight to that of earlier micro-batches themselves.",
-        written=Written.SWITCH,
-        said_as="gradients added apart from products",
-    )
-    sends: Sends = choice(
-        Sends.WHOLE,
-        "How stages send what all tensor-parallel ranks hold: whole, split or serial.",
-        written=Written.WORD,
-        words=Sends,
-        said_as="{} sends",
-        of_step=True,
-    )
-    # None: as the mode does
-    reruns: Reruns | None = choice(
-        None,
-        "What full recompute runs again: needed (up to the last tensor that the backward needs) or whole; default: "
-        "needed in eager mode.",
-        written=Written.WORD,
-        words=Reruns,
-        said_as="recompute of {} forwards",
-    )
-    # Krell et al., Efficient Sequence Packing without Cross-contamination, 2021; None: a sequence is one document
-    document_len: int | None = choice(
-        None,
-        "Tokens per document of packed sequences, read as --seq-len: attention stays within a document.",
-        obstacle=_document_len,
-        read=lambda text, _: read_count(text, "document_len"),
-        said_as="documents of {} tokens",
-        executed=True,
-    )
-
-    def __post_init__(self) -> None:
-        for record in choices_of(RunOptions):
-            given = getattr(self, record.name)
-            if given is None and record.default is None:
-                continue
-            value = record.value_of(given)
-            object.__setattr__(self, record.name, value)
-            reason = record.obstacle and record.reason(value)
-            if reason:
-                raise PinError(reason)
-
-    @property
-    def of_operations(self) -> RunOptions:
-        """These options, with the default of those that change no price of a single operation."""
-        return replace(self, **{record.name: record.default for record in choices_of(RunOptions) if record.of_step})
-
-    def attention_in(self, mode: Mode) -> Attention:
-        """Return the kernel of `mode`: the pinned one, else FUSED in fused modes and FLASH2 in the others."""
-        if self.attention is not None:
-            return self.attention
-        return Attention.FUSED if mode is Mode.FUSED else Attention.FLASH2
-
-    def reruns_in(self, mode: Mode) -> Reruns:
-        """Return what full recompute runs again in `mode`: the pinned part, else what is usual.
-
-        Compiled blocks of the emitted programs are one function to autograd, which recomputes all of it.
-        """
-        if self.reruns is not None:
-            return self.reruns
-        return Reruns.NEEDED if mode is Mode.EAGER else Reruns.WHOLE
-
-
 ZERO_STAGES = (0, 1, 2, 3)
 
 
@@ -377,12 +146,14 @@ class ParallelConfig:
         "Tensor-parallel degree inside experts; default: as tp.",
         left_out=True,
         said=lambda c: c.etp not in (None, c.tp),
+        open_word="as tp",
         label=lambda c, _: f"etp{c.etp}" if c.ep > 1 and c.etp not in (None, c.tp) else "",
         label_at=6,
     )
     zero_stage: int = choice(
         1,
         "ZeRO stage, 0 to 3; default: that of --like, else 1.",
+        word="ZeRO",
         left_out=True,
         flags=("--zero", "--zero-stage"),
         obstacle=_zero_stage,
@@ -396,6 +167,7 @@ class ParallelConfig:
     micro_batch_size: int = choice(
         1,
         "Sequences per micro-batch.",
+        word="micro-batch",
         flags=("--micro-batch-size", "--mbs"),
         said=lambda _: True,
         label=lambda c, _: f"mbs{c.micro_batch_size}",
@@ -422,6 +194,7 @@ class ParallelConfig:
     virtual_stages: int = choice(  # chunks per rank, which the schedule places
         1,
         "Pipeline stages per rank; default: the fewest that the schedule allows.",
+        word="stages per rank",
         left_out=True,
         label=_above_one("virtual_stages", "vpp"),
         label_at=10,
@@ -448,6 +221,7 @@ class ParallelConfig:
     stages: tuple[int, ...] | None = choice(  # per chunk with virtual stages, in model order; None: balanced
         None,
         "Layers per stage: 10,11,11; default: balanced.",
+        open_word="even",
         written=Written.LIST,
         obstacle=_stages,
         may_be_open=True,
@@ -468,6 +242,8 @@ class ParallelConfig:
     context_method: str | Mapping[str, str] | None = choice(
         None,
         "Attention over cut sequences: gather, ring, ulysses, ulysses2xring2, or BLOCK=METHOD,...",
+        word="context method",
+        open_word="none",
         written=Written.WORD,
         obstacle=_context_method,
         may_be_open=True,
@@ -483,6 +259,7 @@ class ParallelConfig:
     zero_replicas: int = choice(
         1,
         "Hybrid ZeRO: number of copies of the sharded state.",
+        word="ZeRO replicas",
         about=(
             "number of copies of the sharded state (hybrid ZeRO: neighbours share a copy); a divisor of dp; if"
             " left out, 1 or as many as keep the shards inside one scale-up domain, node or rail group"

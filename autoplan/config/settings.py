@@ -20,6 +20,11 @@ def _precision(name: str, value: object) -> str | None:
     return None
 
 
+def _names(apart: bool) -> str:
+    """Return the precisions whose products have a dtype of their own, or the others, in Markdown."""
+    return ", ".join(f"`{name}`" for name, found in PRECISIONS.items() if (found.matmul is not None) is apart)
+
+
 TASK_SETTINGS: tuple[Choice, ...] = (
     Choice(
         "seq_len",
@@ -45,6 +50,11 @@ TASK_SETTINGS: tuple[Choice, ...] = (
         f"lacks ({REMAINDERS_16}); -grad32 overrides 16-bit gradients of --like.",
         written=Written.WORD,
         obstacle=_precision,
+        about=(
+            f"{_names(False)}; {_names(True)} are priced, not executed. Suffixes: `{GRADIENTS_16}` sums gradients in "
+            f"16 bits; `{MOMENTS_16}` (AdamW's moments) and `{REMAINDERS_16}` (of a float32 master only the 16 bits "
+            "that its bfloat16 parameter lacks) are priced, not executed"
+        ),
         varied="one of " + ", ".join(PRECISIONS),
         executed=True,  # as far as a rule says (`autoplan.program.legality`)
     ),
@@ -55,6 +65,7 @@ TASK_SETTINGS: tuple[Choice, ...] = (
         written=Written.WORD,
         words=Mode,
         left_out=True,
+        about="Kernels: `eager`, `fused` (as Megatron and Transformer Engine; priced, not executed) or `compiled`",
         varied="one of " + ", ".join(Mode),
         executed=True,  # as far as a rule says
     ),

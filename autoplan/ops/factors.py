@@ -99,7 +99,11 @@ class _Inference:
                 self._fresh(block, of.values[name])
 
     def _fresh(self, scope: str, value: Value) -> None:
-        self.dims[scope, value.name] = [[] if s.value == 1 else [self.table.new(s)] for s in value.shape]
+        self.dims[scope, value.name] = [self._of_size(size) for size in value.shape]
+
+    def _of_size(self, size: Expr) -> list[int]:
+        """Return a new factor of this size; none for a size of 1."""
+        return [] if size.value == 1 else [self.table.new(size)]
 
     def _join(self, what: str, left: list[list[int]], right: list[list[int]]) -> None:
         for i, (a, b) in enumerate(zip(left, right, strict=True)):
@@ -137,13 +141,12 @@ class _Inference:
                 mine = self.dims[block.name, name][i]
                 theirs: list[int] = []
                 for label in dim:
-                    if label not in known:
-                        if len(dim) == 1:
-                            known[label] = list(mine)
-                        else:
-                            if label not in rule.sizes:
-                                raise RuleError(f"{op} at {where}: label {label} shares a dim and has no size")
-                            known[label] = [] if rule.sizes[label].value == 1 else [self.table.new(rule.sizes[label])]
+                    if label not in known and len(dim) == 1:
+                        known[label] = list(mine)
+                    elif label not in known:
+                        if label not in rule.sizes:
+                            raise RuleError(f"{op} at {where}: label {label} shares a dim and has no size")
+                        known[label] = self._of_size(rule.sizes[label])
                     theirs += known[label]
                     self._hint(op, label, known[label])
                 if not self.table.unify(theirs, mine):

@@ -75,7 +75,7 @@ class ModelOutline:
 
     Attributes:
         parameters: each once, by its first name; buffers likewise.
-        facts: its class, config and numbers, and the names of its trained parameters (`planning.model_facts`).
+        facts: its class, config and numbers, and the names of its trained parameters (`captured.model_facts`).
     """
 
     parameters: Mapping[str, TensorOutline]

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from spmd_types import I
 
-from autoplan.cost_models.profile import LINK_WORK_S, MEASURED_COLLECTIVES, ErrorStats, LinkRecord, Profile, Timing
+from autoplan.cost_models.hardware.collective_kinds import MEASURED_COLLECTIVES
+from autoplan.cost_models.profile import LINK_WORK_S, ErrorStats, LinkRecord, Profile, Timing
 from autoplan.profiler.job import Job
 from autoplan.profiler.ops import timing
 from autoplan.runtime.convert import all_gather, all_reduce, all_to_all, reduce_scatter

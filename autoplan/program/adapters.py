@@ -172,7 +172,7 @@ class _Maker:
         for node in block.nodes:
             plain = replace(node, attrs={**node.attrs, PACKED: True}) if node.name in packed else node
             if node.name in targets:
-                parts, added = self._parts(block, targets[node.name], values, params)
+                parts, added = self._parts(targets[node.name], values, params)
                 nodes += [plain, *parts]
                 waiting[biases.get(node.outputs[0], node).name] = added
             else:
@@ -192,9 +192,7 @@ class _Maker:
             values={n: replace(v, requires_grad=flows[n]) for n, v in values.items()},
         )
 
-    def _parts(
-        self, block: Block, linear: _Linear, values: dict[str, Value], params: list[str]
-    ) -> tuple[list[Node], Node]:
+    def _parts(self, linear: _Linear, values: dict[str, Value], params: list[str]) -> tuple[list[Node], Node]:
         """Add the parameters of an adapter. Return its two products, and the second of them."""
         node, rank = linear.node, self.adapters.rank
         source, out = values[node.tensor_inputs[0]], values[node.outputs[0]]

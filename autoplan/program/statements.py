@@ -28,7 +28,7 @@ class Collective:
 
     Attributes:
         what: name of the value that is sent.
-        kind: all_reduce, all_gather, reduce_scatter, all_to_all, send_recv; priced only: ep_dispatch, ep_combine.
+        kind: a name of `cost_models.hardware.collective_kinds`; ep_dispatch and ep_combine are priced only.
         axes: names of the mesh: one axis or product, or the adjacent sub-axes of a product.
         num_elements: elements of the gathered or reduced tensor on one rank (all_to_all: of the local tensor).
         dtype: dtype of the value in the graph. A price uses the dtype that it is computed in.

@@ -9,7 +9,7 @@ E experts, hidden size h, inner size f, w bytes per element and tokens spread ev
     over etp                          etp n h w          rows gathered for dispatch, reduced and scattered to combine
     products of one rank              etp n rows, E / ep experts of inner size f / etp: the block's flops / tp
 
-The dispatcher (`config.parallel.Dispatcher`) decides how much of these bytes travels over ep: all of them, or each
+The dispatcher (`config.kernels.Dispatcher`) decides how much of these bytes travels over ep: all of them, or each
 token once per node and device (kinds `ep_dispatch` and `ep_combine`: see `collectives`). It may send rows to the
 experts in 8 bits. Gradients of the combined rows travel the same way.
 

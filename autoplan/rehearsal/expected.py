@@ -203,7 +203,7 @@ def _deferred(spec: ProgramSpec, at: Place, stages: tuple[StageSpec, ...]) -> To
     out: Totals = Counter()
     for stage in stages:
         for p in stage.params:
-            size = _own_elements(spec, at, p) * _summed_width(spec, p)
+            size = _own_elements(at, p) * _summed_width(spec, p)
             for axis in p.reduce_axes if p.trainable else ():
                 if at.sizes[axis] > 1:
                     out["all_reduce", at.canonical[axis]] += size
@@ -215,11 +215,11 @@ def _deferred(spec: ProgramSpec, at: Place, stages: tuple[StageSpec, ...]) -> To
             p = next(p for p in held[first.stage].params if (p.block, p.attr) == (first.block, first.attr))
             masters = p.dtype == spec.compute_dtype
             axis = at.canonical["pp"] if len(homes) == at.sizes["pp"] else RECORDED
-            out["all_reduce", axis] += _own_elements(spec, at, p) * DTYPE_BYTES[_MASTER if masters else p.dtype]
+            out["all_reduce", axis] += _own_elements(at, p) * DTYPE_BYTES[_MASTER if masters else p.dtype]
     return out
 
 
-def _own_elements(spec: ProgramSpec, at: Place, p: ParamSpec) -> int:
+def _own_elements(at: Place, p: ParamSpec) -> int:
     """Return the elements of a gradient that this rank holds at the end of a step."""
     shape = local_param_shape(p, at.sizes.__getitem__)
     axis = at.replicas["expert_shards" if any(s.axis == "ep" for s in p.shards) else "shards"]

@@ -6,29 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoplan.config import numbers
+from autoplan.config.choice import Choice
+from autoplan.config.choices import CHOICES
 
-_NAMES = {
-    "zero_stage": "ZeRO",
-    "micro_batch_size": "micro-batch",
-    "virtual_stages": "stages per rank",
-    "context_method": "context method",
-    "zero_replicas": "ZeRO replicas",
-    "etp": "etp",
-}
+_RECORDS = {record.name: record for record in CHOICES}
 
 
 def choice_text(name: str, value: Any) -> str:
     """Return a choice with its value in words: `tp 4`, `ZeRO 1`, `offload none`."""
-    return f"{_NAMES.get(name, name)} {value_text(value, name)}"
-
-
-_OPEN = {"stages": "even", "etp": "as tp", "context_method": "none"}  # what None means
+    return f"{_RECORDS[name].word or name} {value_text(value, name)}"
 
 
 def value_text(value: Any, name: str = "") -> str:
     """Return the value of a choice in words."""
     if value is None:
-        return _OPEN.get(name, "default")
+        return _RECORDS.get(name, Choice()).open_word
     if isinstance(value, (tuple, list, frozenset)):
         return ",".join(map(str, sorted(value) if isinstance(value, frozenset) else value)) or "none"
     if isinstance(value, Mapping):

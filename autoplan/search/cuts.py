@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -287,14 +287,8 @@ class Cutter:
             evaluated += 1
             step = self._step_s(chunks, recompute)
             if step < limit * (1 - CLOSE):
-                limit, best, queue = step, (step, chunks, recompute), []
-                if self.pinned is None:
-                    for s in range(self.pp - 1):
-                        for move in (1, -1):
-                            near = list(chunks)
-                            near[s], near[s + 1] = near[s] + move, near[s + 1] - move
-                            if min(near) >= 1:
-                                queue.append(tuple(near))
+                limit, best = step, (step, chunks, recompute)
+                queue = list(_neighbours(chunks)) if self.pinned is None else []
         return best, evaluated
 
     def _step_s(self, chunks: tuple[int, ...], recompute: tuple[int, ...]) -> float:
@@ -401,6 +395,16 @@ class Cutter:
                 if not found.on_host or self._least_of(s, units) is None:
                     return found
         return self.shortage()
+
+
+def _neighbours(cut: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield the cuts that move one unit between two neighbouring stages."""
+    for s in range(len(cut) - 1):
+        for move in (1, -1):
+            near = list(cut)
+            near[s], near[s + 1] = near[s] + move, near[s + 1] - move
+            if min(near) >= 1:
+                yield tuple(near)
 
 
 def alike_numbers(mix: RecomputeMix, least: int, most: int) -> Sequence[int]:

@@ -76,14 +76,14 @@ def _between(counts: list[int], low: int, high: int) -> int:
     return min(counts, key=lambda n: abs(math.log(n * n / (low * high))))
 
 
-# the step at which a choice is decided; other choices are pinned or at their default from the start
+# the step at which an enumerated choice is decided; other choices are pinned or at their default from the start
 _START, _CONTEXT, _MESH, _EXPERTS, _BATCH, _ZERO, _COPIES, _SCHEDULE = range(8)
-_DECIDED = {
+DECIDED_AT = {
     "cp": _CONTEXT, "pp": _MESH, "tp": _MESH, "dp": _MESH, "ep": _EXPERTS, "etp": _EXPERTS,
     "micro_batch_size": _BATCH, "num_micro_batches": _BATCH, "zero_stage": _ZERO, "zero_replicas": _COPIES,
     "schedule": _SCHEDULE, "virtual_stages": _SCHEDULE,
 }  # fmt: skip
-_UNDECIDED = {record.name: record.default for record in CHOICES if record.name in _DECIDED}
+_UNDECIDED = {record.name: record.default for record in CHOICES if record.name in DECIDED_AT}
 
 
 @lru_cache(maxsize=256)
@@ -98,7 +98,7 @@ def _levels(scope: Scope, pinned: frozenset[str] | None) -> tuple[tuple[Rule, ..
         if rule.of_pins:
             found[_START] += [rule] if pinned is not None else []
         elif rule.scope <= scope:
-            left = (_DECIDED.get(name, _START) for name in rule.names if name not in (pinned or ()))
+            left = (DECIDED_AT.get(name, _START) for name in rule.names if name not in (pinned or ()))
             found[max(left, default=_START)].append(rule)
     return tuple(map(tuple, found))
 
@@ -140,7 +140,7 @@ class _Walk:
         asked = {*self.pins, *(["virtual_stages"] if "schedule" in self.pins else [])}  # it follows from the schedule
         unasked = (name for name in _UNASKED if name not in asked)
         odd = sum(getattr(draft, name) != getattr(_PLAINEST, name) for name in unasked)
-        rank = (-odd, -sum(name in _DECIDED and name not in self.pins for name in rule.names), level)
+        rank = (-odd, -sum(name in DECIDED_AT and name not in self.pins for name in rule.names), level)
         if self.error is None or self.error[0] < rank:
             self.error = (rank, PinError(reason, rule.names))
 

@@ -13,6 +13,7 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.config.recompute import FULL, NONE, check_choice, modules_of
 from autoplan.cost_models.memory.recompute_frontier import recompute_mapping
 from autoplan.cost_models.memory.room import Room
+from autoplan.cost_models.time.breakdown import estimated
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.cost_models.time.price import Pricer, ranges_of
 from autoplan.cost_models.work import Workload
@@ -139,7 +140,7 @@ def _priced(
         cuts = even_cuts((1.0,) * pricer.num_units, config.pp, config.virtual_stages)
         chunks = fastest(cuts, lambda cut: pricer.step_s(cut, recompute_counts(pricer, config, cut)))
     recompute = recompute_counts(pricer, config, chunks)
-    estimate = pricer.estimate(chunks, recompute, events=True)
+    estimate = estimated(pricer, chunks, recompute, events=True)
     stages = tuple(layers_of(pricer.workload, chunks)) if ends else chunks
     return Planned(replace(config, stages=stages), estimate, point)
 

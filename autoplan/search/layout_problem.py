@@ -8,7 +8,7 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.config.precision import precision_of
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group, Level
-from autoplan.cost_models.hardware.fabric_graph import Traffic
+from autoplan.cost_models.hardware.collective_kinds import Traffic
 from autoplan.cost_models.network.groups import axis_groups
 from autoplan.errors import InfeasibleError
 from autoplan.ir.layout import Axis

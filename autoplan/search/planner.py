@@ -34,6 +34,7 @@ from typing import Any
 
 from autoplan.config.offload import held_on_host
 from autoplan.config.parallel import ParallelConfig
+from autoplan.cost_models.time.breakdown import estimated
 from autoplan.cost_models.time.price import ranges_of
 from autoplan.search import clock
 from autoplan.search.candidates import Candidates
@@ -435,7 +436,8 @@ class _Search(Candidates):
 
     def _planned(self, entry: Evaluated) -> Planned:
         candidate = self.points.decided(entry.candidate)
-        estimate = self.points.known_pricer(candidate).estimate(entry.chunks, entry.recompute, events=True)
+        pricer = self.points.known_pricer(candidate)
+        estimate = estimated(pricer, entry.chunks, entry.recompute, events=True)
         return Planned(self._config(entry), estimate, self.points.known(candidate))
 
     def _config(self, entry: Evaluated) -> ParallelConfig:

@@ -25,8 +25,9 @@ from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.memory.ranks import RankMemory
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.quantity import Quantity, Tag, total
+from autoplan.cost_models.time.breakdown import UNPROFILED_ERROR
 from autoplan.cost_models.time.pools import PooledPricer
-from autoplan.cost_models.time.price import UNPROFILED_ERROR, ranges_of
+from autoplan.cost_models.time.price import ranges_of
 from autoplan.errors import AutoplanError, InfeasibleError, PinError
 from autoplan.program.expert_degrees import ExpertDegrees
 from autoplan.schedules.schedule import PLAIN_SCHEDULE

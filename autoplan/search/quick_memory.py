@@ -8,7 +8,7 @@ from functools import cached_property
 from autoplan.config.offload import of_states
 from autoplan.config.parallel import Mode, ParallelConfig
 from autoplan.config.precision import ONE_SCALE, precision_of
-from autoplan.config.recompute import modules_of
+from autoplan.config.recompute import SELECTIVE, modules_of
 from autoplan.cost_models.memory.parameters import ParameterMemory, States, stores_8_bits
 from autoplan.cost_models.work import ParameterKind, ParamWork
 from autoplan.ops.products import packed_weights
@@ -123,7 +123,7 @@ class QuickMemory:
         """Return the bytes of the largest value that an operation makes for `size` sequences, on all of tp together."""
         # selective recompute may drop the largest value, which then counts nowhere in the memory model
         pinned = self.request.pins.get("recompute")
-        if pinned == "selective" or modules_of(pinned):
+        if pinned == SELECTIVE or modules_of(pinned):
             return 0.0
         if size not in self._largest:
             self._largest[size] = self._find(size)

@@ -17,15 +17,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoplan.config.choice import Choice, Written, choices_of
-from autoplan.config.choices import option_data
-from autoplan.config.context_methods import INNER
+from autoplan.config.choices import PINS, option_data
+from autoplan.config.context_methods import INNER, ULYSSES
 from autoplan.config.keys import check_names
+from autoplan.config.offload import NOTHING, OPTIMIZER
 from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
 from autoplan.config.precision import precision_of
+from autoplan.config.recompute import RECOMPUTE, RECOMPUTE_KINDS
 from autoplan.cost_models.hardware.cluster import Cluster
 from autoplan.cost_models.hardware.parts import NETWORKS
 from autoplan.errors import AutoplanError, InfeasibleError, PinError
 from autoplan.search.best_use import best_use
+from autoplan.search.degrees import DECIDED_AT
 from autoplan.search.infeasible import InfeasibleReport
 from autoplan.search.planner import (
     Certificate,
@@ -295,11 +298,8 @@ def _alternatives(
             yield name, value, _pins_for(name, value, config)
 
 
-# Choices whose other values are those of the space, and those with values of their own
-_FROM_SPACE = ("tp", "pp", "cp", "ep", "etp", "zero_stage", "micro_batch_size", "schedule", "virtual_stages",
-               "zero_replicas")  # fmt: skip
-
-
+# Choices whose other values are those of the space; dp and the number of micro-batches follow from the others
+_FROM_SPACE = tuple(name for name in PINS if name in DECIDED_AT and name not in ("dp", "num_micro_batches"))
 _OF_PIPELINE = ("schedule", "virtual_stages")
 
 
@@ -324,12 +324,13 @@ def _spaced(
     return [*below[-1:], *above[:1]]
 
 
+_RECOMPUTE = tuple(name for name in RECOMPUTE if not RECOMPUTE_KINDS[name].on_host)  # of all layers
 _Maker = Callable[[str, Any, ParallelConfig, PlanRequest, Sequence[ParallelConfig], bool], list[Any]]
 _OTHER: Mapping[str, _Maker] = {
-    "recompute": lambda name, own, *rest: [v for v in ("none", "selective", "full") if v != own],
+    "recompute": lambda name, own, *rest: [v for v in _RECOMPUTE if v != own],
     "offload": lambda name, own, config, request, *rest: _offloads(own, request),
     "context_method": lambda name, own, config, *rest: (
-        [v for v in (*INNER, "ulysses") if v != own] if config.cp > 1 else []
+        [v for v in (*INNER, ULYSSES) if v != own] if config.cp > 1 else []
     ),
     "stages": lambda name, own, config, *rest: _even(own),
 }
@@ -337,8 +338,8 @@ _OTHER: Mapping[str, _Maker] = {
 
 def _offloads(own: Any, request: PlanRequest) -> list[Any]:
     if own:
-        return ["none"]
-    return ["optimizer"] if request.cluster.offloads else []
+        return [NOTHING]
+    return [OPTIMIZER] if request.cluster.offloads else []
 
 
 def _even(own: Any) -> list[Any]:

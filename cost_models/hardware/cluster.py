@@ -26,7 +26,7 @@ from autoplan.config.keys import check_names
 from autoplan.config.numbers import Range
 from autoplan.cost_models.hardware import catalog
 from autoplan.cost_models.hardware.cluster_file import nodes_from_data, read_nodes
-from autoplan.cost_models.hardware.fabric_graph import Traffic
+from autoplan.cost_models.hardware.collective_kinds import Traffic
 from autoplan.cost_models.hardware.nodes import Nodes
 from autoplan.cost_models.hardware.parts import (
     ASSUMED,

@@ -27,12 +27,12 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from enum import Enum
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from autoplan.cost_models.hardware.collective_kinds import Traffic
 from autoplan.cost_models.hardware.fabric_routes import Load, Routes
 from autoplan.cost_models.hardware.nccl import FABRICS
 from autoplan.cost_models.hardware.parts import NETWORK, RAILS, Group, Level
@@ -43,14 +43,6 @@ MAX_DEVICES = 4096  # paths between all pairs of devices are stored
 _MAX_STRIDES = 16
 _BETWEEN_NODES = frozenset(("network", "efa"))  # rows of FABRICS
 _DEVICE = re.compile(r"device(\d+)")
-
-
-class Traffic(Enum):
-    """The pattern in which the ranks of a group send to each other."""
-
-    RING = "ring"
-    ALL_TO_ALL = "all to all"
-    NEIGHBOURS = "neighbours"  # one message from each rank to the next
 
 
 @dataclass(frozen=True)

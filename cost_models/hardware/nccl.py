@@ -18,18 +18,9 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
+from autoplan.cost_models.hardware.collective_kinds import COLLECTIVE_KINDS
+
 DATA = "links/nccl.json"
-# ep_dispatch and ep_combine: kernels made for experts, such as DeepEP's
-NCCL_KINDS = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "send_recv",
-    "ep_dispatch",
-    "ep_combine",
-)
 
 
 class Protocol(StrEnum):
@@ -107,7 +98,7 @@ def _paths(data: Mapping[str, Mapping[str, float]]) -> Mapping[Protocol, Path]:
     return MappingProxyType({Protocol(name): Path(**path) for name, path in data.items()})
 
 
-def fabric_of(data: Mapping[str, Any], kinds: tuple[str, ...]) -> Fabric:
+def fabric_of(data: Mapping[str, Any]) -> Fabric:
     """Return the fabric that a row of the data describes; tables by kind may have a `default`.
 
     Raises: KeyError for a field or kind that the row lacks, ValueError for an unknown protocol.
@@ -117,7 +108,7 @@ def fabric_of(data: Mapping[str, Any], kinds: tuple[str, ...]) -> Fabric:
         out[name] = _paths(data[name])
     for name in ("efficiency", "free_share", "spread", "latency_spread"):
         table = data[name]
-        out[name] = MappingProxyType({k: table[k] if k in table else table["default"] for k in kinds})
+        out[name] = MappingProxyType({k: table[k] if k in table else table["default"] for k in COLLECTIVE_KINDS})
     out["nvls"] = None if data["nvls"] is None else Path(**data["nvls"])
     out["by_ranks"] = tuple((int(n), float(factor)) for n, factor in data["by_ranks"])
     out["fitted"] = frozenset(data["fitted"])
@@ -130,9 +121,4 @@ def rows() -> dict[str, Any]:
     return dict(json.loads(text)["fabrics"])
 
 
-def read_fabrics(kinds: tuple[str, ...]) -> Mapping[str, Fabric]:
-    """Return all fabrics by name, in the order of the data."""
-    return MappingProxyType({name: fabric_of(row, kinds) for name, row in rows().items()})
-
-
-FABRICS: Mapping[str, Fabric] = read_fabrics(NCCL_KINDS)
+FABRICS: Mapping[str, Fabric] = MappingProxyType({name: fabric_of(row) for name, row in rows().items()})

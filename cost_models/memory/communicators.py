@@ -29,6 +29,7 @@ from typing import NamedTuple
 from autoplan.config.mesh import ParallelDims, product_degree, tensor_axes
 from autoplan.config.parallel import ParallelConfig
 from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.hardware.collective_kinds import COLLECTIVE_KINDS, Traffic
 from autoplan.cost_models.hardware.parts import Group
 from autoplan.cost_models.network.groups import mesh_groups
 from autoplan.cost_models.quantity import Quantity, Tag
@@ -135,7 +136,7 @@ class FixedMemory:
         for sent in self.workload.messages:
             group, part = groups[sent.axis], sent.part
             group = group if part is None else Group(part[0], part[1] * group.stride)
-            most = 1 if sent.kind == "send_recv" else group.size - 1
+            most = 1 if COLLECTIVE_KINDS[sent.kind].traffic is Traffic.NEIGHBOURS else group.size - 1
             peers[group] = max(peers.get(group, 0), most)
         found = 0
         for group, most in peers.items():

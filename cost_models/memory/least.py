@@ -36,9 +36,10 @@ from autoplan.config.precision import Precision
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, Searched, recompute_kind
 from autoplan.cost_models.arrays import Array
 from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.memory.allocator import HOST_NEED, activation_need
 from autoplan.cost_models.memory.communicators import FixedMemory
 from autoplan.cost_models.memory.parameters import ParameterMemory, States, stores_8_bits
-from autoplan.cost_models.memory.ranks import CONTEXT, HOST_NEED, activation_need
+from autoplan.cost_models.memory.ranks import CONTEXT
 from autoplan.cost_models.memory.room import Room
 from autoplan.cost_models.memory.stage_ends import Beyond, StageEnds
 from autoplan.cost_models.work import ParameterKind, ParamWork, Workload

@@ -59,6 +59,7 @@ from autoplan.config.parallel import Mode, ParallelConfig, RunOptions
 from autoplan.config.precision import MASTER_BYTES, Precision
 from autoplan.config.recompute import FULL, NONE, SELECTIVE, recompute_kind
 from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.cost_models.memory.allocator import ACTIVATION_SPREAD, activation_need, fragmentation_of
 from autoplan.cost_models.memory.communicators import FixedMemory
 from autoplan.cost_models.memory.moments import Held, Moment, RankStates, Rows, TiedStates, most_of
 from autoplan.cost_models.memory.parameters import NO_STATES, ParameterMemory, States, stores_8_bits
@@ -70,17 +71,6 @@ from autoplan.ops.table import op_record
 from autoplan.schedules.schedule import ActionLists, HeldRow, actions, chunks_of_ranks, flights, num_copies, waits
 from autoplan.streams import BUCKET_BYTES
 from autoplan.units import dtype_bytes
-
-# Fragmentation of the caching allocator: reserved over allocated bytes, of memory that changes within a step. Assumed.
-_FRAGMENTATION = Quantity(0.0, 0.03, 0.10, Tag.ASSUMED)
-# The same with segments that grow and shrink by pages of 2 and 20 MiB (torch's CUDA semantics, expandable_segments).
-_OF_PAGES = Quantity(0.0, 0.0, 0.03, Tag.ASSUMED)
-# relative error of the liveness walk (autoplan.program.activations), compared with measured peaks
-_ACTIVATION_SPREAD = 0.05
-HOST_NEED = Quantity.spread(
-    1.0, _ACTIVATION_SPREAD, Tag.FITTED
-)  # bytes in host memory that a byte of activations takes
-
 
 _PLAIN = RunOptions()
 _HALF_BYTES = 2
@@ -102,17 +92,6 @@ class RankMemory:
     in_flight: int
     moment: str
     host: dict[str, Quantity] = field(default_factory=dict)
-
-
-def _fragmentation(cluster: Cluster, options: RunOptions) -> Quantity:
-    if cluster.device_type == "cpu":
-        return Quantity(0.0, 0.0, 0.0, Tag.MEASURED)
-    return _OF_PAGES if options.expandable_segments else _FRAGMENTATION
-
-
-def activation_need(cluster: Cluster, options: RunOptions) -> Quantity:
-    """Return the bytes that a byte of activations takes on the device, held or transient."""
-    return Quantity.spread(1.0, _ACTIVATION_SPREAD, Tag.FITTED) + _fragmentation(cluster, options)
 
 
 class MemoryModel:
@@ -147,7 +126,7 @@ class MemoryModel:
         self.tied: tuple[TiedStates, ...] = self._tied_states()
         self._fixed = FixedMemory(workload, cluster)
         self._schedule()
-        self.fragmentation: Quantity = _fragmentation(cluster, options)
+        self.fragmentation: Quantity = fragmentation_of(cluster, options)
         self.per_byte: Quantity = activation_need(cluster, options)
         joins = options.expandable_segments
         self._bucket: int = (options.zero_bucket or 0) if not joins and self.sharded and c.zero_stage == 1 else 0
@@ -305,8 +284,8 @@ class MemoryModel:
             "placeholders of gradients": states.placeholders,
         }
         terms = {name: Quantity(size, size, size, Tag.EXACT) for name, size in exact.items() if size}
-        terms["activations"] = Quantity.spread(fullest.held, _ACTIVATION_SPREAD, Tag.FITTED)
-        terms["transient"] = Quantity.spread(fullest.transient, _ACTIVATION_SPREAD, Tag.FITTED)
+        terms["activations"] = Quantity.spread(fullest.held, ACTIVATION_SPREAD, Tag.FITTED)
+        terms["transient"] = Quantity.spread(fullest.transient, ACTIVATION_SPREAD, Tag.FITTED)
         if self.fixed.mid:
             terms[CONTEXT] = self.fixed
             own = self.own_segments(states, chunks, mine)
@@ -328,7 +307,7 @@ class MemoryModel:
         sum_bytes = states.parameters + gathered + fullest.gradients + states.optimizer + fullest.buffers
         sum_bytes += states.placeholders
         for size in (fullest.held, fullest.transient):
-            sum_bytes += size + guard * (size * (1 + _ACTIVATION_SPREAD) - size)
+            sum_bytes += size + guard * (size * (1 + ACTIVATION_SPREAD) - size)
         if self.fixed.mid:
             sum_bytes += self.fixed.mid + guard * (self.fixed.high - self.fixed.mid)
             size, parts = fullest.held + fullest.transient, self.fragmentation
@@ -358,7 +337,7 @@ class MemoryModel:
         """Return both terms in host memory, of states and of activations, as `device_bytes`."""
         state, most = self._on_host(chunks, self.chunks_of[rank], recompute, pinned)
         size = most * max(self.flights[rank]) if most else 0.0
-        return state, size + guard * (size * (1 + _ACTIVATION_SPREAD) - size)
+        return state, size + guard * (size * (1 + ACTIVATION_SPREAD) - size)
 
     def _fullest(
         self, rank: int, chunks: Sequence[range], recompute: Sequence[int], pinned: Mapping[int, str]
@@ -437,7 +416,7 @@ class MemoryModel:
         state, most = self._on_host(chunks, mine, recompute, pinned)
         out = {"state": Quantity(state, state, state, Tag.EXACT)} if state else {}
         if most:
-            out["activations"] = Quantity.spread(most * in_flight, _ACTIVATION_SPREAD, Tag.FITTED)
+            out["activations"] = Quantity.spread(most * in_flight, ACTIVATION_SPREAD, Tag.FITTED)
         return out
 
     def _on_host(

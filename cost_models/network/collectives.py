@@ -43,42 +43,36 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.hardware.fabric_graph import Traffic, spans
-from autoplan.cost_models.hardware.nccl import FABRICS, NCCL_KINDS, Fabric, Path, Protocol
+from autoplan.cost_models.hardware.collective_kinds import COLLECTIVE_KINDS, CollectiveKind, Traffic
+from autoplan.cost_models.hardware.fabric_graph import spans
+from autoplan.cost_models.hardware.nccl import FABRICS, Fabric, Path, Protocol
 from autoplan.cost_models.hardware.parts import Group, Level
 from autoplan.cost_models.profile import Profile
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag
 from autoplan.cost_models.routing import MEASURED, Routing
 from autoplan.errors import LayoutError
 
-# Share of the full (gathered or reduced) tensor that each device sends over its link, times n / (n - 1).
-# Ring algorithms: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
-_VOLUME: dict[str, float] = {**dict.fromkeys(NCCL_KINDS, 1.0), "all_reduce": 2.0}
-# kernels made for experts (DeepEP): each token goes once to each node and once to each device with an expert for it
-EXPERT_KINDS = ("ep_dispatch", "ep_combine")
-# Kinds that send messages between pairs, with their traffic; all other kinds use rings or trees.
-_PAIRWISE = {
-    **dict.fromkeys(("all_to_all", *EXPERT_KINDS), Traffic.ALL_TO_ALL),
-    "send_recv": Traffic.NEIGHBOURS,
-}
 
-
-def _known(kind: str) -> None:
-    if kind not in _VOLUME:
-        raise LayoutError(f"unknown collective {kind!r}; known: {', '.join(_VOLUME)}")
+def _known(kind: str) -> CollectiveKind:
+    if kind not in COLLECTIVE_KINDS:
+        raise LayoutError(f"unknown collective {kind!r}; known: {', '.join(COLLECTIVE_KINDS)}")
+    return COLLECTIVE_KINDS[kind]
 
 
 def wire_bytes(kind: str, full_bytes: float, group_size: int) -> float:
     """Return the bytes that each device sends.
 
-    `full_bytes`: the gathered or reduced tensor (all_to_all, experts: the local tensor).
+    Of a ring: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
+
+    Args:
+        full_bytes: the gathered or reduced tensor (all_to_all, experts: the local tensor).
     """
-    _known(kind)
+    known = _known(kind)
     if group_size == 1:
         return 0.0
-    if kind == "send_recv":
+    if known.traffic is Traffic.NEIGHBOURS:
         return full_bytes
-    return _VOLUME[kind] * full_bytes * (group_size - 1) / group_size
+    return known.rounds * full_bytes * (group_size - 1) / group_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,29 +135,29 @@ def _parts(group: Group, levels: tuple[Level, ...], fabrics: Mapping[str, Fabric
     ]
 
 
-def _share(kind: str, part: _Part, ranks: int, routing: Routing = MEASURED) -> float:
+def _share(kind: CollectiveKind, part: _Part, ranks: int, routing: Routing = MEASURED) -> float:
     """Return the share of the tensor that a device sends over this level."""
-    if kind == "send_recv":
+    if kind.traffic is Traffic.NEIGHBOURS:
         return 1.0
-    free = part.fabric.free_share[kind]
-    if kind in EXPERT_KINDS:
+    free = part.fabric.free_share[kind.name]
+    if kind.of_experts:
         units = ranks / part.inside
         return routing.units(units) * (1 - free / units) / routing.top_k
-    if kind == "all_to_all":
+    if kind.traffic is Traffic.ALL_TO_ALL:
         return (ranks - free * part.inside) / ranks
     if part.fabric.flat:
-        return _VOLUME[kind] * (1 - free / ranks) / part.inside
-    return _VOLUME[kind] * (1 - free / part.parts) / part.inside
+        return kind.rounds * (1 - free / ranks) / part.inside
+    return kind.rounds * (1 - free / part.parts) / part.inside
 
 
-def _ring_hops(kind: str, part: _Part, ranks: int) -> float:
+def _ring_hops(kind: CollectiveKind, part: _Part, ranks: int) -> float:
     """Return the hops of one level in a ring: one ring through all ranks, or one per level."""
     units = ranks / part.inside
     steps = units - units / part.parts if part.fabric.flat and units > part.parts else part.parts - 1.0
-    return 2 * steps if kind == "all_reduce" else steps
+    return kind.rounds * steps
 
 
-def _tree_hops(kind: str, part: _Part, ranks: int) -> float:
+def _tree_hops(kind: CollectiveKind, part: _Part, ranks: int) -> float:
     """Return the hops of one level in an all-reduce by trees, there and back.
 
     The tree is a chain inside a node and a double tree between nodes.
@@ -171,21 +165,21 @@ def _tree_hops(kind: str, part: _Part, ranks: int) -> float:
     return 2 * (math.log2(part.parts) if part.fabric.tree else part.parts - 1.0)
 
 
-def _pair_hops(kind: str, part: _Part, ranks: int) -> float:
-    if kind == "send_recv":
+def _pair_hops(kind: CollectiveKind, part: _Part, ranks: int) -> float:
+    if kind.traffic is Traffic.NEIGHBOURS:
         return 1.0
     if not part.fabric.flat:
         return part.parts - 1.0
     peers = min(ranks, part.inside * part.parts) - part.inside  # in this unit, but not in the unit below
-    return 1.0 + (part.fabric.message_hop * peers if kind == "all_to_all" else 0.0)
+    return 1.0 + (0.0 if kind.of_experts else part.fabric.message_hop * peers)
 
 
-_Hops = Callable[[str, _Part, int], float]
+_Hops = Callable[[CollectiveKind, _Part, int], float]
 
 
-def _speed(part: _Part, kind: str) -> float:
+def _speed(part: _Part, kind: CollectiveKind) -> float:
     """Return a device's bandwidth on a level: in a mesh from its links to the members, or by measured factors."""
-    alone = kind == "send_recv"
+    alone = kind.traffic is Traffic.NEIGHBOURS
     if not part.fabric.by_ranks:
         return part.level.group_bytes_per_s(2 if alone else part.parts)
     factor = part.fabric.ranks_factor(2 if alone else part.inside * part.parts)
@@ -193,7 +187,7 @@ def _speed(part: _Part, kind: str) -> float:
 
 
 def _path(
-    kind: str,
+    kind: CollectiveKind,
     ranks: int,
     parts: list[_Part],
     paths: list[Path],
@@ -204,7 +198,7 @@ def _path(
     """Return alpha, w and chunk factor of a path from its constants per level; `lanes` carry the bytes in parallel."""
     alpha = w = base = chunk = 0.0
     for part, path in zip(parts, paths, strict=True):
-        speed = _speed(part, kind) * path.efficiency * part.fabric.efficiency[kind]
+        speed = _speed(part, kind) * path.efficiency * part.fabric.efficiency[kind.name]
         alpha += hops(kind, part, ranks) * path.hop * part.level.latency_s
         w = max(w, _share(kind, part, ranks, routing) / (speed * lanes))
         base, chunk = max(base, path.base_s), max(chunk, path.chunk)
@@ -213,7 +207,7 @@ def _path(
 
 def _of_protocols(
     tables: list[Mapping[Protocol, Path]],
-    kind: str,
+    kind: CollectiveKind,
     ranks: int,
     parts: list[_Part],
     hops: _Hops,
@@ -224,7 +218,7 @@ def _of_protocols(
         if all(protocol in table for table in tables):
             paths = [table[protocol] for table in tables]
             lanes = 1.0
-            if kind == "all_to_all" and protocol is not Protocol.SIMPLE:
+            if kind.traffic is Traffic.ALL_TO_ALL and not kind.of_experts and protocol is not Protocol.SIMPLE:
                 # short messages to several peers take one channel each, long ones all channels
                 lanes = min(ranks - 1.0, 1 / max(path.efficiency for path in paths))
             yield protocol, _path(kind, ranks, parts, paths, hops, lanes, routing)
@@ -243,12 +237,12 @@ def seconds_by_bytes(
     routing: Routing = MEASURED,
 ) -> Curve:
     """Return the seconds by bytes of one collective over a group of at least 2. `routing`: of tokens to experts."""
-    parts = _parts(group, levels, fabrics)
-    if kind == "send_recv":
+    known, parts = _known(kind), _parts(group, levels, fabrics)
+    if known.traffic is Traffic.NEIGHBOURS:
         parts = parts[-1:]
     spread, latency_spread = _spreads(kind, parts)
     tag = Tag.FITTED if all(kind in part.fabric.fitted for part in parts) else Tag.ASSUMED
-    small, large, switch = _choice(kind, group.size, parts, routing)
+    small, large, switch = _choice(known, group.size, parts, routing)
     floor = _fastest(small, switch) if small else 0.0
     latency_s = _fastest(small or large, 0.0)
     return Curve(small, large, switch if small else -1.0, floor, spread, latency_spread * latency_s, tag)
@@ -257,13 +251,13 @@ def seconds_by_bytes(
 _Paths = tuple[tuple[float, float, float], ...]  # alpha, w and chunk factor of each
 
 
-def _choice(kind: str, ranks: int, parts: list[_Part], routing: Routing) -> tuple[_Paths, _Paths, float]:
+def _choice(kind: CollectiveKind, ranks: int, parts: list[_Part], routing: Routing) -> tuple[_Paths, _Paths, float]:
     """Return the paths up to a size in bytes, the paths beyond it, and this size."""
     outer = parts[-1].fabric
-    if kind in _PAIRWISE:
-        pairs = [part.fabric.experts if kind in EXPERT_KINDS else part.fabric.p2p for part in parts]
+    if kind.traffic is not Traffic.RING:
+        pairs = [part.fabric.experts if kind.of_experts else part.fabric.p2p for part in parts]
         return (), tuple(path for _, path in _of_protocols(pairs, kind, ranks, parts, _pair_hops, routing)), 0.0
-    if kind == "all_reduce" and outer.tree:
+    if kind.returns_sums and outer.tree:
         tables = [part.fabric.tree or part.fabric.ring for part in parts]
         return (), tuple(path for _, path in _of_protocols(tables, kind, ranks, parts, _tree_hops)), 0.0
     alone = len(parts) == 1
@@ -272,7 +266,7 @@ def _choice(kind: str, ranks: int, parts: list[_Part], routing: Routing) -> tupl
     large: list[tuple[float, float, float]] = []
     for protocol, path in _of_protocols([p.fabric.ring for p in parts], kind, ranks, parts, _ring_hops):
         (small if switch and protocol is not Protocol.SIMPLE else large).append(path)
-    if kind == "all_reduce" and alone and outer.nvls is not None and ranks >= outer.nvls_ranks:
+    if kind.returns_sums and alone and outer.nvls is not None and ranks >= outer.nvls_ranks:
         # the switch reduces: a device sends its tensor once, then the part whose sum it owns
         lanes = _share(kind, parts[0], ranks) / (1 + 1 / ranks)
         large.append(_path(kind, ranks, parts, [outer.nvls], lambda *_: 1.0, lanes))
@@ -304,7 +298,7 @@ def group_collective_s(
 
     Raises: LayoutError for an unknown kind, a negative size or a group beyond the cluster.
     """
-    _known(kind)
+    known = _known(kind)
     if num_bytes < 0:
         raise LayoutError(f"{kind} of {num_bytes} bytes: a size is not negative")
     if group.size == 1:
@@ -314,10 +308,10 @@ def group_collective_s(
             f"a group of {group.size} ranks with stride {group.stride} does not fit the {cluster.num_devices} devices"
         )
     latency = ZERO
-    if profile is not None and kind not in EXPERT_KINDS:  # profiles have no such kernels
+    if profile is not None and not known.of_experts:
         measured = profile.collective_s(kind, num_bytes, group.size, group.stride)
         if measured is not None:
             return measured
         latency = profile.longest_s(kind, group.size, group.stride) or ZERO  # only small messages were measured
-    levels = cluster.levels_of(group, _PAIRWISE.get(kind, Traffic.RING))
+    levels = cluster.levels_of(group, known.traffic)
     return _curve(kind, group, levels, routing or MEASURED).quantity(num_bytes) + latency

@@ -1,9 +1,10 @@
 """The time of a step.
 
-`price`: `Pricer`, the time and memory of one plan.
+`price`: `Pricer`, the seconds of one plan from the prices of its blocks.
+`breakdown`: one plan in all parts.
 `blocks`: the cost of one call of a block, by kind of work.
 `states`: the cost of parameters: ZeRO's traffic, gradient accumulation, the optimizer.
 `host`: the host's time to start kernels.
 `simulation`: event simulation of a pipeline schedule.
-`estimate`: `Estimate`, the price of a plan in parts.
+`estimate`: `Estimate`, the result of `breakdown`.
 """

@@ -275,7 +275,7 @@ class LeastTime:
         return _Unit(seconds, pricer, (gather, reduce, across), (forward, backward))
 
     def _once(self, c: ParallelConfig, unit: _Unit) -> float:
-        """Return the seconds of ZeRO's traffic once per step (`Pricer._once_s`), over all ranks."""
+        """Return the seconds of ZeRO's traffic once per step (`Pricer.moved_once_s`), over all ranks."""
         if not has_streams(self.costs.cluster.device_type):
             return 0.0
         states, passes, (gather, reduce, across) = unit.pricer, unit.passes, unit.moved

@@ -2,7 +2,7 @@
 
     pricer = Pricer(workload, config, costs)          # prices of every block at these degrees, found once
     pricer.step_s(chunks, recompute)                  # seconds of one step, fast: for a search
-    pricer.estimate(chunks, recompute) -> Estimate    # with intervals, memory by stage and term, breakdown
+    estimated(pricer, chunks, recompute) -> Estimate  # with intervals, memory by stage and term (`breakdown`)
 
 `chunks` is the number of units (layers) of each stage, or of each virtual stage in model order. `recompute` is the
 number of steps of each chunk on the recompute frontier: with `full` alone, the layers that are recomputed. The step is
@@ -26,20 +26,16 @@ from autoplan.config.recompute import FULL, NONE, SELECTIVE, Searched, recompute
 from autoplan.cost_models.costs import Costs
 from autoplan.cost_models.hardware.cluster import Group
 from autoplan.cost_models.hardware.parts import ASSUMED, Device
-from autoplan.cost_models.kernels.gpu import kernels_of
 from autoplan.cost_models.memory.ranks import MemoryModel
 from autoplan.cost_models.memory.recompute_frontier import RecomputeChoice, RecomputeFrontier
 from autoplan.cost_models.quantity import ZERO, Quantity, Tag, total
 from autoplan.cost_models.time.blocks import BlockCost, BlockPricer, OpTimes, op_times
-from autoplan.cost_models.time.estimate import Estimate, StageEstimate, comm_term
 from autoplan.cost_models.time.hops import boundaries, hop_groups
 from autoplan.cost_models.time.simulation import AfterPipeline, ChunkTimes, Timeline, simulate, step_of
 from autoplan.cost_models.time.states import MovedOnce, StatePricer
-from autoplan.cost_models.time.step_class import step_class
 from autoplan.cost_models.time.table import Table
 from autoplan.cost_models.time.tied import tied_sums_s
 from autoplan.cost_models.work import TiedParam, Workload
-from autoplan.schedules.orders import ActionKind
 from autoplan.schedules.schedule import actions, backward_follows, chunks_of_ranks, num_copies
 from autoplan.streams import BUCKET_BYTES, has_streams
 
@@ -191,7 +187,8 @@ class Pricer:
         return chunks_of_ranks(c.schedule, c.pp, c.virtual_stages)
 
     @cached_property
-    def _boundaries(self) -> list[Group | None]:
+    def boundary_groups(self) -> list[Group | None]:
+        """The ranks that send at each boundary between chunks; None where both chunks are of one rank."""
         return boundaries(self.config, self._hop_groups)
 
     def under(self, schedule: str, virtual_stages: int) -> Pricer:
@@ -207,7 +204,7 @@ class Pricer:
         out.config = config
         out.memory = self.memory.under(schedule, virtual_stages)
         out._times, out._after, out._sent = {}, {}, {}
-        for name in ("chunks_of", "_boundaries", "_tied_s"):  # made anew for this schedule
+        for name in ("chunks_of", "boundary_groups", "_tied_s"):  # made anew for this schedule
             out.__dict__.pop(name, None)
         return out
 
@@ -241,7 +238,7 @@ class Pricer:
     def step_s(self, chunks: Sequence[int], recompute: Sequence[int], which: str = "mid") -> float:
         """Return the seconds of one step in one scenario (`low`, `mid`, `high`)."""
         timeline = self.timeline(chunks, self.chunk_times(chunks, recompute, which), which)
-        after = [self.after_pipeline(units, which) for units in self._rank_units(chunks)]
+        after = [self.after_pipeline(units, which) for units in self.rank_units(chunks)]
         return step_of(timeline.rank_end_s, after, self.fixed_s)
 
     def after_pipeline(self, units: Sequence[int], which: str) -> AfterPipeline:
@@ -252,7 +249,7 @@ class Pricer:
             table = self._table(which)
             self._after[key] = AfterPipeline(
                 self._reductions_s(units, which),
-                0.0 if self.chained else self._once_s(units, table),
+                0.0 if self.chained else self.moved_once_s(units, which),
                 sum(table.optimizer[u] for u in units) + self._update_wait_s(units, table),
             )
         return self._after[key]
@@ -266,14 +263,14 @@ class Pricer:
         slack = table.slack(units, "backward", "optimizer") if self.host_update_s else 0.0
         return max(0.0, self.host_update_s - slack)
 
-    def _waits(self, ranges: Sequence[range], units: Sequence[int], mine: Sequence[int]) -> Quantity:
-        """Return the exposed host time that belongs to no block, over a step of a rank with the chunks `mine`."""
+    def waits_s(self, chunks: Sequence[range]) -> Quantity:
+        """Return the exposed host time that belongs to no block, over a step of a rank with these chunks."""
         table = self._tables["mid"]
-        passes = sum(self._pass_wait_s(ranges[k], table, phase) for k in mine for phase in ("forward", "backward"))
-        seconds = self.runs * passes + self._update_wait_s(units, table)
+        passes = sum(self._pass_wait_s(units, table, phase) for units in chunks for phase in ("forward", "backward"))
+        seconds = self.runs * passes + self._update_wait_s([u for units in chunks for u in units], table)
         return Quantity.spread(seconds, 0.0, Tag.MEASURED) if seconds else ZERO
 
-    def _once_s(self, units: Sequence[int], table: Table) -> float:
+    def moved_once_s(self, units: Sequence[int], which: str) -> float:
         """Return the exposed seconds of the traffic of ZeRO 1 and 2 that moves once per step.
 
         Gathers hide behind the forwards before the last chunk's first forward, reductions behind the backwards after
@@ -284,7 +281,7 @@ class Pricer:
         v, behind = c.virtual_stages, min(c.pp, c.num_micro_batches)
         window = ((v - 1) * behind + 1) / v
         exposed = 0.0
-        for once in self._once(table):
+        for once in self._once(self._table(which)):
             sizes = [once.moved[u] for u in units]
             hidden = once.hides * window * sum(once.computed[u] for u in units)
             shown = max(sum(sizes) - hidden, max(sizes))
@@ -318,7 +315,7 @@ class Pricer:
         repeated = sum(table.repeated(u, name) for u, name in how.items())
         if self.config.recompute == SELECTIVE:
             repeated += sum(table.selective[u] for u in units)
-        whole, mine = self._whole(units, how), slice(units.start, units.stop)
+        whole, mine = self.whole_backwards(units, how), slice(units.start, units.stop)
         return ChunkTimes(
             sum(table.forward[mine]) + fixed + self._pass_wait_s(units, table, "forward"),
             sum(table.backward[mine]) + repeated + self.action_s + self._pass_wait_s(units, table, "backward"),
@@ -329,7 +326,7 @@ class Pricer:
             + sum(table.waited_split[u] for u in units if u not in whole),
         )
 
-    def _whole(self, units: Sequence[int], again: Collection[int]) -> Collection[int]:
+    def whole_backwards(self, units: Sequence[int], again: Collection[int]) -> Collection[int]:
         """Return the units whose layers a split schedule does not split (`Block.whole_backward` of the runtime)."""
         selective = self.config.recompute == SELECTIVE
         return units if selective or self.costs.mode is Mode.COMPILED else again
@@ -393,12 +390,6 @@ class Pricer:
             return {u: self.pinned_recompute[u] for u in units if u in self.pinned_recompute}
         return self.frontier.choices(units, level)
 
-    def _recomputed(
-        self, mine: Sequence[int], ranges: Sequence[range], recompute: Sequence[int]
-    ) -> list[tuple[int, str]]:
-        """Return the units of a rank's chunks that do not keep everything, with their recompute choices."""
-        return [item for k in mine for item in self.recomputed(ranges[k], recompute[k]).items()]
-
     def timeline(
         self, chunks: Sequence[int], times: list[ChunkTimes], which: str, *, events: bool = False, sends: bool = True
     ) -> Timeline:
@@ -407,17 +398,20 @@ class Pricer:
         table = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)
         cuts = [r.stop - 1 for r in ranges_of(chunks)[:-1]]
         if which not in self._sent:
-            self._sent[which] = [None if group is None else self._send_s(group, which) for group in self._boundaries]
+            self._sent[which] = [
+                None if group is None else self._send_s(group, which) for group in self.boundary_groups
+            ]
         sent = zip(cuts, self._sent[which], strict=True)
         lag = [each[u] if sends and each is not None else 0.0 for u, each in sent]
         return simulate(table, times, lag, lag, transfer=self.costs.transfer(c), events=events)
 
-    def _rank_units(self, chunks: Sequence[int]) -> list[list[int]]:
+    def rank_units(self, chunks: Sequence[int]) -> list[list[int]]:
         """Return the units of every pipeline rank, over all of its chunks."""
         ranges = ranges_of(chunks)
         return [[u for k in mine for u in ranges[k]] for mine in self.chunks_of]
 
-    def _blocks_of(self, units: Sequence[int]) -> list[BlockCost]:
+    def blocks_of(self, units: Sequence[int]) -> list[BlockCost]:
+        """Return the costs of all calls of blocks in these units."""
         return [self.blocks[b] for u in units for b in self.workload.units[u]]
 
     def _buckets(self, units: Sequence[int]) -> Iterator[tuple[str, float, int]]:
@@ -436,9 +430,9 @@ class Pricer:
         """Return the seconds of the reductions at the end of the step, and of the host's costs once per step."""
         table = self._table(which)
         once = sum(table.per_step[u] for u in units) + sum(table.waited_once[u] for u in units)
-        return once + sum(float(getattr(q, which)) for q in self._all_reduces(units))
+        return once + sum(float(getattr(q, which)) for q in self.all_reduces(units))
 
-    def _all_reduces(self, units: Sequence[int]) -> list[Quantity]:
+    def all_reduces(self, units: Sequence[int]) -> list[Quantity]:
         """Return the all-reduces of gradients after the last backward, with measured copies into buffers and back."""
         copy = self.costs.fixed_s("all_reduce_byte_s")
         out = [
@@ -457,143 +451,3 @@ class Pricer:
     @cached_property
     def _tied_s(self) -> list[tuple[TiedParam, Quantity]]:
         return tied_sums_s(self.workload, self.config, self.costs, self.memory.parameters)
-
-    def estimate(self, chunks: Sequence[int], recompute: Sequence[int], *, events: bool = False) -> Estimate:
-        """Return time and memory of one plan in all parts. `recompute`: steps on the recompute frontier, per chunk."""
-        low, mid, high = (self.step_s(chunks, recompute, which) for which in ("low", "mid", "high"))
-        times = self.chunk_times(chunks, recompute, "mid")
-        breakdown = self._breakdown(chunks, recompute, times, mid)
-        terms = low, high
-        low, high = self._interval_s(low, mid, high, breakdown)
-        if "offload" in breakdown or self.config.offload:  # no published step had offloading
-            low, high = min(low, terms[0]), max(high, terms[1])
-        tag = max(q.tag for q in breakdown.values() if q.high)
-        step = Quantity(min(low, mid), mid, max(mid, high), tag)
-        c, w = self.config, self.workload
-        tokens = w.tokens * c.num_micro_batches * c.dp
-        runs = c.num_micro_batches * c.dp
-        peak = self.peak_flops * c.num_devices
-        stages = []
-        ranges = ranges_of(chunks)
-        held = self.memory.stages(ranges, recompute, self.pinned_recompute)
-        for rank, units in enumerate(self._rank_units(chunks)):
-            mine = self.chunks_of[rank]
-            f = sum(times[k].forward_s for k in mine)
-            b = sum(times[k].backward_s for k in mine)
-            stages.append(
-                StageEstimate(
-                    index=rank,
-                    num_layers=sum(w.layers[u] for u in units) if any(w.layers) else len(units),
-                    num_recomputed=sum(
-                        recompute_kind(how).recomputes for _, how in self._recomputed(mine, ranges, recompute)
-                    ),
-                    forward_s=Quantity(f * low / mid, f, f * high / mid, step.tag),
-                    backward_s=Quantity(b * low / mid, b, b * high / mid, step.tag),
-                    in_flight=held[rank].in_flight,
-                    memory=held[rank].terms,
-                    fullest=held[rank].moment,
-                    host_memory=held[rank].host,
-                )
-            )
-        return Estimate(
-            step_time_s=step,
-            breakdown=breakdown,
-            stages=tuple(stages),
-            tokens_per_step=tokens,
-            tokens_per_s=tokens / mid,
-            tokens_per_s_per_device=tokens / mid / c.num_devices,
-            mfu=w.model_flops * runs / mid / peak,
-            mfu_causal=(w.model_flops - w.masked_flops) * runs / mid / peak,
-            memory_capacity_bytes=float(self.device.memory_bytes),
-            events=self.timeline(chunks, times, "mid", events=True).events if events else (),
-            host_capacity_bytes=self.costs.cluster.host_memory_bytes,
-        )
-
-    def _interval_s(
-        self, low: float, mid: float, high: float, breakdown: Mapping[str, Quantity]
-    ) -> tuple[float, float]:
-        """Return the seconds between which a step lies. `low`, `high`: all terms at their low and at their high end.
-
-        If published timings hold the device, the interval is the error of such predictions for runs without a part in
-        any fit. Otherwise all terms err in one direction, plus an unexplained error.
-        """
-        known = kernels_of(self.device, self.costs.constants) if self.costs.profile is None else None
-        if known is not None and known.own_launch:
-            found = self.costs.constants.step_interval(step_class(self.workload, self.device, breakdown, mid))
-            if found is not None:
-                return mid * found[0], mid * found[1]
-        unexplained = UNPROFILED_ERROR if self.costs.profile is None else _MODEL_ERROR
-        return low / (1 + unexplained), high * (1 + unexplained)
-
-    def _breakdown(
-        self, chunks: Sequence[int], recompute: Sequence[int], times: list[ChunkTimes], step_s: float
-    ) -> dict[str, Quantity]:
-        """Return the seconds of a step by term, on the rank with most compute. The remainder is the bubble."""
-        m, ranges, rank_units = self.runs, ranges_of(chunks), self._rank_units(chunks)
-        timeline = self.timeline(chunks, times, "mid")
-        rank = max(range(self.config.pp), key=lambda r: timeline.busy_s[r])
-        units, mine = rank_units[rank], self.chunks_of[rank]
-        blocks, again = self._blocks_of(units), self._recomputed(mine, ranges, recompute)
-        latest = max(rank_units, key=lambda units: sum(self.optimizer[u] for u in units))
-        updating = self._blocks_of(latest)
-        out = {
-            "compute": (total([b.forward + b.backward for b in blocks]) + self.free_forward * len(mine)) * m,
-            **self._repeated(blocks, again),
-            **{comm_term(family): _sent(blocks, family) * m for family in ("tp", "cp", "ep")},
-            comm_term("dp"): self._data_parallel(units, blocks),
-            "launch": total([q for b in blocks for q in b.waited.values()]) * m
-            + (total([b.waited_once for b in blocks]) + self._waits(ranges, units, mine)),
-            comm_term("pp"): self._transfers(chunks, times, timeline, rank),
-            "accumulate": total([b.accumulate for b in blocks]) * m,
-            "optimizer": total([b.optimizer for b in updating]),
-        }
-        out["offload"] += total([b.moved for b in updating])
-        out["overhead"] = self._overhead(rank, units, [u for u, _ in again])
-        rest = step_s - sum(q.mid for q in out.values())
-        out["bubble"] = Quantity.spread(max(0.0, rest), 0.0, max(q.tag for q in out.values() if q.high))
-        return {k: q for k, q in out.items() if q.mid > 0 or k in ("compute", "bubble")}
-
-    def _repeated(self, blocks: Sequence[BlockCost], again: Sequence[tuple[int, str]]) -> dict[str, Quantity]:
-        """Return the seconds that a rank spends in a step on recompute, and on copies to the host and back instead."""
-        out = {}
-        for name, on_host in (("recompute", False), ("offload", True)):
-            chosen = [(u, how) for u, how in again if recompute_kind(how).on_host is on_host]
-            out[name] = total([b.repeated(how) for u, how in chosen for b in self.layer_blocks(u)]) * self.runs
-        if self.config.recompute == SELECTIVE:
-            out["recompute"] += total([b.selective for b in blocks]) * self.runs
-        return out
-
-    def _data_parallel(self, units: Sequence[int], blocks: Sequence[BlockCost]) -> Quantity:
-        """Return the seconds per step of a rank's traffic between ranks with the same parameters or micro-batch."""
-        zero = total([b.zero_forward + b.zero_backward for b in blocks]) * self.runs
-        reductions = self._all_reduces(units)
-        once = [b.zero_first + b.zero_last for b in blocks]
-        if not self.chained:
-            tag = max((q.tag for b in blocks for q in (b.gather, b.reduce)), default=Tag.EXACT)
-            once = [Quantity.spread(self._once_s(units, self._tables["mid"]), 0.0, tag)]
-        coupled = _sent(blocks, "dp") * self.runs
-        return zero + coupled + total(once) + total([b.per_step for b in blocks]) + total(reductions)
-
-    def _transfers(self, chunks: Sequence[int], times: list[ChunkTimes], timeline: Timeline, rank: int) -> Quantity:
-        """Return how much earlier a rank would finish if stages sent nothing to each other."""
-        unsent = self.timeline(chunks, times, "mid", sends=False)
-        sent = max(0.0, timeline.rank_end_s[rank] - unsent.rank_end_s[rank])
-        cuts = [self.workload.cut_bytes[r.stop - 1] for r in ranges_of(chunks)[:-1]]
-        hops = zip(cuts, self._boundaries, strict=True)
-        sends = [self.costs.sent_s(n, group, self.groups["tp"]) for n, group in hops if group is not None]
-        return Quantity.spread(sent, 0.0, total(sends).tag)
-
-    def _overhead(self, rank: int, units: Sequence[int], again: Sequence[int]) -> Quantity:
-        """Return measured constants of a step, of actions of the pipeline and of split backwards."""
-        c, m = self.config, self.runs
-        row = actions(c.schedule, c.pp, c.num_micro_batches, c.virtual_stages)[rank]
-        split = sum(a.kind is ActionKind.BACKWARD_WEIGHT for a in row) / sum(a.kind is ActionKind.FORWARD for a in row)
-        whole = self._whole(units, again)
-        layers = sum(self.workload.layers[u] for u in units if u not in whole)
-        fixed = self.fixed_s + 2 * m * len(self.chunks_of[rank]) * self.action_s
-        return Quantity.spread(fixed + self.costs.overhead_s("split_layer_s") * split * m * layers, 0.0, Tag.MEASURED)
-
-
-def _sent(blocks: Sequence[BlockCost], family: str) -> Quantity:
-    """Return the seconds of the collectives of one family of axes, in one micro-batch."""
-    return total([q for b in blocks for (f, _), q in b.comm.items() if f == family])

@@ -22,7 +22,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from autoplan.cost_models.hardware.nccl import DATA, FABRICS, NCCL_KINDS, Fabric, fabric_of, rows
+from autoplan.cost_models.hardware.collective_kinds import COLLECTIVE_KINDS
+from autoplan.cost_models.hardware.nccl import DATA, FABRICS, Fabric, fabric_of, rows
 from autoplan.cost_models.network.collectives import seconds_by_bytes
 from autoplan.cost_models.quantity import Tag
 from experiments.kernels.collective_fit import Row, errors, fit
@@ -54,7 +55,7 @@ def held_out_errors(samples: Sequence[Sample], shipped: Mapping[str, Row], betwe
                 asked = [i for i in asked if _is_between(samples[i], kept)]
             if asked:
                 row = fit(fabric, shipped[fabric], kept, FABRICS)
-                out[asked] = errors([samples[i] for i in asked], {**FABRICS, fabric: fabric_of(row, NCCL_KINDS)})
+                out[asked] = errors([samples[i] for i in asked], {**FABRICS, fabric: fabric_of(row)})
     return out
 
 
@@ -147,8 +148,8 @@ def _with_errors(name: str, row: Row, samples: list[Sample], inside: np.ndarray,
     """The row with intervals, the kinds that count as fitted, and what was fitted to what."""
     row = {**row, "spread": dict(row["spread"]), "latency_spread": {"default": 0.0}, "fitted": []}
     notes: dict[str, Any] = {}
-    fabrics = {**FABRICS, name: fabric_of(row, NCCL_KINDS)}
-    for kind in NCCL_KINDS:
+    fabrics = {**FABRICS, name: fabric_of(row)}
+    for kind in COLLECTIVE_KINDS:
         at = [i for i, s in enumerate(samples) if s.kind == kind]
         if len(at) < _LEAST_ROWS or name in _KEEP_ASSUMED:
             continue
@@ -188,7 +189,7 @@ def write(path: Path, samples: Sequence[Sample]) -> None:
         if not mine:
             continue
         fitted = fit(name, row, mine, FABRICS)
-        fabrics: dict[str, Fabric] = {**FABRICS, name: fabric_of(fitted, NCCL_KINDS)}
+        fabrics: dict[str, Fabric] = {**FABRICS, name: fabric_of(fitted)}
         held_out = held_out_errors(mine, {**rows(), name: fitted}, between=True)
         text["fabrics"][name] = _with_errors(name, fitted, mine, errors(mine, fabrics), held_out)
     for name, like in _LIKE.items():  # links that nobody measured
@@ -212,7 +213,7 @@ def main(
     if write_to is not None:
         write(write_to, samples)
         return
-    fitted = sum(kind in fabric.fitted for fabric in FABRICS.values() for kind in NCCL_KINDS)
+    fitted = sum(kind in fabric.fitted for fabric in FABRICS.values() for kind in COLLECTIVE_KINDS)
     console.print(f"{fitted} pairs of fabric and collective are tagged {Tag.FITTED}")
     report(samples, errors(samples, FABRICS), held_out_errors(samples, rows()), console)
 

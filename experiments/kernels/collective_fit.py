@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from autoplan.cost_models.hardware.nccl import Fabric, fabric_of
-from autoplan.cost_models.network.collectives import NCCL_KINDS, Curve, seconds_by_bytes
+from autoplan.cost_models.network.collectives import Curve, seconds_by_bytes
 from experiments.kernels.collective_rows import Sample
 
 _OUTLIER = 0.15  # errors beyond this count less than their square (soft L1)
@@ -132,7 +132,7 @@ def _descend(
         return new
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        r = errors(samples, {**fabrics, name: fabric_of(of(x), NCCL_KINDS)})
+        r = errors(samples, {**fabrics, name: fabric_of(of(x))})
         # a weak pull to where it began keeps constants that no sample tells from running away
         return np.concatenate([r, 0.02 * (x - prior)])
 

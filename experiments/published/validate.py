@@ -30,6 +30,7 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.config.precision import precision_of
 from autoplan.config.recompute import recompute_of_text
 from autoplan.cost_models.quantity import ZERO, Quantity
+from autoplan.cost_models.time.breakdown import estimated
 from autoplan.cost_models.time.estimate import Estimate
 from autoplan.cost_models.time.price import Pricer
 from autoplan.errors import AutoplanError
@@ -165,7 +166,7 @@ def variant(request: PlanRequest, first: Planned, was: Setting, setting: Setting
     point = first.point
     chunks = units_of(first.config.stages or (), ends_apart(request.graph, first.config))
     pricer = Pricer(point.workload, config, costs, precision_of(request.precision), point.times)
-    return pricer.estimate(chunks, recompute_counts(pricer, config, chunks))
+    return estimated(pricer, chunks, recompute_counts(pricer, config, chunks))
 
 
 def _whose(row: Row) -> dict[str, Any]:

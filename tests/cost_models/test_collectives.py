@@ -14,7 +14,7 @@ from autoplan.catalog import load_model
 from autoplan.config.parallel import ParallelConfig
 from autoplan.config.precision import precision_of
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Group, Level
-from autoplan.cost_models.hardware.nccl import NCCL_KINDS as ALL_KINDS
+from autoplan.cost_models.hardware.collective_kinds import COLLECTIVE_KINDS
 from autoplan.cost_models.hardware.nccl import Protocol, fabric_of, rows
 from autoplan.cost_models.network.collectives import (
     FABRICS,
@@ -87,7 +87,7 @@ def test_levels_by_hand(kind: str, group: Group, seconds: float) -> None:
 @settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from(SWITCHED),
-    st.sampled_from(ALL_KINDS),
+    st.sampled_from(tuple(COLLECTIVE_KINDS)),
     st.one_of(st.integers(2, 8), st.integers(2, 512)),
     st.floats(0, 34),
     st.one_of(st.floats(0, 34), st.floats(0, 0.01)),
@@ -121,7 +121,7 @@ def test_more_nodes_never_take_less(cluster: Cluster, kind: str, n: int, m: int,
 
 # NVLink only: over PCIe, and more so through the memory of the host, the network may be the faster way.
 @settings(max_examples=200, deadline=None)
-@given(st.sampled_from(NVLINK), st.sampled_from(ALL_KINDS), st.integers(2, 8), st.floats(0, 34))
+@given(st.sampled_from(NVLINK), st.sampled_from(tuple(COLLECTIVE_KINDS)), st.integers(2, 8), st.floats(0, 34))
 def test_crossing_nodes_is_never_faster(cluster: Cluster, kind: str, n: int, log_bytes: float) -> None:
     inside, size = cluster.levels[-2].size, min(n, cluster.levels[-2].size)
     if size * inside <= cluster.num_devices:
@@ -180,7 +180,7 @@ def test_oversubscription_divides_the_bandwidth_beyond_a_unit() -> None:
     rail = Cluster.of_mapping(top)
     thin = Cluster.of_mapping({**top, "levels": {"network": {"oversubscription": 3}}})
     assert thin.outer[-1].oversubscription == 3 and rail.outer[-1].oversubscription == 1
-    for kind in ALL_KINDS:
+    for kind in COLLECTIVE_KINDS:
         inside, across = (mid(kind, 1e12, Group(8, s), thin) / mid(kind, 1e12, Group(8, s), rail) for s in (1, 8))
         assert inside == 1 and across == pytest.approx(3, rel=0.1)
     assert thin.with_(nic=800).outer[-1].oversubscription == 3  # of the network, not of its speed
@@ -214,7 +214,7 @@ def test_a_rail_group_has_the_speed_of_its_cards() -> None:
         ("network", 128, 3.0),
     ]
     assert railed.levels[1].bytes_per_s == railed.levels[2].bytes_per_s == 50e9
-    for kind in ALL_KINDS:
+    for kind in COLLECTIVE_KINDS:
         for group in (Group(4, 8), Group(32)):  # of one rail group
             assert mid(kind, 1e12, group, railed) == pytest.approx(mid(kind, 1e12, group, plain), rel=1e-9), kind
     for kind in ("all_reduce", "all_gather", "reduce_scatter"):
@@ -225,7 +225,8 @@ def test_a_rail_group_has_the_speed_of_its_cards() -> None:
     exchange = mid("all_to_all", 1e12, Group(128), railed) / mid("all_to_all", 1e12, Group(128), plain)
     assert exchange == pytest.approx(96 / 120 * 3, rel=0.05)
     same = Cluster.of_mapping({**top, "levels": {"rails": {"size": 32}}})
-    for kind in ALL_KINDS:  # nothing is oversubscribed: as fast as one network, but that messages pass two switches
+    # nothing is oversubscribed: as fast as one network, but that messages pass two switches
+    for kind in COLLECTIVE_KINDS:
         hop = same.levels[-1].latency_s if kind == "all_to_all" else 0.0
         for size in (1e3, 1e6, 1e12):
             slower = mid(kind, size, Group(128), same) - mid(kind, size, Group(128), plain)
@@ -490,8 +491,8 @@ def test_errors_and_nothing() -> None:
     with pytest.raises(LayoutError, match="unknown collective"):
         wire_bytes("gossip", 1.0, 2)
     for fabric in FABRICS.values():
-        assert set(fabric.efficiency) == set(fabric.spread) == set(fabric.latency_spread) == set(ALL_KINDS)
-        assert fabric.fitted <= set(ALL_KINDS)
+        assert set(fabric.efficiency) == set(fabric.spread) == set(fabric.latency_spread) == set(COLLECTIVE_KINDS)
+        assert fabric.fitted <= set(COLLECTIVE_KINDS)
         tables = (fabric.ring, fabric.p2p, fabric.experts, fabric.tree)
         best = max(path.efficiency for table in tables for path in table.values())
         assert best * max(fabric.efficiency.values()) <= 1.0  # never more than the link
@@ -547,7 +548,7 @@ def test_a_fit_finds_the_constants_and_its_error_on_another_source() -> None:
     first = [s for s in samples if s.source == "a"]
     row = {**rows()["nvlink4"], "switch_bytes": 0.0}
     fitted = fit("nvlink4", row, first, FABRICS)
-    fabrics = {**FABRICS, "nvlink4": fabric_of(fitted, ALL_KINDS)}
+    fabrics = {**FABRICS, "nvlink4": fabric_of(fitted)}
     assert abs(errors(first, fabrics)).mean() < 0.05
     held_out = tool.held_out_errors(samples, {"nvlink4": row})
     for source, expected in (("a", 1.2), ("b", 1 / 1.2)):
@@ -568,7 +569,7 @@ def test_intervals_come_from_rows_held_out(tmp_path: Path) -> None:
     new = json.loads(path.read_text())["fabrics"]["nvlink4"]
     assert new["fitted"] == ["all_gather"] and new["fit"]["all_gather"]["held_out_n"] == len(samples)
     assert 0.4 < new["spread"]["all_gather"] < 0.65
-    fabrics = {**FABRICS, "nvlink4": fabric_of(new, ALL_KINDS)}
+    fabrics = {**FABRICS, "nvlink4": fabric_of(new)}
 
     def holds(s: Sample) -> bool:
         time = seconds_by_bytes(s.kind, s.group, s.levels, fabrics).quantity(s.num_bytes)

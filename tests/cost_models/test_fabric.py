@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.cost_models.hardware.cluster import Cluster, Group
-from autoplan.cost_models.hardware.fabric_graph import FabricGraph, FabricLink, Traffic
+from autoplan.cost_models.hardware.collective_kinds import COLLECTIVE_KINDS, Traffic
+from autoplan.cost_models.hardware.fabric_graph import FabricGraph, FabricLink
 from autoplan.cost_models.hardware.fabric_routes import Routes
-from autoplan.cost_models.hardware.nccl import NCCL_KINDS
 from autoplan.cost_models.hardware.parts import Level
 from autoplan.cost_models.network.collectives import group_collective_s
 from autoplan.errors import PinError
@@ -90,7 +90,7 @@ def test_levels_written_out_as_a_fabric_agree(name: str) -> None:
     for size, stride in itertools.product(powers[1:], powers):
         if size * stride > world:
             continue
-        for kind in NCCL_KINDS:
+        for kind in COLLECTIVE_KINDS:
             want, found = (group_collective_s(kind, 1e7, Group(size, stride), c) for c in (plain, graph))
             assert found.tag == want.tag
             for end in ("low", "mid", "high"):  # bandwidths of the graph are rounded to 12 digits

@@ -6,6 +6,7 @@
 rooms (ARCHITECTURE.md): a row per package and root module, from the command line down: the first line of its docstring,
 and the rooms that it imports. A room that is imported through another one is not repeated (the transitive reduction).
 pins (docs/training.md): a row per pin, from the records of `ParallelConfig`.
+options (docs/planning.md): a row per option of a run and for mode and precision, from their records.
 targets (docs/export.md): a row per target of exports, from its record.
 plan files (docs/plan.schema.json): the whole file, from the shapes by which plan files are read.
 """
@@ -23,8 +24,9 @@ from pathlib import Path
 import grimp
 import networkx as nx
 
-from autoplan.config.choice import choices_of
-from autoplan.config.parallel import ParallelConfig
+from autoplan.config.choice import Choice, Written, choices_of
+from autoplan.config.parallel import ParallelConfig, RunOptions
+from autoplan.config.settings import setting
 from autoplan.exporters.targets import TARGETS
 from autoplan.plans.sections import plan_schema
 
@@ -109,9 +111,23 @@ def _first_line(room: str) -> str:
 
 def pins_table() -> str:
     """The pins, in Markdown."""
-    said = {record.name: (record.about or record.help).rstrip(".") for record in choices_of(ParallelConfig)}
-    rows = [f"| `{name}` | {text[0].upper()}{text[1:]} |" for name, text in said.items()]
+    rows = [f"| `{record.name}` | {_effect(record)} |" for record in choices_of(ParallelConfig)]
     return "\n".join(("| pin | what |", "|---|---|", *rows))
+
+
+def _effect(record: Choice) -> str:
+    text = (record.about or record.help).rstrip(".")
+    return f"{text[0].upper()}{text[1:]}"
+
+
+def options_table() -> str:
+    """The options of a run, in Markdown."""
+    rows = []
+    for record in (setting("mode"), setting("precision"), *choices_of(RunOptions)):
+        turned_off = record.written is Written.SWITCH and record.default
+        flag = record.flag.replace("--", "--no-") if turned_off else record.flag
+        rows.append(f"| `{flag}` | {_effect(record)} | {'yes' if record.executed else 'no'} |")
+    return "\n".join(("| flag | meaning | executed |", "|---|---|---|", *rows))
 
 
 def targets_table() -> str:
@@ -127,6 +143,7 @@ def targets_table() -> str:
 TABLES = (
     Table("rooms", "ARCHITECTURE.md", rooms_table),
     Table("pins", "docs/training.md", pins_table),
+    Table("options", "docs/planning.md", options_table),
     Table("targets", "docs/export.md", targets_table),
     WholeFile("plan files", "docs/plan.schema.json", lambda: json.dumps(plan_schema(), indent=1)),
 )

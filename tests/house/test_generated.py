@@ -1,9 +1,10 @@
-"""ARCHITECTURE.md shows the rooms as imported and files that exist; docs/training.md the pins as declared."""
+"""Pages show the rooms as imported, the pins as declared, and files and names that exist."""
 
 import re
 
 import generated
 import pytest
+from test_limits import PRODUCT, files_of
 
 from autoplan.config.choice import choices_of
 from autoplan.config.parallel import ParallelConfig
@@ -33,3 +34,16 @@ def test_every_file_of_the_table_exists() -> None:
             if "/" in path:
                 folder = (ROOT / path).parent if not path.endswith("/") else ROOT / path
             assert (ROOT / path).exists() or (folder / path).exists(), (path, row)
+
+
+_SPAN, _NAME = re.compile(r"`[^`\n]+`"), re.compile(r"(?<![\w.])(?:_[A-Za-z]\w+|[A-Z][A-Z_]{3,}[A-Z])(?!\w)")
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "docs/how_to_add.md"])
+def test_every_name_of_a_page_exists(page: str) -> None:
+    """Private names and constants, outside of blocks of code."""
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    named = {name for span in _SPAN.findall(text) for name in _NAME.findall(span)}
+    code = "\n".join(path.read_text() for path in files_of((*PRODUCT, "tests", "experiments")))
+    unknown = named - set(re.findall(r"\w+", code))
+    assert named and not unknown

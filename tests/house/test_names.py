@@ -9,7 +9,7 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
-from test_limits import ROOT, product_files
+from test_limits import PRODUCT, ROOT, files_of
 
 # Tables of one kind, each joined with the others in one place; what logging asks for
 _TABLES = {"RECORDS", "RULES", "logger"}
@@ -46,7 +46,7 @@ def defined_twice(modules: dict[str, str]) -> dict[str, list[str]]:
 
 
 def test_a_public_name_is_defined_once() -> None:
-    modules = {str(path.relative_to(ROOT)): path.read_text() for path in product_files()}
+    modules = {str(path.relative_to(ROOT)): path.read_text() for path in files_of(PRODUCT)}
     assert not defined_twice(modules), "give one of them another name, or an underscore if only its module reads it"
 
 

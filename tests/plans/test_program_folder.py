@@ -14,8 +14,8 @@ from torch import nn
 
 import autoplan
 from autoplan.api import parallelize
+from autoplan.captured import model_facts, outline_of
 from autoplan.errors import CaptureError, PinError
-from autoplan.planning import model_facts, outline_of
 from autoplan.plans.folder import check_model, read_program
 from autoplan.plans.record import Plan
 

@@ -20,7 +20,8 @@ from models import gpt_loss, make_gpt, make_llama, token_batch
 
 from autoplan.capture.export import capture
 from autoplan.cost_models.hardware.cluster import Cluster
-from autoplan.cost_models.profile import MEASURED_COLLECTIVES, OVERHEADS, MeasuredOp, Profile
+from autoplan.cost_models.hardware.collective_kinds import MEASURED_COLLECTIVES
+from autoplan.cost_models.profile import OVERHEADS, MeasuredOp, Profile
 from autoplan.errors import ProfileError
 from autoplan.ir.graph import ModelGraph
 from autoplan.ir.layout import Axis

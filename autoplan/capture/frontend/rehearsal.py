@@ -37,7 +37,7 @@ def rehearse_capture(
         around: makes the context of an export.
     """
     try:
-        while not _runs(run, example_inputs, tracer, ledger, around):
+        while not _runs(run, example_inputs, ledger, around):
             tracer.reset()
     except Exception as error:  # of any type; the export says what is wrong
         _log.debug("no rehearsal: %s: %s", type(error).__name__, error)
@@ -48,7 +48,6 @@ def rehearse_capture(
 def _runs(
     run: nn.Module,
     example_inputs: Mapping[str, torch.Tensor],
-    tracer: LayerTracer,
     ledger: Ledger,
     around: Callable[[], AbstractContextManager[object]],
 ) -> bool:

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import autoplan
 import autoplan.api
+from autoplan.captured import capture_verified
 from autoplan.cost_models.hardware.cluster import Cluster, Device, Level
 from autoplan.errors import AutoplanError
-from autoplan.planning import capture_verified
 from autoplan.runtime.agree import AgreedRuntimeError
 from autoplan.runtime.checkpoint.door import CheckpointError
 from autoplan.runtime.compression import PowerSGD
