@@ -47,6 +47,9 @@ _OF_THE_WEIGHTS = re.compile(
     r"|i?q[2-8](-[01klmsx]+)*)(?=-|$)"
 )
 _FACTORY = re.compile(r"(?!\d)\w+(\.(?!\d)\w+)*:(?!\d)\w+")
+# Keys of a config.json for the number of attention heads, and of heads of keys and values
+_HEADS = ("num_attention_heads", "n_head", "num_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -266,16 +269,21 @@ def _written_forms() -> dict[str, tuple[str, ...]]:
 
 
 def describe_model(text: str) -> Description:
-    """Return the dimensions of a shipped model, read off its graph.
+    """Return the dimensions of a shipped model, read off its graph, and of attention heads what its config says.
+
+    A graph has no heads where attention is written out, and as many of keys as of queries where keys are repeated.
 
     Raises:
         AutoplanError: for another name than `shipped_name` reads.
     """
     base, num_mtp = split_changes(text)
-    graph, source = _shipped(shipped_name(base))
+    name = shipped_name(base)
+    graph, source = _shipped(name)
     if num_mtp:
         graph = load_model(text)
-    return description(graph, graph.name, source)
+    found, config = description(graph, graph.name, source), _written_config(name)["config"]
+    heads, kv = (next((config[key] for key in keys if config.get(key)), None) for keys in (_HEADS, _KV_HEADS))
+    return replace(found, num_heads=heads or found.num_heads, num_kv_heads=kv or found.num_kv_heads)
 
 
 def description(graph: ModelGraph, name: str = "", source: str = "") -> Description:

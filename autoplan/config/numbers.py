@@ -69,7 +69,8 @@ def read_number(text: str, what: str, *, binary: bool = False) -> float:
     """
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)([kKMBGT]?)", text.strip().replace("_", ""))
     if match is None or not 0 < float(match.group(1)) < 1e30:
-        raise PinError(f"{what} {text!r} must be a number above 0, with k, M, B or T for thousands to trillions")
+        units = "powers of 1024" if binary else "thousands to trillions"
+        raise PinError(f"{what} {text!r} must be a number above 0, with k, M, B or T for {units}")
     suffix = {"K": "k", "G": "B"}.get(match.group(2), match.group(2))
     return float(match.group(1)) * (_BINARY if binary else _DECIMAL)[suffix]
 

@@ -157,6 +157,14 @@ def modules_of(how: object) -> tuple[str, ...]:
     return tuple(m for m in MODULES if m in given)
 
 
+def outside_graphs(recompute: Any) -> bool:
+    """Return True for recompute that Megatron's CUDA graphs of layers exclude (TransformerConfig.__post_init__)."""
+    kinds = recompute.values() if isinstance(recompute, Mapping) else recompute
+    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds or ())
+    first = any(isinstance(kind, int) and kind > 0 for kind in kinds)  # as many first layers of a stage, in full
+    return first or any(kind in (FULL, OFFLOAD) or "moe" in modules_of(str(kind)) for kind in kinds)
+
+
 def modules_choice(modules: Iterable[str]) -> str:
     """Return the recompute choice that names these modules."""
     named = set(modules)

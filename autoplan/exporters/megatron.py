@@ -13,7 +13,7 @@ from autoplan.config.context_methods import GATHER, RING, ULYSSES, read_method
 from autoplan.config.kernels import FusedLoss
 from autoplan.config.parallel import Attention, Dispatcher, Launch, Mode
 from autoplan.config.precision import read_precision
-from autoplan.config.recompute import FULL, OFFLOAD, modules_of
+from autoplan.config.recompute import outside_graphs
 from autoplan.errors import PinError
 from autoplan.exporters.launching import processes, srun
 from autoplan.exporters.megatron_stages import At, read_stages, recompute_reader, write_recompute, write_stages
@@ -177,14 +177,6 @@ _CAPTURED = {
 }
 
 
-def _graphs_exclude(recompute: Any) -> bool:
-    """Return True for recompute that CUDA graphs of layers exclude (TransformerConfig.__post_init__)."""
-    kinds = recompute.values() if isinstance(recompute, Mapping) else recompute
-    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds or ())
-    first = any(isinstance(kind, int) and kind > 0 for kind in kinds)  # as many first layers of a stage, in full
-    return first or any(kind in (FULL, OFFLOAD) or "moe" in modules_of(str(kind)) for kind in kinds)
-
-
 _CAPTURES = ("cuda_graph_modules", "cuda_graph_scope")
 
 
@@ -195,7 +187,7 @@ def _write_launch(at: At, setup: Setup) -> Values:
     if launch is Launch.FULL_GRAPHS:
         return {at("cuda_graph_impl"): "full_iteration"}
     dense_router = launch is Launch.ROUTER_GRAPHS and not experts
-    if launch not in _CAPTURED or dense_router or _graphs_exclude(setup.recompute):
+    if launch not in _CAPTURED or dense_router or outside_graphs(setup.recompute):
         return {}
     return {at("cuda_graph_impl"): "transformer_engine", **({at(_CAPTURES[0]): _CAPTURED[launch]} if experts else {})}
 
@@ -515,7 +507,7 @@ def _offload_is_aware(document: Document, found: Values) -> str | None:
 
 def _graphs_without_full(document: Document, found: Values) -> str | None:
     """CUDA graphs of layers exclude full recompute (megatron/core/transformer/transformer_config.py)."""
-    if found.get("launch") not in ("graphs", "router_graphs") or not _graphs_exclude(found.get("recompute")):
+    if found.get("launch") not in ("graphs", "router_graphs") or not outside_graphs(found.get("recompute")):
         return None
     return f"{CANNOT['launch']} (cuda_graph_impl); nearest: without cuda_graph_impl"
 

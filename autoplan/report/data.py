@@ -22,7 +22,8 @@ Schema 1:
               "context_method": null | str | {block: str}},
               # with virtual stages: layers per chunk, in model order; the schedule says which chunks a rank holds
      "estimate": {"step_time_s", "tokens_per_s", "tokens_per_s_per_device", "mfu", "mfu_causal", "fits",
-                  # mfu counts attention in full (as PaLM, NeMo), mfu_causal half of it (as Megatron Bridge)
+                  # mfu counts attention in full (as PaLM, NeMo), mfu_causal half of it (as Megatron Bridge) where the
+                  # graph says that it is causal: not where the model makes its mask itself
                   "memory_capacity_bytes", "memory_bytes": [{term: quantity} per stage],
                   "stages": [{"num_layers", "num_recomputed", "in_flight", "forward_s", "backward_s",
                               "fullest", "memory_bytes": quantity}],  # fullest: the moment of memory_bytes

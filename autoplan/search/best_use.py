@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from autoplan.cost_models.hardware.cluster import in_use_text
 from autoplan.errors import AutoplanError
 from autoplan.search.certificate import SearchResult, Status
 from autoplan.search.idle import fewer_nodes
 from autoplan.search.planner import search_plan
 from autoplan.search.progress import Progress
 from autoplan.search.request import PlanRequest
-from autoplan.search.stack_settings import at_degrees, other_settings
+from autoplan.search.stack_settings import at_degrees, lacks_graphs, other_settings
 
 _Told = Callable[[Progress], None] | None
 
@@ -37,9 +38,7 @@ class Use:
     def text(self, cluster: str) -> str:
         """Return the words for the cluster in commands, given those of the whole one."""
         c = self.request.cluster
-        if not c.idle_nodes or "idle=" in cluster:
-            return cluster
-        return f"{cluster}{',' if '@' in cluster else '@'}nodes={c.num_nodes},idle={c.idle_nodes}"
+        return in_use_text(cluster, c.num_nodes, c.idle_nodes) if c.idle_nodes else cluster
 
     def asked(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the command with which this use is asked for."""
@@ -108,13 +107,14 @@ def _with_settings(use: Use, told: _Told) -> Use:
             continue
         if found.certificate.status == Status.INTERRUPTED:
             raise KeyboardInterrupt
-        if found.fastest_s < below:
+        if found.fastest_s < below and not lacks_graphs(other.request, found.plans[0].config):
             below, better = found.fastest_s, Use(other.request, found, {other.option: other.value})
     if not tried:
         return use
     if better is not None:
         again = replace(better, result=search_plan(better.request, told))
-        use = again if again.result.fastest_s < use.result.fastest_s else use
+        taken = again.result.fastest_s < use.result.fastest_s
+        use = again if taken and not lacks_graphs(again.request, again.result.plans[0].config) else use
     where = "settings of the stack: its defaults; at the degrees of the best plan also, one at a time, "
     certificate = use.result.certificate
     certificate = replace(certificate, restrictions=(*certificate.restrictions, where + ", ".join(tried)))

@@ -251,7 +251,7 @@ class _Search(Candidates):
         """
         new = [each for c in self.later if c in self.offloaded for each in offloaded(self.request, c)]
         self.not_made, self.not_made_bounds = Counter(), Counter()
-        left = [c for members in self.pending.values() for c in members]
+        left = [each for members in self.pending.values() for c in members for each in self._with_known_methods(c)]
         for candidate in (*self.grouped, *left):
             outcome, bound = self.outcomes.get(candidate), self.first_bounds.get(candidate)
             if outcome is not None and outcome[0] is Outcome.ILLEGAL:
@@ -265,6 +265,11 @@ class _Search(Candidates):
         self.checked = replace(self.checked, candidates=(*self.grouped, *left, *self.later, *new))
         self.counts_offload = True
         return new
+
+    def _with_known_methods(self, candidate: ParallelConfig) -> list[ParallelConfig]:
+        """Return a pending candidate as the first plans may have decided it: one per combination of its methods."""
+        known = self.points.known_methods((candidate.tp, candidate.micro_batch_size, candidate.cp))
+        return [candidate] if known is None else self._methods_of(candidate) or [candidate]
 
     def _search_offloads(self, candidates: Sequence[ParallelConfig]) -> None:
         """Bound candidates with offload, of degrees with a bound, then take them best first."""

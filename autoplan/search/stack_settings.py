@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autoplan.config.parallel import ParallelConfig
+from autoplan.program.legality import not_executed
+from autoplan.program.legality.steps import OUTSIDE_GRAPHS
 from autoplan.search.request import PlanRequest
 from autoplan.stacks.like import Like
 from autoplan.stacks.records import SETTINGS
@@ -37,6 +39,11 @@ def other_settings(request: PlanRequest, config: ParallelConfig) -> Iterator[Oth
         for value in getattr(like.can, name):
             if value != getattr(request.options, name):
                 yield OtherSetting(name, str(value), replace(request, like=like.but(**{name: value})))
+
+
+def lacks_graphs(request: PlanRequest, config: ParallelConfig) -> bool:
+    """Return True for a plan that is priced with CUDA graphs, which Megatron does not take with its recompute."""
+    return OUTSIDE_GRAPHS in not_executed(config, request.facts)
 
 
 def at_degrees(request: PlanRequest, config: ParallelConfig) -> PlanRequest:

@@ -324,6 +324,21 @@ def split_overrides(text: str) -> tuple[str, str]:
     return base, overrides or ""
 
 
+def in_use_text(text: str, nodes: int, idle: int) -> str:
+    """Return the text of a cluster of which only some nodes are used; one that says itself which are idle stays.
+
+    >>> in_use_text("2x8xh100@nodes=13,price=2", 12, 1)
+    '2x8xh100@price=2,nodes=12,idle=1'
+    """
+    base, overrides = split_overrides(text)
+    own = _read_overrides(text, overrides) if overrides else {}
+    if own.get(_IDLE):
+        return text
+    changed = {"nodes": nodes, _IDLE: idle}
+    kept = [part for part in overrides.split(",") if part and part.partition("=")[0].strip() not in changed]
+    return f"{base}@{','.join([*kept, *(f'{name}={value}' for name, value in changed.items())])}"
+
+
 def _check_override(name: str, value: object) -> None:
     """Raise PinError for an illegal value of an override."""
     check_names((name,), OVERRIDES, "cluster", "override")

@@ -118,11 +118,11 @@ class Estimate:
         """Return the shortage of a plan that does not fit, in words: of the fullest stage's device, or of its host."""
         fullest = max(self.stages, key=lambda s: s.memory_bytes.mid)
         term = max(fullest.memory, key=lambda t: fullest.memory[t].mid)
-        over = (fullest.memory_bytes.mid - self.memory_capacity_bytes) / 1e9
+        over = fullest.memory_bytes.mid - self.memory_capacity_bytes
         if over > 0:
             return (
-                f"stage {fullest.index} needs {fullest.memory_bytes.mid / 1e9:.1f} GB, {over:.1f} GB more than a "
-                f"device has; its largest term is {term} ({fullest.memory[term].mid / 1e9:.1f} GB)"
+                f"stage {fullest.index} needs {fullest.memory_bytes.mid / 1e9:.1f} GB, {numbers.gigabytes(over)} more "
+                f"than a device has; its largest term is {term} ({fullest.memory[term].mid / 1e9:.1f} GB)"
             )
         held = max(self.stages, key=lambda s: s.host_bytes.mid)
         return (

@@ -70,8 +70,8 @@ def test_descriptions_are_those_of_the_config(name: str) -> None:
     assert about.num_layers == field("num_hidden_layers", "n_layer") or both
     assert about.hidden_size == field("hidden_size", "n_embd", "d_model")
     heads = field("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads")
-    one = config.get("multi_query") and not config["new_decoder_architecture"]  # newer Falcons repeat keys and values
-    kv = 1 if one else field("num_key_value_heads") or heads
+    one = config.get("multi_query") and not config["new_decoder_architecture"]
+    kv = 1 if one else field("num_key_value_heads", "num_kv_heads") or heads
     assert (about.num_heads, about.num_kv_heads) == (heads, kv)
     assert about.vocab_size == field("vocab_size")
     assert about.num_experts == field("num_local_experts", "num_experts", "n_routed_experts")

@@ -64,6 +64,8 @@ def test_what_weakens_a_comparison_is_told() -> None:
     said = verdict(OWN, OtherPlan(REQUEST, near, "near.json"))
     assert "costs 1.0 % more per step: computing +0.00100 s; equal within the error." in said
     assert "DOES NOT FIT: stage 0 needs 90.0 GB, 10.0 GB more than a device has" in said
+    hardly = planned(OWN.config, {"compute": 0.097, "dp_comm": 0.004}, {"activations": 80.002})
+    assert "stage 0 needs 80.0 GB, 2.0 MB more than a device has" in verdict(OWN, OtherPlan(REQUEST, hardly, "x.json"))
     larger = replace(REQUEST, global_batch_size=128)
     assert "equal within" not in verdict(OWN, OtherPlan(larger, near, "larger.json"))
 

@@ -164,6 +164,16 @@ def test_a_stopped_search_has_a_sane_plan_and_says_that_it_was_stopped(
     assert certificate.considered == decided + certificate.open
 
 
+@pytest.mark.parametrize("readings", [20, 60])
+def test_a_stopped_search_counts_every_candidate_once(readings: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of cut sequences that the first plans decided, each with its methods, before others were bounded."""
+    clocks.ticking(monkeypatch, 600 / readings)
+    task = catalog.load_model("llama-3.2-1b"), Cluster.parse("1x8xh100-sxm5-80gb"), 16_384, 8
+    c = search_plan(PlanRequest(*task, time_limit_s=600.0)).certificate
+    assert c.status == "stopped by time limit" and c.open
+    assert c.considered == c.illegal + c.too_big + c.bounded_out + c.solved + c.open
+
+
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_pinned_offload_is_kept_where_memory_does_not_bind(kind: str) -> None:
     """Also in a space without usual layouts, which are not evaluated first then."""

@@ -173,6 +173,13 @@ def test_a_dense_model_has_nothing_to_spread() -> None:
         search_plan(r)
 
 
+def test_a_dense_model_has_nothing_to_spread_whatever_else_is_illegal() -> None:
+    """Three devices divide neither the batch nor the heads; that the model has no experts is what the pin is about."""
+    r = PlanRequest(graph("llama"), cluster(3), SEQ, 8, {"ep": 2}, precision="native", executed=True)
+    with pytest.raises(PinError, match=r"pin ep=2: the model has no experts; nearest legal: ep=1$"):
+        search_plan(r)
+
+
 def test_split_experts_are_searched_where_they_are_few_or_pinned() -> None:
     """4 experts on 8 devices: 4 x 2 ranks have halves. Where 2 x 2 could have whole ones, only a pin splits them."""
     found = space(graph(), cluster(8), 8, {"tp": 2}, seq_len=SEQ).candidates

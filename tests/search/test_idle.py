@@ -102,6 +102,19 @@ def test_a_cluster_that_names_its_idle_nodes_is_kept() -> None:
     assert Use(r, None).text("16x8xh100-sxm5-80gb@idle=1") == "16x8xh100-sxm5-80gb@idle=1"  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ("2x8xh100-sxm5-80gb@nodes=17,price=2", "2x8xh100-sxm5-80gb@price=2,nodes=16,idle=1"),
+        ("17x8xh100-sxm5-80gb@idle=0", "17x8xh100-sxm5-80gb@nodes=16,idle=1"),
+        ("a@b/c.yaml", "a@b/c.yaml@nodes=16,idle=1"),
+    ],
+)
+def test_the_nodes_in_use_replace_those_that_a_cluster_names(given: str, used: str) -> None:
+    r = _asked("16x8xh100-sxm5-80gb@idle=1", 1024)
+    assert Use(r, None).text(given) == used  # type: ignore[arg-type]
+
+
 FEW = ("llama-3.2-1b", "--cluster", "17x1xh100-sxm5-80gb", "--seq-len", "1k", "--gbs", "64")
 FEW_PINS = ("--pin", "pp=1", "--pin", "tp=1", "--pin", "micro_batch_size=1")
 

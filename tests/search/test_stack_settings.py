@@ -9,6 +9,7 @@ import pytest
 from autoplan.catalog import load_model
 from autoplan.config.parallel import Dispatcher, Launch
 from autoplan.cost_models.hardware.cluster import Cluster
+from autoplan.program.legality import not_executed
 from autoplan.search.best_use import best_use
 from autoplan.search.planner import search_plan
 from autoplan.search.request import PlanRequest
@@ -50,6 +51,17 @@ def test_a_setting_that_is_faster_is_taken_and_named(pins: dict[str, int], faste
     assert used.request.options.launch is (Launch.GRAPHS if faster else Launch.ASYNC)
     assert used.asked({"cluster": "c", "launch": None})["launch"] == ("graphs" if faster else None)
     assert any("launch=graphs" in text for text in used.result.certificate.restrictions)
+
+
+def test_graphs_are_not_taken_where_recompute_excludes_them() -> None:
+    """Megatron captures no layer that is recomputed in full, so that the faster price would be of no run."""
+    r = PlanRequest(load_model("gpt2"), Cluster.parse("1x2xh100-sxm5-80gb"), 512, 16, like="megatron-lm@25.06")
+    open_to, pinned = (best_use(replace(r, pins=pins)) for pins in ({}, {"recompute": "full"}))
+    assert open_to.settings == {"launch": "graphs"}
+    assert pinned.settings == {} and pinned.request.options.launch is Launch.ASYNC
+    (with_graphs,) = (other.request for other in other_settings(pinned.request, pinned.result.plans[0].config))
+    said = not_executed(pinned.result.plans[0].config, with_graphs.facts)
+    assert any("CUDA graphs of layers exclude full recompute" in reason for reason in said)
 
 
 def test_the_degrees_of_a_plan_are_all_that_is_searched() -> None:

@@ -100,6 +100,7 @@ def test_a_search_looks_at_what_the_stack_can_do_and_at_all_of_it(name: str) -> 
     (("--like", "accelerate", "--recompute", "selective"), "nearest legal: recompute='full' or 'none'"),
     (("--like", "accelerate", "--recompute", "0-3=full"), "accelerate@26.08 cannot; it can one choice for all layers"),
     (("--like", "megatron-lm", "--pp", "2", "--schedule", "ZBV"), "it can 1F1B, Interleaved1F1B"),
+    (("--like", "megatron-lm", "--schedule", "ZB-H1"), "it can 1F1B, Interleaved1F1B; nearest legal: schedule='1F1B'"),
     (("--like", "megatron-lm", "--mode", "eager"), "mode='eager': megatron-lm@26.08 cannot; nearest: fused"),
     (("--like", "composer", "--precision", "fp4"), "precision='fp4': composer@24.06 cannot; nearest: bf16"),
     (("--like", "megatron"), "stack 'megatron' is not known; did you mean 'megatron-bridge'"),

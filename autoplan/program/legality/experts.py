@@ -14,11 +14,13 @@ from autoplan.program.legality.rule import Rule, Scope
 _REPLICAS = "ZeRO cannot have as many replicas"
 
 
-def _no_experts(c: ParallelConfig, f: Facts) -> str | None:
-    if f.model is None or f.model.num_experts or not c.spreads_experts:
-        return None
-    name = "ep" if c.ep > 1 else "etp"
-    return f"{name}={getattr(c, name)}: the model has no experts"
+def _no_experts(name: str) -> Callable[[ParallelConfig, Facts], str | None]:
+    def found(c: ParallelConfig, f: Facts) -> str | None:
+        if f.model is None or f.model.num_experts or (c.ep == 1 if name == "ep" else c.expert_tp == c.tp):
+            return None
+        return f"{name}={getattr(c, name)}: the model has no experts"
+
+    return found
 
 
 def _expert_parts(c: ParallelConfig, f: Facts) -> str | None:
@@ -94,7 +96,8 @@ def _copies_of_experts(c: ParallelConfig) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("the model has no experts", ("ep", "etp", "tp"), _no_experts),
+    Rule("the model has no experts", ("ep",), _no_experts("ep")),
+    Rule("the model has no experts", ("etp", "tp"), _no_experts("etp")),
     Rule("ep does not divide the experts", ("ep",), _expert_parts),
     Rule("etp does not divide the experts' inner size", ("etp", "ep", "tp"), _inner_parts),
     Rule("ep x etp does not divide dp x cp x tp", ("ep", "etp", "dp", "cp", "tp"), _expert_ranks),

@@ -8,7 +8,7 @@ from autoplan.config.parallel import ParallelConfig
 from autoplan.config.recompute import can_mix, kinds_in, recompute_text
 from autoplan.program.facts import Facts, layer_calls
 from autoplan.program.legality.rule import Rule
-from autoplan.schedules.schedule import chunks_of_ranks
+from autoplan.schedules.schedule import PLAIN_SCHEDULE, chunks_of_ranks
 
 
 def _cannot(f: Facts, said: str, able: Sequence[object]) -> str:
@@ -35,7 +35,8 @@ def _zero(c: ParallelConfig, f: Facts) -> str | None:
 
 
 def _schedule(c: ParallelConfig, f: Facts) -> str | None:
-    if f.like is None or c.pp == 1 or c.schedule in f.like.can.schedules:
+    # without a pipeline every stack has the default, and no other says anything
+    if f.like is None or c.schedule in f.like.can.schedules or (c.pp == 1 and c.schedule == PLAIN_SCHEDULE):
         return None
     return _cannot(f, f"schedule={c.schedule!r}", f.like.can.schedules)
 

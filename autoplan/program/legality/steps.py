@@ -6,10 +6,18 @@ from collections.abc import Mapping
 
 from autoplan.config.choice import choices_of
 from autoplan.config.offload import NEEDS_SHARDS, lacks_shards, no_host_link, offload_text
-from autoplan.config.parallel import Attention, Mode, ParallelConfig, RunOptions
+from autoplan.config.parallel import Attention, Launch, Mode, ParallelConfig, RunOptions
 from autoplan.config.precision import precision_obstacle as _precision_obstacle
 from autoplan.config.precision import precision_of
-from autoplan.config.recompute import RECOMPUTE_KINDS, RecomputeKind, check_choice, kinds_in, modules_of, region_groups
+from autoplan.config.recompute import (
+    RECOMPUTE_KINDS,
+    RecomputeKind,
+    check_choice,
+    kinds_in,
+    modules_of,
+    outside_graphs,
+    region_groups,
+)
 from autoplan.names import did_you_mean
 from autoplan.ops.products import NOT_EXECUTED
 from autoplan.program.facts import Facts
@@ -17,6 +25,10 @@ from autoplan.program.legality.rule import Rule, Scope
 from autoplan.schedules.schedule import SCHEDULES, obstacle
 
 _MAX_LISTED = 8  # names in a message
+OUTSIDE_GRAPHS = (
+    "Megatron's CUDA graphs of layers exclude full recompute, recompute of experts and offloaded activations (launch "
+    "async prices the step without graphs)"
+)
 _MASTER = "float32"  # in which trained parameters of a lower precision are stored
 
 
@@ -247,6 +259,11 @@ def _options(c: ParallelConfig, f: Facts) -> str | None:
     return f"the {options} priced, but not executed"
 
 
+def _graphs(c: ParallelConfig, f: Facts) -> str | None:
+    graphs = f.mode is Mode.FUSED and f.options.launch in (Launch.GRAPHS, Launch.ROUTER_GRAPHS)
+    return OUTSIDE_GRAPHS if graphs and outside_graphs(c.recompute) else None
+
+
 def _packed(c: ParallelConfig, f: Facts) -> str | None:
     return NOT_EXECUTED if f.model is not None and f.model.packed else None
 
@@ -280,5 +297,6 @@ RULES: tuple[Rule, ...] = (
     Rule("the precision is not executed", (), _precision, Scope.EXECUTED),
     Rule("the mode is not executed", (), _mode, Scope.EXECUTED),
     Rule("the options are not executed", (), _options, Scope.EXECUTED),
+    Rule(OUTSIDE_GRAPHS, ("recompute",), _graphs, Scope.EXECUTED),
     Rule("weights in 4 bits are not executed", (), _packed, Scope.EXECUTED, priced="weights in 4 bits"),
 )
