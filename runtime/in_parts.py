@@ -26,7 +26,7 @@ class Piece(NamedTuple):
     end: int
 
 
-def pieces_of(
+def keys_by_part(
     num_queries: int, num_keys: int, causal: bool, window: int | None, softcap: float | None
 ) -> tuple[Piece, ...]:
     """Return the pieces of attention of queries; causal ones end with the keys."""
@@ -112,7 +112,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the result, [b, h, s, e], and the log-sum-exp of the scores, [b, h, s], float32 or wider."""
     found = []
-    for part, first, end in pieces_of(q.shape[2], k.shape[2], causal, window, softcap):
+    for part, first, end in keys_by_part(q.shape[2], k.shape[2], causal, window, softcap):
         same = _documents(of_queries, of_keys, first, end)
         found.append(attend(q, k[:, :, first:end], v[:, :, first:end], part, scale, same))
     out, lse = found[0]
@@ -139,7 +139,7 @@ def _backward(
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v."""
-    pieces, found = pieces_of(q.shape[2], k.shape[2], causal, window, softcap), []
+    pieces, found = keys_by_part(q.shape[2], k.shape[2], causal, window, softcap), []
     for part, first, end in pieces:
         same = _documents(of_queries, of_keys, first, end)
         given = grad, q, k[:, :, first:end], v[:, :, first:end], out, lse

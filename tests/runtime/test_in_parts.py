@@ -8,7 +8,7 @@ from torch.autograd import gradcheck
 
 from autoplan.runtime import parts
 from autoplan.runtime.attention import attention
-from autoplan.runtime.in_parts import attention_in_parts, pieces_of
+from autoplan.runtime.in_parts import attention_in_parts, keys_by_part
 from autoplan.runtime.parts import same_document
 
 B, H, KV, D = 2, 4, 2, 6
@@ -104,7 +104,7 @@ def test_halves_are_as_close_as_plain_attention():
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_block_holds_only_the_scores_that_may_be_seen(window):
-    pieces = pieces_of(4, 9, True, window, None)
+    pieces = keys_by_part(4, 9, True, window, None)
     seen = sorted((p.first, p.end) for p in pieces)
     assert seen == ([(0, 5), (5, 9)] if window is None else [(3, 9)])
 
