@@ -102,6 +102,14 @@ def test_every_experiment_that_can_be_run_has_a_section() -> None:
         assert f"    python -m experiments.{name.replace('/', '.')}" in text, path
 
 
+def test_a_section_says_what_is_true_now() -> None:
+    """Its prose has at most 500 words, tables and commands apart: a later run replaces an earlier one."""
+    for page in PAGES:
+        for heading, text in sections(page).items():
+            prose = re.sub(r"^(?:    |\|)[^\n]*", "", text, flags=re.MULTILINE)
+            assert len(re.findall(r"[A-Za-z0-9][\w.'-]*", prose)) <= 500, f"{page.parent.name}: {heading}"
+
+
 def test_the_index_has_every_section() -> None:
     """Once; test_readme.py checks that its links lead to headings."""
     there = [
