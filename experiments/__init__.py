@@ -2,5 +2,5 @@
 
     python -m experiments.by_hand.composed --quick
 
-README.md beside this file lists the commands with their last figures.
+README.md beside this file is the index, README.md in every folder has the commands with their last figures.
 """

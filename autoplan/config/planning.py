@@ -17,7 +17,7 @@ from autoplan.errors import PinError
 HIGH_END_RISK = 0.05  # intervals are read as 90 %: one need in twenty is above the high end
 EXPECTED_RISK = 0.5  # the expected need fits, with as much chance above as below
 DEFAULT_RISK = HIGH_END_RISK
-# Prices of two runs of one model on one cluster differ from the measured ratio by 2.3 % in the median of 147 published
+# Prices of two runs of one model on one cluster differ from the measured ratio by 2.2 % in the median of 147 published
 # ablations (python -m experiments.published.ablation_table).
 EQUAL_WITHIN = 0.02
 # Shares of a step that a search may leave unproved: both are below the error of a price, and the bounds of models with

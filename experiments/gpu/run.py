@@ -45,7 +45,7 @@ class Part:
     """What one process does.
 
     module, function: called with a `Run`; it writes rows as it finds them.
-    expected_s: on an H100 with 16 cores beside the start of the process, by arithmetic (experiments/README.md). Time
+    expected_s: on an H100 with 16 cores beside the start of the process, by arithmetic (README.md in this folder). Time
         that is left is shared out in these proportions, so that no part spends what the parts after it need.
     timed: its figures are times, so that nothing may run beside it.
     """

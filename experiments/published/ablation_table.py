@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -26,6 +27,7 @@ from experiments.shared.measure import environment, make_console, run_command, w
 
 CLAIMS: tuple[Claim, ...] = (*ablations_layouts.CLAIMS, *ablations_settings.CLAIMS)
 HEAD = ("claim", "case", "predicted", "published", "sign", "size", "why it is missed")
+MARKDOWN_HEAD = ("claim", "case: predicted (published)", "why it is missed")
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,18 @@ class Line:
         ratios = ("" if x is None else f"{x:.2f}" for x in (self.predicted, self.published))
         said = ("yes" if right else "no" for right in (self.right_sign, self.right_size))
         return self.claim, self.case, *ratios, *said, self.missed
+
+
+def markdown_of(shown: Iterable[Line]) -> str:
+    """Return a Markdown table with a row for all lines of one claim that are missed for one reason, or are right."""
+    together: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for line in shown:
+        ratio = "" if line.predicted is None else f"{line.predicted:.2f} ({line.published:.2f})"
+        if not line.right and not line.right_sign:
+            ratio = f"{ratio} wrong sign" if ratio else "does not hold"
+        together[line.claim, line.missed].append(": ".join(part for part in (line.case, ratio) if part))
+    rows = [(claim, "; ".join(cases), missed) for (claim, missed), cases in together.items()]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (MARKDOWN_HEAD, ["---"] * len(MARKDOWN_HEAD), *rows))
 
 
 def lines(only: str = "") -> Iterator[Line]:
@@ -85,9 +99,7 @@ def main(
         raise typer.BadParameter(f"--only {only} finds none of: {', '.join(c.name for c in CLAIMS)}")
     shown = [line for line in found if not (missed and line.right)]
     if markdown:
-        print(
-            "\n".join(f"| {' | '.join(cells)} |" for cells in (HEAD, ["---"] * len(HEAD), *(s.cells() for s in shown)))
-        )
+        print(markdown_of(shown))
     else:
         table = Table(*HEAD)
         for line in shown:

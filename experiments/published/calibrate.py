@@ -2,7 +2,7 @@
 
     python -m experiments.published.calibrate --data FILE.csv [--trust A] [--write FILE] [--json FILE]
 
-Rows are read as in validate_published.py; layouts are found once, at the constants as shipped, and every further price
+Rows are read as in validate.py; layouts are found once, at the constants as shipped, and every further price
 keeps them. A campaign counts once, a constant is fitted only if rows of three campaigns depend on it, and every
 campaign is predicted by constants fitted without it (autoplan/calibration/fit.py). `--write profiles/constants.json`
 makes them those of this version.
@@ -49,7 +49,7 @@ from experiments.published.validate import chosen, request_of
 AIMED = (0.5, 0.8, 0.9)  # shares of steps that intervals are made for
 STATED = 0.9  # of those that the planner states
 # A step that is this many times off says that something is missing, not how large a constant is: it has no part in the
-# fit and the intervals, and counts fully in `unseen` and in validate_published.py.
+# fit and the intervals, and counts fully in `unseen` and in validate.py.
 BEYOND = 2.0
 
 
@@ -60,7 +60,7 @@ def planned(task: Task) -> PlannedStep | None:
     try:
         return PlannedStep.of(request_of(task, setting), setting.config)
     except AutoplanError:
-        return None  # validate_published.py says why
+        return None  # validate.py says why
 
 
 def priceable(tasks: Sequence[Task]) -> list[bool]:
@@ -137,7 +137,7 @@ def cases_of(rows: Sequence[Row], everything: Sequence[Row]) -> list[Case]:
         try:
             out.append(interpret(row, shapes))
         except AutoplanError:
-            continue  # validate_published.py says why
+            continue  # validate.py says why
     return out
 
 

@@ -1,7 +1,7 @@
 """Results of published rows, and what is said of many: errors, order, memory, feasibility, by group.
 
 Errors.of(results)           of one group
-summary_of(results)          everything as plain data, as stored by validate_published.py --json
+summary_of(results)          everything as plain data, as stored by validate.py --json
 """
 
 from __future__ import annotations

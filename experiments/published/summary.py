@@ -90,7 +90,7 @@ def _share(value: float | None, signed: bool = False) -> str:
 
 
 def markdown(summary: Mapping[str, Any], held_out: Mapping[str, float]) -> str:
-    """Return the table of a summary (`validate_published.summary_of`)."""
+    """Return the table of a summary (`results.summary_of`)."""
     lines = [
         "| runs | rows | priced | mean error | held out | median | bias | within interval |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",

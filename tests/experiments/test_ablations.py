@@ -46,11 +46,25 @@ def test_the_table_prints_what_is_right_and_what_is_missed(tmp_path: Path) -> No
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     right, missed, last = result.stdout.splitlines()[2:]
-    assert right.startswith("| tensor parallelism of 4 beats 8 |") and right.endswith("| yes | yes |  |")
-    assert missed.startswith("| tensor parallelism of 4 beats 2 |") and "| no |" in missed and "too fast |" in missed
+    assert re.fullmatch(r"\| tensor parallelism of 4 beats 8 \| \d\.\d\d \(\d\.\d\d\) \|  \|", right)
+    assert re.fullmatch(r"\| tensor parallelism of 4 beats 2 \| \d\.\d\d \(\d\.\d\d\) \| .* too fast \|", missed)
     counts = "1 right, 0 of the wrong sign; 0 of 0 other conditions hold"
     assert re.fullmatch(rf"2 ratios, by \d\.\d% in the median: {counts}", last)
     assert [row["missed"] == "" for row in json.loads(out.read_text())["cases"]] == [True, False]
+
+
+def test_cases_that_are_missed_for_one_reason_are_one_row() -> None:
+    missed = ("a claim", "the reason")
+    lines = [
+        ablation_table.Line(missed[0], "8", 1.0, 1.2, False, False, missed[1]),
+        ablation_table.Line(missed[0], "", None, None, False, False, missed[1]),
+        ablation_table.Line(missed[0], "16", 1.3, 1.2, True, False, missed[1]),
+        ablation_table.Line(missed[0], "32", 1.2, 1.2, True, True, ""),
+    ]
+    assert ablation_table.markdown_of(lines).splitlines()[2:] == [
+        "| a claim | 8: 1.00 (1.20) wrong sign; does not hold; 16: 1.30 (1.20) | the reason |",
+        "| a claim | 32: 1.20 (1.20) |  |",
+    ]
 
 
 @pytest.mark.parametrize("name", ["V-half", "V-min"])

@@ -10,7 +10,7 @@
 How prices may change. A change that only moves or renames code leaves every answer as it is. Where a cost model is
 corrected, `--check` lists what the correction changes; look whether that is what was meant and nothing else (the other
 models, modes and dimensions are on the list as a check of this), then `--write`, and commit the new answers together
-with the correction and with the figures of experiments/README.md that follow from it. Never refreeze to make a test
+with the correction and with the figures of experiments/**/README.md that follow from it. Never refreeze to make a test
 pass whose difference has no explanation.
 
 `make quick` asks every 40th estimate again, `make test` every 23rd, `make test-all` every fifth,

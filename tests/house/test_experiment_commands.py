@@ -1,4 +1,4 @@
-"""The commands of experiments/README.md exist: their parsers take the options and values that stand there."""
+"""The commands of experiments/**/README.md exist, their parsers take what stands there, and the index is complete."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import typer
 from test_page_commands import flags_exist
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "experiments" / "README.md"
+INDEX = ROOT / "experiments" / "README.md"
+PAGES = sorted((ROOT / "experiments").rglob("README.md"))
 INLINE = re.compile(r"`((?:autoplan|python -m) [^`]*)`")
 
 
@@ -26,7 +27,7 @@ def commands(text: str) -> list[str]:
     return [re.sub(r"\|\w+", "", re.sub(r"[][]", "", line)) for line in found]
 
 
-COMMANDS = commands(PAGE.read_text())
+COMMANDS = [line for page in PAGES for line in commands(page.read_text())]
 OF_AUTOPLAN = [line for line in COMMANDS if line.startswith("autoplan")]
 OF_PYTHON = [line for line in COMMANDS if line.startswith("python")]
 
@@ -79,18 +80,43 @@ def test_a_command_of_autoplan_exists(line: str) -> None:
     flags_exist(line)
 
 
-def test_every_experiment_that_can_be_run_is_in_the_page() -> None:
-    """But those that another experiment starts."""
+def sections(page: Path) -> dict[str, str]:
+    """Return the text of every section of a page of experiments by its heading."""
+    _, *parts = re.split(r"^## (.*)$", page.read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def test_every_experiment_that_can_be_run_has_a_section() -> None:
+    """Of its name, with its command, in the page of its folder. Left out are those that another experiment starts."""
     started = {"demo/worker.py", "faults/worker.py", "plans/planning_time_child.py", "gpu/run.py", "demo/run.py"}
     found = {
         str(path.relative_to(ROOT / "experiments"))
         for path in (ROOT / "experiments").rglob("*.py")
         if "__main__" in path.read_text()
     }
-    named = {name.replace(".", "/") for name in re.findall(r"-m experiments\.([\w.]+)", PAGE.read_text())}
-    left = {path for path in found - started if path.removesuffix(".py").removesuffix("/__main__") not in named}
-    assert not left
     assert started <= found
+    for path in found - started:
+        name = path.removesuffix(".py").removesuffix("/__main__")
+        folder, _, heading = ("gpu/on_gpu" if name == "on_gpu" else name).partition("/")
+        text = sections(ROOT / "experiments" / folder / "README.md").get(heading, "")
+        assert f"    python -m experiments.{name.replace('/', '.')}" in text, path
+
+
+def test_a_section_says_what_is_true_now() -> None:
+    """Its prose has at most 500 words, tables and commands apart: a later run replaces an earlier one."""
+    for page in PAGES:
+        for heading, text in sections(page).items():
+            prose = re.sub(r"^(?:    |\|)[^\n]*", "", text, flags=re.MULTILINE)
+            assert len(re.findall(r"[A-Za-z0-9][\w.'-]*", prose)) <= 500, f"{page.parent.name}: {heading}"
+
+
+def test_the_index_has_every_section() -> None:
+    """Once; test_readme.py checks that its links lead to headings."""
+    there = [
+        f"{page.relative_to(INDEX.parent)}#{heading}" for page in PAGES if page != INDEX for heading in sections(page)
+    ]
+    assert len(there) >= 45
+    assert sorted(re.findall(r"^\| \[[^]]*\]\(([^)]*)\)", INDEX.read_text(), flags=re.MULTILINE)) == sorted(there)
 
 
 def test_what_does_not_exist_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,8 +35,8 @@ def test_the_readme_is_read_in_five_minutes() -> None:
     assert len(re.findall(r"[A-Za-z0-9][\w.'-]*", prose)) <= 1200
 
 
-PAGES = [README, *(README.parent / name for name in ("ARCHITECTURE.md", "experiments/README.md"))]
-PAGES += sorted((README.parent / "docs").rglob("*.md"))
+PAGES = [README, README.parent / "ARCHITECTURE.md"]
+PAGES += [page for folder in ("docs", "experiments") for page in sorted((README.parent / folder).rglob("*.md"))]
 PAGES += [README.parent / name for name in ("CHANGELOG.md", "CONTRIBUTING.md")]
 
 
