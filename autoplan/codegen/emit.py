@@ -229,12 +229,10 @@ def block_source(
     lines = [f"class {lowered.class_name}({'nn.Module' if free else 'Block'}):"]
     shown = ", ".join(calls[:3]) + (f", ... ({len(calls)} calls)" if len(calls) > 3 else "")
     lines += [f'    """{shown}"""', ""]
-    if held:
-        lines += [f"    held = {held!r}", ""]
+    lines += [f"    held = {held!r}", ""] * bool(held)
     if lowered.params or lowered.buffers:
         lines += _init_lines(lowered, ctx, free)
-    args = [f"{given.var}: Tensor" for given in lowered.inputs]
-    extra = [*(f"{attr}: Tensor" for attr in held), *extra]
+    args = _arguments(lowered, held)
     star = ["*"] if extra else []
     name = "forward" if free else "compute"
     lines.append(f"    def {name}({', '.join(['self', *args, *star, *extra])}) -> {_returns(len(lowered.outputs))}:")
@@ -263,6 +261,10 @@ def _with_held_buffers(lowered: LoweredBlock) -> tuple[LoweredBlock, tuple[str, 
         return replace(s, args=args, bias=s.bias if s.bias is None else held.get(s.bias, s.bias))
 
     return replace(lowered, statements=tuple(map(renamed, lowered.statements))), tuple(held.values())
+
+
+def _arguments(lowered: LoweredBlock, held: Sequence[str]) -> list[str]:
+    return [f"{name}: Tensor" for name in (*(given.var for given in lowered.inputs), *held)]
 
 
 def _body(lowered: LoweredBlock, flow: Flow, lines: Sequence[str], apart: Sequence[Region]) -> list[str]:
