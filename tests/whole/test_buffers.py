@@ -11,6 +11,7 @@ import torch
 from buffer_models import MODELS, WIDTH, Stacked, batch, loss, made
 from harness import pool
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from autoplan.capture.export import capture
 from autoplan.codegen.check import check_program
@@ -99,6 +100,31 @@ def test_an_update_that_is_lost_or_another_is_found() -> None:
         layer.forward = layer.linear.forward  # type: ignore[union-attr,operator]
     with pytest.raises(CaptureError, match="is not the module"):
         verify_whole(VerifyTask(changed, graph, batch(4), loss), limit_s=60.0)
+
+
+class Twice(nn.Module):
+    """Reads and changes its buffers twice in a forward: a mean, and a weight with spectral norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def centered(self, y: torch.Tensor) -> torch.Tensor:
+        before = y - self.mean
+        self.mean.mul_(0.9).add_(y.detach().mean((0, 1)))
+        return before * (y - self.mean)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.centered(self.linear(x)) + self.centered(self.linear(2 * x))
+
+
+def test_reads_before_between_and_after_updates_are_those_of_the_module() -> None:
+    torch.manual_seed(0)
+    model = Twice().double()
+    graph = capture(model, batch(4), loss)
+    assert batch_obstacle(graph) is None and len(updated_by(graph)) == 3
+    assert verify_whole(VerifyTask(model, graph, batch(4), loss), limit_s=60.0).done
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -170,15 +170,32 @@ def _past_autograd(value: fx.Node, program: torch.export.ExportedProgram, aliase
 
     Buffers are none of these others.
     """
-    given, held = _given_to_regions(program), program.graph_signature.inputs_to_buffers
+    given = _given_to_regions(program)
 
     def of_buffers(node: fx.Node) -> bool:
-        near = aliases.behind(node)
-        near = near | {x for n in near if n in given for x in aliases.behind(given[n])}
-        return all(n.name in held for n in near if n not in given and aliases.behind(n) == {n})
+        return all(n.name in program.graph_signature.inputs_to_buffers for n in _roots(node, program, aliases))
 
     past = (n for n in aliases.behind(value) if str(n.target) == "aten.detach.default" or n in given)
     return any(n.meta["val"].dtype.is_floating_point and not of_buffers(n) for n in past)
+
+
+def _roots(node: fx.Node, program: torch.export.ExportedProgram, aliases: Aliases) -> set[fx.Node]:
+    """Return the nodes that made the memory of a value, or the inputs of the program that it is, through regions."""
+    given, writes, found, left = _given_to_regions(program), _mutable(program), set[fx.Node](), [node]
+    while left:
+        n = left.pop()
+        inside = _region_of(cast(fx.Node, n.args[0]), program) if is_element(n) else None
+        if n in given:
+            left.append(given[n])
+        elif inside is not None:
+            left.append(next(x for x in inside.nodes if x.op == "output").args[0][cast(int, n.args[1])])
+        elif n.target in writes:
+            left += _changed(n)
+        elif near := aliases.memory_of(n):
+            left += near
+        else:
+            found.add(n)
+    return found
 
 
 def _given_to_regions(program: torch.export.ExportedProgram) -> dict[fx.Node, fx.Node]:
@@ -215,15 +232,14 @@ def changed_in_place(name: str) -> str:
 
 def refuse_shared(program: torch.export.ExportedProgram, model: nn.Module) -> None:
     """Raise CaptureError for a buffer of several names that the program changes in place: which PyTorch cannot mend."""
-    held, aliases, given = program.graph_signature.inputs_to_buffers, Aliases(), _given_to_regions(program)
+    held, aliases = program.graph_signature.inputs_to_buffers, Aliases()
     names: dict[int, list[str]] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         names.setdefault(id(buffer), []).append(name)
     several = {name: others for others in names.values() if len(others) > 1 for name in others}
-    for graph in {program.graph, *(n.graph for n in given)}:
+    for graph in {program.graph, *(n.graph for n in _given_to_regions(program))}:
         for node in (n for n in graph.nodes if n.target in _mutable(program)):
-            near = {n for x in _changed(node) for n in aliases.behind(x)}
-            for root in near | {x for n in near if n in given for x in aliases.behind(given[n])}:
+            for root in {r for x in _changed(node) for r in _roots(x, program, aliases)}:
                 name = held.get(root.name, "").removeprefix("model.")
                 if root.graph is program.graph and name in several:
                     mine = several[name]
