@@ -5,7 +5,7 @@ Attention is traced; attention over a cut sequence, collectives, dropout, losses
 embedding are nodes that AOTAutograd looks into (functional collectives, plain operations and our kernels), so that a
 compiler fuses up to them. A ring, which sends point to point, is one operator to it. Experts are plain operations where
 all are on this rank and one kernel computes their products (bfloat16); else counting rows, sending them and the
-products are operators (:mod:`autoplan.runtime.expert_operators`). Updates of running statistics (not in a recompute)
+products are operators (:mod:`autoplan.runtime.expert_operators`). Updates of buffers (not in a recompute)
 run between compiled parts, each with a graph break. Assertions of types, which only act while type-checking, are left
 out. Another batch size or sequence length compiles once more, then for all sizes. torch compiles nothing while a
 dispatch mode is active, such as `record_collectives`: then operations run one by one.
@@ -30,10 +30,10 @@ from autoplan.runtime.program import Block
 
 # names of an emitted module: nodes of a graph, each with its own forward and backward
 _NODES = (
-    "all_gather all_reduce all_to_all context_part cross_entropy_sum dropout reduce_scatter slice_ to_partial "
+    "all_gather all_reduce all_to_all context_part cross_entropy_sum dropout extreme reduce_scatter slice_ to_partial "
     "to_replicate vocab_parallel_cross_entropy_sum vocab_parallel_embedding"
 ).split()
-_APART = ("running_statistics",)
+_APART = ("running_statistics", "update_buffer")
 _ASSERTIONS = ("typed", "vary")
 _SPREADS = ("axes", "dispatch", "inner")  # arguments of experts: axes over which they are spread
 

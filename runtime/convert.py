@@ -208,6 +208,16 @@ def all_reduce(x: torch.Tensor, axis: str, dst: Type) -> torch.Tensor:
     return _contiguous_gradient(out) if dst is R else out
 
 
+def extreme(x: torch.Tensor, axis: str, *, largest: bool) -> torch.Tensor:
+    """Return the largest or smallest of every element over ``axis``, of the shape of ``x``; without a gradient."""
+    mesh = current_mesh()
+    if mesh.size(axis) == 1:
+        return x
+    given = _contiguous(x.detach())
+    # the reduction by name that every backend has
+    return functional.raw_all_reduce(given, "max" if largest else "min", mesh.group(axis))
+
+
 def reduce_scatter(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
     """Sum ``x`` over ``axis`` and keep chunk ``index`` of tensor dim ``dim``: P -> S(dim) (backward: all-gather).
 

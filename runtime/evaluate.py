@@ -110,6 +110,6 @@ def only_trains(spec: ProgramSpec) -> str | None:
     if not updated:
         return None
     return (
-        f"{spec.model} was captured in training mode and updates {updated[0]!r} (batch norm), whose evaluation is "
+        f"{spec.model} was captured in training mode and updates {updated[0]!r} in its forward; its evaluation is "
         "another computation; evaluate pm.to_module() instead"
     )

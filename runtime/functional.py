@@ -20,7 +20,7 @@ def _wait(x: torch.Tensor) -> torch.Tensor:
 
 
 def raw_all_reduce(x: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the reduction (`sum` or `max`) of `x` over a group."""
+    """Return the reduction (`sum`, `max` or `min`) of `x` over a group."""
     return _wait(torch.ops._c10d_functional.all_reduce(x, op, group.group_name))
 
 

@@ -28,6 +28,7 @@ from autoplan.runtime.convert import (
     all_gather,
     all_reduce,
     all_to_all,
+    extreme,
     reduce_scatter,
     slice_,
     to_partial,
@@ -44,7 +45,7 @@ from autoplan.runtime.params import without_memory
 from autoplan.runtime.recompute import OffloadedActivations, Offloads, Regions
 from autoplan.runtime.scans import scan
 from autoplan.runtime.side_stream import SideStream
-from autoplan.runtime.statistics import running_statistics
+from autoplan.runtime.statistics import running_statistics, update_buffer
 
 __all__ = [
     "Block",
@@ -62,6 +63,7 @@ __all__ = [
     "cross_entropy_sum",
     "dropout",
     "experts",
+    "extreme",
     "nn",
     "parameter",
     "reduce_scatter",
@@ -72,6 +74,7 @@ __all__ = [
     "to_replicate",
     "torch",
     "typed",
+    "update_buffer",
     "vary",
     "vocab_parallel_cross_entropy_sum",
     "vocab_parallel_embedding",
@@ -89,7 +92,12 @@ class Block(nn.Module):
         gathered: what happens under ZeRO 3 to parameters gathered for the forward: `again`, they are dropped and
             gathered again for the backward; `keep`, the backward follows at once; `drop`, the backward needs no
             parameter.
+
+    Sub-classes name in `held` the buffers that `compute` takes as arguments: those that it gives new values. So a
+    recompute reads what the forward read.
     """
+
+    held: tuple[str, ...] = ()
 
     def __init__(self, *, recompute: str = "none", site: int = 0, gathered: str = "again") -> None:
         super().__init__()
@@ -108,6 +116,8 @@ class Block(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run `compute`, with activations treated as `recompute` says."""
+        for name in self.held:
+            kwargs[name] = self._buffers[name]
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self.compute(*args, **kwargs)
         run: Callable[..., Any] = _RUNS.get(self.recompute, Block._run_regions)

@@ -1,4 +1,4 @@
-"""Running statistics of batch norm: buffers that every forward updates, alike on all ranks."""
+"""Buffers that every training forward updates, alike on all ranks: a new value, running statistics of batch norm."""
 
 from __future__ import annotations
 
@@ -7,6 +7,51 @@ from typing import Any
 import spmd_types
 import torch
 from spmd_types import R, rules
+from torch import nn
+
+
+def _recomputes() -> bool:
+    """Return True inside a backward, where a forward that runs is a recompute."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def update_buffer(value: torch.Tensor, held: torch.Tensor, module: nn.Module, name: str) -> torch.Tensor:
+    """Give a buffer of a module a copy of `value`, a new tensor, and return it. A recomputed forward updates nothing.
+
+    The old tensor stays as it is: earlier micro-batches may still need it, for their backward or their recompute.
+
+    Args:
+        value: in the shape of the buffer, the same on every rank.
+        held: the buffer before the forward.
+    """
+    if _recomputes():
+        return held
+    out: torch.Tensor = _Copy.apply(value, held)  # type: ignore[no-untyped-call]
+    module._buffers[name] = out
+    return out
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(held).copy_(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+        return None, None
+
+    @staticmethod
+    def spmd_typecheck(*, value: torch.Tensor, held: torch.Tensor) -> Any:
+        _same_everywhere("update_buffer: its new value is", value)
+        rules.ignore(held)
+        labels = "abcdefghij"[: value.ndim]
+        return rules.einsum(f"{labels}->{labels}", value)
+
+
+def _same_everywhere(what: str, value: torch.Tensor) -> None:
+    for key, kind in spmd_types.get_local_type(value).items():
+        if kind not in (R, spmd_types.I):
+            raise spmd_types.SpmdTypeError(f"{what} {kind} on {key}; every rank needs all of it")
 
 
 def running_statistics(
@@ -54,7 +99,7 @@ class _Update(torch.autograd.Function):
         number: int,
     ) -> torch.Tensor:
         none = torch.zeros((), dtype=mean.dtype, device=mean.device)
-        if torch._C._current_graph_task_id() != -1:  # inside a backward: this forward is a recompute
+        if _recomputes():
             return none
         weight: float | torch.Tensor = 0.0 if momentum is None else momentum
         if num_batches is not None:
@@ -78,11 +123,7 @@ class _Update(torch.autograd.Function):
         num_batches: torch.Tensor | None,
     ) -> Any:
         for value in (mean, variance):
-            for key, kind in spmd_types.get_local_type(value).items():
-                if kind not in (R, spmd_types.I):
-                    raise spmd_types.SpmdTypeError(
-                        f"running_statistics: statistics are {kind} on {key}; every rank needs those of all channels"
-                    )
+            _same_everywhere("running_statistics: statistics are", value)
         for read in (variance, running_mean, running_variance, num_batches):
             if read is not None:
                 rules.ignore(read)  # what is returned does not depend on it

@@ -65,7 +65,9 @@ STATISTICS = [
         "const: []",
         lambda mean, *rest: mean.new_zeros(()),
         **dict(momentum=0.1, scalar=Expr.of(8)),
-    )
+    ),
+    # tests/whole/test_buffers.py, as well
+    case("update_buffer", ["const: hidden", "const: hidden"], "const: hidden", lambda value, held: value.clone()),
 ]
 
 _KERNEL = {"stride": (1,), "padding": (1,), "dilation": (1,), "transposed": False, "output_padding": (0,)}

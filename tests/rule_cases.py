@@ -365,6 +365,7 @@ VIEWS = [
         "repeat_interleave", ["b, kv, head"], "b, kv two, head", lambda x: x.repeat_interleave(2, 1), repeats=2, dim=1
     ),
     case("batch_sum", ["eight"], "eight", lambda x: x.clone(), over=("b", "s")),
+    case("batch_extreme", ["eight"], "eight", lambda x: x.clone(), over=("b", "s"), largest=True),
     case("batch_part", ["[]"], "[]", lambda x: x.clone(), over=("b", "s")),
     case("gather", ["b s, eight", "int8: b s, two"], "b s, two", lambda x, i: x.gather(1, i), dim=1),
     case("gather", ["b, kv, eight", "int8: b, kv, 1"], "b, kv, 1", lambda x, i: x.gather(-1, i), dim=-1),

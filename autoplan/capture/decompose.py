@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -211,6 +212,38 @@ def _copy(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
     return src.to(self.dtype).expand(self.shape)
 
 
+def _variance(
+    self: torch.Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write variance and mean as sums, which can be added up over parts of a batch. `dim`: `unbiased` if a bool."""
+    dims, unbiased = _reduced(self, dim), dim if isinstance(dim, bool) else unbiased
+    mean = self.mean(dims, keepdim=True)
+    number = math.prod(self.shape[d] for d in dims) - (int(unbiased) if correction is None else correction)
+    variance = (self - mean).square().sum(dims, keepdim=keepdim) / number
+    return variance, mean if keepdim else mean.reshape(variance.shape)
+
+
+def _reduced(x: torch.Tensor, dim: Any) -> list[int]:
+    given = None if isinstance(dim, bool) else [dim] if isinstance(dim, int) else dim
+    return [d % x.dim() for d in given] if given else list(range(x.dim()))
+
+
+def _is_of_a_batch(self: torch.Tensor, dim: Any = None, *_: Any, **__: Any) -> bool:
+    """Return True for real numbers along dims that are not all of fixed size, as those of a batch are not."""
+    return self.is_floating_point() and not all(isinstance(self.shape[d], int) for d in _reduced(self, dim))
+
+
+def _bincount(self: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    """Count numbers below `minlength`, which PyTorch counts up to the largest that there is."""
+    counted = torch.ones_like(self) if weights is None else weights
+    return counted.new_zeros(minlength).scatter_add(0, self.to(torch.int64), counted)
+
+
+def _counts_few(self: torch.Tensor, weights: Any = None, minlength: int = 0) -> bool:
+    whole = weights is None or weights.dtype in (torch.float32, torch.float64)
+    return minlength > 0 and whole and self.dtype is torch.int64
+
+
 def _join(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """Leave out tensors of shape [0], which PyTorch joins with anything."""
     return torch.cat([x for x in tensors if x.shape != (0,)], dim)
@@ -248,6 +281,21 @@ def _has_other_dims(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> boo
     return bool(query.dim() != 4)
 
 
+def _extremes(name: str) -> tuple[_Form, ...]:
+    """Return the form of the largest or smallest elements along the batch: those alone, and their places."""
+    value, place = getattr(torch, f"a{name}"), getattr(torch, f"arg{name}")
+
+    def function(self: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        return value(self, dim, keepdim), place(self, dim, keepdim)
+
+    return _given(lambda self, dim, *_: dim == 0 and self.dim() > 0 and not isinstance(self.shape[0], int), function)
+
+
+_VARIANCES: Mapping[str, _Function] = {
+    "var": lambda *given, **how: _variance(*given, **how)[0],
+    "std": lambda *given, **how: _variance(*given, **how)[0].sqrt(),
+    "var_mean": _variance,
+}
 _OWN: Mapping[str, tuple[_Form, ...]] = {
     "aten.scaled_dot_product_attention.default": (
         *_given(_is_written_out, written_attention),
@@ -258,6 +306,14 @@ _OWN: Mapping[str, tuple[_Form, ...]] = {
     **{f"aten.conv{n}d.default": _given(_are_patches, _patches) for n in (1, 2, 3)},
     "aten.copy.default": _given(lambda *given: True, _copy),
     "aten.cat.default": _given(lambda tensors, dim=0: any(x.shape == (0,) for x in tensors), _join),
+    **{
+        f"aten.{name}.{overload}": _given(_is_of_a_batch, function)
+        for name, function in _VARIANCES.items()
+        for overload in ("default", "dim", "correction")
+    },
+    "aten.bincount.default": _given(_counts_few, _bincount),
+    "aten.max.dim": _extremes("max"),
+    "aten.min.dim": _extremes("min"),
     "aten.index.Tensor": (
         _Form(positions.is_view, positions.viewed),
         _Form(positions.is_gather, positions.written_gather),

@@ -33,7 +33,7 @@ from autoplan.capture.frontend.huggingface import (
     own_hooks,
     recorded_outputs,
 )
-from autoplan.capture.frontend.inplace import CaptureData, can_be_functional, without_mutation
+from autoplan.capture.frontend.inplace import CaptureData, can_be_functional, refuse_shared, without_mutation
 from autoplan.capture.frontend.inputs import LossFn, LossModule, check_arguments, uncompiled
 from autoplan.capture.frontend.layer_tracer import LayerTracer, layer_modules
 from autoplan.capture.frontend.lengths import length_symbols, target_inputs
@@ -179,6 +179,7 @@ def _capture(
     except CaptureError:
         if not can_be_functional(program) or has_unknown_sizes(program):  # which no form of the program would change
             raise
+        refuse_shared(program, model)
         trace = Translator(without_mutation(program), wrapper, lengths, names).run()
     graph = assemble(trace, type(model).__name__, *_parameters(model))
     if graph is None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoplan.ir.dataflow import Dataflow
 from autoplan.ir.graph import Node, Value
+from autoplan.ops.statistics import UPDATE
+from autoplan.ops.table import updated_buffers
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Trace:
         params, buffers: value -> full name in the model.
         layer_inputs, layer_outputs: layer -> values that enter and leave it.
         results: what the model returns besides the loss, where the loss depends on it: name -> value.
+        of_micro_batches: values that updates of buffers are made of: the batch size in them is that of a micro-batch.
         order: program order: ("node", index into `nodes`) or ("repeat", index into `repeats`).
     """
 
@@ -42,6 +45,7 @@ class Trace:
     order: list[tuple[str, int]] = field(default_factory=list)
     output: str = ""
     results: dict[str, str] = field(default_factory=dict)
+    of_micro_batches: set[str] = field(default_factory=set)
 
     def flow(self) -> Dataflow:
         """Return the dependences among `nodes`, by index."""
@@ -60,3 +64,36 @@ class Trace:
     def insert_after(self, index: int, node: Node) -> None:
         """Add a node directly after node number `index`, in the same layer."""
         self.insert(self.order.index(("node", index)) + 1, node, self.region[self.nodes[index].name])
+
+    def updated_buffers(self) -> frozenset[str]:
+        """Return the values of the buffers that the forward writes to."""
+        return updated_buffers(self.nodes, self.buffers)
+
+    def update(self, buffer: str, value: str) -> None:
+        """Add a node that gives a buffer a new value: where the value is made, or in the layer that holds the buffer.
+
+        Args:
+            buffer, value: values of the trace.
+        """
+        layer, place = self._made_at(buffer, value)
+        given, name = self.values[value], f"update:{self.buffers[buffer]}"
+        self.values[f"{name}.value"] = replace(given, name=f"{name}.value", requires_grad=False)
+        self.values[name] = replace(self.values[buffer], name=name)
+        self.insert(place, Node(f"{name}.value", "detach", (value,), (f"{name}.value",), {}, "", ""), layer)
+        self.insert(place + 1, Node(name, UPDATE, (f"{name}.value", buffer), (name,), {}, "", ""), layer)
+
+    def _made_at(self, buffer: str, value: str) -> tuple[str, int]:
+        """Return the layer, and the place in the program order, directly behind the node that makes a value."""
+        last = -1
+        for place, (kind, index) in enumerate(self.order):
+            if kind == "repeat" and value in self.repeats[index].outputs:
+                return "", place + 1
+            if kind == "node" and value in self.nodes[index].outputs:
+                return self.region[self.nodes[index].name], place + 1
+        layers = [layer for layer in self.layer_inputs if self.buffers[buffer].startswith(f"{layer}.")]
+        layer = max(layers, key=len, default="")
+        for place, (kind, index) in enumerate(self.order):  # a parameter, say: behind its last use
+            if kind == "node" and self.region[self.nodes[index].name] == layer:
+                used = {value, buffer} & set(self.nodes[index].tensor_inputs)
+                last = place if used or layer else last
+        return layer, last + 1

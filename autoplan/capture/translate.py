@@ -24,14 +24,16 @@ from autoplan.capture.frontend.inplace import (
     ConstantTensor,
     Painted,
     Window,
+    changed_in_place,
     cuts_at_fixed_places,
+    new_values,
     out_of_place,
     painted,
     place,
     promoted,
     record_fill,
     window,
-    written_in_regions,
+    writing_regions,
 )
 from autoplan.capture.frontend.inputs import LossModule
 from autoplan.capture.frontend.lengths_held import Lengths, error_kind
@@ -129,33 +131,30 @@ class Translator:
         self.traces: Traces = {}
         self.aliases: Aliases = Aliases()
         self.made: dict[object, IrOp] = {}
+        self.buffers: dict[str, str] = {}  # name in the program -> value
 
     def run(self) -> Trace:
         """Translate the whole graph."""
         module = self.program.graph_module
-        written = written_in_regions(self.program)
+        written = writing_regions(self.program)
         _restore_users(module)
-        module.graph.eliminate_dead_code()  # first: code that the loss does not need may use unsupported ops
+        module.graph.eliminate_dead_code(
+            lambda n: n in written or n.is_impure()
+        )  # first: code that the loss does not need may use unsupported ops
         self._placeholders()
         self._graph(module, module.graph)
         out = next(n for n in module.graph.nodes if n.op == "output").args[0]
         outputs = [n for n in out if isinstance(n, fx.Node)] if isinstance(out, (tuple, list)) else [out]
-        changed = {*self.program.graph_signature.buffers_to_mutate.values(), *written}
-        for text in sorted(self._mutated(name.removeprefix("model.")) for name in changed):
-            self.refused.setdefault(text, CaptureError(text))
         if self.refused:
             raise self._refusals()
+        for target, node in new_values(self.program).items():
+            buffer, value = self.buffers[target], self._name_of(node)
+            if value != buffer:
+                self.trace.update(buffer, value)
         self.trace.output = self._name_of(outputs[-1])
         results = outputs[-1 - len(self.wrapper.results) : -1]
         self.trace.results = dict(zip(self.wrapper.results, map(self._name_of, results), strict=True))
         return self.trace
-
-    @staticmethod
-    def _mutated(name: str) -> str:
-        return (
-            f"buffer {name!r} is changed in the forward; its value would depend on the split. Only the running "
-            "statistics of batch norm (F.batch_norm) are supported: call eval() on that module, or leave the change out"
-        )
 
     def _placeholders(self) -> None:
         targets = {s.arg.name: (s.kind, s.target) for s in self.program.graph_signature.input_specs}
@@ -176,7 +175,7 @@ class Translator:
                 self.trace.params[name] = full
             elif kind is InputKind.BUFFER:
                 full = buffers[id(self.wrapper.get_buffer(target))]
-                name = f"buffer:{full}"
+                name = self.buffers[target] = f"buffer:{full}"
                 self.trace.buffers[name] = full
             else:
                 found = self._constant(str(target), node)
@@ -485,9 +484,10 @@ class Translator:
         """Return the error that says why an op that changes its argument cannot be captured."""
         if not target.split(".")[1].endswith("_"):
             return CaptureError(f"op {target} is not supported; add its record to autoplan/ops (docs/how_to_add.md)")
-        held = [name for x in self.aliases.behind(self._first(node)) if isinstance(name := self.env.get(x), str)]
+        cut = {n.outputs[0]: n.tensor_inputs[0] for n in self.trace.nodes if op_has(n.op, Trait.STOPS_GRADIENT)}
+        held = [cut.get(x, x) for n in self.aliases.behind(self._first(node)) if isinstance(x := self.env.get(n), str)]
         for full in sorted(self.trace.buffers[name] for name in held if name in self.trace.buffers):
-            return CaptureError(self._mutated(full))
+            return CaptureError(changed_in_place(full))
         for full in (self.trace.params[name] for name in held if name in self.trace.params):
             how = "after the optimizer's step, or do not store it: clamp() for data.clamp_()"
             return CaptureError(f"parameter {full!r} is changed in the forward by {target}; change it {how}")

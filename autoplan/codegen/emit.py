@@ -19,6 +19,7 @@ from autoplan.ir.graph import Value
 from autoplan.ir.layout import Axis, AxisType, ConversionKind, Layout
 from autoplan.ir.symbols import SYMBOLS, Expr, product
 from autoplan.ops.record import OpKind, Trait
+from autoplan.ops.statistics import UPDATE
 from autoplan.ops.table import op_has, op_kind, op_record
 from autoplan.ops.text import OpText, py, shape_text
 from autoplan.program.lower import identifier
@@ -202,6 +203,7 @@ def block_source(
         groups: groups of the regions that a call of the block recomputes; the regions become functions.
         given: lines to put behind statements, by their index: results that an evaluation may ask for.
     """
+    lowered, held = _with_held_buffers(lowered)
     lines, site = [], 0
     for statement in lowered.statements:
         if isinstance(statement, Convert):
@@ -227,9 +229,10 @@ def block_source(
     lines = [f"class {lowered.class_name}({'nn.Module' if free else 'Block'}):"]
     shown = ", ".join(calls[:3]) + (f", ... ({len(calls)} calls)" if len(calls) > 3 else "")
     lines += [f'    """{shown}"""', ""]
+    lines += [f"    held = {held!r}", ""] * bool(held)
     if lowered.params or lowered.buffers:
         lines += _init_lines(lowered, ctx, free)
-    args = [f"{given.var}: Tensor" for given in lowered.inputs]
+    args = _arguments(lowered, held)
     star = ["*"] if extra else []
     name = "forward" if free else "compute"
     lines.append(f"    def {name}({', '.join(['self', *args, *star, *extra])}) -> {_returns(len(lowered.outputs))}:")
@@ -239,6 +242,29 @@ def block_source(
     lines.append(f"        return {', '.join(lowered.outputs)}")
     lines += ["", ""]
     return lines, needs
+
+
+def _with_held_buffers(lowered: LoweredBlock) -> tuple[LoweredBlock, tuple[str, ...]]:
+    """Return the block with variables for the buffers that get a new value, and their names.
+
+    They are arguments of `compute` (`autoplan.runtime.program.Block.held`), so that a recompute reads the old value.
+    """
+    updates = [s for s in lowered.statements if isinstance(s, Op) and s.node.op == UPDATE]
+    held = {text: text.removeprefix("self.") for text in (str(s.args[-1]) for s in updates)}
+    if not held:
+        return lowered, ()
+
+    def renamed(s: Op | Convert) -> Op | Convert:
+        if isinstance(s, Convert):
+            return replace(s, source=held.get(s.source, s.source))
+        args = tuple(a if a is None else held.get(a, a) for a in s.args)
+        return replace(s, args=args, bias=s.bias if s.bias is None else held.get(s.bias, s.bias))
+
+    return replace(lowered, statements=tuple(map(renamed, lowered.statements))), tuple(held.values())
+
+
+def _arguments(lowered: LoweredBlock, held: Sequence[str]) -> list[str]:
+    return [f"{name}: Tensor" for name in (*(given.var for given in lowered.inputs), *held)]
 
 
 def _body(lowered: LoweredBlock, flow: Flow, lines: Sequence[str], apart: Sequence[Region]) -> list[str]:

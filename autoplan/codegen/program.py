@@ -242,7 +242,8 @@ class _Compiler:
                         block, p.attr, full.name, full.shape, shape, full.dtype, full.trainable, shards, pending, used
                     )
                 )
-            updated = updated_buffers(self.graph.blocks[call.block])
+            made = self.graph.blocks[call.block]
+            updated = updated_buffers(made.nodes, made.buffers)
             for attr, value in lowered.buffers:
                 buffers.append(BufferSpec(block, attr, call.buffers[value.name], value.name in updated))
         return StageSpec(

@@ -33,6 +33,8 @@ GRAPH_SCHEMA_VERSION = 2
 LOSS_DENOMINATOR = "loss_denominator"  # the global number of entries in the mean of the loss
 LOSS_SHARE = "loss_share"  # one over the number of micro-batches, for values averaged over them
 OF_THE_WHOLE_BATCH = "of_the_whole_batch"  # attribute: a number of the node is the size of the whole batch
+# attribute: symbols over which the node takes an extreme of this rank's part; the next node takes that over all ranks
+OF_PARTS = "of_parts"
 
 
 class LossCount(NamedTuple):

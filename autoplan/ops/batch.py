@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
-from autoplan.ir.graph import OF_THE_WHOLE_BATCH, Block, ModelGraph, Node, Value
+from autoplan.ir.graph import OF_PARTS, OF_THE_WHOLE_BATCH, Block, ModelGraph, Node, Value
 from autoplan.ir.layout import AxisType, P, R, shard
 from autoplan.ir.symbols import Expr
 from autoplan.ops.record import OpKind, OpRecord, Trait
@@ -37,7 +37,7 @@ def _result(
     if max(map(len, places)) > 1 or (symbol == "b" and node.attrs.get(OF_THE_WHOLE_BATCH)):
         return None
     op = op_record(node.op)
-    if op.kind is OpKind.COLLECTIVE and symbol in node.attrs["over"]:
+    if symbol in node.attrs.get("over" if op.kind is OpKind.COLLECTIVE else OF_PARTS, ()):
         return None if any(places) else _over_all_parts(op, inputs)
     if Trait.CAST in op.traits and inputs == (P,) and "float" in block.values[node.outputs[0]].dtype:
         return [P]  # a term of the loss: each part is rounded
@@ -48,8 +48,13 @@ def _result(
     return _split(node, block, factors, inputs, places)
 
 
+_JOIN_PARTS = {Trait.SUMS_RANKS, Trait.EXTREME_OF_RANKS}
+
+
 def _over_all_parts(op: OpRecord, inputs: tuple[AxisType, ...]) -> list[AxisType] | None:
-    before, after = (P, R) if Trait.SUMS_RANKS in op.traits else (R, P)
+    if op.kind is not OpKind.COLLECTIVE:  # an extreme of this part, which only that over all parts takes
+        return [P] if len(inputs) == 1 and inputs[0].is_shard else None
+    before, after = (P, R) if op.traits & _JOIN_PARTS else (R, P)
     return [after] if inputs == (before,) else None
 
 

@@ -108,6 +108,7 @@ class Trait(Enum):
     SCALES = auto()  # multiplies by a number
     AVERAGES = auto()  # divides by the number of elements that it adds up
     SUMS_RANKS = auto()  # adds up over the ranks that share a micro-batch
+    EXTREME_OF_RANKS = auto()  # takes the largest or smallest over them
     UPDATES = auto()  # writes to buffers, its last inputs; nothing uses its result
     KEEPS_NUMBERS = auto()  # hands on numbers as they are
     FILLS = auto()  # made in every part of a batch with the part's own size

@@ -107,6 +107,10 @@ def _batch_part(t: OpText) -> str:
     return f"to_partial({t.args[0]}, {t.over}, src=R)" if t.over else t.args[0]
 
 
+def _batch_extreme(t: OpText) -> str:
+    return f"extreme({t.args[0]}, {t.over}, largest={t.attrs['largest']})" if t.over else t.args[0]
+
+
 def _over_ranks(name: str, text: Emitter, *traits: Trait) -> OpRecord:
     saved = keeps(form=Form.NEW, gradient=Gradient.PASS)
     return OpRecord(name, OpKind.COLLECTIVE, "~[*a] -> [*a]", saved, text, has=traits)
@@ -154,4 +158,5 @@ RECORDS = (
     ),
     _over_ranks("batch_sum", _batch_sum, Trait.SUMS_RANKS),
     _over_ranks("batch_part", _batch_part),
+    _over_ranks("batch_extreme", _batch_extreme, Trait.EXTREME_OF_RANKS),
 )

@@ -1,4 +1,7 @@
-"""Batch norm in training mode: the mean over a whole micro-batch, and the update of running statistics."""
+"""Buffers that a training forward updates: one that gets a new value, and the running statistics of batch norm.
+
+Batch norm is the mean over a whole micro-batch, and the update of its statistics.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 from autoplan.ir.graph import Node
 from autoplan.ir.symbols import Expr, Shape
 from autoplan.ops.arguments import Args, IrOp, IrResult
+from autoplan.ops.labels import dim_labels
 from autoplan.ops.language import OpRule, Role
 from autoplan.ops.record import OpKind, OpRecord, Trait
 from autoplan.ops.saved import Form, keeps
@@ -58,12 +62,34 @@ def _rule(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
     return OpRule(inputs, ((),), (Role.OTHER,) * len(ins), frozenset({"c"}))
 
 
+def _one_value(node: Node, ins: list[Shape], outs: list[Shape]) -> OpRule:
+    """Return the rule of a new value of a buffer: whole on every rank, as the buffer is."""
+    labels = tuple(dim_labels(ins[0]))
+    return OpRule((labels, labels), (labels,), (Role.OTHER, Role.OTHER), frozenset(x for dim in labels for x in dim))
+
+
+def _update_text(t: OpText) -> str:
+    value, buffer = t.args
+    return f"update_buffer({value}, {buffer}, self, {buffer!r})"
+
+
 def _text(t: OpText) -> str:
     momentum, number = t.attrs["momentum"], py(t.whole(t.attrs["scalar"]))
     return f"running_statistics({', '.join(t.args)}, momentum={momentum!r}, number={number})"
 
 
+UPDATE = "update_buffer"  # its inputs: the new value, without a gradient, and the buffer
+
 RECORDS = (
+    OpRecord(
+        UPDATE,
+        OpKind.ELEMENTWISE,
+        _one_value,
+        keeps(form=Form.NEW),
+        _update_text,
+        variable="stored",
+        has=(Trait.UPDATES,),
+    ),
     OpRecord(
         "running_statistics",
         OpKind.ELEMENTWISE,

@@ -118,10 +118,10 @@ def _along_no_dim(node: Node, ins: Sequence[Shape], outs: Sequence[Shape]) -> bo
     return any(name in node.attrs for name in ("dim", "dims")) and bool(ins) and not any((*ins, *outs))
 
 
-def updated_buffers(block: Block) -> frozenset[str]:
-    """Return the buffers of a block that its forward writes to."""
-    written = {x for node in block.nodes if op_has(node.op, Trait.UPDATES) for x in node.tensor_inputs}
-    return frozenset(written & set(block.buffers))
+def updated_buffers(nodes: Iterable[Node], buffers: Iterable[str]) -> frozenset[str]:
+    """Return those of the buffers that the nodes write to."""
+    written = {x for node in nodes if op_has(node.op, Trait.UPDATES) for x in node.tensor_inputs}
+    return frozenset(written & set(buffers))
 
 
 def flops(node: Node, values: Mapping[str, Value], rule: OpRule) -> Expr:

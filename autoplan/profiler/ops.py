@@ -330,6 +330,9 @@ def make_input(t: TensorFacts, task: MeasureTask, position: int, device: torch.d
 class _Namespace:
     site = 0
 
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
 
 def compiled(task: MeasureTask, device: torch.device) -> Callable[..., Any]:
     """Return the text of a task as a function of its inputs."""

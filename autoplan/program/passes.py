@@ -113,11 +113,12 @@ def batch_sums(mesh: Mesh | None) -> Pass:
 
     def rewritten(lowered: LoweredBlock) -> LoweredBlock:
         def summed(op: Op) -> Op:
-            if not op_has(op.node.op, Trait.SUMS_RANKS):
+            sums = op_has(op.node.op, Trait.SUMS_RANKS)
+            if not sums and not op_has(op.node.op, Trait.EXTREME_OF_RANKS):
                 return keywords(op)
             axis, value = axis_of(op), op.inputs[0]
             size = lowered.elements(value, op.strategy.inputs[0])
-            phases = ("forward", "backward")[: 1 + value.requires_grad] if axis else ()
+            phases = ("forward", "backward")[: 1 + (sums and value.requires_grad)] if axis else ()
             sends = (Collective(value.name, "all_reduce", (axis,), size, value.dtype, phase) for phase in phases)
             return replace(keywords(op), collectives=tuple(sends))
 

@@ -22,7 +22,7 @@ from autoplan.errors import CaptureError, GraphError
 from autoplan.verify.cost import LIMIT_S, USUAL_S, Cost, cost_of
 from autoplan.verify.first import explain_difference
 from autoplan.verify.one_device import compile_one_device, load_stage
-from autoplan.verify.runs import NotComparable, VerifyTask, Wrong, copies_of, run_graph, run_module
+from autoplan.verify.runs import ADVICE, NotComparable, VerifyTask, Wrong, copies_of, run_graph, run_module
 from autoplan.verify.sample import draw_batch, has_mask, longest_window, sizes_to_try
 from autoplan.verify.wide import WIDE
 
@@ -58,20 +58,47 @@ def compare_runs(
     """
     batch = _wide_batch(draw_batch(task.graph, task.example, sizes, whole_sample=whole_sample))
     tensors = copies_of(task.model, moved)
-    loss, gradients = run_module(task, tensors, batch)
+    want = run_module(task, tensors, batch)
     compiled = compile_one_device(task.graph)
-    got_loss, got = run_graph(task, load_stage(compiled.text), compiled, tensors, batch)
+    got = run_graph(task, load_stage(compiled.text), compiled, tensors, batch)
     trained = [n for n, p in task.graph.params.items() if p.trainable]
-    error = abs(float(got_loss - loss)) / max(abs(float(loss)), ROUNDING)
-    wrong = differing(trained, got, gradients)
+    error = abs(float(got.loss - want.loss)) / max(abs(float(want.loss)), ROUNDING)
+    wrong = differing(trained, got.gradients, want.gradients)
     if not error <= TOLERANCE or wrong:
-        raise CaptureError(explain_difference(task, compiled, tensors, batch, (float(got_loss), float(loss)), wrong))
+        losses = float(got.loss), float(want.loss)
+        raise CaptureError(explain_difference(task, compiled, tensors, batch, losses, wrong))
+    _compare_buffers(task, got.buffers, want.buffers, tensors.buffers)
     window = _window(task)
     unseen = f"; windows of {window:,} tokens are longer" if window >= sizes.get("s", math.inf) else ""
     unseen += "" if whole_sample or not has_mask(task.example) else "; no sample of nothing but padding"
     shown = ", ".join(f"{x}={n}" for x, n in sorted(sizes.items()))
     count = f"{len(trained)} gradients" if len(trained) != 1 else "1 gradient"
-    return Verification(True, f"in float64: loss and {count} within {TOLERANCE:g} of the module ({shown}{unseen})")
+    updated = len(want.buffers)
+    beside = f"loss, {count} and {updated} buffer{'s' if updated != 1 else ''}" if updated else f"loss and {count}"
+    text = f"in float64: {beside} within {TOLERANCE:g} of the module ({shown}{unseen})"
+    return Verification(True, text)
+
+
+def _compare_buffers(
+    task: VerifyTask,
+    got: Mapping[str, torch.Tensor],
+    want: Mapping[str, torch.Tensor],
+    before: Mapping[str, torch.Tensor],
+) -> None:
+    """Raise CaptureError, naming it, for a buffer that a forward leaves with other values than the module's.
+
+    Args:
+        got: those that the graph updates; others stay as they were, `before`.
+    """
+    every = {n: got.get(n, before[n]).to(WIDE) for n in want}
+    wrong = [w for n in want for w in differing([n], every, {n: want[n].to(WIDE)})]
+    if wrong:
+        first, number = wrong[0], f"{len(wrong)} buffer{'s' if len(wrong) != 1 else ''}"
+        raise CaptureError(
+            f"the captured graph of {task.graph.name} is not the module: a forward leaves {number} with other "
+            f"values; of {first.name}, the largest element is {first.got:.6g}, in the module {first.want:.6g}; "
+            f"they differ by up to {first.error:.3g}. {ADVICE}"
+        )
 
 
 def differing(names: list[str], got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -> list[Wrong]:

@@ -1,4 +1,4 @@
-"""Run a module and its captured graph in float64, on copies of its tensors, and return their losses and gradients."""
+"""Run a module and its captured graph in float64, on copies of its tensors: losses, gradients, and buffers after it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from autoplan.capture.frontend.inputs import LossFn, LossModule, uncompiled
 from autoplan.capture.passes.cast import main_dtype
 from autoplan.errors import AutoplanError, CaptureError
 from autoplan.ir.graph import ModelGraph
+from autoplan.ops.table import updated_buffers
+from autoplan.runtime.params import buffer_owner
 from autoplan.verify.one_device import OneDevice, bind_params, run_one_device
 from autoplan.verify.wide import WIDE, wide
 
@@ -67,6 +69,15 @@ class WideTensors:
             if p.grad is not None:
                 found[name], p.grad = p.grad, None
         return found
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run gave: the loss, the gradients, and the registered buffers that it changed in place or should have."""
+
+    loss: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
 
 
 def copies_of(model: nn.Module, moved: bool = True) -> WideTensors:
@@ -121,10 +132,10 @@ def _places_of(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[s
     return {**tensors, **{name: given[id(t)] for name, t in held if id(t) in given}}
 
 
-def run_module(
-    task: VerifyTask, tensors: WideTensors, batch: Mapping[str, torch.Tensor], backward: bool = True
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return loss and gradients of the module. Raises NotComparable if it cannot run in float64.
+def run_module(task: VerifyTask, tensors: WideTensors, batch: Mapping[str, torch.Tensor], backward: bool = True) -> Ran:
+    """Return what the module gives. Raises NotComparable if it cannot run in float64.
+
+    Its buffers are those that it changed in place, and those that the graph updates.
 
     Neither the batch nor what the module keeps (a cache, a history) changes, whatever its forward does to them.
     """
@@ -133,34 +144,50 @@ def run_module(
     step.backward = backward
     parameters = {f"model.{n}": p for n, p in tensors.parameters.items()}
 
-    def run() -> torch.Tensor:
+    def run() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         buffers = {f"model.{n}": b.clone() for n, b in tensors.buffers.items()}
         given = tuple(batch[n].clone() for n in names)
         with attributes_restored(task.model, every=True):
             places = _places_of(step, {**parameters, **buffers})
-            out: torch.Tensor = functional_call(step, places, given, tie_weights=False)
-            return out
+            loss: torch.Tensor = functional_call(step, places, given, tie_weights=False)
+        held = {f"model.{n}": n for n, _ in task.model.named_buffers()}
+        changed = {n for full, n in held.items() if not _same(buffers[full], tensors.buffers[n])}
+        # a buffer that was replaced is written back into `places`
+        return loss, {n: places[full] for full, n in held.items() if n in changed | updated_by(task.graph)}
 
     try:
         with in_one_process(), own_hooks(task.model), uncompiled(), wide(task.shown):
-            loss = run()
+            loss, buffers = run()
             if step.gives_more():
                 tensors.take_gradients()
-                loss = run()
+                loss, buffers = run()
     except Exception as exc:  # of any type: the model is the user's
         raise NotComparable(f"the module cannot run in float64 on {_shown(batch)}: {_first_line(exc)}") from exc
     gradients = tensors.take_gradients()
     if not bool(loss.isfinite()) or not all(bool(g.isfinite().all()) for g in gradients.values()):
         raise NotComparable(f"loss or gradients of the module are not finite on {_shown(batch)}")
-    return loss.detach(), gradients
+    return Ran(loss.detach(), gradients, {n: b.detach() for n, b in buffers.items()})
+
+
+def updated_by(graph: ModelGraph) -> frozenset[str]:
+    """Return the buffers that a graph updates, by their names in the model."""
+    blocks = {name: updated_buffers(block.nodes, block.buffers) for name, block in graph.blocks.items()}
+    return frozenset(call.buffers[x] for call in graph.calls for x in blocks[call.block])
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True for equal tensors; NaN is equal to NaN."""
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def run_graph(
     task: VerifyTask, stage: nn.Module, compiled: OneDevice, tensors: WideTensors, batch: Mapping[str, torch.Tensor]
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return loss and gradients of the program of one device. Raises CaptureError if it fails where the module runs."""
+) -> Ran:
+    """Return what the program of one device gives. Raises CaptureError if it fails where the module runs."""
+    (spec,), updated = compiled.program.spec.stages, updated_by(task.graph)
+    buffers = {n: b.clone() if n in updated else b for n, b in tensors.buffers.items()}
     try:
-        bind_params(stage, compiled.program, tensors.parameters, tensors.buffers)
+        bind_params(stage, compiled.program, tensors.parameters, buffers)
         with wide(task.shown):
             loss = run_one_device(stage, task.graph, {n: x.clone() for n, x in batch.items()}, WIDE)
             torch.autograd.backward(loss)
@@ -171,7 +198,8 @@ def run_graph(
             f"the captured graph of {task.graph.name} cannot run on {_shown(batch)}, on which the module can: "
             f"{_first_line(exc)}. {ADVICE}"
         ) from exc
-    return loss.detach(), tensors.take_gradients()
+    after = {b.name: getattr(buffer_owner(stage, b), b.attr) for b in spec.buffers if b.updated}
+    return Ran(loss.detach(), tensors.take_gradients(), after)
 
 
 def _first_line(exc: BaseException) -> str:
@@ -184,7 +212,7 @@ def _shown(batch: Mapping[str, torch.Tensor]) -> str:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A gradient that differs: the largest element in the graph, in the module, and of their difference."""
+    """A gradient or buffer that differs: the largest element in the graph, in the module, and of their difference."""
 
     name: str
     got: float

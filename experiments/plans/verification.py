@@ -91,9 +91,9 @@ def _error(task: VerifyTask) -> tuple[str, float]:
     if sizes is None:
         return "", float("nan")
     tensors, batch = copies_of(task.model), draw_batch(task.graph, task.example, sizes)
-    _, want = run_module(task, tensors, batch)
+    want = run_module(task, tensors, batch).gradients
     compiled = compile_one_device(task.graph)
-    _, got = run_graph(task, load_stage(compiled.text), compiled, tensors, batch)
+    got = run_graph(task, load_stage(compiled.text), compiled, tensors, batch).gradients
     whole = max(float(g.abs().max()) for g in want.values())
     worst = max(float((got[n] - g).abs().max()) / max(float(g.abs().max()), 1e-4 * whole) for n, g in want.items())
     return ", ".join(f"{n}={v}" for n, v in sorted(sizes.items())), worst

@@ -180,6 +180,9 @@ def close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
 class _Self:
     site = 3
 
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
 
 def namespace(env: Mapping[str, int]) -> dict[str, Any]:
     """Return what the text of a block sees: `from autoplan.runtime.program import *`, and its arguments."""

@@ -40,7 +40,7 @@ from autoplan.runtime.optim import on_local_shards
 from autoplan.runtime.parts import join
 from autoplan.runtime.precision import Copies, LossScaler, MixedPrecision
 from autoplan.runtime.spec import ParamSpec
-from autoplan.runtime.statistics import running_statistics
+from autoplan.runtime.statistics import running_statistics, update_buffer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed._functional_collectives.*:FutureWarning")
 
@@ -162,6 +162,18 @@ def _join() -> Made:
     return lambda: join(out, lse, part, part_lse), [], out.numel()  # type: ignore[return-value]
 
 
+def _without_gradient(function: Callable[[torch.Tensor], object]) -> Callable[[], Made]:
+    def run(x: torch.Tensor) -> None:
+        function(x)
+
+    x = on_meta(TOKENS, HIDDEN, grad=False)
+    return lambda: (run, [x], x.numel())  # type: ignore[return-value]
+
+
+def _update(value: torch.Tensor) -> torch.Tensor:
+    return update_buffer(value, torch.empty_like(value), torch.nn.Module(), "held")
+
+
 OPERATIONS: dict[str, tuple[Callable[[], Made], Budget]] = {
     # Bytes of bf16: 2 to read and 2 to write an element. torch's own dropout writes a mask of 1 byte, too.
     "dropout": (_dropout, Budget(1, 4, 1, 4)),
@@ -197,6 +209,12 @@ OPERATIONS: dict[str, tuple[Callable[[], Made], Budget]] = {
     "attention, grouped, masked": (_attention(2, True), Budget(4, 12.3, 1, 21, device="cpu")),
     # float32: rows of tokens, read by products, and the rows between these; the sum over choices; weights
     "experts": (_experts, Budget(21, 47.6, 25, 106.2, device="cpu")),
+    # of bf16: the value is read, the copy written
+    "update of a buffer": (_without_gradient(_update), Budget(1, 4, 0, 0)),
+    "extreme of ranks": (
+        _without_gradient(lambda x: convert.extreme(x, "tp", largest=True)),
+        Budget(0, 0, 0, 0, collectives=1),
+    ),
     "running statistics": (_statistics, Budget(9, 72.1, 0, 0)),
     "ring: join": (_join, Budget(12, 29.2, 0, 0)),
 }
@@ -258,7 +276,9 @@ def test_every_operation_of_an_emitted_program_has_a_budget() -> None:
         "context_part": "context part",
         "cross_entropy_sum": "cross entropy",
         "reduce_scatter": "reduce-scatter",
+        "extreme": "extreme of ranks",
         "running_statistics": "running statistics",
+        "update_buffer": "update of a buffer",
         "slice_": "slice",
         "to_partial": "to partial",
         "to_replicate": "to replicate",

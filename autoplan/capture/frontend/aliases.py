@@ -42,9 +42,9 @@ class Aliases:
 
     def behind(self, value: fx.Node) -> set[fx.Node]:
         """Return the value and every other whose memory it may be a view of."""
-        return _closure([value], self._memory_of)
+        return _closure([value], self.memory_of)
 
-    def _memory_of(self, node: fx.Node) -> list[fx.Node]:
+    def memory_of(self, node: fx.Node) -> list[fx.Node]:
         """Return the nodes whose memory the result of `node` may be, as the schema of its op says.
 
         An op that changes its argument counts as one that makes a new tensor, which it becomes.
@@ -57,7 +57,7 @@ class Aliases:
         if is_element(node):
             source, index = cast(tuple[fx.Node, int], node.args)
             if not is_mark(source):
-                return self._memory_of(source)
+                return self.memory_of(source)
             given = cast(list[fx.Node], source.args[0])
             return self._of_a_repeat(source, index) if is_mark(source, "repeat") else [given[index]]
         schema = getattr(node.target, "_schema", None)
@@ -74,7 +74,7 @@ class Aliases:
         return self._marks[graph]
 
     def _of_a_repeat(self, repeat: fx.Node, index: int) -> list[fx.Node]:
-        """Return `_memory_of` for result `index` of a layer that repeats another, read from that other layer."""
+        """Return `memory_of` for result `index` of a layer that repeats another, read from that other layer."""
         first = repeat.args[3]
         end = next(n for n in self._marks_of(repeat.graph) if is_mark(n, "end") and n.args[1] == first)
         out = []
@@ -89,8 +89,8 @@ class Aliases:
         """Return the node and every other whose result may be in the same memory."""
 
         def near(one: fx.Node) -> list[fx.Node]:
-            views = [u for user in one.users for u in (*user.users, user) if one in self._memory_of(u)]
-            return [*(self._memory_of(one) if one.op == "call_function" else ()), *views]
+            views = [u for user in one.users for u in (*user.users, user) if one in self.memory_of(u)]
+            return [*(self.memory_of(one) if one.op == "call_function" else ()), *views]
 
         if node not in self._holders:
             self._holders[node] = _closure([node], near)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 _GONE = object()
 _VALUES = (torch.Tensor, bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -37,6 +38,30 @@ def all_buffers(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tup
     """Yield registered buffers, then tensors that are plain attributes, as `nn.Module.named_buffers` does."""
     yield from model.named_buffers(remove_duplicate=remove_duplicate)
     yield from plain_tensors(model).items()
+
+
+@contextmanager
+def buffers_copied(model: nn.Module) -> Iterator[None]:
+    """Give the model copies of its buffers and plain tensors, shared as they are, which a forward may change in place.
+
+    A fake tensor has no values to keep.
+    """
+    copies: dict[int, torch.Tensor] = {}
+    given = list[tuple[dict[str, Any], str, torch.Tensor]]()
+    for module in model.modules():
+        for table in (module._buffers, vars(module)):
+            for name, value in list(table.items()):
+                plain = isinstance(value, torch.Tensor) and not isinstance(value, (nn.Parameter, FakeTensor))
+                if plain and value.is_leaf:
+                    if id(value) not in copies:
+                        copies[id(value)] = value.detach().clone()
+                    table[name] = copies[id(value)]
+                    given.append((table, name, value))
+    try:
+        yield
+    finally:
+        for table, name, value in given:
+            table[name] = value
 
 
 def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.export.graph_signature import OutputKind
 from torch.overrides import TorchFunctionMode
 
 from autoplan.capture.frontend.aliases import Aliases, is_element, is_mark
@@ -143,9 +144,9 @@ def can_be_functional(program: torch.export.ExportedProgram) -> bool:
     """Return True if ops of the graph change tensors, and none of them one that enters or leaves a layer.
 
     The marks of layers hand on copies, so that a change behind one would not be seen before it. Nor may a tensor be
-    changed past autograd, through `detach` or under no_grad: it keeps the gradient that it had before, and a functional
-    program would cut it off. Nor may there be very many of them, each of which becomes several ops (a mask that is
-    written token by token).
+    changed past autograd, through `detach` or under no_grad, but for buffers: it keeps the gradient that it had before,
+    and a functional program would cut it off. Nor may there be very many of them, each of which becomes several ops (a
+    mask that is written token by token).
     """
     found = _mutable(program)
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
@@ -165,14 +166,47 @@ def _changed(node: fx.Node) -> list[fx.Node]:
 
 
 def _past_autograd(value: fx.Node, program: torch.export.ExportedProgram, aliases: Aliases) -> bool:
-    """Return True for real numbers in the memory of others behind a detach, or from outside a region (of no_grad)."""
-    outside = value.graph is not program.graph
-    behind = (
-        n
-        for n in aliases.behind(value)
-        if str(n.target) == "aten.detach.default" or (outside and n.op == "placeholder")
-    )
-    return any(n.meta["val"].dtype.is_floating_point for n in behind)
+    """Return True for real numbers in the memory of others behind a detach, or from outside a region (of no_grad).
+
+    Buffers are none of these others.
+    """
+    given = _given_to_regions(program)
+
+    def of_buffers(node: fx.Node) -> bool:
+        return all(n.name in program.graph_signature.inputs_to_buffers for n in _roots(node, program, aliases))
+
+    past = (n for n in aliases.behind(value) if str(n.target) == "aten.detach.default" or n in given)
+    return any(n.meta["val"].dtype.is_floating_point and not of_buffers(n) for n in past)
+
+
+def _roots(node: fx.Node, program: torch.export.ExportedProgram, aliases: Aliases) -> set[fx.Node]:
+    """Return the nodes that made the memory of a value, or the inputs of the program that it is, through regions."""
+    given, writes, found, left = _given_to_regions(program), _mutable(program), set[fx.Node](), [node]
+    while left:
+        n = left.pop()
+        inside = _region_of(cast(fx.Node, n.args[0]), program) if is_element(n) else None
+        if n in given:
+            left.append(given[n])
+        elif inside is not None:
+            left.append(next(x for x in inside.nodes if x.op == "output").args[0][cast(int, n.args[1])])
+        elif n.target in writes:
+            left += _changed(n)
+        elif near := aliases.memory_of(n):
+            left += near
+        else:
+            found.add(n)
+    return found
+
+
+def _given_to_regions(program: torch.export.ExportedProgram) -> dict[fx.Node, fx.Node]:
+    """Return what every input of a region without gradients is outside of it."""
+    out: dict[fx.Node, fx.Node] = {}
+    for region in program.graph.nodes:
+        inside = _region_of(region, program)
+        if inside is not None:
+            inputs = [n for n in inside.nodes if n.op == "placeholder"]
+            out |= {n: x for n, x in zip(inputs, region.args[2:], strict=True) if isinstance(x, fx.Node)}
+    return out
 
 
 def _of_a_mark(value: fx.Node, aliases: Aliases) -> bool:
@@ -187,25 +221,61 @@ def _mutable(program: torch.export.ExportedProgram) -> set[torch._ops.OpOverload
     return {t for t in targets if isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable}
 
 
-def written_in_regions(program: torch.export.ExportedProgram) -> set[str]:
-    """Return the buffers that regions without gradients write into, where nothing else reads what a region does.
+def changed_in_place(name: str) -> str:
+    """Return why a change of a buffer is refused in a program whose in-place ops cannot be written otherwise."""
+    return (
+        f"buffer {name!r} is changed in the forward, which cannot be written as a new value of it: besides it, the "
+        "forward changes a tensor in place that it was given, or that autograd keeps, or very many; write x = x.add(y) "
+        "for x.add_(y) there, call eval() on that module, or leave the change out"
+    )
 
-    Such a region is dead code to a graph, and what it leaves in the module would be lost.
+
+def refuse_shared(program: torch.export.ExportedProgram, model: nn.Module) -> None:
+    """Raise CaptureError for a buffer of several names that the program changes in place: which PyTorch cannot mend."""
+    held, aliases = program.graph_signature.inputs_to_buffers, Aliases()
+    names: dict[int, list[str]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        names.setdefault(id(buffer), []).append(name)
+    several = {name: others for others in names.values() if len(others) > 1 for name in others}
+    for graph in {program.graph, *(n.graph for n in _given_to_regions(program))}:
+        for node in (n for n in graph.nodes if n.target in _mutable(program)):
+            for root in {r for x in _changed(node) for r in _roots(x, program, aliases)}:
+                name = held.get(root.name, "").removeprefix("model.")
+                if root.graph is program.graph and name in several:
+                    mine = several[name]
+                    raise CaptureError(
+                        f"buffer {mine[0]!r} is changed in the forward and is that of {len(mine)} places "
+                        f"({', '.join(mine)}); give each place a module of its own"
+                    )
+
+
+def new_values(program: torch.export.ExportedProgram) -> dict[str, fx.Node]:
+    """Return the buffers that a program where every op makes a new tensor updates, with their new values."""
+    (given,) = next(n for n in program.graph.nodes if n.op == "output").args
+    specs = program.graph_signature.output_specs
+    found = zip(specs, cast(Sequence[Any], given), strict=True)
+    return {str(spec.target): node for spec, node in found if spec.kind is OutputKind.BUFFER_MUTATION}
+
+
+def writing_regions(program: torch.export.ExportedProgram) -> set[fx.Node]:
+    """Return the regions without gradients that write into what they are given.
+
+    Where nothing reads what such a region returns, it is dead code to a graph.
     """
-    buffers, found = program.graph_signature.inputs_to_buffers, set[str]()
-    writes, aliases = _mutable(program), Aliases()
-    for region in program.graph.nodes:
-        if region.target is not torch.ops.higher_order.wrap_with_set_grad_enabled or not isinstance(
-            region.args[1], fx.Node
-        ):
-            continue
-        inside = cast(fx.GraphModule, program.graph_module.get_submodule(str(region.args[1].target))).graph
-        given = dict(zip((n for n in inside.nodes if n.op == "placeholder"), region.args[2:], strict=True))
-        for node in (n for n in inside.nodes if n.target in writes):
-            memory = {given[n] for x in _changed(node) for n in aliases.behind(x) if n in given}
-            behind = {n for x in memory if isinstance(x, fx.Node) for n in aliases.behind(x)}
-            found |= {buffers[n.name] for n in behind if n.name in buffers}
-    return found
+    given, writes, aliases, found = _given_to_regions(program), _mutable(program), Aliases(), set[fx.Graph]()
+    for inside in {n.graph for n in given}:
+        changed = (x for node in inside.nodes if node.target in writes for x in _changed(node))
+        if any(n in given for x in changed for n in aliases.behind(x)):
+            found.add(inside)
+    return {n for n in program.graph.nodes if _region_of(n, program) in found}
+
+
+def _region_of(node: fx.Node, program: torch.export.ExportedProgram) -> fx.Graph | None:
+    """Return the graph of a region without gradients, if a node is one."""
+    wrapped = node.target is torch.ops.higher_order.wrap_with_set_grad_enabled
+    if not wrapped or not isinstance(node.args[1], fx.Node):
+        return None
+    return cast(fx.GraphModule, program.graph_module.get_submodule(str(node.args[1].target))).graph
 
 
 def without_mutation(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autoplan.capture.frontend.buffers import attributes_restored
+from autoplan.capture.frontend.buffers import attributes_restored, buffers_copied
 from autoplan.capture.frontend.layer_tracer import LayerTracer
 from autoplan.capture.frontend.masks import Ledger, MaskUsed
 
@@ -54,7 +54,13 @@ def _runs(
     """Run the model once. Return False if it used a mask as a tensor that was none."""
     # models ask whether they are exported, and take other branches
     exporting = patch.multiple(torch.compiler, is_compiling=lambda: True, is_exporting=lambda: True)
-    with attributes_restored(run, every=True), around(), FakeTensorMode(allow_non_fake_inputs=True), exporting:
+    with (
+        attributes_restored(run, every=True),
+        around(),
+        exporting,
+        buffers_copied(run),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
         try:
             run(*(torch.zeros(t.shape, dtype=t.dtype) for t in example_inputs.values()))
         except MaskUsed:

@@ -1,6 +1,7 @@
 """State that a forward hands to the next one in a tensor of its module: `self.mean = 0.9 * self.mean + 0.1 * x.mean()`.
 
-The tensor may be in a list, a dict or a plain object that the module holds.
+The tensor may be in a list, a dict or a plain object that the module holds. A registered buffer keeps its form: what
+it is replaced by is written into it.
 
 A program runs the forward in parts, on parts of the batch, so such a value would depend on the split; in a graph it
 would stay what it was. A tensor that a forward only writes, or makes again without reading it (a cache), is no state.
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from autoplan.capture.frontend.buffers import attributes_restored, held_tensors
@@ -72,7 +74,7 @@ def state_refused(model: nn.Module, counters: Counters) -> Iterator[None]:
     generators = _generators()
     # here already: torch.export warns of what is still there after the forward
     with attributes_restored(model):
-        before = held_tensors(model)
+        before, buffers = held_tensors(model), {n for n, _ in model.named_buffers(remove_duplicate=False)}
         counters.start()
         reads = _Reads(before.values())
         with reads:
@@ -81,11 +83,13 @@ def state_refused(model: nn.Module, counters: Counters) -> Iterator[None]:
         counters.end(before, after)
         replaced = [name for name, tensor in before.items() if name in after and after[name] is not tensor]
         state = [n for n in replaced if id(before[n]) in reads.read and reads.source(after[n]) != id(before[n])]
+        state = [n for n in state if not (n in buffers and _stored(before[n], after[n]))]
     if state:
         names = ", ".join(map(repr, sorted(state)))
         raise CaptureError(
             f"the forward reads and then replaces {names}: a value that it hands to the next forward would depend on "
-            "the split; compute it outside the model, or leave the change out (model.eval() where that ends it)"
+            "the split; make it a registered buffer of fixed shape and dtype, compute it outside the model, or leave "
+            "the change out (model.eval() where that ends it)"
         )
     drawn = next((name for name, state in _generators().items() if state != generators[name]), None)
     if drawn is not None:
@@ -94,6 +98,15 @@ def state_refused(model: nn.Module, counters: Counters) -> Iterator[None]:
             "same in every step (a layer that is dropped always, or never): leave it out, or give what is drawn as an "
             "input, a tensor with one value per sample"
         )
+
+
+def _stored(buffer: torch.Tensor, value: torch.Tensor) -> bool:
+    """Write what a registered buffer was replaced by into it, where a trace sees it; False if it has another form."""
+    if buffer.shape != value.shape or buffer.dtype != value.dtype:
+        return False
+    if isinstance(buffer, FakeTensor):
+        buffer.copy_(value)
+    return True
 
 
 def _generators() -> dict[str, Any]:

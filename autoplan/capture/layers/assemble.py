@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from autoplan.capture.passes.batch_size import averages_of_micro_batches, counts_of_others, wide_means
 from autoplan.capture.passes.coupled import penalties, routed_nodes, router_terms
 from autoplan.capture.passes.hoist import hoist, simplify
+from autoplan.capture.passes.live import asked_of_first, drop_dead, pure_values, used_by_repeat
+from autoplan.capture.passes.updates import whole_updates
 from autoplan.capture.trace import Trace
 from autoplan.errors import CaptureError
 from autoplan.ir.dataflow import Dataflow
@@ -69,16 +71,18 @@ class _Loss:
 def assemble(trace: Trace, name: str, params: dict[str, Parameter], buffers: dict[str, Parameter]) -> ModelGraph | None:
     """Return the ModelGraph of a trace (without factors); None if merged layers are not self-contained."""
     simplify(trace)
+    if not whole_updates(trace):
+        return None
     wide_means(trace)
     counts_of_others(trace)
     loss = _normalise_loss(trace)
-    _drop_dead(trace, loss)
-    hoist(trace, _pure_values(trace))
+    drop_dead(trace, loss.targets)
+    hoist(trace, pure_values(trace))
     if loss.mains:
         router_terms(trace, loss.mains)
     penalties(trace)
     averages_of_micro_batches(trace, loss.targets)
-    pure = _pure_values(trace)
+    pure = pure_values(trace)
     segments = _segments(trace, pure)
     return _Builder(trace, segments, loss, pure).graph(name, params, buffers)
 
@@ -129,7 +133,7 @@ def _normalise_totals(trace: Trace, counts: list[LossCount], mains: Set[str]) ->
 
     A total depends on the batch alone, so that it is known before the first backward. Those of routers' terms stay.
     """
-    pure, divides, routed = _pure_values(trace), _denominators(trace), routed_nodes(trace, mains)
+    pure, divides, routed = pure_values(trace), _denominators(trace), routed_nodes(trace, mains)
     for at, node in enumerate(list(trace.nodes)):
         out = node.outputs[0]
         if out not in pure & divides or op_kind(node.op) is not OpKind.REDUCTION or op_has(node.op, Trait.AVERAGES):
@@ -183,27 +187,6 @@ def _normalise_mean(trace: Trace) -> _Loss:
     return _Loss((LossCount(LossUnit.NONE),))
 
 
-def _drop_dead(trace: Trace, loss: _Loss) -> None:
-    """Keep the nodes that the loss and its denominator need, and those that write to buffers, in program order."""
-    needed, keep = {trace.output} | loss.targets, []
-    write = {trace.region[node.name] for node in trace.nodes if op_has(node.op, Trait.UPDATES)}
-    for kind, index in reversed(trace.order):
-        if kind == "repeat":
-            repeat = trace.repeats[index]
-            if needed & set(repeat.outputs) or repeat.first in write:
-                needed |= _used_by_repeat(trace, index) | _asked_of_first(trace, index, needed)
-                keep.append((kind, index))
-        else:
-            node = trace.nodes[index]
-            if needed & set(node.outputs) or op_has(node.op, Trait.UPDATES):
-                needed |= set(node.tensor_inputs)
-                keep.append((kind, index))
-    live = sorted(index for kind, index in keep if kind == "node")
-    number = {index: i for i, index in enumerate(live)}
-    trace.nodes = [trace.nodes[index] for index in live]
-    trace.order = [(kind, number[index] if kind == "node" else index) for kind, index in reversed(keep)]
-
-
 def _with_gradient(block: Block, outputs: Iterable[str]) -> set[str]:
     """Return the values of a block that get a gradient if these outputs do."""
     found = set(outputs)
@@ -237,37 +220,6 @@ def _unsplit_notes(blocks: Iterable[Block]) -> tuple[str, ...]:
                 where = f" ({node.source})" if node.source else ""
                 found.append(f"{op}{where} cannot be split: it runs unsplit on every tensor-parallel rank")
     return tuple(dict.fromkeys(found))
-
-
-def _used_by_repeat(trace: Trace, index: int) -> set[str]:
-    """Return the inputs that a merged layer uses: those at the places that its first layer uses or passes through."""
-    repeat = trace.repeats[index]
-    first = repeat.first
-    used = {x for n in trace.nodes if trace.region[n.name] == first for x in n.tensor_inputs}
-    used |= set(trace.layer_outputs[first])
-    return {mine for mine, theirs in zip(repeat.inputs, trace.layer_inputs[first], strict=True) if theirs in used}
-
-
-def _asked_of_first(trace: Trace, index: int, needed: set[str]) -> set[str]:
-    """Return the outputs that a first layer has to make because a layer that repeats it is asked for them."""
-    repeat = trace.repeats[index]
-    leaving = trace.layer_outputs[repeat.first]
-    return {theirs for mine, theirs in zip(repeat.outputs, leaving, strict=True) if mine in needed}
-
-
-def _pure_values(trace: Trace) -> set[str]:
-    """Return the values that depend on inputs, buffers and sizes only."""
-    pure = set(trace.inputs) | set(trace.buffers)
-    for kind, index in trace.order:
-        if kind == "node":
-            node = trace.nodes[index]
-            if (
-                not trace.region[node.name]
-                and not (op_has(node.op, Trait.RANDOM) or op_has(node.op, Trait.SUMS_RANKS))
-                and all(x in pure for x in node.tensor_inputs)
-            ):
-                pure |= set(node.outputs)
-    return pure
 
 
 def _segments(trace: Trace, pure: set[str]) -> list[_Segment]:
@@ -372,14 +324,19 @@ class _Builder:
 
     def _refuse_shared_updates(self, buffers: Mapping[str, Parameter]) -> None:
         """Raise CaptureError for a buffer that is written to in two places: each would have a copy of its own."""
-        written = [call.buffers[x] for call in self.calls for x in updated_buffers(self.blocks[call.block])]
-        for name in sorted(written):
-            uses = sum(full == name for call in self.calls for full in call.buffers.values())
-            if uses > 1 or buffers[name].aliases:
+        for name in sorted(call.buffers[x] for call in self.calls for x in self._written(call)):
+            places = [call.name for call in self.calls for full in call.buffers.values() if full == name]
+            if len(places) > 1 or buffers[name].aliases:
                 raise CaptureError(
-                    f"buffer {name!r} is changed in the forward of a module that is used in {max(uses, 2)} places; "
-                    "give each place a module of its own"
+                    f"buffer {name!r} is changed in the forward of a module and used in {max(len(places), 2)} places "
+                    f"({', '.join(places)}), which may be on different pipeline stages, each with a copy of its own; "
+                    "hand on its value from where it is changed, or give each place a module of its own"
                 )
+
+    def _written(self, call: Call) -> frozenset[str]:
+        """Return the buffers that a call writes to, by their names in its block."""
+        block = self.blocks[call.block]
+        return updated_buffers(block.nodes, block.buffers)
 
     def _untrained(self, params: Mapping[str, Parameter]) -> list[str]:
         """Return the trainable parameters that get no gradient, as they do not influence the loss.
@@ -407,12 +364,12 @@ class _Builder:
         needed = {self.trace.output} | self.loss.targets
         for segment in self.segments[index + 1 :]:
             if segment.kind == "repeat":
-                needed |= _used_by_repeat(self.trace, segment.repeat)
+                needed |= used_by_repeat(self.trace, segment.repeat)
             for node in segment.nodes:
                 needed |= set(node.tensor_inputs)
         for segment in self.segments[index + 1 :]:
             if segment.kind == "repeat":
-                needed |= _asked_of_first(self.trace, segment.repeat, needed)
+                needed |= asked_of_first(self.trace, segment.repeat, needed)
         return needed
 
     def _local(self, layer: str, full: str) -> str:

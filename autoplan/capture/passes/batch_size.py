@@ -114,10 +114,13 @@ def averages_of_micro_batches(trace: Trace, counted: Set[str]) -> None:
 
 
 def _of_whole_micro_batches(trace: Trace) -> set[str]:
-    """Return the results of nodes that are given sums over all ranks, so that their batch is the whole micro-batch."""
+    """Return the results of nodes that are given sums over all ranks, or that lead to updates of buffers alone.
+
+    Their batch is the whole micro-batch.
+    """
     summed = {out for node in trace.nodes if op_has(node.op, Trait.SUMS_RANKS) for out in node.outputs}
     given = [n for n in trace.nodes if set(n.tensor_inputs) & summed or op_has(n.op, Trait.UPDATES)]
-    return {out for node in given for out in node.outputs}
+    return {out for node in given for out in node.outputs} | trace.of_micro_batches
 
 
 def _means_as_sums(trace: Trace, but: set[str]) -> None:

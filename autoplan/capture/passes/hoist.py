@@ -8,7 +8,7 @@ layer later than some layer, moves directly behind that layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from autoplan.capture.trace import Trace
@@ -79,14 +79,14 @@ def hoist(trace: Trace, pure: set[str]) -> None:
         trace: without nodes that the loss does not need; changed in place.
         pure: values that depend on no parameter.
     """
-    places = _places(trace)
+    places, updated = _places(trace), trace.updated_buffers()
     late = {i for i, last in places.before.items() if 0 <= places.depth[trace.nodes[i].outputs[0]] < last}
     flow = Dataflow([(set(n.tensor_inputs) - pure, n.outputs) for n in trace.nodes])
     moved: set[int] = set()
     for i in late:
         if all(not size.symbols for out in trace.nodes[i].outputs for size in trace.values[out].shape):
             found = {i, *flow.leading_to([i], late.__contains__)}
-            if not any(_stays(trace, trace.nodes[k]) for k in found):
+            if not any(_stays(trace, trace.nodes[k], updated) for k in found):
                 moved |= found
     behind: dict[int, list[tuple[str, int]]] = {}
     for kind, index in trace.order:
@@ -135,6 +135,6 @@ def _places(trace: Trace) -> _Places:
     return out
 
 
-def _stays(trace: Trace, node: Node) -> bool:
-    """Return True for a node that must not be moved: it draws random numbers or uses a parameter."""
-    return op_has(node.op, Trait.RANDOM) or any(x in trace.params for x in node.tensor_inputs)
+def _stays(trace: Trace, node: Node, updated: Set[str]) -> bool:
+    """Return True for a node that must not be moved: it draws random numbers, or uses a parameter or updated buffer."""
+    return op_has(node.op, Trait.RANDOM) or any(x in trace.params or x in updated for x in node.tensor_inputs)
