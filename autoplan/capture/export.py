@@ -35,7 +35,7 @@ from autoplan.capture.frontend.huggingface import (
 )
 from autoplan.capture.frontend.inplace import CaptureData, can_be_functional, without_mutation
 from autoplan.capture.frontend.inputs import LossFn, LossModule, check_arguments, uncompiled
-from autoplan.capture.frontend.layer_tracer import LayerTracer, layer_modules
+from autoplan.capture.frontend.layer_tracer import LayerTracer, block_kinds, layer_modules
 from autoplan.capture.frontend.lengths import length_symbols, target_inputs
 from autoplan.capture.frontend.lengths_held import Lengths
 from autoplan.capture.frontend.masks import Ledger
@@ -180,7 +180,7 @@ def _capture(
         if not can_be_functional(program) or has_unknown_sizes(program):  # which no form of the program would change
             raise
         trace = Translator(without_mutation(program), wrapper, lengths, names).run()
-    graph = assemble(trace, type(model).__name__, *_parameters(model))
+    graph = assemble(trace, type(model).__name__, *_parameters(model), block_kinds(model))
     if graph is None:
         return None
     fixed = _fixed_lengths(wrapper, example_inputs, symbols)

@@ -7,9 +7,10 @@ stage recomputes them instead of receiving them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
+from autoplan.capture.layers.divide import divide
 from autoplan.capture.passes.batch_size import averages_of_micro_batches, counts_of_others, wide_means
 from autoplan.capture.passes.coupled import penalties, routed_nodes, router_terms
 from autoplan.capture.passes.hoist import hoist, simplify
@@ -66,8 +67,18 @@ class _Loss:
         return {count.target for count in self.counts if count.target is not None}
 
 
-def assemble(trace: Trace, name: str, params: dict[str, Parameter], buffers: dict[str, Parameter]) -> ModelGraph | None:
-    """Return the ModelGraph of a trace (without factors); None if merged layers are not self-contained."""
+def assemble(
+    trace: Trace,
+    name: str,
+    params: dict[str, Parameter],
+    buffers: dict[str, Parameter],
+    kinds: Mapping[str, Hashable],
+) -> ModelGraph | None:
+    """Return the ModelGraph of a trace (without factors); None if merged layers are not self-contained.
+
+    Args:
+        kinds: of the modules that are made of modules with parameters, which can be layers (`divide`).
+    """
     simplify(trace)
     wide_means(trace)
     counts_of_others(trace)
@@ -79,6 +90,7 @@ def assemble(trace: Trace, name: str, params: dict[str, Parameter], buffers: dic
     penalties(trace)
     averages_of_micro_batches(trace, loss.targets)
     pure = _pure_values(trace)
+    divide(trace, pure, kinds)
     segments = _segments(trace, pure)
     return _Builder(trace, segments, loss, pure).graph(name, params, buffers)
 
@@ -431,8 +443,9 @@ class _Builder:
             self.ok = False
             return
         outs = [x for x in made if x in needed]
-        block = self._intern(self._block(segment.name, layer, nodes, given, params, buffers, outs), layer)
-        names = self._names(nodes, given, layer)
+        root = self.trace.roots.get(layer, layer)
+        block = self._intern(self._block(segment.name, root, nodes, given, params, buffers, outs), layer)
+        names = self._names(nodes, given, root)
         self.by_layer[segment.name] = (block, given, outs)
         self._place(segment.name, names)
         self.calls.append(
@@ -458,7 +471,7 @@ class _Builder:
         """
         if not layer:
             return ins
-        entering = list(dict.fromkeys(self.rename.get(x, x) for x in self.trace.layer_inputs[layer]))
+        entering = list(dict.fromkeys(self.rename.get(x, x) for x in self.trace.layer_inputs.get(layer, ())))
         if set(ins) - set(entering) and any(r.first == layer for r in self.trace.repeats):
             return None
         return [x for x in entering if x in ins] + [x for x in ins if x not in entering]
