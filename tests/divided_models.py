@@ -21,7 +21,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm(x)).unsqueeze(1).chunk(3, -1)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v).squeeze(1))
-        return x + self.mlp(x)
+        out: torch.Tensor = x + self.mlp(x)
+        return out
 
 
 class Attributes(nn.Module):

@@ -60,7 +60,8 @@ class SpectralConv2d(nn.Module):
         out = torch.zeros(*x.shape[:2], x.size(-2), x.size(-1) // 2 + 1, dtype=found.dtype, device=x.device)
         out[:, :, :m, :m] = torch.einsum("bixy,ioxy->boxy", found[:, :, :m, :m], self.low)
         out[:, :, -m:, :m] = torch.einsum("bixy,ioxy->boxy", found[:, :, -m:, :m], self.high)
-        return torch.fft.irfft2(out, s=(x.size(-2), x.size(-1)))
+        back: torch.Tensor = torch.fft.irfft2(out, s=(x.size(-2), x.size(-1)))
+        return back
 
 
 class SpectralConv1d(nn.Module):
@@ -73,7 +74,9 @@ class SpectralConv1d(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found = torch.fft.rfft(x, dim=-1, norm="forward")[..., : self.modes]
         out = torch.einsum("bix,iox->box", found, torch.view_as_complex(self.weight))
-        return torch.fft.irfft(F.pad(out, (0, x.shape[-1] // 2 + 1 - self.modes)), n=x.shape[-1], norm="forward")
+        out = F.pad(out, (0, x.shape[-1] // 2 + 1 - self.modes))
+        back: torch.Tensor = torch.fft.irfft(out, n=x.shape[-1], norm="forward")
+        return back
 
 
 class FNO2d(nn.Module):
@@ -118,7 +121,8 @@ class GlobalFilter(nn.Module):
         side = int(tokens**0.5)
         grid = torch.fft.rfft2(x.view(batch, side, side, width), dim=(1, 2), norm="ortho")
         grid = grid * torch.view_as_complex(self.complex_weight)
-        return torch.fft.irfft2(grid, s=(side, side), dim=(1, 2), norm="ortho").reshape(batch, tokens, width)
+        back: torch.Tensor = torch.fft.irfft2(grid, s=(side, side), dim=(1, 2), norm="ortho")
+        return back.reshape(batch, tokens, width)
 
 
 class AdaptiveFilter(nn.Module):
@@ -146,7 +150,8 @@ class AdaptiveFilter(nn.Module):
         f = product(d, self.w2[0]) + product(c, self.w2[1]) + self.b2[1]
         out = torch.view_as_complex(F.softshrink(torch.stack([e, f], dim=-1), lambd=0.01))
         out = out.reshape(batch, side, side // 2 + 1, width)
-        return torch.fft.irfft2(out, s=(side, side), dim=(1, 2), norm="ortho").reshape(batch, tokens, width) + bias
+        back: torch.Tensor = torch.fft.irfft2(out, s=(side, side), dim=(1, 2), norm="ortho")
+        return back.reshape(batch, tokens, width) + bias
 
 
 class FilterBlock(nn.Module):

@@ -67,11 +67,11 @@ def of_one_process(
     taken = inspect.signature(model.forward).parameters
     for whole in batches:
         total = 0.0
-        by_rank = {n: x.unflatten(0, (data_ranks, num_parts, -1)) for n, x in whole.items()}
+        by_rank = {n: x.reshape(data_ranks, num_parts, -1, *x.shape[1:]) for n, x in whole.items()}
         for part in range(num_parts):
             mine = {n: x[:, part].flatten(0, 1) for n, x in by_rank.items()}
             found = loss(model(**{n: x for n, x in mine.items() if n in taken}), mine) / num_parts
-            found.backward()
+            torch.autograd.backward(found)
             total += found.item()
         losses.append(total)
         optimizer.step()
@@ -100,6 +100,7 @@ def trained(rank: int, world: int, module: str, name: str, pins: dict[str, Any],
     size, losses, batches = SIZE // pm.data_world, [], [case.batch(SIZE, 1 + step) for step in range(steps)]
     for batch in batches:
         losses.append(pm.step({n: x[pm.data_rank * size :][:size] for n, x in batch.items()}).item())
+        assert pm.optimizer is not None
         pm.optimizer.step()
         pm.optimizer.zero_grad()
     want, state = of_one_process(one, batches, case.loss, pm.num_micro_batches, pm.data_world)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 from autoplan.capture import positions
@@ -211,6 +212,24 @@ def _copy(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
     return src.to(self.dtype).expand(self.shape)
 
 
+def _written_slice(
+    self: torch.Tensor, src: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> torch.Tensor:
+    """Join what stands before a slice, what is written into it, and what stands behind: PyTorch has no derivative of
+    complex `slice_scatter`."""
+    size = self.shape[dim]
+    begin = 0 if start is None else start + size if start < 0 else start
+    behind = begin + src.shape[dim]
+    around = [(begin, self.narrow(dim, 0, begin)), (size - behind, self.narrow(dim, behind, size - behind))]
+    before, after = ([] if statically_known_true(length == 0) else [part] for length, part in around)
+    written = [*before, src.to(self.dtype), *after]
+    return torch.cat(written, dim) if len(written) > 1 else written[0]
+
+
+def _is_complex_slice(self: torch.Tensor, src: Any, dim: Any = 0, start: Any = 0, end: Any = 0, step: int = 1) -> bool:
+    return self.is_complex() and step == 1
+
+
 def _join(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """Leave out tensors of shape [0], which PyTorch joins with anything."""
     return torch.cat([x for x in tensors if x.shape != (0,)], dim)
@@ -256,6 +275,7 @@ _OWN: Mapping[str, tuple[_Form, ...]] = {
     ),
     "aten.cross_entropy_loss.default": _given(_is_loss, _loss),
     **{f"aten.conv{n}d.default": _given(_are_patches, _patches) for n in (1, 2, 3)},
+    "aten.slice_scatter.default": _given(_is_complex_slice, _written_slice),
     "aten.copy.default": _given(lambda *given: True, _copy),
     "aten.cat.default": _given(lambda tensors, dim=0: any(x.shape == (0,) for x in tensors), _join),
     "aten.index.Tensor": (

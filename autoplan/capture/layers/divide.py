@@ -191,11 +191,11 @@ def _is_part(pieces: Sequence[_Piece]) -> bool:
 
 
 def _mark(trace: Trace, parts: Iterable[_Part], layers: Set[str]) -> None:
-    """Give the operations to their parts. A part has the name of its first module with parameters."""
+    """Give the operations to their parts. A part has the name of its heaviest module with parameters."""
     unused = FreshNames(name.replace(".", "_") for name in layers)
     for part in parts:
-        first = next(p for p in part if p.has_params)
-        base = first.path or first.entries[0].node.op
+        main = max((p for p in part if p.has_params), key=lambda p: p.share)
+        base = main.path or main.entries[0].node.op
         fresh = unused.fresh(base.replace(".", "_"))
         while is_around_layers(fresh):
             fresh = unused.fresh(base.replace(".", "_"))
