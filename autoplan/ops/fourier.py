@@ -23,33 +23,24 @@ _ANY_DIMS = ("fftn", "ifftn", "rfftn", "irfftn", "hfftn", "ihfftn")
 _USUAL_LENGTH = 1024  # counts for a length that is not known yet: arithmetic grows with its logarithm
 
 
-def _tuple(given: Sequence[Any] | None) -> tuple[Any, ...] | None:
-    return None if given is None else tuple(given)
+def _tuple(given: Any) -> tuple[Any, ...] | None:
+    return None if given is None else tuple(given) if isinstance(given, (list, tuple)) else (given,)
 
 
 def _transform(function: str) -> Lowering:
+    one, usual = function in _ONE_DIM, [-2, -1] if function in _TWO_DIMS else None
+
     def build(a: Args) -> IrResult:
-        sizes: Sequence[Any] | None
-        if function in _ONE_DIM:
-            sizes, dims = None if a.get("n") is None else (a["n"],), (a.get("dim", -1),)
-        else:
-            sizes = None if a.get("s") is None else tuple(a["s"])
-            dims = a.get("dim", (-2, -1) if function in _TWO_DIMS else None)
-            dims = None if dims is None else tuple(dims)
-        return IrOp(
-            "fourier", (a["self"],), {"function": function, "sizes": sizes, "dims": dims, "norm": a.get("norm")}
-        )
+        sizes, dims = a.get("n" if one else "s"), a.get("dim", -1 if one else usual)
+        attrs = {"function": function, "sizes": _tuple(sizes), "dims": _tuple(dims), "norm": a.get("norm")}
+        return IrOp("fourier", (a["self"],), attrs)
 
     return build
 
 
 def _shift(function: str) -> Lowering:
-    def build(a: Args) -> IrResult:
-        dims = a.get("dim")
-        dims = _tuple([dims] if isinstance(dims, int) else dims)
-        return IrOp("fourier_shift", (a["self"],), {"function": function, "dims": dims})
-
-    return build
+    attrs = {"function": function}
+    return lambda a: IrOp("fourier_shift", (a["self"],), attrs | {"dims": _tuple(a.get("dim"))})
 
 
 def _dims(node: Node, rank: int) -> list[int]:
