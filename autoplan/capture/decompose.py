@@ -235,6 +235,21 @@ def _join(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return torch.cat([x for x in tensors if x.shape != (0,)], dim)
 
 
+def _joins_batches(tensors: Sequence[torch.Tensor], dim: int = 0) -> bool:
+    """Return True for tensors of one shape that are joined along the batch."""
+    first, others = tensors[0], tensors[1:]
+    if dim != 0 or not others or not first.dim():
+        return False
+    size: Any = first.shape[0]
+    alike = all(x.dim() == first.dim() and statically_known_true(x.shape[0] == size) for x in others)
+    return isinstance(size, torch.SymInt) and alike
+
+
+def _join_batches(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Join along a dim of its own, so that each part has the samples of a rank."""
+    return torch.cat([x.unsqueeze(0) for x in tensors]).flatten(0, 1)
+
+
 def _is_written_out(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -277,7 +292,10 @@ _OWN: Mapping[str, tuple[_Form, ...]] = {
     **{f"aten.conv{n}d.default": _given(_are_patches, _patches) for n in (1, 2, 3)},
     "aten.slice_scatter.default": _given(_is_complex_slice, _written_slice),
     "aten.copy.default": _given(lambda *given: True, _copy),
-    "aten.cat.default": _given(lambda tensors, dim=0: any(x.shape == (0,) for x in tensors), _join),
+    "aten.cat.default": (
+        *_given(lambda tensors, dim=0: any(x.shape == (0,) for x in tensors), _join),
+        *_given(_joins_batches, _join_batches),
+    ),
     "aten.index.Tensor": (
         _Form(positions.is_view, positions.viewed),
         _Form(positions.is_gather, positions.written_gather),

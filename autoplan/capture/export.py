@@ -20,6 +20,7 @@ from autoplan.capture.frontend.bags import CaptureBags
 from autoplan.capture.frontend.batch_norm import capture_batch_norm
 from autoplan.capture.frontend.buffers import all_buffers, attributes_restored
 from autoplan.capture.frontend.counters import Counters
+from autoplan.capture.frontend.equal_parts import CaptureParts
 from autoplan.capture.frontend.expert_loops import ExpertLoops
 from autoplan.capture.frontend.experts import capture_experts, capture_hf_experts
 from autoplan.capture.frontend.held import HeldParameters
@@ -265,6 +266,7 @@ def _patched(
                 experts,
                 recurrent,
                 CaptureBags,
+                CaptureParts,
                 CaptureData,
                 CaptureSelections,
                 samples,

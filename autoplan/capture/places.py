@@ -18,7 +18,7 @@ def source_of(node: fx.Node) -> str:
     return f"{found[-1][0].rsplit('/', 1)[-1]}:{found[-1][1]}" if found else ""
 
 
-def place_of(node: fx.Node) -> str:
+def place_in_model(node: fx.Node) -> str:
     """Return what an error says of where a node was made: its line, and its module where the line is PyTorch's."""
     where, scope = source_of(node), scope_of(node)
     found = re.findall(r'File "([^"]+)", line', node.meta.get("stack_trace") or "")

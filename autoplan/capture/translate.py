@@ -35,7 +35,7 @@ from autoplan.capture.frontend.inputs import LossModule
 from autoplan.capture.frontend.lengths_held import Lengths, error_kind
 from autoplan.capture.generic import generic, is_pointwise, why_impure
 from autoplan.capture.ops import OPS, SKIP, Arguments, lower
-from autoplan.capture.places import calls_of, place_of, scope_of, source_of, source_within
+from autoplan.capture.places import calls_of, place_in_model, scope_of, source_of, source_within
 from autoplan.capture.positions import one_copy
 from autoplan.capture.trace import Repeat, Trace
 from autoplan.errors import CaptureError, FormError
@@ -190,7 +190,7 @@ class Translator:
                 except CaptureError as exc:
                     where = source_of(node)
                     named = not where or where in str(exc)
-                    self._refused(node, exc if named else error_kind(exc)(f"{place_of(node)}: {exc}"))
+                    self._refused(node, exc if named else error_kind(exc)(f"{place_in_model(node)}: {exc}"))
 
     def _refused(self, node: fx.Node, why: CaptureError) -> None:
         """Note why a node cannot be captured, and go on as if it could be, to find all such nodes.
@@ -377,7 +377,7 @@ class Translator:
         try:
             result = self._lowered(target, node)
         except CaptureError as exc:
-            raise error_kind(exc)(f"{place_of(node) or node.name}: {exc}") from exc
+            raise error_kind(exc)(f"{place_in_model(node) or node.name}: {exc}") from exc
         if result is None:
             return
         if isinstance(result, Alias) or self._is_noop(result, node):
