@@ -14,7 +14,7 @@ PINS: dict[str, dict[str, Any]] = {
     "recompute": {"pp": 2, "num_micro_batches": 2, "recompute": "full"},
     "pp-dp": {"pp": 2, "dp": 2, "num_micro_batches": 2},
     "pp-dp-zero": {"pp": 2, "dp": 2, "num_micro_batches": 2, "zero_stage": 2, "schedule": "GPipe"},
-    "virtual": {"pp": 2, "num_micro_batches": 2, "virtual_stages": 2, "schedule": "interleaved"},
+    "virtual": {"pp": 2, "num_micro_batches": 2, "virtual_stages": 2, "schedule": "Interleaved1F1B"},
 }
 QUICK = [("attributes", "pp"), ("residual", "recompute"), ("u-net", "pp"), ("unlike", "pp-dp")]
 SLOW = [
